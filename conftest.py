@@ -1,0 +1,61 @@
+"""The ground on which every test of the repository stands; it acts before JAX is imported.
+
+Tests run on eight simulated CPU devices, so that meshes and collectives are real without hardware.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+PACKAGES = ("layerkit", "layerkit_inputs", "layerkit_runner", "layerkit_experiments")
+DEVICES = "--xla_force_host_platform_device_count"
+
+if "jax" in sys.modules:
+    raise pytest.UsageError(
+        "JAX was imported before conftest.py could ask for eight simulated devices; "
+        "find the plugin or PYTHONSTARTUP file that imports it."
+    )
+if DEVICES not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}=8".strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# XLA sizes the thread pool of its simulated devices by NPROC. With fewer threads than devices that
+# wait for one another, a collective never ends and the process aborts.
+os.environ.setdefault("NPROC", "32")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
+def package_origins() -> dict[str, Path]:
+    """Where each package of the project that this interpreter can import comes from."""
+    specs = {name: importlib.util.find_spec(name) for name in PACKAGES}
+    return {name: Path(spec.origin) for name, spec in specs.items() if spec and spec.origin}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuses to test a source folder where installed wheels are to be tested.
+
+    `LAYERKIT_TEST_INSTALLED` holds the names of the packages that must be installed, separated by
+    commas; no other package of the project may then be importable.
+    """
+    wanted = os.environ.get("LAYERKIT_TEST_INSTALLED")
+    if wanted is None:
+        return
+    installed = Path(sysconfig.get_path("purelib")).resolve()
+    origins = package_origins()
+    if set(origins) != set(wanted.split(",")):
+        raise pytest.UsageError(
+            f"the packages to test are {wanted}, those importable are {','.join(origins)}"
+        )
+    for name, origin in origins.items():
+        if installed not in origin.resolve().parents:
+            raise pytest.UsageError(f"{name} comes from {origin}, not from a wheel in {installed}")
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Says which copies of the packages are under test."""
+    return [f"{name}: {origin.parent}" for name, origin in package_origins().items()]

@@ -1,0 +1,140 @@
+"""What can be done with this repository, each in an environment of its own.
+
+`python3 start.py` lists them and runs them on a fresh machine; where nox is installed, so does
+`nox -s NAME`. Environments are kept, and filled again only when a pin or a dependency has changed:
+a second run starts at once and needs no network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).resolve().parent
+CONSTRAINTS = ROOT / "constraints.txt"
+# Folder under packages/, and the name by which the package is imported; lower layers first.
+PACKAGES = {
+    "layerkit": "layerkit",
+    "inputs": "layerkit_inputs",
+    "runner": "layerkit_runner",
+    "experiments": "layerkit_experiments",
+}
+ALL_SUITES = [*sorted(ROOT.glob("packages/*/tests")), *ROOT.glob("integration_tests")]
+TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis")
+LINT_TOOLS = ("ruff", "mypy", "import-linter")
+BUILD_TOOLS = ("hatchling",)
+
+nox.options.sessions = ["lint", "tests"]
+nox.options.default_venv_backend = "virtualenv"
+# A folder per Python, so that another `python3` does not meet the environments of the last one.
+nox.options.envdir = ".nox/python{}.{}".format(*sys.version_info)
+nox.options.reuse_venv = "yes"
+nox.options.download_python = "never"
+nox.options.error_on_missing_interpreters = False
+
+
+@nox.session
+def train(session: nox.Session) -> None:
+    """Trains the quickstart language model; arguments go to `runner`, a flag given there wins."""
+    install_sources(session)
+    defaults = {"--exp": "lm.quickstart.LocalText", "--job_log_dir": "runs/quickstart"}
+    given = {argument.partition("=")[0] for argument in session.posargs}
+    flags = [f"{flag}={value}" for flag, value in defaults.items() if flag not in given]
+    # After Ctrl-C the runner saves a checkpoint: nox must wait for it, however long that takes.
+    session.run("runner", *flags, *session.posargs, interrupt_timeout=None)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Builds and installs the four wheels, then tests them; arguments go to pytest."""
+    test_wheels(session, list(PACKAGES), ALL_SUITES)
+
+
+@nox.session(python=["3.12", "3.13"])
+def compat(session: nox.Session) -> None:
+    """The tests on other Pythons; one that is not installed is skipped, and nox says so."""
+    test_wheels(session, list(PACKAGES), ALL_SUITES)
+
+
+@nox.session
+def layerkit_alone(session: nox.Session) -> None:
+    """Proves that layerkit needs nothing above it: its wheel, its tests, an empty environment."""
+    test_wheels(session, ["layerkit"], [ROOT / "packages/layerkit/tests"])
+    session.run("python", "-I", "-c", ALONE, log=False)
+
+
+# For a fresh interpreter, isolated from the checkout: imports all of layerkit, then looks around.
+ALONE = """
+import importlib, importlib.util, pkgutil, sys
+
+strangers = ["tensorflow", "layerkit_inputs", "layerkit_runner", "layerkit_experiments"]
+found = [name for name in strangers if importlib.util.find_spec(name)]
+assert not found, f"importable beside layerkit: {found}"
+
+def fail(name):
+    raise ImportError(f"cannot import {name}")
+
+import layerkit
+modules = [module.name for module in pkgutil.walk_packages(layerkit.__path__, "layerkit.", fail)]
+for name in modules:
+    importlib.import_module(name)
+imported = [name for name in sys.modules if name.partition(".")[0] in strangers]
+assert not imported, f"imported by layerkit: {imported}"
+print(f"layerkit stands alone: {len(modules)} modules imported, none of {', '.join(strangers)}")
+"""
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Formatting, lint rules, types, and the borders between the packages."""
+    install_sources(session, LINT_TOOLS)
+    session.run("ruff", "format", "--check", ".")
+    session.run("ruff", "check", ".")
+    session.run("mypy")
+    session.run("lint-imports")
+    for folder in PACKAGES:
+        if (ROOT / "packages" / folder / "LICENSE").read_bytes() != (ROOT / "LICENSE").read_bytes():
+            session.error(f"packages/{folder}/LICENSE is no copy of LICENSE")
+
+
+def test_wheels(session: nox.Session, folders: Sequence[str], suites: Sequence[Path]) -> None:
+    """Runs `suites` and the doctests of layerkit on wheels built now from `folders`.
+
+    Arguments of the session go to pytest; a path among them replaces the suites.
+    """
+    session.install("--constraint", str(CONSTRAINTS), *BUILD_TOOLS, *TEST_TOOLS)
+    with tempfile.TemporaryDirectory() as built:
+        sources = [f"./packages/{folder}" for folder in folders]
+        build = ["pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+        session.run("python", "-m", *build, "--wheel-dir", built, *sources)
+        wheels = sorted(str(wheel) for wheel in Path(built).glob("*.whl"))
+        # Twice: the version number does not change with the code, so the wheels are forced in; what
+        # they depend on is left alone where it is there already.
+        session.install("--no-deps", "--no-index", "--force-reinstall", *wheels)
+        session.install("--constraint", str(CONSTRAINTS), *wheels)
+    pytest = ["python", "-P", "-m", "pytest", "-n", "2", *session.posargs]
+    if not any(Path(argument.partition("::")[0]).exists() for argument in session.posargs):
+        # --pyargs: the doctests are those of the installed package.
+        pytest += ["--doctest-modules", "--pyargs", "layerkit"]
+        pytest += [str(suite.relative_to(ROOT)) for suite in suites]
+    names = ",".join(PACKAGES[folder] for folder in folders)
+    session.run(*pytest, env={"LAYERKIT_TEST_INSTALLED": names})
+
+
+def install_sources(session: nox.Session, tools: Sequence[str] = ()) -> None:
+    """Installs the four packages, so that edits of the sources take effect, and `tools`."""
+    projects = [ROOT / "packages" / folder for folder in PACKAGES]
+    parts = [CONSTRAINTS, *(project / "pyproject.toml" for project in projects)]
+    digest = hashlib.sha256(b"\0".join(part.read_bytes() for part in parts))
+    digest.update(" ".join([str(ROOT), *tools]).encode())
+    stamp = Path(session.virtualenv.location) / "installed"
+    if stamp.is_file() and stamp.read_text() == digest.hexdigest():
+        return
+    editable = [argument for project in projects for argument in ("--editable", str(project))]
+    session.install("--constraint", str(CONSTRAINTS), *editable, *tools)
+    stamp.write_text(digest.hexdigest())

@@ -1,0 +1,1 @@
+"""Named experiments: mostly values, little code."""

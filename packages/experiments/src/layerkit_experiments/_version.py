@@ -1,0 +1,3 @@
+"""The version of layerkit-experiments; the one place where it stands."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,109 @@
+"""Optimizers, schedules and how long to train."""
+
+from __future__ import annotations
+
+import optax
+from layerkit.config import Config, Partial
+from layerkit_runner.learner import Learner
+from layerkit_runner.optimizers import adam_with_update_cap
+from layerkit_runner.schedules import linear_warmup_cosine_decay, linear_warmup_exponential_decay
+from layerkit_runner.task import TrainHParams
+
+
+class TrainingLength:
+    """How long to train, and how often to look and to save."""
+
+    MAX_STEPS: int = 300_000
+    SUMMARY_INTERVAL_STEPS: int = 100
+    EVAL_INTERVAL_STEPS: int | None = 100
+    DECODE_INTERVAL_STEPS: int | None = None
+    CHECKPOINT_EVERY_N_STEPS: int = 5000
+    CHECKPOINT_MAX_TO_KEEP: int | None = 10
+    SEED: int = 1234
+
+    def train_config(self, learner: Config) -> Config:
+        """How the task is trained, with this learner."""
+        return TrainHParams.HParams.config(
+            learner=learner,
+            num_train_steps=self.MAX_STEPS,
+            random_seed=self.SEED,
+            summary_interval_steps=self.SUMMARY_INTERVAL_STEPS,
+            eval_interval_steps=self.EVAL_INTERVAL_STEPS,
+            decode_interval_steps=self.DECODE_INTERVAL_STEPS,
+            save_interval_steps=self.CHECKPOINT_EVERY_N_STEPS,
+            save_max_to_keep=self.CHECKPOINT_MAX_TO_KEEP,
+        )
+
+
+class AdamExponential(TrainingLength):
+    """Adam with an update cap; linear warmup, then exponential decay to a tenth."""
+
+    LEARNING_RATE: float = 1e-3
+    ADAM_BETA1: float = 0.9
+    ADAM_BETA2: float = 0.99
+    ADAM_EPSILON: float = 1e-6
+    WEIGHT_DECAY: float = 1e-3
+    CLIP_GRADIENT_NORM: float | None = 5.0
+    UPDATE_RMS_CAP: float | None = 1.0
+    WARMUP_STEPS: int = 4000
+    DECAY_START: int = 4001
+    DECAY_END: int = 300_000
+    MIN_LEARNING_RATE_RATIO: float = 0.1
+
+    def learner(self) -> Config:
+        """The config of the learner."""
+        return Learner.HParams.config(
+            optimizer=Partial(
+                adam_with_update_cap,
+                b1=self.ADAM_BETA1,
+                b2=self.ADAM_BETA2,
+                eps=self.ADAM_EPSILON,
+                weight_decay=self.WEIGHT_DECAY,
+                update_rms_cap=self.UPDATE_RMS_CAP,
+            ),
+            learning_rate=Config(
+                linear_warmup_exponential_decay,
+                self.LEARNING_RATE,
+                warmup_steps=self.WARMUP_STEPS,
+                decay_start=self.DECAY_START,
+                decay_end=self.DECAY_END,
+                min_ratio=self.MIN_LEARNING_RATE_RATIO,
+            ),
+            clip_global_norm=self.CLIP_GRADIENT_NORM,
+        )
+
+
+class AdamWCosine(TrainingLength):
+    """AdamW; linear warmup, then a cosine over the rest of the run."""
+
+    LEARNING_RATE: float = 1e-3
+    ADAM_BETA1: float = 0.9
+    ADAM_BETA2: float = 0.95
+    ADAM_EPSILON: float = 1e-8
+    WEIGHT_DECAY: float = 0.1
+    CLIP_GRADIENT_NORM: float | None = 1.0
+    WARMUP_STEPS: int = 100
+    DECAY_END: int | None = None
+    """Where the learning rate has come down; None for MAX_STEPS."""
+    MIN_LEARNING_RATE_RATIO: float = 0.1
+
+    def learner(self) -> Config:
+        """The config of the learner."""
+        return Learner.HParams.config(
+            optimizer=Partial(
+                optax.adamw,
+                b1=self.ADAM_BETA1,
+                b2=self.ADAM_BETA2,
+                eps=self.ADAM_EPSILON,
+                weight_decay=self.WEIGHT_DECAY,
+            ),
+            learning_rate=Config(
+                linear_warmup_cosine_decay,
+                self.LEARNING_RATE,
+                warmup_steps=self.WARMUP_STEPS,
+                decay_start=self.WARMUP_STEPS,
+                decay_end=self.MAX_STEPS if self.DECAY_END is None else self.DECAY_END,
+                min_ratio=self.MIN_LEARNING_RATE_RATIO,
+            ),
+            clip_global_norm=self.CLIP_GRADIENT_NORM,
+        )

@@ -1,0 +1,343 @@
+"""BaseInput: what every source of batches looks like to a training, eval or decode program.
+
+A reader writes few lines: `_next` makes a batch or raises StopIteration, `_reset` goes back to the
+start, and, where it can jump, `_reader_state` and `_set_reader_state` tell and take a position. All
+else (peek, exact states, padding, the evaluation loop, passes over finite data) is here, once.
+
+A subclass may also change batches the way Pax's users do, by overriding `get_next`:
+
+    class MyInput(SomeInput):
+        def get_next(self):
+            batch = super().get_next()
+            batch.new_field = ...
+            return batch
+
+Only the outermost `get_next` of a call is a delivery: peek keeps what it returned, so the change is
+seen by peek, made once, and counted once. A class that defines nothing but `get_next` and `reset`,
+the whole interface in Pax, has all the rest too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from layerkit.config import Configurable
+from layerkit.nested_map import NestedMap
+from layerkit_inputs import state as state_lib
+from layerkit_inputs.eval_padding import pad_rows
+
+
+def _delivers(get_next: Callable[..., NestedMap]) -> Callable[..., NestedMap]:
+    """Makes the outermost of a chain of `get_next` calls serve and count what is delivered."""
+
+    @functools.wraps(get_next)
+    def deliver(self: BaseInput) -> NestedMap:
+        if self._is_delivering:
+            return get_next(self)
+        if self._is_closed:
+            raise RuntimeError(f"{self!r} is closed.")
+        if self._peeked is not None:
+            batch, self._peeked = self._peeked, None
+            return batch
+        self._is_delivering = True
+        try:
+            batch = get_next(self)
+        finally:
+            self._is_delivering = False
+        self._num_delivered += 1
+        return batch
+
+    return deliver
+
+
+def _starts_over(reset: Callable[..., None]) -> Callable[..., None]:
+    """Makes a `reset` method forget what was peeked and counted, also one that replaces ours."""
+
+    @functools.wraps(reset)
+    def start_over(self: BaseInput) -> None:
+        self._peeked = None
+        self._num_delivered = 0
+        reset(self)
+
+    return start_over
+
+
+class BaseInput(Configurable):
+    """A source of batches: NestedMaps of numpy arrays `[batch, ...]`, one after the other.
+
+    Every host builds its own, told apart by `infeed_host_index`. `StopIteration` is the only end.
+    What evaluation reads follows from three fields; left unset they mean one epoch each time:
+
+    | reset_for_eval | repeat | an evaluation reads |
+    |---|---|---|
+    | True | False | one whole epoch, from the start; `eval_loop_num_batches` is ignored |
+    | False | True | the next `eval_loop_num_batches` batches of an endless stream |
+
+    Training inputs are endless.
+    """
+
+    name: str | None = None
+    """Shown in logs and summaries."""
+    batch_size: int | None = None
+    """Rows of a batch on this host. Required, though the runner derives it from `percore_batch_size`."""
+    percore_batch_size: float | None = None
+    """Rows per device, a fraction where several devices share a row; read by the runner alone."""
+    infeed_host_index: int = 0
+    """Which of the hosts that feed data this is; the runner sets it."""
+    num_infeed_hosts: int = 1
+    """How many hosts feed data; the runner sets it."""
+    is_training: bool = False
+    """Endless, and shuffled where the reader shuffles."""
+    reset_for_eval: bool | None = None
+    """Each evaluation begins at the start. None: True unless the stream is endless."""
+    repeat: bool | None = None
+    """Begin again at the end of the data. None: as the other fields imply."""
+    eval_loop_num_batches: int | None = None
+    """Batches of one evaluation, where the stream is endless."""
+    input_random_seed: int | None = None
+    """Seed of order and contents. None: 0, since a resumed run goes on and repeats nothing."""
+    batch_padding_size: int = 0
+    """Rows of padding that `get_next_padded` appends to each batch."""
+
+    token_unit: ClassVar[str] = "token"
+    """What one predicted token is, for reports: `byte` makes nats per byte comparable across models."""
+
+    state_scope: ClassVar[state_lib.Scope] = "host"
+    """`global` for a reader whose state is the same on every host and fits any number of them."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "get_next" in cls.__dict__:
+            cls.get_next = _delivers(cls.__dict__["get_next"])  # type: ignore[method-assign]
+        if "reset" in cls.__dict__:
+            cls.reset = _starts_over(cls.__dict__["reset"])  # type: ignore[method-assign]
+
+    def __post_init__(self) -> None:
+        self._peeked: NestedMap | None = None
+        self._state_before_peek: dict[str, Any] | None = None
+        self._is_delivering = False
+        self._is_closed = False
+        self._num_delivered = 0
+        self._check_fields()
+        self._settle_passes()
+
+    # What a reader writes.
+
+    def _next(self) -> NestedMap:
+        """The next batch of this host; raises StopIteration at the end of the data."""
+        raise NotImplementedError(f"{type(self).__qualname__} must define _next() or get_next().")
+
+    def _reset(self) -> None:
+        """Goes back to the first batch."""
+        raise NotImplementedError(f"{type(self).__qualname__} must define _reset().")
+
+    def _reader_state(self) -> dict[str, Any]:
+        """The reader's position, as JSON values. Default: the number of batches delivered."""
+        return {"num_delivered": self._num_delivered}
+
+    def _set_reader_state(self, position: dict[str, Any]) -> None:
+        """Goes to a position. Default: from the start, reading past what was delivered."""
+        self.reset()
+        for _ in range(position["num_delivered"]):
+            self.get_next()
+
+    def _close(self) -> None:
+        """Lets go of files and threads."""
+
+    # What programs call.
+
+    @_delivers
+    def get_next(self) -> NestedMap:
+        """The next batch, arrays `[batch, ...]`.
+
+        Raises:
+          StopIteration: the data has ended (never while training or repeating).
+        """
+        try:
+            return self._next()
+        except StopIteration:
+            if not self.endless:
+                raise
+        self._reset()
+        try:
+            return self._next()
+        except StopIteration:
+            raise ValueError(f"{self!r} is to repeat its data, but there is none.") from None
+
+    def get_next_padded(self) -> NestedMap:
+        """`get_next` and `batch_padding_size` rows of padding (weight 0, provenance -1)."""
+        return pad_rows(self.get_next(), self.batch_padding_size)
+
+    def peek(self) -> NestedMap:
+        """The batch that `get_next` will return, without consuming it; the map is a copy."""
+        if self._peeked is None:
+            before = self._envelope()
+            batch = self.get_next()
+            self._peeked, self._state_before_peek = batch, before
+        return self._peeked.transform(lambda leaf: leaf)
+
+    @_starts_over
+    def reset(self) -> None:
+        """Back to the first batch; what was peeked is forgotten."""
+        self._reset()
+
+    def get_state(self) -> dict[str, Any]:
+        """Where the stream stands, as JSON values; a batch only peeked at is still to come."""
+        if self._peeked is not None:
+            assert self._state_before_peek is not None
+            return self._state_before_peek
+        return self._envelope()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes to where `get_state` was called, on an input of the same fields.
+
+        Raises:
+          ValueError: the state is of another kind of reader, another host or other data.
+        """
+        self._peeked = None
+        self._set_envelope(state)
+
+    def _envelope(self) -> dict[str, Any]:
+        return state_lib.pack_state(self._reader_state(), **self._state_owner())
+
+    def _set_envelope(self, envelope: dict[str, Any]) -> None:
+        self._set_reader_state(state_lib.unpack_state(envelope, **self._state_owner()))
+
+    def _state_owner(self) -> dict[str, Any]:
+        return {
+            "reader": type(self).__qualname__,
+            "scope": self.state_scope,
+            "host_index": self.infeed_host_index,
+            "num_hosts": self.num_infeed_hosts,
+        }
+
+    def eval_batches(self) -> Iterator[NestedMap]:
+        """The padded batches of one evaluation: an epoch, or the next `eval_loop_num_batches`."""
+        if self.reset_for_eval:
+            self.reset()
+        remaining = None if self.reset_for_eval else self.eval_loop_num_batches
+        while remaining != 0:
+            try:
+                batch = self.get_next_padded()
+            except StopIteration:
+                if remaining is None:
+                    return
+                raise RuntimeError(
+                    f"{self!r} ended {remaining} batches before eval_loop_num_batches. With "
+                    "repeat=True a reader must begin again instead of ending; to read one epoch "
+                    "each time set reset_for_eval=True and repeat=False."
+                ) from None
+            yield batch
+            remaining = None if remaining is None else remaining - 1
+
+    def ids_to_strings(
+        self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None
+    ) -> list[str]:
+        """Text of token ids.
+
+        Args:
+          ids: int `[batch, length]`.
+          lengths: int `[batch]`; ids beyond them are not read.
+          key: Which vocabulary, where a reader has several (such as `src` and `tgt`).
+        """
+        raise NotImplementedError(
+            f"{type(self).__qualname__} has no vocabulary to decode ids with."
+        )
+
+    def baselines(self) -> dict[str, float]:
+        """Losses to compare a model's with on this data: name -> nats per token. Default: none."""
+        return {}
+
+    def close(self) -> None:
+        """Lets go of files and threads; may be called again."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._peeked = None
+            self._close()
+
+    @property
+    def endless(self) -> bool:
+        """Whether the stream never ends."""
+        return self.is_training or bool(self.repeat)
+
+    @property
+    def local_batch_size(self) -> int:
+        """Rows of a batch on this host."""
+        assert self.batch_size is not None
+        return self.batch_size
+
+    @property
+    def global_batch_size(self) -> int:
+        """Rows of a batch over all hosts."""
+        return self.local_batch_size * self.num_infeed_hosts
+
+    # Field values that cannot work are refused when the input is built.
+
+    def _refuse(self, problem: str) -> ValueError:
+        label = type(self).__qualname__ + (f" {self.name!r}" if self.name else "")
+        return ValueError(f"{label}: {problem}")
+
+    def _check_fields(self) -> None:
+        if self.batch_size is None:
+            raise self._refuse("batch_size is not set; give the rows of a batch on each host.")
+        if self.batch_size < 1:
+            raise self._refuse(f"batch_size={self.batch_size}; expected at least 1.")
+        if not 0 <= self.infeed_host_index < self.num_infeed_hosts:
+            raise self._refuse(
+                f"infeed_host_index={self.infeed_host_index} with num_infeed_hosts="
+                f"{self.num_infeed_hosts}; expected 0 <= infeed_host_index < num_infeed_hosts."
+            )
+        if self.eval_loop_num_batches is not None and self.eval_loop_num_batches < 1:
+            raise self._refuse(
+                f"eval_loop_num_batches={self.eval_loop_num_batches}; expected at least 1, or None "
+                "for one epoch."
+            )
+        if self.batch_padding_size < 0:
+            raise self._refuse(f"batch_padding_size={self.batch_padding_size}; expected >= 0.")
+
+    def _settle_passes(self) -> None:
+        """Fills in `reset_for_eval` and `repeat` where unset, and refuses what cannot work."""
+        if self.is_training:
+            self._settle_training()
+        else:
+            self._settle_eval()
+
+    def _settle_training(self) -> None:
+        if self.reset_for_eval:
+            raise self._refuse(
+                "reset_for_eval=True with is_training=True; training data is never reset. Leave "
+                "reset_for_eval unset, or set is_training=False for evaluation."
+            )
+        if self.repeat is False:
+            raise self._refuse(
+                "repeat=False with is_training=True; training data is endless. Leave repeat unset "
+                "and end training by its number of steps."
+            )
+        self.reset_for_eval, self.repeat = False, True
+
+    def _settle_eval(self) -> None:
+        reset, repeat = self.reset_for_eval, self.repeat
+        if reset is None and repeat is None:
+            repeat = self.eval_loop_num_batches is not None
+        reset = not repeat if reset is None else reset
+        repeat = not reset if repeat is None else repeat
+        if reset and repeat:
+            raise self._refuse(
+                "reset_for_eval=True with repeat=True; an epoch that repeats never ends. Set "
+                "repeat=False for one epoch, or reset_for_eval=False with eval_loop_num_batches."
+            )
+        if not reset and not repeat:
+            raise self._refuse(
+                "reset_for_eval=False with repeat=False; the data would run out. Set repeat=True "
+                "with eval_loop_num_batches, or reset_for_eval=True for one epoch each time."
+            )
+        if repeat and self.eval_loop_num_batches is None:
+            raise self._refuse(
+                "repeat=True without eval_loop_num_batches; an evaluation would never end. Set "
+                "eval_loop_num_batches, or reset_for_eval=True and repeat=False for one epoch."
+            )
+        self.reset_for_eval, self.repeat = reset, repeat

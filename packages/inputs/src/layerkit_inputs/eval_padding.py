@@ -1,0 +1,119 @@
+"""Padding for evaluation: rows that count for nothing, so that every host makes the same batches.
+
+One pass over finite data rarely divides by hosts and batch size, and a host that stops early leaves
+the others waiting in a collective. So the last batches are filled with rows of weight 0 and
+provenance -1. How many batches there are is decided by pure functions of the counts; whoever has to
+learn the other hosts' counts passes in the one exchange that does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+
+from layerkit.nested_map import NestedMap
+
+# What a row of padding holds, by the last part of the field's path; everything else is 0, weights
+# above all.
+PADDING_VALUES = {"provenance": -1, "paddings": 1}
+
+
+def pad_rows(batch: NestedMap, num_rows: int) -> NestedMap:
+    """`batch` with `num_rows` rows of padding appended to every array `[batch, ...]`."""
+    if num_rows < 0:
+        raise ValueError(f"pad_rows(num_rows={num_rows}): expected a number >= 0.")
+
+    def pad(name: str, value: object) -> object:
+        if isinstance(value, NestedMap):
+            return NestedMap({key: pad(key, item) for key, item in value.items()})
+        array = np.asarray(value)
+        fill = np.full((num_rows, *array.shape[1:]), PADDING_VALUES.get(name, 0), array.dtype)
+        return np.concatenate([array, fill])
+
+    return NestedMap({name: pad(name, value) for name, value in batch.items()})
+
+
+def empty_batch(template: NestedMap, num_rows: int) -> NestedMap:
+    """A batch of `num_rows` rows of padding, shaped like `template`."""
+    return pad_rows(template.transform(lambda array: np.asarray(array)[:0]), num_rows)
+
+
+def split_rows(
+    first_row: int, num_rows: int | None, *, batch_size: int, host_index: int
+) -> np.ndarray:
+    """Which rows one host reads of the global batch that starts at `first_row`.
+
+    Host `h` takes the block `[h * batch_size, (h + 1) * batch_size)` of each global batch, so the
+    hosts' blocks one after the other are the same global batch however many hosts there are.
+
+    Returns:
+      int64 `[rows]`, at most `batch_size`; fewer, or none, where `num_rows` (None: endless) ends.
+    """
+    start = first_row + host_index * batch_size
+    stop = start + batch_size
+    if num_rows is not None:
+        start, stop = min(start, num_rows), min(stop, num_rows)
+    return np.arange(start, stop, dtype=np.int64)
+
+
+def agreed_num_batches(rows_per_host: Sequence[int], batch_size: int) -> int:
+    """How many batches of `batch_size` every host makes, so that the fullest one gets through."""
+    if batch_size < 1 or not rows_per_host or min(rows_per_host) < 0:
+        raise ValueError(
+            f"agreed_num_batches({rows_per_host!r}, {batch_size}): expected one count >= 0 per "
+            "host and a batch size >= 1."
+        )
+    return -(-max(rows_per_host) // batch_size)
+
+
+def agree_on_num_batches(
+    local_rows: int, batch_size: int, all_gather: Callable[[int], Sequence[int]]
+) -> int:
+    """`agreed_num_batches`, the other hosts' counts being fetched by `all_gather`.
+
+    Args:
+      local_rows: Rows on this host.
+      batch_size: Rows of a batch on each host.
+      all_gather: Takes this host's number and returns that of every host.
+    """
+    return agreed_num_batches([int(count) for count in all_gather(local_rows)], batch_size)
+
+
+def pad_epoch(
+    batches: Iterable[NestedMap], *, batch_size: int, num_batches: int, template: NestedMap
+) -> Iterator[NestedMap]:
+    """Exactly `num_batches` full batches: a short one is filled up, missing ones are all padding.
+
+    Args:
+      batches: This host's own batches, each with at most `batch_size` rows.
+      batch_size: Rows of every batch that comes out.
+      num_batches: What the hosts agreed on.
+      template: Any batch of the data set; an empty shard has no other way to know the shapes.
+
+    Raises:
+      ValueError: `batches` holds more than `num_batches`, or one with too many rows.
+    """
+    count = 0
+    for count, batch in enumerate(batches, start=1):
+        rows = num_rows_of(batch)
+        if count > num_batches or rows > batch_size:
+            raise ValueError(
+                f"pad_epoch: batch {count} with {rows} rows, but the hosts agreed on {num_batches} "
+                f"batches of {batch_size}."
+            )
+        yield pad_rows(batch, batch_size - rows)
+    for _ in range(num_batches - count):
+        yield empty_batch(template, batch_size)
+
+
+def num_rows_of(batch: NestedMap) -> int:
+    """Size of the leading dimension that all arrays of `batch` share.
+
+    Raises:
+      ValueError: no arrays, or they disagree.
+    """
+    sizes = {path: np.shape(leaf)[:1] for path, leaf in batch.flatten_items()}
+    if not sizes or len(set(sizes.values())) != 1 or () in sizes.values():
+        raise ValueError(f"a batch needs arrays that share their leading dimension, got {sizes}.")
+    return next(iter(sizes.values()))[0]

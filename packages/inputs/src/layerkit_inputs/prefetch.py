@@ -1,0 +1,154 @@
+"""Prefetch: the next batches are made on a thread while the device works on this one.
+
+The state it tells is that of the batches it *delivered*: each batch travels with the state that the
+source had after making it, so what waits in the queue is made again after a restore. The thread is
+a daemon that holds no reference to its owner: dropping the input, closing it or leaving the
+interpreter stops it, and none of them waits for a source that hangs.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from layerkit.nested_map import NestedMap
+from layerkit_inputs.base_input import BaseInput
+
+_EXIT_SECONDS = 1.0
+_CLOSE_SECONDS = 5.0
+
+
+class _Worker:
+    """A thread that reads ahead until the source ends, fails, or is no longer wanted."""
+
+    def __init__(self, source: BaseInput, depth: int):
+        self._source = source
+        self._depth = depth
+        self._ready: collections.deque[tuple[NestedMap, dict[str, Any]]] = collections.deque()
+        self._end: Exception | None = None
+        self._is_stopped = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="layerkit-prefetch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while self._wait_for_room():
+            try:
+                item = (self._source.get_next(), self._source.get_state())
+            except Exception as error:  # handed to whoever takes the next batch
+                with self._changed:
+                    self._end = error
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._ready.append(item)
+                self._changed.notify_all()
+
+    def _wait_for_room(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_stopped or len(self._ready) < self._depth)
+            return not self._is_stopped
+
+    def take(self) -> tuple[NestedMap, dict[str, Any]]:
+        """The next batch and the state after it; raises what the source raised."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._end is not None)
+            if not self._ready:
+                assert self._end is not None
+                raise self._end
+            item = self._ready.popleft()
+            self._changed.notify_all()
+            return item
+
+    def stop(self, timeout: float | None) -> bool:
+        """Ends the thread; whether it was out of the source after at most `timeout` seconds."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+        # The collector may finalize the owner on this very thread.
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+
+class Prefetch(BaseInput):
+    """An input that reads `source` ahead on a thread; batches and states are those of `source`.
+
+    The fields of BaseInput are taken from `source`, which nobody else may read meanwhile.
+    """
+
+    source: BaseInput
+    """What to read."""
+    depth: int = 2
+    """Batches kept ready."""
+
+    def __post_init__(self) -> None:
+        if self.depth < 1:
+            raise self._refuse(f"depth={self.depth}; expected at least 1.")
+        for field in dataclasses.fields(BaseInput):
+            given, derived = getattr(self, field.name), getattr(self.source, field.name)
+            if given not in (field.default, derived):
+                raise self._refuse(
+                    f"{field.name}={given!r}, but source.{field.name}={derived!r}; set it on the "
+                    "source alone."
+                )
+            setattr(self, field.name, derived)
+        super().__post_init__()
+        self._worker: _Worker | None = None
+        self._stop_at_exit: weakref.finalize | None = None
+        self._position: dict[str, Any] = {}
+
+    def _check_fields(self) -> None:
+        """The source has checked its fields."""
+
+    def _settle_passes(self) -> None:
+        """The source has settled them."""
+
+    def get_next(self) -> NestedMap:
+        """The next batch of `source`; waits until it is made, raises what making it raised."""
+        if self._worker is None:
+            self._position = self.source.get_state()
+            self._worker = _Worker(self.source, self.depth)
+            self._stop_at_exit = weakref.finalize(self, self._worker.stop, _EXIT_SECONDS)
+        batch, self._position = self._worker.take()
+        return batch
+
+    def _stop(self, timeout: float | None) -> bool:
+        if self._worker is None:
+            return True
+        assert self._stop_at_exit is not None
+        self._stop_at_exit.detach()
+        worker, self._worker = self._worker, None
+        return worker.stop(timeout)
+
+    def _envelope(self) -> dict[str, Any]:
+        return self.source.get_state() if self._worker is None else self._position
+
+    def _set_envelope(self, envelope: dict[str, Any]) -> None:
+        self._stop(timeout=None)
+        self.source.set_state(envelope)
+
+    def _reset(self) -> None:
+        self._stop(timeout=None)
+        self.source.reset()
+
+    def _close(self) -> None:
+        # A source that hangs inside get_next is left to end with the process.
+        if self._stop(_CLOSE_SECONDS):
+            self.source.close()
+
+    def ids_to_strings(
+        self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None
+    ) -> list[str]:
+        """As `source` does."""
+        return self.source.ids_to_strings(ids, lengths, key)
+
+    def baselines(self) -> dict[str, float]:
+        """Those of `source`."""
+        return self.source.baselines()

@@ -1,0 +1,72 @@
+"""The envelope around a reader's state, as it stands in a checkpoint.
+
+A reader knows only its own position. The envelope says whose position it is: that of the whole
+global stream (scope `global`; any number of hosts may go on from it) or that of one host's share
+(scope `host`; only the same host of as many hosts may). Everything in it is plain JSON.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Literal
+
+Scope = Literal["global", "host"]
+
+
+def pack_state(
+    position: dict[str, Any],
+    *,
+    reader: str,
+    scope: Scope,
+    host_index: int,
+    num_hosts: int,
+) -> dict[str, Any]:
+    """Wraps a reader's position.
+
+    Args:
+      position: What the reader needs to go on, as JSON values; it is copied.
+      reader: Class name of the reader.
+      scope: `global` when the position is the same on every host and fits any number of them.
+      host_index: Which host this is.
+      num_hosts: Among how many.
+    """
+    envelope: dict[str, Any] = {
+        "reader": reader,
+        "scope": scope,
+        "position": copy.deepcopy(position),
+    }
+    if scope == "host":
+        envelope["host"] = [host_index, num_hosts]
+    return envelope
+
+
+def unpack_state(
+    envelope: dict[str, Any],
+    *,
+    reader: str,
+    scope: Scope,
+    host_index: int,
+    num_hosts: int,
+) -> dict[str, Any]:
+    """The position inside `envelope`, if it fits this reader on this host.
+
+    Raises:
+      ValueError: not an envelope, of a reader with another scope, or of another host.
+    """
+    if not isinstance(envelope, dict) or not {"scope", "position"} <= envelope.keys():
+        raise ValueError(
+            f"{reader}.set_state() needs what get_state() returned, a dict with 'scope' and "
+            f"'position'; got {envelope!r}."
+        )
+    if envelope["scope"] != scope:
+        raise ValueError(
+            f"the state was written by {envelope.get('reader')} with scope {envelope['scope']!r}, "
+            f"but {reader} keeps states of scope {scope!r}; use the reader that wrote it."
+        )
+    if scope == "host" and list(envelope["host"]) != [host_index, num_hosts]:
+        index, count = envelope["host"]
+        raise ValueError(
+            f"the state belongs to host {index} of {count}, but {reader} is host {host_index} of "
+            f"{num_hosts}; a state of scope 'host' fits only the same host of as many hosts."
+        )
+    return copy.deepcopy(envelope["position"])

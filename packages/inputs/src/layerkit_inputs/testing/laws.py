@@ -1,0 +1,262 @@
+"""Laws of inputs: what a program relies on, whichever reader it was given.
+
+A reader's test joins by one line, with a function that makes a fresh reader of fixed fields, some
+of them replaced:
+
+    @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
+    def test_my_input(law):
+        law(lambda **fields: MyInput(**{"batch_size": 4, **fields}))
+
+`make()` should give a whole batch on one host; 4, 8 or 12 rows let several numbers of hosts be
+tried. Both an endless reader and one with an end of a few batches are worth passing in.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from layerkit.nested_map import NestedMap
+from layerkit_inputs.base_input import BaseInput
+from layerkit_inputs.eval_padding import PADDING_VALUES
+from layerkit_inputs.specs import check_batch, spec_of
+
+Make = Callable[..., BaseInput]
+
+_MOST_BATCHES = 6
+"""Batches looked at of an endless reader; an epoch should end within `_LONGEST_EPOCH`."""
+_LONGEST_EPOCH = 64
+
+
+def take(source: BaseInput, most: int = _MOST_BATCHES) -> list[NestedMap]:
+    """The next batches of `source`, at most `most`, as copies."""
+    batches = []
+    for _ in range(most):
+        try:
+            batches.append(source.get_next().transform(np.copy))
+        except StopIteration:
+            break
+    return batches
+
+
+def assert_same_batches(actual: list[NestedMap], expected: list[NestedMap]) -> None:
+    """As many batches, with the same fields, dtypes and values to the bit."""
+    assert len(actual) == len(expected), f"{len(actual)} batches, expected {len(expected)}"
+    for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        assert spec_of(one) == spec_of(other), f"batch {number}"
+        for (path, left), (_, right) in zip(
+            one.flatten_items(), other.flatten_items(), strict=True
+        ):
+            np.testing.assert_array_equal(left, right, err_msg=f"batch {number}, {path}")
+
+
+def batches_have_their_size(make: Make) -> None:
+    """Every array has `batch_size` rows, and all batches the same fields, shapes and dtypes."""
+    source = make()
+    batches = take(source)
+    assert batches, "no batch at all"
+    for batch in batches:
+        check_batch(batch, spec_of(batches[0]), num_rows=source.global_batch_size)
+
+
+def making_it_again_repeats_it(make: Make) -> None:
+    """Two inputs of the same fields give the same batches."""
+    assert_same_batches(take(make()), take(make()))
+
+
+def peek_consumes_nothing(make: Make) -> None:
+    """Peeking, however often, shows the next batch as it will be and changes nothing after it."""
+    expected = take(make())
+    source = make()
+    for batch in expected:
+        assert_same_batches([source.peek(), source.peek()], [batch, batch])
+        assert_same_batches([source.get_next()], [batch])
+
+
+def every_state_resumes(make: Make) -> None:
+    """From the state after any number of batches, through JSON, comes the rest, peeked or not."""
+    expected = take(make())
+    source = make()
+    for done in range(len(expected) + 1):
+        state = json.loads(json.dumps(source.get_state()))
+        fresh = make()
+        fresh.set_state(state)
+        assert_same_batches(take(fresh, len(expected) - done), expected[done:])
+        if done < len(expected):
+            source.peek()
+            assert source.get_state() == state, (
+                "a state taken after a peek must be the one before it"
+            )
+            source.get_next()
+    source.set_state(make().get_state())
+    assert_same_batches(take(source), expected)
+
+
+def reset_starts_over(make: Make) -> None:
+    """`reset` goes back to the first batch, also with a batch peeked and after the end."""
+    source = make()
+    expected = take(source)
+    source.reset()
+    assert_same_batches(take(source, 1), expected[:1])
+    if len(expected) > 1:
+        source.peek()
+    source.reset()
+    assert_same_batches(take(source), expected)
+
+
+def batches_belong_to_the_caller(make: Make) -> None:
+    """Writing into a batch changes no other batch."""
+    expected = take(make())
+    source = make()
+    for _ in expected:
+        for _, array in source.get_next().flatten_items():
+            if array.flags.writeable:
+                array[...] = 0
+    source.reset()
+    assert_same_batches(take(source), expected)
+
+
+def the_end_is_kept(make: Make) -> None:
+    """An endless input goes on; another raises StopIteration at its end, on any call, each time."""
+    source = make()
+    if source.endless:
+        assert len(take(source)) == _MOST_BATCHES
+        return
+    assert len(take(source, _LONGEST_EPOCH)) < _LONGEST_EPOCH, "the epoch is too long for a test"
+    for call in (source.get_next, source.peek, source.get_next_padded):
+        try:
+            call()
+        except StopIteration:
+            continue
+        raise AssertionError("a batch after the end")
+
+
+def padding_counts_for_nothing(make: Make) -> None:
+    """`get_next_padded` appends rows of weight 0 and provenance -1 and leaves the others alone."""
+    rows = 3
+    plain, padded = make(), make(batch_padding_size=rows)
+    for batch in take(plain):
+        longer = padded.get_next_padded()
+        assert_same_batches([longer.transform(lambda array: array[:-rows])], [batch])
+        for path, array in longer.flatten_items():
+            value = PADDING_VALUES.get(path.rsplit(".", 1)[-1], 0)
+            np.testing.assert_array_equal(array[-rows:], value, err_msg=path)
+
+
+def evaluations_follow_the_fields(make: Make) -> None:
+    """With `reset_for_eval` each evaluation is the same epoch; else it rolls on."""
+    source = make()
+    if source.is_training:
+        return
+    first, second = list(source.eval_batches()), list(source.eval_batches())
+    if source.reset_for_eval:
+        assert_same_batches(second, first)
+    else:
+        rolling = make()
+        count = source.eval_loop_num_batches
+        assert count is not None
+        assert_same_batches([*first, *second], take(rolling, 2 * count))
+
+
+def hosts_share_the_stream(make: Make) -> None:
+    """Any number of hosts makes as many batches each, and with states of scope `global` the same.
+
+    Readers of scope `host` may deal rows out otherwise, but none twice in an epoch.
+    """
+    whole = make()
+    expected = take(whole, _LONGEST_EPOCH if not whole.endless else _MOST_BATCHES)
+    size = whole.global_batch_size
+    for count in (n for n in range(1, size + 1) if size % n == 0):
+        hosts = _hosts(make, size, count)
+        streams = [
+            take(host, len(expected) + 1 if not whole.endless else _MOST_BATCHES) for host in hosts
+        ]
+        assert len({len(stream) for stream in streams}) == 1, f"{count} hosts end apart"
+        if whole.state_scope == "global":
+            assert_same_batches(_side_by_side(streams), expected)
+        elif not whole.endless:
+            _assert_no_row_twice(streams)
+
+
+def states_move_between_host_counts(make: Make) -> None:
+    """A state of scope `global`, written on any host, goes on with another number of hosts."""
+    whole = make()
+    if whole.state_scope != "global":
+        return
+    expected = take(whole)
+    size, done = whole.global_batch_size, min(2, len(expected) - 1)
+    counts = [n for n in range(1, size + 1) if size % n == 0]
+    for before, after in itertools.product(counts, counts):
+        writers = _hosts(make, size, before)
+        for writer in writers:
+            take(writer, done)
+        states = [writer.get_state() for writer in writers]
+        assert all(state == states[0] for state in states)
+        readers = _hosts(make, size, after)
+        for reader in readers:
+            reader.set_state(states[-1])
+        tails = [take(reader, len(expected) - done) for reader in readers]
+        assert_same_batches(_side_by_side(tails), expected[done:])
+
+
+def closing_ends_it(make: Make) -> None:
+    """`close` may be called at any time and again; after it there are no batches."""
+    for used in (0, 1):
+        source = make()
+        take(source, used)
+        source.close()
+        source.close()
+        try:
+            source.get_next()
+        except RuntimeError:
+            continue
+        raise AssertionError("a batch from an input that was closed")
+
+
+def _hosts(make: Make, size: int, count: int) -> list[BaseInput]:
+    return [
+        make(batch_size=size // count, infeed_host_index=host, num_infeed_hosts=count)
+        for host in range(count)
+    ]
+
+
+def _side_by_side(streams: list[list[NestedMap]]) -> list[NestedMap]:
+    """The global batches: each host's rows after those of the host before it."""
+    return [_concatenate(parts) for parts in zip(*streams, strict=True)]
+
+
+def _concatenate(parts: Sequence[NestedMap]) -> NestedMap:
+    joined = NestedMap()
+    for key, value in parts[0].items():
+        values = [part[key] for part in parts]
+        joined[key] = (
+            _concatenate(values) if isinstance(value, NestedMap) else np.concatenate(values)
+        )
+    return joined
+
+
+def _assert_no_row_twice(streams: list[list[NestedMap]]) -> None:
+    batches = [batch for stream in streams for batch in stream if "provenance" in batch]
+    if batches:
+        rows = np.concatenate([batch.provenance.ravel() for batch in batches])
+        rows = rows[rows >= 0]
+        assert len(rows) == len(np.unique(rows)), "a row was read twice"
+
+
+LAWS: tuple[Callable[[Make], None], ...] = (
+    batches_have_their_size,
+    making_it_again_repeats_it,
+    peek_consumes_nothing,
+    every_state_resumes,
+    reset_starts_over,
+    batches_belong_to_the_caller,
+    the_end_is_kept,
+    padding_counts_for_nothing,
+    evaluations_follow_the_fields,
+    hosts_share_the_stream,
+    states_move_between_host_counts,
+    closing_ends_it,
+)

@@ -1,0 +1,122 @@
+"""Which local files a text reader reads, and which of them are held out.
+
+Files are named relative to the place they were found in and sorted by name, so the same folder
+gives the same data wherever it lies. Whether a file is held out depends on its name alone: adding
+files never moves others from one split to the other.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+# Tests are many and alike, `encodings` holds tables of characters, `_sysconfigdata` describes this
+# machine, and the rest is not the standard library.
+_LEFT_OUT_FOLDERS = frozenset(
+    {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
+)
+_LEFT_OUT_PREFIX = "_sysconfigdata"
+
+
+class TextFile(NamedTuple):
+    """A file, and its name relative to the place it was found in (with `/` on every system)."""
+
+    name: str
+    path: Path
+
+
+def standard_library_files() -> list[TextFile]:
+    """The running interpreter's own Python sources, its documentation topics among them.
+
+    Raises:
+      FileNotFoundError: this interpreter comes without its sources.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [
+        file
+        for file in _below(root, left_out=_LEFT_OUT_FOLDERS)
+        if file.path.suffix == ".py" and not file.path.name.startswith(_LEFT_OUT_PREFIX)
+    ]
+    if not files:
+        raise FileNotFoundError(
+            f"the standard library's sources are not in {root}; name text files by `paths`."
+        )
+    return sorted(files)
+
+
+def find_text_files(paths: Sequence[str]) -> list[TextFile]:
+    """Files that `paths` names: files, folders (read through and through) and `glob` patterns.
+
+    Hidden files are left out of folders; a file found twice counts once.
+
+    Raises:
+      FileNotFoundError: one of `paths` names nothing.
+    """
+    found: dict[Path, TextFile] = {}
+    for entry in paths:
+        matches = sorted(_matches(str(entry)))
+        if not matches:
+            raise FileNotFoundError(
+                f"paths: nothing to read at {str(entry)!r}; expected a file, a folder with files, "
+                "or a pattern such as 'notes/**/*.txt'."
+            )
+        for file in matches:
+            found.setdefault(file.path.resolve(), file)
+    return sorted(found.values())
+
+
+def _matches(entry: str) -> Iterator[TextFile]:
+    path = Path(entry)
+    if path.is_file():
+        yield TextFile(path.name, path)
+    elif path.is_dir():
+        yield from _below(path)
+    else:
+        parts = path.parts
+        fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+        root = Path(*parts[:fixed])
+        for match in glob.iglob(entry, recursive=True):
+            if Path(match).is_file():
+                yield TextFile(Path(match).relative_to(root).as_posix(), Path(match))
+
+
+def _below(folder: Path, *, left_out: frozenset[str] = frozenset()) -> Iterator[TextFile]:
+    for parent, folders, names in os.walk(folder):
+        # What is cut here is not walked through; site-packages can be large.
+        folders[:] = [name for name in folders if name not in left_out and name[0] != "."]
+        for name in names:
+            path = Path(parent, name)
+            if name[0] != "." and path.is_file():
+                yield TextFile(path.relative_to(folder).as_posix(), path)
+
+
+def _share(name: str) -> float:
+    """A number in [0, 1) that depends on nothing but the name."""
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
+def split_files(
+    files: Sequence[TextFile], *, heldout_fraction: float
+) -> tuple[list[TextFile], list[TextFile]]:
+    """Files to train on and files held out, each in the order given.
+
+    Neither is empty: among few files the one with the lowest (highest) hash is held out (kept).
+
+    Raises:
+      ValueError: there are fewer than two files.
+    """
+    if len(files) < 2:
+        raise ValueError(
+            f"{len(files)} file(s) cannot be split into training and held-out files; name at "
+            "least two by `paths`."
+        )
+    by_share = sorted(files, key=lambda file: (_share(file.name), file))
+    count = sum(_share(file.name) < heldout_fraction for file in files)
+    heldout = set(by_share[: min(max(count, 1), len(files) - 1)])
+    return [f for f in files if f not in heldout], [f for f in files if f in heldout]

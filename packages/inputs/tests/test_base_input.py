@@ -1,0 +1,275 @@
+"""BaseInput: the table of evaluation, states, peeking, and inputs written in few lines."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from layerkit.nested_map import NestedMap
+from layerkit_inputs.base_input import BaseInput
+
+
+class Counting(BaseInput):
+    """`num_rows` rows that hold their number; this host's are those congruent to its index."""
+
+    num_rows: int = 13
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at = 0
+
+    def _next(self) -> NestedMap:
+        own = np.arange(self.infeed_host_index, self.num_rows, self.num_infeed_hosts)
+        here = own[self._at : self._at + self.batch_size]
+        if not len(here):
+            raise StopIteration
+        self._at += len(here)
+        missing = self.batch_size - len(here)
+        return NestedMap(
+            ids=np.pad(here, (0, missing)).astype(np.int32),
+            weights=np.pad(np.ones(len(here), np.float32), (0, missing)),
+        )
+
+    def _reset(self) -> None:
+        self._at = 0
+
+
+class WithNewField(Counting):
+    """Changes batches as Pax's users write it; counts how often its body ran."""
+
+    calls = 0
+
+    def get_next(self):
+        batch = super().get_next()
+        batch.new_field = batch.ids * 10
+        batch.ids = batch.ids + 1
+        self.calls += 1
+        return batch
+
+
+class TwoInOne(Counting):
+    """Makes a batch of two of its parent's."""
+
+    def get_next(self):
+        parts = [super().get_next(), super().get_next()]
+        return NestedMap({key: np.concatenate([p[key] for p in parts]) for key in parts[0]})
+
+
+class WhollyOwn(BaseInput):
+    """Overrides `get_next` and `reset` as the interface of Pax has them, and nothing else."""
+
+    at = 0
+
+    def get_next(self):
+        if self.at == 5:
+            raise StopIteration
+        self.at += 1
+        return NestedMap(ids=np.full(self.batch_size, self.at))
+
+    def reset(self):
+        self.at = 0
+
+
+def ids_of(batches) -> list[list[int]]:
+    return [batch.ids.tolist() for batch in batches]
+
+
+def drain(source: BaseInput) -> list[NestedMap]:
+    batches = []
+    while True:
+        try:
+            batches.append(source.get_next())
+        except StopIteration:
+            return batches
+
+
+def test_by_default_each_evaluation_is_one_epoch():
+    source = Counting(batch_size=2)
+    assert (source.reset_for_eval, source.repeat, source.endless) == (True, False, False)
+    first, second = list(source.eval_batches()), list(source.eval_batches())
+    assert len(first) == 7
+    assert sum(batch.weights.sum() for batch in first) == 13
+    assert first[-1].weights.tolist() == [1, 0]
+    assert ids_of(second) == ids_of(first)
+
+
+def test_one_epoch_ignores_eval_loop_num_batches_and_a_stale_peek():
+    source = Counting(batch_size=2, reset_for_eval=True, eval_loop_num_batches=3)
+    source.get_next()
+    source.peek()
+    assert ids_of(source.eval_batches())[:2] == [[0, 1], [2, 3]]
+    assert len(list(source.eval_batches())) == 7
+
+
+@pytest.mark.parametrize("fields", [{"repeat": True}, {"reset_for_eval": False}, {}])
+def test_rolling_evaluations_take_the_next_batches_of_an_endless_stream(fields):
+    source = Counting(batch_size=2, num_rows=6, eval_loop_num_batches=2, **fields)
+    assert source.endless
+    assert ids_of(source.eval_batches()) == [[0, 1], [2, 3]]
+    assert ids_of(source.eval_batches()) == [[4, 5], [0, 1]]
+
+
+def test_training_is_endless():
+    source = Counting(batch_size=1, num_rows=10, is_training=True)
+    assert [source.get_next().ids[0] for _ in range(25)] == [i % 10 for i in range(25)]
+    assert (source.reset_for_eval, source.repeat) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"batch_size": None}, "batch_size is not set; give the rows of a batch on each host."),
+        ({"batch_size": 0}, "batch_size=0; expected at least 1."),
+        (
+            {"infeed_host_index": 2, "num_infeed_hosts": 2},
+            "infeed_host_index=2 with num_infeed_hosts=2; expected 0 <= infeed_host_index < "
+            "num_infeed_hosts.",
+        ),
+        (
+            {"eval_loop_num_batches": 0},
+            "eval_loop_num_batches=0; expected at least 1, or None for one epoch.",
+        ),
+        ({"batch_padding_size": -1}, "batch_padding_size=-1; expected >= 0."),
+        (
+            {"reset_for_eval": True, "repeat": True},
+            "reset_for_eval=True with repeat=True; an epoch that repeats never ends. Set "
+            "repeat=False for one epoch, or reset_for_eval=False with eval_loop_num_batches.",
+        ),
+        (
+            {"reset_for_eval": False, "repeat": False, "eval_loop_num_batches": 2},
+            "reset_for_eval=False with repeat=False; the data would run out. Set repeat=True with "
+            "eval_loop_num_batches, or reset_for_eval=True for one epoch each time.",
+        ),
+        (
+            {"repeat": True},
+            "repeat=True without eval_loop_num_batches; an evaluation would never end. Set "
+            "eval_loop_num_batches, or reset_for_eval=True and repeat=False for one epoch.",
+        ),
+        (
+            {"is_training": True, "reset_for_eval": True},
+            "reset_for_eval=True with is_training=True; training data is never reset. Leave "
+            "reset_for_eval unset, or set is_training=False for evaluation.",
+        ),
+        (
+            {"is_training": True, "repeat": False},
+            "repeat=False with is_training=True; training data is endless. Leave repeat unset and "
+            "end training by its number of steps.",
+        ),
+    ],
+)
+def test_fields_that_cannot_work_are_refused_when_built(fields, text):
+    config = Counting.HParams.config(**{"name": "dev", "batch_size": 2, **fields})
+    whole = f"Counting 'dev': {text}"
+    with pytest.raises(ValueError, match=f"^{re.escape(whole)}$"):
+        config.Instantiate()
+
+
+def test_a_reader_that_ends_though_it_repeats_is_told_the_fix():
+    source = WhollyOwn(batch_size=1, repeat=True, eval_loop_num_batches=7)
+    with pytest.raises(RuntimeError, match=r"ended 2 batches before.*set reset_for_eval=True and"):
+        list(source.eval_batches())
+
+
+def test_repeating_without_data_is_an_error_and_no_endless_loop():
+    source = Counting(batch_size=2, num_rows=0, is_training=True)
+    with pytest.raises(ValueError, match="to repeat its data, but there is none"):
+        source.get_next()
+
+
+def test_hosts_read_their_own_rows():
+    for host in range(3):
+        source = Counting(batch_size=2, num_rows=12, infeed_host_index=host, num_infeed_hosts=3)
+        assert all(i % 3 == host for batch in ids_of(drain(source)) for i in batch)
+        assert source.global_batch_size == 6
+
+
+def test_peek_shows_the_next_batch_however_often():
+    source = Counting(batch_size=2)
+    for expected in ([0, 1], [2, 3], [4, 5]):
+        for _ in range(3):
+            assert source.peek().ids.tolist() == expected
+        assert source.get_next().ids.tolist() == expected
+
+
+def test_a_changed_batch_is_peeked_as_it_will_come_and_changed_once():
+    source = WithNewField(batch_size=2)
+    peeked = source.peek()
+    assert peeked.new_field.tolist() == [0, 10] and peeked.ids.tolist() == [1, 2]
+    peeked.scribble = np.zeros(2)
+    state = source.get_state()
+    batch = source.get_next()
+    assert batch.ids.tolist() == [1, 2] and sorted(batch) == ["ids", "new_field", "weights"]
+    assert source.calls == 1
+    assert source.get_next().new_field.tolist() == [20, 30]
+    source.set_state(state)
+    assert source.get_next().new_field.tolist() == [0, 10]
+
+
+def test_a_changed_batch_is_padded_with_its_new_field():
+    source = WithNewField(batch_size=2, batch_padding_size=2)
+    padded = source.get_next_padded()
+    assert padded.new_field.tolist() == [0, 10, 0, 0]
+    assert padded.weights.tolist() == [1, 1, 0, 0]
+
+
+def test_one_delivery_may_use_up_several_batches_of_the_parent():
+    source = TwoInOne(batch_size=2, num_rows=8)
+    assert source.peek().ids.tolist() == [0, 1, 2, 3]
+    assert ids_of(drain(source)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_an_input_with_get_next_alone_has_exact_states():
+    source = WhollyOwn(batch_size=1)
+    source.get_next()
+    source.peek()
+    state = source.get_state()
+    assert state == {
+        "reader": "WhollyOwn",
+        "scope": "host",
+        "position": {"num_delivered": 1},
+        "host": [0, 1],
+    }
+    expected = ids_of(drain(source))
+    assert expected == [[2], [3], [4], [5]]
+    fresh = WhollyOwn(batch_size=1)
+    fresh.set_state(state)
+    assert fresh.get_state() == state
+    assert ids_of(drain(fresh)) == expected
+
+
+def test_a_reset_of_its_own_forgets_what_was_peeked():
+    source = WhollyOwn(batch_size=1)
+    source.get_next()
+    source.peek()
+    source.reset()
+    assert source.get_state()["position"] == {"num_delivered": 0}
+    assert (
+        ids_of(source.eval_batches()) == ids_of(source.eval_batches()) == [[1], [2], [3], [4], [5]]
+    )
+
+
+def test_a_failing_read_leaves_the_input_usable():
+    class Flaky(Counting):
+        failures = 1
+
+        def get_next(self):
+            if self.failures:
+                self.failures -= 1
+                raise OSError("the disk is away")
+            return super().get_next()
+
+    source = Flaky(batch_size=2)
+    with pytest.raises(OSError, match="the disk is away"):
+        source.peek()
+    assert source.get_next().ids.tolist() == [0, 1]
+
+
+def test_what_a_reader_does_not_offer_is_said_by_name():
+    source = BaseInput(batch_size=1)
+    with pytest.raises(NotImplementedError, match="BaseInput must define _next"):
+        source.get_next()
+    with pytest.raises(NotImplementedError, match="BaseInput has no vocabulary"):
+        source.ids_to_strings(np.zeros((1, 1)), [1])
+    assert source.baselines() == {}

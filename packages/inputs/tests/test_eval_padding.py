@@ -1,0 +1,118 @@
+"""Padding for evaluation: as many batches on every host, and rows that count for nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerkit.nested_map import NestedMap
+from layerkit_inputs.eval_padding import (
+    agree_on_num_batches,
+    agreed_num_batches,
+    empty_batch,
+    num_rows_of,
+    pad_epoch,
+    pad_rows,
+    split_rows,
+)
+
+
+def test_padding_is_zeros_but_for_provenance_and_paddings():
+    batch = NestedMap(
+        ids=np.array([[7, 8]], np.int32),
+        weights=np.ones((1, 2), np.float32),
+        inner=NestedMap(provenance=np.array([5], np.int32), paddings=np.zeros((1, 2))),
+    )
+    padded = pad_rows(batch, 2)
+    assert padded.ids.tolist() == [[7, 8], [0, 0], [0, 0]] and padded.ids.dtype == np.int32
+    assert padded.weights.tolist() == [[1, 1], [0, 0], [0, 0]]
+    assert padded.inner.provenance.tolist() == [5, -1, -1]
+    assert padded.inner.paddings.tolist() == [[0, 0], [1, 1], [1, 1]]
+    assert empty_batch(batch, 2).inner.provenance.tolist() == [-1, -1]
+    with pytest.raises(ValueError, match="num_rows=-1"):
+        pad_rows(batch, -1)
+
+
+def test_eleven_examples_on_three_hosts_of_three():
+    batches = []
+    for first_row in (0, 9):
+        for host in range(3):
+            rows = split_rows(first_row, 11, batch_size=3, host_index=host)
+            batch = NestedMap(ids=rows, weights=np.ones(len(rows)))
+            batches.append(pad_rows(batch, 3 - len(rows)))
+    expected = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 0], [0, 0, 0], [0, 0, 0]]
+    assert [batch.ids.tolist() for batch in batches] == expected
+    weights = [[1] * 3] * 3 + [[1, 1, 0]] + [[0] * 3] * 2
+    assert [batch.weights.tolist() for batch in batches] == weights
+
+
+def test_thirteen_examples_on_three_hosts_of_three():
+    def count(host: int) -> int:
+        return sum(len(split_rows(at, 13, batch_size=3, host_index=host)) for at in (0, 9))
+
+    assert [count(host) for host in range(3)] == [6, 4, 3]
+
+
+@given(
+    num_rows=st.integers(0, 60),
+    batch_size=st.integers(1, 5),
+    num_hosts=st.integers(1, 6),
+)
+def test_hosts_split_an_epoch_without_loss_in_as_many_batches(num_rows, batch_size, num_hosts):
+    seen: list[int] = []
+    counts = []
+    for host in range(num_hosts):
+        starts = range(0, num_rows, batch_size * num_hosts)
+        shares = [split_rows(at, num_rows, batch_size=batch_size, host_index=host) for at in starts]
+        seen += [int(row) for share in shares for row in share]
+        counts.append(len(seen) - sum(counts))
+        assert agreed_num_batches([sum(map(len, shares))], batch_size) <= len(starts)
+    assert sorted(seen) == list(range(num_rows))
+    # The blocks of the first host are filled first, so its count decides.
+    assert agreed_num_batches(counts, batch_size) == -(-num_rows // (batch_size * num_hosts))
+
+
+def test_the_fullest_host_decides_and_the_counts_come_from_one_exchange():
+    assert agreed_num_batches([11, 10, 10, 10], 2) == 6
+    assert agreed_num_batches([0, 0], 2) == 0
+    assert agree_on_num_batches(10, 2, lambda own: [11, own, own, own]) == 6
+    with pytest.raises(ValueError, match="one count >= 0 per host"):
+        agreed_num_batches([], 2)
+
+
+def test_forty_one_examples_on_four_uneven_hosts_make_six_batches_each():
+    shards = [np.arange(host, 41, 4) for host in range(4)]
+    num_batches = agreed_num_batches([len(shard) for shard in shards], 2)
+    template = NestedMap(provenance=np.zeros(1, np.int32), weights=np.ones(1))
+    seen: list[int] = []
+    for shard in shards:
+        own = (
+            NestedMap(provenance=shard[at : at + 2], weights=np.ones(len(shard[at : at + 2])))
+            for at in range(0, len(shard), 2)
+        )
+        batches = list(pad_epoch(own, batch_size=2, num_batches=num_batches, template=template))
+        assert len(batches) == 6 and all(num_rows_of(batch) == 2 for batch in batches)
+        for batch in batches:
+            assert ((batch.provenance >= 0) == (batch.weights > 0)).all()
+            seen += [int(row) for row in batch.provenance if row >= 0]
+    assert sorted(seen) == list(range(41))
+
+
+def test_an_empty_shard_pads_from_the_template():
+    template = NestedMap(ids=np.ones((4, 3), np.int32), weights=np.ones((4, 3), np.float32))
+    batches = list(pad_epoch([], batch_size=2, num_batches=2, template=template))
+    assert [batch.ids.shape for batch in batches] == [(2, 3), (2, 3)]
+    assert not any(batch.weights.any() or batch.ids.any() for batch in batches)
+
+
+def test_more_batches_than_agreed_is_an_error():
+    batch = NestedMap(ids=np.ones(2))
+    with pytest.raises(ValueError, match="batch 2 with 2 rows, but the hosts agreed on 1 batches"):
+        list(pad_epoch([batch, batch], batch_size=2, num_batches=1, template=batch))
+
+
+def test_arrays_that_disagree_about_rows_are_no_batch():
+    with pytest.raises(ValueError, match="share their leading dimension"):
+        num_rows_of(NestedMap(ids=np.ones(2), weights=np.ones(3)))

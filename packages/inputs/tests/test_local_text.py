@@ -1,0 +1,293 @@
+"""LocalText: every byte predicted once, from what stood before it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layerkit_inputs import LocalText, LocalTextPrompts
+from layerkit_inputs.byte_vocabulary import BOS_ID, EOS_ID, FIRST_BYTE_ID, VOCAB_SIZE, decode
+from layerkit_inputs.trigram import trigram_loss
+
+DOCUMENTS = {
+    "a.txt": b"hello\nworld\n",
+    "b.txt": b"",
+    "c.txt": "Grüße, 世界".encode(),
+    "d.txt": bytes(range(256)),
+    "e.txt": b"x" * 37,
+    "f.txt": b"\xff\xfe broken",
+}
+
+
+def write(folder, documents=DOCUMENTS):
+    folder.mkdir(exist_ok=True)
+    for name, data in documents.items():
+        (folder / name).write_bytes(data)
+    return [str(folder)]
+
+
+@pytest.fixture
+def paths(tmp_path):
+    return write(tmp_path / "text")
+
+
+def split_of(paths):
+    """The documents of each split, found out by the files the reader opens."""
+    source = LocalText(batch_size=1, paths=paths)
+    return {
+        split: [file.path.read_bytes() for file in source._files(split)]
+        for split in ("train", "heldout")
+    }
+
+
+def events(documents):
+    """All predictions of documents: (id before it, id)."""
+    pairs = []
+    for data in documents:
+        ids = [BOS_ID, *(byte + FIRST_BYTE_ID for byte in data), EOS_ID]
+        pairs += itertools.pairwise(ids)
+    return sorted(pairs)
+
+
+def epoch(source):
+    return list(source.eval_batches())
+
+
+@pytest.mark.parametrize("seq_length", [1, 5, 8, 64, 1000])
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_an_epoch_predicts_every_byte_and_every_end_once(paths, seq_length, split):
+    batches = epoch(LocalText(batch_size=3, paths=paths, split=split, seq_length=seq_length))
+    found = []
+    for batch in batches:
+        counts = batch.weights == 1
+        found += zip(batch.ids[counts].tolist(), batch.labels[counts].tolist(), strict=True)
+        assert ((batch.weights == 0) | counts).all()
+    documents = split_of(paths)[split]
+    assert sorted(found) == events(documents)
+    assert sum(batch.weights.sum() for batch in batches) == sum(len(d) + 1 for d in documents)
+
+
+def test_an_epoch_of_training_predicts_every_byte_once_too(paths):
+    source = LocalText(batch_size=1, paths=paths, seq_length=8, is_training=True)
+    documents = split_of(paths)["train"]
+    num_rows = -(-sum(len(d) + 1 for d in documents) // 8)
+    for _ in range(2):
+        batches = [source.get_next() for _ in range(num_rows)]
+        found = [
+            pair
+            for batch in batches
+            for pair in zip(
+                batch.ids[batch.weights > 0].tolist(),
+                batch.labels[batch.weights > 0].tolist(),
+                strict=True,
+            )
+        ]
+        assert sorted(found) == events(documents)
+
+
+def test_fields_shapes_and_dtypes(paths):
+    source = LocalText(batch_size=2, paths=paths, seq_length=16)
+    batch = source.get_next()
+    for field in ("ids", "labels", "segment_ids", "segment_pos"):
+        assert batch[field].shape == (2, 16) and batch[field].dtype == np.int32
+    for field in ("weights", "paddings"):
+        assert batch[field].shape == (2, 16) and batch[field].dtype == np.float32
+    assert batch.provenance.tolist() == [0, 1] and batch.eval_sample_weights.tolist() == [1, 1]
+    training = LocalText(batch_size=2, paths=paths, seq_length=16, is_training=True).get_next()
+    assert set(batch) - set(training) == {"provenance", "eval_sample_weights"}
+
+
+def test_segments_begin_with_bos_or_at_the_left_edge_and_context_is_true_text(paths):
+    for batch in epoch(LocalText(batch_size=4, paths=paths, seq_length=7)):
+        for ids, labels, segments, positions, paddings in zip(
+            batch.ids,
+            batch.labels,
+            batch.segment_ids,
+            batch.segment_pos,
+            batch.paddings,
+            strict=True,
+        ):
+            np.testing.assert_array_equal(paddings, segments == 0)
+            for column in np.flatnonzero(segments):
+                begins = column == 0 or segments[column] != segments[column - 1]
+                assert (positions[column] == 0) == begins
+                if begins:
+                    assert column == 0 or ids[column] == BOS_ID
+                else:
+                    assert ids[column] == labels[column - 1]
+            assert not ids[segments == 0].any() and not labels[segments == 0].any()
+
+
+def test_a_row_cut_inside_a_document_goes_on_from_the_true_byte_before_it(tmp_path):
+    paths = write(tmp_path / "text", {"a.txt": b"abcdefg", "b.txt": b"abcdefg"})
+    batch = LocalText(batch_size=2, paths=paths, seq_length=5).get_next()
+    first, second = batch.transform(lambda x: x[0]), batch.transform(lambda x: x[1])
+    a = FIRST_BYTE_ID + ord("a")
+    assert first.ids.tolist() == [BOS_ID, a, a + 1, a + 2, a + 3]
+    assert first.labels.tolist() == [a, a + 1, a + 2, a + 3, a + 4]
+    assert second.ids.tolist() == [a + 4, a + 5, a + 6, 0, 0]
+    assert second.labels.tolist() == [a + 5, a + 6, EOS_ID, 0, 0]
+    assert second.segment_pos.tolist() == [0, 1, 2, 0, 0]
+    assert second.weights.tolist() == [1, 1, 1, 0, 0]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    contents=st.lists(st.binary(max_size=40), min_size=2, max_size=6),
+    seq_length=st.integers(1, 20),
+    num_hosts=st.sampled_from([1, 2, 3, 4, 8]),
+)
+def test_any_text_on_any_hosts_is_read_once(tmp_path_factory, contents, seq_length, num_hosts):
+    documents = {f"{number}.bin": data for number, data in enumerate(contents)}
+    paths = write(tmp_path_factory.mktemp("any"), documents)
+    found = []
+    for host in range(num_hosts):
+        source = LocalText(
+            batch_size=24 // num_hosts,
+            paths=paths,
+            seq_length=seq_length,
+            infeed_host_index=host,
+            num_infeed_hosts=num_hosts,
+        )
+        for batch in epoch(source):
+            counts = batch.weights > 0
+            found += zip(batch.ids[counts].tolist(), batch.labels[counts].tolist(), strict=True)
+    assert sorted(found) == events(split_of(paths)["train"])
+
+
+def test_another_text_or_length_is_noticed_when_a_state_is_restored(tmp_path):
+    fields = {"batch_size": 2, "seq_length": 4, "is_training": True}
+    source = LocalText(paths=write(tmp_path / "one"), **fields)
+    state = source.get_state()
+    elsewhere = LocalText(paths=write(tmp_path / "two"), **fields)
+    elsewhere.set_state(state)
+    with pytest.raises(ValueError, match=r"num_rows was .* seq_length was 4 and is 8"):
+        LocalText(paths=write(tmp_path / "one"), **{**fields, "seq_length": 8}).set_state(state)
+    altered = {name: data.replace(b"x", b"y") for name, data in DOCUMENTS.items()}
+    train = {file.name for file in source._files("train")}
+    assert (
+        "e.txt" in train
+    )  # else the altered file is not in this split, and the test shows nothing
+    with pytest.raises(ValueError, match="text_crc32 was"):
+        LocalText(paths=write(tmp_path / "three", altered), **fields).set_state(state)
+
+
+def test_nothing_is_read_before_it_is_needed(tmp_path):
+    source = LocalText(batch_size=1, paths=[str(tmp_path / "later")])
+    write(tmp_path / "later")
+    assert source.get_next().ids[0, 0] == BOS_ID
+
+
+def test_a_custom_input_as_users_write_it(paths):
+    class MyInput(LocalText):
+        def get_next(self):
+            batch = super().get_next()
+            batch.new_field = batch.ids + 1
+            return batch
+
+    p = MyInput.HParams.config(paths=paths, batch_size=2, seq_length=8, is_training=True)
+    inp = p.Instantiate()
+    peeked = inp.peek()
+    state = inp.get_state()
+    first = inp.get_next()
+    np.testing.assert_array_equal(first.new_field, first.ids + 1)
+    np.testing.assert_array_equal(peeked.new_field, first.new_field)
+    inp.get_next()
+    inp.set_state(state)
+    np.testing.assert_array_equal(inp.get_next().new_field, first.new_field)
+    with pytest.raises(AttributeError, match="MyInput has no field 'batch_sise'; did you mean"):
+        p.batch_sise = 4
+
+
+def test_ids_become_text_again(paths):
+    source = LocalText(batch_size=1, paths=paths, seq_length=1000)
+    batch = source.get_next()
+    text = b"".join(split_of(paths)["train"]).decode("utf-8", "replace")
+    length = int(batch.weights.sum())
+    assert source.ids_to_strings(batch.labels, [length]) == [text]
+    assert source.ids_to_strings(batch.labels, [3]) == [text[:3]]
+    assert decode(np.array([BOS_ID, ord("h") + 3, 0, EOS_ID, VOCAB_SIZE, 0xFF + 3])) == "h\ufffd"
+
+
+def test_the_baseline_is_the_trigram_table_of_the_training_files(paths):
+    splits = split_of(paths)
+    heldout = LocalText(batch_size=1, paths=paths, split="heldout")
+    assert heldout.baselines() == {
+        "trigram table": trigram_loss(splits["train"], splits["heldout"])
+    }
+    assert LocalText(batch_size=1, paths=paths).baselines() == {}
+
+
+def test_the_default_text_is_real_and_large_and_its_splits_are_apart():
+    train = LocalText(batch_size=8, is_training=True)
+    heldout = LocalText(batch_size=8, split="heldout")
+    sizes = [int(source._corpus().document_ends[-1]) for source in (train, heldout)]
+    assert sizes[0] > 2_000_000 and 20_000 < sizes[1] < sizes[0] / 5
+    names = [{file.name for file in train._files(split)} for split in ("train", "heldout")]
+    assert not names[0] & names[1] and "pydoc_data/topics.py" in names[0] | names[1]
+    text = "".join(train.ids_to_strings(train.get_next().ids, [256] * 8))
+    assert text.isprintable() or "\n" in text
+
+
+def test_prompts_are_the_beginnings_of_held_out_documents(tmp_path):
+    paths = write(
+        tmp_path / "text", {f"{number}.txt": b"%d" % number * number for number in range(9)}
+    )
+    source = LocalTextPrompts(batch_size=4, paths=paths, prompt_length=4, heldout_fraction=0.6)
+    documents = [file.path.read_bytes() for file in source._files("heldout")]
+    rows = []
+    for batch in epoch(source):
+        assert batch.ids.shape == (4, 4) and batch.ids.dtype == np.int32
+        for ids, length, paddings, row in zip(
+            batch.ids, batch.prompt_lengths, batch.paddings, batch.provenance, strict=True
+        ):
+            assert paddings.tolist() == [0.0] * length + [1.0] * (4 - length)
+            if row < 0:
+                assert length == 0 and not ids.any()
+                continue
+            start = documents[row][:3]
+            assert ids.tolist() == [BOS_ID, *(b + FIRST_BYTE_ID for b in start)] + [0] * (
+                3 - len(start)
+            )
+            rows.append(row)
+    assert rows == list(range(len(documents)))
+
+
+def test_only_so_many_prompts(paths):
+    source = LocalTextPrompts(batch_size=2, paths=paths, split="train", num_prompts=3)
+    assert [batch.provenance.tolist() for batch in epoch(source)] == [[0, 1], [2, -1]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        (
+            {"split": "held_out"},
+            "split='held_out'; did you mean 'heldout'? Expected one of ('train', 'heldout').",
+        ),
+        ({"heldout_fraction": 1.0}, "heldout_fraction=1.0; expected a number between 0 and 1."),
+        ({"paths": "notes"}, "paths='notes'; expected a list of at least one path."),
+        ({"paths": []}, "paths=[]; expected a list of at least one path."),
+        ({"seq_length": 0}, "seq_length=0; expected at least 1."),
+    ],
+)
+def test_wrong_fields_are_refused_when_built(fields, text):
+    whole = f"LocalText: {text}"
+    with pytest.raises(ValueError, match=f"^{re.escape(whole)}$"):
+        LocalText(batch_size=1, **fields)
+
+
+def test_more_text_than_fits_is_refused_before_it_is_read(paths):
+    source = LocalText(batch_size=1, paths=paths, max_bytes=10)
+    total = sum(map(len, split_of(paths)["train"]))
+    whole = (
+        f"LocalText: the train files hold {total} bytes, more than max_bytes=10; the text is kept "
+        "in memory. Name fewer files by paths, or raise max_bytes."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(whole)}$"):
+        source.get_next()

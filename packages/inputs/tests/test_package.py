@@ -1,0 +1,39 @@
+"""The package's face: every name is there, and importing it stays cheap."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import layerkit_inputs
+
+
+def test_every_exported_name_exists():
+    for name in layerkit_inputs.__all__:
+        assert getattr(layerkit_inputs, name).__name__ == name
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_one():
+    with pytest.raises(AttributeError, match="no name 'LocalTexts'; did you mean 'LocalText'"):
+        _ = layerkit_inputs.LocalTexts
+
+
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("import layerkit_inputs", {"numpy", "jax", "tensorflow"}),
+        ("from layerkit_inputs import *", {"jax", "flax", "tensorflow", "torch"}),
+        (
+            "from layerkit_inputs import LocalText; LocalText(batch_size=2).get_next()",
+            {"jax", "flax", "tensorflow", "torch"},
+        ),
+    ],
+)
+def test_a_fresh_interpreter_loads_nothing_heavy(statement: str, absent: set[str]):
+    code = f"{statement}\nimport sys\nprint(*sorted({absent!r} & sys.modules.keys()))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert result.stdout.split() == []

@@ -1,0 +1,139 @@
+"""Prefetch: states of what was delivered, errors passed on, no thread that keeps one waiting."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from layerkit.nested_map import NestedMap
+from layerkit_inputs import Prefetch, SyntheticInput
+from layerkit_inputs.base_input import BaseInput
+
+
+class Gated(BaseInput):
+    """Counts up; announces each batch it has made, and fails where told to."""
+
+    fails_at: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.made = threading.Semaphore(0)
+        self.at = 0
+        self.is_let_go = False
+
+    def _next(self) -> NestedMap:
+        if self.at == self.fails_at:
+            raise OSError("the disk is away")
+        self.at += 1
+        self.made.release()
+        return NestedMap(ids=np.full(self.batch_size, self.at))
+
+    def _reset(self) -> None:
+        self.at = 0
+
+    def _close(self) -> None:
+        self.is_let_go = True
+
+
+def prefetch_threads() -> int:
+    return sum(thread.name == "layerkit-prefetch" for thread in threading.enumerate())
+
+
+def test_it_reads_ahead_but_its_state_is_of_what_was_delivered():
+    source = Gated(batch_size=1, is_training=True)
+    ahead = Prefetch(source=source, depth=3)
+    assert ahead.get_next().ids[0] == 1
+    for _ in range(4):  # one delivered, three waiting
+        assert source.made.acquire(timeout=30)
+    assert source.at == 4
+    state = ahead.get_state()
+    assert state["position"] == {"num_delivered": 1}
+    plain = Gated(batch_size=1, is_training=True)
+    plain.set_state(state)
+    assert plain.get_next().ids[0] == 2
+    ahead.set_state(state)
+    assert ahead.get_next().ids[0] == 2
+    ahead.close()
+
+
+def test_states_are_the_same_with_and_without_it():
+    def make():
+        return SyntheticInput(batch_size=2, seq_length=4, is_training=True)
+
+    plain, ahead = make(), Prefetch(source=make())
+    for _ in range(4):
+        assert ahead.get_state() == plain.get_state()
+        np.testing.assert_array_equal(ahead.get_next().ids, plain.get_next().ids)
+    ahead.close()
+
+
+def test_an_error_of_the_source_comes_after_the_batches_before_it():
+    ahead = Prefetch(source=Gated(batch_size=1, is_training=True, fails_at=2), depth=4)
+    assert [int(ahead.get_next().ids[0]) for _ in range(2)] == [1, 2]
+    for _ in range(2):
+        with pytest.raises(OSError, match="the disk is away"):
+            ahead.get_next()
+    assert ahead.get_state()["position"] == {"num_delivered": 2}
+    ahead.reset()
+    assert ahead.get_next().ids[0] == 1
+    ahead.close()
+
+
+def test_closing_ends_the_thread_and_closes_the_source():
+    before = prefetch_threads()
+    source = Gated(batch_size=1, is_training=True)
+    ahead = Prefetch(source=source)
+    ahead.get_next()
+    assert prefetch_threads() == before + 1
+    ahead.close()
+    assert prefetch_threads() == before and source.is_let_go
+
+
+def test_forgetting_the_input_ends_the_thread():
+    before = prefetch_threads()
+    ahead = Prefetch(source=Gated(batch_size=1, is_training=True))
+    ahead.get_next()
+    del ahead
+    gc.collect()
+    assert prefetch_threads() == before
+
+
+def test_fields_are_those_of_the_source():
+    source = Gated(batch_size=3, name="dev", infeed_host_index=1, num_infeed_hosts=2)
+    ahead = Prefetch(source=source)
+    assert (ahead.batch_size, ahead.name, ahead.reset_for_eval) == (3, "dev", True)
+    assert ahead.global_batch_size == 6
+    with pytest.raises(ValueError, match=r"batch_size=4, but source.batch_size=3; set it on the"):
+        Prefetch(source=source, batch_size=4)
+    with pytest.raises(ValueError, match="depth=0; expected at least 1"):
+        Prefetch(source=source, depth=0)
+
+
+@pytest.mark.parametrize("how", ["endless", "hanging"])
+def test_the_interpreter_ends_with_batches_waiting_or_a_source_that_hangs(how):
+    code = f"""
+import threading, numpy as np
+from layerkit.nested_map import NestedMap
+from layerkit_inputs import BaseInput, Prefetch
+
+class Source(BaseInput):
+    calls = 0
+    def get_next(self):
+        self.calls += 1
+        if {how!r} == "hanging" and self.calls == 2:
+            threading.Event().wait()
+        return NestedMap(ids=np.zeros(1))
+
+ahead = Prefetch(source=Source(batch_size=1, is_training=True))
+ahead.get_next()
+print("done")
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert result.stdout == "done\n" and result.stderr == ""

@@ -1,0 +1,46 @@
+"""The envelope of a state: whose it is, and who may go on from it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from layerkit_inputs.state import pack_state, unpack_state
+
+HOST = {"reader": "Reader", "scope": "host", "host_index": 1, "num_hosts": 2}
+GLOBAL = {**HOST, "scope": "global"}
+
+
+@pytest.mark.parametrize("owner", [HOST, GLOBAL])
+def test_a_position_comes_back_and_is_a_copy(owner):
+    position = {"at": [3]}
+    envelope = pack_state(position, **owner)
+    position["at"][0] = 4
+    assert unpack_state(envelope, **owner) == {"at": [3]}
+
+
+def test_a_global_state_fits_any_host():
+    envelope = pack_state({"at": 3}, **GLOBAL)
+    assert unpack_state(envelope, **{**GLOBAL, "host_index": 5, "num_hosts": 7}) == {"at": 3}
+
+
+def test_a_host_state_fits_that_host_alone():
+    envelope = pack_state({"at": 3}, **HOST)
+    whole = (
+        "the state belongs to host 1 of 2, but Reader is host 1 of 4; a state of scope 'host' fits "
+        "only the same host of as many hosts."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(whole)}$"):
+        unpack_state(envelope, **{**HOST, "num_hosts": 4})
+
+
+def test_a_state_of_another_scope_is_refused():
+    with pytest.raises(ValueError, match="written by Reader with scope 'host', but Other keeps"):
+        unpack_state(pack_state({}, **HOST), **{**GLOBAL, "reader": "Other"})
+
+
+@pytest.mark.parametrize("nonsense", [None, 3, {}, {"position": {}}])
+def test_what_is_no_state_is_refused(nonsense):
+    with pytest.raises(ValueError, match=r"Reader.set_state\(\) needs what get_state\(\) returned"):
+        unpack_state(nonsense, **GLOBAL)

@@ -1,0 +1,476 @@
+"""BaseLayer: a Flax Linen module whose annotated fields are its hyperparameters.
+
+A layer creates its weights (`create_variable`) and children (`create_child`) in `setup` and computes in
+`fprop`. From parent to child flow, unless the child sets its own: the weight dtype, the compute dtype,
+the initialiser, `train`, and the sharding that the partitioner bound. So a user's `fprop(x)` needs
+no plumbing, and training and evaluation are two static variants of the same model.
+
+    class Linear(BaseLayer):
+        input_dims: int = 0
+        output_dims: int = 0
+
+        def setup(self):
+            shape = (self.input_dims, self.output_dims)
+            self.create_variable("w", WeightHParams(shape, axes=("embed", "mlp")))
+
+        def fprop(self, inputs):
+            return inputs @ self.theta.w
+
+Since weights are made in `setup`, `layer.init(key)` needs no inputs; `layer.init(key, x)` makes the
+same weights, to the bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, dataclass_transform
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from layerkit import nested_map
+from layerkit.config import (
+    BaseHParams,
+    Config,
+    adopt_hparams,
+    assigned_fields,
+    build,
+    instance_field,
+    is_config,
+    near_names,
+    sub_config_field,
+    target_of,
+    walk_configs,
+)
+from layerkit.sharding import BoundSharding
+from layerkit.weights import (
+    WeightBox,
+    WeightHParams,
+    WeightInit,
+    canonical_dtype,
+    draw_weight,
+    unbox,
+)
+
+nested_map.register_pytree()
+
+# Names of the Flax collections that layers write to.
+PARAMS = "params"
+NON_TRAINABLE = "non_trainable"
+AUX_LOSS = "aux_loss"
+SUMMARIES = "summaries"
+CACHE = "cache"
+
+# The random stream that layers draw from while training (dropout and the like).
+RANDOM = "random"
+
+# Fields that a child takes from its parent when it does not set its own.
+INHERITED_FIELDS = ("dtype", "fprop_dtype", "params_init", "train", "sharding")
+
+
+class _Theta:
+    """Reads the weights of one layer, cast to its compute dtype."""
+
+    def __init__(self, layer: BaseLayer):
+        self._layer = layer
+
+    def __getattr__(self, name: str) -> jax.Array:
+        self._layer._set_up()
+        weights = self._layer._own("weights")
+        if name not in weights:
+            raise AttributeError(
+                f"{self._layer.path_name} has no weight {name!r}{near_names(name, weights)}"
+                f" Its weights: {', '.join(weights) or 'none'}."
+            )
+        return self._layer.cast(weights[name])
+
+
+@dataclass_transform(
+    kw_only_default=True, field_specifiers=(sub_config_field, instance_field, dataclasses.field)
+)
+class BaseLayer(nn.Module, kw_only=True):
+    """Base of every layer and model.
+
+    Attributes:
+      dtype: Of the weights; float32 if nobody above sets it.
+      fprop_dtype: Of the computation, to which weights and activations are cast; float32 if nobody
+        above sets it.
+      params_init: Initialiser of weights that do not name their own; Xavier if nobody above sets it.
+      train: Whether this is the training variant (dropout on). Set it on a clone of the model:
+        `model.clone(train=True)`. Evaluation if nobody above sets it.
+      sharding: Mesh and rules, set by the partitioner; without them constraints do nothing.
+      shared_weight_id: Children with the same id, made from equal configs anywhere in one model,
+        are one layer with one set of weights.
+    """
+
+    HParams: ClassVar[type[BaseHParams]] = BaseHParams
+
+    dtype: Any = None
+    fprop_dtype: Any = None
+    params_init: WeightInit | None = None
+    train: bool | None = None
+    sharding: BoundSharding | None = None
+    shared_weight_id: str | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        adopt_hparams(cls)
+        super().__init_subclass__(kw_only=True, **kwargs)
+
+    # What a subclass writes.
+
+    def setup(self) -> None:
+        """Creates weights and children."""
+
+    def fprop(self, *args: Any, **kwargs: Any) -> Any:
+        """Computes the outputs."""
+        raise NotImplementedError(f"{type(self).__qualname__} does not define fprop")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fprop(*args, **kwargs)
+
+    # What a subclass calls in setup.
+
+    @nn.nowrap
+    def create_variable(self, name: str, weight: WeightHParams, *, trainable: bool = True) -> None:
+        """Creates a weight, to be read as `self.theta.<name>`.
+
+        Args:
+          name: Its name in the tree of weights.
+          weight: Shape, logical axes, initialiser and dtype.
+          trainable: False for state such as moving statistics, read and written with `get_var` and
+            `update_var`.
+
+        Raises:
+          ValueError: sizes below one, or axes that do not name every dimension.
+        """
+        owner = f"{self.path_name}.{name}"
+        if len(weight.axes) != len(weight.shape):
+            raise ValueError(
+                f"{owner}: axes {weight.axes} do not name the dimensions of {weight.shape}"
+            )
+        if any(size < 1 for size in weight.shape):
+            sizes = ", ".join(f"{a}={n}" for a, n in zip(weight.axes, weight.shape, strict=True))
+            raise ValueError(f"{owner}: every size of its shape must be at least 1, got {sizes}")
+        init = weight.init or self.inherited("params_init") or WeightInit.Xavier()
+        dtype = canonical_dtype(weight.dtype or self.inherited("dtype") or jnp.float32)
+
+        def draw(key: jax.Array) -> WeightBox:
+            return WeightBox(draw_weight(key, weight, init, dtype), tuple(weight.axes))
+
+        if trainable:
+            self._own("weights")[name] = self.param(name, draw)
+        else:
+            variable = self.variable(NON_TRAINABLE, name, lambda: draw(self.make_rng(PARAMS)))
+            self._own("variables")[name] = variable
+
+    @nn.nowrap
+    def create_child(self, name: str, template: Any, **overrides: Any) -> None:
+        """Makes a child of a template, to be used as `self.<name>`.
+
+        Args:
+          name: Attribute and path of the child.
+          template: A config of a layer; each call makes a layer with weights of its own, unless it
+            carries a `shared_weight_id`.
+          **overrides: Fields of the child that this layer decides.
+
+        Raises:
+          TypeError: not a config of a layer.
+          ValueError: an explicit value in the template contradicts an override.
+        """
+        setattr(self, name, self._make_child(name, template, overrides))
+
+    @nn.nowrap
+    def create_children(self, name: str, templates: Sequence[Any], **overrides: Any) -> None:
+        """Like `create_child` for a list: `self.<name>[i]`, with paths `<name>_<i>`."""
+        made = [
+            self._make_child(f"{name}_{index}", template, overrides)
+            for index, template in enumerate(templates)
+        ]
+        setattr(self, name, made)
+
+    # What a subclass calls in fprop.
+
+    @property
+    @nn.nowrap
+    def theta(self) -> Any:
+        """The weights of this layer, cast to the compute dtype: `self.theta.w`."""
+        return _Theta(self)
+
+    @nn.nowrap
+    def get_var(self, name: str) -> jax.Array:
+        """The value of a variable created with `trainable=False`."""
+        self._set_up()
+        return unbox(self._own("variables")[name].value)
+
+    @nn.nowrap
+    def update_var(self, name: str, value: jax.Array) -> None:
+        """Sets a variable created with `trainable=False`; initialisation leaves it as it starts.
+
+        Raises:
+          ValueError: the caller did not make the collection mutable, so the update would be lost.
+        """
+        if not self.is_mutable_collection(NON_TRAINABLE):
+            raise ValueError(
+                f"{self.path_name}.{name}: the update would be lost;"
+                f" apply with mutable=['{NON_TRAINABLE}', …]"
+            )
+        self._set_up()
+        if not self.is_initializing():
+            self._own("variables")[name].value = value
+
+    @nn.nowrap
+    def add_aux_loss(self, name: str, value: jax.Array) -> None:
+        """Adds a scalar to the loss that the model is trained on.
+
+        Raises:
+          ValueError: training without a mutable collection, where it would be lost in silence.
+        """
+        if self.is_mutable_collection(AUX_LOSS):
+            self.sow(AUX_LOSS, name, jnp.asarray(value, jnp.float32))
+        elif self.is_training:
+            raise ValueError(
+                f"{self.path_name}: auxiliary loss {name!r} would be lost;"
+                f" apply with mutable=['{AUX_LOSS}', …]"
+            )
+
+    @nn.nowrap
+    def add_summary(self, name: str, value: jax.Array) -> None:
+        """Reports a value for the curves, where somebody collects them; several are all kept."""
+        if self.is_mutable_collection(SUMMARIES):
+            self.sow(SUMMARIES, name, jax.lax.stop_gradient(value))
+
+    @nn.nowrap
+    def next_prng_key(self, stream: str = RANDOM) -> jax.Array:
+        """A key of its own for this layer, call and step.
+
+        Raises:
+          ValueError: the caller gave no key for the stream.
+        """
+        if not self.has_rng(stream):
+            raise ValueError(
+                f"{self.path_name} needs random numbers: apply with rngs={{'{stream}': key}}"
+            )
+        return self.make_rng(stream)
+
+    @nn.nowrap
+    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """Lays `x` out by logical axis names, one per dimension; a no-op outside a mesh."""
+        sharding = self.inherited("sharding")
+        if sharding is None:
+            return x
+        return sharding.constrain(x, axes, owner=self.path_name)
+
+    @nn.nowrap
+    def cast(self, x: jax.Array) -> jax.Array:
+        """`x` in the compute dtype, if it is floating."""
+        x = jnp.asarray(x)  # NumPy promotes bfloat16 to float32 where JAX does not
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return x.astype(self.compute_dtype)
+        return x
+
+    # Inherited values.
+
+    @property
+    @nn.nowrap
+    def compute_dtype(self) -> jnp.dtype:
+        """The dtype of the computation."""
+        return canonical_dtype(self.inherited("fprop_dtype") or jnp.float32, field="fprop_dtype")
+
+    @property
+    @nn.nowrap
+    def is_training(self) -> bool:
+        """Whether this is the training variant."""
+        return bool(self.inherited("train"))
+
+    @property
+    @nn.nowrap
+    def path_name(self) -> str:
+        """Where this layer sits, for messages: `TransformerLm(lm/softmax)`."""
+        path = "/".join(self.path) if self.scope is not None else (self.name or "")
+        return f"{type(self).__qualname__}({path})"
+
+    @nn.nowrap
+    def inherited(self, field: str) -> Any:
+        """The value of an inherited field: this layer's own, else that of the nearest above."""
+        value = getattr(self, field)
+        if value is None and isinstance(self.parent, BaseLayer):
+            return self.parent.inherited(field)
+        return value
+
+    # Initialisation.
+
+    @nn.nowrap
+    def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Draws the weights.
+
+        Args:
+          rngs: A key, or a dict of keys by stream.
+          *args: Inputs of `fprop` (or of `method=…`), which are then run too; not needed.
+          **kwargs: Likewise.
+
+        Returns:
+          Variables as nested dicts of plain arrays: `{'params': …, 'non_trainable': …}`.
+        """
+        return unbox(self.init_boxed(rngs, *args, **kwargs))
+
+    @nn.nowrap
+    def init_boxed(
+        self, rngs: Any, *args: Any, method: str | Callable[..., Any] | None = None, **kwargs: Any
+    ) -> Any:
+        """Like `init`, each weight still in a box with its logical axes."""
+        run = method or (type(self).__call__ if args or kwargs else None)
+
+        def create(layer: BaseLayer, *args: Any, **kwargs: Any) -> None:
+            layer.create_weights()
+            if isinstance(run, str):
+                getattr(layer, run)(*args, **kwargs)
+            elif run is not None:
+                run(layer, *args, **kwargs)
+
+        # One key serves all streams: running `fprop` in training needs random numbers as well.
+        streams = rngs if isinstance(rngs, dict) else {PARAMS: rngs, RANDOM: rngs}
+        mutable = [PARAMS, NON_TRAINABLE, AUX_LOSS, SUMMARIES, CACHE]
+        _, variables = nn.Module.init_with_output(
+            self, streams, *args, method=create, mutable=mutable, **kwargs
+        )
+        kept = {name: variables[name] for name in (NON_TRAINABLE,) if name in variables}
+        return {PARAMS: variables.get(PARAMS, {}), **kept}
+
+    def create_weights(self) -> None:
+        """Creates the weights of this layer and of all layers below it, without inputs."""
+        for child in self._all_children():
+            child.create_weights()
+
+    # Inside.
+
+    def _set_up(self) -> None:
+        """Runs `setup` if it has not run yet, which Flax does before any method of a layer.
+
+        A parent may read a weight of a child without having called it.
+        """
+
+    @nn.nowrap
+    def _own(self, kind: str) -> Any:
+        """Per-binding bookkeeping, outside Flax's frozen attributes."""
+        records = self.__dict__.get("_layer_records")
+        if records is None:
+            records = {"weights": {}, "variables": {}}
+            object.__setattr__(self, "_layer_records", records)
+        return records[kind]
+
+    @nn.nowrap
+    def _all_children(self) -> list[BaseLayer]:
+        """The layers in fields and those that `setup` assigned, also within lists and dicts."""
+        values = [value for name, value in vars(self).items() if not name.startswith("_")]
+        leaves = jax.tree.leaves(values, is_leaf=is_config)
+        found: list[Any] = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
+        for child in found:
+            if not isinstance(child, BaseLayer):
+                raise TypeError(
+                    f"{self.path_name}: {type(child).__qualname__} is a plain Flax module, whose"
+                    " weights cannot be created without inputs"
+                )
+            self._refuse_contradiction(child)
+        return found
+
+    @nn.nowrap
+    def _refuse_contradiction(self, child: BaseLayer) -> None:
+        """A layer shared by two parents must inherit the same from both."""
+        for field in INHERITED_FIELDS:
+            if getattr(child, field) is None and child.inherited(field) != self.inherited(field):
+                raise ValueError(
+                    f"{child.path_name} is shared with {self.path_name}, which would give it another"
+                    f" {field}: {child.inherited(field)!r} and {self.inherited(field)!r};"
+                    f" set {field} on the shared config"
+                )
+
+    @nn.nowrap
+    def _make_child(self, name: str, template: Any, overrides: dict[str, Any]) -> BaseLayer:
+        where = f"{self.path_name}.{name}"
+        if not is_config(template):
+            raise TypeError(f"{where} needs the config of a layer, got {template!r}")
+        target = target_of(template)
+        if not (isinstance(target, type) and issubclass(target, BaseLayer)):
+            raise TypeError(f"{where} needs the config of a layer, got one of {target!r}")
+        filled = derive_fields(template, where, **overrides)
+        for field in INHERITED_FIELDS:
+            if getattr(filled, field) is None:
+                setattr(filled, field, self.inherited(field))
+        if filled.shared_weight_id is None:
+            return build(filled)
+        return self._shared_child(filled, where)
+
+    @nn.nowrap
+    def _shared_layers(self) -> dict[str, tuple[str, Any, Any]]:
+        """Shared layers of the whole model, kept by its root: id → (where, config, layer)."""
+        root: Any = self
+        while isinstance(root.parent, BaseLayer):
+            root = root.parent
+        if "_shared_by_id" not in root.__dict__:
+            object.__setattr__(root, "_shared_by_id", {})
+        return root.__dict__["_shared_by_id"]
+
+    @nn.nowrap
+    def keep_shared_weights_inside(self, template: Any) -> None:
+        """Says that the ids used in `template` belong to a body with stacked weights of its own.
+
+        Raises:
+          ValueError: one of them is used outside too, where the weights cannot be the same.
+        """
+        for config in walk_configs(template):
+            shared_id = assigned_fields(config).get("shared_weight_id")
+            if shared_id is not None:
+                where, known, _ = self._shared_layers().get(shared_id, (self.path_name, None, None))
+                if where != self.path_name or known is not None:
+                    self._refuse_crossing(shared_id, where, self.path_name)
+                self._shared_layers()[shared_id] = (self.path_name, None, None)
+
+    @nn.nowrap
+    def _refuse_crossing(self, shared_id: str, first: str, second: str) -> None:
+        raise ValueError(
+            f"shared_weight_id={shared_id!r} is used in {first} and in {second}, but weights cannot be"
+            " shared into or out of a repeated layer"
+        )
+
+    @nn.nowrap
+    def _shared_child(self, config: Config, where: str) -> BaseLayer:
+        assert config.shared_weight_id is not None
+        first, known, layer = self._shared_layers().setdefault(
+            config.shared_weight_id, (where, config, build(config))
+        )
+        if known is None:
+            self._refuse_crossing(config.shared_weight_id, first, where)
+        if known != config:
+            raise ValueError(
+                f"{where} and {first} share weights (shared_weight_id="
+                f"{config.shared_weight_id!r}) but their configs differ:\n{config}\n{known}"
+            )
+        return layer
+
+
+def derive_fields(template: Config, where: str, **derived: Any) -> Config:
+    """A copy of `template` with fields that its owner decides; None decides nothing.
+
+    Raises:
+      ValueError: the template sets one of them to something else; names both places.
+    """
+    config = template.clone()
+    for name, value in derived.items():
+        if value is None:
+            continue
+        explicit = getattr(config, name)
+        is_default = explicit is None or explicit == _default_of(config, name)
+        if not is_default and explicit != value:
+            raise ValueError(
+                f"{where}: {name}={explicit!r} is set in its config, but its owner derives"
+                f" {name}={value!r}; leave the field out or make them agree"
+            )
+        setattr(config, name, value)
+    return config
+
+
+def _default_of(config: Config, name: str) -> Any:
+    # A fresh config also has the default templates.
+    return getattr(Config(target_of(config)), name, None)

@@ -1,0 +1,67 @@
+"""BaseModel: what a task needs from a network.
+
+A model turns a batch into predictions, predictions into weighted metrics of which one is the loss,
+and, where it can, a prompt into a continuation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from layerkit.base_layer import BaseLayer
+from layerkit.nested_map import NestedMap
+
+
+class WeightedScalar(struct.PyTreeNode):
+    """A mean together with the weight behind it.
+
+    Means over several batches or devices are Σ value·weight / Σ weight, never a mean of means.
+
+    Attributes:
+      value: The mean; 0 where the weight is 0.
+      weight: Sum of the weights it was taken over (the number of tokens or examples, say).
+    """
+
+    value: jax.Array
+    weight: jax.Array
+
+    @classmethod
+    def of(cls, value: Any, weight: Any) -> WeightedScalar:
+        """Both as float32 scalars."""
+        return cls(jnp.asarray(value, jnp.float32), jnp.asarray(weight, jnp.float32))
+
+
+Metrics = dict[str, WeightedScalar]
+
+
+class BaseModel(BaseLayer):
+    """Base of every model.
+
+    `fprop(batch)` is `compute_loss(compute_predictions(batch), batch)`.
+    """
+
+    def compute_predictions(self, batch: NestedMap) -> Any:
+        """Runs the network on a batch (batch axis first in every entry)."""
+        raise NotImplementedError(f"{type(self).__qualname__} does not define compute_predictions")
+
+    def compute_loss(self, predictions: Any, batch: NestedMap) -> tuple[Metrics, NestedMap]:
+        """Metrics over the batch, and outputs per example `[batch, …]`.
+
+        One of the metrics is named `loss`; auxiliary losses of the layers are added by the task.
+        """
+        raise NotImplementedError(f"{type(self).__qualname__} does not define compute_loss")
+
+    def fprop(self, batch: NestedMap) -> tuple[Metrics, NestedMap]:
+        return self.compute_loss(self.compute_predictions(batch), batch)
+
+    def decode(self, batch: NestedMap) -> NestedMap:
+        """Outputs of inference per example, such as the ids of a continuation.
+
+        Raises:
+          NotImplementedError: the model has nothing to decode.
+        """
+        raise NotImplementedError(f"{type(self).__qualname__} cannot decode")

@@ -1,0 +1,429 @@
+"""Configuration: every layer, task, learner and input is described before it is built.
+
+A `Config` is an editable description of a call (Fiddle's `Config`, with errors that name the nearest
+right field). `build` turns it into the object. Two roles decide what happens to a config that sits in
+a field of another one:
+
+* a **template** (`sub_config_field`) is a recipe: `build` leaves it as it is, and the layer that
+  owns the field makes as many children of it as it likes, each with weights of its own;
+* everything else is **built** with its parent, once per config object: the same object in two
+  fields becomes one shared object.
+
+A class says what can be configured by annotated fields, or, as Praxis did, by a nested class
+`HParams(BaseHParams)`; both end as the same dataclass fields and the same `Class.HParams.config(…)`.
+
+This module imports neither JAX nor Flax, so that a command line or a data worker can use it cheaply,
+and it is the only one that knows Fiddle's insides.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar, Generic, TypeVar, dataclass_transform
+
+import fiddle as fdl
+
+T = TypeVar("T")
+
+_ROLE = "layerkit.role"
+_MAKE = "layerkit.make_default"
+_TEMPLATE = "template"
+_HIDDEN_FIELDS = frozenset({"parent"})
+
+
+def near_names(name: str, valid: Iterable[str]) -> str:
+    """How an error about an unknown name ends: `"; did you mean 'x'?"`, or `"."` if none is near."""
+    # Upper and lower case are compared alike: PERCORE_batch_size is near PERCORE_BATCH_SIZE.
+    folded = {candidate.lower(): candidate for candidate in valid}
+    matches = difflib.get_close_matches(name.lower(), folded, n=2, cutoff=0.6)
+    if not matches:
+        return "."
+    return "; did you mean " + " or ".join(repr(folded[match]) for match in matches) + "?"
+
+
+def field_names(target: Any) -> list[str]:
+    """Names that a config of `target` (a class or function) may set."""
+    if isinstance(target, fdl.Buildable):
+        target = fdl.get_callable(target)
+    if dataclasses.is_dataclass(target):
+        fields = dataclasses.fields(target)
+        return [f.name for f in fields if f.init and f.name not in _HIDDEN_FIELDS]
+    return [parameter.name for parameter in _parameters(target)]
+
+
+def _accepts_any_keyword(target: Any) -> bool:
+    if dataclasses.is_dataclass(target):
+        return False
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in _parameters(target))
+
+
+def _parameters(target: Any) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(target).parameters.values())
+    except ValueError:  # some built-in types, such as dict, do not tell theirs
+        return [inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)]
+
+
+def _unknown_field(target: Any, name: str) -> str:
+    valid = field_names(target)
+    label = getattr(target, "__qualname__", repr(target))
+    return f"{label} has no field {name!r}{near_names(name, valid)} Its fields: {', '.join(valid)}."
+
+
+def _check_keyword(target: Any, name: str) -> None:
+    if name not in field_names(target) and not _accepts_any_keyword(target):
+        raise TypeError(_unknown_field(target, name))
+
+
+class _Editable(Generic[T]):
+    """What `Config` and `Partial` have in common: checked names, defaults of their own."""
+
+    __fn_or_cls__: Any
+    __arguments__: dict[Any, Any]
+
+    def __init__(self, target: Callable[..., T], /, *args: Any, **fields: Any):
+        for name in fields:
+            _check_keyword(target, name)
+        super().__init__(target, *args, **fields)  # type: ignore[call-arg]
+        self._fill_default_factories()
+
+    def _fill_default_factories(self) -> None:
+        """Gives this config sub-configs and containers of its own, so that they can be edited."""
+        if not dataclasses.is_dataclass(self.__fn_or_cls__):
+            return
+        for field in dataclasses.fields(self.__fn_or_cls__):
+            if not field.init or field.name in self.__arguments__:
+                continue
+            if _MAKE in field.metadata:
+                setattr(self, field.name, field.metadata[_MAKE]())
+            elif field.default_factory is not dataclasses.MISSING:
+                setattr(self, field.name, field.default_factory())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("__"):
+            target = self.__fn_or_cls__
+            if name not in field_names(target) and not _accepts_any_keyword(target):
+                raise AttributeError(_unknown_field(target, name))
+        super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__") and name not in field_names(self.__fn_or_cls__):
+            if not _accepts_any_keyword(self.__fn_or_cls__):
+                raise AttributeError(_unknown_field(self.__fn_or_cls__, name))
+        return super().__getattr__(name)  # type: ignore[misc]
+
+    # Equal configs have equal targets, whatever is edited later; so a module whose fields hold
+    # configs can be a key of JAX's caches.
+    def __hash__(self) -> int:
+        return hash(self.__fn_or_cls__)
+
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(other)
+
+    def set(self, **fields: Any) -> typing.Self:
+        """Sets several fields and returns this config."""
+        for name in fields:
+            _check_keyword(self.__fn_or_cls__, name)
+        for name, value in fields.items():
+            setattr(self, name, value)
+        return self
+
+    def clone(self, **fields: Any) -> typing.Self:
+        """A copy that can be edited without touching this one, with `fields` set."""
+        return copy_config(self).set(**fields)
+
+
+class Config(_Editable[T], fdl.Config[T]):
+    """An editable description of the call `target(**fields)`.
+
+    A keyword that `target` does not have is a TypeError, an attribute that it does not have an
+    AttributeError, both at once and naming the nearest right one.
+    """
+
+    def Instantiate(self, **overrides: Any) -> T:  # noqa: N802 - the name Pax's users know
+        """Builds the described object, with `overrides` for this once."""
+        return build(self, **overrides)
+
+
+class Partial(_Editable[T], fdl.Partial[T]):
+    """A description of a call with some arguments left to the caller.
+
+    Building it gives a function; each call of that function builds afresh, so nested configs are
+    never shared between calls.
+    """
+
+    def Instantiate(self, **overrides: Any) -> Callable[..., T]:  # noqa: N802
+        """The function `(**more) -> target(**fields, **more)`."""
+        return build(self, **overrides)
+
+
+def target_of(config: fdl.Buildable) -> Any:
+    """The class or function that `config` describes a call of."""
+    return fdl.get_callable(config)
+
+
+def is_config(value: Any) -> bool:
+    """Whether `value` is a `Config` or `Partial` (also a plain Fiddle one)."""
+    return isinstance(value, fdl.Buildable)
+
+
+def assigned_fields(config: fdl.Buildable) -> dict[str, Any]:
+    """Fields of `config` that carry a value of their own (sub-configs always do)."""
+    return dict(config.__arguments__)
+
+
+def _map_containers(value: Any, visit: Callable[[Any], Any]) -> Any:
+    """Applies `visit` to the elements of plain lists, tuples and dicts; other values stay."""
+    if isinstance(value, dict):
+        copied = copy.copy(value)  # whatever else a kind of dict carries, such as a default factory
+        copied.update({key: visit(item) for key, item in value.items()})
+        return copied
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(visit(item) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(visit(item) for item in value)
+    return value
+
+
+def copy_config(config: T) -> T:
+    """Copies a graph of configs; values that are not configs or containers are kept as they are."""
+    copies: dict[int, Any] = {}
+
+    def visit(value: Any) -> Any:
+        if not isinstance(value, fdl.Buildable):
+            return _map_containers(value, visit)
+        if id(value) not in copies:
+            copied = copies[id(value)] = value.__copy__()
+            for name, item in value.__arguments__.items():
+                copied.__arguments__[name] = visit(item)
+        return copies[id(value)]
+
+    return visit(config)
+
+
+def walk_configs(value: Any) -> Iterator[fdl.Buildable]:
+    """Every config in `value`, itself first, through fields and plain containers."""
+    if isinstance(value, fdl.Buildable):
+        yield value
+        value = list(value.__arguments__.values())
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from walk_configs(item)
+
+
+def _template_fields(target: Any) -> frozenset[str]:
+    if not dataclasses.is_dataclass(target):
+        return frozenset()
+    fields = dataclasses.fields(target)
+    return frozenset(f.name for f in fields if f.metadata.get(_ROLE) == _TEMPLATE)
+
+
+def build(config: fdl.Buildable, /, **overrides: Any) -> Any:
+    """Builds the object that `config` describes.
+
+    Args:
+      config: What to build. It is not changed, and later edits of it do not reach the result.
+      **overrides: Fields that differ for this once.
+
+    Returns:
+      The built object; for a `Partial` a function that builds at each call.
+
+    Raises:
+      TypeError: `config` is not a config, or a required field is missing.
+    """
+    if not isinstance(config, fdl.Buildable):
+        raise TypeError(f"build() needs a Config or a Partial, got {config!r}")
+    root = copy_config(config)
+    for name, value in overrides.items():
+        _check_keyword(root.__fn_or_cls__, name)
+        setattr(root, name, value)
+    built: dict[int, Any] = {}
+
+    def visit(value: Any) -> Any:
+        if not isinstance(value, fdl.Buildable):
+            return _map_containers(value, visit)
+        if id(value) not in built:
+            built[id(value)] = make(value)
+        return built[id(value)]
+
+    def make(node: fdl.Buildable) -> Any:
+        target = fdl.get_callable(node)
+        if isinstance(node, fdl.Partial):
+
+            def call(*args: Any, **more: Any) -> Any:
+                fresh = copy_config(node)
+                return build(Config(target, *args, **{**fresh.__arguments__, **more}))
+
+            return call
+        templates = _template_fields(target)
+        arguments = {
+            name: item if name in templates else visit(item)
+            for name, item in node.__arguments__.items()
+        }
+        _check_required(target, arguments)
+        return node.__build__(**arguments)
+
+    return visit(root)
+
+
+def _check_required(target: Any, arguments: dict[str, Any]) -> None:
+    if not dataclasses.is_dataclass(target):
+        return
+    missing = [
+        f.name
+        for f in dataclasses.fields(target)
+        if f.init
+        and f.name not in arguments
+        and f.default is dataclasses.MISSING
+        and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise TypeError(
+            f"{getattr(target, '__qualname__', target)} cannot be built: no value for {', '.join(missing)}."
+        )
+
+
+def _default_config(hparams: Any, overrides: dict[str, Any]) -> Config | None:
+    if hparams is None:
+        return None
+    if isinstance(hparams, type) and issubclass(hparams, BaseHParams):
+        return hparams.config(**overrides)
+    return Config(hparams, **overrides)
+
+
+def sub_config_field(hparams: Any, **overrides: Any) -> Any:
+    """A field that holds a *template*: a config which stays un-built until its owner uses it.
+
+    Args:
+      hparams: `SomeLayer.HParams` (or the class itself) whose config is the default, or None for
+        "no default".
+      **overrides: Fields of that default.
+    """
+
+    def make() -> Config | None:
+        return _default_config(hparams, overrides)
+
+    return dataclasses.field(default_factory=make, metadata={_ROLE: _TEMPLATE, _MAKE: make})
+
+
+def instance_field(hparams: Any, **overrides: Any) -> Any:
+    """A field whose value is *built* together with its owner.
+
+    Args:
+      hparams: `SomeClass.HParams` (or the class itself) whose config is the default, or None.
+      **overrides: Fields of that default.
+    """
+
+    def make() -> Config | None:
+        return _default_config(hparams, overrides)
+
+    def make_built() -> Any:
+        config = make()
+        return None if config is None else build(config)
+
+    return dataclasses.field(default_factory=make_built, metadata={_ROLE: "instance", _MAKE: make})
+
+
+class BaseHParams:
+    """Base of the nested `HParams` classes; its annotations become fields of the outer class."""
+
+    _target: ClassVar[Any] = None
+
+    @classmethod
+    def config(cls, **fields: Any) -> Config[Any]:
+        """An editable config of the class that this `HParams` belongs to."""
+        return Config(cls._target, **fields)
+
+    @classmethod
+    def partial(cls, **fields: Any) -> Partial[Any]:
+        """Like `config`, for a call that takes further arguments."""
+        return Partial(cls._target, **fields)
+
+
+def adopt_hparams(cls: type) -> None:
+    """Gives `cls` its own `HParams` and makes the annotations of a nested one fields of `cls`.
+
+    Call it while the class is made, before it becomes a dataclass. An assignment without annotation
+    to an inherited field changes that field's default (plain dataclasses would ignore it).
+
+    Raises:
+      TypeError: a nested `HParams` assigns a name that nobody declared.
+    """
+    own_annotations = dict(cls.__dict__.get("__annotations__", {}))
+    inherited: dict[str, Any] = {}
+    for base in reversed(cls.__mro__[1:]):
+        for field in getattr(base, "__dataclass_fields__", {}).values():
+            inherited[field.name] = field.type
+    nested = cls.__dict__.get("HParams")
+    base_hparams = [b.HParams for b in cls.__bases__ if hasattr(b, "HParams")] or [BaseHParams]
+    if nested is not None:
+        # What a base class made fields of is inherited; moved again it would undo later defaults.
+        done = {source for base in base_hparams for source in base.__mro__}
+        for source in reversed(nested.__mro__):
+            if source in done or source.__dict__.get("_target", nested) is not nested:
+                continue
+            own_annotations |= _move_nested_fields(cls, source, inherited)
+        bases = (nested, *(b for b in base_hparams if not issubclass(nested, b)))
+    else:
+        bases = tuple(base_hparams)
+    for name in cls.__dict__:
+        if name in inherited and name not in own_annotations:
+            own_annotations[name] = inherited[name]
+    cls.__annotations__ = own_annotations
+    cls.HParams = type(  # type: ignore[attr-defined]
+        "HParams",
+        bases,
+        {
+            "__module__": cls.__module__,
+            "__qualname__": f"{cls.__qualname__}.HParams",
+            "__doc__": nested.__doc__ if nested is not None else f"Fields of {cls.__qualname__}.",
+            "_target": cls,
+        },
+    )
+
+
+def _move_nested_fields(cls: type, nested: type, inherited: dict[str, Any]) -> dict[str, Any]:
+    annotations = dict(nested.__dict__.get("__annotations__", {}))
+    for name, value in list(nested.__dict__.items()):
+        if name.startswith("_"):
+            continue
+        if name not in annotations and name in inherited:
+            annotations[name] = inherited[name]
+        if name not in annotations and not callable(value) and not hasattr(value, "__get__"):
+            raise TypeError(
+                f"{cls.__qualname__}.HParams assigns {name!r}, which is not declared"
+                f"{near_names(name, [*inherited, *annotations])} A new field needs an annotation."
+            )
+        if name in annotations:
+            setattr(cls, name, value)
+    return annotations
+
+
+@dataclass_transform(
+    kw_only_default=True, field_specifiers=(sub_config_field, instance_field, dataclasses.field)
+)
+class Configurable:
+    """Base of everything configurable that is not a layer: tasks, learners, inputs, schedules.
+
+    A subclass becomes a keyword-only dataclass of its annotated fields and gets `HParams`.
+    """
+
+    HParams: ClassVar[type[BaseHParams]] = BaseHParams
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        adopt_hparams(cls)
+        # Identity is what equality means for things with state; a subclass may define its own.
+        dataclasses.dataclass(kw_only=True, eq=False, repr=False)(cls)
+
+    def __repr__(self) -> str:
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        inner = ", ".join(f"{f.name}={getattr(self, f.name, None)!r}" for f in fields if f.init)
+        return f"{type(self).__qualname__}({inner})"

@@ -1,0 +1,29 @@
+"""The layers. This is the index; each family has a module of its own."""
+
+from layerkit.layers.activations import GELU as GELU
+from layerkit.layers.activations import BaseActivation as BaseActivation
+from layerkit.layers.activations import Identity as Identity
+from layerkit.layers.activations import ReLU as ReLU
+from layerkit.layers.activations import Sigmoid as Sigmoid
+from layerkit.layers.activations import SiLU as SiLU
+from layerkit.layers.activations import SquaredReLU as SquaredReLU
+from layerkit.layers.activations import Tanh as Tanh
+from layerkit.layers.attention.multi_head import MultiHeadAttention as MultiHeadAttention
+from layerkit.layers.embeddings import Embedding as Embedding
+from layerkit.layers.embeddings import FullSoftmax as FullSoftmax
+from layerkit.layers.embeddings import SharedEmbeddingSoftmax as SharedEmbeddingSoftmax
+from layerkit.layers.linears import Bias as Bias
+from layerkit.layers.linears import FeedForward as FeedForward
+from layerkit.layers.linears import Linear as Linear
+from layerkit.layers.masks import AttentionMask as AttentionMask
+from layerkit.layers.normalizations import LayerNorm as LayerNorm
+from layerkit.layers.normalizations import RmsNorm as RmsNorm
+from layerkit.layers.positions import PositionalEmbedding as PositionalEmbedding
+from layerkit.layers.positions import RotaryPositionalEmbedding as RotaryPositionalEmbedding
+from layerkit.layers.positions import TrainablePositionalEmbedding as TrainablePositionalEmbedding
+from layerkit.layers.repeat import Repeat as Repeat
+from layerkit.layers.stochastic import Dropout as Dropout
+from layerkit.layers.transformer import StackedTransformer as StackedTransformer
+from layerkit.layers.transformer import StackedTransformerRepeated as StackedTransformerRepeated
+from layerkit.layers.transformer import Transformer as Transformer
+from layerkit.layers.transformer import TransformerFeedForward as TransformerFeedForward

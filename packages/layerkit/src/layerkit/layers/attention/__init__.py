@@ -1,0 +1,1 @@
+"""Attention: the layer, its projections, and the plain function at its core with its backends."""

@@ -1,0 +1,104 @@
+"""The linear maps into and out of heads, with the size of a head as an axis of its own.
+
+One axis for heads and one for what is in a head let the heads be split over devices by their name,
+and make the fans of the initialiser the true sizes: all heads together, not one.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from layerkit.base_layer import BaseLayer
+from layerkit.layers.sizes import check_last_axis, check_sizes
+from layerkit.weights import WeightHParams, WeightInit
+
+
+class HeadProjection(BaseLayer):
+    """Into heads: `[batch, length, input_dims]` → `[batch, length, num_heads, head_dim]`.
+
+    Attributes:
+      input_dims: Size of the model dimension.
+      num_heads: Heads to make.
+      head_dim: Size of each.
+      use_bias: Adds `b` `[num_heads, head_dim]`, which starts at 0.
+      weight_axes: Logical axes of `w` `[input_dims, num_heads, head_dim]`.
+      activation_axes: Logical axes of the output.
+    """
+
+    input_dims: int = 0
+    num_heads: int = 0
+    head_dim: int = 0
+    use_bias: bool = False
+    weight_axes: tuple[str | None, ...] = ("embed", "heads", "head_dim")
+    activation_axes: tuple[str | None, ...] = ("batch", "length", "act_heads", "head_dim")
+
+    def setup(self) -> None:
+        sizes = {"input_dims": self.input_dims, "num_heads": self.num_heads}
+        check_sizes(self, **sizes, head_dim=self.head_dim)
+        shape = (self.input_dims, self.num_heads, self.head_dim)
+        weight = WeightHParams(shape, self.weight_axes, fan_in_dims=(0,), fan_out_dims=(1, 2))
+        self.create_variable("w", weight)
+        if self.use_bias:
+            bias = WeightHParams(shape[1:], self.weight_axes[1:], init=WeightInit.Constant(0.0))
+            self.create_variable("b", bias)
+
+    def fprop(self, x: jax.Array) -> jax.Array:
+        """`[batch, length, input_dims]` → `[batch, length, num_heads, head_dim]`."""
+        check_last_axis(self, x, input_dims=self.input_dims)
+        w = self.theta.w
+        heads = _matmul(self, self.cast(x), w.reshape(self.input_dims, -1))
+        heads = heads.reshape(*x.shape[:-1], self.num_heads, self.head_dim)
+        if self.use_bias:
+            heads = heads + self.theta.b
+        return self.constrain(heads, *self.activation_axes)
+
+
+class OutputProjection(BaseLayer):
+    """Out of heads: `[batch, length, num_heads, head_dim]` → `[batch, length, output_dims]`.
+
+    Attributes:
+      output_dims: Size of the model dimension.
+      num_heads: Heads to merge.
+      head_dim: Size of each.
+      use_bias: Adds `b` `[output_dims]`, which starts at 0.
+      weight_axes: Logical axes of `w` `[num_heads, head_dim, output_dims]`.
+      activation_axes: Logical axes of the output.
+    """
+
+    output_dims: int = 0
+    num_heads: int = 0
+    head_dim: int = 0
+    use_bias: bool = False
+    weight_axes: tuple[str | None, ...] = ("heads", "head_dim", "embed")
+    activation_axes: tuple[str | None, ...] = ("batch", "length", "act_embed")
+
+    def setup(self) -> None:
+        sizes = {"output_dims": self.output_dims, "num_heads": self.num_heads}
+        check_sizes(self, **sizes, head_dim=self.head_dim)
+        shape = (self.num_heads, self.head_dim, self.output_dims)
+        weight = WeightHParams(shape, self.weight_axes, fan_in_dims=(0, 1), fan_out_dims=(2,))
+        self.create_variable("w", weight)
+        if self.use_bias:
+            bias = WeightHParams(shape[2:], self.weight_axes[2:], init=WeightInit.Constant(0.0))
+            self.create_variable("b", bias)
+
+    def fprop(self, heads: jax.Array) -> jax.Array:
+        """`[batch, length, num_heads, head_dim]` → `[batch, length, output_dims]`."""
+        merged = self.cast(heads).reshape(*heads.shape[:-2], -1)
+        outputs = _matmul(self, merged, self.theta.w.reshape(-1, self.output_dims))
+        if self.use_bias:
+            outputs = outputs + self.theta.b
+        return self.constrain(outputs, *self.activation_axes)
+
+
+def _matmul(layer: BaseLayer, x: jax.Array, w: jax.Array) -> jax.Array:
+    """`[batch, length, in]` · `[in, out]` → `[batch, length, out]`.
+
+    Over one axis of tokens, since the backward pass then needs no transposed copies of `x` on CPU.
+    Where the length is split over devices it stays an axis: merging it would gather it.
+    """
+    sharding = layer.inherited("sharding")
+    if sharding is not None and sharding.spec(("length",))[0] is not None:
+        return x @ w
+    return (x.reshape(-1, x.shape[-1]) @ w).reshape(*x.shape[:-1], w.shape[-1])

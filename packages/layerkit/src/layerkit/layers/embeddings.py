@@ -1,0 +1,305 @@
+"""From token ids to vectors, and from vectors back to classes and their losses.
+
+`Embedding` looks ids up; `FullSoftmax` turns hidden states into logits and losses with weights of
+its own; `SharedEmbeddingSoftmax` does both with one weight (tied). What the last two have in common
+is `ClassSoftmax`: logits in float32, with an optional bias and soft cap, and the losses of
+`layerkit.layers.losses`.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from layerkit.base_layer import BaseLayer
+from layerkit.layers.losses import (
+    TokenLosses,
+    check_loss_options,
+    chunked_cross_entropy,
+    cross_entropy,
+    soft_cap,
+    weighted_mean,
+)
+from layerkit.layers.sizes import check_last_axis, check_sizes
+from layerkit.nested_map import NestedMap
+from layerkit.weights import WeightHParams, WeightInit
+
+
+def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """Rows of a table by number.
+
+    Args:
+      table: `[num_classes, dims]`; its first axis may be split over devices.
+      ids: Integers `[...]` in [0, num_classes). Any other id gives NaN rather than another row.
+
+    Returns:
+      `[..., dims]` in the dtype of the table.
+    """
+    # The gradient of a row is summed over all places that use it. In bfloat16 such a sum stops
+    # growing at 256 terms of equal size, so it is taken in float32 and rounded once.
+    rows = table.astype(jnp.promote_types(table.dtype, jnp.float32)).at[ids]
+    found = rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+    return found.astype(table.dtype)
+
+
+def class_logits(hidden: jax.Array, weight: jax.Array) -> jax.Array:
+    """Products of hidden states with the vector of every class, accumulated and kept in float32.
+
+    Args:
+      hidden: `[..., dims]`.
+      weight: `[num_classes, dims]` in the dtype of `hidden`.
+
+    Returns:
+      Logits `[..., num_classes]`, float32.
+    """
+    if hidden.dtype == jnp.float32:
+        return _float32_product(hidden, weight)
+    return _low_precision_product(hidden, weight)
+
+
+def _float32_product(hidden: jax.Array, weight: jax.Array) -> jax.Array:
+    return jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
+
+
+# Left to itself, JAX multiplies the float32 gradient of the logits with bfloat16 operands, which no
+# accelerator does at its full speed. Here that gradient is rounded to their dtype first.
+@jax.custom_vjp
+def _low_precision_product(hidden: jax.Array, weight: jax.Array) -> jax.Array:
+    return _float32_product(hidden, weight)
+
+
+def _product_forward(
+    hidden: jax.Array, weight: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _float32_product(hidden, weight), (hidden, weight)
+
+
+def _product_backward(
+    saved: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    hidden, weight = saved
+    gradient = gradient.astype(hidden.dtype)
+    tokens = tuple(range(hidden.ndim - 1))
+    return gradient @ weight, jnp.tensordot(gradient, hidden, axes=(tokens, tokens))
+
+
+_low_precision_product.defvjp(_product_forward, _product_backward)
+
+
+def _vectors_hparams(layer: Embedding | SharedEmbeddingSoftmax) -> WeightHParams:
+    """One vector a class: normal with deviation 1/√dims, unless somebody names an initialiser.
+
+    Vectors have unit length then: scaled by √dims they enter a model with unit variance, and as
+    class vectors they give unit-variance logits for unit-variance hidden states.
+    """
+    default = WeightInit.Gaussian(1.0 / math.sqrt(layer.input_dims))
+    return WeightHParams(
+        (layer.num_classes, layer.input_dims),
+        axes=layer.weight_axes,
+        init=layer.weight_init or layer.inherited("params_init") or default,
+    )
+
+
+def _embed(
+    layer: Embedding | SharedEmbeddingSoftmax, ids: jax.Array, axes: tuple[str | None, ...] | None
+) -> jax.Array:
+    # Whole vectors on every device, of its share of the vocabulary: else the compiler keeps the
+    # layout of the weight and looks up the ids of all rows everywhere.
+    vectors = lookup(layer.constrain(layer.theta.w, layer.weight_axes[0], None), ids)
+    if layer.scale_by_sqrt_dims:
+        vectors *= math.sqrt(layer.input_dims)
+    return vectors if axes is None else layer.constrain(vectors, *axes)
+
+
+class Embedding(BaseLayer):
+    """A learned vector for each token id.
+
+    Attributes:
+      num_classes: Size of the vocabulary.
+      input_dims: Size of a vector (as Pax names it: the model's input).
+      scale_by_sqrt_dims: Whether vectors are multiplied by √input_dims on their way out, as in the
+        first Transformer (arXiv:1706.03762) and Gemma.
+      weight_axes: Logical axes of `w`.
+      activation_axes: Logical axes of the output; None leaves its layout to the compiler.
+      weight_init: None is the inherited `params_init`, or normal with deviation 1/√input_dims.
+    """
+
+    num_classes: int = 0
+    input_dims: int = 0
+    scale_by_sqrt_dims: bool = False
+    weight_axes: tuple[str | None, ...] = ("vocab", "embed")
+    activation_axes: tuple[str | None, ...] | None = ("batch", "length", "act_embed")
+    weight_init: WeightInit | None = None
+
+    def setup(self) -> None:
+        check_sizes(self, num_classes=self.num_classes, input_dims=self.input_dims)
+        self.create_variable("w", _vectors_hparams(self))
+
+    def fprop(self, ids: jax.Array) -> jax.Array:
+        """Looks up ids `[batch, length]`; vectors `[batch, length, input_dims]`.
+
+        An id outside [0, num_classes) gives NaN.
+        """
+        return _embed(self, ids, self.activation_axes)
+
+
+class ClassSoftmax(BaseLayer):
+    """What softmax layers share; a subclass says where the class vectors are.
+
+    Attributes:
+      input_dims: Size of a hidden state.
+      num_classes: Size of the vocabulary.
+      use_bias: Whether each class has a bias, `b`.
+      logit_soft_cap: Bounds logits to ±cap by cap·tanh(logits/cap); None for no bound.
+      label_smoothing: See `losses.cross_entropy`; changes what is trained on, not what is reported.
+      z_loss_weight: Likewise.
+      chunk_size: Positions of each row whose logits are held at once while computing the loss; None
+        holds all. It saves memory, and costs computing the logits once more and, on a mesh, a
+        reduction of the gradient of `w` per chunk: a few large chunks do best.
+      weight_axes: Logical axes of `w`.
+      bias_axes: Logical axes of `b`.
+      activation_axes: Logical axes of the logits; None leaves their layout to the compiler.
+      weight_init: Initialiser of `w`.
+
+    Raises:
+      ValueError: an option out of range.
+    """
+
+    input_dims: int = 0
+    num_classes: int = 0
+    use_bias: bool = False
+    logit_soft_cap: float | None = None
+    label_smoothing: float = 0.0
+    z_loss_weight: float = 0.0
+    chunk_size: int | None = None
+    weight_axes: tuple[str | None, ...] = ("embed", "vocab")
+    bias_axes: tuple[str | None, ...] = ("vocab",)
+    activation_axes: tuple[str | None, ...] | None = ("batch", "length", "act_vocab")
+    weight_init: WeightInit | None = None
+
+    def setup(self) -> None:
+        check_sizes(self, input_dims=self.input_dims, num_classes=self.num_classes)
+        check_loss_options(
+            label_smoothing=self.label_smoothing,
+            z_loss_weight=self.z_loss_weight,
+            logit_soft_cap=self.logit_soft_cap,
+            chunk_size=self.chunk_size,
+            owner=self.path_name,
+        )
+        self.create_variable("w", self.class_weight_hparams())
+        if self.use_bias:
+            zeros = WeightInit.Constant(0.0)
+            self.create_variable(
+                "b", WeightHParams((self.num_classes,), axes=self.bias_axes, init=zeros)
+            )
+
+    def class_weight_hparams(self) -> WeightHParams:
+        """How `w` is laid out."""
+        raise NotImplementedError(f"{type(self).__qualname__} does not define class_weight_hparams")
+
+    def class_vectors(self) -> jax.Array:
+        """`w` as `[num_classes, input_dims]`."""
+        raise NotImplementedError(f"{type(self).__qualname__} does not define class_vectors")
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """`[batch, length, input_dims]` → float32 logits `[batch, length, num_classes]`, capped."""
+        return self._project(hidden, self.class_vectors(), self.theta.b if self.use_bias else None)
+
+    def fprop(self, hidden: jax.Array, labels: jax.Array, weights: jax.Array) -> NestedMap:
+        """Losses of each token and their means.
+
+        Args:
+          hidden: `[batch, length, input_dims]`.
+          labels: Integers `[batch, length]`; outside [0, num_classes) the loss is NaN, which does
+            not count where the weight is 0.
+          weights: `[batch, length]`, at least 0; 0 where there is nothing to predict.
+
+        Returns:
+          A NestedMap; losses are in nats, float32:
+            xent: Weighted mean of `per_token_xent`, to be reported; a scalar, 0 without weights.
+            loss: Weighted mean of `per_token_loss`, to be trained on; likewise.
+            total_weight: Sum of the weights; a float32 scalar.
+            per_token_xent: −log p(label), `[batch, length]`.
+            per_token_loss: With label smoothing and z-loss, `[batch, length]`.
+            correct: Whether the label has the highest logit, bool `[batch, length]`.
+        """
+        losses = self._token_losses(hidden, labels)
+        if self.z_loss_weight:
+            self.add_summary("z_loss", weighted_mean(losses.z_loss, weights))
+        return NestedMap(
+            xent=weighted_mean(losses.xent, weights),
+            loss=weighted_mean(losses.loss, weights),
+            total_weight=jnp.sum(weights.astype(jnp.float32)),
+            per_token_xent=losses.xent,
+            per_token_loss=losses.loss,
+            correct=losses.correct,
+        )
+
+    def _token_losses(self, hidden: jax.Array, labels: jax.Array) -> TokenLosses:
+        smoothing, z_weight = self.label_smoothing, self.z_loss_weight
+        if self.chunk_size is None:
+            logits = self.logits(hidden)
+            return cross_entropy(logits, labels, label_smoothing=smoothing, z_loss_weight=z_weight)
+        # In float32, because the gradients of the chunks are summed in this dtype.
+        vectors = self.class_vectors().astype(jnp.float32)
+        bias = self.theta.b.astype(jnp.float32) if self.use_bias else None
+        return chunked_cross_entropy(
+            hidden,
+            partial(self._project, vectors=vectors, bias=bias),
+            labels,
+            chunk_size=self.chunk_size,
+            label_smoothing=smoothing,
+            z_loss_weight=z_weight,
+        )
+
+    def _project(self, hidden: jax.Array, vectors: jax.Array, bias: jax.Array | None) -> jax.Array:
+        check_last_axis(self, hidden, input_dims=self.input_dims)
+        logits = class_logits(self.cast(hidden), self.cast(vectors))
+        if self.activation_axes is not None:
+            logits = self.constrain(logits, *self.activation_axes)
+        if bias is not None:
+            logits += bias.astype(jnp.float32)
+        return soft_cap(logits, self.logit_soft_cap)
+
+
+class FullSoftmax(ClassSoftmax):
+    """Logits and losses from weights of its own, `w` of shape `[input_dims, num_classes]`.
+
+    `weight_init=None` is the inherited `params_init`, or Xavier.
+    """
+
+    def class_weight_hparams(self) -> WeightHParams:
+        shape = (self.input_dims, self.num_classes)
+        return WeightHParams(shape, axes=self.weight_axes, init=self.weight_init)
+
+    def class_vectors(self) -> jax.Array:
+        return self.constrain(self.theta.w.T, self.weight_axes[1], None)
+
+
+class SharedEmbeddingSoftmax(ClassSoftmax):
+    """An embedding and a softmax on one weight, `w` of shape `[num_classes, input_dims]`.
+
+    Source: Press and Wolf, 2017 (arXiv:1608.05859).
+
+    Attributes:
+      scale_by_sqrt_dims: As in `Embedding`; the logits are not scaled.
+      embedding_axes: Logical axes of what `embed` gives; None leaves its layout to the compiler.
+      weight_init: None is the inherited `params_init`, or normal with deviation 1/√input_dims.
+    """
+
+    scale_by_sqrt_dims: bool = False
+    weight_axes: tuple[str | None, ...] = ("vocab", "embed")
+    embedding_axes: tuple[str | None, ...] | None = ("batch", "length", "act_embed")
+
+    def class_weight_hparams(self) -> WeightHParams:
+        return _vectors_hparams(self)
+
+    def class_vectors(self) -> jax.Array:
+        return self.constrain(self.theta.w, self.weight_axes[0], None)
+
+    def embed(self, ids: jax.Array) -> jax.Array:
+        """Looks up ids `[batch, length]` as `Embedding` does."""
+        return _embed(self, ids, self.embedding_axes)

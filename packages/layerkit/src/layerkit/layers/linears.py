@@ -1,0 +1,117 @@
+"""Linear maps of the last axis: `Linear`, `Bias`, and both with an activation, `FeedForward`.
+
+They work on `[..., dims]`, whatever stands before. Which logical axes a weight and an output have
+depends on where the layer is used, so they are fields: see `layerkit.sharding` for the names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from layerkit.base_layer import BaseLayer
+from layerkit.config import sub_config_field
+from layerkit.layers.activations import ReLU
+from layerkit.layers.sizes import check_last_axis, check_sizes
+from layerkit.weights import WeightHParams, WeightInit
+
+
+class Linear(BaseLayer):
+    """x·w, without bias: `[..., input_dims]` → `[..., output_dims]`.
+
+    Attributes:
+      input_dims: Size of the last axis of the inputs.
+      output_dims: Size of the last axis of the outputs.
+      weight_axes: Logical axes of the weight `w` `[input_dims, output_dims]`.
+      activation_axes: Logical axes of the outputs, one for each of their dimensions; None leaves
+        their layout to the compiler.
+      weight_init: How `w` starts; None inherits `params_init`.
+    """
+
+    input_dims: int = 0
+    output_dims: int = 0
+    weight_axes: tuple[str | None, ...] = ("embed", "mlp")
+    activation_axes: tuple[str | None, ...] | None = None
+    weight_init: WeightInit | None = None
+
+    def setup(self) -> None:
+        check_sizes(self, input_dims=self.input_dims, output_dims=self.output_dims)
+        shape = (self.input_dims, self.output_dims)
+        weight = WeightHParams(shape, axes=self.weight_axes, init=self.weight_init)
+        self.create_variable("w", weight)
+
+    def fprop(self, inputs: jax.Array) -> jax.Array:
+        """`[..., input_dims]` → `[..., output_dims]`.
+
+        Raises:
+          ValueError: the last axis of the inputs has another size.
+        """
+        check_last_axis(self, inputs, input_dims=self.input_dims)
+        outputs = jnp.einsum("...i,io->...o", self.cast(inputs), self.theta.w)
+        if self.activation_axes is not None:
+            outputs = self.constrain(outputs, *self.activation_axes)
+        return outputs
+
+
+class Bias(BaseLayer):
+    """x + b: `[..., dims]` → `[..., dims]`; b starts at 0.
+
+    Attributes:
+      dims: Size of the last axis.
+      axes: Logical axis of the weight `b` `[dims]`.
+    """
+
+    dims: int = 0
+    axes: tuple[str | None, ...] = ("mlp",)
+
+    def setup(self) -> None:
+        check_sizes(self, dims=self.dims)
+        weight = WeightHParams((self.dims,), axes=self.axes, init=WeightInit.Constant(0.0))
+        self.create_variable("b", weight)
+
+    def fprop(self, inputs: jax.Array) -> jax.Array:
+        """`[..., dims]` → `[..., dims]`.
+
+        Raises:
+          ValueError: the last axis of the inputs has another size.
+        """
+        # Without this check a single column would be broadcast in silence.
+        check_last_axis(self, inputs, dims=self.dims)
+        return self.cast(inputs) + self.theta.b
+
+
+class FeedForward(BaseLayer):
+    """activation(x·w + b): `[..., input_dims]` → `[..., output_dims]`.
+
+    Attributes:
+      input_dims: Size of the last axis of the inputs.
+      output_dims: Size of the last axis of the outputs.
+      has_bias: Adds b.
+      linear_tpl: The linear map; the bias takes the last of its `weight_axes`.
+      bias_tpl: The bias.
+      activation_tpl: The activation.
+    """
+
+    input_dims: int = 0
+    output_dims: int = 0
+    has_bias: bool = True
+    linear_tpl: Any = sub_config_field(Linear.HParams)
+    bias_tpl: Any = sub_config_field(Bias.HParams)
+    activation_tpl: Any = sub_config_field(ReLU.HParams)
+
+    def setup(self) -> None:
+        sizes = {"input_dims": self.input_dims, "output_dims": self.output_dims}
+        self.create_child("linear", self.linear_tpl, **sizes)
+        if self.has_bias:
+            axes = self.linear.weight_axes[-1:]
+            self.create_child("bias", self.bias_tpl, dims=self.output_dims, axes=axes)
+        self.create_child("activation", self.activation_tpl)
+
+    def fprop(self, inputs: jax.Array) -> jax.Array:
+        """`[..., input_dims]` → `[..., output_dims]`."""
+        outputs = self.linear(inputs)
+        if self.has_bias:
+            outputs = self.bias(outputs)
+        return self.activation(outputs)

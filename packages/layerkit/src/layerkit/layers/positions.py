@@ -1,0 +1,159 @@
+"""Where a token stands in its sequence, told to the model in one of three ways.
+
+`PositionalEmbedding` (sinusoids) and `TrainablePositionalEmbedding` (a table) give vectors that are
+added to the token embeddings; `RotaryPositionalEmbedding` turns queries and keys inside attention,
+so that their products depend on distances alone.
+
+All take the positions as an argument, since only the caller knows them: packed rows start anew with
+each segment, and cached decoding starts at the current step. Positions count from 0.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from layerkit.base_layer import BaseLayer
+from layerkit.layers.embeddings import lookup
+from layerkit.layers.sizes import check_last_axis, check_sizes
+from layerkit.weights import WeightHParams, WeightInit
+
+
+class PositionalEmbedding(BaseLayer):
+    """Sinusoids of geometrically spaced periods, without weights.
+
+    With n = dims/2 and timescale_i = min_timescale·(max_timescale/min_timescale)^(i/(n−1)):
+
+        [sin(position/timescale_0), …, sin(position/timescale_{n−1}), cos(…), …, cos(…)]
+
+    Source: Vaswani et al., 2017 (arXiv:1706.03762), in the layout of its reference code: all sines,
+    then all cosines.
+
+    Attributes:
+      dims: Size of a vector; even.
+      min_timescale: Period of the fastest sinusoid, over 2π.
+      max_timescale: Period of the slowest, over 2π.
+
+    Raises:
+      ValueError: odd dims, or timescales that are not 0 < min < max.
+    """
+
+    dims: int = 0
+    min_timescale: float = 1.0
+    max_timescale: float = 10_000.0
+
+    def setup(self) -> None:
+        _check_halves(self)
+
+    def fprop(self, positions: jax.Array) -> jax.Array:
+        """Vectors `[batch, length, dims]` of positions `[batch, length]`."""
+        half = self.dims // 2
+        exponents = jnp.arange(half, dtype=jnp.float32) / max(half - 1, 1)
+        angles = _angles(positions, exponents, self.min_timescale, self.max_timescale)
+        return self.cast(jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1))
+
+
+class TrainablePositionalEmbedding(BaseLayer):
+    """A learned vector for each position.
+
+    Attributes:
+      dims: Size of a vector.
+      max_length: Number of positions.
+      weight_axes: Logical axes of `w`, `[max_length, dims]`.
+      weight_init: None is the inherited `params_init`, or normal with deviation 1/√dims.
+    """
+
+    dims: int = 0
+    max_length: int = 0
+    weight_axes: tuple[str | None, ...] = ("positions", "embed")
+    weight_init: WeightInit | None = None
+
+    def setup(self) -> None:
+        check_sizes(self, max_length=self.max_length, dims=self.dims)
+        default = WeightInit.Gaussian(1.0 / math.sqrt(self.dims))
+        init = self.weight_init or self.inherited("params_init") or default
+        shape = (self.max_length, self.dims)
+        self.create_variable("w", WeightHParams(shape, axes=self.weight_axes, init=init))
+
+    def fprop(self, positions: jax.Array) -> jax.Array:
+        """Vectors `[batch, length, dims]` of positions `[batch, length]`.
+
+        A position outside [0, max_length) gives NaN.
+
+        Raises:
+          ValueError: rows longer than max_length. A packed row is refused too, although its
+            positions start anew: one document may fill it.
+        """
+        if positions.shape[-1] > self.max_length:
+            raise ValueError(
+                f"{self.path_name}: max_length={self.max_length}, but the rows have"
+                f" {positions.shape[-1]} positions; raise max_length or shorten the rows"
+            )
+        return lookup(self.constrain(self.theta.w, self.weight_axes[0], None), positions)
+
+
+class RotaryPositionalEmbedding(BaseLayer):
+    """Turns pairs of coordinates by angles that grow with the position; without weights.
+
+    Coordinates i and i + dims/2 form a pair, turned by position/timescale_i with
+    timescale_i = min_timescale·(max_timescale/min_timescale)^(2i/dims). The product of a turned
+    query and a turned key then depends on their positions only through the difference.
+
+    Source: Su et al., 2021 (arXiv:2104.09864); with split halves as in GPT-NeoX and Llama, where
+    the paper pairs neighbours.
+
+    Attributes:
+      dims: Size of a head; even.
+      min_timescale: Positions per radian of the fastest pair.
+      max_timescale: Bound of the slowest, called `rope_theta` elsewhere; raise it for longer
+        contexts.
+
+    Raises:
+      ValueError: odd dims, or timescales that are not 0 < min < max.
+    """
+
+    dims: int = 0
+    min_timescale: float = 1.0
+    max_timescale: float = 10_000.0
+
+    def setup(self) -> None:
+        _check_halves(self)
+
+    def fprop(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """Turns `x` `[batch, length, heads, dims]` at positions `[batch, length]`.
+
+        The angles and the turn are computed in float32, the result has the dtype of `x`.
+
+        Raises:
+          ValueError: heads of another size than dims.
+        """
+        check_last_axis(self, x, dims=self.dims)
+        exponents = jnp.arange(self.dims // 2, dtype=jnp.float32) / (self.dims // 2)
+        angles = _angles(positions, exponents, self.min_timescale, self.max_timescale)
+        sin, cos = jnp.sin(angles)[..., None, :], jnp.cos(angles)[..., None, :]
+        first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+        turned = [first * cos - second * sin, second * cos + first * sin]
+        return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def _angles(
+    positions: jax.Array, exponents: jax.Array, min_timescale: float, max_timescale: float
+) -> jax.Array:
+    """Angles `[..., n]` of positions `[...]`; float32, as bfloat16 counts exactly only to 256."""
+    timescales = min_timescale * (max_timescale / min_timescale) ** exponents
+    return positions[..., None].astype(jnp.float32) / timescales
+
+
+def _check_halves(layer: PositionalEmbedding | RotaryPositionalEmbedding) -> None:
+    check_sizes(layer, dims=layer.dims)
+    if layer.dims % 2:
+        raise ValueError(
+            f"{layer.path_name}: dims={layer.dims} must be even, such as {layer.dims + 1}"
+        )
+    if not 0 < layer.min_timescale < layer.max_timescale:
+        raise ValueError(
+            f"{layer.path_name}: min_timescale={layer.min_timescale} and"
+            f" max_timescale={layer.max_timescale} must be 0 < min_timescale < max_timescale"
+        )

@@ -1,0 +1,97 @@
+"""Repeat: N copies of one layer in a row, as a scan.
+
+The weights of the copies are stacked on a leading axis named `layers`, and the program holds the
+layer once, so compile time does not grow with depth. This is the only place (with the pipeline) where
+Flax's lifted transforms are used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import linen as nn
+
+from layerkit.base_layer import (
+    AUX_LOSS,
+    CACHE,
+    NON_TRAINABLE,
+    PARAMS,
+    RANDOM,
+    SUMMARIES,
+    BaseLayer,
+)
+from layerkit.config import is_config, sub_config_field
+from layerkit.layers.remat import check_remat_policy, remat
+
+_STACKED = (PARAMS, NON_TRAINABLE, AUX_LOSS, SUMMARIES, CACHE)
+
+
+class Repeat(BaseLayer):
+    """`sub(sub(…sub(x, …), …), …)`, each copy with weights and random numbers of its own.
+
+    The first argument is handed from copy to copy; further arguments are given to each unchanged.
+    Auxiliary losses and summaries come out stacked `[layers]`.
+
+    Attributes:
+      sub_tpl: The layer to repeat; its first result has the shape and dtype of its first argument.
+      num_repeats: How often.
+      remat: Name of the rematerialisation policy around each copy; see `layerkit.layers.remat`.
+      unroll: How many copies one iteration of the loop holds.
+    """
+
+    sub_tpl: Any = sub_config_field(None)
+    num_repeats: int = 1
+    remat: str = "none"
+    unroll: int = 1
+
+    def setup(self) -> None:
+        if self.num_repeats < 1:
+            raise ValueError(f"{self.path_name}: num_repeats={self.num_repeats} must be at least 1")
+        check_remat_policy(self.remat, owner=self.path_name)
+        self.keep_shared_weights_inside(self.sub_tpl)
+        sub_tpl = self.sub_tpl
+        if is_config(sub_tpl) and sub_tpl.shared_weight_id is not None:
+            raise ValueError(f"{self.path_name}: every copy of sub_tpl has weights of its own;"
+                             f" unset shared_weight_id={sub_tpl.shared_weight_id!r}")
+        self.create_child("sub", sub_tpl)
+
+    def fprop(self, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+        return self.run("__call__", x, *args, **kwargs)
+
+    def run(self, method: str, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Runs `method` of every copy in turn, handing on its result as the next first argument."""
+
+        def body(sub: BaseLayer, carry: Any, args: Any, kwargs: Any) -> tuple[Any, None]:
+            return getattr(sub, method)(carry, *args, **kwargs), None
+
+        scan = self._scan(remat(body, self.remat, in_scan=True))
+        return scan(self.sub, x, args, kwargs)[0]
+
+    def init_cache(self, *args: Any, **kwargs: Any) -> None:
+        """Creates the decoding caches of every copy, stacked on a leading `layers` axis."""
+
+        def body(sub: Any, carry: tuple[()]) -> tuple[tuple[()], None]:
+            sub.init_cache(*args, **kwargs)
+            return carry, None
+
+        self._scan(body)(self.sub, ())
+
+    def create_weights(self) -> None:
+        def body(sub: BaseLayer, carry: tuple[()]) -> tuple[tuple[()], None]:
+            sub.create_weights()
+            return carry, None
+
+        self._scan(body)(self.sub, ())
+
+    @nn.nowrap
+    def _scan(self, body: Any) -> Any:
+        return nn.scan(
+            body,
+            variable_axes=dict.fromkeys(_STACKED, 0),
+            split_rngs={PARAMS: True, RANDOM: True},
+            in_axes=nn.broadcast,
+            length=self.num_repeats,
+            unroll=self.unroll,
+            metadata_params={nn.PARTITION_NAME: "layers"},
+        )

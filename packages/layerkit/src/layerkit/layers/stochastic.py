@@ -1,0 +1,58 @@
+"""Layers that draw random numbers while training, and do nothing otherwise."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from layerkit.base_layer import BaseLayer
+
+
+class Dropout(BaseLayer):
+    """Zeroes a random part of the inputs while training (Srivastava et al., 2014).
+
+    What is kept is divided by 1 - rate, so that the expected value stays. Without training, or at
+    rate 0, the inputs pass unchanged and no key is needed.
+
+    The mask depends on the key of the step, where the layer sits, how often it was called in that
+    step, and the position in the array; not on the mesh.
+
+    Attributes:
+      rate: Probability that an element is zeroed, in [0, 1).
+      broadcast_dims: Dimensions along which one draw holds for all elements, from the front or
+        (negative) from the back: `(-2,)` drops whole features of `[batch, length, dims]`.
+    """
+
+    rate: float = 0.0
+    broadcast_dims: tuple[int, ...] = ()
+
+    def setup(self) -> None:
+        if not 0.0 <= self.rate < 1.0:
+            raise ValueError(f"{self.path_name}: rate={self.rate}, expected 0 <= rate < 1")
+
+    def fprop(self, inputs: jax.Array) -> jax.Array:
+        """`[...]` → `[...]` in the compute dtype.
+
+        Raises:
+          ValueError: a broadcast dimension that the inputs do not have.
+        """
+        inputs = self.cast(inputs)
+        if not self.is_training or self.rate == 0.0:
+            return inputs
+        keep_probability = 1.0 - self.rate
+        shape = self._mask_shape(inputs.shape)
+        keep = jax.random.bernoulli(self.next_prng_key(), keep_probability, shape)
+        return jnp.where(keep, inputs / keep_probability, jnp.zeros_like(inputs))
+
+    @nn.nowrap
+    def _mask_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        rank = len(shape)
+        for dim in self.broadcast_dims:
+            if not -rank <= dim < rank:
+                raise ValueError(
+                    f"{self.path_name}: broadcast_dims={self.broadcast_dims} names dimension {dim}"
+                    f" of inputs of the shape {shape}; expected {-rank} to {rank - 1}"
+                )
+        shared = {dim % rank for dim in self.broadcast_dims}
+        return tuple(1 if dim in shared else size for dim, size in enumerate(shape))

@@ -1,0 +1,96 @@
+"""LanguageModel: a TransformerLm as a model that a task can train and decode with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from layerkit.base_layer import CACHE, RANDOM
+from layerkit.base_model import BaseModel, Metrics, WeightedScalar
+from layerkit.config import instance_field, sub_config_field
+from layerkit.decoding.loop import SampleDecoder, extend_prompts
+from layerkit.layers.losses import weighted_mean
+from layerkit.models.transformer_lm import TransformerLm
+from layerkit.nested_map import NestedMap
+
+
+class LanguageModel(BaseModel):
+    """Next-token prediction.
+
+    A batch has `ids`, `labels` int32 and `weights` float32 `[batch, length]`, and for packed rows
+    `segment_ids` and `segment_pos`. For decoding it has `ids` `[batch, prompt]` and `prompt_lengths`
+    int32 `[batch]` (left-aligned prompts).
+
+    Attributes:
+      lm_tpl: The network.
+      decoder: How continuations are drawn.
+    """
+
+    lm_tpl: Any = sub_config_field(TransformerLm.HParams)
+    decoder: Any = instance_field(SampleDecoder.HParams)
+
+    def setup(self) -> None:
+        self.create_child("lm", self.lm_tpl)
+
+    def compute_predictions(self, batch: NestedMap) -> NestedMap:
+        """What `TransformerLm.fprop` returns."""
+        return self.lm(
+            batch.ids,
+            labels=batch.labels,
+            weights=batch.weights,
+            segment_ids=batch.get("segment_ids"),
+            segment_pos=batch.get("segment_pos"),
+        )
+
+    def compute_loss(self, predictions: NestedMap, batch: NestedMap) -> tuple[Metrics, NestedMap]:
+        """Metrics `loss` (what is trained), `xent` (plain cross-entropy, nats) and `accuracy`."""
+        weight = predictions.total_weight
+        accuracy = weighted_mean(predictions.correct.astype(jnp.float32), batch.weights)
+        metrics = {
+            "loss": WeightedScalar.of(predictions.loss, weight),
+            "xent": WeightedScalar.of(predictions.xent, weight),
+            "accuracy": WeightedScalar.of(accuracy, weight),
+        }
+        return metrics, NestedMap(per_token_xent=predictions.per_token_xent)
+
+    def decode(self, batch: NestedMap) -> NestedMap:
+        """Continues the prompts of a batch.
+
+        Returns:
+          `ids` int32 `[batch, prompt + max_steps]` (the prompt, then what was drawn, then zeros),
+          `lengths` int32 `[batch]` counting both, and `log_probs` float32 of the drawn tokens.
+        """
+        lm, variables = self.lm.unbind()
+        prompt_width = batch.ids.shape[1]
+        max_length = prompt_width + self.decoder.max_decode_steps
+
+        def init_cache() -> Any:
+            _, state = lm.apply(
+                variables, batch.ids.shape[0], max_length, method="init_cache", mutable=[CACHE]
+            )
+            return state[CACHE]
+
+        def extend(cache: Any, ids: jax.Array, time_step: jax.Array) -> tuple[Any, jax.Array]:
+            logits, state = lm.apply(
+                {**variables, CACHE: cache},
+                ids,
+                time_step=time_step,
+                method="extend_step",
+                mutable=[CACHE],
+            )
+            return state[CACHE], logits
+
+        key = self.next_prng_key() if self.has_rng(RANDOM) else jax.random.key(0)
+        lengths = batch.get("prompt_lengths")
+        if lengths is None:
+            lengths = jnp.full((batch.ids.shape[0],), prompt_width, jnp.int32)
+        return extend_prompts(
+            self.decoder,
+            extend,
+            init_cache(),
+            prompts=batch.ids,
+            prompt_lengths=jnp.maximum(lengths, 1),  # rows that only fill up a batch have none
+            key=key,
+        )

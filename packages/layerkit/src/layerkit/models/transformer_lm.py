@@ -1,0 +1,153 @@
+"""TransformerLm: token ids to hidden states, logits and losses.
+
+Embedding (+ positions) → dropout → stack of Transformer layers → norm → softmax. The embedding is the
+softmax's own weight (tied; Press and Wolf, 2017) unless `embedding_tpl` is set.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from layerkit.base_layer import BaseLayer
+from layerkit.config import sub_config_field
+from layerkit.layers.embeddings import SharedEmbeddingSoftmax
+from layerkit.layers.masks import AttentionMask
+from layerkit.layers.normalizations import LayerNorm
+from layerkit.layers.stochastic import Dropout
+from layerkit.layers.transformer import StackedTransformer
+from layerkit.nested_map import NestedMap
+
+
+class TransformerLm(BaseLayer):
+    """A decoder-only Transformer over token ids.
+
+    Attributes:
+      vocab_size: Number of token ids.
+      model_dims: Size of the model dimension.
+      hidden_dims: Size of the feed-forward's wide dimension.
+      num_layers: Depth of the stack.
+      num_heads: Query heads per layer.
+      num_kv_heads: Key and value heads; None for as many as query heads.
+      dim_per_head: None for model_dims / num_heads.
+      softmax_tpl: Output layer; a tied one also embeds.
+      embedding_tpl: A separate input embedding; None to tie it to the softmax.
+      position_tpl: Added to the embeddings; None where attention itself knows positions (rotary).
+      stack_tpl: The layers; `StackedTransformer` or `StackedTransformerRepeated`.
+      final_norm_tpl: Before the softmax.
+      dropout_rate: Of the embeddings, in training.
+    """
+
+    vocab_size: int = 0
+    model_dims: int = 0
+    hidden_dims: int = 0
+    num_layers: int = 1
+    num_heads: int = 0
+    num_kv_heads: int | None = None
+    dim_per_head: int | None = None
+    softmax_tpl: Any = sub_config_field(SharedEmbeddingSoftmax.HParams)
+    embedding_tpl: Any = sub_config_field(None)
+    position_tpl: Any = sub_config_field(None)
+    stack_tpl: Any = sub_config_field(StackedTransformer.HParams)
+    final_norm_tpl: Any = sub_config_field(LayerNorm.HParams)
+    dropout_rate: float = 0.0
+
+    def setup(self) -> None:
+        classes = {"num_classes": self.vocab_size, "input_dims": self.model_dims}
+        self.create_child("softmax", self.softmax_tpl, **classes)
+        if self.embedding_tpl is not None:
+            self.create_child("embedding", self.embedding_tpl, **classes)
+        if self.position_tpl is not None:
+            self.create_child("position", self.position_tpl, dims=self.model_dims)
+        self.create_child(
+            "stack",
+            self.stack_tpl,
+            num_layers=self.num_layers,
+            input_dims=self.model_dims,
+            hidden_dims=self.hidden_dims,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            dim_per_head=self.dim_per_head,
+        )
+        self.create_child("final_norm", self.final_norm_tpl, dims=self.model_dims)
+        self.create_child("dropout", Dropout.HParams.config(rate=self.dropout_rate))
+
+    def fprop(
+        self,
+        ids: jax.Array,
+        *,
+        labels: jax.Array,
+        weights: jax.Array,
+        segment_ids: jax.Array | None = None,
+        segment_pos: jax.Array | None = None,
+    ) -> NestedMap:
+        """Losses of predicting `labels`.
+
+        Args:
+          ids: int32 `[batch, length]`.
+          labels: int32 `[batch, length]`, the token that follows each position.
+          weights: float32 `[batch, length]`, 0 where a prediction does not count.
+          segment_ids: int32 `[batch, length]`, documents packed in a row from 1; 0 is padding.
+          segment_pos: int32 `[batch, length]`, position within the document.
+
+        Returns:
+          What the softmax reports; see `FullSoftmax.fprop`.
+        """
+        hidden = self.hidden(ids, segment_ids=segment_ids, segment_pos=segment_pos)
+        return self.softmax(hidden, labels=labels, weights=weights)
+
+    def logits(
+        self,
+        ids: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        segment_pos: jax.Array | None = None,
+    ) -> jax.Array:
+        """Logits float32 `[batch, length, vocab]` of the token after each position."""
+        hidden = self.hidden(ids, segment_ids=segment_ids, segment_pos=segment_pos)
+        return self.softmax.logits(hidden)
+
+    def hidden(
+        self,
+        ids: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        segment_pos: jax.Array | None = None,
+    ) -> jax.Array:
+        """Normalised hidden states `[batch, length, dims]`; see `fprop` for the arguments."""
+        batch, length = ids.shape
+        if segment_pos is None:
+            segment_pos = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+        mask = AttentionMask.causal_mask(batch, length, segment_ids=segment_ids)
+        x = self._embed(ids, segment_pos)
+        return self.final_norm(self.stack(x, mask=mask, positions=segment_pos))
+
+    def init_cache(self, batch_size: int, max_length: int) -> None:
+        """Creates an empty cache for sequences of at most `max_length` tokens."""
+        self.stack.init_cache(batch_size, max_length)
+
+    def extend_step(self, ids: jax.Array, *, time_step: jax.Array) -> jax.Array:
+        """Feeds the next tokens of cached sequences.
+
+        Args:
+          ids: int32 `[batch, t]`, the tokens at positions time_step … time_step + t − 1.
+          time_step: int32 scalar, how many tokens the cache holds.
+
+        Returns:
+          Logits float32 `[batch, t, vocab]`.
+        """
+        positions = jnp.broadcast_to(time_step + jnp.arange(ids.shape[1]), ids.shape)
+        x = self._embed(ids, positions)
+        x = self.stack.extend_step(x, time_step=time_step, positions=positions)
+        return self.softmax.logits(self.final_norm(x))
+
+    @nn.nowrap
+    def _embed(self, ids: jax.Array, positions: jax.Array) -> jax.Array:
+        x = self.softmax.embed(ids) if self.embedding_tpl is None else self.embedding(ids)
+        if self.position_tpl is not None:
+            x = x + self.position(positions)
+        x = self.dropout(self.cast(x))
+        return self.constrain(x, "batch", "length", "act_embed")

@@ -1,0 +1,137 @@
+"""NestedMap: a dict whose string keys can be read and set as attributes.
+
+Batches, weights and per-example outputs are NestedMaps. JAX treats them as pytrees (children in
+sorted key order, like a plain dict), but this module does not import JAX: it registers the class as
+soon as JAX is there.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from layerkit.config import near_names
+
+_VALID_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+_registered = False
+
+
+def register_pytree() -> None:
+    """Registers NestedMap with JAX, once, where JAX has been imported."""
+    global _registered
+    jax_tree_util = sys.modules.get("jax.tree_util")
+    if _registered or jax_tree_util is None or not hasattr(jax_tree_util, "DictKey"):
+        return
+    _registered = True
+
+    def flatten_with_keys(tree: NestedMap) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+        keys = tuple(sorted(tree))
+        return [(jax_tree_util.DictKey(key), tree[key]) for key in keys], keys
+
+    def flatten(tree: NestedMap) -> tuple[list[Any], tuple[str, ...]]:
+        keys = tuple(sorted(tree))
+        return [tree[key] for key in keys], keys
+
+    jax_tree_util.register_pytree_with_keys(
+        NestedMap,
+        flatten_with_keys,
+        lambda keys, values: NestedMap(zip(keys, values, strict=True)),
+        flatten,
+    )
+
+
+class NestedMap(dict):
+    """A dict with attribute access.
+
+    >>> batch = NestedMap(ids=[1, 2])
+    >>> batch.weights = [1.0, 0.5]
+    >>> sorted(batch)
+    ['ids', 'weights']
+
+    Raises:
+      AttributeError: a key that is not there is read as an attribute; the near ones are named.
+      ValueError: a key that is not an identifier is set.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        for key in self:
+            _check_key(key)
+        register_pytree()
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        _check_key(key)
+        super().__setitem__(key, value)
+
+    def __getattr__(self, key: str) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            valid = [name for name in self if isinstance(name, str)]
+            raise AttributeError(
+                f"NestedMap has no key {key!r}{near_names(key, valid)} Its keys: {sorted(valid)}"
+            ) from None
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        self[key] = value
+
+    def __delattr__(self, key: str) -> None:
+        try:
+            del self[key]
+        except KeyError:
+            raise AttributeError(f"NestedMap has no key {key!r}") from None
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Like `dict.update`."""
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        """Like `dict.setdefault`."""
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def __or__(self, other: Any) -> NestedMap:
+        return NestedMap({**self, **other})
+
+    def __ior__(self, other: Any) -> NestedMap:
+        self.update(other)
+        return self
+
+    def copy(self) -> NestedMap:
+        """A shallow copy."""
+        return NestedMap(self)
+
+    def flatten_items(self) -> Iterator[tuple[str, Any]]:
+        """Pairs of dotted path and leaf, in sorted key order; only NestedMaps are descended into."""
+        for key in sorted(self):
+            value = self[key]
+            if isinstance(value, NestedMap):
+                for path, leaf in value.flatten_items():
+                    yield f"{key}.{path}", leaf
+            else:
+                yield key, value
+
+    def transform(self, fn: Callable[[Any], Any]) -> NestedMap:
+        """A NestedMap of the same structure with `fn` applied to every leaf."""
+        return NestedMap(
+            {
+                key: value.transform(fn) if isinstance(value, NestedMap) else fn(value)
+                for key, value in self.items()
+            }
+        )
+
+
+def _check_key(key: object) -> None:
+    if not isinstance(key, str) or not _VALID_KEY.match(key):
+        raise ValueError(f"a NestedMap key must be an identifier, got {key!r}")
+    if hasattr(dict, key):
+        raise ValueError(f"a NestedMap key must not hide the dict method {key!r}")
+
+
+register_pytree()

@@ -1,0 +1,76 @@
+"""Activations against NumPy, element by element."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layerkit.layers import activations
+
+X = np.array([[-3.0, -0.5, 0.0], [0.25, 1.0, 4.0]], np.float32)
+NORMAL_CDF = np.vectorize(lambda x: 0.5 * (1.0 + math.erf(x / math.sqrt(2.0))))
+
+
+def sigmoid(x):
+    return 1.0 / (1.0 + np.exp(-x))
+
+
+def gelu_tanh(x):
+    return 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+
+
+EXPECTED = [
+    (activations.Identity(), X),
+    (activations.ReLU(), np.maximum(X, 0.0)),
+    (activations.SquaredReLU(), np.maximum(X, 0.0) ** 2),
+    (activations.GELU(), gelu_tanh(X)),
+    (activations.GELU(approximate=False), X * NORMAL_CDF(X)),
+    (activations.SiLU(), X * sigmoid(X)),
+    (activations.Swish(), X * sigmoid(X)),
+    (activations.Sigmoid(), sigmoid(X)),
+    (activations.Tanh(), np.tanh(X)),
+]
+
+
+@pytest.mark.parametrize(("layer", "expected"), EXPECTED)
+def test_equals_its_formula(layer, expected):
+    np.testing.assert_allclose(layer.apply({}, X), expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize(("layer", "expected"), EXPECTED)
+def test_result_has_the_compute_dtype(layer, expected):
+    result = layer.clone(fprop_dtype=jnp.bfloat16).apply({}, X)
+    assert result.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(result, np.float32), expected, rtol=0.02, atol=0.01)
+
+
+def test_every_activation_is_under_test():
+    named = {value for value in vars(activations).values() if isinstance(value, type)}
+    concrete = {
+        cls
+        for cls in named
+        if issubclass(cls, activations.BaseActivation) and cls is not activations.BaseActivation
+    }
+    assert concrete == {type(layer) for layer, _ in EXPECTED}
+
+
+def test_an_activation_has_no_weights():
+    assert activations.GELU().init(jax.random.key(0)) == {"params": {}}
+
+
+def test_the_approximate_gelu_stays_within_the_bound_it_documents():
+    x = np.linspace(-6.0, 6.0, 4001)
+    error = np.max(np.abs(gelu_tanh(x) - x * NORMAL_CDF(x)))
+    assert 4e-4 < error < 5e-4
+
+
+def test_the_base_says_what_a_new_activation_lacks():
+    class Cube(activations.BaseActivation):
+        pass
+
+    with pytest.raises(NotImplementedError, match="Cube does not define fprop"):
+        Cube().apply({}, X)

@@ -1,0 +1,407 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from layerkit.base_layer import SUMMARIES, BaseLayer
+from layerkit.layers.embeddings import (
+    Embedding,
+    FullSoftmax,
+    SharedEmbeddingSoftmax,
+    class_logits,
+    lookup,
+)
+from layerkit.layers.losses import cross_entropy
+from layerkit.sharding import BoundSharding
+from layerkit.weights import WeightInit, logical_axes
+
+KEY = jax.random.key(0)
+SOFTMAXES = [FullSoftmax, SharedEmbeddingSoftmax]
+
+
+def whole(message: str) -> str:
+    """The pattern of exactly this message."""
+    return rf"\A{re.escape(message)}\Z"
+
+
+def draw(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.array(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
+
+
+def draw_ids(*shape: int, classes: int, seed: int = 1) -> jax.Array:
+    return jnp.array(np.random.default_rng(seed).integers(0, classes, shape).astype(np.int32))
+
+
+def weight(variables: Any) -> jax.Array:
+    return variables["params"]["w"]
+
+
+def class_vectors(layer: BaseLayer, variables: Any) -> jax.Array:
+    w = weight(variables)
+    return w.T if isinstance(layer, FullSoftmax) else w
+
+
+# Looking ids up.
+
+
+def test_embedding_gives_rows_of_its_weight() -> None:
+    layer = Embedding(num_classes=7, input_dims=3)
+    variables = layer.init(KEY)
+    assert weight(variables).shape == (7, 3)
+    ids = draw_ids(2, 4, classes=7)
+    np.testing.assert_array_equal(layer.apply(variables, ids), weight(variables)[ids])
+
+
+@pytest.mark.parametrize(
+    ("cls", "method"), [(Embedding, "fprop"), (SharedEmbeddingSoftmax, "embed")]
+)
+def test_scale_by_sqrt_dims(cls: Any, method: str) -> None:
+    plain = cls(num_classes=7, input_dims=4)
+    scaled = cls(num_classes=7, input_dims=4, scale_by_sqrt_dims=True)
+    variables, ids = plain.init(KEY), draw_ids(2, 4, classes=7)
+    vectors = scaled.apply(variables, ids, method=method)
+    np.testing.assert_array_equal(vectors, 2 * plain.apply(variables, ids, method=method))
+
+
+def test_scaled_embedding_has_unit_variance() -> None:
+    layer = Embedding(num_classes=500, input_dims=64, scale_by_sqrt_dims=True)
+    vectors = layer.apply(layer.init(KEY), jnp.arange(500)[None])
+    np.testing.assert_allclose(vectors.std(), 1.0, rtol=0.02)
+
+
+@pytest.mark.parametrize("bad", [-1, 7, 100])
+def test_id_out_of_range_is_nan_not_another_row(bad: int) -> None:
+    layer = Embedding(num_classes=7, input_dims=3)
+    vectors = layer.apply(layer.init(KEY), jnp.array([[2, bad]]))
+    assert np.isfinite(vectors[0, 0]).all()
+    assert np.isnan(vectors[0, 1]).all()
+
+
+def test_embedding_in_the_compute_dtype() -> None:
+    layer = Embedding(num_classes=7, input_dims=3, fprop_dtype=jnp.bfloat16)
+    variables = layer.init(KEY)
+    assert weight(variables).dtype == jnp.float32
+    vectors = layer.apply(variables, jnp.array([[1]]))
+    np.testing.assert_array_equal(vectors[0, 0], weight(variables)[1].astype(jnp.bfloat16))
+    assert vectors.dtype == jnp.bfloat16
+
+
+def test_gradient_of_a_frequent_row_is_summed_in_float32() -> None:
+    # A bfloat16 sum of ones would stop at 256.
+    ids = jnp.zeros(1000, jnp.int32)
+    gradient = jax.grad(lambda table: lookup(table, ids).sum())(jnp.zeros((2, 1), jnp.bfloat16))
+    assert gradient.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(gradient.astype(jnp.float32), [[1000.0], [0.0]])
+
+
+@pytest.mark.parametrize("cls", [Embedding, SharedEmbeddingSoftmax])
+def test_vectors_start_with_deviation_one_over_sqrt_dims_unless_told_otherwise(cls: Any) -> None:
+    sizes = {"num_classes": 300, "input_dims": 64}
+    np.testing.assert_allclose(weight(cls(**sizes).init(KEY)).std(), 1 / 8, rtol=0.03)
+    inherited = cls(**sizes, params_init=WeightInit.Constant(2.0))
+    np.testing.assert_array_equal(weight(inherited.init(KEY)), 2.0)
+    own = cls(**sizes, params_init=WeightInit.Constant(2.0), weight_init=WeightInit.Constant(3.0))
+    np.testing.assert_array_equal(weight(own.init(KEY)), 3.0)
+
+
+def test_full_softmax_starts_as_xavier_unless_told_otherwise() -> None:
+    sizes = {"input_dims": 20, "num_classes": 30}
+    w = weight(FullSoftmax(**sizes).init(KEY))
+    bound = np.sqrt(6 / 50)
+    assert bound * 0.95 < np.abs(w).max() <= bound
+    own = FullSoftmax(**sizes, weight_init=WeightInit.Constant(3.0))
+    np.testing.assert_array_equal(weight(own.init(KEY)), 3.0)
+
+
+def test_logical_axes_are_fields() -> None:
+    def axes(layer: BaseLayer) -> Any:
+        return logical_axes(layer.init_boxed(KEY))["params"]
+
+    sizes = {"num_classes": 4, "input_dims": 2}
+    assert axes(Embedding(**sizes)) == {"w": ("vocab", "embed")}
+    assert axes(Embedding(**sizes, weight_axes=(None, "mlp"))) == {"w": (None, "mlp")}
+    full = FullSoftmax(**sizes, use_bias=True)
+    assert axes(full) == {"w": ("embed", "vocab"), "b": ("vocab",)}
+    tied = SharedEmbeddingSoftmax(**sizes, use_bias=True, bias_axes=(None,))
+    assert axes(tied) == {"w": ("vocab", "embed"), "b": (None,)}
+
+
+# Logits and losses.
+
+
+@pytest.mark.parametrize("cls", SOFTMAXES)
+def test_logits_are_products_with_the_class_vectors(cls: Any) -> None:
+    layer = cls(input_dims=3, num_classes=5, use_bias=True)
+    variables = layer.init(KEY)
+    assert weight(variables).shape == ((3, 5) if cls is FullSoftmax else (5, 3))
+    np.testing.assert_array_equal(variables["params"]["b"], np.zeros(5))
+    variables["params"]["b"] = jnp.arange(5.0)
+    hidden = draw(2, 4, 3)
+    logits = layer.apply(variables, hidden, method="logits")
+    expected = hidden @ class_vectors(layer, variables).T + np.arange(5.0)
+    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_tied_softmax_embeds_with_the_vectors_it_classifies_by() -> None:
+    layer = SharedEmbeddingSoftmax(input_dims=3, num_classes=5)
+    variables, ids = layer.init(KEY), draw_ids(2, 4, classes=5)
+    vectors = layer.apply(variables, ids, method="embed")
+    logits = layer.apply(variables, vectors, method="logits")
+    expected = weight(variables)[ids] @ weight(variables).T
+    np.testing.assert_allclose(logits, expected, rtol=1e-5)
+    assert set(variables["params"]) == {"w"}
+
+
+@pytest.mark.parametrize("cls", SOFTMAXES)
+def test_soft_cap_is_applied_after_the_bias(cls: Any) -> None:
+    layer = cls(input_dims=3, num_classes=5, use_bias=True, logit_soft_cap=2.0)
+    variables = layer.init(KEY)
+    variables["params"]["b"] = jnp.arange(5.0) * 10
+    hidden = draw(2, 4, 3)
+    uncapped = layer.clone(logit_soft_cap=None).apply(variables, hidden, method="logits")
+    logits = layer.apply(variables, hidden, method="logits")
+    np.testing.assert_allclose(logits, 2 * np.tanh(uncapped / 2), rtol=1e-5)
+    assert np.abs(logits).max() <= 2.0
+
+
+def test_logits_of_low_precision_are_accumulated_and_kept_in_float32() -> None:
+    layer = FullSoftmax(input_dims=300, num_classes=4, fprop_dtype=jnp.bfloat16)
+    variables, hidden = layer.init(KEY), draw(1, 2, 300)
+    logits = layer.apply(variables, hidden, method="logits")
+    assert logits.dtype == jnp.float32
+    rounded = [np.asarray(x.astype(jnp.bfloat16), np.float64) for x in (hidden, weight(variables))]
+    np.testing.assert_allclose(logits, rounded[0] @ rounded[1], rtol=1e-4, atol=1e-5)
+
+
+def contractions(jaxpr: Any) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield equation
+        for parameter in equation.params.values():
+            inner = getattr(parameter, "jaxpr", parameter)
+            if hasattr(inner, "eqns"):
+                yield from contractions(inner)
+
+
+def test_low_precision_logits_have_low_precision_products_backward_too() -> None:
+    hidden, vectors = draw(2, 3, 8).astype(jnp.bfloat16), draw(5, 8).astype(jnp.bfloat16)
+    cotangent = draw(2, 3, 5, seed=2)
+
+    def total(hidden: jax.Array, vectors: jax.Array) -> jax.Array:
+        return jnp.sum(class_logits(hidden, vectors) * cotangent)
+
+    gradient = jax.grad(total, (0, 1))
+    dots = list(contractions(jax.make_jaxpr(gradient)(hidden, vectors).jaxpr))
+    assert len(dots) >= 2
+    assert {operand.aval.dtype for dot in dots for operand in dot.invars} == {hidden.dtype}
+    exact = gradient(hidden.astype(jnp.float32), vectors.astype(jnp.float32))
+    for got, expected in zip(gradient(hidden, vectors), exact, strict=True):
+        assert got.dtype == jnp.bfloat16
+        np.testing.assert_allclose(got.astype(jnp.float32), expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("cls", SOFTMAXES)
+def test_losses_are_those_of_the_logits(cls: Any) -> None:
+    layer = cls(input_dims=3, num_classes=5, label_smoothing=0.1, z_loss_weight=0.01)
+    variables, hidden = layer.init(KEY), draw(2, 4, 3)
+    labels, weights = draw_ids(2, 4, classes=5), jnp.array([[1.0, 2, 0, 1], [0.5, 0, 0, 1]])
+    logits = layer.apply(variables, hidden, method="logits")
+    expected = cross_entropy(logits, labels, label_smoothing=0.1, z_loss_weight=0.01)
+    out = layer.apply(variables, hidden, labels, weights)
+    assert set(out) == {
+        *("xent", "loss", "total_weight", "per_token_xent", "per_token_loss", "correct")
+    }
+    np.testing.assert_allclose(out.per_token_xent, expected.xent, rtol=1e-6)
+    np.testing.assert_allclose(out.per_token_loss, expected.loss, rtol=1e-6)
+    np.testing.assert_array_equal(out.correct, logits.argmax(-1) == labels)
+    assert out.total_weight == 5.5
+    np.testing.assert_allclose(out.xent, (expected.xent * weights).sum() / 5.5, rtol=1e-5)
+    np.testing.assert_allclose(out.loss, (expected.loss * weights).sum() / 5.5, rtol=1e-5)
+
+
+def test_z_loss_is_a_curve_of_its_own() -> None:
+    layer = FullSoftmax(input_dims=3, num_classes=5, z_loss_weight=0.01)
+    batch = (draw(1, 2, 3), draw_ids(1, 2, classes=5), jnp.ones((1, 2)))
+    out, curves = layer.apply(layer.init(KEY), *batch, mutable=[SUMMARIES])
+    (z_loss,) = curves[SUMMARIES]["z_loss"]
+    np.testing.assert_allclose(z_loss, out.loss - out.xent, rtol=1e-4)
+    _, without = layer.clone(z_loss_weight=0.0).apply(layer.init(KEY), *batch, mutable=[SUMMARIES])
+    assert not without
+
+
+def test_no_weights_mean_no_loss_and_no_gradient() -> None:
+    layer = SharedEmbeddingSoftmax(input_dims=3, num_classes=5, z_loss_weight=0.01)
+    hidden, labels = draw(1, 2, 3), jnp.array([[-100, -100]])
+
+    def loss(variables: Any) -> jax.Array:
+        return layer.apply(variables, hidden, labels, jnp.zeros((1, 2))).loss
+
+    value, gradient = jax.value_and_grad(loss)(layer.init(KEY))
+    assert value == 0.0
+    np.testing.assert_array_equal(weight(gradient), 0.0)
+
+
+def value_and_gradient(layer: Any, variables: Any, hidden: Any, labels: Any, weights: Any) -> Any:
+    def loss(variables: Any, hidden: jax.Array) -> Any:
+        out = layer.apply(variables, hidden, labels, weights)
+        return out.loss, out
+
+    run = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+    return run(variables, hidden)
+
+
+@pytest.mark.parametrize("cls", SOFTMAXES)
+def test_chunked_loss_equals_full_loss_in_value_and_gradient(cls: Any) -> None:
+    full = cls(
+        input_dims=4,
+        num_classes=6,
+        use_bias=True,
+        logit_soft_cap=3.0,
+        label_smoothing=0.1,
+        z_loss_weight=0.01,
+    )
+    batch = (draw(2, 7, 4), draw_ids(2, 7, classes=6), jnp.abs(draw(2, 7, seed=5)))
+    variables = full.init(KEY)
+    expected = value_and_gradient(full, variables, *batch)
+    got = value_and_gradient(full.clone(chunk_size=3), variables, *batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)
+
+
+def test_gradients_of_many_low_precision_chunks_are_summed_in_float32() -> None:
+    # 600 equal tokens, one a chunk: a bfloat16 sum would stop at 256 of them.
+    full = FullSoftmax(input_dims=2, num_classes=3, use_bias=True, fprop_dtype=jnp.bfloat16)
+    batch = (jnp.ones((1, 600, 2)), jnp.ones((1, 600), jnp.int32), jnp.ones((1, 600)))
+    variables = full.init(KEY)
+    _, (expected, _) = value_and_gradient(full, variables, *batch)
+    _, (got, _) = value_and_gradient(full.clone(chunk_size=1), variables, *batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.01), got, expected)
+
+
+@pytest.mark.parametrize("cls", SOFTMAXES)
+def test_init_with_inputs_makes_the_same_weights(cls: Any) -> None:
+    layer = cls(input_dims=3, num_classes=5, chunk_size=2)
+    batch = (draw(1, 4, 3), draw_ids(1, 4, classes=5), jnp.ones((1, 4)))
+    jax.tree.map(np.testing.assert_array_equal, layer.init(KEY), layer.init(KEY, *batch))
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (Embedding(input_dims=2), "Embedding(): num_classes=0, expected at least 1"),
+        (FullSoftmax(num_classes=2), "FullSoftmax(): input_dims=0, expected at least 1"),
+        (
+            SharedEmbeddingSoftmax(input_dims=2, num_classes=-3),
+            "SharedEmbeddingSoftmax(): num_classes=-3, expected at least 1",
+        ),
+        (
+            FullSoftmax(input_dims=2, num_classes=3, chunk_size=0),
+            "FullSoftmax(): chunk_size=0 must be at least 1, or None for all positions at once",
+        ),
+        (
+            FullSoftmax(input_dims=2, num_classes=3, logit_soft_cap=-1.0),
+            "FullSoftmax(): logit_soft_cap=-1.0 must be positive, or None for no cap",
+        ),
+    ],
+)
+def test_bad_fields_are_refused_by_name(layer: BaseLayer, message: str) -> None:
+    with pytest.raises(ValueError, match=whole(message)):
+        layer.init(KEY)
+
+
+def test_hidden_states_of_another_size_are_refused() -> None:
+    layer = FullSoftmax(input_dims=3, num_classes=5)
+    with pytest.raises(ValueError, match=r"FullSoftmax\(\): input_dims=3"):
+        layer.apply(layer.init(KEY), draw(1, 2, 4), method="logits")
+
+
+# On a mesh.
+
+
+def bound() -> BoundSharding:
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    return BoundSharding(mesh)
+
+
+def shardings_of(layer: BaseLayer, sharding: BoundSharding) -> Any:
+    axes = logical_axes(jax.eval_shape(layer.init_boxed, KEY))
+    is_axes = lambda leaf: isinstance(leaf, tuple)  # noqa: E731
+    return jax.tree.map(sharding.sharding, axes, is_leaf=is_axes)
+
+
+CLASSES, ROWS, LENGTH = 48, 8, 12
+
+
+def embed_and_classify(
+    layer: BaseLayer, variables: Any, ids: Any, labels: Any, weights: Any
+) -> Any:
+    def loss(variables: Any) -> jax.Array:
+        def run(layer: Any) -> jax.Array:
+            return layer(3.0 * layer.embed(ids), labels, weights).loss
+
+        return layer.apply(variables, method=run)
+
+    return jax.value_and_grad(loss)(variables)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def test_vocabulary_split_over_devices_equals_one_device(chunk_size: int | None) -> None:
+    layer = SharedEmbeddingSoftmax(input_dims=8, num_classes=CLASSES, chunk_size=chunk_size)
+    variables = layer.init(KEY)
+    ids, labels = (np.asarray(draw_ids(ROWS, LENGTH, classes=CLASSES, seed=s)) for s in (1, 2))
+    weights = np.ones((ROWS, LENGTH), np.float32)
+    weights[:2] = 0.0  # the rows of one device do not count
+    run = jax.jit(embed_and_classify, static_argnums=0)
+    expected = run(layer, variables, ids, labels, weights)
+
+    sharding = bound()
+    rows = sharding.sharding(("batch", "length"))
+    split = shardings_of(layer, sharding)
+    sharded = layer.clone(sharding=sharding)
+    args = (
+        jax.device_put(variables, split),
+        *(jax.device_put(x, rows) for x in (ids, labels, weights)),
+    )
+    run = jax.jit(embed_and_classify, static_argnums=0, out_shardings=(None, split))
+    got = run(sharded, *args)
+    np.testing.assert_allclose(got[0], expected[0], rtol=1e-5)
+    np.testing.assert_allclose(weight(got[1]), weight(expected[1]), rtol=1e-5, atol=1e-5)
+
+    # No device ever holds the vectors, logits or gradients of the whole vocabulary, nor all rows.
+    program = run.lower(sharded, *args).compile().as_text()
+    assert f"[{CLASSES // 2},8]" in program
+    assert f"[{CLASSES}," not in program
+    assert f",{CLASSES}]" not in program
+    assert f"[{ROWS},{LENGTH}," not in program
+
+
+def test_activation_axes_lay_out_the_outputs() -> None:
+    sharding = bound()
+    layer = Embedding(num_classes=4, input_dims=6, sharding=sharding)
+    ids = draw_ids(4, 2, classes=4)
+    variables = layer.init(KEY)
+
+    def spec(layer: BaseLayer, *args: Any, method: str = "fprop") -> PartitionSpec:
+        return jax.jit(lambda *a: layer.apply(*a, method=method))(*args).sharding.spec
+
+    assert spec(layer, variables, ids) == PartitionSpec(("data", "fsdp"))
+    other = layer.clone(activation_axes=("batch", None, "act_mlp"))
+    assert spec(other, variables, ids) == PartitionSpec(("data", "fsdp"), None, "tensor")
+    # Without names any rank will do.
+    assert layer.clone(activation_axes=None).apply(variables, ids[0]).shape == (2, 6)
+
+    tied = SharedEmbeddingSoftmax(
+        num_classes=4, input_dims=6, sharding=sharding, embedding_axes=("batch", None, "act_mlp")
+    )
+    split = PartitionSpec(("data", "fsdp"), None, "tensor")
+    assert spec(tied, variables, ids, method="embed") == split
+    hidden = draw(4, 2, 6)
+    assert spec(tied, variables, hidden, method="logits") == split
+    free = tied.clone(activation_axes=None)
+    assert free.apply(variables, hidden[0], method="logits").shape == (2, 4)

@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layerkit.layers.losses import (
+    check_loss_options,
+    chunked_cross_entropy,
+    cross_entropy,
+    soft_cap,
+    weighted_mean,
+)
+
+
+def whole(message: str) -> str:
+    """The pattern of exactly this message."""
+    return rf"\A{re.escape(message)}\Z"
+
+
+def draw(*shape: int, seed: int = 0, scale: float = 2.0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape, scale=scale).astype(np.float32)
+
+
+def draw_labels(*shape: int, classes: int, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, classes, shape).astype(np.int32)
+
+
+def target_cross_entropy(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """−Σ target·log softmax, in float64."""
+    logits = logits.astype(np.float64)
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    return -(targets * log_p).sum(-1)
+
+
+def test_two_even_classes_cost_log_two() -> None:
+    losses = cross_entropy(jnp.zeros((3, 2)), jnp.array([0, 1, 0]))
+    np.testing.assert_allclose(losses.xent, np.full(3, np.log(2.0)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
+def test_loss_is_cross_entropy_with_the_smoothed_target(smoothing: float) -> None:
+    logits, labels = draw(3, 5, 7), draw_labels(3, 5, classes=7)
+    one_hot = np.eye(7)[labels]
+    losses = cross_entropy(jnp.array(logits), jnp.array(labels), label_smoothing=smoothing)
+    smoothed = (1 - smoothing) * one_hot + smoothing / 7
+    np.testing.assert_allclose(losses.loss, target_cross_entropy(logits, smoothed), rtol=1e-5)
+    np.testing.assert_allclose(losses.xent, target_cross_entropy(logits, one_hot), rtol=1e-5)
+    np.testing.assert_array_equal(losses.z_loss, 0.0)
+
+
+def test_z_loss_is_added_to_what_is_trained_and_reported_apart() -> None:
+    logits, labels = draw(4, 6), draw_labels(4, classes=6)
+    plain = cross_entropy(jnp.array(logits), jnp.array(labels))
+    losses = cross_entropy(jnp.array(logits), jnp.array(labels), z_loss_weight=0.01)
+    expected = 0.01 * np.log(np.exp(logits.astype(np.float64)).sum(-1)) ** 2
+    np.testing.assert_allclose(losses.z_loss, expected, rtol=1e-5)
+    np.testing.assert_array_equal(losses.xent, plain.xent)
+    np.testing.assert_allclose(losses.loss, plain.xent + expected, rtol=1e-5)
+
+
+def test_gradient_is_softmax_minus_target() -> None:
+    logits, labels = draw(4, 6), draw_labels(4, classes=6)
+    gradient = jax.grad(lambda z: cross_entropy(z, jnp.array(labels)).loss.sum())(jnp.array(logits))
+    softmax = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    np.testing.assert_allclose(gradient, softmax - np.eye(6)[labels], atol=1e-6)
+
+
+def test_large_logits_neither_overflow_nor_lose_the_difference() -> None:
+    losses = cross_entropy(jnp.array([[1e4, 1e4 + 1.0]]), jnp.array([0]))
+    np.testing.assert_allclose(losses.xent, [np.log1p(np.exp(1.0))], rtol=1e-3)
+
+
+def test_low_precision_logits_are_computed_on_in_float32() -> None:
+    logits, labels = jnp.array(draw(4, 6), jnp.bfloat16), jnp.array(draw_labels(4, classes=6))
+    losses = cross_entropy(logits, labels)
+    assert losses.xent.dtype == losses.loss.dtype == losses.z_loss.dtype == jnp.float32
+    expected = cross_entropy(logits.astype(jnp.float32), labels)
+    np.testing.assert_array_equal(losses.xent, expected.xent)
+
+
+def test_correct_is_argmax_with_ties_to_the_first() -> None:
+    logits = np.array([*itertools.product(range(-2, 3), repeat=3)], np.float32)
+    for label in range(3):
+        correct = cross_entropy(jnp.array(logits), jnp.full(len(logits), label)).correct
+        np.testing.assert_array_equal(correct, logits.argmax(-1) == label)
+
+
+@pytest.mark.parametrize("label", [-100, -1, 3])
+def test_label_out_of_range_is_nan_and_skipped_by_a_weight_of_zero(label: int) -> None:
+    logits, labels = jnp.array(draw(2, 3)), jnp.array([1, label])
+
+    def mean(logits: jax.Array) -> jax.Array:
+        return weighted_mean(cross_entropy(logits, labels).loss, jnp.array([1.0, 0.0]))
+
+    losses = cross_entropy(logits, labels)
+    assert np.isfinite(losses.xent[0]) and np.isnan(losses.xent[1]) and np.isnan(losses.loss[1])
+    assert not losses.correct[1]
+    value, gradient = jax.value_and_grad(mean)(logits)
+    np.testing.assert_allclose(value, losses.xent[0])
+    assert np.isfinite(gradient).all()
+    np.testing.assert_array_equal(gradient[1], 0.0)
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (
+            jnp.zeros((2, 1), jnp.int32),
+            "labels of shape (2, 1) for logits of shape (2, 3, 4); expected (2, 3)",
+        ),
+        (jnp.zeros((2, 3)), "labels must be integers, got float32"),
+    ],
+)
+def test_labels_that_do_not_fit_are_refused(labels: jax.Array, message: str) -> None:
+    with pytest.raises(ValueError, match=whole(message)):
+        cross_entropy(jnp.zeros((2, 3, 4)), labels)
+
+
+def test_soft_cap_bounds_large_and_keeps_small_logits() -> None:
+    logits = jnp.array([-1e6, -0.01, 0.0, 0.01, 30.0, 1e6])
+    expected = [-30.0, -0.01, 0.0, 0.01, 30.0 * np.tanh(1.0), 30.0]
+    np.testing.assert_allclose(soft_cap(logits, 30.0), expected, rtol=1e-5)
+    assert soft_cap(logits, None) is logits
+
+
+@pytest.mark.parametrize("cap", [0.0, -1.0])
+def test_soft_cap_refuses_caps_that_are_not_positive(cap: float) -> None:
+    with pytest.raises(
+        ValueError, match=whole(f"soft_cap: cap={cap} must be positive, or None for no cap")
+    ):
+        soft_cap(jnp.zeros(2), cap)
+
+
+# Lengths that divide, that do not, that are shorter than a chunk, and chunks of one.
+@pytest.mark.parametrize(("length", "chunk_size"), [(8, 4), (7, 3), (7, 4), (3, 8), (5, 1)])
+def test_chunked_equals_full_in_value_and_gradient(length: int, chunk_size: int) -> None:
+    hidden = jnp.array(draw(2, length, 4))
+    weight = jnp.array(draw(4, 6, seed=2))
+    labels = jnp.array(draw_labels(2, length, classes=6))
+    cotangent = jnp.array(draw(2, length, seed=3))
+    options = {"label_smoothing": 0.1, "z_loss_weight": 0.01}
+
+    def full(hidden: jax.Array, weight: jax.Array):
+        losses = cross_entropy(hidden @ weight, labels, **options)
+        return jnp.sum(losses.loss * cotangent), losses
+
+    def chunked(hidden: jax.Array, weight: jax.Array):
+        losses = chunked_cross_entropy(
+            hidden, lambda h: h @ weight, labels, chunk_size=chunk_size, **options
+        )
+        return jnp.sum(losses.loss * cotangent), losses
+
+    run = [jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True)) for f in (full, chunked)]
+    expected, got = (f(hidden, weight) for f in run)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)
+
+
+def test_chunked_never_holds_the_logits_of_more_than_a_chunk() -> None:
+    batch, length, dims, classes = 2, 64, 4, 512
+    labels = jnp.array(draw_labels(batch, length, classes=classes))
+    shapes = [
+        jax.ShapeDtypeStruct(s, jnp.float32) for s in ((batch, length, dims), (dims, classes))
+    ]
+
+    def full(hidden: jax.Array, weight: jax.Array) -> jax.Array:
+        return cross_entropy(hidden @ weight, labels).loss.sum()
+
+    def chunked(hidden: jax.Array, weight: jax.Array) -> jax.Array:
+        losses = chunked_cross_entropy(hidden, lambda h: h @ weight, labels, chunk_size=4)
+        return losses.loss.sum()
+
+    def temporary_bytes(fn) -> int:
+        compiled = jax.jit(jax.value_and_grad(fn, (0, 1))).lower(*shapes).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    bytes_of_all_logits = batch * length * classes * 4
+    assert temporary_bytes(full) >= bytes_of_all_logits
+    assert temporary_bytes(chunked) < bytes_of_all_logits / 2
+
+
+def test_chunks_are_even_and_no_larger_than_asked() -> None:
+    sizes = []
+
+    def project(hidden: jax.Array) -> jax.Array:
+        sizes.append(hidden.shape)
+        return hidden
+
+    hidden, labels = jnp.zeros((2, 9, 3)), jnp.zeros((2, 9), jnp.int32)
+    chunked_cross_entropy(hidden, project, labels, chunk_size=8)
+    # Nine positions need two chunks of at most eight: five and four, not eight and one.
+    assert set(sizes) == {(2, 5, 3)}
+
+
+def test_chunked_refuses_hidden_states_without_a_length_axis() -> None:
+    with pytest.raises(
+        ValueError, match=whole("hidden must be [batch, length, dims], got shape (4, 3)")
+    ):
+        chunked_cross_entropy(jnp.zeros((4, 3)), lambda h: h, jnp.zeros(4, jnp.int32), chunk_size=2)
+
+
+def test_weighted_mean_by_hand() -> None:
+    mean = weighted_mean(jnp.array([[1.0, 2.0], [3.0, 9.0]]), jnp.array([[1.0, 0.5], [2.0, 0.0]]))
+    np.testing.assert_allclose(mean, (1.0 + 1.0 + 6.0) / 3.5, rtol=1e-6)
+    assert mean.dtype == jnp.float32
+
+
+def test_weighted_mean_without_weights_is_zero_with_finite_gradients() -> None:
+    values, weights = jnp.array([1.0, jnp.inf, jnp.nan]), jnp.zeros(3)
+    value, gradients = jax.value_and_grad(weighted_mean, (0, 1))(values, weights)
+    assert value == 0.0
+    np.testing.assert_array_equal(gradients[0], 0.0)
+    assert np.isfinite(gradients[1]).all()
+
+
+def test_weighted_mean_is_taken_in_float32() -> None:
+    # In bfloat16 a sum of ones stops at 256.
+    values = jnp.ones(1000, jnp.bfloat16)
+    np.testing.assert_allclose(weighted_mean(values, jnp.full(1000, 0.5, jnp.bfloat16)), 1.0)
+
+
+def test_weighted_mean_refuses_to_broadcast() -> None:
+    with pytest.raises(ValueError, match=whole("weights of shape (3,) for values of shape (2, 3)")):
+        weighted_mean(jnp.zeros((2, 3)), jnp.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"label_smoothing": 1.0}, "label_smoothing=1.0 must be in [0, 1)"),
+        ({"label_smoothing": -0.1}, "label_smoothing=-0.1 must be in [0, 1)"),
+        ({"z_loss_weight": -1.0}, "z_loss_weight=-1.0 must be at least 0"),
+        ({"logit_soft_cap": 0.0}, "logit_soft_cap=0.0 must be positive, or None for no cap"),
+        (
+            {"chunk_size": 0},
+            "chunk_size=0 must be at least 1, or None for all positions at once",
+        ),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=whole(f"Head(lm): {message}")):
+        check_loss_options(**options, owner="Head(lm)")
+
+
+def test_functions_refuse_options_out_of_range() -> None:
+    with pytest.raises(ValueError, match=r"^label_smoothing=2"):
+        cross_entropy(jnp.zeros((1, 2)), jnp.zeros(1, jnp.int32), label_smoothing=2)
+    with pytest.raises(ValueError, match=r"^chunk_size=0"):
+        chunked_cross_entropy(
+            jnp.zeros((1, 1, 2)), lambda h: h, jnp.zeros((1, 1), jnp.int32), chunk_size=0
+        )

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layerkit.layers.masks import AttentionMask, segments_from_paddings
+
+SELF_ATTENTION = [AttentionMask.causal_mask, AttentionMask.bidirectional_mask]
+
+
+def whole(message: str) -> str:
+    """The pattern of exactly this message."""
+    return rf"\A{re.escape(message)}\Z"
+
+
+@st.composite
+def masks(draw: st.DrawFn) -> AttentionMask:
+    batch, queries, keys = draw(st.tuples(*[st.integers(1, 4)] * 3))
+
+    def array(length: int, values: st.SearchStrategy[int]) -> np.ndarray:
+        flat = draw(st.lists(values, min_size=batch * length, max_size=batch * length))
+        return np.array(flat, np.int32).reshape(batch, length)
+
+    has_segments = draw(st.booleans())
+    return AttentionMask(
+        query_positions=array(queries, st.integers(0, 5)),
+        key_positions=array(keys, st.integers(0, 5)),
+        query_segments=array(queries, st.integers(0, 3)) if has_segments else None,
+        key_segments=array(keys, st.integers(0, 3)) if has_segments else None,
+        causal=draw(st.booleans()),
+    )
+
+
+def by_loops(mask: AttentionMask) -> np.ndarray:
+    batch, queries = mask.query_positions.shape
+    keys = mask.key_positions.shape[1]
+    allowed = np.zeros((batch, 1, queries, keys), bool)
+    for b in range(batch):
+        for q in range(queries):
+            for k in range(keys):
+                same_segment = (
+                    mask.query_segments is None
+                    or mask.query_segments[b, q] == mask.key_segments[b, k]
+                )
+                in_the_past = mask.key_positions[b, k] <= mask.query_positions[b, q]
+                allowed[b, 0, q, k] = same_segment and (in_the_past or not mask.causal)
+    return allowed
+
+
+@given(masks())
+@settings(max_examples=80, deadline=None)
+def test_dense_equals_loops(mask: AttentionMask) -> None:
+    dense = mask.dense()
+    assert dense.dtype == bool
+    np.testing.assert_array_equal(dense, by_loops(mask))
+
+
+def test_causal_mask_is_lower_triangular() -> None:
+    dense = AttentionMask.causal_mask(2, 3).dense()
+    np.testing.assert_array_equal(dense, np.tile(np.tri(3, dtype=bool), (2, 1, 1, 1)))
+
+
+def test_bidirectional_mask_allows_everything() -> None:
+    dense = AttentionMask.bidirectional_mask(2, 3).dense()
+    np.testing.assert_array_equal(dense, np.ones((2, 1, 3, 3), bool))
+
+
+@st.composite
+def packed_lengths(draw: st.DrawFn) -> tuple[list[int], int]:
+    return draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)), draw(st.integers(0, 2))
+
+
+@pytest.mark.parametrize("make", SELF_ATTENTION)
+@given(packed_lengths())
+@settings(max_examples=25, deadline=None)
+def test_packed_row_is_its_documents_side_by_side(
+    make: Callable[..., AttentionMask], packing: tuple[list[int], int]
+) -> None:
+    lengths, padding = packing
+    segments = np.repeat([*range(1, len(lengths) + 1), 0], [*lengths, padding])[None]
+    packed = make(1, segments.shape[1], segment_ids=jnp.array(segments)).dense()[0, 0]
+    expected = np.zeros_like(packed)
+    start = 0
+    for length in [*lengths, padding]:
+        block = slice(start, start + length)
+        expected[block, block] = make(1, length).dense()[0, 0]
+        start += length
+    np.testing.assert_array_equal(packed, expected)
+
+
+def test_positions_in_the_row_and_in_the_segment_give_the_same_mask() -> None:
+    segments = jnp.array([[1, 1, 1, 2, 2, 0, 0], [1, 2, 2, 2, 2, 3, 0]])
+    restarted = jnp.array([[0, 1, 2, 0, 1, 0, 1], [0, 0, 1, 2, 3, 0, 0]])
+    in_row = AttentionMask.causal_mask(2, 7, segment_ids=segments)
+    in_segment = in_row.replace(query_positions=restarted, key_positions=restarted)
+    np.testing.assert_array_equal(in_row.dense(), in_segment.dense())
+
+
+@pytest.mark.parametrize("make", SELF_ATTENTION)
+def test_padding_attends_padding_alone_and_no_row_is_empty(
+    make: Callable[..., AttentionMask],
+) -> None:
+    paddings = jnp.array([[0.0, 0.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
+    dense = make(2, 4, segment_ids=segments_from_paddings(paddings)).dense()[:, 0]
+    is_padding = np.array(paddings, bool)
+    differs = is_padding[:, :, None] != is_padding[:, None, :]
+    assert not dense[differs].any()
+    assert dense.any(-1).all()
+
+
+def test_segments_from_paddings() -> None:
+    segments = segments_from_paddings(jnp.array([[0.0, 1.0], [0.0, 0.0]]))
+    assert segments.dtype == jnp.int32
+    np.testing.assert_array_equal(segments, [[1, 0], [1, 1]])
+
+
+@pytest.mark.parametrize("time_step", [0, 2, np.int32(3)])
+def test_decoding_mask_is_the_next_rows_of_the_causal_mask(time_step: int) -> None:
+    whole = AttentionMask.causal_mask(2, 6).dense()
+    newest = AttentionMask.decoding_mask(2, 3, 6, time_step=time_step)
+    np.testing.assert_array_equal(newest.dense(), whole[:, :, time_step : time_step + 3])
+
+
+def test_decoding_mask_takes_a_step_for_each_row_and_a_traced_one() -> None:
+    whole = AttentionMask.causal_mask(2, 4).dense()
+    mask = jax.jit(lambda t: AttentionMask.decoding_mask(2, 1, 4, time_step=t))(jnp.array([0, 3]))
+    np.testing.assert_array_equal(mask.dense()[0], whole[0, :, 0:1])
+    np.testing.assert_array_equal(mask.dense()[1], whole[1, :, 3:4])
+
+
+def test_causal_is_static_under_jit_and_the_arrays_are_leaves() -> None:
+    mask = AttentionMask.causal_mask(1, 3, segment_ids=jnp.ones((1, 3), jnp.int32))
+    assert len(jax.tree.leaves(mask)) == 4
+    traced = []
+
+    @jax.jit
+    def dense(mask: AttentionMask) -> jax.Array:
+        traced.append(bool(mask.causal))
+        return mask.dense()
+
+    np.testing.assert_array_equal(dense(mask), mask.dense())
+    dense(mask.replace(causal=False))
+    assert traced == [True, False]
+
+
+def test_wrong_shapes_and_half_given_segments_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=whole("segment_ids of shape (2, 4), expected [batch, length] = (2, 3)")
+    ):
+        AttentionMask.causal_mask(2, 3, segment_ids=jnp.ones((2, 4), jnp.int32))
+    half = AttentionMask.causal_mask(2, 3).replace(key_segments=jnp.ones((2, 3), jnp.int32))
+    with pytest.raises(
+        ValueError, match=whole("query_segments and key_segments must both be set, or neither")
+    ):
+        half.dense()

@@ -1,0 +1,146 @@
+"""Norms against float64 NumPy, and what they promise whatever the numbers."""
+
+from __future__ import annotations
+
+import doctest
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layerkit.layers import normalizations
+from layerkit.layers.normalizations import LayerNorm, RmsNorm
+
+KEY = jax.random.key(0)
+X = np.random.default_rng(0).normal(1.0, 2.0, size=(2, 3, 8)).astype(np.float32)
+W = np.random.default_rng(1).normal(size=8).astype(np.float32)
+B = np.random.default_rng(2).normal(size=8).astype(np.float32)
+
+
+def rms_norm(x, scale, epsilon):
+    x = np.asarray(x, np.float64)
+    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + epsilon) * scale
+
+
+def layer_norm(x, scale, bias, epsilon):
+    x = np.asarray(x, np.float64)
+    mean, variance = x.mean(axis=-1, keepdims=True), x.var(axis=-1, keepdims=True)
+    return (x - mean) / np.sqrt(variance + epsilon) * scale + bias
+
+
+@pytest.mark.parametrize("epsilon", [1e-6, 0.5])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm_equals_its_formula(offset, epsilon):
+    layer = RmsNorm(dims=8, scale_offset=offset, epsilon=epsilon)
+    outputs = layer.apply({"params": {"scale": W}}, X)
+    np.testing.assert_allclose(outputs, rms_norm(X, offset + W, epsilon), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("epsilon", [1e-6, 0.5])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_layer_norm_equals_its_formula(offset, epsilon):
+    layer = LayerNorm(dims=8, scale_offset=offset, epsilon=epsilon)
+    outputs = layer.apply({"params": {"scale": W, "bias": B}}, X)
+    expected = layer_norm(X, offset + W, B, epsilon)
+    np.testing.assert_allclose(outputs, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_layer_norm_without_bias():
+    layer = LayerNorm(dims=8, use_bias=False)
+    variables = layer.init(KEY)
+    assert jax.tree.map(jnp.shape, variables) == {"params": {"scale": (8,)}}
+    np.testing.assert_allclose(
+        layer.apply(variables, X), layer_norm(X, 1.0, 0.0, 1e-6), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_defaults_are_the_public_numbers():
+    rms, layer = RmsNorm(dims=1), LayerNorm(dims=1)
+    assert (rms.epsilon, rms.scale_offset) == (1e-6, 0.0)
+    assert (layer.epsilon, layer.scale_offset, layer.use_bias) == (1e-6, 1.0, True)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0, 0.25])
+@pytest.mark.parametrize("norm", [RmsNorm, LayerNorm])
+def test_the_effective_scale_starts_at_one(norm, offset):
+    weights = norm(dims=8, scale_offset=offset).init(KEY)["params"]
+    np.testing.assert_array_equal(weights["scale"], np.full(8, 1.0 - offset))
+    np.testing.assert_array_equal(weights.get("bias", np.zeros(8)), np.zeros(8))
+
+
+@pytest.mark.parametrize("norm", [RmsNorm, LayerNorm])
+def test_weights_are_named_norm(norm):
+    boxes = jax.eval_shape(norm(dims=8).init_boxed, KEY)["params"]
+    assert {box.axes for box in boxes.values()} == {("norm",)}
+
+
+@settings(max_examples=25, deadline=None)
+@given(factor=st.floats(0.01, 100.0), shift=st.floats(-10.0, 10.0), seed=st.integers(0, 2**16))
+def test_invariances(factor, shift, seed):
+    """Scaling a row changes neither norm, shifting it does not change LayerNorm (ε aside)."""
+    x = np.random.default_rng(seed).normal(size=(2, 8)).astype(np.float32)
+    rms, layer = RmsNorm(dims=8, epsilon=0.0), LayerNorm(dims=8, epsilon=0.0)
+    rms_weights, layer_weights = rms.init(KEY), layer.init(KEY)
+    close = {"rtol": 1e-3, "atol": 1e-3}
+    np.testing.assert_allclose(
+        rms.apply(rms_weights, x * np.float32(factor)), rms.apply(rms_weights, x), **close
+    )
+    np.testing.assert_allclose(
+        layer.apply(layer_weights, x * np.float32(factor) + np.float32(shift * factor)),
+        layer.apply(layer_weights, x),
+        **close,
+    )
+
+
+@pytest.mark.parametrize("norm", [RmsNorm, LayerNorm])
+def test_padding_never_counts(norm):
+    layer = norm(dims=8)
+    variables = layer.init(KEY)
+    padded = X.copy()
+    padded[:, 2] = np.nan
+    np.testing.assert_array_equal(
+        layer.apply(variables, padded)[:, :2], layer.apply(variables, X)[:, :2]
+    )
+
+
+@pytest.mark.parametrize("norm", [RmsNorm, LayerNorm])
+def test_constant_and_zero_rows_are_finite_with_finite_gradients(norm):
+    layer = norm(dims=8)
+    variables = layer.init(KEY)
+    rows = np.stack([np.zeros(8), np.full(8, 3.0)]).astype(np.float32)
+    outputs, gradient = jax.value_and_grad(lambda x: jnp.sum(layer.apply(variables, x) * W))(rows)
+    assert np.isfinite(outputs) and np.all(np.isfinite(gradient))
+
+
+@pytest.mark.parametrize("norm", [RmsNorm, LayerNorm])
+def test_statistics_are_float32_under_a_bfloat16_compute_dtype(norm):
+    """4096 ones and a 64: a bfloat16 sum of squares would stop growing at 256."""
+    x = np.ones((1, 4097), np.float32)
+    x[0, 0] = 64.0
+    layer = norm(dims=4097, fprop_dtype=jnp.bfloat16)
+    outputs = layer.apply(layer.init(KEY), x.astype(jnp.bfloat16))
+    assert outputs.dtype == jnp.bfloat16
+    exact = norm(dims=4097)
+    expected = exact.apply(exact.init(KEY), x)
+    # Half a unit in the last of bfloat16's 8 bits: only the result is rounded.
+    np.testing.assert_allclose(np.asarray(outputs, np.float32), expected, rtol=2**-8, atol=1e-6)
+
+
+def test_the_offset_is_added_in_float32():
+    layer = RmsNorm(dims=2, scale_offset=1.0, epsilon=0.0, fprop_dtype=jnp.bfloat16)
+    # 1 + 0.0039 rounds to 1 in bfloat16; times 1.5 it would give 1.5 instead of 1.5078125 (the
+    # bfloat16 next to 1.50585).
+    scale = jnp.array([0.0039, 0.0039])
+    row = np.array([[np.sqrt(2.0 - 0.25), 0.5]], np.float32)
+    outputs = layer.apply({"params": {"scale": scale}}, row)
+    expected = jnp.asarray(rms_norm(row, 1.0039, 0.0), jnp.bfloat16)
+    np.testing.assert_array_equal(outputs, expected)
+
+
+def test_the_examples_in_the_docstrings_run():
+    results = doctest.testmod(normalizations)
+    assert results.attempted == 4
+    assert results.failed == 0

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layerkit.layers.positions import (
+    PositionalEmbedding,
+    RotaryPositionalEmbedding,
+    TrainablePositionalEmbedding,
+)
+from layerkit.weights import WeightInit, logical_axes
+
+
+def whole(message: str) -> str:
+    """The pattern of exactly this message."""
+    return rf"\A{re.escape(message)}\Z"
+
+
+def draw(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def test_sinusoids_by_hand() -> None:
+    # Three timescales from 1 to 10000 in geometric steps: 1, 100, 10000.
+    layer = PositionalEmbedding(dims=6)
+    expected = [
+        [np.sin(p), np.sin(p / 100), np.sin(p / 1e4), np.cos(p), np.cos(p / 100), np.cos(p / 1e4)]
+        for p in (0, 1, 7, 500)
+    ]
+    vectors = layer.apply({}, jnp.array([[0, 1, 7, 500]]))
+    np.testing.assert_allclose(vectors, [expected], atol=1e-4)
+
+
+def test_sinusoids_between_other_timescales() -> None:
+    layer = PositionalEmbedding(dims=4, min_timescale=2.0, max_timescale=8.0)
+    expected = [np.sin(1.5), np.sin(3 / 8), np.cos(1.5), np.cos(3 / 8)]
+    np.testing.assert_allclose(layer.apply({}, jnp.array([[3]]))[0, 0], expected, rtol=1e-5)
+
+
+def test_sinusoids_of_the_smallest_size() -> None:
+    vectors = PositionalEmbedding(dims=2).apply({}, jnp.array([[3]]))
+    np.testing.assert_allclose(vectors, [[[np.sin(3.0), np.cos(3.0)]]], rtol=1e-5)
+
+
+def test_sinusoids_are_computed_in_float32_and_given_in_the_compute_dtype() -> None:
+    positions = jnp.array([[1001]])
+    exact = PositionalEmbedding(dims=8).apply({}, positions)
+    rounded = PositionalEmbedding(dims=8, fprop_dtype=jnp.bfloat16).apply({}, positions)
+    assert rounded.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(rounded, exact.astype(jnp.bfloat16))
+
+
+def test_trainable_positions_are_rows_of_the_weight() -> None:
+    layer = TrainablePositionalEmbedding(dims=3, max_length=5)
+    variables = layer.init(jax.random.key(0))
+    table = variables["params"]["w"]
+    assert table.shape == (5, 3)
+    positions = jnp.array([[0, 1, 2, 0], [4, 3, 1, 1]])
+    np.testing.assert_array_equal(layer.apply(variables, positions), table[positions])
+
+
+def test_trainable_position_beyond_the_table_is_nan_not_the_last_row() -> None:
+    layer = TrainablePositionalEmbedding(dims=3, max_length=5)
+    vectors = layer.apply(layer.init(jax.random.key(0)), jnp.array([[4, 5]]))
+    assert np.isfinite(vectors[0, 0]).all()
+    assert np.isnan(vectors[0, 1]).all()
+
+
+def test_trainable_positions_refuse_rows_longer_than_the_table() -> None:
+    layer = TrainablePositionalEmbedding(dims=3, max_length=5)
+    variables = layer.init(jax.random.key(0))
+    with pytest.raises(
+        ValueError,
+        match=whole(
+            "TrainablePositionalEmbedding(): max_length=5, but the rows have 6 positions;"
+            " raise max_length or shorten the rows"
+        ),
+    ):
+        jax.jit(layer.apply)(variables, jnp.zeros((2, 6), jnp.int32))
+
+
+def test_trainable_positions_init_axes_and_dtype() -> None:
+    sizes = {"dims": 64, "max_length": 200}
+    boxed = TrainablePositionalEmbedding(**sizes).init_boxed(jax.random.key(0))
+    assert logical_axes(boxed)["params"]["w"] == ("positions", "embed")
+    np.testing.assert_allclose(boxed["params"]["w"].value.std(), 1 / 8, rtol=0.03)
+    other = TrainablePositionalEmbedding(
+        **sizes, weight_axes=(None, None), weight_init=WeightInit.Constant(2.0)
+    ).init_boxed(jax.random.key(0))
+    assert logical_axes(other)["params"]["w"] == (None, None)
+    np.testing.assert_array_equal(other["params"]["w"].value, 2.0)
+    inherited = TrainablePositionalEmbedding(**sizes, params_init=WeightInit.Constant(3.0))
+    np.testing.assert_array_equal(inherited.init(jax.random.key(0))["params"]["w"], 3.0)
+    half = TrainablePositionalEmbedding(**sizes, fprop_dtype=jnp.bfloat16)
+    vectors = half.apply(half.init(jax.random.key(0)), jnp.array([[1]]))
+    assert vectors.dtype == jnp.bfloat16
+
+
+def rotate_by_complex_numbers(
+    x: np.ndarray, positions: np.ndarray, smallest: float, largest: float
+) -> np.ndarray:
+    half = x.shape[-1] // 2
+    timescales = smallest * (largest / smallest) ** (2 * np.arange(half) / x.shape[-1])
+    turns = np.exp(1j * positions[:, :, None, None] / timescales)
+    pairs = (x[..., :half] + 1j * x[..., half:]) * turns
+    return np.concatenate([pairs.real, pairs.imag], axis=-1)
+
+
+@pytest.mark.parametrize(("smallest", "largest"), [(1.0, 10_000.0), (0.5, 500_000.0)])
+def test_rotary_turns_split_halves_as_complex_numbers(smallest: float, largest: float) -> None:
+    layer = RotaryPositionalEmbedding(dims=6, min_timescale=smallest, max_timescale=largest)
+    x, positions = draw(2, 3, 2, 6), np.array([[0, 1, 2], [5, 300, 41]])
+    expected = rotate_by_complex_numbers(x, positions, smallest, largest)
+    got = layer.apply({}, jnp.array(x), jnp.array(positions))
+    np.testing.assert_allclose(got, expected, atol=1e-4)
+
+
+@given(st.integers(0, 2000), st.integers(0, 2000), st.integers(0, 2000))
+@settings(max_examples=40, deadline=None)
+def test_rotary_products_depend_on_the_distance_alone(query: int, key: int, shift: int) -> None:
+    layer = RotaryPositionalEmbedding(dims=8)
+    q, k = draw(1, 1, 1, 8, seed=1), draw(1, 1, 1, 8, seed=2)
+
+    def product(query_position: int, key_position: int) -> float:
+        turned_q = layer.apply({}, q, np.array([[query_position]]))
+        turned_k = layer.apply({}, k, np.array([[key_position]]))
+        return float(jnp.sum(turned_q * turned_k))
+
+    expected = product(query, key)
+    assert product(query + shift, key + shift) == pytest.approx(expected, abs=5e-3)
+
+
+@given(st.integers(0, 100_000))
+@settings(max_examples=25, deadline=None)
+def test_rotary_keeps_norms(position: int) -> None:
+    x = draw(1, 1, 3, 8)
+    turned = RotaryPositionalEmbedding(dims=8).apply({}, jnp.array(x), jnp.array([[position]]))
+    norms = np.linalg.norm(x, axis=-1)
+    np.testing.assert_allclose(np.linalg.norm(turned, axis=-1), norms, rtol=1e-5)
+
+
+def test_rotary_at_position_zero_is_the_identity_to_the_bit() -> None:
+    x = jnp.array(draw(2, 3, 2, 4))
+    turned = RotaryPositionalEmbedding(dims=4).apply({}, x, jnp.zeros((2, 3), jnp.int32))
+    np.testing.assert_array_equal(turned, x)
+
+
+def test_rotary_keeps_the_dtype_and_turns_in_float32() -> None:
+    x, positions = jnp.array(draw(1, 2, 1, 4), jnp.bfloat16), jnp.array([[999, 1001]])
+    layer = RotaryPositionalEmbedding(dims=4)
+    turned = layer.apply({}, x, positions)
+    assert turned.dtype == jnp.bfloat16
+    exact = layer.apply({}, x.astype(jnp.float32), positions)
+    np.testing.assert_array_equal(turned, exact.astype(jnp.bfloat16))
+
+
+def test_rotary_refuses_heads_of_another_size() -> None:
+    with pytest.raises(ValueError, match=r"RotaryPositionalEmbedding\(\): dims=4"):
+        RotaryPositionalEmbedding(dims=4).apply({}, jnp.zeros((1, 2, 1, 6)), jnp.zeros((1, 2)))
+
+
+@pytest.mark.parametrize("layer", [PositionalEmbedding, RotaryPositionalEmbedding])
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dims": 5}, "dims=5 must be even, such as 6"),
+        ({"dims": 0}, "dims=0, expected at least 1"),
+        (
+            {"dims": 4, "min_timescale": 10.0, "max_timescale": 1.0},
+            "min_timescale=10.0 and max_timescale=1.0 must be 0 < min_timescale < max_timescale",
+        ),
+    ],
+)
+def test_bad_sizes_are_refused(layer: Any, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=whole(f"{layer.__name__}(): {message}")):
+        layer(**fields).init(jax.random.key(0))
+
+
+def test_trainable_positions_refuse_an_empty_table() -> None:
+    with pytest.raises(
+        ValueError, match=whole("TrainablePositionalEmbedding(): max_length=0, expected at least 1")
+    ):
+        TrainablePositionalEmbedding(dims=4).init(jax.random.key(0))

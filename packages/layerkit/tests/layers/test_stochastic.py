@@ -1,0 +1,126 @@
+"""Dropout: when it acts, what it keeps, and that its mask knows no mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from layerkit.base_layer import BaseLayer
+from layerkit.config import sub_config_field
+from layerkit.layers.stochastic import Dropout
+
+ONES = np.ones((16, 8, 32), np.float32)
+
+
+def dropped(layer, x=ONES, *, seed=0):
+    return np.asarray(layer.apply({}, x, rngs={"random": jax.random.key(seed)}))
+
+
+def test_is_the_identity_without_training_and_needs_no_key():
+    np.testing.assert_array_equal(Dropout(rate=0.9).apply({}, ONES), ONES)
+    np.testing.assert_array_equal(Dropout(rate=0.9, train=False).apply({}, ONES), ONES)
+
+
+def test_is_the_identity_at_rate_zero_and_needs_no_key():
+    np.testing.assert_array_equal(Dropout(rate=0.0, train=True).apply({}, ONES), ONES)
+
+
+def test_needs_a_key_in_training():
+    with pytest.raises(ValueError, match=r"Dropout\(\) needs random numbers: apply with rngs="):
+        Dropout(rate=0.5, train=True).apply({}, ONES)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+def test_drops_the_rate_and_scales_up_what_it_keeps(rate):
+    outputs = dropped(Dropout(rate=rate, train=True))
+    kept = outputs != 0.0
+    np.testing.assert_allclose(outputs[kept], 1.0 / (1.0 - rate), rtol=1e-6)
+    # 4096 draws: four standard deviations of their mean.
+    assert abs(kept.mean() - (1.0 - rate)) < 4.0 * np.sqrt(rate * (1.0 - rate) / ONES.size)
+
+
+def test_the_same_key_gives_the_same_mask_and_another_key_another():
+    layer = Dropout(rate=0.5, train=True)
+    np.testing.assert_array_equal(dropped(layer), dropped(layer))
+    assert np.any(dropped(layer) != dropped(layer, seed=1))
+
+
+def test_a_dropped_value_does_not_reach_the_result_even_if_it_is_not_finite():
+    layer = Dropout(rate=0.5, train=True)
+    dead = dropped(layer) == 0.0
+    outputs = dropped(layer, np.where(dead, np.nan, 1.0).astype(np.float32))
+    assert np.all(np.isfinite(outputs))
+
+
+@pytest.mark.parametrize("dims", [(1,), (-2,)])
+def test_broadcast_dims_share_one_draw(dims):
+    outputs = dropped(Dropout(rate=0.5, broadcast_dims=dims, train=True))
+    assert outputs.shape == ONES.shape
+    np.testing.assert_array_equal(outputs, np.repeat(outputs[:, :1], 8, axis=1))
+    assert 0.0 < np.mean(outputs[:, 0] == 0.0) < 1.0
+    assert np.any(dropped(Dropout(rate=0.5, train=True)) != outputs)
+
+
+def test_a_broadcast_dimension_that_is_not_there_is_refused():
+    layer = Dropout(rate=0.5, broadcast_dims=(0, 3), train=True)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole text is compared
+        dropped(layer)
+    assert str(caught.value) == (
+        "Dropout(): broadcast_dims=(0, 3) names dimension 3 of inputs of the shape (16, 8, 32);"
+        " expected -3 to 2"
+    )
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.0, 1.5, float("nan")])
+def test_a_rate_outside_its_range_is_refused(rate):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole text is compared
+        Dropout(rate=rate).apply({}, ONES)
+    assert str(caught.value) == f"Dropout(): rate={rate}, expected 0 <= rate < 1"
+
+
+def test_computes_in_the_compute_dtype():
+    layer = Dropout(rate=0.5, train=True, fprop_dtype=jnp.bfloat16)
+    outputs = layer.apply({}, ONES, rngs={"random": jax.random.key(0)})
+    assert outputs.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(outputs == 0), dropped(layer) == 0)
+
+
+class TwoDropouts(BaseLayer):
+    first_tpl: Any = sub_config_field(Dropout.HParams, rate=0.5)
+    second_tpl: Any = sub_config_field(Dropout.HParams, rate=0.5)
+
+    def setup(self):
+        self.create_child("first", self.first_tpl)
+        self.create_child("second", self.second_tpl)
+
+    def fprop(self, x):
+        return self.first(x), self.first(x), self.second(x)
+
+
+def test_every_layer_and_every_call_draws_its_own_mask():
+    masks = TwoDropouts(train=True).apply({}, ONES, rngs={"random": jax.random.key(0)})
+    assert not np.array_equal(masks[0], masks[1])
+    assert not np.array_equal(masks[0], masks[2])
+    assert not np.array_equal(masks[1], masks[2])
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 1), (1, 8, 1), (2, 2, 2)])
+def test_the_mask_is_the_same_on_every_mesh(shape):
+    mesh = jax.make_mesh(
+        shape, ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
+    )
+    layer = Dropout(rate=0.5, train=True)
+    sharding = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None, "tensor"))
+
+    @jax.jit
+    def run(x, key):
+        return layer.apply({}, x, rngs={"random": key})
+
+    sharded = run(jax.device_put(ONES, sharding), jax.random.key(0))
+    assert sharded.sharding.shard_shape(ONES.shape) != ONES.shape
+    np.testing.assert_array_equal(sharded, dropped(layer))

@@ -1,0 +1,150 @@
+"""The samples with which Pax's documentation explains hyperparameters, nesting and sharing.
+
+Their classes stand here as they stand there; only bodies (`setup`, `fprop`) are added, to run them.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layerkit import base_layer
+from layerkit.base_layer import BaseHParams, WeightHParams, sub_config_field
+from layerkit.config import build, is_config
+from layerkit.layers import activations
+from layerkit.layers.activations import ReLU
+
+KEY = jax.random.key(0)
+X = np.array([[1.0, -2.0]], np.float32)
+
+
+class Linear(base_layer.BaseLayer):
+    """Linear layer without bias."""
+
+    class HParams(BaseHParams):
+        """Associated hyperparams for this layer class.
+
+        Attributes:
+          input_dims: Depth of the input.
+          output_dims: Depth of the output.
+        """
+
+        input_dims: int = 0
+        output_dims: int = 0
+
+    def setup(self):
+        shape = (self.input_dims, self.output_dims)
+        self.create_variable("w", WeightHParams(shape, axes=("embed", "mlp")))
+
+    def fprop(self, inputs):
+        return inputs @ self.theta.w
+
+
+class FeedForward(base_layer.BaseLayer):
+    """Feedforward layer with activation."""
+
+    class HParams(BaseHParams):
+        """Associated hyperparams for this layer class.
+
+        Attributes:
+          input_dims: Depth of the input.
+          output_dims: Depth of the output.
+          has_bias: Adds bias weights or not.
+          linear_tpl: Linear layer params.
+          activation_tpl: Activation layer params.
+        """
+
+        input_dims: int = 0
+        output_dims: int = 0
+        has_bias: bool = True
+        linear_tpl: BaseHParams = sub_config_field(Linear.HParams)
+        activation_tpl: activations.BaseActivation.HParams = sub_config_field(ReLU.HParams)
+
+    def setup(self):
+        sizes = {"input_dims": self.input_dims, "output_dims": self.output_dims}
+        self.create_child("linear", self.linear_tpl, **sizes)
+        self.create_child("activation", self.activation_tpl)
+        if self.has_bias:
+            self.create_variable("b", WeightHParams((self.output_dims,), axes=("mlp",)))
+
+    def fprop(self, inputs):
+        outputs = self.linear(inputs)
+        if self.has_bias:
+            outputs = outputs + self.theta.b
+        return self.activation(outputs)
+
+
+def test_hyperparameters():
+    layer = Linear.HParams.config(input_dims=2, output_dims=3).Instantiate()
+    assert isinstance(layer, Linear)
+    assert (layer.input_dims, layer.output_dims) == (2, 3)
+    weights = layer.init(KEY)
+    assert jax.tree.map(jnp.shape, weights) == {"params": {"w": (2, 3)}}
+    np.testing.assert_allclose(layer.apply(weights, X), X @ weights["params"]["w"], rtol=1e-6)
+
+
+def test_nesting():
+    config = FeedForward.HParams.config(input_dims=2, output_dims=3)
+    assert is_config(config.linear_tpl) and is_config(config.activation_tpl)
+    config.has_bias = False
+    layer = config.Instantiate()
+    weights = layer.init(KEY)
+    assert jax.tree.map(jnp.shape, weights) == {"params": {"linear": {"w": (2, 3)}}}
+    expected = np.maximum(X @ np.asarray(weights["params"]["linear"]["w"]), 0.0)
+    np.testing.assert_allclose(layer.apply(weights, X), expected, rtol=1e-6)
+
+
+def test_nesting_another_activation():
+    config = FeedForward.HParams.config(input_dims=2, output_dims=3, has_bias=False)
+    config.activation_tpl = activations.Tanh.HParams.config()
+    layer = config.Instantiate()
+    weights = layer.init(KEY)
+    expected = np.tanh(X @ np.asarray(weights["params"]["linear"]["w"]))
+    np.testing.assert_allclose(layer.apply(weights, X), expected, rtol=1e-5)
+
+
+def test_eager_error_checking():
+    fdl_config = Linear.HParams.config(input_dims=1, output_dims=1)
+    with pytest.raises(AttributeError, match="did you mean 'input_dims'"):
+        fdl_config.input_dimz = 31337
+    assert fdl_config.Instantiate().input_dims == 1
+
+
+def test_partial():
+    fdl_partial = Linear.HParams.partial(input_dims=1)
+    make = build(fdl_partial)
+    assert make(output_dims=4).output_dims == 4
+    assert make(input_dims=3, output_dims=4).input_dims == 3
+
+
+class Siamese(base_layer.BaseLayer):
+    """Two towers, which are one where their configs are one."""
+
+    class HParams(BaseHParams):
+        left: BaseHParams = None
+        right: BaseHParams = None
+
+    def fprop(self, inputs):
+        return self.left(inputs), self.right(inputs)
+
+
+def test_shared_layers():
+    linear = Linear.HParams.config(input_dims=2, output_dims=3)
+    shared = Siamese.HParams.config(left=linear, right=linear).Instantiate()
+    weights = shared.init(KEY)
+    assert jax.tree.map(jnp.shape, weights) == {"params": {"left": {"w": (2, 3)}}}
+    left, right = shared.apply(weights, X)
+    np.testing.assert_array_equal(left, right)
+
+
+def test_layers_that_are_equal_but_not_shared():
+    linear = Linear.HParams.config(input_dims=2, output_dims=3)
+    apart = Siamese.HParams.config(left=linear, right=linear.clone()).Instantiate()
+    weights = apart.init(KEY)
+    assert jax.tree.map(jnp.shape, weights) == {
+        "params": {"left": {"w": (2, 3)}, "right": {"w": (2, 3)}}
+    }
+    left, right = apart.apply(weights, X)
+    assert np.all(left != right)

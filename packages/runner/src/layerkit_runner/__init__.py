@@ -1,0 +1,39 @@
+"""Trains, evaluates and decodes; the command line `runner`.
+
+The names below load their modules when they are first used, so that the command line can answer a
+mistake without importing JAX.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from layerkit_runner.errors import UsageError as UsageError
+    from layerkit_runner.experiment import BaseExperiment as BaseExperiment
+    from layerkit_runner.flags import RunOptions as RunOptions
+    from layerkit_runner.overrides import Override as Override
+    from layerkit_runner.resolve import ResolvedExperiment as ResolvedExperiment
+
+# The module of each public name. A function called as its module (`resolve`) cannot be here: once
+# the module is imported, Python would find that under the name.
+_MODULES = {
+    "BaseExperiment": "experiment",
+    "Override": "overrides",
+    "ResolvedExperiment": "resolve",
+    "RunOptions": "flags",
+    "UsageError": "errors",
+}
+
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

@@ -1,0 +1,61 @@
+"""The folders of the checkpoints: their names, which are committed, which are left-overs.
+
+Orbax makes and commits the folders; this file is what we know of that, so that listing them needs
+no Orbax. A step is committed by a rename where that is atomic, so its final name says so, and by
+a last file on Google's object store, which has no rename.
+"""
+
+from __future__ import annotations
+
+import re
+
+from etils import epath
+
+STEP_PREFIX = "checkpoint"
+STEP_DIGITS = 8
+
+_STEP_NAME = re.compile(rf"{STEP_PREFIX}_(\d{{{STEP_DIGITS},}})")
+_UNFINISHED_NAME = re.compile(rf"{_STEP_NAME.pattern}\.orbax-checkpoint-tmp.*")
+_COMMIT_FILE = "commit_success.txt"
+
+
+def step_folder(directory: epath.Path, step: int) -> epath.Path:
+    """Returns where a step is: `checkpoint_00000042` for step 42."""
+    return directory / f"{STEP_PREFIX}_{step:0{STEP_DIGITS}d}"
+
+
+def committed_steps(directory: epath.Path) -> list[int]:
+    """Returns the steps that are there in whole, in rising order; none if there is no folder."""
+    return sorted(
+        int(match[1])
+        for path in _children(directory)
+        if (match := _STEP_NAME.fullmatch(path.name)) and _is_committed(path)
+    )
+
+
+def unfinished(directory: epath.Path) -> list[epath.Path]:
+    """Returns the folders of saves that never ended, by name. They were never checkpoints."""
+    return sorted(
+        path
+        for path in _children(directory)
+        if _UNFINISHED_NAME.fullmatch(path.name)
+        or (_STEP_NAME.fullmatch(path.name) and not _is_committed(path))
+    )
+
+
+def move_aside(path: epath.Path) -> epath.Path:
+    """Renames a damaged step out of the way and returns its new place, never over another one."""
+    aside = path.parent / f"damaged_{path.name}"
+    number = 1
+    while aside.exists():
+        number += 1
+        aside = path.parent / f"damaged_{path.name}_{number}"
+    return path.rename(aside)
+
+
+def _children(directory: epath.Path) -> list[epath.Path]:
+    return list(directory.iterdir()) if directory.exists() else []
+
+
+def _is_committed(path: epath.Path) -> bool:
+    return not str(path).startswith("gs://") or (path / _COMMIT_FILE).exists()

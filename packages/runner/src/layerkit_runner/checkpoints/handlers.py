@@ -1,0 +1,192 @@
+"""The items of a checkpoint step, as Orbax's composite step wants them.
+
+A step holds `state`, `input_states`, `metadata` and `integrity`. Orbax writes them side by side,
+finalises them in the order of `item_registry`, and then commits the step. Importing this file
+imports Orbax (most of a second), so only `manager.py` does, and late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+
+from layerkit_runner.checkpoints import formats, input_states, integrity, structure
+
+
+@dataclasses.dataclass
+class StateSave(ocp.args.CheckpointArgs):
+    """Saves the leaves of a state; see `StateHandler`."""
+
+    leaves: Mapping[structure.LeafPath, jax.Array]
+    state_format: formats.StateFormat
+
+
+@dataclasses.dataclass
+class StateRestore(ocp.args.CheckpointArgs):
+    """Restores all leaves, each with the sharding of its target."""
+
+    targets: Mapping[structure.LeafPath, Any]
+
+
+@dataclasses.dataclass
+class ProcessJsonSave(ocp.args.CheckpointArgs):
+    """Saves this process's JSON text."""
+
+    text: str
+
+
+@dataclasses.dataclass
+class ProcessJsonRestore(ocp.args.CheckpointArgs):
+    """Restores this process's own value."""
+
+
+@dataclasses.dataclass
+class ManifestSave(ocp.args.CheckpointArgs):
+    """Asks for the manifest of the step."""
+
+
+@dataclasses.dataclass
+class ManifestRestore(ocp.args.CheckpointArgs):
+    """Reads the findings about the step."""
+
+
+class _AsyncHandler(ocp.handlers.AsyncCheckpointHandler):
+    """Derives the synchronous half of Orbax's interface from the asynchronous one."""
+
+    def save(self, directory: epath.Path, args: ocp.args.CheckpointArgs) -> None:
+        for commit in asyncio.run(self.async_save(directory, args)) or ():
+            commit.result()
+
+
+class StateHandler(_AsyncHandler):
+    """Saves and restores a state in either format, under the same item.
+
+    One handler for both, because Orbax finalises an item with the first handler it has for it,
+    whichever one wrote it.
+    """
+
+    def __init__(self) -> None:
+        self._arrays = _array_storage()
+
+    async def async_save(
+        self, directory: epath.Path, args: StateSave
+    ) -> list[ocp.future.Future] | None:
+        """Copies the state to the host; returns what is left to write in the background."""
+        if args.state_format is formats.StateFormat.TENSORSTORE:
+            nested = structure.nest(args.leaves)
+            return await self._arrays.async_save(directory, args=ocp.args.PyTreeSave(nested))
+        if jax.process_index() != 0:
+            return None
+        leaves = formats.host_copy(args.leaves)
+
+        async def write() -> None:
+            formats.write_msgpack(directory, leaves)
+
+        return [ocp.future.CommitFutureAwaitingContractedSignals(write(), name="state_msgpack")]
+
+    def restore(
+        self, directory: epath.Path, args: StateRestore
+    ) -> dict[structure.LeafPath, jax.Array]:
+        """Restores the leaves by path."""
+        if formats.format_of(directory) is formats.StateFormat.MSGPACK:
+            return formats.read_msgpack(directory, args.targets)
+        nested = structure.nest(
+            {
+                path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+                for path, leaf in args.targets.items()
+            }
+        )
+        restore_args = ocp.checkpoint_utils.construct_restore_args(nested)
+        restored = self._arrays.restore(
+            directory, args=ocp.args.PyTreeRestore(item=nested, restore_args=restore_args)
+        )
+        return structure.named_leaves(restored)
+
+    def finalize(self, directory: epath.Path) -> None:
+        """Merges what the processes wrote; the single file needs nothing."""
+        if formats.format_of(directory) is formats.StateFormat.TENSORSTORE:
+            self._arrays.finalize(directory)
+
+    def close(self) -> None:
+        """Releases Orbax's threads."""
+        self._arrays.close()
+
+
+class ProcessJsonHandler(_AsyncHandler):
+    """Stores one JSON file per process, as where each stands in its input."""
+
+    async def async_save(
+        self, directory: epath.Path, args: ProcessJsonSave
+    ) -> list[ocp.future.Future]:
+        """Writes this process's file in the background."""
+
+        async def write() -> None:
+            input_states.write(directory, args.text)
+
+        return [ocp.future.CommitFutureAwaitingContractedSignals(write(), name="process_json")]
+
+    def restore(self, directory: epath.Path, args: ProcessJsonRestore) -> dict[str, Any]:
+        """Returns this process's value; see `input_states.read`."""
+        del args
+        return input_states.read(directory)
+
+
+class ManifestHandler(ocp.handlers.CheckpointHandler):
+    """Writes the manifest when the items registered before it are final."""
+
+    def save(self, directory: epath.Path, args: ManifestSave) -> None:
+        """Does nothing: the files to be listed are still being written."""
+
+    def finalize(self, directory: epath.Path) -> None:
+        """Lists the whole step; runs on one process, after all have written."""
+        integrity.write(directory.parent, manifest_directory=directory)
+
+    def restore(self, directory: epath.Path, args: ManifestRestore) -> Sequence[integrity.Finding]:
+        """Returns the findings about the step."""
+        return integrity.verify(directory.parent)
+
+
+def stored_leaves(
+    state_directory: epath.Path,
+) -> dict[structure.LeafPath, structure.LeafSpec]:
+    """Returns names, shapes and dtypes of the stored leaves of either format; reads no array."""
+    if formats.format_of(state_directory) is formats.StateFormat.MSGPACK:
+        return formats.msgpack_leaves(state_directory)
+    reader = _array_storage()
+    try:
+        stored = structure.named_leaves(reader.metadata(state_directory).tree)
+    finally:
+        reader.close()
+    return {path: structure.spec_of(leaf) for path, leaf in stored.items()}
+
+
+def item_registry() -> ocp.handlers.CheckpointHandlerRegistry:
+    """Returns the handlers of all items, the manifest's last: it lists what the others wrote."""
+    state, inputs = StateHandler(), ProcessJsonHandler()
+    metadata, manifest = ocp.handlers.JsonCheckpointHandler("metadata.json"), ManifestHandler()
+    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    registry.add("state", StateSave, state)
+    registry.add("state", StateRestore, state)
+    registry.add("input_states", ProcessJsonSave, inputs)
+    registry.add("input_states", ProcessJsonRestore, inputs)
+    registry.add("metadata", ocp.args.JsonSave, metadata)
+    registry.add("metadata", ocp.args.JsonRestore, metadata)
+    registry.add("integrity", ManifestSave, manifest)
+    registry.add("integrity", ManifestRestore, manifest)
+    return registry
+
+
+def _array_storage() -> ocp.handlers.PyTreeCheckpointHandler:
+    # To have every replica write its share, Orbax slices arrays on the devices, which compiles a
+    # program per shape: seconds before the first save. Between processes that pays; in one, not.
+    arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=jax.process_count() > 1)
+    return ocp.handlers.PyTreeCheckpointHandler(
+        use_ocdbt=True,
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, arrays)),
+    )

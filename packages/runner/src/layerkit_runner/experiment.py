@@ -1,0 +1,141 @@
+"""An experiment: a class whose UPPER_CASE attributes are its knobs and whose methods say what runs.
+
+    class MyLm(BaseExperiment):
+        \"\"\"A small language model.\"\"\"
+
+        NUM_LAYERS: int = 4
+        MODEL_DIMS: int = 256
+
+        def task(self): ...        # a Config, made from self.NUM_LAYERS, self.MODEL_DIMS, …
+        def datasets(self): ...    # Configs of inputs
+
+A new knob needs an annotation; a subclass may assign an inherited one without. Assigning a name
+that nobody declared is an error when the class is made, because a misspelt knob would otherwise do
+nothing, in silence. Knobs can be overridden for one instance, `MyLm(NUM_LAYERS=2)`, which happens
+before any method is called: what the methods derive from them is never stale. Plain classes with
+annotated knobs can be mixed in.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from layerkit_runner import field_types
+from layerkit_runner.errors import FieldError, did_you_mean
+from layerkit_runner.overrides import unknown_field
+
+if TYPE_CHECKING:
+    from layerkit.config import Config
+
+_FIELD_NAME = re.compile(r"[A-Z][A-Z0-9_]*")
+
+
+class BaseExperiment:
+    """Base of all experiments.
+
+    A class that only serves as a base for others says so by `class Base(BaseExperiment,
+    abstract=True)` or by a name that starts with an underscore; it is not listed and does not run.
+    """
+
+    _is_abstract: ClassVar[bool] = True
+
+    def __init_subclass__(cls, *, abstract: bool = False, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._is_abstract = abstract or cls.__name__.startswith("_")
+        declared = _annotated_fields(cls)
+        assigned = [(base, name) for base in cls.__mro__ for name in vars(base)]
+        for base, name in assigned:
+            if is_field_name(name) and name not in declared:
+                value = vars(base)[name]
+                raise TypeError(
+                    f"{base.__qualname__} assigns {name}, which is not declared"
+                    f"{did_you_mean(name, declared)} A new field needs an annotation, such as "
+                    f"{name}: {type(value).__name__} = {value!r}."
+                )
+
+    def __init__(self, **overrides: Any):
+        """Makes the experiment with some fields overridden.
+
+        Raises:
+          FieldError: (a TypeError) an override names no field; a field, overridden or not, has a
+            value that does not fit its annotation; a field has no value.
+        """
+        declared = experiment_fields(type(self))
+        for name in overrides:
+            if name not in declared:
+                raise FieldError(unknown_field(type(self).__qualname__, name, declared))
+        missing = [n for n in declared if n not in overrides and not hasattr(self, n)]
+        if missing:
+            raise FieldError(f"{type(self).__qualname__} needs a value for {', '.join(missing)}.")
+        self._overrides = dict(overrides)
+        for name in declared:
+            setattr(self, name, overrides.get(name, getattr(self, name, None)))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if is_field_name(name):
+            declared = experiment_fields(type(self))
+            if name not in declared:
+                raise FieldError(unknown_field(type(self).__qualname__, name, declared))
+            try:
+                value = field_types.convert(value, declared[name])
+            except field_types.MismatchError as error:
+                raise FieldError(f"{type(self).__qualname__}.{name}: {error}") from None
+        super().__setattr__(name, value)
+
+    @property
+    def overrides(self) -> types.MappingProxyType[str, Any]:
+        """The fields that were given other values than the class has, by name."""
+        return types.MappingProxyType(self._overrides)
+
+    def task(self) -> Config:
+        """The task to train: a config of a `SingleTask`."""
+        raise NotImplementedError(f"{type(self).__qualname__} must define task()")
+
+    def datasets(self) -> list[Config]:
+        """Configs of the inputs: those to train on have `is_training=True`, the others evaluate."""
+        raise NotImplementedError(f"{type(self).__qualname__} must define datasets()")
+
+    def decode_datasets(self) -> list[Config]:
+        """Configs of the inputs whose examples are decoded; none by default."""
+        return []
+
+    def partitioner(self) -> Config:
+        """How the work is laid out over devices; by default they share the rows of each batch."""
+        # Partitioning needs JAX, which a class body or a look at the fields must not load.
+        from layerkit_runner.partitioning import SpmdPartitioner
+
+        return SpmdPartitioner.HParams.config()
+
+    def validate(self) -> None:
+        """Cheap checks of the fields against each other, after overrides, before anything is made.
+
+        Raises:
+          ValueError: what does not fit together; the command line shows it without a traceback.
+        """
+
+
+def is_field_name(name: str) -> bool:
+    """Whether `name` is spelt as the fields of experiments are: `NUM_LAYERS`."""
+    return _FIELD_NAME.fullmatch(name) is not None
+
+
+def experiment_fields(cls: type) -> dict[str, str | None]:
+    """The fields of an experiment class, those of its bases first, each with its annotation's text.
+
+    A property of a field's name makes it a derived value, which is no field any more.
+    """
+    fields = _annotated_fields(cls)
+    derived = {name for name in fields if isinstance(getattr(cls, name, None), property)}
+    return {name: text for name, text in fields.items() if name not in derived}
+
+
+def _annotated_fields(cls: type) -> dict[str, str | None]:
+    return {
+        name: field_types.annotation_text(annotation)
+        for base in reversed(cls.__mro__)
+        for name, annotation in inspect.get_annotations(base).items()
+        if is_field_name(name)
+    }

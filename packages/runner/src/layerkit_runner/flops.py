@@ -1,0 +1,167 @@
+"""Model FLOPs of a function, counted on its jaxpr: no device, no compilation.
+
+The count is analytic: XLA's own cost analysis counts the body of a loop once, and counts what
+rematerialisation repeats, neither of which says what a model costs. Only contractions count
+(matrix products, convolutions, fused attention), two FLOPs for each multiply-add. That is the
+convention of Chowdhery et al., "PaLM", 2022, appendix B.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.extend import core
+
+CAUSAL_SCOPE = "causal_attention"
+"""`jax.named_scope` under which contractions count half, as half of their work is masked out."""
+
+_FORWARDS_PER_TRAINING_STEP = 3
+# The scope as one whole part of a name stack such as 'jvp(vmap(causal_attention))/dot'.
+_IN_CAUSAL_SCOPE = re.compile(rf"(?:^|[/(]){CAUSAL_SCOPE}(?:$|[/)])")
+
+
+def forward_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
+    """FLOPs of one call of `fn`, summed over all devices.
+
+    - A scan counts its body once per iteration; a conditional counts its dearest branch; a `while`
+      loop of unknown length counts its body ONCE; a Pallas kernel counts its body once per cell of
+      its grid.
+    - What `jax.checkpoint` would repeat in a backward pass is not counted.
+    - Inside `shard_map` the count of one shard is multiplied by the sizes of the mesh axes that
+      split an input; work that several such shards repeat counts as often as it is done.
+    - Contractions under `jax.named_scope('causal_attention')` count half.
+    - A one-hot matrix product counts as the matrix product it is.
+
+    Args:
+      fn: any function that JAX can trace.
+      *abstract_args: pytrees of `jax.ShapeDtypeStruct` (or arrays, of which only shapes matter).
+
+    >>> import jax.numpy as jnp
+    >>> shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    >>> forward_flops(lambda a, b: a @ b, shape, shape)  # 2 · 8 · 8 · 8
+    1024.0
+    """
+    return _jaxpr_flops(jax.make_jaxpr(fn)(*abstract_args).jaxpr, is_causal=False)
+
+
+def training_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
+    """Model FLOPs of one training step whose loss is `fn`: three times the forward pass.
+
+    The backward pass makes two products for each of the forward pass, one towards the inputs and
+    one towards the weights. Rematerialisation and the optimizer are not model FLOPs. Weights that
+    are not trained need less than this says.
+    """
+    return _FORWARDS_PER_TRAINING_STEP * forward_flops(fn, *abstract_args)
+
+
+def _jaxpr_flops(jaxpr: core.Jaxpr, *, is_causal: bool) -> float:
+    return sum((_equation_flops(eqn, is_causal=is_causal) for eqn in jaxpr.eqns), 0.0)
+
+
+def _equation_flops(eqn: core.JaxprEqn, *, is_causal: bool) -> float:
+    # The name stack of an inner jaxpr starts anew, so the scope is handed down.
+    is_causal = is_causal or bool(_IN_CAUSAL_SCOPE.search(str(eqn.source_info.name_stack)))
+    if eqn.primitive.name in _CONTRACTIONS:
+        flops = float(_CONTRACTIONS[eqn.primitive.name](eqn))
+        return flops / 2 if is_causal else flops
+    inner = [_jaxpr_flops(jaxpr, is_causal=is_causal) for jaxpr in _inner_jaxprs(eqn)]
+    if eqn.primitive.name == "cond":
+        return max(inner)
+    return _repeats(eqn) * sum(inner)
+
+
+def _repeats(eqn: core.JaxprEqn) -> int:
+    """How often the inner jaxprs of an equation run, as far as the equation tells."""
+    match eqn.primitive.name:
+        case "scan":
+            return int(eqn.params["length"])
+        case "shard_map":
+            return _num_shards(eqn)
+        case "pallas_call":
+            return math.prod(d for d in eqn.params["grid_mapping"].grid if isinstance(d, int))
+        case _:
+            return 1
+
+
+def _num_shards(eqn: core.JaxprEqn) -> int:
+    splitting: set[str] = set()
+    for spec in eqn.params["in_specs"]:
+        for entry in spec:
+            splitting.update((entry,) if isinstance(entry, str) else entry or ())
+    mesh_shape = eqn.params["mesh"].shape
+    return math.prod(mesh_shape[axis] for axis in splitting)
+
+
+def _inner_jaxprs(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:
+    for value in eqn.params.values():
+        for part in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(part, core.ClosedJaxpr):
+                yield part.jaxpr
+            elif isinstance(part, core.Jaxpr):
+                yield part
+
+
+def _shape(operand: Any) -> tuple[int, ...]:
+    return operand.aval.shape
+
+
+def _dot_flops(eqn: core.JaxprEqn) -> int:
+    (_, contracted), (_, batch) = eqn.params["dimension_numbers"]
+    return _product_flops(eqn, contracted, batch)
+
+
+def _ragged_dot_flops(eqn: core.JaxprEqn) -> int:
+    # Each row meets the weights of its own group alone, so the groups' axis does not multiply.
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+    return _product_flops(eqn, contracted, (*batch, *numbers.rhs_group_dimensions))
+
+
+def _product_flops(eqn: core.JaxprEqn, contracted: tuple[int, ...], shared: tuple[int, ...]) -> int:
+    """Each scalar on the left meets every free scalar on the right in one multiply-add."""
+    lhs, rhs = map(_shape, eqn.invars[:2])
+    bound = {*contracted, *shared}
+    free = math.prod(size for axis, size in enumerate(rhs) if axis not in bound)
+    return 2 * math.prod(lhs) * free
+
+
+def _conv_flops(eqn: core.JaxprEqn) -> int:
+    """Each output scalar is one sum over the kernel's window and its group's input channels.
+
+    Padding counts, as for a dense product; zeros put between inputs (`lhs_dilation`) do not.
+    """
+    kernel = _shape(eqn.invars[1])
+    output = _shape(eqn.outvars[0])
+    out_features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+    multiply_adds = math.prod(output) * math.prod(kernel) // out_features
+    return 2 * multiply_adds // math.prod(eqn.params["lhs_dilation"])
+
+
+def _fused_attention_flops(eqn: core.JaxprEqn) -> int:
+    """Two products, queries with keys and weights with values, in one cuDNN call.
+
+    Layout 0 is [batch, length, heads, head_dim], layout 1 [batch, heads, length, head_dim].
+    """
+    query, key = map(_shape, eqn.invars[:2])
+    length_axis = 1 if eqn.params["layout"] == 0 else 2
+    return 2 * 2 * math.prod(query) * key[length_axis]
+
+
+def _scaled_matmul_flops(eqn: core.JaxprEqn) -> int:
+    """Block-scaled product of [batch, rows, contracted] and [batch, columns, contracted]."""
+    lhs, rhs = map(_shape, eqn.invars[:2])
+    return 2 * math.prod(lhs) * rhs[1]
+
+
+_CONTRACTIONS: dict[str, Callable[[core.JaxprEqn], int]] = {
+    "dot_general": _dot_flops,
+    "ragged_dot_general": _ragged_dot_flops,
+    "conv_general_dilated": _conv_flops,
+    "scaled_matmul_wrapper": _scaled_matmul_flops,
+    "dot_product_attention_fwd_wrapper": _fused_attention_flops,
+    "dot_product_attention_fp8_fwd_wrapper": _fused_attention_flops,
+}

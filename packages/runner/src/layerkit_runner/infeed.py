@@ -1,0 +1,70 @@
+"""Builds inputs for this process: which rows it feeds follows from how the batch is sharded."""
+
+from __future__ import annotations
+
+import jax
+from layerkit.config import Config
+from layerkit_inputs.base_input import BaseInput
+from layerkit_inputs.feeds import FeedPlan, plan_feeds
+
+from layerkit_runner.errors import UsageError
+from layerkit_runner.partitioning import Partitioner
+
+
+def make_input(config: Config, partitioner: Partitioner) -> BaseInput:
+    """Builds an input with the batch size and the place of this process filled in.
+
+    Args:
+      config: Of an input that sets `batch_size` (rows on each host) or `percore_batch_size` (rows
+        per device, a fraction where several devices share a row).
+      partitioner: Started.
+
+    Raises:
+      UsageError: the batch cannot be spread evenly over the devices, or the input refuses its fields.
+    """
+    name = dataset_name(config)
+    filled = config.clone()
+    percore = filled.percore_batch_size
+    if percore is not None:
+        if filled.batch_size is not None:
+            raise UsageError(
+                f"{name}: set batch_size or percore_batch_size, not both"
+                f" ({filled.batch_size} and {percore})"
+            )
+        rows = percore * partitioner.mesh.size
+        if rows != int(rows):
+            raise UsageError(
+                f"{name}: percore_batch_size={percore} on {partitioner.mesh.size} devices is a global"
+                f" batch of {rows} rows, which is no whole number"
+            )
+        global_rows = int(rows)
+    elif filled.batch_size is not None:
+        global_rows = filled.batch_size * jax.process_count()
+    else:
+        raise UsageError(f"{name}: set batch_size or percore_batch_size")
+    partitioner.check_batch_size(global_rows, source=name)
+    plan = feed_plan(global_rows, partitioner)
+    filled.set(
+        batch_size=plan.batch_size,
+        num_infeed_hosts=plan.num_infeed_hosts,
+        infeed_host_index=plan.infeed_host_index(jax.process_index()),
+    )
+    try:
+        return filled.Instantiate()
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def feed_plan(global_rows: int, partitioner: Partitioner) -> FeedPlan:
+    """Which process feeds which rows of a global batch."""
+    held: dict[int, list[tuple[int, int]]] = {}
+    shape = (global_rows,)
+    for device, (rows,) in partitioner.batch_sharding().devices_indices_map(shape).items():
+        start, stop, _ = rows.indices(global_rows)
+        held.setdefault(device.process_index, []).append((start, stop))
+    return plan_feeds(held)
+
+
+def dataset_name(config: Config) -> str:
+    """What a data set is called in outputs: its `name`, else its class."""
+    return config.name or config.__fn_or_cls__.__name__

@@ -1,0 +1,163 @@
+"""Job: what every mode of `runner` needs before it can do its work."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+from typing import Any
+
+import jax
+from etils import epath
+from layerkit_inputs.base_input import BaseInput
+
+from layerkit_runner.checkpoints import CheckpointManager, CheckpointPolicy, StateFormat
+from layerkit_runner.errors import UsageError
+from layerkit_runner.flags import RunOptions
+from layerkit_runner.infeed import dataset_name, make_input
+from layerkit_runner.observers import MetricsLog, Observer, Observers, Progress, TensorBoard
+from layerkit_runner.partitioning import Partitioner, PmapPartitioner
+from layerkit_runner.resolve import ResolvedExperiment
+from layerkit_runner.task import SingleTask
+
+_DISTRIBUTIONS = ("layerkit", "layerkit-runner", "jax", "flax", "optax", "orbax-checkpoint")
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A started job: devices arranged, task built and bound.
+
+    Attributes:
+      mode: What `--mode` says.
+      resolved: The experiment and its configs.
+      options: The other flags.
+      directory: Where outputs go; None keeps nothing.
+      task: Built, and bound to the partitioner.
+      partitioner: Started.
+      observers: Whom to report to.
+    """
+
+    mode: str
+    resolved: ResolvedExperiment
+    options: RunOptions
+    directory: epath.Path | None
+    task: SingleTask
+    partitioner: Partitioner
+    observers: Observer
+
+    def checkpoints(self, *, read_only: bool, directory: str | None = None) -> CheckpointManager:
+        """The checkpoints of this job, or those of another job's folder."""
+        folder = self.directory if directory is None else epath.Path(directory)
+        assert folder is not None
+        train = self.task.train
+        policy = CheckpointPolicy(
+            save_interval_steps=train.save_interval_steps, max_to_keep=train.save_max_to_keep
+        )
+        one_file = isinstance(self.partitioner, PmapPartitioner)
+        one_file = one_file and not self.options.pmap_use_tensorstore
+        return CheckpointManager(
+            checkpoint_folder(folder),
+            policy=policy,
+            state_format=StateFormat.MSGPACK if one_file else StateFormat.TENSORSTORE,
+            read_only=read_only,
+            report=self.observers.message,
+        )
+
+    def train_input(self) -> BaseInput:
+        """The input to train on.
+
+        Raises:
+          UsageError: there is not exactly one.
+        """
+        training = [config for config in self.resolved.datasets if config.is_training]
+        if len(training) != 1:
+            raise UsageError(
+                f"{self.resolved.name}.datasets() must hold one input with is_training=True to train"
+                f" on, not {len(training)}"
+            )
+        return make_input(training[0], self.partitioner)
+
+    def eval_inputs(self) -> dict[str, BaseInput]:
+        """The inputs to evaluate on, by name."""
+        held_out = [config for config in self.resolved.datasets if not config.is_training]
+        return self._named(held_out)
+
+    def decode_inputs(self) -> dict[str, BaseInput]:
+        """The inputs to decode, by name."""
+        return self._named(self.resolved.decode_datasets)
+
+    def _named(self, configs: list[Any]) -> dict[str, BaseInput]:
+        inputs: dict[str, BaseInput] = {}
+        for config in configs:
+            name = dataset_name(config)
+            if name in inputs:
+                raise UsageError(f"two data sets are named {name!r}; give each a name of its own")
+            inputs[name] = make_input(config, self.partitioner)
+        return inputs
+
+
+def start_job(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> Job:
+    """Builds task and partitioner and starts the devices.
+
+    Raises:
+      UsageError: fields or flags that do not fit together or do not fit the devices.
+    """
+    enable_compilation_cache(options)
+    partitioner, task = build_parts(resolved)
+    if options.pmap_use_tensorstore and not isinstance(partitioner, PmapPartitioner):
+        raise UsageError(
+            "--pmap_use_tensorstore is for experiments under pmap; this one runs under"
+            f" {type(partitioner).__name__}, which always writes TensorStore checkpoints"
+        )
+    partitioner.start()
+    partitioner.bind(task)
+    writes = options.job_log_dir is not None
+    directory = epath.Path(options.job_log_dir) if writes else None
+    observers: list[Observer] = []
+    if jax.process_index() == 0:
+        observers.append(Progress())
+        if directory is not None:
+            observers += [MetricsLog(), TensorBoard()]
+    return Job(mode, resolved, options, directory, task, partitioner, Observers(observers))
+
+
+def build_parts(resolved: ResolvedExperiment) -> tuple[Partitioner, SingleTask]:
+    """The partitioner and the task of an experiment.
+
+    Raises:
+      UsageError: a field is refused when they are built.
+    """
+    try:
+        return resolved.partitioner.Instantiate(), resolved.task.Instantiate()
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{resolved.name}: {error}") from error
+
+
+def checkpoint_folder(directory: epath.Path) -> epath.Path:
+    """Where a job's checkpoints are: DIR/checkpoints, or DIR if it is such a folder itself."""
+    return directory if directory.name == "checkpoints" else directory / "checkpoints"
+
+
+def enable_compilation_cache(options: RunOptions) -> None:
+    """Keeps compiled programs on disk, so that a restart or a second run starts fast."""
+    folder = options.jax_compilation_cache or os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    if folder == "off":
+        jax.config.update("jax_enable_compilation_cache", False)
+        return
+    if folder is None:
+        cache_home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        folder = os.path.join(cache_home, "layerkit", "jax")
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides the numbers of a run."""
+    found = {}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed as a distribution"
+    return found

@@ -1,0 +1,28 @@
+"""Observers: everything that watches a run, and none of what trains it.
+
+Importing this package loads neither JAX, tensorboardX, matplotlib nor tqdm: each is imported when
+it is first used.
+"""
+
+from layerkit_runner.observers.base import Observer, Observers, RunInfo
+from layerkit_runner.observers.device_peaks import peak_flops
+from layerkit_runner.observers.loss_curve import draw_loss_curve
+from layerkit_runner.observers.metrics_log import Metrics, MetricsLog, metrics_path, read_metrics
+from layerkit_runner.observers.progress import Progress
+from layerkit_runner.observers.tensorboard import TensorBoard
+from layerkit_runner.observers.throughput import Throughput
+
+__all__ = [
+    "Metrics",
+    "MetricsLog",
+    "Observer",
+    "Observers",
+    "Progress",
+    "RunInfo",
+    "TensorBoard",
+    "Throughput",
+    "draw_loss_curve",
+    "metrics_path",
+    "peak_flops",
+    "read_metrics",
+]

@@ -1,0 +1,34 @@
+"""Optimizers that Optax offers only in parts."""
+
+from __future__ import annotations
+
+import optax
+
+
+def adam_with_update_cap(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-6,
+    weight_decay: float = 0.0,
+    update_rms_cap: float | None = 1.0,
+) -> optax.GradientTransformation:
+    """Adam as Pax's language models use it (Kingma and Ba, 2015; the cap is Adafactor's, 2018).
+
+    Args:
+      learning_rate: A number or schedule.
+      b1: Decay of the first moment.
+      b2: Decay of the second moment.
+      eps: Added to the root of the second moment.
+      weight_decay: Decoupled (Loshchilov and Hutter, 2019).
+      update_rms_cap: Each tensor's update is scaled down to this root mean square before the learning
+        rate; None for no cap.
+    """
+    cap = optax.identity() if update_rms_cap is None else optax.clip_by_block_rms(update_rms_cap)
+    return optax.chain(
+        optax.scale_by_adam(b1=b1, b2=b2, eps=eps),
+        cap,
+        optax.add_decayed_weights(weight_decay),
+        optax.scale_by_learning_rate(learning_rate),
+    )

@@ -1,0 +1,78 @@
+"""Device meshes: ICI × DCN, elementwise.
+
+`ici_mesh_shape` says how the devices of one slice (fast network) are arranged, `dcn_mesh_shape` how
+slices (or hosts) are; the mesh is their elementwise product, with the slow network outermost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+from layerkit_runner.errors import UsageError
+
+
+def make_mesh(
+    axis_names: Sequence[str],
+    *,
+    ici_mesh_shape: Sequence[int] | None = None,
+    dcn_mesh_shape: Sequence[int] | None = None,
+    devices: Sequence[Any] | None = None,
+) -> Mesh:
+    """Arranges devices in a mesh.
+
+    Args:
+      axis_names: Names of the mesh axes.
+      ici_mesh_shape: A size per axis within one slice; None puts every device on the first axis.
+      dcn_mesh_shape: A size per axis across slices; None for one slice.
+      devices: All devices of all processes by default.
+
+    Raises:
+      UsageError: sizes that do not match the names or the number of devices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    if ici_mesh_shape is None:
+        ici_mesh_shape = [len(devices), *([1] * (len(axis_names) - 1))]
+    dcn_mesh_shape = dcn_mesh_shape or [1] * len(axis_names)
+    for field, shape in (("ici_mesh_shape", ici_mesh_shape), ("dcn_mesh_shape", dcn_mesh_shape)):
+        if len(shape) != len(axis_names) or any(size < 1 for size in shape):
+            raise UsageError(
+                f"partitioner.{field}={list(shape)} needs one size of at least 1 for each of"
+                f" {', '.join(axis_names)}"
+            )
+    needed = math.prod(ici_mesh_shape) * math.prod(dcn_mesh_shape)
+    if needed != len(devices):
+        kind = devices[0].device_kind if devices else "none"
+        raise UsageError(
+            f"the mesh needs {needed} devices (ici_mesh_shape={list(ici_mesh_shape)} ×"
+            f" dcn_mesh_shape={list(dcn_mesh_shape)} over {', '.join(axis_names)}), but there are"
+            f" {len(devices)} ({kind}).\nFor these devices try"
+            f" --fdl.ICI_MESH_SHAPE={[len(devices), *([1] * (len(axis_names) - 1))]}"
+            f"{' --fdl.DCN_MESH_SHAPE=None' if math.prod(dcn_mesh_shape) > 1 else ''}"
+        )
+    arranged = _arrange(list(ici_mesh_shape), list(dcn_mesh_shape), devices)
+    return Mesh(arranged, tuple(axis_names), axis_types=(AxisType.Auto,) * len(axis_names))
+
+
+def _arrange(ici: list[int], dcn: list[int], devices: list[Any]) -> np.ndarray:
+    if math.prod(dcn) == 1:
+        return mesh_utils.create_device_mesh(ici, devices=devices)
+    slices = {getattr(device, "slice_index", None) for device in devices}
+    if len(slices) == math.prod(dcn) and None not in slices:
+        return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices=devices)
+    processes = {device.process_index for device in devices}
+    if len(processes) == math.prod(dcn):
+        return mesh_utils.create_hybrid_device_mesh(
+            ici, dcn, devices=devices, process_is_granule=True
+        )
+    # Devices that do not say where they are (simulated ones): consecutive devices form a slice.
+    # Axes are then ordered [dcn_0, ici_0, dcn_1, ici_1, …], the slow network outermost.
+    grid = np.asarray(devices, dtype=object).reshape([*dcn, *ici])
+    order = [axis for pair in zip(range(len(dcn)), range(len(dcn), 2 * len(dcn))) for axis in pair]
+    return grid.transpose(order).reshape([d * i for d, i in zip(dcn, ici, strict=True)])

@@ -1,0 +1,176 @@
+"""Partitioner: where state and batches live, and how a step is compiled for them.
+
+The task's steps, the programs and the checkpoints do not know which partitioner runs them. A concrete
+one says three things: the shardings of state and batch, and how a step function is spread over
+the mesh (`_spread`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from layerkit.config import Configurable
+from layerkit.nested_map import NestedMap
+from layerkit.sharding import BoundSharding
+from layerkit.weights import is_box, unbox
+
+from layerkit_runner.errors import UsageError
+from layerkit_runner.task import SingleTask
+from layerkit_runner.train_state import TrainState
+
+ROWS = "rows"
+REPLICATED = "replicated"
+
+
+class Partitioner(Configurable):
+    """Base of the SPMD and pmap partitioners; call `start` before anything else."""
+
+    _mesh: Mesh | None = None
+
+    def start(self, devices: Any = None) -> None:
+        """Arranges the devices (all of them by default) in this partitioner's mesh."""
+        self._mesh = self._make_mesh(devices)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices and their named axes."""
+        if self._mesh is None:
+            raise RuntimeError("Partitioner.start() has not been called")
+        return self._mesh
+
+    # What a concrete partitioner defines.
+
+    def _make_mesh(self, devices: Any) -> Mesh:
+        raise NotImplementedError
+
+    def model_sharding(self) -> BoundSharding:
+        """What the model's layers are bound to."""
+        raise NotImplementedError
+
+    def batch_axes(self) -> tuple[str, ...]:
+        """Mesh axes that the rows of a batch are split over."""
+        raise NotImplementedError
+
+    def _weight_spec(self, path: str, axes: Any, shape: tuple[int, ...]) -> PartitionSpec:
+        raise NotImplementedError
+
+    def _spread(self, step: Callable[..., Any], *, output: str) -> Callable[..., Any]:
+        """`step(state, batch, context)` as a function of global `(state, batch)`."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """One line for people."""
+        raise NotImplementedError
+
+    # What is the same for all.
+
+    def bind(self, task: SingleTask) -> None:
+        """Binds the task's model to this partitioner's mesh and rules."""
+        task.bind_sharding(self.model_sharding())
+
+    def abstract_state(self, task: SingleTask) -> TrainState:
+        """The state as shapes, dtypes and shardings; nothing is computed."""
+        boxed = jax.eval_shape(lambda: task.init_state(jax.random.key(0)))
+
+        def place(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+            array = leaf.value if is_box(leaf) else leaf
+            # An optimizer may keep something of another rank beside a weight; that is replicated.
+            named = is_box(leaf) and len(leaf.axes) == array.ndim
+            axes = leaf.axes if named else (None,) * array.ndim
+            spec = self._weight_spec(jax.tree_util.keystr(path), axes, array.shape)
+            return jax.ShapeDtypeStruct(
+                array.shape, array.dtype, sharding=NamedSharding(self.mesh, spec)
+            )
+
+        return jax.tree_util.tree_map_with_path(place, boxed, is_leaf=is_box)
+
+    def state_shardings(self, task: SingleTask) -> TrainState:
+        """The shardings of the state."""
+        return jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state(task))
+
+    def init_fn(self, task: SingleTask) -> Callable[[], TrainState]:
+        """A jitted function that makes the first state, born sharded: no device or host ever
+        holds more than its part."""
+
+        def init() -> TrainState:
+            return unbox(task.init_state(jax.random.key(task.train.random_seed)))
+
+        return jax.jit(init, out_shardings=self.state_shardings(task))
+
+    def train_step_fn(self, task: SingleTask) -> Any:
+        """Jitted `(state, batch) -> (state, (metrics, scalars))`; the given state is consumed."""
+        state = self.state_shardings(task)
+        return jax.jit(
+            self._spread(task.train_step, output=REPLICATED),
+            in_shardings=(state, self.batch_sharding()),
+            out_shardings=(state, self.replicated()),
+            donate_argnums=0,
+        )
+
+    def eval_step_fn(self, task: SingleTask) -> Any:
+        """Jitted `(state, batch) -> metrics`."""
+
+        def step(state: TrainState, batch: NestedMap, context: Any) -> tuple[Any, Any]:
+            return state, task.eval_step(state, batch, context)
+
+        return self._read_only(step, task, output=REPLICATED)
+
+    def decode_step_fn(self, task: SingleTask) -> Any:
+        """Jitted `(state, batch) -> outputs per example`."""
+
+        def step(state: TrainState, batch: NestedMap, context: Any) -> tuple[Any, Any]:
+            return state, task.decode_step(state, batch, context)
+
+        return self._read_only(step, task, output=ROWS)
+
+    def _read_only(self, step: Callable[..., Any], task: SingleTask, *, output: str) -> Any:
+        spread = self._spread(step, output=output)
+        return jax.jit(
+            lambda state, batch: spread(state, batch)[1],
+            in_shardings=(self.state_shardings(task), self.batch_sharding()),
+            out_shardings=self.replicated(),
+        )
+
+    def replicated(self) -> NamedSharding:
+        """The sharding of what every device holds whole."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def batch_sharding(self) -> NamedSharding:
+        """The sharding of a batch: rows over `batch_axes`, everything else whole."""
+        return NamedSharding(self.mesh, PartitionSpec(self.batch_axes()))
+
+    def num_batch_shards(self) -> int:
+        """Into how many parts the rows of a batch are split."""
+        return int(np.prod([self.mesh.shape[axis] for axis in self.batch_axes()]))
+
+    def check_batch_size(self, rows: int, *, source: str) -> None:
+        """Raises UsageError when a global batch cannot be split evenly over the mesh."""
+        shards = self.num_batch_shards()
+        if rows < 1 or rows % shards:
+            raise UsageError(
+                f"{source}: a global batch of {rows} rows cannot be split evenly over"
+                f" {' × '.join(self.batch_axes())} = {shards} devices; use a multiple of {shards}"
+            )
+
+    def abstract_batch(self, batch: Any) -> Any:
+        """Shapes, dtypes and shardings of the global batch that a host batch is part of."""
+        hosts = jax.process_count()
+
+        def place(leaf: Any) -> jax.ShapeDtypeStruct:
+            shape = (leaf.shape[0] * hosts, *leaf.shape[1:])
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=self.batch_sharding())
+
+        return jax.tree.map(place, batch)
+
+    def put_batch(self, batch: NestedMap) -> NestedMap:
+        """Puts this process's rows of a batch on its devices, as part of the global batch."""
+        sharding = self.batch_sharding()
+        if jax.process_count() == 1:
+            return jax.device_put(batch, sharding)
+        return jax.tree.map(
+            lambda leaf: jax.make_array_from_process_local_data(sharding, leaf), batch
+        )

@@ -1,0 +1,7 @@
+"""What a job runs: training steps, evaluations, decoding."""
+
+from layerkit_runner.programs.decode import DecodeProgram
+from layerkit_runner.programs.eval import EvalProgram
+from layerkit_runner.programs.train import TrainProgram
+
+__all__ = ["DecodeProgram", "EvalProgram", "TrainProgram"]

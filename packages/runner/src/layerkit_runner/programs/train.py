@@ -1,0 +1,83 @@
+"""TrainProgram: runs training steps and reports them without making the device wait.
+
+The host runs at most `max_inflight_steps` ahead. What a step reports is fetched only after later
+steps have been started, so metrics never stall the device.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import jax
+from layerkit_inputs.base_input import BaseInput
+
+from layerkit_runner.observers import Observer, Throughput
+from layerkit_runner.partitioning import Partitioner
+from layerkit_runner.task import SingleTask
+from layerkit_runner.train_state import TrainState
+
+
+class TrainProgram:
+    """The compiled training step, fed by one input.
+
+    Args:
+      task: What is trained.
+      partitioner: Started, and the task bound to it.
+      train_input: Endless batches.
+    """
+
+    def __init__(self, task: SingleTask, partitioner: Partitioner, train_input: BaseInput):
+        self._task = task
+        self._partitioner = partitioner
+        self._input = train_input
+        self._pending: collections.deque[tuple[int, Any]] = collections.deque()
+        self._compiled: Any = None
+
+    def lower(self, abstract_state: TrainState) -> Any:
+        """The step for these shapes, traced and ready to compile."""
+        batch = self._partitioner.abstract_batch(self._input.peek())
+        return self._partitioner.train_step_fn(self._task).lower(abstract_state, batch)
+
+    def start(self, compiled: Any, observers: Observer, throughput: Throughput) -> None:
+        """Takes the compiled step, and whom to report to."""
+        self._compiled = compiled
+        self._observers = observers
+        self._throughput = throughput
+        self._first_step: int | None = None
+
+    def run_step(self, state: TrainState, step: int) -> TrainState:
+        """Starts step number `step` (from 1) and returns its state, not yet computed."""
+        batch = self._partitioner.put_batch(self._input.get_next())
+        state, reported = self._compiled(state, batch)
+        self._pending.append((step, reported))
+        # The first step is waited for, so that its loss is seen as soon as there is one.
+        limit = 0 if self._first_step is None else self._task.train.max_inflight_steps
+        self._first_step = self._first_step or step
+        while len(self._pending) > limit:
+            self._collect()
+        return state
+
+    def drain(self) -> None:
+        """Waits for all steps and reports them."""
+        while self._pending:
+            self._collect()
+
+    def input_state(self) -> dict[str, Any]:
+        """Where the input stands after the steps that were started."""
+        return self._input.get_state()
+
+    def _collect(self) -> None:
+        step, (metrics, scalars) = self._pending.popleft()
+        jax.block_until_ready(metrics)
+        self._throughput.completed(step)
+        self._observers.progress(step)
+        train = self._task.train
+        if step % train.summary_interval_steps == 0 or step in (
+            self._first_step,
+            train.num_train_steps,
+        ):
+            metrics, scalars = jax.device_get((metrics, scalars))
+            values = {name: float(metric.value) for name, metric in metrics.items()}
+            values |= {name: float(value) for name, value in scalars.items()}
+            self._observers.train_metrics(step, values | self._throughput.rates())

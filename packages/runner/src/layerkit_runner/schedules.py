@@ -1,0 +1,71 @@
+"""Learning-rate schedules that Optax has only in parts: `step -> learning rate`.
+
+All start at 0, so the first step changes nothing but the optimizer's statistics.
+"""
+
+from __future__ import annotations
+
+import optax
+
+from layerkit_runner.errors import UsageError
+
+
+def linear_warmup_exponential_decay(
+    peak: float, *, warmup_steps: int, decay_start: int, decay_end: int, min_ratio: float
+) -> optax.Schedule:
+    """Linear from 0 to `peak`, flat until `decay_start`, then exponential to peak·min_ratio.
+
+    Args:
+      peak: The highest rate.
+      warmup_steps: Where the peak is reached.
+      decay_start: Where the decay begins, at least `warmup_steps`.
+      decay_end: Where the rate reaches peak·min_ratio and stays.
+      min_ratio: Of the last rate to the peak, in (0, 1].
+
+    Raises:
+      UsageError: steps out of order or a ratio out of range.
+    """
+    _check(warmup_steps, decay_start, decay_end)
+    if not 0 < min_ratio <= 1:
+        raise UsageError(f"schedule: min_ratio={min_ratio} must be above 0 and at most 1")
+    decay = optax.exponential_decay(
+        peak, decay_end - decay_start, min_ratio, end_value=peak * min_ratio
+    )
+    return _after_warmup(peak, warmup_steps, decay_start, decay)
+
+
+def linear_warmup_cosine_decay(
+    peak: float, *, warmup_steps: int, decay_start: int, decay_end: int, min_ratio: float = 0.0
+) -> optax.Schedule:
+    """Linear from 0 to `peak`, flat until `decay_start`, then half a cosine to peak·min_ratio.
+
+    Args:
+      peak: The highest rate.
+      warmup_steps: Where the peak is reached.
+      decay_start: Where the decay begins, at least `warmup_steps`.
+      decay_end: Where the rate reaches peak·min_ratio and stays.
+      min_ratio: Of the last rate to the peak, in [0, 1].
+
+    Raises:
+      UsageError: steps out of order or a ratio out of range.
+    """
+    _check(warmup_steps, decay_start, decay_end)
+    if not 0 <= min_ratio <= 1:
+        raise UsageError(f"schedule: min_ratio={min_ratio} must be from 0 to 1")
+    decay = optax.cosine_decay_schedule(peak, decay_end - decay_start, alpha=min_ratio)
+    return _after_warmup(peak, warmup_steps, decay_start, decay)
+
+
+def _after_warmup(
+    peak: float, warmup_steps: int, decay_start: int, decay: optax.Schedule
+) -> optax.Schedule:
+    parts = [optax.linear_schedule(0.0, peak, warmup_steps), optax.constant_schedule(peak), decay]
+    return optax.join_schedules(parts, [warmup_steps, decay_start])
+
+
+def _check(warmup_steps: int, decay_start: int, decay_end: int) -> None:
+    if not 0 < warmup_steps <= decay_start < decay_end:
+        raise UsageError(
+            f"schedule: warmup_steps={warmup_steps}, decay_start={decay_start} and"
+            f" decay_end={decay_end} must be positive and in this order"
+        )

@@ -1,0 +1,185 @@
+"""SingleTask: one model, how it is trained, and the steps as pure functions.
+
+The steps know neither a mesh nor a partitioner; see `layerkit_runner.step_context`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from layerkit.base_layer import AUX_LOSS, NON_TRAINABLE, PARAMS, RANDOM, SUMMARIES
+from layerkit.base_model import BaseModel, Metrics, WeightedScalar
+from layerkit.config import Configurable, instance_field
+from layerkit.nested_map import NestedMap
+from layerkit.sharding import BoundSharding
+from layerkit_runner.learner import Learner
+from layerkit_runner.step_context import StepContext
+from layerkit_runner.train_state import TrainState
+
+
+class TrainHParams(Configurable):
+    """How a task is trained.
+
+    Attributes:
+      learner: Optimizer, learning rate and clipping.
+      num_train_steps: Where training ends.
+      random_seed: Of the weights and of all random numbers of the steps.
+      summary_interval_steps: How often metrics are written.
+      eval_interval_steps: How often held-out data are evaluated; None only at the end.
+      eval_at_end: Whether held-out data are evaluated after the last step.
+      decode_interval_steps: How often decode data are run; None only at the end.
+      save_interval_steps: How often a checkpoint is written.
+      save_max_to_keep: Newest checkpoints that are kept; None keeps all.
+      max_inflight_steps: Steps that may be under way on the device before the host waits.
+    """
+
+    learner: Any = instance_field(Learner)
+    num_train_steps: int = 10_000_000
+    random_seed: int = 1234
+    summary_interval_steps: int = 100
+    eval_interval_steps: int | None = 100
+    eval_at_end: bool = True
+    decode_interval_steps: int | None = None
+    save_interval_steps: int = 5000
+    save_max_to_keep: int | None = 10
+    max_inflight_steps: int = 2
+
+    def __post_init__(self) -> None:
+        names = ("num_train_steps", "summary_interval_steps", "save_interval_steps")
+        for name in (*names, "max_inflight_steps", "eval_interval_steps", "decode_interval_steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"task.train.{name}={value} must be at least 1")
+
+
+class SingleTask(Configurable):
+    """A model and how it is trained.
+
+    Attributes:
+      name: Of the task, for outputs.
+      model: The network.
+      train: How it is trained.
+      loss_name: Which metric of the model is the loss.
+    """
+
+    name: str = "task"
+    model: Any = instance_field(BaseModel)
+    train: Any = instance_field(TrainHParams)
+    loss_name: str = "loss"
+
+    def bind_sharding(self, sharding: BoundSharding) -> None:
+        """Sets the mesh and rules by which the model lays out its activations."""
+        self.model = self.model.clone(sharding=sharding)
+
+    def init_state(self, key: jax.Array) -> TrainState:
+        """The state before the first step; weights are still boxed with their logical axes."""
+        variables = self.model.init_boxed(key)
+        params = variables[PARAMS]
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            non_trainable=variables.get(NON_TRAINABLE, {}),
+            opt_state=self.train.learner.init(params),
+        )
+
+    def train_step(
+        self, state: TrainState, batch: NestedMap, context: StepContext
+    ) -> tuple[TrainState, tuple[Metrics, dict[str, Any]]]:
+        """One step of gradient descent.
+
+        Returns:
+          (new state, (metrics over the global batch, scalars and summaries to report)).
+        """
+        model = self.model.clone(train=True)
+        key = context.fold_shard(self._step_key(state.step))
+
+        def loss_share(params: Any) -> tuple[jax.Array, Any]:
+            """This shard's share of the global loss; the shares add up to it."""
+            variables = {PARAMS: params, NON_TRAINABLE: state.non_trainable}
+            (metrics, _), updates = model.apply(
+                variables,
+                batch,
+                rngs={RANDOM: key},
+                mutable=[AUX_LOSS, SUMMARIES, NON_TRAINABLE],
+            )
+            loss = self._loss_of(metrics)
+            weight = context.batch_sum(jax.lax.stop_gradient(loss.weight))
+            share = loss.value * loss.weight / jnp.maximum(weight, 1e-30)
+            aux = _sum_leaves(updates.get(AUX_LOSS, {})) / context.num_shards
+            return share + aux, (metrics, aux, updates)
+
+        grads, (metrics, aux, updates) = jax.grad(loss_share, has_aux=True)(state.params)
+        grads = context.batch_sum(grads)
+        params, opt_state, scalars = self.train.learner.update(
+            grads, state.opt_state, state.params, step=state.step
+        )
+        metrics = context.mean_metrics(metrics)
+        if AUX_LOSS in updates:
+            scalars["aux_loss"] = context.batch_sum(aux)
+            metrics = self._add_aux(metrics, scalars["aux_loss"])
+        scalars |= _flat_summaries(updates.get(SUMMARIES, {}), context)
+        new_state = TrainState(
+            step=state.step + 1,
+            params=params,
+            non_trainable=_shard_mean(updates.get(NON_TRAINABLE, state.non_trainable), context),
+            opt_state=opt_state,
+        )
+        return new_state, (metrics, scalars)
+
+    def eval_step(self, state: TrainState, batch: NestedMap, context: StepContext) -> Metrics:
+        """Metrics over one global batch, nothing changed and nothing random."""
+        model = self.model.clone(train=False)
+        variables = {PARAMS: state.params, NON_TRAINABLE: state.non_trainable}
+        (metrics, _), updates = model.apply(variables, batch, mutable=[AUX_LOSS])
+        metrics = context.mean_metrics(metrics)
+        if AUX_LOSS in updates:
+            aux = context.batch_sum(_sum_leaves(updates[AUX_LOSS]) / context.num_shards)
+            metrics = self._add_aux(metrics, aux)
+        return metrics
+
+    def decode_step(self, state: TrainState, batch: NestedMap, context: StepContext) -> NestedMap:
+        """The model's outputs of inference, per example."""
+        model = self.model.clone(train=False)
+        variables = {PARAMS: state.params, NON_TRAINABLE: state.non_trainable}
+        key = context.fold_shard(self._step_key(state.step))
+        return model.apply(variables, batch, rngs={RANDOM: key}, method="decode")
+
+    def _step_key(self, step: jax.Array) -> jax.Array:
+        return jax.random.fold_in(jax.random.key(self.train.random_seed), step)
+
+    def _loss_of(self, metrics: Metrics) -> WeightedScalar:
+        if self.loss_name not in metrics:
+            raise ValueError(
+                f"task.loss_name={self.loss_name!r} is not a metric of the model;"
+                f" it reports {', '.join(metrics)}"
+            )
+        return metrics[self.loss_name]
+
+    def _add_aux(self, metrics: Metrics, aux: jax.Array) -> Metrics:
+        loss = metrics[self.loss_name]
+        return {**metrics, self.loss_name: WeightedScalar(loss.value + aux, loss.weight)}
+
+
+def _sum_leaves(tree: Any) -> jax.Array:
+    """Adds up auxiliary losses; those of repeated layers come stacked `[layers]`."""
+    return sum((jnp.sum(leaf) for leaf in jax.tree.leaves(tree)), start=jnp.float32(0))
+
+
+def _shard_mean(tree: Any, context: StepContext) -> Any:
+    """Moving statistics that each shard updated from its own rows, made equal on all."""
+    if context.num_shards == 1:
+        return tree
+    return jax.tree.map(lambda leaf: context.batch_sum(leaf) / context.num_shards, tree)
+
+
+def _flat_summaries(tree: Any, context: StepContext) -> dict[str, jax.Array]:
+    """Summaries by path; scalars are averaged over shards, and over repeated layers."""
+    flat = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        parts = [str(getattr(part, "key", getattr(part, "idx", part))) for part in path]
+        name = "/".join(parts[:-1]) + ("" if parts[-1] == "0" else f"_{parts[-1]}")
+        flat[f"summaries/{name}"] = context.batch_sum(jnp.mean(leaf) / context.num_shards)
+    return flat

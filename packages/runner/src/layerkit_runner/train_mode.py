@@ -1,0 +1,219 @@
+"""`--mode=train`: trains, or goes on training, and says at the end what came of it.
+
+Start-up is arranged so that nothing waits that need not: the training step compiles on a thread
+while the first state is made (or restored), the FLOPs are counted and the data are opened.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import importlib
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from layerkit.weights import unbox
+from layerkit_inputs.prefetch import Prefetch
+
+from layerkit_runner import end_report
+from layerkit_runner.checkpoints import CheckpointManager
+from layerkit_runner.config_text import config_json, config_text
+from layerkit_runner.errors import UsageError
+from layerkit_runner.executor import Executor
+from layerkit_runner.flags import RunOptions
+from layerkit_runner.flops import training_flops
+from layerkit_runner.job import Job, start_job, versions
+from layerkit_runner.observers import RunInfo, Throughput, peak_flops
+from layerkit_runner.programs import DecodeProgram, EvalProgram, TrainProgram
+from layerkit_runner.resolve import ResolvedExperiment
+from layerkit_runner.start_report import LayerNotes, compiled_lines, num_params, start_lines
+from layerkit_runner.step_context import GLOBAL_BATCH
+from layerkit_runner.stop_signals import StopSignals
+from layerkit_runner.train_state import TrainState
+
+
+def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
+    """Trains to the last step, or until a signal; returns the exit code."""
+    job = start_job("train", resolved, options)
+    with contextlib.ExitStack() as stack:
+        stack.callback(job.observers.close)
+        signals = stack.enter_context(StopSignals(job.observers.message))
+        train_input = Prefetch(source=job.train_input())
+        stack.callback(train_input.close)
+        # Built before anything is written, since they may refuse their fields.
+        eval_inputs, decode_inputs = job.eval_inputs(), job.decode_inputs()
+        check_same_experiment(job)
+        checkpoints = None
+        if options.enable_checkpoint_saving:
+            checkpoints = stack.enter_context(job.checkpoints(read_only=False))
+
+        program = TrainProgram(job.task, job.partitioner, train_input)
+        state, step, compiled, notes = _prepare(job, program, train_input, checkpoints)
+        _write_config(job)
+        info = _run_info(job, state, train_input, start_step=step)
+        _print_start(job, state, train_input, compiled, notes, step)
+        job.observers.start(info)
+        throughput = Throughput(info)
+        program.start(compiled, job.observers, throughput)
+        if checkpoints is not None:
+            # The first save needs Orbax, which takes a second to import.
+            threading.Thread(target=importlib.import_module, args=("orbax.checkpoint",)).start()
+        assert job.directory is not None
+        executor = Executor(
+            train=job.task.train,
+            train_program=program,
+            eval_programs=[
+                EvalProgram(job.task, job.partitioner, dataset, name)
+                for name, dataset in eval_inputs.items()
+            ],
+            decode_programs=[
+                DecodeProgram(job.task, job.partitioner, dataset, name, job.directory / "decode")
+                for name, dataset in decode_inputs.items()
+            ],
+            checkpoints=checkpoints,
+            metadata={"experiment": resolved.name, "versions": versions()},
+            observers=job.observers,
+            throughput=throughput,
+            signals=signals,
+        )
+        state, step = executor.run(state, step)
+        if step >= job.task.train.num_train_steps and signals.received is None:
+            end_report.finish(job, executor, state, step)
+        elif checkpoints is not None:
+            checkpoints.wait_until_finished()
+            job.observers.message(f"saved at step {step}; the same command goes on from there")
+        return signals.exit_code
+
+
+def _prepare(
+    job: Job, program: TrainProgram, train_input: Prefetch, checkpoints: CheckpointManager | None
+) -> tuple[TrainState, int, Any, list[str]]:
+    """First state, its step, the compiled training step, and what layers said while traced."""
+    abstract = job.partitioner.abstract_state(job.task)
+    with LayerNotes() as notes:
+        lowered = program.lower(abstract)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        compiling = pool.submit(lowered.compile)
+        with _source_of_state(job, checkpoints) as (source, step):
+            if source is None or step is None:
+                state, step = job.partitioner.init_fn(job.task)(), 0
+            else:
+                restored = source.restore(step, abstract)
+                state = restored.state
+                train_input.set_state(restored.input_states["train"])
+                job.observers.message(f"goes on from step {step} of {source.directory}")
+        return state, step, compiling.result(), notes.lines
+
+
+@contextlib.contextmanager
+def _source_of_state(
+    job: Job, checkpoints: CheckpointManager | None
+) -> Iterator[tuple[CheckpointManager | None, int | None]]:
+    """The checkpoint to start from: the job's own newest, else what --restore_checkpoint_dir names."""
+    own = None if checkpoints is None else checkpoints.newest_sound_step()
+    options = job.options
+    if own is not None:
+        if options.restore_checkpoint_dir is not None:
+            job.observers.message(
+                f"--restore_checkpoint_dir is not used: {job.directory} has checkpoints of its own"
+            )
+        yield checkpoints, own
+        return
+    if options.restore_checkpoint_dir is None:
+        yield None, None
+        return
+    with job.checkpoints(read_only=True, directory=options.restore_checkpoint_dir) as other:
+        yield other, choose_step(other, options.restore_checkpoint_step)
+
+
+def choose_step(checkpoints: CheckpointManager, wanted: int | None) -> int:
+    """The step to read: the one wanted, else the newest sound one.
+
+    Raises:
+      UsageError: there is none.
+    """
+    step = checkpoints.newest_sound_step() if wanted is None else wanted
+    if step is None:
+        raise UsageError(f"no checkpoint in {checkpoints.directory}")
+    return step
+
+
+def check_same_experiment(job: Job) -> None:
+    """Raises UsageError when the folder holds a run of another experiment."""
+    assert job.directory is not None
+    path = job.directory / "config.json"
+    if path.exists():
+        before = json.loads(path.read_text())["experiment"]
+        if before != job.resolved.name:
+            raise UsageError(
+                f"{job.directory} holds a run of {before}, not of {job.resolved.name};"
+                " give another --job_log_dir"
+            )
+
+
+def _write_config(job: Job) -> None:
+    assert job.directory is not None
+    if jax.process_index() != 0:
+        return
+    job.directory.mkdir(parents=True, exist_ok=True)
+    config = config_json(job.resolved)
+    path = job.directory / "config.json"
+    if path.exists():
+        for line in changed_lines(json.loads(path.read_text())["config"], config["config"]):
+            job.observers.message(f"changed since this folder was last written: {line}")
+    path.write_text(json.dumps(config, indent=2) + "\n")
+    (job.directory / "config.txt").write_text(config_text(job.resolved))
+
+
+def changed_lines(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """One line per path whose value differs."""
+    paths = [path for path in {**before, **after} if before.get(path) != after.get(path)]
+    return [f"{path}: {before.get(path)!r} → {after.get(path)!r}" for path in paths]
+
+
+def _print_start(
+    job: Job, state: TrainState, train_input: Prefetch, compiled: Any, notes: list[str], step: int
+) -> None:
+    if jax.process_index() != 0:
+        return
+    batch = train_input.peek()
+    for line in [
+        *start_lines(job, state, batch, start_step=step),
+        *notes,
+        *compiled_lines(compiled),
+    ]:
+        job.observers.message(line)
+
+
+def _run_info(job: Job, state: TrainState, train_input: Prefetch, *, start_step: int) -> RunInfo:
+    batch = train_input.peek()
+    rows = train_input.global_batch_size
+    columns = batch.ids.shape[1] if "ids" in batch else 0
+    device = jax.devices()[0]
+    return RunInfo(
+        job_log_dir=job.directory,
+        experiment=job.resolved.name,
+        mode=job.mode,
+        num_params=num_params(state),
+        num_train_steps=job.task.train.num_train_steps,
+        start_step=start_step,
+        tokens_per_step=rows * columns,
+        examples_per_step=rows,
+        flops_per_step=_flops_per_step(job, batch, rows),
+        num_devices=job.partitioner.mesh.size,
+        device_kind=device.device_kind,
+        peak_flops_per_device=peak_flops(device.device_kind),
+    )
+
+
+def _flops_per_step(job: Job, batch: Any, rows: int) -> float:
+    """Model FLOPs of one global step: three times those of the forward pass."""
+    one_row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), batch)
+    task = job.resolved.task.Instantiate()  # not bound to a mesh, so that one row will do
+    state = jax.eval_shape(lambda: unbox(task.init_state(jax.random.key(0))))
+    return rows * training_flops(
+        lambda state, batch: task.eval_step(state, batch, GLOBAL_BATCH), state, one_row
+    )

@@ -1,0 +1,90 @@
+"""The single file: what it holds, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import msgpack
+import numpy as np
+import pytest
+from etils import epath
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from layerkit_runner.checkpoints import formats, structure
+
+
+def mesh():
+    return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+
+LEAVES = {
+    ("b",): np.arange(8).astype(jnp.bfloat16),
+    ("flag",): np.array([True, False] * 4),
+    ("f8",): np.arange(8).astype(jnp.float8_e4m3fn),
+    ("n", "int4"): np.arange(8).astype(jnp.int4),
+    ("n", "step"): np.asarray(2**31 - 1, np.int32),
+    ("w",): np.arange(8 * 5, dtype=np.float32).reshape(8, 5).T,  # not contiguous
+}
+
+
+@pytest.mark.parametrize("piece_bytes", [7, 1 << 20])
+def test_every_dtype_comes_back_bit_for_bit_in_pieces_of_any_size(
+    tmp_path, monkeypatch, piece_bytes
+):
+    directory = epath.Path(tmp_path)
+    monkeypatch.setattr(formats, "_PIECE_BYTES", piece_bytes)
+    formats.write_msgpack(directory, LEAVES)
+    monkeypatch.undo()
+    assert formats.msgpack_leaves(directory) == {
+        path: structure.spec_of(leaf) for path, leaf in LEAVES.items()
+    }
+    target = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh(), P()))
+    restored = formats.read_msgpack(directory, dict.fromkeys(LEAVES, target))
+    for path, leaf in LEAVES.items():
+        assert restored[path].dtype == leaf.dtype
+        assert np.asarray(restored[path]).tobytes() == leaf.tobytes()
+
+
+def test_the_file_can_be_read_with_msgpack_and_numpy_alone(tmp_path):
+    formats.write_msgpack(epath.Path(tmp_path), {("a", "b"): np.arange(6.0).reshape(2, 3)})
+    with (tmp_path / "state.msgpack").open("rb") as file:
+        header, data = msgpack.Unpacker(file)
+    assert header == {
+        "format": "layerkit-state",
+        "version": 1,
+        "leaves": [{"path": ["a", "b"], "shape": [2, 3], "dtype": "float64"}],
+    }
+    np.testing.assert_array_equal(np.frombuffer(data, "<f8"), np.arange(6.0))
+
+
+def test_a_later_version_is_refused_by_name(tmp_path):
+    header = {"format": "layerkit-state", "version": 2, "leaves": []}
+    (tmp_path / "state.msgpack").write_bytes(msgpack.packb(header))
+    message = (
+        f"{tmp_path}/state.msgpack is layerkit-state version 2; expected layerkit-state up to "
+        "version 1."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        formats.msgpack_leaves(epath.Path(tmp_path))
+
+
+def test_a_sharded_leaf_is_refused_by_name_and_a_replicated_one_is_not():
+    whole = jax.device_put(jnp.ones(8), NamedSharding(mesh(), P()))
+    split = jax.device_put(jnp.ones(8), NamedSharding(mesh(), P("data")))
+    formats.check_replicated({("a",): whole})
+    message = (
+        "The msgpack format stores a state that is replicated on all devices, but\n"
+        f"  opt/mu float32[8] is sharded by {split.sharding}\n"
+        "Save a sharded state with StateFormat.TENSORSTORE (--pmap_use_tensorstore=True)."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        formats.check_replicated({("a",): whole, ("opt", "mu"): split})
+
+
+def test_the_host_copy_is_not_the_device_buffer():
+    array = jax.device_put(jnp.zeros(1024), NamedSharding(mesh(), P()))
+    copy = formats.host_copy({("a",): array})[("a",)]
+    assert not np.shares_memory(copy, np.asarray(array.addressable_data(0)))

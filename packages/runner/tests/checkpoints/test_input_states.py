@@ -1,0 +1,111 @@
+"""Input states by process, and two real processes that save and one that restores."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from etils import epath
+
+from layerkit_runner.checkpoints import CheckpointManager, input_states
+
+
+def written_by_two(folder, states) -> epath.Path:
+    directory = epath.Path(folder) / "input_states"
+    directory.mkdir()
+    for index, state in enumerate(states):
+        (directory / f"process_{index:05d}_of_00002.json").write_text(json.dumps(state))
+    return directory
+
+
+def test_a_global_input_state_is_good_for_another_number_of_processes(tmp_path):
+    states = [{"train": {"scope": "global", "position": 8}, "eval": {"scope": "global"}}] * 2
+    directory = written_by_two(tmp_path, states)
+    restored = input_states.read(directory)
+    assert restored == states[0]
+
+
+def test_an_input_state_of_single_processes_is_not_and_says_so(tmp_path):
+    state = {"eval": {"scope": "global"}, "train": {"position": 8}, "extra": [1]}
+    directory = written_by_two(tmp_path, [state, state])
+    with pytest.raises(input_states.ProcessCountError) as error:
+        input_states.read(directory)
+    assert str(error.value) == (
+        "The checkpoint was written by 2 processes and is restored by 1, but the state of these "
+        "inputs belongs to single processes: train, extra. Restore with 2 processes, or use an "
+        'input whose state says "scope": "global", such as a global sample index.'
+    )
+
+
+TWO_PROCESSES = """
+import json, os, sys
+index, port, directory = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+import jax, jax.numpy as jnp, numpy as np
+jax.distributed.initialize(f"localhost:{port}", 2, index)
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from layerkit_runner.checkpoints import CheckpointManager, CheckpointPolicy
+
+mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+split = NamedSharding(mesh, PartitionSpec("data"))
+rows = np.arange(32, dtype=np.float32).reshape(8, 4)
+policy = CheckpointPolicy(save_interval_steps=1)
+lines = []
+with CheckpointManager(directory, policy=policy, report=lines.append) as manager:
+    state = {"w": jax.make_array_from_callback(rows.shape, split, lambda at: rows[at])}
+    for step in (1, 2):
+        own = {"scope": "global", "process": index}
+        inputs = {"train": {"scope": "global", "position": step}, "own": own}
+        manager.save(step, state, input_states=inputs, metadata={})
+    manager.wait_until_finished()
+    if index == 0:
+        folder = f"{directory}/checkpoint_00000002/state/ocdbt.process_1/d"
+        os.remove(os.path.join(folder, os.listdir(folder)[0]))
+    step = manager.newest_sound_step()
+    target = {"w": jax.ShapeDtypeStruct(rows.shape, jnp.float32, sharding=split)}
+    restored = manager.restore(step, target)
+    mine = [np.asarray(shard.data).tolist() for shard in restored.state["w"].addressable_shards]
+    print(json.dumps({"step": step, "mine": mine, "inputs": restored.input_states, "lines": lines}))
+"""
+
+
+def test_two_processes_save_together_agree_on_the_sound_step_and_one_takes_over(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO_PROCESSES, str(index), port, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    answers = [json.loads(output.splitlines()[-1]) for output in outputs]
+    rows = np.arange(32, dtype=np.float32).reshape(8, 4)
+    for index, answer in enumerate(answers):
+        assert answer["step"] == 1  # step 2 lost a file of process 1
+        assert answer["inputs"]["train"]["position"] == 1
+        assert answer["inputs"]["own"]["process"] == index  # each its own
+        np.testing.assert_array_equal(
+            np.concatenate(answer["mine"]), rows[4 * index : 4 * index + 4]
+        )
+    assert [len(answer["lines"]) for answer in answers] == [1, 0]
+    assert "state/ocdbt.process_1/d/" in answers[0]["lines"][0]
+
+    target = {
+        "w": jax.ShapeDtypeStruct(
+            (8, 4), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        )
+    }
+    with CheckpointManager(tmp_path) as manager:
+        restored = manager.restore(manager.newest_sound_step(), target)
+    np.testing.assert_array_equal(restored.state["w"], rows)
+    assert restored.input_states["own"]["process"] == 0

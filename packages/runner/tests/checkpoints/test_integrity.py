@@ -1,0 +1,172 @@
+"""Real files, cut and changed for real, and the choice among steps."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+from etils import epath
+
+from layerkit_runner.checkpoints import integrity
+from layerkit_runner.checkpoints.integrity import Entry, Finding, FindingKind
+
+MANIFEST = "integrity/manifest.json"
+
+
+@pytest.fixture
+def step(tmp_path) -> epath.Path:
+    """A step of three files, with its manifest and the files that the commit adds later."""
+    directory = epath.Path(tmp_path) / "checkpoint_00000042"
+    for name, content in {"state/d/a": b"0123456789", "state/b": b"", "metadata/c": b"{}"}.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_bytes(content)
+    (directory / "integrity").mkdir()
+    integrity.write(directory, manifest_directory=directory / "integrity")
+    (directory / "commit_success.txt").write_text("done")
+    (directory / "_CHECKPOINT_METADATA").write_text("{}")
+    return directory
+
+
+def entry(content: bytes) -> Entry:
+    return Entry(len(content), hashlib.sha256(content).hexdigest())
+
+
+def test_an_untouched_step_has_no_findings(step):
+    assert integrity.verify(step) == ()
+
+
+def test_the_manifest_lists_sizes_and_digests_that_other_tools_can_check(step):
+    document = json.loads((step / MANIFEST).read_text())
+    assert document["manifest"] == {
+        "version": 1,
+        "files": {
+            "metadata/c": {"size": 2, "sha256": hashlib.sha256(b"{}").hexdigest()},
+            "state/b": {"size": 0, "sha256": hashlib.sha256(b"").hexdigest()},
+            "state/d/a": {"size": 10, "sha256": hashlib.sha256(b"0123456789").hexdigest()},
+        },
+    }
+
+
+def test_every_flipped_bit_of_a_file_is_found(step):
+    original = b"0123456789"
+    for bit in range(8 * len(original)):
+        changed = bytearray(original)
+        changed[bit // 8] ^= 1 << (bit % 8)
+        (step / "state/d/a").write_bytes(bytes(changed))
+        assert integrity.verify(step) == (
+            Finding("state/d/a", FindingKind.ALTERED, entry(original), entry(bytes(changed))),
+        )
+
+
+def test_all_findings_are_returned_at_once_by_file_name(step):
+    (step / "state/d/a").write_bytes(b"01234")
+    (step / "state/b").write_bytes(b"longer")
+    (step / "metadata/c").unlink()
+    (step / "state/stray").write_bytes(b"x")
+    assert integrity.verify(step) == (
+        Finding("metadata/c", FindingKind.MISSING, entry(b"{}")),
+        Finding("state/b", FindingKind.ALTERED, entry(b""), entry(b"longer")),
+        Finding("state/d/a", FindingKind.SHORT, entry(b"0123456789"), entry(b"01234")),
+        Finding("state/stray", FindingKind.UNLISTED),
+    )
+
+
+def test_a_deleted_folder_is_found_file_by_file(step):
+    (step / "state").rmtree()
+    kinds = {finding.file: finding.kind for finding in integrity.verify(step)}
+    assert kinds == {"state/b": FindingKind.MISSING, "state/d/a": FindingKind.MISSING}
+
+
+def test_the_manifest_notices_every_flipped_bit_of_itself_that_changes_its_meaning(step):
+    original = (step / MANIFEST).read_bytes()
+    meaning = json.loads(original)
+    for position in range(0, len(original), 7):
+        changed = bytearray(original)
+        changed[position] ^= 1
+        (step / MANIFEST).write_bytes(bytes(changed))
+        try:
+            same_meaning = json.loads(changed) == meaning
+        except ValueError:
+            same_meaning = False
+        expected = () if same_meaning else (FindingKind.ALTERED,)
+        assert tuple(finding.kind for finding in integrity.verify(step)) == expected, position
+
+
+@pytest.mark.parametrize("content", [b"", b"null", b"[]", b'"x"', b'{"digest": 1}', b"\xff\xfe"])
+def test_a_manifest_of_another_shape_is_altered(step, content):
+    (step / MANIFEST).write_bytes(content)
+    assert integrity.verify(step) == (Finding(MANIFEST, FindingKind.ALTERED, found=entry(content)),)
+
+
+def test_a_step_without_manifest_is_damaged(step):
+    (step / MANIFEST).unlink()
+    assert integrity.verify(step) == (Finding(MANIFEST, FindingKind.MISSING),)
+
+
+def test_a_manifest_of_a_later_version_is_no_damage_but_refused_by_name(step):
+    body = json.loads((step / MANIFEST).read_text())["manifest"] | {"version": 2}
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    (step / MANIFEST).write_text(json.dumps({"digest": digest, "manifest": body}))
+    with pytest.raises(integrity.NewerManifestError) as error:
+        integrity.verify(step)
+    assert str(error.value) == (
+        f"The checkpoint {step} has a manifest of version 2; this version of layerkit-runner "
+        "reads up to 1. Use the newer version that wrote it."
+    )
+
+
+DAMAGE = Finding("state/a", FindingKind.MISSING, Entry(10, "ab" * 32))
+STRAY = Finding("state/b", FindingKind.UNLISTED)
+
+
+@pytest.mark.parametrize(
+    ("findings", "chosen", "passed_over"),
+    [
+        ({}, None, []),
+        ({5: []}, 5, []),
+        ({5: [], 10: [], 15: []}, 15, []),
+        ({5: [], 10: [], 15: [DAMAGE]}, 10, [15]),
+        ({5: [], 10: [STRAY, DAMAGE], 15: [DAMAGE]}, 5, [15, 10]),
+        ({5: [DAMAGE], 10: [], 15: []}, 15, []),
+        ({5: [], 10: [STRAY]}, 10, []),  # a file that nobody reads does no harm
+        ({5: [DAMAGE]}, None, [5]),
+    ],
+)
+def test_the_newest_sound_step_is_chosen_and_nothing_older_is_read(findings, chosen, passed_over):
+    asked = []
+
+    def findings_of(step):
+        asked.append(step)
+        return findings[step]
+
+    outcome = integrity.newest_sound(list(findings), findings_of)
+    assert outcome.step == chosen
+    assert list(outcome.damaged) == passed_over
+    assert asked == passed_over + ([] if chosen is None else [chosen])
+
+
+def test_the_message_in_full():
+    findings = (
+        Finding("state/d/a", FindingKind.SHORT, Entry(100, "ab" * 32), Entry(40, "cd" * 32)),
+        STRAY,
+        DAMAGE,
+    )
+    text = integrity.damage_message(500, findings, directory="DIR", used_instead=400)
+    assert text == (
+        "CHECKPOINT DAMAGED: step 500 in DIR\n"
+        "  state/d/a: short, expected 100 bytes with SHA-256 abababababab, "
+        "found 40 bytes with SHA-256 cdcdcdcdcdcd\n"
+        "  state/a: missing, expected 10 bytes with SHA-256 abababababab\n"
+        "  Step 400 is used instead; work lost: 100 steps."
+    )
+
+
+def test_the_message_stays_short_and_says_when_nothing_is_left():
+    findings = [Finding(f"f{i}", FindingKind.MISSING, Entry(1, "ab" * 32)) for i in range(30)]
+    lines = integrity.damage_message(1, findings, directory="D", used_instead=None).splitlines()
+    assert len(lines) == 11
+    assert lines[-2:] == [
+        "  and 22 files more",
+        "  No sound checkpoint is left; work lost: 1 step.",
+    ]

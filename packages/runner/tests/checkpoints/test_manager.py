@@ -1,0 +1,400 @@
+"""The contract of the manager, on real files and eight simulated devices."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from layerkit_runner.checkpoints import (
+    CheckpointManager,
+    CheckpointPolicy,
+    DamagedCheckpointError,
+    LayoutVersionError,
+    StateFormat,
+    StructureMismatchError,
+)
+
+EVERY_STEP = CheckpointPolicy(save_interval_steps=1, max_to_keep=None, keep_interval=None)
+BOTH_FORMATS = pytest.mark.parametrize("state_format", list(StateFormat))
+
+
+def mesh(*shape: int) -> jax.sharding.Mesh:
+    names = ("data", "fsdp", "tensor")[: len(shape)]
+    devices = jax.devices()[: int(np.prod(shape))]
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape), devices=devices)
+
+
+def replicated() -> NamedSharding:
+    return NamedSharding(mesh(8), P())
+
+
+def numbers(offset: float = 0.0):
+    """A training state with nested optimizer tuples, empty nodes, scalars and a low precision."""
+    params = {
+        "embed": jnp.arange(64.0).reshape(8, 8) + offset,
+        "scale": jnp.full(8, 1.5 + offset, jnp.bfloat16),
+    }
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+    gradients = jax.tree.map(lambda x: 0.25 * x, params)
+    _, opt_state = optimizer.update(gradients, optimizer.init(params), params)
+    return {"step": jnp.int32(7), "params": params, "opt_state": opt_state, "unused": None}
+
+
+def place(state, sharding_of):
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, sharding_of(leaf)), state)
+
+
+def target_of(state, sharding_of):
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding_of(leaf)), state
+    )
+
+
+def split_matrices(over: jax.sharding.Mesh, *axes):
+    """Shards matrices by the axes and replicates the rest."""
+    return lambda leaf: NamedSharding(over, P(*axes) if leaf.ndim == 2 else P())
+
+
+def everywhere(leaf) -> NamedSharding:
+    return replicated()
+
+
+def save(directory, *steps: int, state_format=StateFormat.TENSORSTORE, state=None):
+    state = place(numbers(), everywhere) if state is None else state
+    with CheckpointManager(directory, policy=EVERY_STEP, state_format=state_format) as manager:
+        for step in steps:
+            manager.save(
+                step,
+                state,
+                input_states={"train": {"scope": "global", "position": 10 * step}},
+                metadata={"note": f"at {step}"},
+            )
+
+
+def assert_same_bits(restored, state):
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    for found, expected in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
+        assert found.dtype == expected.dtype
+        assert np.asarray(found).tobytes() == np.asarray(expected).tobytes()
+
+
+def largest_file(folder: Path) -> Path:
+    return max(
+        (path for path in folder.rglob("*") if path.is_file()), key=lambda p: p.stat().st_size
+    )
+
+
+def fingerprint(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+TARGETS = {
+    "replicated": lambda: everywhere,
+    "over data": lambda: split_matrices(mesh(8), "data"),
+    "over all of 2x2x2": lambda: split_matrices(mesh(2, 2, 2), ("data", "fsdp"), "tensor"),
+    "two devices": lambda: split_matrices(mesh(2), None, "data"),
+    "one device": lambda: lambda leaf: jax.sharding.SingleDeviceSharding(jax.devices()[3]),
+}
+
+
+@pytest.fixture(scope="module", params=["msgpack", "tensorstore replicated", "tensorstore sharded"])
+def written(request, tmp_path_factory):
+    """A folder with step 5, in one of the ways in which a state can be stored."""
+    directory = tmp_path_factory.mktemp("written")
+    is_sharded = request.param.endswith("sharded")
+    sharding = split_matrices(mesh(4, 2), "data", "fsdp") if is_sharded else everywhere
+    state_format = StateFormat(request.param.split()[0])
+    save(directory, 5, state_format=state_format, state=place(numbers(), sharding))
+    return directory, state_format
+
+
+@pytest.mark.parametrize("sharding", TARGETS)
+def test_either_format_restores_bit_for_bit_onto_any_mesh(written, sharding):
+    directory, state_format = written
+    state = numbers()
+    target = target_of(state, TARGETS[sharding]())
+    with CheckpointManager(directory, read_only=True) as manager:
+        restored = manager.restore(5, target)
+    assert_same_bits(restored.state, state)
+    for found, wanted in zip(jax.tree.leaves(restored.state), jax.tree.leaves(target), strict=True):
+        assert found.sharding == wanted.sharding
+    assert restored.state_format is state_format
+    assert restored.input_states == {"train": {"scope": "global", "position": 50}}
+    assert restored.metadata == {"note": "at 5"}
+
+
+def test_what_does_not_fit_is_listed_in_full_in_either_format(written):
+    directory, _ = written
+    target = target_of(numbers(), everywhere)
+    target["params"]["embeds"] = target["params"].pop("embed")
+    target["params"]["scale"] = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=replicated())
+    target["step"] = jax.ShapeDtypeStruct((1,), jnp.int32, sharding=replicated())
+    with CheckpointManager(directory) as manager, pytest.raises(StructureMismatchError) as error:
+        manager.restore(5, target)
+    assert str(error.value) == (
+        f"The checkpoint {directory}/checkpoint_00000005 does not fit the state to restore "
+        "(4 differences):\n"
+        "  params/embed: unexpected, float32[8, 8] in the checkpoint\n"
+        "  params/embeds: missing in the checkpoint, wanted float32[8, 8]; the nearest that it "
+        "holds is params/embed\n"
+        "  params/scale: dtype bfloat16 in the checkpoint, wanted float32\n"
+        "  step: shape [] in the checkpoint, wanted [1]\n"
+        "Nothing is padded or cast. Restore with the configuration that wrote the checkpoint, or "
+        "start a new job that is initialised from it."
+    )
+
+
+def test_reading_changes_nothing(written):
+    directory, _ = written
+    (directory / "checkpoint_00000009.orbax-checkpoint-tmp").mkdir(exist_ok=True)
+    before = fingerprint(directory)
+    lines: list[str] = []
+    with CheckpointManager(directory, read_only=True, report=lines.append) as manager:
+        assert manager.newest_sound_step() == manager.latest_step() == 5
+        manager.restore(5, target_of(numbers(), everywhere))
+        assert not manager.should_save(5000)
+        with pytest.raises(PermissionError, match="opened read-only; step 6 not saved"):
+            manager.save(6, numbers(), input_states={}, metadata={})
+    assert fingerprint(directory) == before
+    assert (directory / "checkpoint_00000009.orbax-checkpoint-tmp").exists()
+    assert lines == []
+
+
+@pytest.mark.parametrize(
+    ("state_format", "sharding"),
+    [
+        (StateFormat.MSGPACK, "replicated"),
+        (StateFormat.MSGPACK, "one device"),
+        (StateFormat.TENSORSTORE, "replicated"),
+        (StateFormat.TENSORSTORE, "one device"),
+        (StateFormat.TENSORSTORE, "over data"),
+    ],
+)
+def test_the_state_may_be_donated_as_soon_as_save_returns(tmp_path, state_format, sharding):
+    step = jax.jit(lambda x: x + 1, donate_argnums=0)
+    state = place({"w": jnp.ones((8, 2**17))}, TARGETS[sharding]())["w"]
+    with CheckpointManager(tmp_path, policy=EVERY_STEP, state_format=state_format) as manager:
+        manager.save(1, {"w": state}, input_states={}, metadata={})
+        for _ in range(5):
+            state = step(state)
+        restored = manager.restore(1, target_of({"w": state}, everywhere))
+    np.testing.assert_array_equal(restored.state["w"], 1.0)
+    np.testing.assert_array_equal(state, 6.0)
+
+
+def test_a_step_is_saved_when_due_or_forced_and_never_twice(tmp_path):
+    policy = CheckpointPolicy(save_interval_steps=10)
+    state = {"w": jnp.ones(4)}
+    with CheckpointManager(tmp_path, policy=policy) as manager:
+
+        def saved(step, **options):
+            return manager.save(step, state, input_states={}, metadata={}, **options)
+
+        assert [step for step in range(12) if saved(step)] == [10]
+        assert saved(13, force=True)
+        assert not saved(13, force=True)
+        assert not saved(10, force=True)
+        assert saved(20)
+    with CheckpointManager(tmp_path, policy=policy) as manager:
+        assert not manager.should_save(20)
+        assert not manager.save(20, state, input_states={}, metadata={}, force=True)
+        assert manager.should_save(30)
+
+
+def test_no_checkpoints_yet(tmp_path):
+    with CheckpointManager(tmp_path / "new") as manager:
+        assert manager.latest_step() is None
+        assert manager.newest_sound_step() is None
+        with pytest.raises(FileNotFoundError) as error:
+            manager.restore(3, {})
+    assert str(error.value) == f"{tmp_path}/new has no checkpoint of step 3; it has none."
+
+
+DAMAGE = {
+    "flipped": lambda path: path.write_bytes(
+        path.read_bytes()[:-3] + bytes([path.read_bytes()[-3] ^ 4]) + path.read_bytes()[-2:]
+    ),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "emptied": lambda path: path.write_bytes(b""),
+    "deleted": lambda path: path.unlink(),
+}
+
+
+@BOTH_FORMATS
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_newest_step_is_named_and_passed_over(tmp_path, state_format, damage):
+    state = place(numbers(), everywhere)
+    save(tmp_path, 10, 25, state_format=state_format, state=state)
+    file = largest_file(tmp_path / "checkpoint_00000025" / "state")
+    intact = file.read_bytes()
+    DAMAGE[damage](file)
+
+    lines: list[str] = []
+    with CheckpointManager(tmp_path, policy=EVERY_STEP, report=lines.append) as manager:
+        assert manager.latest_step() == 25
+        assert manager.newest_sound_step() == 10
+        assert manager.latest_step() == 10
+        restored = manager.restore(10, target_of(state, everywhere))
+        assert_same_bits(restored.state, state)
+        assert restored.input_states["train"]["position"] == 100
+        # Work goes on from step 10, and step 25 comes again.
+        assert manager.save(25, state, input_states={}, metadata={})
+        manager.wait_until_finished()
+        assert manager.newest_sound_step() == 25
+
+    [message] = lines
+    name = file.relative_to(tmp_path / "checkpoint_00000025")
+    digest = hashlib.sha256(intact).hexdigest()[:12]
+    kind = {"flipped": "altered", "deleted": "missing"}.get(damage, "short")
+    assert message.startswith(
+        f"CHECKPOINT DAMAGED: step 25 in {tmp_path}/checkpoint_00000025\n"
+        f"  {name}: {kind}, expected {len(intact)} bytes with SHA-256 {digest}"
+    )
+    assert message.endswith(
+        "  Step 10 is used instead; work lost: 15 steps.\n"
+        "  It was moved aside to damaged_checkpoint_00000025."
+    )
+    aside = tmp_path / "damaged_checkpoint_00000025" / name
+    assert not aside.exists() if damage == "deleted" else aside.read_bytes() != intact
+
+
+def test_every_file_of_a_step_is_guarded_but_orbaxs_own_two(tmp_path):
+    save(tmp_path, 3)
+    step = tmp_path / "checkpoint_00000003"
+    files = [path for path in step.rglob("*") if path.is_file()]
+    unguarded = set()
+    for path in files:
+        intact = path.read_bytes()
+        path.write_bytes(intact[:-1] + bytes([intact[-1] ^ 1]) if intact else b"x")
+        with CheckpointManager(tmp_path, read_only=True, report=lambda line: None) as manager:
+            if manager.newest_sound_step() == 3:
+                unguarded.add(str(path.relative_to(step)))
+        path.write_bytes(intact)
+    assert unguarded == {
+        "_CHECKPOINT_METADATA",
+        "commit_success.txt",
+        "integrity/commit_success.txt",
+    }
+    for name in unguarded:
+        (step / name).write_bytes(b"\0\0")
+    with CheckpointManager(tmp_path, policy=EVERY_STEP) as manager:  # and they do no harm
+        restored = manager.restore(3, target_of(numbers(), everywhere))
+        assert manager.save(4, restored.state, input_states={}, metadata={})
+    assert_same_bits(restored.state, numbers())
+
+
+def test_a_reader_passes_over_damage_without_moving_it(tmp_path):
+    save(tmp_path, 1, 2)
+    largest_file(tmp_path / "checkpoint_00000002").unlink()
+    lines: list[str] = []
+    with CheckpointManager(tmp_path, read_only=True, report=lines.append) as manager:
+        assert manager.newest_sound_step() == 1
+    assert len(lines) == 1 and "moved" not in lines[0]
+    assert (tmp_path / "checkpoint_00000002").exists()
+
+
+def test_restoring_a_damaged_step_by_number_is_refused(tmp_path):
+    save(tmp_path, 1)
+    step = tmp_path / "checkpoint_00000001"
+    (step / "metadata" / "metadata.json").write_text("{}")
+    with CheckpointManager(tmp_path) as manager, pytest.raises(DamagedCheckpointError) as error:
+        manager.restore(1, target_of(numbers(), everywhere))
+    assert f"The checkpoint {step} is damaged:\n  metadata/metadata.json: short" in str(error.value)
+
+
+def test_a_file_that_nobody_wrote_is_told_and_ignored(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / "checkpoint_00000001" / "state" / ".DS_Store").write_bytes(b"x")
+    lines: list[str] = []
+    with CheckpointManager(tmp_path, report=lines.append) as manager:
+        assert manager.newest_sound_step() == 1
+        manager.restore(1, target_of(numbers(), everywhere))
+    assert lines == [
+        f"{tmp_path}/checkpoint_00000001/state/.DS_Store is not part of the checkpoint as it was "
+        "saved; it is ignored."
+    ]
+
+
+def test_a_later_layout_is_refused_by_name(tmp_path, monkeypatch):
+    with monkeypatch.context() as later:
+        later.setattr("layerkit_runner.checkpoints.manager.LAYOUT_VERSION", 2)
+        save(tmp_path, 1)
+    with CheckpointManager(tmp_path) as manager, pytest.raises(LayoutVersionError) as error:
+        manager.restore(manager.newest_sound_step(), target_of(numbers(), everywhere))
+    assert str(error.value) == (
+        f"The checkpoint {tmp_path}/checkpoint_00000001 has layout version 2; this version of "
+        "layerkit-runner reads up to 1. Use the newer version that wrote it."
+    )
+
+
+def test_mistakes_of_the_caller_are_answered_at_once_and_nothing_is_written(tmp_path):
+    state = {"w": jax.device_put(jnp.ones(8), NamedSharding(mesh(8), P("data")))}
+    with CheckpointManager(
+        tmp_path, policy=EVERY_STEP, state_format=StateFormat.MSGPACK
+    ) as manager:
+        with pytest.raises(ValueError, match=r"w float32\[8\] is sharded by"):
+            manager.save(1, state, input_states={}, metadata={})
+        whole = {"w": jnp.ones(8)}
+        with pytest.raises(TypeError, match=r"input_states must be JSON values .* ndarray"):
+            manager.save(1, whole, input_states={"train": np.ones(2)}, metadata={})
+        with pytest.raises(TypeError, match="metadata must be JSON values"):
+            manager.save(1, whole, input_states={}, metadata={"when": object()})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_later_changes_to_the_input_state_do_not_reach_the_file(tmp_path):
+    position = {"train": {"scope": "global", "position": [1]}}
+    with CheckpointManager(tmp_path, policy=EVERY_STEP) as manager:
+        manager.save(1, {"w": jnp.ones(4)}, input_states=position, metadata={})
+        position["train"]["position"].append(2)
+        restored = manager.restore(1, target_of({"w": jnp.ones(4)}, everywhere))
+    assert restored.input_states["train"]["position"] == [1]
+
+
+def test_a_save_that_fails_in_the_background_is_told_once_and_may_be_repeated(tmp_path):
+    state = {"w": jnp.ones(2**20)}  # 4 MiB
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with CheckpointManager(
+        tmp_path, policy=EVERY_STEP, state_format=StateFormat.MSGPACK
+    ) as manager:
+        manager.save(1, {"w": jnp.ones(4)}, input_states={}, metadata={})
+        manager.wait_until_finished()
+        try:  # a disk on which no large file fits
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, unlimited[1]))
+            assert manager.save(2, state, input_states={}, metadata={})
+            with pytest.raises(OSError, match="File too large"):
+                manager.save(3, state, input_states={}, metadata={})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        assert manager.latest_step() == 1
+        assert manager.save(2, state, input_states={}, metadata={})
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.newest_sound_step() == 2
+
+
+def test_the_package_is_imported_without_orbax():
+    program = (
+        "import json, sys, layerkit_runner.checkpoints as c; c.CheckpointManager(sys.argv[1]);"
+        "print(json.dumps([name for name in ('orbax.checkpoint', 'tensorstore', 'optax', "
+        "'tensorflow') if name in sys.modules]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "/nowhere"], capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout) == []

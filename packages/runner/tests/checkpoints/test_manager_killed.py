@@ -1,0 +1,145 @@
+"""A process is killed with SIGKILL inside a save; the next one finds the checkpoints in order.
+
+The moment is not a guess at a time but something seen on disk: the parent watches the folder and
+kills when the save has got so far.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layerkit_runner.checkpoints import CheckpointManager, CheckpointPolicy, StateFormat
+
+SAVER = """
+import sys
+import jax, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from layerkit_runner.checkpoints import CheckpointManager, CheckpointPolicy, StateFormat
+
+mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+spec = PartitionSpec("data") if sys.argv[2] == "tensorstore" else PartitionSpec()
+manager = CheckpointManager(
+    sys.argv[1],
+    policy=CheckpointPolicy(save_interval_steps=1),
+    state_format=StateFormat(sys.argv[2]),
+)
+for step in range(1, 100):
+    noise = np.random.default_rng(step)  # so that compression does not make the save short
+    state = {str(i): noise.standard_normal((8, 2**17), np.float32) for i in range(4)}  # 16 MiB
+    state = jax.device_put(state, NamedSharding(mesh, spec))
+    manager.save(step, state, input_states={"train": {"step": step}}, metadata={})
+"""
+
+
+def state_at(step: int) -> dict[str, np.ndarray]:
+    noise = np.random.default_rng(step)
+    return {str(i): noise.standard_normal((8, 2**17), np.float32) for i in range(4)}
+
+
+def unfinished(directory: Path) -> list[Path]:
+    return list(directory.glob("checkpoint_*.orbax-checkpoint-tmp*"))
+
+
+def data_is_written(directory: Path) -> bool:
+    return any(
+        path.stat().st_size > 2**16
+        for folder in unfinished(directory)
+        for path in folder.glob("state*/**/*")
+        if path.is_file()
+    )
+
+
+def manifest_is_being_written(directory: Path) -> bool:
+    return any(
+        next(folder.glob("state/commit_success.txt"), None) for folder in unfinished(directory)
+    )
+
+
+MOMENTS: dict[str, Callable[[Path], bool]] = {
+    "the folder has been made": lambda directory: bool(unfinished(directory)),
+    "arrays are being written": data_is_written,
+    "the manifest is being written": manifest_is_being_written,
+}
+
+
+def kill_at(directory: Path, state_format: StateFormat, is_reached: Callable[[Path], bool]) -> None:
+    """Lets a process save step after step, and kills it at the moment, but not before step 2."""
+    saver = subprocess.Popen([sys.executable, "-c", SAVER, str(directory), state_format.value])
+    deadline = time.monotonic() + 60
+    try:
+        while True:
+            assert saver.poll() is None and time.monotonic() < deadline
+            if not (is_committed_once(directory) and holds(is_reached, directory)):
+                continue
+            # The save may have moved on meanwhile: look again while it stands still.
+            saver.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, saver.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+            if holds(is_reached, directory):
+                return
+            saver.send_signal(signal.SIGCONT)
+    finally:
+        saver.kill()
+        saver.wait()
+
+
+def is_committed_once(directory: Path) -> bool:
+    return (directory / "checkpoint_00000001").exists()
+
+
+def holds(is_reached: Callable[[Path], bool], directory: Path) -> bool:
+    try:
+        return is_reached(directory)
+    except FileNotFoundError:  # renamed while we looked
+        return False
+
+
+@pytest.mark.parametrize(
+    ("state_format", "moment"),
+    [
+        (StateFormat.TENSORSTORE, "the folder has been made"),
+        (StateFormat.TENSORSTORE, "arrays are being written"),
+        (StateFormat.TENSORSTORE, "the manifest is being written"),
+        (StateFormat.MSGPACK, "arrays are being written"),
+        (StateFormat.MSGPACK, "the manifest is being written"),
+    ],
+)
+def test_a_killed_save_costs_no_committed_step_and_is_cleaned_up(tmp_path, state_format, moment):
+    directory = tmp_path / "checkpoints"
+    kill_at(directory, state_format, MOMENTS[moment])
+    [left_over] = unfinished(directory)
+
+    lines: list[str] = []
+    policy = CheckpointPolicy(save_interval_steps=1)
+    with CheckpointManager(directory, policy=policy, report=lines.append) as manager:
+        assert not unfinished(directory)
+        assert lines == [f"Deleted the unfinished checkpoint {left_over}, left by a killed save."]
+        step = manager.newest_sound_step()
+        assert step is not None and step == manager.latest_step()
+        target = {
+            name: jax.ShapeDtypeStruct(
+                (8, 2**17),
+                jnp.float32,
+                sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]),
+            )
+            for name in state_at(step)
+        }
+        restored = manager.restore(step, target)
+        for name, expected in state_at(step).items():
+            np.testing.assert_array_equal(restored.state[name], expected)
+        assert restored.input_states == {"train": {"step": step}}
+        # The step that was lost is saved anew.
+        assert manager.save(step + 1, restored.state, input_states={}, metadata={})
+        manager.wait_until_finished()
+        assert manager.newest_sound_step() == step + 1
+    assert len(lines) == 1

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from layerkit_runner.observers import RunInfo
+
+
+@pytest.fixture
+def run_info() -> Callable[..., RunInfo]:
+    """Makes the facts of a small training run, with the given ones changed."""
+
+    def make(**changes) -> RunInfo:
+        facts = {
+            "job_log_dir": None,
+            "experiment": "lm.Toy",
+            "mode": "train",
+            "num_params": 10,
+            "num_train_steps": 100,
+            "start_step": 0,
+            "tokens_per_step": 64,
+            "examples_per_step": 4,
+            "flops_per_step": None,
+            "num_devices": 1,
+            "device_kind": "cpu",
+            "peak_flops_per_device": None,
+        }
+        return RunInfo(**{**facts, **changes})
+
+    return make

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from layerkit_runner.observers.background import Background
+
+
+def test_jobs_run_in_order_and_the_caller_does_not_wait():
+    background, gate, done = Background(), threading.Event(), []
+    background.submit(gate.wait, 20)
+    for number in range(5):
+        background.submit(done.append, number)
+    assert done == []
+    assert not background.is_idle
+    gate.set()
+    background.close()
+    assert done == [0, 1, 2, 3, 4]
+
+
+def test_a_failure_reaches_the_caller_and_ends_the_work():
+    background, gate, done = Background(), threading.Event(), []
+
+    def fail():
+        gate.wait(20)
+        raise OSError("bucket not found")
+
+    background.submit(fail)
+    background.submit(gate.wait, 20)
+    gate.set()
+    with pytest.raises(OSError, match="bucket not found"):
+        background.close()
+    with pytest.raises(RuntimeError):  # closed for good
+        background.submit(done.append, 1)
+    assert done == []
+
+
+def test_a_failure_is_raised_by_the_next_job_too():
+    background = Background()
+
+    def fail():
+        raise OSError("bucket not found")
+
+    background.submit(fail)
+    while not background.is_idle:
+        threading.Event().wait(0.001)
+    with pytest.raises(OSError, match="bucket not found"):
+        background.submit(print)
+    background.close()

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import json
+import math
+import struct
+
+import pytest
+
+from layerkit_runner.observers import draw_loss_curve
+from layerkit_runner.observers.loss_curve import smooth
+
+
+def write_record(folder, *, steps, tokens_per_step=64):
+    lines = [{"event": "start", "step": 0, "tokens_per_step": tokens_per_step, "experiment": "Toy"}]
+    for step in steps:
+        lines.append({"step": step, "time": 0.0, "loss": 2 + 3 / step})
+        if step % 10 == 0:
+            lines.append({"step": step, "time": 0.0, "dataset": "held_out", "loss": 2.1 + 3 / step})
+    path = folder / "metrics.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def png_size(path):
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    return struct.unpack(">II", content[16:24])
+
+
+def test_the_picture_lies_beside_the_record(tmp_path):
+    path = write_record(tmp_path, steps=range(1, 200))
+    picture = draw_loss_curve(path, baselines={"trigram table": 1.98})
+    assert str(picture) == str(tmp_path / "loss_curve.png")
+    assert png_size(tmp_path / "loss_curve.png") == (960, 576)
+    assert draw_loss_curve(tmp_path) == picture  # the job folder does as well
+
+
+def test_each_choice_changes_the_picture(tmp_path):
+    path = write_record(tmp_path, steps=range(1, 200))
+    plain = draw_loss_curve(path, tmp_path / "plain.png").read_bytes()
+    again = draw_loss_curve(path, tmp_path / "again.png").read_bytes()
+    tokens = draw_loss_curve(path, tmp_path / "tokens.png", x="tokens").read_bytes()
+    lined = draw_loss_curve(path, tmp_path / "lined.png", baselines={"table": 2.2}).read_bytes()
+    assert plain == again
+    assert len({plain, tokens, lined}) == 3
+
+
+@pytest.mark.parametrize("steps", [[1], [1, 2], range(1, 30)])
+def test_short_runs_can_be_drawn(tmp_path, steps):
+    assert png_size(draw_loss_curve(write_record(tmp_path, steps=steps))) == (960, 576)
+
+
+def test_losses_that_are_not_finite_are_left_out(tmp_path):
+    path = write_record(tmp_path, steps=range(1, 60))
+    expected = draw_loss_curve(path, tmp_path / "expected.png").read_bytes()
+    with path.open("a") as file:
+        file.write('{"step": 60, "time": 0.0, "loss": "NaN"}\n{"step": 61, "loss": "Infinity"}\n')
+    assert draw_loss_curve(path, tmp_path / "with_nan.png").read_bytes() == expected
+
+
+def test_nothing_to_draw_is_an_error_that_says_so(tmp_path):
+    path = write_record(tmp_path, steps=[])
+    with pytest.raises(ValueError, match=r"metrics\.jsonl holds no finite 'loss' to draw"):
+        draw_loss_curve(path)
+
+
+def test_tokens_must_be_known(tmp_path):
+    path = write_record(tmp_path, steps=[1], tokens_per_step=0)
+    with pytest.raises(ValueError, match=r"x='tokens': expected 'steps', or 'tokens' where .*0\)"):
+        draw_loss_curve(path, x="tokens")
+
+
+def test_smoothing_by_hand():
+    values = [9.0, 3.0, 6.0, 0.0, 3.0, 9.0]
+    assert smooth(values, half_width=1) == pytest.approx([9, 6, 3, 3, 4, 6])
+    assert smooth(values, half_width=2) == pytest.approx([9, 6, 21 / 5, 21 / 5, 18 / 4, 4])
+
+
+def test_smoothing_does_not_lag_and_calms_noise():
+    line = [5 - 0.01 * i for i in range(400)]
+    assert smooth(line, half_width=10)[:-10] == pytest.approx(line[:-10])
+    noisy = [2 + math.sin(37 * i) for i in range(400)]
+    assert max(abs(value - 2) for value in smooth(noisy, half_width=20)[20:]) < 0.15

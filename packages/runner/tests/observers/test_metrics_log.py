@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from etils import epath
+
+from layerkit_runner.observers import MetricsLog, Observers, read_metrics
+
+
+@pytest.fixture
+def train(run_info):
+    """Logs one training run, which evaluates every ten steps."""
+
+    def train(folder, steps, *, start_step=0, loss=lambda step: 1.0 / step):
+        log = MetricsLog(clock=lambda: 1_700_000_000.12345)
+        log.start(run_info(job_log_dir=folder and epath.Path(folder), start_step=start_step))
+        for step in steps:
+            log.train_metrics(step, {"loss": loss(step), "tokens_per_sec": 100.0})
+            if step % 10 == 0:
+                log.eval_metrics(step, "held_out", {"loss": loss(step) + 1})
+        log.close()
+
+    return train
+
+
+def losses(records):
+    return [(record["step"], record["loss"]) for record in records]
+
+
+def test_lines_as_written(train, tmp_path):
+    train(tmp_path, [10])
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [
+        {
+            "event": "start",
+            "step": 0,
+            "time": 1_700_000_000.123,
+            "experiment": "lm.Toy",
+            "mode": "train",
+            "num_params": 10,
+            "num_train_steps": 100,
+            "tokens_per_step": 64,
+            "examples_per_step": 4,
+            "flops_per_step": None,
+            "num_devices": 1,
+            "device_kind": "cpu",
+            "peak_flops_per_device": None,
+        },
+        {"step": 10, "time": 1_700_000_000.123, "loss": 0.1, "tokens_per_sec": 100.0},
+        {"step": 10, "time": 1_700_000_000.123, "dataset": "held_out", "loss": 1.1},
+    ]
+
+
+def test_reading_gives_each_series_in_order(train, tmp_path):
+    train(tmp_path, [1, 10, 20])
+    metrics = read_metrics(tmp_path)
+    assert losses(metrics.train) == [(1, 1.0), (10, 0.1), (20, 0.05)]
+    assert losses(metrics.evals["held_out"]) == [(10, 1.1), (20, 1.05)]
+    assert metrics.info["num_params"] == 10
+    assert read_metrics(tmp_path / "metrics.jsonl") == metrics
+
+
+def test_work_lost_before_a_resume_is_left_out_but_stays_in_the_file(train, tmp_path):
+    train(tmp_path, [1, 10, 20, 30])
+    train(tmp_path, [20], start_step=15, loss=lambda step: 7.0)
+    metrics = read_metrics(tmp_path)
+    # Step 30 was never reached again, step 20 was done anew, steps 1 and 10 stand.
+    assert losses(metrics.train) == [(1, 1.0), (10, 0.1), (20, 7.0)]
+    assert losses(metrics.evals["held_out"]) == [(10, 1.1), (20, 8.0)]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line.get("step") for line in lines if "loss" in line and "dataset" not in line] == [
+        *(1, 10, 20, 30),
+        20,
+    ]
+    assert [(line["event"], line["step"]) for line in lines if "event" in line] == [
+        ("start", 0),
+        ("resume", 15),
+    ]
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_anew(train, tmp_path):
+    train(tmp_path, [1, 10, 20])
+    train(tmp_path, [1], loss=lambda step: 5.0)
+    metrics = read_metrics(tmp_path)
+    assert losses(metrics.train) == [(1, 5.0)]
+    assert metrics.evals == {}
+
+
+def test_the_later_record_of_a_step_counts(train, run_info, tmp_path):
+    train(tmp_path, [5])
+    train(tmp_path, [], start_step=10)
+    log = MetricsLog()
+    log.start(run_info(job_log_dir=epath.Path(tmp_path), start_step=10))
+    log.eval_metrics(10, "held_out", {"loss": 3.0})
+    log.eval_metrics(10, "held_out", {"loss": 2.0})
+    log.close()
+    assert losses(read_metrics(tmp_path).evals["held_out"]) == [(10, 2.0)]
+
+
+def test_numbers_that_are_not_finite_come_back(train, tmp_path):
+    values = {1: math.inf, 2: -math.inf, 3: math.nan}
+    train(tmp_path, values, loss=values.get)
+    read = [record["loss"] for record in read_metrics(tmp_path).train]
+    assert read[:2] == [math.inf, -math.inf]
+    assert math.isnan(read[2])
+
+
+def test_a_line_still_being_written_is_passed_over_and_any_other_damage_is_not(train, tmp_path):
+    train(tmp_path, [1, 2])
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_text()
+    path.write_text(whole + '{"step": 3, "lo')
+    assert losses(read_metrics(path).train) == [(1, 1.0), (2, 0.5)]
+    path.write_text('{"step": 1, "lo\n' + whole)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1 is not JSON: '\{\"step\": 1, "):
+        read_metrics(path)
+
+
+def test_an_evaluation_job_beside_the_training_writes_its_own_file(train, run_info, tmp_path):
+    train(tmp_path, [1, 20])
+    log = MetricsLog()
+    log.start(run_info(job_log_dir=epath.Path(tmp_path), mode="eval", start_step=10))
+    log.eval_metrics(10, "held_out", {"loss": 2.0})
+    log.close()
+    assert [record["step"] for record in read_metrics(tmp_path).train] == [1, 20]
+    assert losses(read_metrics(tmp_path / "metrics_eval.jsonl").evals["held_out"]) == [(10, 2.0)]
+
+
+def test_without_a_folder_nothing_is_written(train, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train(None, [1, 10])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_reserved_names_are_refused(run_info, tmp_path):
+    log = MetricsLog()
+    log.start(run_info(job_log_dir=epath.Path(tmp_path)))
+    with pytest.raises(ValueError, match="a scalar is named 'time', which metrics"):
+        log.train_metrics(1, {"time": 3.0})
+    log.close()
+
+
+def test_a_record_that_cannot_be_written_does_not_end_the_run(run_info, tmp_path):
+    blocked = tmp_path / "a_file"
+    blocked.write_text("")
+    observers = Observers([MetricsLog()])
+    observers.start(
+        run_info(job_log_dir=epath.Path(blocked) / "job")
+    )  # cannot make a folder inside a file
+    observers.train_metrics(1, {"loss": 1.0})
+    observers.close()

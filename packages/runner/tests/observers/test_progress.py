@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import io
+import itertools
+import re
+
+import pytest
+
+from layerkit_runner.observers import Progress
+from layerkit_runner.observers.progress import LinePacer
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def simulate(run_info):
+    """Runs the reports of a whole training through plain lines and returns what was printed."""
+
+    def simulate(*, steps, seconds_per_step, summary_interval, start_step=0, eval_interval=None):
+        stream, clock = io.StringIO(), Clock()
+        progress = Progress(stream=stream, clock=clock)
+        progress.start(run_info(num_train_steps=steps, start_step=start_step))
+        for step in range(start_step + 1, steps + 1):
+            clock.now += seconds_per_step
+            progress.progress(step)
+            if step == start_step + 1 or step % summary_interval == 0:
+                progress.train_metrics(step, {"loss": 1000 / step, "tokens_per_sec": 1234.5})
+            if eval_interval and step % eval_interval == 0:
+                progress.eval_metrics(step, "held_out", {"loss": 2.0})
+        progress.close()
+        return stream.getvalue().splitlines()
+
+    return simulate
+
+
+def test_first_and_last_lines_by_hand(simulate):
+    lines = simulate(steps=1000, seconds_per_step=0.5, summary_interval=100)
+    assert lines[0] == "step 1/1000 | loss 1000.0000 | 1,234 tokens/s"
+    # 100 steps done in 50 s, of which the first 0.5 s lie before the clock of the estimate.
+    assert lines[2] == "step 200/1000 | loss 5.0000 | 1,234 tokens/s | 0:06:40 left"
+    assert lines[-1] == "step 1000/1000 | loss 1.0000 | 1,234 tokens/s"
+
+
+@pytest.mark.parametrize(
+    ("steps", "seconds_per_step", "summary_interval"),
+    [(10, 0.1, 1), (2000, 0.1, 1), (2000, 0.1, 100), (20_000, 0.18, 50), (60_000, 1.0, 10)],
+)
+def test_a_run_prints_dozens_of_lines_not_thousands(
+    simulate, steps, seconds_per_step, summary_interval
+):
+    lines = simulate(
+        steps=steps,
+        seconds_per_step=seconds_per_step,
+        summary_interval=summary_interval,
+        eval_interval=max(1, summary_interval),
+    )
+    train = [line for line in lines if "eval" not in line]
+    assert min(10, steps) <= len(train) <= 100
+    assert len(lines) <= 200
+    assert f"step {steps}/{steps}" in train[-1]
+    assert f"step {steps} | eval held_out | loss 2" in lines
+
+
+def test_no_step_is_printed_twice(simulate):
+    lines = simulate(steps=300, seconds_per_step=40, summary_interval=7)
+    steps = [re.match(r"step (\d+)/", line).group(1) for line in lines]
+    assert len(set(steps)) == len(steps)
+
+
+def test_slow_steps_get_signs_of_life_with_the_age_of_their_metrics(simulate):
+    lines = simulate(steps=400, seconds_per_step=60, summary_interval=400)
+    assert lines[1].startswith("step 2/400 | loss 1000.0000 | 1,234 tokens/s | (as of step 1)")
+    assert len(lines) < 100
+    assert "as of" not in lines[-1]
+
+
+def test_a_run_that_ends_off_the_interval_shows_its_last_step(simulate):
+    lines = simulate(steps=105, seconds_per_step=0.01, summary_interval=100)
+    assert lines[-1].startswith("step 105/105 | loss 10.0000")
+    assert lines[-1].endswith("(as of step 100)")
+
+
+def test_a_resumed_run_paces_and_estimates_what_is_left(simulate):
+    lines = simulate(steps=1000, seconds_per_step=1, summary_interval=10, start_step=900)
+    assert lines[0].startswith("step 901/1000 | ")
+    assert lines[1].startswith("step 910/1000 | ")
+    assert lines[1].endswith("| 0:01:30 left")
+
+
+@pytest.mark.parametrize(("hours", "most"), [(1, 90), (24, 130), (24 * 30, 900)])
+def test_the_pacer_is_never_silent_for_long_nor_loud(hours, most):
+    seconds = hours * 3600
+    pacer = LinePacer(0, seconds // 10)  # ten seconds a step
+    due = [step * 10 for step in range(1, seconds // 10 + 1) if pacer.due(step, step * 10.0)]
+    assert len(due) <= most
+    gaps = [later - earlier for earlier, later in itertools.pairwise(due)]
+    assert max(gaps) <= min(3600, max(30, seconds / 10)) + 10
+
+
+def test_messages_and_evaluations_without_a_training_are_plain_lines(run_info):
+    stream = io.StringIO()
+    progress = Progress(stream=stream)
+    progress.start(run_info(mode="eval"))
+    for step in range(3):
+        progress.eval_metrics(step, "held_out", {"loss": 1.5, "accuracy": 0.25})
+    progress.message("done")
+    progress.close()
+    assert stream.getvalue().splitlines() == [
+        *(f"step {step} | eval held_out | loss 1.5 | accuracy 0.25" for step in range(3)),
+        "done",
+    ]
+
+
+def test_a_terminal_gets_a_bar_that_messages_do_not_break(run_info):
+    stream = Terminal()
+    progress = Progress(stream=stream)
+    progress.start(run_info(num_train_steps=10, start_step=4))
+    for step in range(5, 11):
+        progress.train_metrics(step, {"loss": 2.5, "tokens_per_sec": 9876.0, "mfu": 0.412})
+        progress.progress(step)
+        if step == 7:
+            progress.message("checkpoint 7 saved")
+    progress.close()
+    shown = stream.getvalue()
+    assert "| 5/10 [" in shown  # a resumed run begins where it is
+    assert "| 10/10 [" in shown
+    assert "loss 2.5000, 9,876 tokens/s, mfu 41.2%" in shown
+    # On a line of its own: the bar is cleared before it and drawn anew after it.
+    assert "\rcheckpoint 7 saved\n" in shown
+    assert shown.endswith("\n")

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import pytest
+
+from layerkit_runner.observers import Throughput
+
+
+class Clock:
+    def __init__(self):
+        self.now = 50.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def timed(run_info, clock):
+    facts = {
+        "tokens_per_step": 1000,
+        "examples_per_step": 10,
+        "flops_per_step": 6e12,
+        "num_devices": 4,
+        "peak_flops_per_device": 1e13,
+    }
+    return lambda **changes: Throughput(run_info(**{**facts, **changes}), clock=clock)
+
+
+def run_steps(throughput, clock, steps, *, seconds):
+    for step in steps:
+        clock.now += seconds
+        throughput.completed(step)
+
+
+def test_rates_by_hand(timed, clock):
+    throughput = timed()
+    run_steps(throughput, clock, [1], seconds=60)  # with compilation
+    assert throughput.rates() == {}
+    run_steps(throughput, clock, range(2, 12), seconds=0.5)
+    # 2 steps/s x 6 TFLOP on 4 devices = 3 TFLOP/s each, of 10.
+    assert throughput.rates() == pytest.approx(
+        {
+            "step_time": 0.5,
+            "steps_per_sec": 2.0,
+            "examples_per_sec": 20.0,
+            "tokens_per_sec": 2000.0,
+            "tflops_per_sec_per_device": 3.0,
+            "mfu": 0.3,
+        }
+    )
+    assert throughput.rates() == {}  # nothing since
+
+
+def test_unknown_quantities_are_left_out(timed, clock):
+    throughput = timed(tokens_per_step=0, flops_per_step=None)
+    run_steps(throughput, clock, [1, 2], seconds=1)
+    assert set(throughput.rates()) == {"step_time", "steps_per_sec", "examples_per_sec"}
+    throughput = timed(peak_flops_per_device=None)
+    run_steps(throughput, clock, [1, 2], seconds=1)
+    rates = throughput.rates()
+    assert "tflops_per_sec_per_device" in rates
+    assert "mfu" not in rates
+
+
+def test_each_window_stands_alone_and_overall_joins_them(timed, clock):
+    throughput = timed()
+    run_steps(throughput, clock, [1, 2, 3], seconds=1)
+    assert throughput.rates()["step_time"] == 1
+    run_steps(throughput, clock, [4, 5], seconds=4)
+    assert throughput.rates()["step_time"] == 4
+    assert throughput.overall()["step_time"] == (1 + 1 + 4 + 4) / 4
+
+
+def test_a_resumed_run_does_not_count_the_steps_before_it(timed, clock):
+    throughput = timed(start_step=500)
+    run_steps(throughput, clock, [501], seconds=30)
+    run_steps(throughput, clock, [502, 503], seconds=2)
+    assert throughput.overall()["steps_per_sec"] == 0.5
+
+
+def test_pauses_take_no_time_even_nested_and_between_windows(timed, clock):
+    throughput = timed()
+    run_steps(throughput, clock, [1, 2], seconds=1)
+    throughput.rates()
+    with throughput.pause():
+        clock.now += 100
+        with throughput.pause():
+            clock.now += 100
+        clock.now += 100
+    run_steps(throughput, clock, [3, 4], seconds=1)
+    assert throughput.rates()["step_time"] == 1
+
+
+def test_the_part_of_a_step_before_a_pause_still_counts(timed, clock):
+    throughput = timed()
+    throughput.completed(1)
+    clock.now += 0.75
+    with throughput.pause():
+        clock.now += 40
+    clock.now += 0.25
+    throughput.completed(2)
+    assert throughput.rates()["step_time"] == 1
+
+
+def test_steps_that_end_within_a_pause_count_neither_way(timed, clock):
+    throughput = timed()
+    throughput.completed(1)
+    with throughput.pause():
+        run_steps(throughput, clock, [2, 3], seconds=5)
+        clock.now += 5
+    run_steps(throughput, clock, [4, 5], seconds=2)
+    assert throughput.overall()["steps_per_sec"] == 0.5
+
+
+def test_a_pause_before_the_first_step_is_harmless(timed, clock):
+    throughput = timed()
+    with throughput.pause():
+        clock.now += 5
+    run_steps(throughput, clock, [1, 2], seconds=2)
+    assert throughput.overall()["step_time"] == 2

@@ -1,0 +1,342 @@
+"""The command as people meet it: whole screens, from a real process.
+
+The experiments here are made for the tests. A folder before everything else on the path holds
+modules called `jax` and `fiddle` that end the process when they are imported; so an answer proves
+that it came without them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from layerkit_runner import cli
+from layerkit_runner.flags import help_text
+
+_FILES = {
+    # Hides the project's own experiments, so that the screens below stay as they are.
+    "site/layerkit_experiments/__init__.py": "",
+    "site/acme/__init__.py": "",
+    "site/acme-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n",
+    "site/acme-1.0.dist-info/entry_points.txt": "[layerkit.experiments]\nacme = acme\n",
+    "site/acme/lm.py": '''
+        import dataclasses
+
+        from layerkit.config import Config
+        from layerkit_runner import BaseExperiment
+
+
+        @dataclasses.dataclass
+        class Lm:
+            num_layers: int = 2
+            dtype: str = "float32"
+
+
+        @dataclasses.dataclass
+        class Task:
+            model: Lm
+            learning_rate: float = 1e-3
+
+
+        @dataclasses.dataclass
+        class Input:
+            batch_size: int
+            is_training: bool = True
+
+
+        @dataclasses.dataclass
+        class Mesh:
+            shape: tuple[int, ...] = (1, 1, 1)
+
+
+        class Base(BaseExperiment, abstract=True):
+            """What all of them share."""
+
+            NUM_LAYERS: int = 2
+            ICI_MESH_SHAPE: tuple[int, ...] = (1, 1, 1)
+
+            def validate(self):
+                if self.NUM_LAYERS < 1:
+                    raise ValueError(f"NUM_LAYERS={self.NUM_LAYERS} must be at least 1")
+
+            def task(self):
+                return Config(Task, model=Config(Lm, num_layers=self.NUM_LAYERS))
+
+            def datasets(self):
+                return [Config(Input, batch_size=4)]
+
+            def partitioner(self):
+                return Config(Mesh, shape=self.ICI_MESH_SHAPE)
+
+
+        class Small(Base):
+            """A model for tests."""
+
+
+        class Large(Base):
+            """The same, but larger."""
+
+            NUM_LAYERS = 48
+    ''',
+    "site/acme/vision.py": '''
+        from acme.lm import Base
+
+
+        class Small(Base):
+            """Another of that name."""
+    ''',
+    "work/own.py": '''
+        from acme.lm import Base
+
+
+        class Mine(Base):
+            """In the folder where the command runs."""
+
+
+        class Interrupted(Base):
+            """Somebody presses Ctrl-C while it is being set up."""
+
+            def task(self):
+                raise KeyboardInterrupt
+    ''',
+    "no_jax/jax.py": "raise SystemExit('jax was imported')",
+    "no_config/fiddle.py": "raise SystemExit('fiddle was imported')",
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli")
+    for name, text in _FILES.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+    return folder
+
+
+def runner(
+    place: Path, *arguments: str, before_import: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Runs the command; `before_import` also forbids what any experiment needs to be imported."""
+    folders = [place / "site", place / "no_jax"]
+    if before_import:
+        folders.append(place / "no_config")
+    path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
+    before = {file: file.stat().st_mtime_ns for file in place.rglob("*")}
+    done = subprocess.run(
+        [sys.executable, "-m", "layerkit_runner.cli", *arguments],
+        cwd=place / "work",
+        env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert {file: file.stat().st_mtime_ns for file in place.rglob("*")} == before
+    return done
+
+
+def refused(place: Path, *arguments: str, before_import: bool = True) -> str:
+    done = runner(place, *arguments, "--job_log_dir=out", before_import=before_import)
+    assert done.stdout == ""
+    assert done.returncode == 2
+    return done.stderr
+
+
+def test_help(place: Path):
+    done = runner(place, "--help", before_import=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == _HELP.lstrip("\n")
+    assert done.stdout == help_text() + "\n"
+
+
+_HELP = """
+runner trains, evaluates and inspects experiments.
+
+  runner --exp=lm.quickstart.LocalText --job_log_dir=DIR
+  runner --exp=lm.pile.Pile126M --fdl.NUM_LAYERS=2 --mode=inspect
+  runner --exp=lm.pile.Pile126M --fdl.task.model.lm_tpl.num_layers=2 --mode=plan
+  runner --list
+
+Modes:
+  train        train; the same command again resumes
+  eval         evaluate the newest checkpoint once
+  decode_once  decode with the newest checkpoint once
+  plan         compile the training step without the devices; print memory and traffic
+  inspect      print the configuration, every override applied; writes nothing
+
+Flags:
+  --exp=NAME                      the experiment, such as lm.quickstart.LocalText; see --list
+  --fdl_config=NAME               the same as --exp
+  --fdl.NAME=VALUE                set a field of the experiment, or by its path any deeper one
+  --job_log_dir=DIR               folder for everything the run writes
+  --mode=MODE                     what to do, see above (default train)
+  --[no]enable_checkpoint_saving  whether a training run saves checkpoints (default True)
+  --restore_checkpoint_dir=DIR    start from the checkpoints of this folder
+  --restore_checkpoint_step=STEP  start from this step, not the newest
+  --pmap_use_tensorstore          save pmap runs one entry per parameter, not as one file
+  --target=TARGET                 plan: the devices to plan for
+  --num_devices=N                 plan: how many of them
+  --json                          plan: print the plan as JSON
+  --jax_compilation_cache=DIR     folder for compiled programs, or off
+  --log_level=LEVEL               how much to print: debug, info, warning, error (default info)
+  --list                          print every experiment and leave
+  --help                          print this and leave
+
+VALUE is a Python literal; bare words are strings: 4, 1e-3, [1,4,1], None, bfloat16.
+Exit codes: 0 done, 2 wrong command line, 130 interrupted before the run began.
+"""
+
+
+def test_list(place: Path):
+    done = runner(place, "--list", before_import=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == (
+        "lm.Large      The same, but larger.\n"
+        "lm.Small      A model for tests.\n"
+        "vision.Small  Another of that name.\n"
+    )
+
+
+_WRONG = {
+    "no experiment": ([], "which experiment? Say --exp=NAME; `runner --list` shows all.\n"),
+    "flag": (
+        ["--exp=lm.Small", "--enable_checkpoint_savin=False"],
+        "there is no flag --enable_checkpoint_savin; did you mean '--enable_checkpoint_saving'?\n",
+    ),
+    "dash for underscore": (
+        ["--exp=lm.Small", "--restore-checkpoint-dir=x"],
+        "there is no flag --restore-checkpoint-dir; did you mean '--restore_checkpoint_dir'?\n",
+    ),
+    "mode": (
+        ["--exp=lm.Small", "--mode=trian"],
+        "--mode has no value 'trian'; did you mean 'train'? It is one of train, eval, decode_once,"
+        " plan, inspect.\n",
+    ),
+    "experiment": (
+        ["--exp=lm.Smal"],
+        "there is no experiment 'lm.Smal'; did you mean 'lm.Small'? `runner --list` shows all.\n",
+    ),
+    "ambiguous experiment": (
+        ["--fdl_config=Small"],
+        "--exp=Small is ambiguous; it can be any of\n  acme.lm.Small\n  acme.vision.Small\n",
+    ),
+    "own experiment": (
+        ["--exp=own.Mien"],
+        "module own has no experiment 'Mien'; did you mean 'Mine'? It has: Mine, Interrupted.\n",
+    ),
+    "abstract experiment": (
+        ["--exp=lm.Base"],
+        "lm.Base is only a base for other experiments (declared abstract, or named with an"
+        " underscore); `runner --list` shows those that run.\n",
+    ),
+    "experiment field": (
+        ["--exp=lm.Small", "--fdl.NUM_LAYRES=3"],
+        "lm.Small has no field 'NUM_LAYRES'; did you mean 'NUM_LAYERS'? Its fields: NUM_LAYERS,"
+        " ICI_MESH_SHAPE.\n",
+    ),
+    "type": (
+        ["--exp=lm.Small", "--fdl.NUM_LAYERS=three"],
+        "lm.Small.NUM_LAYERS: expected int, got 'three'\n",
+    ),
+    "literal": (
+        ["--exp=lm.Small", "--fdl.ICI_MESH_SHAPE=[1,4,1"],
+        "lm.Small.ICI_MESH_SHAPE: expected tuple[int, ...], got '[1,4,1', which is not a complete"
+        " Python literal\n",
+    ),
+    "contradiction": (
+        ["--exp=lm.Small", "--fdl.NUM_LAYERS=3", "--fdl.NUM_LAYERS=4"],
+        "--fdl.NUM_LAYERS=3 and --fdl.NUM_LAYERS=4 contradict each other; keep one of them.\n",
+    ),
+    "root of a path": (
+        ["--exp=lm.Small", "--fdl.taks.model.num_layers=3"],
+        "--fdl.taks.model.num_layers: a path starts with task, datasets, decode_datasets or"
+        " partitioner, not 'taks'; did you mean 'task'?\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", _WRONG)
+def test_mistakes_answered_before_anything_is_imported(place: Path, mistake: str):
+    arguments, text = _WRONG[mistake]
+    assert refused(place, *arguments) == f"runner: {text}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            ["--fdl.task.model.num_layerz=3"],
+            "--fdl.task.model.num_layerz: task.model is a config of Lm, which has no field"
+            " 'num_layerz'; did you mean 'num_layers'? Its fields: num_layers, dtype.\n",
+        ),
+        (
+            ["--fdl.task.model.num_layers=three"],
+            "--fdl.task.model.num_layers: expected int, got 'three'\n",
+        ),
+        (
+            ["--fdl.datasets.1.batch_size=3"],
+            "--fdl.datasets.1.batch_size: datasets has no element 1; it has 1 elements, 0 to 0.\n",
+        ),
+        (
+            ["--fdl.NUM_LAYERS=0"],
+            "Small cannot run as asked: NUM_LAYERS=0 must be at least 1\n",
+        ),
+    ],
+)
+def test_mistakes_answered_before_jax_is_imported(place: Path, arguments: list[str], text: str):
+    stderr = refused(place, "--exp=lm.Small", *arguments, before_import=False)
+    assert stderr == f"runner: {text}"
+
+
+def test_a_folder_to_write_to_is_asked_for(place: Path):
+    done = runner(place, "--exp=lm.Small", before_import=True)
+    assert done.returncode == 2
+    assert done.stderr == "runner: --mode=train needs a folder to write to: --job_log_dir=DIR\n"
+
+
+def test_inspect_prints_the_resolved_configuration_and_writes_nothing(place: Path):
+    done = runner(
+        place,
+        "--exp=own.Mine",
+        "--mode=inspect",
+        "--fdl.NUM_LAYERS=7",
+        "--fdl.ICI_MESH_SHAPE=[1,4,1]",
+        "--fdl.task.model.dtype",
+        "bfloat16",
+        "--fdl.datasets.0.batch_size=16",
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == textwrap.dedent(
+        """\
+        experiment = own.Mine
+        experiment.NUM_LAYERS = 7
+        experiment.ICI_MESH_SHAPE = (1, 4, 1)
+        task = Task
+        task.model = Lm
+        task.model.num_layers = 7
+        task.model.dtype = 'bfloat16'
+        task.learning_rate = 0.001
+        datasets.0 = Input
+        datasets.0.batch_size = 16
+        datasets.0.is_training = True
+        decode_datasets = []
+        partitioner = Mesh
+        partitioner.shape = (1, 4, 1)
+        """
+    )
+
+
+def test_an_interrupt_before_the_run_has_an_exit_code_of_its_own(place: Path):
+    done = runner(place, "--exp=own.Interrupted", "--mode=inspect")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_main_returns_the_exit_code(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["--mode=trian"]) == 2
+    assert capsys.readouterr().err.startswith("runner: --mode has no value 'trian'")
+    assert cli.main(["--help"]) == 0
