@@ -83,7 +83,7 @@ class BaseInput(Configurable):
     name: str | None = None
     """Shown in logs and summaries."""
     batch_size: int | None = None
-    """Rows of a batch on this host. Required, though the runner derives it from `percore_batch_size`."""
+    """Rows of a batch on this host. Required; the runner derives it from `percore_batch_size`."""
     percore_batch_size: float | None = None
     """Rows per device, a fraction where several devices share a row; read by the runner alone."""
     infeed_host_index: int = 0
@@ -104,7 +104,7 @@ class BaseInput(Configurable):
     """Rows of padding that `get_next_padded` appends to each batch."""
 
     token_unit: ClassVar[str] = "token"
-    """What one predicted token is, for reports: `byte` makes nats per byte comparable across models."""
+    """What one predicted token is, for reports; nats per `byte` compare across models."""
 
     state_scope: ClassVar[state_lib.Scope] = "host"
     """`global` for a reader whose state is the same on every host and fits any number of them."""

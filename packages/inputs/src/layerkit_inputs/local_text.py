@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import ClassVar, Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 

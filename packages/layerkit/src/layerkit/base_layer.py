@@ -1,9 +1,9 @@
 """BaseLayer: a Flax Linen module whose annotated fields are its hyperparameters.
 
-A layer creates its weights (`create_variable`) and children (`create_child`) in `setup` and computes in
-`fprop`. From parent to child flow, unless the child sets its own: the weight dtype, the compute dtype,
-the initialiser, `train`, and the sharding that the partitioner bound. So a user's `fprop(x)` needs
-no plumbing, and training and evaluation are two static variants of the same model.
+A layer creates its weights (`create_variable`) and children (`create_child`) in `setup` and
+computes in `fprop`. From parent to child flow, unless the child sets its own: the weight dtype, the
+compute dtype, the initialiser, `train`, and the sharding that the partitioner bound. So a user's
+`fprop(x)` needs no plumbing, and training and evaluation are two static variants of the same model.
 
     class Linear(BaseLayer):
         input_dims: int = 0
@@ -97,7 +97,8 @@ class BaseLayer(nn.Module, kw_only=True):
       dtype: Of the weights; float32 if nobody above sets it.
       fprop_dtype: Of the computation, to which weights and activations are cast; float32 if nobody
         above sets it.
-      params_init: Initialiser of weights that do not name their own; Xavier if nobody above sets it.
+      params_init: Initialiser of weights that do not name their own; Xavier if nobody above sets
+      it.
       train: Whether this is the training variant (dropout on). Set it on a clone of the model:
         `model.clone(train=True)`. Evaluation if nobody above sets it.
       sharding: Mesh and rules, set by the partitioner; without them constraints do nothing.
@@ -381,8 +382,8 @@ class BaseLayer(nn.Module, kw_only=True):
         for field in INHERITED_FIELDS:
             if getattr(child, field) is None and child.inherited(field) != self.inherited(field):
                 raise ValueError(
-                    f"{child.path_name} is shared with {self.path_name}, which would give it another"
-                    f" {field}: {child.inherited(field)!r} and {self.inherited(field)!r};"
+                    f"{child.path_name} is shared with {self.path_name}, which would give it"
+                    f" another {field}: {child.inherited(field)!r} and {self.inherited(field)!r};"
                     f" set {field} on the shared config"
                 )
 
@@ -430,8 +431,8 @@ class BaseLayer(nn.Module, kw_only=True):
     @nn.nowrap
     def _refuse_crossing(self, shared_id: str, first: str, second: str) -> None:
         raise ValueError(
-            f"shared_weight_id={shared_id!r} is used in {first} and in {second}, but weights cannot be"
-            " shared into or out of a repeated layer"
+            f"shared_weight_id={shared_id!r} is used in {first} and in {second}, but weights cannot"
+            " be shared into or out of a repeated layer"
         )
 
     @nn.nowrap

@@ -1,8 +1,8 @@
 """Configuration: every layer, task, learner and input is described before it is built.
 
-A `Config` is an editable description of a call (Fiddle's `Config`, with errors that name the nearest
-right field). `build` turns it into the object. Two roles decide what happens to a config that sits in
-a field of another one:
+A `Config` is an editable description of a call (Fiddle's `Config`, with errors that name the
+nearest right field). `build` turns it into the object. Two roles decide what happens to a config
+that sits in a field of another one:
 
 * a **template** (`sub_config_field`) is a recipe: `build` leaves it as it is, and the layer that
   owns the field makes as many children of it as it likes, each with weights of its own;
@@ -10,10 +10,11 @@ a field of another one:
   fields becomes one shared object.
 
 A class says what can be configured by annotated fields, or, as Praxis did, by a nested class
-`HParams(BaseHParams)`; both end as the same dataclass fields and the same `Class.HParams.config(…)`.
+`HParams(BaseHParams)`; both end as the same dataclass fields and the same
+`Class.HParams.config(…)`.
 
-This module imports neither JAX nor Flax, so that a command line or a data worker can use it cheaply,
-and it is the only one that knows Fiddle's insides.
+This module imports neither JAX nor Flax, so that a command line or a data worker can use it
+cheaply, and it is the only one that knows Fiddle's insides.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _HIDDEN_FIELDS = frozenset({"parent"})
 
 
 def near_names(name: str, valid: Iterable[str]) -> str:
-    """How an error about an unknown name ends: `"; did you mean 'x'?"`, or `"."` if none is near."""
+    """How an error about an unknown name ends: `"; did you mean 'x'?"`, or `"."`."""
     # Upper and lower case are compared alike: PERCORE_batch_size is near PERCORE_BATCH_SIZE.
     folded = {candidate.lower(): candidate for candidate in valid}
     matches = difflib.get_close_matches(name.lower(), folded, n=2, cutoff=0.6)
@@ -112,9 +113,10 @@ class _Editable(Generic[T]):
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("__") and name not in field_names(self.__fn_or_cls__):
-            if not _accepts_any_keyword(self.__fn_or_cls__):
-                raise AttributeError(_unknown_field(self.__fn_or_cls__, name))
+        target = self.__fn_or_cls__
+        is_field = name.startswith("__") or name in field_names(target)
+        if not is_field and not _accepts_any_keyword(target):
+            raise AttributeError(_unknown_field(target, name))
         return super().__getattr__(name)  # type: ignore[misc]
 
     # Equal configs have equal targets, whatever is edited later; so a module whose fields hold
@@ -258,8 +260,7 @@ def build(config: fdl.Buildable, /, **overrides: Any) -> Any:
         if isinstance(node, fdl.Partial):
 
             def call(*args: Any, **more: Any) -> Any:
-                fresh = copy_config(node)
-                return build(Config(target, *args, **{**fresh.__arguments__, **more}))
+                return build(Config(target, *args, **{**node.__arguments__, **more}))
 
             return call
         templates = _template_fields(target)
@@ -285,9 +286,8 @@ def _check_required(target: Any, arguments: dict[str, Any]) -> None:
         and f.default_factory is dataclasses.MISSING
     ]
     if missing:
-        raise TypeError(
-            f"{getattr(target, '__qualname__', target)} cannot be built: no value for {', '.join(missing)}."
-        )
+        label = getattr(target, "__qualname__", target)
+        raise TypeError(f"{label} cannot be built: no value for {', '.join(missing)}.")
 
 
 def _default_config(hparams: Any, overrides: dict[str, Any]) -> Config | None:
@@ -356,7 +356,7 @@ def adopt_hparams(cls: type) -> None:
     Raises:
       TypeError: a nested `HParams` assigns a name that nobody declared.
     """
-    own_annotations = dict(cls.__dict__.get("__annotations__", {}))
+    own_annotations = dict(inspect.get_annotations(cls))
     inherited: dict[str, Any] = {}
     for base in reversed(cls.__mro__[1:]):
         for field in getattr(base, "__dataclass_fields__", {}).values():
@@ -390,7 +390,7 @@ def adopt_hparams(cls: type) -> None:
 
 
 def _move_nested_fields(cls: type, nested: type, inherited: dict[str, Any]) -> dict[str, Any]:
-    annotations = dict(nested.__dict__.get("__annotations__", {}))
+    annotations = dict(inspect.get_annotations(nested))
     for name, value in list(nested.__dict__.items()):
         if name.startswith("_"):
             continue

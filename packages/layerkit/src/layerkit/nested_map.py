@@ -108,7 +108,7 @@ class NestedMap(dict):
         return NestedMap(self)
 
     def flatten_items(self) -> Iterator[tuple[str, Any]]:
-        """Pairs of dotted path and leaf, in sorted key order; only NestedMaps are descended into."""
+        """Pairs of dotted path and leaf, in sorted key order; only NestedMaps are walked."""
         for key in sorted(self):
             value = self[key]
             if isinstance(value, NestedMap):

@@ -4,8 +4,8 @@ A weight says `axes=('embed', 'mlp')`, an activation is constrained by names suc
 'length', 'act_embed')`, and one table of rules, `ShardingRules`, says which mesh axes each name is
 split over. Nothing else in the library knows mesh axes, so the same model runs on any mesh.
 
-The partitioner binds a table to a mesh once (`BoundSharding`) and sets it on the model; layers never
-read an ambient context.
+The partitioner binds a table to a mesh once (`BoundSharding`) and sets it on the model; layers
+never read an ambient context.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class ShardingRules:
         return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-# Weights: the model dimension is split over fsdp (gathered just before use), the wide dimension over
+# Weights: the model dimension is split over fsdp (gathered just before use), the wide dimension
+# over
 # tensor. Activations: rows over data and fsdp, the wide dimension over tensor.
 DEFAULT_RULES = ShardingRules.of(
     # weights
@@ -149,7 +150,9 @@ class BoundSharding:
         """
         where = f"{owner}: " if owner else ""
         if shape is not None and len(axes) != len(shape):
-            raise ValueError(f"{where}axes {tuple(axes)} do not name the dimensions of {tuple(shape)}")
+            raise ValueError(
+                f"{where}axes {tuple(axes)} do not name the dimensions of {tuple(shape)}"
+            )
         sizes: Mapping[str, int] = {} if self.mesh is None else dict(self.mesh.shape)
         taken: dict[str, str] = {}
         entries: list[Any] = []
@@ -159,15 +162,15 @@ class BoundSharding:
             for axis in used:
                 if axis in taken:
                     raise ValueError(
-                        f"{where}axes {tuple(axes)}: {taken[axis]!r} and {name!r} are both split over"
-                        f" mesh axis {axis!r}; change the rule of one of them"
+                        f"{where}axes {tuple(axes)}: {taken[axis]!r} and {name!r} are both split"
+                        f" over mesh axis {axis!r}; change the rule of one of them"
                     )
                 taken[axis] = str(name)
             parts = math.prod(sizes[axis] for axis in used)
             if shape is not None and shape[position] % parts:
                 raise ValueError(
-                    f"{where}dimension {name!r} of size {shape[position]} cannot be split evenly over"
-                    f" mesh axes {used} of size {parts}; use another mesh, another size, or"
+                    f"{where}dimension {name!r} of size {shape[position]} cannot be split evenly"
+                    f" over mesh axes {used} of size {parts}; use another mesh, another size, or"
                     f" ShardingRules.replace({name}=None)"
                 )
             entries.append(used[0] if len(used) == 1 else used or None)

@@ -1,4 +1,4 @@
-"""What a training job says when it is done: held-out losses, a sample, a picture, what to do next."""
+"""What a training job says when it is done: held-out losses, a sample, a picture, what next."""
 
 from __future__ import annotations
 
@@ -23,13 +23,17 @@ def finish(job: Job, executor: Executor, state: TrainState, step: int) -> None:
     baselines: dict[str, float] = {}
     for program in executor.eval_programs:
         if program.name in means:
-            say(held_out_line(program.name, means[program.name]["loss"], program.dataset.token_unit))
+            say(
+                held_out_line(program.name, means[program.name]["loss"], program.dataset.token_unit)
+            )
             for name, loss in program.dataset.baselines().items():
                 baselines[name] = loss
                 say(held_out_line(f"  for comparison: {name}", loss, program.dataset.token_unit))
     rates = executor.throughput.overall()
     if "tokens_per_sec" in rates:
-        speed = f"{rates['tokens_per_sec']:,.0f} tokens/s, {rates['step_time'] * 1e3:.1f} ms per step"
+        speed = (
+            f"{rates['tokens_per_sec']:,.0f} tokens/s, {rates['step_time'] * 1e3:.1f} ms per step"
+        )
         if "tflops_per_sec_per_device" in rates:
             speed += f", {rates['tflops_per_sec_per_device'] * 1e3:,.1f} model GFLOP/s per device"
         say(f"speed: {speed}")

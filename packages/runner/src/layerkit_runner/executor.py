@@ -1,7 +1,7 @@
 """The loop of a training job.
 
-Each turn: save if due → leave if asked → train a step → evaluate if due → decode if due. At the end a
-forced save, then evaluation and decoding.
+Each turn: save if due → leave if asked → train a step → evaluate if due → decode if due. At the end
+a forced save, then evaluation and decoding.
 """
 
 from __future__ import annotations

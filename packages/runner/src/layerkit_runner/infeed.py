@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import jax
+
 from layerkit.config import Config
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.feeds import FeedPlan, plan_feeds
-
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import Partitioner
 
@@ -20,7 +20,8 @@ def make_input(config: Config, partitioner: Partitioner) -> BaseInput:
       partitioner: Started.
 
     Raises:
-      UsageError: the batch cannot be spread evenly over the devices, or the input refuses its fields.
+      UsageError: the batch cannot be spread evenly over the devices, or the input refuses its
+      fields.
     """
     name = dataset_name(config)
     filled = config.clone()
@@ -34,8 +35,8 @@ def make_input(config: Config, partitioner: Partitioner) -> BaseInput:
         rows = percore * partitioner.mesh.size
         if rows != int(rows):
             raise UsageError(
-                f"{name}: percore_batch_size={percore} on {partitioner.mesh.size} devices is a global"
-                f" batch of {rows} rows, which is no whole number"
+                f"{name}: percore_batch_size={percore} on {partitioner.mesh.size} devices is a"
+                f" global batch of {rows} rows, which is no whole number"
             )
         global_rows = int(rows)
     elif filled.batch_size is not None:
@@ -59,6 +60,7 @@ def feed_plan(global_rows: int, partitioner: Partitioner) -> FeedPlan:
     """Which process feeds which rows of a global batch."""
     held: dict[int, list[tuple[int, int]]] = {}
     shape = (global_rows,)
+    device: jax.Device
     for device, (rows,) in partitioner.batch_sharding().devices_indices_map(shape).items():
         start, stop, _ = rows.indices(global_rows)
         held.setdefault(device.process_index, []).append((start, stop))

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 from etils import epath
-from layerkit_inputs.base_input import BaseInput
 
+from layerkit_inputs.base_input import BaseInput
 from layerkit_runner.checkpoints import CheckpointManager, CheckpointPolicy, StateFormat
 from layerkit_runner.errors import UsageError
 from layerkit_runner.flags import RunOptions
@@ -72,8 +72,8 @@ class Job:
         training = [config for config in self.resolved.datasets if config.is_training]
         if len(training) != 1:
             raise UsageError(
-                f"{self.resolved.name}.datasets() must hold one input with is_training=True to train"
-                f" on, not {len(training)}"
+                f"{self.resolved.name}.datasets() must hold one input with is_training=True to"
+                f" train on, not {len(training)}"
             )
         return make_input(training[0], self.partitioner)
 
@@ -142,7 +142,7 @@ def enable_compilation_cache(options: RunOptions) -> None:
     """Keeps compiled programs on disk, so that a restart or a second run starts fast."""
     folder = options.jax_compilation_cache or os.environ.get("JAX_COMPILATION_CACHE_DIR")
     if folder == "off":
-        jax.config.update("jax_enable_compilation_cache", False)
+        jax.config.update("jax_enable_compilation_cache", False)  # noqa: FBT003
         return
     if folder is None:
         cache_home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")

@@ -1,7 +1,7 @@
 """Learner: gradients in, updates out.
 
-The optimizer is any Optax transformation, by config. The learner adds what belongs to a training run
-rather than to an optimizer: the learning rate that is also reported, and gradient clipping.
+The optimizer is any Optax transformation, by config. The learner adds what belongs to a training
+run rather than to an optimizer: the learning rate that is also reported, and gradient clipping.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class Learner(Configurable):
         for field in ("clip_global_norm", "clip_per_tensor_norm"):
             limit = getattr(self, field)
             if limit is not None and not limit > 0:
-                raise ValueError(f"Learner.{field}={limit} must be positive, or None for no clipping")
+                raise ValueError(
+                    f"Learner.{field}={limit} must be positive, or None for no clipping"
+                )
         self.transformation = self._make_transformation()
 
     def _make_transformation(self) -> optax.GradientTransformation:

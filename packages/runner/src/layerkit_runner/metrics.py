@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import jax
+
 from layerkit.base_model import WeightedScalar
 
 

@@ -22,7 +22,8 @@ def adam_with_update_cap(
       b2: Decay of the second moment.
       eps: Added to the root of the second moment.
       weight_decay: Decoupled (Loshchilov and Hutter, 2019).
-      update_rms_cap: Each tensor's update is scaled down to this root mean square before the learning
+      update_rms_cap: Each tensor's update is scaled down to this root mean square before the
+      learning
         rate; None for no cap.
     """
     cap = optax.identity() if update_rms_cap is None else optax.clip_by_block_rms(update_rms_cap)

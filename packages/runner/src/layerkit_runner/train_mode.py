@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+
 from layerkit.weights import unbox
 from layerkit_inputs.prefetch import Prefetch
-
 from layerkit_runner import end_report
 from layerkit_runner.checkpoints import CheckpointManager
 from layerkit_runner.config_text import config_json, config_text
@@ -112,7 +112,7 @@ def _prepare(
 def _source_of_state(
     job: Job, checkpoints: CheckpointManager | None
 ) -> Iterator[tuple[CheckpointManager | None, int | None]]:
-    """The checkpoint to start from: the job's own newest, else what --restore_checkpoint_dir names."""
+    """The checkpoint to start from: the job's own newest, else that of --restore_checkpoint_dir."""
     own = None if checkpoints is None else checkpoints.newest_sound_step()
     options = job.options
     if own is not None:
@@ -211,7 +211,9 @@ def _run_info(job: Job, state: TrainState, train_input: Prefetch, *, start_step:
 
 def _flops_per_step(job: Job, batch: Any, rows: int) -> float:
     """Model FLOPs of one global step: three times those of the forward pass."""
-    one_row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), batch)
+    one_row = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), batch
+    )
     task = job.resolved.task.Instantiate()  # not bound to a mesh, so that one row will do
     state = jax.eval_shape(lambda: unbox(task.init_state(jax.random.key(0))))
     return rows * training_flops(

@@ -1,4 +1,4 @@
-"""The first run: a language model on this machine's own text, in some minutes, without downloads."""
+"""The first run: a language model on this machine's own text, in minutes, without downloads."""
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
 """The decoding loop: prompts in, continuations out, one cached step at a time.
 
-The prompts fill the cache in one go. After that each step feeds one token: the prompt's own as long as
-there is one (prompts are left-aligned and may differ in length), a drawn one from there on. What the
-first pass wrote beyond a row's own prompt is overwritten before any query can see it. The loop ends
-early when every row has ended.
+The prompts fill the cache in one go. After that each step feeds one token: the prompt's own as long
+as there is one (prompts are left-aligned and may differ in length), a drawn one from there on. What
+the first pass wrote beyond a row's own prompt is overwritten before any query can see it. The loop
+ends early when every row has ended.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -44,10 +43,13 @@ class SampleDecoder(Configurable):
 
     # A field of a model, so that it takes part in the model's equality and hash.
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and dataclasses.astuple(self) == dataclasses.astuple(other)  # type: ignore[call-overload]
+        return type(self) is type(other) and self._values() == other._values()
 
     def __hash__(self) -> int:
-        return hash((type(self), dataclasses.astuple(self)))  # type: ignore[call-overload]
+        return hash((type(self), self._values()))
+
+    def _values(self) -> tuple[Any, ...]:
+        return (self.max_decode_steps, self.temperature, self.eos_id)
 
 
 class _State(struct.PyTreeNode):
@@ -67,7 +69,7 @@ def extend_prompts(
     *,
     prompts: jax.Array,
     prompt_lengths: jax.Array,
-    key: jax.Array,
+    key: jax.Array | None,
 ) -> NestedMap:
     """Continues prompts by a cached model.
 
@@ -76,19 +78,24 @@ def extend_prompts(
       extend: `(cache, ids [batch, t], time_step) -> (cache, logits [batch, t, vocab])`.
       cache: An empty cache for prompt width + `max_decode_steps` tokens.
       prompts: int32 `[batch, width]`, left-aligned.
-      prompt_lengths: int32 `[batch]`, at least 1.
-      key: Random key; column t uses fold_in(key, t).
+      prompt_lengths: int32 `[batch]`, at most `width`. A row of length 0 only fills up the batch:
+        nothing is drawn for it, and no other row waits for it.
+      key: Random key; column t uses fold_in(key, t). None if the decoder is greedy.
 
     Returns:
-      `ids` int32 `[batch, width + max_decode_steps]` with zeros after the end, `lengths` int32
-      `[batch]` of prompt and continuation, `log_probs` float32 like `ids`, 0 where nothing was drawn.
+      A NestedMap:
+        ids: int32 `[batch, width + max_decode_steps]`: prompt, what was drawn, zeros.
+        lengths: int32 `[batch]`, of prompt and continuation.
+        log_probs: float32 like `ids`, of the drawn tokens under the model itself, whatever the
+          temperature; 0 elsewhere.
     """
     batch, width = prompts.shape
     max_length = width + decoder.max_decode_steps
     ids = jnp.zeros((batch, max_length), jnp.int32).at[:, :width].set(prompts)
     # The logits of this pass are not used, so the compiler leaves their computation out.
     cache, _ = extend(cache, prompts, jnp.int32(0))
-    start = jnp.min(prompt_lengths)
+    is_filler = prompt_lengths == 0
+    start = jnp.min(jnp.where(is_filler, width, prompt_lengths))
     last = jnp.take(prompts, start - 1, axis=1)
     cache, logits = extend(cache, last[:, None], start - 1)
     state = _State(
@@ -96,16 +103,15 @@ def extend_prompts(
         ids=ids,
         log_probs=jnp.zeros((batch, max_length), jnp.float32),
         lengths=prompt_lengths,
-        ended=jnp.zeros((batch,), bool),
+        ended=is_filler,
         logits=logits[:, -1],
         cache=cache,
     )
 
     def advance(state: _State) -> _State:
         in_prompt = state.step < prompt_lengths
-        drawn = sample_token(
-            state.logits, jax.random.fold_in(key, state.step), temperature=decoder.temperature
-        )
+        step_key = None if key is None else jax.random.fold_in(key, state.step)
+        drawn = sample_token(state.logits, step_key, temperature=decoder.temperature)
         log_prob = jnp.take_along_axis(
             jax.nn.log_softmax(state.logits), drawn[:, None], axis=-1
         ).squeeze(-1)

@@ -1,8 +1,8 @@
 """Repeat: N copies of one layer in a row, as a scan.
 
 The weights of the copies are stacked on a leading axis named `layers`, and the program holds the
-layer once, so compile time does not grow with depth. This is the only place (with the pipeline) where
-Flax's lifted transforms are used.
+layer once, so compile time does not grow with depth. This is the only place (with the pipeline)
+where Flax's lifted transforms are used.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 
 from layerkit.base_layer import (
@@ -48,25 +49,35 @@ class Repeat(BaseLayer):
     def setup(self) -> None:
         if self.num_repeats < 1:
             raise ValueError(f"{self.path_name}: num_repeats={self.num_repeats} must be at least 1")
+        if self.unroll < 1:
+            raise ValueError(f"{self.path_name}: unroll={self.unroll} must be at least 1")
         check_remat_policy(self.remat, owner=self.path_name)
         self.keep_shared_weights_inside(self.sub_tpl)
         sub_tpl = self.sub_tpl
         if is_config(sub_tpl) and sub_tpl.shared_weight_id is not None:
-            raise ValueError(f"{self.path_name}: every copy of sub_tpl has weights of its own;"
-                             f" unset shared_weight_id={sub_tpl.shared_weight_id!r}")
+            raise ValueError(
+                f"{self.path_name}: every copy of sub_tpl has weights of its own;"
+                f" unset shared_weight_id={sub_tpl.shared_weight_id!r}"
+            )
         self.create_child("sub", sub_tpl)
 
     def fprop(self, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
         return self.run("__call__", x, *args, **kwargs)
 
     def run(self, method: str, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Runs `method` of every copy in turn, handing on its result as the next first argument."""
+        """Runs `method` of every copy in turn, handing on its result as the next first argument.
 
-        def body(sub: BaseLayer, carry: Any, args: Any, kwargs: Any) -> tuple[Any, None]:
-            return getattr(sub, method)(carry, *args, **kwargs), None
+        Raises:
+          ValueError: the result has another structure, shape or dtype than the first argument.
+        """
 
-        scan = self._scan(remat(body, self.remat, in_scan=True))
-        return scan(self.sub, x, args, kwargs)[0]
+        # `args` and `kwargs` are closed over, so that what is not an array stays what it is.
+        def body(sub: BaseLayer, carry: Any) -> tuple[Any, None]:
+            result = getattr(sub, method)(carry, *args, **kwargs)
+            self._check_handed_on(carry, result)
+            return result, None
+
+        return self._scan(remat(body, self.remat, in_scan=True))(self.sub, x)[0]
 
     def init_cache(self, *args: Any, **kwargs: Any) -> None:
         """Creates the decoding caches of every copy, stacked on a leading `layers` axis."""
@@ -83,6 +94,18 @@ class Repeat(BaseLayer):
             return carry, None
 
         self._scan(body)(self.sub, ())
+
+    @nn.nowrap
+    def _check_handed_on(self, given: Any, result: Any) -> None:
+        before, after = (
+            jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree)
+            for tree in (given, result)
+        )
+        if before != after:
+            raise ValueError(
+                f"{self.path_name}: a copy of sub_tpl turns {before} into {after}, which the next"
+                " copy does not take; shapes must stay, and x must come in the compute dtype"
+            )
 
     @nn.nowrap
     def _scan(self, body: Any) -> Any:

@@ -5,8 +5,8 @@ One layer is pre-norm (Xiong et al., 2020):
     x = x + attention(norm(x))
     x = x + feed_forward(norm(x))
 
-Sizes are said once, on the stack or the model, and handed down. `extend_step` is the same computation
-as `fprop`, for the next positions of a cached sequence.
+Sizes are said once, on the stack or the model, and handed down. `extend_step` is the same
+computation as `fprop`, for the next positions of a cached sequence.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from layerkit.layers.masks import AttentionMask
 from layerkit.layers.normalizations import LayerNorm
 from layerkit.layers.remat import check_remat_policy, remat
 from layerkit.layers.repeat import Repeat
+from layerkit.layers.sizes import check_sizes
 from layerkit.layers.stochastic import Dropout
 
 
@@ -50,7 +51,7 @@ class TransformerFeedForward(BaseLayer):
     dropout_rate: float = 0.0
 
     def setup(self) -> None:
-        wide = {"input_dims": self.input_dims, "output_dims": self.hidden_dims}
+        wide: dict[str, Any] = {"input_dims": self.input_dims, "output_dims": self.hidden_dims}
         wide |= {"weight_axes": ("embed", "mlp"), "activation_axes": ("batch", "length", "act_mlp")}
         self.create_child("up", self.linear_tpl, **wide)
         if self.use_gate:
@@ -169,13 +170,14 @@ class StackedTransformer(BaseLayer):
     remat: str = "none"
 
     def setup(self) -> None:
-        if self.num_layers < 1:
-            raise ValueError(f"{self.path_name}: num_layers={self.num_layers} must be at least 1")
-        check_remat_policy(self.remat, owner=self.path_name)
-        self.create_children("layers", [self.layer_tpl] * self.num_layers, **self._sizes())
+        sizes = self._checked_sizes()
+        self.create_children("layers", [self.layer_tpl] * self.num_layers, **sizes)
 
     @nn.nowrap
-    def _sizes(self) -> dict[str, Any]:
+    def _checked_sizes(self) -> dict[str, Any]:
+        """What every layer is given, after refusing what a stack of any kind cannot be."""
+        check_sizes(self, num_layers=self.num_layers)
+        check_remat_policy(self.remat, owner=self.path_name)
         return {
             "input_dims": self.input_dims,
             "hidden_dims": self.hidden_dims,
@@ -217,8 +219,9 @@ class StackedTransformerRepeated(StackedTransformer):
     unroll: int = 1
 
     def setup(self) -> None:
+        sizes = self._checked_sizes()
         repeat: Config = Repeat.HParams.config(
-            sub_tpl=derive_fields(self.layer_tpl, f"{self.path_name}.layer_tpl", **self._sizes()),
+            sub_tpl=derive_fields(self.layer_tpl, f"{self.path_name}.layer_tpl", **sizes),
             num_repeats=self.num_layers,
             remat=self.remat,
             unroll=self.unroll,

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from layerkit.base_layer import CACHE, RANDOM
+from layerkit.base_layer import CACHE
 from layerkit.base_model import BaseModel, Metrics, WeightedScalar
 from layerkit.config import instance_field, sub_config_field
 from layerkit.decoding.loop import SampleDecoder, extend_prompts
@@ -20,8 +20,8 @@ class LanguageModel(BaseModel):
     """Next-token prediction.
 
     A batch has `ids`, `labels` int32 and `weights` float32 `[batch, length]`, and for packed rows
-    `segment_ids` and `segment_pos`. For decoding it has `ids` `[batch, prompt]` and `prompt_lengths`
-    int32 `[batch]` (left-aligned prompts).
+    `segment_ids` and `segment_pos`. For decoding it has `ids` `[batch, prompt]` and
+    `prompt_lengths` int32 `[batch]` (left-aligned prompts; 0 where a row only fills up the batch).
 
     Attributes:
       lm_tpl: The network.
@@ -59,8 +59,10 @@ class LanguageModel(BaseModel):
         """Continues the prompts of a batch.
 
         Returns:
-          `ids` int32 `[batch, prompt + max_steps]` (the prompt, then what was drawn, then zeros),
-          `lengths` int32 `[batch]` counting both, and `log_probs` float32 of the drawn tokens.
+          See `layerkit.decoding.extend_prompts`: `ids`, `lengths` and `log_probs`.
+
+        Raises:
+          ValueError: no random key where the decoder draws, or fewer positions than tokens.
         """
         lm, variables = self.lm.unbind()
         prompt_width = batch.ids.shape[1]
@@ -82,7 +84,7 @@ class LanguageModel(BaseModel):
             )
             return state[CACHE], logits
 
-        key = self.next_prng_key() if self.has_rng(RANDOM) else jax.random.key(0)
+        is_greedy = self.decoder.temperature == 0
         lengths = batch.get("prompt_lengths")
         if lengths is None:
             lengths = jnp.full((batch.ids.shape[0],), prompt_width, jnp.int32)
@@ -91,6 +93,6 @@ class LanguageModel(BaseModel):
             extend,
             init_cache(),
             prompts=batch.ids,
-            prompt_lengths=jnp.maximum(lengths, 1),  # rows that only fill up a batch have none
-            key=key,
+            prompt_lengths=lengths,
+            key=None if is_greedy else self.next_prng_key(),
         )

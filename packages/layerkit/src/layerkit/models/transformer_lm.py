@@ -1,7 +1,7 @@
 """TransformerLm: token ids to hidden states, logits and losses.
 
-Embedding (+ positions) → dropout → stack of Transformer layers → norm → softmax. The embedding is the
-softmax's own weight (tied; Press and Wolf, 2017) unless `embedding_tpl` is set.
+Embedding (+ positions) → dropout → stack of Transformer layers → norm → softmax. The embedding is
+the softmax's own weight (tied; Press and Wolf, 2017) unless `embedding_tpl` is set.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class TransformerLm(BaseLayer):
           labels: int32 `[batch, length]`, the token that follows each position.
           weights: float32 `[batch, length]`, 0 where a prediction does not count.
           segment_ids: int32 `[batch, length]`, documents packed in a row from 1; 0 is padding.
-          segment_pos: int32 `[batch, length]`, position within the document.
+          segment_pos: int32 `[batch, length]`, position within the document; None counts from the
+            start of the row.
 
         Returns:
           What the softmax reports; see `FullSoftmax.fprop`.
@@ -120,13 +121,20 @@ class TransformerLm(BaseLayer):
         """Normalised hidden states `[batch, length, dims]`; see `fprop` for the arguments."""
         batch, length = ids.shape
         if segment_pos is None:
-            segment_pos = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+            segment_pos = _row_positions(batch, length)
         mask = AttentionMask.causal_mask(batch, length, segment_ids=segment_ids)
         x = self._embed(ids, segment_pos)
         return self.final_norm(self.stack(x, mask=mask, positions=segment_pos))
 
     def init_cache(self, batch_size: int, max_length: int) -> None:
-        """Creates an empty cache for sequences of at most `max_length` tokens."""
+        """Creates an empty cache for sequences of at most `max_length` tokens.
+
+        Raises:
+          ValueError: more tokens than there are positions.
+        """
+        if self.position_tpl is not None:
+            # A table of positions refuses rows that are too long, but a step is never long.
+            self.position(_row_positions(batch_size, max_length))
         self.stack.init_cache(batch_size, max_length)
 
     def extend_step(self, ids: jax.Array, *, time_step: jax.Array) -> jax.Array:
@@ -151,3 +159,7 @@ class TransformerLm(BaseLayer):
             x = x + self.position(positions)
         x = self.dropout(self.cast(x))
         return self.constrain(x, "batch", "length", "act_embed")
+
+
+def _row_positions(batch: int, length: int) -> jax.Array:
+    return jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))

@@ -74,5 +74,9 @@ def _arrange(ici: list[int], dcn: list[int], devices: list[Any]) -> np.ndarray:
     # Devices that do not say where they are (simulated ones): consecutive devices form a slice.
     # Axes are then ordered [dcn_0, ici_0, dcn_1, ici_1, …], the slow network outermost.
     grid = np.asarray(devices, dtype=object).reshape([*dcn, *ici])
-    order = [axis for pair in zip(range(len(dcn)), range(len(dcn), 2 * len(dcn))) for axis in pair]
+    order = [
+        axis
+        for pair in zip(range(len(dcn)), range(len(dcn), 2 * len(dcn)), strict=True)
+        for axis in pair
+    ]
     return grid.transpose(order).reshape([d * i for d, i in zip(dcn, ici, strict=True)])

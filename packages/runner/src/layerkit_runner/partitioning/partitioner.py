@@ -1,8 +1,8 @@
 """Partitioner: where state and batches live, and how a step is compiled for them.
 
-The task's steps, the programs and the checkpoints do not know which partitioner runs them. A concrete
-one says three things: the shardings of state and batch, and how a step function is spread over
-the mesh (`_spread`).
+The task's steps, the programs and the checkpoints do not know which partitioner runs them. A
+concrete one says three things: the shardings of state and batch, and how a step function is spread
+over the mesh (`_spread`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
 from layerkit.config import Configurable
 from layerkit.nested_map import NestedMap
 from layerkit.sharding import BoundSharding
 from layerkit.weights import is_box, unbox
-
 from layerkit_runner.errors import UsageError
 from layerkit_runner.task import SingleTask
 from layerkit_runner.train_state import TrainState

@@ -1,7 +1,8 @@
 """PmapPartitioner: the whole state on every device, the rows of a batch split over one axis.
 
-`jax.pmap` is in maintenance mode and is itself jit + shard_map, so this is `jit(shard_map(step))` over
-one `batch` axis. A step sees its own rows only and adds over the devices through its StepContext.
+`jax.pmap` is in maintenance mode and is itself jit + shard_map, so this is `jit(shard_map(step))`
+over one `batch` axis. A step sees its own rows only and adds over the devices through its
+StepContext.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
-from layerkit.sharding import DEFAULT_RULES, BoundSharding, ShardingRules
 
+from layerkit.sharding import DEFAULT_RULES, BoundSharding, ShardingRules
 from layerkit_runner.partitioning.mesh import make_mesh
 from layerkit_runner.partitioning.partitioner import ROWS, Partitioner
 from layerkit_runner.step_context import StepContext

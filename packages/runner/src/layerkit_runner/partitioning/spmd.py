@@ -1,4 +1,4 @@
-"""SpmdPartitioner: one program for all devices, laid out by named shardings (what Pax calls pjit)."""
+"""SpmdPartitioner: one program for all devices, laid out by named shardings (Pax's pjit)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
-from layerkit.sharding import DEFAULT_RULES, BoundSharding, ShardingRules
 
+from layerkit.sharding import DEFAULT_RULES, BoundSharding, ShardingRules
 from layerkit_runner.partitioning.mesh import make_mesh
 from layerkit_runner.partitioning.partitioner import Partitioner
 from layerkit_runner.step_context import GLOBAL_BATCH

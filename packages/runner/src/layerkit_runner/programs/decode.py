@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 from etils import epath
+
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
-
 from layerkit_runner.observers import Observer
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.task import SingleTask

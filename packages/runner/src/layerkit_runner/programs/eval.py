@@ -6,7 +6,6 @@ import collections
 
 from layerkit.base_model import Metrics
 from layerkit_inputs.base_input import BaseInput
-
 from layerkit_runner.metrics import MeanOverBatches
 from layerkit_runner.observers import Observer
 from layerkit_runner.partitioning import Partitioner

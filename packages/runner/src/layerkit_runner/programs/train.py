@@ -10,8 +10,8 @@ import collections
 from typing import Any
 
 import jax
-from layerkit_inputs.base_input import BaseInput
 
+from layerkit_inputs.base_input import BaseInput
 from layerkit_runner.observers import Observer, Throughput
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.task import SingleTask

@@ -28,7 +28,7 @@ class SyntheticTokens:
 
 
 class LocalFiles:
-    """Bytes of text files on this machine; by default Python's own sources, so nothing is fetched."""
+    """Bytes of text files on this machine; by default Python's own sources."""
 
     PERCORE_BATCH_SIZE: float = 8.0
     """Rows per device."""

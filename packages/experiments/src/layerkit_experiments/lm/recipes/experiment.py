@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from layerkit.config import Config
+from layerkit_experiments.lm.recipes.model import TransformerLmModel
+from layerkit_experiments.lm.recipes.optimization import TrainingLength
 from layerkit_runner.experiment import BaseExperiment
 from layerkit_runner.task import SingleTask
 
-from layerkit_experiments.lm.recipes.model import TransformerLmModel
 
-
-class LmExperiment(TransformerLmModel, BaseExperiment, abstract=True):
+class LmExperiment(TransformerLmModel, TrainingLength, BaseExperiment, abstract=True):
     """Inherit this, one class each of optimization, parallelism and data, and set values."""
+
+    def learner(self) -> Config:
+        """The config of the learner; an optimization recipe defines it."""
+        raise NotImplementedError(
+            f"{type(self).__qualname__} needs an optimization recipe, such as AdamWCosine"
+        )
 
     def task(self) -> Config:
         """The config of the task."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from layerkit.base_layer import BaseLayer
 from layerkit.config import Config
 from layerkit.decoding import SampleDecoder
 from layerkit.layers import (
@@ -18,8 +19,8 @@ from layerkit.layers import (
 )
 from layerkit.models import LanguageModel, TransformerLm
 
-_ACTIVATIONS = {"relu": ReLU, "gelu": GELU, "silu": SiLU}
-_NORMS = {"layer_norm": LayerNorm, "rms_norm": RmsNorm}
+_ACTIVATIONS: dict[str, type[BaseLayer]] = {"relu": ReLU, "gelu": GELU, "silu": SiLU}
+_NORMS: dict[str, type[BaseLayer]] = {"layer_norm": LayerNorm, "rms_norm": RmsNorm}
 _POSITIONS = ("rotary", "sinusoidal", "trainable", "none")
 
 
@@ -82,9 +83,7 @@ class TransformerLmModel:
         )
         layer = lm.stack_tpl.layer_tpl
         layer.set(norm_tpl=norm.HParams.config(), dropout_rate=self.DROPOUT_RATE)
-        layer.attention_tpl.set(
-            logit_cap=self.ATTENTION_LOGIT_CAP, backend=self.ATTENTION_BACKEND
-        )
+        layer.attention_tpl.set(logit_cap=self.ATTENTION_LOGIT_CAP, backend=self.ATTENTION_BACKEND)
         activation = _pick("ACTIVATION", self.ACTIVATION, _ACTIVATIONS)
         layer.feed_forward_tpl.set(
             activation_tpl=activation.HParams.config(), use_gate=self.USE_GATED_ACTIVATION
@@ -114,7 +113,7 @@ class TransformerLmModel:
             )
 
 
-def _pick(field: str, name: str, table: dict[str, type]) -> type:
+def _pick(field: str, name: str, table: dict[str, type[BaseLayer]]) -> type[BaseLayer]:
     if name not in table:
         raise ValueError(f"{field}={name!r} must be one of {', '.join(table)}")
     return table[name]

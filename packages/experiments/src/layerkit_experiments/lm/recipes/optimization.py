@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import optax
+
 from layerkit.config import Config, Partial
 from layerkit_runner.learner import Learner
 from layerkit_runner.optimizers import adam_with_update_cap

@@ -7,7 +7,6 @@ and make the fans of the initialiser the true sizes: all heads together, not one
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 
 from layerkit.base_layer import BaseLayer
 from layerkit.layers.sizes import check_last_axis, check_sizes

@@ -1,0 +1,251 @@
+"""Attention as a plain function, against loops in NumPy."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layerkit.layers.attention.backends import BackendRefusal
+from layerkit.layers.attention.dot_product import dot_product_attention
+from layerkit.layers.masks import AttentionMask
+
+BATCH, LENGTH, HEADS, HEAD_DIM = 2, 5, 4, 3
+SEGMENTS = np.array([[1, 1, 2, 2, 0], [1, 2, 2, 2, 2]], np.int32)
+
+
+def draw(seed, *, queries=LENGTH, keys=LENGTH, heads=HEADS, kv_heads=HEADS, dtype=jnp.float32):
+    shapes = (queries, heads), (keys, kv_heads), (keys, kv_heads)
+    streams = jax.random.split(jax.random.key(seed), 3)
+    return [
+        jax.random.normal(stream, (BATCH, length, n, HEAD_DIM)).astype(dtype)
+        for stream, (length, n) in zip(streams, shapes, strict=True)
+    ]
+
+
+def by_loops(query, key, value, *, allowed, scale, cap=None):
+    """float64; `allowed` is `[batch, queries, keys]`."""
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    group = query.shape[2] // key.shape[2]
+    out = np.zeros(query.shape)
+    for b, i, h in np.ndindex(*query.shape[:3]):
+        weights = []
+        for j in range(key.shape[1]):
+            logit = scale * float(query[b, i, h] @ key[b, j, h // group])
+            if cap is not None:
+                logit = cap * math.tanh(logit / cap)
+            weights.append(math.exp(logit) if allowed[b, i, j] else 0.0)
+        for j, weight in enumerate(weights):
+            out[b, i, h] += weight / sum(weights) * value[b, j, h // group]
+    return out
+
+
+MASKS = {
+    "none": lambda: None,
+    "causal": lambda: AttentionMask.causal_mask(BATCH, LENGTH),
+    "packed": lambda: AttentionMask.causal_mask(BATCH, LENGTH, segment_ids=jnp.asarray(SEGMENTS)),
+    "padded": lambda: AttentionMask.bidirectional_mask(
+        BATCH, LENGTH, segment_ids=jnp.asarray(SEGMENTS)
+    ),
+}
+
+
+def allowed_pairs(name):
+    pairs = np.ones((BATCH, LENGTH, LENGTH), bool)
+    for b, i, j in np.ndindex(*pairs.shape):
+        if name in ("causal", "packed") and j > i:
+            pairs[b, i, j] = False
+        if name in ("packed", "padded") and SEGMENTS[b, i] != SEGMENTS[b, j]:
+            pairs[b, i, j] = False
+    return pairs
+
+
+@pytest.mark.parametrize("cap", [None, 0.7])
+@pytest.mark.parametrize("kv_heads", [1, 2, HEADS])
+@pytest.mark.parametrize("mask", list(MASKS))
+def test_equals_loops(mask, kv_heads, cap):
+    query, key, value = draw(0, kv_heads=kv_heads)
+    expected = by_loops(query, key, value, allowed=allowed_pairs(mask), scale=0.6, cap=cap)
+    actual = dot_product_attention(query, key, value, mask=MASKS[mask](), scale=0.6, logit_cap=cap)
+    np.testing.assert_allclose(actual, expected, atol=2e-6)
+
+
+def test_queries_and_keys_may_differ_in_number():
+    query, key, value = draw(1, queries=2, keys=7)
+    expected = by_loops(query, key, value, allowed=np.ones((BATCH, 2, 7), bool), scale=1.0)
+    actual = dot_product_attention(query, key, value, scale=1.0)
+    np.testing.assert_allclose(actual, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_low_precision_inputs_keep_float32_logits_and_softmax(dtype):
+    query, key, value = draw(2, dtype=dtype)
+    actual = dot_product_attention(query, key, value, scale=1.0)
+    assert actual.dtype == dtype
+    expected = by_loops(query, key, value, allowed=allowed_pairs("none"), scale=1.0)
+    # Probabilities and outputs are each rounded once to the inputs' dtype.
+    atol = 2 * float(jnp.finfo(dtype).eps) * np.abs(value.astype(np.float32)).max()
+    np.testing.assert_allclose(np.asarray(actual, np.float64), expected, atol=atol)
+    programs = jax.make_jaxpr(lambda *x: dot_product_attention(*x, scale=1.0))(query, key, value)
+    exps = [eqn for eqn in walk(programs.jaxpr) if eqn.primitive.name == "exp"]
+    assert [eqn.outvars[0].aval.dtype for eqn in exps] == [jnp.float32]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_causal_mask_holds_against_huge_later_keys(dtype):
+    query, key, value = draw(3, dtype=dtype)
+    mask = AttentionMask.causal_mask(BATCH, LENGTH)
+    before = dot_product_attention(query, key, value, mask=mask, scale=1.0)
+    for token in range(1, LENGTH):
+        after = dot_product_attention(
+            query,
+            key.at[:, token].set(1e3),
+            value.at[:, token].set(6e4),
+            mask=mask,
+            scale=1.0,
+        )
+        np.testing.assert_array_equal(after[:, :token], before[:, :token])
+        assert not np.array_equal(after[:, token], before[:, token])
+
+
+def mask_with_an_empty_row():
+    """Query 1 of every row belongs to a segment that no key has."""
+    row = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32), (BATCH, LENGTH))
+    ones = jnp.ones_like(row)
+    return AttentionMask(row, row, ones.at[:, 1].set(9), ones)
+
+
+def test_fully_masked_rows_are_zero_when_asked_and_a_mean_otherwise():
+    query, key, value = draw(4)
+    mask = mask_with_an_empty_row()
+    zeroed = dot_product_attention(
+        query, key, value, mask=mask, scale=1.0, zero_fully_masked_rows=True
+    )
+    plain = dot_product_attention(query, key, value, mask=mask, scale=1.0)
+    np.testing.assert_array_equal(zeroed[:, 1], 0.0)
+    np.testing.assert_allclose(plain[:, 1], value.mean(axis=1), atol=1e-6)
+    others = np.array([0, 2, 3, 4])
+    np.testing.assert_array_equal(zeroed[:, others], plain[:, others])
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("cap", [None, 5.0])
+def test_gradients_are_finite_with_fully_masked_rows(zero, cap):
+    inputs = draw(5)
+
+    def total(inputs):
+        out = dot_product_attention(
+            *inputs,
+            mask=mask_with_an_empty_row(),
+            scale=30.0,
+            logit_cap=cap,
+            zero_fully_masked_rows=zero,
+        )
+        return jnp.sum(out**2)
+
+    for gradient in jax.grad(total)(inputs):
+        assert np.isfinite(gradient).all()
+    query_gradient = jax.grad(total)(inputs)[0]
+    np.testing.assert_array_equal(query_gradient[:, 1], 0.0)
+    assert np.abs(query_gradient[:, 2]).max() > 0
+
+
+def test_dropout_acts_on_the_probabilities():
+    query, key, value = draw(6)
+    seen = []
+
+    def drop_all_but_the_first_key(probabilities):
+        seen.append(probabilities)
+        return probabilities.at[..., 1:].set(0.0)
+
+    out = dot_product_attention(query, key, value, scale=1.0, dropout=drop_all_but_the_first_key)
+    (probabilities,) = seen
+    np.testing.assert_allclose(probabilities.sum(axis=-1), 1.0, rtol=1e-6)
+    first = probabilities.reshape(BATCH, HEADS, LENGTH, LENGTH)[..., 0].swapaxes(1, 2)
+    np.testing.assert_allclose(out, first[..., None] * value[:, :1], rtol=1e-6)
+
+
+def walk(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            inner = getattr(value, "jaxpr", None)
+            if inner is not None:
+                yield from walk(inner)
+
+
+def test_grouped_keys_are_never_repeated():
+    keys, heads = 64, 8
+    inputs = draw(7, queries=1, keys=keys, heads=heads, kv_heads=1)
+    program = jax.make_jaxpr(lambda *x: dot_product_attention(*x, scale=1.0))(*inputs)
+    sizes = [var.aval.size for eqn in walk(program.jaxpr) for var in eqn.outvars]
+    assert max(sizes) < BATCH * keys * heads * HEAD_DIM
+
+
+@pytest.mark.parametrize(("mask", "scope"), [("causal", "causal_attention"), ("none", "attention")])
+def test_both_contractions_run_in_the_scope_that_flops_are_counted_by(mask, scope):
+    program = jax.make_jaxpr(lambda *x: dot_product_attention(*x, mask=MASKS[mask](), scale=1.0))(
+        *draw(8)
+    )
+    contractions = [eqn for eqn in walk(program.jaxpr) if eqn.primitive.name == "dot_general"]
+    stacks = [str(eqn.source_info.name_stack).split("/") for eqn in contractions]
+    assert len(stacks) == 2
+    assert all(scope in stack for stack in stacks)
+
+
+def test_a_backend_that_cannot_is_refused():
+    query, key, value = draw(9)
+    mask = AttentionMask.causal_mask(BATCH, LENGTH, segment_ids=jnp.asarray(SEGMENTS))
+    with pytest.raises(BackendRefusal) as refusal:
+        dot_product_attention(
+            query,
+            key,
+            value,
+            mask=mask,
+            scale=1.0,
+            logit_cap=1.0,
+            dropout=lambda p: p,
+            backend="cudnn",
+            platform="gpu",
+        )
+    assert str(refusal.value) == (
+        "attention backend 'cudnn' cannot do what is asked: it needs bfloat16 or float16, not"
+        " float32; it needs heads of a multiple of 8 and at most 128, not 3; it does not know"
+        " segments or padding; it does not know a logit cap; it does not know our dropout."
+        " Use backend='xla' or 'auto'."
+    )
+
+
+SHAPES = "query (2, 5, 4, 3), key (2, 5, 3, 3), value (2, 5, 3, 3): "
+
+
+def test_shapes_that_do_not_fit_are_refused_by_name():
+    query, key, value = draw(10, kv_heads=3)
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole text is compared
+        dot_product_attention(query, key, value, scale=1.0)
+    assert str(error.value) == f"{SHAPES}kv_heads=3 must divide heads=4"
+
+    query, key, value = draw(10)
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        dot_product_attention(query, key, value[:, :2], scale=1.0)
+    assert str(error.value) == (
+        "query (2, 5, 4, 3), key (2, 5, 4, 3), value (2, 2, 4, 3): expected query [batch, queries,"
+        " heads, head_dim], and key and value [batch, keys, kv_heads, head_dim]"
+    )
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        dot_product_attention(query[..., :2], key, value, scale=1.0)
+    assert str(error.value) == (
+        "query (2, 5, 4, 2), key (2, 5, 4, 3), value (2, 5, 4, 3): batch and head_dim must be the"
+        " same in all"
+    )
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        dot_product_attention(
+            query, key, value, mask=AttentionMask.causal_mask(BATCH, 1), scale=1.0
+        )
+    assert str(error.value) == (
+        "query (2, 5, 4, 3), key (2, 5, 4, 3), value (2, 5, 4, 3): the mask is for 1 queries and 1"
+        " keys, expected 5 and 5"
+    )

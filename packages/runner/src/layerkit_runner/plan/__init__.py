@@ -1,0 +1,5 @@
+"""What a training step needs of devices that are not here: memory, traffic and FLOPs."""
+
+from layerkit_runner.plan.plan import BatchPlan, Plan, make_plan
+
+__all__ = ["BatchPlan", "Plan", "make_plan"]
