@@ -122,7 +122,7 @@ def test_draws_are_those_of_float32_cast():
 def test_draws_do_not_depend_on_the_x64_mode(method):
     init = WeightInit(method)
     plain = draw(init)
-    with jax.enable_x64(True):  # noqa: FBT003 - it has no name
+    with jax.enable_x64(new_val=True):
         np.testing.assert_array_equal(draw(init), plain)
 
 

@@ -289,8 +289,9 @@ class BaseLayer(nn.Module, kw_only=True):
     @nn.nowrap
     def path_name(self) -> str:
         """Where this layer sits, for messages: `TransformerLm(lm/softmax)`."""
-        path = "/".join(self.path) if self.scope is not None else (self.name or "")
-        return f"{type(self).__qualname__}({path})"
+        # Flax tries the setup of a layer in a loop first on its own, without a path.
+        path = "/".join(self.path) if self.scope is not None else ""
+        return f"{type(self).__qualname__}({path or self.name or ''})"
 
     @nn.nowrap
     def inherited(self, field: str) -> Any:

@@ -16,8 +16,8 @@ SELF_ATTENTION = [AttentionMask.causal_mask, AttentionMask.bidirectional_mask]
 
 
 def whole(message: str) -> str:
-    """The pattern of exactly this message."""
-    return rf"\A{re.escape(message)}\Z"
+    """The pattern of exactly this message, with or without the note that JAX adds below it."""
+    return rf"\A{re.escape(message)}(?:\n---|\Z)"
 
 
 @st.composite

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-import shlex
 from typing import Any
 
 import jax
 
 from layerkit_runner.executor import Executor
+from layerkit_runner.experiment import experiment_fields
 from layerkit_runner.job import Job
+from layerkit_runner.job_folder import command_line
 from layerkit_runner.observers import draw_loss_curve, metrics_path
 from layerkit_runner.train_state import TrainState
 
@@ -67,10 +68,16 @@ def sample_text(name: str, record: dict[str, Any]) -> str:
 
 def next_commands(job: Job, step: int) -> list[str]:
     """Three commands to try next."""
-    command = f"runner --exp={shlex.quote(job.resolved.name)} --job_log_dir={job.directory}"
+
+    def command(*more: str) -> str:
+        return "  " + command_line(job.resolved, job.options, *more)
+
+    devices = ["--num_devices=8"]
+    if "ICI_MESH_SHAPE" in experiment_fields(type(job.resolved.experiment)):
+        devices.append("--fdl.ICI_MESH_SHAPE=[1,4,2]")
     return [
-        "next:",
-        f"  {command} --mode=decode_once",
-        f"  {command} --fdl.task.train.num_train_steps={2 * step}",
-        f"  {command} --mode=plan --num_devices=8 --fdl.ICI_MESH_SHAPE=[1,4,2]",
+        "next: every setting and the path that sets it; twice as many steps; the same on 8 devices",
+        command("--mode=inspect"),
+        command(f"--fdl.task.train.num_train_steps={2 * step}"),
+        command("--mode=plan", *devices),
     ]

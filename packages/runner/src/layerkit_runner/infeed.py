@@ -33,12 +33,12 @@ def make_input(config: Config, partitioner: Partitioner) -> BaseInput:
                 f" ({filled.batch_size} and {percore})"
             )
         rows = percore * partitioner.mesh.size
-        if rows != int(rows):
+        if abs(rows - round(rows)) > 1e-6:  # 0.1 × 30 is not 3 in binary
             raise UsageError(
                 f"{name}: percore_batch_size={percore} on {partitioner.mesh.size} devices is a"
-                f" global batch of {rows} rows, which is no whole number"
+                f" global batch of {rows:g} rows, which is no whole number"
             )
-        global_rows = int(rows)
+        global_rows = round(rows)
     elif filled.batch_size is not None:
         global_rows = filled.batch_size * jax.process_count()
     else:

@@ -11,14 +11,23 @@ import jax
 from etils import epath
 
 from layerkit_inputs.base_input import BaseInput
-from layerkit_runner.checkpoints import CheckpointManager, CheckpointPolicy, StateFormat
+from layerkit_runner.checkpoints import (
+    CheckpointManager,
+    CheckpointPolicy,
+    DamagedCheckpointError,
+    RestoredCheckpoint,
+    StateFormat,
+    StructureMismatchError,
+)
 from layerkit_runner.errors import UsageError
 from layerkit_runner.flags import RunOptions
 from layerkit_runner.infeed import dataset_name, make_input
+from layerkit_runner.job_folder import check_same_experiment, recorded_overrides
 from layerkit_runner.observers import MetricsLog, Observer, Observers, Progress, TensorBoard
 from layerkit_runner.partitioning import Partitioner, PmapPartitioner
 from layerkit_runner.resolve import ResolvedExperiment
 from layerkit_runner.task import SingleTask
+from layerkit_runner.train_state import TrainState
 
 _DISTRIBUTIONS = ("layerkit", "layerkit-runner", "jax", "flax", "optax", "orbax-checkpoint")
 
@@ -63,6 +72,33 @@ class Job:
             report=self.observers.message,
         )
 
+    def abstract_state(self) -> TrainState:
+        """The state as shapes, dtypes and shardings.
+
+        Raises:
+          UsageError: a layer refuses its fields, or the mesh does not divide a weight.
+        """
+        try:
+            return self.partitioner.abstract_state(self.task)
+        except ValueError as error:
+            raise UsageError(f"{self.resolved.name}: {error}") from error
+
+    def restore(self, checkpoints: CheckpointManager, step: int) -> RestoredCheckpoint:
+        """Reads a checkpoint, placed as this job's partitioner wants it.
+
+        Raises:
+          UsageError: there is no such step, or it is damaged, or of another model.
+        """
+        try:
+            return checkpoints.restore(step, self.abstract_state())
+        except (FileNotFoundError, DamagedCheckpointError) as error:
+            raise UsageError(str(error)) from error
+        except StructureMismatchError as error:
+            folder = checkpoints.directory.parent
+            overrides = recorded_overrides(folder)
+            hint = f"\n{folder} was last written with {overrides}" if overrides else ""
+            raise UsageError(f"{error}{hint}") from error
+
     def train_input(self) -> BaseInput:
         """The input to train on.
 
@@ -103,16 +139,17 @@ def start_job(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> J
       UsageError: fields or flags that do not fit together or do not fit the devices.
     """
     enable_compilation_cache(options)
+    directory = None if options.job_log_dir is None else epath.Path(options.job_log_dir)
+    if directory is not None:
+        check_same_experiment(directory, resolved)
     partitioner, task = build_parts(resolved)
     if options.pmap_use_tensorstore and not isinstance(partitioner, PmapPartitioner):
         raise UsageError(
             "--pmap_use_tensorstore is for experiments under pmap; this one runs under"
-            f" {type(partitioner).__name__}, which always writes TensorStore checkpoints"
+            f" {type(partitioner).__name__}, which always writes TensorStore checkpoints."
         )
     partitioner.start()
     partitioner.bind(task)
-    writes = options.job_log_dir is not None
-    directory = epath.Path(options.job_log_dir) if writes else None
     observers: list[Observer] = []
     if jax.process_index() == 0:
         observers.append(Progress())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 import optax
 
 
@@ -22,9 +25,8 @@ def adam_with_update_cap(
       b2: Decay of the second moment.
       eps: Added to the root of the second moment.
       weight_decay: Decoupled (Loshchilov and Hutter, 2019).
-      update_rms_cap: Each tensor's update is scaled down to this root mean square before the
-      learning
-        rate; None for no cap.
+      update_rms_cap: Each tensor's update is scaled down to this root mean square, before weight
+        decay and learning rate; None for no cap.
     """
     cap = optax.identity() if update_rms_cap is None else optax.clip_by_block_rms(update_rms_cap)
     return optax.chain(
@@ -33,3 +35,15 @@ def adam_with_update_cap(
         optax.add_decayed_weights(weight_decay),
         optax.scale_by_learning_rate(learning_rate),
     )
+
+
+def decays(params: Any) -> Any:
+    """Which weights decay: the matrices (`w`), not norm scales and biases. For `optax.adamw(mask=…)`.
+
+    Args:
+      params: Weights by layer path.
+
+    Returns:
+      The same tree with a bool for each weight.
+    """
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "w", params)

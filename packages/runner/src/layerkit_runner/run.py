@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 from layerkit_runner.errors import UsageError
 from layerkit_runner.flags import RunOptions
@@ -20,11 +20,20 @@ def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
         return run_plan(resolved, options)
     if options.job_log_dir is None:
         raise UsageError(f"--mode={mode} needs --job_log_dir=DIR")
-    if mode == "train":
-        from layerkit_runner.train_mode import run_train
+    from layerkit.layers.attention.backends import BackendRefusal
+    from layerkit_runner import checkpoints, inference_modes, train_mode
 
-        return run_train(resolved, options)
-    from layerkit_runner.inference_modes import run_decode_once, run_eval
-
-    modes: dict[str, Any] = {"eval": run_eval, "decode_once": run_decode_once}
-    return modes[mode](resolved, options)
+    modes: dict[str, Callable[[ResolvedExperiment, RunOptions], int]] = {
+        "train": train_mode.run_train,
+        "eval": inference_modes.run_eval,
+        "decode_once": inference_modes.run_decode_once,
+    }
+    try:
+        return modes[mode](resolved, options)
+    except (
+        BackendRefusal,
+        checkpoints.LayoutVersionError,
+        checkpoints.NewerManifestError,
+        checkpoints.ProcessCountError,
+    ) as error:
+        raise UsageError(f"{resolved.name}: {error}") from error

@@ -66,6 +66,6 @@ def _after_warmup(
 def _check(warmup_steps: int, decay_start: int, decay_end: int) -> None:
     if not 0 < warmup_steps <= decay_start < decay_end:
         raise UsageError(
-            f"schedule: warmup_steps={warmup_steps}, decay_start={decay_start} and"
-            f" decay_end={decay_end} must be positive and in this order"
+            f"schedule: 0 < warmup_steps={warmup_steps} <= decay_start={decay_start} <"
+            f" decay_end={decay_end} does not hold; a shorter run needs a shorter warmup"
         )

@@ -57,11 +57,9 @@ def start_lines(job: Job, state: TrainState, batch: Any, *, start_step: int) -> 
     dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(state.params)})
     yield f"parameters   {count:,} ({', '.join(dtypes)} weights)"
     yield f"partitioner  {job.partitioner.describe()}"
-    shapes = {name: f"{leaf.shape}" for name, leaf in batch.items()}
-    first = batch.get("ids", next(iter(batch.values())))
-    hosts = jax.process_count()
-    rows = "× ".join(str(size) + " " for size in (first.shape[0] * hosts, *first.shape[1:])).strip()
-    yield f"batch        {rows} ({', '.join(sorted(shapes))})"
+    shapes = job.partitioner.abstract_batch(batch)
+    first = shapes.get("ids", next(iter(shapes.values())))
+    yield f"batch        {' × '.join(map(str, first.shape))} ({', '.join(sorted(shapes))})"
     yield f"state        {megabytes(bytes_per_device(state))} per device with optimizer"
     train = job.task.train
     yield f"steps        {start_step} → {train.num_train_steps}"

@@ -6,24 +6,24 @@ once, without saving.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sys
 import types
-from collections.abc import Callable
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignals:
-    """Catches signals while it is entered; `received` says which came first.
+    """Catches signals while it is entered, on the main thread.
 
-    Args:
-      report: Takes a line for the person who sent the signal.
+    Attributes:
+      received: The signal that came first; None if none came.
     """
 
-    def __init__(self, report: Callable[[str], None]):
-        self._report = report
+    def __init__(self) -> None:
         self._previous: dict[signal.Signals, Any] = {}
         self.received: signal.Signals | None = None
 
@@ -38,7 +38,7 @@ class StopSignals:
 
     @property
     def exit_code(self) -> int:
-        """What a shell expects of a process that ended by the signal."""
+        """What a shell expects of a process that ended by the signal; 0 if none came."""
         return 0 if self.received is None else 128 + self.received
 
     def _handle(self, number: int, frame: types.FrameType | None) -> None:
@@ -48,4 +48,10 @@ class StopSignals:
         if self.received is None:
             self.received = signal.Signals(number)
             again = "; once more leaves at once" if number == signal.SIGINT else ""
-            self._report(f"{self.received.name}: finishing this step, saving, leaving{again}")
+            _tell(f"\n{self.received.name}: finishing this step, saving, leaving{again}\n")
+
+
+def _tell(text: str) -> None:
+    """Writes past Python's buffers: the main thread may be inside a print, which cannot be nested."""
+    with contextlib.suppress(OSError):
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())

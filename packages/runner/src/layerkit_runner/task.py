@@ -15,9 +15,21 @@ from layerkit.base_model import BaseModel, Metrics, WeightedScalar
 from layerkit.config import Configurable, instance_field
 from layerkit.nested_map import NestedMap
 from layerkit.sharding import BoundSharding
+from layerkit.weights import unbox
 from layerkit_runner.learner import Learner
 from layerkit_runner.step_context import StepContext
 from layerkit_runner.train_state import TrainState
+
+
+_AT_LEAST_ONE = (
+    "num_train_steps",
+    "summary_interval_steps",
+    "eval_interval_steps",
+    "decode_interval_steps",
+    "save_interval_steps",
+    "save_max_to_keep",
+    "max_inflight_steps",
+)
 
 
 class TrainHParams(Configurable):
@@ -34,6 +46,9 @@ class TrainHParams(Configurable):
       save_interval_steps: How often a checkpoint is written.
       save_max_to_keep: Newest checkpoints that are kept; None keeps all.
       max_inflight_steps: Steps that may be under way on the device before the host waits.
+
+    Raises:
+      ValueError: a number below 1.
     """
 
     learner: Any = instance_field(Learner)
@@ -48,8 +63,7 @@ class TrainHParams(Configurable):
     max_inflight_steps: int = 2
 
     def __post_init__(self) -> None:
-        names = ("num_train_steps", "summary_interval_steps", "save_interval_steps")
-        for name in (*names, "max_inflight_steps", "eval_interval_steps", "decode_interval_steps"):
+        for name in _AT_LEAST_ONE:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"task.train.{name}={value} must be at least 1")
@@ -75,15 +89,21 @@ class SingleTask(Configurable):
         self.model = self.model.clone(sharding=sharding)
 
     def init_state(self, key: jax.Array) -> TrainState:
-        """The state before the first step; weights are still boxed with their logical axes."""
-        variables = self.model.init_boxed(key)
+        """The state before the first step."""
+        return self.init_boxed_state(key)[1]
+
+    def init_boxed_state(self, key: jax.Array) -> tuple[Any, TrainState]:
+        """(variables in boxes with their logical axes, the state before the first step)."""
+        boxed = self.model.init_boxed(key)
+        variables = unbox(boxed)
         params = variables[PARAMS]
-        return TrainState(
+        state = TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
             non_trainable=variables.get(NON_TRAINABLE, {}),
             opt_state=self.train.learner.init(params),
         )
+        return dict(boxed), state
 
     def train_step(
         self, state: TrainState, batch: NestedMap, context: StepContext

@@ -9,23 +9,21 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import importlib
-import json
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 
-from layerkit.weights import unbox
 from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner import end_report
 from layerkit_runner.checkpoints import CheckpointManager
-from layerkit_runner.config_text import config_json, config_text
 from layerkit_runner.errors import UsageError
 from layerkit_runner.executor import Executor
 from layerkit_runner.flags import RunOptions
 from layerkit_runner.flops import training_flops
 from layerkit_runner.job import Job, start_job, versions
+from layerkit_runner.job_folder import write_config
 from layerkit_runner.observers import RunInfo, Throughput, peak_flops
 from layerkit_runner.programs import DecodeProgram, EvalProgram, TrainProgram
 from layerkit_runner.resolve import ResolvedExperiment
@@ -40,28 +38,28 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
     job = start_job("train", resolved, options)
     with contextlib.ExitStack() as stack:
         stack.callback(job.observers.close)
-        signals = stack.enter_context(StopSignals(job.observers.message))
+        signals = stack.enter_context(StopSignals())
         train_input = Prefetch(source=job.train_input())
         stack.callback(train_input.close)
         # Built before anything is written, since they may refuse their fields.
         eval_inputs, decode_inputs = job.eval_inputs(), job.decode_inputs()
-        check_same_experiment(job)
-        checkpoints = None
-        if options.enable_checkpoint_saving:
-            checkpoints = stack.enter_context(job.checkpoints(read_only=False))
+        saves = options.enable_checkpoint_saving
+        checkpoints = stack.enter_context(job.checkpoints(read_only=not saves))
 
+        _check_readable(train_input)
         program = TrainProgram(job.task, job.partitioner, train_input)
         state, step, compiled, notes = _prepare(job, program, train_input, checkpoints)
-        _write_config(job)
+        assert job.directory is not None
+        if jax.process_index() == 0:
+            write_config(job.directory, resolved, report=job.observers.message)
         info = _run_info(job, state, train_input, start_step=step)
         _print_start(job, state, train_input, compiled, notes, step)
         job.observers.start(info)
         throughput = Throughput(info)
         program.start(compiled, job.observers, throughput)
-        if checkpoints is not None:
+        if saves:
             # The first save needs Orbax, which takes a second to import.
             threading.Thread(target=importlib.import_module, args=("orbax.checkpoint",)).start()
-        assert job.directory is not None
         executor = Executor(
             train=job.task.train,
             train_program=program,
@@ -73,7 +71,7 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
                 DecodeProgram(job.task, job.partitioner, dataset, name, job.directory / "decode")
                 for name, dataset in decode_inputs.items()
             ],
-            checkpoints=checkpoints,
+            checkpoints=checkpoints if saves else None,
             metadata={"experiment": resolved.name, "versions": versions()},
             observers=job.observers,
             throughput=throughput,
@@ -82,17 +80,25 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
         state, step = executor.run(state, step)
         if step >= job.task.train.num_train_steps and signals.received is None:
             end_report.finish(job, executor, state, step)
-        elif checkpoints is not None:
+        elif saves:
             checkpoints.wait_until_finished()
             job.observers.message(f"saved at step {step}; the same command goes on from there")
         return signals.exit_code
 
 
+def _check_readable(train_input: Prefetch) -> None:
+    """Reads the first batch, where data that are not there come to light."""
+    try:
+        train_input.peek()
+    except (OSError, ValueError) as error:
+        raise UsageError(str(error)) from error
+
+
 def _prepare(
-    job: Job, program: TrainProgram, train_input: Prefetch, checkpoints: CheckpointManager | None
+    job: Job, program: TrainProgram, train_input: Prefetch, checkpoints: CheckpointManager
 ) -> tuple[TrainState, int, Any, list[str]]:
     """First state, its step, the compiled training step, and what layers said while traced."""
-    abstract = job.partitioner.abstract_state(job.task)
+    abstract = job.abstract_state()
     with LayerNotes() as notes:
         lowered = program.lower(abstract)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -101,20 +107,33 @@ def _prepare(
             if source is None or step is None:
                 state, step = job.partitioner.init_fn(job.task)(), 0
             else:
-                restored = source.restore(step, abstract)
+                restored = job.restore(source, step)
                 state = restored.state
-                train_input.set_state(restored.input_states["train"])
+                _set_input_state(train_input, restored.input_states["train"])
                 job.observers.message(f"goes on from step {step} of {source.directory}")
         return state, step, compiling.result(), notes.lines
 
 
+def _set_input_state(train_input: Prefetch, state: Any) -> None:
+    try:
+        train_input.set_state(state)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
 @contextlib.contextmanager
 def _source_of_state(
-    job: Job, checkpoints: CheckpointManager | None
+    job: Job, checkpoints: CheckpointManager
 ) -> Iterator[tuple[CheckpointManager | None, int | None]]:
     """The checkpoint to start from: the job's own newest, else that of --restore_checkpoint_dir."""
-    own = None if checkpoints is None else checkpoints.newest_sound_step()
     options = job.options
+    if options.restore_checkpoint_step is not None and options.restore_checkpoint_dir is None:
+        raise UsageError(
+            "--restore_checkpoint_step needs --restore_checkpoint_dir: a run goes on from the newest"
+            " of its own checkpoints. To go on from an older one, give that folder as"
+            " --restore_checkpoint_dir and a new --job_log_dir."
+        )
+    own = checkpoints.newest_sound_step()
     if own is not None:
         if options.restore_checkpoint_dir is not None:
             job.observers.message(
@@ -139,39 +158,6 @@ def choose_step(checkpoints: CheckpointManager, wanted: int | None) -> int:
     if step is None:
         raise UsageError(f"no checkpoint in {checkpoints.directory}")
     return step
-
-
-def check_same_experiment(job: Job) -> None:
-    """Raises UsageError when the folder holds a run of another experiment."""
-    assert job.directory is not None
-    path = job.directory / "config.json"
-    if path.exists():
-        before = json.loads(path.read_text())["experiment"]
-        if before != job.resolved.name:
-            raise UsageError(
-                f"{job.directory} holds a run of {before}, not of {job.resolved.name};"
-                " give another --job_log_dir"
-            )
-
-
-def _write_config(job: Job) -> None:
-    assert job.directory is not None
-    if jax.process_index() != 0:
-        return
-    job.directory.mkdir(parents=True, exist_ok=True)
-    config = config_json(job.resolved)
-    path = job.directory / "config.json"
-    if path.exists():
-        for line in changed_lines(json.loads(path.read_text())["config"], config["config"]):
-            job.observers.message(f"changed since this folder was last written: {line}")
-    path.write_text(json.dumps(config, indent=2) + "\n")
-    (job.directory / "config.txt").write_text(config_text(job.resolved))
-
-
-def changed_lines(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """One line per path whose value differs."""
-    paths = [path for path in {**before, **after} if before.get(path) != after.get(path)]
-    return [f"{path}: {before.get(path)!r} → {after.get(path)!r}" for path in paths]
 
 
 def _print_start(
@@ -215,7 +201,7 @@ def _flops_per_step(job: Job, batch: Any, rows: int) -> float:
         lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), batch
     )
     task = job.resolved.task.Instantiate()  # not bound to a mesh, so that one row will do
-    state = jax.eval_shape(lambda: unbox(task.init_state(jax.random.key(0))))
+    state = jax.eval_shape(lambda: task.init_state(jax.random.key(0)))
     return rows * training_flops(
         lambda state, batch: task.eval_step(state, batch, GLOBAL_BATCH), state, one_row
     )

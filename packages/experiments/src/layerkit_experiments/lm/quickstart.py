@@ -15,16 +15,30 @@ class LocalText(AdamWCosine, Spmd, LocalFiles, LmExperiment):
     NUM_LAYERS = 4
     MODEL_DIMS = 128
     HIDDEN_DIMS = 512
-    NUM_HEADS = 4
+    NUM_HEADS = 2
+    NUM_KV_HEADS = 1
     NORM = "rms_norm"
     ACTIVATION = "silu"
     USE_GATED_ACTIVATION = True
     POSITIONS = "rotary"
-    PERCORE_BATCH_SIZE = 16.0
-    MAX_SEQ_LEN = 256
-    MAX_STEPS = 600
-    SUMMARY_INTERVAL_STEPS = 10
-    EVAL_INTERVAL_STEPS = 200
-    CHECKPOINT_EVERY_N_STEPS = 200
+    WEIGHT_INIT = "fan_in"
+    SCALE_RESIDUAL_INIT = True
+    # Also the faster choice on a CPU, where fresh memory costs more than arithmetic.
+    CHECKPOINT_POLICY = "full"
+
+    PERCORE_BATCH_SIZE = 8.0
+    MAX_SEQ_LEN = 128
+    MAX_STEPS = 2000
+    LEARNING_RATE = 2e-3
+    ADAM_BETA2 = 0.98
+    WEIGHT_DECAY = 0.05
+    WARMUP_STEPS = 200
+
+    SUMMARY_INTERVAL_STEPS = 20
+    EVAL_INTERVAL_STEPS = 500
+    CHECKPOINT_EVERY_N_STEPS = 500
     TEMPERATURE = 0.7
-    MAX_DECODE_STEPS = 256
+    # Prompt and continuation fit in the length that the positions were trained on.
+    PROMPT_LENGTH = 32
+    MAX_DECODE_STEPS = 96
+    EOS_ID = 2

@@ -23,6 +23,7 @@ from layerkit.layers.losses import (
     soft_cap,
     weighted_mean,
 )
+from layerkit.layers.products import merge_tokens
 from layerkit.layers.sizes import check_last_axis, check_sizes
 from layerkit.nested_map import NestedMap
 from layerkit.weights import WeightHParams, WeightInit
@@ -45,6 +46,7 @@ def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
     return found.astype(table.dtype)
 
 
+@jax.custom_jvp
 def class_logits(hidden: jax.Array, weight: jax.Array) -> jax.Array:
     """Products of hidden states with the vector of every class, accumulated and kept in float32.
 
@@ -55,38 +57,20 @@ def class_logits(hidden: jax.Array, weight: jax.Array) -> jax.Array:
     Returns:
       Logits `[..., num_classes]`, float32.
     """
-    if hidden.dtype == jnp.float32:
-        return _float32_product(hidden, weight)
-    return _low_precision_product(hidden, weight)
-
-
-def _float32_product(hidden: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
 
 
-# Left to itself, JAX multiplies the float32 gradient of the logits with bfloat16 operands, which no
-# accelerator does at its full speed. Here that gradient is rounded to their dtype first.
-@jax.custom_vjp
-def _low_precision_product(hidden: jax.Array, weight: jax.Array) -> jax.Array:
-    return _float32_product(hidden, weight)
-
-
-def _product_forward(
-    hidden: jax.Array, weight: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _float32_product(hidden, weight), (hidden, weight)
-
-
-def _product_backward(
-    saved: tuple[jax.Array, jax.Array], gradient: jax.Array
+# Left to itself, JAX multiplies the float32 gradient of bfloat16 logits with bfloat16 operands, and
+# no accelerator does that at its full speed. This derivative has the dtype of the operands, so that
+# backward the gradient is rounded to it before it meets them.
+@class_logits.defjvp
+def _class_logits_jvp(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    hidden, weight = saved
-    gradient = gradient.astype(hidden.dtype)
-    tokens = tuple(range(hidden.ndim - 1))
-    return gradient @ weight, jnp.tensordot(gradient, hidden, axes=(tokens, tokens))
-
-
-_low_precision_product.defvjp(_product_forward, _product_backward)
+    (hidden, weight), (hidden_dot, weight_dot) = primals, tangents
+    tangent = jnp.einsum("...d,vd->...v", hidden_dot, weight)
+    tangent += jnp.einsum("...d,vd->...v", hidden, weight_dot)
+    return class_logits(hidden, weight), tangent.astype(jnp.float32)
 
 
 def _vectors_hparams(layer: Embedding | SharedEmbeddingSoftmax) -> WeightHParams:
@@ -257,7 +241,9 @@ class ClassSoftmax(BaseLayer):
 
     def _project(self, hidden: jax.Array, vectors: jax.Array, bias: jax.Array | None) -> jax.Array:
         check_last_axis(self, hidden, input_dims=self.input_dims)
-        logits = class_logits(self.cast(hidden), self.cast(vectors))
+        tokens = merge_tokens(self, self.cast(hidden))
+        logits = class_logits(tokens, self.cast(vectors))
+        logits = logits.reshape(*hidden.shape[:-1], self.num_classes)
         if self.activation_axes is not None:
             logits = self.constrain(logits, *self.activation_axes)
         if bias is not None:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from layerkit.base_layer import BaseLayer
 from layerkit.config import sub_config_field
 from layerkit.layers.activations import ReLU
+from layerkit.layers.products import matmul
 from layerkit.layers.sizes import check_last_axis, check_sizes
 from layerkit.weights import WeightHParams, WeightInit
 
@@ -49,7 +50,7 @@ class Linear(BaseLayer):
           ValueError: the last axis of the inputs has another size.
         """
         check_last_axis(self, inputs, input_dims=self.input_dims)
-        outputs = jnp.einsum("...i,io->...o", self.cast(inputs), self.theta.w)
+        outputs = matmul(self, self.cast(inputs), self.theta.w)
         if self.activation_axes is not None:
             outputs = self.constrain(outputs, *self.activation_axes)
         return outputs

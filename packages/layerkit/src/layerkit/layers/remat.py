@@ -4,8 +4,7 @@
 |---|---|---|---|
 | `none` | everything XLA wants | most | none |
 | `dots` | outputs of all matrix products | | little |
-| `dots_no_batch` | outputs of matrix products without batch dimensions: the projections, not the
-attention logits | | some |
+| `dots_no_batch` | those without batch dimensions: projections, not attention logits | | some |
 | `full` | only the layer's input | least | one more forward pass |
 """
 

@@ -23,10 +23,12 @@ from layerkit.layers.attention.multi_head import MultiHeadAttention
 from layerkit.layers.linears import Bias, Linear
 from layerkit.layers.masks import AttentionMask
 from layerkit.layers.normalizations import LayerNorm
+from layerkit.layers.products import constrain_tokens, merge_tokens
 from layerkit.layers.remat import check_remat_policy, remat
 from layerkit.layers.repeat import Repeat
 from layerkit.layers.sizes import check_sizes
 from layerkit.layers.stochastic import Dropout
+from layerkit.weights import WeightInit
 
 
 class TransformerFeedForward(BaseLayer):
@@ -39,6 +41,7 @@ class TransformerFeedForward(BaseLayer):
       use_gate: Multiplies the activation by a second projection (Shazeer, 2020: SwiGLU with SiLU).
       activation_tpl: The non-linearity.
       dropout_rate: Of the activation, in training.
+      down_init: Initialiser of the projection back; None for that of the others.
     """
 
     input_dims: int = 0
@@ -49,20 +52,20 @@ class TransformerFeedForward(BaseLayer):
     bias_tpl: Any = sub_config_field(Bias.HParams)
     activation_tpl: Any = sub_config_field(ReLU.HParams)
     dropout_rate: float = 0.0
+    down_init: WeightInit | None = None
 
     def setup(self) -> None:
-        wide: dict[str, Any] = {"input_dims": self.input_dims, "output_dims": self.hidden_dims}
-        wide |= {"weight_axes": ("embed", "mlp"), "activation_axes": ("batch", "length", "act_mlp")}
-        self.create_child("up", self.linear_tpl, **wide)
+        wide = {"input_dims": self.input_dims, "output_dims": self.hidden_dims}
+        self.create_child("up", self.linear_tpl, **wide, weight_axes=("embed", "mlp"))
         if self.use_gate:
-            self.create_child("gate", self.linear_tpl, **wide)
+            self.create_child("gate", self.linear_tpl, **wide, weight_axes=("embed", "mlp"))
         self.create_child(
             "down",
             self.linear_tpl,
             input_dims=self.hidden_dims,
             output_dims=self.input_dims,
             weight_axes=("mlp", "embed"),
-            activation_axes=("batch", "length", "act_embed"),
+            weight_init=self.down_init,
         )
         if self.has_bias:
             self.create_child("up_bias", self.bias_tpl, dims=self.hidden_dims, axes=("mlp",))
@@ -71,15 +74,23 @@ class TransformerFeedForward(BaseLayer):
         self.create_child("dropout", Dropout.HParams.config(rate=self.dropout_rate))
 
     def fprop(self, x: jax.Array) -> jax.Array:
-        hidden = self.up(x)
+        """`[batch, length, input_dims]` → the same."""
+        tokens = merge_tokens(self, x)
+        hidden = self._widen(self.up, tokens)
         if self.has_bias:
             hidden = self.up_bias(hidden)
         if self.use_gate:
-            hidden = self.activation(self.gate(x)) * hidden
+            hidden = self.activation(self._widen(self.gate, tokens)) * hidden
         else:
             hidden = self.activation(hidden)
         output = self.down(self.dropout(hidden))
-        return self.down_bias(output) if self.has_bias else output
+        if self.has_bias:
+            output = self.down_bias(output)
+        return output.reshape(x.shape)
+
+    @nn.nowrap
+    def _widen(self, linear: Any, tokens: jax.Array) -> jax.Array:
+        return constrain_tokens(self, linear(tokens), "act_mlp")
 
 
 class Transformer(BaseLayer):

@@ -69,8 +69,8 @@ def test_a_refusal_gives_every_reason():
     with pytest.raises(BackendRefusal) as refusal:
         select_backend("cudnn", call)
     assert str(refusal.value) == (
-        "attention backend 'cudnn' cannot do what is asked: it needs a GPU, not cpu; it does not know"
-        " segments or padding. Use backend='xla' or 'auto'."
+        "attention backend 'cudnn' cannot do what is asked: it needs a GPU, not cpu; it does not"
+        " know segments or padding. Use backend='xla' or 'auto'."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import jax
@@ -217,6 +218,33 @@ def test_a_backend_that_cannot_is_refused():
         " segments or padding; it does not know a logit cap; it does not know our dropout."
         " Use backend='xla' or 'auto'."
     )
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="the kernel would run")
+def test_cudnn_by_name_never_becomes_something_else():
+    shape = jax.ShapeDtypeStruct((2, 16, 4, 8), jnp.bfloat16)
+    with pytest.raises(RuntimeError, match="cuDNN"):
+        jax.eval_shape(
+            lambda x: dot_product_attention(x, x, x, scale=1.0, backend="cudnn", platform="gpu"),
+            shape,
+        )
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+def test_cudnn_equals_xla():
+    cells = itertools.product((jnp.bfloat16, jnp.float16), (False, True), (1, 2, 4))
+    for dtype, is_causal, kv_heads in cells:
+        streams = jax.random.split(jax.random.key(0), 3)
+        inputs = [
+            jax.random.normal(stream, (2, 64, heads, 32)).astype(dtype)
+            for stream, heads in zip(streams, (4, kv_heads, kv_heads), strict=True)
+        ]
+        mask = AttentionMask.causal_mask(2, 64) if is_causal else None
+        cudnn, xla = (
+            dot_product_attention(*inputs, mask=mask, scale=0.2, backend=name).astype(jnp.float32)
+            for name in ("cudnn", "xla")
+        )
+        np.testing.assert_allclose(cudnn, xla, atol=4 * float(jnp.finfo(dtype).eps))
 
 
 SHAPES = "query (2, 5, 4, 3), key (2, 5, 3, 3), value (2, 5, 3, 3): "

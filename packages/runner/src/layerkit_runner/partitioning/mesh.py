@@ -49,11 +49,13 @@ def make_mesh(
     needed = math.prod(ici_mesh_shape) * math.prod(dcn_mesh_shape)
     if needed != len(devices):
         kind = devices[0].device_kind if devices else "none"
+        # Without blanks, so that a shell takes it as one word.
+        sizes = ",".join(map(str, [len(devices), *([1] * (len(axis_names) - 1))]))
         raise UsageError(
             f"the mesh needs {needed} devices (ici_mesh_shape={list(ici_mesh_shape)} ×"
             f" dcn_mesh_shape={list(dcn_mesh_shape)} over {', '.join(axis_names)}), but there are"
             f" {len(devices)} ({kind}).\nFor these devices try"
-            f" --fdl.ICI_MESH_SHAPE={[len(devices), *([1] * (len(axis_names) - 1))]}"
+            f" --fdl.ICI_MESH_SHAPE=[{sizes}]"
             f"{' --fdl.DCN_MESH_SHAPE=None' if math.prod(dcn_mesh_shape) > 1 else ''}"
         )
     arranged = _arrange(list(ici_mesh_shape), list(dcn_mesh_shape), devices)

@@ -17,8 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from layerkit.config import Configurable
 from layerkit.nested_map import NestedMap
 from layerkit.sharding import BoundSharding
-from layerkit.weights import is_box, unbox
 from layerkit_runner.errors import UsageError
+from layerkit_runner.partitioning.state_axes import axes_by_path, map_with_axes
 from layerkit_runner.task import SingleTask
 from layerkit_runner.train_state import TrainState
 
@@ -29,7 +29,9 @@ REPLICATED = "replicated"
 class Partitioner(Configurable):
     """Base of the SPMD and pmap partitioners; call `start` before anything else."""
 
-    _mesh: Mesh | None = None
+    def __post_init__(self) -> None:
+        self._mesh: Mesh | None = None
+        self._abstract: tuple[SingleTask, TrainState] | None = None
 
     def start(self, devices: Any = None) -> None:
         """Arranges the devices (all of them by default) in this partitioner's mesh."""
@@ -71,22 +73,24 @@ class Partitioner(Configurable):
     def bind(self, task: SingleTask) -> None:
         """Binds the task's model to this partitioner's mesh and rules."""
         task.bind_sharding(self.model_sharding())
+        self._abstract = None
 
     def abstract_state(self, task: SingleTask) -> TrainState:
         """The state as shapes, dtypes and shardings; nothing is computed."""
-        boxed = jax.eval_shape(lambda: task.init_state(jax.random.key(0)))
+        if self._abstract is None or self._abstract[0] is not task:
+            self._abstract = (task, self._place_state(task))
+        return self._abstract[1]
 
-        def place(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-            array = leaf.value if is_box(leaf) else leaf
-            # An optimizer may keep something of another rank beside a weight; that is replicated.
-            named = is_box(leaf) and len(leaf.axes) == array.ndim
-            axes = leaf.axes if named else (None,) * array.ndim
-            spec = self._weight_spec(jax.tree_util.keystr(path), axes, array.shape)
+    def _place_state(self, task: SingleTask) -> TrainState:
+        boxed, state = jax.eval_shape(lambda: task.init_boxed_state(jax.random.key(0)))
+
+        def place(path: str, axes: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+            spec = self._weight_spec(path, axes, leaf.shape)
             return jax.ShapeDtypeStruct(
-                array.shape, array.dtype, sharding=NamedSharding(self.mesh, spec)
+                leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec)
             )
 
-        return jax.tree_util.tree_map_with_path(place, boxed, is_leaf=is_box)
+        return map_with_axes(place, state, axes_by_path(boxed))
 
     def state_shardings(self, task: SingleTask) -> TrainState:
         """The shardings of the state."""
@@ -97,7 +101,7 @@ class Partitioner(Configurable):
         holds more than its part."""
 
         def init() -> TrainState:
-            return unbox(task.init_state(jax.random.key(task.train.random_seed)))
+            return task.init_state(jax.random.key(task.train.random_seed))
 
         return jax.jit(init, out_shardings=self.state_shardings(task))
 
@@ -158,11 +162,14 @@ class Partitioner(Configurable):
 
     def abstract_batch(self, batch: Any) -> Any:
         """Shapes, dtypes and shardings of the global batch that a host batch is part of."""
-        hosts = jax.process_count()
+        sharding, shards = self.batch_sharding(), self.num_batch_shards()
+        # Processes that hold the same rows read the same, so they do not all add up.
+        held = sharding.addressable_devices_indices_map((shards,)).values()
+        held_here = len({rows.indices(shards) for (rows,) in held})
 
         def place(leaf: Any) -> jax.ShapeDtypeStruct:
-            shape = (leaf.shape[0] * hosts, *leaf.shape[1:])
-            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=self.batch_sharding())
+            shape = (leaf.shape[0] * shards // held_here, *leaf.shape[1:])
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
         return jax.tree.map(place, batch)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from layerkit.sharding import DEFAULT_RULES, BoundSharding, ShardingRules
@@ -52,4 +51,4 @@ class SpmdPartitioner(Partitioner):
 
     def describe(self) -> str:
         sizes = " × ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items())
-        return f"SPMD over {jax.device_count()} device(s): {sizes}"
+        return f"SPMD over {self.mesh.size} device(s): {sizes}"

@@ -84,7 +84,7 @@ def _sizes(partitioner: Partitioner) -> str:
 def simulated_devices(count: int) -> list[jax.Device]:
     """`count` CPU devices, of which nothing is asked but to be compiled for.
 
-    Works once in a process, before JAX is used; after that, there are the CPU devices that there are.
+    Works before JAX is first used in a process; after that, its CPU devices are those there are.
 
     Raises:
       UsageError: JAX was used before and has fewer.

@@ -85,12 +85,12 @@ def _computations(hlo_text: str) -> tuple[dict[str, list[Instruction]], str]:
             body = computations.setdefault(header["name"], [])
             entry = header["name"] if header["entry"] else entry
         elif match := _INSTRUCTION.fullmatch(line):
-            body.append(Instruction(**match.groupdict()))
+            body.append(Instruction(match["name"], match["type"], match["opcode"], match["rest"]))
     return computations, entry
 
 
 def _counts(computations: dict[str, list[Instruction]], entry: str) -> dict[str, _Count]:
-    """How often each computation runs; HLO has no recursion, so callers come first in some order."""
+    """How often each computation runs; as HLO has no recursion, callers can be taken first."""
     calls = {
         name: [call for instruction in body for call in _calls(instruction)]
         for name, body in computations.items()

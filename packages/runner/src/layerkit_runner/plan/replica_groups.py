@@ -14,6 +14,7 @@ The groups are written in one of three ways, or as the pairs of a permutation:
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -110,24 +111,24 @@ def _parse_mesh(text: str) -> np.ndarray:
     if match is None:
         raise ValueError(f"replica_groups={text} is of no known form")
     sizes = {name: int(size) for name, size in _MESH_SIZE.findall(match["sizes"])}
-    ids = (
-        np.arange(math.prod(sizes.values())) if match["ids"] is None else _parse_range(match["ids"])
-    )
-    names = [name for name, _, _ in _MESH_AXIS.findall(match["axes"])]
-    if len(set(names)) != len(names):
-        raise ValueError(f"replica_groups={text}: several parts of one axis are not understood")
+    grouped = [
+        (name, int(pre or 1), int(part or sizes[name]))
+        for name, pre, part in _MESH_AXIS.findall(match["axes"])
+    ]
+    # Each axis is cut where one of its parts begins or ends, so that a part is a dimension.
     shape: list[int] = []
-    position: dict[str, int] = {}
-    parts = {
-        name: (int(pre), int(size)) for name, pre, size in _MESH_AXIS.findall(match["axes"]) if pre
-    }
+    dimension: dict[tuple[str, int], int] = {}
     for name, size in sizes.items():
-        pre, part = parts.get(name, (1, size))
-        position[name] = len(shape) + 1
-        shape += [pre, part, size // (pre * part)]
-    grouped = [position[name] for name in names]
-    grid = np.moveaxis(ids.reshape(shape), grouped, range(-len(grouped), 0))
-    return grid.reshape(-1, math.prod(shape[axis] for axis in grouped))
+        parts = [(pre, pre * part) for axis, pre, part in grouped if axis == name]
+        cuts = sorted({1, size, *itertools.chain(*parts)})
+        for start, stop in itertools.pairwise(cuts):
+            dimension[name, start] = len(shape)
+            shape.append(stop // start)
+    count = math.prod(shape)
+    ids = np.arange(count) if match["ids"] is None else _parse_range(match["ids"])
+    chosen = [dimension[name, pre] for name, pre, part in grouped if part > 1]
+    grid = np.moveaxis(ids.reshape(shape), chosen, range(-len(chosen), 0))
+    return grid.reshape(-1, math.prod(part for _, _, part in grouped))
 
 
 def _ints(text: str) -> list[int]:

@@ -15,6 +15,7 @@ from layerkit_runner.observers import Observer
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.task import SingleTask
 from layerkit_runner.train_state import TrainState
+from layerkit_runner.whole_files import write_whole
 
 
 class DecodeProgram:
@@ -62,9 +63,7 @@ class DecodeProgram:
             outputs = jax.device_get(self._step(state, self._partitioner.put_batch(batch)))
             records.extend(self._records(batch, outputs))
         if path is not None and jax.process_index() == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # Written in one piece, so that a file that exists is whole.
-            path.write_text("".join(json.dumps(record) + "\n" for record in records))
+            write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
         for record in records[:1]:
             observers.text(step, self.name, record["prompt"] + record["continuation"])
         return records

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from layerkit.config import Config
+from layerkit.weights import canonical_dtype
 from layerkit_experiments.lm.recipes.model import TransformerLmModel
 from layerkit_experiments.lm.recipes.optimization import TrainingLength
 from layerkit_runner.experiment import BaseExperiment
@@ -11,6 +12,12 @@ from layerkit_runner.task import SingleTask
 
 class LmExperiment(TransformerLmModel, TrainingLength, BaseExperiment, abstract=True):
     """Inherit this, one class each of optimization, parallelism and data, and set values."""
+
+    def validate(self) -> None:
+        """Refuses fields that name what does not exist."""
+        super().validate()
+        canonical_dtype(self.FPROP_DTYPE, field="FPROP_DTYPE")
+        self.model()
 
     def learner(self) -> Config:
         """The config of the learner; an optimization recipe defines it."""

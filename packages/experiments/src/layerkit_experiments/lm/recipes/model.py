@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from layerkit.base_layer import BaseLayer
-from layerkit.config import Config
+from layerkit.config import Config, near_names
 from layerkit.decoding import SampleDecoder
 from layerkit.layers import (
     GELU,
@@ -18,9 +20,11 @@ from layerkit.layers import (
     TrainablePositionalEmbedding,
 )
 from layerkit.models import LanguageModel, TransformerLm
+from layerkit.weights import WeightInit
 
 _ACTIVATIONS: dict[str, type[BaseLayer]] = {"relu": ReLU, "gelu": GELU, "silu": SiLU}
 _NORMS: dict[str, type[BaseLayer]] = {"layer_norm": LayerNorm, "rms_norm": RmsNorm}
+_INITS = {"xavier": WeightInit.Xavier, "fan_in": WeightInit.FanIn}
 _POSITIONS = ("rotary", "sinusoidal", "trainable", "none")
 
 
@@ -48,6 +52,9 @@ class TransformerLmModel:
     """Positions whose logits exist at one time; None for all."""
     ATTENTION_BACKEND: str = "auto"
     DROPOUT_RATE: float = 0.0
+    WEIGHT_INIT: str = "xavier"
+    SCALE_RESIDUAL_INIT: bool = False
+    """Divides the weights that end a residual branch by √(2·NUM_LAYERS) at the start (GPT-2)."""
     FPROP_DTYPE: str = "float32"
     """Of the computation; weights are float32."""
     USE_REPEATED_LAYER: bool = True
@@ -89,6 +96,7 @@ class TransformerLmModel:
             activation_tpl=activation.HParams.config(), use_gate=self.USE_GATED_ACTIVATION
         )
         self._set_positions(lm)
+        self._set_initial_weights(lm)
         return LanguageModel.HParams.config(
             lm_tpl=lm,
             fprop_dtype=self.FPROP_DTYPE,
@@ -99,9 +107,19 @@ class TransformerLmModel:
             ),
         )
 
+    def _set_initial_weights(self, lm: Config) -> None:
+        _check("WEIGHT_INIT", self.WEIGHT_INIT, _INITS)
+        lm.params_init = _INITS[self.WEIGHT_INIT]()
+        # The embedding is no projection: its vectors start with unit length.
+        lm.softmax_tpl.weight_init = WeightInit.Gaussian(self.MODEL_DIMS**-0.5)
+        if self.SCALE_RESIDUAL_INIT:
+            scaled = _INITS[self.WEIGHT_INIT]((2 * self.NUM_LAYERS) ** -0.5)
+            layer = lm.stack_tpl.layer_tpl
+            layer.attention_tpl.output_tpl.params_init = scaled
+            layer.feed_forward_tpl.down_init = scaled
+
     def _set_positions(self, lm: Config) -> None:
-        if self.POSITIONS not in _POSITIONS:
-            raise ValueError(f"POSITIONS={self.POSITIONS!r} must be one of {', '.join(_POSITIONS)}")
+        _check("POSITIONS", self.POSITIONS, _POSITIONS)
         if self.POSITIONS == "rotary":
             rotary = RotaryPositionalEmbedding.HParams.config()
             lm.stack_tpl.layer_tpl.attention_tpl.rotary_tpl = rotary
@@ -114,6 +132,11 @@ class TransformerLmModel:
 
 
 def _pick(field: str, name: str, table: dict[str, type[BaseLayer]]) -> type[BaseLayer]:
-    if name not in table:
-        raise ValueError(f"{field}={name!r} must be one of {', '.join(table)}")
+    _check(field, name, table)
     return table[name]
+
+
+def _check(field: str, name: str, table: Collection[str]) -> None:
+    if name not in table:
+        valid = ", ".join(table)
+        raise ValueError(f"{field}={name!r}{near_names(name, table)} It is one of {valid}.")

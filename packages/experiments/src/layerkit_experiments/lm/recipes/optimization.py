@@ -6,7 +6,7 @@ import optax
 
 from layerkit.config import Config, Partial
 from layerkit_runner.learner import Learner
-from layerkit_runner.optimizers import adam_with_update_cap
+from layerkit_runner.optimizers import adam_with_update_cap, decays
 from layerkit_runner.schedules import linear_warmup_cosine_decay, linear_warmup_exponential_decay
 from layerkit_runner.task import TrainHParams
 
@@ -75,7 +75,7 @@ class AdamExponential(TrainingLength):
 
 
 class AdamWCosine(TrainingLength):
-    """AdamW; linear warmup, then a cosine over the rest of the run."""
+    """AdamW on the matrices; linear warmup, then a cosine over the rest of the run."""
 
     LEARNING_RATE: float = 1e-3
     ADAM_BETA1: float = 0.9
@@ -97,6 +97,7 @@ class AdamWCosine(TrainingLength):
                 b2=self.ADAM_BETA2,
                 eps=self.ADAM_EPSILON,
                 weight_decay=self.WEIGHT_DECAY,
+                mask=decays,
             ),
             learning_rate=Config(
                 linear_warmup_cosine_decay,

@@ -11,6 +11,7 @@ negative rather than -inf, so that a row without any key to attend has a softmax
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import jax
@@ -19,6 +20,8 @@ import jax.numpy as jnp
 from layerkit.layers.attention.backends import AttentionCall, Backend, select_backend
 from layerkit.layers.losses import soft_cap
 from layerkit.layers.masks import AttentionMask
+
+_LOG = logging.getLogger("layerkit.attention")
 
 # Half of float32's range, so that subtracting the largest logit of a row cannot overflow.
 MASKED_LOGIT = -0.5 * float(jnp.finfo(jnp.float32).max)
@@ -69,6 +72,7 @@ def dot_product_attention(
         backend=backend,
         platform=platform,
     )
+    _LOG.info(chosen.describe())
     is_causal = mask is not None and mask.causal
     # The count of model FLOPs takes half of what it finds in the causal scope.
     with jax.named_scope("causal_attention" if is_causal else "attention"):
@@ -76,10 +80,10 @@ def dot_product_attention(
             return jax.nn.dot_product_attention(
                 query, key, value, scale=scale, is_causal=is_causal, implementation="cudnn"
             )
-        # Heads come first, so that the products are over leading axes alone: on CPU the step of an
-        # attention layer is a tenth faster, and holds fewer copies.
+        # Heads come first, so that the products batch over leading axes alone: XLA's CPU backend
+        # then holds fewer transposed copies for the backward pass.
         query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
-        logits = soft_cap(_logits(query, key) * scale, logit_cap)
+        logits = soft_cap(_scaled_logits(query, key, scale), logit_cap)
         probabilities = _masked_softmax(logits, mask, zero_empty_rows=zero_fully_masked_rows)
         probabilities = probabilities.astype(value.dtype)
         if dropout is not None:
@@ -113,12 +117,17 @@ def choose_backend(
     return select_backend(backend, call)
 
 
-def _logits(query: jax.Array, key: jax.Array) -> jax.Array:
-    """q·k as float32 `[batch, kv_heads, group, queries, keys]`."""
+def _scaled_logits(query: jax.Array, key: jax.Array, scale: float) -> jax.Array:
+    """scale·q·k as float32 `[batch, kv_heads, group, queries, keys]`."""
     batch, heads, queries, head_dim = query.shape
     kv_heads = key.shape[1]
+    # Queries are fewer numbers than logits; in low precision they would be rounded once more.
+    scale_queries = query.dtype == jnp.float32
+    if scale_queries:
+        query = query * scale
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, queries, head_dim)
-    return jnp.einsum("bngqd,bnkd->bngqk", grouped, key, preferred_element_type=jnp.float32)
+    logits = jnp.einsum("bngqd,bnkd->bngqk", grouped, key, preferred_element_type=jnp.float32)
+    return logits if scale_queries else logits * scale
 
 
 def _masked_softmax(

@@ -24,6 +24,7 @@ from layerkit.layers.attention.backends import Backend, check_backend_name
 from layerkit.layers.attention.dot_product import choose_backend, dot_product_attention
 from layerkit.layers.attention.projections import HeadProjection, OutputProjection
 from layerkit.layers.masks import AttentionMask
+from layerkit.layers.products import merge_tokens
 from layerkit.layers.sizes import check_sizes
 from layerkit.layers.stochastic import Dropout
 from layerkit.weights import WeightHParams, WeightInit
@@ -136,8 +137,8 @@ class MultiHeadAttention(BaseLayer):
         """Attention of the next tokens to everything before them and themselves.
 
         Token i of `x` takes slot time_step + i of the cache and sees the slots up to its own. Later
-        slots are hidden, so they may hold anything: rows of unequal prompts can be filled in one go
-        and the surplus be overwritten, one token at a time.
+        slots are hidden, so any finite numbers may lie there: rows of unequal prompts can be filled
+        in one go, and the surplus be overwritten one token at a time.
 
         Args:
           x: `[batch, t, input_dims]`, of a prompt or of one new token per row.
@@ -175,7 +176,10 @@ class MultiHeadAttention(BaseLayer):
     def _project(
         self, x: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        query, key, value = self.query(x), self.key(x), self.value(x)
+        tokens, leading = merge_tokens(self, self.cast(x)), x.shape[:-1]
+        query, key, value = (
+            project(tokens, leading=leading) for project in (self.query, self.key, self.value)
+        )
         if self.rotary_tpl is not None:
             query, key = self.rotary(query, positions), self.rotary(key, positions)
         return query, key, value

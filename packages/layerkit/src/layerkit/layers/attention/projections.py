@@ -9,6 +9,7 @@ from __future__ import annotations
 import jax
 
 from layerkit.base_layer import BaseLayer
+from layerkit.layers.products import matmul
 from layerkit.layers.sizes import check_last_axis, check_sizes
 from layerkit.weights import WeightHParams, WeightInit
 
@@ -42,12 +43,17 @@ class HeadProjection(BaseLayer):
             bias = WeightHParams(shape[1:], self.weight_axes[1:], init=WeightInit.Constant(0.0))
             self.create_variable("b", bias)
 
-    def fprop(self, x: jax.Array) -> jax.Array:
-        """`[batch, length, input_dims]` → `[batch, length, num_heads, head_dim]`."""
+    def fprop(self, x: jax.Array, *, leading: tuple[int, ...] | None = None) -> jax.Array:
+        """`[batch, length, input_dims]` → `[batch, length, num_heads, head_dim]`.
+
+        Args:
+          x: Activations; their tokens may be merged already: `[tokens, input_dims]`.
+          leading: (batch, length) of merged tokens.
+        """
         check_last_axis(self, x, input_dims=self.input_dims)
         w = self.theta.w
-        heads = _matmul(self, self.cast(x), w.reshape(self.input_dims, -1))
-        heads = heads.reshape(*x.shape[:-1], self.num_heads, self.head_dim)
+        heads = matmul(self, self.cast(x), w.reshape(self.input_dims, -1))
+        heads = heads.reshape(*(leading or x.shape[:-1]), self.num_heads, self.head_dim)
         if self.use_bias:
             heads = heads + self.theta.b
         return self.constrain(heads, *self.activation_axes)
@@ -85,19 +91,7 @@ class OutputProjection(BaseLayer):
     def fprop(self, heads: jax.Array) -> jax.Array:
         """`[batch, length, num_heads, head_dim]` → `[batch, length, output_dims]`."""
         merged = self.cast(heads).reshape(*heads.shape[:-2], -1)
-        outputs = _matmul(self, merged, self.theta.w.reshape(-1, self.output_dims))
+        outputs = matmul(self, merged, self.theta.w.reshape(-1, self.output_dims))
         if self.use_bias:
             outputs = outputs + self.theta.b
         return self.constrain(outputs, *self.activation_axes)
-
-
-def _matmul(layer: BaseLayer, x: jax.Array, w: jax.Array) -> jax.Array:
-    """`[batch, length, in]` · `[in, out]` → `[batch, length, out]`.
-
-    Over one axis of tokens, since the backward pass then needs no transposed copies of `x` on CPU.
-    Where the length is split over devices it stays an axis: merging it would gather it.
-    """
-    sharding = layer.inherited("sharding")
-    if sharding is not None and sharding.spec(("length",))[0] is not None:
-        return x @ w
-    return (x.reshape(-1, x.shape[-1]) @ w).reshape(*x.shape[:-1], w.shape[-1])

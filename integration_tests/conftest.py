@@ -1,0 +1,257 @@
+"""Small jobs, run by the command that people use, and what is left in their folders.
+
+Every process of a test session keeps its compiled programs in one folder, so that only the first of
+its kind compiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from layerkit_runner.checkpoints import CheckpointManager
+from layerkit_runner.checkpoints.handlers import stored_leaves
+
+TIMEOUT = 300.0
+SIZES = {
+    "NUM_LAYERS": 1,
+    "MODEL_DIMS": 16,
+    "HIDDEN_DIMS": 32,
+    "NUM_HEADS": 2,
+    "DIMS_PER_HEAD": 8,
+    "MAX_SEQ_LEN": 16,
+    "PERCORE_BATCH_SIZE": 1.0,
+    "SUMMARY_INTERVAL_STEPS": 1,
+}
+# Fields that make an experiment small; dropout makes the random numbers part of the result.
+SMALL: dict[str, dict[str, Any]] = {
+    "lm.quickstart.LocalText": {
+        **SIZES,
+        "DROPOUT_RATE": 0.1,
+        "MAX_STEPS": 8,
+        "WARMUP_STEPS": 2,
+        "EVAL_INTERVAL_STEPS": 4,
+        "CHECKPOINT_EVERY_N_STEPS": 3,
+        "MAX_DECODE_STEPS": 4,
+        "NUM_PROMPTS": 2,
+        "PROMPT_LENGTH": 8,
+    },
+    "lm.lm_cloud.LmCloudSpmdTest": {
+        **SIZES,
+        "VOCAB_SIZE": 64,
+        "DROPOUT_RATE": 0.1,
+        "FPROP_DTYPE": "float32",
+        "CHECKPOINT_EVERY_N_STEPS": 2,
+        "MAX_STEPS": 16,
+        "WARMUP_STEPS": 4,
+        "DECAY_START": 8,
+        "DECAY_END": 12,
+    },
+    "lm.lm_cloud.LmCloudTransformerAdamLimitSteps": {
+        **SIZES,
+        "VOCAB_SIZE": 64,
+        "CHECKPOINT_EVERY_N_STEPS": 2,
+        "MAX_STEPS": 4,
+        "WARMUP_STEPS": 2,
+        "DECAY_START": 3,
+        "DECAY_END": 10,
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A command line, its folder and its devices.
+
+    Attributes:
+      exp: The experiment.
+      folder: Its --job_log_dir.
+      cache: Where compiled programs are kept.
+      num_devices: How many are simulated.
+      fields: Overrides, besides those that make it small.
+      flags: Other words of the command.
+    """
+
+    exp: str
+    folder: Path
+    cache: Path
+    num_devices: int = 1
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+
+    def arguments(self, *more: str) -> list[str]:
+        """The words after `runner`."""
+        fields = {**SMALL[self.exp], **self.fields}
+        words = [f"--fdl.{name}={value}" for name, value in fields.items()]
+        folders = [f"--job_log_dir={self.folder}", f"--jax_compilation_cache={self.cache}"]
+        return [f"--exp={self.exp}", *words, *folders, *self.flags, *more]
+
+    def start(self, *more: str) -> subprocess.Popen[str]:
+        """Starts the command as a process of its own."""
+        devices = f"--xla_force_host_platform_device_count={self.num_devices}"
+        return subprocess.Popen(
+            [sys.executable, "-m", "layerkit_runner.cli", *self.arguments(*more)],
+            env={**os.environ, "XLA_FLAGS": devices},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, *more: str, code: int = 0) -> str:
+        """Runs the command to its end and returns what it printed."""
+        process = self.start(*more)
+        output, _ = process.communicate(timeout=TIMEOUT)
+        assert process.returncode == code, output
+        return output
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of its checkpoints."""
+        return self.folder / "checkpoints"
+
+    def steps_logged(self) -> list[int]:
+        """Steps in metrics.jsonl, in order of writing; those of lost work too."""
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        records = [json.loads(line) for line in lines if line.endswith("}")]
+        return [r["step"] for r in records if "event" not in r and "dataset" not in r]
+
+    def wait_for(self, process: subprocess.Popen[str], condition: Callable[[], Any]) -> bool:
+        """Waits until `condition` holds; False if the process ended before."""
+        deadline = time.monotonic() + TIMEOUT
+        while process.poll() is None:
+            if condition():
+                return True
+            if time.monotonic() > deadline:
+                process.kill()
+                raise TimeoutError(process.communicate()[0])
+            time.sleep(0.002)
+        return False
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """A checkpoint as plain values.
+
+    Attributes:
+      leaves: Path to array, of weights, optimizer state and all else.
+      input_states: Where the inputs stood.
+    """
+
+    leaves: dict[str, np.ndarray]
+    input_states: dict[str, Any]
+
+
+def read_checkpoint(job: Job, step: int) -> Saved:
+    """Reads a checkpoint without knowing whose it is."""
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target: dict[str, Any] = {}
+    folder = job.checkpoints / f"checkpoint_{step:08d}"
+    for path, spec in stored_leaves(folder / "state").items():
+        leaf = jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=device)
+        place = target
+        for name in path[:-1]:
+            place = place.setdefault(name, {})
+        place[path[-1]] = leaf
+    with CheckpointManager(job.checkpoints, read_only=True) as manager:
+        restored = manager.restore(step, target)
+    leaves = jax.tree_util.tree_leaves_with_path(restored.state)
+    return Saved(
+        {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves},
+        dict(restored.input_states),
+    )
+
+
+def assert_same_bits(ours: Saved, reference: Saved) -> None:
+    """Weights, optimizer state, step and input state, to the last bit."""
+    assert ours.leaves.keys() == reference.leaves.keys()
+    for name, leaf in reference.leaves.items():
+        assert ours.leaves[name].dtype == leaf.dtype
+        assert ours.leaves[name].tobytes() == leaf.tobytes(), name
+    assert ours.input_states == reference.input_states
+
+
+def unfinished(job: Job) -> list[Path]:
+    """Folders of saves that are under way, or never ended."""
+    return list(job.checkpoints.glob("*orbax-checkpoint-tmp*"))
+
+
+def kill_inside_a_save(job: Job, process: subprocess.Popen[str]) -> None:
+    """Kills the process while a checkpoint is half written."""
+    while job.wait_for(process, lambda: unfinished(job)):
+        process.send_signal(signal.SIGSTOP)
+        # Stopped, it can no longer finish between this look and the kill.
+        if unfinished(job):
+            process.kill()
+            process.communicate()
+            assert unfinished(job)
+            return
+        process.send_signal(signal.SIGCONT)
+    raise AssertionError(f"no save was seen: {process.communicate()[0]}")
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compiled programs, for all processes of this session."""
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="session")
+def text_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of small texts, which decides what LocalText reads."""
+    folder = tmp_path_factory.mktemp("texts")
+    draw = random.Random(0)
+    words = "the a cat dog tree river sees finds under over and quickly slowly".split()
+    for number in range(40):
+        text = " ".join(draw.choice(words) for _ in range(60))
+        (folder / f"text_{number:02d}.txt").write_text(text + "\n")
+    return folder
+
+
+@dataclasses.dataclass(frozen=True)
+class Jobs:
+    """Makes jobs; holds the functions of this file, which tests cannot import."""
+
+    cache: Path
+    text_files: Path
+    read_checkpoint: Callable[[Job, int], Saved] = read_checkpoint
+    assert_same_bits: Callable[[Saved, Saved], None] = assert_same_bits
+    kill_inside_a_save: Callable[[Job, subprocess.Popen[str]], None] = kill_inside_a_save
+    unfinished: Callable[[Job], list[Path]] = unfinished
+
+    def make(
+        self, exp: str, folder: Path, *flags: str, num_devices: int = 1, **fields: Any
+    ) -> Job:
+        """A small job in `folder`."""
+        if exp == "lm.quickstart.LocalText":
+            fields = {"TEXT_FILES": f"['{self.text_files}']", **fields}
+        return Job(exp, folder, self.cache, num_devices, fields, flags)
+
+
+@pytest.fixture(scope="session")
+def jobs(cache: Path, text_files: Path) -> Jobs:
+    return Jobs(cache, text_files)
+
+
+@pytest.fixture
+def running() -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes to end when the test ends, whatever happened."""
+    processes: list[subprocess.Popen[str]] = []
+    yield processes
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()

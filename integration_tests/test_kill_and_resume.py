@@ -1,0 +1,89 @@
+"""kill -9 at any moment, then the same command: nothing of the result tells that it happened.
+
+The final checkpoint of a run that was killed equals, bit for bit, that of a run never stopped:
+weights, optimizer state and the state of the input. The machine, versions and mesh are the same.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXP = "lm.lm_cloud.LmCloudSpmdTest"
+STEPS = 16
+PLACES = {
+    "one device": {"num_devices": 1, "ICI_MESH_SHAPE": "[1,1,1]"},
+    "mesh 2 x 2 x 2": {"num_devices": 8, "ICI_MESH_SHAPE": "[2,2,2]", "VOCAB_SIZE": 64},
+}
+
+
+@pytest.fixture(scope="module", params=PLACES)
+def place(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return PLACES[request.param]
+
+
+@pytest.fixture(scope="module")
+def never_stopped(jobs: Any, place: dict[str, Any], tmp_path_factory: Any) -> Any:
+    """The final checkpoint of a run that nobody killed."""
+    job = jobs.make(EXP, tmp_path_factory.mktemp("whole") / "job", **place)
+    job.run()
+    return jobs.read_checkpoint(job, STEPS)
+
+
+def test_killed_inside_a_save_and_at_a_random_step(
+    jobs: Any, place: dict[str, Any], never_stopped: Any, tmp_path: Path, running: list
+):
+    job = jobs.make(EXP, tmp_path / "job", **place)
+    process = job.start()
+    running.append(process)
+    jobs.kill_inside_a_save(job, process)
+    kill_after(job, random.Random(0).randrange(3, 8), running)
+    output = job.run()
+    assert "goes on from step" in output
+    assert not jobs.unfinished(job)
+    jobs.assert_same_bits(jobs.read_checkpoint(job, STEPS), never_stopped)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_at_many_moments(
+    jobs: Any, place: dict[str, Any], never_stopped: Any, tmp_path: Path, running: list, seed: int
+):
+    draw = random.Random(seed)
+    job = jobs.make(EXP, tmp_path / "job", **place)
+    for _ in range(4):
+        if draw.random() < 0.5:
+            process = job.start()
+            running.append(process)
+            jobs.kill_inside_a_save(job, process)
+        else:
+            kill_after_seconds(job, draw.uniform(0.5, 6.0), running)
+        if (job.checkpoints / f"checkpoint_{STEPS:08d}").exists():
+            break
+    job.run()
+    jobs.assert_same_bits(jobs.read_checkpoint(job, STEPS), never_stopped)
+
+
+def kill_after(job: Any, steps: int, running: list) -> None:
+    """Kills the job once it has reported that many steps since it was started."""
+    before = len(job.steps_logged())
+    process = job.start()
+    running.append(process)
+    job.wait_for(process, lambda: len(job.steps_logged()) >= before + steps)
+    process.kill()
+    process.communicate()
+
+
+def kill_after_seconds(job: Any, seconds: float, running: list) -> None:
+    """Kills the job that many seconds after its start: while it imports, compiles, trains, ends."""
+    process = job.start()
+    running.append(process)
+    try:
+        process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()

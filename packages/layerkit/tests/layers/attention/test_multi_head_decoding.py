@@ -1,0 +1,303 @@
+"""Cached decoding: `extend_step` is `fprop`, some tokens at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax.sharding import AxisType
+
+from layerkit.base_layer import CACHE, PARAMS, BaseLayer
+from layerkit.config import sub_config_field
+from layerkit.layers.attention.multi_head import MultiHeadAttention
+from layerkit.layers.masks import AttentionMask
+from layerkit.layers.positions import RotaryPositionalEmbedding
+from layerkit.sharding import BoundSharding
+
+BATCH, LENGTH, SLOTS, DIMS, HEADS = 2, 6, 8, 8, 4
+ROTARY = RotaryPositionalEmbedding.HParams.config()
+
+
+def make(**fields):
+    return MultiHeadAttention(**{"input_dims": DIMS, "num_heads": HEADS, **fields})
+
+
+def drawn_weights(layer):
+    leaves, structure = jax.tree.flatten(layer.init(jax.random.key(0)))
+    streams = jax.random.split(jax.random.key(1), len(leaves))
+    drawn = [0.5 * jax.random.normal(s, w.shape) for s, w in zip(streams, leaves, strict=True)]
+    return jax.tree.unflatten(structure, drawn)
+
+
+def inputs(batch=BATCH, length=LENGTH, seed=2):
+    return jax.random.normal(jax.random.key(seed), (batch, length, DIMS))
+
+
+def positions(batch, start, stop):
+    return jnp.broadcast_to(jnp.arange(start, stop, dtype=jnp.int32), (batch, stop - start))
+
+
+def whole(layer, weights, x):
+    batch, length = x.shape[:2]
+    mask = AttentionMask.causal_mask(batch, length)
+    return layer.apply(weights, x, mask=mask, positions=positions(batch, 0, length))
+
+
+def empty_cache(layer, weights, batch=BATCH, slots=SLOTS):
+    return layer.apply(weights, batch, slots, method="init_cache", mutable=[CACHE])[1]
+
+
+def extend(layer, weights, cache, x, step):
+    """Outputs and the new cache of tokens `x` that stand at `step`."""
+    start = jnp.asarray(step, jnp.int32)
+    places = start + positions(x.shape[0], 0, x.shape[1])
+    return layer.apply(
+        {**weights, **cache},
+        x,
+        time_step=start,
+        positions=places,
+        method="extend_step",
+        mutable=[CACHE],
+    )
+
+
+def in_chunks(layer, weights, x, chunks, *, cache=None):
+    step = jax.jit(lambda cache, x, start: extend(layer, weights, cache, x, start))
+    cache = empty_cache(layer, weights, batch=x.shape[0]) if cache is None else cache
+    outs, start = [], 0
+    for size in chunks:
+        out, cache = step(cache, x[:, start : start + size], start)
+        outs.append(out)
+        start += size
+    return jnp.concatenate(outs, axis=1)
+
+
+@pytest.mark.parametrize("rotary", [None, ROTARY])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_equals_fprop(kv_heads, rotary):
+    layer = make(num_kv_heads=kv_heads, rotary_tpl=rotary)
+    weights, x = drawn_weights(layer), inputs()
+    expected = whole(layer, weights, x)
+    for chunks in ([1] * LENGTH, [3, 1, 2], [LENGTH]):
+        np.testing.assert_allclose(in_chunks(layer, weights, x, chunks), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"use_bias": True},
+        {"per_dim_scale": True},
+        {"logit_cap": 0.5},
+        {"dim_per_head": 6},
+        {"zero_fully_masked_rows": True},
+        {"backend": "xla"},
+    ],
+)
+def test_equals_fprop_for_every_option(fields):
+    layer = make(num_kv_heads=2, rotary_tpl=ROTARY, **fields)
+    weights, x = drawn_weights(layer), inputs()
+    expected = whole(layer, weights, x)
+    np.testing.assert_allclose(in_chunks(layer, weights, x, [4, 2]), expected, atol=1e-5)
+
+
+def test_a_full_cache_is_full():
+    layer = make(rotary_tpl=ROTARY)
+    weights, x = drawn_weights(layer), inputs(length=SLOTS)
+    expected = whole(layer, weights, x)
+    np.testing.assert_allclose(in_chunks(layer, weights, x, [SLOTS]), expected, atol=1e-5)
+    np.testing.assert_allclose(in_chunks(layer, weights, x, [7, 1]), expected, atol=1e-5)
+
+
+def test_cache_holds_rotated_keys_and_values_in_the_compute_dtype():
+    layer = make(num_kv_heads=2, rotary_tpl=ROTARY, fprop_dtype="bfloat16")
+    weights = drawn_weights(layer)
+    cache = empty_cache(layer, weights)
+    shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), cache)
+    each = ((BATCH, SLOTS, 2, DIMS // HEADS), "bfloat16")
+    assert shapes == {CACHE: {"key": each, "value": each}}
+    out, after = extend(layer, weights, cache, inputs(length=2), 3)
+    assert out.dtype == jnp.bfloat16
+    value = layer.bind(weights).value(inputs(length=2))
+    key = layer.bind(weights).rotary(layer.bind(weights).key(inputs(length=2)), positions(2, 3, 5))
+    for name, new in (("key", key), ("value", value)):
+        np.testing.assert_array_equal(after[CACHE][name][:, 3:5], new)
+        np.testing.assert_array_equal(np.delete(after[CACHE][name], [3, 4], axis=1), 0.0)
+
+
+def test_slots_not_yet_written_are_never_read():
+    layer = make(num_kv_heads=2, rotary_tpl=ROTARY)
+    weights, x = drawn_weights(layer), inputs()
+    poisoned = jax.tree.map(lambda leaf: jnp.full_like(leaf, 1e4), empty_cache(layer, weights))
+    expected = whole(layer, weights, x)
+    actual = in_chunks(layer, weights, x, [2, 1, 1, 1, 1], cache=poisoned)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+def test_prompts_of_unequal_length_are_filled_in_one_go():
+    layer = make(num_kv_heads=2, rotary_tpl=ROTARY)
+    weights, x = drawn_weights(layer), inputs(batch=3)
+    prompt_lengths = np.array([2, 4, 3])
+    width = 4
+    # Beyond its prompt a row holds surplus, whose keys the first pass writes into the cache.
+    surplus = np.arange(width)[None, :] >= prompt_lengths[:, None]
+    prompts = jnp.where(surplus[..., None], 77.0, x[:, :width])
+    expected = whole(layer, weights, x)
+    step = jax.jit(lambda cache, x, start: extend(layer, weights, cache, x, start))
+    filled, cache = step(empty_cache(layer, weights, batch=3), prompts, 0)
+    np.testing.assert_allclose(filled[~surplus], expected[:, :width][~surplus], atol=1e-5)
+    for start in range(int(prompt_lengths.min()), LENGTH):
+        out, cache = step(cache, x[:, start : start + 1], start)
+        np.testing.assert_allclose(out[:, 0], expected[:, start], atol=1e-5)
+
+
+class Layers(BaseLayer):
+    """Attention layers in a row, as a scan over stacked weights and caches."""
+
+    attention_tpl: Any = sub_config_field(None)
+    num_layers: int = 3
+
+    def setup(self):
+        self.create_child("attention", self.attention_tpl)
+
+    def create_weights(self):
+        self.scan(lambda layer, carry: (layer.create_weights(), (carry, None))[1], 0)
+
+    def fprop(self, x, mask, positions):
+        def body(layer, x):
+            return x + layer(x, mask=mask, positions=positions), None
+
+        return self.scan(body, x)
+
+    def init_cache(self, batch_size, max_length):
+        self.scan(
+            lambda layer, carry: (layer.init_cache(batch_size, max_length), (carry, None))[1], 0
+        )
+
+    def extend_step(self, x, *, time_step, positions):
+        def body(layer, x):
+            return x + layer.extend_step(x, time_step=time_step, positions=positions), None
+
+        return self.scan(body, x)
+
+    @nn.nowrap
+    def scan(self, body, carry):
+        lifted = nn.scan(
+            body,
+            variable_axes={PARAMS: 0, CACHE: 0},
+            split_rngs={PARAMS: True},
+            length=self.num_layers,
+            metadata_params={nn.PARTITION_NAME: "layers"},
+        )
+        return lifted(self.attention, carry)[0]
+
+
+def test_inside_a_scan_over_layers():
+    template = MultiHeadAttention.HParams.config(
+        input_dims=DIMS, num_heads=HEADS, num_kv_heads=2, rotary_tpl=ROTARY
+    )
+    layers = Layers(attention_tpl=template)
+    weights, x = layers.init(jax.random.key(0)), inputs()
+    mask = AttentionMask.causal_mask(BATCH, LENGTH)
+    expected = layers.apply(weights, x, mask, positions(BATCH, 0, LENGTH))
+    cache = empty_cache(layers, weights)
+    stacked = (layers.num_layers, BATCH, SLOTS, 2, DIMS // HEADS)
+    assert jax.tree.map(jnp.shape, cache) == {
+        CACHE: {"attention": {"key": stacked, "value": stacked}}
+    }
+    for chunks in ([1] * LENGTH, [4, 2]):
+        np.testing.assert_allclose(in_chunks(layers, weights, x, chunks), expected, atol=1e-5)
+
+
+def test_on_a_mesh_equals_one_device():
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    layer = make(num_kv_heads=2, rotary_tpl=ROTARY)
+    weights, x = drawn_weights(layer), inputs(batch=4)
+    bound = layer.clone(sharding=BoundSharding(mesh))
+    make_cache = jax.jit(lambda: empty_cache(bound, weights, batch=4))
+    key = make_cache()[CACHE]["key"]
+    assert key.sharding.shard_shape(key.shape) == (1, SLOTS, 1, DIMS // HEADS)
+    actual = in_chunks(bound, weights, x, [3, 1, 2], cache=make_cache())
+    np.testing.assert_allclose(actual, whole(layer, weights, x), atol=1e-5)
+
+
+def test_beyond_the_end_of_the_cache_is_nan():
+    layer = make()
+    weights = drawn_weights(layer)
+    cache = empty_cache(layer, weights)
+    step = jax.jit(lambda start: extend(layer, weights, cache, inputs(length=2), start)[0])
+    assert np.isfinite(step(SLOTS - 2)).all()
+    assert np.isnan(step(SLOTS - 1)).all()
+
+
+def test_training_without_a_cache_leaves_none():
+    layer = make()
+    _, state = layer.apply(
+        layer.init(jax.random.key(0)),
+        inputs(),
+        mask=AttentionMask.causal_mask(BATCH, LENGTH),
+        positions=positions(BATCH, 0, LENGTH),
+        mutable=[CACHE],
+    )
+    assert not state
+    assert set(layer.init(jax.random.key(0))) == {PARAMS}
+
+
+def refusal(call):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole text is compared
+        call()
+    return str(error.value)
+
+
+def test_refusals():
+    layer = make()
+    weights = drawn_weights(layer)
+    cache = empty_cache(layer, weights)
+    where = "MultiHeadAttention(): "
+    assert refusal(lambda: extend(layer, weights, {}, inputs(), 0)) == (
+        f"{where}extend_step without a cache; run init_cache(batch_size, max_length) with"
+        " mutable=['cache'] and apply with what it returns"
+    )
+    assert refusal(lambda: layer.apply(weights, 2, 8, method="init_cache")) == (
+        f"{where}the cache would be lost; apply with mutable=['cache', …]"
+    )
+    assert (
+        refusal(
+            lambda: layer.apply(
+                {**weights, **cache},
+                inputs(),
+                time_step=jnp.int32(0),
+                positions=positions(BATCH, 0, LENGTH),
+                method="extend_step",
+            )
+        )
+        == f"{where}the cache would be lost; apply with mutable=['cache', …]"
+    )
+    assert refusal(lambda: extend(layer, weights, cache, inputs(batch=3), 0)) == (
+        f"{where}the cache is for batch_size=2 and max_length=8, but extend_step was given"
+        " 3 rows of 6 tokens"
+    )
+    assert refusal(lambda: extend(layer, weights, cache, inputs(length=9), 0)) == (
+        f"{where}the cache is for batch_size=2 and max_length=8, but extend_step was given"
+        " 2 rows of 9 tokens"
+    )
+    assert refusal(lambda: empty_cache(layer, weights, slots=0)) == (
+        f"{where}max_length=0, expected at least 1"
+    )
+    vector = jnp.zeros((BATCH,), jnp.int32)
+    assert (
+        refusal(
+            lambda: layer.apply(
+                {**weights, **cache},
+                inputs(),
+                time_step=vector,
+                positions=positions(BATCH, 0, LENGTH),
+                method="extend_step",
+                mutable=[CACHE],
+            )
+        )
+        == f"{where}time_step has the shape (2,), expected a scalar that all rows share"
+    )

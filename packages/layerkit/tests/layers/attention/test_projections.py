@@ -1,0 +1,132 @@
+"""Projections into and out of heads: their products, fans, biases and layouts."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from layerkit.layers.attention.projections import HeadProjection, OutputProjection
+from layerkit.sharding import DEFAULT_RULES, BoundSharding
+from layerkit.weights import logical_axes
+
+INTO = HeadProjection(input_dims=6, num_heads=4, head_dim=2, use_bias=True)
+OUT_OF = OutputProjection(output_dims=6, num_heads=4, head_dim=2, use_bias=True)
+
+
+def drawn_weights(layer):
+    weights = layer.init(jax.random.key(0))
+    # The biases start at 0 and would hide a fault.
+    leaves, structure = jax.tree.flatten(weights)
+    streams = jax.random.split(jax.random.key(1), len(leaves))
+    drawn = [jax.random.normal(s, leaf.shape) for s, leaf in zip(streams, leaves, strict=True)]
+    return jax.tree.unflatten(structure, drawn)
+
+
+def test_into_heads():
+    x = jax.random.normal(jax.random.key(2), (2, 3, 6))
+    weights = drawn_weights(INTO)
+    w, b = weights["params"]["w"], weights["params"]["b"]
+    expected = np.einsum("bld,dnh->blnh", x, w) + b
+    np.testing.assert_allclose(INTO.apply(weights, x), expected, atol=1e-5)
+
+
+def test_out_of_heads():
+    heads = jax.random.normal(jax.random.key(2), (2, 3, 4, 2))
+    weights = drawn_weights(OUT_OF)
+    w, b = weights["params"]["w"], weights["params"]["b"]
+    expected = np.einsum("blnh,nhd->bld", heads, w) + b
+    np.testing.assert_allclose(OUT_OF.apply(weights, heads), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("layer", [INTO, OUT_OF])
+def test_biases_start_at_zero(layer):
+    np.testing.assert_array_equal(layer.init(jax.random.key(0))["params"]["b"], 0.0)
+
+
+def test_weights_and_their_axes():
+    boxed = INTO.init_boxed(jax.random.key(0))
+    assert jax.tree.map(jnp.shape, INTO.init(jax.random.key(0))) == {
+        "params": {"w": (6, 4, 2), "b": (4, 2)}
+    }
+    assert logical_axes(boxed)["params"] == {
+        "w": ("embed", "heads", "head_dim"),
+        "b": ("heads", "head_dim"),
+    }
+    boxed = OUT_OF.init_boxed(jax.random.key(0))
+    assert jax.tree.map(jnp.shape, OUT_OF.init(jax.random.key(0))) == {
+        "params": {"w": (4, 2, 6), "b": (6,)}
+    }
+    assert logical_axes(boxed)["params"] == {
+        "w": ("heads", "head_dim", "embed"),
+        "b": ("embed",),
+    }
+
+
+def test_weight_axes_are_a_field():
+    layer = INTO.clone(weight_axes=("embed", None, None))
+    assert logical_axes(layer.init_boxed(jax.random.key(0)))["params"] == {
+        "w": ("embed", None, None),
+        "b": (None, None),
+    }
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        HeadProjection(input_dims=40, num_heads=5, head_dim=12),
+        OutputProjection(output_dims=40, num_heads=5, head_dim=12),
+    ],
+)
+def test_fans_are_those_of_all_heads_together(layer):
+    # Xavier over 40 and 5·12 = 60: ±√(6/100). Of 2400 draws the largest is within 1% of the bound.
+    w = np.abs(layer.init(jax.random.key(0))["params"]["w"])
+    bound = math.sqrt(6 / 100)
+    assert 0.99 * bound < w.max() <= bound
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 4, 2)])
+@pytest.mark.parametrize("axis", ["tensor", "context"])
+def test_layout_on_a_mesh_changes_nothing(axis, sizes):
+    mesh = jax.make_mesh(sizes, ("data", "fsdp", axis), axis_types=(AxisType.Auto,) * 3)
+    layer = INTO.clone(sharding=BoundSharding(mesh, DEFAULT_RULES))
+    x = jax.random.normal(jax.random.key(3), (4, 6, 6))
+    weights = drawn_weights(INTO)
+    heads = jax.jit(layer.apply)(weights, x)
+    assert (
+        heads.sharding.shard_shape(heads.shape)
+        == {
+            "tensor": (1, 6, 2, 2),
+            "context": (1, 3, 4, 2),
+        }[axis]
+    )
+    np.testing.assert_allclose(heads, INTO.apply(weights, x), atol=1e-5)
+
+
+def test_activation_axes_are_a_field():
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    axes = ("batch", "length", None, None)
+    layer = INTO.clone(sharding=BoundSharding(mesh), activation_axes=axes)
+    heads = jax.jit(layer.apply)(drawn_weights(INTO), jnp.ones((4, 6, 6)))
+    assert heads.sharding.shard_shape(heads.shape) == (1, 6, 4, 2)
+
+
+def test_wrong_sizes_are_refused():
+    for layer, text in [
+        (INTO.clone(head_dim=0), "HeadProjection(): head_dim=0, expected at least 1"),
+        (INTO.clone(num_heads=-1), "HeadProjection(): num_heads=-1, expected at least 1"),
+        (OUT_OF.clone(output_dims=0), "OutputProjection(): output_dims=0, expected at least 1"),
+    ]:
+        with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole text is compared
+            layer.init(jax.random.key(0))
+        assert str(error.value) == text
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        INTO.apply(drawn_weights(INTO), jnp.ones((2, 3, 5)))
+    assert str(error.value) == (
+        "HeadProjection(): input_dims=6, but the inputs have the shape (2, 3, 5); their last axis"
+        " must be of that size"
+    )

@@ -1,0 +1,304 @@
+"""Repeat: N layers in one loop are N layers in a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layerkit.base_layer import AUX_LOSS, CACHE, NON_TRAINABLE, SUMMARIES, BaseLayer
+from layerkit.config import sub_config_field
+from layerkit.layers.linears import Linear
+from layerkit.layers.repeat import Repeat
+from layerkit.layers.stochastic import Dropout
+from layerkit.weights import WeightHParams, WeightInit, logical_axes
+
+KEY = jax.random.key(0)
+X = np.array([[1.0, -2.0], [0.5, 0.25], [3.0, 1.0]], np.float32)
+
+
+class Block(BaseLayer):
+    """x·w, with everything that a layer may do on the side."""
+
+    linear_tpl: Any = sub_config_field(Linear.HParams, input_dims=2, output_dims=2)
+
+    def setup(self):
+        self.create_child("linear", self.linear_tpl)
+        count = WeightHParams((), axes=(), init=WeightInit.Constant(0.0))
+        self.create_variable("count", count, trainable=False)
+
+    def fprop(self, x, *, shift=0.0):
+        self.add_aux_loss("half", 0.5)
+        self.add_summary("mean", jnp.mean(x))
+        if self.is_mutable_collection(NON_TRAINABLE):
+            self.update_var("count", self.get_var("count") + 1.0)
+        return self.linear(x) + shift
+
+    def init_cache(self, size):
+        self.put_variable(CACHE, "memory", jnp.zeros((size,)))
+
+    def remember(self, x):
+        self.put_variable(CACHE, "memory", self.get_variable(CACHE, "memory") + jnp.sum(x))
+        return 2.0 * x
+
+
+class Noise(BaseLayer):
+    """x plus a mask of zeros and twos."""
+
+    dropout_tpl: Any = sub_config_field(Dropout.HParams, rate=0.5)
+
+    def setup(self):
+        self.create_child("dropout", self.dropout_tpl)
+
+    def fprop(self, x, *, is_on=True):
+        return x + self.dropout(jnp.ones_like(x)) if is_on else x
+
+
+class Tied(BaseLayer):
+    """Two linear layers on one weight."""
+
+    linear_tpl: Any = sub_config_field(
+        Linear.HParams, input_dims=2, output_dims=2, shared_weight_id="tied"
+    )
+
+    def setup(self):
+        self.create_child("first", self.linear_tpl)
+        self.create_child("second", self.linear_tpl)
+
+    def fprop(self, x):
+        return self.second(self.first(x))
+
+
+class Pair(BaseLayer):
+    first_tpl: Any = sub_config_field(None)
+    second_tpl: Any = sub_config_field(None)
+
+    def setup(self):
+        self.create_child("first", self.first_tpl)
+        self.create_child("second", self.second_tpl)
+
+    def fprop(self, x):
+        return self.second(self.first(x))
+
+
+def repeated(times, sub=None, **fields):
+    sub = Block.HParams.config() if sub is None else sub
+    return Repeat.HParams.config(sub_tpl=sub, num_repeats=times, **fields).Instantiate()
+
+
+def refusal(call, error=ValueError):
+    with pytest.raises(error) as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def five():
+    layer = repeated(5)
+    return layer, layer.init(KEY)
+
+
+def test_weights_get_a_leading_axis_named_layers(five):
+    layer, variables = five
+    assert variables["params"]["sub"]["linear"]["w"].shape == (5, 2, 2)
+    assert variables["non_trainable"]["sub"]["count"].shape == (5,)
+    axes = logical_axes(jax.eval_shape(layer.init_boxed, KEY))
+    assert axes["params"]["sub"]["linear"]["w"] == ("layers", "embed", "mlp")
+    assert axes["non_trainable"]["sub"]["count"] == ("layers",)
+
+
+def test_copies_run_in_order(five):
+    layer, variables = five
+    w = np.asarray(variables["params"]["sub"]["linear"]["w"])
+    expected = X @ w[0] @ w[1] @ w[2] @ w[3] @ w[4]
+    np.testing.assert_allclose(layer.apply(variables, X), expected, rtol=1e-5)
+
+
+def test_further_arguments_reach_every_copy(five):
+    layer, variables = five
+    w = np.asarray(variables["params"]["sub"]["linear"]["w"])
+    expected = X
+    for copy in w:
+        expected = expected @ copy + 3.0
+    np.testing.assert_allclose(layer.apply(variables, X, shift=3.0), expected, rtol=1e-5)
+
+
+def test_auxiliary_losses_summaries_and_state_are_kept_per_copy(five):
+    layer, variables = five
+    _, updates = layer.apply(variables, X, mutable=[AUX_LOSS, SUMMARIES, NON_TRAINABLE])
+    (aux,) = updates[AUX_LOSS]["sub"]["half"]
+    assert aux.shape == (5,) and float(jnp.sum(aux)) == 5 * 0.5
+    np.testing.assert_array_equal(updates[NON_TRAINABLE]["sub"]["count"], np.ones(5))
+    w, inputs, means = np.asarray(variables["params"]["sub"]["linear"]["w"]), X, []
+    for copy in w:
+        means.append(inputs.mean())
+        inputs = inputs @ copy
+    np.testing.assert_allclose(updates[SUMMARIES]["sub"]["mean"][0], means, rtol=1e-5)
+
+
+def test_a_lost_auxiliary_loss_is_refused_in_training_also_in_the_loop(five):
+    layer, variables = five
+    assert refusal(lambda: layer.clone(train=True).apply(variables, X)) == (
+        "Block(sub): auxiliary loss 'half' would be lost; apply with mutable=['aux_loss', …]"
+    )
+
+
+def test_init_with_and_without_inputs_draw_the_same_weights(five):
+    layer, variables = five
+    jax.tree.map(np.testing.assert_array_equal, layer.init(KEY, X), variables)
+
+
+def test_every_copy_draws_weights_of_its_own_with_the_fans_of_one_layer():
+    linear = Linear.HParams.config(input_dims=32, output_dims=32)
+    w = np.asarray(repeated(5, linear).init(KEY)["params"]["sub"]["w"])
+    bound = np.sqrt(6.0 / (32 + 32))
+    # Were `layers` an input dimension, the bound would be √(6 / (5·32 + 32)), 0.58 of this.
+    assert 0.99 * bound < np.abs(w).max() <= bound
+    assert all(not np.array_equal(w[i], w[j]) for i in range(5) for j in range(i))
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_every_copy_draws_random_numbers_of_its_own(remat):
+    layer = repeated(4, Noise.HParams.config(), remat=remat, train=True)
+    total = np.asarray(layer.apply({}, jnp.zeros((4096,)), rngs={"random": KEY}))
+    # One mask for all would leave 0 and 8 alone. Four give 2·Binomial(4, 1/2), so 1, 4, 6, 4, 1
+    # sixteenths; the deviation of each count is at most √(4096·6/16·10/16) < 32.
+    counts = [int(np.sum(total == 2.0 * hits)) for hits in range(5)]
+    assert sum(counts) == 4096
+    np.testing.assert_allclose(counts, 256 * np.array([1, 4, 6, 4, 1]), atol=4 * 32)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_an_argument_that_is_not_an_array_stays_one(remat):
+    layer = repeated(2, Noise.HParams.config(), remat=remat, train=True)
+    np.testing.assert_array_equal(layer.apply({}, X, is_on=False), X)
+
+
+@pytest.mark.parametrize(
+    ("remat", "unroll"), [("dots", 1), ("dots_no_batch", 1), ("full", 1), ("none", 2), ("full", 9)]
+)
+def test_values_and_gradients_know_neither_remat_nor_unroll(five, remat, unroll):
+    layer, variables = five
+    other = repeated(5, remat=remat, unroll=unroll)
+
+    def run(layer):
+        loss = lambda params: jnp.sum(jnp.sin(layer.apply({**variables, "params": params}, X)))  # noqa: E731
+        return jax.value_and_grad(loss)(variables["params"])
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), run(other), run(layer))
+
+
+def test_any_method_can_be_run_and_caches_are_stacked(five):
+    layer, variables = five
+    _, state = layer.apply(variables, 3, method="init_cache", mutable=[CACHE])
+    assert state[CACHE]["sub"]["memory"].shape == (5, 3)
+    result, state = layer.apply(
+        {**variables, **state}, "remember", jnp.ones((2,)), method="run", mutable=[CACHE]
+    )
+    np.testing.assert_array_equal(result, 2.0**5 * np.ones(2))
+    # Copy i was given 2^i · [1, 1].
+    expected = np.repeat([[2.0], [4.0], [8.0], [16.0], [32.0]], 3, axis=1)
+    np.testing.assert_array_equal(state[CACHE]["sub"]["memory"], expected)
+
+
+def test_repeat_of_repeat_is_a_longer_row():
+    inner = Repeat.HParams.config(sub_tpl=Block.HParams.config(), num_repeats=3)
+    layer = repeated(2, inner)
+    variables = layer.init(KEY)
+    w = variables["params"]["sub"]["sub"]["linear"]["w"]
+    assert w.shape == (2, 3, 2, 2)
+    axes = logical_axes(jax.eval_shape(layer.init_boxed, KEY))
+    assert axes["params"]["sub"]["sub"]["linear"]["w"] == ("layers", "layers", "embed", "mlp")
+    expected = X
+    for copy in np.asarray(w).reshape(6, 2, 2):
+        expected = expected @ copy
+    np.testing.assert_allclose(layer.apply(variables, X), expected, rtol=1e-5)
+
+
+def test_what_is_inherited_reaches_the_copies():
+    layer = repeated(3, dtype="bfloat16", fprop_dtype="bfloat16")
+    variables = layer.init(KEY)
+    assert variables["params"]["sub"]["linear"]["w"].dtype == jnp.bfloat16
+    assert layer.apply(variables, jnp.asarray(X, jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+def test_the_program_does_not_grow_with_depth():
+    def program(times):
+        layer = repeated(times)
+        weights = jax.eval_shape(layer.init, KEY)
+        loss = lambda weights: jnp.sum(layer.apply(weights, X))  # noqa: E731
+        return jax.jit(jax.grad(loss)).lower(weights).as_text()
+
+    assert len(program(64).splitlines()) == len(program(4).splitlines())
+
+
+def test_copies_can_share_weights_within_themselves():
+    layer = repeated(3, Tied.HParams.config())
+    variables = layer.init(KEY)
+    assert jax.tree.map(jnp.shape, variables) == {"params": {"sub": {"first": {"w": (3, 2, 2)}}}}
+    w = np.asarray(variables["params"]["sub"]["first"]["w"])
+    expected = X @ w[0] @ w[0] @ w[1] @ w[1] @ w[2] @ w[2]
+    np.testing.assert_allclose(layer.apply(variables, X), expected, rtol=1e-5)
+
+
+def test_weights_are_not_shared_across_the_border_of_the_loop():
+    outside = Linear.HParams.config(input_dims=2, output_dims=2, shared_weight_id="tied")
+    inside = Repeat.HParams.config(sub_tpl=Tied.HParams.config(), num_repeats=2)
+
+    def build_both(first, second):
+        Pair.HParams.config(first_tpl=first, second_tpl=second).Instantiate().init(KEY)
+
+    ending = ", but weights cannot be shared into or out of a repeated layer"
+    assert refusal(lambda: build_both(outside, inside)) == (
+        f"shared_weight_id='tied' is used in Pair().first and in Repeat(second){ending}"
+    )
+    assert refusal(lambda: build_both(inside, outside)) == (
+        f"shared_weight_id='tied' is used in Pair().second and in Repeat(first){ending}"
+    )
+    assert refusal(lambda: build_both(inside, inside.clone())) == (
+        f"shared_weight_id='tied' is used in Repeat(first) and in Repeat(second){ending}"
+    )
+
+
+def test_a_shared_copy_is_refused():
+    linear = Linear.HParams.config(input_dims=2, output_dims=2, shared_weight_id="tied")
+    assert refusal(lambda: repeated(2, linear).init(KEY)) == (
+        "Repeat(): every copy of sub_tpl has weights of its own; unset shared_weight_id='tied'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"num_repeats": 0}, "Repeat(): num_repeats=0 must be at least 1"),
+        ({"unroll": 0}, "Repeat(): unroll=0 must be at least 1"),
+        (
+            {"remat": "dot"},
+            "Repeat(): remat='dot' is not a policy; did you mean 'dots'?"
+            " Policies: none, dots, dots_no_batch, full.",
+        ),
+    ],
+)
+def test_wrong_fields_are_refused(fields, text):
+    config = Repeat.HParams.config(sub_tpl=Block.HParams.config(), **fields)
+    assert refusal(lambda: config.Instantiate().init(KEY)) == text
+
+
+def test_a_missing_layer_is_refused():
+    text = refusal(lambda: Repeat(num_repeats=2).init(KEY), TypeError)
+    assert text == "Repeat().sub needs the config of a layer, got None"
+
+
+def test_a_layer_that_changes_what_it_hands_on_is_refused():
+    wider = repeated(2, Linear.HParams.config(input_dims=2, output_dims=4))
+    ending = ", which the next copy does not take; shapes must stay, and x must come in the compute"
+    assert refusal(lambda: wider.init(KEY, X)) == (
+        f"Repeat(): a copy of sub_tpl turns float32[3, 2] into float32[3, 4]{ending} dtype"
+    )
+    lower = repeated(2, fprop_dtype="bfloat16")
+    assert refusal(lambda: lower.init(KEY, X)) == (
+        f"Repeat(): a copy of sub_tpl turns float32[3, 2] into bfloat16[3, 2]{ending} dtype"
+    )

@@ -1,0 +1,245 @@
+"""LanguageModel: its metrics, and that decoding is the model asked again and again."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layerkit.config import build
+from layerkit.decoding.loop import SampleDecoder
+from layerkit.layers.embeddings import Embedding, FullSoftmax
+from layerkit.layers.positions import (
+    PositionalEmbedding,
+    RotaryPositionalEmbedding,
+    TrainablePositionalEmbedding,
+)
+from layerkit.layers.transformer import StackedTransformer, StackedTransformerRepeated
+from layerkit.models.language_model import LanguageModel
+from layerkit.nested_map import NestedMap
+
+KEY = jax.random.key(0)
+VOCAB = 17
+
+
+def language_model(stack=StackedTransformerRepeated, **decoder):
+    """Rotary with grouped queries in a loop, or sinusoids in a row."""
+    config = LanguageModel.HParams.config(
+        decoder=SampleDecoder.HParams.config(
+            **{"temperature": 0.0, "max_decode_steps": 5, **decoder}
+        )
+    )
+    config.lm_tpl.set(vocab_size=VOCAB, model_dims=8, hidden_dims=12, num_layers=2, num_heads=4)
+    config.lm_tpl.stack_tpl = stack.HParams.config()
+    # Tied to the embedding, random weights would say the same token over and over.
+    config.lm_tpl.embedding_tpl = Embedding.HParams.config()
+    config.lm_tpl.softmax_tpl = FullSoftmax.HParams.config()
+    if stack is StackedTransformerRepeated:
+        config.lm_tpl.num_kv_heads = 2
+        attention = config.lm_tpl.stack_tpl.layer_tpl.attention_tpl
+        attention.rotary_tpl = RotaryPositionalEmbedding.HParams.config()
+    else:
+        config.lm_tpl.position_tpl = PositionalEmbedding.HParams.config()
+    return config.Instantiate()
+
+
+def random_weights(model):
+    """Weights large enough for greedy continuations to wander."""
+    random = np.random.default_rng(3)
+
+    def draw(path, weight):
+        name = jax.tree_util.keystr(path)
+        if "bias" in name:
+            return np.zeros(weight.shape, np.float32)
+        deviation = 1.5 if "embedding" in name else 1.0
+        return random.normal(0.0, deviation, weight.shape).astype(np.float32)
+
+    return jax.tree_util.tree_map_with_path(draw, jax.eval_shape(model.init, KEY))
+
+
+@pytest.fixture(scope="module", params=[StackedTransformer, StackedTransformerRepeated])
+def stack(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def asked(stack):
+    """The weights of a model, and a function from ids `[4, 9]` to the logits after each."""
+    model = language_model(stack)
+    variables = random_weights(model)
+    logits = lambda model, ids: model.lm.logits(ids)  # noqa: E731
+    return variables, jax.jit(lambda ids: model.apply(variables, ids, method=logits))
+
+
+@partial(jax.jit, static_argnums=0)
+def decode(model, variables, batch, key=None):
+    rngs = {} if key is None else {"random": key}
+    return model.apply(variables, batch, method="decode", rngs=rngs)
+
+
+# The last row only fills up the batch; behind a prompt's end stands what is none of its business.
+PROMPTS = np.array([[3, 1, 4, 1], [2, 9, 9, 9], [5, 6, 9, 9], [0, 0, 0, 0]], np.int32)
+LENGTHS = np.array([4, 1, 2, 0], np.int32)
+BATCH = NestedMap(ids=PROMPTS, prompt_lengths=LENGTHS)
+
+
+def greedy_by_asking(logits, prompts, lengths, width):
+    """Continues rows by running the whole model on the whole row for each token."""
+    ids = np.where(np.arange(width) < lengths[:, None], np.pad(prompts, ((0, 0), (0, 5))), 0)
+    for column in range(1, width):
+        best = np.argmax(logits(ids)[:, column - 1], axis=-1)
+        is_drawn = (lengths > 0) & (column >= lengths)
+        ids[:, column] = np.where(is_drawn, best, ids[:, column])
+    return ids
+
+
+def log_probs_of(logits, ids):
+    """log p of each token given those before it, `[batch, length − 1]`."""
+    table = np.asarray(jax.nn.log_softmax(logits(ids)))[:, :-1]
+    return np.take_along_axis(table, ids[:, 1:, None], axis=-1)[..., 0]
+
+
+def test_greedy_decoding_is_asking_again_for_every_token(asked, stack):
+    variables, logits = asked
+    outputs = decode(language_model(stack), variables, BATCH)
+    expected = greedy_by_asking(logits, PROMPTS, LENGTHS, 9)
+    assert len(set(expected[:3, 4:].ravel())) >= 7  # not one token over and over
+    np.testing.assert_array_equal(outputs.ids, expected)
+    np.testing.assert_array_equal(outputs.lengths, [9, 9, 9, 0])
+    is_drawn = (np.arange(9) >= LENGTHS[:, None]) & (LENGTHS[:, None] > 0)
+    found = np.where(is_drawn[:, 1:], log_probs_of(logits, expected), 0.0)
+    np.testing.assert_allclose(outputs.log_probs[:, 1:], found, rtol=1e-4, atol=1e-5)
+
+
+def test_a_row_ends_where_the_model_ends_it(asked, stack):
+    variables, logits = asked
+    rows = greedy_by_asking(logits, PROMPTS, LENGTHS, 9)
+    eos_id = int(rows[0, 5])
+    outputs = decode(language_model(stack, eos_id=eos_id), variables, BATCH)
+    for row, length, found in zip(rows[:3], LENGTHS, np.asarray(outputs.ids), strict=False):
+        ends = [c for c in range(length, 9) if row[c] == eos_id]
+        end = ends[0] + 1 if ends else 9
+        np.testing.assert_array_equal(found, np.where(np.arange(9) < end, row, 0))
+    assert int(outputs.lengths[0]) in (5, 6)
+
+
+def test_what_is_drawn_has_the_log_probs_that_the_model_gives_it(asked, stack):
+    variables, logits = asked
+    model = language_model(stack, temperature=2.0)
+    outputs, again, other = (decode(model, variables, BATCH, jax.random.key(k)) for k in (1, 1, 2))
+    np.testing.assert_array_equal(outputs.ids, again.ids)
+    assert np.any(outputs.ids != other.ids)
+    ids = np.asarray(outputs.ids)
+    is_drawn = (np.arange(9) >= LENGTHS[:, None]) & (LENGTHS[:, None] > 0)
+    found = np.where(is_drawn[:, 1:], log_probs_of(logits, ids), 0.0)
+    np.testing.assert_allclose(outputs.log_probs[:, 1:], found, rtol=1e-4, atol=1e-5)
+
+
+def test_prompts_without_lengths_fill_their_rows():
+    model = language_model()
+    variables = random_weights(model)
+    given = decode(model, variables, NestedMap(ids=PROMPTS[:2], prompt_lengths=np.array([4, 4])))
+    left_out = decode(model, variables, NestedMap(ids=PROMPTS[:2]))
+    np.testing.assert_array_equal(given.ids, left_out.ids)
+
+
+def test_drawing_without_a_key_is_refused():
+    model = language_model(temperature=1.0)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole text is compared
+        decode(model, random_weights(model), BATCH)
+    assert str(caught.value) == (
+        "LanguageModel() needs random numbers: apply with rngs={'random': key}"
+    )
+
+
+def test_decoding_past_the_last_position_is_refused():
+    table = TrainablePositionalEmbedding.HParams.config(max_length=8)
+    model = language_model(StackedTransformer)
+    model = model.clone(lm_tpl=model.lm_tpl.clone(position_tpl=table))
+    with pytest.raises(ValueError, match=r"max_length=8, but the rows have 9 positions"):
+        decode(model, random_weights(model), BATCH)
+
+
+# Metrics.
+
+IDS = np.array([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]], np.int32)
+TRAIN_BATCH = NestedMap(
+    ids=IDS,
+    labels=np.roll(IDS, -1, axis=1),
+    weights=np.array([[1, 1, 0.5, 1, 0, 0], [0, 2, 1, 1, 1, 1]], np.float32),
+)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_metrics_are_weighted_means_over_the_tokens(smoothing):
+    model = language_model()
+    softmax = model.lm_tpl.softmax_tpl.clone(label_smoothing=smoothing)
+    model = model.clone(lm_tpl=model.lm_tpl.clone(softmax_tpl=softmax))
+    variables = random_weights(model)
+    read = lambda model, ids: model.lm.logits(ids)  # noqa: E731
+    (metrics, per_example), logits = jax.jit(
+        lambda v: (model.apply(v, TRAIN_BATCH), model.apply(v, IDS, method=read))
+    )(variables)
+
+    logits = np.asarray(logits, np.float64)
+    log_z = np.log(np.sum(np.exp(logits), axis=-1))
+    of_label = np.take_along_axis(logits, TRAIN_BATCH.labels[..., None], -1)[..., 0]
+    expected = {
+        "loss": log_z - (1.0 - smoothing) * of_label - smoothing * np.mean(logits, axis=-1),
+        "xent": log_z - of_label,
+        "accuracy": np.argmax(logits, axis=-1) == TRAIN_BATCH.labels,
+    }
+    assert set(metrics) == set(expected)
+    for name, values in expected.items():
+        mean = np.sum(values * np.asarray(TRAIN_BATCH.weights, np.float64)) / 9.5
+        np.testing.assert_allclose(metrics[name].value, mean, rtol=1e-5, atol=1e-6)
+        assert float(metrics[name].weight) == 9.5
+    np.testing.assert_allclose(per_example.per_token_xent, expected["xent"], rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_without_weight_gives_zero_and_finite_gradients():
+    model = language_model()
+    variables = random_weights(model)
+    # Also where nothing sensible stands in the labels.
+    batch = TRAIN_BATCH | {
+        "weights": np.zeros((2, 6), np.float32),
+        "labels": np.full((2, 6), -1, np.int32),
+    }
+
+    @jax.jit
+    def run(variables):
+        def loss(variables):
+            metrics, _ = model.apply(variables, batch)
+            return metrics["loss"].value, metrics
+
+        return jax.value_and_grad(loss, has_aux=True)(variables)
+
+    (loss, metrics), gradients = run(variables)
+    assert float(loss) == 0.0
+    assert all(float(m.value) == float(m.weight) == 0.0 for m in metrics.values())
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(gradients))
+
+
+def test_packed_batches_reach_the_network():
+    model = language_model()
+    variables = random_weights(model)
+    run = jax.jit(lambda batch: model.apply(variables, batch)[1].per_token_xent)
+    segments = {
+        "segment_ids": np.array([[1, 1, 1, 2, 2, 2]] * 2, np.int32),
+        "segment_pos": np.array([[0, 1, 2, 0, 1, 2]] * 2, np.int32),
+    }
+    packed = run(TRAIN_BATCH | segments)
+    alone = run(
+        NestedMap({name: np.tile(TRAIN_BATCH[name][:, 3:], (1, 2)) for name in TRAIN_BATCH})
+    )
+    np.testing.assert_allclose(packed[:, 3:], alone[:, :3], rtol=1e-5, atol=1e-5)
+    assert np.all(np.abs(packed[:, 4:] - run(TRAIN_BATCH)[:, 4:]) > 1e-6)
+
+
+def test_a_model_is_a_value_that_jit_can_key_on():
+    config = LanguageModel.HParams.config()
+    assert build(config) == build(config) and hash(build(config)) == hash(build(config))
+    assert build(config) != build(config.clone(decoder=SampleDecoder.HParams.config(eos_id=1)))

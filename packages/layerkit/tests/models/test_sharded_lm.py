@@ -1,0 +1,173 @@
+"""A language model on eight devices is the language model on one."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from layerkit.decoding.loop import SampleDecoder
+from layerkit.layers.embeddings import Embedding, FullSoftmax
+from layerkit.layers.positions import RotaryPositionalEmbedding, TrainablePositionalEmbedding
+from layerkit.layers.transformer import StackedTransformer, StackedTransformerRepeated
+from layerkit.models.language_model import LanguageModel
+from layerkit.nested_map import NestedMap
+from layerkit.sharding import BoundSharding
+from layerkit.weights import logical_axes, unbox
+
+KEY = jax.random.key(0)
+VOCAB, BATCH, LENGTH = 16, 8, 6
+MESH_AXES = ("data", "fsdp", "tensor")
+
+
+def make_model(stack, **fields):
+    config = LanguageModel.HParams.config(
+        decoder=SampleDecoder.HParams.config(temperature=0.0, max_decode_steps=3)
+    )
+    config.lm_tpl.set(vocab_size=VOCAB, model_dims=8, hidden_dims=12, num_layers=2, num_heads=4)
+    config.lm_tpl.stack_tpl = stack.HParams.config(**fields)
+    return config
+
+
+def rotary_in_a_loop():
+    config = make_model(StackedTransformerRepeated, remat="dots_no_batch")
+    config.lm_tpl.num_kv_heads = 2
+    layer = config.lm_tpl.stack_tpl.layer_tpl
+    layer.attention_tpl.rotary_tpl = RotaryPositionalEmbedding.HParams.config()
+    layer.feed_forward_tpl.use_gate = True
+    return config.Instantiate()
+
+
+def biased_in_a_row():
+    config = make_model(StackedTransformer)
+    config.lm_tpl.set(
+        num_layers=1,
+        position_tpl=TrainablePositionalEmbedding.HParams.config(max_length=16),
+        embedding_tpl=Embedding.HParams.config(),
+        softmax_tpl=FullSoftmax.HParams.config(use_bias=True, chunk_size=3),
+    )
+    layer = config.lm_tpl.stack_tpl.layer_tpl
+    layer.attention_tpl.use_bias = True
+    layer.feed_forward_tpl.has_bias = True
+    return config.Instantiate()
+
+
+@pytest.fixture(scope="module")
+def bound():
+    auto = (jax.sharding.AxisType.Auto,) * 3
+    return BoundSharding(jax.make_mesh((2, 2, 2), MESH_AXES, axis_types=auto))
+
+
+def random_weights(model):
+    random = np.random.default_rng(7)
+    shapes = jax.eval_shape(model.init, KEY)
+    return jax.tree.map(lambda x: random.normal(0.0, 0.5, x.shape).astype(np.float32), shapes)
+
+
+def layouts(model, bound):
+    """Where the weights of a model lie, by their logical axes."""
+    shapes = jax.eval_shape(model.init_boxed, KEY)
+    return jax.tree.map(
+        lambda axes, weight: bound.sharding(axes, shape=weight.shape),
+        logical_axes(shapes),
+        unbox(shapes),
+        is_leaf=lambda leaf: isinstance(leaf, tuple),
+    )
+
+
+def rows(bound):
+    return NamedSharding(bound.mesh, PartitionSpec(("data", "fsdp")))
+
+
+def packed_batch():
+    """Two documents in each row, with unequal weights; two devices have none at all."""
+    random = np.random.default_rng(5)
+    ids = random.integers(1, VOCAB, (BATCH, LENGTH)).astype(np.int32)
+    weights = random.uniform(0.0, 2.0, (BATCH, LENGTH)).astype(np.float32)
+    weights[:2] = 0.0
+    return NestedMap(
+        ids=ids,
+        labels=np.roll(ids, -1, axis=1),
+        weights=weights,
+        segment_ids=np.tile(np.array([1, 1, 1, 1, 2, 2], np.int32), (BATCH, 1)),
+        segment_pos=np.tile(np.array([0, 1, 2, 3, 0, 1], np.int32), (BATCH, 1)),
+    )
+
+
+def loss_and_gradients(model):
+    def loss(variables, batch):
+        metrics, per_example = model.apply(variables, batch)
+        return metrics["loss"].value, (metrics, per_example)
+
+    return jax.value_and_grad(loss, has_aux=True)
+
+
+@pytest.mark.parametrize("make", [rotary_in_a_loop, biased_in_a_row])
+def test_losses_and_gradients_are_those_of_one_device(bound, make):
+    model, batch = make(), packed_batch()
+    variables = random_weights(model)
+    expected = jax.jit(loss_and_gradients(model))(variables, batch)
+
+    places = layouts(model, bound)
+    sharded = jax.jit(
+        loss_and_gradients(model.clone(sharding=bound)),
+        in_shardings=(places, rows(bound)),
+        out_shardings=((None, None), places),
+    )
+    compiled = sharded.lower(variables, batch).compile()
+    found = compiled(jax.device_put(variables, places), jax.device_put(batch, rows(bound)))
+
+    def check(a, b):
+        np.testing.assert_allclose(a, b, rtol=0.0, atol=1e-5 * max(1.0, np.max(np.abs(b))))
+
+    jax.tree.map(check, found, expected)
+    # Each device really holds a part: a quarter of what is large, all of norms and some biases.
+    sizes = [
+        (leaf.size, leaf.addressable_shards[0].data.size) for leaf in jax.tree.leaves(found[1])
+    ]
+    assert sum(part for _, part in sizes) < 0.4 * sum(whole for whole, _ in sizes)
+    text = compiled.as_text()
+    assert "all-reduce" in text and "all-gather" in text
+
+
+def test_logits_are_split_as_their_names_say(bound):
+    model = rotary_in_a_loop()
+    variables = random_weights(model)
+    read = lambda model, ids: model.lm.logits(ids)  # noqa: E731
+    ids = packed_batch().ids
+    expected = jax.jit(lambda v: model.apply(v, ids, method=read))(variables)
+    places = layouts(model, bound)
+    sharded = model.clone(sharding=bound)
+    run = jax.jit(
+        lambda v, ids: sharded.apply(v, ids, method=read), in_shardings=(places, rows(bound))
+    )
+    logits = run(variables, ids)
+    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
+    assert logits.addressable_shards[0].data.shape == (BATCH // 4, LENGTH, VOCAB // 2)
+
+
+def test_decoding_is_that_of_one_device(bound):
+    model = rotary_in_a_loop()
+    variables = random_weights(model)
+    batch = NestedMap(
+        ids=packed_batch().ids[:, :3], prompt_lengths=np.array([3, 1, 2, 3, 0, 2, 2, 1], np.int32)
+    )
+    expected = jax.jit(lambda v: model.apply(v, batch, method="decode"))(variables)
+    sharded = model.clone(sharding=bound)
+    run = jax.jit(
+        lambda v, batch: sharded.apply(v, batch, method="decode"),
+        in_shardings=(layouts(model, bound), rows(bound)),
+    )
+    found = run(variables, batch)
+    assert len(set(np.asarray(expected.ids)[:, 3:].ravel())) > 2
+    np.testing.assert_array_equal(found.ids, expected.ids)
+    np.testing.assert_array_equal(found.lengths, expected.lengths)
+    np.testing.assert_allclose(found.log_probs, expected.log_probs, rtol=1e-4, atol=1e-5)
+
+
+def test_binding_a_mesh_changes_no_weight(bound):
+    model = rotary_in_a_loop()
+    sharded = model.clone(sharding=bound)
+    born = jax.jit(sharded.init, out_shardings=layouts(model, bound))(KEY)
+    jax.tree.map(np.testing.assert_array_equal, born, jax.jit(model.init)(KEY))

@@ -1,0 +1,371 @@
+"""TransformerLm against NumPy, and the invariances of a causal model of packed rows."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import traverse_util
+
+from layerkit.base_layer import CACHE
+from layerkit.layers.activations import SiLU
+from layerkit.layers.embeddings import Embedding, FullSoftmax
+from layerkit.layers.normalizations import RmsNorm
+from layerkit.layers.positions import (
+    PositionalEmbedding,
+    RotaryPositionalEmbedding,
+    TrainablePositionalEmbedding,
+)
+from layerkit.layers.transformer import StackedTransformer, StackedTransformerRepeated
+from layerkit.models.transformer_lm import TransformerLm
+from layerkit.weights import logical_axes
+
+KEY = jax.random.key(0)
+VOCAB, LENGTH = 11, 8
+SIZES = {"vocab_size": VOCAB, "model_dims": 8, "hidden_dims": 12, "num_layers": 2, "num_heads": 4}
+
+
+def llama_like(stack=StackedTransformerRepeated, **fields):
+    """Rotary, RMS norms, grouped queries, a gate, tied."""
+    config = TransformerLm.HParams.config(
+        **{**SIZES, "num_kv_heads": 2, **fields},
+        stack_tpl=stack.HParams.config(),
+        final_norm_tpl=RmsNorm.HParams.config(),
+    )
+    layer = config.stack_tpl.layer_tpl
+    layer.norm_tpl = RmsNorm.HParams.config()
+    layer.attention_tpl.rotary_tpl = RotaryPositionalEmbedding.HParams.config()
+    layer.feed_forward_tpl.set(use_gate=True, activation_tpl=SiLU.HParams.config())
+    return config
+
+
+def gpt_like(position, stack=StackedTransformer, **fields):
+    """Positions added to embeddings, layer norms, biases, an embedding of its own."""
+    config = TransformerLm.HParams.config(
+        **{**SIZES, **fields},
+        stack_tpl=stack.HParams.config(),
+        position_tpl=position,
+        embedding_tpl=Embedding.HParams.config(scale_by_sqrt_dims=True),
+        softmax_tpl=FullSoftmax.HParams.config(use_bias=True, logit_soft_cap=3.0),
+    )
+    layer = config.stack_tpl.layer_tpl
+    layer.attention_tpl.use_bias = True
+    layer.feed_forward_tpl.has_bias = True
+    return config
+
+
+SINUSOIDAL = PositionalEmbedding.HParams.config()
+TRAINABLE = TrainablePositionalEmbedding.HParams.config(max_length=LENGTH)
+MODELS = {
+    "rotary": llama_like(),
+    "sinusoidal": gpt_like(SINUSOIDAL),
+    "trainable": gpt_like(TRAINABLE),
+}
+
+
+def random_weights(model):
+    """Weights without the zeros and ones at which many mistakes are invisible."""
+    random = np.random.default_rng(7)
+    shapes = jax.eval_shape(model.init, KEY)
+    return jax.tree.map(lambda x: random.normal(0.0, 0.4, x.shape).astype(np.float32), shapes)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def case(request):
+    """The name of a model, its weights, and its jitted logits."""
+    model = MODELS[request.param].Instantiate()
+    variables = random_weights(model)
+
+    @jax.jit
+    def logits(ids, segment_ids, segment_pos):
+        segments = {"segment_ids": segment_ids, "segment_pos": segment_pos}
+        return model.apply(variables, ids, **segments, method="logits")
+
+    return request.param, variables, logits
+
+
+def random_ids(rows, length=LENGTH):
+    return np.random.default_rng(3).integers(1, VOCAB, (rows, length)).astype(np.int32)
+
+
+# Two rows: documents of 5 and 3 tokens; documents of 2 and 4, then padding.
+SEGMENT_IDS = np.array([[1] * 5 + [2] * 3, [1] * 2 + [2] * 4 + [0] * 2], np.int32)
+SEGMENT_POS = np.array([[0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 0, 1, 2, 3, 0, 0]], np.int32)
+DOCUMENTS = [(0, 0, 5), (0, 5, 8), (1, 0, 2), (1, 2, 6)]  # row, start, end
+
+
+# The whole forward pass once more, in float64 NumPy, from its equations.
+
+
+def numpy_logits(params, ids, positions, allowed, *, is_llama):
+    """Logits `[batch, length, vocab]`; `allowed` is `[batch, queries, keys]`."""
+    head_dim, groups = 2, 2 if is_llama else 1
+
+    def layer_of(index):
+        stack = params["stack"]
+        if "repeat" in stack:
+            return jax.tree.map(lambda stacked: stacked[index], stack["repeat"]["sub"])
+        return stack[f"layers_{index}"]
+
+    def norm(weights, x):
+        if is_llama:
+            return weights["scale"] * x / np.sqrt(np.mean(x**2, -1, keepdims=True) + 1e-6)
+        deviation = np.sqrt(np.var(x, -1, keepdims=True) + 1e-6)
+        return (1.0 + weights["scale"]) * (x - x.mean(-1, keepdims=True)) / deviation + weights[
+            "bias"
+        ]
+
+    def turn(heads):
+        pairs = heads[..., : head_dim // 2] + 1j * heads[..., head_dim // 2 :]
+        rates = 10_000.0 ** (-2.0 * np.arange(head_dim // 2) / head_dim)
+        pairs = pairs * np.exp(1j * positions[:, :, None, None] * rates)
+        return np.concatenate([pairs.real, pairs.imag], -1)
+
+    def attention(weights, x):
+        query, key, value = (
+            np.einsum("bld,dnh->blnh", x, weights[name]["w"]) + weights[name].get("b", 0.0)
+            for name in ("query", "key", "value")
+        )
+        if is_llama:
+            query, key = turn(query), turn(key)
+        key, value = (np.repeat(heads, groups, axis=2) for heads in (key, value))
+        scores = np.einsum("bqnh,bknh->bnqk", query, key) / np.sqrt(head_dim)
+        scores = np.where(allowed[:, None], np.exp(scores), 0.0)
+        read = np.einsum("bnqk,bknh->bqnh", scores / scores.sum(-1, keepdims=True), value)
+        output = weights["output"]
+        return np.einsum("bqnh,nhd->bqd", read, output["w"]) + output.get("b", 0.0)
+
+    def feed_forward(weights, x):
+        if is_llama:
+            gate = x @ weights["gate"]["w"]
+            return (gate / (1.0 + np.exp(-gate)) * (x @ weights["up"]["w"])) @ weights["down"]["w"]
+        hidden = np.maximum(x @ weights["up"]["w"] + weights["up_bias"]["b"], 0.0)
+        return hidden @ weights["down"]["w"] + weights["down_bias"]["b"]
+
+    x = params["softmax"]["w"][ids] if is_llama else params["embedding"]["w"][ids] * np.sqrt(8.0)
+    if "position" in params:
+        x = x + params["position"]["w"][positions]
+    elif not is_llama:
+        angles = positions[..., None] / 10_000.0 ** (np.arange(4) / 3)
+        x = x + np.concatenate([np.sin(angles), np.cos(angles)], -1)
+    for index in range(2):
+        layer = layer_of(index)
+        x = x + attention(layer["attention"], norm(layer["attention_norm"], x))
+        x = x + feed_forward(layer["feed_forward"], norm(layer["feed_forward_norm"], x))
+    x = norm(params["final_norm"], x)
+    if is_llama:
+        return x @ params["softmax"]["w"].T
+    return 3.0 * np.tanh((x @ params["softmax"]["w"] + params["softmax"]["b"]) / 3.0)
+
+
+def test_the_forward_pass_is_that_of_numpy(case):
+    name, variables, logits = case
+    ids = random_ids(2)
+    params = jax.tree.map(lambda x: np.asarray(x, np.float64), variables["params"])
+    causal = np.tril(np.ones((LENGTH, LENGTH), bool))
+    allowed = causal & (SEGMENT_IDS[:, :, None] == SEGMENT_IDS[:, None, :])
+    expected = numpy_logits(params, ids, SEGMENT_POS, allowed, is_llama=name == "rotary")
+    found = logits(ids, SEGMENT_IDS, SEGMENT_POS)
+    assert found.dtype == jnp.float32 and found.shape == (2, LENGTH, VOCAB)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_token_changes_no_logits_before_it(case):
+    _, _, logits = case
+    ids = random_ids(2)
+    changed = ids.copy()
+    changed[:, 4] = changed[:, 4] % (VOCAB - 1) + 1
+    run = partial(logits, segment_ids=np.ones_like(ids), segment_pos=np.tile(np.arange(8), (2, 1)))
+    before, after = np.asarray(run(ids)), np.asarray(run(changed))
+    np.testing.assert_array_equal(before[:, :4], after[:, :4])
+    assert np.all(np.any(before[:, 4:] != after[:, 4:], axis=-1))
+
+
+def test_packed_documents_are_documents_alone(case):
+    _, _, logits = case
+    ids = random_ids(2)
+    packed = np.asarray(logits(ids, SEGMENT_IDS, SEGMENT_POS))
+    # Each document at the start of a row of its own, with rubbish behind it as padding.
+    rows = np.full((2, 2, LENGTH), 9, np.int32)
+    segments, positions = np.zeros_like(rows), np.zeros_like(rows)
+    for place, (row, start, end) in zip(np.ndindex(2, 2), DOCUMENTS, strict=True):
+        rows[place][: end - start] = ids[row, start:end]
+        segments[place][: end - start] = 1
+        positions[place] = np.arange(LENGTH)
+    alone = [np.asarray(logits(*batch)) for batch in zip(rows, segments, positions, strict=True)]
+    for place, (row, start, end) in zip(np.ndindex(2, 2), DOCUMENTS, strict=True):
+        found = alone[place[0]][place[1], : end - start]
+        np.testing.assert_allclose(found, packed[row, start:end], rtol=1e-5, atol=1e-5)
+
+
+def test_losses_of_packed_rows_are_those_of_their_logits():
+    model = MODELS["rotary"].Instantiate()
+    variables = random_weights(model)
+    ids, labels = random_ids(2), np.roll(random_ids(2), -1, axis=1)
+    weights = np.where(SEGMENT_IDS == 0, 0.0, [[1.0], [0.5]]).astype(np.float32)
+
+    @jax.jit
+    def run(labels):
+        segments = {"segment_ids": SEGMENT_IDS, "segment_pos": SEGMENT_POS}
+        logits = model.apply(variables, ids, **segments, method="logits")
+        return model.apply(variables, ids, labels=labels, weights=weights, **segments), logits
+
+    losses, logits = run(labels)
+    logits = np.asarray(logits, np.float64)
+    log_z = np.log(np.sum(np.exp(logits), axis=-1))
+    expected = log_z - np.take_along_axis(logits, labels[..., None], -1)[..., 0]
+    np.testing.assert_allclose(losses.per_token_xent, expected, rtol=1e-5, atol=1e-5)
+    mean = np.sum(expected * weights) / np.sum(weights)
+    np.testing.assert_allclose([losses.xent, losses.loss], [mean, mean], rtol=1e-5)
+    assert float(losses.total_weight) == 8 + 3
+    # What padding should predict does not matter.
+    other, _ = run(np.where(SEGMENT_IDS == 0, 1, labels))
+    assert float(other.loss) == float(losses.loss)
+
+
+def test_positions_count_from_the_start_of_the_row_unless_given(case):
+    name, variables, logits = case
+    ids = random_ids(2)
+    model = MODELS[name].Instantiate()
+    found = jax.jit(lambda v: model.apply(v, ids, method="logits"))(variables)
+    given = logits(ids, np.ones_like(ids), np.tile(np.arange(8), (2, 1)))
+    np.testing.assert_allclose(found, given, rtol=1e-5, atol=1e-5)
+
+
+def test_cached_steps_give_the_logits_of_the_row(case):
+    name, variables, logits = case
+    model, ids = MODELS[name].Instantiate(), random_ids(2)
+    _, cache = model.apply(variables, 2, LENGTH, method="init_cache", mutable=[CACHE])
+
+    @jax.jit
+    def extend(cache, ids, time_step):
+        return model.apply(
+            {**variables, **cache}, ids, time_step=time_step, method="extend_step", mutable=[CACHE]
+        )
+
+    first, cache = extend(cache, ids[:, :6], 0)
+    second, cache = extend(cache, ids[:, 6:7], 6)
+    third, _ = extend(cache, ids[:, 7:8], 7)
+    whole = logits(ids, np.ones_like(ids), np.tile(np.arange(8), (2, 1)))
+    found = jnp.concatenate([first, second, third], axis=1)
+    np.testing.assert_allclose(found, whole, rtol=1e-5, atol=1e-5)
+
+
+def test_a_cache_longer_than_the_table_of_positions_is_refused():
+    model = MODELS["trainable"].Instantiate()
+    variables = random_weights(model)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole text is compared
+        model.apply(variables, 2, LENGTH + 1, method="init_cache", mutable=[CACHE])
+    assert str(caught.value) == (
+        "TrainablePositionalEmbedding(position): max_length=8, but the rows have 9 positions; raise"
+        " max_length or shorten the rows"
+    )
+
+
+def test_dropout_acts_in_training_alone_and_differs_by_step():
+    config = llama_like(dropout_rate=0.5)
+    model = config.Instantiate()
+    variables, ids = random_weights(model), random_ids(2)
+
+    @partial(jax.jit, static_argnums=0)
+    def run(model, step):
+        rngs = {"random": jax.random.fold_in(KEY, step)}
+        return np.sum(model.apply(variables, ids, method="logits", rngs=rngs), axis=-1)
+
+    training = model.clone(train=True)
+    np.testing.assert_array_equal(run(model, 0), run(model, 1))
+    np.testing.assert_array_equal(run(training, 0), run(training, 0))
+    assert np.all(run(training, 0) != run(training, 1))
+    assert np.all(run(training, 0) != run(model, 0))
+
+
+def test_bfloat16_is_close_to_float32():
+    ids = random_ids(4)
+
+    variables = random_weights(MODELS["rotary"].Instantiate())
+
+    def run(variables, **dtypes):
+        model = llama_like(**dtypes).Instantiate()
+        return jax.jit(lambda v: model.apply(v, ids, method="logits"))(variables)
+
+    exact = run(variables)
+    computed_low = run(variables, fprop_dtype=jnp.bfloat16)
+    low_variables = jax.tree.map(lambda w: jnp.asarray(w, jnp.bfloat16), variables)
+    stored_low = run(low_variables, dtype=jnp.bfloat16, fprop_dtype=jnp.bfloat16)
+    assert exact.dtype == computed_low.dtype == stored_low.dtype == jnp.float32
+    # Eight bits of mantissa: each of some twenty roundings in a row is off by at most 2^-9.
+    scale = float(jnp.max(jnp.abs(exact)))
+    for low in (computed_low, stored_low):
+        assert 0.0 < float(jnp.max(jnp.abs(low - exact))) < 20 * 2**-9 * scale
+
+
+def parameter_lines(config):
+    boxed = jax.eval_shape(config.Instantiate().init_boxed, KEY)
+    axes = traverse_util.flatten_dict(logical_axes(boxed)["params"], sep="/")
+    boxes = traverse_util.flatten_dict(boxed["params"], sep="/")
+    return [
+        f"{path} {list(boxes[path].value.shape)} {' '.join(axes[path])}" for path in sorted(boxes)
+    ]
+
+
+# Parameter paths are public: checkpoints and whoever reads them depend on every line below.
+REPEATED_PARAMETERS = """\
+final_norm/scale [8] norm
+softmax/w [11, 8] vocab embed
+stack/repeat/sub/attention/key/w [2, 8, 2, 2] layers embed kv_heads head_dim
+stack/repeat/sub/attention/output/w [2, 4, 2, 8] layers heads head_dim embed
+stack/repeat/sub/attention/query/w [2, 8, 4, 2] layers embed heads head_dim
+stack/repeat/sub/attention/value/w [2, 8, 2, 2] layers embed kv_heads head_dim
+stack/repeat/sub/attention_norm/scale [2, 8] layers norm
+stack/repeat/sub/feed_forward/down/w [2, 12, 8] layers mlp embed
+stack/repeat/sub/feed_forward/gate/w [2, 8, 12] layers embed mlp
+stack/repeat/sub/feed_forward/up/w [2, 8, 12] layers embed mlp
+stack/repeat/sub/feed_forward_norm/scale [2, 8] layers norm
+"""
+UNROLLED_PARAMETERS = """\
+embedding/w [11, 8] vocab embed
+final_norm/bias [8] norm
+final_norm/scale [8] norm
+position/w [8, 8] positions embed
+softmax/b [11] vocab
+softmax/w [8, 11] embed vocab
+stack/layers_0/attention/key/b [4, 2] kv_heads head_dim
+stack/layers_0/attention/key/w [8, 4, 2] embed kv_heads head_dim
+stack/layers_0/attention/output/b [8] embed
+stack/layers_0/attention/output/w [4, 2, 8] heads head_dim embed
+stack/layers_0/attention/query/b [4, 2] heads head_dim
+stack/layers_0/attention/query/w [8, 4, 2] embed heads head_dim
+stack/layers_0/attention/value/b [4, 2] kv_heads head_dim
+stack/layers_0/attention/value/w [8, 4, 2] embed kv_heads head_dim
+stack/layers_0/attention_norm/bias [8] norm
+stack/layers_0/attention_norm/scale [8] norm
+stack/layers_0/feed_forward/down/w [12, 8] mlp embed
+stack/layers_0/feed_forward/down_bias/b [8] embed
+stack/layers_0/feed_forward/up/w [8, 12] embed mlp
+stack/layers_0/feed_forward/up_bias/b [12] mlp
+stack/layers_0/feed_forward_norm/bias [8] norm
+stack/layers_0/feed_forward_norm/scale [8] norm
+"""
+
+
+def test_parameter_paths_shapes_and_axes():
+    assert parameter_lines(llama_like()) == REPEATED_PARAMETERS.splitlines()
+    assert parameter_lines(gpt_like(TRAINABLE, num_layers=1)) == UNROLLED_PARAMETERS.splitlines()
+
+
+def test_a_contradiction_deep_in_the_model_is_refused():
+    config = llama_like(StackedTransformer)
+    config.stack_tpl.layer_tpl.attention_tpl.num_heads = 3
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole text is compared
+        jax.eval_shape(config.Instantiate().init, KEY)
+    assert str(caught.value) == (
+        "Transformer(stack/layers_0).attention: num_heads=3 is set in its config, but its owner"
+        " derives num_heads=4; leave the field out or make them agree"
+    )
+    config = llama_like()
+    config.stack_tpl.num_layers = 5
+    with pytest.raises(ValueError, match=r"^TransformerLm\(\)\.stack: num_layers=5 is set in its"):
+        jax.eval_shape(config.Instantiate().init, KEY)

@@ -1,0 +1,112 @@
+"""The names that others import: all there, from where they say, and at no cost that is not needed."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import layerkit
+import layerkit.decoding
+import layerkit.layers
+import layerkit.models
+from layerkit.base_layer import BaseLayer
+
+INDEXES = [layerkit.layers, layerkit.models, layerkit.decoding]
+
+
+def imported_names(body):
+    """Name → module of the `from module import name as name` statements in `body`."""
+    found = {}
+    for node in body:
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                assert alias.asname == alias.name, "an index re-exports names as they are"
+                assert alias.name not in found, f"{alias.name} is listed twice"
+                found[alias.name] = node.module
+    return found
+
+
+def source_of(module):
+    return ast.parse(Path(module.__file__).read_text())
+
+
+def run_alone(code):
+    """Runs code in a fresh interpreter and returns what it prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_every_name_of_the_face_is_the_object_of_its_module():
+    for name, module in layerkit._MODULE_OF.items():
+        home = importlib.import_module(f"layerkit.{module}")
+        assert getattr(layerkit, name) is getattr(home, name)
+
+
+def test_all_is_sorted_and_complete():
+    assert layerkit.__all__ == sorted(set(layerkit._MODULE_OF))
+    assert dir(layerkit) == sorted([*layerkit.__all__, "__version__"])
+
+
+def test_type_checkers_see_the_same_names_as_the_interpreter():
+    blocks = [
+        node.body
+        for node in source_of(layerkit).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    assert len(blocks) == 1
+    assert imported_names(blocks[0]) == {
+        name: f"layerkit.{module}" for name, module in layerkit._MODULE_OF.items()
+    }
+
+
+def test_importing_layerkit_or_its_config_loads_neither_jax_nor_flax():
+    code = "import sys, layerkit\n{}\nprint(sorted({{'jax', 'flax', 'numpy'}} & set(sys.modules)))"
+    assert run_alone(code.format("")) == "[]"
+    assert "jax" not in run_alone(
+        code.format("layerkit.Config, layerkit.build, layerkit.NestedMap")
+    )
+    assert "jax" in run_alone(code.format("layerkit.BaseLayer"))
+
+
+def test_a_misspelt_name_is_refused_with_the_near_one():
+    with pytest.raises(AttributeError) as caught:
+        layerkit.NestdMap  # noqa: B018
+    assert str(caught.value) == "layerkit has no name 'NestdMap'; did you mean 'NestedMap'?"
+
+
+@pytest.mark.parametrize("index", INDEXES, ids=lambda index: index.__name__)
+def test_an_index_lists_each_name_once_from_the_module_that_defines_it(index):
+    names = imported_names(source_of(index).body)
+    assert names
+    for name, module in names.items():
+        thing = getattr(index, name)
+        assert thing is getattr(importlib.import_module(module), name)
+        assert thing.__module__ == module
+
+
+# Parts that only another layer uses, and bases that nobody uses as they are.
+INNER_LAYERS = {"ClassSoftmax", "HeadProjection", "OutputProjection"}
+
+
+def test_every_layer_is_in_the_index():
+    defined = set()
+    for info in pkgutil.walk_packages(layerkit.layers.__path__, "layerkit.layers."):
+        module = importlib.import_module(info.name)
+        for _, thing in inspect.getmembers(module, inspect.isclass):
+            if issubclass(thing, BaseLayer) and thing.__module__ == info.name:
+                defined.add(thing.__name__)
+    assert defined - INNER_LAYERS <= set(vars(layerkit.layers))
+    assert defined >= INNER_LAYERS
+
+
+def test_the_version_is_that_of_the_package():
+    version = importlib.import_module("layerkit._version").__version__
+    assert layerkit.__version__ == version
+    assert all(part.isdigit() for part in version.split(".")[:2])

@@ -1,0 +1,129 @@
+"""Bytes on each device: of every tensor that lives between steps, and what a step needs besides.
+
+The first is exact, being the sizes of shards. The second is what the compiler reports.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from layerkit_runner.train_state import TrainState
+
+KINDS = ("weights", "non-trainable", "optimizer", "batch")
+"""`optimizer` has the step counter too."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorMemory:
+    """A tensor that lives on the devices between steps.
+
+    Attributes:
+      path: Names on the way to it, such as `params/lm/softmax/w`.
+      kind: One of `KINDS`.
+      shape: Of the whole tensor.
+      dtype: Its name.
+      sharding: For each dimension the mesh axes that split it, `[[], ["fsdp"], ["data", "fsdp"]]`.
+      bytes_per_device: Of one shard.
+    """
+
+    path: str
+    kind: str
+    shape: list[int]
+    dtype: str
+    sharding: list[list[str]]
+    bytes_per_device: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one device while a step runs.
+
+    Attributes:
+      weights: Trainable weights.
+      non_trainable: Other variables of the model.
+      optimizer: State of the optimizer, and the step counter.
+      batch: One batch, with the fields that the step does not read.
+      temporaries: Gradients, activations and workspace, by the compiler.
+      outputs: All results of the step: new state, metrics and scalars, by the compiler.
+      donated: The part of the outputs that takes the place of the old state, by the compiler.
+      arguments: The part of state and batch that the step reads, by the compiler.
+      peak: arguments + outputs − donated + temporaries.
+    """
+
+    weights: int
+    non_trainable: int
+    optimizer: int
+    batch: int
+    temporaries: int
+    outputs: int
+    donated: int
+    arguments: int
+    peak: int
+
+
+def tensor_memory(state: TrainState, batch: Any) -> list[TensorMemory]:
+    """Every tensor of a state and a batch, largest first.
+
+    Args:
+      state: Arrays or their shapes, with shardings.
+      batch: Likewise.
+    """
+    trees = {"params": "weights", "non_trainable": "non-trainable"}
+    found = [
+        _tensor(path, leaf, kind=trees.get(_name(path[0]), "optimizer"))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    ]
+    found += [
+        _tensor((jax.tree_util.DictKey("batch"), *path), leaf, kind="batch")
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+    ]
+    order = {kind: position for position, kind in enumerate(KINDS)}
+    return sorted(found, key=lambda each: (-each.bytes_per_device, order[each.kind], each.path))
+
+
+def step_memory(tensors: Iterable[TensorMemory], compiled: Any) -> Memory:
+    """Memory by kind, of the tensors and of the step that was compiled for them."""
+    by_kind = dict.fromkeys(KINDS, 0)
+    for tensor in tensors:
+        by_kind[tensor.kind] += tensor.bytes_per_device
+    stats = compiled.memory_analysis()
+    arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
+    donated, temporaries = stats.alias_size_in_bytes, stats.temp_size_in_bytes
+    return Memory(
+        weights=by_kind["weights"],
+        non_trainable=by_kind["non-trainable"],
+        optimizer=by_kind["optimizer"],
+        batch=by_kind["batch"],
+        temporaries=temporaries,
+        outputs=outputs,
+        donated=donated,
+        arguments=arguments,
+        # Not `stats.peak_memory_in_bytes`: on CPU that leaves the temporaries out.
+        peak=arguments + outputs - donated + temporaries,
+    )
+
+
+def _tensor(path: tuple[Any, ...], leaf: Any, *, kind: str) -> TensorMemory:
+    spec = tuple(leaf.sharding.spec)
+    entries = spec + (None,) * (leaf.ndim - len(spec))
+    return TensorMemory(
+        path="/".join(_name(part) for part in path),
+        kind=kind,
+        shape=list(leaf.shape),
+        dtype=leaf.dtype.name,
+        sharding=[[entry] if isinstance(entry, str) else list(entry or ()) for entry in entries],
+        bytes_per_device=math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize,
+    )
+
+
+def _name(part: Any) -> str:
+    """One part of a tree path: a field, a key or an index."""
+    for attribute in ("name", "key", "idx"):
+        if hasattr(part, attribute):
+            return str(getattr(part, attribute))
+    return str(part)

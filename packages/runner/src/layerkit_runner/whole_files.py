@@ -1,0 +1,17 @@
+"""Small files that are there in whole or not at all, whenever the process is killed.
+
+They are written under another name and renamed. A store without rename copies instead, and there a
+single file appears in whole by itself.
+"""
+
+from __future__ import annotations
+
+from etils import epath
+
+
+def write_whole(path: epath.Path, text: str) -> None:
+    """Writes `text` to `path`, making its folder, and replaces what was there at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.parent / f"{path.name}.partial"
+    partial.write_text(text)
+    partial.replace(path)

@@ -1,0 +1,137 @@
+"""A model so small that its numbers can be worked out by hand, and what is needed to train it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from layerkit.base_layer import BaseLayer
+from layerkit.base_model import BaseModel, Metrics, WeightedScalar
+from layerkit.config import Config, Partial, sub_config_field
+from layerkit.layers.linears import Linear
+from layerkit.layers.stochastic import Dropout
+from layerkit.nested_map import NestedMap
+from layerkit.weights import WeightHParams, WeightInit
+from layerkit_inputs.indexed_input import IndexedInput
+from layerkit_runner.learner import Learner
+from layerkit_runner.task import SingleTask, TrainHParams
+
+
+class Regression(BaseModel):
+    """½·(x·w − y)², weighted; `aux` times the mean of (x·w)² is an auxiliary loss."""
+
+    dims: int = 2
+    aux: float = 0.0
+    dropout_rate: float = 0.0
+    linear_tpl: Any = sub_config_field(Linear.HParams)
+    counts: bool = False
+    init_scale: float = 1.0
+
+    def setup(self) -> None:
+        init = WeightInit.Constant(self.init_scale)
+        self.create_child(
+            "linear", self.linear_tpl, input_dims=self.dims, output_dims=1, weight_init=init
+        )
+        self.create_child("dropout", Dropout.HParams.config(rate=self.dropout_rate))
+        if self.counts:
+            self.create_child("counter", Counter.HParams.config())
+
+    def compute_predictions(self, batch: NestedMap) -> jax.Array:
+        predicted = self.linear(self.dropout(batch.x))[:, 0]
+        if self.aux:
+            self.add_aux_loss("square", self.aux * jnp.mean(jnp.square(predicted)))
+        if self.counts and self.is_training:
+            self.counter(batch.x)
+        self.add_summary("mean_prediction", jnp.mean(predicted))
+        return predicted
+
+    def compute_loss(self, predictions: jax.Array, batch: NestedMap) -> tuple[Metrics, NestedMap]:
+        errors = 0.5 * jnp.square(predictions - batch.y)
+        weight = jnp.sum(batch.weights)
+        loss = jnp.sum(errors * batch.weights) / jnp.maximum(weight, 1e-9)
+        return {"loss": WeightedScalar.of(loss, weight)}, NestedMap(errors=errors)
+
+    def decode(self, batch: NestedMap) -> NestedMap:
+        """Repeats each prompt's first id as often as there is room."""
+        width = batch.ids.shape[1] + 3
+        lengths = batch.prompt_lengths + 3
+        first = jnp.broadcast_to(batch.ids[:, :1], (batch.ids.shape[0], width))
+        padded = jnp.pad(batch.ids, ((0, 0), (0, 3)))
+        column = jnp.arange(width)
+        ids = jnp.where(column < batch.prompt_lengths[:, None], padded, first)
+        ids = jnp.where(column < lengths[:, None], ids, 0)
+        return NestedMap(ids=ids, lengths=lengths, log_probs=jnp.full((ids.shape[0], 3), -0.5))
+
+
+class Counter(BaseLayer):
+    """A moving statistic: the running sum of the batch means of the first column."""
+
+    def setup(self) -> None:
+        self.create_variable(
+            "sum", WeightHParams((), (), init=WeightInit.Constant(0.0)), trainable=False
+        )
+
+    def fprop(self, x: jax.Array) -> None:
+        self.update_var("sum", self.get_var("sum") + jnp.mean(x[:, 0]))
+
+
+class Points(IndexedInput):
+    """Row n is x = (n mod 5, 1), y = n mod 3, weight 1."""
+
+    num_rows: int = 7
+
+    def _num_rows(self) -> int:
+        return self.num_rows
+
+    def _read_rows(self, rows: np.ndarray) -> NestedMap:
+        x = np.stack([rows % 5, np.ones_like(rows)], axis=1).astype(np.float32)
+        y = (rows % 3).astype(np.float32)
+        return NestedMap(x=x, y=y, weights=np.ones(len(rows), np.float32))
+
+
+class Prompts(IndexedInput):
+    """Prompt n is n + 1 times the id n + 1."""
+
+    num_rows: int = 3
+
+    def _num_rows(self) -> int:
+        return self.num_rows
+
+    def _read_rows(self, rows: np.ndarray) -> NestedMap:
+        lengths = (rows + 1).astype(np.int32)
+        valid = np.arange(3) < lengths[:, None]
+        return NestedMap(
+            ids=np.where(valid, rows[:, None] + 1, 0).astype(np.int32), prompt_lengths=lengths
+        )
+
+    def ids_to_strings(self, ids: Any, lengths: Any, key: str | None = None) -> list[str]:
+        return ["".join(str(i) for i in row[:n]) for row, n in zip(ids, lengths, strict=True)]
+
+
+def task_config(*, learner: dict[str, Any] | None = None, train: Any = None, **model: Any) -> Any:
+    """The config of a task that trains a Regression, by SGD with rate 1 unless told otherwise."""
+    settings = {"optimizer": Partial(optax.sgd), "learning_rate": 1.0, **(learner or {})}
+    return SingleTask.HParams.config(
+        model=Regression.HParams.config(**model),
+        train=TrainHParams.HParams.config(
+            learner=Learner.HParams.config(**settings), **(train or {})
+        ),
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny() -> SimpleNamespace:
+    """`task_config` and the classes of this file, which tests cannot import."""
+    return SimpleNamespace(
+        task_config=task_config,
+        Regression=Regression,
+        Points=Points,
+        Prompts=Prompts,
+        Config=Config,
+    )

@@ -1,0 +1,102 @@
+"""One training step gives the same numbers on one device, on every mesh, and under pmap.
+
+Gradients are compared themselves: an adaptive optimizer would hide one that is too large by the
+number of devices. Rows have unequal weights and one shard none at all, which a mean of means over
+devices gets wrong.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layerkit.base_model import BaseModel, Metrics, WeightedScalar
+from layerkit.config import sub_config_field
+from layerkit.layers.linears import FeedForward
+from layerkit.nested_map import NestedMap
+
+
+class WithAuxiliaryLoss(BaseModel):
+    """Regression whose hidden units are also drawn towards 0, by an auxiliary loss."""
+
+    feed_forward_tpl: Any = sub_config_field(FeedForward.HParams)
+
+    def setup(self) -> None:
+        self.create_child("feed_forward", self.feed_forward_tpl, input_dims=8, output_dims=16)
+
+    def compute_predictions(self, batch: NestedMap) -> jax.Array:
+        hidden = self.feed_forward(batch.x)
+        self.add_aux_loss("size", 3.0 * jnp.mean(jnp.square(hidden)))
+        self.add_summary("size", jnp.mean(jnp.square(hidden)))
+        return hidden
+
+    def compute_loss(self, predictions: jax.Array, batch: NestedMap) -> tuple[Metrics, NestedMap]:
+        errors = jnp.mean(jnp.square(predictions - 1.0), axis=-1)
+        weight = jnp.sum(batch.weights)
+        loss = jnp.sum(errors * batch.weights) / jnp.maximum(weight, 1e-9)
+        return {"loss": WeightedScalar.of(loss, weight)}, NestedMap()
+
+
+@pytest.fixture(scope="module")
+def reference(arrangements: Any) -> Any:
+    task = arrangements.sgd_task(arrangements.language_model())
+    return arrangements.run_step(task, arrangements.one_device(), arrangements.unequal_batch())
+
+
+def test_loss_gradients_and_norm(arrangements: Any, shape: Any, reference: Any):
+    task = arrangements.sgd_task(arrangements.language_model())
+    partitioner = arrangements.make_partitioner(shape)
+    step = arrangements.run_step(task, partitioner, arrangements.unequal_batch())
+    arrangements.assert_same_step(step, reference)
+
+
+def test_the_reference_is_what_it_seems(arrangements: Any, reference: Any):
+    """The reported norm is that of the gradients, and weights are what the batch says."""
+    squares = sum(np.sum(np.square(g.astype(np.float64))) for g in reference.gradients.values())
+    assert reference.scalars["learning/grad_norm"] == pytest.approx(np.sqrt(squares), rel=1e-4)
+    assert reference.scalars["learning/grad_norm"] > 0.5
+    total = float(arrangements.unequal_batch().weights.sum())
+    assert reference.metrics["loss"][1] == pytest.approx(total, rel=1e-6)
+    assert all(np.abs(gradient).max() > 1e-4 for gradient in reference.gradients.values())
+
+
+def auxiliary_step(arrangements: Any, partitioner: Any, **learner: Any) -> Any:
+    rng = np.random.default_rng(1)
+    weights = np.array([1, 2, 0, 1, 0.5, 3, 1, 1], np.float32)
+    batch = NestedMap(x=rng.normal(size=(8, 8)).astype(np.float32), weights=weights)
+    task = arrangements.sgd_task(WithAuxiliaryLoss.HParams.config(), **learner)
+    return arrangements.run_step(task, partitioner, batch)
+
+
+def test_auxiliary_losses(arrangements: Any, shape: Any):
+    alone = auxiliary_step(arrangements, arrangements.one_device())
+    assert alone.scalars["aux_loss"] == pytest.approx(3 * alone.scalars["summaries/size"])
+    assert alone.scalars["aux_loss"] > 0.1
+    spread = auxiliary_step(arrangements, arrangements.make_partitioner(shape))
+    arrangements.assert_same_step(spread, alone)
+
+
+def test_clipping_goes_by_the_global_norm(arrangements: Any, shape: Any):
+    alone = auxiliary_step(arrangements, arrangements.one_device())
+    norm = alone.scalars["learning/grad_norm"]
+    limit = norm / 4
+    partitioner = arrangements.make_partitioner(shape)
+    step = auxiliary_step(arrangements, partitioner, clip_global_norm=limit)
+    arrangements.assert_close(step.scalars["learning/grad_norm"], norm)
+    assert step.scalars["learning/grad_scale"] == pytest.approx(0.25, rel=1e-5)
+    for name, gradient in alone.gradients.items():
+        arrangements.assert_close(step.gradients[name], gradient / 4, name=name)
+
+
+def test_dropout_masks_are_the_same_on_every_spmd_mesh(arrangements: Any):
+    def step(partitioner: Any) -> Any:
+        task = arrangements.sgd_task(arrangements.language_model(dropout_rate=0.3))
+        return arrangements.run_step(task, partitioner, arrangements.unequal_batch())
+
+    alone = step(arrangements.one_device())
+    assert alone.metrics["loss"] != alone.eval_metrics["loss"]
+    arrangements.assert_same_step(step(arrangements.make_partitioner([2, 2, 2])), alone)

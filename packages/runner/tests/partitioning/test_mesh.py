@@ -1,0 +1,71 @@
+"""make_mesh: where each device stands, by hand."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from layerkit_runner.errors import UsageError
+from layerkit_runner.partitioning import make_mesh
+
+AXES = ("data", "fsdp", "tensor")
+
+
+def ids(mesh: jax.sharding.Mesh) -> list:
+    return np.vectorize(lambda device: device.id)(mesh.devices).tolist()
+
+
+def test_one_slice():
+    mesh = make_mesh(AXES, ici_mesh_shape=[2, 4, 1])
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 4, "tensor": 1}
+    assert sorted(np.ravel(ids(mesh))) == list(range(8))
+    assert mesh.axis_types == (AxisType.Auto,) * 3
+
+
+def test_by_default_all_devices_are_on_the_first_axis():
+    assert dict(make_mesh(AXES).shape) == {"data": 8, "fsdp": 1, "tensor": 1}
+    assert dict(make_mesh(["batch"], devices=jax.devices()[:3]).shape) == {"batch": 3}
+
+
+def test_slices_are_the_slow_part_of_an_axis():
+    # Two slices of four consecutive devices, each 2 × 2 of fsdp × tensor. Along fsdp, devices 0 and
+    # 2 (one slice) come before 4 and 6.
+    mesh = make_mesh(["fsdp", "tensor"], ici_mesh_shape=[2, 2], dcn_mesh_shape=[2, 1])
+    assert ids(mesh) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    mesh = make_mesh(["fsdp", "tensor"], ici_mesh_shape=[2, 2], dcn_mesh_shape=[1, 2])
+    assert ids(mesh) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "text"),
+    [
+        (
+            {"ici_mesh_shape": [1, 4, 1]},
+            "the mesh needs 4 devices (ici_mesh_shape=[1, 4, 1] × dcn_mesh_shape=[1, 1, 1] over data,"
+            " fsdp, tensor), but there are 8 (cpu).\nFor these devices try"
+            " --fdl.ICI_MESH_SHAPE=[8,1,1]",
+        ),
+        (
+            {"ici_mesh_shape": [1, 4, 1], "dcn_mesh_shape": [4, 1, 1]},
+            "the mesh needs 16 devices (ici_mesh_shape=[1, 4, 1] × dcn_mesh_shape=[4, 1, 1] over"
+            " data, fsdp, tensor), but there are 8 (cpu).\nFor these devices try"
+            " --fdl.ICI_MESH_SHAPE=[8,1,1] --fdl.DCN_MESH_SHAPE=None",
+        ),
+        (
+            {"ici_mesh_shape": [8, 1]},
+            "partitioner.ici_mesh_shape=[8, 1] needs one size of at least 1 for each of data, fsdp,"
+            " tensor",
+        ),
+        (
+            {"ici_mesh_shape": [8, 1, 1], "dcn_mesh_shape": [1, 0, 1]},
+            "partitioner.dcn_mesh_shape=[1, 0, 1] needs one size of at least 1 for each of data,"
+            " fsdp, tensor",
+        ),
+    ],
+)
+def test_shapes_that_do_not_fit(shapes: dict, text: str):
+    with pytest.raises(UsageError) as caught:
+        make_mesh(AXES, **shapes)
+    assert str(caught.value) == text

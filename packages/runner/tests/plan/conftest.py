@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from layerkit_runner.plan import make_plan
+from layerkit_runner.resolve import resolve
+
+FOLDER = Path(__file__).parent
+MODULE = "small_lm_experiment"
+
+
+@pytest.fixture(scope="session")
+def experiment_folder():
+    """Where a process can import `small_lm_experiment` from."""
+    return FOLDER
+
+
+@pytest.fixture(scope="session")
+def small_lm():
+    """The class `small_lm_experiment.SmallLm`."""
+    if MODULE not in sys.modules:
+        spec = importlib.util.spec_from_file_location(MODULE, FOLDER / f"{MODULE}.py")
+        assert spec is not None and spec.loader is not None
+        sys.modules[MODULE] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[MODULE])
+    return sys.modules[MODULE].SmallLm
+
+
+@pytest.fixture(scope="session", params=["spmd", "pmap"])
+def planned(request, small_lm):
+    """A resolved experiment, the eight devices it is for, and its plan."""
+    resolved = resolve(small_lm(USE_PMAP=request.param == "pmap"))
+    devices = jax.devices("cpu")[:8]
+    return resolved, devices, make_plan(resolved, devices)

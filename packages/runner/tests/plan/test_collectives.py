@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from layerkit_runner.plan.collectives import Traffic, collective_traffic, type_bytes
+
+AXES = ("data", "fsdp", "tensor")
+SPLIT = PartitionSpec(AXES)
+# Each device has f32[4, 8], 128 bytes.
+GLOBAL = jax.ShapeDtypeStruct((32, 8), jnp.float32)
+
+
+def make_mesh(order=range(8)):
+    devices = np.array(jax.devices("cpu"))[list(order)]
+    return Mesh(devices.reshape(2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def traffic(fn, mesh):
+    """Traffic of a function of each device's shard."""
+    mapped = jax.shard_map(fn, mesh=mesh, in_specs=SPLIT, out_specs=SPLIT, check_vma=False)
+    jitted = jax.jit(mapped, in_shardings=NamedSharding(mesh, SPLIT))
+    return collective_traffic(jitted.lower(GLOBAL).compile().as_text(), mesh.shape)
+
+
+@pytest.mark.parametrize("order", [range(8), [5, 2, 7, 0, 1, 6, 3, 4]])
+@pytest.mark.parametrize(
+    ("fn", "kind", "axes", "bytes_sent"),
+    [
+        # 2 · 128 · 1/2
+        (lambda x: lax.psum(x, "tensor"), "all-reduce", "tensor", 128),
+        (lambda x: lax.psum(x, "data"), "all-reduce", "data", 128),
+        # 2 · 128 · 3/4
+        (lambda x: lax.psum(x, ("data", "fsdp")), "all-reduce", "data+fsdp", 192),
+        # 2 · 128 · 7/8
+        (lambda x: lax.psum(x, AXES), "all-reduce", "data+fsdp+tensor", 224),
+        # The result is 256 bytes, half of them its own.
+        (lambda x: lax.all_gather(x, "fsdp"), "all-gather", "fsdp", 128),
+        # 4 · 128 bytes, a quarter of them its own.
+        (lambda x: lax.all_gather(x, ("fsdp", "tensor")), "all-gather", "fsdp+tensor", 384),
+        # Half of 128 bytes go to the other, half of the other's come in.
+        (lambda x: lax.psum_scatter(x, "fsdp", tiled=True), "reduce-scatter", "fsdp", 64),
+        (lambda x: lax.all_to_all(x, "data", 0, 0, tiled=True), "all-to-all", "data", 64),
+        (
+            lambda x: lax.ppermute(x, "tensor", [(0, 1), (1, 0)]),
+            "collective-permute",
+            "tensor",
+            128,
+        ),
+    ],
+)
+def test_one_collective(fn, kind, axes, bytes_sent, order):
+    assert traffic(fn, make_mesh(order)) == [Traffic(kind, axes, 1, bytes_sent, is_exact=True)]
+
+
+def test_loops_of_known_length_multiply():
+    def inner(x, _):
+        return lax.psum(jnp.sin(x), "fsdp"), None
+
+    def outer(x, _):
+        x = lax.ppermute(x, "data", [(0, 1), (1, 0)])
+        return lax.scan(inner, x, length=5)[0], None
+
+    found = traffic(lambda x: lax.scan(outer, x, length=3)[0], make_mesh())
+    assert found == [
+        Traffic("all-reduce", "fsdp", 3 * 5, 3 * 5 * 128, is_exact=True),
+        Traffic("collective-permute", "data", 3, 3 * 128, is_exact=True),
+    ]
+
+
+def test_a_loop_of_unknown_length_counts_once_and_says_so():
+    def grow(x):
+        return lax.while_loop(lambda y: y[0, 0] < 100, lambda y: 1 + lax.pmax(y, "tensor"), x)
+
+    assert traffic(grow, make_mesh()) == [Traffic("all-reduce", "tensor", 1, 128, is_exact=False)]
+
+
+def test_what_the_compiler_adds_is_found_too():
+    mesh = make_mesh()
+    # Rows over fsdp, then whole: an all-gather in which data and tensor take no part.
+    split, whole = (NamedSharding(mesh, PartitionSpec(spec)) for spec in ("fsdp", None))
+    gather = jax.jit(lambda x: x * 2, in_shardings=split, out_shardings=whole)
+    text = gather.lower(GLOBAL).compile().as_text()
+    # The whole is 32 · 8 · 4 = 1024 bytes, half of them its own.
+    assert collective_traffic(text, mesh.shape) == [
+        Traffic("all-gather", "fsdp", 1, 512, is_exact=True)
+    ]
+
+
+def test_no_traffic_within_one_device():
+    text = """ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  ROOT %sum = f32[4]{0} all-reduce(%x), channel_id=1, replica_groups={{0},{1}}, to_apply=%add
+}
+"""
+    assert collective_traffic(text, {"data": 2}) == []
+
+
+def test_asynchronous_collectives_count_once_by_their_result():
+    text = """ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %gs = (f32[4]{0}, f32[16]{0}) all-gather-start(%x), replica_groups=[1,4]<=[4], dimensions={0}
+  %gd = f32[16]{0} all-gather-done(%gs)
+  %ps = (f32[4], f32[4], u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1}}
+  %pd = f32[4]{0} collective-permute-done((f32[4], f32[4], u32[], u32[]) %ps)
+  %rs = f32[4]{0} all-reduce-start(%x), replica_groups={}, to_apply=%add
+  ROOT %rd = f32[4]{0} all-reduce-done(%rs)
+}
+"""
+    assert collective_traffic(text, {"data": 2, "fsdp": 2}) == [
+        Traffic("all-gather", "data+fsdp", 1, 48, is_exact=True),  # 64 · 3/4
+        Traffic("all-reduce", "data+fsdp", 1, 24, is_exact=True),  # 2 · 16 · 3/4
+        Traffic("collective-permute", "fsdp", 1, 16, is_exact=True),
+    ]
+
+
+def test_unknown_groups_are_an_error():
+    text = """ENTRY %main (x: f32[4]) -> f32[4] {
+  ROOT %sum = f32[4]{0} all-reduce(%x), replica_groups=everyone, to_apply=%add
+}
+"""
+    with pytest.raises(ValueError, match="without a known form of device groups"):
+        collective_traffic(text, {"data": 2})
+
+
+@pytest.mark.parametrize(
+    ("hlo_type", "size"),
+    [
+        ("f32[]", 4),
+        ("bf16[3,5]{1,0:T(8,128)(2,1)}", 30),
+        ("pred[7]{0}", 7),
+        ("f8e4m3fn[4]{0}", 4),
+        ("c64[2]", 16),
+        ("s4[3]", 2),
+        ("f32[<=4]{0}", 16),
+        ("(f32[4,8]{1,0}, /*index=1*/u8[2]{0})", 130),
+        ("token[]", 0),
+    ],
+)
+def test_bytes_of_types(hlo_type, size):
+    assert type_bytes(hlo_type) == size

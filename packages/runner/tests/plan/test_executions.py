@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from layerkit_runner.plan.executions import instructions
+
+# `work` is called twice by the body of an outer loop (3 times), once of them in an inner loop of
+# unknown length; `branch` by a conditional; `unused` by nobody.
+PROGRAM = """HloModule test, is_scheduled=true
+
+%unused (p.0: f32[]) -> f32[] {
+  %p.0 = f32[] parameter(0)
+  ROOT %unused.1 = f32[] negate(%p.0)
+}
+
+%work (p.1: f32[4]) -> f32[4] {
+  %p.1 = f32[4]{0} parameter(0)
+  ROOT %worked = f32[4]{0} negate(%p.1), metadata={op_name="f"}
+}
+
+%inner (p.2: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %p.2 = (s32[], /*index=1*/f32[4]{0:T(128)}) parameter(0)
+  ROOT %inner.1 = (s32[], f32[4]{0}) call(%p.2), to_apply=%work
+}
+
+%outer (p.3: f32[4]) -> f32[4] {
+  %p.3 = f32[4]{0} parameter(0)
+  %called = f32[4]{0} call(%p.3), to_apply=%work
+  ROOT %looped = f32[4]{0} while(%called), condition=%c, body=%inner
+}
+
+%c (p.4: f32[4]) -> pred[] {
+  %p.4 = f32[4]{0} parameter(0)
+  ROOT %yes = pred[] constant(true)
+}
+
+%branch (p.5: f32[4]) -> f32[4] {
+  %p.5 = f32[4]{0} parameter(0)
+  ROOT %branched = f32[4]{0} sqrt(%p.5)
+}
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %loop = f32[4] while(%x), condition=%c, body=%outer, backend_config={"known_trip_count":{"n":"3"}}
+  %started = ((f32[4]{0}), f32[4]{0}) async-start(%loop), calls=%branch
+  %finished = f32[4]{0} async-done(%started), calls=%branch
+  ROOT %choice = f32[4]{0} conditional(%loop, %x, %x), branch_computations={%branch, %branch}
+}
+"""
+
+
+def test_counts_are_handed_down_from_all_callers():
+    found = {each.name: each for each in instructions(PROGRAM)}
+    assert "unused.1" not in found
+    assert found["choice"].executions == 1
+    assert found["choice"].is_exact
+    # Three times from the call, three from the inner loop, whose length is not known.
+    assert found["worked"].executions == 3 + 3
+    assert not found["worked"].is_exact
+    assert found["called"].executions == 3
+    assert found["called"].is_exact
+    # Once asynchronously, and in each of two branches.
+    assert found["branched"].executions == 1 + 2
+    assert not found["branched"].is_exact
+
+
+def test_types_with_brackets_and_comments_are_read():
+    found = {each.name: each for each in instructions(PROGRAM)}
+    assert found["p.2"].type == "(s32[], /*index=1*/f32[4]{0:T(128)})"
+    assert found["p.2"].opcode == "parameter"
+
+
+def test_loops_of_a_compiled_program_multiply():
+    def square(x, _):
+        return jnp.sin(x @ x), None
+
+    def body(x, _):
+        return lax.scan(square, x, length=3)[0], None
+
+    def step(x):
+        return lax.scan(body, x, length=5)[0] @ x
+
+    text = jax.jit(step).lower(jax.ShapeDtypeStruct((64, 64), jnp.float32)).compile().as_text()
+    # 5 · 3 products in the loops, and one after them; XLA does not merge products.
+    assert sum(each.executions for each in instructions(text) if each.opcode == "dot") == 16

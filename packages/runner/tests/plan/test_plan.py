@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import jax
+import pytest
+
+from layerkit.layers import StackedTransformer
+from layerkit_runner.errors import UsageError
+from layerkit_runner.infeed import make_input
+from layerkit_runner.job import build_parts
+from layerkit_runner.plan import make_plan
+from layerkit_runner.plan.collectives import collective_traffic
+from layerkit_runner.plan.memory import step_memory, tensor_memory
+from layerkit_runner.resolve import resolve
+
+# Of SmallLm: embedding 32·16; per layer four attention projections 16·16, two of the feed-forward
+# 16·32, and two norms with scale and bias; one such norm at the end.
+NUM_PARAMS = 32 * 16 + 3 * (4 * 16 * 16 + 2 * 16 * 32 + 2 * 2 * 16) + 2 * 16
+
+
+def live_bytes(tree, device):
+    shards = [shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards]
+    return sum(shard.data.nbytes for shard in shards if shard.device == device)
+
+
+def test_memory_is_that_of_live_arrays(planned):
+    resolved, devices, plan = planned
+    memory = plan.memory
+    partitioner, task = build_parts(resolved)
+    partitioner.start(devices)
+    partitioner.bind(task)
+    state = partitioner.init_fn(task)()
+    batch = partitioner.put_batch(make_input(resolved.datasets[0], partitioner).get_next())
+    for device in devices:
+        assert memory.weights == live_bytes(state.params, device)
+        assert memory.non_trainable == live_bytes(state.non_trainable, device)
+        assert memory.optimizer == live_bytes((state.opt_state, state.step), device)
+        assert memory.batch == live_bytes(batch, device)
+        # Of the fields of a batch, the model reads all but `paddings`.
+        unread = live_bytes(batch.paddings, device)
+        assert memory.arguments == live_bytes((state, batch), device) - unread
+        assert memory.donated == live_bytes(state, device)
+    assert memory.peak == memory.arguments + memory.temporaries + memory.outputs - memory.donated
+    # A gradient of every weight is there at once.
+    assert memory.temporaries > memory.weights
+
+
+def test_a_plan_is_that_of_the_step_which_trains(planned):
+    resolved, devices, plan = planned
+    partitioner, task = build_parts(resolved)
+    partitioner.start(devices)
+    partitioner.bind(task)
+    state = partitioner.abstract_state(task)
+    host_batch = make_input(resolved.datasets[0], partitioner).peek()
+    batch = partitioner.abstract_batch(host_batch)
+    compiled = partitioner.train_step_fn(task).lower(state, batch).compile()
+    assert plan.memory == step_memory(tensor_memory(state, batch), compiled)
+    assert plan.collectives == collective_traffic(compiled.as_text(), plan.mesh)
+
+
+def test_what_a_plan_says_of_the_model(small_lm):
+    plan = make_plan(resolve(small_lm(PERCORE_BATCH_SIZE=0.5)), jax.devices("cpu")[:8])
+    assert plan.mesh == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert plan.num_params == NUM_PARAMS
+    assert plan.param_dtypes == ["float32"]
+
+    # Half a row on each of 8 devices: 4 rows of 8, one for each pair of tensor-parallel devices.
+    assert (plan.batch.rows, plan.batch.rows_per_device, plan.batch.tokens) == (4, 0.5, 32)
+    assert (plan.batch.num_shards, plan.batch.split_over) == (4, ["data", "fsdp"])
+    assert plan.batch.fields["ids"] == "int32[4, 8]"
+
+    # Per token and layer, 2 FLOPs for each weight of a product and, attention being causal, half of
+    # 2 · 2 · length · dims; then the softmax. Three times that for forward and backward.
+    layer = 2 * (4 * 16 * 16 + 2 * 16 * 32) + 2 * 2 * 8 * 16 / 2
+    assert plan.flops_per_step == 3 * 32 * (3 * layer + 2 * 16 * 32)
+    assert plan.flops_per_device == plan.flops_per_step / 8
+
+    tensors = {tensor.path: tensor for tensor in plan.tensors}
+    up = tensors["params/lm/stack/repeat/sub/feed_forward/up/w"]
+    assert (up.kind, up.shape, up.dtype) == ("weights", [3, 16, 32], "float32")
+    assert up.sharding == [[], ["fsdp"], ["tensor"]]
+    assert up.bytes_per_device == 3 * 8 * 16 * 4
+    assert tensors["batch/ids"].sharding == [["data", "fsdp"], []]
+    sizes = [tensor.bytes_per_device for tensor in plan.tensors]
+    assert sizes == sorted(sizes, reverse=True)
+    assert [note for note in plan.notes if "reduce-scatter" in note]
+    assert not [note for note in plan.notes if "undoes rematerialisation" in note]
+
+
+def test_traffic_of_repeated_layers_grows_with_their_number(small_lm):
+    def gathers(num_layers):
+        plan = make_plan(resolve(small_lm(NUM_LAYERS=num_layers, MESH=[1, 4, 1])), devices)
+        (found,) = [each for each in plan.collectives if each.kind == "all-gather"]
+        assert found.axes == "fsdp"
+        return found
+
+    devices = jax.devices("cpu")[:4]
+    # Forward and again backward, each layer's six matrices of 16·16 or 16·32 floats are gathered
+    # from four devices, three quarters of them from others.
+    few, many = gathers(3), gathers(5)
+    assert many.bytes_sent - few.bytes_sent == 2 * 2 * (4 * 16 * 16 + 2 * 16 * 32) * 4 * 3 // 4
+    assert many.executions - few.executions == 2 * 2 * 6
+
+
+def test_rematerialisation_that_only_an_accelerator_does_is_noted(small_lm):
+    def plan(remat):
+        resolved = resolve(small_lm(MESH=[1, 1, 1]))
+        stack = StackedTransformer.HParams.config(remat=remat)
+        stack.layer_tpl = resolved.task.model.lm_tpl.stack_tpl.layer_tpl
+        resolved.task.model.lm_tpl.stack_tpl = stack
+        return make_plan(resolved, jax.devices("cpu")[:1])
+
+    kept, recomputed = plan("none"), plan("full")
+    assert not [note for note in kept.notes if "undoes rematerialisation" in note]
+    assert [note for note in recomputed.notes if "undoes rematerialisation" in note]
+
+
+def test_under_pmap_each_gradient_is_added_over_all_devices(small_lm):
+    devices = jax.devices("cpu")[:4]
+    (reduce,) = make_plan(resolve(small_lm(USE_PMAP=True)), devices).collectives
+    assert (reduce.kind, reduce.axes) == ("all-reduce", "batch")
+    # 2 · size · 3/4; beside the gradients there are some scalars, metrics and their weights.
+    gradients = 2 * 4 * NUM_PARAMS * 3 // 4
+    assert 0 < reduce.bytes_sent - gradients < 200
+
+
+def test_sizes_that_do_not_fit_the_mesh_are_refused_by_name(small_lm):
+    resolved = resolve(small_lm(MESH=[1, 3, 1]))
+    with pytest.raises(UsageError) as caught:
+        make_plan(resolved, jax.devices("cpu")[:3])
+    assert "'embed' of size 16 cannot be split evenly over mesh axes ('fsdp',)" in str(caught.value)

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.fixture
+def runner(experiment_folder, tmp_path):
+    """Runs `runner` in an empty folder and a process of its own, as a user does."""
+
+    def run(*flags):
+        return subprocess.run(
+            [sys.executable, "-m", "layerkit_runner.cli", "--mode=plan", *flags],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(experiment_folder), "JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run
+
+
+def test_sixteen_devices_that_are_not_there(runner, tmp_path):
+    # The environment of the tests says 8 devices, which must not matter.
+    result = runner("--exp=small_lm_experiment.SmallLm", "--fdl.MESH=[2,4,2]", "--json")
+    assert result.returncode == 0, result.stderr
+    plan = json.loads(result.stdout)
+    assert plan["num_devices"] == 16
+    assert plan["mesh"] == {"data": 2, "fsdp": 4, "tensor": 2}
+    assert plan["batch"]["rows"] == 16
+    assert {each["axes"] for each in plan["collectives"]} >= {"fsdp", "tensor", "data"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_page_of_a_pmap_experiment(runner):
+    flags = ["--exp=small_lm_experiment.SmallLm", "--fdl.USE_PMAP=True", "--target=cpux3"]
+    result = runner(*flags)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0] == "plan of small_lm_experiment.SmallLm"
+    assert "mesh         batch 3 (PmapPartitioner)" in lines
+    assert len(lines) < 45
+
+
+def test_a_mesh_that_does_not_fit_ends_without_a_traceback(runner):
+    result = runner("--exp=small_lm_experiment.SmallLm", "--num_devices=4")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith(
+        "runner: --num_devices=4, but the mesh of this experiment has 8"
+    )
+    assert "Traceback" not in result.stderr

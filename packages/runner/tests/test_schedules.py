@@ -1,0 +1,61 @@
+"""Learning-rate schedules against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from layerkit_runner.errors import UsageError
+from layerkit_runner.schedules import linear_warmup_cosine_decay, linear_warmup_exponential_decay
+
+# Pax's LinearRampupCosineDecay example: the cosine's middle is (1 + 0.01) / 2.
+COSINE = {"warmup_steps": 100, "decay_start": 200, "decay_end": 300, "min_ratio": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("step", "rate"),
+    [(0, 0.0), (1, 0.01), (50, 0.5), (100, 1.0), (150, 1.0), (200, 1.0), (250, 0.505)]
+    + [(225, 0.01 + 0.99 * (1 + math.cos(math.pi / 4)) / 2), (300, 0.01), (10_000, 0.01)],
+)
+def test_cosine(step: int, rate: float):
+    assert float(linear_warmup_cosine_decay(1.0, **COSINE)(step)) == pytest.approx(rate, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("step", "rate"),
+    # 4001 → 300000 falls to a tenth: halfway, in the geometric sense, at √0.1.
+    [(0, 0.0), (2000, 1.25e-4), (4000, 2.5e-4), (4001, 2.5e-4), (300_000, 2.5e-5)]
+    + [(4001 + 295_999 / 2, 2.5e-4 * math.sqrt(0.1)), (10**6, 2.5e-5)],
+)
+def test_exponential(step: float, rate: float):
+    schedule = linear_warmup_exponential_decay(
+        2.5e-4, warmup_steps=4000, decay_start=4001, decay_end=300_000, min_ratio=0.1
+    )
+    assert float(schedule(step)) == pytest.approx(rate, rel=1e-5, abs=1e-12)
+
+
+def test_peak_scales_everything():
+    for step in (7, 120, 260, 400):
+        one = linear_warmup_cosine_decay(1.0, **COSINE)(step)
+        assert float(linear_warmup_cosine_decay(3.0, **COSINE)(step)) == pytest.approx(3 * one)
+
+
+@pytest.mark.parametrize("schedule", [linear_warmup_cosine_decay, linear_warmup_exponential_decay])
+@pytest.mark.parametrize("steps", [(0, 5, 10), (6, 5, 10), (5, 10, 10)])
+def test_steps_out_of_order_are_refused(schedule, steps: tuple[int, int, int]):
+    warmup, start, end = steps
+    with pytest.raises(UsageError) as caught:
+        schedule(1.0, warmup_steps=warmup, decay_start=start, decay_end=end, min_ratio=0.1)
+    assert str(caught.value) == (
+        f"schedule: 0 < warmup_steps={warmup} <= decay_start={start} < decay_end={end} does not"
+        " hold; a shorter run needs a shorter warmup"
+    )
+
+
+def test_ratios_out_of_range_are_refused():
+    with pytest.raises(UsageError, match="min_ratio=0 must be above 0"):
+        linear_warmup_exponential_decay(1.0, **{**COSINE, "min_ratio": 0})
+    with pytest.raises(UsageError, match="min_ratio=-0.1 must be from 0 to 1"):
+        linear_warmup_cosine_decay(1.0, **{**COSINE, "min_ratio": -0.1})
+    assert float(linear_warmup_cosine_decay(1.0, **{**COSINE, "min_ratio": 0})(300)) == 0.0

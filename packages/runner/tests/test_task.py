@@ -1,0 +1,143 @@
+"""SingleTask: its steps against numbers worked out by hand, on the Regression of conftest.py.
+
+With w = (1, 1) and one row x = (2, 1), y = 0 of weight 1: prediction 3, loss ½·9 = 4.5, gradient
+3·x = (6, 3).
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from layerkit.config import Partial
+from layerkit.nested_map import NestedMap
+from layerkit.weights import logical_axes, unbox
+from layerkit_runner.step_context import GLOBAL_BATCH
+
+
+def rows(x, y=None, weights=None) -> NestedMap:
+    x = jnp.asarray(x, jnp.float32)
+    zeros, ones = jnp.zeros(len(x)), jnp.ones(len(x))
+    return NestedMap(
+        x=x,
+        y=zeros if y is None else jnp.asarray(y, jnp.float32),
+        weights=ones if weights is None else jnp.asarray(weights, jnp.float32),
+    )
+
+
+ONE_ROW = rows([[2, 1]])
+
+
+def started(config):
+    task = config.Instantiate()
+    return task, unbox(task.init_state(jax.random.key(0)))
+
+
+def weights_of(state) -> np.ndarray:
+    return np.asarray(state.params["linear"]["w"])[:, 0]
+
+
+def test_the_first_state(tiny: SimpleNamespace):
+    momentum = {"optimizer": Partial(optax.sgd, momentum=0.9)}
+    boxed = (
+        tiny.task_config(counts=True, learner=momentum).Instantiate().init_state(jax.random.key(0))
+    )
+    axes = {"linear": {"w": ("embed", "mlp")}}
+    assert logical_axes(boxed.params) == axes
+    # What the optimizer keeps beside a weight has the weight's axes.
+    assert logical_axes(boxed.opt_state)[0].trace == axes
+    state = unbox(boxed)
+    assert state.step.dtype == jnp.int32
+    assert int(state.step) == 0
+    np.testing.assert_array_equal(weights_of(state), [1.0, 1.0])
+    assert float(state.non_trainable["counter"]["sum"]) == 0.0
+
+
+def test_a_step_of_gradient_descent(tiny: SimpleNamespace):
+    task, state = started(tiny.task_config())
+    state, (metrics, scalars) = task.train_step(state, ONE_ROW, GLOBAL_BATCH)
+    np.testing.assert_allclose(weights_of(state), [1 - 6, 1 - 3])
+    assert int(state.step) == 1
+    assert (float(metrics["loss"].value), float(metrics["loss"].weight)) == (4.5, 1.0)
+    assert float(scalars["learning/grad_norm"]) == pytest.approx(np.hypot(6, 3))
+    assert float(scalars["learning/lr"]) == 1.0
+    assert float(scalars["summaries/mean_prediction"]) == 3.0
+    assert "aux_loss" not in scalars
+
+
+def test_rows_count_by_their_weight(tiny: SimpleNamespace):
+    task, state = started(tiny.task_config())
+    # Losses 4.5 and 0.5 with weights 1 and 3; the third row has none.
+    batch = rows([[2, 1], [1, 0], [9, 9]], weights=[1, 3, 0])
+    state, (metrics, _) = task.train_step(state, batch, GLOBAL_BATCH)
+    assert float(metrics["loss"].value) == (4.5 + 3 * 0.5) / 4
+    np.testing.assert_allclose(weights_of(state), [1 - (6 + 3) / 4, 1 - 3 / 4])
+
+
+def test_a_batch_without_weight_changes_nothing(tiny: SimpleNamespace):
+    task, state = started(tiny.task_config())
+    after, (metrics, _) = task.train_step(state, rows([[2, 1]], weights=[0]), GLOBAL_BATCH)
+    np.testing.assert_array_equal(weights_of(after), weights_of(state))
+    assert float(metrics["loss"].value) == 0.0
+
+
+def test_auxiliary_losses_are_trained_on_and_reported(tiny: SimpleNamespace):
+    task, state = started(tiny.task_config(aux=0.5))
+    after, (metrics, scalars) = task.train_step(state, ONE_ROW, GLOBAL_BATCH)
+    # 0.5·3² = 4.5 more, and its gradient 3·x once more.
+    assert (float(metrics["loss"].value), float(scalars["aux_loss"])) == (9.0, 4.5)
+    np.testing.assert_allclose(weights_of(after), [1 - 12, 1 - 6])
+    assert float(task.eval_step(state, ONE_ROW, GLOBAL_BATCH)["loss"].value) == 9.0
+
+
+def test_non_trainables_move_in_training_alone(tiny: SimpleNamespace):
+    task, state = started(tiny.task_config(counts=True))
+    for _ in range(3):
+        task.eval_step(state, ONE_ROW, GLOBAL_BATCH)
+        state, _ = task.train_step(state, ONE_ROW, GLOBAL_BATCH)
+    assert float(state.non_trainable["counter"]["sum"]) == 6.0
+
+
+def test_training_is_random_by_step_and_evaluation_is_not(tiny: SimpleNamespace):
+    batch = rows(np.ones((64, 2)))
+    task, state = started(tiny.task_config(dropout_rate=0.5))
+
+    def loss_at(step: int) -> float:
+        at_step = state.replace(step=jnp.int32(step))
+        return float(task.train_step(at_step, batch, GLOBAL_BATCH)[1][0]["loss"].value)
+
+    assert loss_at(3) == loss_at(3)
+    assert len({loss_at(step) for step in range(4)}) > 1
+    # Without dropout every prediction is 2.
+    assert float(task.eval_step(state, batch, GLOBAL_BATCH)["loss"].value) == 2.0
+    other, _ = started(tiny.task_config(dropout_rate=0.5, train={"random_seed": 7}))
+    assert float(other.train_step(state, batch, GLOBAL_BATCH)[1][0]["loss"].value) != loss_at(0)
+
+
+def test_clipping_sees_the_auxiliary_gradient(tiny: SimpleNamespace):
+    task, state = started(tiny.task_config(aux=0.5, learner={"clip_global_norm": 1.0}))
+    after, _ = task.train_step(state, ONE_ROW, GLOBAL_BATCH)
+    np.testing.assert_allclose(
+        weights_of(after), 1 - np.array([12, 6]) / np.hypot(12, 6), rtol=1e-6
+    )
+
+
+def test_a_loss_that_the_model_does_not_report(tiny: SimpleNamespace):
+    task, state = started(tiny.task_config().set(loss_name="perplexity"))
+    with pytest.raises(ValueError, match=r"^task.loss_name='perplexity' is not a metric of the"):
+        task.train_step(state, ONE_ROW, GLOBAL_BATCH)
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["num_train_steps", "summary_interval_steps", "eval_interval_steps", "save_interval_steps"]
+    + ["decode_interval_steps", "save_max_to_keep", "max_inflight_steps"],
+)
+def test_intervals_below_one_are_refused(tiny: SimpleNamespace, field: str):
+    with pytest.raises(ValueError, match=rf"task\.train\.{field}=0 must be at least 1"):
+        tiny.task_config(train={field: 0}).Instantiate()
