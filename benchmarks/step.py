@@ -1,9 +1,10 @@
 """What a training step costs: layerkit's against a hand-written one.
 
-Both train the same model from the same weights on the same batches, in one process, taking turns; the
-hand-written step (`benchmarks/handwritten.py`) imports nothing of this project, scans over layers and
-donates its state. Printed are the ratio of speeds (above 1: layerkit is faster) as the median over
-pairs with a 95 % interval, both losses, and each compiler's count of FLOPs and temporary memory.
+Both train the same model from the same weights on the same batches, in one process, taking turns;
+the hand-written step (`benchmarks/handwritten.py`) imports nothing of this project, scans over
+layers and donates its state. Printed are the ratio of speeds (above 1: layerkit is faster) as the
+median over pairs with a 95 % interval, both losses, and each compiler's count of FLOPs and
+temporary memory.
 
     python benchmarks/step.py                       # the quickstart's sizes
     python benchmarks/step.py --dims 1024 --layers 12 --heads 16 --length 1024 --batch 8 --bf16
@@ -28,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+
 from layerkit.config import Config, Partial
 from layerkit.layers import (
     RmsNorm,

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +101,13 @@ class Job:
 
     def start(self, *more: str) -> subprocess.Popen[str]:
         """Starts the command as a process of its own."""
+        return self.start_with(self.arguments(*more))
+
+    def start_with(self, arguments: Sequence[str]) -> subprocess.Popen[str]:
+        """Starts a command with these words and this job's devices."""
         devices = f"--xla_force_host_platform_device_count={self.num_devices}"
         return subprocess.Popen(
-            [sys.executable, "-m", "layerkit_runner.cli", *self.arguments(*more)],
+            [sys.executable, "-m", "layerkit_runner.cli", *arguments],
             env={**os.environ, "XLA_FLAGS": devices},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -214,7 +218,21 @@ def text_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of small texts, which decides what LocalText reads."""
     folder = tmp_path_factory.mktemp("texts")
     draw = random.Random(0)
-    words = "the a cat dog tree river sees finds under over and quickly slowly".split()
+    words = [
+        "the",
+        "a",
+        "cat",
+        "dog",
+        "tree",
+        "river",
+        "sees",
+        "finds",
+        "under",
+        "over",
+        "and",
+        "quickly",
+        "slowly",
+    ]
     for number in range(40):
         text = " ".join(draw.choice(words) for _ in range(60))
         (folder / f"text_{number:02d}.txt").write_text(text + "\n")
@@ -232,9 +250,7 @@ class Jobs:
     kill_inside_a_save: Callable[[Job, subprocess.Popen[str]], None] = kill_inside_a_save
     unfinished: Callable[[Job], list[Path]] = unfinished
 
-    def make(
-        self, exp: str, folder: Path, *flags: str, num_devices: int = 1, **fields: Any
-    ) -> Job:
+    def make(self, exp: str, folder: Path, *flags: str, num_devices: int = 1, **fields: Any) -> Job:
         """A small job in `folder`."""
         if exp == "lm.quickstart.LocalText":
             fields = {"TEXT_FILES": f"['{self.text_files}']", **fields}

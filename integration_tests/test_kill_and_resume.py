@@ -31,7 +31,10 @@ def never_stopped(jobs: Any, place: dict[str, Any], tmp_path_factory: Any) -> An
     """The final checkpoint of a run that nobody killed."""
     job = jobs.make(EXP, tmp_path_factory.mktemp("whole") / "job", **place)
     job.run()
-    return jobs.read_checkpoint(job, STEPS)
+    final = jobs.read_checkpoint(job, STEPS)
+    early = jobs.read_checkpoint(job, 2)
+    assert all((final.leaves[name] != leaf).any() for name, leaf in early.leaves.items())
+    return final
 
 
 def test_killed_inside_a_save_and_at_a_random_step(

@@ -33,7 +33,7 @@ def test_fprop_is_the_loss_of_the_predictions():
 def test_a_weighted_scalar_holds_float32_whatever_it_is_made_of():
     scalar = WeightedScalar.of(np.float64(0.5), 3)
     assert scalar.value.dtype == scalar.weight.dtype == jnp.float32
-    assert WeightedScalar.of(jnp.bfloat16(0.5), True).weight.dtype == jnp.float32
+    assert WeightedScalar.of(jnp.bfloat16(0.5), np.True_).weight.dtype == jnp.float32
 
 
 def test_weighted_scalars_pass_through_jax():

@@ -50,13 +50,13 @@ def test_a_key_that_is_not_there_names_the_near_ones():
     ],
 )
 def test_a_key_must_be_an_identifier_however_it_is_set(assign, key):
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole text is compared
+    with pytest.raises(ValueError) as caught:
         assign(key)
     assert str(caught.value) == f"a NestedMap key must be an identifier, got {key!r}"
 
 
 def test_a_key_must_not_hide_a_method():
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole text is compared
+    with pytest.raises(ValueError) as caught:
         NestedMap(items=1)
     assert str(caught.value) == "a NestedMap key must not hide the dict method 'items'"
 

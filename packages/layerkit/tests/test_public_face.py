@@ -1,4 +1,4 @@
-"""The names that others import: all there, from where they say, and at no cost that is not needed."""
+"""The names that others import: all there, from where they say, and at no needless cost."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_draws_do_not_depend_on_the_x64_mode(method):
 
 
 def test_an_unknown_method_names_the_near_one():
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole text is compared
+    with pytest.raises(ValueError) as caught:
         draw(WeightInit("gausian"))
     assert str(caught.value) == ("unknown WeightInit method 'gausian'; did you mean 'gaussian'?")
 
@@ -138,7 +138,7 @@ def test_canonical_dtype_reads_every_spelling(value):
 
 
 def test_canonical_dtype_names_the_near_one():
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole text is compared
+    with pytest.raises(ValueError) as caught:
         canonical_dtype("bfloat61", field="fprop_dtype")
     assert str(caught.value).startswith(
         "fprop_dtype='bfloat61' is not a dtype; did you mean 'bfloat16'"

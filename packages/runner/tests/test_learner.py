@@ -98,6 +98,6 @@ def test_a_complete_optimizer_keeps_its_rate():
     ],
 )
 def test_contradictions_are_refused(fields: dict, text: str):
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole text is compared
+    with pytest.raises(ValueError) as caught:
         sgd(**fields)
     assert text in str(caught.value)

@@ -16,7 +16,7 @@ import pytest
 
 from layerkit.config import Partial
 from layerkit.nested_map import NestedMap
-from layerkit.weights import logical_axes, unbox
+from layerkit.weights import logical_axes
 from layerkit_runner.step_context import GLOBAL_BATCH
 
 
@@ -35,7 +35,7 @@ ONE_ROW = rows([[2, 1]])
 
 def started(config):
     task = config.Instantiate()
-    return task, unbox(task.init_state(jax.random.key(0)))
+    return task, task.init_state(jax.random.key(0))
 
 
 def weights_of(state) -> np.ndarray:
@@ -44,14 +44,11 @@ def weights_of(state) -> np.ndarray:
 
 def test_the_first_state(tiny: SimpleNamespace):
     momentum = {"optimizer": Partial(optax.sgd, momentum=0.9)}
-    boxed = (
-        tiny.task_config(counts=True, learner=momentum).Instantiate().init_state(jax.random.key(0))
-    )
-    axes = {"linear": {"w": ("embed", "mlp")}}
-    assert logical_axes(boxed.params) == axes
-    # What the optimizer keeps beside a weight has the weight's axes.
-    assert logical_axes(boxed.opt_state)[0].trace == axes
-    state = unbox(boxed)
+    task = tiny.task_config(counts=True, learner=momentum).Instantiate()
+    boxed, state = task.init_boxed_state(jax.random.key(0))
+    assert logical_axes(boxed["params"]) == {"linear": {"w": ("embed", "mlp")}}
+    assert logical_axes(boxed["non_trainable"]) == {"counter": {"sum": ()}}
+    assert jax.tree.map(jnp.shape, state.opt_state)[0].trace == {"linear": {"w": (2, 1)}}
     assert state.step.dtype == jnp.int32
     assert int(state.step) == 0
     np.testing.assert_array_equal(weights_of(state), [1.0, 1.0])

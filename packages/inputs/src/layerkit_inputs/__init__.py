@@ -47,7 +47,7 @@ __all__ = sorted(_MODULE_OF)
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
-        from layerkit.config import near_names
+        from layerkit.near_names import near_names
 
         raise AttributeError(f"layerkit_inputs has no name {name!r}{near_names(name, __all__)}")
     return getattr(importlib.import_module(f"layerkit_inputs.{_MODULE_OF[name]}"), name)

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from layerkit.config import near_names
+from layerkit.near_names import near_names
 from layerkit.nested_map import NestedMap
 from layerkit_inputs import byte_vocabulary as vocabulary
 from layerkit_inputs.indexed_input import IndexedInput

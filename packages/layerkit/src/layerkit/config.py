@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import inspect
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Generic, TypeVar, dataclass_transform
 
 import fiddle as fdl
+
+from layerkit.near_names import near_names
 
 T = TypeVar("T")
 
@@ -35,16 +36,6 @@ _ROLE = "layerkit.role"
 _MAKE = "layerkit.make_default"
 _TEMPLATE = "template"
 _HIDDEN_FIELDS = frozenset({"parent"})
-
-
-def near_names(name: str, valid: Iterable[str]) -> str:
-    """How an error about an unknown name ends: `"; did you mean 'x'?"`, or `"."`."""
-    # Upper and lower case are compared alike: PERCORE_batch_size is near PERCORE_BATCH_SIZE.
-    folded = {candidate.lower(): candidate for candidate in valid}
-    matches = difflib.get_close_matches(name.lower(), folded, n=2, cutoff=0.6)
-    if not matches:
-        return "."
-    return "; did you mean " + " or ".join(repr(folded[match]) for match in matches) + "?"
 
 
 def field_names(target: Any) -> list[str]:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from layerkit.config import near_names
+from layerkit.near_names import near_names
 
 _VALID_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _registered = False

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from layerkit.config import near_names
+from layerkit.near_names import near_names
 
 MeshAxes = str | tuple[str, ...] | None
 LogicalAxes = Sequence[str | None]
@@ -175,6 +175,12 @@ class BoundSharding:
                 )
             entries.append(used[0] if len(used) == 1 else used or None)
         return PartitionSpec(*entries)
+
+    def is_split(self, name: str) -> bool:
+        """Whether arrays are split along this logical axis; not so for a name without a rule."""
+        if self.mesh is None or name not in dict(self.rules.table):
+            return False
+        return any(self.mesh.shape.get(axis, 1) > 1 for axis in self.rules.mesh_axes(name))
 
     def sharding(
         self, axes: LogicalAxes, *, shape: Sequence[int] | None = None, owner: str = ""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 from flax.core import meta
 
-from layerkit.config import near_names
+from layerkit.near_names import near_names
 
 
 def canonical_dtype(value: Any, *, field: str = "dtype") -> jnp.dtype:

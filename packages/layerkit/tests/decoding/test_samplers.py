@@ -38,9 +38,9 @@ def test_rows_are_drawn_independently():
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole text is compared
+    with pytest.raises(ValueError) as caught:
         sample_token(LOGITS, None, temperature=0.7)
     assert str(caught.value) == "temperature=0.7 needs a random key (only 0 needs none)"
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole text is compared
+    with pytest.raises(ValueError) as caught:
         sample_token(LOGITS, None, temperature=-1.0)
     assert str(caught.value) == "temperature=-1.0 must not be negative (0 is greedy)"

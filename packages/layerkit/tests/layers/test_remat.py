@@ -1,4 +1,4 @@
-"""Policies of rematerialisation: the same results, and exactly the residuals that each one names."""
+"""Policies of rematerialisation: the same results, and just the residuals that each one names."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_none_leaves_the_function_alone():
 
 
 def test_an_unknown_policy_is_refused_with_the_near_one():
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole text is compared
+    with pytest.raises(ValueError) as caught:
         check_remat_policy("ful", owner="Repeat(stack)")
     assert str(caught.value) == (
         "Repeat(stack): remat='ful' is not a policy; did you mean 'full'?"

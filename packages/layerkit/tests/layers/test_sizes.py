@@ -13,7 +13,7 @@ KEY = jax.random.key(0)
 
 
 def refusal(call):
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole text is compared
+    with pytest.raises(ValueError) as caught:
         call()
     return str(caught.value)
 

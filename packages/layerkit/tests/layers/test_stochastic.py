@@ -68,7 +68,7 @@ def test_broadcast_dims_share_one_draw(dims):
 
 def test_a_broadcast_dimension_that_is_not_there_is_refused():
     layer = Dropout(rate=0.5, broadcast_dims=(0, 3), train=True)
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole text is compared
+    with pytest.raises(ValueError) as caught:
         dropped(layer)
     assert str(caught.value) == (
         "Dropout(): broadcast_dims=(0, 3) names dimension 3 of inputs of the shape (16, 8, 32);"
@@ -78,7 +78,7 @@ def test_a_broadcast_dimension_that_is_not_there_is_refused():
 
 @pytest.mark.parametrize("rate", [-0.1, 1.0, 1.5, float("nan")])
 def test_a_rate_outside_its_range_is_refused(rate):
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole text is compared
+    with pytest.raises(ValueError) as caught:
         Dropout(rate=rate).apply({}, ONES)
     assert str(caught.value) == f"Dropout(): rate={rate}, expected 0 <= rate < 1"
 

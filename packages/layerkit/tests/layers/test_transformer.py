@@ -25,7 +25,7 @@ from layerkit.layers.transformer import (
 from layerkit.weights import logical_axes
 
 KEY = jax.random.key(0)
-BATCH, LENGTH, DIMS, NUM_LAYERS = 3, 6, 8, 3
+BATCH, LENGTH, DIMS, NUM_LAYERS = 3, 6, 8, 2
 SIZES = {"input_dims": DIMS, "hidden_dims": 12, "num_heads": 4}
 X = jax.random.normal(KEY, (BATCH, LENGTH, DIMS))
 ROW = jnp.tile(jnp.arange(LENGTH, dtype=jnp.int32), (BATCH, 1))
@@ -77,7 +77,7 @@ def assert_close(first, second, *, rtol=1e-4, atol=1e-5):
 
 
 def refusal(config):
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole text is compared
+    with pytest.raises(ValueError) as caught:
         config.Instantiate().init(KEY)
     return str(caught.value)
 
@@ -209,8 +209,9 @@ class NoisyLayer(BaseLayer):
         return x + self.dropout(jnp.ones_like(x))
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
-@pytest.mark.parametrize("stack", [StackedTransformer, StackedTransformerRepeated])
+@pytest.mark.parametrize(
+    ("stack", "remat"), [(StackedTransformer, "full"), (StackedTransformerRepeated, "none")]
+)
 def test_every_layer_and_every_step_drops_its_own(stack, remat):
     layer = stack.HParams.config(
         **SIZES, num_layers=4, layer_tpl=NoisyLayer.HParams.config(), remat=remat, train=True

@@ -164,10 +164,3 @@ def test_decoding_is_that_of_one_device(bound):
     np.testing.assert_array_equal(found.ids, expected.ids)
     np.testing.assert_array_equal(found.lengths, expected.lengths)
     np.testing.assert_allclose(found.log_probs, expected.log_probs, rtol=1e-4, atol=1e-5)
-
-
-def test_binding_a_mesh_changes_no_weight(bound):
-    model = rotary_in_a_loop()
-    sharded = model.clone(sharding=bound)
-    born = jax.jit(sharded.init, out_shardings=layouts(model, bound))(KEY)
-    jax.tree.map(np.testing.assert_array_equal, born, jax.jit(model.init)(KEY))

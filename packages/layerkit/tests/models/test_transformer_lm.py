@@ -226,13 +226,14 @@ def test_losses_of_packed_rows_are_those_of_their_logits():
     assert float(other.loss) == float(losses.loss)
 
 
-def test_positions_count_from_the_start_of_the_row_unless_given(case):
-    name, variables, logits = case
-    ids = random_ids(2)
-    model = MODELS[name].Instantiate()
-    found = jax.jit(lambda v: model.apply(v, ids, method="logits"))(variables)
-    given = logits(ids, np.ones_like(ids), np.tile(np.arange(8), (2, 1)))
-    np.testing.assert_allclose(found, given, rtol=1e-5, atol=1e-5)
+def test_positions_count_from_the_start_of_the_row_unless_given():
+    model, ids = MODELS["sinusoidal"].Instantiate(), random_ids(2)
+    given = {"segment_pos": np.tile(np.arange(LENGTH), (2, 1))}
+    run = jax.jit(
+        lambda v: [model.apply(v, ids, method="logits", **fields) for fields in ({}, given)]
+    )
+    left_out, as_given = run(random_weights(model))
+    np.testing.assert_allclose(left_out, as_given, rtol=1e-5, atol=1e-5)
 
 
 def test_cached_steps_give_the_logits_of_the_row(case):
@@ -257,7 +258,7 @@ def test_cached_steps_give_the_logits_of_the_row(case):
 def test_a_cache_longer_than_the_table_of_positions_is_refused():
     model = MODELS["trainable"].Instantiate()
     variables = random_weights(model)
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole text is compared
+    with pytest.raises(ValueError) as caught:
         model.apply(variables, 2, LENGTH + 1, method="init_cache", mutable=[CACHE])
     assert str(caught.value) == (
         "TrainablePositionalEmbedding(position): max_length=8, but the rows have 9 positions; raise"
@@ -285,21 +286,23 @@ def test_dropout_acts_in_training_alone_and_differs_by_step():
 def test_bfloat16_is_close_to_float32():
     ids = random_ids(4)
 
-    variables = random_weights(MODELS["rotary"].Instantiate())
-
-    def run(variables, **dtypes):
-        model = llama_like(**dtypes).Instantiate()
-        return jax.jit(lambda v: model.apply(v, ids, method="logits"))(variables)
-
-    exact = run(variables)
-    computed_low = run(variables, fprop_dtype=jnp.bfloat16)
-    low_variables = jax.tree.map(lambda w: jnp.asarray(w, jnp.bfloat16), variables)
-    stored_low = run(low_variables, dtype=jnp.bfloat16, fprop_dtype=jnp.bfloat16)
-    assert exact.dtype == computed_low.dtype == stored_low.dtype == jnp.float32
+    model = MODELS["rotary"].Instantiate()
+    low_model = model.clone(fprop_dtype=jnp.bfloat16)
+    variables = random_weights(model)
+    assert jax.eval_shape(low_model.init, KEY) == jax.eval_shape(model.init, KEY)
+    exact, low = (
+        jax.jit(lambda v, model=model: model.apply(v, ids, method="logits"))(variables)
+        for model in (model, low_model)
+    )
+    assert low.dtype == jnp.float32
     # Eight bits of mantissa: each of some twenty roundings in a row is off by at most 2^-9.
     scale = float(jnp.max(jnp.abs(exact)))
-    for low in (computed_low, stored_low):
-        assert 0.0 < float(jnp.max(jnp.abs(low - exact))) < 20 * 2**-9 * scale
+    assert 0.0 < float(jnp.max(jnp.abs(low - exact))) < 20 * 2**-9 * scale
+
+
+def test_weights_can_be_kept_in_bfloat16():
+    weights = jax.eval_shape(llama_like(dtype=jnp.bfloat16).Instantiate().init, KEY)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(weights)} == {"bfloat16"}
 
 
 def parameter_lines(config):
@@ -359,7 +362,7 @@ def test_parameter_paths_shapes_and_axes():
 def test_a_contradiction_deep_in_the_model_is_refused():
     config = llama_like(StackedTransformer)
     config.stack_tpl.layer_tpl.attention_tpl.num_heads = 3
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole text is compared
+    with pytest.raises(ValueError) as caught:
         jax.eval_shape(config.Instantiate().init, KEY)
     assert str(caught.value) == (
         "Transformer(stack/layers_0).attention: num_heads=3 is set in its config, but its owner"

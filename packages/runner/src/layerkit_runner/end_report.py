@@ -74,7 +74,7 @@ def next_commands(job: Job, step: int) -> list[str]:
 
     devices = ["--num_devices=8"]
     if "ICI_MESH_SHAPE" in experiment_fields(type(job.resolved.experiment)):
-        devices.append("--fdl.ICI_MESH_SHAPE=[1,4,2]")
+        devices.append("--fdl.ICI_MESH_SHAPE=[2,4,1]")
     return [
         "next: every setting and the path that sets it; twice as many steps; the same on 8 devices",
         command("--mode=inspect"),

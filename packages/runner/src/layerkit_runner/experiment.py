@@ -23,8 +23,9 @@ import re
 import types
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from layerkit.near_names import near_names
 from layerkit_runner import field_types
-from layerkit_runner.errors import FieldError, did_you_mean
+from layerkit_runner.errors import FieldError
 from layerkit_runner.overrides import unknown_field
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class BaseExperiment:
                 value = vars(base)[name]
                 raise TypeError(
                     f"{base.__qualname__} assigns {name}, which is not declared"
-                    f"{did_you_mean(name, declared)} A new field needs an annotation, such as "
+                    f"{near_names(name, declared)} A new field needs an annotation, such as "
                     f"{name}: {type(value).__name__} = {value!r}."
                 )
 

@@ -12,7 +12,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from layerkit_runner.errors import UsageError, did_you_mean
+from layerkit.near_names import near_names
+from layerkit_runner.errors import UsageError
 from layerkit_runner.overrides import Override, check_consistent, parse_override
 
 
@@ -155,7 +156,7 @@ def _take(words: list[str]) -> tuple[str, str | None]:
     if word == "-h":
         return "help", None
     if not word.startswith("--") or word == "--":
-        hint = did_you_mean(word, MODES, prefix="--mode=")
+        hint = near_names(word, MODES, prefix="--mode=")
         raise UsageError(f"unexpected argument {word!r}{hint if hint != '.' else _BARE_WORD}")
     name, equals, text = word[2:].partition("=")
     return name, text if equals else None
@@ -190,7 +191,7 @@ def _unknown_flag(name: str) -> str:
     # The negated names only where one was meant: --nolist is no help to who wrote --lits.
     switches = [f"no{flag.name}" for flag in FLAGS if flag.kind is bool]
     valid = [*_BY_NAME, *(switches if name.lower().startswith("no") else ())]
-    return f"there is no flag --{name}{did_you_mean(name, valid, prefix='--')}"
+    return f"there is no flag --{name}{near_names(name, valid, prefix='--')}"
 
 
 def _parse_switch(flag: Flag, text: str) -> bool:
@@ -213,7 +214,7 @@ def _parse_value(flag: Flag, text: str) -> Any:
         raise UsageError(f"--mode={text}: {_LATER_MODES[text]}.")
     if flag.choices and text not in flag.choices:
         raise UsageError(
-            f"--{flag.name} has no value {text!r}{did_you_mean(text, flag.choices)}"
+            f"--{flag.name} has no value {text!r}{near_names(text, flag.choices)}"
             f" It is one of {', '.join(flag.choices)}."
         )
     return text

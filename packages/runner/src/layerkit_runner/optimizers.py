@@ -38,7 +38,7 @@ def adam_with_update_cap(
 
 
 def decays(params: Any) -> Any:
-    """Which weights decay: the matrices (`w`), not norm scales and biases. For `optax.adamw(mask=…)`.
+    """Which weights decay, for `optax.adamw(mask=…)`: the matrices (`w`), not scales and biases.
 
     Args:
       params: Weights by layer path.

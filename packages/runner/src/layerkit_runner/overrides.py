@@ -15,8 +15,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from layerkit.near_names import near_names
 from layerkit_runner import field_types
-from layerkit_runner.errors import FieldError, UsageError, did_you_mean, first_names
+from layerkit_runner.errors import FieldError, UsageError, first_names
 
 # What a deep path may start with: the parts of a resolved experiment.
 ROOTS = ("task", "datasets", "decode_datasets", "partitioner")
@@ -108,7 +109,7 @@ def parse_fields(
             if name not in ROOTS:
                 problems.append(
                     f"--fdl.{override.path}: a path starts with {', '.join(ROOTS[:-1])} or "
-                    f"{ROOTS[-1]}, not {name!r}{did_you_mean(name, ROOTS)}"
+                    f"{ROOTS[-1]}, not {name!r}{near_names(name, ROOTS)}"
                 )
         elif name in ROOTS:
             problems.append(f"{override} names no field; say which, such as --fdl.{name}.NAME=…")
@@ -128,4 +129,4 @@ def unknown_field(experiment: str, name: str, valid: Iterable[str]) -> str:
     """The message about a field that the experiment does not have."""
     valid = list(valid)
     fields = f" Its fields: {first_names(valid)}." if valid else ""
-    return f"{experiment} has no field {name!r}{did_you_mean(name, valid)}{fields}"
+    return f"{experiment} has no field {name!r}{near_names(name, valid)}{fields}"

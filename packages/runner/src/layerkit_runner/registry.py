@@ -21,6 +21,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from layerkit.near_names import near_names
 from layerkit_runner.class_sources import (
     Alias,
     CannotTellError,
@@ -29,7 +30,7 @@ from layerkit_runner.class_sources import (
     FieldSource,
     Lineage,
 )
-from layerkit_runner.errors import UsageError, did_you_mean, first_names
+from layerkit_runner.errors import UsageError, first_names
 
 if TYPE_CHECKING:
     from layerkit_runner.experiment import BaseExperiment
@@ -227,13 +228,13 @@ def _unknown(sources: ClassSources, name: str, offered: list[str]) -> str:
         # Somebody's own module: then one of its classes is what was meant.
         names = [full.rpartition(".")[2] for full in _offered(sources, [module])]
         return (
-            f"module {module} has no experiment {class_name!r}{did_you_mean(class_name, names)}"
+            f"module {module} has no experiment {class_name!r}{near_names(class_name, names)}"
             f"{f' It has: {first_names(names)}.' if names else ''}"
         )
-    hint = did_you_mean(_from_pax(name), offered)
+    hint = near_names(_from_pax(name), offered)
     if hint == ".":
         # A bare class name is too unlike a whole dotted one; compare it with class names.
-        hint = did_you_mean(class_name, [other.rpartition(".")[2] for other in offered])
+        hint = near_names(class_name, [other.rpartition(".")[2] for other in offered])
     return f"there is no experiment {name!r}{hint} `runner --list` shows all."
 
 

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from layerkit.config import Config, assigned_fields, copy_config, field_names, is_config, target_of
+from layerkit.near_names import near_names
 from layerkit_runner import field_types
-from layerkit_runner.errors import UsageError, did_you_mean, first_names
+from layerkit_runner.errors import UsageError, first_names
 from layerkit_runner.experiment import BaseExperiment
 from layerkit_runner.overrides import ROOTS, Override, check_consistent
 
@@ -90,7 +91,7 @@ def _apply(roots: dict[str, Any], overrides: Iterable[Override]) -> None:
         if root not in ROOTS or not rest:
             raise UsageError(
                 f"{override}: a path starts with one of {', '.join(ROOTS)} and goes on from there"
-                f"{did_you_mean(root, ROOTS)}"
+                f"{near_names(root, ROOTS)}"
             )
         roots[root] = _Setter(override, owners).set(roots[root], rest, root)
 
@@ -149,7 +150,7 @@ class _Setter:
         if name not in annotations and name not in assigned_fields(config):
             raise self._error(
                 f"{here} is {_shown(config)}, which has no field {name!r}"
-                f"{did_you_mean(name, annotations)} Its fields: {first_names(annotations)}."
+                f"{near_names(name, annotations)} Its fields: {first_names(annotations)}."
             )
         return field_value(config, name), annotations.get(name)
 
@@ -157,8 +158,7 @@ class _Setter:
         keys = {str(key): key for key in node}
         if name not in keys:
             raise self._error(
-                f"{here} has no key {name!r}{did_you_mean(name, keys)}"
-                f" Its keys: {first_names(keys)}."
+                f"{here} has no key {name!r}{near_names(name, keys)} Its keys: {first_names(keys)}."
             )
         value = self.set(node[keys[name]], deeper, f"{here}.{name}")
         return type(node)({**node, keys[name]: value})

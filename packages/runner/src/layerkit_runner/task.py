@@ -20,7 +20,6 @@ from layerkit_runner.learner import Learner
 from layerkit_runner.step_context import StepContext
 from layerkit_runner.train_state import TrainState
 
-
 _AT_LEAST_ONE = (
     "num_train_steps",
     "summary_interval_steps",

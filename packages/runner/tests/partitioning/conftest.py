@@ -15,7 +15,6 @@ from layerkit.config import Partial
 from layerkit.layers.transformer import StackedTransformerRepeated
 from layerkit.models import LanguageModel, TransformerLm
 from layerkit.nested_map import NestedMap
-from layerkit.weights import unbox
 from layerkit_runner.learner import Learner
 from layerkit_runner.partitioning import Partitioner, PmapPartitioner, SpmdPartitioner
 from layerkit_runner.task import SingleTask, TrainHParams
@@ -49,7 +48,7 @@ def language_model(*, dropout_rate: float = 0.0) -> Any:
         num_layers=2,
         num_heads=8,
         dropout_rate=dropout_rate,
-        stack_tpl=StackedTransformerRepeated.HParams.config(remat="dots"),
+        stack_tpl=StackedTransformerRepeated.HParams.config(),
     )
     return LanguageModel.HParams.config(lm_tpl=lm)
 
@@ -107,7 +106,7 @@ def run_step(task: SingleTask, partitioner: Partitioner, batch: NestedMap) -> St
 
 def _first_state(task: SingleTask) -> Any:
     """On the host. That each partitioner makes the same is a test of its own."""
-    return jax.device_get(jax.jit(lambda: unbox(task.init_state(jax.random.key(0))))())
+    return jax.device_get(jax.jit(lambda: task.init_state(jax.random.key(0)))())
 
 
 def _pairs(metrics: Any) -> dict[str, tuple[float, float]]:

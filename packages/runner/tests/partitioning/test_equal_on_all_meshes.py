@@ -41,7 +41,7 @@ class WithAuxiliaryLoss(BaseModel):
         return {"loss": WeightedScalar.of(loss, weight)}, NestedMap()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def reference(arrangements: Any) -> Any:
     task = arrangements.sgd_task(arrangements.language_model())
     return arrangements.run_step(task, arrangements.one_device(), arrangements.unequal_batch())

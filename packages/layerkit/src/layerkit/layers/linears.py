@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from layerkit.base_layer import BaseLayer
 from layerkit.config import sub_config_field

@@ -25,7 +25,7 @@ def merge_tokens(layer: BaseLayer, x: jax.Array) -> jax.Array:
       x: Activations with any leading axes.
     """
     sharding = layer.inherited("sharding")
-    if sharding is not None and sharding.spec(("length",))[0] is not None:
+    if sharding is not None and sharding.is_split("length"):
         return x
     # Spelt out rather than -1, which an empty batch leaves undetermined.
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])

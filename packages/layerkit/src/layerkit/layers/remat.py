@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from flax import linen as nn
 
-from layerkit.config import near_names
+from layerkit.near_names import near_names
 
 _POLICIES: dict[str, Any] = {
     "none": None,

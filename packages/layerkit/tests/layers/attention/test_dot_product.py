@@ -252,24 +252,24 @@ SHAPES = "query (2, 5, 4, 3), key (2, 5, 3, 3), value (2, 5, 3, 3): "
 
 def test_shapes_that_do_not_fit_are_refused_by_name():
     query, key, value = draw(10, kv_heads=3)
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole text is compared
+    with pytest.raises(ValueError) as error:
         dot_product_attention(query, key, value, scale=1.0)
     assert str(error.value) == f"{SHAPES}kv_heads=3 must divide heads=4"
 
     query, key, value = draw(10)
-    with pytest.raises(ValueError) as error:  # noqa: PT011
+    with pytest.raises(ValueError) as error:
         dot_product_attention(query, key, value[:, :2], scale=1.0)
     assert str(error.value) == (
         "query (2, 5, 4, 3), key (2, 5, 4, 3), value (2, 2, 4, 3): expected query [batch, queries,"
         " heads, head_dim], and key and value [batch, keys, kv_heads, head_dim]"
     )
-    with pytest.raises(ValueError) as error:  # noqa: PT011
+    with pytest.raises(ValueError) as error:
         dot_product_attention(query[..., :2], key, value, scale=1.0)
     assert str(error.value) == (
         "query (2, 5, 4, 2), key (2, 5, 4, 3), value (2, 5, 4, 3): batch and head_dim must be the"
         " same in all"
     )
-    with pytest.raises(ValueError) as error:  # noqa: PT011
+    with pytest.raises(ValueError) as error:
         dot_product_attention(
             query, key, value, mask=AttentionMask.causal_mask(BATCH, 1), scale=1.0
         )

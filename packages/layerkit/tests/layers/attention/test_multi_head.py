@@ -377,6 +377,6 @@ def test_dropout_is_an_obstacle_in_training_only():
     ],
 )
 def test_wrong_fields_are_refused(fields, text):
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole text is compared
+    with pytest.raises(ValueError) as error:
         make(**fields).init(jax.random.key(0))
     assert str(error.value) == f"MultiHeadAttention(): {text}"

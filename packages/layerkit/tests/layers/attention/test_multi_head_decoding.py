@@ -247,7 +247,7 @@ def test_training_without_a_cache_leaves_none():
 
 
 def refusal(call):
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole text is compared
+    with pytest.raises(ValueError) as error:
         call()
     return str(error.value)
 

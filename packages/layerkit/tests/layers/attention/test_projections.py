@@ -121,10 +121,10 @@ def test_wrong_sizes_are_refused():
         (INTO.clone(num_heads=-1), "HeadProjection(): num_heads=-1, expected at least 1"),
         (OUT_OF.clone(output_dims=0), "OutputProjection(): output_dims=0, expected at least 1"),
     ]:
-        with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole text is compared
+        with pytest.raises(ValueError) as error:
             layer.init(jax.random.key(0))
         assert str(error.value) == text
-    with pytest.raises(ValueError) as error:  # noqa: PT011
+    with pytest.raises(ValueError) as error:
         INTO.apply(drawn_weights(INTO), jnp.ones((2, 3, 5)))
     assert str(error.value) == (
         "HeadProjection(): input_dims=6, but the inputs have the shape (2, 3, 5); their last axis"

@@ -1,8 +1,9 @@
 """Which logical axes each array of a training state has.
 
-A weight's axes come with its declaration. An optimizer keeps arrays shaped like the weights (moments,
-traces) in trees of its own; each is recognised by the weight's path at the end of its own, and has
-the weight's axes. What is shaped otherwise (counters, factored moments) has none and is replicated.
+A weight's axes come with its declaration. An optimizer keeps arrays shaped like the weights
+(moments, traces) in trees of its own; each is recognised by the weight's path at the end of its
+own, and has the weight's axes. What is shaped otherwise (counters, factored moments) has none and
+is replicated.
 """
 
 from __future__ import annotations
@@ -20,9 +21,14 @@ Path = tuple[Any, ...]
 
 
 def axes_by_path(boxed: Any) -> dict[Path, tuple[Axes, tuple[int, ...]]]:
-    """From a tree of boxed weights: dict keys to each weight → (axes, shape)."""
+    """From boxed variables `{collection: …}`: layer path of each weight → (axes, shape)."""
     leaves = jax.tree_util.tree_leaves_with_path(boxed, is_leaf=is_box)
-    return {_dict_keys(path): (box.axes, box.value.shape) for path, box in leaves if is_box(box)}
+    return {
+        # Without the collection, which is a field of a state and no part of the layer's path.
+        _dict_keys(path)[1:]: (box.axes, box.value.shape)
+        for path, box in leaves
+        if is_box(box)
+    }
 
 
 def map_with_axes(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from layerkit.base_layer import BaseLayer
-from layerkit.config import Config, near_names
+from layerkit.config import Config
 from layerkit.decoding import SampleDecoder
 from layerkit.layers import (
     GELU,
@@ -20,6 +20,7 @@ from layerkit.layers import (
     TrainablePositionalEmbedding,
 )
 from layerkit.models import LanguageModel, TransformerLm
+from layerkit.near_names import near_names
 from layerkit.weights import WeightInit
 
 _ACTIVATIONS: dict[str, type[BaseLayer]] = {"relu": ReLU, "gelu": GELU, "silu": SiLU}

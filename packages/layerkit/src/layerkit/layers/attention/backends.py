@@ -14,7 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from layerkit.config import near_names
+from layerkit.near_names import near_names
 
 BACKEND_NAMES = ("auto", "xla", "cudnn")
 

@@ -1,0 +1,199 @@
+"""Stopping politely, damage on disk, and what evaluation finds afterwards: one job's life.
+
+The job trains LocalText on small texts. A twin that nobody disturbs tells what must come out.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXP = "lm.quickstart.LocalText"
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def twin(jobs: Any, tmp_path_factory: Any) -> tuple[Any, str]:
+    """A finished job and what it printed."""
+    job = jobs.make(EXP, tmp_path_factory.mktemp("twin") / "job")
+    return job, job.run()
+
+
+@pytest.fixture(scope="module")
+def disturbed(jobs: Any, tmp_path_factory: Any) -> tuple[Any, dict[str, str]]:
+    """A job that was stopped by SIGTERM and by Ctrl-C, lost its newest checkpoint, and finished."""
+    job = jobs.make(EXP, tmp_path_factory.mktemp("disturbed") / "job")
+    said = {
+        "SIGTERM": stopped_by(job, signal.SIGTERM, after_step=1, code=143),
+        "SIGINT": stopped_by(job, signal.SIGINT, after_step=4, code=130),
+    }
+    newest = max(job.checkpoints.glob("checkpoint_*"))
+    arrays = max((newest / "state" / "d").iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(arrays.read_bytes())
+    content[len(content) // 2] ^= 1
+    arrays.write_bytes(content)
+    said["damaged"] = f"{newest.name} {arrays.name}"
+    said["finished"] = job.run()
+    return job, said
+
+
+def stopped_by(job: Any, number: int, *, after_step: int, code: int) -> str:
+    process = job.start()
+    assert job.wait_for(process, lambda: max(job.steps_logged(), default=0) >= after_step)
+    process.send_signal(number)
+    output = process.communicate(timeout=300)[0]
+    assert process.returncode == code, output
+    return output
+
+
+def evaluations(job: Any, mode: str = "") -> list[dict[str, Any]]:
+    path = job.folder / f"metrics{mode}.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [record for record in records if "dataset" in record]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_saves_and_leaves(disturbed: tuple[Any, dict[str, str]], name: str):
+    _, said = disturbed
+    assert f"{name}: finishing this step, saving, leaving" in said[name]
+    saved = [line for line in said[name].splitlines() if line.startswith("saved at step")]
+    assert len(saved) == 1
+    step = int(saved[0].split()[3].rstrip(";"))
+    assert 0 < step < STEPS
+    assert saved[0] == f"saved at step {step}; the same command goes on from there"
+
+
+def test_a_resumed_run_says_where_it_goes_on(disturbed: tuple[Any, dict[str, str]]):
+    job, said = disturbed
+    saved = said["SIGTERM"].split("saved at step ")[1].split(";")[0]
+    assert f"goes on from step {saved} of {job.checkpoints}" in said["SIGINT"]
+
+
+def test_a_damaged_checkpoint_is_named_and_passed_over(disturbed: tuple[Any, dict[str, str]]):
+    job, said = disturbed
+    folder, file = said["damaged"].split()
+    step = int(folder.removeprefix("checkpoint_"))
+    assert f"CHECKPOINT DAMAGED: step {step} in {job.checkpoints / folder}" in said["finished"]
+    assert f"state/d/{file}: altered, expected " in said["finished"]
+    assert f"It was moved aside to damaged_{folder}." in said["finished"]
+    went_on = int(said["finished"].split("goes on from step ")[1].split()[0])
+    assert went_on < step
+    assert f"Step {went_on} is used instead; work lost: " in said["finished"]
+
+
+def test_the_result_does_not_tell_what_happened(
+    jobs: Any, twin: tuple[Any, str], disturbed: tuple[Any, dict[str, str]]
+):
+    jobs.assert_same_bits(
+        jobs.read_checkpoint(disturbed[0], STEPS), jobs.read_checkpoint(twin[0], STEPS)
+    )
+    final = [evaluations(job)[-1] for job in (disturbed[0], twin[0])]
+    assert final[0]["step"] == final[1]["step"] == STEPS
+    assert final[0]["loss"] == final[1]["loss"]
+    samples = [
+        (job.folder / f"decode/prompts/step_{STEPS:08d}.jsonl").read_text()
+        for job in (disturbed[0], twin[0])
+    ]
+    assert samples[0] == samples[1]
+
+
+def test_what_the_folder_holds(twin: tuple[Any, str]):
+    job, _ = twin
+    names = {path.name for path in job.folder.iterdir()}
+    assert names == {
+        "checkpoints",
+        "config.json",
+        "config.txt",
+        "decode",
+        "loss_curve.png",
+        "metrics.jsonl",
+        "summaries",
+    }
+    assert sorted(path.name for path in job.checkpoints.iterdir()) == [
+        "checkpoint_00000003",
+        "checkpoint_00000006",
+        "checkpoint_00000008",
+    ]
+    assert job.steps_logged() == list(range(1, STEPS + 1))
+    assert [record["step"] for record in evaluations(job)] == [4, 8]
+
+
+def test_what_is_printed(twin: tuple[Any, str]):
+    lines = twin[1].splitlines()
+    before_step_1 = next(n for n, line in enumerate(lines) if line.startswith("step 1/"))
+    assert before_step_1 < 40
+    start = "\n".join(lines[:before_step_1])
+    for told in ("experiment", "parameters", "partitioner", "batch", "state", "writing to"):
+        assert told in start
+    end = lines[before_step_1:]
+    for begin in ("heldout: ", "  for comparison: trigram table: ", "speed: ", "sample (", "next:"):
+        assert sum(line.startswith(begin) for line in end) == 1
+
+
+def test_a_finished_run_trains_no_further(twin: tuple[Any, str], jobs: Any):
+    job, first = twin
+    before = {path: path.stat().st_mtime_ns for path in job.checkpoints.rglob("*")}
+    steps = job.steps_logged()
+    again = job.run()
+    assert job.steps_logged() == steps
+    assert {path: path.stat().st_mtime_ns for path in job.checkpoints.rglob("*")} == before
+
+    def held_out(output: str) -> str:
+        return next(line for line in output.splitlines() if line.startswith("heldout: "))
+
+    assert held_out(again) == held_out(first)
+
+
+def test_evaluation_finds_the_loss_that_training_ended_with(twin: tuple[Any, str]):
+    job, output = twin
+    evaluated = job.run("--mode=eval")
+    line = next(line for line in output.splitlines() if line.startswith("heldout: "))
+    assert line in evaluated.splitlines()
+    at_end, alone = evaluations(job)[-1], evaluations(job, "_eval")[-1]
+    for name in ("step", "dataset", "loss", "xent", "accuracy"):
+        assert alone[name] == at_end[name]
+
+
+def test_decoding_once_is_enough(twin: tuple[Any, str], tmp_path: Path, jobs: Any):
+    source, _ = twin
+    job = jobs.make(EXP, tmp_path / "decoded", f"--restore_checkpoint_dir={source.folder}")
+    job.run("--mode=decode_once")
+    output = job.folder / f"decode/prompts/step_{STEPS:08d}.jsonl"
+    assert not (job.folder / "checkpoints").exists()
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    assert len(records) == 2
+    for record in records:
+        assert set(record) == {"prompt", "continuation", "log_prob", "num_tokens"}
+        assert 1 <= record["num_tokens"] <= 4
+        assert record["log_prob"] < 0
+    # Weights, prompts and seed are those of the training job, and so is what it wrote.
+    assert output.read_text() == (source.folder / output.relative_to(job.folder)).read_text()
+    made = output.stat().st_mtime_ns
+    assert f"{output} is already there" in job.run("--mode=decode_once")
+    assert output.stat().st_mtime_ns == made
+
+
+def test_the_recorded_arguments_make_the_same_run(
+    twin: tuple[Any, str], tmp_path: Path, jobs: Any, cache: Path
+):
+    job, _ = twin
+    arguments = json.loads((job.folder / "config.json").read_text())["arguments"]
+    again = jobs.make(EXP, tmp_path / "again")
+    folders = [f"--job_log_dir={again.folder}", f"--jax_compilation_cache={cache}"]
+    process = again.start_with([*arguments, *folders])
+    output = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, output
+    jobs.assert_same_bits(jobs.read_checkpoint(again, STEPS), jobs.read_checkpoint(job, STEPS))
+    assert (again.folder / "config.txt").read_text() == (job.folder / "config.txt").read_text()
+
+
+def test_longer_training_goes_on(twin: tuple[Any, str], tmp_path: Path, jobs: Any):
+    source, _ = twin
+    job = jobs.make(EXP, tmp_path / "longer", f"--restore_checkpoint_dir={source.folder}")
+    output = job.run("--restore_checkpoint_step=6", "--fdl.task.train.num_train_steps=10")
+    assert f"goes on from step 6 of {source.checkpoints}" in output
+    assert job.steps_logged() == [7, 8, 9, 10]

@@ -1,0 +1,54 @@
+"""Arrays of an optimizer have the axes of the weights they belong to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import optax
+import pytest
+
+from layerkit.config import Config, Partial
+from layerkit_runner.partitioning.state_axes import axes_by_path, map_with_axes
+from layerkit_runner.task import SingleTask
+
+
+def axes_of_state(task: SingleTask) -> dict[str, Any]:
+    boxed, state = jax.eval_shape(lambda: task.init_boxed_state(jax.random.key(0)))
+    found: dict[str, Any] = {}
+    map_with_axes(lambda path, axes, leaf: found.update({path: axes}), state, axes_by_path(boxed))
+    return found
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        Partial(optax.adamw, mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)),
+        Partial(optax.sgd, momentum=0.9, nesterov=True),
+        Partial(optax.lion),
+    ],
+)
+def test_every_weight_and_moment_is_known(arrangements: Any, optimizer: Config):
+    task = arrangements.sgd_task(arrangements.language_model(), optimizer=optimizer)
+    axes = axes_of_state(task)
+    weight = "['lm']['stack']['repeat']['sub']['attention']['query']['w']"
+    found = {path: named for path, named in axes.items() if path.endswith(weight)}
+    assert len(found) in (2, 3)  # the weight, and one or two moments
+    assert set(found.values()) == {("layers", "embed", "heads", "head_dim")}
+    unnamed = [path for path, named in axes.items() if named and None in named]
+    assert not unnamed
+    assert axes[".step"] == ()
+
+
+def test_moments_of_another_shape_are_replicated(arrangements: Any):
+    factored = Partial(optax.adafactor, min_dim_size_to_factor=8)
+    task = arrangements.sgd_task(arrangements.language_model(), optimizer=factored)
+    rows = [named for path, named in axes_of_state(task).items() if "v_row" in path]
+    assert rows
+    assert set(sum(rows, ())) == {None}
+
+
+def test_non_trainables_have_their_axes(tiny: Any):
+    axes = axes_of_state(tiny.task_config(counts=True).Instantiate())
+    assert axes[".non_trainable['counter']['sum']"] == ()
+    assert axes[".params['linear']['w']"] == ("embed", "mlp")
