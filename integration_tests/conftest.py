@@ -22,6 +22,7 @@ import jax
 import numpy as np
 import pytest
 
+from layerkit_runner import cli
 from layerkit_runner.checkpoints import CheckpointManager
 from layerkit_runner.checkpoints.handlers import stored_leaves
 
@@ -120,6 +121,10 @@ class Job:
         output, _ = process.communicate(timeout=TIMEOUT)
         assert process.returncode == code, output
         return output
+
+    def run_here(self, *more: str) -> int:
+        """Runs the command in this process, on all its devices; returns the exit code."""
+        return cli.main(self.arguments(*more))
 
     @property
     def checkpoints(self) -> Path:
@@ -233,9 +238,9 @@ def text_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "quickly",
         "slowly",
     ]
-    for number in range(40):
+    for number in range(100):
         text = " ".join(draw.choice(words) for _ in range(60))
-        (folder / f"text_{number:02d}.txt").write_text(text + "\n")
+        (folder / f"text_{number:03d}.txt").write_text(text + "\n")
     return folder
 
 

@@ -9,6 +9,22 @@ from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.feeds import FeedPlan, plan_feeds
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import Partitioner
+from layerkit_runner.resolve import ResolvedExperiment
+
+
+def training_config(resolved: ResolvedExperiment) -> Config:
+    """The config of the input to train on.
+
+    Raises:
+      UsageError: there is not exactly one.
+    """
+    training = [config for config in resolved.datasets if config.is_training]
+    if len(training) != 1:
+        raise UsageError(
+            f"{resolved.name}.datasets() must hold one input with is_training=True to train on,"
+            f" not {len(training)}"
+        )
+    return training[0]
 
 
 def make_input(config: Config, partitioner: Partitioner) -> BaseInput:

@@ -21,7 +21,7 @@ from layerkit_runner.checkpoints import (
 )
 from layerkit_runner.errors import UsageError
 from layerkit_runner.flags import RunOptions
-from layerkit_runner.infeed import dataset_name, make_input
+from layerkit_runner.infeed import dataset_name, make_input, training_config
 from layerkit_runner.job_folder import check_same_experiment, recorded_overrides
 from layerkit_runner.observers import MetricsLog, Observer, Observers, Progress, TensorBoard
 from layerkit_runner.partitioning import Partitioner, PmapPartitioner
@@ -105,13 +105,7 @@ class Job:
         Raises:
           UsageError: there is not exactly one.
         """
-        training = [config for config in self.resolved.datasets if config.is_training]
-        if len(training) != 1:
-            raise UsageError(
-                f"{self.resolved.name}.datasets() must hold one input with is_training=True to"
-                f" train on, not {len(training)}"
-            )
-        return make_input(training[0], self.partitioner)
+        return make_input(training_config(self.resolved), self.partitioner)
 
     def eval_inputs(self) -> dict[str, BaseInput]:
         """The inputs to evaluate on, by name."""

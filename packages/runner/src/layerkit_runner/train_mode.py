@@ -21,14 +21,13 @@ from layerkit_runner.checkpoints import CheckpointManager
 from layerkit_runner.errors import UsageError
 from layerkit_runner.executor import Executor
 from layerkit_runner.flags import RunOptions
-from layerkit_runner.flops import training_flops
 from layerkit_runner.job import Job, start_job, versions
 from layerkit_runner.job_folder import write_config
 from layerkit_runner.observers import RunInfo, Throughput, peak_flops
 from layerkit_runner.programs import DecodeProgram, EvalProgram, TrainProgram
 from layerkit_runner.resolve import ResolvedExperiment
 from layerkit_runner.start_report import LayerNotes, compiled_lines, num_params, start_lines
-from layerkit_runner.step_context import GLOBAL_BATCH
+from layerkit_runner.step_flops import model_flops_per_step
 from layerkit_runner.stop_signals import StopSignals
 from layerkit_runner.train_state import TrainState
 
@@ -188,20 +187,8 @@ def _run_info(job: Job, state: TrainState, train_input: Prefetch, *, start_step:
         start_step=start_step,
         tokens_per_step=rows * columns,
         examples_per_step=rows,
-        flops_per_step=_flops_per_step(job, batch, rows),
+        flops_per_step=model_flops_per_step(job.resolved, batch, rows),
         num_devices=job.partitioner.mesh.size,
         device_kind=device.device_kind,
         peak_flops_per_device=peak_flops(device.device_kind),
-    )
-
-
-def _flops_per_step(job: Job, batch: Any, rows: int) -> float:
-    """Model FLOPs of one global step: three times those of the forward pass."""
-    one_row = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), batch
-    )
-    task = job.resolved.task.Instantiate()  # not bound to a mesh, so that one row will do
-    state = jax.eval_shape(lambda: task.init_state(jax.random.key(0)))
-    return rows * training_flops(
-        lambda state, batch: task.eval_step(state, batch, GLOBAL_BATCH), state, one_row
     )

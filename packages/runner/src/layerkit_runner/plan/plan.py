@@ -13,17 +13,15 @@ from typing import Any
 
 import jax
 
-from layerkit.config import Config
 from layerkit_runner.errors import UsageError
-from layerkit_runner.flops import training_flops
-from layerkit_runner.infeed import make_input
+from layerkit_runner.infeed import make_input, training_config
 from layerkit_runner.job import build_parts, versions
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.plan.collectives import Traffic, collective_traffic
 from layerkit_runner.plan.memory import Memory, TensorMemory, step_memory, tensor_memory
 from layerkit_runner.resolve import ResolvedExperiment
 from layerkit_runner.start_report import LayerNotes, num_params
-from layerkit_runner.step_context import GLOBAL_BATCH
+from layerkit_runner.step_flops import model_flops_per_step
 from layerkit_runner.task import SingleTask
 
 # Changes what code LLVM makes of the program, which nobody will run, and not the program itself.
@@ -118,13 +116,13 @@ def make_plan(
     try:
         partitioner.start(devices)
         partitioner.bind(task)
-        with contextlib.closing(make_input(_train_config(resolved), partitioner)) as train_input:
+        with contextlib.closing(make_input(training_config(resolved), partitioner)) as train_input:
             host_batch = train_input.peek()
         state, batch = partitioner.abstract_state(task), partitioner.abstract_batch(host_batch)
         with LayerNotes() as notes:
             lowered = partitioner.train_step_fn(task).lower(state, batch)
         batch_plan = _plan_batch(batch, partitioner)
-        flops = _model_flops(resolved, host_batch, batch_plan.rows)
+        flops = model_flops_per_step(resolved, host_batch, batch_plan.rows)
     except ValueError as error:
         raise UsageError(f"{resolved.name}: {error}") from error
     traced = time.perf_counter()
@@ -152,16 +150,6 @@ def make_plan(
         trace_seconds=traced - begun,
         compile_seconds=compiled_at - traced,
     )
-
-
-def _train_config(resolved: ResolvedExperiment) -> Config:
-    training = [config for config in resolved.datasets if config.is_training]
-    if len(training) != 1:
-        raise UsageError(
-            f"{resolved.name}.datasets() must hold one input with is_training=True to plan a"
-            f" training step for, not {len(training)}"
-        )
-    return training[0]
 
 
 def _plan_batch(batch: Any, partitioner: Partitioner) -> BatchPlan:
@@ -199,15 +187,3 @@ def _cpu_notes(lowered_text: str, hlo_text: str) -> Iterator[str]:
             "compiled for CPU, where XLA undoes rematerialisation outside of repeated layers;"
             " temporaries are as if everything were kept, which an accelerator would not do"
         )
-
-
-def _model_flops(resolved: ResolvedExperiment, batch: Any, rows: int) -> float:
-    """Model FLOPs of one global step: `rows` times those of one row."""
-    one_row = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), batch
-    )
-    task = resolved.task.Instantiate()  # not bound to a mesh, which could not split one row
-    state = jax.eval_shape(lambda: task.init_state(jax.random.key(0)))
-    return rows * training_flops(
-        lambda state, batch: task.eval_step(state, batch, GLOBAL_BATCH), state, one_row
-    )

@@ -1,0 +1,190 @@
+"""What cannot run is refused with one sentence and exit code 2, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXP = "lm.lm_cloud.LmCloudSpmdTest"
+NAME = "layerkit_experiments.lm.lm_cloud.LmCloudSpmdTest"
+ON_8 = {"ICI_MESH_SHAPE": "[8,1,1]"}
+
+
+def refusal(job: Any, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    """What is said, without `runner: `; nothing may be written."""
+    before = {path: path.stat().st_mtime_ns for path in job.folder.rglob("*")}
+    assert job.run_here(*flags) == 2
+    assert {path: path.stat().st_mtime_ns for path in job.folder.rglob("*")} == before
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("runner: ")
+    return said.err.removeprefix("runner: ").rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        (
+            {"ICI_MESH_SHAPE": "[1,4,1]"},
+            "the mesh needs 4 devices (ici_mesh_shape=[1, 4, 1] × dcn_mesh_shape=[1, 1, 1] over data,"
+            " fsdp, tensor), but there are 8 (cpu).\n"
+            "For these devices try --fdl.ICI_MESH_SHAPE=[8,1,1]",
+        ),
+        (
+            {"PERCORE_BATCH_SIZE": 0.25},
+            "train: a global batch of 2 rows cannot be split evenly over data × fsdp = 8 devices; use"
+            " a multiple of 8",
+        ),
+        (
+            {"PERCORE_BATCH_SIZE": 0.3},
+            "train: percore_batch_size=0.3 on 8 devices is a global batch of 2.4 rows, which is no"
+            " whole number",
+        ),
+        (
+            {"CHECKPOINT_POLICY": "fulll"},
+            f"{NAME}: StackedTransformerRepeated(lm/stack): remat='fulll' is not a policy; did you"
+            " mean 'full'? Policies: none, dots, dots_no_batch, full.",
+        ),
+        (
+            {"ACTIVATION": "geluu"},
+            "LmCloudSpmdTest cannot run as asked: ACTIVATION='geluu'; did you mean 'gelu'? It is one"
+            " of relu, gelu, silu.",
+        ),
+        (
+            {"FPROP_DTYPE": "bfloat15"},
+            "LmCloudSpmdTest cannot run as asked: FPROP_DTYPE='bfloat15' is not a dtype; did you mean"
+            " 'bfloat16' or 'float16'?",
+        ),
+        (
+            {"ICI_MESH_SHAPE": "[1,1,8]", "PERCORE_BATCH_SIZE": 0.125},
+            f"{NAME}: .params['lm']['stack']['repeat']['sub']['attention']['key']['w']: dimension"
+            " 'kv_heads' of size 2 cannot be split evenly over mesh axes ('tensor',) of size 8; use"
+            " another mesh, another size, or ShardingRules.replace(kv_heads=None)",
+        ),
+        (
+            {"ATTENTION_BACKEND": "cudnn", "ATTENTION_LOGIT_CAP": "None"},
+            f"{NAME}: attention backend 'cudnn' cannot do what is asked: it needs a GPU, not cpu; it"
+            " needs bfloat16 or float16, not float32; it does not know segments or padding. Use"
+            " backend='xla' or 'auto'.",
+        ),
+        (
+            {"CHECKPOINT_EVERY_N_STEPS": 0},
+            f"{NAME}: task.train.save_interval_steps=0 must be at least 1",
+        ),
+        (
+            {"DECAY_END": 8},
+            "schedule: 0 < warmup_steps=4 <= decay_start=8 < decay_end=8 does not hold; a shorter run"
+            " needs a shorter warmup",
+        ),
+    ],
+)
+def test_fields_that_do_not_fit(
+    jobs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], fields: dict, text: str
+):
+    job = jobs.make(EXP, tmp_path / "job", **{**ON_8, **fields})
+    assert refusal(job, capsys) == text
+    assert not job.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--mode=eval"], f"{NAME}.datasets() has no held-out input to evaluate"),
+        (["--mode=decode_once"], f"{NAME}.decode_datasets() has nothing to decode"),
+        (["--restore_checkpoint_dir=/nowhere"], "no checkpoint in /nowhere/checkpoints"),
+        (
+            ["--restore_checkpoint_step=3"],
+            "--restore_checkpoint_step needs --restore_checkpoint_dir: a run goes on from the newest"
+            " of its own checkpoints. To go on from an older one, give that folder as"
+            " --restore_checkpoint_dir and a new --job_log_dir.",
+        ),
+    ],
+)
+def test_flags_that_do_not_fit(
+    jobs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], text: str
+):
+    assert refusal(jobs.make(EXP, tmp_path / "job", **ON_8), capsys, *flags) == text
+
+
+def test_text_that_is_not_there(jobs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    job = jobs.make(
+        "lm.quickstart.LocalText", tmp_path / "job", TEXT_FILES="['/nowhere/*.txt']", NUM_HEADS=2
+    )
+    assert "nothing to read at '/nowhere/*.txt'" in refusal(job, capsys)
+
+
+@pytest.fixture(scope="module")
+def finished(jobs: Any, tmp_path_factory: Any) -> Any:
+    job = jobs.make(EXP, tmp_path_factory.mktemp("finished") / "job", MAX_STEPS=2, **ON_8)
+    assert job.run_here() == 0
+    return job
+
+
+def test_the_folder_of_another_experiment(
+    finished: Any, jobs: Any, capsys: pytest.CaptureFixture[str]
+):
+    capsys.readouterr()
+    other = jobs.make("lm.lm_cloud.LmCloudTransformerAdamLimitSteps", finished.folder)
+    assert refusal(other, capsys) == (
+        f"{finished.folder} holds a run of {NAME}, not of"
+        " layerkit_experiments.lm.lm_cloud.LmCloudTransformerAdamLimitSteps; give another"
+        " --job_log_dir."
+    )
+
+
+def test_a_checkpoint_of_another_size(finished: Any, jobs: Any, capsys: pytest.CaptureFixture[str]):
+    capsys.readouterr()
+    other = jobs.make(EXP, finished.folder, MAX_STEPS=2, HIDDEN_DIMS=64, **ON_8)
+    said = refusal(other, capsys)
+    assert "params/lm/stack/repeat/sub/feed_forward/down/w: shape [1, 32, 16]" in said
+    # What would have fitted is told.
+    assert said.splitlines()[-1].startswith(f"{finished.folder} was last written with --fdl.NUM_LAY")
+    assert "--fdl.HIDDEN_DIMS=32" in said.splitlines()[-1]
+
+
+def test_a_step_that_was_not_saved(
+    finished: Any, jobs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    capsys.readouterr()
+    job = jobs.make(EXP, tmp_path / "job", **ON_8)
+    flags = [f"--restore_checkpoint_dir={finished.folder}", "--restore_checkpoint_step=7"]
+    assert refusal(job, capsys, *flags) == (
+        f"{finished.checkpoints} has no checkpoint of step 7; it has 2."
+    )
+
+
+def test_other_data_than_the_run_began_with(
+    finished: Any, jobs: Any, capsys: pytest.CaptureFixture[str]
+):
+    capsys.readouterr()
+    other = jobs.make(EXP, finished.folder, MAX_STEPS=4, MAX_SEQ_LEN=8, **ON_8)
+    assert "seq_length was 16 and is 8" in refusal(other, capsys)
+
+
+def test_changes_that_do_fit_are_reported(
+    finished: Any, jobs: Any, capsys: pytest.CaptureFixture[str]
+):
+    capsys.readouterr()
+    changed = jobs.make(EXP, finished.folder, MAX_STEPS=3, **ON_8)
+    assert changed.run_here() == 0
+    lines = capsys.readouterr().out.splitlines()
+    begin = "changed since this folder was last written: "
+    assert [line.removeprefix(begin) for line in lines if line.startswith(begin)] == [
+        "task.train.num_train_steps: 2 → 3"
+    ]
+    recorded = json.loads((finished.folder / "config.json").read_text())
+    assert recorded["fields"]["MAX_STEPS"] == 3
+
+
+def test_without_saving_a_run_still_goes_on_but_leaves_no_trace_in_the_checkpoints(
+    finished: Any, jobs: Any, capsys: pytest.CaptureFixture[str]
+):
+    before = sorted(path.name for path in finished.checkpoints.iterdir())
+    job = jobs.make(EXP, finished.folder, MAX_STEPS=5, **ON_8)
+    capsys.readouterr()
+    assert job.run_here("--noenable_checkpoint_saving") == 0
+    assert "goes on from step" in capsys.readouterr().out
+    assert sorted(path.name for path in finished.checkpoints.iterdir()) == before

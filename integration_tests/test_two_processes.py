@@ -1,0 +1,89 @@
+"""Two processes of four devices train as one process of eight does.
+
+Each reads its own share of the same global batches, or the same rows where both hold them. The
+checkpoint is one, and a single process goes on from it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from layerkit_runner.observers import read_metrics
+
+EXP = "lm.lm_cloud.LmCloudSpmdTest"
+STEPS = 4
+# One of two, told its number and how to find the other; the rest is the command line.
+PROCESS = """
+import sys
+import jax
+from layerkit_runner import cli
+
+address, index, *arguments = sys.argv[1:]
+jax.distributed.initialize(address, 2, int(index))
+code = cli.main(arguments)
+jax.distributed.shutdown()
+sys.exit(code)
+"""
+MESHES = {
+    "each its own rows": {"ICI_MESH_SHAPE": "[2,2,2]"},
+    "both the same rows": {
+        "ICI_MESH_SHAPE": "[1,1,8]",
+        "PERCORE_BATCH_SIZE": 0.5,
+        "NUM_HEADS": 8,
+        "DIMS_PER_HEAD": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_two_processes_are_one_run(jobs: Any, tmp_path: Path, name: str):
+    fields = {**MESHES[name], "MAX_STEPS": STEPS}
+    alone = jobs.make(EXP, tmp_path / "alone", num_devices=8, **fields)
+    assert alone.run_here() == 0
+    together = jobs.make(EXP, tmp_path / "together", num_devices=4, **fields)
+    run_two_processes(together)
+    states = [jobs.read_checkpoint(job, STEPS) for job in (together, alone)]
+    for path, leaf in states[1].leaves.items():
+        np.testing.assert_allclose(states[0].leaves[path], leaf, rtol=1e-5, atol=1e-6)
+    assert states[0].input_states == states[1].input_states
+    losses = [
+        {record["step"]: record["loss"] for record in read_metrics(job.folder).train}
+        for job in (together, alone)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+    one_more = jobs.make(EXP, together.folder, num_devices=8, **{**fields, "MAX_STEPS": STEPS + 1})
+    assert one_more.run_here() == 0
+    assert one_more.steps_logged() == [1, 2, 3, 4, 5]
+
+
+def run_two_processes(job: Any) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    devices = f"--xla_force_host_platform_device_count={job.num_devices}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, address, str(index), *job.arguments()],
+            env={**os.environ, "XLA_FLAGS": devices},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    try:
+        for process in processes:
+            output = process.communicate(timeout=120)[0]
+            assert process.returncode == 0, output
+    finally:
+        for process in processes:
+            process.kill()
