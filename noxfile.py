@@ -55,6 +55,12 @@ def tests(session: nox.Session) -> None:
     test_wheels(session, list(PACKAGES), ALL_SUITES)
 
 
+@nox.session
+def slow(session: nox.Session) -> None:
+    """The tests that the ordinary run leaves out: many kills, many meshes."""
+    test_wheels(session, list(PACKAGES), ALL_SUITES, marker="slow")
+
+
 @nox.session(python=["3.12", "3.13"])
 def compat(session: nox.Session) -> None:
     """The tests on other Pythons; one that is not installed is skipped, and nox says so."""
@@ -102,7 +108,13 @@ def lint(session: nox.Session) -> None:
             session.error(f"packages/{folder}/LICENSE is no copy of LICENSE")
 
 
-def test_wheels(session: nox.Session, folders: Sequence[str], suites: Sequence[Path]) -> None:
+def test_wheels(
+    session: nox.Session,
+    folders: Sequence[str],
+    suites: Sequence[Path],
+    *,
+    marker: str = "not slow",
+) -> None:
     """Runs `suites` and the doctests of layerkit on wheels built now from `folders`.
 
     Arguments of the session go to pytest; a path among them replaces the suites.
@@ -117,7 +129,7 @@ def test_wheels(session: nox.Session, folders: Sequence[str], suites: Sequence[P
         # they depend on is left alone where it is there already.
         session.install("--no-deps", "--no-index", "--force-reinstall", *wheels)
         session.install("--constraint", str(CONSTRAINTS), *wheels)
-    pytest = ["python", "-P", "-m", "pytest", "-n", "2", *session.posargs]
+    pytest = ["python", "-P", "-m", "pytest", "-n", "2", "-m", marker, *session.posargs]
     if not any(Path(argument.partition("::")[0]).exists() for argument in session.posargs):
         # --pyargs: the doctests are those of the installed package.
         pytest += ["--doctest-modules", "--pyargs", "layerkit"]

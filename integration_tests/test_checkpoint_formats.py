@@ -125,7 +125,9 @@ def test_training_goes_on_under_the_other_partitioner(
     written: Written, reader: type, jobs: Any, tmp_path: Path, never_stopped: dict[int, float]
 ):
     job = jobs.make(EXP, tmp_path / "job", MAX_STEPS=STEPS + 2)
-    assert run_train(*understood(reader, job, f"--restore_checkpoint_dir={written.job.folder}")) == 0
+    assert (
+        run_train(*understood(reader, job, f"--restore_checkpoint_dir={written.job.folder}")) == 0
+    )
     went_on = losses(written.job) | losses(job)
     assert went_on.keys() == never_stopped.keys()
     assert went_on == pytest.approx(never_stopped, rel=1e-5)

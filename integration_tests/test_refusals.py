@@ -141,7 +141,9 @@ def test_a_checkpoint_of_another_size(finished: Any, jobs: Any, capsys: pytest.C
     said = refusal(other, capsys)
     assert "params/lm/stack/repeat/sub/feed_forward/down/w: shape [1, 32, 16]" in said
     # What would have fitted is told.
-    assert said.splitlines()[-1].startswith(f"{finished.folder} was last written with --fdl.NUM_LAY")
+    assert said.splitlines()[-1].startswith(
+        f"{finished.folder} was last written with --fdl.NUM_LAY"
+    )
     assert "--fdl.HIDDEN_DIMS=32" in said.splitlines()[-1]
 
 

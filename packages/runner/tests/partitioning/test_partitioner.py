@@ -121,9 +121,7 @@ def test_what_does_not_divide_is_refused_by_name(arrangements: Any):
     model.lm_tpl.set(num_heads=4)
     task = arrangements.sgd_task(model)
     partitioner.bind(task)
-    with pytest.raises(
-        ValueError, match=r"heads' of size 4 cannot be split evenly over mesh axes"
-    ):
+    with pytest.raises(ValueError, match=r"heads' of size 4 cannot be split evenly over mesh axes"):
         partitioner.abstract_state(task)
 
 

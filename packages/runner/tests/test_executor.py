@@ -1,0 +1,165 @@
+"""The loop of a training job: what happens when, what a signal does, what is saved."""
+
+from __future__ import annotations
+
+import signal
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from etils import epath
+
+from layerkit_runner.checkpoints import CheckpointManager, CheckpointPolicy
+from layerkit_runner.executor import Executor, is_due
+from layerkit_runner.infeed import make_input
+from layerkit_runner.observers import Observer, RunInfo, Throughput
+from layerkit_runner.partitioning import SpmdPartitioner
+from layerkit_runner.programs import DecodeProgram, EvalProgram, TrainProgram
+from layerkit_runner.stop_signals import StopSignals
+
+
+class Recorder(Observer):
+    """Keeps what it is told; asks to stop at a step."""
+
+    def __init__(self, signals: StopSignals, stop_at: int | None) -> None:
+        self.events: list[str] = []
+        self._signals = signals
+        self._stop_at = stop_at
+
+    def progress(self, step: int) -> None:
+        self.events.append(f"step {step}")
+        if step == self._stop_at:
+            self._signals.received = signal.SIGTERM
+
+    def eval_metrics(self, step: int, dataset: str, scalars: Any) -> None:
+        self.events.append(f"eval {step}")
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self.events.append(f"decode {step}")
+
+    def flush(self) -> None:
+        self.events.append("save")
+
+
+@pytest.fixture
+def make(tiny: SimpleNamespace, tmp_path: Any) -> Any:
+    """Makes an executor, its first state and its recorder."""
+
+    def build(*, saves: bool = True, stop_at: int | None = None, **train: Any) -> Any:
+        partitioner = SpmdPartitioner()
+        partitioner.start()
+        task = tiny.task_config(
+            train={"eval_interval_steps": None, "max_inflight_steps": 1, **train}
+        ).Instantiate()
+        partitioner.bind(task)
+
+        def dataset(kind: Any, **fields: Any) -> Any:
+            return make_input(kind.HParams.config(percore_batch_size=1.0, **fields), partitioner)
+
+        program = TrainProgram(task, partitioner, dataset(tiny.Points, is_training=True))
+        signals = StopSignals()
+        recorder = Recorder(signals, stop_at)
+        throughput = Throughput(run_info(task.train.num_train_steps))
+        compiled = program.lower(partitioner.abstract_state(task)).compile()
+        program.start(compiled, recorder, throughput)
+        policy = CheckpointPolicy(save_interval_steps=task.train.save_interval_steps)
+        folder = epath.Path(tmp_path)
+        executor = Executor(
+            train=task.train,
+            train_program=program,
+            eval_programs=[EvalProgram(task, partitioner, dataset(tiny.Points), "points")],
+            decode_programs=[
+                DecodeProgram(task, partitioner, dataset(tiny.Prompts), "prompts", folder)
+            ],
+            checkpoints=CheckpointManager(folder / "checkpoints", policy=policy) if saves else None,
+            metadata={},
+            observers=recorder,
+            throughput=throughput,
+            signals=signals,
+        )
+        return SimpleNamespace(
+            executor=executor,
+            state=partitioner.init_fn(task)(),
+            recorder=recorder,
+            abstract=partitioner.abstract_state(task),
+        )
+
+    return build
+
+
+def run_info(num_train_steps: int) -> RunInfo:
+    return RunInfo(
+        job_log_dir=None,
+        experiment="tiny",
+        mode="train",
+        num_params=2,
+        num_train_steps=num_train_steps,
+        start_step=0,
+        tokens_per_step=0,
+        examples_per_step=8,
+        flops_per_step=None,
+        num_devices=8,
+        device_kind="cpu",
+        peak_flops_per_device=None,
+    )
+
+
+def test_what_happens_when(make: Any):
+    job = make(
+        num_train_steps=6, eval_interval_steps=2, decode_interval_steps=3, save_interval_steps=4
+    )
+    state, step = job.executor.run(job.state, 0)
+    # Evaluation and decoding after the last step are the end report's.
+    assert job.recorder.events == [
+        *("step 1", "step 2", "eval 2", "step 3", "decode 3", "step 4", "eval 4", "save"),
+        *("step 5", "step 6", "save"),
+    ]
+    assert (int(state.step), step) == (6, 6)
+    with job.executor.checkpoints as checkpoints:
+        checkpoints.wait_until_finished()
+        restored = [checkpoints.restore(saved, job.abstract) for saved in (4, 6)]
+    assert [int(saved.state.step) for saved in restored] == [4, 6]
+    rows = [saved.input_states["train"]["position"]["rows_done"] for saved in restored]
+    assert rows == [8 * 4, 8 * 6]
+
+
+def test_a_signal_ends_training_with_a_save(make: Any):
+    job = make(num_train_steps=50, save_interval_steps=20, stop_at=3)
+    state, step = job.executor.run(job.state, 0)
+    # The flag goes up when step 3 is reported, at most one step behind.
+    assert step in (3, 4)
+    assert job.recorder.events[-1] == "save"
+    with job.executor.checkpoints as checkpoints:
+        checkpoints.wait_until_finished()
+        assert checkpoints.latest_step() == step == int(state.step)
+
+
+def test_a_finished_run_does_nothing_more(make: Any):
+    job = make(num_train_steps=3, save_interval_steps=20)
+    state, _ = job.executor.run(job.state, 0)
+    del job.recorder.events[:]
+    _, step = job.executor.run(state, 3)
+    assert step == 3
+    assert not any(event.startswith("step") for event in job.recorder.events)
+    job.executor.checkpoints.close()
+
+
+def test_without_a_manager_nothing_is_saved(make: Any, tmp_path: Any):
+    job = make(saves=False, num_train_steps=3, save_interval_steps=1)
+    job.executor.run(job.state, 0)
+    assert job.recorder.events == ["step 1", "step 2", "step 3"]
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_evaluation_and_decoding_on_demand(make: Any):
+    job = make(num_train_steps=3, saves=False)
+    means = job.executor.evaluate(job.state, 0)
+    assert set(means) == {"points"}
+    assert len(job.executor.decode(job.state, 0)["prompts"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("step", "interval", "due"), [(4, 2, True), (3, 2, False), (3, None, False), (5, 5, True)]
+)
+def test_is_due(step: int, interval: int | None, due: bool):  # noqa: FBT001
+    assert is_due(step, interval) == due

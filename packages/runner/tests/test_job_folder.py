@@ -1,0 +1,104 @@
+"""The record of a job in its folder, and the command that it stands for."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+import pytest
+from etils import epath
+
+from layerkit.config import Config
+from layerkit_runner import BaseExperiment, Override, UsageError
+from layerkit_runner.flags import RunOptions, parse_flags
+from layerkit_runner.job_folder import (
+    changed_lines,
+    check_same_experiment,
+    command_line,
+    recorded_overrides,
+    write_config,
+)
+from layerkit_runner.partitioning import SpmdPartitioner
+from layerkit_runner.resolve import ResolvedExperiment, resolve
+
+
+class Mesh(BaseExperiment):
+    SHAPE: list[int] | None = None
+
+    def task(self) -> Config:
+        return SpmdPartitioner.HParams.config()  # any config will do: nothing is built
+
+    def datasets(self) -> list[Config]:
+        return []
+
+    def partitioner(self) -> Config:
+        return SpmdPartitioner.HParams.config(ici_mesh_shape=self.SHAPE)
+
+
+class Other(Mesh):
+    pass
+
+
+@pytest.fixture
+def folder(tmp_path: Any) -> epath.Path:
+    return epath.Path(tmp_path) / "job"
+
+
+def resolved(**fields: Any) -> ResolvedExperiment:
+    return resolve(Mesh(**fields), [Override("partitioner.dcn_mesh_shape", "[1,1,2]")])
+
+
+def test_an_empty_folder_belongs_to_nobody(folder: epath.Path):
+    check_same_experiment(folder, resolved())
+    assert recorded_overrides(folder) == ""
+    assert not folder.exists()
+
+
+def test_a_folder_belongs_to_one_experiment(folder: epath.Path):
+    write_config(folder, resolved(), report=pytest.fail)
+    check_same_experiment(folder, resolved(SHAPE=[1, 2, 3]))
+    with pytest.raises(UsageError) as caught:
+        check_same_experiment(folder, resolve(Other()))
+    assert str(caught.value) == (
+        f"{folder} holds a run of {__name__}.Mesh, not of {__name__}.Other; give another"
+        " --job_log_dir."
+    )
+
+
+def test_changes_are_reported(folder: epath.Path):
+    write_config(folder, resolved(), report=pytest.fail)
+    lines: list[str] = []
+    write_config(folder, resolved(SHAPE=[1, 2, 3]), report=lines.append)
+    assert lines == [
+        "changed since this folder was last written: partitioner.ici_mesh_shape: None → [1, 2, 3]"
+    ]
+    assert json.loads((folder / "config.json").read_text())["overrides"]["SHAPE"] == "[1, 2, 3]"
+    assert "partitioner.ici_mesh_shape = [1, 2, 3]\n" in (folder / "config.txt").read_text()
+    assert shlex.split(recorded_overrides(folder)) == [
+        "--fdl.SHAPE=[1, 2, 3]",
+        "--fdl.partitioner.dcn_mesh_shape=[1,1,2]",
+    ]
+
+
+def test_changed_lines_tell_what_came_and_went():
+    assert changed_lines({"a": 1, "b": 2}, {"b": 3, "c": 4}) == [
+        "a: 1 → None",
+        "b: 2 → 3",
+        "c: None → 4",
+    ]
+
+
+def test_the_command_line_is_understood_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("RUNNER_COMMAND", raising=False)
+    options = RunOptions(job_log_dir="/tmp/a b", pmap_use_tensorstore=True)
+    command = command_line(resolved(SHAPE=[1, 2, 3]), options, "--mode=eval")
+    assert command.startswith("runner ")
+    flags = parse_flags(shlex.split(command)[1:])
+    assert (flags.exp, flags.mode, flags.options) == (f"{__name__}.Mesh", "eval", options)
+    assert {o.path: o.text for o in flags.overrides} == {
+        "SHAPE": "[1, 2, 3]",
+        "partitioner.dcn_mesh_shape": "[1,1,2]",
+    }
+    monkeypatch.setenv("RUNNER_COMMAND", "python3 start.py train")
+    assert command_line(resolved(), options).startswith("python3 start.py train --exp=")
