@@ -29,14 +29,14 @@ def refusal(job: Any, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     [
         (
             {"ICI_MESH_SHAPE": "[1,4,1]"},
-            "the mesh needs 4 devices (ici_mesh_shape=[1, 4, 1] × dcn_mesh_shape=[1, 1, 1] over data,"
-            " fsdp, tensor), but there are 8 (cpu).\n"
+            "the mesh needs 4 devices (ici_mesh_shape=[1, 4, 1] × dcn_mesh_shape=[1, 1, 1] over"
+            " data, fsdp, tensor), but there are 8 (cpu).\n"
             "For these devices try --fdl.ICI_MESH_SHAPE=[8,1,1]",
         ),
         (
             {"PERCORE_BATCH_SIZE": 0.25},
-            "train: a global batch of 2 rows cannot be split evenly over data × fsdp = 8 devices; use"
-            " a multiple of 8",
+            "train: a global batch of 2 rows cannot be split evenly over data × fsdp = 8 devices;"
+            " use a multiple of 8",
         ),
         (
             {"PERCORE_BATCH_SIZE": 0.3},
@@ -50,13 +50,13 @@ def refusal(job: Any, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         ),
         (
             {"ACTIVATION": "geluu"},
-            "LmCloudSpmdTest cannot run as asked: ACTIVATION='geluu'; did you mean 'gelu'? It is one"
-            " of relu, gelu, silu.",
+            "LmCloudSpmdTest cannot run as asked: ACTIVATION='geluu'; did you mean 'gelu'? It is"
+            " one of relu, gelu, silu.",
         ),
         (
             {"FPROP_DTYPE": "bfloat15"},
-            "LmCloudSpmdTest cannot run as asked: FPROP_DTYPE='bfloat15' is not a dtype; did you mean"
-            " 'bfloat16' or 'float16'?",
+            "LmCloudSpmdTest cannot run as asked: FPROP_DTYPE='bfloat15' is not a dtype; did you"
+            " mean 'bfloat16' or 'float16'?",
         ),
         (
             {"ICI_MESH_SHAPE": "[1,1,8]", "PERCORE_BATCH_SIZE": 0.125},
@@ -66,8 +66,8 @@ def refusal(job: Any, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         ),
         (
             {"ATTENTION_BACKEND": "cudnn", "ATTENTION_LOGIT_CAP": "None"},
-            f"{NAME}: attention backend 'cudnn' cannot do what is asked: it needs a GPU, not cpu; it"
-            " needs bfloat16 or float16, not float32; it does not know segments or padding. Use"
+            f"{NAME}: attention backend 'cudnn' cannot do what is asked: it needs a GPU, not cpu;"
+            " it needs bfloat16 or float16, not float32; it does not know segments or padding. Use"
             " backend='xla' or 'auto'.",
         ),
         (
@@ -76,8 +76,8 @@ def refusal(job: Any, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         ),
         (
             {"DECAY_END": 8},
-            "schedule: 0 < warmup_steps=4 <= decay_start=8 < decay_end=8 does not hold; a shorter run"
-            " needs a shorter warmup",
+            "schedule: 0 < warmup_steps=4 <= decay_start=8 < decay_end=8 does not hold; a shorter"
+            " run needs a shorter warmup",
         ),
     ],
 )
@@ -97,8 +97,8 @@ def test_fields_that_do_not_fit(
         (["--restore_checkpoint_dir=/nowhere"], "no checkpoint in /nowhere/checkpoints"),
         (
             ["--restore_checkpoint_step=3"],
-            "--restore_checkpoint_step needs --restore_checkpoint_dir: a run goes on from the newest"
-            " of its own checkpoints. To go on from an older one, give that folder as"
+            "--restore_checkpoint_step needs --restore_checkpoint_dir: a run goes on from the"
+            " newest of its own checkpoints. To go on from an older one, give that folder as"
             " --restore_checkpoint_dir and a new --job_log_dir.",
         ),
     ],

@@ -161,5 +161,5 @@ def test_evaluation_and_decoding_on_demand(make: Any):
 @pytest.mark.parametrize(
     ("step", "interval", "due"), [(4, 2, True), (3, 2, False), (3, None, False), (5, 5, True)]
 )
-def test_is_due(step: int, interval: int | None, due: bool):  # noqa: FBT001
+def test_is_due(step: int, interval: int | None, due: bool):
     assert is_due(step, interval) == due

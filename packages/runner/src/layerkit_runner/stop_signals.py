@@ -52,6 +52,6 @@ class StopSignals:
 
 
 def _tell(text: str) -> None:
-    """Writes past Python's buffers: the main thread may be inside a print, which cannot be nested."""
+    """Writes past Python's streams: the main thread may be inside a print, and prints do not nest."""
     with contextlib.suppress(OSError):
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())

@@ -128,8 +128,8 @@ def _source_of_state(
     options = job.options
     if options.restore_checkpoint_step is not None and options.restore_checkpoint_dir is None:
         raise UsageError(
-            "--restore_checkpoint_step needs --restore_checkpoint_dir: a run goes on from the newest"
-            " of its own checkpoints. To go on from an older one, give that folder as"
+            "--restore_checkpoint_step needs --restore_checkpoint_dir: a run goes on from the"
+            " newest of its own checkpoints. To go on from an older one, give that folder as"
             " --restore_checkpoint_dir and a new --job_log_dir."
         )
     own = checkpoints.newest_sound_step()

@@ -217,6 +217,13 @@ def test_a_step_is_saved_when_due_or_forced_and_never_twice(tmp_path):
         assert manager.should_save(30)
 
 
+def test_a_relative_folder_is_as_good_as_an_absolute_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with CheckpointManager("runs/checkpoints") as manager:
+        manager.save(1, {"w": jnp.ones(2)}, input_states={}, metadata={}, force=True)
+    assert (tmp_path / "runs/checkpoints/checkpoint_00000001").exists()
+
+
 def test_no_checkpoints_yet(tmp_path):
     with CheckpointManager(tmp_path / "new") as manager:
         assert manager.latest_step() is None

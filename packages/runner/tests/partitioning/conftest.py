@@ -39,7 +39,7 @@ class Step:
     eval_metrics: dict[str, tuple[float, float]]
 
 
-def language_model(*, dropout_rate: float = 0.0) -> Any:
+def language_model() -> Any:
     """Two repeated layers; what is split divides by 8."""
     lm = TransformerLm.HParams.config(
         vocab_size=VOCAB,
@@ -47,7 +47,6 @@ def language_model(*, dropout_rate: float = 0.0) -> Any:
         hidden_dims=64,
         num_layers=2,
         num_heads=8,
-        dropout_rate=dropout_rate,
         stack_tpl=StackedTransformerRepeated.HParams.config(),
     )
     return LanguageModel.HParams.config(lm_tpl=lm)

@@ -43,8 +43,8 @@ def test_slices_are_the_slow_part_of_an_axis():
     [
         (
             {"ici_mesh_shape": [1, 4, 1]},
-            "the mesh needs 4 devices (ici_mesh_shape=[1, 4, 1] × dcn_mesh_shape=[1, 1, 1] over data,"
-            " fsdp, tensor), but there are 8 (cpu).\nFor these devices try"
+            "the mesh needs 4 devices (ici_mesh_shape=[1, 4, 1] × dcn_mesh_shape=[1, 1, 1] over"
+            " data, fsdp, tensor), but there are 8 (cpu).\nFor these devices try"
             " --fdl.ICI_MESH_SHAPE=[8,1,1]",
         ),
         (

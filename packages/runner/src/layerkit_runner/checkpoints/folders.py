@@ -7,6 +7,7 @@ a last file on Google's object store, which has no rename.
 
 from __future__ import annotations
 
+import os
 import re
 
 from etils import epath
@@ -17,6 +18,12 @@ STEP_DIGITS = 8
 _STEP_NAME = re.compile(rf"{STEP_PREFIX}_(\d{{{STEP_DIGITS},}})")
 _UNFINISHED_NAME = re.compile(rf"{_STEP_NAME.pattern}\.orbax-checkpoint-tmp.*")
 _COMMIT_FILE = "commit_success.txt"
+
+
+def absolute(directory: epath.PathLike) -> epath.Path:
+    """A folder by a path that does not depend on where the process runs; Orbax asks for one."""
+    path = os.fspath(directory)
+    return epath.Path(path if "://" in path else os.path.abspath(os.path.expanduser(path)))
 
 
 def step_folder(directory: epath.Path, step: int) -> epath.Path:

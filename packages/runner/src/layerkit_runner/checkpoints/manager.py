@@ -95,7 +95,7 @@ class CheckpointManager:
     ):
         if async_timeout_secs < 1:
             raise ValueError(f"async_timeout_secs is {async_timeout_secs}; expected at least 1.")
-        self._directory = epath.Path(directory)
+        self._directory = folders.absolute(directory)
         self._policy = policy if policy is not None else CheckpointPolicy()
         self._state_format = state_format
         self._async_timeout_secs = async_timeout_secs

@@ -165,7 +165,7 @@ class Partitioner(Configurable):
         sharding, shards = self.batch_sharding(), self.num_batch_shards()
         # Processes that hold the same rows read the same, so they do not all add up.
         held = sharding.addressable_devices_indices_map((shards,)).values()
-        held_here = len({rows.indices(shards) for (rows,) in held})
+        held_here = len({index[0].indices(shards) for index in held if index is not None})
 
         def place(leaf: Any) -> jax.ShapeDtypeStruct:
             shape = (leaf.shape[0] * shards // held_here, *leaf.shape[1:])
