@@ -46,7 +46,9 @@ def train(session: nox.Session) -> None:
     given = {argument.partition("=")[0] for argument in session.posargs}
     flags = [f"{flag}={value}" for flag, value in defaults.items() if flag not in given]
     # After Ctrl-C the runner saves a checkpoint: nox must wait for it, however long that takes.
-    session.run("runner", *flags, *session.posargs, interrupt_timeout=None)
+    environment = {"RUNNER_COMMAND": "python3 start.py train"}
+    arguments = [*flags, *session.posargs]
+    session.run("runner", *arguments, env=environment, interrupt_timeout=None)
 
 
 @nox.session

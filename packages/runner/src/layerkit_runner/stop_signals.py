@@ -52,6 +52,6 @@ class StopSignals:
 
 
 def _tell(text: str) -> None:
-    """Writes past Python's streams: the main thread may be inside a print, and prints do not nest."""
+    """Writes past Python's streams, which cannot be entered twice if the signal came in a print."""
     with contextlib.suppress(OSError):
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())
