@@ -131,7 +131,9 @@ def test_wheels(
         # they depend on is left alone where it is there already.
         session.install("--no-deps", "--no-index", "--force-reinstall", *wheels)
         session.install("--constraint", str(CONSTRAINTS), *wheels)
-    pytest = ["python", "-P", "-m", "pytest", "-n", "2", "-m", marker, *session.posargs]
+    # By file: fixtures of a module are made once, and their compiled steps are used again.
+    workers = ["-n", "2", "--dist", "loadfile"]
+    pytest = ["python", "-P", "-m", "pytest", *workers, "-m", marker, *session.posargs]
     if not any(Path(argument.partition("::")[0]).exists() for argument in session.posargs):
         # --pyargs: the doctests are those of the installed package.
         pytest += ["--doctest-modules", "--pyargs", "layerkit"]
