@@ -15,6 +15,8 @@ import pytest
 
 PACKAGES = ("layerkit", "layerkit_inputs", "layerkit_runner", "layerkit_experiments")
 DEVICES = "--xla_force_host_platform_device_count"
+# Compiling takes most of the time of a test; code that runs for a moment need not be fast.
+QUICK_COMPILES = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 if "jax" in sys.modules:
     raise pytest.UsageError(
@@ -22,7 +24,7 @@ if "jax" in sys.modules:
         "find the plugin or PYTHONSTARTUP file that imports it."
     )
 if DEVICES not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}=8".strip()
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}=8 {QUICK_COMPILES}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # XLA sizes the thread pool of its simulated devices by NPROC. With fewer threads than devices that
 # wait for one another, a collective never ends and the process aborts.

@@ -45,7 +45,13 @@ class Recorder(Observer):
 def make(tiny: SimpleNamespace, tmp_path: Any) -> Any:
     """Makes an executor, its first state and its recorder."""
 
-    def build(*, saves: bool = True, stop_at: int | None = None, **train: Any) -> Any:
+    def build(
+        *,
+        saves: bool = True,
+        stop_at: int | None = None,
+        eval_batches: int | None = None,
+        **train: Any,
+    ) -> Any:
         partitioner = SpmdPartitioner()
         partitioner.start()
         task = tiny.task_config(
@@ -57,6 +63,7 @@ def make(tiny: SimpleNamespace, tmp_path: Any) -> Any:
             return make_input(kind.HParams.config(percore_batch_size=1.0, **fields), partitioner)
 
         program = TrainProgram(task, partitioner, dataset(tiny.Points, is_training=True))
+        points = dataset(tiny.Points, eval_loop_num_batches=eval_batches)
         signals = StopSignals()
         recorder = Recorder(signals, stop_at)
         throughput = Throughput(run_info(task.train.num_train_steps))
@@ -67,7 +74,7 @@ def make(tiny: SimpleNamespace, tmp_path: Any) -> Any:
         executor = Executor(
             train=task.train,
             train_program=program,
-            eval_programs=[EvalProgram(task, partitioner, dataset(tiny.Points), "points")],
+            eval_programs=[EvalProgram(task, partitioner, points, "points")],
             decode_programs=[
                 DecodeProgram(task, partitioner, dataset(tiny.Prompts), "prompts", folder)
             ],
@@ -132,6 +139,24 @@ def test_a_signal_ends_training_with_a_save(make: Any):
     with job.executor.checkpoints as checkpoints:
         checkpoints.wait_until_finished()
         assert checkpoints.latest_step() == step == int(state.step)
+
+
+def test_a_rolling_evaluation_goes_on_where_it_was(make: Any):
+    job = make(num_train_steps=4, eval_interval_steps=2, save_interval_steps=2, eval_batches=1)
+    job.executor.run(job.state, 0)
+    with job.executor.checkpoints as checkpoints:
+        checkpoints.wait_until_finished()
+        saved = checkpoints.restore(2, job.abstract).input_states["eval/points"]
+    # One batch of 8 rows was read, after step 2.
+    assert saved["position"]["rows_done"] == 8
+
+
+def test_an_evaluation_of_whole_epochs_has_no_state(make: Any):
+    job = make(num_train_steps=2, eval_interval_steps=1, save_interval_steps=2)
+    job.executor.run(job.state, 0)
+    with job.executor.checkpoints as checkpoints:
+        checkpoints.wait_until_finished()
+        assert set(checkpoints.restore(2, job.abstract).input_states) == {"train"}
 
 
 def test_a_finished_run_does_nothing_more(make: Any):

@@ -19,7 +19,8 @@ SHARDS = StepContext(
 
 
 def test_means_weigh_the_shards():
-    values = jnp.array([1.0, 2.0, 5.0, 0.0])
+    # A shard without weight may not even have a value.
+    values = jnp.array([1.0, 2.0, jnp.nan, 0.0])
     weights = jnp.array([1.0, 3.0, 0.0, 4.0])
 
     def mean(value: jax.Array, weight: jax.Array) -> WeightedScalar:

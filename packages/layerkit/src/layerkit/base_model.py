@@ -22,7 +22,7 @@ class WeightedScalar(struct.PyTreeNode):
     Means over several batches or devices are Σ value·weight / Σ weight, never a mean of means.
 
     Attributes:
-      value: The mean; 0 where the weight is 0.
+      value: The mean; finite, such as 0, where the weight is 0, or gradients would be NaN.
       weight: Sum of the weights it was taken over (the number of tokens or examples, say).
     """
 

@@ -53,7 +53,7 @@ class Executor:
         while True:
             if self.checkpoints is not None and self.checkpoints.should_save(step):
                 self._save(state, step)
-            if self.signals.received is not None or step >= self.train.num_train_steps:
+            if self.signals.agreed(step) or step >= self.train.num_train_steps:
                 break
             state = self.train_program.run_step(state, step + 1)
             step += 1
@@ -90,10 +90,24 @@ class Executor:
             self.checkpoints.save(
                 step,
                 state,
-                input_states={"train": self.train_program.input_state()},
+                input_states=self._input_states(),
                 metadata=self.metadata,
                 force=force,
             )
+
+    def _input_states(self) -> dict[str, Any]:
+        """Where the inputs stand; an evaluation that reads a whole epoch starts anew each time."""
+        rolling = {
+            eval_input_key(program.name): program.dataset.get_state()
+            for program in self.eval_programs
+            if not program.dataset.reset_for_eval
+        }
+        return {"train": self.train_program.input_state(), **rolling}
+
+
+def eval_input_key(name: str) -> str:
+    """Under which a checkpoint holds the state of a held-out input."""
+    return f"eval/{name}"
 
 
 def is_due(step: int, interval: int | None) -> bool:

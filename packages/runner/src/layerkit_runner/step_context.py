@@ -35,7 +35,9 @@ class StepContext:
         """Metrics of the global batch from those of each shard."""
 
         def mean(metric: WeightedScalar) -> WeightedScalar:
-            total, weight = self.batch_sum((metric.value * metric.weight, metric.weight))
+            # A shard of weight 0 says nothing, whatever its value is.
+            value = jnp.where(metric.weight > 0, metric.value, 0.0)
+            total, weight = self.batch_sum((value * metric.weight, metric.weight))
             return WeightedScalar(total / jnp.maximum(weight, 1e-30), weight)
 
         return {name: mean(metric) for name, metric in metrics.items()}

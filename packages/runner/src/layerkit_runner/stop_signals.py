@@ -1,7 +1,8 @@
 """Ctrl-C and SIGTERM: finish the step, save, leave.
 
 The first signal only sets a flag, which the loop looks at between steps. A second Ctrl-C leaves at
-once, without saving.
+once, without saving. Where several processes train together, a signal to any of them stops all, at
+the same step: they ask each other every few steps.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ import sys
 import types
 from typing import Any
 
+import jax
+import numpy as np
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+# Asking waits for the steps under way, so it is not done at each.
+STEPS_BETWEEN_AGREEMENTS = 20
 
 
 class StopSignals:
@@ -25,6 +32,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self._previous: dict[signal.Signals, Any] = {}
+        self._agreed: signal.Signals | None = None
         self.received: signal.Signals | None = None
 
     def __enter__(self) -> StopSignals:
@@ -36,10 +44,22 @@ class StopSignals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    def agreed(self, step: int) -> bool:
+        """Whether all processes stop after `step` steps; all must ask at the same steps."""
+        if jax.process_count() > 1 and step % STEPS_BETWEEN_AGREEMENTS == 0:
+            from jax.experimental import multihost_utils
+
+            mine = np.int32(0 if self.received is None else self.received)
+            anyone = int(multihost_utils.process_allgather(mine).max())
+            self._agreed = signal.Signals(anyone) if anyone else None
+        elif jax.process_count() == 1:
+            self._agreed = self.received
+        return self._agreed is not None
+
     @property
     def exit_code(self) -> int:
-        """What a shell expects of a process that ended by the signal; 0 if none came."""
-        return 0 if self.received is None else 128 + self.received
+        """What a shell expects of a process that stopped for a signal; 0 if none was agreed on."""
+        return 0 if self._agreed is None else 128 + self._agreed
 
     def _handle(self, number: int, frame: types.FrameType | None) -> None:
         if self.received is not None and number == signal.SIGINT:

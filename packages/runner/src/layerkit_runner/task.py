@@ -126,7 +126,8 @@ class SingleTask(Configurable):
             )
             loss = self._loss_of(metrics)
             weight = context.batch_sum(jax.lax.stop_gradient(loss.weight))
-            share = loss.value * loss.weight / jnp.maximum(weight, 1e-30)
+            value = jnp.where(loss.weight > 0, loss.value, 0.0)
+            share = value * loss.weight / jnp.maximum(weight, 1e-30)
             aux = _sum_leaves(updates.get(AUX_LOSS, {})) / context.num_shards
             return share + aux, (metrics, aux, updates)
 
@@ -188,10 +189,19 @@ def _sum_leaves(tree: Any) -> jax.Array:
 
 
 def _shard_mean(tree: Any, context: StepContext) -> Any:
-    """Moving statistics that each shard updated from its own rows, made equal on all."""
+    """Moving statistics that each shard updated from its own rows, made equal on all.
+
+    Integers are counters, which every shard advances alike.
+    """
     if context.num_shards == 1:
         return tree
-    return jax.tree.map(lambda leaf: context.batch_sum(leaf) / context.num_shards, tree)
+
+    def mean(leaf: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return leaf
+        return context.batch_sum(leaf) / context.num_shards
+
+    return jax.tree.map(mean, tree)
 
 
 def _flat_summaries(tree: Any, context: StepContext) -> dict[str, jax.Array]:

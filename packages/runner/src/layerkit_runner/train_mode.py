@@ -10,16 +10,19 @@ import concurrent.futures
 import contextlib
 import importlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 
+from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner import end_report
 from layerkit_runner.checkpoints import CheckpointManager
+from layerkit_runner.data_agreement import check_same_data
 from layerkit_runner.errors import UsageError
-from layerkit_runner.executor import Executor
+from layerkit_runner.executor import Executor, eval_input_key
 from layerkit_runner.flags import RunOptions
 from layerkit_runner.job import Job, start_job, versions
 from layerkit_runner.job_folder import write_config
@@ -46,8 +49,11 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
         checkpoints = stack.enter_context(job.checkpoints(read_only=not saves))
 
         _check_readable(train_input)
+        if jax.process_count() > 1:
+            inputs = {"train": train_input.source, **eval_inputs}
+            check_same_data(inputs, multihost_utils.process_allgather)
         program = TrainProgram(job.task, job.partitioner, train_input)
-        state, step, compiled, notes = _prepare(job, program, train_input, checkpoints)
+        state, step, compiled, notes = _prepare(job, program, train_input, eval_inputs, checkpoints)
         assert job.directory is not None
         if jax.process_index() == 0:
             write_config(job.directory, resolved, report=job.observers.message)
@@ -77,7 +83,7 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
             signals=signals,
         )
         state, step = executor.run(state, step)
-        if step >= job.task.train.num_train_steps and signals.received is None:
+        if step >= job.task.train.num_train_steps and signals.exit_code == 0:
             end_report.finish(job, executor, state, step)
         elif saves:
             checkpoints.wait_until_finished()
@@ -94,7 +100,11 @@ def _check_readable(train_input: Prefetch) -> None:
 
 
 def _prepare(
-    job: Job, program: TrainProgram, train_input: Prefetch, checkpoints: CheckpointManager
+    job: Job,
+    program: TrainProgram,
+    train_input: Prefetch,
+    eval_inputs: Mapping[str, BaseInput],
+    checkpoints: CheckpointManager,
 ) -> tuple[TrainState, int, Any, list[str]]:
     """First state, its step, the compiled training step, and what layers said while traced."""
     abstract = job.abstract_state()
@@ -108,14 +118,19 @@ def _prepare(
             else:
                 restored = job.restore(source, step)
                 state = restored.state
-                _set_input_state(train_input, restored.input_states["train"])
+                _set_input_states(train_input, eval_inputs, restored.input_states)
                 job.observers.message(f"goes on from step {step} of {source.directory}")
         return state, step, compiling.result(), notes.lines
 
 
-def _set_input_state(train_input: Prefetch, state: Any) -> None:
+def _set_input_states(
+    train_input: Prefetch, eval_inputs: Mapping[str, BaseInput], states: Mapping[str, Any]
+) -> None:
     try:
-        train_input.set_state(state)
+        train_input.set_state(states["train"])
+        for name, dataset in eval_inputs.items():
+            if eval_input_key(name) in states:
+                dataset.set_state(states[eval_input_key(name)])
     except ValueError as error:
         raise UsageError(str(error)) from error
 
