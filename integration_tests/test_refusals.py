@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from layerkit_runner import cli
+from layerkit_runner.observers import read_metrics
 
 EXP = "lm.lm_cloud.LmCloudSpmdTest"
 NAME = "layerkit_experiments.lm.lm_cloud.LmCloudSpmdTest"
@@ -59,6 +63,24 @@ def refusal(job: Any, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
             " mean 'bfloat16' or 'float16'?",
         ),
         (
+            {"FPROP_DTYPE": "int32"},
+            "LmCloudSpmdTest cannot run as asked: FPROP_DTYPE='int32' is not a floating dtype, such"
+            " as bfloat16",
+        ),
+        (
+            {"MODEL_DIMS": 0},
+            "LmCloudSpmdTest cannot run as asked: MODEL_DIMS=0 must be at least 1",
+        ),
+        (
+            {"NUM_LAYERS": -1, "SCALE_RESIDUAL_INIT": True},
+            "LmCloudSpmdTest cannot run as asked: NUM_LAYERS=-1 must be at least 1",
+        ),
+        (
+            {"task.loss_name": "xentt"},
+            f"{NAME}: task.loss_name='xentt' is not a metric of the model; it reports loss, xent,"
+            " accuracy",
+        ),
+        (
             {"ICI_MESH_SHAPE": "[1,1,8]", "PERCORE_BATCH_SIZE": 0.125},
             f"{NAME}: .params['lm']['stack']['repeat']['sub']['attention']['key']['w']: dimension"
             " 'kv_heads' of size 2 cannot be split evenly over mesh axes ('tensor',) of size 8; use"
@@ -107,6 +129,74 @@ def test_flags_that_do_not_fit(
     jobs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], text: str
 ):
     assert refusal(jobs.make(EXP, tmp_path / "job", **ON_8), capsys, *flags) == text
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        (
+            {"VOCAB_SIZE": 256},
+            "LocalText cannot run as asked: VOCAB_SIZE=256 is less than the 259 ids of bytes and"
+            " their special ids",
+        ),
+        (
+            # One position too many: 8 of the prompt, 9 after it.
+            {"POSITIONS": "trainable", "MAX_DECODE_STEPS": 9},
+            "LocalText cannot run as asked: MAX_DECODE_STEPS=9 after prompts of 8 ids need 17"
+            " positions, and POSITIONS='trainable' has MAX_SEQ_LEN=16",
+        ),
+        (
+            {"datasets.1.batch_padding_size": 1},
+            "heldout with batch_padding_size=1: a global batch of 9 rows cannot be split evenly"
+            " over data × fsdp = 8 devices; use a multiple of 8",
+        ),
+    ],
+)
+def test_a_model_that_does_not_fit_its_data(
+    jobs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], fields: dict, text: str
+):
+    job = jobs.make("lm.quickstart.LocalText", tmp_path / "job", **fields)
+    assert refusal(job, capsys) == text
+    assert not job.folder.exists()
+
+
+def test_a_folder_that_is_a_file(jobs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "job").write_text("mine")
+    job = jobs.make(EXP, tmp_path / "job", **ON_8)
+    assert refusal(job, capsys) == (f"--job_log_dir={job.folder} cannot be written: it is a file")
+    assert job.folder.read_text() == "mine"
+
+
+def test_what_a_run_recommends_is_not_refused(
+    jobs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Each of the next commands runs as it is printed, also after overrides of what it changes."""
+    fields = {
+        "MAX_STEPS": 4,
+        "PERCORE_BATCH_SIZE": 1.0,
+        "ICI_MESH_SHAPE": "[8,1,1]",
+        "task.train.num_train_steps": 2,
+        "task.model.lm_tpl.softmax_tpl.z_loss_weight": 0.1,
+    }
+    job = jobs.make("lm.quickstart.LocalText", tmp_path / "job", **fields)
+    assert job.run_here() == 0
+    output = capsys.readouterr().out
+    # What is reported is the cross-entropy, and not the objective.
+    (record,) = read_metrics(job.folder).evals["heldout"]
+    assert record["loss"] > record["xent"] + 0.1
+    assert f"heldout: {record['xent']:.4f} nats per byte = " in output
+    inspect, longer, plan = (shlex.split(line)[1:] for line in output.splitlines()[-3:])
+    assert cli.main(inspect) == 0
+    assert "task.train.num_train_steps = 2\n" in capsys.readouterr().out
+    assert cli.main([*longer, "--mode=inspect"]) == 0
+    printed = capsys.readouterr().out
+    assert "task.train.num_train_steps = 4\n" in printed
+    # The schedule ends with the run.
+    assert "task.train.learner.learning_rate.decay_end = 4\n" in printed
+    process = job.start_with(plan)
+    page, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, page
+    assert "data 2 × fsdp 4 × tensor 1" in page
 
 
 def test_text_that_is_not_there(jobs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -1,12 +1,14 @@
-"""Two processes of four devices train as one process of eight does.
+"""Two processes of four devices train and decode as one process of eight does.
 
 Each reads its own share of the same global batches, or the same rows where both hold them. The
-checkpoint is one, and a single process goes on from it.
+checkpoint is one, and a single process goes on from it. So are the outputs of decoding.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -65,14 +67,49 @@ def test_two_processes_are_one_run(jobs: Any, tmp_path: Path, name: str):
     assert one_more.steps_logged() == [1, 2, 3, 4, 5]
 
 
-def run_two_processes(job: Any) -> None:
+@pytest.mark.parametrize("name", MESHES)
+def test_two_processes_decode_one_output(jobs: Any, tmp_path: Path, name: str):
+    # Two batches, so that of twelve prompts each process holds some where the rows are split.
+    fields = {
+        **MESHES[name],
+        "MAX_STEPS": STEPS,
+        "VOCAB_SIZE": 264,
+        "NUM_KV_HEADS": None,
+        "NUM_PROMPTS": 12,
+        "decode_datasets.0.split": "train",
+        "decode_datasets.0.percore_batch_size": 1.0,
+    }
+    text = "lm.quickstart.LocalText"
+    alone = jobs.make(text, tmp_path / "alone", num_devices=8, **fields)
+    assert alone.run_here() == 0
+    together = jobs.make(text, tmp_path / "together", num_devices=4, **fields)
+    shutil.copytree(alone.folder, together.folder, ignore=shutil.ignore_patterns("decode"))
+    run_two_processes(together, "--mode=decode_once")
+    ours, reference = (
+        job.folder / f"decode/prompts/step_{STEPS:08d}.jsonl" for job in (together, alone)
+    )
+    records = [json.loads(line) for line in reference.read_text().splitlines()]
+    assert len({record["prompt"] for record in records}) == 12
+    for record, expected in zip(
+        map(json.loads, ours.read_text().splitlines()), records, strict=True
+    ):
+        assert record == {**expected, "log_prob": pytest.approx(expected["log_prob"], rel=1e-4)}
+    # Both read what is finished, and leave it as it is.
+    written = ours.stat().st_mtime_ns
+    outputs = run_two_processes(together, "--mode=decode_once")
+    assert f"{ours} is already there" in outputs[0]
+    assert ours.stat().st_mtime_ns == written
+
+
+def run_two_processes(job: Any, *more: str) -> list[str]:
+    """Runs the job's command as two processes; what each printed."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     devices = f"--xla_force_host_platform_device_count={job.num_devices}"
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", PROCESS, address, str(index), *job.arguments()],
+            [sys.executable, "-c", PROCESS, address, str(index), *job.arguments(*more)],
             env={**os.environ, "XLA_FLAGS": devices},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -81,9 +118,10 @@ def run_two_processes(job: Any) -> None:
         for index in range(2)
     ]
     try:
-        for process in processes:
-            output = process.communicate(timeout=120)[0]
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+        for process, output in zip(processes, outputs, strict=True):
             assert process.returncode == 0, output
+        return outputs
     finally:
         for process in processes:
             process.kill()

@@ -175,20 +175,22 @@ Flags:
   --fdl.NAME=VALUE                set a field of the experiment, or by its path any deeper one
   --job_log_dir=DIR               folder for everything the run writes
   --mode=MODE                     what to do, see above (default train)
-  --[no]enable_checkpoint_saving  whether a training run saves checkpoints (default True)
-  --restore_checkpoint_dir=DIR    start from the checkpoints of this folder
-  --restore_checkpoint_step=STEP  start from this step, not the newest
-  --pmap_use_tensorstore          save pmap runs one entry per parameter, not as one file
+  --[no]enable_checkpoint_saving  train: whether to save checkpoints (default True)
+  --restore_checkpoint_dir=DIR    train, eval, decode_once: start from the checkpoints of this
+                                  folder
+  --restore_checkpoint_step=STEP  train, eval, decode_once: start from this step, not the newest
+  --pmap_use_tensorstore          train, eval, decode_once: save pmap runs one entry per parameter,
+                                  not as one file; reading finds out by itself
   --target=TARGET                 plan: the devices to plan for
   --num_devices=N                 plan: how many of them
   --json                          plan: print the plan as JSON
   --jax_compilation_cache=DIR     folder for compiled programs, or off
-  --log_level=LEVEL               how much to print: debug, info, warning, error (default info)
   --list                          print every experiment and leave
   --help                          print this and leave
 
 VALUE is a Python literal; bare words are strings: 4, 1e-3, [1,4,1], None, bfloat16.
-Exit codes: 0 done, 2 wrong command line, 130 interrupted before the run began.
+Exit codes: 0 done, 2 wrong command line or fields, 130 stopped by Ctrl-C and 143 by
+SIGTERM; a training run that is stopped saves first, and the same command resumes it.
 """
 
 

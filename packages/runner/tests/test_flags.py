@@ -105,6 +105,21 @@ def test_negative_values_are_values():
         ),
         (["--mode=eval", "--mode=train"], "--mode is given twice, with 'eval' and 'train'."),
         (["--json"], "--json belongs to --mode=plan, and the mode is train."),
+        (["--log_level=debug"], "there is no flag --log_level."),
+        (
+            ["--mode=plan", "--restore_checkpoint_dir=there"],
+            "--restore_checkpoint_dir belongs to --mode=train, eval or decode_once, and the mode is"
+            " plan.",
+        ),
+        (
+            ["--mode=inspect", "--pmap_use_tensorstore"],
+            "--pmap_use_tensorstore belongs to --mode=train, eval or decode_once, and the mode is"
+            " inspect.",
+        ),
+        (
+            ["--mode=plan", "--noenable_checkpoint_saving"],
+            "--enable_checkpoint_saving belongs to --mode=train, and the mode is plan.",
+        ),
         (
             ["--fdl.A=1", "--fdl.A=2"],
             "--fdl.A=1 and --fdl.A=2 contradict each other; keep one of them.",

@@ -82,6 +82,21 @@ def test_batches_that_cannot_be(tiny: SimpleNamespace, fields: dict, text: str):
     assert str(caught.value) == text
 
 
+def test_padding_counts_where_it_is_fed(tiny: SimpleNamespace):
+    fields = {"name": "dev", "percore_batch_size": 1.0, "batch_padding_size": 1}
+    with pytest.raises(UsageError) as caught:
+        make_input(tiny.Points.HParams.config(**fields), started([2, 2, 2]))
+    assert str(caught.value) == (
+        "dev with batch_padding_size=1: a global batch of 9 rows cannot be split evenly over"
+        " data × fsdp = 4 devices; use a multiple of 4"
+    )
+    fits = tiny.Points.HParams.config(**fields | {"batch_padding_size": 4})
+    assert make_input(fits, started([2, 2, 2])).get_next_padded().x.shape == (12, 2)
+    # Training reads batches without padding.
+    training = tiny.Points.HParams.config(**fields, is_training=True)
+    assert make_input(training, started([2, 2, 2])).get_next().x.shape == (8, 2)
+
+
 def test_the_config_given_is_not_changed(tiny: SimpleNamespace):
     config = tiny.Points.HParams.config(percore_batch_size=1.0)
     make_input(config, started([8, 1, 1]))

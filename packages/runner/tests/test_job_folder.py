@@ -15,6 +15,7 @@ from layerkit_runner.flags import RunOptions, parse_flags
 from layerkit_runner.job_folder import (
     changed_lines,
     check_same_experiment,
+    check_writable,
     command_line,
     recorded_overrides,
     write_config,
@@ -66,6 +67,21 @@ def test_a_folder_belongs_to_one_experiment(folder: epath.Path):
     )
 
 
+def test_a_folder_that_can_be_written_is_left_as_it_was(folder: epath.Path):
+    check_writable(folder / "a" / "b")
+    assert not folder.exists()
+    folder.mkdir()
+    check_writable(folder)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written(folder: epath.Path):
+    folder.write_text("a file")
+    for path in (folder, folder / "job", epath.Path("/proc/not/a/place")):
+        with pytest.raises(UsageError, match=f"^--job_log_dir={path} cannot be written: "):
+            check_writable(path)
+
+
 def test_changes_are_reported(folder: epath.Path):
     write_config(folder, resolved(), report=pytest.fail)
     lines: list[str] = []
@@ -92,13 +108,24 @@ def test_changed_lines_tell_what_came_and_went():
 def test_the_command_line_is_understood_again(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("RUNNER_COMMAND", raising=False)
     options = RunOptions(job_log_dir="/tmp/a b", pmap_use_tensorstore=True)
-    command = command_line(resolved(SHAPE=[1, 2, 3]), options, "--mode=eval")
+    command = command_line(resolved(SHAPE=[1, 2, 3]), options)
     assert command.startswith("runner ")
     flags = parse_flags(shlex.split(command)[1:])
-    assert (flags.exp, flags.mode, flags.options) == (f"{__name__}.Mesh", "eval", options)
+    assert (flags.exp, flags.mode, flags.options) == (f"{__name__}.Mesh", "train", options)
     assert {o.path: o.text for o in flags.overrides} == {
         "SHAPE": "[1, 2, 3]",
         "partitioner.dcn_mesh_shape": "[1,1,2]",
     }
+    changed = command_line(
+        resolved(SHAPE=[1, 2, 3]),
+        options,
+        mode="plan",
+        changes={"SHAPE": "[4]", "partitioner.dcn_mesh_shape": None},
+        flags=["--num_devices=4"],
+    )
+    flags = parse_flags(shlex.split(changed)[1:])
+    # Each path once, and no flag that the mode refuses.
+    assert [str(o) for o in flags.overrides] == ["--fdl.SHAPE=[4]"]
+    assert (flags.mode, flags.options.num_devices) == ("plan", 4)
     monkeypatch.setenv("RUNNER_COMMAND", "python3 start.py train")
     assert command_line(resolved(), options).startswith("python3 start.py train --exp=")

@@ -15,7 +15,6 @@ def test_batches_count_by_their_weight():
     mean.add({"loss": WeightedScalar.of(2.0, 3.0), "accuracy": WeightedScalar.of(0.5, 2.0)})
     mean.add({"loss": WeightedScalar.of(6.0, 1.0), "accuracy": WeightedScalar.of(1.0, 6.0)})
     assert mean.means() == {"loss": 3.0, "accuracy": 0.875}
-    assert mean.weights() == {"loss": 4.0, "accuracy": 8.0}
 
 
 def test_a_batch_without_weight_says_nothing():

@@ -116,6 +116,31 @@ def test_training_is_random_by_step_and_evaluation_is_not(tiny: SimpleNamespace)
     assert float(other.train_step(state, batch, GLOBAL_BATCH)[1][0]["loss"].value) != loss_at(0)
 
 
+def test_decoding_is_random_by_step_and_batch(tiny: SimpleNamespace):
+    class Noise(tiny.Regression):
+        def decode(self, batch: NestedMap) -> NestedMap:
+            return NestedMap(noise=jax.random.normal(self.next_prng_key(), batch.x.shape))
+
+    task, state = started(tiny.task_config().set(model=Noise.HParams.config()))
+
+    def noise(step: int, batch_index: int) -> float:
+        at_step = state.replace(step=jnp.int32(step))
+        index = jnp.int32(batch_index)
+        outputs = task.decode_step(at_step, ONE_ROW, GLOBAL_BATCH, batch_index=index)
+        return float(outputs.noise[0, 0])
+
+    assert noise(3, 1) == noise(3, 1)
+    assert len({noise(step, index) for step in range(3) for index in range(3)}) == 9
+
+
+def test_outputs_come_with_the_lengths_of_their_prompts(tiny: SimpleNamespace):
+    task, state = started(tiny.task_config())
+    prompts = NestedMap(ids=jnp.array([[4, 4], [5, 0]]), prompt_lengths=jnp.array([2, 1]))
+    outputs = task.decode_step(state, prompts, GLOBAL_BATCH, batch_index=jnp.int32(0))
+    np.testing.assert_array_equal(outputs.prompt_lengths, [2, 1])
+    np.testing.assert_array_equal(outputs.lengths, [5, 4])
+
+
 def test_clipping_sees_the_auxiliary_gradient(tiny: SimpleNamespace):
     task, state = started(tiny.task_config(aux=0.5, learner={"clip_global_norm": 1.0}))
     after, _ = task.train_step(state, ONE_ROW, GLOBAL_BATCH)

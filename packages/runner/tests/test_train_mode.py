@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from layerkit.base_model import WeightedScalar
 from layerkit.config import Config
 from layerkit_runner import BaseExperiment, UsageError
 from layerkit_runner.flags import RunOptions
+from layerkit_runner.inference_modes import run_eval
 from layerkit_runner.observers import read_metrics
 from layerkit_runner.resolve import resolve
 from layerkit_runner.train_mode import run_train
@@ -23,12 +25,19 @@ from layerkit_runner.train_mode import run_train
 def experiment(tiny: SimpleNamespace) -> type[BaseExperiment]:
     class Tiny(BaseExperiment):
         MAX_STEPS: int = 4
+        MAX_TO_KEEP: int | None = 10
+        INIT_SCALE: float = 1.0
+        LOSS_NAME: str = "loss"
 
         def task(self) -> Config:
             train = {"num_train_steps": self.MAX_STEPS, "save_interval_steps": 2}
-            return tiny.task_config(
-                learner={"learning_rate": 0.01}, train={**train, "summary_interval_steps": 1}
+            task = tiny.task_config(
+                learner={"learning_rate": 0.01},
+                train={**train, "summary_interval_steps": 1, "save_max_to_keep": self.MAX_TO_KEEP},
+                init_scale=self.INIT_SCALE,
             )
+            task.set(name="line", loss_name=self.LOSS_NAME)
+            return task
 
         def datasets(self) -> list[Config]:
             points = tiny.Points.HParams
@@ -49,7 +58,7 @@ def train(
     def run(name: str, *, max_steps: int = 4, **options: Any) -> str:
         folders = {"job_log_dir": str(tmp_path / name), "jax_compilation_cache": "off"}
         resolved = resolve(experiment(MAX_STEPS=max_steps))
-        assert run_train(resolved, RunOptions(**folders, **options)) == 0
+        assert run_train(resolved, RunOptions(**{**folders, **options})) == 0
         return capsys.readouterr().out
 
     return run
@@ -104,3 +113,106 @@ def test_data_sets_of_one_name(tiny: SimpleNamespace, experiment: Any, tmp_path:
 
     with pytest.raises(UsageError, match=r"^two data sets are named 'held out'; give each a name"):
         run_train(resolve(Twice()), RunOptions(job_log_dir=str(tmp_path / "job")))
+
+
+def test_a_loss_that_is_no_number_is_told_once_and_the_run_ends_in_order(
+    experiment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    options = RunOptions(job_log_dir=str(tmp_path / "job"), jax_compilation_cache="off")
+    assert run_train(resolve(experiment(INIT_SCALE=float("nan"))), options) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (warning,) = [line for line in lines if line.startswith("WARNING")]
+    assert warning.startswith("WARNING: loss is nan at step 1; this run will hardly recover.")
+    (no_curve,) = [line for line in lines if line.startswith("no loss curve")]
+    assert no_curve.endswith("metrics.jsonl holds no finite 'loss' to draw")
+    assert lines[-4].startswith("next: ")
+
+
+def test_a_loss_that_the_model_does_not_report(experiment: Any, tmp_path: Path):
+    options = RunOptions(job_log_dir=str(tmp_path / "job"), jax_compilation_cache="off")
+    with pytest.raises(UsageError, match=r"task\.loss_name='lss' is not a metric of the model"):
+        run_train(resolve(experiment(LOSS_NAME="lss")), options)
+    assert not (tmp_path / "job").exists()
+
+
+@pytest.mark.parametrize(
+    ("hours", "kept"),
+    # The run takes no 12 hours: of those kept for their age there is the first alone.
+    [(None, ["checkpoint_00000006"]), (12.0, ["checkpoint_00000002", "checkpoint_00000006"])],
+)
+def test_which_checkpoints_stay(
+    experiment: Any, tmp_path: Path, hours: float | None, kept: list[str]
+):
+    resolved = resolve(experiment(MAX_STEPS=6, MAX_TO_KEEP=1))
+    resolved.task.train.save_keep_interval_hours = hours
+    options = RunOptions(job_log_dir=str(tmp_path / "job"), jax_compilation_cache="off")
+    assert run_train(resolved, options) == 0
+    folders = (tmp_path / "job" / "checkpoints").glob("checkpoint_*")
+    assert sorted(path.name for path in folders) == kept
+
+
+def test_an_interval_of_no_hours(experiment: Any, tmp_path: Path):
+    resolved = resolve(experiment())
+    resolved.task.train.save_keep_interval_hours = 0.0
+    with pytest.raises(UsageError, match=r"save_keep_interval_hours=0\.0 must be more than 0"):
+        run_train(resolved, RunOptions(job_log_dir=str(tmp_path / "job")))
+
+
+def test_a_job_is_in_one_folder_however_it_is_written(
+    train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    output = train("there", job_log_dir="~/job")
+    assert "writing to   ~/job; checkpoint every 2 steps" in output
+    assert "loss curve: ~/job/loss_curve.png" in output
+    assert not (tmp_path / "~").exists()
+    assert {"checkpoints", "config.json", "metrics.jsonl"} <= {
+        path.name for path in (tmp_path / "job").iterdir()
+    }
+    output = train("new", max_steps=5, restore_checkpoint_dir="~/job")
+    assert f"goes on from step 4 of {tmp_path}/job/checkpoints" in output
+
+
+def test_a_job_folder_may_be_called_checkpoints(train: Any, tmp_path: Path):
+    train("checkpoints")
+    folder = tmp_path / "checkpoints"
+    assert (folder / "checkpoints" / "checkpoint_00000004").is_dir()
+    # The place to start from may be the folder of the checkpoints itself.
+    output = train("new", max_steps=5, restore_checkpoint_dir=str(folder / "checkpoints"))
+    assert f"goes on from step 4 of {folder}/checkpoints\n" in output
+
+
+def test_the_name_of_the_task_is_told(train: Any):
+    assert ".Tiny (task line)\n" in train("job")
+
+
+def test_the_loss_that_is_reported_is_the_one_that_the_model_names(
+    tiny: SimpleNamespace, experiment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    class Smoothed(tiny.Regression):
+        """Trains more than the errors that it is compared by."""
+
+        reported_metric = "error"
+
+        def compute_loss(self, predictions: Any, batch: Any) -> Any:
+            metrics, outputs = super().compute_loss(predictions, batch)
+            error = metrics["loss"]
+            return {"error": error, "total": WeightedScalar(error.value + 1, error.weight)}, outputs
+
+    class Compared(experiment):
+        LOSS_NAME = "total"
+
+        def task(self) -> Config:
+            task = super().task()
+            task.model = Smoothed.HParams.config()
+            return task
+
+    options = RunOptions(job_log_dir=str(tmp_path / "job"), jax_compilation_cache="off")
+    assert run_train(resolve(Compared()), options) == 0
+    trained = held_out(capsys.readouterr().out)
+    (record,) = read_metrics(tmp_path / "job").evals["held out"]
+    assert trained.startswith(f"held out: {record['error']:.4f} nats per token = ")
+    assert record["total"] == pytest.approx(record["error"] + 1)
+    assert run_eval(resolve(Compared()), options) == 0
+    assert held_out(capsys.readouterr().out) == trained

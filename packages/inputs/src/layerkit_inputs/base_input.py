@@ -14,12 +14,14 @@ A subclass may also change batches the way Pax's users do, by overriding `get_ne
 
 Only the outermost `get_next` of a call is a delivery: peek keeps what it returned, so the change is
 seen by peek, made once, and counted once. A class that defines nothing but `get_next` and `reset`,
-the whole interface in Pax, has all the rest too.
+the whole interface in Pax, has all the rest too: where the stream is to be endless, its
+StopIteration makes it begin again.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -46,6 +48,10 @@ def _delivers(get_next: Callable[..., NestedMap]) -> Callable[..., NestedMap]:
         self._is_delivering = True
         try:
             batch = get_next(self)
+        except StopIteration:
+            if not self.endless:
+                raise
+            batch = self._begin_again(get_next)
         finally:
             self._is_delivering = False
         self._num_delivered += 1
@@ -162,11 +168,8 @@ class BaseInput(Configurable):
         except StopIteration:
             if not self.endless:
                 raise
-        self._reset()
-        try:
-            return self._next()
-        except StopIteration:
-            raise ValueError(f"{self!r} is to repeat its data, but there is none.") from None
+        # Here already, so that a subclass's `get_next` may put together a batch across the end.
+        return self._begin_again(lambda self: self._next())
 
     def get_next_padded(self) -> NestedMap:
         """`get_next` and `batch_padding_size` rows of padding (weight 0, provenance -1)."""
@@ -201,6 +204,16 @@ class BaseInput(Configurable):
         self._peeked = None
         self._set_envelope(state)
 
+    def _begin_again(self, get_next: Callable[[Any], NestedMap]) -> NestedMap:
+        """The first batch of the next pass; the count of what was delivered goes on."""
+        num_delivered = self._num_delivered
+        self.reset()
+        self._num_delivered = num_delivered
+        try:
+            return get_next(self)
+        except StopIteration:
+            raise ValueError(f"{self!r} is to repeat its data, but there is none.") from None
+
     def _envelope(self) -> dict[str, Any]:
         return state_lib.pack_state(self._reader_state(), **self._state_owner())
 
@@ -219,20 +232,13 @@ class BaseInput(Configurable):
         """The padded batches of one evaluation: an epoch, or the next `eval_loop_num_batches`."""
         if self.reset_for_eval:
             self.reset()
-        remaining = None if self.reset_for_eval else self.eval_loop_num_batches
-        while remaining != 0:
+        most = None if self.reset_for_eval else self.eval_loop_num_batches
+        for _ in itertools.count() if most is None else range(most):
             try:
                 batch = self.get_next_padded()
-            except StopIteration:
-                if remaining is None:
-                    return
-                raise RuntimeError(
-                    f"{self!r} ended {remaining} batches before eval_loop_num_batches. With "
-                    "repeat=True a reader must begin again instead of ending; to read one epoch "
-                    "each time set reset_for_eval=True and repeat=False."
-                ) from None
+            except StopIteration:  # the end of an epoch; a stream that repeats has none
+                return
             yield batch
-            remaining = None if remaining is None else remaining - 1
 
     def ids_to_strings(
         self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None

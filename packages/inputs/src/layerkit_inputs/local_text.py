@@ -13,7 +13,7 @@ before it, and that byte is all its context: nothing is predicted twice to warm 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -32,6 +32,8 @@ from layerkit_inputs.text_files import (
 from layerkit_inputs.trigram import trigram_loss
 
 _SPLITS = ("train", "heldout")
+_TABLE_BYTES = 1 << 26
+"""Most bytes of training text that the table of `baselines` counts, which takes some seconds."""
 
 
 class _Corpus(NamedTuple):
@@ -64,6 +66,17 @@ def _read_corpus(files: Sequence[TextFile]) -> _Corpus:
     return _Corpus(np.concatenate(pieces), np.cumsum(sizes, dtype=np.int64), begins, checksum)
 
 
+def _first_bytes(files: Sequence[TextFile], limit: int) -> Iterator[bytes]:
+    """Contents of the files, one at a time, up to `limit` bytes in all."""
+    for file in files:
+        if limit <= 0:
+            return
+        with file.path.open("rb") as opened:
+            data = opened.read(limit)
+        limit -= len(data)
+        yield data
+
+
 class _TextFilesInput(IndexedInput):
     """Fields and files that readers of local text share; the files are read when first needed."""
 
@@ -91,23 +104,24 @@ class _TextFilesInput(IndexedInput):
             )
         if isinstance(self.paths, str) or (self.paths is not None and not self.paths):
             raise self._refuse(f"paths={self.paths!r}; expected a list of at least one path.")
-        self._corpora: dict[str, _Corpus] = {}
+        self._read: _Corpus | None = None
 
     def _files(self, split: str) -> list[TextFile]:
         found = standard_library_files() if self.paths is None else find_text_files(self.paths)
-        files = split_files(found, heldout_fraction=self.heldout_fraction)[_SPLITS.index(split)]
-        total = sum(file.path.stat().st_size for file in files)
-        if total > self.max_bytes:
-            raise self._refuse(
-                f"the {split} files hold {total} bytes, more than max_bytes={self.max_bytes}; the "
-                "text is kept in memory. Name fewer files by paths, or raise max_bytes."
-            )
-        return files
+        return split_files(found, heldout_fraction=self.heldout_fraction)[_SPLITS.index(split)]
 
     def _corpus(self) -> _Corpus:
-        if self.split not in self._corpora:
-            self._corpora[self.split] = _read_corpus(self._files(self.split))
-        return self._corpora[self.split]
+        if self._read is None:
+            files = self._files(self.split)
+            total = sum(file.path.stat().st_size for file in files)
+            if total > self.max_bytes:
+                raise self._refuse(
+                    f"the {self.split} files hold {total} bytes, more than max_bytes="
+                    f"{self.max_bytes}; the text is kept in memory. Name fewer files by paths, or "
+                    "raise max_bytes."
+                )
+            self._read = _read_corpus(files)
+        return self._read
 
     def ids_to_strings(
         self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None
@@ -158,12 +172,15 @@ class LocalText(_TextFilesInput):
         }
 
     def baselines(self) -> dict[str, float]:
-        """For held-out text: the loss of a trigram table of the training text, in nats per byte."""
+        """For held-out text: the loss of a trigram table of the training text, in nats per byte.
+
+        The table counts the first 64 MiB of training text, in the order of the files' names. Files
+        are read one at a time, so any amount of text will do.
+        """
         if self.split != "heldout":
             return {}
-        train, heldout = (
-            [file.path.read_bytes() for file in self._files(split)] for split in _SPLITS
-        )
+        train = _first_bytes(self._files("train"), _TABLE_BYTES)
+        heldout = (file.path.read_bytes() for file in self._files("heldout"))
         return {"trigram table": trigram_loss(train, heldout)}
 
 

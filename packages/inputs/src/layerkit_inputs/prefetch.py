@@ -19,6 +19,7 @@ import numpy as np
 
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
+from layerkit_inputs.state import Scope
 
 _EXIT_SECONDS = 1.0
 _CLOSE_SECONDS = 5.0
@@ -103,6 +104,16 @@ class Prefetch(BaseInput):
         self._worker: _Worker | None = None
         self._stop_at_exit: weakref.finalize | None = None
         self._position: dict[str, Any] = {}
+
+    @property
+    def token_unit(self) -> str:  # type: ignore[override]
+        """That of `source`."""
+        return self.source.token_unit
+
+    @property
+    def state_scope(self) -> Scope:  # type: ignore[override]
+        """That of `source`, whose states these are."""
+        return self.source.state_scope
 
     def _check_fields(self) -> None:
         """The source has checked its fields."""

@@ -1,8 +1,12 @@
 """The envelope around a reader's state, as it stands in a checkpoint.
 
-A reader knows only its own position. The envelope says whose position it is: that of the whole
-global stream (scope `global`; any number of hosts may go on from it) or that of one host's share
-(scope `host`; only the same host of as many hosts may). Everything in it is plain JSON.
+A reader knows only its own position. The envelope says whose position it is: which class wrote it,
+and whether it is that of the whole global stream (scope `global`; any number of hosts may go on
+from it) or that of one host's share (scope `host`; only the same host of as many hosts may).
+Everything in it is plain JSON.
+
+A subclass counts as another reader, since its batches may be others; a reader around another one,
+such as Prefetch, hands on the envelope of the inner one and is not named in it.
 """
 
 from __future__ import annotations
@@ -51,18 +55,23 @@ def unpack_state(
     """The position inside `envelope`, if it fits this reader on this host.
 
     Raises:
-      ValueError: not an envelope, of a reader with another scope, or of another host.
+      ValueError: not an envelope, of another reader, with another scope, or of another host.
     """
-    if not isinstance(envelope, dict) or not {"scope", "position"} <= envelope.keys():
+    expected = ["reader", "scope", "position", *(["host"] if scope == "host" else [])]
+    if not isinstance(envelope, dict) or not {"reader", "scope", "position"} <= envelope.keys():
+        raise _not_an_envelope(envelope, reader, expected)
+    if envelope["reader"] != reader:
         raise ValueError(
-            f"{reader}.set_state() needs what get_state() returned, a dict with 'scope' and "
-            f"'position'; got {envelope!r}."
+            f"the state was written by {envelope['reader']} and does not fit {reader}; use the "
+            "reader that wrote it, or start a new run from the weights alone."
         )
     if envelope["scope"] != scope:
         raise ValueError(
-            f"the state was written by {envelope.get('reader')} with scope {envelope['scope']!r}, "
-            f"but {reader} keeps states of scope {scope!r}; use the reader that wrote it."
+            f"the state was written by {reader} with scope {envelope['scope']!r}, but it keeps "
+            f"states of scope {scope!r} now; use the version of it that wrote the state."
         )
+    if not set(expected) <= envelope.keys():
+        raise _not_an_envelope(envelope, reader, expected)
     if scope == "host" and list(envelope["host"]) != [host_index, num_hosts]:
         index, count = envelope["host"]
         raise ValueError(
@@ -70,3 +79,10 @@ def unpack_state(
             f"{num_hosts}; a state of scope 'host' fits only the same host of as many hosts."
         )
     return copy.deepcopy(envelope["position"])
+
+
+def _not_an_envelope(envelope: Any, reader: str, expected: list[str]) -> ValueError:
+    return ValueError(
+        f"{reader}.set_state() needs what get_state() returned, a dict with {expected}; got "
+        f"{envelope!r}."
+    )

@@ -1,8 +1,9 @@
 """Which local files a text reader reads, and which of them are held out.
 
 Files are named relative to the place they were found in and sorted by name, so the same folder
-gives the same data wherever it lies. Whether a file is held out depends on its name alone: adding
-files never moves others from one split to the other.
+gives the same data wherever it lies. Whether a file is held out depends on its name alone, so that
+adding files does not move others from one split to the other; except where a split would be empty
+otherwise, as among few files.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ def split_files(
 ) -> tuple[list[TextFile], list[TextFile]]:
     """Files to train on and files held out, each in the order given.
 
-    Neither is empty: among few files the one with the lowest (highest) hash is held out (kept).
+    Neither is empty: where no name's hash (or every name's) falls into the held-out share, the file
+    with the lowest hash alone is held out (the one with the highest alone is kept).
 
     Raises:
       ValueError: there are fewer than two files.

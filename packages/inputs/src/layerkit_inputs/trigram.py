@@ -11,7 +11,8 @@ h' being h without its oldest symbol, and below the empty context the uniform di
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,60 +20,65 @@ _NUM_OUTPUTS = 257  # the bytes and the end of a document
 _END = 256
 _BEGIN = 257  # stands before a document, twice; is never predicted
 _BASE = 258
+_PIECE = 1 << 20
 
 
-def trigram_loss(train: Sequence[bytes], heldout: Sequence[bytes]) -> float:
+def trigram_loss(train: Iterable[bytes], heldout: Iterable[bytes]) -> float:
     """Mean loss on `heldout` of a trigram table of `train`, in nats per byte.
 
     Every byte of a document is predicted from the two before it, and so is the document's end.
+    Memory does not grow with the text: under 200 MB for the table, and one document at a time.
 
     Args:
-      train: Documents to count.
+      train: Documents to count, below 2³¹ bytes in all.
       heldout: Documents to predict; together at least one.
     """
-    contexts, symbols = _trigrams(train)
-    heldout_contexts, heldout_symbols = _trigrams(heldout)
-    probability = np.full(len(heldout_symbols), 1.0 / _NUM_OUTPUTS)
-    for kept in (1, _BASE, _BASE * _BASE):  # contexts of 0, 1 and 2 symbols
-        probability = _interpolate(
-            contexts % kept, symbols, heldout_contexts % kept, heldout_symbols, probability
-        )
-    return float(-np.log(probability).mean())
+    counts = np.zeros(_BASE**3, np.int32)
+    for document in train:
+        for keys in _trigrams(document):
+            np.add.at(counts, keys, 1)
+    orders = [_Order.of(counts, num_symbols=order) for order in (1, 2, 3)]
+    loss, num_predictions = 0.0, 0
+    for document in heldout:
+        for keys in _trigrams(document):
+            probability = np.full(len(keys), 1.0 / _NUM_OUTPUTS)
+            for order in orders:
+                probability = order.interpolate(keys, probability)
+            loss -= np.log(probability).sum()
+            num_predictions += len(keys)
+    return float(loss / num_predictions)
 
 
-def _trigrams(documents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Contexts (`older * _BASE + newer`) and the symbols that follow; int32 `[symbols]` each."""
-    sizes = np.array([len(document) for document in documents], np.int64)
-    ends = np.cumsum(sizes + 3)
-    stream = np.full(int(ends[-1]), _BEGIN, np.int32)
-    for document, end in zip(documents, ends, strict=True):
-        stream[end - 1 - len(document) : end - 1] = np.frombuffer(document, np.uint8)
-    stream[ends - 1] = _END
-    at = np.flatnonzero(stream != _BEGIN)
-    return stream[at - 2] * _BASE + stream[at - 1], stream[at]
+def _trigrams(document: bytes) -> Iterator[np.ndarray]:
+    """For each prediction `(oldest * _BASE + older) * _BASE + symbol`; int32, in pieces."""
+    stream = np.empty(len(document) + 3, np.int32)
+    stream[:2], stream[-1] = _BEGIN, _END
+    stream[2:-1] = np.frombuffer(document, np.uint8)
+    for start in range(0, len(document) + 1, _PIECE):
+        piece = stream[start : start + _PIECE + 2]
+        yield (piece[:-2] * _BASE + piece[1:-1]) * _BASE + piece[2:]
 
 
-def _interpolate(
-    contexts: np.ndarray,
-    symbols: np.ndarray,
-    at_contexts: np.ndarray,
-    at_symbols: np.ndarray,
-    lower: np.ndarray,
-) -> np.ndarray:
-    """p(symbol | context) at the given places, from counts and a shorter context's p (`lower`)."""
-    pairs, pair_counts = np.unique(contexts * _BASE + symbols, return_counts=True)
-    owners = pairs // _BASE
-    seen, starts, kinds = np.unique(owners, return_index=True, return_counts=True)
-    totals = np.add.reduceat(pair_counts, starts)
-    n_pair = _look_up(pairs, pair_counts, at_contexts * _BASE + at_symbols)
-    n_context = _look_up(seen, totals, at_contexts)
-    n_kinds = _look_up(seen, kinds, at_contexts)
-    # A context that never occurred says nothing: the shorter one's p stays.
-    n_kinds = np.where(n_context == 0, 1, n_kinds)
-    return (n_pair + n_kinds * lower) / (n_context + n_kinds)
+class _Order(NamedTuple):
+    """Counts of one length of context."""
 
+    pairs: np.ndarray
+    """n(h, c) at `h * _BASE + c`."""
+    totals: np.ndarray
+    """n(h)."""
+    kinds: np.ndarray
+    """T(h); 1 for a context that never occurred, which says nothing: the shorter one's p stays."""
 
-def _look_up(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """`values` at the `wanted` among sorted `keys`; 0 where a key is not there."""
-    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-    return np.where(keys[at] == wanted, values[at], 0)
+    @classmethod
+    def of(cls, counts: np.ndarray, *, num_symbols: int) -> _Order:
+        """The table of the last `num_symbols` of each trigram, context and symbol together."""
+        size = _BASE**num_symbols
+        pairs = counts.reshape(-1, size).sum(0, dtype=np.int32) if num_symbols < 3 else counts
+        table = pairs.reshape(-1, _BASE)
+        return cls(pairs, table.sum(1), np.maximum(np.count_nonzero(table, axis=1), 1))
+
+    def interpolate(self, keys: np.ndarray, lower: np.ndarray) -> np.ndarray:
+        """p(symbol | context) of trigrams, from these counts and a shorter context's p."""
+        pair = keys % len(self.pairs)
+        kinds, total = self.kinds[pair // _BASE], self.totals[pair // _BASE]
+        return (self.pairs[pair] + kinds * lower) / (total + kinds)

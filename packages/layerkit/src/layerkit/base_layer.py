@@ -39,18 +39,20 @@ from layerkit.config import (
     build,
     instance_field,
     is_config,
-    near_names,
     sub_config_field,
     target_of,
     walk_configs,
 )
+from layerkit.near_names import near_names
 from layerkit.sharding import BoundSharding
 from layerkit.weights import (
     WeightBox,
     WeightHParams,
     WeightInit,
     canonical_dtype,
+    check_init,
     draw_weight,
+    floating_dtype,
     unbox,
 )
 
@@ -97,8 +99,7 @@ class BaseLayer(nn.Module, kw_only=True):
       dtype: Of the weights; float32 if nobody above sets it.
       fprop_dtype: Of the computation, to which weights and activations are cast; float32 if nobody
         above sets it.
-      params_init: Initialiser of weights that do not name their own; Xavier if nobody above sets
-      it.
+      params_init: Initialiser of weights that do not name their own; Xavier if nobody sets it.
       train: Whether this is the training variant (dropout on). Set it on a clone of the model:
         `model.clone(train=True)`. Evaluation if nobody above sets it.
       sharding: Mesh and rules, set by the partitioner; without them constraints do nothing.
@@ -144,7 +145,9 @@ class BaseLayer(nn.Module, kw_only=True):
             `update_var`.
 
         Raises:
-          ValueError: sizes below one, or axes that do not name every dimension.
+          ValueError: sizes below one, axes that do not name every dimension, or weights of an
+            inherited dtype that is not floating.
+          TypeError: an initialiser that is not a `WeightInit`.
         """
         owner = f"{self.path_name}.{name}"
         if len(weight.axes) != len(weight.shape):
@@ -154,8 +157,11 @@ class BaseLayer(nn.Module, kw_only=True):
         if any(size < 1 for size in weight.shape):
             sizes = ", ".join(f"{a}={n}" for a, n in zip(weight.axes, weight.shape, strict=True))
             raise ValueError(f"{owner}: every size of its shape must be at least 1, got {sizes}")
-        init = weight.init or self.inherited("params_init") or WeightInit.Xavier()
-        dtype = canonical_dtype(weight.dtype or self.inherited("dtype") or jnp.float32)
+        if weight.init is None:
+            init = check_init(self.inherited("params_init"), owner=f"{self.path_name}: params_init")
+        else:
+            init = check_init(weight.init, owner=f"{owner}: init")
+        dtype = canonical_dtype(weight.dtype or self._inherited_dtype("dtype"))
 
         def draw(key: jax.Array) -> WeightBox:
             return WeightBox(draw_weight(key, weight, init, dtype), tuple(weight.axes))
@@ -209,8 +215,12 @@ class BaseLayer(nn.Module, kw_only=True):
     def update_var(self, name: str, value: jax.Array) -> None:
         """Sets a variable created with `trainable=False`; initialisation leaves it as it starts.
 
+        Args:
+          name: Of the variable.
+          value: Of the shape that was declared; cast to the dtype that was declared.
+
         Raises:
-          ValueError: the caller did not make the collection mutable, so the update would be lost.
+          ValueError: another shape, or a caller without a mutable collection, who would lose it.
         """
         if not self.is_mutable_collection(NON_TRAINABLE):
             raise ValueError(
@@ -218,8 +228,15 @@ class BaseLayer(nn.Module, kw_only=True):
                 f" apply with mutable=['{NON_TRAINABLE}', …]"
             )
         self._set_up()
+        variable = self._own("variables")[name]
+        declared = unbox(variable.value)
+        if jnp.shape(value) != declared.shape:
+            raise ValueError(
+                f"{self.path_name}.{name}: the update has the shape {jnp.shape(value)}, but the"
+                f" variable was declared with {declared.shape}"
+            )
         if not self.is_initializing():
-            self._own("variables")[name].value = value
+            variable.value = jnp.asarray(value, declared.dtype)
 
     @nn.nowrap
     def add_aux_loss(self, name: str, value: jax.Array) -> None:
@@ -276,8 +293,8 @@ class BaseLayer(nn.Module, kw_only=True):
     @property
     @nn.nowrap
     def compute_dtype(self) -> jnp.dtype:
-        """The dtype of the computation."""
-        return canonical_dtype(self.inherited("fprop_dtype") or jnp.float32, field="fprop_dtype")
+        """The dtype of the computation; raises ValueError if it is not floating."""
+        return self._inherited_dtype("fprop_dtype")
 
     @property
     @nn.nowrap
@@ -346,6 +363,10 @@ class BaseLayer(nn.Module, kw_only=True):
             child.create_weights()
 
     # Inside.
+
+    @nn.nowrap
+    def _inherited_dtype(self, field: str) -> jnp.dtype:
+        return floating_dtype(self.inherited(field), field=field, owner=self.path_name)
 
     def _set_up(self) -> None:
         """Runs `setup` if it has not run yet, which Flax does before any method of a layer.
@@ -456,23 +477,21 @@ def derive_fields(template: Config, where: str, **derived: Any) -> Config:
     """A copy of `template` with fields that its owner decides; None decides nothing.
 
     Raises:
-      ValueError: the template sets one of them to something else; names both places.
+      ValueError: the template sets one of them to something else, be it to the field's default;
+        names both places.
     """
     config = template.clone()
+    # Every config carries its default templates and containers, which nobody has set.
+    set_by_nobody = assigned_fields(Config(target_of(config)))
     for name, value in derived.items():
         if value is None:
             continue
-        explicit = getattr(config, name)
-        is_default = explicit is None or explicit == _default_of(config, name)
-        if not is_default and explicit != value:
+        explicit = assigned_fields(config).get(name)
+        is_set = explicit is not None and explicit != set_by_nobody.get(name)
+        if is_set and explicit != value:
             raise ValueError(
                 f"{where}: {name}={explicit!r} is set in its config, but its owner derives"
                 f" {name}={value!r}; leave the field out or make them agree"
             )
         setattr(config, name, value)
     return config
-
-
-def _default_of(config: Config, name: str) -> Any:
-    # A fresh config also has the default templates.
-    return getattr(Config(target_of(config)), name, None)

@@ -6,7 +6,7 @@ and, where it can, a prompt into a continuation.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,10 @@ class BaseModel(BaseLayer):
 
     `fprop(batch)` is `compute_loss(compute_predictions(batch), batch)`.
     """
+
+    reported_metric: ClassVar[str | None] = None
+    """The metric by which people compare models; None for the one that is trained, which may hold
+    more than that, such as label smoothing or auxiliary losses."""
 
     def compute_predictions(self, batch: NestedMap) -> Any:
         """Runs the network on a batch (batch axis first in every entry)."""

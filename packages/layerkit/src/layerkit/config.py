@@ -35,6 +35,7 @@ T = TypeVar("T")
 _ROLE = "layerkit.role"
 _MAKE = "layerkit.make_default"
 _TEMPLATE = "template"
+_FROZEN = "__frozen__"
 _HIDDEN_FIELDS = frozenset({"parent"})
 
 
@@ -45,7 +46,8 @@ def field_names(target: Any) -> list[str]:
     if dataclasses.is_dataclass(target):
         fields = dataclasses.fields(target)
         return [f.name for f in fields if f.init and f.name not in _HIDDEN_FIELDS]
-    return [parameter.name for parameter in _parameters(target)]
+    unnamed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
+    return [parameter.name for parameter in _parameters(target) if parameter.kind not in unnamed]
 
 
 def _accepts_any_keyword(target: Any) -> bool:
@@ -96,7 +98,28 @@ class _Editable(Generic[T]):
             elif field.default_factory is not dataclasses.MISSING:
                 setattr(self, field.name, field.default_factory())
 
+    def _refuse_if_frozen(self, field: Any) -> None:
+        if self.__dict__.get(_FROZEN):
+            label = getattr(self.__fn_or_cls__, "__qualname__", repr(self.__fn_or_cls__))
+            raise dataclasses.FrozenInstanceError(
+                f"{label}.{field} cannot be changed: this config belongs to a built object;"
+                " use clone() to edit a copy, and build from that"
+            )
+
+    def __delattr__(self, name: str) -> None:
+        self._refuse_if_frozen(name)
+        super().__delattr__(name)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._refuse_if_frozen(key)
+        super().__setitem__(key, value)  # type: ignore[misc]
+
+    def __delitem__(self, key: Any) -> None:
+        self._refuse_if_frozen(key)
+        super().__delitem__(key)  # type: ignore[misc]
+
     def __setattr__(self, name: str, value: Any) -> None:
+        self._refuse_if_frozen(name)
         if not name.startswith("__"):
             target = self.__fn_or_cls__
             if name not in field_names(target) and not _accepts_any_keyword(target):
@@ -110,8 +133,9 @@ class _Editable(Generic[T]):
             raise AttributeError(_unknown_field(target, name))
         return super().__getattr__(name)  # type: ignore[misc]
 
-    # Equal configs have equal targets, whatever is edited later; so a module whose fields hold
-    # configs can be a key of JAX's caches.
+    # A module whose fields hold configs is a key of JAX's caches. Equal configs have equal targets,
+    # whatever is edited; and what `build` put into a module cannot be edited any more, or a cache
+    # would go on with the program of before.
     def __hash__(self) -> int:
         return hash(self.__fn_or_cls__)
 
@@ -127,7 +151,10 @@ class _Editable(Generic[T]):
         return self
 
     def clone(self, **fields: Any) -> typing.Self:
-        """A copy that can be edited without touching this one, with `fields` set."""
+        """A copy that can be edited without touching this one, with `fields` set.
+
+        This is also the way to change the config of a built object, which is itself fixed.
+        """
         return copy_config(self).set(**fields)
 
 
@@ -166,7 +193,10 @@ def is_config(value: Any) -> bool:
 
 
 def assigned_fields(config: fdl.Buildable) -> dict[str, Any]:
-    """Fields of `config` that carry a value of their own (sub-configs always do)."""
+    """Fields of `config` that carry a value of their own (sub-configs always do).
+
+    Arguments that only a position can name have their number as key.
+    """
     return dict(config.__arguments__)
 
 
@@ -184,7 +214,10 @@ def _map_containers(value: Any, visit: Callable[[Any], Any]) -> Any:
 
 
 def copy_config(config: T) -> T:
-    """Copies a graph of configs; values that are not configs or containers are kept as they are."""
+    """Copies a graph of configs; values that are not configs or containers are kept as they are.
+
+    The copies can be edited, also those of configs that belong to a built object.
+    """
     copies: dict[int, Any] = {}
 
     def visit(value: Any) -> Any:
@@ -211,6 +244,21 @@ def walk_configs(value: Any) -> Iterator[fdl.Buildable]:
             yield from walk_configs(item)
 
 
+def _freeze(template: T) -> T:
+    """Makes the configs in a value that a built object keeps refuse to be edited."""
+    for config in walk_configs(template):
+        if isinstance(config, _Editable):
+            object.__setattr__(config, _FROZEN, True)
+    return template
+
+
+def _split_positional(
+    node: fdl.Buildable, arguments: dict[Any, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """What to pass by position, such as a variable number of arguments, and what by name."""
+    return node.__signature_info__.transform_to_args_kwargs(arguments)
+
+
 def _template_fields(target: Any) -> frozenset[str]:
     if not dataclasses.is_dataclass(target):
         return frozenset()
@@ -226,7 +274,8 @@ def build(config: fdl.Buildable, /, **overrides: Any) -> Any:
       **overrides: Fields that differ for this once.
 
     Returns:
-      The built object; for a `Partial` a function that builds at each call.
+      The built object; for a `Partial` a function that builds at each call. Templates in it can be
+      read and cloned, but not edited.
 
     Raises:
       TypeError: `config` is not a config, or a required field is missing.
@@ -251,16 +300,18 @@ def build(config: fdl.Buildable, /, **overrides: Any) -> Any:
         if isinstance(node, fdl.Partial):
 
             def call(*args: Any, **more: Any) -> Any:
-                return build(Config(target, *args, **{**node.__arguments__, **more}))
+                first, named = _split_positional(node, node.__arguments__)
+                return build(Config(target, *first, *args, **{**named, **more}))
 
             return call
         templates = _template_fields(target)
         arguments = {
-            name: item if name in templates else visit(item)
+            name: _freeze(item) if name in templates else visit(item)
             for name, item in node.__arguments__.items()
         }
         _check_required(target, arguments)
-        return node.__build__(**arguments)
+        positional, named = _split_positional(node, arguments)
+        return node.__build__(*positional, **named)
 
     return visit(root)
 
@@ -301,7 +352,9 @@ def sub_config_field(hparams: Any, **overrides: Any) -> Any:
     def make() -> Config | None:
         return _default_config(hparams, overrides)
 
-    return dataclasses.field(default_factory=make, metadata={_ROLE: _TEMPLATE, _MAKE: make})
+    return dataclasses.field(
+        default_factory=lambda: _freeze(make()), metadata={_ROLE: _TEMPLATE, _MAKE: make}
+    )
 
 
 def instance_field(hparams: Any, **overrides: Any) -> Any:
@@ -350,7 +403,7 @@ def adopt_hparams(cls: type) -> None:
     own_annotations = dict(inspect.get_annotations(cls))
     inherited: dict[str, Any] = {}
     for base in reversed(cls.__mro__[1:]):
-        for field in getattr(base, "__dataclass_fields__", {}).values():
+        for field in dataclasses.fields(base) if dataclasses.is_dataclass(base) else ():
             inherited[field.name] = field.type
     nested = cls.__dict__.get("HParams")
     base_hparams = [b.HParams for b in cls.__bases__ if hasattr(b, "HParams")] or [BaseHParams]

@@ -38,11 +38,13 @@ class ShardingRules:
     table: tuple[tuple[str, MeshAxes], ...]
 
     @classmethod
-    def of(cls, **rules: MeshAxes) -> ShardingRules:
-        """A table of exactly these rules."""
-        return cls(tuple(sorted(rules.items())))
+    def of(cls, **rules: MeshAxes | list[str]) -> ShardingRules:
+        """A table of exactly these rules; several mesh axes in a tuple or a list."""
+        # Tuples throughout: a table is part of the key of JAX's caches.
+        table = {n: tuple(axes) if isinstance(axes, list) else axes for n, axes in rules.items()}
+        return cls(tuple(sorted(table.items())))
 
-    def replace(self, **rules: MeshAxes) -> ShardingRules:
+    def replace(self, **rules: MeshAxes | list[str]) -> ShardingRules:
         """This table with some rules changed.
 
         Raises:
@@ -57,7 +59,7 @@ class ShardingRules:
                 )
         return ShardingRules.of(**{**table, **rules})
 
-    def extend(self, **rules: MeshAxes) -> ShardingRules:
+    def extend(self, **rules: MeshAxes | list[str]) -> ShardingRules:
         """This table with new logical axes."""
         return ShardingRules.of(**{**dict(self.table), **rules})
 
@@ -81,8 +83,7 @@ class ShardingRules:
 
 
 # Weights: the model dimension is split over fsdp (gathered just before use), the wide dimension
-# over
-# tensor. Activations: rows over data and fsdp, the wide dimension over tensor.
+# over tensor. Activations: rows over data and fsdp, the wide dimension over tensor.
 DEFAULT_RULES = ShardingRules.of(
     # weights
     embed="fsdp",

@@ -30,6 +30,21 @@ def canonical_dtype(value: Any, *, field: str = "dtype") -> jnp.dtype:
         ) from None
 
 
+def floating_dtype(value: Any, *, field: str, owner: str) -> jnp.dtype:
+    """Like `canonical_dtype`, for weights and activations; None is float32.
+
+    Raises:
+      ValueError: not a dtype, or one of whole numbers, to which everything would be rounded.
+    """
+    dtype = canonical_dtype(jnp.float32 if value is None else value, field=field)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"{owner}: {field}={dtype.name!r}, expected a floating dtype such as 'float32' or"
+            " 'bfloat16'"
+        )
+    return dtype
+
+
 @dataclasses.dataclass(frozen=True)
 class WeightInit:
     """How a weight's first values are drawn; made by the class methods below.
@@ -71,6 +86,21 @@ class WeightInit:
     def Constant(cls, value: float = 0.0) -> WeightInit:  # noqa: N802
         """Every entry is `value`."""
         return cls("constant", value)
+
+
+def check_init(value: Any, *, owner: str) -> WeightInit:
+    """`value` if it is an initialiser; None is Xavier.
+
+    Raises:
+      TypeError: something else, such as a bare number.
+    """
+    if value is None:
+        return WeightInit.Xavier()
+    if not isinstance(value, WeightInit):
+        raise TypeError(
+            f"{owner}={value!r}, expected a WeightInit such as WeightInit.Gaussian(0.02)"
+        )
+    return value
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,9 @@
     runner --list                                              every experiment
     runner --help                                              every flag
 
-Exit codes: 0 done, 2 the command line is wrong, 130 interrupted before the run began.
+Exit codes: 0 done, 2 the command line or the fields are wrong, 130 stopped by Ctrl-C and 143 by
+SIGTERM. A training run that is stopped finishes its step and saves first (unless it was told not to
+save, or Ctrl-C came twice), and the same command resumes it.
 
 A wrong flag, experiment, experiment field or value is answered from the syntax trees of the
 modules, before JAX or any experiment is imported; a wrong deeper path as soon as the configuration

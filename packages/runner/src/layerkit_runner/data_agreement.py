@@ -1,8 +1,8 @@
 """Do all processes read the same data?
 
 Readers that go by index cut one global order into the rows of each process. Processes whose files
-differ (another patch release of Python has other sources, say) would each cut an order of their own,
-and their evaluations would end apart and wait for one another.
+differ (another patch release of Python has other sources, say) would each cut an order of their
+own, and their evaluations would end apart and wait for one another.
 """
 
 from __future__ import annotations

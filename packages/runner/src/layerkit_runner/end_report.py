@@ -7,11 +7,14 @@ from typing import Any
 
 import jax
 
+from layerkit.config import target_of
 from layerkit_runner.executor import Executor
 from layerkit_runner.experiment import experiment_fields
+from layerkit_runner.infeed import training_config
 from layerkit_runner.job import Job
 from layerkit_runner.job_folder import command_line
 from layerkit_runner.observers import draw_loss_curve, metrics_path
+from layerkit_runner.task import SingleTask
 from layerkit_runner.train_state import TrainState
 
 _SAMPLE_CHARACTERS = 600
@@ -24,12 +27,12 @@ def finish(job: Job, executor: Executor, state: TrainState, step: int) -> None:
     baselines: dict[str, float] = {}
     for program in executor.eval_programs:
         if program.name in means:
-            say(
-                held_out_line(program.name, means[program.name]["loss"], program.dataset.token_unit)
-            )
-            for name, loss in program.dataset.baselines().items():
-                baselines[name] = loss
-                say(held_out_line(f"  for comparison: {name}", loss, program.dataset.token_unit))
+            loss = means[program.name][reported_metric(job.task)]
+            say(held_out_line(program.name, loss, program.dataset.token_unit))
+            for name, baseline in program.dataset.baselines().items():
+                baselines[name] = baseline
+                unit = program.dataset.token_unit
+                say(held_out_line(f"  for comparison: {name}", baseline, unit))
     rates = executor.throughput.overall()
     if "tokens_per_sec" in rates:
         speed = (
@@ -44,12 +47,33 @@ def finish(job: Job, executor: Executor, state: TrainState, step: int) -> None:
     if executor.checkpoints is not None:
         executor.checkpoints.wait_until_finished()
     job.observers.flush()
-    if jax.process_index() == 0 and job.directory is not None:
-        picture = job.directory / "loss_curve.png"
-        draw_loss_curve(metrics_path(job.directory), picture, baselines=baselines)
-        say(f"loss curve: {picture}")
+    if jax.process_index() == 0:
+        say(_draw(job, baselines))
         for line in next_commands(job, step):
             say(line)
+
+
+def _draw(job: Job, baselines: dict[str, float]) -> str:
+    """Draws the loss curve; returns where it is, or why there is none."""
+    name = "loss_curve.png"
+    unit = getattr(target_of(training_config(job.resolved)), "token_unit", "token")
+    try:
+        draw_loss_curve(
+            metrics_path(job.directory),
+            job.directory / name,
+            baselines=baselines,
+            key=reported_metric(job.task),
+            y_label=f"loss (nats per {unit})",
+        )
+    except ValueError as error:
+        # The run is done and saved; that its losses cannot be drawn must not make it fail.
+        return f"no loss curve: {error}"
+    return f"loss curve: {job.given_directory / name}"
+
+
+def reported_metric(task: SingleTask) -> str:
+    """Which metric is called the loss where people compare: the model's choice, else the loss."""
+    return task.model.reported_metric or task.loss_name
 
 
 def held_out_line(name: str, loss: float, unit: str) -> str:
@@ -69,15 +93,29 @@ def sample_text(name: str, record: dict[str, Any]) -> str:
 def next_commands(job: Job, step: int) -> list[str]:
     """Three commands to try next."""
 
-    def command(*more: str) -> str:
-        return "  " + command_line(job.resolved, job.options, *more)
+    def command(**more: Any) -> str:
+        return "  " + command_line(job.resolved, job.options, **more)
 
-    devices = ["--num_devices=8"]
-    if "ICI_MESH_SHAPE" in experiment_fields(type(job.resolved.experiment)):
-        devices.append("--fdl.ICI_MESH_SHAPE=[2,4,1]")
     return [
         "next: every setting and the path that sets it; twice as many steps; the same on 8 devices",
-        command("--mode=inspect"),
-        command(f"--fdl.task.train.num_train_steps={2 * step}"),
-        command("--mode=plan", *devices),
+        command(mode="inspect"),
+        command(changes=_longer(job, 2 * step)),
+        command(mode="plan", changes=_on_eight_devices(job), flags=["--num_devices=8"]),
     ]
+
+
+def _longer(job: Job, num_steps: int) -> dict[str, str | None]:
+    """Overrides for a run of so many steps; by MAX_STEPS, schedules that end with it stretch."""
+    path = "task.train.num_train_steps"
+    if "MAX_STEPS" not in experiment_fields(type(job.resolved.experiment)):
+        return {path: str(num_steps)}
+    return {"MAX_STEPS": str(num_steps), path: None}
+
+
+def _on_eight_devices(job: Job) -> dict[str, str | None]:
+    fields = experiment_fields(type(job.resolved.experiment))
+    if "ICI_MESH_SHAPE" not in fields or len(job.partitioner.mesh.axis_names) != 3:
+        return {}
+    deep = {"partitioner.ici_mesh_shape": None, "partitioner.dcn_mesh_shape": None}
+    one_slice = {"DCN_MESH_SHAPE": None} if "DCN_MESH_SHAPE" in fields else {}
+    return {"ICI_MESH_SHAPE": "[2,4,1]", **one_slice, **deep}

@@ -32,7 +32,6 @@ class RunOptions:
     json: bool = False
     # None: the default folder. "off": no cache.
     jax_compilation_cache: str | None = None
-    log_level: str = "info"
 
 
 MODES = {
@@ -61,13 +60,15 @@ class Flag:
     # What the value is, for the help.
     metavar: str = ""
     choices: tuple[str, ...] = ()
-    # The only mode in which it means anything; None for all.
-    mode: str | None = None
+    # The modes in which it means anything.
+    modes: tuple[str, ...] = tuple(MODES)
 
 
 def _option(name: str, kind: type, text: str, **more: Any) -> Flag:
     return Flag(name, kind, text, default=getattr(RunOptions, name), **more)
 
+
+_READING_MODES = ("train", "eval", "decode_once")
 
 FLAGS = (
     Flag("exp", str, "the experiment, such as lm.quickstart.LocalText; see --list", metavar="NAME"),
@@ -76,25 +77,31 @@ FLAGS = (
     Flag(
         "mode", str, "what to do, see above", default="train", metavar="MODE", choices=tuple(MODES)
     ),
-    _option("enable_checkpoint_saving", bool, "whether a training run saves checkpoints"),
+    _option("enable_checkpoint_saving", bool, "whether to save checkpoints", modes=("train",)),
     _option(
-        "restore_checkpoint_dir", str, "start from the checkpoints of this folder", metavar="DIR"
-    ),
-    _option("restore_checkpoint_step", int, "start from this step, not the newest", metavar="STEP"),
-    _option(
-        "pmap_use_tensorstore", bool, "save pmap runs one entry per parameter, not as one file"
-    ),
-    _option("target", str, "the devices to plan for", metavar="TARGET", mode="plan"),
-    _option("num_devices", int, "how many of them", metavar="N", mode="plan"),
-    _option("json", bool, "print the plan as JSON", mode="plan"),
-    _option("jax_compilation_cache", str, "folder for compiled programs, or off", metavar="DIR"),
-    _option(
-        "log_level",
+        "restore_checkpoint_dir",
         str,
-        "how much to print",
-        metavar="LEVEL",
-        choices=("debug", "info", "warning", "error"),
+        "start from the checkpoints of this folder",
+        metavar="DIR",
+        modes=_READING_MODES,
     ),
+    _option(
+        "restore_checkpoint_step",
+        int,
+        "start from this step, not the newest",
+        metavar="STEP",
+        modes=_READING_MODES,
+    ),
+    _option(
+        "pmap_use_tensorstore",
+        bool,
+        "save pmap runs one entry per parameter, not as one file; reading finds out by itself",
+        modes=_READING_MODES,
+    ),
+    _option("target", str, "the devices to plan for", metavar="TARGET", modes=("plan",)),
+    _option("num_devices", int, "how many of them", metavar="N", modes=("plan",)),
+    _option("json", bool, "print the plan as JSON", modes=("plan",)),
+    _option("jax_compilation_cache", str, "folder for compiled programs, or off", metavar="DIR"),
     Flag("list", bool, "print every experiment and leave", default=False),
     Flag("help", bool, "print this and leave", default=False),
 )
@@ -227,9 +234,11 @@ def _check_together(given: Mapping[str, Any], values: Mapping[str, Any]) -> None
     if not exp and not alias:
         raise UsageError("which experiment? Say --exp=NAME; `runner --list` shows all.")
     for name in given:
-        only = _BY_NAME[name].mode
-        if only is not None and only != mode:
-            raise UsageError(f"--{name} belongs to --mode={only}, and the mode is {mode}.")
+        modes = _BY_NAME[name].modes
+        if mode not in modes:
+            *others, last = modes
+            belongs = f"{', '.join(others)} or {last}" if others else last
+            raise UsageError(f"--{name} belongs to --mode={belongs}, and the mode is {mode}.")
 
 
 def check_folder(flags: ParsedFlags) -> None:
@@ -266,7 +275,8 @@ def help_text() -> str:
             *_table(rows),
             "",
             "VALUE is a Python literal; bare words are strings: 4, 1e-3, [1,4,1], None, bfloat16.",
-            "Exit codes: 0 done, 2 wrong command line, 130 interrupted before the run began.",
+            "Exit codes: 0 done, 2 wrong command line or fields, 130 stopped by Ctrl-C and 143 by",
+            "SIGTERM; a training run that is stopped saves first, and the same command resumes it.",
         ]
     )
 
@@ -281,10 +291,8 @@ def _plain_usage(flag: Flag) -> str:
 
 def _explained(flag: Flag) -> str:
     text = flag.help
-    if flag.mode:
-        text = f"{flag.mode}: {text}"
-    if flag.choices and flag.name != "mode":
-        text += f": {', '.join(flag.choices)}"
+    if len(flag.modes) < len(MODES):
+        text = f"{', '.join(flag.modes)}: {text}"
     if flag.default is not None and flag.default is not False:
         text += f" (default {flag.default})"
     return text

@@ -61,6 +61,10 @@ def make_input(config: Config, partitioner: Partitioner) -> BaseInput:
         raise UsageError(f"{name}: set batch_size or percore_batch_size")
     partitioner.check_batch_size(global_rows, source=name)
     plan = feed_plan(global_rows, partitioner)
+    if filled.batch_padding_size > 0 and not filled.is_training:
+        padded_rows = (plan.batch_size + filled.batch_padding_size) * plan.num_infeed_hosts
+        padding = f"{name} with batch_padding_size={filled.batch_padding_size}"
+        partitioner.check_batch_size(padded_rows, source=padding)
     filled.set(
         batch_size=plan.batch_size,
         num_infeed_hosts=plan.num_infeed_hosts,

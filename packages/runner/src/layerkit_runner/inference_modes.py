@@ -6,7 +6,7 @@ import contextlib
 
 import jax
 
-from layerkit_runner.end_report import held_out_line, sample_text
+from layerkit_runner.end_report import held_out_line, reported_metric, sample_text
 from layerkit_runner.errors import UsageError
 from layerkit_runner.flags import RunOptions
 from layerkit_runner.job import Job, start_job
@@ -29,7 +29,8 @@ def run_eval(resolved: ResolvedExperiment, options: RunOptions) -> int:
         for name, dataset in inputs.items():
             program = EvalProgram(job.task, job.partitioner, dataset, name)
             means = program.run(state, step, job.observers)
-            job.observers.message(held_out_line(name, means["loss"], dataset.token_unit))
+            loss = means[reported_metric(job.task)]
+            job.observers.message(held_out_line(name, loss, dataset.token_unit))
     return 0
 
 
@@ -41,7 +42,6 @@ def run_decode_once(resolved: ResolvedExperiment, options: RunOptions) -> int:
         if not inputs:
             raise UsageError(f"{resolved.name}.decode_datasets() has nothing to decode")
         state, step = _restore(job)
-        assert job.directory is not None
         for name, dataset in inputs.items():
             program = DecodeProgram(
                 job.task, job.partitioner, dataset, name, job.directory / "decode"

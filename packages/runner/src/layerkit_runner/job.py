@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import importlib.metadata
 import os
 from typing import Any
@@ -19,11 +20,19 @@ from layerkit_runner.checkpoints import (
     StateFormat,
     StructureMismatchError,
 )
+from layerkit_runner.checkpoints.folders import absolute
 from layerkit_runner.errors import UsageError
 from layerkit_runner.flags import RunOptions
 from layerkit_runner.infeed import dataset_name, make_input, training_config
-from layerkit_runner.job_folder import check_same_experiment, recorded_overrides
-from layerkit_runner.observers import MetricsLog, Observer, Observers, Progress, TensorBoard
+from layerkit_runner.job_folder import check_same_experiment, check_writable, recorded_overrides
+from layerkit_runner.observers import (
+    FiniteLoss,
+    MetricsLog,
+    Observer,
+    Observers,
+    Progress,
+    TensorBoard,
+)
 from layerkit_runner.partitioning import Partitioner, PmapPartitioner
 from layerkit_runner.resolve import ResolvedExperiment
 from layerkit_runner.task import SingleTask
@@ -40,7 +49,7 @@ class Job:
       mode: What `--mode` says.
       resolved: The experiment and its configs.
       options: The other flags.
-      directory: Where outputs go; None keeps nothing.
+      directory: Where outputs go, absolute.
       task: Built, and bound to the partitioner.
       partitioner: Started.
       observers: Whom to report to.
@@ -49,23 +58,32 @@ class Job:
     mode: str
     resolved: ResolvedExperiment
     options: RunOptions
-    directory: epath.Path | None
+    directory: epath.Path
     task: SingleTask
     partitioner: Partitioner
     observers: Observer
 
+    @property
+    def given_directory(self) -> epath.Path:
+        """The same as it was given, for messages."""
+        return epath.Path(self.options.job_log_dir or self.directory)
+
     def checkpoints(self, *, read_only: bool, directory: str | None = None) -> CheckpointManager:
         """The checkpoints of this job, or those of another job's folder."""
-        folder = self.directory if directory is None else epath.Path(directory)
-        assert folder is not None
+        folder = self.directory / "checkpoints"
+        if directory is not None:
+            folder = checkpoint_folder(absolute(directory))
         train = self.task.train
+        hours = train.save_keep_interval_hours
         policy = CheckpointPolicy(
-            save_interval_steps=train.save_interval_steps, max_to_keep=train.save_max_to_keep
+            save_interval_steps=train.save_interval_steps,
+            max_to_keep=train.save_max_to_keep,
+            keep_interval=None if hours is None else datetime.timedelta(hours=hours),
         )
         one_file = isinstance(self.partitioner, PmapPartitioner)
         one_file = one_file and not self.options.pmap_use_tensorstore
         return CheckpointManager(
-            checkpoint_folder(folder),
+            folder,
             policy=policy,
             state_format=StateFormat.MSGPACK if one_file else StateFormat.TENSORSTORE,
             read_only=read_only,
@@ -133,9 +151,12 @@ def start_job(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> J
       UsageError: fields or flags that do not fit together or do not fit the devices.
     """
     enable_compilation_cache(options)
-    directory = None if options.job_log_dir is None else epath.Path(options.job_log_dir)
-    if directory is not None:
-        check_same_experiment(directory, resolved)
+    if options.job_log_dir is None:
+        raise UsageError(f"--mode={mode} needs a folder to write to: --job_log_dir=DIR")
+    directory = absolute(options.job_log_dir)
+    if jax.process_index() == 0:  # the only one that writes, and two would try at once
+        check_writable(directory)
+    check_same_experiment(directory, resolved)
     partitioner, task = build_parts(resolved)
     if options.pmap_use_tensorstore and not isinstance(partitioner, PmapPartitioner):
         raise UsageError(
@@ -146,9 +167,9 @@ def start_job(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> J
     partitioner.bind(task)
     observers: list[Observer] = []
     if jax.process_index() == 0:
-        observers.append(Progress())
-        if directory is not None:
-            observers += [MetricsLog(), TensorBoard()]
+        progress = Progress()
+        watch = FiniteLoss(task.loss_name, report=progress.message)
+        observers = [progress, MetricsLog(), TensorBoard(), watch]
     return Job(mode, resolved, options, directory, task, partitioner, Observers(observers))
 
 
@@ -165,7 +186,7 @@ def build_parts(resolved: ResolvedExperiment) -> tuple[Partitioner, SingleTask]:
 
 
 def checkpoint_folder(directory: epath.Path) -> epath.Path:
-    """Where a job's checkpoints are: DIR/checkpoints, or DIR if it is such a folder itself."""
+    """Where the checkpoints of another job are, given its folder or the one they are in."""
     return directory if directory.name == "checkpoints" else directory / "checkpoints"
 
 
@@ -178,7 +199,8 @@ def enable_compilation_cache(options: RunOptions) -> None:
     if folder is None:
         cache_home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         folder = os.path.join(cache_home, "layerkit", "jax")
-    jax.config.update("jax_compilation_cache_dir", folder)
+    # A shell leaves the ~ of --jax_compilation_cache=~/x as it is.
+    jax.config.update("jax_compilation_cache_dir", os.fspath(absolute(folder)))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 

@@ -6,10 +6,11 @@ what command makes the same run again, and keep a folder from being used by two 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from etils import epath
@@ -33,6 +34,35 @@ def check_same_experiment(directory: epath.Path, resolved: ResolvedExperiment) -
             f"{directory} holds a run of {before}, not of {resolved.name};"
             " give another --job_log_dir."
         )
+
+
+def check_writable(directory: epath.Path) -> None:
+    """Refuses a folder that cannot be written, before any work is done for it.
+
+    Leaves nothing behind: a run that is refused for another reason writes nothing.
+
+    Raises:
+      UsageError: says what the file system said.
+    """
+    if "://" in os.fspath(directory):
+        return  # a store has no folders; it answers the first write
+    missing, parent = directory, directory.parent
+    try:
+        if directory.exists():
+            if not directory.is_dir():
+                raise NotADirectoryError("it is a file")
+            if not os.access(directory, os.W_OK | os.X_OK):
+                raise PermissionError("it may not be written to")
+            return
+        while not parent.exists():
+            missing, parent = parent, parent.parent
+        # Only the attempt tells: some file systems take no folders whatever their rights say.
+        missing.mkdir(exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--job_log_dir={directory} cannot be written: {error}") from error
+    # Another process of the same job may use it already.
+    with contextlib.suppress(OSError):
+        missing.rmdir()
 
 
 def write_config(
@@ -59,16 +89,36 @@ def recorded_overrides(directory: epath.Path) -> str:
     return shlex.join(f"--fdl.{path}={text}" for path, text in overrides.items())
 
 
-def command_line(resolved: ResolvedExperiment, options: RunOptions, *more: str) -> str:
-    """The command that runs this experiment in this folder, with `more` flags, for a shell.
+def command_line(
+    resolved: ResolvedExperiment,
+    options: RunOptions,
+    *,
+    mode: str = "train",
+    changes: Mapping[str, str | None] | None = None,
+    flags: Sequence[str] = (),
+) -> str:
+    """A command, for a shell, that runs this experiment in this folder.
 
     The environment variable RUNNER_COMMAND says how `runner` is called here, where it has another
     name than that.
+
+    Args:
+      resolved: The experiment with its overrides.
+      options: Of the run at hand.
+      mode: What the command is to do.
+      changes: Override paths, each with the text that stands in place of its present one; None
+        takes the override out.
+      flags: Further words.
     """
-    words = [*config_json(resolved)["arguments"], f"--job_log_dir={options.job_log_dir}"]
-    if options.pmap_use_tensorstore:
+    overrides = {**config_json(resolved)["overrides"], **(changes or {})}
+    words = [f"--exp={resolved.name}"]
+    words += [f"--fdl.{path}={text}" for path, text in overrides.items() if text is not None]
+    words.append(f"--job_log_dir={options.job_log_dir}")
+    if mode != "train":
+        words.append(f"--mode={mode}")
+    if options.pmap_use_tensorstore and mode == "train":
         words.append("--pmap_use_tensorstore")
-    return " ".join([os.environ.get("RUNNER_COMMAND", "runner"), shlex.join([*words, *more])])
+    return " ".join([os.environ.get("RUNNER_COMMAND", "runner"), shlex.join([*words, *flags])])
 
 
 def _recorded(directory: epath.Path) -> dict[str, Any]:

@@ -29,7 +29,3 @@ class MeanOverBatches:
             name: total / weight if weight else float("nan")
             for name, (total, weight) in self._totals.items()
         }
-
-    def weights(self) -> dict[str, float]:
-        """The total weights."""
-        return {name: weight for name, (_, weight) in self._totals.items()}

@@ -52,7 +52,7 @@ def start_lines(job: Job, state: TrainState, batch: Any, *, start_step: int) -> 
         f"layerkit {known['layerkit']}, jax {known['jax']}, {jax.device_count()} × "
         f"{device.device_kind}, {jax.process_count()} process(es)"
     )
-    yield f"experiment   {job.resolved.name}"
+    yield f"experiment   {job.resolved.name} (task {job.task.name})"
     count = num_params(state)
     dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(state.params)})
     yield f"parameters   {count:,} ({', '.join(dtypes)} weights)"
@@ -63,11 +63,10 @@ def start_lines(job: Job, state: TrainState, batch: Any, *, start_step: int) -> 
     yield f"state        {megabytes(bytes_per_device(state))} per device with optimizer"
     train = job.task.train
     yield f"steps        {start_step} → {train.num_train_steps}"
-    where = job.directory if job.directory is not None else "nowhere (no --job_log_dir)"
     saves = f"checkpoint every {train.save_interval_steps} steps"
     if not job.options.enable_checkpoint_saving:
         saves = "no checkpoints (--noenable_checkpoint_saving)"
-    yield f"writing to   {where}; {saves}"
+    yield f"writing to   {job.given_directory}; {saves}"
 
 
 def compiled_lines(compiled: Any) -> Iterator[str]:

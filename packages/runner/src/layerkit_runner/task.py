@@ -44,10 +44,12 @@ class TrainHParams(Configurable):
       decode_interval_steps: How often decode data are run; None only at the end.
       save_interval_steps: How often a checkpoint is written.
       save_max_to_keep: Newest checkpoints that are kept; None keeps all.
+      save_keep_interval_hours: Besides those, one checkpoint per so many hours stays for good;
+        None keeps none besides.
       max_inflight_steps: Steps that may be under way on the device before the host waits.
 
     Raises:
-      ValueError: a number below 1.
+      ValueError: a number below 1, or no hours between checkpoints to keep.
     """
 
     learner: Any = instance_field(Learner)
@@ -59,6 +61,7 @@ class TrainHParams(Configurable):
     decode_interval_steps: int | None = None
     save_interval_steps: int = 5000
     save_max_to_keep: int | None = 10
+    save_keep_interval_hours: float | None = None
     max_inflight_steps: int = 2
 
     def __post_init__(self) -> None:
@@ -66,6 +69,11 @@ class TrainHParams(Configurable):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"task.train.{name}={value} must be at least 1")
+        hours = self.save_keep_interval_hours
+        if hours is not None and not hours > 0:
+            raise ValueError(
+                f"task.train.save_keep_interval_hours={hours} must be more than 0, or None"
+            )
 
 
 class SingleTask(Configurable):
@@ -160,12 +168,29 @@ class SingleTask(Configurable):
             metrics = self._add_aux(metrics, aux)
         return metrics
 
-    def decode_step(self, state: TrainState, batch: NestedMap, context: StepContext) -> NestedMap:
-        """The model's outputs of inference, per example."""
+    def decode_step(
+        self, state: TrainState, batch: NestedMap, context: StepContext, *, batch_index: jax.Array
+    ) -> NestedMap:
+        """The model's outputs of inference, per example.
+
+        Args:
+          state: Whose weights to use.
+          batch: Prompts.
+          context: How the step is spread.
+          batch_index: int32, which batch of the data set this is; each draws its own numbers.
+
+        Returns:
+          What the model's `decode` returns, and the `prompt_lengths` of the batch where it has
+          them: who reads the outputs of all rows may hold only a share of the batch.
+        """
         model = self.model.clone(train=False)
         variables = {PARAMS: state.params, NON_TRAINABLE: state.non_trainable}
-        key = context.fold_shard(self._step_key(state.step))
-        return model.apply(variables, batch, rngs={RANDOM: key}, method="decode")
+        key = jax.random.fold_in(self._step_key(state.step), batch_index)
+        rngs = {RANDOM: context.fold_shard(key)}
+        outputs = model.apply(variables, batch, rngs=rngs, method="decode")
+        if "prompt_lengths" not in batch:
+            return outputs
+        return NestedMap({**outputs, "prompt_lengths": batch.prompt_lengths})
 
     def _step_key(self, step: jax.Array) -> jax.Array:
         return jax.random.fold_in(jax.random.key(self.train.random_seed), step)

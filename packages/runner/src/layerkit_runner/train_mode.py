@@ -54,7 +54,6 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
             check_same_data(inputs, multihost_utils.process_allgather)
         program = TrainProgram(job.task, job.partitioner, train_input)
         state, step, compiled, notes = _prepare(job, program, train_input, eval_inputs, checkpoints)
-        assert job.directory is not None
         if jax.process_index() == 0:
             write_config(job.directory, resolved, report=job.observers.message)
         info = _run_info(job, state, train_input, start_step=step)
@@ -108,8 +107,11 @@ def _prepare(
 ) -> tuple[TrainState, int, Any, list[str]]:
     """First state, its step, the compiled training step, and what layers said while traced."""
     abstract = job.abstract_state()
-    with LayerNotes() as notes:
-        lowered = program.lower(abstract)
+    try:
+        with LayerNotes() as notes:
+            lowered = program.lower(abstract)
+    except ValueError as error:
+        raise UsageError(f"{job.resolved.name}: {error}") from error
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         compiling = pool.submit(lowered.compile)
         with _source_of_state(job, checkpoints) as (source, step):
@@ -151,7 +153,8 @@ def _source_of_state(
     if own is not None:
         if options.restore_checkpoint_dir is not None:
             job.observers.message(
-                f"--restore_checkpoint_dir is not used: {job.directory} has checkpoints of its own"
+                f"--restore_checkpoint_dir is not used: {job.given_directory} has checkpoints of"
+                " its own"
             )
         yield checkpoints, own
         return

@@ -29,6 +29,11 @@ def test_by_default_all_devices_are_on_the_first_axis():
     assert dict(make_mesh(["batch"], devices=jax.devices()[:3]).shape) == {"batch": 3}
 
 
+def test_by_default_all_devices_of_a_slice_are_on_the_first_axis():
+    mesh = make_mesh(["data", "fsdp"], dcn_mesh_shape=[1, 2])
+    assert ids(mesh) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
 def test_slices_are_the_slow_part_of_an_axis():
     # Two slices of four consecutive devices, each 2 × 2 of fsdp × tensor. Along fsdp, devices 0 and
     # 2 (one slice) come before 4 and 6.
@@ -50,6 +55,12 @@ def test_slices_are_the_slow_part_of_an_axis():
         (
             {"ici_mesh_shape": [1, 4, 1], "dcn_mesh_shape": [4, 1, 1]},
             "the mesh needs 16 devices (ici_mesh_shape=[1, 4, 1] × dcn_mesh_shape=[4, 1, 1] over"
+            " data, fsdp, tensor), but there are 8 (cpu).\nFor these devices try"
+            " --fdl.ICI_MESH_SHAPE=[8,1,1] --fdl.DCN_MESH_SHAPE=None",
+        ),
+        (
+            {"dcn_mesh_shape": [3, 1, 1]},
+            "the mesh needs 6 devices (ici_mesh_shape=[2, 1, 1] × dcn_mesh_shape=[3, 1, 1] over"
             " data, fsdp, tensor), but there are 8 (cpu).\nFor these devices try"
             " --fdl.ICI_MESH_SHAPE=[8,1,1] --fdl.DCN_MESH_SHAPE=None",
         ),

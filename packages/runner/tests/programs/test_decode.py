@@ -1,4 +1,4 @@
-"""DecodeProgram: records by hand, on disk and back; finished outputs stay as they are.
+"""DecodeProgram: records by hand, on disk and back; which finished outputs stay as they are.
 
 The model of conftest.py goes on with three times a prompt's first id, each with log-probability
 -0.5; prompt n is n + 1 times the id n + 1.
@@ -10,9 +10,12 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 from etils import epath
 
+from layerkit.nested_map import NestedMap
 from layerkit_runner.infeed import make_input
 from layerkit_runner.observers import Observer
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
@@ -40,18 +43,29 @@ class Recorder(Observer):
 
 
 @pytest.fixture(params=[SpmdPartitioner, PmapPartitioner])
-def decoding(
-    request: pytest.FixtureRequest, tiny: SimpleNamespace, tmp_path: Any
-) -> tuple[DecodeProgram, Any]:
+def make(request: pytest.FixtureRequest, tiny: SimpleNamespace, tmp_path: Any) -> Any:
+    """Makes a program and a state, by default those of conftest.py."""
+
+    def build(
+        task: Any = None, prompts: Any = None, num_devices: int = 8
+    ) -> tuple[DecodeProgram, Any]:
+        partitioner = request.param()
+        partitioner.start(jax.devices()[:num_devices])
+        task = (task or tiny.task_config()).Instantiate()
+        partitioner.bind(task)
+        config = (prompts or tiny.Prompts.HParams.config()).clone(percore_batch_size=1.0)
+        folder = epath.Path(tmp_path) / "decode"
+        dataset = make_input(config, partitioner)
+        program = DecodeProgram(task, partitioner, dataset, "prompts", folder)
+        return program, partitioner.init_fn(task)()
+
+    return build
+
+
+@pytest.fixture
+def decoding(make: Any) -> tuple[DecodeProgram, Any]:
     """The program and a state."""
-    partitioner = request.param()
-    partitioner.start()
-    task = tiny.task_config().Instantiate()
-    partitioner.bind(task)
-    prompts = make_input(tiny.Prompts.HParams.config(percore_batch_size=1.0), partitioner)
-    folder = epath.Path(tmp_path) / "decode"
-    program = DecodeProgram(task, partitioner, prompts, "prompts", folder)
-    return program, partitioner.init_fn(task)()
+    return make()
 
 
 def test_one_record_for_each_prompt_and_none_for_padding(decoding: tuple[DecodeProgram, Any]):
@@ -62,21 +76,117 @@ def test_one_record_for_each_prompt_and_none_for_padding(decoding: tuple[DecodeP
     assert path is not None
     assert path.name == "step_00000007.jsonl"
     assert [json.loads(line) for line in path.read_text().splitlines()] == RECORDS
-    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    names = sorted(entry.name for entry in path.parent.iterdir())
+    assert names == [path.name, "step_00000007.made_from.json"]
     assert recorder.texts == [(7, "prompts", "1111")]
 
 
-def test_a_finished_output_is_read_and_not_made_again(decoding: tuple[DecodeProgram, Any]):
-    program, state = decoding
+KEPT = [{"prompt": "by", "continuation": "hand", "log_prob": 0.0, "num_tokens": 4}]
+
+
+def decode_and_mark(program: DecodeProgram, state: Any) -> epath.Path:
+    """Decodes step 7 and replaces the text, so that reading it shows."""
+    program.run(state, 7, Recorder())
     path = program.output_path(7)
     assert path is not None
-    path.parent.mkdir(parents=True)
-    kept = [{"prompt": "by", "continuation": "hand", "log_prob": 0.0, "num_tokens": 4}]
-    path.write_text(json.dumps(kept[0]) + "\n")
+    path.write_text(json.dumps(KEPT[0]) + "\n")
+    return path
+
+
+def test_a_finished_output_is_read_and_not_made_again(make: Any):
+    program, state = make()
+    path = decode_and_mark(program, state)
     recorder = Recorder()
-    assert program.run(state, 7, recorder) == kept
-    assert recorder.messages == [f"{path} is already there"]
+    assert program.run(state, 7, recorder) == KEPT
+    # So does another process later, also on other devices.
+    again, same_state = make(num_devices=4)
+    assert again.run(same_state, 7, recorder) == KEPT
+    assert recorder.messages == [f"{path} is already there"] * 2
     assert program.run(state, 8, recorder) == RECORDS
+
+
+@pytest.mark.parametrize(
+    ("what", "changes"),
+    [
+        ("weights", {"init_scale": 1.5}),
+        ("model settings", {"dropout_rate": 0.5}),
+        ("random seed", {"train": {"random_seed": 7}}),
+    ],
+)
+def test_an_output_of_another_task_is_made_again(
+    make: Any, tiny: SimpleNamespace, what: str, changes: dict[str, Any]
+):
+    path = decode_and_mark(*make())
+    program, state = make(tiny.task_config(**changes))
+    recorder = Recorder()
+    assert program.run(state, 7, recorder) == RECORDS
+    assert len(recorder.messages) == 1
+    text = recorder.messages[0]
+    assert text.startswith(f"{path} is there but made with different ")
+    assert what in text.split(";")[0]
+    assert text.endswith("; decoding again")
+    assert program.run(state, 7, Recorder()) == RECORDS
+
+
+def test_weights_that_moved_alone_are_other_weights(decoding: tuple[DecodeProgram, Any]):
+    program, state = decoding
+    path = decode_and_mark(program, state)
+    swapped = jax.tree.map(lambda leaf: leaf * np.array([[1], [2]], leaf.dtype), state.params)
+    assert program.run(state.replace(params=swapped), 7, Recorder()) == RECORDS
+    path.write_text(json.dumps(KEPT[0]) + "\n")
+    # The same numbers in other places.
+    mirrored = jax.tree.map(lambda leaf: leaf[::-1], swapped)
+    recorder = Recorder()
+    assert program.run(state.replace(params=mirrored), 7, recorder) == RECORDS
+    assert recorder.messages == [f"{path} is there but made with different weights; decoding again"]
+
+
+def test_an_output_of_other_prompts_is_made_again(make: Any, tiny: SimpleNamespace):
+    program, state = make()
+    path = decode_and_mark(program, state)
+    fewer, state = make(prompts=tiny.Prompts.HParams.config(num_rows=2))
+    recorder = Recorder()
+    assert fewer.run(state, 7, recorder) == RECORDS[:2]
+    assert recorder.messages == [f"{path} is there but made with different data; decoding again"]
+
+
+def test_an_output_of_unknown_origin_is_made_again(decoding: tuple[DecodeProgram, Any]):
+    program, state = decoding
+    path = decode_and_mark(program, state)
+    (path.parent / "step_00000007.made_from.json").unlink()
+    recorder = Recorder()
+    assert program.run(state, 7, recorder) == RECORDS
+    assert recorder.messages == [f"{path} is there but of unknown origin; decoding again"]
+
+
+def test_each_batch_draws_its_own_numbers(make: Any, tiny: SimpleNamespace):
+    class Drawing(tiny.Regression):
+        """Goes on with random digits."""
+
+        def decode(self, batch: NestedMap) -> NestedMap:
+            outputs = super().decode(batch)
+            digits = jax.random.randint(self.next_prng_key(), outputs.ids.shape, 1, 10)
+            column = np.arange(outputs.ids.shape[1])
+            is_drawn = column >= batch.prompt_lengths[:, None]
+            return NestedMap({**outputs, "ids": jax.numpy.where(is_drawn, digits, outputs.ids)})
+
+    class SamePrompts(tiny.Prompts):
+        """The prompt 1, sixteen times: two batches."""
+
+        num_rows: int = 16
+
+        def _read_rows(self, rows: np.ndarray) -> NestedMap:
+            return super()._read_rows(np.zeros_like(rows))
+
+    task = tiny.task_config().set(model=Drawing.HParams.config())
+    program, state = make(task, SamePrompts.HParams.config())
+    records = program.run(state, 7, Recorder())
+    drawn = [record["continuation"] for record in records]
+    assert len(drawn) == 16
+    assert drawn[:8] != drawn[8:]
+    again = program.run(state, 8, Recorder())
+    assert [record["continuation"] for record in again] == drawn
+    assert program._step._cache_size() == 1
 
 
 def test_a_half_written_output_does_not_count(decoding: tuple[DecodeProgram, Any]):

@@ -8,6 +8,7 @@ ends early when every row has ended.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -43,13 +44,14 @@ class SampleDecoder(Configurable):
 
     # A field of a model, so that it takes part in the model's equality and hash.
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self._values() == other._values()
+        return isinstance(other, SampleDecoder) and self._values() == other._values()
 
     def __hash__(self) -> int:
-        return hash((type(self), self._values()))
+        return hash(self._values())
 
     def _values(self) -> tuple[Any, ...]:
-        return (self.max_decode_steps, self.temperature, self.eos_id)
+        # All of them, so that a subclass with fields of its own needs to write nothing here.
+        return (type(self), *(getattr(self, field.name) for field in dataclasses.fields(self)))
 
 
 class _State(struct.PyTreeNode):
@@ -77,9 +79,9 @@ def extend_prompts(
       decoder: How tokens are drawn.
       extend: `(cache, ids [batch, t], time_step) -> (cache, logits [batch, t, vocab])`.
       cache: An empty cache for prompt width + `max_decode_steps` tokens.
-      prompts: int32 `[batch, width]`, left-aligned.
-      prompt_lengths: int32 `[batch]`, at most `width`. A row of length 0 only fills up the batch:
-        nothing is drawn for it, and no other row waits for it.
+      prompts: int32 `[batch, width]`, left-aligned; what stands after a row's length is not read.
+      prompt_lengths: int32 `[batch]`; one beyond `width` counts as `width`. A row of length 0 only
+        fills up the batch: nothing is drawn for it, and no other row waits for it.
       key: Random key; column t uses fold_in(key, t). None if the decoder is greedy.
 
     Returns:
@@ -91,6 +93,10 @@ def extend_prompts(
     """
     batch, width = prompts.shape
     max_length = width + decoder.max_decode_steps
+    prompt_lengths = jnp.minimum(prompt_lengths, width)
+    # The model runs on the padding too, and an id that it does not have would leave NaN in the
+    # cache, which no mask hides: 0 · NaN is NaN.
+    prompts = jnp.where(jnp.arange(width) < prompt_lengths[:, None], prompts, 0)
     ids = jnp.zeros((batch, max_length), jnp.int32).at[:, :width].set(prompts)
     # The logits of this pass are not used, so the compiler leaves their computation out.
     cache, _ = extend(cache, prompts, jnp.int32(0))

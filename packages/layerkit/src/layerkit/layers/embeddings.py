@@ -79,12 +79,10 @@ def _vectors_hparams(layer: Embedding | SharedEmbeddingSoftmax) -> WeightHParams
     Vectors have unit length then: scaled by √dims they enter a model with unit variance, and as
     class vectors they give unit-variance logits for unit-variance hidden states.
     """
-    default = WeightInit.Gaussian(1.0 / math.sqrt(layer.input_dims))
-    return WeightHParams(
-        (layer.num_classes, layer.input_dims),
-        axes=layer.weight_axes,
-        init=layer.weight_init or layer.inherited("params_init") or default,
-    )
+    init = layer.weight_init
+    if init is None and layer.inherited("params_init") is None:
+        init = WeightInit.Gaussian(1.0 / math.sqrt(layer.input_dims))
+    return WeightHParams((layer.num_classes, layer.input_dims), axes=layer.weight_axes, init=init)
 
 
 def _embed(

@@ -85,7 +85,7 @@ def cross_entropy(
     _check_labels(labels, logits.shape[:-1], "logits", logits.shape)
     check_loss_options(label_smoothing=label_smoothing, z_loss_weight=z_loss_weight)
     logits = logits.astype(jnp.float32)
-    labels = labels[..., None]
+    labels = jnp.asarray(labels)[..., None]  # NumPy's int64 becomes the int32 that JAX has
     # Comparing with an index, rather than gathering by label, lets the class axis stay split over
     # devices, and fuses with the other reductions, forward and backward.
     classes = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)

@@ -90,7 +90,7 @@ class AttentionMask:
         start = jnp.broadcast_to(jnp.asarray(time_step, jnp.int32), (batch,))
         return cls(
             query_positions=start[:, None] + jnp.arange(num_queries, dtype=jnp.int32),
-            key_positions=_row_positions(batch, max_length),
+            key_positions=row_positions(batch, max_length),
             causal=True,
         )
 
@@ -103,7 +103,7 @@ class AttentionMask:
                 f"segment_ids of shape {segments.shape}, expected [batch, length] ="
                 f" {(batch, length)}"
             )
-        positions = _row_positions(batch, length)
+        positions = row_positions(batch, length)
         return cls(positions, positions, segments, segments, causal=causal)
 
     def dense(self) -> jax.Array:
@@ -136,5 +136,6 @@ def segments_from_paddings(paddings: jax.Array) -> jax.Array:
     return (paddings == 0).astype(jnp.int32)
 
 
-def _row_positions(batch: int, length: int) -> jax.Array:
+def row_positions(batch: int, length: int) -> jax.Array:
+    """Positions counted from the start of each row, int32 `[batch, length]`."""
     return jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))

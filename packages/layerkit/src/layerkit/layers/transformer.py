@@ -41,6 +41,7 @@ class TransformerFeedForward(BaseLayer):
       use_gate: Multiplies the activation by a second projection (Shazeer, 2020: SwiGLU with SiLU).
       activation_tpl: The non-linearity.
       dropout_rate: Of the activation, in training.
+      linear_tpl: The projections.
       down_init: Initialiser of the projection back; None for that of the others.
     """
 
@@ -59,13 +60,15 @@ class TransformerFeedForward(BaseLayer):
         self.create_child("up", self.linear_tpl, **wide, weight_axes=("embed", "mlp"))
         if self.use_gate:
             self.create_child("gate", self.linear_tpl, **wide, weight_axes=("embed", "mlp"))
+        down_tpl = self.linear_tpl
+        if self.down_init is not None:
+            down_tpl = down_tpl.clone(weight_init=self.down_init)
         self.create_child(
             "down",
-            self.linear_tpl,
+            down_tpl,
             input_dims=self.hidden_dims,
             output_dims=self.input_dims,
             weight_axes=("mlp", "embed"),
-            weight_init=self.down_init,
         )
         if self.has_bias:
             self.create_child("up_bias", self.bias_tpl, dims=self.hidden_dims, axes=("mlp",))
@@ -168,7 +171,8 @@ class StackedTransformer(BaseLayer):
       layer_tpl: The layer that is stacked.
       num_layers: How many.
       remat: Name of the rematerialisation policy around each layer; see `layerkit.layers.remat`.
-      Others: handed to every layer; None leaves what `layer_tpl` says.
+      Others: handed to every layer, so that `layer_tpl` leaves its sizes out or agrees; where
+        `num_kv_heads` and `dim_per_head` are None, it may set them.
     """
 
     layer_tpl: Any = sub_config_field(Transformer.HParams)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,8 @@ class LanguageModel(BaseModel):
       lm_tpl: The network.
       decoder: How continuations are drawn.
     """
+
+    reported_metric: ClassVar[str | None] = "xent"
 
     lm_tpl: Any = sub_config_field(TransformerLm.HParams)
     decoder: Any = instance_field(SampleDecoder.HParams)

@@ -15,7 +15,7 @@ from flax import linen as nn
 from layerkit.base_layer import BaseLayer
 from layerkit.config import sub_config_field
 from layerkit.layers.embeddings import SharedEmbeddingSoftmax
-from layerkit.layers.masks import AttentionMask
+from layerkit.layers.masks import AttentionMask, row_positions
 from layerkit.layers.normalizations import LayerNorm
 from layerkit.layers.stochastic import Dropout
 from layerkit.layers.transformer import StackedTransformer
@@ -39,6 +39,9 @@ class TransformerLm(BaseLayer):
       stack_tpl: The layers; `StackedTransformer` or `StackedTransformerRepeated`.
       final_norm_tpl: Before the softmax.
       dropout_rate: Of the embeddings, in training.
+
+    Raises:
+      ValueError: nothing embeds the ids.
     """
 
     vocab_size: int = 0
@@ -60,6 +63,12 @@ class TransformerLm(BaseLayer):
         self.create_child("softmax", self.softmax_tpl, **classes)
         if self.embedding_tpl is not None:
             self.create_child("embedding", self.embedding_tpl, **classes)
+        elif not hasattr(self.softmax, "embed"):
+            raise ValueError(
+                f"{self.path_name}: embedding_tpl is not set, and the {type(self.softmax).__name__}"
+                " in softmax_tpl cannot embed ids; set embedding_tpl=Embedding.HParams.config(),"
+                " or a softmax_tpl that is tied to the embedding"
+            )
         if self.position_tpl is not None:
             self.create_child("position", self.position_tpl, dims=self.model_dims)
         self.create_child(
@@ -121,7 +130,7 @@ class TransformerLm(BaseLayer):
         """Normalised hidden states `[batch, length, dims]`; see `fprop` for the arguments."""
         batch, length = ids.shape
         if segment_pos is None:
-            segment_pos = _row_positions(batch, length)
+            segment_pos = row_positions(batch, length)
         mask = AttentionMask.causal_mask(batch, length, segment_ids=segment_ids)
         x = self._embed(ids, segment_pos)
         return self.final_norm(self.stack(x, mask=mask, positions=segment_pos))
@@ -134,7 +143,7 @@ class TransformerLm(BaseLayer):
         """
         if self.position_tpl is not None:
             # A table of positions refuses rows that are too long, but a step is never long.
-            self.position(_row_positions(batch_size, max_length))
+            self.position(row_positions(batch_size, max_length))
         self.stack.init_cache(batch_size, max_length)
 
     def extend_step(self, ids: jax.Array, *, time_step: jax.Array) -> jax.Array:
@@ -159,7 +168,3 @@ class TransformerLm(BaseLayer):
             x = x + self.position(positions)
         x = self.dropout(self.cast(x))
         return self.constrain(x, "batch", "length", "act_embed")
-
-
-def _row_positions(batch: int, length: int) -> jax.Array:
-    return jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))

@@ -6,6 +6,7 @@ it is first used.
 
 from layerkit_runner.observers.base import Observer, Observers, RunInfo
 from layerkit_runner.observers.device_peaks import peak_flops
+from layerkit_runner.observers.finite_loss import FiniteLoss
 from layerkit_runner.observers.loss_curve import draw_loss_curve
 from layerkit_runner.observers.metrics_log import Metrics, MetricsLog, metrics_path, read_metrics
 from layerkit_runner.observers.progress import Progress
@@ -13,6 +14,7 @@ from layerkit_runner.observers.tensorboard import TensorBoard
 from layerkit_runner.observers.throughput import Throughput
 
 __all__ = [
+    "FiniteLoss",
     "Metrics",
     "MetricsLog",
     "Observer",

@@ -29,7 +29,8 @@ def make_mesh(
 
     Args:
       axis_names: Names of the mesh axes.
-      ici_mesh_shape: A size per axis within one slice; None puts every device on the first axis.
+      ici_mesh_shape: A size per axis within one slice; None puts all devices of a slice on the
+        first axis.
       dcn_mesh_shape: A size per axis across slices; None for one slice.
       devices: All devices of all processes by default.
 
@@ -37,9 +38,12 @@ def make_mesh(
       UsageError: sizes that do not match the names or the number of devices.
     """
     devices = list(jax.devices() if devices is None else devices)
+    ones = [1] * (len(axis_names) - 1)
+    dcn_mesh_shape = dcn_mesh_shape or [1, *ones]
     if ici_mesh_shape is None:
-        ici_mesh_shape = [len(devices), *([1] * (len(axis_names) - 1))]
-    dcn_mesh_shape = dcn_mesh_shape or [1] * len(axis_names)
+        # A shape that is refused below may hold a 0.
+        num_slices = max(math.prod(dcn_mesh_shape), 1)
+        ici_mesh_shape = [max(len(devices) // num_slices, 1), *ones]
     for field, shape in (("ici_mesh_shape", ici_mesh_shape), ("dcn_mesh_shape", dcn_mesh_shape)):
         if len(shape) != len(axis_names) or any(size < 1 for size in shape):
             raise UsageError(
@@ -50,7 +54,7 @@ def make_mesh(
     if needed != len(devices):
         kind = devices[0].device_kind if devices else "none"
         # Without blanks, so that a shell takes it as one word.
-        sizes = ",".join(map(str, [len(devices), *([1] * (len(axis_names) - 1))]))
+        sizes = ",".join(map(str, [len(devices), *ones]))
         raise UsageError(
             f"the mesh needs {needed} devices (ici_mesh_shape={list(ici_mesh_shape)} ×"
             f" dcn_mesh_shape={list(dcn_mesh_shape)} over {', '.join(axis_names)}), but there are"

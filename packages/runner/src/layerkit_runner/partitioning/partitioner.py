@@ -121,21 +121,25 @@ class Partitioner(Configurable):
         def step(state: TrainState, batch: NestedMap, context: Any) -> tuple[Any, Any]:
             return state, task.eval_step(state, batch, context)
 
-        return self._read_only(step, task, output=REPLICATED)
-
-    def decode_step_fn(self, task: SingleTask) -> Any:
-        """Jitted `(state, batch) -> outputs per example`."""
-
-        def step(state: TrainState, batch: NestedMap, context: Any) -> tuple[Any, Any]:
-            return state, task.decode_step(state, batch, context)
-
-        return self._read_only(step, task, output=ROWS)
-
-    def _read_only(self, step: Callable[..., Any], task: SingleTask, *, output: str) -> Any:
-        spread = self._spread(step, output=output)
+        spread = self._spread(step, output=REPLICATED)
         return jax.jit(
             lambda state, batch: spread(state, batch)[1],
             in_shardings=(self.state_shardings(task), self.batch_sharding()),
+            out_shardings=self.replicated(),
+        )
+
+    def decode_step_fn(self, task: SingleTask) -> Any:
+        """Jitted `(state, batch, batch_index) -> outputs of all examples`; see `decode_step`."""
+
+        def step(whole: Any, batch: NestedMap, context: Any) -> tuple[Any, Any]:
+            state, batch_index = whole
+            return whole, task.decode_step(state, batch, context, batch_index=batch_index)
+
+        # The index is held whole by every shard, as the state is, so it travels with it.
+        spread = self._spread(step, output=ROWS)
+        return jax.jit(
+            lambda state, batch, batch_index: spread((state, batch_index), batch)[1],
+            in_shardings=(self.state_shardings(task), self.batch_sharding(), self.replicated()),
             out_shardings=self.replicated(),
         )
 

@@ -1,4 +1,8 @@
-"""DecodeProgram: continues the prompts of one data set and keeps them as JSON lines."""
+"""DecodeProgram: continues the prompts of one data set and keeps them as JSON lines.
+
+With several processes each feeds its own rows, gets the outputs of all rows and makes the same
+records; process 0 writes them, and decides for all whether finished ones are read instead.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,21 @@ from typing import Any
 import jax
 import numpy as np
 from etils import epath
+from jax.experimental import multihost_utils
 
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
 from layerkit_runner.observers import Observer
 from layerkit_runner.partitioning import Partitioner
+from layerkit_runner.programs.made_from import (
+    describe_settings,
+    differences,
+    read_made_from,
+    weights_digest_fn,
+    write_with_made_from,
+)
 from layerkit_runner.task import SingleTask
 from layerkit_runner.train_state import TrainState
-from layerkit_runner.whole_files import write_whole
 
 
 class DecodeProgram:
@@ -26,7 +37,7 @@ class DecodeProgram:
       partitioner: Started.
       dataset: Prompts.
       name: What the data set is called in outputs.
-      folder: Where outputs go; None keeps them in memory only.
+      folder: Where outputs go, in sight of every process; None keeps them in memory only.
     """
 
     def __init__(
@@ -37,7 +48,9 @@ class DecodeProgram:
         name: str,
         folder: epath.Path | None,
     ):
+        self._task = task
         self._partitioner = partitioner
+        self._weights_digest = weights_digest_fn(task, partitioner)
         self._step = partitioner.decode_step_fn(task)
         self._folder = folder
         self.dataset = dataset
@@ -48,29 +61,41 @@ class DecodeProgram:
         return None if self._folder is None else self._folder / self.name / f"step_{step:08d}.jsonl"
 
     def run(self, state: TrainState, step: int, observers: Observer) -> list[dict[str, Any]]:
-        """Decodes with the weights after `step` steps; a finished output is read, not made again.
+        """Decodes with the weights after `step` steps.
+
+        A finished output is read, not made again, if it was made from the same weights, model
+        settings and prompts.
 
         Returns:
-          One record per prompt: `prompt`, `continuation`, `log_prob` (sum over what was drawn, in
-          nats) and `num_tokens`.
+          One record per prompt of the global batches: `prompt`, `continuation`, `log_prob` (sum
+          over what was drawn, in nats) and `num_tokens`.
         """
         path = self.output_path(step)
-        if path is not None and path.exists():
-            observers.message(f"{path} is already there")
-            return [json.loads(line) for line in path.read_text().splitlines()]
-        records: list[dict[str, Any]] = []
-        for batch in self.dataset.eval_batches():
-            outputs = jax.device_get(self._step(state, self._partitioner.put_batch(batch)))
-            records.extend(self._records(batch, outputs))
+        made_from: dict[str, Any] = {}
+        if path is not None:
+            settings = describe_settings(self._task, self.dataset)
+            made_from = {"weights": self._weights_digest(state), **settings}
+            if _is_kept(path, made_from, observers):
+                return [json.loads(line) for line in path.read_text().splitlines()]
+        records = self._decode(state)
         if path is not None and jax.process_index() == 0:
-            write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
+            lines = "".join(json.dumps(record) + "\n" for record in records)
+            write_with_made_from(path, lines, made_from)
         for record in records[:1]:
             observers.text(step, self.name, record["prompt"] + record["continuation"])
         return records
 
-    def _records(self, batch: NestedMap, outputs: NestedMap) -> list[dict[str, Any]]:
+    def _decode(self, state: TrainState) -> list[dict[str, Any]]:
+        records: list[dict[str, Any]] = []
+        for index, batch in enumerate(self.dataset.eval_batches()):
+            global_batch = self._partitioner.put_batch(batch)
+            outputs = self._step(state, global_batch, np.int32(index))
+            records.extend(self._records(jax.device_get(outputs)))
+        return records
+
+    def _records(self, outputs: NestedMap) -> list[dict[str, Any]]:
         ids, lengths = np.asarray(outputs.ids), np.asarray(outputs.lengths)
-        prompt_lengths = np.asarray(batch.prompt_lengths)
+        prompt_lengths = np.asarray(outputs.prompt_lengths)
         # Rows of padding fill up the last batch; they have no prompt.
         rows = [row for row in range(len(prompt_lengths)) if prompt_lengths[row] > 0]
         prompts = self.dataset.ids_to_strings(ids, prompt_lengths)
@@ -87,3 +112,18 @@ class DecodeProgram:
             }
             for row in rows
         ]
+
+
+def _is_kept(path: epath.Path, made_from: dict[str, Any], observers: Observer) -> bool:
+    """Whether finished outputs stand for these; process 0 looks and tells the others."""
+    is_kept = False
+    if jax.process_index() == 0 and path.exists():
+        before = read_made_from(path)
+        differing = differences(before, made_from)
+        is_kept = not differing
+        if is_kept:
+            observers.message(f"{path} is already there")
+        else:
+            how = f"made with different {', '.join(differing)}" if before else "of unknown origin"
+            observers.message(f"{path} is there but {how}; decoding again")
+    return bool(multihost_utils.broadcast_one_to_all(np.int32(is_kept)))

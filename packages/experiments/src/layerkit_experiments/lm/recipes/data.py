@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from layerkit.config import Config
 from layerkit_inputs import LocalText, LocalTextPrompts, SyntheticInput
+from layerkit_inputs.byte_vocabulary import VOCAB_SIZE as NUM_BYTE_IDS
+from layerkit_runner.experiment import BaseExperiment
 
 
 class SyntheticTokens:
@@ -27,9 +29,11 @@ class SyntheticTokens:
         ]
 
 
-class LocalFiles:
+class LocalFiles(BaseExperiment, abstract=True):
     """Bytes of text files on this machine; by default Python's own sources."""
 
+    VOCAB_SIZE: int = 259
+    """At least as many as there are bytes and special ids."""
     PERCORE_BATCH_SIZE: float = 8.0
     """Rows per device."""
     MAX_SEQ_LEN: int = 256
@@ -37,6 +41,15 @@ class LocalFiles:
     """Files or patterns; None for the running Python's standard library."""
     NUM_PROMPTS: int = 4
     PROMPT_LENGTH: int = 64
+
+    def validate(self) -> None:
+        """Refuses a model that lacks some of the ids of the data: their loss would be NaN."""
+        super().validate()
+        if self.VOCAB_SIZE < NUM_BYTE_IDS:
+            raise ValueError(
+                f"VOCAB_SIZE={self.VOCAB_SIZE} is less than the {NUM_BYTE_IDS} ids of bytes and"
+                " their special ids"
+            )
 
     def datasets(self) -> list[Config]:
         """Configs of the training and the held-out input."""

@@ -27,6 +27,17 @@ _ACTIVATIONS: dict[str, type[BaseLayer]] = {"relu": ReLU, "gelu": GELU, "silu": 
 _NORMS: dict[str, type[BaseLayer]] = {"layer_norm": LayerNorm, "rms_norm": RmsNorm}
 _INITS = {"xavier": WeightInit.Xavier, "fan_in": WeightInit.FanIn}
 _POSITIONS = ("rotary", "sinusoidal", "trainable", "none")
+_AT_LEAST_ONE = (
+    "NUM_LAYERS",
+    "MODEL_DIMS",
+    "HIDDEN_DIMS",
+    "NUM_HEADS",
+    "NUM_KV_HEADS",
+    "DIMS_PER_HEAD",
+    "VOCAB_SIZE",
+    "MAX_SEQ_LEN",
+    "MAX_DECODE_STEPS",
+)
 
 
 class TransformerLmModel:
@@ -70,8 +81,12 @@ class TransformerLmModel:
         """The config of the LanguageModel.
 
         Raises:
-          ValueError: a field that names something that does not exist.
+          ValueError: a field that names something that does not exist, or a size below 1.
         """
+        for field in _AT_LEAST_ONE:
+            size = getattr(self, field)
+            if size is not None and size < 1:
+                raise ValueError(f"{field}={size} must be at least 1")
         norm = _pick("NORM", self.NORM, _NORMS)
         lm: Config = TransformerLm.HParams.config(
             vocab_size=self.VOCAB_SIZE,

@@ -20,6 +20,8 @@ class TrainingLength:
     DECODE_INTERVAL_STEPS: int | None = None
     CHECKPOINT_EVERY_N_STEPS: int = 5000
     CHECKPOINT_MAX_TO_KEEP: int | None = 10
+    CHECKPOINT_KEEP_INTERVAL_HOURS: float | None = None
+    """Besides the newest, one checkpoint per so many hours stays for good; None for no others."""
     SEED: int = 1234
 
     def train_config(self, learner: Config) -> Config:
@@ -33,6 +35,7 @@ class TrainingLength:
             decode_interval_steps=self.DECODE_INTERVAL_STEPS,
             save_interval_steps=self.CHECKPOINT_EVERY_N_STEPS,
             save_max_to_keep=self.CHECKPOINT_MAX_TO_KEEP,
+            save_keep_interval_hours=self.CHECKPOINT_KEEP_INTERVAL_HOURS,
         )
 
 
