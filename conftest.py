@@ -24,7 +24,8 @@ if "jax" in sys.modules:
         "find the plugin or PYTHONSTARTUP file that imports it."
     )
 if DEVICES not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}=8 {QUICK_COMPILES}".strip()
+    flags = [os.environ.get("XLA_FLAGS", ""), f"{DEVICES}=8", QUICK_COMPILES]
+    os.environ["XLA_FLAGS"] = " ".join(flags).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # XLA sizes the thread pool of its simulated devices by NPROC. With fewer threads than devices that
 # wait for one another, a collective never ends and the process aborts.

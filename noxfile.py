@@ -115,7 +115,7 @@ def test_wheels(
     folders: Sequence[str],
     suites: Sequence[Path],
     *,
-    marker: str = "not slow",
+    marker: str = "not slow",  # noqa: PT028 - no test, in spite of its name
 ) -> None:
     """Runs `suites` and the doctests of layerkit on wheels built now from `folders`.
 

@@ -11,6 +11,7 @@ import time
 
 import jax
 import optax
+
 from layerkit.config import Config, Partial
 from layerkit.layers import StackedTransformer, StackedTransformerRepeated
 from layerkit.models import LanguageModel, TransformerLm

@@ -1,17 +1,21 @@
 """Two processes of four devices train and decode as one process of eight does.
 
 Each reads its own share of the same global batches, or the same rows where both hold them. The
-checkpoint is one, and a single process goes on from it. So are the outputs of decoding.
+checkpoint is one, and a single process goes on from it. So are the outputs of decoding, and a stop.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +105,37 @@ def test_two_processes_decode_one_output(jobs: Any, tmp_path: Path, name: str):
     assert ours.stat().st_mtime_ns == written
 
 
+def test_a_signal_to_one_stops_both(jobs: Any, tmp_path: Path):
+    endless = {**MESHES["each its own rows"], "MAX_STEPS": 100_000, "DECAY_END": 200_000}
+    job = jobs.make(EXP, tmp_path / "job", num_devices=4, **endless)
+    with two_processes(job) as processes:
+        wait_for_a_step(job.folder / "metrics.jsonl")
+        processes[1].send_signal(signal.SIGTERM)
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    codes = [process.returncode for process in processes]
+    assert codes == [128 + signal.SIGTERM] * 2, "\n".join(outputs)
+    assert list((job.folder / "checkpoints").glob("checkpoint_*"))
+
+
+def wait_for_a_step(log: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not (log.exists() and '"loss"' in log.read_text()):
+        assert time.monotonic() < deadline, "no step was logged"
+        time.sleep(0.1)
+
+
 def run_two_processes(job: Any, *more: str) -> list[str]:
     """Runs the job's command as two processes; what each printed."""
+    with two_processes(job, *more) as processes:
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, output
+    return outputs
+
+
+@contextlib.contextmanager
+def two_processes(job: Any, *more: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """The job's command as two processes, which end with the block."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
@@ -118,10 +151,8 @@ def run_two_processes(job: Any, *more: str) -> list[str]:
         for index in range(2)
     ]
     try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
-        for process, output in zip(processes, outputs, strict=True):
-            assert process.returncode == 0, output
-        return outputs
+        yield processes
     finally:
         for process in processes:
             process.kill()
+            process.communicate()

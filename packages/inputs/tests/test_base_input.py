@@ -166,10 +166,43 @@ def test_fields_that_cannot_work_are_refused_when_built(fields, text):
         config.Instantiate()
 
 
-def test_a_reader_that_ends_though_it_repeats_is_told_the_fix():
+@pytest.mark.parametrize(
+    "fields", [{"is_training": True}, {"repeat": True, "eval_loop_num_batches": 3}]
+)
+def test_the_interface_of_pax_begins_again_where_it_is_to_be_endless(fields):
+    source = WhollyOwn(batch_size=1, **fields)
+    expected = [[1 + at % 5] for at in range(12)]
+    assert [source.get_next().ids.tolist() for _ in range(4)] == expected[:4]
+    states = []
+    for row in expected[4:]:
+        assert source.peek().ids.tolist() == row
+        states.append(source.get_state())
+        assert source.get_next().ids.tolist() == row
+    assert [state["position"] for state in states] == [{"num_delivered": n} for n in range(4, 12)]
+    for state, row in zip(states, expected[4:], strict=True):
+        resumed = WhollyOwn(batch_size=1, **fields)
+        resumed.set_state(state)
+        assert resumed.get_next().ids.tolist() == row
+
+
+def test_an_evaluation_of_an_endless_stream_goes_on_over_the_end_of_the_data():
     source = WhollyOwn(batch_size=1, repeat=True, eval_loop_num_batches=7)
-    with pytest.raises(RuntimeError, match=r"ended 2 batches before.*set reset_for_eval=True and"):
-        list(source.eval_batches())
+    assert ids_of(source.eval_batches()) == [[1], [2], [3], [4], [5], [1], [2]]
+    assert ids_of(source.eval_batches())[0] == [3]
+
+
+def test_the_interface_of_pax_without_data_is_an_error_too():
+    class Empty(WhollyOwn):
+        def get_next(self):
+            raise StopIteration
+
+    with pytest.raises(ValueError, match="to repeat its data, but there is none"):
+        Empty(batch_size=1, is_training=True).get_next()
+
+
+def test_a_state_of_another_reader_is_refused():
+    with pytest.raises(ValueError, match="written by Counting and does not fit WithNewField"):
+        WithNewField(batch_size=2).set_state(Counting(batch_size=2).get_state())
 
 
 def test_repeating_without_data_is_an_error_and_no_endless_loop():

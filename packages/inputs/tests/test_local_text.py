@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from layerkit_inputs import LocalText, LocalTextPrompts
 from layerkit_inputs.byte_vocabulary import BOS_ID, EOS_ID, FIRST_BYTE_ID, VOCAB_SIZE, decode
+from layerkit_inputs.local_text import _first_bytes
 from layerkit_inputs.trigram import trigram_loss
 
 DOCUMENTS = {
@@ -291,3 +292,21 @@ def test_more_text_than_fits_is_refused_before_it_is_read(paths):
     )
     with pytest.raises(ValueError, match=f"^{re.escape(whole)}$"):
         source.get_next()
+
+
+def test_the_baseline_does_not_mind_how_much_text_there_is(paths):
+    heldout = LocalText(batch_size=1, paths=paths, split="heldout")
+    tight = LocalText(batch_size=1, paths=paths, split="heldout", max_bytes=1)
+    assert tight.baselines() == heldout.baselines()
+
+
+def test_the_baseline_counts_the_first_bytes_of_the_training_text(paths, monkeypatch):
+    train = split_of(paths)["train"]
+    total = sum(map(len, train)) - 3
+    monkeypatch.setattr("layerkit_inputs.local_text._TABLE_BYTES", total)
+    source = LocalText(batch_size=1, paths=paths, split="heldout")
+    kept = list(_first_bytes(source._files("train"), total))
+    assert b"".join(kept) == b"".join(train)[:total]
+    heldout = split_of(paths)["heldout"]
+    assert source.baselines() == {"trigram table": trigram_loss(kept, heldout)}
+    assert list(_first_bytes(source._files("train"), 0)) == []

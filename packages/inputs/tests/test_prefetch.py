@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from layerkit.nested_map import NestedMap
-from layerkit_inputs import Prefetch, SyntheticInput
+from layerkit_inputs import LocalText, Prefetch, SyntheticInput
 from layerkit_inputs.base_input import BaseInput
 
 
@@ -112,6 +112,16 @@ def test_fields_are_those_of_the_source():
         Prefetch(source=source, batch_size=4)
     with pytest.raises(ValueError, match="depth=0; expected at least 1"):
         Prefetch(source=source, depth=0)
+
+
+def test_what_its_tokens_and_states_are_is_told_by_the_source(tmp_path):
+    for name in "abc":
+        (tmp_path / name).write_bytes(b"some text")
+    source = LocalText(batch_size=1, paths=[str(tmp_path)], seq_length=4)
+    ahead = Prefetch(source=source)
+    assert (ahead.token_unit, ahead.state_scope) == ("byte", "global")
+    assert ahead.get_state() == source.get_state()
+    assert Prefetch(source=Gated(batch_size=1)).state_scope == "host"
 
 
 @pytest.mark.parametrize("how", ["endless", "hanging"])

@@ -36,8 +36,29 @@ def test_a_host_state_fits_that_host_alone():
 
 
 def test_a_state_of_another_scope_is_refused():
-    with pytest.raises(ValueError, match="written by Reader with scope 'host', but Other keeps"):
-        unpack_state(pack_state({}, **HOST), **{**GLOBAL, "reader": "Other"})
+    with pytest.raises(
+        ValueError, match="written by Reader with scope 'host', but it keeps states"
+    ):
+        unpack_state(pack_state({}, **HOST), **GLOBAL)
+
+
+@pytest.mark.parametrize("owner", [HOST, GLOBAL])
+def test_a_state_of_another_reader_is_refused(owner):
+    whole = (
+        "the state was written by Reader and does not fit Other; use the reader that wrote it, or "
+        "start a new run from the weights alone."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(whole)}$"):
+        unpack_state(pack_state({}, **owner), **{**owner, "reader": "Other"})
+
+
+@pytest.mark.parametrize("field", ["reader", "scope", "position", "host"])
+def test_an_envelope_that_lacks_something_is_refused(field):
+    envelope = pack_state({"at": 3}, **HOST)
+    del envelope[field]
+    whole = "a dict with ['reader', 'scope', 'position', 'host']; got {"
+    with pytest.raises(ValueError, match=re.escape(whole)):
+        unpack_state(envelope, **HOST)
 
 
 @pytest.mark.parametrize("nonsense", [None, 3, {}, {"position": {}}])

@@ -65,3 +65,10 @@ def test_noise_costs_about_a_uniform_symbol_and_a_habit_costs_little():
     noise = random.integers(4, size=50_000, dtype=np.uint8).tobytes()
     assert trigram_loss([noise[:-5000]], [noise[-5000:]]) == pytest.approx(math.log(4), abs=0.01)
     assert trigram_loss([b"ab" * 500], [b"ab" * 500]) < 0.02
+
+
+def test_a_document_in_pieces_is_the_same_document(monkeypatch):
+    expected = trigram_loss(TRAIN, TRAIN)
+    for size in (1, 3, len(TRAIN[0]), len(TRAIN[0]) + 1):
+        monkeypatch.setattr("layerkit_inputs.trigram._PIECE", size)
+        assert trigram_loss(iter(TRAIN), iter(TRAIN)) == pytest.approx(expected, rel=1e-12)

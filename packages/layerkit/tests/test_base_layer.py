@@ -93,6 +93,17 @@ class Counter(BaseLayer):
         return x
 
 
+class Setting(BaseLayer):
+    """Sets a float16 variable of two entries to what it is given."""
+
+    def setup(self):
+        start = WeightHParams((2,), ("norm",), WeightInit.Constant(0.0), dtype="float16")
+        self.create_variable("mean", start, trainable=False)
+
+    def fprop(self, x):
+        self.update_var("mean", x)
+
+
 class Reporting(BaseLayer):
     """Two auxiliary losses of one name and two summaries of one name."""
 
@@ -253,6 +264,18 @@ class TestWeights:
         assert text == (
             "Counter().calls: the update would be lost; apply with mutable=['non_trainable', …]"
         )
+
+    def test_an_update_keeps_the_declared_shape_and_dtype(self):
+        def updated(value):
+            _, changed = Setting().apply(Setting().init(KEY), value, mutable=["non_trainable"])
+            return changed["non_trainable"]["mean"]
+
+        mean = updated(np.array([1.0, 2.5], np.float32))
+        assert mean.dtype == jnp.float16 and mean.tolist() == [1.0, 2.5]
+        assert refusal(ValueError, lambda: updated(jnp.zeros(()))) == (
+            "Setting().mean: the update has the shape (), but the variable was declared with (2,)"
+        )
+        refusal(ValueError, lambda: Setting().init(KEY, jnp.zeros((3,))))
 
 
 class TestCast:

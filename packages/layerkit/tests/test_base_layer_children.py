@@ -153,6 +153,24 @@ class TestInheritance:
             text == "fprop_dtype='bfloat61' is not a dtype; did you mean 'bfloat16' or 'float64'?"
         )
 
+    @pytest.mark.parametrize("field", ["dtype", "fprop_dtype"])
+    @pytest.mark.parametrize("value", ["int32", "bool", "complex64"])
+    def test_a_dtype_that_is_not_floating_is_refused(self, field, value):
+        layer = FeedForward(**SQUARE, **{field: value})
+        assert refusal(ValueError, lambda: layer.init(KEY, X)) == (
+            f"Linear(linear): {field}={value!r}, expected a floating dtype such as 'float32' or"
+            " 'bfloat16'"
+        )
+
+    def test_an_initialiser_of_another_type_is_refused(self):
+        text = "expected a WeightInit such as WeightInit.Gaussian(0.02)"
+        assert refusal(TypeError, lambda: FeedForward(**SQUARE, params_init=0.02).init(KEY)) == (
+            f"Linear(linear): params_init=0.02, {text}"
+        )
+        assert refusal(TypeError, lambda: Linear(**SQUARE, weight_init=0.0).init(KEY)) == (
+            f"Linear().w: init=0.0, {text}"
+        )
+
 
 class TestSharing:
     def test_the_same_config_in_built_fields_is_one_set_of_weights(self):
@@ -304,6 +322,18 @@ class TestChildren:
         )
         config.linear_tpl.input_dims = 2
         assert shapes(config.Instantiate().init(KEY))["params"]["linear"] == {"w": (2, 3)}
+
+    def test_a_value_that_equals_the_default_is_no_less_explicit(self):
+        template = Chain.HParams.config(num_copies=0)
+        assert refusal(ValueError, lambda: derive_fields(template, "here", num_copies=2)) == (
+            "here: num_copies=0 is set in its config, but its owner derives num_copies=2; leave the"
+            " field out or make them agree"
+        )
+        del template.num_copies
+        assert derive_fields(template, "here", num_copies=2).num_copies == 2
+        # None is how a config says that it leaves a field to others.
+        template.first = None
+        assert derive_fields(template, "here", first=square()).first == square()
 
     def test_derived_fields_may_be_templates(self):
         theirs = Linear.HParams.config(weight_axes=("mlp", "embed"))

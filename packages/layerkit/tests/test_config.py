@@ -6,7 +6,7 @@ import collections
 import copy
 import dataclasses
 import pickle
-from typing import Any
+from typing import Any, ClassVar
 
 import fiddle as fdl
 import pytest
@@ -54,6 +54,14 @@ class Owning(Configurable):
 
 def add(a, b=10, *, c=100):
     return a + b + c
+
+
+def chain(*steps, reverse=False):
+    return list(reversed(steps)) if reverse else list(steps)
+
+
+def joined(first, /, second, *rest):
+    return [first, second, *rest]
 
 
 def refusal(error, call):
@@ -176,8 +184,9 @@ class TestBuild:
         before = copy.deepcopy(config)
         tree = config.Instantiate()
         tree.names.append("x")
-        tree.leaf_tpl.size = 9
         assert config == before
+        config.leaf_tpl.size = 9  # its own, not that of the tree
+        assert tree.leaf_tpl.size == 1
 
     def test_two_configs_share_no_default(self):
         first, second = Tree.HParams.config(), Tree.HParams.config()
@@ -284,6 +293,75 @@ class TestPartial:
         assert refusal(TypeError, function) == text
 
 
+class TestPositionalArguments:
+    def test_a_variable_number_of_them_is_built(self):
+        described = Config(chain, Config(Leaf, size=2), Config(add, 1), reverse=True)
+        total, leaf = described.Instantiate()
+        assert (total, leaf.size) == (111, 2)
+
+    def test_those_with_a_name_before_them_come_first(self):
+        assert build(Config(joined, 1, 2, 3, 4)) == [1, 2, 3, 4]
+        assert build(Config(joined, 1, second=2)) == [1, 2]
+        assert build(Config(joined, 1, 2), second=5) == [1, 5]
+
+    def test_a_partial_keeps_its_own_in_front_of_those_of_the_call(self):
+        function = build(Partial(chain, Config(add, 1), 2))
+        assert function() == [111, 2]
+        assert function(3, reverse=True) == [3, 2, 111]
+
+    def test_they_are_copied_walked_and_have_no_name(self):
+        config = Config(chain, Leaf.HParams.config(size=2))
+        copied = config.clone(reverse=True)
+        copied[0].size = 3
+        assert build(config)[0].size == 2
+        assert [c.size for c in list(walk_configs(copied))[1:]] == [3]
+        assert field_names(chain) == ["reverse"] and assigned_fields(config).keys() == {0}
+        assert refusal(TypeError, lambda: Config(chain, steps=1)) == (
+            "chain has no field 'steps'. Its fields: reverse."
+        )
+
+
+class TestFixedTemplates:
+    """What a built object holds may be a key of JAX's caches, so it never changes."""
+
+    @pytest.mark.parametrize(
+        "edit",
+        [
+            lambda leaf: setattr(leaf, "size", 9),
+            lambda leaf: leaf.set(size=9),
+            lambda leaf: delattr(leaf, "size"),
+        ],
+    )
+    @pytest.mark.parametrize("make", [Tree.HParams.config().Instantiate, Tree])
+    def test_cannot_be_edited(self, edit, make):
+        assert refusal(dataclasses.FrozenInstanceError, lambda: edit(make().leaf_tpl)) == (
+            "Leaf.size cannot be changed: this config belongs to a built object; use clone() to"
+            " edit a copy, and build from that"
+        )
+
+    def test_nor_can_what_is_inside_them(self):
+        inner = Config(chain, 1)
+        tree = build(Tree.HParams.config(leaf_tpl=Config(Tree, right=[{"k": inner}])))
+        kept = tree.leaf_tpl.right[0]["k"]
+        for edit in (lambda: kept.__setitem__(0, 2), lambda: kept.__delitem__(0)):
+            assert refusal(dataclasses.FrozenInstanceError, edit).startswith("chain.0 cannot be")
+        inner[0] = 2  # the config that was built from is as free as before
+        assert kept[0] == 1
+
+    @pytest.mark.parametrize("copied", [lambda c: c.clone(), copy_config, copy.copy])
+    def test_a_copy_is_free(self, copied):
+        kept = Tree.HParams.config().Instantiate().leaf_tpl
+        free = copied(kept)
+        free.size = 9
+        assert (free.size, kept.size) == (9, 1)
+
+    @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+    def test_copies_of_the_built_object_are_as_fixed(self, copied):
+        tree = copied(Tree.HParams.config().Instantiate())
+        assert tree.leaf_tpl == Leaf.HParams.config()
+        refusal(dataclasses.FrozenInstanceError, lambda: tree.leaf_tpl.set(size=9))
+
+
 class TestEquality:
     def test_equal_configs_hash_alike_whatever_is_edited(self):
         first, second = Leaf.HParams.config(size=1), Leaf.HParams.config()
@@ -385,7 +463,17 @@ class TestNestedHParams:
         )
 
 
+class Labelled(Configurable):
+    label: ClassVar[str] = "plain"
+
+
 class TestConfigurable:
+    def test_what_belongs_to_the_class_is_no_field_of_a_subclass_that_changes_it(self):
+        # Elsewhere, where the name ClassVar may mean nothing.
+        scope = {"Labelled": Labelled, "__name__": "elsewhere"}
+        exec("class Fancy(Labelled):\n    label = 'fancy'", scope)
+        assert field_names(scope["Fancy"]) == [] and scope["Fancy"].label == "fancy"
+
     def test_takes_keywords_only_and_prints_its_fields(self):
         with pytest.raises(TypeError, match="positional"):
             Leaf(1)

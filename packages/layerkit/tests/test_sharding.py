@@ -55,6 +55,21 @@ def test_extend_adds_a_name_of_your_own(cube):
     assert bound.spec(("mine",)) == P(("fsdp", "tensor"))
 
 
+def test_mesh_axes_may_come_in_a_list():
+    assert ShardingRules.of(batch=["data", "fsdp"]) == ShardingRules.of(batch=("data", "fsdp"))
+    hash(RULES.replace(batch=["data"]).extend(mine=["fsdp", "tensor"]))
+
+
+def test_an_axis_is_split_where_its_mesh_axes_have_several_devices(cube):
+    assert cube.is_split("mlp") and cube.is_split("batch")
+    assert not cube.is_split("norm")
+    assert not cube.is_split("length")  # without a rule
+    row = BoundSharding(make_mesh(8, 1, 1), RULES.extend(length="context"))
+    assert row.is_split("batch") and not row.is_split("mlp")
+    assert not row.is_split("length")  # a mesh axis that the mesh lacks
+    assert not BoundSharding(None, RULES).is_split("batch")
+
+
 def test_rules_with_the_same_content_are_equal_and_hash_alike():
     first, second = ShardingRules.of(a="data", b=None), ShardingRules.of(b=None, a="data")
     assert first == second and hash(first) == hash(second)

@@ -170,3 +170,45 @@ def test_wrong_fields_are_refused(fields, text):
     with pytest.raises(ValueError) as caught:
         SampleDecoder(**fields)
     assert str(caught.value) == text
+
+
+def extend_float_sums(cache, ids, time_step):
+    """The model of sums as attention has it: hidden slots are multiplied by 0."""
+    known = (ids >= 0) & (ids < VOCAB)
+    cache = jax.lax.dynamic_update_slice_in_dim(
+        cache, jnp.where(known, ids, jnp.nan), time_step, axis=1
+    )
+    own = time_step + jnp.arange(ids.shape[1])
+    visible = jnp.arange(cache.shape[1])[None, :] <= own[:, None]  # [t, max_length]
+    sums = jnp.sum(visible[None] * cache[:, None], axis=-1) % VOCAB
+    return cache, jnp.where(
+        jnp.isnan(sums)[..., None], jnp.nan, SURE * jax.nn.one_hot(sums.astype(int), VOCAB)
+    )
+
+
+def test_padding_may_hold_ids_that_the_model_does_not_have():
+    def continued(prompts):
+        decoder = SampleDecoder(max_decode_steps=3, temperature=0.0)
+        rows = {"prompts": jnp.array(prompts), "prompt_lengths": jnp.array(LENGTHS)}
+        return extend_prompts(decoder, extend_float_sums, jnp.zeros((3, 7)), **rows, key=None)
+
+    outputs = continued([[1, 2, 3, 4], [5, -1, -1, -1], [7, 1, VOCAB, -100]])
+    assert np.all(np.isfinite(outputs.log_probs))
+    rows = [by_hand(p[:n], 7)[0] for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+    np.testing.assert_array_equal(outputs.ids, rows)
+
+
+def test_a_length_beyond_the_row_is_that_of_the_row():
+    decoder = SampleDecoder(max_decode_steps=2, temperature=0.0)
+    found, expected = (decode(decoder, [[1, 2]], [length]) for length in (5, 2))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert found.lengths.tolist() == [4]
+
+
+def test_fields_of_a_subclass_tell_decoders_apart():
+    class Cautious(SampleDecoder):
+        top_k: int = 1
+
+    assert Cautious(top_k=2) == Cautious(top_k=2)
+    assert hash(Cautious(top_k=2)) == hash(Cautious(top_k=2))
+    assert Cautious(top_k=2) != Cautious(top_k=3) and Cautious() != SampleDecoder()

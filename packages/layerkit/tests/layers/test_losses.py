@@ -253,3 +253,10 @@ def test_functions_refuse_options_out_of_range() -> None:
         chunked_cross_entropy(
             jnp.zeros((1, 1, 2)), lambda h: h, jnp.zeros((1, 1), jnp.int32), chunk_size=0
         )
+
+
+@pytest.mark.filterwarnings("error")
+def test_labels_may_be_the_whole_numbers_of_numpy() -> None:
+    logits, labels = draw(4, 6), draw_labels(4, classes=6)
+    wide = cross_entropy(jnp.array(logits), labels.astype(np.int64))
+    np.testing.assert_array_equal(wide.loss, cross_entropy(jnp.array(logits), labels).loss)

@@ -70,7 +70,10 @@ def test_values_and_gradients_stay(policy, in_scan):
         module = Attends(policy, in_scan=in_scan)
         return jax.jit(jax.value_and_grad(lambda w: module.apply({}, X, w)))(W)
 
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), run(policy), run("none"))
+    def assert_close(a, b):  # XLA merges other operations where less is kept
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+    jax.tree.map(assert_close, run(policy), run("none"))
 
 
 def test_none_leaves_the_function_alone():

@@ -22,7 +22,7 @@ from layerkit.layers.transformer import (
     Transformer,
     TransformerFeedForward,
 )
-from layerkit.weights import logical_axes
+from layerkit.weights import WeightInit, logical_axes
 
 KEY = jax.random.key(0)
 BATCH, LENGTH, DIMS, NUM_LAYERS = 3, 6, 8, 2
@@ -319,3 +319,13 @@ def test_wrong_fields_are_refused(stack):
         f"{name}(): remat='fulll' is not a policy; did you mean 'full'?"
         " Policies: none, dots, dots_no_batch, full."
     )
+
+
+def test_the_projection_back_may_start_otherwise_than_the_others():
+    config = TransformerFeedForward.HParams.config(input_dims=2, hidden_dims=3)
+    config.linear_tpl.weight_init = WeightInit.Constant(1.0)
+    config.down_init = WeightInit.Constant(2.0)
+    weights = config.Instantiate().init(KEY)["params"]
+    assert np.all(weights["up"]["w"] == 1.0) and np.all(weights["down"]["w"] == 2.0)
+    config.down_init = None
+    assert np.all(config.Instantiate().init(KEY)["params"]["down"]["w"] == 1.0)

@@ -372,3 +372,28 @@ def test_a_contradiction_deep_in_the_model_is_refused():
     config.stack_tpl.num_layers = 5
     with pytest.raises(ValueError, match=r"^TransformerLm\(\)\.stack: num_layers=5 is set in its"):
         jax.eval_shape(config.Instantiate().init, KEY)
+
+
+def test_a_softmax_that_cannot_embed_needs_an_embedding_beside_it():
+    config = TransformerLm.HParams.config(**SIZES, softmax_tpl=FullSoftmax.HParams.config())
+    with pytest.raises(ValueError) as caught:
+        config.Instantiate().init(KEY)
+    assert str(caught.value) == (
+        "TransformerLm(): embedding_tpl is not set, and the FullSoftmax in softmax_tpl cannot embed"
+        " ids; set embedding_tpl=Embedding.HParams.config(), or a softmax_tpl that is tied to the"
+        " embedding"
+    )
+
+
+def test_an_explicit_depth_of_the_stack_that_is_another_is_refused():
+    config = TransformerLm.HParams.config(**SIZES)
+    config.stack_tpl.num_layers = 1  # also the default
+    with pytest.raises(
+        ValueError, match=r"stack: num_layers=1 is set in its config, but its owner"
+    ):
+        config.Instantiate().init(KEY)
+
+
+def test_a_bare_number_for_an_initialiser_is_refused():
+    with pytest.raises(TypeError, match=r"Softmax\(softmax\): params_init=0.02, expected"):
+        TransformerLm(**SIZES, params_init=0.02).init(KEY)

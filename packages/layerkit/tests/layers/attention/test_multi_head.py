@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 import jax
@@ -318,34 +319,32 @@ def test_heads_that_cannot_be_split_may_say_so():
     np.testing.assert_allclose(actual, run(layer, weights, x), atol=1e-5)
 
 
-def test_backend_is_chosen_reported_and_refused():
-    x, mask = inputs(), AttentionMask.causal_mask(BATCH, LENGTH)
+def test_backend_is_chosen_reported_and_refused(caplog):
     weights = drawn_weights(make())
 
-    def describe(**fields):
-        layer = make(**fields)
-        return layer.apply(weights, x, mask=mask, method="chosen_backend").describe()
+    def reported(**fields):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="layerkit"):
+            run(make(**fields), weights, inputs())
+        return caplog.messages
 
-    assert describe() == "attention backend: xla (auto: cpu has no fused kernel)"
-    assert describe(backend="xla") == "attention backend: xla (as asked)"
+    assert reported() == ["attention backend: xla (auto: cpu has no fused kernel)"]
+    assert reported(backend="xla") == ["attention backend: xla (as asked)"]
     refusal = (
         "attention backend 'cudnn' cannot do what is asked: it needs a GPU, not cpu; it needs"
         " bfloat16 or float16, not float32; it needs heads of a multiple of 8 and at most 128, not"
         " 2. Use backend='xla' or 'auto'."
     )
-    for method in ("chosen_backend", "__call__"):
-        options = {"method": method, **({"positions": rows()} if method == "__call__" else {})}
-        with pytest.raises(BackendRefusal) as error:
-            make(backend="cudnn").apply(weights, x, mask=mask, **options)
-        assert str(error.value) == refusal
+    with pytest.raises(BackendRefusal) as error:
+        run(make(backend="cudnn"), weights, inputs())
+    assert str(error.value) == refusal
 
 
 def test_dropout_is_an_obstacle_in_training_only():
     layer = make(backend="cudnn", dropout_rate=0.1, logit_cap=2.0)
-    weights, mask = drawn_weights(make()), AttentionMask.causal_mask(BATCH, LENGTH)
     for train in (False, True):
         with pytest.raises(BackendRefusal) as error:
-            layer.clone(train=train).apply(weights, inputs(), mask=mask, method="chosen_backend")
+            run(layer.clone(train=train), drawn_weights(make()), inputs())
         assert ("our dropout" in str(error.value)) is train
         assert "a logit cap" in str(error.value)
 

@@ -20,8 +20,8 @@ from flax import linen as nn
 
 from layerkit.base_layer import CACHE, BaseLayer
 from layerkit.config import sub_config_field
-from layerkit.layers.attention.backends import Backend, check_backend_name
-from layerkit.layers.attention.dot_product import choose_backend, dot_product_attention
+from layerkit.layers.attention.backends import check_backend_name
+from layerkit.layers.attention.dot_product import dot_product_attention
 from layerkit.layers.attention.projections import HeadProjection, OutputProjection
 from layerkit.layers.masks import AttentionMask
 from layerkit.layers.products import merge_tokens
@@ -165,12 +165,6 @@ class MultiHeadAttention(BaseLayer):
         mask = AttentionMask.decoding_mask(batch, num_tokens, max_length, time_step=time_step)
         outputs = self._attend(query, keys, values, mask, backend="auto")
         return jnp.where(time_step + num_tokens <= max_length, outputs, jnp.nan)
-
-    def chosen_backend(self, x: jax.Array, *, mask: AttentionMask) -> Backend:
-        """The backend that `fprop` takes for such arguments, and why; refuses as `fprop` does."""
-        shape = (*x.shape[:2], self.num_heads, self.query.head_dim)
-        heads = jax.ShapeDtypeStruct(shape, self.compute_dtype)
-        return choose_backend(heads, heads, mask=mask, **self._options(self.backend))
 
     @nn.nowrap
     def _project(
