@@ -104,12 +104,16 @@ class Job:
         """Starts the command as a process of its own."""
         return self.start_with(self.arguments(*more))
 
+    def environment(self) -> dict[str, str]:
+        """That of the tests, with this job's number of devices; the last of equal flags counts."""
+        devices = f"--xla_force_host_platform_device_count={self.num_devices}"
+        return {**os.environ, "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {devices}"}
+
     def start_with(self, arguments: Sequence[str]) -> subprocess.Popen[str]:
         """Starts a command with these words and this job's devices."""
-        devices = f"--xla_force_host_platform_device_count={self.num_devices}"
         return subprocess.Popen(
             [sys.executable, "-m", "layerkit_runner.cli", *arguments],
-            env={**os.environ, "XLA_FLAGS": devices},
+            env=self.environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

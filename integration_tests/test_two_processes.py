@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import signal
 import socket
@@ -109,7 +108,7 @@ def test_a_signal_to_one_stops_both(jobs: Any, tmp_path: Path):
     endless = {**MESHES["each its own rows"], "MAX_STEPS": 100_000, "DECAY_END": 200_000}
     job = jobs.make(EXP, tmp_path / "job", num_devices=4, **endless)
     with two_processes(job) as processes:
-        wait_for_a_step(job.folder / "metrics.jsonl")
+        wait_for_a_step(job.folder / "metrics.jsonl", processes)
         processes[1].send_signal(signal.SIGTERM)
         outputs = [process.communicate(timeout=120)[0] for process in processes]
     codes = [process.returncode for process in processes]
@@ -117,9 +116,11 @@ def test_a_signal_to_one_stops_both(jobs: Any, tmp_path: Path):
     assert list((job.folder / "checkpoints").glob("checkpoint_*"))
 
 
-def wait_for_a_step(log: Path) -> None:
+def wait_for_a_step(log: Path, processes: list[subprocess.Popen[str]]) -> None:
     deadline = time.monotonic() + 120
     while not (log.exists() and '"loss"' in log.read_text()):
+        for process in processes:
+            assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline, "no step was logged"
         time.sleep(0.1)
 
@@ -139,11 +140,10 @@ def two_processes(job: Any, *more: str) -> Iterator[list[subprocess.Popen[str]]]
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
-    devices = f"--xla_force_host_platform_device_count={job.num_devices}"
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", PROCESS, address, str(index), *job.arguments(*more)],
-            env={**os.environ, "XLA_FLAGS": devices},
+            env=job.environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -155,4 +155,5 @@ def two_processes(job: Any, *more: str) -> Iterator[list[subprocess.Popen[str]]]
     finally:
         for process in processes:
             process.kill()
-            process.communicate()
+            process.wait()
+            process.stdout.close()

@@ -50,7 +50,8 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
 
         _check_readable(train_input)
         if jax.process_count() > 1:
-            inputs = {"train": train_input.source, **eval_inputs}
+            # Prefetch tells what was delivered; its source runs ahead by another amount everywhere.
+            inputs = {"train": train_input, **eval_inputs}
             check_same_data(inputs, multihost_utils.process_allgather)
         program = TrainProgram(job.task, job.partitioner, train_input)
         state, step, compiled, notes = _prepare(job, program, train_input, eval_inputs, checkpoints)

@@ -14,6 +14,7 @@ from jax.sharding import AxisType
 from layerkit.base_layer import RANDOM
 from layerkit.layers.attention.backends import BackendRefusal
 from layerkit.layers.attention.multi_head import MultiHeadAttention
+from layerkit.layers.attention.projections import HeadProjection
 from layerkit.layers.masks import AttentionMask
 from layerkit.layers.positions import RotaryPositionalEmbedding
 from layerkit.sharding import BoundSharding
@@ -309,10 +310,11 @@ def test_on_a_mesh_equals_one_device(axes):
 
 def test_heads_that_cannot_be_split_may_say_so():
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
-    layer = make(num_kv_heads=1)
-    for template in (layer.key_tpl, layer.value_tpl):
-        template.weight_axes = ("embed", None, "head_dim")
-        template.activation_axes = ("batch", "length", None, "head_dim")
+    whole = HeadProjection.HParams.config(
+        weight_axes=("embed", None, "head_dim"),
+        activation_axes=("batch", "length", None, "head_dim"),
+    )
+    layer = make(num_kv_heads=1, key_tpl=whole, value_tpl=whole)
     weights, x = drawn_weights(layer), inputs(batch=4)
     bound = layer.clone(sharding=BoundSharding(mesh))
     actual = jax.jit(lambda w, x: run(bound, w, x))(weights, x)
