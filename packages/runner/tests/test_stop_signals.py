@@ -18,7 +18,7 @@ import sys, time
 from layerkit_runner.stop_signals import StopSignals
 with StopSignals() as signals:
     print("ready", flush=True)
-    while signals.received is None:
+    while not signals.agreed(0):
         time.sleep(0.01)
     print("saw", signals.received.name, flush=True)
     if "stubborn" in sys.argv:
