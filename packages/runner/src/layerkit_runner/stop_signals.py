@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import sys
-import types
+import threading
 from typing import Any
 
 import jax
@@ -36,13 +36,24 @@ class StopSignals:
         self.received: signal.Signals | None = None
 
     def __enter__(self) -> StopSignals:
+        # Python runs a handler in the main thread, which may wait in compiled code for long. What
+        # is written to this pipe comes from the C level, at once, and a thread reads it.
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         for number in _SIGNALS:
-            self._previous[number] = signal.signal(number, self._handle)
+            self._previous[number] = signal.signal(number, lambda *_: None)
+        self._watcher = threading.Thread(target=self._watch, name="stop-signals", daemon=True)
+        self._watcher.start()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._previous_fd)
+        os.close(self._writer)
+        self._watcher.join()
+        os.close(self._reader)
 
     def agreed(self, step: int) -> bool:
         """Whether all processes stop after `step` steps; all must ask at the same steps."""
@@ -61,14 +72,20 @@ class StopSignals:
         """What a shell expects of a process that stopped for a signal; 0 if none was agreed on."""
         return 0 if self._agreed is None else 128 + self._agreed
 
-    def _handle(self, number: int, frame: types.FrameType | None) -> None:
+    def _watch(self) -> None:
+        while numbers := os.read(self._reader, 64):
+            for number in numbers:
+                if number in _SIGNALS:
+                    self._note(signal.Signals(number))
+
+    def _note(self, number: signal.Signals) -> None:
         if self.received is not None and number == signal.SIGINT:
             # Not sys.exit: threads that write checkpoints would keep the interpreter alive.
             os._exit(128 + number)
         if self.received is None:
-            self.received = signal.Signals(number)
+            self.received = number
             again = "; once more leaves at once" if number == signal.SIGINT else ""
-            _tell(f"\n{self.received.name}: finishing this step, saving, leaving{again}\n")
+            _tell(f"\n{number.name}: finishing this step, saving, leaving{again}\n")
 
 
 def _tell(text: str) -> None:
