@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from layerkit.config import Config
+from layerkit.config import Config, target_of
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.feeds import FeedPlan, plan_feeds
 from layerkit_runner.errors import UsageError
@@ -89,4 +89,4 @@ def feed_plan(global_rows: int, partitioner: Partitioner) -> FeedPlan:
 
 def dataset_name(config: Config) -> str:
     """What a data set is called in outputs: its `name`, else its class."""
-    return config.name or config.__fn_or_cls__.__name__
+    return config.name or target_of(config).__name__

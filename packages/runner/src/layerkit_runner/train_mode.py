@@ -54,10 +54,12 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
             inputs = {"train": train_input, **eval_inputs}
             check_same_data(inputs, multihost_utils.process_allgather)
         program = TrainProgram(job.task, job.partitioner, train_input)
-        state, step, compiled, notes = _prepare(job, program, train_input, eval_inputs, checkpoints)
+        state, step, compiled, notes, flops = _prepare(
+            job, program, train_input, eval_inputs, checkpoints
+        )
         if jax.process_index() == 0:
             write_config(job.directory, resolved, report=job.observers.message)
-        info = _run_info(job, state, train_input, start_step=step)
+        info = _run_info(job, state, train_input, flops, start_step=step)
         _print_start(job, state, train_input, compiled, notes, step)
         job.observers.start(info)
         throughput = Throughput(info)
@@ -105,8 +107,8 @@ def _prepare(
     train_input: Prefetch,
     eval_inputs: Mapping[str, BaseInput],
     checkpoints: CheckpointManager,
-) -> tuple[TrainState, int, Any, list[str]]:
-    """First state, its step, the compiled training step, and what layers said while traced."""
+) -> tuple[TrainState, int, Any, list[str], float]:
+    """First state, its step, the compiled step, what layers said while traced, model FLOPs."""
     abstract = job.abstract_state()
     try:
         with LayerNotes() as notes:
@@ -115,6 +117,8 @@ def _prepare(
         raise UsageError(f"{job.resolved.name}: {error}") from error
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         compiling = pool.submit(lowered.compile)
+        rows = train_input.global_batch_size
+        flops = model_flops_per_step(job.resolved, train_input.peek(), rows)
         with _source_of_state(job, checkpoints) as (source, step):
             if source is None or step is None:
                 state, step = job.partitioner.init_fn(job.task)(), 0
@@ -123,7 +127,7 @@ def _prepare(
                 state = restored.state
                 _set_input_states(train_input, eval_inputs, restored.input_states)
                 job.observers.message(f"goes on from step {step} of {source.directory}")
-        return state, step, compiling.result(), notes.lines
+        return state, step, compiling.result(), notes.lines, flops
 
 
 def _set_input_states(
@@ -192,7 +196,9 @@ def _print_start(
         job.observers.message(line)
 
 
-def _run_info(job: Job, state: TrainState, train_input: Prefetch, *, start_step: int) -> RunInfo:
+def _run_info(
+    job: Job, state: TrainState, train_input: Prefetch, flops: float, *, start_step: int
+) -> RunInfo:
     batch = train_input.peek()
     rows = train_input.global_batch_size
     columns = batch.ids.shape[1] if "ids" in batch else 0
@@ -206,7 +212,7 @@ def _run_info(job: Job, state: TrainState, train_input: Prefetch, *, start_step:
         start_step=start_step,
         tokens_per_step=rows * columns,
         examples_per_step=rows,
-        flops_per_step=model_flops_per_step(job.resolved, batch, rows),
+        flops_per_step=flops,
         num_devices=job.partitioner.mesh.size,
         device_kind=device.device_kind,
         peak_flops_per_device=peak_flops(device.device_kind),
