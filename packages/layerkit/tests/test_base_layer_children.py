@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from layerkit.base_layer import BaseLayer, derive_fields
+from layerkit.base_layer import BaseLayer
 from layerkit.config import Config, sub_config_field
+from layerkit.derived_fields import derive_fields
 from layerkit.layers.linears import FeedForward, Linear
 from layerkit.sharding import BoundSharding, ShardingRules
 from layerkit.weights import WeightInit

@@ -111,6 +111,23 @@ def test_an_uneven_dimension_is_refused(cube):
     )
 
 
+def test_a_single_token_or_key_head_stays_whole_and_a_single_row_is_refused():
+    bound = BoundSharding(make_mesh(2, 2, 2, names=("data", "context", "tensor")))
+    axes = ("batch", "length", "act_kv_heads", "head_dim")
+    assert bound.spec(axes) == P("data", "context", "tensor", None)
+    assert bound.spec(axes, shape=(4, 1, 1, 8)) == P("data", None, None, None)
+    assert bound.spec(("embed", "kv_heads"), shape=(4, 1)) == P(None, None)
+    assert "'batch' of size 1 cannot" in refusal(lambda: bound.spec(axes, shape=(1, 4, 2, 8)))
+    assert "'act_heads' of size 1" in refusal(lambda: bound.spec(("act_heads",), shape=(1,)))
+    step = jax.jit(lambda x: bound.constrain(x * 1.0, axes))(jnp.ones((4, 1, 1, 8)))
+    assert step.sharding.shard_shape(step.shape) == (2, 1, 1, 8)
+
+
+def test_an_uneven_activation_is_refused_by_name(cube):
+    message = refusal(lambda: jax.jit(lambda x: cube.constrain(x, ("mlp",)))(jnp.ones(3)))
+    assert message.startswith("dimension 'mlp' of size 3 cannot be split evenly")
+
+
 def test_a_wrong_number_of_names_is_refused(cube):
     assert refusal(lambda: cube.spec(("embed",), shape=(4, 8), owner="w")) == (
         "w: axes ('embed',) do not name the dimensions of (4, 8)"

@@ -43,6 +43,7 @@ from layerkit.config import (
     target_of,
     walk_configs,
 )
+from layerkit.derived_fields import derive_fields
 from layerkit.near_names import near_names
 from layerkit.sharding import BoundSharding
 from layerkit.weights import (
@@ -64,6 +65,8 @@ NON_TRAINABLE = "non_trainable"
 AUX_LOSS = "aux_loss"
 SUMMARIES = "summaries"
 CACHE = "cache"
+# Flax's name for state whose "gradient" is its next value, such as the scales of fp8 products.
+OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 
 # The random stream that layers draw from while training (dropout and the like).
 RANDOM = "random"
@@ -350,11 +353,12 @@ class BaseLayer(nn.Module, kw_only=True):
 
         # One key serves all streams: running `fprop` in training needs random numbers as well.
         streams = rngs if isinstance(rngs, dict) else {PARAMS: rngs, RANDOM: rngs}
-        mutable = [PARAMS, NON_TRAINABLE, AUX_LOSS, SUMMARIES, CACHE]
+        states = (NON_TRAINABLE, OVERWRITE_WITH_GRADIENT)
+        mutable = [PARAMS, *states, AUX_LOSS, SUMMARIES, CACHE]
         _, variables = nn.Module.init_with_output(
             self, streams, *args, method=create, mutable=mutable, **kwargs
         )
-        kept = {name: variables[name] for name in (NON_TRAINABLE,) if name in variables}
+        kept = {name: variables[name] for name in states if name in variables}
         return {PARAMS: variables.get(PARAMS, {}), **kept}
 
     def create_weights(self) -> None:
@@ -471,27 +475,3 @@ class BaseLayer(nn.Module, kw_only=True):
                 f"{config.shared_weight_id!r}) but their configs differ:\n{config}\n{known}"
             )
         return layer
-
-
-def derive_fields(template: Config, where: str, **derived: Any) -> Config:
-    """A copy of `template` with fields that its owner decides; None decides nothing.
-
-    Raises:
-      ValueError: the template sets one of them to something else, be it to the field's default;
-        names both places.
-    """
-    config = template.clone()
-    # Every config carries its default templates and containers, which nobody has set.
-    set_by_nobody = assigned_fields(Config(target_of(config)))
-    for name, value in derived.items():
-        if value is None:
-            continue
-        explicit = assigned_fields(config).get(name)
-        is_set = explicit is not None and explicit != set_by_nobody.get(name)
-        if is_set and explicit != value:
-            raise ValueError(
-                f"{where}: {name}={explicit!r} is set in its config, but its owner derives"
-                f" {name}={value!r}; leave the field out or make them agree"
-            )
-        setattr(config, name, value)
-    return config

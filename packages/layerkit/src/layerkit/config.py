@@ -335,6 +335,8 @@ def _check_required(target: Any, arguments: dict[str, Any]) -> None:
 def _default_config(hparams: Any, overrides: dict[str, Any]) -> Config | None:
     if hparams is None:
         return None
+    # Each default is edited on its own.
+    overrides = {n: value.clone() if is_config(value) else value for n, value in overrides.items()}
     if isinstance(hparams, type) and issubclass(hparams, BaseHParams):
         return hparams.config(**overrides)
     return Config(hparams, **overrides)

@@ -83,7 +83,9 @@ class ShardingRules:
 
 
 # Weights: the model dimension is split over fsdp (gathered just before use), the wide dimension
-# over tensor. Activations: rows over data and fsdp, the wide dimension over tensor.
+# over tensor. Activations: rows over data and fsdp, the wide dimension over tensor. Rows are split
+# over expert too, so that what is no expert is not computed twice; where experts are split over it,
+# their rows are split over the others alone.
 DEFAULT_RULES = ShardingRules.of(
     # weights
     embed="fsdp",
@@ -98,7 +100,8 @@ DEFAULT_RULES = ShardingRules.of(
     stage="stage",
     expert="expert",
     # activations
-    batch=("data", "fsdp"),
+    batch=("data", "fsdp", "expert"),
+    expert_batch=("data", "fsdp"),
     length="context",
     act_embed=None,
     act_mlp="tensor",
@@ -106,6 +109,10 @@ DEFAULT_RULES = ShardingRules.of(
     act_kv_heads="tensor",
     act_vocab="tensor",
 )
+
+# Dimensions that are one however large the mesh is, and then stay whole: the tokens of a cached
+# step, and the key heads of multi-query attention.
+_WHOLE_WHERE_ONE = ("length", "kv_heads", "act_kv_heads")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +149,8 @@ class BoundSharding:
 
         Args:
           axes: One name (or None) per dimension.
-          shape: When given, every dimension must be divisible by its mesh axes.
+          shape: When given, every dimension must be divisible by its mesh axes; a single token or
+            key head is left whole.
           owner: Whose array it is, for error messages.
 
         Raises:
@@ -159,6 +167,8 @@ class BoundSharding:
         entries: list[Any] = []
         for position, name in enumerate(axes):
             wanted = () if name is None else self.rules.mesh_axes(name, owner=owner)
+            if shape is not None and shape[position] == 1 and name in _WHOLE_WHERE_ONE:
+                wanted = ()
             used = tuple(axis for axis in wanted if sizes.get(axis, 1) > 1)
             for axis in used:
                 if axis in taken:
@@ -195,7 +205,7 @@ class BoundSharding:
         """Asks the compiler to lay `x` out by these names; the values do not change."""
         if len(axes) != x.ndim:
             raise ValueError(f"{owner}: axes {tuple(axes)} do not name the dimensions of {x.shape}")
-        spec = self.spec(axes, owner=owner)
+        spec = self.spec(axes, shape=x.shape, owner=owner)
         if self.mesh is None:
             return x
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))

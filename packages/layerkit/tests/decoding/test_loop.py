@@ -14,6 +14,17 @@ import numpy as np
 import pytest
 
 from layerkit.config import build
+from layerkit.decoding.cache_rows import row_axes
+from layerkit.decoding.logit_processors import (
+    BannedIds,
+    CountPenalty,
+    MinP,
+    MinSteps,
+    RepetitionPenalty,
+    Temperature,
+    TopK,
+    TopP,
+)
 from layerkit.decoding.loop import SampleDecoder, extend_prompts
 
 VOCAB = 13
@@ -42,14 +53,14 @@ def decode(decoder, prompts, prompt_lengths, *, key=None, extend=extend_sums):
     return jitted(*rows, key, decoder=decoder, extend=extend)
 
 
-def by_hand(prompt, length, *, eos_id=None):
-    """The row up to column `length`, and how long it is."""
+def by_hand(prompt, length, width, *, eos_id=None):
+    """The row of at most `length` tokens in `width` columns, and how long it is."""
     row = list(prompt)
     while len(row) < length:
         row.append(sum(row) % VOCAB)
         if row[-1] == eos_id:
             break
-    return row + [0] * (length - len(row)), len(row)
+    return row + [0] * (width - len(row)), len(row)
 
 
 # Tokens behind a prompt's end are not part of it, whatever they are.
@@ -59,24 +70,26 @@ LENGTHS = [4, 1, 2]
 
 def test_prompts_of_unequal_lengths_are_continued():
     outputs = decode(SampleDecoder(max_decode_steps=6, temperature=0.0), PROMPTS, LENGTHS)
-    rows = [by_hand(p[:n], 10) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
-    np.testing.assert_array_equal(outputs.ids, [row for row, _ in rows])
-    np.testing.assert_array_equal(outputs.lengths, [10, 10, 10])
+    rows = [by_hand(p[:n], n + 6, 10)[0] for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+    np.testing.assert_array_equal(outputs.ids, rows)
+    np.testing.assert_array_equal(outputs.lengths, [10, 7, 8])
     assert outputs.ids.dtype == outputs.lengths.dtype == jnp.int32
 
 
 def test_log_probs_are_those_of_what_was_drawn_and_zero_in_prompts():
     outputs = decode(SampleDecoder(max_decode_steps=3, temperature=0.0), PROMPTS, LENGTHS)
     sure = SURE - np.log(np.exp(SURE) + (VOCAB - 1))
-    drawn = np.arange(7)[None, :] >= np.array(LENGTHS)[:, None]
+    beyond = np.arange(7)[None, :] - np.array(LENGTHS)[:, None]
+    drawn = (beyond >= 0) & (beyond < 3)
     np.testing.assert_allclose(outputs.log_probs, np.where(drawn, sure, 0.0), atol=1e-6)
+    np.testing.assert_allclose(outputs.scores, [3 * sure] * 3, atol=1e-6)
 
 
 def test_a_row_ends_with_the_token_that_ends_it():
     # 1 2 3 4 → 10 7 1 | 5 → 5 10 7 1 | 7 1 → 8 3 6 12 11 9 5 10 7 1
     decoder = SampleDecoder(max_decode_steps=9, temperature=0.0, eos_id=7)
     outputs = decode(decoder, PROMPTS, LENGTHS)
-    rows = [by_hand(p[:n], 13, eos_id=7) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+    rows = [by_hand(p[:n], n + 9, 13, eos_id=7) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
     assert [length for _, length in rows] == [6, 4, 11]
     np.testing.assert_array_equal(outputs.ids, [row for row, _ in rows])
     # The 7 with which the last prompt begins was not drawn, and ends nothing.
@@ -99,19 +112,19 @@ def count_calls(decoder, prompts, prompt_lengths):
 
 def test_the_loop_stops_when_every_row_has_ended():
     decoder = SampleDecoder(max_decode_steps=50, temperature=0.0, eos_id=7)
-    # The prompts in one go, the last token of the shortest (column 0), and then each column up to
-    # the last that was drawn, 10.
-    assert count_calls(decoder, PROMPTS, LENGTHS) == [0, *range(11)]
+    # The prompts in one go, then each column from the end of the shortest prompt (column 0) to the
+    # one before the last that was drawn (10).
+    assert count_calls(decoder, PROMPTS, LENGTHS) == [0, *range(10)]
 
 
 def test_a_row_that_fills_up_the_batch_draws_nothing_and_delays_nobody():
     decoder = SampleDecoder(max_decode_steps=50, temperature=0.0, eos_id=7)
     prompts = [PROMPTS[0], [0, 0, 0, 0]]
     outputs = decode(decoder, prompts, [4, 0])
-    np.testing.assert_array_equal(outputs.ids[0], by_hand(PROMPTS[0], 54, eos_id=7)[0])
+    np.testing.assert_array_equal(outputs.ids[0], by_hand(PROMPTS[0], 54, 54, eos_id=7)[0])
     np.testing.assert_array_equal(outputs.lengths, [6, 0])
     assert not np.any(outputs.ids[1]) and not np.any(outputs.log_probs[1])
-    assert count_calls(decoder, prompts, [4, 0]) == [0, 3, 4, 5]
+    assert count_calls(decoder, prompts, [4, 0]) == [0, 3, 4]
 
 
 def test_a_batch_of_nothing_but_filling_ends_at_once():
@@ -130,9 +143,6 @@ def test_one_step_is_enough():
 
 
 def test_draws_differ_by_column_row_and_key_and_repeat_with_the_same_key():
-    def uniform(cache, ids, time_step):
-        return cache, jnp.zeros((*ids.shape, VOCAB))
-
     decoder = SampleDecoder(max_decode_steps=400, temperature=1.0)
     run = lambda seed: decode(  # noqa: E731
         decoder, [[1], [1]], [1, 1], key=jax.random.key(seed), extend=uniform
@@ -151,6 +161,192 @@ def test_draws_differ_by_column_row_and_key_and_repeat_with_the_same_key():
     np.testing.assert_allclose(outputs.log_probs[:, 1:], -np.log(VOCAB), rtol=1e-5)
 
 
+def uniform(cache, ids, time_step):
+    """A model that has no opinion."""
+    del time_step
+    return cache, jnp.zeros((*ids.shape, VOCAB))
+
+
+def test_what_a_row_draws_does_not_depend_on_the_rows_around_it():
+    decoder, key = SampleDecoder(max_decode_steps=8), jax.random.key(3)
+    together = decode(decoder, [[1, 2, 3], [4, 0, 0], [0, 0, 0], [5, 6, 0]], [3, 1, 0, 2], key=key)
+
+    @jax.jit
+    def alone(prompt, row_id):
+        # Of another width, too.
+        cache = jnp.zeros((1, prompt.shape[1] + 8), jnp.int32)
+        lengths = jnp.array([prompt.shape[1]])
+        rows = {"prompts": prompt, "prompt_lengths": lengths, "row_ids": row_id[None]}
+        return extend_prompts(decoder, extend_sums, cache, **rows, key=key)
+
+    for row, prompt in {0: [1, 2, 3], 1: [4], 3: [5, 6]}.items():
+        found = alone(jnp.array([prompt]), jnp.int32(row))
+        np.testing.assert_array_equal(found.ids[0], together.ids[row, : len(prompt) + 8])
+        np.testing.assert_array_equal(found.lengths[0], together.lengths[row])
+
+
+def test_draws_are_of_processed_logits():
+    def drawn(**fields):
+        decoder = SampleDecoder(max_decode_steps=1, **fields)
+        outputs = decode(decoder, [[1, 2, 3, 4]] * 200, [4] * 200, key=jax.random.key(0))
+        return set(np.asarray(outputs.ids)[:, -1].tolist())
+
+    # The right sum, 10, has the logit 9 and all others 0; at 30 times the temperature that is
+    # hardly more likely.
+    hot, ban = {"temperature": 30.0}, BannedIds(ids=(10, *range(5)))
+    assert drawn(**hot) == set(range(VOCAB))
+    assert drawn(**hot, top_k=1) == {10}
+    assert drawn(processors=(ban,)) == {5, 6, 7, 8, 9, 11, 12}
+
+
+def test_processors_run_in_the_order_given_and_before_the_fields():
+    ban, penalty = BannedIds(ids=(1,)), CountPenalty(frequency=1.0)
+    decoder = SampleDecoder(
+        processors=[ban, penalty],
+        eos_id=2,
+        min_decode_steps=3,
+        temperature=0.5,
+        repetition_penalty=1.5,
+        top_k=5,
+        top_p=0.9,
+        min_p=0.1,
+    )
+    assert decoder.all_processors() == (
+        ban,
+        penalty,
+        MinSteps(num_steps=3, eos_ids=(2,)),
+        RepetitionPenalty(penalty=1.5),
+        Temperature(temperature=0.5),
+        TopK(k=5),
+        TopP(p=0.9),
+        MinP(p=0.1),
+    )
+    assert SampleDecoder(eos_id=2).all_processors() == ()
+
+
+def test_log_probs_are_those_of_the_model_whatever_was_done_to_its_logits():
+    decoder = SampleDecoder(max_decode_steps=4, temperature=0.2, top_k=3, repetition_penalty=2.0)
+    outputs = decode(decoder, [[1], [1]], [1, 1], key=jax.random.key(0), extend=uniform)
+    np.testing.assert_allclose(outputs.log_probs[:, 1:], -np.log(VOCAB), rtol=1e-5)
+
+
+def test_any_of_several_tokens_ends_a_row():
+    decoder = SampleDecoder(max_decode_steps=9, temperature=0.0, eos_id=(3, 7))
+    np.testing.assert_array_equal(decode(decoder, PROMPTS, LENGTHS).lengths, [6, 4, 4])
+
+
+def test_a_row_ends_when_its_drawn_tokens_end_in_a_stop_sequence():
+    # 1 2 3 4 → 10 7 1 2 4 8 | 5 → 5 10 7 1 2 4 | 7 1 → 8 3 6 12 11 9 5 10 7
+    def lengths(*sequences, **fields):
+        decoder = SampleDecoder(
+            max_decode_steps=9, temperature=0.0, stop_sequences=sequences, **fields
+        )
+        return decode(decoder, PROMPTS, LENGTHS).lengths.tolist()
+
+    assert lengths((10, 7, 1)) == [7, 5, 11]  # the last row stops at its limit, one token before
+    assert lengths((12, 11), (2,)) == [8, 6, 7]
+    # What was not drawn does not count: 4 10 and 5 5 begin in the prompt.
+    assert lengths((4, 10), (5, 5), (7, 1, 8)) == [13, 10, 11]
+    assert lengths((10, 7, 1), eos_id=7) == [6, 4, 11]
+    assert lengths((10, 7), min_decode_steps=3) == [13, 10, 11]
+
+
+def test_min_decode_steps_keep_rows_from_ending():
+    def drawn(steps):
+        decoder = SampleDecoder(
+            max_decode_steps=9, min_decode_steps=steps, temperature=0.0, eos_id=7
+        )
+        return decode(decoder, PROMPTS, LENGTHS).lengths - np.array(LENGTHS)
+
+    np.testing.assert_array_equal(drawn(1), [2, 3, 9])
+    later = np.asarray(drawn(5))
+    assert np.all(later > 5)
+
+
+def test_rows_may_have_limits_of_their_own():
+    decoder = SampleDecoder(max_decode_steps=6, temperature=0.0)
+    cache = jnp.zeros((3, 10), jnp.int32)
+    rows = {"prompts": jnp.array(PROMPTS), "prompt_lengths": jnp.array(LENGTHS)}
+    limits = jnp.array([2, 0, 60])
+    outputs = extend_prompts(decoder, extend_sums, cache, **rows, key=None, max_steps=limits)
+    np.testing.assert_array_equal(outputs.lengths, [6, 1, 8])
+    by_row = zip(PROMPTS, LENGTHS, [2, 0, 6], strict=True)
+    expected = [by_hand(p[:n], n + steps, 10)[0] for p, n, steps in by_row]
+    np.testing.assert_array_equal(outputs.ids, expected)
+
+
+def test_several_samples_of_each_prompt():
+    def samples(count):
+        decoder = SampleDecoder(max_decode_steps=3, temperature=3.0, num_samples=count)
+        return jitted_with_axes(np.array(PROMPTS), np.array(LENGTHS), decoder=decoder)
+
+    one, three = samples(1), samples(3)
+    assert "candidates" not in one
+    many = three.candidates
+    assert many.ids.shape == (3, 3, 7) and many.lengths.shape == many.scores.shape == (3, 3)
+    # Best first, and the best once more on its own.
+    assert np.all(np.diff(many.scores, axis=1) <= 0)
+    for name in ("ids", "lengths", "log_probs", "scores"):
+        np.testing.assert_array_equal(three[name], many[name][:, 0])
+    for row in range(3):
+        rows = np.asarray(many.ids[row])
+        assert len({tuple(ids) for ids in rows.tolist()}) == 3
+        np.testing.assert_array_equal(rows[:, : LENGTHS[row]], [PROMPTS[row][: LENGTHS[row]]] * 3)
+        # The only sample is the first of several.
+        assert np.asarray(one.ids[row]).tolist() in rows.tolist()
+    # Each sample had a cache of its own: the model gives its tokens the probabilities of its sums.
+    for ids, log_probs, length in zip(
+        many.ids.reshape(9, 7), many.log_probs.reshape(9, 7), np.repeat(LENGTHS, 3), strict=True
+    ):
+        for column in range(length, length + 3):
+            is_sum = ids[column] == np.sum(ids[:column]) % VOCAB
+            logit = np.where(is_sum, SURE, 0.0) - np.log(np.exp(SURE) + VOCAB - 1)
+            np.testing.assert_allclose(log_probs[column], logit, atol=1e-5)
+
+
+@partial(jax.jit, static_argnames="decoder")
+def jitted_with_axes(prompts, prompt_lengths, *, decoder):
+    make = lambda ids: jnp.zeros(  # noqa: E731
+        (ids.shape[0], prompts.shape[1] + decoder.max_decode_steps), jnp.int32
+    )
+    rows = {"prompts": prompts, "prompt_lengths": prompt_lengths, "key": jax.random.key(4)}
+    axes = row_axes(make, prompts)
+    return extend_prompts(decoder, extend_sums, make(prompts), **rows, cache_axes=axes)
+
+
+def test_what_a_decoder_needs_must_be_given():
+    rows = {"prompts": jnp.array([[1, 2]]), "prompt_lengths": jnp.array([2])}
+    with pytest.raises(ValueError) as caught:
+        extend_prompts(SampleDecoder(), extend_sums, jnp.zeros((1, 66)), **rows, key=None)
+    assert str(caught.value).startswith("SampleDecoder(max_decode_steps=64, ")
+    assert str(caught.value).endswith(") draws random numbers and needs a key")
+    decoder = SampleDecoder(num_samples=2)
+    with pytest.raises(ValueError) as caught:
+        extend_prompts(decoder, extend_sums, jnp.zeros((1, 66), int), **rows, key=jax.random.key(0))
+    assert str(caught.value) == "num_samples=2 needs cache_axes; see row_axes"
+    with pytest.raises(ValueError) as caught:
+        decode(SampleDecoder(temperature=0.0, eos_id=13), [[1]], [1])
+    assert str(caught.value) == "eos_id: the model has no token 13; its 13 ids end at 12"
+    with pytest.raises(TypeError) as caught:
+        SampleDecoder(processors=("top_k",))
+    assert str(caught.value) == (
+        "processors: 'top_k' is not a LogitProcessor, such as NoRepeatNgrams(size=3)"
+    )
+
+
+def test_lists_from_a_command_line_become_values():
+    config = SampleDecoder.HParams.config(stop_sequences=[[5, 6]], eos_id=[1, 2])
+    config.processors = [TopK.HParams.config(k=3)]
+    decoder = build(config)
+    assert decoder == SampleDecoder(
+        stop_sequences=((5, 6),), eos_id=(1, 2), processors=(TopK(k=3),)
+    )
+    assert decoder != SampleDecoder(
+        stop_sequences=((5, 6),), eos_id=(1, 2), processors=(TopK(k=4),)
+    )
+    assert hash(decoder) != hash(SampleDecoder())
+
+
 def test_decoders_are_values():
     config = SampleDecoder.HParams.config(max_decode_steps=3)
     assert build(config) == SampleDecoder(max_decode_steps=3)
@@ -163,7 +359,35 @@ def test_decoders_are_values():
     ("fields", "text"),
     [
         ({"max_decode_steps": 0}, "max_decode_steps=0 must be at least 1"),
+        (
+            {"max_decode_steps": 3, "min_decode_steps": 4},
+            "min_decode_steps=4 must be between 0 and max_decode_steps=3",
+        ),
+        ({"eos_id": (3, -1)}, "eos_id=(3, -1) must not be negative"),
         ({"temperature": -0.5}, "temperature=-0.5 must not be negative (0 is greedy)"),
+        (
+            {"repetition_penalty": 0.0},
+            "repetition_penalty=0.0: RepetitionPenalty: penalty=0.0 must be positive (1 changes"
+            " nothing)",
+        ),
+        ({"top_k": 0}, "top_k=0: TopK: k=0 must be at least 1"),
+        ({"top_p": 1.5}, "top_p=1.5: TopP: p=1.5 must be above 0 and at most 1"),
+        ({"min_p": -0.1}, "min_p=-0.1: MinP: p=-0.1 must be between 0 and 1"),
+        ({"num_samples": 0}, "num_samples=0 must be at least 1"),
+        (
+            {"num_samples": 2, "temperature": 0.0},
+            "num_samples=2 with temperature=0 would all be the same; set a temperature, or use"
+            " BeamSearch",
+        ),
+        (
+            {"stop_sequences": ((),)},
+            "stop_sequences=((),) must hold sequences of at least one token, such as ((5, 6),"
+            " (7,))",
+        ),
+        (
+            {"stop_sequences": ((1, 2, 3),), "max_decode_steps": 2},
+            "stop_sequences: (1, 2, 3) is longer than max_decode_steps=2",
+        ),
     ],
 )
 def test_wrong_fields_are_refused(fields, text):
@@ -194,7 +418,7 @@ def test_padding_may_hold_ids_that_the_model_does_not_have():
 
     outputs = continued([[1, 2, 3, 4], [5, -1, -1, -1], [7, 1, VOCAB, -100]])
     assert np.all(np.isfinite(outputs.log_probs))
-    rows = [by_hand(p[:n], 7)[0] for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+    rows = [by_hand(p[:n], n + 3, 7)[0] for p, n in zip(PROMPTS, LENGTHS, strict=True)]
     np.testing.assert_array_equal(outputs.ids, rows)
 
 

@@ -1,46 +1,51 @@
-"""Draws follow the distribution that the temperature says."""
+"""Draws follow the softmax, and each row its own key."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from layerkit.decoding.samplers import sample_token
+from layerkit.decoding.samplers import row_keys, sample_token
 
 PROBABILITIES = np.array([0.4, 0.3, 0.2, 0.1])
 NUM_DRAWS = 20_000
 LOGITS = jnp.tile(jnp.log(jnp.asarray(PROBABILITIES, jnp.float32)) + 5.0, (NUM_DRAWS, 1))
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_draws_follow_the_softmax_at_that_temperature(temperature):
-    tokens = sample_token(LOGITS, jax.random.key(0), temperature=temperature)
+def drawn(seed):
+    keys = row_keys(jax.random.key(seed), jnp.arange(NUM_DRAWS))
+    return sample_token(LOGITS, keys)
+
+
+def test_draws_follow_the_softmax():
+    tokens = drawn(0)
     assert tokens.shape == (NUM_DRAWS,) and tokens.dtype == jnp.int32
-    expected = PROBABILITIES ** (1.0 / temperature)
-    expected *= NUM_DRAWS / expected.sum()
+    expected = PROBABILITIES * NUM_DRAWS
     observed = np.bincount(tokens, minlength=4)
     # Pearson's statistic with three degrees of freedom is above 16.27 once in a thousand.
     assert np.sum((observed - expected) ** 2 / expected) < 16.27
 
 
-def test_temperature_zero_is_greedy_and_needs_no_key():
+def test_what_is_ruled_out_is_never_drawn():
+    logits = LOGITS.at[:, 0].set(-jnp.inf)
+    tokens = sample_token(logits, row_keys(jax.random.key(0), jnp.arange(NUM_DRAWS)))
+    assert set(np.asarray(tokens).tolist()) == {1, 2, 3}
+
+
+def test_without_keys_the_most_likely_token_is_taken():
     logits = jnp.array([[0.0, 2.0, 1.0], [3.0, 2.0, 3.0]])
-    np.testing.assert_array_equal(sample_token(logits, None, temperature=0.0), [1, 0])
+    np.testing.assert_array_equal(sample_token(logits, None), [1, 0])
 
 
 def test_rows_are_drawn_independently():
-    tokens = np.asarray(sample_token(LOGITS, jax.random.key(1), temperature=1.0))
+    tokens = np.asarray(drawn(1))
     agree = np.mean(tokens[1:] == tokens[:-1])
     # Two draws agree with probability Σp² = 0.3; the deviation of the mean is about 0.004.
     assert abs(agree - 0.3) < 0.02
 
 
-def test_wrong_arguments_are_refused():
-    with pytest.raises(ValueError) as caught:
-        sample_token(LOGITS, None, temperature=0.7)
-    assert str(caught.value) == "temperature=0.7 needs a random key (only 0 needs none)"
-    with pytest.raises(ValueError) as caught:
-        sample_token(LOGITS, None, temperature=-1.0)
-    assert str(caught.value) == "temperature=-1.0 must not be negative (0 is greedy)"
+def test_a_key_belongs_to_the_number_of_a_row_and_not_to_its_place():
+    key = jax.random.key(2)
+    some, all_ = row_keys(key, jnp.array([7, 3])), row_keys(key, jnp.arange(9))
+    assert np.all(jax.random.key_data(some) == jax.random.key_data(all_)[np.array([7, 3])])

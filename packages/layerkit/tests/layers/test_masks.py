@@ -34,7 +34,9 @@ def masks(draw: st.DrawFn) -> AttentionMask:
         key_positions=array(keys, st.integers(0, 5)),
         query_segments=array(queries, st.integers(0, 3)) if has_segments else None,
         key_segments=array(keys, st.integers(0, 3)) if has_segments else None,
+        prefix_lengths=draw(st.none() | st.just(array(1, st.integers(0, 6))[:, 0])),
         causal=draw(st.booleans()),
+        window=draw(st.none() | st.integers(1, 4)),
     )
 
 
@@ -49,8 +51,14 @@ def by_loops(mask: AttentionMask) -> np.ndarray:
                     mask.query_segments is None
                     or mask.query_segments[b, q] == mask.key_segments[b, k]
                 )
-                in_the_past = mask.key_positions[b, k] <= mask.query_positions[b, q]
-                allowed[b, 0, q, k] = same_segment and (in_the_past or not mask.causal)
+                distance = int(mask.query_positions[b, q]) - int(mask.key_positions[b, k])
+                in_prefix = (
+                    mask.prefix_lengths is not None
+                    and mask.key_positions[b, k] < mask.prefix_lengths[b]
+                )
+                is_seen = distance >= 0 or in_prefix or not mask.causal
+                is_near = mask.window is None or abs(distance) < mask.window
+                allowed[b, 0, q, k] = same_segment and is_seen and is_near
     return allowed
 
 
@@ -70,6 +78,57 @@ def test_causal_mask_is_lower_triangular() -> None:
 def test_bidirectional_mask_allows_everything() -> None:
     dense = AttentionMask.bidirectional_mask(2, 3).dense()
     np.testing.assert_array_equal(dense, np.ones((2, 1, 3, 3), bool))
+
+
+def test_a_prefix_is_seen_by_the_whole_row() -> None:
+    dense = AttentionMask.causal_mask(2, 4, prefix_lengths=jnp.array([3, 0])).dense()[:, 0]
+    expected = np.tri(4, dtype=bool)
+    np.testing.assert_array_equal(dense[1], expected)
+    expected[:, :3] = True
+    np.testing.assert_array_equal(dense[0], expected)
+
+
+def test_a_window_can_only_become_narrower() -> None:
+    mask = AttentionMask.causal_mask(1, 6)
+    assert mask.within(None) is mask
+    assert mask.within(3).within(5).window == mask.within(5).within(3).window == 3
+    banded = np.tri(6, dtype=bool) & ~np.tri(6, k=-3, dtype=bool)
+    np.testing.assert_array_equal(mask.within(3).dense()[0, 0], banded)
+    with pytest.raises(
+        ValueError, match=whole("window=0 must be at least 1, a query's own position")
+    ):
+        mask.within(0)
+
+
+def test_cross_mask_hides_padding_and_other_documents() -> None:
+    everything = AttentionMask.cross_mask(2, 3, 4)
+    np.testing.assert_array_equal(everything.dense(), np.ones((2, 1, 3, 4), bool))
+    padded = AttentionMask.cross_mask(1, 2, 3, key_segments=jnp.array([[1, 1, 0]]))
+    np.testing.assert_array_equal(padded.dense()[0, 0], [[1, 1, 0]] * 2)
+    packed = AttentionMask.cross_mask(
+        1, 3, 4, query_segments=jnp.array([[1, 2, 2]]), key_segments=jnp.array([[1, 1, 2, 0]])
+    )
+    np.testing.assert_array_equal(packed.dense()[0, 0], [[1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 0]])
+
+
+def test_cross_mask_and_prefix_refuse_wrong_shapes() -> None:
+    ones = jnp.ones((1, 3), jnp.int32)
+    for make, message in (
+        (
+            lambda: AttentionMask.cross_mask(1, 3, 4, query_segments=ones),
+            "query_segments are set without the key_segments that they refer to",
+        ),
+        (
+            lambda: AttentionMask.cross_mask(1, 3, 4, key_segments=ones),
+            "key_segments of shape (1, 3), expected (1, 4)",
+        ),
+        (
+            lambda: AttentionMask.causal_mask(2, 3, prefix_lengths=jnp.array([1])),
+            "prefix_lengths of shape (1,), expected [batch] = (2,)",
+        ),
+    ):
+        with pytest.raises(ValueError, match=whole(message)):
+            make()
 
 
 @st.composite

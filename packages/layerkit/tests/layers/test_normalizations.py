@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerkit.layers import normalizations
-from layerkit.layers.normalizations import LayerNorm, RmsNorm
+from layerkit.layers.normalizations import LayerNorm, RmsNorm, RmsNormNoScale
 
 KEY = jax.random.key(0)
 X = np.random.default_rng(0).normal(1.0, 2.0, size=(2, 3, 8)).astype(np.float32)
@@ -144,3 +144,12 @@ def test_the_examples_in_the_docstrings_run():
     results = doctest.testmod(normalizations)
     assert results.attempted == 4
     assert results.failed == 0
+
+
+def test_rms_norm_without_scale_is_rms_norm_at_its_start():
+    x = np.random.default_rng(0).normal(size=(2, 3, 8)).astype(np.float32)
+    norm = RmsNorm(dims=8, epsilon=1e-3)
+    expected = norm.apply(norm.init(jax.random.key(0)), x)
+    bare = RmsNormNoScale(epsilon=1e-3)
+    assert bare.init(jax.random.key(0)) == {"params": {}}
+    np.testing.assert_array_equal(bare.apply({}, x), expected)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from layerkit.layers.positions import (
     PositionalEmbedding,
+    PositionalEmbedding2D,
     RotaryPositionalEmbedding,
     TrainablePositionalEmbedding,
 )
@@ -120,6 +121,64 @@ def test_rotary_turns_split_halves_as_complex_numbers(smallest: float, largest: 
     expected = rotate_by_complex_numbers(x, positions, smallest, largest)
     got = layer.apply({}, jnp.array(x), jnp.array(positions))
     np.testing.assert_allclose(got, expected, atol=1e-4)
+
+
+def test_rotary_of_neighbours_is_rotary_of_halves_with_coordinates_reordered() -> None:
+    x, positions = draw(2, 3, 2, 8), jnp.array([[0, 1, 2], [5, 300, 41]])
+    neighbours = RotaryPositionalEmbedding(dims=8, pairing="neighbours").apply({}, x, positions)
+    # Neighbours (2i, 2i + 1) in the places of halves (i, i + 4).
+    order = np.array([0, 2, 4, 6, 1, 3, 5, 7])
+    halves = RotaryPositionalEmbedding(dims=8).apply({}, x[..., order], positions)
+    np.testing.assert_array_equal(neighbours[..., order], halves)
+
+
+@pytest.mark.parametrize("pairing", ["halves", "neighbours"])
+def test_rotary_of_a_fraction_turns_the_first_coordinates_alone(pairing: str) -> None:
+    x, positions = draw(1, 3, 2, 12), jnp.array([[3, 4, 90]])
+    part = RotaryPositionalEmbedding(dims=12, fraction=0.5, pairing=pairing)
+    alone = RotaryPositionalEmbedding(dims=6, pairing=pairing)
+    turned = part.apply({}, x, positions)
+    np.testing.assert_array_equal(turned[..., :6], alone.apply({}, x[..., :6], positions))
+    np.testing.assert_array_equal(turned[..., 6:], x[..., 6:])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"fraction": 0.25},
+            "fraction=0.25 of dims=4 turns 1 coordinates, expected an even number from 2 to dims",
+        ),
+        (
+            {"fraction": 1.5},
+            "fraction=1.5 of dims=4 turns 6 coordinates, expected an even number from 2 to dims",
+        ),
+        (
+            {"pairing": "neighbors"},
+            "pairing='neighbors' is not a pairing; did you mean 'neighbours'?"
+            " Pairings: halves, neighbours.",
+        ),
+    ],
+)
+def test_rotary_refuses_what_it_cannot_turn(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=whole(f"RotaryPositionalEmbedding(): {message}")):
+        RotaryPositionalEmbedding(dims=4, **fields).init(jax.random.key(0))
+
+
+def test_two_dimensional_sinusoids_are_those_of_row_and_column() -> None:
+    rows, columns = jnp.divmod(jnp.arange(6)[None], 3)
+    both = PositionalEmbedding2D(dims=8, max_timescale=50.0).apply({}, rows, columns)
+    one = PositionalEmbedding(dims=4, max_timescale=50.0)
+    np.testing.assert_array_equal(both[..., :4], one.apply({}, np.array([[0, 0, 0, 1, 1, 1]])))
+    np.testing.assert_array_equal(both[..., 4:], one.apply({}, np.array([[0, 1, 2, 0, 1, 2]])))
+
+
+def test_two_dimensional_sinusoids_refuse_other_than_multiples_of_four() -> None:
+    with pytest.raises(
+        ValueError,
+        match=whole("PositionalEmbedding2D(): dims=6 must be a multiple of 4, such as 8"),
+    ):
+        PositionalEmbedding2D(dims=6).init(jax.random.key(0))
 
 
 @given(st.integers(0, 2000), st.integers(0, 2000), st.integers(0, 2000))

@@ -1,4 +1,4 @@
-"""Products over merged tokens are the products over batch and length, with their gradients."""
+"""Products over merged tokens are the plain ones, with their gradients; all can be replaced."""
 
 from __future__ import annotations
 
@@ -10,8 +10,23 @@ import numpy as np
 import pytest
 
 from layerkit.base_layer import BaseLayer
-from layerkit.layers.products import constrain_tokens, matmul, merge_tokens
+from layerkit.config import Configurable, sub_config_field
+from layerkit.layers.attention.projections import HeadProjection, OutputProjection
+from layerkit.layers.linears import FeedForward, Linear
+from layerkit.layers.normalizations import LayerNorm
+from layerkit.layers.products import (
+    Dot,
+    batched_matmul,
+    constrain_tokens,
+    create_dot,
+    matmul,
+    merge_tokens,
+    weight_of_dot,
+    with_dots,
+)
+from layerkit.layers.stacks import StackedTransformerRepeated
 from layerkit.sharding import BoundSharding, ShardingRules
+from layerkit.weights import WeightHParams
 
 KEY = jax.random.key(0)
 BATCH, LENGTH, IN, OUT = 4, 6, 8, 5
@@ -85,3 +100,124 @@ def test_merged_tokens_are_laid_out_as_batch_and_others_as_batch_and_length():
     layer = LAYERS["length split"]
     assert tuple(spec(layer, X))[:2] == ("data", "context")
     assert tuple(spec(layer, X.reshape(-1, IN)))[:1] == ("data",)
+
+
+class Doubled(Dot):
+    """A product that can be told from the plain one, and is told its weight."""
+
+    weight: WeightHParams | None = None
+
+    def fprop(self, x, w):
+        assert self.weight is not None
+        self.add_summary("weight", jnp.array(self.weight.shape))
+        return 2.0 * (x @ w)
+
+
+class Experts(BaseLayer):
+    """Two weights in one layer, each with a product of its own."""
+
+    dot_tpl: Any = sub_config_field(None)
+
+    def setup(self):
+        for name, shape in (("up", (3, IN, OUT)), ("w", (3, OUT, IN))):
+            weight = WeightHParams(shape, ("expert", None, None))
+            self.create_variable(name, weight)
+            create_dot(self, weight, name=name)
+
+    def fprop(self, x):
+        return batched_matmul(self, batched_matmul(self, x, self.theta.up, name="up"), self.theta.w)
+
+
+def test_groups_are_multiplied_each_with_its_own_weight():
+    x = jax.random.normal(KEY, (3, 4, IN))
+    variables = Experts().init(KEY)
+    up, down = variables["params"]["up"], variables["params"]["w"]
+    expected = np.einsum("eti,eio,eoj->etj", x, up, down)
+    np.testing.assert_allclose(Experts().apply(variables, x), expected, rtol=1e-5, atol=1e-5)
+    layer = Experts(dot_tpl=Doubled.HParams.config())
+    outputs, told = layer.apply(variables, x, mutable=["summaries"])
+    np.testing.assert_allclose(outputs, 4.0 * expected, rtol=1e-5, atol=1e-5)
+    told = jax.tree.map(np.asarray, told["summaries"])
+    np.testing.assert_array_equal(told["up_dot"]["weight"][0], (3, IN, OUT))
+    np.testing.assert_array_equal(told["dot"]["weight"][0], (3, OUT, IN))
+    assert [weight_of_dot(name) for name in ("up_dot", "dot")] == ["up", "w"]
+
+
+PROJECTIONS = {
+    "linear": (Linear(input_dims=IN, output_dims=OUT), X),
+    "into heads": (HeadProjection(input_dims=IN, num_heads=2, head_dim=3), X),
+    "out of heads": (
+        OutputProjection(output_dims=5, num_heads=2, head_dim=4),
+        X.reshape(BATCH, LENGTH, 2, 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROJECTIONS)
+def test_every_projection_goes_through_its_dot(name):
+    layer, x = PROJECTIONS[name]
+    variables = layer.init(KEY)
+    doubled = layer.clone(dot_tpl=Doubled.HParams.config())
+    assert jax.tree.map(jnp.shape, doubled.init(KEY)) == jax.tree.map(jnp.shape, variables)
+    expected = layer.apply(variables, x)
+    np.testing.assert_allclose(doubled.apply(variables, x), 2 * expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", PROJECTIONS)
+def test_the_plain_product_is_one_contraction_of_merged_tokens(name):
+    layer, x = PROJECTIONS[name]
+    variables = layer.init(KEY)
+
+    def program(layer):
+        return str(jax.make_jaxpr(layer.apply)(variables, x))
+
+    assert program(layer).count("dot_general") == 1
+    assert program(layer) == program(layer.clone(dot_tpl=Dot.HParams.config()))
+
+
+def small_model():
+    config = StackedTransformerRepeated.HParams.config(num_layers=2)
+    return config.set(input_dims=8, hidden_dims=12, num_heads=2)
+
+
+def test_a_whole_model_is_switched_by_one_call():
+    config = small_model()
+    switched = with_dots(config, Doubled.HParams.config())
+    layer = switched.layer_tpl
+    assert layer.feed_forward_tpl.linear_tpl.dot_tpl == Doubled.HParams.config()
+    for projection in ("query_tpl", "key_tpl", "value_tpl", "output_tpl"):
+        assert getattr(layer.attention_tpl, projection).dot_tpl == Doubled.HParams.config()
+    assert config == small_model()
+    assert with_dots(switched, None) == config
+
+
+def test_a_pattern_chooses_the_layers():
+    pattern = r"layer_tpl\.attention_tpl\.(query|value)_tpl"
+    switched = with_dots(small_model(), Doubled.HParams.config(), only=pattern)
+    attention = switched.layer_tpl.attention_tpl
+    assert attention.query_tpl.dot_tpl == attention.value_tpl.dot_tpl == Doubled.HParams.config()
+    assert attention.key_tpl.dot_tpl is None
+    assert switched.layer_tpl.feed_forward_tpl.linear_tpl.dot_tpl is None
+
+
+def test_layers_in_lists_and_dicts_are_found():
+    class Holder(Configurable):
+        layers: Any = None
+
+    linear = Linear.HParams.config
+    config = Holder.HParams.config(layers=[linear(), {"a": linear()}])
+    switched = with_dots(config, Dot.HParams.config(), only="layers.1.a")
+    assert switched.layers[0].dot_tpl is None
+    assert switched.layers[1]["a"].dot_tpl == Dot.HParams.config()
+
+
+def test_a_pattern_that_matches_nothing_is_refused():
+    config = FeedForward.HParams.config(input_dims=2, output_dims=2)
+    with pytest.raises(ValueError) as caught:
+        with_dots(config, None, only="linear")
+    assert str(caught.value) == (
+        "only='linear' matches no layer with products; did you mean 'linear_tpl'?"
+        " Layers with products: linear_tpl."
+    )
+    with pytest.raises(ValueError, match="Layers with products: none"):
+        with_dots(LayerNorm.HParams.config(), None)

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
 
-from layerkit.layers.remat import REMAT_POLICIES, check_remat_policy, remat
+from layerkit.layers.masks import AttentionMask, row_positions
+from layerkit.layers.remat import (
+    REMAT_POLICIES,
+    check_host_memory,
+    check_remat_policy,
+    name_activation,
+    remat,
+)
+from layerkit.layers.stacks import StackedTransformer, StackedTransformerRepeated
 
 X = jax.random.normal(jax.random.key(0), (2, 3, 4))
 W = jax.random.normal(jax.random.key(1), (4, 5))
@@ -76,6 +88,114 @@ def test_values_and_gradients_stay(policy, in_scan):
     jax.tree.map(assert_close, run(policy), run("none"))
 
 
+BATCH, LENGTH, DIMS = 3, 5, 8
+ROWS = jax.random.normal(jax.random.key(0), (BATCH, LENGTH, DIMS))
+
+
+def stack_loss(stack, policy, **fields):
+    """A loss of (weights, inputs) through two layers, and random weights for it."""
+    config = stack.HParams.config(
+        num_layers=2, input_dims=DIMS, hidden_dims=12, num_heads=4, remat=policy
+    )
+    config.layer_tpl.set(**fields)
+    layer = config.Instantiate()
+    random = np.random.default_rng(7)
+    shapes = jax.eval_shape(layer.init, jax.random.key(0))
+    variables = jax.tree.map(lambda x: random.normal(0, 0.3, x.shape).astype(np.float32), shapes)
+    mask, positions = AttentionMask.causal_mask(BATCH, LENGTH), row_positions(BATCH, LENGTH)
+
+    def loss(variables, x):
+        return jnp.sum(jnp.sin(layer.apply(variables, x, mask=mask, positions=positions)))
+
+    return loss, variables
+
+
+def kept_by_scan(policy, **fields):
+    """Types of what a scan hands to its backward pass, apart from weights."""
+    loss, variables = stack_loss(StackedTransformerRepeated, policy, **fields)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        jax.ad_checkpoint.print_saved_residuals(loss, variables, ROWS)
+    lines = printed.getvalue().splitlines()
+    return Counter(line.split()[0] for line in lines if "output of scan" in line)
+
+
+HEADS, MODEL = f"[2,{BATCH},{LENGTH},4,2]", f"[2,{BATCH},{LENGTH},{DIMS}]"
+
+
+def test_named_policies_keep_just_what_they_name_of_a_transformer():
+    # Beside the input: queries, keys, values; what attention gave, which the second norm needs.
+    # What the feed-forward gave is only added, so its gradient needs nothing.
+    assert kept_by_scan("full") == {f"f32{MODEL}": 1}
+    assert kept_by_scan("attention_out") == {f"f32{MODEL}": 2}
+    assert kept_by_scan("projections") == {f"f32{MODEL}": 2, f"f32{HEADS}": 3}
+    assert kept_by_scan("offload_residual") == {f"f32<host>{MODEL}": 1}
+    assert kept_by_scan("offload_projections") == {
+        f"f32<host>{MODEL}": 2,
+        f"f32<host>{HEADS}": 3,
+    }
+    # A norm after a branch needs what the branch gave.
+    assert kept_by_scan("projections", norm_policy="pre_post") == {
+        f"f32{MODEL}": 3,
+        f"f32{HEADS}": 3,
+    }
+
+
+@pytest.mark.parametrize(
+    ("stack", "policy"),
+    [
+        (StackedTransformer, "projections"),
+        pytest.param(StackedTransformer, "full", marks=pytest.mark.slow),
+        pytest.param(StackedTransformer, "offload_residual", marks=pytest.mark.slow),
+        (StackedTransformerRepeated, "offload_projections"),
+        pytest.param(StackedTransformerRepeated, "dots", marks=pytest.mark.slow),
+        pytest.param(StackedTransformerRepeated, "dots_no_batch", marks=pytest.mark.slow),
+        pytest.param(StackedTransformerRepeated, "projections", marks=pytest.mark.slow),
+        pytest.param(StackedTransformerRepeated, "attention_out", marks=pytest.mark.slow),
+        pytest.param(StackedTransformerRepeated, "full", marks=pytest.mark.slow),
+        pytest.param(StackedTransformerRepeated, "offload_residual", marks=pytest.mark.slow),
+    ],
+)
+def test_values_and_gradients_of_a_transformer_stay(stack, policy, plain):
+    loss, variables = stack_loss(stack, policy)
+    found = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(variables, ROWS)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, plain[stack]
+    )
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """Values and gradients of both stacks without any policy."""
+
+    def run(stack):
+        loss, variables = stack_loss(stack, "none")
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(variables, ROWS)
+
+    return {stack: run(stack) for stack in (StackedTransformer, StackedTransformerRepeated)}
+
+
+def test_offloading_is_refused_where_the_host_has_no_memory_for_it():
+    check_host_memory("offload_residual", ["device", "pinned_host"], owner="Repeat()")
+    with pytest.raises(ValueError) as caught:
+        check_host_memory("offload_residual", ["device", "unpinned_host"], owner="Repeat()")
+    assert str(caught.value) == (
+        "Repeat(): remat='offload_residual' keeps activations in memory of the kind 'pinned_host',"
+        " but these devices have only device, unpinned_host; use remat='full'"
+    )
+    with pytest.raises(ValueError, match="use remat='projections'$"):
+        check_host_memory("offload_projections", ["device"], owner="Repeat()")
+
+
+def test_a_name_that_no_policy_knows_is_refused():
+    with pytest.raises(ValueError) as caught:
+        name_activation(X, "querry")
+    assert str(caught.value) == (
+        "'querry' is not the name of an activation; did you mean 'query'? Names: residual, query,"
+        " key, value, attention_out, cross_attention_out, feed_forward_out."
+    )
+
+
 def test_none_leaves_the_function_alone():
     def body(module, x):
         return x
@@ -88,5 +208,6 @@ def test_an_unknown_policy_is_refused_with_the_near_one():
         check_remat_policy("ful", owner="Repeat(stack)")
     assert str(caught.value) == (
         "Repeat(stack): remat='ful' is not a policy; did you mean 'full'?"
-        " Policies: none, dots, dots_no_batch, full."
+        " Policies: none, dots, dots_no_batch, projections, attention_out, full,"
+        " offload_projections, offload_residual."
     )

@@ -218,6 +218,71 @@ def test_repeat_of_repeat_is_a_longer_row():
     np.testing.assert_allclose(layer.apply(variables, X), expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_grid_of_copies_is_a_longer_row(remat):
+    flat, grid = repeated(6), repeated((2, 3), remat=remat)
+    variables = flat.init(KEY)
+    stacked = jax.tree.map(lambda leaf: leaf.reshape(2, 3, *leaf.shape[1:]), variables)
+    shapes = jax.tree.map(jnp.shape, stacked)
+    assert jax.tree.map(jnp.shape, jax.eval_shape(grid.init, KEY)) == shapes
+    axes = logical_axes(jax.eval_shape(grid.init_boxed, KEY))
+    assert axes["params"]["sub"]["linear"]["w"] == ("layers", "layers", "embed", "mlp")
+
+    def run(layer, variables):
+        def loss(params):
+            found, updates = layer.apply(
+                {**variables, "params": params}, X, mutable=[AUX_LOSS, SUMMARIES, NON_TRAINABLE]
+            )
+            return jnp.sum(jnp.sin(found)), updates
+
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))(variables["params"])
+
+    (value, updates), gradients = run(grid, stacked)
+    (expected, flat_updates), flat_gradients = run(flat, variables)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for found, wanted in ((updates, flat_updates), (gradients, flat_gradients)):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a.reshape(b.shape), b, rtol=1e-4, atol=1e-6),
+            found,
+            wanted,
+        )
+    assert updates[AUX_LOSS]["sub"]["half"][0].shape == (2, 3)
+
+
+def test_a_grid_draws_as_many_weights_and_random_numbers_as_it_has_copies():
+    w = np.asarray(repeated((2, 3)).init(KEY)["params"]["sub"]["linear"]["w"]).reshape(6, 4)
+    assert np.unique(w, axis=0).shape == (6, 4)
+    layer = repeated((2, 2), Noise.HParams.config(), train=True)
+    total = np.asarray(layer.apply({}, jnp.zeros((4096,)), rngs={"random": KEY}))
+    counts = [int(np.sum(total == 2.0 * hits)) for hits in range(5)]
+    np.testing.assert_allclose(counts, 256 * np.array([1, 4, 6, 4, 1]), atol=4 * 32)
+
+
+@pytest.mark.parametrize("shape", [(6, 1), (2, 3)])
+def test_arguments_can_differ_from_copy_to_copy(shape):
+    layer = repeated(shape)
+    variables = layer.init(KEY)
+    w = np.asarray(variables["params"]["sub"]["linear"]["w"]).reshape(6, 2, 2)
+    shifts = np.arange(6, dtype=np.float32)
+    expected = X
+    for copy, shift in zip(w, shifts, strict=True):
+        expected = expected @ copy + shift
+    found = layer.apply(variables, "fprop", X, each={"shift": shifts}, method="run")
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_grid_has_caches_of_every_copy():
+    layer = repeated((2, 2))
+    variables = layer.init(KEY)
+    _, state = layer.apply(variables, 3, method="init_cache", mutable=[CACHE])
+    result, state = layer.apply(
+        {**variables, **state}, "remember", jnp.ones((2,)), method="run", mutable=[CACHE]
+    )
+    np.testing.assert_array_equal(result, 2.0**4 * np.ones(2))
+    expected = [[[2.0] * 3, [4.0] * 3], [[8.0] * 3, [16.0] * 3]]
+    np.testing.assert_array_equal(state[CACHE]["sub"]["memory"], expected)
+
+
 def test_what_is_inherited_reaches_the_copies():
     layer = repeated(3, dtype="bfloat16", fprop_dtype="bfloat16")
     variables = layer.init(KEY)
@@ -274,11 +339,14 @@ def test_a_shared_copy_is_refused():
     ("fields", "text"),
     [
         ({"num_repeats": 0}, "Repeat(): num_repeats=0 must be at least 1"),
+        ({"num_repeats": ()}, "Repeat(): num_repeats=() must be at least 1"),
+        ({"num_repeats": (2, 0)}, "Repeat(): num_repeats=(2, 0) must be at least 1"),
         ({"unroll": 0}, "Repeat(): unroll=0 must be at least 1"),
         (
             {"remat": "dot"},
             "Repeat(): remat='dot' is not a policy; did you mean 'dots'?"
-            " Policies: none, dots, dots_no_batch, full.",
+            " Policies: none, dots, dots_no_batch, projections, attention_out, full,"
+            " offload_projections, offload_residual.",
         ),
     ],
 )

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from layerkit.base_layer import BaseLayer
 from layerkit.config import sub_config_field
-from layerkit.layers.stochastic import Dropout
+from layerkit.layers.stochastic import Dropout, StochasticResidual
 
 ONES = np.ones((16, 8, 32), np.float32)
 
@@ -124,3 +124,44 @@ def test_the_mask_is_the_same_on_every_mesh(shape):
     sharded = run(jax.device_put(ONES, sharding), jax.random.key(0))
     assert sharded.sharding.shard_shape(ONES.shape) != ONES.shape
     np.testing.assert_array_equal(sharded, dropped(layer))
+
+
+# StochasticResidual.
+
+
+def add(layer, x, branch, seed=0, **fields):
+    return layer.apply({}, x, branch, rngs={"random": jax.random.key(seed)}, **fields)
+
+
+@pytest.mark.parametrize("by_argument", [False, True])
+def test_droppath_leaves_the_branch_of_an_example_out_as_a_whole(by_argument):
+    layer = StochasticResidual(rate=0.0 if by_argument else 0.25, train=True)
+    fields = {"rate": jnp.float32(0.25)} if by_argument else {}
+    x = np.arange(4096, dtype=np.float32)[:, None, None] * np.ones((1, 2, 3), np.float32)
+    found = np.asarray(add(layer, x, np.full_like(x, 3.0), **fields)) - x
+    assert set(np.unique(found)) == {0.0, 4.0}  # 3 / (1 - 1/4)
+    assert np.all(found == found[:, :1, :1])
+    # The deviation of the share that is kept is √(3/16 / 4096) < 0.007.
+    assert abs(np.mean(found == 4.0) - 0.75) < 0.03
+    assert np.any(found != np.asarray(add(layer, x, np.full_like(x, 3.0), seed=1, **fields)) - x)
+
+
+def test_droppath_is_the_plain_sum_without_training_or_rate():
+    x, branch = jnp.ones((4, 2)), jnp.full((4, 2), 3.0)
+    for layer in (StochasticResidual(rate=0.5), StochasticResidual(rate=0.0, train=True)):
+        np.testing.assert_array_equal(layer.apply({}, x, branch), x + branch)
+    evaluated = StochasticResidual(rate=0.0).apply({}, x, branch, rate=jnp.float32(0.5))
+    np.testing.assert_array_equal(evaluated, x + branch)
+
+
+def test_droppath_stays_in_the_compute_dtype():
+    layer = StochasticResidual(rate=0.5, train=True, fprop_dtype=jnp.bfloat16)
+    found = add(layer, jnp.ones((2, 2)), jnp.ones((2, 2)), rate=jnp.float32(0.25))
+    assert found.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("rate", [1.0, -0.1])
+def test_droppath_refuses_a_rate_that_is_no_probability(rate):
+    with pytest.raises(ValueError) as caught:
+        StochasticResidual(rate=rate).init(jax.random.key(0))
+    assert str(caught.value) == f"StochasticResidual(): rate={rate}, expected 0 <= rate < 1"

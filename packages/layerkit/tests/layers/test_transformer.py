@@ -1,9 +1,8 @@
-"""The Transformer layer, and that a stack in a loop is a stack in a row."""
+"""One Transformer layer: where norms and branches stand, and that cached steps are whole rows."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,35 +10,37 @@ import numpy as np
 import pytest
 
 from layerkit.base_layer import CACHE, BaseLayer
-from layerkit.config import sub_config_field
-from layerkit.layers.activations import SiLU, SquaredReLU
+from layerkit.layers.attention.cross import CrossAttention
 from layerkit.layers.masks import AttentionMask
 from layerkit.layers.positions import RotaryPositionalEmbedding
-from layerkit.layers.stochastic import Dropout
-from layerkit.layers.transformer import (
-    StackedTransformer,
-    StackedTransformerRepeated,
-    Transformer,
-    TransformerFeedForward,
-)
-from layerkit.weights import WeightInit, logical_axes
+from layerkit.layers.transformer import Transformer
 
 KEY = jax.random.key(0)
-BATCH, LENGTH, DIMS, NUM_LAYERS = 3, 6, 8, 2
-SIZES = {"input_dims": DIMS, "hidden_dims": 12, "num_heads": 4}
+BATCH, LENGTH, MEMORY_LENGTH, DIMS = 3, 6, 4, 8
+SIZES = {"input_dims": DIMS, "hidden_dims": 12, "num_heads": 2}
 X = jax.random.normal(KEY, (BATCH, LENGTH, DIMS))
+MEMORY = jax.random.normal(jax.random.key(1), (BATCH, MEMORY_LENGTH, DIMS))
 ROW = jnp.tile(jnp.arange(LENGTH, dtype=jnp.int32), (BATCH, 1))
 CAUSAL = AttentionMask.causal_mask(BATCH, LENGTH)
-# One document in the first row, two in the others, and padding at the end of the second.
 SEGMENTS = jnp.array([[1] * 6, [1, 1, 1, 2, 2, 0], [1, 1, 2, 2, 2, 2]], jnp.int32)
-SEGMENT_POS = jnp.array([[0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 0], [0, 1, 0, 1, 2, 3]], jnp.int32)
-PACKED = AttentionMask.causal_mask(BATCH, LENGTH, segment_ids=SEGMENTS)
 
 
-def stack_config(stack=StackedTransformer, **fields):
-    config = stack.HParams.config(**{"num_layers": NUM_LAYERS, **SIZES, **fields})
-    config.layer_tpl.attention_tpl.rotary_tpl = RotaryPositionalEmbedding.HParams.config()
-    return config
+def memory_mask(num_queries):
+    """The second and third rows of the memory have padding."""
+    segments = jnp.array([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]], jnp.int32)
+    queries = jnp.zeros((BATCH, num_queries), jnp.int32)
+    keys = jnp.zeros((BATCH, MEMORY_LENGTH), jnp.int32)
+    return AttentionMask(queries, keys, jnp.ones_like(queries), segments)
+
+
+CROSS = {"cross_attention_tpl": CrossAttention.HParams.config()}
+WITH_MEMORY = {"memory": MEMORY, "memory_mask": memory_mask(LENGTH)}
+
+
+def make(**fields):
+    config = Transformer.HParams.config(**SIZES, **fields)
+    config.attention_tpl.rotary_tpl = RotaryPositionalEmbedding.HParams.config()
+    return config.Instantiate()
 
 
 def random_weights(layer):
@@ -49,283 +50,322 @@ def random_weights(layer):
     return jax.tree.map(lambda x: random.normal(0.0, 0.3, x.shape).astype(np.float32), shapes)
 
 
-def in_a_loop(variables):
-    """The weights of a stack in a row, as those of a stack in a loop."""
-    layers = variables["params"]
-    stacked = jax.tree.map(
-        lambda *copies: jnp.stack(copies), *(layers[f"layers_{i}"] for i in range(len(layers)))
-    )
-    return {"params": {"repeat": {"sub": stacked}}}
+def run(layer, variables, x=X, **arguments):
+    arguments = {"mask": CAUSAL, "positions": ROW, **arguments}
+    return jax.jit(lambda v, x: layer.apply(v, x, **arguments))(variables, x)
 
 
-def loss_function(layer):
-    def loss(variables, x):
-        output = layer.apply(variables, x, mask=PACKED, positions=SEGMENT_POS)
-        return jnp.sum(jnp.sin(output)), output
-
-    return loss
-
-
-def values_and_gradients(layer, variables):
-    run = jax.value_and_grad(loss_function(layer), argnums=(0, 1), has_aux=True)
-    (_, output), (weight_gradients, x_gradient) = jax.jit(run)(variables, X)
-    return output, weight_gradients, x_gradient
-
-
-def assert_close(first, second, *, rtol=1e-4, atol=1e-5):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), first, second)
-
-
-def refusal(config):
+def refusal(call):
     with pytest.raises(ValueError) as caught:
-        config.Instantiate().init(KEY)
+        call()
     return str(caught.value)
 
 
-@pytest.fixture(scope="module")
-def row():
-    """A stack in a row with its weights, values and gradients."""
-    layer = stack_config().Instantiate()
+# Each layer by the equation that defines it, with its own norms and branches as functions.
+
+
+def pre(x, n, a, f):
+    x = x + a(n("attention_norm", x))
+    return x + f(n("feed_forward_norm", x))
+
+
+def post(x, n, a, f):
+    x = n("attention_norm", x + a(x))
+    return n("feed_forward_norm", x + f(x))
+
+
+def pre_post(x, n, a, f):
+    x = x + n("attention_post_norm", a(n("attention_norm", x)))
+    return x + n("feed_forward_post_norm", f(n("feed_forward_norm", x)))
+
+
+def branch(x, n, a, f):
+    x = x + n("attention_post_norm", a(x))
+    return x + n("feed_forward_post_norm", f(x))
+
+
+def neox(x, n, a, f):
+    return x + a(n("attention_norm", x)) + f(n("feed_forward_norm", x))
+
+
+def gpt_j(x, n, a, f):
+    normed = n("attention_norm", x)
+    return x + a(normed) + f(normed)
+
+
+def parallel_pre_post(x, n, a, f):
+    normed = n("attention_norm", x)
+    return x + n("attention_post_norm", a(normed)) + n("feed_forward_post_norm", f(normed))
+
+
+def parallel_branch(x, n, a, f):
+    return x + n("attention_post_norm", a(x)) + n("feed_forward_post_norm", f(x))
+
+
+SHARED = {"parallel": True, "parallel_shares_norm": True}
+EQUATIONS = {
+    "pre": ({}, pre),
+    "post": ({"norm_policy": "post"}, post),
+    "pre_post": ({"norm_policy": "pre_post"}, pre_post),
+    "branch": ({"norm_policy": "branch"}, branch),
+    "parallel": ({"parallel": True}, neox),
+    "parallel, one norm": (SHARED, gpt_j),
+    "parallel pre_post, one norm": ({**SHARED, "norm_policy": "pre_post"}, parallel_pre_post),
+    "parallel branch": ({"parallel": True, "norm_policy": "branch"}, parallel_branch),
+}
+
+
+@pytest.mark.parametrize(("fields", "equation"), EQUATIONS.values(), ids=EQUATIONS)
+def test_the_equation(fields, equation):
+    layer = make(**fields)
     variables = random_weights(layer)
-    return layer, variables, values_and_gradients(layer, variables)
-
-
-@pytest.mark.parametrize(
-    ("remat", "unroll"), [("none", 1), ("dots", 1), ("dots_no_batch", 2), ("full", 1)]
-)
-def test_a_loop_is_a_row(row, remat, unroll):
-    _, variables, (output, weight_gradients, x_gradient) = row
-    layer = stack_config(StackedTransformerRepeated, remat=remat, unroll=unroll).Instantiate()
-    found = values_and_gradients(layer, in_a_loop(variables))
-    assert_close(found, (output, in_a_loop(weight_gradients), x_gradient))
-
-
-def test_remat_changes_no_result_of_a_row(row):
-    _, variables, expected = row
-    layer = stack_config(remat="full").Instantiate()
-    assert_close(values_and_gradients(layer, variables), expected)
-
-
-@pytest.mark.parametrize("stack", [StackedTransformer, StackedTransformerRepeated])
-def test_stricter_policies_keep_less(stack):
-    def kept(remat):
-        layer = stack_config(stack, remat=remat).Instantiate()
-        backward = lambda variables: jax.vjp(loss_function(layer), variables, X, has_aux=True)[1]  # noqa: E731
-        leaves = jax.tree.leaves(jax.eval_shape(backward, jax.eval_shape(layer.init, KEY)))
-        return sum(leaf.size for leaf in leaves)
-
-    none, dots, no_batch, full = map(kept, ("none", "dots", "dots_no_batch", "full"))
-    assert none > dots > no_batch > full
-
-
-def test_the_program_of_a_loop_does_not_grow_with_depth():
-    def num_lines(num_layers):
-        layer = stack_config(StackedTransformerRepeated, num_layers=num_layers).Instantiate()
-        gradient = jax.jit(jax.grad(lambda v: loss_function(layer)(v, X)[0]))
-        return len(gradient.lower(jax.eval_shape(layer.init, KEY)).as_text().splitlines())
-
-    assert num_lines(64) == num_lines(4)
-
-
-@pytest.mark.parametrize("stack", [StackedTransformer, StackedTransformerRepeated])
-def test_cached_steps_are_the_whole_row(row, stack):
-    whole, variables, _ = row
-    expected = jax.jit(lambda v: whole.apply(v, X, mask=CAUSAL, positions=ROW))(variables)
-    layer = stack_config(stack).Instantiate()
-    variables = variables if stack is StackedTransformer else in_a_loop(variables)
-    _, state = layer.apply(variables, BATCH, LENGTH + 1, method="init_cache", mutable=[CACHE])
+    named = set()
 
     @jax.jit
-    def extend(state, x, start):
-        positions = jnp.broadcast_to(start + jnp.arange(x.shape[1]), x.shape[:2])
+    def expected(variables):
+        bound = layer.bind(variables)
+
+        def norm(name, x):
+            named.add(name)
+            return getattr(bound, name)(x)
+
+        attention = partial(bound.attention, mask=CAUSAL, positions=ROW)
+        return equation(X, norm, attention, bound.feed_forward)
+
+    np.testing.assert_allclose(run(layer, variables), expected(variables), rtol=1e-5, atol=1e-5)
+    # And there is no norm that the equation does not name.
+    assert {name for name in variables["params"] if name.endswith("norm")} == named
+
+
+@pytest.mark.parametrize("policy", ["post", "pre_post"])
+def test_cross_attention_stands_between(policy):
+    layer = make(norm_policy=policy, **CROSS)
+    variables = random_weights(layer)
+
+    @jax.jit
+    def expected(variables):
+        bound = layer.bind(variables)
+        branches = {
+            "attention": partial(bound.attention, mask=CAUSAL, positions=ROW),
+            "cross_attention": partial(
+                bound.cross_attention, memory=MEMORY, mask=memory_mask(LENGTH)
+            ),
+            "feed_forward": bound.feed_forward,
+        }
+        x = X
+        for name, read in branches.items():
+            before = getattr(bound, f"{name}_norm", lambda x: x)
+            after = getattr(bound, f"{name}_post_norm", lambda x: x)
+            x = before(x + read(x)) if policy == "post" else x + after(read(before(x)))
+        return x
+
+    found = run(layer, variables, **WITH_MEMORY)
+    np.testing.assert_allclose(found, expected(variables), rtol=1e-5, atol=1e-5)
+    # Padding of the memory is not read; the rest is.
+    padding = MEMORY.at[1, 2:].set(100.0).at[2, 3].set(-100.0)
+    np.testing.assert_array_equal(
+        run(layer, variables, **{**WITH_MEMORY, "memory": padding}), found
+    )
+    other = run(layer, variables, **{**WITH_MEMORY, "memory": MEMORY.at[1, 1].add(1.0)})
+    np.testing.assert_array_equal(np.any(other != found, axis=(1, 2)), [False, True, False])
+
+
+# Each policy once; what is done with a branch is the same code for all of them.
+CASES = {
+    "post": EQUATIONS["post"][0],
+    "branch": EQUATIONS["branch"][0],
+    "parallel": EQUATIONS["parallel pre_post, one norm"][0],
+    "cross": CROSS,
+}
+
+
+@pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
+def test_cached_steps_are_the_whole_row(fields):
+    layer = make(**fields)
+    variables = random_weights(layer)
+    has_memory = layer.cross_attention_tpl is not None
+    bias = jax.random.normal(KEY, (1, 2, LENGTH, LENGTH + 1))
+    extra = WITH_MEMORY if has_memory else {}
+    expected = run(layer, variables, bias=bias[..., :LENGTH], **extra)
+    memory = {"memory": MEMORY} if has_memory else {}
+
+    @jax.jit
+    def init_cache(variables):
+        arguments = {"method": "init_cache", "mutable": [CACHE]}
+        return layer.apply(variables, BATCH, LENGTH + 1, **memory, **arguments)[1]
+
+    state = init_cache(variables)
+
+    @jax.jit
+    def extend(state, x, bias, start):
+        extra = {"memory_mask": memory_mask(x.shape[1])} if has_memory else {}
         return layer.apply(
             {**variables, **state},
             x,
             time_step=start,
-            positions=positions,
+            positions=jnp.broadcast_to(start + jnp.arange(x.shape[1]), x.shape[:2]),
+            bias=bias,
+            **extra,
             method="extend_step",
             mutable=[CACHE],
         )
 
     found, position = [], 0
-    for width in (3, 1, 1, 1):
-        x = X[:, position : position + width]
-        output, state = extend(state, x, jnp.int32(position))
+    for width in (4, 1, 1):
+        new = slice(position, position + width)
+        output, state = extend(state, X[:, new], bias[:, :, new], jnp.int32(position))
         found.append(output)
         position += width
-    assert_close(jnp.concatenate(found, axis=1), expected)
+    np.testing.assert_allclose(jnp.concatenate(found, axis=1), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_later_token_changes_nothing_before_it(row):
-    layer, variables, _ = row
-    run = jax.jit(lambda x: layer.apply(variables, x, mask=CAUSAL, positions=ROW))
-    before, after = run(X), run(X.at[:, 3].add(1.0))
+def test_a_later_token_changes_nothing_before_it():
+    layer = make(norm_policy="pre_post", parallel=True)
+    variables = random_weights(layer)
+    before, after = (run(layer, variables, x) for x in (X, X.at[:, 3].add(1.0)))
     np.testing.assert_array_equal(before[:, :3], after[:, :3])
     assert np.all(np.any(before[:, 3:] != after[:, 3:], axis=-1))
 
 
 def test_branches_that_give_nothing_leave_the_residual():
-    layer = Transformer(**SIZES)
+    layer = make(**CROSS)
     variables = random_weights(layer)
-    for branch, projection in (("attention", "output"), ("feed_forward", "down")):
-        weights = variables["params"][branch][projection]
-        weights["w"] = np.zeros_like(weights["w"])
-    run = jax.jit(lambda v: layer.apply(v, X, mask=CAUSAL, positions=ROW))
-    np.testing.assert_array_equal(run(variables), X)
+    for name in ("attention", "cross_attention"):
+        variables["params"][name]["output"]["w"] *= 0.0
+    variables["params"]["feed_forward"]["down"]["w"] *= 0.0
+    np.testing.assert_array_equal(run(layer, variables, **WITH_MEMORY), X)
 
 
-def test_dropout_acts_on_both_branches_in_training_alone():
-    # With weights of one and constant inputs each branch is a constant, c.
-    layer = Transformer(**SIZES, dropout_rate=0.5)
-    variables = jax.tree.map(jnp.ones_like, jax.eval_shape(layer.init, KEY))
-    x = jnp.zeros((BATCH, LENGTH, DIMS))
-
-    @partial(jax.jit, static_argnums=0)
-    def run(layer, key):
-        return layer.apply(variables, x, mask=CAUSAL, positions=ROW, rngs={"random": key})
-
-    assert np.unique(run(layer, KEY)).size == 1
-    trained = run(layer.clone(train=True), KEY)
-    kept_neither = np.mean(trained == 0.0)
-    # Each branch is dropped with probability 1/2: both at once in a quarter of the 144 places.
-    assert abs(kept_neither - 0.25) < 0.15
-    assert np.any(trained != run(layer.clone(train=True), jax.random.key(1)))
-
-
-class NoisyLayer(BaseLayer):
-    """Adds noise; has the fields and the arguments that a stack hands to its layers."""
+class TokensAlone(BaseLayer):
+    """A feed-forward that adds one to tokens, and nothing to padding."""
 
     input_dims: int = 0
     hidden_dims: int = 0
-    num_heads: int = 0
-    num_kv_heads: int | None = None
-    dim_per_head: int | None = None
-    dropout_tpl: Any = sub_config_field(Dropout.HParams, rate=0.5)
 
-    def setup(self):
-        self.create_child("dropout", self.dropout_tpl)
+    def fprop(self, x, *, is_token):
+        return jnp.where(is_token[:, :, None], jnp.ones_like(x), 0.0)
 
-    def fprop(self, x, *, mask, positions):
-        return x + self.dropout(jnp.ones_like(x))
+
+def test_the_feed_forward_is_told_what_is_padding():
+    layer = make(feed_forward_tpl=TokensAlone.HParams.config())
+    variables = random_weights(layer)
+    variables["params"]["attention"]["output"]["w"] *= 0.0
+    packed = AttentionMask.causal_mask(BATCH, LENGTH, segment_ids=SEGMENTS)
+    found = run(layer, variables, mask=packed) - X
+    np.testing.assert_allclose(found, np.tile((SEGMENTS != 0)[..., None], DIMS), atol=1e-6)
+
+
+class PlainFeedForward(BaseLayer):
+    """A feed-forward that knows no padding."""
+
+    input_dims: int = 0
+    hidden_dims: int = 0
+
+    def fprop(self, x):
+        return x
+
+
+def test_a_feed_forward_that_knows_no_padding_serves_rows_without():
+    layer = make(feed_forward_tpl=PlainFeedForward.HParams.config())
+    assert run(layer, random_weights(layer)).shape == X.shape
+
+
+def constant_branches(**fields):
+    """A layer whose branches add a constant each, whatever they read."""
+    layer = Transformer(**SIZES, **fields)
+    variables = jax.tree.map(jnp.ones_like, jax.eval_shape(layer.init, KEY))
+
+    @partial(jax.jit, static_argnums=(0, 1))
+    def add(layer, shape, seed=0, **arguments):
+        return layer.apply(
+            variables,
+            jnp.zeros((*shape, DIMS)),
+            mask=AttentionMask.causal_mask(*shape),
+            positions=jnp.zeros(shape, jnp.int32),
+            rngs={"random": jax.random.key(seed)},
+            **arguments,
+        )
+
+    return layer, add
+
+
+def test_dropout_acts_on_both_branches_in_training_alone():
+    layer, add = constant_branches(dropout_rate=0.5)
+    assert np.unique(add(layer, (BATCH, LENGTH))).size == 1
+    trained = add(layer.clone(train=True), (BATCH, LENGTH))
+    # Each branch is dropped with probability 1/2: both at once in a quarter of the 144 places.
+    assert abs(np.mean(trained == 0.0) - 0.25) < 0.15
+    assert np.any(trained != add(layer.clone(train=True), (BATCH, LENGTH), 1))
+
+
+@pytest.mark.parametrize("handed_in", [False, True])
+def test_droppath_drops_each_branch_of_an_example_as_a_whole(handed_in):
+    layer, add = constant_branches(droppath_rate=0.0 if handed_in else 0.25)
+    rate = {"droppath_rate": jnp.float32(0.25)} if handed_in else {}
+    shape = (400, 2)
+    whole = np.unique(add(layer, shape, **rate)).item()
+    trained = np.asarray(add(layer.clone(train=True), shape, **rate))
+    assert np.all(trained == trained[:, :1, :1])
+    # Attention gives 8 and the feed-forward 12·8·8 (of a norm that is 2 · 0 + 1): see `whole`.
+    values, counts = np.unique(trained[:, 0, 0].round(3), return_counts=True)
+    assert values.size == 4 and values[0] == 0.0
+    np.testing.assert_allclose(values[3], whole / 0.75, rtol=1e-5)
+    # Both are kept in 9/16, one of them in 3/16 each; the deviations are below 1/40.
+    np.testing.assert_allclose(counts / 400, np.array([1, 3, 3, 9]) / 16, atol=0.09)
+
+
+def test_two_rates_of_droppath_contradict():
+    layer, add = constant_branches(droppath_rate=0.5)
+    text = refusal(lambda: add(layer, (BATCH, LENGTH), droppath_rate=jnp.float32(0.1)))
+    assert text == (
+        "Transformer(): droppath_rate=0.5 is set here, and its stack gives each layer a rate of its"
+        " own; set one of the two"
+    )
 
 
 @pytest.mark.parametrize(
-    ("stack", "remat"), [(StackedTransformer, "full"), (StackedTransformerRepeated, "none")]
-)
-def test_every_layer_and_every_step_drops_its_own(stack, remat):
-    layer = stack.HParams.config(
-        **SIZES, num_layers=4, layer_tpl=NoisyLayer.HParams.config(), remat=remat, train=True
-    ).Instantiate()
-    zeros = jnp.zeros((BATCH, LENGTH, 256))
-
-    @jax.jit
-    def run(seed):
-        rngs = {"random": jax.random.key(seed)}
-        return layer.apply({}, zeros, mask=CAUSAL, positions=ROW, rngs=rngs)
-
-    total = run(0)
-    # Were the masks of the layers the same, there would be nothing between 0 and 8.
-    counts = [float(jnp.mean(total == 2.0 * hits)) for hits in range(5)]
-    np.testing.assert_allclose(counts, np.array([1, 4, 6, 4, 1]) / 16, atol=0.04)
-    np.testing.assert_array_equal(total, run(0))
-    assert np.any(total != run(1))
-
-
-def numpy_feed_forward(params, x, activation, *, has_bias, use_gate):
-    up = x @ params["up"]["w"]
-    if has_bias:
-        up = up + params["up_bias"]["b"]
-    hidden = activation(x @ params["gate"]["w"]) * up if use_gate else activation(up)
-    output = hidden @ params["down"]["w"]
-    return output + params["down_bias"]["b"] if has_bias else output
-
-
-@pytest.mark.parametrize(
-    ("has_bias", "use_gate", "activation", "reference"),
+    ("fields", "text"),
     [
-        (True, False, SquaredReLU, lambda x: np.maximum(x, 0.0) ** 2),
-        (False, True, SiLU, lambda x: x / (1.0 + np.exp(-x))),
+        (
+            {"norm_policy": "prepost"},
+            "norm_policy='prepost' is not a policy; did you mean 'pre_post'?"
+            " Policies: pre, post, pre_post, branch.",
+        ),
+        (
+            {"parallel": True, "norm_policy": "post"},
+            "parallel=True with norm_policy='post' is not defined, since the norm of one branch"
+            " would be the input of the next; use another norm_policy",
+        ),
+        (
+            {"parallel": True, **CROSS},
+            "parallel=True with cross_attention_tpl is not defined, since cross attention asks with"
+            " what self-attention found; leave one of them out",
+        ),
+        ({"parallel_shares_norm": True}, "parallel_shares_norm=True needs parallel=True"),
+        (
+            {**SHARED, "norm_policy": "branch"},
+            "parallel_shares_norm=True with norm_policy='branch', which has no norm before the"
+            " branches to share; use 'pre' or 'pre_post'",
+        ),
     ],
 )
-def test_feed_forward(has_bias, use_gate, activation, reference):
-    fields = {"has_bias": has_bias, "use_gate": use_gate}
-    layer = TransformerFeedForward(
-        input_dims=DIMS, hidden_dims=12, activation_tpl=activation.HParams.config(), **fields
+def test_combinations_that_are_not_defined_are_refused(fields, text):
+    assert refusal(lambda: jax.eval_shape(make(**fields).init, KEY)) == f"Transformer(): {text}"
+
+
+def test_a_memory_that_nobody_reads_and_one_that_is_missing_are_refused():
+    plain, crossing = make(), make(**CROSS)
+    assert refusal(lambda: run(plain, random_weights(plain), memory=MEMORY)) == (
+        "Transformer(): memory is given, but nothing reads it; set cross_attention_tpl"
     )
-    variables = random_weights(layer)
-    params = jax.tree.map(np.asarray, variables["params"])
-    expected = numpy_feed_forward(params, np.asarray(X), reference, **fields)
-    np.testing.assert_allclose(layer.apply(variables, X), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_feed_forward_drops_the_wide_activation():
-    layer = TransformerFeedForward(input_dims=1, hidden_dims=1000, dropout_rate=0.25, train=True)
-    variables = jax.tree.map(jnp.ones_like, layer.init(KEY))
-    output = layer.apply(variables, jnp.ones((1, 1, 1)), rngs={"random": KEY})
-    # A thousand ones, each kept with probability 3/4 and then worth 4/3.
-    kept = float(output[0, 0, 0]) * 0.75
-    assert abs(kept - round(kept)) < 1e-2 and 690 < kept < 810
-
-
-def test_weights_say_their_axes():
-    layer = TransformerFeedForward(input_dims=8, hidden_dims=12, has_bias=True, use_gate=True)
-    axes = logical_axes(jax.eval_shape(layer.init_boxed, KEY))["params"]
-    assert axes == {
-        "up": {"w": ("embed", "mlp")},
-        "gate": {"w": ("embed", "mlp")},
-        "down": {"w": ("mlp", "embed")},
-        "up_bias": {"b": ("mlp",)},
-        "down_bias": {"b": ("embed",)},
-    }
-
-
-def test_fewer_kv_heads_and_another_head_size_are_handed_down():
-    for stack in (StackedTransformer, StackedTransformerRepeated):
-        layer = stack_config(stack, num_kv_heads=2, dim_per_head=6, num_layers=1).Instantiate()
-        shapes = [leaf.shape[-3:] for leaf in jax.tree.leaves(jax.eval_shape(layer.init, KEY))]
-        assert shapes.count((DIMS, 4, 6)) == 1 and shapes.count((DIMS, 2, 6)) == 2
-
-
-def test_sizes_that_the_stack_leaves_open_are_the_layers_own():
-    config = stack_config(num_layers=1)
-    config.layer_tpl.num_kv_heads = 1
-    shapes = jax.eval_shape(config.Instantiate().init, KEY)["params"]["layers_0"]
-    assert shapes["attention"]["key"]["w"].shape == (DIMS, 1, 2)
-
-
-def test_contradictions_are_refused_naming_both_sides():
-    config = stack_config()
-    config.layer_tpl.attention_tpl.num_heads = 3
-    ending = (
-        ": num_heads=3 is set in its config, but its owner derives num_heads=4;"
-        " leave the field out or make them agree"
+    weights = random_weights(crossing)
+    assert refusal(lambda: run(crossing, weights, memory=MEMORY)) == (
+        "Transformer(): cross attention needs memory_mask, which is None"
     )
-    assert refusal(config) == f"Transformer(layers_0).attention{ending}"
-    config = stack_config(StackedTransformerRepeated)
-    config.layer_tpl.attention_tpl.num_heads = 3
-    assert refusal(config) == f"Transformer(sub).attention{ending}"
-    config = stack_config(StackedTransformerRepeated)
-    config.layer_tpl.num_heads = 3
-    assert refusal(config) == f"StackedTransformerRepeated().layer_tpl{ending}"
-
-
-@pytest.mark.parametrize("stack", [StackedTransformer, StackedTransformerRepeated])
-def test_wrong_fields_are_refused(stack):
-    name = stack.__name__
-    assert (
-        refusal(stack_config(stack, num_layers=0)) == f"{name}(): num_layers=0, expected at least 1"
+    assert refusal(lambda: run(crossing, weights, memory_mask=memory_mask(LENGTH))) == (
+        "Transformer(): cross attention needs memory, which is None"
     )
-    assert refusal(stack_config(stack, remat="fulll")) == (
-        f"{name}(): remat='fulll' is not a policy; did you mean 'full'?"
-        " Policies: none, dots, dots_no_batch, full."
+    init_cache = {"method": "init_cache", "mutable": [CACHE]}
+    assert refusal(lambda: crossing.apply(weights, BATCH, LENGTH, **init_cache)) == (
+        "Transformer(): cross attention needs memory, which is None"
     )
-
-
-def test_the_projection_back_may_start_otherwise_than_the_others():
-    config = TransformerFeedForward.HParams.config(input_dims=2, hidden_dims=3)
-    config.linear_tpl.weight_init = WeightInit.Constant(1.0)
-    config.down_init = WeightInit.Constant(2.0)
-    weights = config.Instantiate().init(KEY)["params"]
-    assert np.all(weights["up"]["w"] == 1.0) and np.all(weights["down"]["w"] == 2.0)
-    config.down_init = None
-    assert np.all(config.Instantiate().init(KEY)["params"]["down"]["w"] == 1.0)

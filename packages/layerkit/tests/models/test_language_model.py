@@ -9,14 +9,18 @@ import numpy as np
 import pytest
 
 from layerkit.config import build
+from layerkit.decoding.beam_search import BeamSearch
 from layerkit.decoding.loop import SampleDecoder
+from layerkit.layers.attention.latent import MultiHeadLatentAttention
 from layerkit.layers.embeddings import Embedding, FullSoftmax
+from layerkit.layers.pipelined_transformer import PipelinedTransformer
 from layerkit.layers.positions import (
     PositionalEmbedding,
     RotaryPositionalEmbedding,
     TrainablePositionalEmbedding,
 )
-from layerkit.layers.transformer import StackedTransformer, StackedTransformerRepeated
+from layerkit.layers.stacks import StackedTransformer, StackedTransformerRepeated
+from layerkit.layers.transformer import Transformer
 from layerkit.models.language_model import LanguageModel
 from layerkit.nested_map import NestedMap
 
@@ -85,13 +89,17 @@ LENGTHS = np.array([4, 1, 2, 0], np.int32)
 BATCH = NestedMap(ids=PROMPTS, prompt_lengths=LENGTHS)
 
 
-def greedy_by_asking(logits, prompts, lengths, width):
-    """Continues rows by running the whole model on the whole row for each token."""
-    ids = np.where(np.arange(width) < lengths[:, None], np.pad(prompts, ((0, 0), (0, 5))), 0)
-    for column in range(1, width):
+# What five steps draw of rows of nine columns.
+IS_DRAWN = (np.arange(9) >= LENGTHS[:, None]) & (np.arange(9) < LENGTHS[:, None] + 5)
+IS_DRAWN &= LENGTHS[:, None] > 0
+
+
+def greedy_by_asking(logits):
+    """Continues the prompts by running the whole model on the whole rows for each token."""
+    ids = np.where(np.arange(9) < LENGTHS[:, None], np.pad(PROMPTS, ((0, 0), (0, 5))), 0)
+    for column in range(1, 9):
         best = np.argmax(logits(ids)[:, column - 1], axis=-1)
-        is_drawn = (lengths > 0) & (column >= lengths)
-        ids[:, column] = np.where(is_drawn, best, ids[:, column])
+        ids[:, column] = np.where(IS_DRAWN[:, column], best, ids[:, column])
     return ids
 
 
@@ -104,23 +112,23 @@ def log_probs_of(logits, ids):
 def test_greedy_decoding_is_asking_again_for_every_token(asked, stack):
     variables, logits = asked
     outputs = decode(language_model(stack), variables, BATCH)
-    expected = greedy_by_asking(logits, PROMPTS, LENGTHS, 9)
-    assert len(set(expected[:3, 4:].ravel())) >= 7  # not one token over and over
+    expected = greedy_by_asking(logits)
+    assert len(set(expected[IS_DRAWN])) >= 6  # not one token over and over
     np.testing.assert_array_equal(outputs.ids, expected)
-    np.testing.assert_array_equal(outputs.lengths, [9, 9, 9, 0])
-    is_drawn = (np.arange(9) >= LENGTHS[:, None]) & (LENGTHS[:, None] > 0)
-    found = np.where(is_drawn[:, 1:], log_probs_of(logits, expected), 0.0)
+    np.testing.assert_array_equal(outputs.lengths, [9, 6, 7, 0])
+    found = np.where(IS_DRAWN[:, 1:], log_probs_of(logits, expected), 0.0)
     np.testing.assert_allclose(outputs.log_probs[:, 1:], found, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(outputs.scores, np.sum(found, axis=1), rtol=1e-4, atol=1e-5)
 
 
 def test_a_row_ends_where_the_model_ends_it(asked, stack):
     variables, logits = asked
-    rows = greedy_by_asking(logits, PROMPTS, LENGTHS, 9)
+    rows = greedy_by_asking(logits)
     eos_id = int(rows[0, 5])
     outputs = decode(language_model(stack, eos_id=eos_id), variables, BATCH)
     for row, length, found in zip(rows[:3], LENGTHS, np.asarray(outputs.ids), strict=False):
-        ends = [c for c in range(length, 9) if row[c] == eos_id]
-        end = ends[0] + 1 if ends else 9
+        ends = [c for c in range(length, length + 5) if row[c] == eos_id]
+        end = ends[0] + 1 if ends else length + 5
         np.testing.assert_array_equal(found, np.where(np.arange(9) < end, row, 0))
     assert int(outputs.lengths[0]) in (5, 6)
 
@@ -132,9 +140,79 @@ def test_what_is_drawn_has_the_log_probs_that_the_model_gives_it(asked, stack):
     np.testing.assert_array_equal(outputs.ids, again.ids)
     assert np.any(outputs.ids != other.ids)
     ids = np.asarray(outputs.ids)
-    is_drawn = (np.arange(9) >= LENGTHS[:, None]) & (LENGTHS[:, None] > 0)
-    found = np.where(is_drawn[:, 1:], log_probs_of(logits, ids), 0.0)
+    found = np.where(IS_DRAWN[:, 1:], log_probs_of(logits, ids), 0.0)
     np.testing.assert_allclose(outputs.log_probs[:, 1:], found, rtol=1e-4, atol=1e-5)
+
+
+SEVERAL = {
+    "samples": SampleDecoder(max_decode_steps=5, temperature=2.0, num_samples=3),
+    "beams": BeamSearch(max_decode_steps=5, beam_size=4, num_results=3, eos_id=3),
+}
+
+
+@pytest.mark.parametrize("decoder", SEVERAL.values(), ids=SEVERAL)
+def test_each_of_several_continuations_has_a_cache_of_its_own(asked, stack, decoder):
+    variables, logits = asked
+    model = language_model(stack).clone(decoder=decoder)
+    found = decode(model, variables, BATCH, jax.random.key(1)).candidates
+    for place in range(3):
+        ids, lengths = np.asarray(found.ids[:, place]), np.asarray(found.lengths[:, place])
+        is_drawn = IS_DRAWN & (np.arange(9) < lengths[:, None])
+        expected = np.where(is_drawn[:, 1:], log_probs_of(logits, ids), 0.0)
+        np.testing.assert_allclose(found.log_probs[:, place, 1:], expected, rtol=1e-4, atol=1e-5)
+    assert all(len({tuple(ids) for ids in row.tolist()}) == 3 for row in np.asarray(found.ids[:3]))
+
+
+def unlike_layers():
+    """A window, then latent attention, and one more of the first behind the loop of both."""
+    window, latent = Transformer.HParams.config(), Transformer.HParams.config()
+    window.attention_tpl.window = 3
+    latent.attention_tpl = MultiHeadLatentAttention.HParams.config(
+        latent_dims=4, plain_dim_per_head=2, rotary_dim_per_head=2, value_dim_per_head=2
+    )
+    return StackedTransformerRepeated.HParams.config(block_tpls=(window, latent))
+
+
+def stages():
+    return PipelinedTransformer.HParams.config(
+        num_stages=3, stream_inputs=False, num_microbatches=2
+    )
+
+
+@pytest.mark.parametrize("make", [unlike_layers, stages])
+def test_beams_take_along_caches_of_every_kind(make):
+    model = language_model(StackedTransformer)
+    lm_tpl = model.lm_tpl.clone(stack_tpl=make(), num_layers=3)
+    model = model.clone(lm_tpl=lm_tpl, decoder=SEVERAL["beams"])
+    variables = random_weights(model)
+    found = decode(model, variables, BATCH).candidates
+    read = jax.jit(lambda ids: model.apply(variables, ids, method=lambda m, ids: m.lm.logits(ids)))
+    for place in range(3):
+        ids, lengths = np.asarray(found.ids[:, place]), np.asarray(found.lengths[:, place])
+        is_drawn = IS_DRAWN & (np.arange(9) < lengths[:, None])
+        expected = np.where(is_drawn[:, 1:], log_probs_of(read, ids), 0.0)
+        np.testing.assert_allclose(found.log_probs[:, place, 1:], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_row_continues_as_it_does_alone():
+    decoder = SampleDecoder(max_decode_steps=5, temperature=1.5, top_p=0.9, eos_id=3)
+    model = language_model().clone(decoder=decoder)
+    variables = random_weights(model)
+    key = jax.random.key(5)
+    together = decode(model, variables, BATCH, key)
+    for row, length in enumerate(LENGTHS[:3]):
+        prompt = {"ids": PROMPTS[row : row + 1, :length], "row_ids": np.array([row], np.int32)}
+        alone = decode(model, variables, NestedMap(prompt), key)
+        np.testing.assert_array_equal(alone.ids[0], together.ids[row, : length + 5])
+        np.testing.assert_allclose(
+            alone.log_probs[0], together.log_probs[row, : length + 5], atol=1e-5
+        )
+
+
+def test_rows_of_a_batch_may_have_limits_of_their_own():
+    model = language_model(StackedTransformer)
+    outputs = decode(model, random_weights(model), BATCH | {"max_steps": np.array([3, 0, 9, 9])})
+    np.testing.assert_array_equal(outputs.lengths, [7, 1, 7, 0])
 
 
 def test_prompts_without_lengths_fill_their_rows():

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from layerkit.decoding.loop import SampleDecoder
 from layerkit.layers.embeddings import Embedding, FullSoftmax
 from layerkit.layers.positions import RotaryPositionalEmbedding, TrainablePositionalEmbedding
-from layerkit.layers.transformer import StackedTransformer, StackedTransformerRepeated
+from layerkit.layers.stacks import StackedTransformer, StackedTransformerRepeated
 from layerkit.models.language_model import LanguageModel
 from layerkit.nested_map import NestedMap
 from layerkit.sharding import BoundSharding

@@ -19,7 +19,7 @@ from layerkit.layers.positions import (
     RotaryPositionalEmbedding,
     TrainablePositionalEmbedding,
 )
-from layerkit.layers.transformer import StackedTransformer, StackedTransformerRepeated
+from layerkit.layers.stacks import StackedTransformer, StackedTransformerRepeated
 from layerkit.models.transformer_lm import TransformerLm
 from layerkit.weights import logical_axes
 
@@ -31,9 +31,13 @@ SIZES = {"vocab_size": VOCAB, "model_dims": 8, "hidden_dims": 12, "num_layers": 
 def llama_like(stack=StackedTransformerRepeated, **fields):
     """Rotary, RMS norms, grouped queries, a gate, tied."""
     config = TransformerLm.HParams.config(
-        **{**SIZES, "num_kv_heads": 2, **fields},
-        stack_tpl=stack.HParams.config(),
-        final_norm_tpl=RmsNorm.HParams.config(),
+        **{
+            **SIZES,
+            "num_kv_heads": 2,
+            "stack_tpl": stack.HParams.config(),
+            "final_norm_tpl": RmsNorm.HParams.config(),
+            **fields,
+        }
     )
     layer = config.stack_tpl.layer_tpl
     layer.norm_tpl = RmsNorm.HParams.config()
@@ -264,6 +268,55 @@ def test_a_cache_longer_than_the_table_of_positions_is_refused():
         "TrainablePositionalEmbedding(position): max_length=8, but the rows have 9 positions; raise"
         " max_length or shorten the rows"
     )
+
+
+def test_an_encoder_sees_its_whole_document():
+    model = llama_like(is_causal=False).Instantiate()
+    variables, ids = random_weights(model), random_ids(2)
+    changed = ids.copy()
+    changed[:, 3] = changed[:, 3] % (VOCAB - 1) + 1
+    segments = {"segment_ids": SEGMENT_IDS, "segment_pos": SEGMENT_POS}
+    run = jax.jit(lambda ids: model.apply(variables, ids, **segments, method="logits"))
+    differ = np.any(np.asarray(run(ids)) != np.asarray(run(changed)), axis=-1)
+    np.testing.assert_array_equal(differ, SEGMENT_IDS[:, 3:4] == SEGMENT_IDS)
+    with pytest.raises(ValueError) as caught:
+        model.apply(variables, 2, LENGTH, method="init_cache", mutable=[CACHE])
+    assert str(caught.value) == (
+        "TransformerLm(): is_causal=False: what a position holds depends on what comes after it, so"
+        " tokens cannot be added to a cache one by one"
+    )
+
+
+def test_an_embedding_norm_makes_the_size_of_embeddings_no_matter():
+    config = gpt_like(None, num_layers=1).set(embedding_norm_tpl=RmsNorm.HParams.config())
+    model, ids = config.Instantiate(), random_ids(2)
+    variables = random_weights(model)
+    run = jax.jit(lambda v: model.apply(v, ids, method="logits"))
+    expected = run(variables)
+    variables["params"]["embedding"]["w"] *= 10.0
+    np.testing.assert_allclose(run(variables), expected, rtol=1e-4, atol=1e-4)
+    variables["params"]["embedding"]["w"][3] *= -1.0
+    assert np.any(np.abs(run(variables) - expected) > 1e-2)
+
+
+def test_layers_that_end_in_a_norm_need_none_after_them():
+    config = llama_like(StackedTransformer, final_norm_tpl=None)
+    config.stack_tpl.layer_tpl.norm_policy = "post"
+    model, ids = config.Instantiate(), random_ids(2)
+    variables = random_weights(model)
+    assert "final_norm" not in variables["params"]
+    last = variables["params"]["stack"]["layers_1"]["feed_forward_norm"]
+    last["scale"][:] = 1.0
+    hidden = jax.jit(lambda v: model.apply(v, ids, method="hidden"))(variables)
+    np.testing.assert_allclose(np.mean(hidden**2, axis=-1), np.ones((2, LENGTH)), rtol=1e-3)
+
+
+def test_layers_are_located():
+    for stack, place in (
+        (StackedTransformer, (("stack", "layers_1"), ())),
+        (StackedTransformerRepeated, (("stack", "repeat", "sub"), (1,))),
+    ):
+        assert llama_like(stack).Instantiate().locate_layer(1) == place
 
 
 def test_dropout_acts_in_training_alone_and_differs_by_step():

@@ -6,27 +6,34 @@ import jax
 import jax.numpy as jnp
 
 
-def sample_token(logits: jax.Array, key: jax.Array | None, *, temperature: float) -> jax.Array:
-    """Draws one token per row.
+def row_keys(key: jax.Array, row_ids: jax.Array) -> jax.Array:
+    """A random key for each row: `fold_in(key, row_id)`.
 
-    Adds Gumbel noise times the temperature to the logits and takes the largest, which draws from
-    softmax(logits / temperature); temperature 0 is greedy.
+    What is drawn for a row then depends on its own number alone, and not on the rows around it.
 
     Args:
-      logits: float32 `[batch, vocab]`.
-      key: For the noise; None only at temperature 0.
-      temperature: Not negative.
+      key: Random key, a scalar.
+      row_ids: int32 `[rows]`.
 
     Returns:
-      int32 `[batch]`.
-
-    Raises:
-      ValueError: a negative temperature, or noise without a key.
+      Keys `[rows]`.
     """
-    if temperature < 0:
-        raise ValueError(f"temperature={temperature} must not be negative (0 is greedy)")
-    if temperature > 0:
-        if key is None:
-            raise ValueError(f"temperature={temperature} needs a random key (only 0 needs none)")
-        logits = logits + temperature * jax.random.gumbel(key, logits.shape, logits.dtype)
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, row_ids)
+
+
+def sample_token(logits: jax.Array, keys: jax.Array | None) -> jax.Array:
+    """Draws one token per row from softmax(logits).
+
+    The largest of the logits, with Gumbel noise added to them, is such a draw (Gumbel, 1954).
+
+    Args:
+      logits: float32 `[rows, vocab]`; -inf is never drawn where there is anything else.
+      keys: Random keys `[rows]`; None takes the most likely token instead.
+
+    Returns:
+      int32 `[rows]`.
+    """
+    if keys is not None:
+        draw_noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], logits.dtype))
+        logits = logits + draw_noise(keys)
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)

@@ -78,3 +78,71 @@ class Tanh(BaseActivation):
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
         return jnp.tanh(self.cast(inputs))
+
+
+class ReLU6(BaseActivation):
+    """min(max(x, 0), 6) (Krizhevsky, 2010)."""
+
+    def fprop(self, inputs: jax.Array) -> jax.Array:
+        return jax.nn.relu6(self.cast(inputs))
+
+
+class CubedReLU(BaseActivation):
+    """max(x, 0)³."""
+
+    def fprop(self, inputs: jax.Array) -> jax.Array:
+        return jnp.power(jax.nn.relu(self.cast(inputs)), 3)
+
+
+class LeakyReLU(BaseActivation):
+    """x where it is positive, else slope·x (Maas et al., 2013).
+
+    Attributes:
+      negative_slope: The slope below 0.
+    """
+
+    negative_slope: float = 0.01
+
+    def fprop(self, inputs: jax.Array) -> jax.Array:
+        return jax.nn.leaky_relu(self.cast(inputs), self.negative_slope)
+
+
+class ELU(BaseActivation):
+    """x where it is positive, else α·(exp(x) − 1) (Clevert et al., 2015).
+
+    Attributes:
+      alpha: The bound below is −α.
+    """
+
+    alpha: float = 1.0
+
+    def fprop(self, inputs: jax.Array) -> jax.Array:
+        return jax.nn.elu(self.cast(inputs), self.alpha)
+
+
+class Softplus(BaseActivation):
+    """log(1 + exp(x))."""
+
+    def fprop(self, inputs: jax.Array) -> jax.Array:
+        return jax.nn.softplus(self.cast(inputs))
+
+
+class Exp(BaseActivation):
+    """exp(x)."""
+
+    def fprop(self, inputs: jax.Array) -> jax.Array:
+        return jnp.exp(self.cast(inputs))
+
+
+class SineReLU(BaseActivation):
+    """x where it is positive, else ε·(sin(x) − cos(x)).
+
+    Attributes:
+      epsilon: How large the waves below 0 are.
+    """
+
+    epsilon: float = 0.0025
+
+    def fprop(self, inputs: jax.Array) -> jax.Array:
+        x = self.cast(inputs)
+        return jnp.where(x > 0, x, self.epsilon * (jnp.sin(x) - jnp.cos(x)))

@@ -135,6 +135,8 @@ class ClassSoftmax(BaseLayer):
       input_dims: Size of a hidden state.
       num_classes: Size of the vocabulary.
       use_bias: Whether each class has a bias, `b`.
+      logit_scale: Multiplies the products with the class vectors (T5: 1/√dims where they are tied);
+        None leaves them alone.
       logit_soft_cap: Bounds logits to ±cap by cap·tanh(logits/cap); None for no bound.
       label_smoothing: See `losses.cross_entropy`; changes what is trained on, not what is reported.
       z_loss_weight: Likewise.
@@ -153,6 +155,7 @@ class ClassSoftmax(BaseLayer):
     input_dims: int = 0
     num_classes: int = 0
     use_bias: bool = False
+    logit_scale: float | None = None
     logit_soft_cap: float | None = None
     label_smoothing: float = 0.0
     z_loss_weight: float = 0.0
@@ -240,6 +243,8 @@ class ClassSoftmax(BaseLayer):
     def _project(self, hidden: jax.Array, vectors: jax.Array, bias: jax.Array | None) -> jax.Array:
         check_last_axis(self, hidden, input_dims=self.input_dims)
         tokens = merge_tokens(self, self.cast(hidden))
+        if self.logit_scale is not None:
+            tokens = tokens * self.logit_scale
         logits = class_logits(tokens, self.cast(vectors))
         logits = logits.reshape(*hidden.shape[:-1], self.num_classes)
         if self.activation_axes is not None:

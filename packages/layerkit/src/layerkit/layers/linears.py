@@ -13,7 +13,7 @@ import jax
 from layerkit.base_layer import BaseLayer
 from layerkit.config import sub_config_field
 from layerkit.layers.activations import ReLU
-from layerkit.layers.products import matmul
+from layerkit.layers.products import create_dot, matmul
 from layerkit.layers.sizes import check_last_axis, check_sizes
 from layerkit.weights import WeightHParams, WeightInit
 
@@ -28,6 +28,7 @@ class Linear(BaseLayer):
       activation_axes: Logical axes of the outputs, one for each of their dimensions; None leaves
         their layout to the compiler.
       weight_init: How `w` starts; None inherits `params_init`.
+      dot_tpl: What multiplies; None for the plain product. See `layerkit.layers.products`.
     """
 
     input_dims: int = 0
@@ -35,12 +36,14 @@ class Linear(BaseLayer):
     weight_axes: tuple[str | None, ...] = ("embed", "mlp")
     activation_axes: tuple[str | None, ...] | None = None
     weight_init: WeightInit | None = None
+    dot_tpl: Any = sub_config_field(None)
 
     def setup(self) -> None:
         check_sizes(self, input_dims=self.input_dims, output_dims=self.output_dims)
         shape = (self.input_dims, self.output_dims)
         weight = WeightHParams(shape, axes=self.weight_axes, init=self.weight_init)
         self.create_variable("w", weight)
+        create_dot(self, weight)
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
         """`[..., input_dims]` → `[..., output_dims]`.

@@ -41,7 +41,7 @@ def soft_cap(logits: jax.Array, cap: float | None) -> jax.Array:
     Source: Bello et al., 2016 (arXiv:1611.09940); as in Gemma 2 (arXiv:2408.00118).
 
     Args:
-      logits: Of any shape.
+      logits: `[...]`, of any shape.
       cap: Its bound; None leaves the logits alone.
 
     Raises:

@@ -11,6 +11,8 @@ softmax is taken over nothing.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -18,30 +20,47 @@ from flax import struct
 
 @struct.dataclass
 class AttentionMask:
-    """Positions and segments of queries and keys; a pytree, with `causal` static.
+    """Positions and segments of queries and keys; a pytree, the other fields static.
 
-    A query may attend a key when both are in the same segment (where there are segments) and, if
-    causal, the key's position is not greater than the query's. Positions are compared only within
-    a segment, so positions in the row, which the class methods use, and positions that start anew
-    with each segment describe the same mask.
+    A query may attend a key when both are in the same segment (where there are segments), the key's
+    position is not greater than the query's or lies in the prefix, if causal, and less than
+    `window` away, if there is a window. Positions are compared only within a segment, so positions
+    in the row, which the class methods use, and positions that start anew with each segment
+    describe the same mask.
 
     Attributes:
       query_positions: int32 `[batch, queries]`.
       key_positions: int32 `[batch, keys]`.
       query_segments: int32 `[batch, queries]`, or None for a single segment without padding.
       key_segments: int32 `[batch, keys]`, or None, together with `query_segments`.
+      prefix_lengths: int32 `[batch]`, how many positions from 0 on all queries see although the
+        mask is causal (prefix language models; Raffel et al., 2020, arXiv:1910.10683); None for no
+        prefix.
       causal: Whether keys at later positions are hidden.
+      window: A query sees keys less than this many positions away: itself and the window - 1
+        before it, and as many after it if not causal (sliding window; Beltagy et al., 2020,
+        arXiv:2004.05150). None for all.
+      in_row_order: Whether positions are known to count each row's tokens from its start, queries
+        and keys alike; fused kernels know no other positions.
     """
 
     query_positions: jax.Array
     key_positions: jax.Array
     query_segments: jax.Array | None = None
     key_segments: jax.Array | None = None
+    prefix_lengths: jax.Array | None = None
     causal: bool = struct.field(pytree_node=False, default=False)
+    window: int | None = struct.field(pytree_node=False, default=None)
+    in_row_order: bool = struct.field(pytree_node=False, default=False)
 
     @classmethod
     def causal_mask(
-        cls, batch: int, length: int, *, segment_ids: jax.Array | None = None
+        cls,
+        batch: int,
+        length: int,
+        *,
+        segment_ids: jax.Array | None = None,
+        prefix_lengths: jax.Array | None = None,
     ) -> AttentionMask:
         """Self-attention to what came before, as in a decoder.
 
@@ -50,11 +69,20 @@ class AttentionMask:
           length: Tokens per row.
           segment_ids: int32 `[batch, length]`, the documents of packed rows; 0 is padding. See
             `segments_from_paddings` for rows of one document.
+          prefix_lengths: int32 `[batch]`, how many tokens at the start of a row are seen by the
+            whole row, for rows of one document.
 
         Raises:
-          ValueError: segment ids of another shape.
+          ValueError: segment ids or prefix lengths of another shape.
         """
-        return cls._self_attention(batch, length, segment_ids, causal=True)
+        mask = cls._self_attention(batch, length, segment_ids, causal=True)
+        if prefix_lengths is None:
+            return mask
+        if prefix_lengths.shape != (batch,):
+            raise ValueError(
+                f"prefix_lengths of shape {prefix_lengths.shape}, expected [batch] = {(batch,)}"
+            )
+        return dataclasses.replace(mask, prefix_lengths=prefix_lengths)
 
     @classmethod
     def bidirectional_mask(
@@ -65,12 +93,49 @@ class AttentionMask:
         Args:
           batch: Number of rows.
           length: Tokens per row.
-          segment_ids: As for `causal_mask`.
+          segment_ids: int32 `[batch, length]`, as for `causal_mask`.
 
         Raises:
           ValueError: segment ids of another shape.
         """
         return cls._self_attention(batch, length, segment_ids, causal=False)
+
+    @classmethod
+    def cross_mask(
+        cls,
+        batch: int,
+        num_queries: int,
+        num_keys: int,
+        *,
+        query_segments: jax.Array | None = None,
+        key_segments: jax.Array | None = None,
+    ) -> AttentionMask:
+        """Attention to another sequence, such as that of an encoder.
+
+        Args:
+          batch: Number of rows.
+          num_queries: Tokens per row that read.
+          num_keys: Tokens per row that are read.
+          query_segments: int32 `[batch, num_queries]`, which document of `key_segments` each query
+            reads; None for 1, the one document of `segments_from_paddings`.
+          key_segments: int32 `[batch, num_keys]`, the documents to be read; 0 is padding. None for
+            a single one without padding.
+
+        Raises:
+          ValueError: segments of another shape, or of queries alone.
+        """
+        if key_segments is None and query_segments is not None:
+            raise ValueError("query_segments are set without the key_segments that they refer to")
+        if key_segments is not None and query_segments is None:
+            query_segments = jnp.ones((batch, num_queries), jnp.int32)
+        for name, segments, length in (
+            ("query_segments", query_segments, num_queries),
+            ("key_segments", key_segments, num_keys),
+        ):
+            if segments is not None and segments.shape != (batch, length):
+                raise ValueError(f"{name} of shape {segments.shape}, expected {(batch, length)}")
+        queries, keys = row_positions(batch, num_queries), row_positions(batch, num_keys)
+        return cls(queries, keys, query_segments, key_segments, in_row_order=True)
 
     @classmethod
     def decoding_mask(
@@ -104,7 +169,20 @@ class AttentionMask:
                 f" {(batch, length)}"
             )
         positions = row_positions(batch, length)
-        return cls(positions, positions, segments, segments, causal=causal)
+        return cls(positions, positions, segments, segments, causal=causal, in_row_order=True)
+
+    def within(self, window: int | None) -> AttentionMask:
+        """This mask, narrowed to a window; None leaves it as it is.
+
+        Raises:
+          ValueError: a window below 1, in which a query would not even see itself.
+        """
+        if window is None:
+            return self
+        if window < 1:
+            raise ValueError(f"window={window} must be at least 1, a query's own position")
+        narrower = window if self.window is None else min(window, self.window)
+        return dataclasses.replace(self, window=narrower)
 
     def dense(self) -> jax.Array:
         """The mask as booleans `[batch, 1, queries, keys]`; the axis of size 1 is for the heads.
@@ -117,8 +195,12 @@ class AttentionMask:
         queries, keys = self.query_positions[:, :, None], self.key_positions[:, None, :]
         if self.causal:
             allowed = keys <= queries
+            if self.prefix_lengths is not None:
+                allowed |= keys < self.prefix_lengths[:, None, None]
         else:
             allowed = jnp.ones(jnp.broadcast_shapes(queries.shape, keys.shape), bool)
+        if self.window is not None:
+            allowed &= jnp.abs(queries - keys) < self.window
         if self.query_segments is not None and self.key_segments is not None:
             allowed &= self.query_segments[:, :, None] == self.key_segments[:, None, :]
         return allowed[:, None]

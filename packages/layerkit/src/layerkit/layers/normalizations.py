@@ -1,4 +1,4 @@
-"""Normalisation of the last axis of `[..., dims]`: RmsNorm and LayerNorm.
+"""Normalisation of the last axis of `[..., dims]`: RmsNorm, with and without scale, and LayerNorm.
 
 What they share: the statistics of a position come from that position alone, so padding never
 counts; they are taken in float32 whatever the compute dtype, since sums of bfloat16 lose most of
@@ -53,6 +53,24 @@ class RmsNorm(BaseLayer):
         normalized = x * jax.lax.rsqrt(mean_square(x) + self.epsilon)
         scaled = scale_and_offset(normalized, self.scale_offset + _float32(self.theta.scale))
         return scaled.astype(self.compute_dtype)
+
+
+class RmsNormNoScale(BaseLayer):
+    """y = x / √(mean(x²) + ε): RmsNorm without weights, of any size of the last axis.
+
+    `[..., dims]` → `[..., dims]`; y has the compute dtype.
+
+    Attributes:
+      epsilon: Keeps a row of zeros finite.
+    """
+
+    epsilon: float = 1e-6
+
+    def fprop(self, inputs: jax.Array) -> jax.Array:
+        """`[..., dims]` → `[..., dims]`."""
+        x = inputs.astype(jnp.float32)
+        normalized = x * jax.lax.rsqrt(mean_square(x) + self.epsilon)
+        return normalized.astype(self.compute_dtype)
 
 
 class LayerNorm(BaseLayer):

@@ -1,8 +1,9 @@
 """Where a token stands in its sequence, told to the model in one of three ways.
 
-`PositionalEmbedding` (sinusoids) and `TrainablePositionalEmbedding` (a table) give vectors that are
-added to the token embeddings; `RotaryPositionalEmbedding` turns queries and keys inside attention,
-so that their products depend on distances alone.
+`PositionalEmbedding` (sinusoids, `PositionalEmbedding2D` for images) and
+`TrainablePositionalEmbedding` (a table) give vectors that are added to the token embeddings;
+`RotaryPositionalEmbedding` turns queries and keys inside attention, so that their products depend
+on distances alone.
 
 All take the positions as an argument, since only the caller knows them: packed rows start anew with
 each segment, and cached decoding starts at the current step. Positions count from 0.
@@ -14,11 +15,18 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
 from layerkit.layers.embeddings import lookup
+from layerkit.layers.rotary_scaling import RotaryScaling
 from layerkit.layers.sizes import check_last_axis, check_sizes
+from layerkit.near_names import near_names
 from layerkit.weights import WeightHParams, WeightInit
+
+# Which coordinates of a head `RotaryPositionalEmbedding` turns together.
+PAIRINGS = ("halves", "neighbours")
 
 
 class PositionalEmbedding(BaseLayer):
@@ -53,6 +61,47 @@ class PositionalEmbedding(BaseLayer):
         exponents = jnp.arange(half, dtype=jnp.float32) / max(half - 1, 1)
         angles = _angles(positions, exponents, self.min_timescale, self.max_timescale)
         return self.cast(jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1))
+
+
+class PositionalEmbedding2D(BaseLayer):
+    """Sinusoids of a row and a column, for the patches of an image, without weights.
+
+    The first half of a vector is the `PositionalEmbedding` of the row, the second that of the
+    column.
+
+    Attributes:
+      dims: Size of a vector; a multiple of 4.
+      min_timescale: Period of the fastest sinusoid, over 2π.
+      max_timescale: Period of the slowest, over 2π.
+
+    Raises:
+      ValueError: dims that are not a multiple of 4, or timescales that are not 0 < min < max.
+    """
+
+    dims: int = 0
+    min_timescale: float = 1.0
+    max_timescale: float = 10_000.0
+
+    def setup(self) -> None:
+        check_sizes(self, dims=self.dims)
+        if self.dims % 4:
+            raise ValueError(
+                f"{self.path_name}: dims={self.dims} must be a multiple of 4, such as"
+                f" {4 * (self.dims // 4 + 1)}"
+            )
+        one = PositionalEmbedding.HParams.config(
+            dims=self.dims // 2,
+            min_timescale=self.min_timescale,
+            max_timescale=self.max_timescale,
+        )
+        self.create_child("one_axis", one)
+
+    def fprop(self, rows: jax.Array, columns: jax.Array) -> jax.Array:
+        """Vectors `[batch, length, dims]` of rows and columns, both `[batch, length]`.
+
+        `jnp.divmod(jnp.arange(height * width), width)` gives them for patches in reading order.
+        """
+        return jnp.concatenate([self.one_axis(rows), self.one_axis(columns)], axis=-1)
 
 
 class TrainablePositionalEmbedding(BaseLayer):
@@ -97,29 +146,52 @@ class TrainablePositionalEmbedding(BaseLayer):
 class RotaryPositionalEmbedding(BaseLayer):
     """Turns pairs of coordinates by angles that grow with the position; without weights.
 
-    Coordinates i and i + dims/2 form a pair, turned by position/timescale_i with
-    timescale_i = min_timescale·(max_timescale/min_timescale)^(2i/dims). The product of a turned
-    query and a turned key then depends on their positions only through the difference.
+    Of the `dims` coordinates of a head the first r = fraction·dims are turned, in r/2 pairs; pair i
+    by position/timescale_i with timescale_i = min_timescale·(max_timescale/min_timescale)^(2i/r).
+    The product of a turned query and a turned key then depends on their positions only through the
+    difference.
 
-    Source: Su et al., 2021 (arXiv:2104.09864); with split halves as in GPT-NeoX and Llama, where
-    the paper pairs neighbours.
+    Source: Su et al., 2021 (arXiv:2104.09864).
 
     Attributes:
       dims: Size of a head; even.
       min_timescale: Positions per radian of the fastest pair.
       max_timescale: Bound of the slowest, called `rope_theta` elsewhere; raise it for longer
         contexts.
+      fraction: How much of a head is turned (partial rotary: 0.25 in GPT-NeoX).
+      pairing: `halves`, coordinates i and i + r/2 (GPT-NeoX, Llama), or `neighbours`, 2i and 2i + 1
+        (the paper, GPT-J, DeepSeek).
+      scaling: For contexts longer than the trained one; see `layerkit.layers.rotary_scaling`.
 
     Raises:
-      ValueError: odd dims, or timescales that are not 0 < min < max.
+      ValueError: odd dims, timescales that are not 0 < min < max, a fraction that leaves no pairs,
+        an unknown pairing, a scaling for another number of pairs.
     """
 
     dims: int = 0
     min_timescale: float = 1.0
     max_timescale: float = 10_000.0
+    fraction: float = 1.0
+    pairing: str = "halves"
+    scaling: RotaryScaling | None = None
 
     def setup(self) -> None:
         _check_halves(self)
+        if self.pairing not in PAIRINGS:
+            raise ValueError(
+                f"{self.path_name}: pairing={self.pairing!r} is not a pairing"
+                f"{near_names(str(self.pairing), PAIRINGS)} Pairings: {', '.join(PAIRINGS)}."
+            )
+        self.frequencies()
+
+    @nn.nowrap
+    def frequencies(self) -> np.ndarray:
+        """float32 `[pairs]`: radians per position, scaled."""
+        pairs = self._num_turned() // 2
+        ratio = self.max_timescale / self.min_timescale
+        plain = ratio ** -(np.arange(pairs, dtype=np.float64) / pairs) / self.min_timescale
+        scaled = plain if self.scaling is None else self.scaling.frequencies(plain)
+        return scaled.astype(np.float32)
 
     def fprop(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """Turns `x` `[batch, length, heads, dims]` at positions `[batch, length]`.
@@ -130,12 +202,38 @@ class RotaryPositionalEmbedding(BaseLayer):
           ValueError: heads of another size than dims.
         """
         check_last_axis(self, x, dims=self.dims)
-        exponents = jnp.arange(self.dims // 2, dtype=jnp.float32) / (self.dims // 2)
-        angles = _angles(positions, exponents, self.min_timescale, self.max_timescale)
-        sin, cos = jnp.sin(angles)[..., None, :], jnp.cos(angles)[..., None, :]
-        first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-        turned = [first * cos - second * sin, second * cos + first * sin]
-        return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+        # float32, as bfloat16 counts exactly only to 256.
+        angles = positions[..., None, None].astype(jnp.float32) * self.frequencies()
+        magnitude = 1.0 if self.scaling is None else self.scaling.magnitude()
+        sin, cos = jnp.sin(angles) * magnitude, jnp.cos(angles) * magnitude
+        turned, rest = jnp.split(x, [self._num_turned()], axis=-1)
+        first, second = self._pairs(turned.astype(jnp.float32))
+        turned = self._joined(first * cos - second * sin, second * cos + first * sin)
+        return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
+
+    @nn.nowrap
+    def _num_turned(self) -> int:
+        turned = round(self.fraction * self.dims)
+        if not 0 < self.fraction <= 1 or turned % 2 or turned < 2:
+            raise ValueError(
+                f"{self.path_name}: fraction={self.fraction} of dims={self.dims} turns {turned}"
+                " coordinates, expected an even number from 2 to dims"
+            )
+        return turned
+
+    @nn.nowrap
+    def _pairs(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The first and the second coordinate of all pairs: `[..., 2·pairs]` → `[..., pairs]`."""
+        if self.pairing == "neighbours":
+            return x[..., 0::2], x[..., 1::2]
+        first, second = jnp.split(x, 2, axis=-1)
+        return first, second
+
+    @nn.nowrap
+    def _joined(self, first: jax.Array, second: jax.Array) -> jax.Array:
+        if self.pairing == "neighbours":
+            return jnp.stack([first, second], axis=-1).reshape(*first.shape[:-1], -1)
+        return jnp.concatenate([first, second], axis=-1)
 
 
 def _angles(

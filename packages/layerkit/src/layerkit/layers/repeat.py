@@ -1,12 +1,13 @@
 """Repeat: N copies of one layer in a row, as a scan.
 
 The weights of the copies are stacked on a leading axis named `layers`, and the program holds the
-layer once, so compile time does not grow with depth. Flax's lifted transforms are used here and in
-`layerkit.layers.remat`, and nowhere else.
+layer once, so compile time does not grow with depth. Flax's lifted transforms are used here, in
+`layerkit.layers.remat` and in `layerkit.layers.pipeline`, and nowhere else.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from layerkit.base_layer import (
     AUX_LOSS,
     CACHE,
     NON_TRAINABLE,
+    OVERWRITE_WITH_GRADIENT,
     PARAMS,
     RANDOM,
     SUMMARIES,
@@ -25,7 +27,7 @@ from layerkit.base_layer import (
 from layerkit.config import is_config, sub_config_field
 from layerkit.layers.remat import check_remat_policy, remat
 
-_STACKED = (PARAMS, NON_TRAINABLE, AUX_LOSS, SUMMARIES, CACHE)
+_STACKED = (PARAMS, NON_TRAINABLE, OVERWRITE_WITH_GRADIENT, AUX_LOSS, SUMMARIES, CACHE)
 
 
 class Repeat(BaseLayer):
@@ -36,22 +38,24 @@ class Repeat(BaseLayer):
 
     Attributes:
       sub_tpl: The layer to repeat; its first result has the shape and dtype of its first argument.
-      num_repeats: How often.
+      num_repeats: How often. Several numbers stack the weights on as many axes, the outermost
+        first: (2, 3) runs six copies, copy i with the weights at [i // 3, i % 3]. So lie the
+        weights of a circular pipeline, [repeats, layers].
       remat: Name of the rematerialisation policy around each copy; see `layerkit.layers.remat`.
-      unroll: How many copies one iteration of the loop holds.
+      unroll: How many copies one iteration of the (innermost) loop holds.
     """
 
     sub_tpl: Any = sub_config_field(None)
-    num_repeats: int = 1
+    num_repeats: int | tuple[int, ...] = 1
     remat: str = "none"
     unroll: int = 1
 
     def setup(self) -> None:
-        if self.num_repeats < 1:
+        if not self.stacked_shape or any(size < 1 for size in self.stacked_shape):
             raise ValueError(f"{self.path_name}: num_repeats={self.num_repeats} must be at least 1")
         if self.unroll < 1:
             raise ValueError(f"{self.path_name}: unroll={self.unroll} must be at least 1")
-        check_remat_policy(self.remat, owner=self.path_name)
+        check_remat_policy(self.remat, owner=self.path_name, sharding=self.inherited("sharding"))
         self.keep_shared_weights_inside(self.sub_tpl)
         sub_tpl = self.sub_tpl
         if is_config(sub_tpl) and sub_tpl.shared_weight_id is not None:
@@ -61,39 +65,61 @@ class Repeat(BaseLayer):
             )
         self.create_child("sub", sub_tpl)
 
+    @property
+    @nn.nowrap
+    def stacked_shape(self) -> tuple[int, ...]:
+        """The leading axes of every weight of the copies."""
+        sizes = self.num_repeats
+        return (sizes,) if isinstance(sizes, int) else tuple(sizes)
+
     def fprop(self, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+        """The last copy's result, with the shape and dtype of `x` `[...]`."""
         return self.run("__call__", x, *args, **kwargs)
 
-    def run(self, method: str, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(
+        self, method: str, x: Any, *args: Any, each: dict[str, Any] | None = None, **kwargs: Any
+    ) -> Any:
         """Runs `method` of every copy in turn, handing on its result as the next first argument.
+
+        Args:
+          method: Of the copies.
+          x: The first argument, a pytree of arrays.
+          *args: Given to every copy as they are.
+          each: Keyword arguments that differ from copy to copy: pytrees of arrays `[copies, ...]`.
+          **kwargs: Given to every copy as they are.
 
         Raises:
           ValueError: the result has another structure, shape or dtype than the first argument.
         """
 
         # `args` and `kwargs` are closed over, so that what is not an array stays what it is.
-        def body(sub: BaseLayer, carry: Any) -> tuple[Any, None]:
-            result = getattr(sub, method)(carry, *args, **kwargs)
+        def body(sub: BaseLayer, carry: Any, own: dict[str, Any]) -> tuple[Any, None]:
+            result = getattr(sub, method)(carry, *args, **own, **kwargs)
             self._check_handed_on(carry, result)
             return result, None
 
-        return self._scan(remat(body, self.remat, in_scan=True))(self.sub, x)[0]
+        shape = self.stacked_shape
+        own = jax.tree.map(lambda leaf: leaf.reshape(shape + leaf.shape[1:]), each or {})
+        iterations = math.prod(shape) / min(self.unroll, shape[-1])
+        return self._scan(remat(body, self.remat, in_scan=iterations > 1))(self.sub, x, own)[0]
 
     def init_cache(self, *args: Any, **kwargs: Any) -> None:
         """Creates the decoding caches of every copy, stacked on a leading `layers` axis."""
 
-        def body(sub: Any, carry: tuple[()]) -> tuple[tuple[()], None]:
+        def body(sub: Any, carry: tuple[()], _: dict[str, Any]) -> tuple[tuple[()], None]:
             sub.init_cache(*args, **kwargs)
             return carry, None
 
-        self._scan(body)(self.sub, ())
+        self._scan(body)(self.sub, (), {})
 
     def create_weights(self) -> None:
-        def body(sub: BaseLayer, carry: tuple[()]) -> tuple[tuple[()], None]:
+        """Creates the weights of every copy, stacked on a leading `layers` axis."""
+
+        def body(sub: BaseLayer, carry: tuple[()], _: dict[str, Any]) -> tuple[tuple[()], None]:
             sub.create_weights()
             return carry, None
 
-        self._scan(body)(self.sub, ())
+        self._scan(body)(self.sub, (), {})
 
     @nn.nowrap
     def _check_handed_on(self, given: Any, result: Any) -> None:
@@ -109,12 +135,17 @@ class Repeat(BaseLayer):
 
     @nn.nowrap
     def _scan(self, body: Any) -> Any:
-        return nn.scan(
-            body,
-            variable_axes=dict.fromkeys(_STACKED, 0),
-            split_rngs={PARAMS: True, RANDOM: True},
-            in_axes=nn.broadcast,
-            length=self.num_repeats,
-            unroll=self.unroll,
-            metadata_params={nn.PARTITION_NAME: "layers"},
-        )
+        """`body(sub, carry, own)` as a scan, or as scans within scans, outermost axis first."""
+        unroll = self.unroll
+        for length in reversed(self.stacked_shape):
+            body = nn.scan(
+                body,
+                variable_axes=dict.fromkeys(_STACKED, 0),
+                split_rngs={PARAMS: True, RANDOM: True},
+                in_axes=0,
+                length=length,
+                unroll=unroll,
+                metadata_params={nn.PARTITION_NAME: "layers"},
+            )
+            unroll = 1
+        return body

@@ -56,3 +56,38 @@ class Dropout(BaseLayer):
                 )
         shared = {dim % rank for dim in self.broadcast_dims}
         return tuple(1 if dim in shared else size for dim, size in enumerate(shape))
+
+
+class StochasticResidual(BaseLayer):
+    """x + branch, where training leaves the branch of a whole example out at random.
+
+    Stochastic depth (Huang et al., 2016, arXiv:1603.09382), also called droppath. A branch that is
+    kept is divided by 1 - rate, so that the expected value stays. Without training, or at rate 0,
+    this is the plain sum and no key is needed.
+
+    Attributes:
+      rate: Probability that the branch of an example is left out, in [0, 1).
+    """
+
+    rate: float = 0.0
+
+    def setup(self) -> None:
+        if not 0.0 <= self.rate < 1.0:
+            raise ValueError(f"{self.path_name}: rate={self.rate}, expected 0 <= rate < 1")
+
+    def fprop(self, x: jax.Array, branch: jax.Array, *, rate: jax.Array | None = None) -> jax.Array:
+        """The sum, in the compute dtype.
+
+        Args:
+          x: `[batch, ...]`.
+          branch: The shape of `x`.
+          rate: float32 scalar, instead of the field of this name, for a layer that is compiled once
+            for several depths.
+        """
+        x, branch = self.cast(x), self.cast(branch)
+        if not self.is_training or (rate is None and self.rate == 0.0):
+            return x + branch
+        keep_probability = 1.0 - (self.rate if rate is None else rate)
+        shape = (x.shape[0],) + (1,) * (x.ndim - 1)
+        keep = jax.random.bernoulli(self.next_prng_key(), keep_probability, shape)
+        return x + jnp.where(keep, self.cast(branch / keep_probability), jnp.zeros_like(branch))

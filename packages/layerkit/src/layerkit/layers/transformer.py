@@ -1,103 +1,47 @@
-"""The Transformer: feed-forward block, one layer, and stacks of layers.
+"""One layer of a Transformer: attention, perhaps cross attention, and feed-forward.
 
-One layer is pre-norm (Xiong et al., 2020):
+Each of them is a branch f around a residual, and `norm_policy` says where the norms stand:
 
-    x = x + attention(norm(x))
-    x = x + feed_forward(norm(x))
+| policy | | models |
+|---|---|---|
+| `pre` | x + f(norm(x)) | GPT-2, Llama (Xiong et al., 2020, arXiv:2002.04745) |
+| `post` | norm(x + f(x)) | the Transformer of 2017, BERT |
+| `pre_post` | x + post_norm(f(norm(x))) | Gemma 2 and 3 |
+| `branch` | x + post_norm(f(x)) | OLMo 2 |
 
-Sizes are said once, on the stack or the model, and handed down. `extend_step` is the same
-computation as `fprop`, for the next positions of a cached sequence.
+Branches run one after another, or, with `parallel`, side by side on the same input (GPT-J, PaLM):
+
+    x = x + attention(attention_norm(x)) + feed_forward(feed_forward_norm(x))
+
+`extend_step` is the same computation as `fprop`, for the next positions of a cached sequence.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 from flax import linen as nn
 
-from layerkit.base_layer import BaseLayer, derive_fields
-from layerkit.config import Config, sub_config_field
-from layerkit.layers.activations import ReLU
+from layerkit.base_layer import BaseLayer
+from layerkit.config import sub_config_field
 from layerkit.layers.attention.multi_head import MultiHeadAttention
-from layerkit.layers.linears import Bias, Linear
+from layerkit.layers.feed_forward import TransformerFeedForward
 from layerkit.layers.masks import AttentionMask
 from layerkit.layers.normalizations import LayerNorm
-from layerkit.layers.products import constrain_tokens, merge_tokens
-from layerkit.layers.remat import check_remat_policy, remat
-from layerkit.layers.repeat import Repeat
-from layerkit.layers.sizes import check_sizes
-from layerkit.layers.stochastic import Dropout
-from layerkit.weights import WeightInit
+from layerkit.layers.remat import name_activation
+from layerkit.layers.stochastic import Dropout, StochasticResidual
+from layerkit.near_names import near_names
 
+NORM_POLICIES = ("pre", "post", "pre_post", "branch")
 
-class TransformerFeedForward(BaseLayer):
-    """Two projections with an activation between: `[batch, length, dims]` → the same.
-
-    Attributes:
-      input_dims: Size of the model dimension.
-      hidden_dims: Size of the wide dimension.
-      has_bias: Adds a bias after both projections.
-      use_gate: Multiplies the activation by a second projection (Shazeer, 2020: SwiGLU with SiLU).
-      activation_tpl: The non-linearity.
-      dropout_rate: Of the activation, in training.
-      linear_tpl: The projections.
-      down_init: Initialiser of the projection back; None for that of the others.
-    """
-
-    input_dims: int = 0
-    hidden_dims: int = 0
-    has_bias: bool = False
-    use_gate: bool = False
-    linear_tpl: Any = sub_config_field(Linear.HParams)
-    bias_tpl: Any = sub_config_field(Bias.HParams)
-    activation_tpl: Any = sub_config_field(ReLU.HParams)
-    dropout_rate: float = 0.0
-    down_init: WeightInit | None = None
-
-    def setup(self) -> None:
-        wide = {"input_dims": self.input_dims, "output_dims": self.hidden_dims}
-        self.create_child("up", self.linear_tpl, **wide, weight_axes=("embed", "mlp"))
-        if self.use_gate:
-            self.create_child("gate", self.linear_tpl, **wide, weight_axes=("embed", "mlp"))
-        down_tpl = self.linear_tpl
-        if self.down_init is not None:
-            down_tpl = down_tpl.clone(weight_init=self.down_init)
-        self.create_child(
-            "down",
-            down_tpl,
-            input_dims=self.hidden_dims,
-            output_dims=self.input_dims,
-            weight_axes=("mlp", "embed"),
-        )
-        if self.has_bias:
-            self.create_child("up_bias", self.bias_tpl, dims=self.hidden_dims, axes=("mlp",))
-            self.create_child("down_bias", self.bias_tpl, dims=self.input_dims, axes=("embed",))
-        self.create_child("activation", self.activation_tpl)
-        self.create_child("dropout", Dropout.HParams.config(rate=self.dropout_rate))
-
-    def fprop(self, x: jax.Array) -> jax.Array:
-        """`[batch, length, input_dims]` → the same."""
-        tokens = merge_tokens(self, x)
-        hidden = self._widen(self.up, tokens)
-        if self.has_bias:
-            hidden = self.up_bias(hidden)
-        if self.use_gate:
-            hidden = self.activation(self._widen(self.gate, tokens)) * hidden
-        else:
-            hidden = self.activation(hidden)
-        output = self.down(self.dropout(hidden))
-        if self.has_bias:
-            output = self.down_bias(output)
-        return output.reshape(x.shape)
-
-    @nn.nowrap
-    def _widen(self, linear: Any, tokens: jax.Array) -> jax.Array:
-        return constrain_tokens(self, linear(tokens), "act_mlp")
+_Branches = dict[str, Callable[[jax.Array], jax.Array]]
 
 
 class Transformer(BaseLayer):
-    """One pre-norm layer: attention and feed-forward, each around a residual.
+    """Attention and feed-forward, each around a residual: `[batch, length, dims]` → the same.
 
     Attributes:
       input_dims: Size of the model dimension.
@@ -105,7 +49,20 @@ class Transformer(BaseLayer):
       num_heads: Query heads.
       num_kv_heads: Key and value heads; None for as many as query heads.
       dim_per_head: None for input_dims / num_heads.
-      dropout_rate: Of both residual branches, in training.
+      norm_tpl: The norms; there are as many as `norm_policy` asks for.
+      norm_policy: Where they stand: `pre`, `post`, `pre_post` or `branch`, as above.
+      parallel: All branches read the input of the layer, instead of each what the one before wrote.
+      parallel_shares_norm: One norm before the parallel branches (GPT-J, PaLM), not one for each
+        (GPT-NeoX).
+      attention_tpl: Self-attention.
+      cross_attention_tpl: Attention to a memory, after self-attention, in a decoder; None without.
+      feed_forward_tpl: Dense or a mixture of experts.
+      dropout_rate: Of every branch, in training.
+      droppath_rate: Probability that training leaves a branch of an example out as a whole; see
+        `StochasticResidual`.
+
+    Raises:
+      ValueError: an unknown `norm_policy`, or a combination that is not defined.
     """
 
     input_dims: int = 0
@@ -114,140 +71,197 @@ class Transformer(BaseLayer):
     num_kv_heads: int | None = None
     dim_per_head: int | None = None
     norm_tpl: Any = sub_config_field(LayerNorm.HParams)
+    norm_policy: str = "pre"
+    parallel: bool = False
+    parallel_shares_norm: bool = False
     attention_tpl: Any = sub_config_field(MultiHeadAttention.HParams)
+    cross_attention_tpl: Any = sub_config_field(None)
     feed_forward_tpl: Any = sub_config_field(TransformerFeedForward.HParams)
     dropout_rate: float = 0.0
+    droppath_rate: float = 0.0
 
     def setup(self) -> None:
-        self.create_child("attention_norm", self.norm_tpl, dims=self.input_dims)
-        self.create_child(
-            "attention",
-            self.attention_tpl,
-            input_dims=self.input_dims,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            dim_per_head=self.dim_per_head,
-        )
-        self.create_child("feed_forward_norm", self.norm_tpl, dims=self.input_dims)
-        self.create_child(
-            "feed_forward",
-            self.feed_forward_tpl,
-            input_dims=self.input_dims,
-            hidden_dims=self.hidden_dims,
-        )
-        self.create_child("dropout", Dropout.HParams.config(rate=self.dropout_rate))
-
-    def fprop(self, x: jax.Array, *, mask: AttentionMask, positions: jax.Array) -> jax.Array:
-        """`x` `[batch, length, dims]`, positions int32 `[batch, length]` → the shape of `x`."""
-        attended = self.attention(self.attention_norm(x), mask=mask, positions=positions)
-        return self._add_branches(x, attended)
-
-    def init_cache(self, batch_size: int, max_length: int) -> None:
-        """Creates an empty cache of keys and values."""
-        self.attention.init_cache(batch_size, max_length)
-
-    def extend_step(self, x: jax.Array, *, time_step: jax.Array, positions: jax.Array) -> jax.Array:
-        """The outputs of the next positions `[batch, t, dims]` of a cached sequence."""
-        attended = self.attention.extend_step(
-            self.attention_norm(x), time_step=time_step, positions=positions
-        )
-        return self._add_branches(x, attended)
-
-    @nn.nowrap
-    def _add_branches(self, x: jax.Array, attended: jax.Array) -> jax.Array:
-        x = self._constrain_residual(x + self.dropout(attended))
-        branch = self.feed_forward(self.feed_forward_norm(x))
-        return self._constrain_residual(x + self.dropout(branch))
-
-    @nn.nowrap
-    def _constrain_residual(self, x: jax.Array) -> jax.Array:
-        return self.constrain(x, "batch", "length", "act_embed")
-
-
-class StackedTransformer(BaseLayer):
-    """`num_layers` layers in a row, each compiled on its own.
-
-    Attributes:
-      layer_tpl: The layer that is stacked.
-      num_layers: How many.
-      remat: Name of the rematerialisation policy around each layer; see `layerkit.layers.remat`.
-      Others: handed to every layer, so that `layer_tpl` leaves its sizes out or agrees; where
-        `num_kv_heads` and `dim_per_head` are None, it may set them.
-    """
-
-    layer_tpl: Any = sub_config_field(Transformer.HParams)
-    num_layers: int = 1
-    input_dims: int = 0
-    hidden_dims: int = 0
-    num_heads: int = 0
-    num_kv_heads: int | None = None
-    dim_per_head: int | None = None
-    remat: str = "none"
-
-    def setup(self) -> None:
-        sizes = self._checked_sizes()
-        self.create_children("layers", [self.layer_tpl] * self.num_layers, **sizes)
-
-    @nn.nowrap
-    def _checked_sizes(self) -> dict[str, Any]:
-        """What every layer is given, after refusing what a stack of any kind cannot be."""
-        check_sizes(self, num_layers=self.num_layers)
-        check_remat_policy(self.remat, owner=self.path_name)
-        return {
+        self._check_fields()
+        heads = {
             "input_dims": self.input_dims,
-            "hidden_dims": self.hidden_dims,
             "num_heads": self.num_heads,
             "num_kv_heads": self.num_kv_heads,
             "dim_per_head": self.dim_per_head,
         }
+        wide = {"input_dims": self.input_dims, "hidden_dims": self.hidden_dims}
+        self._create_branch("attention", self.attention_tpl, **heads)
+        if self.cross_attention_tpl is not None:
+            self._create_branch("cross_attention", self.cross_attention_tpl, **heads)
+        self._create_branch("feed_forward", self.feed_forward_tpl, **wide)
+        self.create_child("dropout", Dropout.HParams.config(rate=self.dropout_rate))
+        self.create_child("residual", StochasticResidual.HParams.config(rate=self.droppath_rate))
 
-    def fprop(self, x: jax.Array, *, mask: AttentionMask, positions: jax.Array) -> jax.Array:
-        """`x` `[batch, length, dims]`, positions int32 `[batch, length]` → the shape of `x`."""
+    @nn.nowrap
+    def _create_branch(self, name: str, template: Any, **sizes: Any) -> None:
+        shares_norm = self.parallel_shares_norm and name != "attention"
+        if self.norm_policy != "branch" and not shares_norm:
+            self.create_child(f"{name}_norm", self.norm_tpl, dims=self.input_dims)
+        self.create_child(name, template, **sizes)
+        if self.norm_policy in ("pre_post", "branch"):
+            self.create_child(f"{name}_post_norm", self.norm_tpl, dims=self.input_dims)
 
-        def body(layer: Any, x: jax.Array, mask: Any, positions: Any) -> jax.Array:
-            return layer(x, mask=mask, positions=positions)
+    def fprop(
+        self,
+        x: jax.Array,
+        *,
+        mask: AttentionMask,
+        positions: jax.Array,
+        bias: jax.Array | None = None,
+        memory: jax.Array | None = None,
+        memory_mask: AttentionMask | None = None,
+        droppath_rate: jax.Array | None = None,
+    ) -> jax.Array:
+        """The layer on whole rows.
 
-        run = remat(body, self.remat, in_scan=False)
-        for layer in self.layers:
-            x = run(layer, x, mask, positions)
+        Args:
+          x: `[batch, length, dims]`.
+          mask: Which position may attend which.
+          positions: int32 `[batch, length]`, for a rotation.
+          bias: float32 `[batch or 1, heads, length, length]`, added to the logits of attention.
+          memory: `[batch, memory_length, memory_dims]`, for cross attention.
+          memory_mask: Which position may attend which of the memory.
+          droppath_rate: float32 scalar, instead of the field, from a stack whose rates differ.
+
+        Returns:
+          `[batch, length, dims]` in the compute dtype.
+
+        Raises:
+          ValueError: cross attention without memory and mask, or these without cross attention.
+        """
+        self._check_memory(memory=memory, memory_mask=memory_mask)
+        if droppath_rate is not None and self.droppath_rate:
+            raise ValueError(
+                f"{self.path_name}: droppath_rate={self.droppath_rate} is set here, and its stack"
+                " gives each layer a rate of its own; set one of the two"
+            )
+        attention = partial(self.attention, mask=mask, positions=positions, **given(bias=bias))
+        branches: _Branches = {"attention": attention}
+        if self.cross_attention_tpl is not None:
+            branches["cross_attention"] = partial(
+                self.cross_attention, memory=memory, mask=memory_mask
+            )
+        segments = mask.query_segments
+        is_token = None if segments is None else segments != 0
+        branches["feed_forward"] = partial(self.feed_forward, **given(is_token=is_token))
+        return self._add_branches(x, branches, droppath_rate=droppath_rate)
+
+    def init_cache(self, batch_size: int, max_length: int, memory: jax.Array | None = None) -> None:
+        """Creates an empty cache of keys and values.
+
+        Args:
+          batch_size: Rows.
+          max_length: Tokens of a row.
+          memory: `[batch, memory_length, memory_dims]`, whose keys and values are computed now.
+        """
+        self._check_memory(memory=memory)
+        self.attention.init_cache(batch_size, max_length)
+        if self.cross_attention_tpl is not None:
+            self.cross_attention.init_cache(memory)
+
+    def extend_step(
+        self,
+        x: jax.Array,
+        *,
+        time_step: jax.Array,
+        positions: jax.Array,
+        bias: jax.Array | None = None,
+        memory_mask: AttentionMask | None = None,
+    ) -> jax.Array:
+        """The layer on the next positions of a cached sequence.
+
+        Args:
+          x: `[batch, t, dims]`.
+          time_step: int32 scalar, how many tokens the cache holds.
+          positions: int32 `[batch, t]`, for a rotation.
+          bias: float32 `[batch or 1, heads, t, max_length]`, added to the logits of attention.
+          memory_mask: Which of the t positions may attend which of the memory.
+
+        Returns:
+          `[batch, t, dims]` in the compute dtype.
+        """
+        self._check_memory(memory_mask=memory_mask)
+        step = partial(self.attention.extend_step, time_step=time_step, positions=positions)
+        branches: _Branches = {"attention": partial(step, **given(bias=bias))}
+        if self.cross_attention_tpl is not None:
+            branches["cross_attention"] = partial(
+                self.cross_attention.extend_step, mask=memory_mask
+            )
+        branches["feed_forward"] = self.feed_forward
+        return self._add_branches(x, branches)
+
+    @nn.nowrap
+    def _add_branches(
+        self, x: jax.Array, branches: _Branches, *, droppath_rate: jax.Array | None = None
+    ) -> jax.Array:
+        x = name_activation(self.cast(x), "residual")
+        source = x
+        if self.parallel_shares_norm:
+            source = self.attention_norm(x)
+        for name, branch in branches.items():
+            output = self._branch(name, branch, source if self.parallel else x)
+            x = self.residual(x, output, rate=droppath_rate)
+            if self.norm_policy == "post":
+                x = getattr(self, f"{name}_norm")(x)
+            x = self.constrain(x, "batch", "length", "act_embed")
         return x
 
-    def init_cache(self, batch_size: int, max_length: int) -> None:
-        """Creates the empty caches of all layers."""
-        for layer in self.layers:
-            layer.init_cache(batch_size, max_length)
+    @nn.nowrap
+    def _branch(
+        self, name: str, branch: Callable[[jax.Array], jax.Array], x: jax.Array
+    ) -> jax.Array:
+        """What a branch adds to the residual, with the norms that stand within it."""
+        if self.norm_policy in ("pre", "pre_post") and not self.parallel_shares_norm:
+            x = getattr(self, f"{name}_norm")(x)
+        output = name_activation(branch(x), f"{name}_out")
+        if self.norm_policy in ("pre_post", "branch"):
+            output = getattr(self, f"{name}_post_norm")(output)
+        return self.dropout(output)
 
-    def extend_step(self, x: jax.Array, *, time_step: jax.Array, positions: jax.Array) -> jax.Array:
-        """The outputs of the next positions `[batch, t, dims]` of a cached sequence."""
-        for layer in self.layers:
-            x = layer.extend_step(x, time_step=time_step, positions=positions)
-        return x
+    @nn.nowrap
+    def _check_fields(self) -> None:
+        if self.norm_policy not in NORM_POLICIES:
+            raise ValueError(
+                f"{self.path_name}: norm_policy={self.norm_policy!r} is not a policy"
+                f"{near_names(str(self.norm_policy), NORM_POLICIES)}"
+                f" Policies: {', '.join(NORM_POLICIES)}."
+            )
+        if self.parallel and self.norm_policy == "post":
+            raise ValueError(
+                f"{self.path_name}: parallel=True with norm_policy='post' is not defined, since the"
+                " norm of one branch would be the input of the next; use another norm_policy"
+            )
+        if self.parallel and self.cross_attention_tpl is not None:
+            raise ValueError(
+                f"{self.path_name}: parallel=True with cross_attention_tpl is not defined, since"
+                " cross attention asks with what self-attention found; leave one of them out"
+            )
+        if self.parallel_shares_norm and not self.parallel:
+            raise ValueError(f"{self.path_name}: parallel_shares_norm=True needs parallel=True")
+        if self.parallel_shares_norm and self.norm_policy == "branch":
+            raise ValueError(
+                f"{self.path_name}: parallel_shares_norm=True with norm_policy='branch', which has"
+                " no norm before the branches to share; use 'pre' or 'pre_post'"
+            )
+
+    @nn.nowrap
+    def _check_memory(self, **arguments: Any) -> None:
+        """Refuses a memory that nobody would read, or one that is missing."""
+        reads = self.cross_attention_tpl is not None
+        for name, value in arguments.items():
+            if reads and value is None:
+                raise ValueError(f"{self.path_name}: cross attention needs {name}, which is None")
+            if not reads and value is not None:
+                raise ValueError(
+                    f"{self.path_name}: {name} is given, but nothing reads it; set"
+                    " cross_attention_tpl"
+                )
 
 
-class StackedTransformerRepeated(StackedTransformer):
-    """The same stack as one scan: weights stacked on a `layers` axis, compiled once.
-
-    Attributes:
-      unroll: How many layers one iteration of the loop holds.
-    """
-
-    unroll: int = 1
-
-    def setup(self) -> None:
-        sizes = self._checked_sizes()
-        repeat: Config = Repeat.HParams.config(
-            sub_tpl=derive_fields(self.layer_tpl, f"{self.path_name}.layer_tpl", **sizes),
-            num_repeats=self.num_layers,
-            remat=self.remat,
-            unroll=self.unroll,
-        )
-        self.create_child("repeat", repeat)
-
-    def fprop(self, x: jax.Array, *, mask: AttentionMask, positions: jax.Array) -> jax.Array:
-        return self.repeat(x, mask=mask, positions=positions)
-
-    def init_cache(self, batch_size: int, max_length: int) -> None:
-        self.repeat.init_cache(batch_size, max_length)
-
-    def extend_step(self, x: jax.Array, *, time_step: jax.Array, positions: jax.Array) -> jax.Array:
-        return self.repeat.run("extend_step", x, time_step=time_step, positions=positions)
+def given(**arguments: Any) -> dict[str, Any]:
+    """The arguments that are not None: a layer that cannot take the others need not know them."""
+    return {name: value for name, value in arguments.items() if value is not None}

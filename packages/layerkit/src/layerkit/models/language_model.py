@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from layerkit.base_layer import CACHE
 from layerkit.base_model import BaseModel, Metrics, WeightedScalar
 from layerkit.config import instance_field, sub_config_field
+from layerkit.decoding.cache_rows import row_axes
 from layerkit.decoding.loop import SampleDecoder, extend_prompts
 from layerkit.layers.losses import weighted_mean
 from layerkit.models.transformer_lm import TransformerLm
@@ -25,7 +26,7 @@ class LanguageModel(BaseModel):
 
     Attributes:
       lm_tpl: The network.
-      decoder: How continuations are drawn.
+      decoder: How continuations are chosen: `SampleDecoder` or `BeamSearch`.
     """
 
     reported_metric: ClassVar[str | None] = "xent"
@@ -60,19 +61,24 @@ class LanguageModel(BaseModel):
     def decode(self, batch: NestedMap) -> NestedMap:
         """Continues the prompts of a batch.
 
+        Args:
+          batch: `ids` `[batch, prompt]` and, where they do not fill their rows, `prompt_lengths`
+            `[batch]`. It may have `max_steps` and `row_ids` `[batch]` too; see `extend_prompts`.
+
         Returns:
-          See `layerkit.decoding.extend_prompts`: `ids`, `lengths` and `log_probs`.
+          See `layerkit.decoding.extend_prompts`: `ids`, `lengths`, `log_probs`, `scores` and,
+          where several continuations were asked for, `candidates`.
 
         Raises:
           ValueError: no random key where the decoder draws, or fewer positions than tokens.
         """
         lm, variables = self.lm.unbind()
-        prompt_width = batch.ids.shape[1]
+        batch_size, prompt_width = batch.ids.shape
         max_length = prompt_width + self.decoder.max_decode_steps
 
-        def init_cache() -> Any:
+        def init_cache(ids: jax.Array) -> Any:
             _, state = lm.apply(
-                variables, batch.ids.shape[0], max_length, method="init_cache", mutable=[CACHE]
+                variables, ids.shape[0], max_length, method="init_cache", mutable=[CACHE]
             )
             return state[CACHE]
 
@@ -86,15 +92,17 @@ class LanguageModel(BaseModel):
             )
             return state[CACHE], logits
 
-        is_greedy = self.decoder.temperature == 0
         lengths = batch.get("prompt_lengths")
         if lengths is None:
-            lengths = jnp.full((batch.ids.shape[0],), prompt_width, jnp.int32)
+            lengths = jnp.full((batch_size,), prompt_width, jnp.int32)
         return extend_prompts(
             self.decoder,
             extend,
-            init_cache(),
+            init_cache(batch.ids),
             prompts=batch.ids,
             prompt_lengths=lengths,
-            key=None if is_greedy else self.next_prng_key(),
+            key=self.next_prng_key() if self.decoder.needs_key else None,
+            cache_axes=row_axes(init_cache, batch.ids),
+            row_ids=batch.get("row_ids"),
+            max_steps=batch.get("max_steps"),
         )

@@ -1,7 +1,8 @@
 """TransformerLm: token ids to hidden states, logits and losses.
 
 Embedding (+ positions) → dropout → stack of Transformer layers → norm → softmax. The embedding is
-the softmax's own weight (tied; Press and Wolf, 2017) unless `embedding_tpl` is set.
+the softmax's own weight (tied; Press and Wolf, 2017) unless `embedding_tpl` is set. What the layers
+are is the business of the stack, which may be a row, a scan or a pipeline.
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
-from layerkit.config import sub_config_field
+from layerkit.config import build, sub_config_field
+from layerkit.derived_fields import derive_fields
 from layerkit.layers.embeddings import SharedEmbeddingSoftmax
 from layerkit.layers.masks import AttentionMask, row_positions
 from layerkit.layers.normalizations import LayerNorm
+from layerkit.layers.stacks import StackedTransformer
 from layerkit.layers.stochastic import Dropout
-from layerkit.layers.transformer import StackedTransformer
 from layerkit.nested_map import NestedMap
 
 
 class TransformerLm(BaseLayer):
-    """A decoder-only Transformer over token ids.
+    """A Transformer over token ids: a decoder, or with `is_causal=False` an encoder.
 
     Attributes:
       vocab_size: Number of token ids.
@@ -36,8 +38,12 @@ class TransformerLm(BaseLayer):
       softmax_tpl: Output layer; a tied one also embeds.
       embedding_tpl: A separate input embedding; None to tie it to the softmax.
       position_tpl: Added to the embeddings; None where attention itself knows positions (rotary).
-      stack_tpl: The layers; `StackedTransformer` or `StackedTransformerRepeated`.
-      final_norm_tpl: Before the softmax.
+      embedding_norm_tpl: Normalises what goes into the stack (BERT, BLOOM); None leaves it.
+      stack_tpl: The layers; `StackedTransformer`, `StackedTransformerRepeated`, or another with
+        their interface.
+      final_norm_tpl: Before the softmax; None where the layers end in a norm (`post`).
+      is_causal: A position sees those up to itself. Otherwise it sees its whole document, as a
+        masked language model does, and nothing can be decoded.
       dropout_rate: Of the embeddings, in training.
 
     Raises:
@@ -54,8 +60,10 @@ class TransformerLm(BaseLayer):
     softmax_tpl: Any = sub_config_field(SharedEmbeddingSoftmax.HParams)
     embedding_tpl: Any = sub_config_field(None)
     position_tpl: Any = sub_config_field(None)
+    embedding_norm_tpl: Any = sub_config_field(None)
     stack_tpl: Any = sub_config_field(StackedTransformer.HParams)
     final_norm_tpl: Any = sub_config_field(LayerNorm.HParams)
+    is_causal: bool = True
     dropout_rate: float = 0.0
 
     def setup(self) -> None:
@@ -71,18 +79,42 @@ class TransformerLm(BaseLayer):
             )
         if self.position_tpl is not None:
             self.create_child("position", self.position_tpl, dims=self.model_dims)
-        self.create_child(
-            "stack",
-            self.stack_tpl,
-            num_layers=self.num_layers,
-            input_dims=self.model_dims,
-            hidden_dims=self.hidden_dims,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            dim_per_head=self.dim_per_head,
-        )
-        self.create_child("final_norm", self.final_norm_tpl, dims=self.model_dims)
+        if self.embedding_norm_tpl is not None:
+            self.create_child("embedding_norm", self.embedding_norm_tpl, dims=self.model_dims)
+        self.create_child("stack", self.stack_tpl, **self._stack_sizes())
+        if self.final_norm_tpl is not None:
+            self.create_child("final_norm", self.final_norm_tpl, dims=self.model_dims)
         self.create_child("dropout", Dropout.HParams.config(rate=self.dropout_rate))
+
+    @nn.nowrap
+    def _stack_sizes(self) -> dict[str, Any]:
+        return {
+            "num_layers": self.num_layers,
+            "input_dims": self.model_dims,
+            "hidden_dims": self.hidden_dims,
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "dim_per_head": self.dim_per_head,
+        }
+
+    @nn.nowrap
+    def locate_layer(self, layer: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Where the variables of a layer lie in those of this model.
+
+        Args:
+          layer: Counted from 0 at the input.
+
+        Returns:
+          The path of its subtree, and the indices into the leading axes of every leaf there; see
+          `StackedTransformer.locate_layer`.
+
+        Raises:
+          IndexError: there is no such layer.
+        """
+        where = f"{type(self).__qualname__}.stack_tpl"
+        stack = build(derive_fields(self.stack_tpl, where, **self._stack_sizes()))
+        path, indices = stack.locate_layer(layer)
+        return ("stack", *path), indices
 
     def fprop(
         self,
@@ -131,16 +163,22 @@ class TransformerLm(BaseLayer):
         batch, length = ids.shape
         if segment_pos is None:
             segment_pos = row_positions(batch, length)
-        mask = AttentionMask.causal_mask(batch, length, segment_ids=segment_ids)
+        kind = AttentionMask.causal_mask if self.is_causal else AttentionMask.bidirectional_mask
+        mask = kind(batch, length, segment_ids=segment_ids)
         x = self._embed(ids, segment_pos)
-        return self.final_norm(self.stack(x, mask=mask, positions=segment_pos))
+        return self._normalize(self.stack(x, mask=mask, positions=segment_pos))
 
     def init_cache(self, batch_size: int, max_length: int) -> None:
         """Creates an empty cache for sequences of at most `max_length` tokens.
 
         Raises:
-          ValueError: more tokens than there are positions.
+          ValueError: more tokens than there are positions, or a model that is not causal.
         """
+        if not self.is_causal:
+            raise ValueError(
+                f"{self.path_name}: is_causal=False: what a position holds depends on what comes"
+                " after it, so tokens cannot be added to a cache one by one"
+            )
         if self.position_tpl is not None:
             # A table of positions refuses rows that are too long, but a step is never long.
             self.position(row_positions(batch_size, max_length))
@@ -159,12 +197,18 @@ class TransformerLm(BaseLayer):
         positions = jnp.broadcast_to(time_step + jnp.arange(ids.shape[1]), ids.shape)
         x = self._embed(ids, positions)
         x = self.stack.extend_step(x, time_step=time_step, positions=positions)
-        return self.softmax.logits(self.final_norm(x))
+        return self.softmax.logits(self._normalize(x))
+
+    @nn.nowrap
+    def _normalize(self, x: jax.Array) -> jax.Array:
+        return x if self.final_norm_tpl is None else self.final_norm(x)
 
     @nn.nowrap
     def _embed(self, ids: jax.Array, positions: jax.Array) -> jax.Array:
         x = self.softmax.embed(ids) if self.embedding_tpl is None else self.embedding(ids)
         if self.position_tpl is not None:
             x = x + self.position(positions)
+        if self.embedding_norm_tpl is not None:
+            x = self.embedding_norm(x)
         x = self.dropout(self.cast(x))
         return self.constrain(x, "batch", "length", "act_embed")

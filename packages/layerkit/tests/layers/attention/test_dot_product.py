@@ -210,24 +210,24 @@ def test_a_backend_that_cannot_is_refused():
             logit_cap=1.0,
             dropout=lambda p: p,
             backend="cudnn",
-            platform="gpu",
+            platform="cpu",
         )
     assert str(refusal.value) == (
-        "attention backend 'cudnn' cannot do what is asked: it needs bfloat16 or float16, not"
-        " float32; it needs heads of a multiple of 8 and at most 128, not 3; it does not know"
-        " segments or padding; it does not know a logit cap; it does not know our dropout."
-        " Use backend='xla' or 'auto'."
+        "attention backend 'cudnn' cannot do what is asked: it needs a GPU, not cpu; it needs"
+        " bfloat16 or float16, not float32; it needs heads of a multiple of 8 and at most 128, not"
+        " 3; it does not know segments or padding; it does not know a logit cap; it does not know"
+        " our dropout. Use backend='xla' or 'auto'."
     )
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="the kernel would run")
-def test_cudnn_by_name_never_becomes_something_else():
-    shape = jax.ShapeDtypeStruct((2, 16, 4, 8), jnp.bfloat16)
-    with pytest.raises(RuntimeError, match="cuDNN"):
-        jax.eval_shape(
-            lambda x: dot_product_attention(x, x, x, scale=1.0, backend="cudnn", platform="gpu"),
-            shape,
-        )
+def test_a_kernel_by_name_never_becomes_something_else():
+    query, key, value = draw(9)
+    for name, platform in (("cudnn", "cpu"), ("pallas", "cpu"), ("cudnn", "tpu")):
+        with pytest.raises(BackendRefusal, match=f"not {platform}"):
+            dot_product_attention(
+                query, key, value, scale=1.0, backend=name, platform=platform, interpret=True
+            )
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
@@ -261,7 +261,8 @@ def test_shapes_that_do_not_fit_are_refused_by_name():
         dot_product_attention(query, key, value[:, :2], scale=1.0)
     assert str(error.value) == (
         "query (2, 5, 4, 3), key (2, 5, 4, 3), value (2, 2, 4, 3): expected query [batch, queries,"
-        " heads, head_dim], and key and value [batch, keys, kv_heads, head_dim]"
+        " heads, head_dim], key [batch, keys, kv_heads, head_dim] and value [batch, keys, kv_heads,"
+        " value_dim]"
     )
     with pytest.raises(ValueError) as error:
         dot_product_attention(query[..., :2], key, value, scale=1.0)

@@ -13,15 +13,22 @@ from jax.sharding import AxisType
 
 from layerkit.base_layer import RANDOM
 from layerkit.layers.attention.backends import BackendRefusal
+from layerkit.layers.attention.biases import Alibi, RelativeBias
 from layerkit.layers.attention.multi_head import MultiHeadAttention
-from layerkit.layers.attention.projections import HeadProjection
 from layerkit.layers.masks import AttentionMask
+from layerkit.layers.normalizations import RmsNorm
 from layerkit.layers.positions import RotaryPositionalEmbedding
-from layerkit.sharding import BoundSharding
+from layerkit.sharding import DEFAULT_RULES, BoundSharding
 from layerkit.weights import logical_axes
 
 BATCH, LENGTH, DIMS, HEADS, HEAD_DIM = 2, 6, 8, 4, 2
 ROTARY = RotaryPositionalEmbedding.HParams.config()
+RMS_NORM = RmsNorm.HParams.config()
+ALIBI = Alibi.HParams.config()
+# Four heads have the slopes 1/4, 1/16, 1/64 and 1/256.
+ALIBI_OF_HEADS = -np.array([0.25**h for h in (1, 2, 3, 4)])[:, None, None] * np.abs(
+    np.arange(LENGTH)[:, None] - np.arange(LENGTH)
+)
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 0], [1, 2, 2, 2, 2, 2]], np.int32)
 
 
@@ -31,10 +38,11 @@ def make(**fields):
 
 def drawn_weights(layer, seed=0):
     """Weights without zeros: those that start at 0 would hide a fault."""
-    leaves, structure = jax.tree.flatten(layer.init(jax.random.key(0)))
-    streams = jax.random.split(jax.random.key(seed), len(leaves))
-    drawn = [0.5 * jax.random.normal(s, w.shape) for s, w in zip(streams, leaves, strict=True)]
-    return jax.tree.unflatten(structure, drawn)
+    random = np.random.default_rng(seed)
+    shapes = jax.eval_shape(layer.init, jax.random.key(0))
+    return jax.tree.map(
+        lambda w: jnp.asarray(random.normal(0.0, 0.5, w.shape), jnp.float32), shapes
+    )
 
 
 def inputs(batch=BATCH, length=LENGTH, seed=1):
@@ -46,6 +54,7 @@ def rows(batch=BATCH, length=LENGTH):
 
 
 def run(layer, weights, x, *, segments=None, positions=None, **options):
+    """Causal attention."""
     batch, length = x.shape[:2]
     mask = AttentionMask.causal_mask(batch, length, segment_ids=segments)
     positions = rows(batch, length) if positions is None else positions
@@ -63,31 +72,72 @@ def turned(vector, position):
     return np.array([p.real for p in pairs] + [p.imag for p in pairs])
 
 
-def by_loops(weights, x, *, kv_heads, segments=None, rotary, cap=None, learned_scale=False):
+def rms(vectors, scale):
+    return vectors / np.sqrt((vectors**2).mean(-1, keepdims=True) + 1e-6) * scale
+
+
+def normed(heads, scale, over):
+    if over == "head":
+        return rms(heads, scale)
+    return rms(heads.reshape(*heads.shape[:2], -1), scale).reshape(heads.shape)
+
+
+def by_loops(
+    weights,
+    x,
+    *,
+    kv_heads,
+    segments=None,
+    rotary=False,
+    norm=None,
+    cap=None,
+    learned_scale=False,
+    scale=None,
+    window=None,
+    sinks=False,
+    bias=None,
+):
+    """float64; `norm` is (whether before the rotation, extent)."""
     params = jax.tree.map(lambda w: np.asarray(w, np.float64), weights["params"])
     x = np.asarray(x, np.float64)
 
     def project(name):
         return np.einsum("bld,dnh->blnh", x, params[name]["w"]) + params[name].get("b", 0.0)
 
-    query, key, value = project("query"), project("key"), project("value")
+    def norm_both(query, key, *, first):
+        if norm is None or norm[0] is not first:
+            return query, key
+        return (
+            normed(query, params["query_norm"]["scale"], norm[1]),
+            normed(key, params["key_norm"]["scale"], norm[1]),
+        )
+
+    query, key = norm_both(project("query"), project("key"), first=True)
+    value = project("value")
     if rotary:
         for heads in (query, key):
             for b, i, h in np.ndindex(*heads.shape[:3]):
                 heads[b, i, h] = turned(heads[b, i, h], i)
-    scale = np.full(HEAD_DIM, 1 / math.sqrt(HEAD_DIM))
+    query, key = norm_both(query, key, first=False)
+    factors = np.full(HEAD_DIM, 1 / math.sqrt(HEAD_DIM) if scale is None else scale)
     if learned_scale:
-        scale *= 1.442695041 * np.log1p(np.exp(params["scale"]))
+        factors *= 1.442695041 * np.log1p(np.exp(params["scale"]))
     read = np.zeros(query.shape)
     for b, i, h in np.ndindex(*query.shape[:3]):
+        first = 0 if window is None else max(0, i - window + 1)
         group = HEADS // kv_heads
-        seen = [j for j in range(i + 1) if segments is None or segments[b, i] == segments[b, j]]
-        logits = np.array([(query[b, i, h] * scale) @ key[b, j, h // group] for j in seen])
+        seen = [
+            j for j in range(first, i + 1) if segments is None or segments[b, i] == segments[b, j]
+        ]
+        logits = np.array([(query[b, i, h] * factors) @ key[b, j, h // group] for j in seen])
+        if bias is not None:
+            logits += bias[h, i, seen]
         if cap is not None:
             logits = cap * np.tanh(logits / cap)
-        weights_of_keys = np.exp(logits) / np.exp(logits).sum()
+        exponentials = np.exp(logits)
+        total = exponentials.sum() + (np.exp(params["sinks"][h]) if sinks else 0.0)
         read[b, i, h] = sum(
-            w * value[b, j, h // group] for w, j in zip(weights_of_keys, seen, strict=True)
+            e / total * value[b, j, h // group] for e, j in zip(exponentials, seen, strict=True)
         )
     output = np.einsum("blnh,nhd->bld", read, params["output"]["w"])
     return output + params["output"].get("b", 0.0)
@@ -98,30 +148,106 @@ def by_loops(weights, x, *, kv_heads, segments=None, rotary, cap=None, learned_s
     [
         ({}, {}),
         ({"use_bias": True}, {}),
+        ({"use_bias": True, "use_output_bias": False}, {}),
         ({"rotary_tpl": ROTARY}, {"rotary": True}),
         ({"logit_cap": 0.5}, {"cap": 0.5}),
+        ({"logit_scale": 1.0}, {"scale": 1.0}),
         ({"per_dim_scale": True}, {"learned_scale": True}),
+        ({"window": 2}, {"window": 2}),
+        ({"use_sinks": True}, {"sinks": True}),
+        ({"relative_bias_tpl": ALIBI}, {"bias": ALIBI_OF_HEADS}),
         (
-            {"rotary_tpl": ROTARY, "use_bias": True, "per_dim_scale": True, "logit_cap": 1.5},
-            {"rotary": True, "learned_scale": True, "cap": 1.5},
+            {
+                "rotary_tpl": ROTARY,
+                "use_bias": True,
+                "per_dim_scale": True,
+                "logit_cap": 1.5,
+                "window": 3,
+                "use_sinks": True,
+                "relative_bias_tpl": ALIBI,
+            },
+            {
+                "rotary": True,
+                "learned_scale": True,
+                "cap": 1.5,
+                "window": 3,
+                "sinks": True,
+                "bias": ALIBI_OF_HEADS,
+            },
         ),
     ],
 )
-@pytest.mark.parametrize("kv_heads", [1, 2, HEADS])
-def test_equals_loops(fields, reference, kv_heads):
-    layer = make(num_kv_heads=kv_heads, **fields)
-    weights = drawn_weights(layer)
-    x = inputs()
-    for segments in (None, SEGMENTS):
+def test_equals_loops(fields, reference):
+    for kv_heads, segments in ((1, SEGMENTS), (2, SEGMENTS), (2, None), (HEADS, None)):
+        layer = make(num_kv_heads=kv_heads, **fields)
+        weights = drawn_weights(layer)
+        x = inputs()
         given = None if segments is None else jnp.asarray(segments)
-        expected = by_loops(
-            weights, x, kv_heads=kv_heads, segments=segments, **{"rotary": False, **reference}
-        )
-        np.testing.assert_allclose(run(layer, weights, x, segments=given), expected, atol=1e-5)
+        expected = by_loops(weights, x, kv_heads=kv_heads, segments=segments, **reference)
+        actual = run(layer, weights, x, segments=given)
+        np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("over", ["head", "projection"])
+def test_norm_of_queries_and_keys_equals_loops(over, first):
+    fields = {"qk_norm_tpl": RMS_NORM, "qk_norm_over": over, "qk_norm_before_rotary": first}
+    layer = make(num_kv_heads=2, rotary_tpl=ROTARY, **fields)
+    weights, x = drawn_weights(layer), inputs()
+    dims = {"head": (HEAD_DIM, HEAD_DIM), "projection": (HEADS * HEAD_DIM, 2 * HEAD_DIM)}[over]
+    params = weights["params"]
+    assert (params["query_norm"]["scale"].size, params["key_norm"]["scale"].size) == dims
+    expected = by_loops(weights, x, kv_heads=2, rotary=True, norm=(first, over))
+    np.testing.assert_allclose(run(layer, weights, x), expected, atol=1e-5)
+    elsewhere = by_loops(weights, x, kv_heads=2, rotary=True, norm=(not first, over))
+    assert np.abs(elsewhere - expected).max() > 1e-2
+
+
+def test_a_given_bias_is_added_to_that_of_the_layer():
+    x = inputs()
+    given = np.random.default_rng(3).normal(size=(1, HEADS, LENGTH, LENGTH)).astype(np.float32)
+    weights = drawn_weights(make(num_kv_heads=2))
+    for fields, total in (
+        ({}, given[0]),
+        ({"relative_bias_tpl": ALIBI}, given[0] + ALIBI_OF_HEADS),
+    ):
+        layer = make(num_kv_heads=2, **fields)
+        expected = by_loops(weights, x, kv_heads=2, bias=total)
+        np.testing.assert_allclose(run(layer, weights, x, bias=given), expected, atol=1e-5)
+
+
+def test_relative_bias_of_packed_documents_is_that_of_each_alone():
+    learned = RelativeBias.HParams.config(num_buckets=6, max_distance=5)
+    layer = make(relative_bias_tpl=learned)
+    weights = drawn_weights(layer)
+    documents = [inputs(1, n, seed=10 + n) for n in (2, 4)]
+    packed = run(
+        layer,
+        weights,
+        jnp.concatenate(documents, axis=1),
+        segments=jnp.array([[1, 1, 2, 2, 2, 2]]),
+        positions=jnp.array([[0, 1, 0, 1, 2, 3]]),
+    )
+    alone = jnp.concatenate([run(layer, weights, x) for x in documents], axis=1)
+    np.testing.assert_allclose(packed, alone, atol=1e-5)
+
+
+def test_a_window_of_an_encoder_sees_both_sides():
+    layer, x = make(window=2), inputs()
+    weights = drawn_weights(layer)
+
+    def read(x):
+        mask = AttentionMask.bidirectional_mask(BATCH, LENGTH)
+        return layer.apply(weights, x, mask=mask, positions=rows())
+
+    changed = np.abs(read(x.at[:, 3].add(1.0)) - read(x)).max(axis=(0, 2)) > 1e-6
+    np.testing.assert_array_equal(changed, [False, False, True, True, True, False])
 
 
 def test_weights_and_their_axes():
-    layer = make(num_kv_heads=2, use_bias=True, per_dim_scale=True, rotary_tpl=ROTARY)
+    layer = make(
+        num_kv_heads=2, use_bias=True, per_dim_scale=True, use_sinks=True, rotary_tpl=ROTARY
+    )
     boxed = layer.init_boxed(jax.random.key(0))
     assert jax.tree.map(jnp.shape, layer.init(jax.random.key(0))) == {
         "params": {
@@ -130,6 +256,7 @@ def test_weights_and_their_axes():
             "value": {"w": (8, 2, 2), "b": (2, 2)},
             "output": {"w": (4, 2, 8), "b": (8,)},
             "scale": (2,),
+            "sinks": (4,),
         }
     }
     of_keys = {"w": ("embed", "kv_heads", "head_dim"), "b": ("kv_heads", "head_dim")}
@@ -139,6 +266,7 @@ def test_weights_and_their_axes():
         "value": of_keys,
         "output": {"w": ("heads", "head_dim", "embed"), "b": ("embed",)},
         "scale": ("head_dim",),
+        "sinks": ("heads",),
     }
 
 
@@ -308,17 +436,26 @@ def test_on_a_mesh_equals_one_device(axes):
     )
 
 
-def test_heads_that_cannot_be_split_may_say_so():
-    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
-    whole = HeadProjection.HParams.config(
-        weight_axes=("embed", None, "head_dim"),
-        activation_axes=("batch", "length", None, "head_dim"),
+def test_a_single_key_head_is_replicated_and_other_numbers_need_a_rule():
+    mesh = jax.make_mesh((2, 1, 4), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    x = inputs(batch=4)
+
+    def on_the_mesh(kv_heads, rules):
+        layer = make(num_kv_heads=kv_heads)
+        weights = drawn_weights(layer)
+        bound = layer.clone(sharding=BoundSharding(mesh, rules))
+        actual = jax.jit(lambda w, x: run(bound, w, x))(weights, x)
+        np.testing.assert_allclose(actual, run(layer, weights, x), atol=1e-5)
+
+    on_the_mesh(1, DEFAULT_RULES)
+    with pytest.raises(ValueError) as error:
+        on_the_mesh(2, DEFAULT_RULES)
+    assert str(error.value).startswith(
+        "HeadProjection(key): dimension 'act_kv_heads' of size 2 cannot be split evenly over mesh"
+        " axes ('tensor',) of size 4; use another mesh, another size, or"
+        " ShardingRules.replace(act_kv_heads=None)"
     )
-    layer = make(num_kv_heads=1, key_tpl=whole, value_tpl=whole)
-    weights, x = drawn_weights(layer), inputs(batch=4)
-    bound = layer.clone(sharding=BoundSharding(mesh))
-    actual = jax.jit(lambda w, x: run(bound, w, x))(weights, x)
-    np.testing.assert_allclose(actual, run(layer, weights, x), atol=1e-5)
+    on_the_mesh(2, DEFAULT_RULES.replace(kv_heads=None, act_kv_heads=None))
 
 
 def test_backend_is_chosen_reported_and_refused(caplog):
@@ -373,7 +510,35 @@ def test_dropout_is_an_obstacle_in_training_only():
         (
             {"backend": "cuddn"},
             "backend='cuddn' is not an attention backend; did you mean 'cudnn'?"
-            " Backends: auto, xla, cudnn.",
+            " Backends: auto, xla, cudnn, pallas.",
+        ),
+        (
+            {"context_parallel": "rings"},
+            "context_parallel='rings' is not a way of context parallelism; did you mean 'ring'?"
+            " Ways: all_gather, ring.",
+        ),
+        (
+            {"logit_scale": 0.0},
+            "logit_scale=0.0 must be positive, or None for 1/√dim_per_head",
+        ),
+        (
+            {"window": 0},
+            "window=0 must be at least 1, a query's own position, or None for no window",
+        ),
+        (
+            {"qk_norm_tpl": RMS_NORM, "qk_norm_over": "heads"},
+            "qk_norm_over='heads' is not an extent; did you mean 'head'?"
+            " Extents: head, projection.",
+        ),
+        (
+            {"qk_norm_over": "projection"},
+            "qk_norm_over='projection' without qk_norm_tpl, so nothing would be normed; set"
+            " qk_norm_tpl, such as RmsNorm.HParams.config()",
+        ),
+        (
+            {"qk_norm_before_rotary": True},
+            "qk_norm_before_rotary=True without qk_norm_tpl, so nothing would be normed; set"
+            " qk_norm_tpl, such as RmsNorm.HParams.config()",
         ),
     ],
 )

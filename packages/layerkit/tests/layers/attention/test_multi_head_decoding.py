@@ -13,24 +13,29 @@ from jax.sharding import AxisType
 
 from layerkit.base_layer import CACHE, PARAMS, BaseLayer
 from layerkit.config import sub_config_field
+from layerkit.layers.attention.biases import Alibi, RelativeBias
 from layerkit.layers.attention.multi_head import MultiHeadAttention
 from layerkit.layers.masks import AttentionMask
+from layerkit.layers.normalizations import RmsNorm
 from layerkit.layers.positions import RotaryPositionalEmbedding
 from layerkit.sharding import BoundSharding
 
 BATCH, LENGTH, SLOTS, DIMS, HEADS = 2, 6, 8, 8, 4
 ROTARY = RotaryPositionalEmbedding.HParams.config()
+RMS_NORM = RmsNorm.HParams.config()
 
 
 def make(**fields):
     return MultiHeadAttention(**{"input_dims": DIMS, "num_heads": HEADS, **fields})
 
 
-def drawn_weights(layer):
-    leaves, structure = jax.tree.flatten(layer.init(jax.random.key(0)))
-    streams = jax.random.split(jax.random.key(1), len(leaves))
-    drawn = [0.5 * jax.random.normal(s, w.shape) for s, w in zip(streams, leaves, strict=True)]
-    return jax.tree.unflatten(structure, drawn)
+def drawn_weights(layer, seed=0):
+    """Weights without zeros: those that start at 0 would hide a fault."""
+    random = np.random.default_rng(seed)
+    shapes = jax.eval_shape(layer.init, jax.random.key(0))
+    return jax.tree.map(
+        lambda w: jnp.asarray(random.normal(0.0, 0.5, w.shape), jnp.float32), shapes
+    )
 
 
 def inputs(batch=BATCH, length=LENGTH, seed=2):
@@ -51,7 +56,7 @@ def empty_cache(layer, weights, batch=BATCH, slots=SLOTS):
     return layer.apply(weights, batch, slots, method="init_cache", mutable=[CACHE])[1]
 
 
-def extend(layer, weights, cache, x, step):
+def extend(layer, weights, cache, x, step, **options):
     """Outputs and the new cache of tokens `x` that stand at `step`."""
     start = jnp.asarray(step, jnp.int32)
     places = start + positions(x.shape[0], 0, x.shape[1])
@@ -62,6 +67,7 @@ def extend(layer, weights, cache, x, step):
         positions=places,
         method="extend_step",
         mutable=[CACHE],
+        **options,
     )
 
 
@@ -86,22 +92,67 @@ def test_equals_fprop(kv_heads, rotary):
         np.testing.assert_allclose(in_chunks(layer, weights, x, chunks), expected, atol=1e-5)
 
 
+OPTIONS = [
+    {"use_bias": True},
+    {"use_bias": True, "use_output_bias": False},
+    {"per_dim_scale": True},
+    {"logit_cap": 0.5},
+    {"logit_scale": 1.0},
+    {"dim_per_head": 6},
+    {"zero_fully_masked_rows": True},
+    {"backend": "xla"},
+    {"window": 1},
+    {"window": 3},
+    {"use_sinks": True},
+    {"combined_qkv": True, "use_bias": True},
+    {"relative_bias_tpl": RelativeBias.HParams.config(num_buckets=4, max_distance=4)},
+    {"relative_bias_tpl": Alibi.HParams.config()},
+    {"qk_norm_tpl": RMS_NORM},
+    {"qk_norm_tpl": RMS_NORM, "qk_norm_before_rotary": True},
+    {"qk_norm_tpl": RMS_NORM, "qk_norm_before_rotary": True, "qk_norm_over": "projection"},
+]
+
+
+def combinations(number):
+    """Half of the options at once, drawn with a fixed seed, with every number of key heads."""
+    random = np.random.default_rng(11)
+    for i in range(number):
+        merged = {"num_kv_heads": (1, 2, 4)[i % 3], "rotary_tpl": (ROTARY, None)[i % 2]}
+        for option in random.permutation(len(OPTIONS))[: len(OPTIONS) // 2]:
+            merged.update(OPTIONS[option])
+        yield merged
+
+
 @pytest.mark.parametrize(
     "fields",
-    [
-        {"use_bias": True},
-        {"per_dim_scale": True},
-        {"logit_cap": 0.5},
-        {"dim_per_head": 6},
-        {"zero_fully_masked_rows": True},
-        {"backend": "xla"},
-    ],
+    [{"num_kv_heads": 2, "rotary_tpl": ROTARY, **option} for option in OPTIONS]
+    + list(combinations(6)),
+    ids=lambda fields: "-".join(sorted(fields)[:9]),
 )
 def test_equals_fprop_for_every_option(fields):
-    layer = make(num_kv_heads=2, rotary_tpl=ROTARY, **fields)
+    layer = make(**fields)
     weights, x = drawn_weights(layer), inputs()
     expected = whole(layer, weights, x)
-    np.testing.assert_allclose(in_chunks(layer, weights, x, [4, 2]), expected, atol=1e-5)
+    cache = empty_cache(layer, weights)
+    filled, cache = extend(layer, weights, cache, x[:, :5], 0)
+    last, _ = extend(layer, weights, cache, x[:, 5:], 5)
+    np.testing.assert_allclose(jnp.concatenate([filled, last], axis=1), expected, atol=1e-5)
+
+
+def test_equals_fprop_with_a_bias_that_a_stack_hands_in():
+    layer = make(num_kv_heads=2, relative_bias_tpl=Alibi.HParams.config())
+    weights, x = drawn_weights(layer), inputs()
+    bias = jax.random.normal(jax.random.key(5), (1, HEADS, SLOTS, SLOTS))
+    mask = AttentionMask.causal_mask(BATCH, LENGTH)
+    places = positions(BATCH, 0, LENGTH)
+    seen = bias[:, :, :LENGTH, :LENGTH]
+    expected = layer.apply(weights, x, mask=mask, positions=places, bias=seen)
+    cache, outs = empty_cache(layer, weights), []
+    for start, stop in ((0, 4), (4, 5), (5, 6)):
+        own = bias[:, :, start:stop]
+        out, cache = extend(layer, weights, cache, x[:, start:stop], start, bias=own)
+        outs.append(out)
+    np.testing.assert_allclose(jnp.concatenate(outs, axis=1), expected, atol=1e-5)
 
 
 def test_a_full_cache_is_full():
@@ -137,8 +188,9 @@ def test_slots_not_yet_written_are_never_read():
     np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
-def test_prompts_of_unequal_length_are_filled_in_one_go():
-    layer = make(num_kv_heads=2, rotary_tpl=ROTARY)
+@pytest.mark.parametrize("fields", [{}, {"window": 2, "relative_bias_tpl": Alibi.HParams.config()}])
+def test_prompts_of_unequal_length_are_filled_in_one_go(fields):
+    layer = make(num_kv_heads=2, rotary_tpl=ROTARY, **fields)
     weights, x = drawn_weights(layer), inputs(batch=3)
     prompt_lengths = np.array([2, 4, 3])
     width = 4
@@ -212,15 +264,29 @@ def test_inside_a_scan_over_layers():
         np.testing.assert_allclose(in_chunks(layers, weights, x, chunks), expected, atol=1e-5)
 
 
-def test_on_a_mesh_equals_one_device():
+@pytest.mark.parametrize("combined", [False, True])
+def test_on_a_mesh_equals_one_device(combined):
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
-    layer = make(num_kv_heads=2, rotary_tpl=ROTARY)
+    layer = make(num_kv_heads=2, rotary_tpl=ROTARY, combined_qkv=combined)
     weights, x = drawn_weights(layer), inputs(batch=4)
     bound = layer.clone(sharding=BoundSharding(mesh))
     make_cache = jax.jit(lambda: empty_cache(bound, weights, batch=4))
     key = make_cache()[CACHE]["key"]
     assert key.sharding.shard_shape(key.shape) == (1, SLOTS, 1, DIMS // HEADS)
     actual = in_chunks(bound, weights, x, [3, 1, 2], cache=make_cache())
+    np.testing.assert_allclose(actual, whole(layer, weights, x), atol=1e-5)
+
+
+def test_single_tokens_where_rows_are_split_over_devices():
+    mesh = jax.make_mesh((2, 2, 2), ("data", "context", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    relative = RelativeBias.HParams.config(num_buckets=4, max_distance=4)
+    layer = make(num_kv_heads=1, rotary_tpl=ROTARY, relative_bias_tpl=relative)
+    weights, x = drawn_weights(layer), inputs(batch=4)
+    bound = layer.clone(sharding=BoundSharding(mesh))
+    make_cache = jax.jit(lambda: empty_cache(bound, weights, batch=4))
+    key = make_cache()[CACHE]["key"]
+    assert key.sharding.shard_shape(key.shape) == (2, SLOTS // 2, 1, DIMS // HEADS)
+    actual = in_chunks(bound, weights, x, [4, 1, 1], cache=make_cache())
     np.testing.assert_allclose(actual, whole(layer, weights, x), atol=1e-5)
 
 

@@ -6,10 +6,13 @@ and make the fans of the initialiser the true sizes: all heads together, not one
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 from layerkit.base_layer import BaseLayer
-from layerkit.layers.products import matmul
+from layerkit.config import sub_config_field
+from layerkit.layers.products import create_dot, matmul
 from layerkit.layers.sizes import check_last_axis, check_sizes
 from layerkit.weights import WeightHParams, WeightInit
 
@@ -24,6 +27,7 @@ class HeadProjection(BaseLayer):
       use_bias: Adds `b` `[num_heads, head_dim]`, which starts at 0.
       weight_axes: Logical axes of `w` `[input_dims, num_heads, head_dim]`.
       activation_axes: Logical axes of the output.
+      dot_tpl: What multiplies; None for the plain product. See `layerkit.layers.products`.
     """
 
     input_dims: int = 0
@@ -32,6 +36,7 @@ class HeadProjection(BaseLayer):
     use_bias: bool = False
     weight_axes: tuple[str | None, ...] = ("embed", "heads", "head_dim")
     activation_axes: tuple[str | None, ...] = ("batch", "length", "act_heads", "head_dim")
+    dot_tpl: Any = sub_config_field(None)
 
     def setup(self) -> None:
         sizes = {"input_dims": self.input_dims, "num_heads": self.num_heads}
@@ -39,6 +44,7 @@ class HeadProjection(BaseLayer):
         shape = (self.input_dims, self.num_heads, self.head_dim)
         weight = WeightHParams(shape, self.weight_axes, fan_in_dims=(0,), fan_out_dims=(1, 2))
         self.create_variable("w", weight)
+        create_dot(self, weight)
         if self.use_bias:
             bias = WeightHParams(shape[1:], self.weight_axes[1:], init=WeightInit.Constant(0.0))
             self.create_variable("b", bias)
@@ -69,6 +75,7 @@ class OutputProjection(BaseLayer):
       use_bias: Adds `b` `[output_dims]`, which starts at 0.
       weight_axes: Logical axes of `w` `[num_heads, head_dim, output_dims]`.
       activation_axes: Logical axes of the output.
+      dot_tpl: What multiplies; None for the plain product. See `layerkit.layers.products`.
     """
 
     output_dims: int = 0
@@ -77,6 +84,7 @@ class OutputProjection(BaseLayer):
     use_bias: bool = False
     weight_axes: tuple[str | None, ...] = ("heads", "head_dim", "embed")
     activation_axes: tuple[str | None, ...] = ("batch", "length", "act_embed")
+    dot_tpl: Any = sub_config_field(None)
 
     def setup(self) -> None:
         sizes = {"output_dims": self.output_dims, "num_heads": self.num_heads}
@@ -84,6 +92,7 @@ class OutputProjection(BaseLayer):
         shape = (self.num_heads, self.head_dim, self.output_dims)
         weight = WeightHParams(shape, self.weight_axes, fan_in_dims=(0, 1), fan_out_dims=(2,))
         self.create_variable("w", weight)
+        create_dot(self, weight)
         if self.use_bias:
             bias = WeightHParams(shape[2:], self.weight_axes[2:], init=WeightInit.Constant(0.0))
             self.create_variable("b", bias)

@@ -1,0 +1,117 @@
+"""Queries, keys and values from one product: a combined projection.
+
+The weight lies in groups, one for each key head: the query heads that read it, the key head, the
+value head. So it can be split over devices by groups, and every device computes the queries with
+the keys that they read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from layerkit.base_layer import BaseLayer
+from layerkit.config import sub_config_field
+from layerkit.layers.products import create_dot, matmul
+from layerkit.layers.sizes import check_last_axis, check_sizes
+from layerkit.weights import WeightHParams, WeightInit
+
+
+class CombinedProjection(BaseLayer):
+    """Into heads of queries, keys and values: `[batch, length, input_dims]` → all three.
+
+    Attributes:
+      input_dims: Size of the model dimension.
+      num_heads: Query heads.
+      num_kv_heads: Key and value heads, a divisor of num_heads.
+      head_dim: Size of each.
+      use_bias: Adds `b` `[num_kv_heads, group + 2, head_dim]`, which starts at 0.
+      weight_axes: Logical axes of `w` `[input_dims, num_kv_heads, group + 2, head_dim]`, where
+        group = num_heads / num_kv_heads; the last two of a group are key and value. The fans of the
+        initialiser are those of the one product, as in torch.nn.MultiheadAttention.
+      query_axes: Logical axes of the queries.
+      activation_axes: Logical axes of keys and of values.
+      dot_tpl: What multiplies; None for the plain product. See `layerkit.layers.products`.
+    """
+
+    input_dims: int = 0
+    num_heads: int = 0
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    use_bias: bool = False
+    weight_axes: tuple[str | None, ...] = ("embed", "kv_heads", None, "head_dim")
+    query_axes: tuple[str | None, ...] = ("batch", "length", "act_heads", "head_dim")
+    activation_axes: tuple[str | None, ...] = ("batch", "length", "act_kv_heads", "head_dim")
+    dot_tpl: Any = sub_config_field(None)
+
+    def setup(self) -> None:
+        sizes = {"input_dims": self.input_dims, "num_heads": self.num_heads}
+        check_sizes(self, **sizes, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{self.path_name}: num_kv_heads={self.num_kv_heads} does not divide"
+                f" num_heads={self.num_heads}"
+            )
+        in_group = self.num_heads // self.num_kv_heads + 2
+        shape = (self.input_dims, self.num_kv_heads, in_group, self.head_dim)
+        weight = WeightHParams(shape, self.weight_axes, fan_in_dims=(0,), fan_out_dims=(1, 2, 3))
+        self.create_variable("w", weight)
+        create_dot(self, weight)
+        if self.use_bias:
+            bias = WeightHParams(shape[1:], self.weight_axes[1:], init=WeightInit.Constant(0.0))
+            self.create_variable("b", bias)
+
+    def fprop(
+        self, x: jax.Array, *, leading: tuple[int, ...] | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries `[batch, length, num_heads, head_dim]`, then keys and values of num_kv_heads.
+
+        Args:
+          x: `[batch, length, input_dims]`; tokens may be merged already: `[tokens, input_dims]`.
+          leading: (batch, length) of merged tokens.
+        """
+        check_last_axis(self, x, input_dims=self.input_dims)
+        w = self.theta.w
+        heads = matmul(self, self.cast(x), w.reshape(self.input_dims, -1))
+        heads = heads.reshape(*(leading or x.shape[:-1]), *w.shape[1:])
+        if self.use_bias:
+            heads = heads + self.theta.b
+        query, key, value = split_heads(heads)
+        return (
+            self.constrain(query, *self.query_axes),
+            self.constrain(key, *self.activation_axes),
+            self.constrain(value, *self.activation_axes),
+        )
+
+
+def combine_heads(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """Weights, biases or activations of separate projections → those of a combined one.
+
+    Args:
+      query: `[…, num_heads, head_dim]`.
+      key: `[…, num_kv_heads, head_dim]`.
+      value: `[…, num_kv_heads, head_dim]`.
+
+    Returns:
+      `[…, num_kv_heads, num_heads / num_kv_heads + 2, head_dim]`.
+    """
+    *leading, kv_heads, head_dim = key.shape
+    grouped = query.reshape(*leading, kv_heads, -1, head_dim)
+    return jnp.concatenate([grouped, key[..., None, :], value[..., None, :]], axis=-2)
+
+
+def split_heads(combined: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The inverse of `combine_heads`.
+
+    Args:
+      combined: `[…, num_kv_heads, group + 2, head_dim]`.
+
+    Returns:
+      `[…, num_kv_heads · group, head_dim]`, and twice `[…, num_kv_heads, head_dim]`.
+    """
+    *leading, kv_heads, in_group, head_dim = combined.shape
+    num_heads = kv_heads * (in_group - 2)
+    query = combined[..., :-2, :].reshape(*leading, num_heads, head_dim)
+    return query, combined[..., -2, :], combined[..., -1, :]

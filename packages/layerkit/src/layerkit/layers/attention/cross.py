@@ -1,0 +1,112 @@
+"""CrossAttention: one sequence reads another, its memory, such as a decoder its encoder's outputs.
+
+Keys and values come from the memory, which does not grow while a sequence is decoded: `init_cache`
+projects it once, and `extend_step` only projects queries. Positions enter through a bias alone.
+"""
+
+from __future__ import annotations
+
+import jax
+from flax import linen as nn
+
+from layerkit.layers.attention.base_attention import BaseAttention
+from layerkit.layers.attention.cache import read_cache, write_cache
+from layerkit.layers.masks import AttentionMask
+from layerkit.layers.products import merge_tokens
+from layerkit.layers.remat import name_activation
+
+
+class CrossAttention(BaseAttention):
+    """Queries of `x`, keys and values of a memory (Vaswani et al., 2017).
+
+    Attributes:
+      memory_dims: Size of the memory's model dimension; None for input_dims.
+      Others: see `BaseAttention`.
+
+    Raises:
+      ValueError: sizes that do not divide, numbers out of range, unknown names.
+    """
+
+    memory_dims: int | None = None
+
+    def setup(self) -> None:
+        self._check_options()
+        memory_dims = self.input_dims if self.memory_dims is None else self.memory_dims
+        self._create_query_key_value(memory_dims)
+        self._create_what_attends()
+
+    def fprop(
+        self,
+        x: jax.Array,
+        *,
+        memory: jax.Array,
+        mask: AttentionMask,
+        bias: jax.Array | None = None,
+    ) -> jax.Array:
+        """What every token of `x` reads in the memory.
+
+        Args:
+          x: `[batch, length, input_dims]`.
+          memory: `[batch, memory_length, memory_dims]`.
+          mask: Which token may read what, padding of the memory above all; see
+            `AttentionMask.cross_mask`.
+          bias: float32 `[batch or 1, heads or 1, length, memory_length]`, added to the logits.
+
+        Returns:
+          `[batch, length, input_dims]` in the compute dtype.
+
+        Raises:
+          ValueError: shapes that do not fit.
+          BackendRefusal: the backend cannot do this.
+        """
+        key, value = self._project_memory(memory)
+        return self._attend(self._project(x), key, value, mask, bias, cached=False)
+
+    def init_cache(self, memory: jax.Array) -> None:
+        """Keeps `key` and `value` `[batch, memory_length, kv_heads, head_dim]` of the memory.
+
+        They lie in the collection `CACHE`, in the compute dtype.
+
+        Args:
+          memory: `[batch, memory_length, memory_dims]`.
+
+        Raises:
+          ValueError: shapes that do not fit, or a caller who did not make the collection mutable.
+        """
+        key, value = self._project_memory(memory)
+        write_cache(self, "key", key, self.key.activation_axes)
+        write_cache(self, "value", value, self.value.activation_axes)
+
+    def extend_step(
+        self, x: jax.Array, *, mask: AttentionMask, bias: jax.Array | None = None
+    ) -> jax.Array:
+        """What the next tokens read in the memory that `init_cache` was given.
+
+        Args:
+          x: `[batch, t, input_dims]`.
+          mask: Which of them may read what, `[batch, t, memory_length]` in effect.
+          bias: float32 `[batch or 1, heads or 1, t, memory_length]`, added to the logits.
+
+        Returns:
+          `[batch, t, input_dims]` in the compute dtype.
+
+        Raises:
+          ValueError: no cache, or shapes that do not fit it.
+        """
+        key, value = (read_cache(self, n, made_by="init_cache(memory)") for n in ("key", "value"))
+        return self._attend(self._project(x), key, value, mask, bias, cached=True)
+
+    @nn.nowrap
+    def _project(self, x: jax.Array) -> jax.Array:
+        query = self.query(merge_tokens(self, self.cast(x)), leading=x.shape[:-1])
+        if self.qk_norm_tpl is not None:
+            query = self._normalize(self.query_norm, query)
+        return name_activation(query, "query")
+
+    @nn.nowrap
+    def _project_memory(self, memory: jax.Array) -> tuple[jax.Array, jax.Array]:
+        tokens, leading = merge_tokens(self, self.cast(memory)), memory.shape[:-1]
+        key, value = self.key(tokens, leading=leading), self.value(tokens, leading=leading)
+        if self.qk_norm_tpl is not None:
+            key = self._normalize(self.key_norm, key)
+        return name_activation(key, "key"), name_activation(value, "value")

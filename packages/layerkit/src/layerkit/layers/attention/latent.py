@@ -1,0 +1,328 @@
+"""MultiHeadLatentAttention: keys and values from one small latent per token.
+
+DeepSeek-V2 (2024, arXiv:2405.04434). A token's hidden state is compressed to a latent, from which
+the keys and values of all heads are expanded; queries may go through a latent as well. Positions
+cannot be turned into keys that have yet to be expanded, so a part of its own carries them, one for
+all heads:
+
+    latent = norm(x·w_down)                  rotary_key = rotate(x·w_rotary)
+    key_h  = [latent·w_key_h, rotary_key]    value_h    = latent·w_value_h
+    query_h = [plain_h, rotate(turned_h)]
+
+The cache holds latent and rotary key, a few hundred numbers per token rather than two vectors per
+head. `extend_step` does not expand it either. As query·(latent·w) = (query·wᵀ)·latent, w_key is
+folded into the queries and w_value into the outputs, and what remains is attention in which all
+heads read one key, the latent with its rotary key.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from layerkit.base_layer import BaseLayer
+from layerkit.config import sub_config_field
+from layerkit.layers.attention.backends import check_backend_name
+from layerkit.layers.attention.base_attention import (
+    backend_options,
+    check_logits,
+    check_window,
+)
+from layerkit.layers.attention.cache import check_time_step, extend_cache, write_cache
+from layerkit.layers.attention.context_parallel import check_context_parallel
+from layerkit.layers.attention.dot_product import dot_product_attention
+from layerkit.layers.attention.projections import HeadProjection, OutputProjection
+from layerkit.layers.linears import Bias, Linear
+from layerkit.layers.masks import AttentionMask
+from layerkit.layers.normalizations import RmsNorm
+from layerkit.layers.positions import RotaryPositionalEmbedding
+from layerkit.layers.remat import name_activation
+from layerkit.layers.sizes import check_sizes
+from layerkit.layers.stochastic import Dropout
+
+_LATENT_WEIGHT = ("embed", None)
+_LATENT_AXES = ("batch", "length", None)
+
+
+class MultiHeadLatentAttention(BaseLayer):
+    """Self-attention with a compressed cache; see the top of this file.
+
+    Attributes:
+      input_dims: Size of the model dimension.
+      num_heads: Heads.
+      latent_dims: Size of the latent of keys and values (`kv_lora_rank` in DeepSeek's code).
+      query_latent_dims: Size of the latent of queries (`q_lora_rank`); None for queries straight
+        from the inputs (DeepSeek-V2-Lite).
+      plain_dim_per_head: Coordinates of a query and a key that know no position
+        (`qk_nope_head_dim`).
+      rotary_dim_per_head: Those that are turned (`qk_rope_head_dim`).
+      value_dim_per_head: Size of a value (`v_head_dim`).
+      use_bias: Adds a bias in the projections into latents and in the one out.
+      rotary_tpl: Turns queries and keys; its default pairs neighbours, as DeepSeek does.
+      norm_tpl: Of both latents.
+      logit_scale: Of the products of queries and keys; None for
+        1/√(plain_dim_per_head + rotary_dim_per_head). Where DeepSeek scales positions by YaRN, it
+        multiplies this by the square of `yarn_magnitude(factor, mscale_all_dim)`.
+      logit_cap: Squeezes logits into ±logit_cap by tanh; None leaves them alone.
+      window: A query sees itself and the window - 1 positions before it; None for all.
+      dropout_rate: Of the attention probabilities, in training.
+      zero_fully_masked_rows: A query that may attend nothing reads exactly 0 instead of a mean.
+      backend: Name of the implementation of `fprop`; see `layerkit.layers.attention.backends`.
+        Cached steps always run on `auto`.
+      context_parallel: How whole rows that are split over devices are attended, `all_gather` or
+        `ring`; see `layerkit.layers.attention.context_parallel`.
+      down_tpl: Projections into latents, and into the rotary key.
+      up_tpl: Projections from latents, or inputs, into heads.
+      bias_tpl: Bias of the projections into latents.
+      output_tpl: Projection out of heads.
+
+    Raises:
+      ValueError: sizes below one, numbers out of range, an unknown backend.
+    """
+
+    input_dims: int = 0
+    num_heads: int = 0
+    latent_dims: int = 0
+    query_latent_dims: int | None = None
+    plain_dim_per_head: int = 0
+    rotary_dim_per_head: int = 0
+    value_dim_per_head: int = 0
+    use_bias: bool = False
+    rotary_tpl: Any = sub_config_field(RotaryPositionalEmbedding.HParams, pairing="neighbours")
+    norm_tpl: Any = sub_config_field(RmsNorm.HParams)
+    logit_scale: float | None = None
+    logit_cap: float | None = None
+    window: int | None = None
+    dropout_rate: float = 0.0
+    zero_fully_masked_rows: bool = False
+    backend: str = "auto"
+    context_parallel: str = "all_gather"
+    down_tpl: Any = sub_config_field(Linear.HParams, weight_axes=_LATENT_WEIGHT)
+    up_tpl: Any = sub_config_field(HeadProjection.HParams)
+    bias_tpl: Any = sub_config_field(Bias.HParams)
+    output_tpl: Any = sub_config_field(OutputProjection.HParams)
+
+    def setup(self) -> None:
+        self._check_fields()
+        query_dims = self.input_dims
+        if self.query_latent_dims is not None:
+            query_dims = self.query_latent_dims
+            self._create_down("query_down", query_dims)
+            self.create_child("query_norm", self.norm_tpl, dims=query_dims)
+        self._create_down("latent_down", self.latent_dims)
+        self._create_down("rotary_key", self.rotary_dim_per_head)
+        self.create_child("latent_norm", self.norm_tpl, dims=self.latent_dims)
+        for name, dims, head_dim in (
+            ("query", query_dims, self.plain_dim_per_head + self.rotary_dim_per_head),
+            ("key", self.latent_dims, self.plain_dim_per_head),
+            ("value", self.latent_dims, self.value_dim_per_head),
+        ):
+            sizes = {"input_dims": dims, "num_heads": self.num_heads, "head_dim": head_dim}
+            self.create_child(name, self.up_tpl, **sizes)
+        self.create_child(
+            "output",
+            self.output_tpl,
+            num_heads=self.num_heads,
+            head_dim=self.value_dim_per_head,
+            output_dims=self.input_dims,
+            use_bias=self.use_bias,
+        )
+        self.create_child("rotary", self.rotary_tpl, dims=self.rotary_dim_per_head)
+        self.create_child("dropout", Dropout.HParams.config(rate=self.dropout_rate))
+
+    def fprop(
+        self,
+        x: jax.Array,
+        *,
+        mask: AttentionMask,
+        positions: jax.Array,
+        bias: jax.Array | None = None,
+    ) -> jax.Array:
+        """Attention within whole rows.
+
+        Args:
+          x: `[batch, length, input_dims]`.
+          mask: Which position may attend which.
+          positions: int32 `[batch, length]`, for the rotation.
+          bias: float32 `[batch or 1, heads or 1, length, length]`, added to the logits.
+
+        Returns:
+          `[batch, length, input_dims]` in the compute dtype.
+
+        Raises:
+          ValueError: shapes that do not fit.
+          BackendRefusal: the backend cannot do this.
+        """
+        query = jnp.concatenate(self._queries(x, positions), axis=-1)
+        key, value = self._expand(*self._compress(x, positions))
+        query, key, value = (
+            name_activation(heads, name)
+            for heads, name in ((query, "query"), (key, "key"), (value, "value"))
+        )
+        mask = mask.within(self.window)
+        return self._out(self._attend(query, key, value, mask, bias, cached=False))
+
+    def init_cache(self, batch_size: int, max_length: int) -> None:
+        """Creates an empty cache.
+
+        `latent` `[batch, max_length, latent_dims]` and `rotary_key` `[batch, max_length,
+        rotary_dim_per_head]` lie in the collection `CACHE`, in the compute dtype.
+
+        Raises:
+          ValueError: sizes below one, or a caller who did not make the collection mutable.
+        """
+        check_sizes(self, batch_size=batch_size, max_length=max_length)
+        for name, dims in (("latent", self.latent_dims), ("rotary_key", self.rotary_dim_per_head)):
+            empty = jnp.zeros((batch_size, max_length, dims), self.compute_dtype)
+            write_cache(self, name, empty, _LATENT_AXES)
+
+    def extend_step(
+        self,
+        x: jax.Array,
+        *,
+        time_step: jax.Array,
+        positions: jax.Array,
+        bias: jax.Array | None = None,
+    ) -> jax.Array:
+        """Attention of the next tokens to everything before them and themselves.
+
+        See `MultiHeadAttention.extend_step`. Where `up_tpl` multiplies in a way of its own (a
+        `dot_tpl`, such as LoRA), nothing can be folded, and each step expands the cached latents.
+
+        Args:
+          x: `[batch, t, input_dims]`, of a prompt or of one new token per row.
+          time_step: int32 scalar, how many tokens the cache holds.
+          positions: int32 `[batch, t]`, for the rotation.
+          bias: float32 `[batch or 1, heads or 1, t, max_length]`, added to the logits.
+
+        Returns:
+          `[batch, t, input_dims]` in the compute dtype; NaN when time_step + t is more than the
+          cache holds, which only the running program knows.
+
+        Raises:
+          ValueError: no cache, one for other sizes, a time step per row, or a caller who did not
+            make the collection mutable.
+        """
+        check_time_step(self, time_step)
+        latent, rotary_key = (
+            extend_cache(self, name, new, _LATENT_AXES, time_step=time_step)
+            for name, new in zip(
+                ("latent", "rotary_key"), self._compress(x, positions), strict=True
+            )
+        )
+        (batch, num_tokens), max_length = x.shape[:2], latent.shape[1]
+        mask = AttentionMask.decoding_mask(batch, num_tokens, max_length, time_step=time_step)
+        mask = mask.within(self.window)
+        plain, turned = self._queries(x, positions)
+        if self.key.dot_tpl is None and self.value.dot_tpl is None:
+            query = jnp.concatenate([self._fold_key(plain), turned], axis=-1)
+            key = jnp.concatenate([latent, rotary_key], axis=-1)[:, :, None]
+            read = self._attend(query, key, latent[:, :, None], mask, bias, cached=True)
+            read = self._fold_value(read)
+        else:
+            query = jnp.concatenate([plain, turned], axis=-1)
+            key, value = self._expand(latent, rotary_key)
+            read = self._attend(query, key, value, mask, bias, cached=True)
+        return jnp.where(time_step + num_tokens <= max_length, self._out(read), jnp.nan)
+
+    @nn.nowrap
+    def _queries(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`[batch, length, heads, plain]` and, turned, `[batch, length, heads, rotary]`."""
+        x = self.cast(x)
+        if self.query_latent_dims is not None:
+            x = self.query_norm(self._down("query_down", x))
+        plain, turned = jnp.split(self.query(x), [self.plain_dim_per_head], axis=-1)
+        return plain, self.rotary(turned, positions)
+
+    @nn.nowrap
+    def _compress(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What the cache holds: `[batch, length, latent]` and `[batch, length, rotary]`."""
+        x = self.cast(x)
+        latent = self.latent_norm(self._down("latent_down", x))
+        rotary_key = self._down("rotary_key", x)[:, :, None]
+        return latent, self.rotary(rotary_key, positions)[:, :, 0]
+
+    @nn.nowrap
+    def _expand(self, latent: jax.Array, rotary_key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys `[batch, keys, heads, plain + rotary]` and values `[batch, keys, heads, value]`."""
+        plain = self.key(latent)
+        shared = rotary_key[:, :, None]
+        shared = jnp.broadcast_to(shared, (*plain.shape[:-1], shared.shape[-1]))
+        return jnp.concatenate([plain, shared], axis=-1), self.value(latent)
+
+    @nn.nowrap
+    def _fold_key(self, plain: jax.Array) -> jax.Array:
+        """Queries `[batch, t, heads, plain]` → `[batch, t, heads, latent]`, as the latent's."""
+        folded = jnp.einsum("btnh,lnh->btnl", plain, self.key.theta.w)
+        return self.constrain(folded, "batch", "length", "act_heads", None)
+
+    @nn.nowrap
+    def _fold_value(self, read: jax.Array) -> jax.Array:
+        """What was read of latents, `[batch, t, heads, latent]` → `[batch, t, heads, value]`."""
+        return jnp.einsum("btnl,lnv->btnv", read, self.value.theta.w)
+
+    @nn.nowrap
+    def _attend(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        mask: AttentionMask,
+        bias: jax.Array | None,
+        *,
+        cached: bool,
+    ) -> jax.Array:
+        scale = self.logit_scale
+        if scale is None:  # of the expanded heads, whatever is folded
+            scale = 1.0 / math.sqrt(self.plain_dim_per_head + self.rotary_dim_per_head)
+        return dot_product_attention(
+            query,
+            key,
+            value,
+            mask=mask,
+            scale=scale,
+            bias=bias,
+            zero_fully_masked_rows=self.zero_fully_masked_rows,
+            logit_cap=self.logit_cap,
+            dropout=self.dropout if self.is_training and self.dropout_rate else None,
+            **backend_options(self, cached=cached),
+        )
+
+    @nn.nowrap
+    def _out(self, read: jax.Array) -> jax.Array:
+        read = self.constrain(read, "batch", "length", "act_heads", "head_dim")
+        out: jax.Array = self.output(read)
+        return out
+
+    @nn.nowrap
+    def _create_down(self, name: str, dims: int) -> None:
+        self.create_child(name, self.down_tpl, input_dims=self.input_dims, output_dims=dims)
+        if self.use_bias:
+            self.create_child(f"{name}_bias", self.bias_tpl, dims=dims, axes=(None,))
+
+    @nn.nowrap
+    def _down(self, name: str, x: jax.Array) -> jax.Array:
+        low: jax.Array = getattr(self, name)(x)
+        return getattr(self, f"{name}_bias")(low) if self.use_bias else low
+
+    @nn.nowrap
+    def _check_fields(self) -> None:
+        check_sizes(
+            self,
+            input_dims=self.input_dims,
+            num_heads=self.num_heads,
+            latent_dims=self.latent_dims,
+            plain_dim_per_head=self.plain_dim_per_head,
+            rotary_dim_per_head=self.rotary_dim_per_head,
+            value_dim_per_head=self.value_dim_per_head,
+        )
+        if self.query_latent_dims is not None:
+            check_sizes(self, query_latent_dims=self.query_latent_dims)
+        check_window(self, self.window)
+        check_logits(self, logit_cap=self.logit_cap, logit_scale=self.logit_scale)
+        check_backend_name(self.backend, owner=self.path_name)
+        check_context_parallel(self.context_parallel, owner=self.path_name)

@@ -1,0 +1,97 @@
+"""The feed-forward block of a Transformer: wider, bent, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import linen as nn
+
+from layerkit.base_layer import BaseLayer
+from layerkit.config import sub_config_field
+from layerkit.layers.activations import ReLU
+from layerkit.layers.linears import Bias, Linear
+from layerkit.layers.products import constrain_tokens, merge_tokens
+from layerkit.layers.stochastic import Dropout
+from layerkit.weights import WeightInit
+
+
+class TransformerFeedForward(BaseLayer):
+    """Two projections with an activation between: `[batch, length, dims]` → the same.
+
+        down(activation(up(x)))             without a gate
+        down(activation(gate(x)) · up(x))   with one
+
+    With a gate (Shazeer, 2020, arXiv:2002.05202) the activation names the variant: SiLU is SwiGLU,
+    GELU is GEGLU, ReLU is ReGLU, Sigmoid is GLU, Identity is bilinear.
+
+    Attributes:
+      input_dims: Size of the model dimension.
+      hidden_dims: Size of the wide dimension.
+      has_bias: Adds a bias after each projection, also the gate's.
+      use_gate: Multiplies the wide activation by a gate.
+      activation_tpl: The non-linearity.
+      dropout_rate: Of the wide activation, in training.
+      linear_tpl: The projections.
+      bias_tpl: The biases.
+      down_init: Initialiser of the projection back; None for that of the others.
+    """
+
+    input_dims: int = 0
+    hidden_dims: int = 0
+    has_bias: bool = False
+    use_gate: bool = False
+    linear_tpl: Any = sub_config_field(Linear.HParams)
+    bias_tpl: Any = sub_config_field(Bias.HParams)
+    activation_tpl: Any = sub_config_field(ReLU.HParams)
+    dropout_rate: float = 0.0
+    down_init: WeightInit | None = None
+
+    def setup(self) -> None:
+        wide = {"input_dims": self.input_dims, "output_dims": self.hidden_dims}
+        widening = ("up", "gate") if self.use_gate else ("up",)
+        for name in widening:
+            self.create_child(name, self.linear_tpl, **wide, weight_axes=("embed", "mlp"))
+            if self.has_bias:
+                bias = {"dims": self.hidden_dims, "axes": ("mlp",)}
+                self.create_child(f"{name}_bias", self.bias_tpl, **bias)
+        down_tpl = self.linear_tpl
+        if self.down_init is not None:
+            down_tpl = down_tpl.clone(weight_init=self.down_init)
+        self.create_child(
+            "down",
+            down_tpl,
+            input_dims=self.hidden_dims,
+            output_dims=self.input_dims,
+            weight_axes=("mlp", "embed"),
+        )
+        if self.has_bias:
+            self.create_child("down_bias", self.bias_tpl, dims=self.input_dims, axes=("embed",))
+        self.create_child("activation", self.activation_tpl)
+        self.create_child("dropout", Dropout.HParams.config(rate=self.dropout_rate))
+
+    def fprop(self, x: jax.Array, *, is_token: jax.Array | None = None) -> jax.Array:
+        """`[batch, length, input_dims]` → the same.
+
+        Args:
+          x: Activations.
+          is_token: bool `[batch, length]`, False for padding. Every position is computed alone
+            here, so it changes nothing; layers that share something between positions, such as the
+            capacity of experts, leave padding out.
+        """
+        del is_token
+        tokens = merge_tokens(self, x)
+        hidden = self._widen("up", tokens)
+        if self.use_gate:
+            hidden = self.activation(self._widen("gate", tokens)) * hidden
+        else:
+            hidden = self.activation(hidden)
+        output = self.down(self.dropout(hidden))
+        if self.has_bias:
+            output = self.down_bias(output)
+        return output.reshape(x.shape)
+
+    @nn.nowrap
+    def _widen(self, name: str, tokens: jax.Array) -> jax.Array:
+        wide = constrain_tokens(self, getattr(self, name)(tokens), "act_mlp")
+        return getattr(self, f"{name}_bias")(wide) if self.has_bias else wide

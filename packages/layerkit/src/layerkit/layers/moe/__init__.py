@@ -1,0 +1,1 @@
+"""Mixtures of experts: routing, capacity or none, balance, and the layer of it all."""

@@ -1,0 +1,49 @@
+"""Experts without a capacity: every token reaches every expert that it chose.
+
+Choices are sorted by expert, and the experts multiply groups of rows as large as they come. The
+buffer has a row for every choice; a loop or a kernel works on those in use.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from layerkit.layers.moe.grouped_matmul import RowGroups, block_size
+from layerkit.layers.moe.slots import Slots
+
+
+def sorted_slots(
+    experts: jax.Array, *, num_experts: int, implementation: str
+) -> tuple[Slots, RowGroups]:
+    """Slots sorted by expert, and within an expert by token.
+
+    Args:
+      experts: int32 `[tokens, choices]`; those not from 0 to num_experts - 1 get no slot.
+      num_experts: How many groups of slots there are.
+      implementation: `ragged_dot`, or `blocks`, for which each group begins at a multiple of a
+        block; see `layerkit.layers.moe.grouped_matmul`.
+
+    Returns:
+      (slots, the rows of each expert).
+    """
+    num_choices = experts.size
+    expert_of_choice = experts.reshape(-1)
+    is_here = (expert_of_choice >= 0) & (expert_of_choice < num_experts)
+    expert_of_choice = jnp.where(is_here, expert_of_choice, num_experts)
+    counts = jnp.zeros((num_experts,), jnp.int32).at[expert_of_choice].add(1, mode="drop")
+    block = block_size(num_choices, num_experts) if implementation == "blocks" else 1
+    sizes = (counts + block - 1) // block * block
+
+    order = jnp.argsort(expert_of_choice, stable=True)
+    place = (
+        jnp.zeros((num_choices,), jnp.int32)
+        .at[order]
+        .set(jnp.arange(num_choices, dtype=jnp.int32), unique_indices=True)
+    )
+    # Each group moves back by the room that the groups before it left empty.
+    shift = (jnp.cumsum(sizes) - sizes) - (jnp.cumsum(counts) - counts)
+    num_slots = -(-(num_choices + num_experts * (block - 1)) // block) * block
+    slot = jnp.where(is_here, place + shift.at[expert_of_choice].get(mode="clip"), num_slots)
+    slots = Slots.of_choices(slot.reshape(experts.shape), num_slots=num_slots)
+    return slots, RowGroups(sizes, block)

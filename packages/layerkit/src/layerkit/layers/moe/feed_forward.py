@@ -1,0 +1,347 @@
+"""MoeFeedForward: a feed-forward block of many experts, of which each token uses a few.
+
+Two ways to bring tokens to experts share the routing, the weights and the losses:
+
+- *dropless* (the default): every token reaches its experts, in groups of rows as they come
+  (`layerkit.layers.moe.dropless`);
+- *capacity*: each expert has a fixed number of slots, and choices that find none count as zero, so
+  that the residual passes alone (`layerkit.layers.moe.capacity`).
+
+A capacity is a compromise of training. Evaluation and decoding drop nothing: a token's output must
+not hang on the tokens beside it, and cached steps must be the whole row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from layerkit.base_layer import BaseLayer
+from layerkit.config import Config, sub_config_field
+from layerkit.layers.activations import SiLU
+from layerkit.layers.feed_forward import TransformerFeedForward
+from layerkit.layers.linears import Linear
+from layerkit.layers.moe.capacity import capacity_of, capacity_slots
+from layerkit.layers.moe.dropless import sorted_slots
+from layerkit.layers.moe.expert_parallel import run_on_mesh
+from layerkit.layers.moe.grouped_matmul import (
+    check_implementation,
+    grouped_matmul,
+    select_implementation,
+)
+from layerkit.layers.moe.losses import expert_load, load_balance_loss, router_z_loss
+from layerkit.layers.moe.routing import Routing, TopKRouter
+from layerkit.layers.moe.slots import from_slots, to_slots, weighted_sum
+from layerkit.layers.products import batched_matmul, create_dot
+from layerkit.layers.sizes import check_last_axis, check_sizes
+from layerkit.weights import WeightHParams, WeightInit
+
+_WIDEN, _NARROW = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
+_WEIGHT_AXES = {"up": _WIDEN, "gate": _WIDEN, "down": _NARROW}
+# (rows of each expert, name of a weight) → their product
+Product = Callable[[jax.Array, str], jax.Array]
+
+
+class MoeFeedForward(BaseLayer):
+    """Σ over a token's experts of weight · expert(x): `[batch, length, dims]` → the same.
+
+    Each expert is a `TransformerFeedForward` without bias. Stands wherever one does.
+
+    Attributes:
+      input_dims: Size of the model dimension.
+      hidden_dims: Size of the wide dimension of one expert.
+      num_experts: How many experts there are.
+      num_experts_per_token: How many of them each token uses.
+      use_gate: Multiplies the wide activation by a second projection (SwiGLU with SiLU).
+      activation_tpl: The non-linearity.
+      router_tpl: Which experts, with which weights; child `router`.
+      capacity_factor: None for dropless. Else what an expert can take in training from a group of S
+        tokens is int(S·capacity_factor/num_experts), rounded up to a multiple of 4; balanced
+        routing fills that at a factor of num_experts_per_token.
+      num_groups: Into how many groups a batch falls, each with slots of its own; None for one per
+        row. Needs a capacity.
+      grouped_matmul: Who multiplies without a capacity; see `layerkit.layers.moe.grouped_matmul`.
+      num_shared_experts: Experts that all tokens use, as one child `shared` of as many times
+        hidden_dims (DeepSeekMoE; Dai et al., 2024, arXiv:2401.06066).
+      use_shared_gate: Multiplies the shared experts by sigmoid(x·w), w in the child `shared_gate`
+        (Qwen 2 MoE).
+      shared_tpl: The shared experts; activation and gate are those of the others.
+      load_balance_weight: Of the load-balancing loss, see `layerkit.layers.moe.losses`; 0 for none.
+      balance_all_choices: Balances all choices of a token instead of the first.
+      router_z_weight: Of the router's z-loss; 0 for none.
+      weight_init: How `up` and `gate` start, with the fans of one expert; None inherits
+        `params_init`.
+      down_init: How `down` starts; None for `weight_init`.
+      dot_tpl: What multiplies by the experts' weights; None for the plain product. It needs a
+        capacity; in evaluation every expert then has a slot for every token.
+    """
+
+    input_dims: int = 0
+    hidden_dims: int = 0
+    num_experts: int = 0
+    num_experts_per_token: int = 2
+    use_gate: bool = True
+    activation_tpl: Any = sub_config_field(SiLU.HParams)
+    router_tpl: Any = sub_config_field(TopKRouter.HParams)
+    capacity_factor: float | None = None
+    num_groups: int | None = None
+    grouped_matmul: str = "auto"
+    num_shared_experts: int = 0
+    use_shared_gate: bool = False
+    shared_tpl: Any = sub_config_field(TransformerFeedForward.HParams)
+    load_balance_weight: float = 0.01
+    balance_all_choices: bool = False
+    router_z_weight: float = 0.001
+    weight_init: WeightInit | None = None
+    down_init: WeightInit | None = None
+    dot_tpl: Any = sub_config_field(None)
+
+    def setup(self) -> None:
+        check_sizes(
+            self,
+            input_dims=self.input_dims,
+            hidden_dims=self.hidden_dims,
+            num_experts=self.num_experts,
+        )
+        self._check_fields()
+        self.create_child(
+            "router",
+            self.router_tpl,
+            input_dims=self.input_dims,
+            num_experts=self.num_experts,
+            num_experts_per_token=self.num_experts_per_token,
+        )
+        self.create_child("activation", self.activation_tpl)
+        for name in self._weight_names():
+            weight = self._weight(name)
+            self.create_variable(name, weight)
+            create_dot(self, weight, name=name)
+        if self.num_shared_experts:
+            self._create_shared_experts()
+
+    def fprop(self, x: jax.Array, *, is_token: jax.Array | None = None) -> jax.Array:
+        """`[batch, length, input_dims]` → the same.
+
+        Args:
+          x: Activations.
+          is_token: bool `[batch, length]`; False where there is padding, which reaches no expert
+            but the shared ones, takes no slot, and counts in no loss.
+
+        Raises:
+          ValueError: inputs of another size, or that cannot be split into groups.
+        """
+        check_last_axis(self, x, input_dims=self.input_dims)
+        x = self.cast(x)
+        routing = self.router(x, is_token=is_token)
+        self._report(routing)
+        if self.is_training and self.capacity_factor is not None:
+            output = self._by_capacity(x, routing, self.capacity_factor)
+        elif self.dot_tpl is not None:
+            # A slot for every token at every expert: nothing can be dropped.
+            output = self._by_capacity(x, routing, float(self.num_experts))
+        else:
+            output = self._dropless(x, routing)
+        if self.num_shared_experts:
+            output = output + self._shared_output(x)
+        return self.constrain(output, "batch", "length", "act_embed")
+
+    @nn.nowrap
+    def _by_capacity(self, x: jax.Array, routing: Routing, capacity_factor: float) -> jax.Array:
+        num_groups = x.shape[0] if self.num_groups is None else self.num_groups
+        num_tokens = x.shape[0] * x.shape[1]
+        if num_tokens % num_groups:
+            raise ValueError(
+                f"{self.path_name}: num_groups={num_groups} does not divide the {num_tokens} tokens"
+                f" of a batch {x.shape[:2]}"
+            )
+        capacity = capacity_of(
+            num_tokens // num_groups, num_experts=self.num_experts, capacity_factor=capacity_factor
+        )
+
+        def grouped(tokens: jax.Array) -> jax.Array:
+            return tokens.reshape(num_groups, -1, tokens.shape[-1])
+
+        seat = jax.vmap(
+            lambda experts: capacity_slots(experts, num_experts=self.num_experts, capacity=capacity)
+        )
+        slots = seat(grouped(routing.experts))
+        self._report_dropped(slots.slot_of_choice < self.num_experts * capacity, routing)
+        rows = jax.vmap(to_slots)(grouped(x), slots)
+        rows = rows.reshape(num_groups, self.num_experts, capacity, self.input_dims)
+        outputs = self._exchanged(rows, self._widen_and_narrow)
+        outputs = outputs.reshape(num_groups, self.num_experts * capacity, self.input_dims)
+        of_choices = jax.vmap(from_slots)(outputs, slots)
+        return weighted_sum(of_choices, grouped(routing.weights)).reshape(x.shape)
+
+    @nn.nowrap
+    def _exchanged(self, rows: jax.Array, compute: Callable[..., jax.Array]) -> jax.Array:
+        """Rows `[groups, experts, capacity, dims]` to the devices of the experts, and back.
+
+        The partitioner makes all-to-all exchanges of the two changes of layout.
+        """
+        groups, experts, capacity, dims = rows.shape
+        at_tokens = ("batch", None, None, "act_embed")
+        at_experts = ("expert", "expert_batch", None, "act_embed")
+        self._check_layout(rows, at_tokens)
+        rows = self.constrain(rows, *at_tokens)
+        rows = self.constrain(rows.swapaxes(0, 1), *at_experts)
+        outputs = compute(rows.reshape(experts, groups * capacity, dims))
+        outputs = self.constrain(outputs.reshape(experts, groups, capacity, dims), *at_experts)
+        return self.constrain(outputs.swapaxes(0, 1), *at_tokens)
+
+    @nn.nowrap
+    def _widen_and_narrow(self, rows: jax.Array) -> jax.Array:
+        """`[experts, rows, dims]` → the same, each expert with its own rows."""
+        hidden_axes = ("expert", "expert_batch", "act_mlp")
+
+        def product(rows: jax.Array, name: str) -> jax.Array:
+            output = batched_matmul(self, rows, getattr(self.theta, name), name=name)
+            return output if name == "down" else self.constrain(output, *hidden_axes)
+
+        return _expert(rows, product, self.activation, use_gate=self.use_gate)
+
+    @nn.nowrap
+    def _dropless(self, x: jax.Array, routing: Routing) -> jax.Array:
+        sharding = self.inherited("sharding")
+        mesh = None if sharding is None else sharding.mesh
+        platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+        implementation = select_implementation(self.grouped_matmul, platform=platform)
+        activation, variables = self.activation.unbind()
+
+        def compute(tokens: Any, experts: Any, weights: Any, own: dict[str, Any]) -> jax.Array:
+            num_experts = own["up"].shape[0]
+            slots, groups = sorted_slots(
+                experts, num_experts=num_experts, implementation=implementation
+            )
+
+            def product(rows: jax.Array, name: str) -> jax.Array:
+                return grouped_matmul(rows, own[name], groups)
+
+            def activate(rows: jax.Array) -> jax.Array:
+                return activation.apply(variables, rows)
+
+            outputs = _expert(to_slots(tokens, slots), product, activate, use_gate=self.use_gate)
+            return weighted_sum(from_slots(outputs, slots), weights)
+
+        own = {name: getattr(self.theta, name) for name in self._weight_names()}
+        if mesh is None or mesh.size == 1:
+            choices = self.num_experts_per_token
+            experts, weights = (a.reshape(-1, choices) for a in (routing.experts, routing.weights))
+            return compute(x.reshape(-1, x.shape[-1]), experts, weights, own).reshape(x.shape)
+        return run_on_mesh(
+            compute,
+            x,
+            routing.experts,
+            routing.weights,
+            own,
+            weight_axes=_WEIGHT_AXES,
+            sharding=sharding,
+            owner=self.path_name,
+        )
+
+    @nn.nowrap
+    def _shared_output(self, x: jax.Array) -> jax.Array:
+        output = self.shared(x)
+        return jax.nn.sigmoid(self.shared_gate(x)) * output if self.use_shared_gate else output
+
+    @nn.nowrap
+    def _report(self, routing: Routing) -> None:
+        """Adds the losses that count, and tells how evenly the experts are used."""
+        losses = {
+            "load_balance_loss": (
+                load_balance_loss(routing, over_all_choices=self.balance_all_choices),
+                self.load_balance_weight,
+            ),
+            "router_z_loss": (router_z_loss(routing), self.router_z_weight),
+        }
+        for name, (value, weight) in losses.items():
+            self.add_summary(name, value)
+            if weight:
+                self.add_aux_loss(name, weight * value)
+        load = expert_load(routing)
+        self.add_summary("expert_load", load)
+        self.add_summary("max_expert_load", jnp.max(load))
+        self.add_summary("min_expert_load", jnp.min(load))
+
+    @nn.nowrap
+    def _report_dropped(self, has_slot: jax.Array, routing: Routing) -> None:
+        num_choices = jnp.maximum(jnp.sum(routing.experts < self.num_experts), 1)
+        self.add_summary("fraction_dropped", 1.0 - jnp.sum(has_slot) / num_choices)
+
+    @nn.nowrap
+    def _weight_names(self) -> tuple[str, ...]:
+        return ("up", "gate", "down") if self.use_gate else ("up", "down")
+
+    @nn.nowrap
+    def _weight(self, name: str) -> WeightHParams:
+        sizes = {"expert": self.num_experts, "embed": self.input_dims, "mlp": self.hidden_dims}
+        axes = _WEIGHT_AXES[name]
+        init = self.weight_init
+        if name == "down" and self.down_init is not None:
+            init = self.down_init
+        shape = tuple(sizes[axis] for axis in axes)
+        return WeightHParams(shape, axes, init=init, fan_in_dims=(1,), fan_out_dims=(2,))
+
+    @nn.nowrap
+    def _create_shared_experts(self) -> None:
+        self.create_child(
+            "shared",
+            self.shared_tpl,
+            input_dims=self.input_dims,
+            hidden_dims=self.num_shared_experts * self.hidden_dims,
+            use_gate=self.use_gate,
+            activation_tpl=self.activation_tpl,
+        )
+        if self.use_shared_gate:
+            gate: Config = Linear.HParams.config(
+                input_dims=self.input_dims, output_dims=1, weight_axes=("embed", None)
+            )
+            self.create_child("shared_gate", gate)
+
+    @nn.nowrap
+    def _check_fields(self) -> None:
+        where = self.path_name
+        check_implementation(self.grouped_matmul, owner=where)
+        if self.capacity_factor is None:
+            if self.num_groups is not None:
+                raise ValueError(
+                    f"{where}: num_groups={self.num_groups} divides what a capacity limits;"
+                    " set capacity_factor, or leave it out"
+                )
+            if self.dot_tpl is not None:
+                raise ValueError(
+                    f"{where}: dot_tpl multiplies groups of equal size, which experts have only"
+                    " with a capacity; set capacity_factor, or leave dot_tpl out"
+                )
+        elif self.capacity_factor <= 0.0:
+            raise ValueError(
+                f"{where}: capacity_factor={self.capacity_factor}, expected more than 0, or None"
+                " to drop nothing"
+            )
+        if self.num_groups is not None:
+            check_sizes(self, num_groups=self.num_groups)
+        if self.num_shared_experts < 0:
+            raise ValueError(
+                f"{where}: num_shared_experts={self.num_shared_experts}, expected 0 or more"
+            )
+        if self.use_shared_gate and not self.num_shared_experts:
+            raise ValueError(f"{where}: use_shared_gate=True, but num_shared_experts=0")
+
+    @nn.nowrap
+    def _check_layout(self, rows: jax.Array, axes: tuple[str | None, ...]) -> None:
+        sharding = self.inherited("sharding")
+        if sharding is not None:
+            sharding.spec(axes, shape=rows.shape, owner=f"{self.path_name}: groups of tokens")
+
+
+def _expert(
+    rows: jax.Array, product: Product, activation: Callable[..., jax.Array], *, use_gate: bool
+) -> jax.Array:
+    """down(activation(gate(x)) · up(x)), or without a gate down(activation(up(x)))."""
+    up = product(rows, "up")
+    hidden = activation(product(rows, "gate")) * up if use_gate else activation(up)
+    return product(hidden, "down")

@@ -1,0 +1,121 @@
+"""Products of 8-bit floats, with scales that follow the largest values of past steps.
+
+Activations and weights are rounded to e4m3 (3 bits of mantissa), gradients to e5m2 (2 bits, more
+range), after a division that brings the tensor's largest value to the largest one that the format
+has. Delayed scaling (Micikevicius et al., "FP8 Formats for Deep Learning", 2022, and NVIDIA's
+Transformer Engine) takes that largest value from a history of past steps, so that a tensor need not
+be read twice. Sums are taken in more bits by the hardware, and both gradients are products of 8-bit
+floats as well. The arithmetic is that of Flax (`flax.linen.fp8_ops`).
+
+Scales and histories are state of the model, in the collection `OVERWRITE_WITH_GRADIENT`: the
+gradient with respect to such a variable is by definition its next value. So the backward pass can
+tell the largest gradient, and no optimizer touches it. `layerkit_runner` does this; a training loop
+of your own calls `accumulate_by_max` first in its loss, and `next_state` on the gradients:
+
+    def loss(params, fp8):
+        return model.apply({PARAMS: params, OVERWRITE_WITH_GRADIENT: accumulate_by_max(fp8)}, x)
+
+    grads, updates = jax.grad(loss, argnums=(0, 1))(params, fp8)
+    fp8 = next_state(fp8, updates)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.linen import fp8_ops
+from jax import lax
+
+from layerkit.base_layer import OVERWRITE_WITH_GRADIENT
+from layerkit.layers.products import Dot
+from layerkit.layers.sizes import check_sizes
+from layerkit.weights import WeightBox, unbox
+
+_TENSORS = ("input", "kernel", "output_grad")
+
+
+class Fp8Dot(Dot):
+    """x·w with both rounded to e4m3, and the gradient of the product to e5m2.
+
+    The first step scales by 1, since there is no history yet. Whole tensors share one scale, also
+    those of a group of weights.
+
+    State, in float32: for each of `input`, `kernel` and `output_grad` a `<tensor>_scale` `[1]` and
+    a `<tensor>_amax_history` `[amax_history_length]`.
+
+    Attributes:
+      amax_history_length: Steps over which the largest value is taken.
+    """
+
+    amax_history_length: int = 1024
+
+    def setup(self) -> None:
+        check_sizes(self, amax_history_length=self.amax_history_length)
+        for tensor in _TENSORS:
+            self._create_state(f"{tensor}_scale", jnp.ones((1,), jnp.float32))
+            history = jnp.zeros((self.amax_history_length,), jnp.float32)
+            self._create_state(f"{tensor}_amax_history", history)
+
+    def fprop(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        """`[..., in]` · `[in, out]` → `[..., out]`, in the dtype of both.
+
+        With a group of weights: `[group, tokens, in]` · `[group, in, out]` →
+        `[group, tokens, out]`.
+        """
+        group = tuple(range(w.ndim - 2))
+        return fp8_ops.fp8_scaled_dot_general(
+            x,
+            w,
+            (((x.ndim - 1,), (w.ndim - 2,)), (group, group)),
+            preferred_element_type=x.dtype,
+            quantize_compute_type=w.dtype,
+            lhs_scale=self._read_state("input_scale"),
+            lhs_amax_history=self._read_state("input_amax_history"),
+            rhs_scale=self._read_state("kernel_scale"),
+            rhs_amax_history=self._read_state("kernel_amax_history"),
+            grad_scale=self._read_state("output_grad_scale"),
+            grad_amax_history=self._read_state("output_grad_amax_history"),
+        )
+
+    @nn.nowrap
+    def _create_state(self, name: str, value: jax.Array) -> None:
+        self.variable(OVERWRITE_WITH_GRADIENT, name, lambda: WeightBox(value, (None,) * value.ndim))
+
+    @nn.nowrap
+    def _read_state(self, name: str) -> jax.Array:
+        return unbox(self.get_variable(OVERWRITE_WITH_GRADIENT, name))
+
+
+def accumulate_by_max(state: Any) -> Any:
+    """The state as the model reads it, in a dtype whose gradients add up by their maximum.
+
+    A product that runs several times in a step, in a shared layer or for each microbatch of a
+    pipeline, then hands back the largest value of all, not their sum. Call it inside the function
+    that is differentiated, and compile that function.
+
+    Args:
+      state: The collection `OVERWRITE_WITH_GRADIENT`, nested dicts of float32 arrays `[...]`.
+    """
+    return jax.tree.map(lambda leaf: lax.convert_element_type(leaf, fp8_ops.fm32), state)
+
+
+def next_state(state: Any, updates: Any) -> Any:
+    """The state for the next step.
+
+    What a product that did not run says (zeros), or one that met values that are not finite, is not
+    taken over.
+
+    Args:
+      state: Of this step, nested dicts of float32 arrays `[...]`.
+      updates: The gradient with respect to it, of the same shapes; under data parallelism by hand
+        the maximum over devices.
+    """
+
+    def choose(old: jax.Array, new: jax.Array) -> jax.Array:
+        is_sound = jnp.all(jnp.isfinite(new)) & jnp.any(new != 0)
+        return jnp.where(is_sound, new, old)
+
+    return jax.tree.map(choose, state, updates)

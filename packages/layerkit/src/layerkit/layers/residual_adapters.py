@@ -1,0 +1,146 @@
+"""Residual adapters: fine-tuning by small bottlenecks behind attention and feed-forward.
+
+An adapter (Houlsby et al., "Parameter-Efficient Transfer Learning for NLP", 2019) computes
+
+    x + up(activation(down(x)))
+
+where `down` leads to a few dimensions and `up` starts at 0, so that the model starts as what it
+was. It stands behind the last projection of a branch of a Transformer, before the residual is
+added. The weights of the model keep their paths: `feed_forward/up/w` stays, and
+`feed_forward/adapter/down/w` is new.
+
+    config = with_residual_adapters(config, bottleneck_dims=64)
+
+Training the adapters alone is the learner's business: the pattern `RESIDUAL_ADAPTER_WEIGHTS` names
+them. For low-rank changes of the weights themselves see `layerkit.layers.adapters`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from layerkit.base_layer import BaseLayer
+from layerkit.config import (
+    Config,
+    assigned_fields,
+    is_config,
+    sub_config_field,
+    target_of,
+    walk_configs,
+)
+from layerkit.layers.activations import GELU, Identity
+from layerkit.layers.attention.projections import OutputProjection
+from layerkit.layers.feed_forward import TransformerFeedForward
+from layerkit.layers.linears import FeedForward
+from layerkit.layers.sizes import check_last_axis, check_sizes
+from layerkit.weights import WeightInit
+
+RESIDUAL_ADAPTER_WEIGHTS = ".*/adapter/(down|up)/.*"
+"""Regular expression that matches the paths of residual adapters' weights, and no others."""
+
+
+class ResidualAdapter(BaseLayer):
+    """x + up(activation(down(x))): `[..., input_dims]` → the same; at first x itself.
+
+    Attributes:
+      input_dims: Size of the last axis.
+      bottleneck_dims: Size between the two projections.
+      activation_tpl: The non-linearity between them.
+    """
+
+    input_dims: int = 0
+    bottleneck_dims: int = 64
+    activation_tpl: Any = sub_config_field(GELU.HParams)
+
+    def setup(self) -> None:
+        check_sizes(self, input_dims=self.input_dims, bottleneck_dims=self.bottleneck_dims)
+        down = FeedForward.HParams.config(
+            input_dims=self.input_dims,
+            output_dims=self.bottleneck_dims,
+            activation_tpl=self.activation_tpl.clone(),
+        )
+        down.linear_tpl.weight_axes = ("embed", None)
+        self.create_child("down", down)
+        up = FeedForward.HParams.config(
+            input_dims=self.bottleneck_dims, output_dims=self.input_dims
+        )
+        up.linear_tpl.set(weight_axes=(None, "embed"), weight_init=WeightInit.Constant(0.0))
+        up.activation_tpl = Identity.HParams.config()
+        self.create_child("up", up)
+
+    def fprop(self, x: jax.Array) -> jax.Array:
+        """`[..., input_dims]` → the same, in the compute dtype."""
+        check_last_axis(self, x, input_dims=self.input_dims)
+        return self.cast(x) + self.up(self.down(x))
+
+
+class AdaptedFeedForward(TransformerFeedForward):
+    """A feed-forward block with an adapter behind it.
+
+    Attributes:
+      adapter_tpl: The adapter.
+    """
+
+    adapter_tpl: Any = sub_config_field(ResidualAdapter.HParams)
+
+    def setup(self) -> None:
+        super().setup()
+        self.create_child("adapter", self.adapter_tpl, input_dims=self.input_dims)
+
+    def fprop(self, x: jax.Array, *, is_token: jax.Array | None = None) -> jax.Array:
+        """`[batch, length, input_dims]` → the same; `is_token` bool `[batch, length]`."""
+        return self.adapter(super().fprop(x, is_token=is_token))
+
+
+class AdaptedOutputProjection(OutputProjection):
+    """The projection out of heads with an adapter behind it.
+
+    Attributes:
+      adapter_tpl: The adapter.
+    """
+
+    adapter_tpl: Any = sub_config_field(ResidualAdapter.HParams)
+
+    def setup(self) -> None:
+        super().setup()
+        self.create_child("adapter", self.adapter_tpl, input_dims=self.output_dims)
+
+    def fprop(self, heads: jax.Array) -> jax.Array:
+        """`[batch, length, num_heads, head_dim]` → `[batch, length, output_dims]`."""
+        return self.adapter(super().fprop(heads))
+
+
+_ADAPTED: dict[Any, Any] = {
+    TransformerFeedForward: AdaptedFeedForward,
+    OutputProjection: AdaptedOutputProjection,
+}
+
+
+def with_residual_adapters(config: Config, *, bottleneck_dims: int) -> Config:
+    """A copy of a model's config with an adapter behind every attention and feed-forward.
+
+    Args:
+      config: Of a stack, a model, or anything that holds Transformers.
+      bottleneck_dims: Size of the adapters.
+
+    Raises:
+      ValueError: there is nothing to adapt. Classes derived from `TransformerFeedForward` and
+        `OutputProjection` are not recognised, since nobody knows what they compute.
+    """
+    adapter = ResidualAdapter.HParams.config(bottleneck_dims=bottleneck_dims)
+    config, num_adapted = config.clone(), 0
+    for owner in walk_configs(config):
+        for name, held in assigned_fields(owner).items():
+            adapted = _ADAPTED.get(target_of(held)) if is_config(held) else None
+            if adapted is not None:
+                fields = {**assigned_fields(held), "adapter_tpl": adapter.clone()}
+                setattr(owner, name, Config(adapted, **fields))
+                num_adapted += 1
+    if not num_adapted:
+        raise ValueError(
+            f"with_residual_adapters: {target_of(config).__qualname__} holds no"
+            " TransformerFeedForward and no OutputProjection"
+        )
+    return config

@@ -1,0 +1,315 @@
+"""TransformerEncoderDecoder: source ids and target ids to hidden states, logits and losses.
+
+The encoder reads the source in both directions; the decoder reads the target up to each position
+and, by cross-attention, the encoder's output (Vaswani et al., 2017, arXiv:1706.03762). Both stacks
+are the ones that decoder-only models use, so that their options are the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from layerkit.base_layer import CACHE, BaseLayer
+from layerkit.config import build, sub_config_field
+from layerkit.derived_fields import derive_fields
+from layerkit.layers.attention.cross import CrossAttention
+from layerkit.layers.embeddings import SharedEmbeddingSoftmax
+from layerkit.layers.masks import AttentionMask, row_positions
+from layerkit.layers.normalizations import LayerNorm
+from layerkit.layers.stacks import StackedTransformer
+from layerkit.layers.stochastic import Dropout
+from layerkit.layers.transformer import Transformer
+from layerkit.nested_map import NestedMap
+
+_SOURCE_SEGMENTS = "source_segment_ids"
+_DECODER_LAYER = Transformer.HParams.config(cross_attention_tpl=CrossAttention.HParams.config())
+
+
+class TransformerEncoderDecoder(BaseLayer):
+    """An encoder over source ids and a decoder over target ids.
+
+    Attributes:
+      vocab_size: Number of token ids of the target, and of the source unless said otherwise.
+      source_vocab_size: Number of token ids of the source, where it has an embedding of its own
+        (`source_embedding_tpl`).
+      model_dims: Size of the model dimension.
+      hidden_dims: Size of the feed-forward's wide dimension.
+      num_encoder_layers: Depth of the encoder.
+      num_decoder_layers: Depth of the decoder.
+      num_heads: Query heads per layer.
+      num_kv_heads: Key and value heads; None for as many as query heads.
+      dim_per_head: None for model_dims / num_heads.
+      softmax_tpl: Output layer; a tied one also embeds.
+      embedding_tpl: Embedding of target ids; None to tie it to the softmax.
+      source_embedding_tpl: Embedding of source ids; None to use that of the target.
+      position_tpl: Added to the embeddings of both sides, each with weights of its own; None where
+        attention itself knows positions.
+      encoder_stack_tpl: The encoder's layers.
+      decoder_stack_tpl: The decoder's layers, with a `cross_attention_tpl`.
+      encoder_norm_tpl: After the encoder; None where its layers end in a norm (`post`).
+      decoder_norm_tpl: Before the softmax; likewise.
+      dropout_rate: Of the embeddings and of both stacks' outputs, in training.
+
+    Raises:
+      ValueError: nothing embeds the ids, or a source vocabulary without an embedding.
+    """
+
+    vocab_size: int = 0
+    source_vocab_size: int | None = None
+    model_dims: int = 0
+    hidden_dims: int = 0
+    num_encoder_layers: int = 1
+    num_decoder_layers: int = 1
+    num_heads: int = 0
+    num_kv_heads: int | None = None
+    dim_per_head: int | None = None
+    softmax_tpl: Any = sub_config_field(SharedEmbeddingSoftmax.HParams)
+    embedding_tpl: Any = sub_config_field(None)
+    source_embedding_tpl: Any = sub_config_field(None)
+    position_tpl: Any = sub_config_field(None)
+    encoder_stack_tpl: Any = sub_config_field(StackedTransformer.HParams)
+    decoder_stack_tpl: Any = sub_config_field(StackedTransformer.HParams, layer_tpl=_DECODER_LAYER)
+    encoder_norm_tpl: Any = sub_config_field(LayerNorm.HParams)
+    decoder_norm_tpl: Any = sub_config_field(LayerNorm.HParams)
+    dropout_rate: float = 0.0
+
+    def setup(self) -> None:
+        self._create_embeddings()
+        for side in ("source", "target") if self.position_tpl is not None else ():
+            self.create_child(f"{side}_position", self.position_tpl, dims=self.model_dims)
+        for side in ("encoder", "decoder"):
+            template = getattr(self, f"{side}_stack_tpl")
+            self.create_child(side, template, **self._stack_sizes(side))
+            if (norm_tpl := getattr(self, f"{side}_norm_tpl")) is not None:
+                self.create_child(f"{side}_norm", norm_tpl, dims=self.model_dims)
+        self.create_child("dropout", Dropout.HParams.config(rate=self.dropout_rate))
+
+    def fprop(
+        self,
+        source_ids: jax.Array,
+        target_ids: jax.Array,
+        *,
+        labels: jax.Array,
+        weights: jax.Array,
+        source_segment_ids: jax.Array | None = None,
+        source_segment_pos: jax.Array | None = None,
+        target_segment_ids: jax.Array | None = None,
+        target_segment_pos: jax.Array | None = None,
+    ) -> NestedMap:
+        """Losses of predicting `labels`.
+
+        Args:
+          source_ids: int32 `[batch, source]`.
+          target_ids: int32 `[batch, target]`, the decoder's inputs.
+          labels: int32 `[batch, target]`, the token that follows each position.
+          weights: float32 `[batch, target]`, 0 where a prediction does not count.
+          source_segment_ids: int32 `[batch, source]`, documents packed in a row from 1; 0 is
+            padding. A target document reads the source document of the same number.
+          source_segment_pos: int32 `[batch, source]`, position within the document; None counts
+            from the start of the row.
+          target_segment_ids: int32 `[batch, target]`.
+          target_segment_pos: int32 `[batch, target]`.
+
+        Returns:
+          What the softmax reports; see `FullSoftmax.fprop`.
+        """
+        hidden = self.hidden(
+            source_ids,
+            target_ids,
+            source_segment_ids=source_segment_ids,
+            source_segment_pos=source_segment_pos,
+            target_segment_ids=target_segment_ids,
+            target_segment_pos=target_segment_pos,
+        )
+        return self.softmax(hidden, labels=labels, weights=weights)
+
+    def logits(self, source_ids: jax.Array, target_ids: jax.Array, **packing: Any) -> jax.Array:
+        """Logits float32 `[batch, target, vocab]`; arguments as for `hidden`."""
+        return self.softmax.logits(self.hidden(source_ids, target_ids, **packing))
+
+    def hidden(
+        self,
+        source_ids: jax.Array,
+        target_ids: jax.Array,
+        *,
+        source_segment_ids: jax.Array | None = None,
+        source_segment_pos: jax.Array | None = None,
+        target_segment_ids: jax.Array | None = None,
+        target_segment_pos: jax.Array | None = None,
+    ) -> jax.Array:
+        """Normalised hidden states of the decoder `[batch, target, dims]`; see `fprop`."""
+        memory = self.encode(
+            source_ids, segment_ids=source_segment_ids, segment_pos=source_segment_pos
+        )
+        batch, length = target_ids.shape
+        positions = row_positions(batch, length)
+        x = self.decoder(
+            self._embed("target", target_ids, target_segment_pos),
+            mask=AttentionMask.causal_mask(batch, length, segment_ids=target_segment_ids),
+            positions=positions if target_segment_pos is None else target_segment_pos,
+            memory=memory,
+            memory_mask=self._memory_mask(
+                target_ids, memory, target_segment_ids, source_segment_ids
+            ),
+        )
+        return self.dropout(self._normalize("decoder", x))
+
+    def encode(
+        self,
+        ids: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        segment_pos: jax.Array | None = None,
+    ) -> jax.Array:
+        """The encoder's output `[batch, source, dims]` for ids int32 `[batch, source]`.
+
+        Args:
+          ids: Of the source.
+          segment_ids: int32 `[batch, source]`; 0 is padding.
+          segment_pos: int32 `[batch, source]`; None counts from the start of the row.
+        """
+        batch, length = ids.shape
+        positions = row_positions(batch, length) if segment_pos is None else segment_pos
+        mask = AttentionMask.bidirectional_mask(batch, length, segment_ids=segment_ids)
+        x = self.encoder(self._embed("source", ids, segment_pos), mask=mask, positions=positions)
+        return self.dropout(self._normalize("encoder", x))
+
+    def init_cache(
+        self, source_ids: jax.Array, max_length: int, *, segment_ids: jax.Array | None = None
+    ) -> None:
+        """Encodes the source and creates an empty cache for targets.
+
+        Args:
+          source_ids: int32 `[batch, source]`, one document a row.
+          max_length: Most tokens of a target.
+          segment_ids: int32 `[batch, source]`, 1 where there is a token and 0 where there is
+            padding; None for no padding.
+
+        Raises:
+          ValueError: more tokens than there are positions.
+        """
+        if segment_ids is None:
+            segment_ids = jnp.ones(source_ids.shape, jnp.int32)
+        batch = source_ids.shape[0]
+        if self.position_tpl is not None:
+            # A table of positions refuses rows that are too long, but a step is never long.
+            self.target_position(row_positions(batch, max_length))
+        memory = self.encode(source_ids, segment_ids=segment_ids)
+        self.put_variable(CACHE, _SOURCE_SEGMENTS, segment_ids)
+        self.decoder.init_cache(batch, max_length, memory=memory)
+
+    def extend_step(self, ids: jax.Array, *, time_step: jax.Array) -> jax.Array:
+        """Feeds the next tokens of cached targets.
+
+        Args:
+          ids: int32 `[batch, t]`, the tokens at positions time_step … time_step + t − 1.
+          time_step: int32 scalar, how many tokens the cache holds.
+
+        Returns:
+          Logits float32 `[batch, t, vocab]`.
+        """
+        positions = jnp.broadcast_to(time_step + jnp.arange(ids.shape[1]), ids.shape)
+        segments: jax.Array = self.get_variable(CACHE, _SOURCE_SEGMENTS)
+        (batch, num_queries), num_keys = ids.shape, segments.shape[1]
+        memory_mask = AttentionMask.cross_mask(batch, num_queries, num_keys, key_segments=segments)
+        x = self.decoder.extend_step(
+            self._embed("target", ids, positions),
+            time_step=time_step,
+            positions=positions,
+            memory_mask=memory_mask,
+        )
+        return self.softmax.logits(self._normalize("decoder", x))
+
+    @nn.nowrap
+    def locate_layer(self, layer: int, *, side: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Where the variables of a layer lie in those of this model.
+
+        Args:
+          layer: Counted from 0 at the input.
+          side: `encoder` or `decoder`.
+
+        Returns:
+          The path of its subtree, and the indices into the leading axes of every leaf there; see
+          `StackedTransformer.locate_layer`.
+
+        Raises:
+          IndexError: there is no such layer.
+        """
+        template = getattr(self, f"{side}_stack_tpl")
+        where = f"{type(self).__qualname__}.{side}_stack_tpl"
+        stack = build(derive_fields(template, where, **self._stack_sizes(side)))
+        path, indices = stack.locate_layer(layer)
+        return (side, *path), indices
+
+    @nn.nowrap
+    def _stack_sizes(self, side: str) -> dict[str, Any]:
+        return {
+            "num_layers": getattr(self, f"num_{side}_layers"),
+            "input_dims": self.model_dims,
+            "hidden_dims": self.hidden_dims,
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "dim_per_head": self.dim_per_head,
+        }
+
+    @nn.nowrap
+    def _memory_mask(
+        self,
+        targets: jax.Array,
+        memory: jax.Array,
+        target_segments: jax.Array | None,
+        source_segments: jax.Array | None,
+    ) -> AttentionMask:
+        if source_segments is None and target_segments is not None:
+            # A target with padding or several documents, and one source document without.
+            source_segments = jnp.ones(memory.shape[:2], jnp.int32)
+        (batch, num_queries), num_keys = targets.shape, memory.shape[1]
+        return AttentionMask.cross_mask(
+            batch,
+            num_queries,
+            num_keys,
+            query_segments=target_segments,
+            key_segments=source_segments,
+        )
+
+    @nn.nowrap
+    def _create_embeddings(self) -> None:
+        classes = {"num_classes": self.vocab_size, "input_dims": self.model_dims}
+        self.create_child("softmax", self.softmax_tpl, **classes)
+        if self.embedding_tpl is not None:
+            self.create_child("embedding", self.embedding_tpl, **classes)
+        elif not hasattr(self.softmax, "embed"):
+            raise ValueError(
+                f"{self.path_name}: embedding_tpl is not set, and the {type(self.softmax).__name__}"
+                " in softmax_tpl cannot embed ids; set embedding_tpl=Embedding.HParams.config()"
+            )
+        if self.source_embedding_tpl is not None:
+            classes["num_classes"] = self.source_vocab_size or self.vocab_size
+            self.create_child("source_embedding", self.source_embedding_tpl, **classes)
+        elif self.source_vocab_size not in (None, self.vocab_size):
+            raise ValueError(
+                f"{self.path_name}: source_vocab_size={self.source_vocab_size} differs from"
+                f" vocab_size={self.vocab_size}, so the source needs an embedding of its own;"
+                " set source_embedding_tpl=Embedding.HParams.config()"
+            )
+
+    @nn.nowrap
+    def _normalize(self, side: str, x: jax.Array) -> jax.Array:
+        return x if getattr(self, f"{side}_norm_tpl") is None else getattr(self, f"{side}_norm")(x)
+
+    @nn.nowrap
+    def _embed(self, side: str, ids: jax.Array, positions: jax.Array | None) -> jax.Array:
+        if side == "source" and self.source_embedding_tpl is not None:
+            x = self.source_embedding(ids)
+        else:
+            x = self.softmax.embed(ids) if self.embedding_tpl is None else self.embedding(ids)
+        if self.position_tpl is not None:
+            if positions is None:
+                positions = row_positions(*ids.shape)
+            x = x + getattr(self, f"{side}_position")(positions)
+        x = self.dropout(self.cast(x))
+        return self.constrain(x, "batch", "length", "act_embed")

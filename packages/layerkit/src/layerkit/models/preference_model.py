@@ -1,0 +1,169 @@
+"""DpoModel: a language model trained on which of two answers people prefer, without a reward model.
+
+With r = log p(answer) under the model minus log p(answer) under a reference that does not change,
+and h = r(chosen) − r(rejected), the losses are
+
+    sigmoid   −(1 − ε)·log σ(β·h) − ε·log σ(−β·h)     DPO (Rafailov et al., 2023, arXiv:2305.18290);
+                                                      ε > 0 is its conservative form
+    hinge     max(0, 1 − β·h)                         SLiC (Zhao et al., 2023, arXiv:2305.10425)
+    ipo       (h − 1/(2β))²                           IPO (Azar et al., 2023, arXiv:2310.12036); its
+                                                      log p is the mean over the answer's tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from layerkit.base_model import BaseModel, Metrics, WeightedScalar
+from layerkit.config import sub_config_field
+from layerkit.layers.losses import weighted_mean
+from layerkit.models.transformer_lm import TransformerLm
+from layerkit.near_names import near_names
+from layerkit.nested_map import NestedMap
+
+REFERENCES = ("frozen", "batch", "none")
+
+
+def _sigmoid(h: jax.Array, beta: float, smoothing: float) -> jax.Array:
+    preferred, other = jax.nn.log_sigmoid(beta * h), jax.nn.log_sigmoid(-beta * h)
+    return -(1.0 - smoothing) * preferred - smoothing * other
+
+
+def _hinge(h: jax.Array, beta: float, smoothing: float) -> jax.Array:
+    return jax.nn.relu(1.0 - beta * h)
+
+
+def _ipo(h: jax.Array, beta: float, smoothing: float) -> jax.Array:
+    return jnp.square(h - 1.0 / (2.0 * beta))
+
+
+_LOSSES: dict[str, Callable[[jax.Array, float, float], jax.Array]] = {
+    "sigmoid": _sigmoid,
+    "hinge": _hinge,
+    "ipo": _ipo,
+}
+
+
+class DpoModel(BaseModel):
+    """Direct preference optimisation of a language model.
+
+    A batch has `chosen` and `rejected`, each with `ids`, `labels` int32 and `weights` float32
+    `[batch, length]` (0 on the prompt and on padding), prompts and answers in one row. Optional are
+    `weights` float32 `[batch]` of the pairs and, for `reference="batch"`,
+    `chosen_reference_log_probs` and `rejected_reference_log_probs` float32 `[batch]`.
+
+    Attributes:
+      lm_tpl: The network that is trained.
+      reference: Where log p of the reference comes from: `frozen` keeps a second network,
+        `reference`, whose weights are to be loaded with those that `lm` starts from; `batch` takes
+        numbers computed beforehand; `none` counts it as 0.
+      loss: `sigmoid`, `hinge` or `ipo`.
+      beta: How far the model may go from the reference: the smaller, the farther.
+      label_smoothing: ε, the part of the preferences believed to be wrong; of `sigmoid` alone.
+
+    Raises:
+      ValueError: an unknown reference or loss, a beta that is not positive, or a label smoothing
+        out of range or for a loss without it.
+    """
+
+    reported_metric: ClassVar[str | None] = "reward_accuracy"
+
+    lm_tpl: Any = sub_config_field(TransformerLm.HParams)
+    reference: str = "frozen"
+    loss: str = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+
+    def setup(self) -> None:
+        self._check_fields()
+        self.create_child("lm", self.lm_tpl)
+        if self.reference == "frozen":
+            self.create_child("reference_lm", self.lm_tpl, train=False)
+
+    def compute_predictions(self, batch: NestedMap) -> NestedMap:
+        """Log-probabilities of the answers under the model and under the reference.
+
+        Args:
+          batch: `chosen` and `rejected`, of rows `[batch, length]`; see the class.
+
+        Returns:
+          A NestedMap of `policy` and `reference`, each float32 `[2, batch]`: chosen, rejected.
+        """
+        pairs = jax.tree.map(
+            lambda chosen, rejected: jnp.concatenate([chosen, rejected]),
+            *(_answer(batch, side) for side in ("chosen", "rejected")),
+        )
+        policy = self._log_probs(self.lm, pairs)
+        if self.reference == "frozen":
+            reference = self._log_probs(self.reference_lm, pairs)
+        elif self.reference == "batch":
+            names = [f"{side}_reference_log_probs" for side in ("chosen", "rejected")]
+            reference = jnp.stack([batch[name] for name in names])
+        else:
+            reference = jnp.zeros_like(policy)
+        return NestedMap(policy=policy, reference=jax.lax.stop_gradient(reference))
+
+    def compute_loss(self, predictions: NestedMap, batch: NestedMap) -> tuple[Metrics, NestedMap]:
+        """Metrics over pairs, and rewards per pair `[batch]`.
+
+        `reward_accuracy` is how often the chosen answer has the higher reward β·r, and
+        `reward_margin` by how much on average.
+        """
+        rewards = self.beta * (predictions.policy - predictions.reference)
+        margin = rewards[0] - rewards[1]
+        losses = _LOSSES[self.loss](margin / self.beta, self.beta, self.label_smoothing)
+        weights = batch.get("weights")
+        if weights is None:
+            weights = jnp.ones_like(margin)
+        means = {
+            "loss": losses,
+            "reward_accuracy": (margin > 0).astype(jnp.float32),
+            "reward_margin": margin,
+            "chosen_reward": rewards[0],
+            "rejected_reward": rewards[1],
+        }
+        total = jnp.sum(weights.astype(jnp.float32))
+        metrics = {
+            name: WeightedScalar.of(weighted_mean(values, weights), total)
+            for name, values in means.items()
+        }
+        return metrics, NestedMap(chosen_rewards=rewards[0], rejected_rewards=rewards[1])
+
+    def _log_probs(self, lm: Any, pairs: NestedMap) -> jax.Array:
+        outputs = lm(pairs.ids, labels=pairs.labels, weights=pairs.weights)
+        weights = pairs.weights.astype(jnp.float32)
+        # Where nothing counts the label may be no class at all, and 0 · NaN is NaN.
+        per_token = jnp.where(weights > 0, outputs.per_token_xent, 0.0)
+        log_probs = -jnp.sum(per_token * weights, axis=-1)
+        if self.loss == "ipo":
+            log_probs /= jnp.maximum(jnp.sum(weights, axis=-1), 1.0)
+        return log_probs.reshape(2, -1)
+
+    def _check_fields(self) -> None:
+        for field, names in (("reference", REFERENCES), ("loss", _LOSSES)):
+            value = getattr(self, field)
+            if value not in names:
+                raise ValueError(
+                    f"{self.path_name}: {field}={value!r}{near_names(str(value), names)} It is one"
+                    f" of {', '.join(names)}."
+                )
+        if self.beta <= 0:
+            raise ValueError(f"{self.path_name}: beta={self.beta} must be positive")
+        if not 0.0 <= self.label_smoothing < 0.5:
+            raise ValueError(
+                f"{self.path_name}: label_smoothing={self.label_smoothing}, expected 0 <= ε < 0.5"
+            )
+        if self.label_smoothing and self.loss != "sigmoid":
+            raise ValueError(
+                f"{self.path_name}: label_smoothing={self.label_smoothing} is of loss='sigmoid'"
+                f" alone, not of {self.loss!r}"
+            )
+
+
+def _answer(batch: NestedMap, side: str) -> NestedMap:
+    rows = batch[side]
+    return NestedMap(ids=rows.ids, labels=rows.labels, weights=rows.weights)

@@ -1,0 +1,5 @@
+"""Laws that any layer should keep, for the tests of this library and of those who build on it."""
+
+from layerkit.testing.fields import Change as Change
+from layerkit.testing.fields import Example as Example
+from layerkit.testing.fields import dead_fields as dead_fields

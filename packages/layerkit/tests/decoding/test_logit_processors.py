@@ -1,0 +1,188 @@
+"""Logit processors against those of Hugging Face transformers, and by hand where there are none."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layerkit.decoding.logit_processors import (
+    BannedIds,
+    CountPenalty,
+    LogitBias,
+    MinP,
+    MinSteps,
+    NoRepeatNgrams,
+    RepetitionPenalty,
+    RowsSoFar,
+    Temperature,
+    TopK,
+    TopP,
+    process_logits,
+)
+
+ROWS, VOCAB, WIDTH, COLUMN = 6, 11, 12, 9
+RANDOM = np.random.default_rng(0)
+# A small vocabulary, so that tokens and sequences repeat; 10 stands nowhere in the rows so far.
+IDS = RANDOM.integers(0, 4, (ROWS, WIDTH)).astype(np.int32)
+IDS[:, COLUMN:] = 10
+PROMPT_LENGTHS = np.array([1, 3, 5, 7, 8, 9], np.int32)
+LOGITS = RANDOM.normal(0.0, 2.0, (ROWS, VOCAB)).astype(np.float32)
+# Every value twice or more.
+TIES = np.round(RANDOM.uniform(-2.0, 2.0, (ROWS, VOCAB))).astype(np.float32)
+
+
+def rows_at(column):
+    return RowsSoFar(jnp.array(IDS), jnp.array(PROMPT_LENGTHS), jnp.int32(column))
+
+
+def processed(processor, logits=LOGITS, column=COLUMN):
+    """As in a loop, where the column is known to the running program only."""
+    rows = rows_at(column)
+    return np.asarray(jax.jit(lambda logits, rows: processor(logits, rows))(logits, rows))
+
+
+def hugging_face(name, *arguments, **options):
+    module = pytest.importorskip("transformers.generation.logits_process")
+    return getattr(module, name)(*arguments, **options)
+
+
+def by_hugging_face(make, logits=LOGITS, column=COLUMN):
+    torch = pytest.importorskip("torch")
+    ids = torch.tensor(IDS[:, :column], dtype=torch.long)
+    return make()(ids, torch.tensor(logits)).numpy()
+
+
+# Ours, and what makes theirs where it is installed.
+theirs = partial(partial, hugging_face)
+PAIRS = {
+    "repetition": (
+        RepetitionPenalty(penalty=1.7),
+        theirs("RepetitionPenaltyLogitsProcessor", 1.7),
+    ),
+    "reward": (RepetitionPenalty(penalty=0.5), theirs("RepetitionPenaltyLogitsProcessor", 0.5)),
+    "no 1-grams": (NoRepeatNgrams(size=1), theirs("NoRepeatNGramLogitsProcessor", 1)),
+    "no 2-grams": (NoRepeatNgrams(size=2), theirs("NoRepeatNGramLogitsProcessor", 2)),
+    "no 3-grams": (NoRepeatNgrams(size=3), theirs("NoRepeatNGramLogitsProcessor", 3)),
+    "banned": (
+        BannedIds(ids=(2, 9)),
+        theirs("SuppressTokensLogitsProcessor", [2, 9], device="cpu"),
+    ),
+    "bias": (
+        LogitBias(biases=((3, -1.5), (7, 2.0))),
+        theirs("SequenceBiasLogitsProcessor", [[[3], -1.5], [[7], 2.0]]),
+    ),
+    "temperature": (Temperature(temperature=0.3), theirs("TemperatureLogitsWarper", 0.3)),
+    **{f"top {k}": (TopK(k=k), theirs("TopKLogitsWarper", k)) for k in (1, 4, 11, 50)},
+    **{f"top p {p}": (TopP(p=p), theirs("TopPLogitsWarper", p)) for p in (0.05, 0.6, 0.95, 1.0)},
+    **{f"min p {p}": (MinP(p=p), theirs("MinPLogitsWarper", p)) for p in (0.0, 0.2, 1.0)},
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_equals_hugging_face(name):
+    ours, theirs = PAIRS[name]
+    np.testing.assert_allclose(processed(ours), by_hugging_face(theirs), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in PAIRS if name[:3] in ("top", "min")])
+def test_ties(name):
+    ours, theirs = PAIRS[name]
+    found, expected = processed(ours, TIES), by_hugging_face(theirs, TIES)
+    if isinstance(ours, TopP):
+        # Which of equally likely tokens stay is left open there; here it is those that come first.
+        for row, (ids, values) in enumerate(zip(found, TIES, strict=True)):
+            for value in set(values.tolist()):
+                stays = np.isfinite(ids[values == value])
+                assert np.all(np.diff(stays.astype(int)) <= 0), (row, value)
+        found, expected = np.sort(found), np.sort(expected)
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("column", range(1, 5))
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_short_rows_repeat_nothing_that_is_not_there(size, column):
+    theirs = partial(hugging_face, "NoRepeatNGramLogitsProcessor", size)
+    found = processed(NoRepeatNgrams(size=size), column=column)
+    np.testing.assert_array_equal(found, by_hugging_face(theirs, column=column))
+
+
+def test_no_row_can_repeat_a_sequence_longer_than_itself():
+    np.testing.assert_array_equal(processed(NoRepeatNgrams(size=WIDTH + 1)), LOGITS)
+
+
+def test_top_p_over_five_logits():
+    # Probabilities .070, .423, .094, .257, .156: the two largest have .68 together.
+    logits = jnp.array([[0.2, 2.0, 0.5, 1.5, 1.0]])
+    kept = TopP(p=0.6)(logits, rows_at(COLUMN))
+    np.testing.assert_array_equal(kept, [[-np.inf, 2.0, -np.inf, 1.5, -np.inf]])
+
+
+def test_a_chain_equals_that_of_hugging_face():
+    names = ["repetition", "no 3-grams", "temperature", "top 4", "top p 0.95", "min p 0.2"]
+    found = process_logits(tuple(PAIRS[n][0] for n in names), jnp.array(LOGITS), rows_at(COLUMN))
+    chain = partial(hugging_face, "LogitsProcessorList", [PAIRS[name][1]() for name in names])
+    np.testing.assert_allclose(found, by_hugging_face(chain), rtol=1e-5)
+    turned = process_logits(
+        tuple(PAIRS[n][0] for n in reversed(names)), jnp.array(LOGITS), rows_at(COLUMN)
+    )
+    assert np.any(np.asarray(found) != np.asarray(turned))
+
+
+def test_count_penalty_counts_what_was_drawn():
+    found = processed(CountPenalty(frequency=0.5, presence=2.0))
+    expected = LOGITS.copy()
+    for row, start in enumerate(PROMPT_LENGTHS):
+        drawn = IDS[row, start:COLUMN].tolist()
+        for token in set(drawn):
+            expected[row, token] -= 2.0 + 0.5 * drawn.count(token)
+    assert np.any(expected != LOGITS)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_min_steps_hold_back_the_end():
+    found = processed(MinSteps(num_steps=4, eos_ids=(1, 5)))
+    expected = LOGITS.copy()
+    # Drawn so far: 8, 6, 4, 2, 1, 0.
+    expected[3:, [1, 5]] = -np.inf
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: TopK(k=0), "TopK: k=0 must be at least 1"),
+        (lambda: TopP(p=0.0), "TopP: p=0.0 must be above 0 and at most 1"),
+        (lambda: TopP(p=1.1), "TopP: p=1.1 must be above 0 and at most 1"),
+        (lambda: MinP(p=1.1), "MinP: p=1.1 must be between 0 and 1"),
+        (
+            lambda: Temperature(temperature=0.0),
+            "Temperature: temperature=0.0 must be positive; set the temperature=0 of the decoder"
+            " for greedy",
+        ),
+        (
+            lambda: RepetitionPenalty(penalty=-1.0),
+            "RepetitionPenalty: penalty=-1.0 must be positive (1 changes nothing)",
+        ),
+        (lambda: NoRepeatNgrams(size=0), "NoRepeatNgrams: size=0 must be at least 1"),
+        (
+            lambda: processed(BannedIds(ids=(11,))),
+            "BannedIds: ids: the model has no token 11; its 11 ids end at 10",
+        ),
+        (
+            lambda: processed(LogitBias(biases=((-1, 2.0),))),
+            "LogitBias: biases: the model has no token -1; its 11 ids end at 10",
+        ),
+        (
+            lambda: processed(MinSteps(num_steps=1, eos_ids=(99,))),
+            "MinSteps: eos_ids: the model has no token 99; its 11 ids end at 10",
+        ),
+    ],
+)
+def test_wrong_values_are_refused(make, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        make()

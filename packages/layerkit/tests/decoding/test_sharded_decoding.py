@@ -1,0 +1,136 @@
+"""Decoding on eight devices is decoding on one, and no device ever holds the whole cache."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from layerkit.decoding.beam_search import BeamSearch
+from layerkit.decoding.loop import SampleDecoder
+from layerkit.layers.positions import RotaryPositionalEmbedding
+from layerkit.layers.stacks import StackedTransformerRepeated
+from layerkit.models.language_model import LanguageModel
+from layerkit.nested_map import NestedMap
+from layerkit.sharding import BoundSharding
+from layerkit.weights import logical_axes, unbox
+
+VOCAB, BATCH, WIDTH, STEPS = 16, 8, 4, 4
+LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 2
+KEY = jax.random.key(0)
+
+DECODERS = {
+    "greedy": SampleDecoder(max_decode_steps=STEPS, temperature=0.0),
+    "samples": SampleDecoder(
+        max_decode_steps=STEPS,
+        num_samples=2,
+        top_p=0.9,
+        repetition_penalty=1.2,
+        stop_sequences=((3, 4),),
+    ),
+    "beams": BeamSearch(max_decode_steps=STEPS, beam_size=2, num_results=2, eos_id=5),
+}
+
+
+@pytest.fixture(scope="module")
+def bound():
+    axes = ("data", "fsdp", "tensor")
+    return BoundSharding(jax.make_mesh((2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3))
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = LanguageModel.HParams.config()
+    config.lm_tpl.set(
+        vocab_size=VOCAB,
+        model_dims=8,
+        hidden_dims=12,
+        num_layers=LAYERS,
+        num_heads=4,
+        num_kv_heads=KV_HEADS,
+        stack_tpl=StackedTransformerRepeated.HParams.config(),
+    )
+    attention = config.lm_tpl.stack_tpl.layer_tpl.attention_tpl
+    attention.rotary_tpl = RotaryPositionalEmbedding.HParams.config()
+    return config.Instantiate()
+
+
+@pytest.fixture(scope="module")
+def variables(model):
+    random = np.random.default_rng(7)
+    shapes = jax.eval_shape(model.init, KEY)
+    return jax.tree.map(lambda x: random.normal(0.0, 0.6, x.shape).astype(np.float32), shapes)
+
+
+def prompts():
+    ids = np.random.default_rng(5).integers(1, VOCAB, (BATCH, WIDTH)).astype(np.int32)
+    return NestedMap(ids=ids, prompt_lengths=np.array([4, 1, 2, 3, 0, 2, 4, 1], np.int32))
+
+
+def decode_of(model, decoder):
+    model = model.clone(decoder=decoder)
+    return lambda variables, batch: model.apply(
+        variables, batch, method="decode", rngs={"random": jax.random.key(3)}
+    )
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_equals_one_device_with_the_cache_split(bound, model, variables, name):
+    decoder = DECODERS[name]
+    expected = jax.jit(decode_of(model, decoder))(variables, prompts())
+    found, program = on_mesh(bound, model, variables, decoder)
+    check_equal(found, expected)
+    check_cache(program, num_rows=BATCH * (1 if name == "greedy" else 2))
+
+
+def test_tokens_that_come_one_by_one_are_not_split(model, variables):
+    """A mesh that splits whole rows, of which a step has one token."""
+    axes = ("data", "tensor", "context")
+    mesh = jax.make_mesh((2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3)
+    decoder = DECODERS["greedy"]
+    expected = jax.jit(decode_of(model, decoder))(variables, prompts())
+    check_equal(on_mesh(BoundSharding(mesh), model, variables, decoder)[0], expected)
+
+
+def on_mesh(bound, model, variables, decoder):
+    """What eight devices make of the prompts, and the program that they run."""
+    batch = prompts()
+    boxed = jax.eval_shape(model.init_boxed, KEY)
+    places = jax.tree.map(
+        lambda axes, weight: bound.sharding(axes, shape=weight.shape),
+        logical_axes(boxed),
+        unbox(boxed),
+        is_leaf=lambda leaf: isinstance(leaf, tuple),
+    )
+    axes = tuple(axis for axis in ("data", "fsdp") if axis in bound.mesh.shape)
+    rows = NamedSharding(bound.mesh, PartitionSpec(axes))
+    run = jax.jit(decode_of(model.clone(sharding=bound), decoder), in_shardings=(places, rows))
+    compiled = run.lower(variables, batch).compile()
+    found = compiled(jax.device_put(variables, places), jax.device_put(batch, rows))
+    return found, compiled.as_text()
+
+
+def check_equal(found, expected):
+    names = jax.tree.leaves(jax.tree_util.tree_map_with_path(lambda p, _: str(p[-1]), expected))
+    for leaf, a, b in zip(names, jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        if "ids" in leaf or "lengths" in leaf:
+            np.testing.assert_array_equal(a, b, err_msg=leaf)
+        else:
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=leaf)
+    assert len(set(np.asarray(expected.ids)[:, WIDTH:].ravel())) > 4
+
+
+def check_cache(program, *, num_rows):
+    """In the loop a device holds its rows and heads: a quarter and a half."""
+    slots = WIDTH + STEPS
+    mine = f"f32[{LAYERS},{num_rows // 4},{slots},{KV_HEADS // 2},{HEAD_DIM}]"
+    loops = [line for line in program.splitlines() if re.search(r" while\(", line)]
+    assert sum(line.count(mine) >= 2 for line in loops) >= 1  # keys and values
+    # Rows of other devices, or other heads, are nowhere.
+    shapes = re.findall(rf"f32\[(?:{LAYERS},)?(\d+),{slots},(\d+),{HEAD_DIM}\]", program)
+    assert shapes
+    assert {int(heads) for _, heads in shapes} == {KV_HEADS // 2}
+    assert max(int(held) for held, _ in shapes) == num_rows // 4

@@ -1,0 +1,162 @@
+"""Every field of every attention layer changes something."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import layerkit.layers.attention as attention
+from layerkit.base_layer import BaseLayer
+from layerkit.config import Config
+from layerkit.layers.attention.base_attention import BaseAttention
+from layerkit.layers.attention.biases import Alibi, RelativeBias
+from layerkit.layers.attention.combined import CombinedProjection
+from layerkit.layers.attention.cross import CrossAttention
+from layerkit.layers.attention.latent import MultiHeadLatentAttention
+from layerkit.layers.attention.multi_head import MultiHeadAttention
+from layerkit.layers.attention.projections import HeadProjection, OutputProjection
+from layerkit.layers.linears import Bias
+from layerkit.layers.masks import AttentionMask, row_positions
+from layerkit.layers.normalizations import LayerNorm, RmsNorm
+from layerkit.layers.positions import RotaryPositionalEmbedding
+from layerkit.layers.quantization.fp8 import Fp8Dot
+from layerkit.testing import Change, Example, dead_fields
+from layerkit.weights import WeightInit
+
+BATCH, LENGTH, DIMS = 4, 8, 8
+RANDOM = np.random.default_rng(0)
+NUMBERS = jnp.asarray(RANDOM.normal(size=(BATCH, LENGTH, 64)), jnp.float32)
+MEMORY = jnp.asarray(RANDOM.normal(size=(BATCH, LENGTH, 64)), jnp.float32)
+POSITIONS = row_positions(BATCH, LENGTH)
+SEGMENTS = jnp.asarray(RANDOM.integers(1, 3, (BATCH, LENGTH)), jnp.int32)
+FP8 = Config(Fp8Dot)
+ROTARY = Config(RotaryPositionalEmbedding)
+
+
+def of(layer_class, fields, run, **changes):
+    return Example(Config(layer_class, **fields), run, changes)
+
+
+def in_heads(layer):
+    return NUMBERS[..., None, : layer.head_dim] * jnp.ones((layer.num_heads, 1))
+
+
+def whole_and_cached(layer):
+    x = NUMBERS[..., : layer.input_dims]
+    mask = AttentionMask.causal_mask(BATCH, LENGTH, segment_ids=SEGMENTS)
+    whole = layer(x, mask=mask, positions=POSITIONS)
+    layer.init_cache(BATCH, LENGTH)
+    step = layer.extend_step(x[:, :1], time_step=jnp.int32(0), positions=POSITIONS[:, :1])
+    return whole, step
+
+
+def reads_a_memory(layer):
+    x = NUMBERS[..., : layer.input_dims]
+    memory = MEMORY[..., : layer.memory_dims or layer.input_dims]
+    mask = AttentionMask.cross_mask(BATCH, LENGTH, LENGTH, key_segments=SEGMENTS)
+    whole = layer(x, memory=memory, mask=mask)
+    layer.init_cache(memory)
+    one = AttentionMask.cross_mask(BATCH, 1, LENGTH, key_segments=SEGMENTS)
+    return whole, layer.extend_step(x[:, :1], mask=one)
+
+
+EVERYWHERE = {
+    "logit_scale": 0.7,
+    "logit_cap": 3.0,
+    "dropout_rate": 0.5,
+    "backend": Change("cudnn", refusal="cudnn"),
+    "context_parallel": "ring",
+}
+HEADS = {
+    **EVERYWHERE,
+    "num_kv_heads": 2,
+    "dim_per_head": 4,
+    "use_output_bias": True,
+    "qk_norm_tpl": Config(LayerNorm),
+    "qk_norm_over": Change("projection", given={"qk_norm_tpl": Config(RmsNorm)}),
+}
+
+EXAMPLES = [
+    of(
+        MultiHeadAttention,
+        {"input_dims": DIMS, "num_heads": 4},
+        whole_and_cached,
+        rotary_tpl=ROTARY,
+        qk_norm_before_rotary=Change(
+            value=True, given={"qk_norm_tpl": Config(RmsNorm), "rotary_tpl": ROTARY}
+        ),
+        window=2,
+        relative_bias_tpl=Config(RelativeBias),
+        qkv_tpl=Change(
+            CombinedProjection.HParams.config(dtype="bfloat16"), given={"combined_qkv": True}
+        ),
+        **HEADS,
+    ),
+    of(
+        CrossAttention,
+        {"input_dims": DIMS, "num_heads": 4},
+        reads_a_memory,
+        memory_dims=16,
+        **HEADS,
+    ),
+    of(
+        MultiHeadLatentAttention,
+        {
+            "input_dims": DIMS,
+            "num_heads": 4,
+            "latent_dims": 4,
+            "plain_dim_per_head": 4,
+            "rotary_dim_per_head": 2,
+            "value_dim_per_head": 4,
+        },
+        whole_and_cached,
+        query_latent_dims=4,
+        rotary_tpl=RotaryPositionalEmbedding.HParams.config(max_timescale=100.0),
+        bias_tpl=Change(Config(Bias, dtype="bfloat16"), given={"use_bias": True}),
+        window=2,
+        **EVERYWHERE,
+    ),
+    of(
+        HeadProjection,
+        {"input_dims": DIMS, "num_heads": 4, "head_dim": 4},
+        lambda layer: layer(NUMBERS[..., : layer.input_dims]),
+        dot_tpl=FP8,
+    ),
+    of(
+        OutputProjection,
+        {"output_dims": DIMS, "num_heads": 4, "head_dim": 4},
+        lambda layer: layer(in_heads(layer)),
+        dot_tpl=FP8,
+    ),
+    of(
+        CombinedProjection,
+        {"input_dims": DIMS, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4},
+        lambda layer: layer(NUMBERS[..., : layer.input_dims]),
+        dot_tpl=FP8,
+    ),
+    of(
+        RelativeBias,
+        {"num_heads": 4},
+        lambda layer: layer(POSITIONS, POSITIONS),
+        weight_init=WeightInit.Constant(1.0),
+    ),
+    of(Alibi, {"num_heads": 4}, lambda layer: layer(POSITIONS, POSITIONS)),
+]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.layer_class.__name__)
+def test_no_field_is_dead(example, sharding):
+    assert dead_fields(example, sharding=sharding) == []
+
+
+def test_every_layer_has_an_example():
+    shown = {example.layer_class for example in EXAMPLES} | {BaseLayer, BaseAttention}
+    for info in pkgutil.walk_packages(attention.__path__, "layerkit.layers.attention."):
+        for _, thing in inspect.getmembers(importlib.import_module(info.name), inspect.isclass):
+            if issubclass(thing, BaseLayer) and thing.__module__ == info.name:
+                assert thing in shown

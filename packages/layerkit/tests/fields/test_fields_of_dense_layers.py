@@ -1,0 +1,279 @@
+"""Every field of every layer that has no folder or file of its own here changes something."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+import layerkit.layers as L  # noqa: N812 - the index is read as one name, a layer a line
+from layerkit.base_layer import BaseLayer
+from layerkit.config import Config
+from layerkit.layers.adapters import LoraDot
+from layerkit.layers.embeddings import ClassSoftmax
+from layerkit.layers.products import Dot
+from layerkit.layers.quantization.fp8 import Fp8Dot
+from layerkit.layers.rotary_scaling import LinearScaling
+from layerkit.testing import Change, Example, dead_fields
+from layerkit.weights import WeightHParams, WeightInit
+
+# Modules whose layers have their examples in another file.
+ELSEWHERE = {
+    "layerkit.layers.attention": "test_fields_of_attention.py",
+    "layerkit.layers.moe": "test_fields_of_stacks.py",
+    "layerkit.layers.feed_forward": "test_fields_of_stacks.py",
+    "layerkit.layers.pipeline": "test_fields_of_stacks.py",
+    "layerkit.layers.pipelined_transformer": "test_fields_of_stacks.py",
+    "layerkit.layers.residual_adapters": "test_fields_of_stacks.py",
+    "layerkit.layers.repeat": "test_fields_of_stacks.py",
+    "layerkit.layers.stacks": "test_fields_of_stacks.py",
+    "layerkit.layers.transformer": "test_fields_of_stacks.py",
+}
+
+BATCH, LENGTH, DIMS = 4, 8, 8
+RANDOM = np.random.default_rng(0)
+# Wide enough for every change of a size.
+NUMBERS = jnp.asarray(RANDOM.normal(size=(BATCH, LENGTH, 64)), jnp.float32)
+IDS = jnp.asarray(RANDOM.integers(0, 16, (BATCH, LENGTH)), jnp.int32)
+IS_TOKEN = jnp.arange(LENGTH) < jnp.array([8, 5, 2, 0])[:, None]
+
+
+def of(layer_class, fields, run, **changes):
+    return Example(Config(layer_class, **fields), run, changes)
+
+
+def inputs(dims):
+    return NUMBERS[..., :dims]
+
+
+def on_inputs(name="input_dims"):
+    return lambda layer: layer(inputs(getattr(layer, name)))
+
+
+def softmax(layer):
+    hidden = inputs(layer.input_dims)
+    outputs = [layer(hidden, labels=IDS, weights=jnp.ones(IDS.shape)), layer.logits(hidden)]
+    return [*outputs, layer.embed(IDS)] if hasattr(layer, "embed") else outputs
+
+
+def sigmoid_cross_entropy(layer):
+    features = inputs(layer.input_dims)
+    labels = NUMBERS[..., : layer.num_classes] > 0
+    return layer(features, labels, jnp.ones(IDS.shape))
+
+
+class FlaxBlock(nn.Module):
+    features: int = DIMS
+
+    @nn.compact
+    def __call__(self, x, *, train=False, deterministic=True):
+        x = nn.Dense(self.features)(x)
+        x = nn.Dropout(0.5, deterministic=not train)(x)
+        return nn.Dropout(0.5, deterministic=deterministic)(x)
+
+
+DENSE = {"input_dims": DIMS, "output_dims": DIMS}
+CLASSES = {"input_dims": DIMS, "num_classes": 16}
+GAUSSIAN = WeightInit.Gaussian()
+FP8 = Config(Fp8Dot)
+SOFTMAX_CHANGES = {
+    "logit_scale": 0.5,
+    "logit_soft_cap": 3.0,
+    "chunk_size": 2,
+    "label_smoothing": 0.1,
+    "z_loss_weight": 0.1,
+    "bias_axes": Change((None,), given={"use_bias": True}),
+    "activation_axes": ("batch", None, None),
+    "weight_init": GAUSSIAN,
+}
+WITHOUT_FIELDS = (
+    L.Identity,
+    L.ReLU,
+    L.ReLU6,
+    L.CubedReLU,
+    L.Exp,
+    L.Sigmoid,
+    L.SiLU,
+    L.Softplus,
+    L.SquaredReLU,
+    L.Tanh,
+)
+
+EXAMPLES = [
+    *(of(layer, {}, lambda layer: layer(NUMBERS)) for layer in WITHOUT_FIELDS),
+    of(L.GELU, {}, lambda layer: layer(NUMBERS)),
+    of(L.ELU, {}, lambda layer: layer(NUMBERS)),
+    of(L.LeakyReLU, {}, lambda layer: layer(NUMBERS)),
+    of(L.SineReLU, {}, lambda layer: layer(NUMBERS)),
+    of(
+        L.Linear,
+        DENSE,
+        on_inputs(),
+        activation_axes=("batch", "length", None),
+        weight_init=GAUSSIAN,
+        dot_tpl=FP8,
+    ),
+    of(L.Bias, {"dims": DIMS}, on_inputs("dims"), axes=("embed",)),
+    of(L.FeedForward, DENSE, on_inputs(), activation_tpl=Config(L.GELU)),
+    of(
+        L.Einsum,
+        {
+            "equation": "bld,dhk->blhk",
+            "weight_shape": (DIMS, 2, 4),
+            "weight_axes": ("embed", "heads", None),
+        },
+        lambda layer: layer(inputs(DIMS)),
+        equation="bld,dhk->blkh",
+        weight_shape=(DIMS, 4, 4),
+        activation_axes=("batch", "length", None, None),
+        weight_init=GAUSSIAN,
+        dot_tpl=FP8,
+    ),
+    of(
+        LoraDot,
+        {"weight": WeightHParams((DIMS, DIMS), axes=("embed", "mlp"))},
+        lambda layer: layer(inputs(layer.weight.shape[0]), jnp.ones(layer.weight.shape)),
+        weight=WeightHParams((DIMS, 2 * DIMS), axes=("embed", "mlp")),
+        dot_tpl=FP8,
+    ),
+    of(Dot, {}, lambda layer: layer(inputs(DIMS), jnp.ones((DIMS, DIMS)))),
+    of(Fp8Dot, {}, lambda layer: layer(inputs(DIMS), jnp.ones((DIMS, DIMS)))),
+    of(L.RmsNorm, {"dims": DIMS}, on_inputs("dims")),
+    of(L.RmsNormNoScale, {}, lambda layer: layer(inputs(DIMS))),
+    of(L.LayerNorm, {"dims": DIMS}, on_inputs("dims")),
+    of(
+        L.BatchNorm,
+        {"dims": DIMS},
+        lambda layer: layer(inputs(layer.dims), is_token=IS_TOKEN),
+        decay=0.9,
+    ),
+    of(
+        L.GroupNorm,
+        {"dims": DIMS, "num_groups": 2},
+        lambda layer: layer(inputs(layer.dims), is_token=IS_TOKEN),
+    ),
+    of(
+        L.Dropout,
+        {"rate": 0.25},
+        lambda layer: layer(NUMBERS),
+        broadcast_dims=(-2,),
+    ),
+    of(L.StochasticResidual, {"rate": 0.25}, lambda layer: layer(NUMBERS, NUMBERS)),
+    of(
+        L.Embedding,
+        CLASSES,
+        lambda layer: layer(IDS),
+        activation_axes=("batch", None, None),
+        weight_init=GAUSSIAN,
+    ),
+    of(L.FullSoftmax, CLASSES, softmax, **SOFTMAX_CHANGES),
+    of(
+        L.SharedEmbeddingSoftmax,
+        CLASSES,
+        softmax,
+        embedding_axes=("batch", None, None),
+        **SOFTMAX_CHANGES,
+    ),
+    of(
+        L.SigmoidCrossEntropy,
+        {"input_dims": DIMS, "num_classes": 4},
+        sigmoid_cross_entropy,
+        initial_probability=0.1,
+    ),
+    of(L.PositionalEmbedding, {"dims": DIMS}, lambda layer: layer(IDS)),
+    of(L.PositionalEmbedding2D, {"dims": DIMS}, lambda layer: layer(IDS, IDS)),
+    of(
+        L.TrainablePositionalEmbedding,
+        {"dims": DIMS, "max_length": LENGTH},
+        lambda layer: layer(IDS),
+        weight_init=GAUSSIAN,
+    ),
+    of(
+        L.RotaryPositionalEmbedding,
+        {"dims": DIMS},
+        lambda layer: layer(NUMBERS[..., None, : layer.dims], IDS),
+        fraction=0.5,
+        pairing="neighbours",
+        scaling=LinearScaling(factor=2.0),
+    ),
+    of(
+        L.MaskedLmAugmenter,
+        {"vocab_size": 16, "mask_token_id": 1},
+        lambda layer: layer(IDS, can_mask=IS_TOKEN),
+        replace_prob=0.5,
+    ),
+    of(
+        L.Sequential,
+        {"layer_tpls": (Config(L.ReLU),)},
+        lambda layer: layer(NUMBERS),
+        layer_tpls=(Config(L.Tanh),),
+    ),
+    of(
+        L.MLPBlock,
+        {"input_dims": DIMS, "hidden_dims": (4,), "output_dims": DIMS},
+        on_inputs(),
+        hidden_dims=(4, 4),
+        activation_tpl=Config(L.GELU),
+    ),
+    of(L.StackingOverTime, {}, lambda layer: layer(NUMBERS), stride=2),
+    of(
+        L.FlaxModule,
+        {"module_tpl": Config(FlaxBlock), "example_shapes": ((2, DIMS),)},
+        lambda layer: layer(inputs(layer.example_shapes[0][-1])),
+        module_tpl=Config(FlaxBlock, features=4),
+        example_shapes=((2, 4),),
+        example_dtypes=Change(("float32", "int32"), refusal="2 example_dtypes for 1"),
+        train_argument="train",
+        evaluation_argument="deterministic",
+        random_streams=Change(("noise", "dropout"), given={"train_argument": "train"}),
+    ),
+]
+
+# What other layers are made from, and never used as it is.
+BASES = {BaseLayer, L.BaseActivation, ClassSoftmax}
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.layer_class.__name__)
+def test_no_field_is_dead(example, sharding):
+    assert dead_fields(example, sharding=sharding) == []
+
+
+def test_every_layer_has_an_example_here_or_elsewhere():
+    shown = {example.layer_class for example in EXAMPLES} | BASES
+    missing = []
+    for info in pkgutil.walk_packages(L.__path__, "layerkit.layers."):
+        if any(info.name == name or info.name.startswith(f"{name}.") for name in ELSEWHERE):
+            continue
+        for _, thing in inspect.getmembers(importlib.import_module(info.name), inspect.isclass):
+            if issubclass(thing, BaseLayer) and thing.__module__ == info.name:
+                missing += [thing.__qualname__] if thing not in shown else []
+    assert missing == []
+    assert all((Path(__file__).parent / file).exists() for file in ELSEWHERE.values())
+
+
+def test_a_field_that_nobody_reads_is_found():
+    class Doubled(BaseLayer):
+        times: float = 2.0
+        nobody_reads: float = 1.0
+
+        def fprop(self, x):
+            unused = x * self.nobody_reads
+            del unused
+            return x * self.times
+
+    example = of(Doubled, {}, lambda layer: layer(NUMBERS))
+    assert dead_fields(example) == ["nobody_reads"]
+
+
+def test_changes_must_be_of_fields_and_refusals_must_happen():
+    example = of(L.RmsNorm, {"dims": DIMS}, on_inputs("dims"), epsilom=1.0)
+    with pytest.raises(ValueError, match=r"RmsNorm has no fields \['epsilom'\]"):
+        dead_fields(example)
+    example = of(L.RmsNorm, {"dims": DIMS}, on_inputs("dims"), epsilon=Change(1.0, refusal="no"))
+    assert dead_fields(example) == ["epsilon"]

@@ -1,0 +1,140 @@
+"""Every field of every model changes something."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import layerkit.layers as L  # noqa: N812 - the index is read as one name, a layer a line
+import layerkit.models as M  # noqa: N812
+from layerkit.base_layer import BaseLayer
+from layerkit.base_model import BaseModel
+from layerkit.config import Config
+from layerkit.decoding import SampleDecoder
+from layerkit.nested_map import NestedMap
+from layerkit.testing import Change, Example, dead_fields
+
+BATCH, LENGTH, VOCAB = 4, 8, 16
+RANDOM = np.random.default_rng(0)
+IDS, LABELS = jnp.asarray(RANDOM.integers(0, VOCAB, (2, BATCH, LENGTH)), jnp.int32)
+WEIGHTS = jnp.ones((BATCH, LENGTH))
+ROWS = NestedMap(ids=IDS, labels=LABELS, weights=WEIGHTS)
+NUMBERS = jnp.asarray(RANDOM.normal(size=(BATCH, 8)), jnp.float32)
+EMBEDDING = Config(L.Embedding)
+POSITION = Config(L.PositionalEmbedding)
+GREEDY = Config(SampleDecoder, temperature=0.0, max_decode_steps=8)
+# The prompt is one token, and the mesh splits what the cache holds.
+ONE_AND_15 = Config(SampleDecoder, temperature=0.0, max_decode_steps=15)
+
+
+def of(layer_class, fields, run, **changes):
+    return Example(Config(layer_class, **fields), run, changes)
+
+
+def small(layer_class, **fields):
+    sizes = {"vocab_size": VOCAB, "model_dims": 8, "hidden_dims": 8, "num_heads": 4}
+    return Config(layer_class, **sizes, **fields)
+
+
+def lm(layer):
+    return layer(IDS, labels=LABELS, weights=WEIGHTS)
+
+
+def encoder_decoder(layer):
+    return layer(IDS, LABELS, labels=IDS, weights=WEIGHTS)
+
+
+def model(batch):
+    return lambda layer: layer(batch)
+
+
+def model_and_decoding(batch):
+    return lambda layer: (layer(batch), layer.decode(batch).ids)
+
+
+PREFERENCES = NestedMap(chosen=ROWS, rejected=NestedMap(ROWS, ids=LABELS, labels=IDS))
+
+EXAMPLES = [
+    Example(
+        small(M.TransformerLm),
+        lm,
+        {
+            "num_kv_heads": 2,
+            "dim_per_head": 4,
+            "embedding_tpl": EMBEDDING,
+            "position_tpl": POSITION,
+            "embedding_norm_tpl": Config(L.LayerNorm),
+            "dropout_rate": 0.5,
+        },
+    ),
+    Example(
+        small(M.TransformerEncoderDecoder),
+        encoder_decoder,
+        {
+            "source_vocab_size": Change(32, given={"source_embedding_tpl": EMBEDDING}),
+            "num_kv_heads": 2,
+            "dim_per_head": 4,
+            "embedding_tpl": EMBEDDING,
+            "source_embedding_tpl": EMBEDDING,
+            "position_tpl": POSITION,
+            "dropout_rate": 0.5,
+        },
+    ),
+    of(
+        M.LanguageModel,
+        {"lm_tpl": small(M.TransformerLm), "decoder": GREEDY},
+        model_and_decoding(ROWS),
+        decoder=Config(SampleDecoder, temperature=0.0, max_decode_steps=16),
+    ),
+    of(
+        M.SequenceModel,
+        {"model_tpl": small(M.TransformerEncoderDecoder), "decoder": ONE_AND_15},
+        model_and_decoding(NestedMap(src=NestedMap(ids=IDS), tgt=ROWS)),
+        decoder=Config(SampleDecoder, temperature=0.0, max_decode_steps=31),
+    ),
+    of(
+        M.BertModel,
+        {"lm_tpl": small(M.TransformerLm, is_causal=False)},
+        model(NestedMap(ids=IDS)),
+        augmenter_tpl=Config(L.MaskedLmAugmenter, mask_prob=0.5),
+        unmasked_ids=(1,),
+    ),
+    of(
+        M.ClassificationModel,
+        {
+            "network_tpl": Config(L.Linear, input_dims=8, output_dims=8),
+            "softmax_tpl": Config(
+                L.FullSoftmax, input_dims=8, num_classes=4, activation_axes=("batch", None)
+            ),
+        },
+        model(NestedMap(inputs=NUMBERS, labels=IDS[:, 0] % 4)),
+        input_field=Change("image", refusal="input_field='image' is not in the batch"),
+        label_field=Change("digit", refusal="label_field='digit' is not in the batch"),
+        top_k=2,
+    ),
+    of(
+        M.DpoModel,
+        {"lm_tpl": small(M.TransformerLm)},
+        model(PREFERENCES),
+        reference="none",
+        loss="hinge",
+    ),
+]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.layer_class.__name__)
+def test_no_field_is_dead(example, sharding):
+    assert dead_fields(example, sharding=sharding) == []
+
+
+def test_every_model_has_an_example():
+    shown = {example.layer_class for example in EXAMPLES} | {BaseLayer, BaseModel}
+    for info in pkgutil.walk_packages(M.__path__, "layerkit.models."):
+        for _, thing in inspect.getmembers(importlib.import_module(info.name), inspect.isclass):
+            if issubclass(thing, BaseLayer) and thing.__module__ == info.name:
+                assert thing in shown

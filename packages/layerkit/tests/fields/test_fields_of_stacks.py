@@ -1,0 +1,212 @@
+"""Every field of feed-forward blocks, mixtures of experts and stacks changes something."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import layerkit.layers as L  # noqa: N812 - the index is read as one name, a layer a line
+import layerkit.layers.moe
+from layerkit.base_layer import BaseLayer
+from layerkit.config import Config
+from layerkit.layers.masks import AttentionMask, row_positions
+from layerkit.layers.quantization.fp8 import Fp8Dot
+from layerkit.testing import Change, Example, dead_fields
+from layerkit.weights import WeightInit
+
+BATCH, LENGTH, DIMS = 4, 8, 8
+NUMBERS = jnp.asarray(np.random.default_rng(0).normal(size=(BATCH, LENGTH, 64)), jnp.float32)
+MEMORY = NUMBERS[:, ::-1]
+POSITIONS = row_positions(BATCH, LENGTH)
+SEGMENTS = jnp.asarray(np.sort(np.arange(BATCH * LENGTH).reshape(BATCH, LENGTH) % 3), jnp.int32)
+MASK = AttentionMask.causal_mask(BATCH, LENGTH, segment_ids=SEGMENTS)
+GAUSSIAN = WeightInit.Gaussian()
+CROSS = Config(L.CrossAttention)
+MODULES = (
+    "feed_forward",
+    "pipeline",
+    "pipelined_transformer",
+    "repeat",
+    "residual_adapters",
+    "stacks",
+    "transformer",
+)
+
+
+def of(layer_class, fields, run, **changes):
+    return Example(Config(layer_class, **fields), run, changes)
+
+
+def on_tokens(layer):
+    x = NUMBERS[..., : layer.input_dims]
+    return layer(x, is_token=SEGMENTS != 0), layer(x)
+
+
+def route(layer):
+    # Twice, so that what a step leaves behind is seen by the next.
+    x = NUMBERS[..., : layer.input_dims]
+    first = layer(x, is_token=SEGMENTS != 0)
+    return first.weights, first.experts, layer(x).experts
+
+
+def whole_and_cached(layer):
+    """With a memory, which only layers with cross attention take."""
+    x = NUMBERS[..., : layer.input_dims]
+    memory, memory_mask = None, None
+    if "cross_attention" in repr(layer) and reads_memory(layer):
+        memory = MEMORY[..., : layer.input_dims]
+        memory_mask = AttentionMask.cross_mask(BATCH, LENGTH, LENGTH, key_segments=SEGMENTS)
+    return layer(x, mask=MASK, positions=POSITIONS, memory=memory, memory_mask=memory_mask)
+
+
+def reads_memory(layer):
+    template = layer if isinstance(layer, L.Transformer) else layer.pattern[0]
+    return template.cross_attention_tpl is not None
+
+
+def cached(layer):
+    layer.init_cache(BATCH, LENGTH)
+    x = NUMBERS[:, :1, : layer.input_dims]
+    return layer.extend_step(x, time_step=jnp.int32(0), positions=POSITIONS[:, :1])
+
+
+def stack(layer):
+    whole = whole_and_cached(layer)
+    return whole if reads_memory(layer) else (whole, cached(layer))
+
+
+def wide_layer(**fields):
+    return Config(L.Transformer, dtype="bfloat16", **fields)
+
+
+LAYER = {"input_dims": DIMS, "hidden_dims": 8, "num_heads": 4}
+STACK_CHANGES = {
+    "num_kv_heads": 2,
+    "dim_per_head": 4,
+    "remat": "full",
+    "relative_bias_tpl": Config(L.RelativeBias),
+    "block_tpls": (wide_layer(),),
+    "droppath_rate": 0.5,
+}
+MOE = {"input_dims": DIMS, "hidden_dims": 8, "num_experts": 4}
+WITH_CAPACITY = {"capacity_factor": 1.0}
+SHARED = {"num_shared_experts": 1}
+IN_GROUPS = {"num_expert_groups": 2, "num_chosen_groups": 1}
+BY_SIZE = {"num_microbatches": None, "microbatch_size": 2}
+
+EXAMPLES = [
+    of(
+        L.TransformerFeedForward,
+        {"input_dims": DIMS, "hidden_dims": 8},
+        on_tokens,
+        bias_tpl=Change(Config(L.Bias, dtype="bfloat16"), given={"has_bias": True}),
+        activation_tpl=Config(L.Tanh),
+        down_init=GAUSSIAN,
+    ),
+    of(
+        L.ResidualAdapter,
+        {"input_dims": DIMS},
+        lambda layer: layer(NUMBERS[..., : layer.input_dims]),
+        activation_tpl=Config(L.Tanh),
+    ),
+    of(
+        L.AdaptedFeedForward,
+        {"input_dims": DIMS, "hidden_dims": 8},
+        on_tokens,
+        bias_tpl=Change(Config(L.Bias, dtype="bfloat16"), given={"has_bias": True}),
+        activation_tpl=Config(L.Tanh),
+        down_init=GAUSSIAN,
+    ),
+    of(
+        L.AdaptedOutputProjection,
+        {"output_dims": DIMS, "num_heads": 2, "head_dim": 4},
+        lambda layer: layer(jnp.ones((BATCH, LENGTH, layer.num_heads, layer.head_dim))),
+        dot_tpl=Config(Fp8Dot),
+    ),
+    of(
+        L.MoeFeedForward,
+        MOE,
+        on_tokens,
+        activation_tpl=Config(L.Tanh),
+        capacity_factor=1.0,
+        num_groups=Change(2, given=WITH_CAPACITY),
+        grouped_matmul=Change("gmm", refusal="gmm"),
+        use_shared_gate=Change(value=True, given=SHARED),
+        shared_tpl=Change(Config(L.TransformerFeedForward, dtype="bfloat16"), given=SHARED),
+        weight_init=GAUSSIAN,
+        down_init=GAUSSIAN,
+        dot_tpl=Change(Config(Fp8Dot), given=WITH_CAPACITY),
+    ),
+    of(
+        L.TopKRouter,
+        {"input_dims": DIMS, "num_experts": 8},
+        route,
+        score="sigmoid",
+        score_bias_rate=Change(0.1, given={"use_score_bias": True}),
+        num_expert_groups=Change(4, given=IN_GROUPS),
+        num_chosen_groups=Change(2, given=IN_GROUPS),
+        weight_init=GAUSSIAN,
+    ),
+    of(
+        L.Transformer,
+        LAYER,
+        lambda layer: whole_and_cached(layer),
+        num_kv_heads=2,
+        dim_per_head=4,
+        norm_policy="post",
+        parallel_shares_norm=Change(value=True, given={"parallel": True}),
+        cross_attention_tpl=CROSS,
+    ),
+    of(L.StackedTransformer, LAYER, stack, **STACK_CHANGES),
+    of(
+        L.StackedTransformerRepeated,
+        {**LAYER, "num_layers": 4},
+        stack,
+        stacked_shape=(2, 2),
+        **STACK_CHANGES,
+    ),
+    of(
+        L.PipelinedTransformer,
+        {**LAYER, "num_layers": 2, "num_microbatches": 2},
+        stack,
+        num_microbatches=1,
+        microbatch_size=Change(4, given=BY_SIZE),
+        stage_remat="none",
+        **STACK_CHANGES,
+    ),
+    of(
+        L.Repeat,
+        {"sub_tpl": Config(L.LayerNorm, dims=DIMS), "num_repeats": 2},
+        lambda layer: layer(NUMBERS[..., :DIMS]),
+        remat="full",
+    ),
+    of(
+        L.Pipeline,
+        {"stage_tpl": Config(L.LayerNorm, dims=DIMS), "num_stages": 2, "num_microbatches": 2},
+        lambda layer: layer(NUMBERS[..., :DIMS]),
+        num_stages=Change(1, given={"stream_inputs": False}),
+        num_microbatches=Change(1, given={"stream_inputs": False}),
+        microbatch_size=Change(4, given=BY_SIZE),
+        remat="none",
+    ),
+]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.layer_class.__name__)
+def test_no_field_is_dead(example, sharding):
+    assert dead_fields(example, sharding=sharding) == []
+
+
+def test_every_layer_has_an_example():
+    names = [f"layerkit.layers.{name}" for name in MODULES]
+    inside = pkgutil.walk_packages(layerkit.layers.moe.__path__, "layerkit.layers.moe.")
+    shown = {example.layer_class for example in EXAMPLES} | {BaseLayer}
+    for name in [*names, *(info.name for info in inside)]:
+        for _, thing in inspect.getmembers(importlib.import_module(name), inspect.isclass):
+            if issubclass(thing, BaseLayer) and thing.__module__ == name:
+                assert thing in shown

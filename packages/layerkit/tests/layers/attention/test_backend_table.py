@@ -1,0 +1,301 @@
+"""Every backend and every kind of attention: what it does, and what it refuses.
+
+docs/attention_backends.md is written from these cells. What says "equals xla" is proven here:
+the kernel runs step by step on the CPU, and its values and gradients are compared with `xla`. Write
+the page anew with
+
+    REWRITE_BACKEND_TABLE=1 python -m pytest packages/layerkit/tests -k test_the_page_is
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layerkit.layers.attention.backends import BackendRefusal, select_backend
+from layerkit.layers.attention.dot_product import describe_call, dot_product_attention
+from layerkit.layers.masks import AttentionMask
+from layerkit.sharding import BoundSharding
+
+PAGE = Path(__file__).parents[5] / "docs" / "attention_backends.md"
+BATCH = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One kind of attention; what it does not say is plain causal attention of two heads."""
+
+    mask: Callable[[int, int], AttentionMask | None] = lambda q, k: AttentionMask.causal_mask(
+        BATCH, q
+    )
+    heads: int = 2
+    kv_heads: int = 2
+    head_dim: int | None = None
+    value_dim: int | None = None
+    dtype: Any = None
+    queries: int | None = None
+    length: int | None = None
+    bias_dtype: Any = None
+    sinks: bool = False
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A backend on a platform, and the sizes that it is tried with."""
+
+    backend: str
+    platform: str
+    length: int
+    head_dim: int = 8
+    dtype: Any = jnp.float32
+    ring: bool = False
+
+
+COLUMNS = {
+    "xla": Column("xla", "cpu", length=16),
+    "cudnn (GPU)": Column("cudnn", "gpu", length=128, head_dim=64, dtype=jnp.bfloat16),
+    "pallas (GPU)": Column("pallas", "gpu", length=48),
+    "pallas (TPU)": Column("pallas", "tpu", length=256),
+    "ring": Column("xla", "cpu", length=16, ring=True),
+}
+
+
+def segments(length):
+    """Two rows of unequal documents; the first ends in padding."""
+    bounds = np.array([[3, 6, 7], [2, 5, 8]]) * length // 8
+    position = np.arange(length)
+    ids = 1 + (position[None, :, None] >= bounds[:, None, :]).sum(axis=-1)
+    return jnp.asarray(np.where(ids > 3, 0, ids), jnp.int32)
+
+
+def packed(q, k):
+    return AttentionMask.causal_mask(BATCH, q, segment_ids=segments(q))
+
+
+def cross(q, k):
+    """Attention to a memory of which each row has another length."""
+    rows = [jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (BATCH, n)) for n in (q, k)]
+    has_memory = (rows[1] < jnp.array([[k], [k // 2]])).astype(jnp.int32)
+    return AttentionMask(*rows, jnp.ones_like(rows[0]), has_memory)
+
+
+def unknown_positions(q, k):
+    positions = jnp.broadcast_to(jnp.arange(q, dtype=jnp.int32)[::-1], (BATCH, q))
+    return AttentionMask(positions, positions, causal=True)
+
+
+def drop_some(probabilities):
+    return probabilities * (jnp.arange(probabilities.shape[-1]) % 3 > 0)
+
+
+CELLS = {
+    "no mask": Cell(mask=lambda q, k: None),
+    "causal": Cell(),
+    "causal, window of 5": Cell(mask=lambda q, k: AttentionMask.causal_mask(BATCH, q).within(5)),
+    "window of 5 both ways": Cell(
+        mask=lambda q, k: AttentionMask.bidirectional_mask(BATCH, q).within(5)
+    ),
+    "packed rows with padding, causal": Cell(mask=packed),
+    "padded rows, not causal": Cell(
+        mask=lambda q, k: AttentionMask.bidirectional_mask(BATCH, q, segment_ids=segments(q))
+    ),
+    "packed, window of 5": Cell(mask=lambda q, k: packed(q, k).within(5)),
+    "prefix": Cell(
+        mask=lambda q, k: AttentionMask.causal_mask(
+            BATCH, q, prefix_lengths=jnp.array([3, 7], jnp.int32)
+        )
+    ),
+    "grouped queries": Cell(heads=4),
+    "multi-query": Cell(heads=4, kv_heads=1),
+    "logit cap": Cell(options={"logit_cap": 1.5}),
+    "bias, float32": Cell(bias_dtype=jnp.float32),
+    "bias, bfloat16 like the rest": Cell(bias_dtype=jnp.bfloat16, dtype=jnp.bfloat16),
+    "sinks": Cell(sinks=True),
+    "dropout": Cell(options={"dropout": drop_some}),
+    "bfloat16": Cell(dtype=jnp.bfloat16),
+    "float16": Cell(dtype=jnp.float16),
+    "float32": Cell(dtype=jnp.float32),
+    "heads of 20": Cell(head_dim=20),
+    "heads of 256": Cell(head_dim=256),
+    "keys of 24, values of 16": Cell(head_dim=24, value_dim=16),
+    "length of 40": Cell(length=40),
+    "positions of unknown order": Cell(mask=unknown_positions),
+    "the same, empty rows zeroed": Cell(
+        mask=unknown_positions, options={"zero_fully_masked_rows": True}
+    ),
+    "cached prompt of 16 tokens": Cell(
+        mask=lambda q, k: AttentionMask.decoding_mask(BATCH, q, k, time_step=4),
+        queries=16,
+        options={"zero_fully_masked_rows": True},
+    ),
+    "cached step of 1 token": Cell(
+        mask=lambda q, k: AttentionMask.decoding_mask(BATCH, q, k, time_step=4),
+        queries=1,
+        options={"zero_fully_masked_rows": True},
+    ),
+    "memory without padding": Cell(mask=lambda q, k: None, queries=128),
+    "padded memory, empty rows zeroed": Cell(
+        mask=cross, queries=128, options={"zero_fully_masked_rows": True}
+    ),
+    "everything above but bias, prefix, dropout": Cell(
+        mask=lambda q, k: packed(q, k).within(5),
+        heads=4,
+        head_dim=24,
+        value_dim=16,
+        sinks=True,
+        options={"logit_cap": 1.5},
+    ),
+}
+
+
+def bound_ring():
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("context",), axis_types=auto, devices=jax.devices()[:2])
+    return BoundSharding(mesh)
+
+
+def arguments(cell: Cell, column: Column):
+    """(query, key, value), options with a gradient, and the other options."""
+    length = cell.length or column.length
+    queries = cell.queries or length
+    head_dim = cell.head_dim or column.head_dim
+    value_dim = cell.value_dim or head_dim
+    dtype = cell.dtype or column.dtype
+    shapes = {
+        "query": (BATCH, queries, cell.heads, head_dim),
+        "key": (BATCH, length, cell.kv_heads, head_dim),
+        "value": (BATCH, length, cell.kv_heads, value_dim),
+    }
+    random = np.random.default_rng(0)
+    inputs = [jnp.asarray(random.normal(size=shape), dtype) for shape in shapes.values()]
+    learned = {}
+    if cell.bias_dtype is not None:
+        bias = random.normal(size=(1, cell.heads, queries, length))
+        learned["bias"] = jnp.asarray(bias, cell.bias_dtype)
+    if cell.sinks:
+        learned["sinks"] = jnp.asarray(random.normal(size=cell.heads), jnp.float32)
+    return inputs, learned, {"mask": cell.mask(queries, length), **cell.options}
+
+
+def verdict(cell: Cell, column: Column) -> str:
+    inputs, learned, options = arguments(cell, column)
+    ring = {"sharding": bound_ring(), "context_parallel": "ring"} if column.ring else {}
+    if column.ring and any(x.shape[1] % 2 for x in inputs[:2]):
+        return "refuses: it needs lengths that the devices divide"
+    call = describe_call(*inputs, **learned, **options, platform=column.platform, **ring)
+    try:
+        select_backend(column.backend, dataclasses.replace(call, has_cudnn=True))
+    except BackendRefusal as refusal:
+        reasons = str(refusal).split("asked: ")[1].split(". Use ")[0]
+        return f"refuses: {reasons}"
+    return {"xla": "yes", "cudnn": "lowered"}.get(
+        "ring" if column.ring else column.backend, "equals xla"
+    )
+
+
+def rendered() -> str:
+    """The page, from its text above and the verdicts."""
+    head = INTRODUCTION.strip()
+    lines = [
+        f"| | {' | '.join(COLUMNS)} |",
+        f"|---|{'---|' * len(COLUMNS)}",
+        *(
+            f"| {name} | {' | '.join(verdict(cell, column) for column in COLUMNS.values())} |"
+            for name, cell in CELLS.items()
+        ),
+    ]
+    return f"{head}\n\n" + "\n".join(lines) + "\n"
+
+
+INTRODUCTION = """
+# Attention backends
+
+Written by packages/layerkit/tests/layers/attention/test_backend_table.py, which proves it; do not
+edit it by hand.
+
+`MultiHeadAttention(backend=…)` names who computes attention. `xla` is array code that does
+everything. `cudnn` and `pallas` are fused kernels: they never hold the logits in memory, and know
+some kinds of attention only. A backend that cannot do what is asked refuses with the reason. `auto`
+takes cuDNN on GPUs and Pallas on TPUs where the cell below allows it, `xla` elsewhere, and reports
+what it took and why. `ring` is no backend but `context_parallel="ring"`, for rows split over
+devices; the other way, `all_gather`, does what the backend does.
+
+- **equals xla**: values and gradients are those of `xla`. Kernels run step by step on a CPU for it
+  (`interpret=True`), the ring on simulated devices.
+- **lowered**: accepted, and lowered for NVIDIA GPUs with the gradient; *not run here*, for want of
+  a GPU. On a machine with one, `test_cudnn_equals_xla` compares the values.
+- **refuses**: the reason that the user reads.
+
+No kernel has been run on an accelerator by these tests. All of them were compiled for their
+hardware without it, forward and backward: those for TPUs for a TPU v5p, those for GPUs for an H100
+(`test_kernels_compile.py`, where libtpu or JAX's CUDA plugin is installed).
+
+`pallas (GPU)` is our own kernel, in
+[flash_gpu.py](../packages/layerkit/src/layerkit/layers/attention/flash_gpu.py); `pallas (TPU)` is
+JAX's splash attention; `cudnn` is reached by `jax.nn.dot_product_attention`. On TPUs a bfloat16
+query is rounded once more after it is scaled, unless the scale is a power of two. A causal ring
+takes the time of a ring without a causal mask: the last device sees everything, the others wait.
+
+Each column is tried with the sizes that its kernel wants: {sizes}. The dtype is
+float32, for cuDNN bfloat16, unless the row names one. Rows are causal self-attention with two heads
+and change one thing about it.
+""".format(
+    sizes=", ".join(f"{name} a length of {column.length}" for name, column in COLUMNS.items())
+)
+
+ACCEPTED = [
+    pytest.param(cell, column, id=f"{name}-{column_name}")
+    for column_name, column in COLUMNS.items()
+    for name, cell in CELLS.items()
+    if column_name not in ("xla", "cudnn (GPU)") and verdict(cell, column) == "equals xla"
+]
+
+
+def test_the_page_is_what_the_backends_say():
+    page = rendered()
+    if os.environ.get("REWRITE_BACKEND_TABLE"):
+        PAGE.write_text(page)
+    assert PAGE.exists(), "the page is not written yet; see the docstring of this file"
+    assert page == PAGE.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cell", "column"), ACCEPTED)
+def test_an_accepted_cell_equals_xla(cell: Cell, column: Column):
+    inputs, learned, options = arguments(cell, column)
+    scale = inputs[0].shape[-1] ** -0.5
+    chosen = {"backend": column.backend, "platform": column.platform, "interpret": True}
+    if column.ring:
+        chosen |= {"sharding": bound_ring(), "context_parallel": "ring"}
+
+    def run(inputs, learned, choice):
+        def total(inputs, learned):
+            read = dot_product_attention(*inputs, scale=scale, **learned, **options, **choice)
+            weights = jnp.cos(jnp.arange(read.size, dtype=jnp.float32)).reshape(read.shape)
+            return jnp.sum(read.astype(jnp.float32) * weights), read
+
+        gradients, read = jax.grad(total, argnums=(0, 1), has_aux=True)(inputs, learned)
+        return read, gradients
+
+    both = jax.jit(
+        lambda inputs, learned: (
+            run(inputs, learned, chosen),
+            run(inputs, learned, {"backend": "xla"}),
+        )
+    )
+    ours, expected = (
+        jax.tree.map(lambda x: np.asarray(x, np.float32), tree) for tree in both(inputs, learned)
+    )
+    # A few roundings of the largest number.
+    eps = float(jnp.finfo(cell.dtype or column.dtype).eps)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=16 * eps * max(1.0, np.abs(b).max()))

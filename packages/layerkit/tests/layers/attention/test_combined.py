@@ -1,0 +1,134 @@
+"""One product for queries, keys and values: the layer is the same one."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from layerkit.layers.adapters import LoraDot, with_lora
+from layerkit.layers.attention.combined import CombinedProjection, combine_heads, split_heads
+from layerkit.layers.attention.multi_head import MultiHeadAttention
+from layerkit.layers.masks import AttentionMask
+from layerkit.layers.positions import RotaryPositionalEmbedding
+from layerkit.sharding import BoundSharding
+from layerkit.weights import logical_axes
+
+BATCH, LENGTH, DIMS, HEADS = 4, 6, 8, 4
+ROTARY = RotaryPositionalEmbedding.HParams.config()
+
+
+def make(**fields):
+    return MultiHeadAttention(
+        input_dims=DIMS, num_heads=HEADS, rotary_tpl=ROTARY, use_bias=True, **fields
+    )
+
+
+def drawn_weights(layer, seed=0):
+    """Weights without zeros: those that start at 0 would hide a fault."""
+    random = np.random.default_rng(seed)
+    shapes = jax.eval_shape(layer.init, jax.random.key(0))
+    return jax.tree.map(
+        lambda w: jnp.asarray(random.normal(0.0, 0.5, w.shape), jnp.float32), shapes
+    )
+
+
+def combined_weights(weights):
+    params = dict(weights["params"])
+    separate = [params.pop(name) for name in ("query", "key", "value")]
+    qkv = {n: combine_heads(*(part[n] for part in separate)) for n in ("w", "b")}
+    return {"params": {**params, "qkv": qkv}}
+
+
+def value_and_gradients(layer):
+    def loss(weights, x):
+        mask = AttentionMask.causal_mask(BATCH, LENGTH)
+        positions = jnp.broadcast_to(jnp.arange(LENGTH), (BATCH, LENGTH))
+        out = layer.apply(weights, x, mask=mask, positions=positions)
+        return jnp.sum(out**2), out
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
+def close(actual, expected):
+    def check(a, b):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * max(1.0, np.abs(b).max()))
+
+    jax.tree.map(check, actual, expected)
+
+
+X = jax.random.normal(jax.random.key(3), (BATCH, LENGTH, DIMS))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_equals_separate_projections_with_the_same_weights(kv_heads):
+    separate = make(num_kv_heads=kv_heads)
+    weights = drawn_weights(separate)
+    (_, expected), gradients = value_and_gradients(separate)(weights, X)
+    combined = make(num_kv_heads=kv_heads, combined_qkv=True)
+    moved = combined_weights(weights)
+    assert jax.tree.map(jnp.shape, moved) == jax.tree.map(
+        jnp.shape, combined.init(jax.random.key(0))
+    )
+    (_, out), found = value_and_gradients(combined)(moved, X)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+    close(found, combined_weights(gradients))
+
+
+def test_is_split_over_devices_by_groups():
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    layer = make(num_kv_heads=2, combined_qkv=True)
+    weights = drawn_weights(layer)
+    expected = value_and_gradients(layer)(weights, X)
+    bound = BoundSharding(mesh)
+    axes = logical_axes(layer.init_boxed(jax.random.key(0)))["params"]
+    assert axes["qkv"] == {
+        "w": ("embed", "kv_heads", None, "head_dim"),
+        "b": ("kv_heads", None, "head_dim"),
+    }
+    places = jax.tree.map(
+        lambda names: bound.sharding(names), axes, is_leaf=lambda leaf: isinstance(leaf, tuple)
+    )
+    placed = {"params": jax.device_put(weights["params"], places)}
+    w = placed["params"]["qkv"]["w"]
+    assert w.sharding.shard_shape(w.shape) == (DIMS // 2, 1, HEADS // 2 + 2, DIMS // HEADS)
+    close(value_and_gradients(layer.clone(sharding=bound))(placed, X), expected)
+
+
+def test_splitting_is_the_inverse_of_combining():
+    parts = [
+        np.arange(3 * heads * 2).reshape(3, heads, 2) + offset
+        for heads, offset in ((6, 0), (2, 100), (2, 200))
+    ]
+    combined = combine_heads(*map(jnp.asarray, parts))
+    assert combined.shape == (3, 2, 5, 2)
+    # Group 1: query heads 3, 4 and 5, key head 1, value head 1.
+    expected = [parts[0][:, 3], parts[0][:, 4], parts[0][:, 5], parts[1][:, 1], parts[2][:, 1]]
+    np.testing.assert_array_equal(combined[:, 1], np.stack(expected, axis=1))
+    for found, part in zip(split_heads(combined), parts, strict=True):
+        np.testing.assert_array_equal(found, part)
+
+
+def test_fans_are_those_of_the_one_product():
+    layer = CombinedProjection(input_dims=32, num_heads=4, num_kv_heads=2, head_dim=8)
+    w = layer.init(jax.random.key(0))["params"]["w"]
+    bound = (6 / (32 + (4 + 2 + 2) * 8)) ** 0.5
+    assert 0.98 * bound < np.abs(w).max() <= bound
+
+
+def test_takes_a_low_rank_adapter():
+    config = MultiHeadAttention.HParams.config(input_dims=DIMS, num_heads=HEADS, combined_qkv=True)
+    adapted = with_lora(config, rank=2, only="qkv_tpl").Instantiate()
+    assert adapted.qkv_tpl.dot_tpl is not None and LoraDot.__name__ in repr(adapted.qkv_tpl)
+    params = adapted.init(jax.random.key(0))["params"]
+    assert params["qkv"]["dot"]["lora_a"].shape == (DIMS, 2)
+    assert params["qkv"]["dot"]["lora_b"].shape == (2, HEADS, 3, DIMS // HEADS)
+
+
+def test_heads_that_do_not_divide_are_refused():
+    layer = CombinedProjection(input_dims=4, num_heads=3, num_kv_heads=2, head_dim=2)
+    with pytest.raises(ValueError) as error:
+        layer.init(jax.random.key(0))
+    assert str(error.value) == ("CombinedProjection(): num_kv_heads=2 does not divide num_heads=3")

@@ -1,0 +1,302 @@
+"""Rows split over devices are attended as if they were whole, values and gradients."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layerkit.layers.attention.backends import BackendRefusal
+from layerkit.layers.attention.context_parallel import check_context_parallel
+from layerkit.layers.attention.dot_product import dot_product_attention
+from layerkit.layers.masks import AttentionMask
+from layerkit.layers.positions import RotaryPositionalEmbedding
+from layerkit.layers.stacks import StackedTransformerRepeated
+from layerkit.models.language_model import LanguageModel
+from layerkit.nested_map import NestedMap
+from layerkit.sharding import DEFAULT_RULES, BoundSharding
+
+BATCH, LENGTH, HEADS, KV_HEADS = 2, 16, 4, 2
+SEGMENTS = jnp.asarray(np.repeat([[1, 1, 2, 0], [1, 2, 2, 3]], 4, axis=1), jnp.int32)
+SINKS = jnp.array([1.0, -1.0, 0.0, 2.0])
+
+MASKS = {
+    "none": lambda: None,
+    "causal": lambda: AttentionMask.causal_mask(BATCH, LENGTH),
+    "packed": lambda: AttentionMask.causal_mask(BATCH, LENGTH, segment_ids=SEGMENTS),
+    "packed_window": lambda: AttentionMask.causal_mask(BATCH, LENGTH, segment_ids=SEGMENTS).within(
+        7
+    ),
+    "causal_window": lambda: AttentionMask.causal_mask(BATCH, LENGTH).within(3),
+    "window_both_ways": lambda: AttentionMask.bidirectional_mask(BATCH, LENGTH).within(3),
+    "prefix": lambda: AttentionMask.causal_mask(
+        BATCH, LENGTH, prefix_lengths=jnp.array([9, 2], jnp.int32)
+    ).within(6),
+}
+
+
+def bound(**sizes):
+    count = int(np.prod(list(sizes.values())))
+    auto = (jax.sharding.AxisType.Auto,) * len(sizes)
+    mesh = jax.make_mesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=auto, devices=jax.devices()[:count]
+    )
+    return BoundSharding(mesh)
+
+
+def draw(*, dtype=jnp.float32, keys=LENGTH, kv_heads=KV_HEADS, value_dim=6):
+    streams = jax.random.split(jax.random.key(0), 3)
+    shapes = (LENGTH, HEADS, 8), (keys, kv_heads, 8), (keys, kv_heads, value_dim)
+    return tuple(
+        jax.random.normal(stream, (BATCH, *shape)).astype(dtype)
+        for stream, shape in zip(streams, shapes, strict=True)
+    )
+
+
+def values_and_gradients(inputs, learned=None, **options):
+    """What is read, and the gradients of a weighted sum of it."""
+
+    def total(inputs, learned):
+        read = dot_product_attention(*inputs, scale=0.4, **learned, **options)
+        read = read.astype(jnp.float32)
+        weights = jnp.cos(jnp.arange(read.size, dtype=jnp.float32)).reshape(read.shape)
+        return jnp.sum(read * weights), read
+
+    program = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))
+    gradients, read = program(inputs, learned or {})
+    return read, gradients
+
+
+def check_equal(ours, expected, atol=3e-6):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(
+            np.asarray(a, np.float32), np.asarray(b, np.float32), atol=atol
+        ),
+        ours,
+        expected,
+    )
+
+
+@pytest.mark.parametrize(
+    ("way", "mask", "sizes"),
+    [
+        ("all_gather", "packed_window", {"data": 2, "tensor": 2, "context": 2}),
+        ("ring", "packed_window", {"data": 2, "tensor": 2, "context": 2}),
+        pytest.param("ring", "causal_window", {"context": 8}, marks=pytest.mark.slow),
+    ],
+)
+def test_split_rows_equal_whole_rows(way, mask, sizes):
+    options = {"mask": MASKS[mask](), "logit_cap": 1.5}
+    learned = {"sinks": SINKS}
+    expected = values_and_gradients(draw(), learned, **options)
+    ours = values_and_gradients(
+        draw(), learned, sharding=bound(**sizes), context_parallel=way, **options
+    )
+    check_equal(ours, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes", [{"context": 2}, {"context": 8}, {"fsdp": 2, "tensor": 2, "context": 2}]
+)
+@pytest.mark.parametrize("way", ["all_gather", "ring"])
+@pytest.mark.parametrize("mask", list(MASKS))
+def test_every_mask_on_every_mesh(mask, way, sizes):
+    options = {"mask": MASKS[mask]()}
+    expected = values_and_gradients(draw(), **options)
+    ours = values_and_gradients(draw(), sharding=bound(**sizes), context_parallel=way, **options)
+    check_equal(ours, expected)
+
+
+@pytest.mark.slow
+def test_length_may_be_split_over_several_mesh_axes():
+    sharding = bound(tensor=2, context=2)
+    rules = DEFAULT_RULES.replace(length=("context", "tensor"), act_heads=None, act_kv_heads=None)
+    sharding = BoundSharding(sharding.mesh, rules)
+    options = {"mask": MASKS["packed"]()}
+    ours = values_and_gradients(draw(), sharding=sharding, context_parallel="ring", **options)
+    check_equal(ours, values_and_gradients(draw(), **options))
+
+
+@pytest.mark.slow
+def test_a_single_key_head_is_on_every_device_of_tensor():
+    options = {"mask": MASKS["causal"]()}
+    inputs = draw(kv_heads=1)
+    sharding = bound(tensor=4, context=2)
+    expected = values_and_gradients(inputs, **options)
+    ours = values_and_gradients(inputs, sharding=sharding, **options)
+    check_equal(ours, expected)
+
+
+def test_a_ring_keeps_low_precision_and_other_lengths_of_keys():
+    inputs = draw(dtype=jnp.bfloat16, keys=2 * LENGTH)
+    expected = values_and_gradients(inputs)
+    ours = values_and_gradients(inputs, sharding=bound(context=4), context_parallel="ring")
+    assert ours[1][0][0].dtype == jnp.bfloat16
+    check_equal(ours, expected, atol=0.04)
+
+
+@pytest.mark.slow
+def test_a_query_that_sees_no_key_reads_0_in_a_ring():
+    positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32), (BATCH, LENGTH))
+    ones = jnp.ones_like(positions)
+    mask = AttentionMask(positions, positions, ones.at[:, 3].set(9), ones)
+    options = {"mask": mask, "zero_fully_masked_rows": True}
+    ours = values_and_gradients(
+        draw(), sharding=bound(context=4), context_parallel="ring", **options
+    )
+    np.testing.assert_array_equal(ours[0][:, 3], 0.0)
+    check_equal(ours, values_and_gradients(draw(), **options))
+
+
+def test_all_gather_takes_bias_and_dropout():
+    def drop_odd_keys(probabilities):
+        return probabilities * (jnp.arange(LENGTH) % 2 == 0)
+
+    bias = jax.random.normal(jax.random.key(5), (1, HEADS, LENGTH, LENGTH))
+    options = {"mask": MASKS["causal"](), "dropout": drop_odd_keys}
+    expected = values_and_gradients(draw(), {"bias": bias}, **options)
+    sharding = bound(data=2, context=4)
+    ours = values_and_gradients(draw(), {"bias": bias}, sharding=sharding, **options)
+    check_equal(ours, expected)
+
+
+@pytest.mark.parametrize("way", ["all_gather", "ring"])
+def test_no_device_holds_the_logits_of_all_queries(way):
+    """The largest array of logits in the compiled program is one device's share."""
+    inputs = draw()
+    sharding = bound(context=4)
+    program = jax.jit(
+        lambda *x: dot_product_attention(
+            *x,
+            mask=AttentionMask.causal_mask(BATCH, LENGTH),
+            scale=1.0,
+            sharding=sharding,
+            context_parallel=way,
+        )
+    )
+    text = program.lower(*inputs).compile().as_text()
+    shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", text)}
+    logits = {shape for shape in shapes if shape[:3] == (BATCH, KV_HEADS, HEADS // KV_HEADS)}
+    keys = LENGTH if way == "all_gather" else LENGTH // 4
+    assert max(np.prod(shape) for shape in logits) <= BATCH * HEADS * LENGTH // 4 * max(keys, 6)
+    assert ("all-gather" in text, "collective-permute" in text) == (
+        way == "all_gather",
+        way == "ring",
+    )
+
+
+def test_a_ring_runs_on_each_stage_of_a_pipeline():
+    """Stages are a mapped axis that lies on a mesh axis of its own."""
+    stages = [jnp.stack([x, 2 * x]) for x in draw()]
+    sharding = bound(stage=2, context=2)
+
+    def gradients(axis, **options):
+        def total(inputs):
+            attention = lambda *x: dot_product_attention(  # noqa: E731
+                *x, mask=MASKS["causal"](), scale=0.4, **options
+            )
+            return jnp.sum(jnp.sin(jax.vmap(attention, spmd_axis_name=axis)(*inputs)))
+
+        return jax.jit(jax.grad(total))(stages)
+
+    ours = gradients("stage", sharding=sharding, context_parallel="ring")
+    check_equal(ours, gradients(None), atol=2e-5)
+
+
+def test_a_window_stops_the_ring_early():
+    """Of 8 parts of 2 tokens, a window of 3 reaches the one before."""
+    sharding = bound(context=8)
+
+    def length_of_the_loop(mask):
+        program = jax.make_jaxpr(
+            lambda *x: dot_product_attention(
+                *x, mask=mask, scale=1.0, sharding=sharding, context_parallel="ring"
+            )
+        )(*draw())
+        return int(re.search(r"length=(\d+)", str(program)).group(1))
+
+    assert length_of_the_loop(MASKS["causal"]()) == 7
+    assert length_of_the_loop(MASKS["causal_window"]()) == 1
+    assert length_of_the_loop(MASKS["window_both_ways"]()) == 7
+    assert length_of_the_loop(MASKS["prefix"]()) == 7
+
+
+@pytest.mark.slow
+def test_without_a_split_length_both_ways_are_plain_attention():
+    expected = values_and_gradients(draw(), mask=MASKS["causal"]())
+    ours = values_and_gradients(
+        draw(), mask=MASKS["causal"](), sharding=bound(data=2), context_parallel="ring"
+    )
+    check_equal(ours, expected)
+
+
+def test_what_cannot_be_is_refused():
+    sharding = bound(context=3)
+    for way, owner in (("all_gather", "queries"), ("ring", "queries")):
+        with pytest.raises(ValueError) as error:
+            dot_product_attention(*draw(), scale=1.0, sharding=sharding, context_parallel=way)
+        assert str(error.value) == (
+            f"{owner}: dimension 'length' of size 16 cannot be split evenly over mesh axes"
+            " ('context',) of size 3; use another mesh, another size, or"
+            " ShardingRules.replace(length=None)"
+        )
+    with pytest.raises(ValueError, match=r"keys: dimension 'length' of size 6"):
+        dot_product_attention(
+            *draw(keys=6), scale=1.0, sharding=bound(context=4), context_parallel="ring"
+        )
+    with pytest.raises(BackendRefusal) as refusal:
+        dot_product_attention(
+            *draw(),
+            scale=1.0,
+            bias=jnp.zeros((1, 1, LENGTH, LENGTH)),
+            sharding=bound(context=4),
+            context_parallel="ring",
+        )
+    assert str(refusal.value) == (
+        "context_parallel='ring' cannot do what is asked: it does not know a bias."
+        " Use context_parallel='all_gather'."
+    )
+    with pytest.raises(ValueError) as error:
+        check_context_parallel("rings", owner="Attention(lm)")
+    assert str(error.value) == (
+        "Attention(lm): context_parallel='rings' is not a way of context parallelism; did you mean"
+        " 'ring'? Ways: all_gather, ring."
+    )
+
+
+@pytest.mark.parametrize("way", [pytest.param("all_gather", marks=pytest.mark.slow), "ring"])
+def test_a_repeated_language_model_is_the_same_on_split_rows(way):
+    """Context parallelism is a field and a mesh: no other layer knows of it."""
+    config = LanguageModel.HParams.config()
+    config.lm_tpl.set(vocab_size=16, model_dims=8, hidden_dims=12, num_layers=2, num_heads=4)
+    config.lm_tpl.stack_tpl = StackedTransformerRepeated.HParams.config(remat="full")
+    attention = config.lm_tpl.stack_tpl.layer_tpl.attention_tpl
+    attention.set(rotary_tpl=RotaryPositionalEmbedding.HParams.config(), context_parallel=way)
+    model = config.Instantiate()
+    random = np.random.default_rng(0)
+    ids = random.integers(0, 16, (BATCH, LENGTH))
+    batch = NestedMap(
+        ids=ids,
+        labels=np.roll(ids, -1, axis=1),
+        weights=np.ones(ids.shape, np.float32),
+        segment_ids=np.asarray(SEGMENTS),
+        segment_pos=np.asarray(SEGMENTS * 0 + np.arange(LENGTH), np.int32),
+    )
+    weights = jax.tree.map(
+        lambda x: random.normal(0.0, 0.5, x.shape).astype(np.float32),
+        jax.eval_shape(model.init, jax.random.key(0)),
+    )
+
+    def loss_and_gradients(model):
+        def loss(weights):
+            metrics, _ = model.apply(weights, batch)
+            return metrics["loss"].value
+
+        return jax.jit(jax.value_and_grad(loss))(weights)
+
+    split = model.clone(sharding=bound(data=2, tensor=2, context=2))
+    check_equal(loss_and_gradients(split), loss_and_gradients(model), atol=2e-5)

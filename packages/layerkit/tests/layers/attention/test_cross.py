@@ -1,0 +1,177 @@
+"""CrossAttention: against NumPy, with and without its cache."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from layerkit.base_layer import CACHE
+from layerkit.layers.attention.cross import CrossAttention
+from layerkit.layers.masks import AttentionMask
+from layerkit.layers.normalizations import RmsNorm
+from layerkit.sharding import BoundSharding
+
+BATCH, LENGTH, MEMORY, DIMS, MEMORY_DIMS, HEADS = 2, 4, 6, 8, 6, 4
+PADDED = np.array([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]], np.int32)
+
+
+def make(**fields):
+    return CrossAttention(
+        **{"input_dims": DIMS, "memory_dims": MEMORY_DIMS, "num_heads": HEADS, **fields}
+    )
+
+
+def drawn_weights(layer, seed=0):
+    """Weights without zeros: those that start at 0 would hide a fault."""
+    random = np.random.default_rng(seed)
+    shapes = jax.eval_shape(layer.init, jax.random.key(0))
+    return jax.tree.map(
+        lambda w: jnp.asarray(random.normal(0.0, 0.5, w.shape), jnp.float32), shapes
+    )
+
+
+def arrays(batch=BATCH):
+    x, memory = jax.random.split(jax.random.key(2))
+    return (
+        jax.random.normal(x, (batch, LENGTH, DIMS)),
+        jax.random.normal(memory, (batch, MEMORY, MEMORY_DIMS)),
+    )
+
+
+def mask_of(segments=PADDED, queries=LENGTH):
+    batch, keys = segments.shape
+    return AttentionMask.cross_mask(batch, queries, keys, key_segments=jnp.asarray(segments))
+
+
+def by_numpy(weights, x, memory, *, segments, bias=0.0, scale=None, norm=False):
+    params = jax.tree.map(lambda w: np.asarray(w, np.float64), weights["params"])
+
+    def project(name, inputs):
+        return np.einsum("bld,dnh->blnh", inputs, params[name]["w"]) + params[name].get("b", 0.0)
+
+    query, key, value = project("query", x), project("key", memory), project("value", memory)
+    if norm:
+        for heads, name in ((query, "query_norm"), (key, "key_norm")):
+            heads *= params[name]["scale"] / np.sqrt((heads**2).mean(-1, keepdims=True) + 1e-6)
+    key, value = (np.repeat(heads, HEADS // heads.shape[2], axis=2) for heads in (key, value))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    logits = scale * np.einsum("bqnh,bknh->bnqk", query, key) + bias
+    logits = np.where(segments[:, None, None] == 1, logits, -np.inf)
+    probabilities = np.exp(logits - logits.max(-1, keepdims=True))
+    probabilities /= probabilities.sum(-1, keepdims=True)
+    read = np.einsum("bnqk,bknh->bqnh", probabilities, value)
+    return np.einsum("bqnh,nhd->bqd", read, params["output"]["w"]) + params["output"].get("b", 0.0)
+
+
+BIAS = np.random.default_rng(3).normal(size=(1, HEADS, LENGTH, MEMORY)).astype(np.float32)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("fields", "reference"),
+    [
+        ({}, {}),
+        ({"use_bias": True, "logit_scale": 1.0}, {"scale": 1.0}),
+        ({"qk_norm_tpl": RmsNorm.HParams.config()}, {"norm": True}),
+        ({}, {"bias": BIAS}),
+    ],
+)
+def test_equals_numpy_at_once_and_cached(kv_heads, fields, reference):
+    layer = make(num_kv_heads=kv_heads, **fields)
+    weights, (x, memory) = drawn_weights(layer), arrays()
+    expected = by_numpy(weights, x, memory, segments=PADDED, **reference)
+    bias = reference.get("bias")
+    at_once = jax.jit(lambda w, x, m: layer.apply(w, x, memory=m, mask=mask_of(), bias=bias))
+    np.testing.assert_allclose(at_once(weights, x, memory), expected, atol=1e-5)
+
+    cache = layer.apply(weights, memory, method="init_cache", mutable=[CACHE])[1]
+    outs = []
+    for start, stop in ((0, 3), (3, 4)):
+        outs.append(
+            layer.apply(
+                {**weights, **cache},
+                x[:, start:stop],
+                mask=mask_of(queries=stop - start),
+                bias=None if bias is None else bias[:, :, start:stop],
+                method="extend_step",
+            )
+        )
+    np.testing.assert_allclose(jnp.concatenate(outs, axis=1), expected, atol=1e-5)
+
+
+def test_weights_and_cache():
+    layer = make(num_kv_heads=2, fprop_dtype="bfloat16")
+    weights, (_, memory) = drawn_weights(layer), arrays()
+    assert jax.tree.map(jnp.shape, weights) == {
+        "params": {
+            "query": {"w": (8, 4, 2)},
+            "key": {"w": (6, 2, 2)},
+            "value": {"w": (6, 2, 2)},
+            "output": {"w": (4, 2, 8)},
+        }
+    }
+    cache = layer.apply(weights, memory, method="init_cache", mutable=[CACHE])[1]
+    each = ((BATCH, MEMORY, 2, 2), "bfloat16")
+    shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), cache)
+    assert shapes == {CACHE: {"key": each, "value": each}}
+
+
+def test_padding_of_the_memory_is_not_read():
+    layer = make()
+    weights, (x, memory) = drawn_weights(layer), arrays()
+    read = layer.apply(weights, x, memory=memory, mask=mask_of())
+    changed = memory.at[0, 4:].set(1e3)
+    np.testing.assert_array_equal(layer.apply(weights, x, memory=changed, mask=mask_of()), read)
+
+
+def test_a_memory_of_padding_alone_reads_zero_when_asked():
+    layer = make(zero_fully_masked_rows=True)
+    weights, (x, memory) = drawn_weights(layer), arrays()
+    nothing = mask_of(np.zeros((BATCH, MEMORY), np.int32))
+    read = layer.apply(weights, x, memory=memory, mask=nothing)
+    np.testing.assert_array_equal(read, 0.0)
+
+
+@pytest.mark.parametrize("names", [("data", "fsdp", "tensor"), ("data", "context", "tensor")])
+def test_on_a_mesh_equals_one_device(names):
+    mesh = jax.make_mesh((2, 2, 2), names, axis_types=(AxisType.Auto,) * 3)
+    layer = make(num_kv_heads=2, use_bias=True)
+    weights, (x, memory) = drawn_weights(layer), arrays(4)
+    mask = mask_of(np.tile(PADDED, (2, 1)))
+    expected = layer.apply(weights, x, memory=memory, mask=mask)
+    bound = layer.clone(sharding=BoundSharding(mesh))
+    run = jax.jit(lambda w, x, m: bound.apply(w, x, memory=m, mask=mask))
+    np.testing.assert_allclose(run(weights, x, memory), expected, atol=1e-5)
+
+    @jax.jit
+    def first_token(weights, x, memory):
+        cache = bound.apply(weights, memory, method="init_cache", mutable=[CACHE])[1]
+        return bound.apply(
+            {**weights, **cache},
+            x[:, :1],
+            mask=mask_of(np.tile(PADDED, (2, 1)), queries=1),
+            method="extend_step",
+        )
+
+    np.testing.assert_allclose(first_token(weights, x, memory), expected[:, :1], atol=1e-5)
+
+
+def test_refusals():
+    layer = make()
+    weights, (x, memory) = drawn_weights(layer), arrays()
+    with pytest.raises(ValueError) as error:
+        layer.apply(weights, x, mask=mask_of(), method="extend_step")
+    assert str(error.value) == (
+        "CrossAttention(): extend_step without a cache; run init_cache(memory) with"
+        " mutable=['cache'] and apply with what it returns"
+    )
+    with pytest.raises(ValueError) as error:
+        layer.apply(weights, memory, method="init_cache")
+    assert str(error.value) == (
+        "CrossAttention(): the cache would be lost; apply with mutable=['cache', …]"
+    )
+    with pytest.raises(ValueError, match=r"HeadProjection\(key\): input_dims=6"):
+        layer.apply(weights, x, memory=x, mask=mask_of())

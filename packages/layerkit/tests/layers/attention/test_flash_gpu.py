@@ -1,0 +1,134 @@
+"""The GPU kernel, run step by step on the CPU, against plain array code."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layerkit.layers.attention.dot_product import dot_product_attention
+from layerkit.layers.attention.flash_gpu import flash_attention_gpu
+from layerkit.layers.attention.xla import xla_attention
+from layerkit.layers.masks import AttentionMask
+from layerkit.sharding import BoundSharding
+
+BATCH, LENGTH, HEADS, KV_HEADS = 2, 48, 4, 2  # three blocks of 16
+SEGMENTS = jnp.asarray(np.repeat([[1, 1, 2, 3, 3, 0], [1, 2, 2, 2, 2, 2]], 8, axis=1), jnp.int32)
+
+
+def draw(*, keys=LENGTH, dtype=jnp.float32):
+    streams = jax.random.split(jax.random.key(0), 3)
+    shapes = (LENGTH, HEADS, 20), (keys, KV_HEADS, 20), (keys, KV_HEADS, 24)
+    return tuple(
+        jax.random.normal(stream, (BATCH, *shape)).astype(dtype)
+        for stream, shape in zip(streams, shapes, strict=True)
+    )
+
+
+def values_and_gradients(attention, inputs, sinks, **options):
+    def total(inputs, sinks):
+        read = attention(*inputs, sinks=sinks, scale=0.4, **options)
+        weights = jnp.cos(jnp.arange(read.size, dtype=jnp.float32)).reshape(read.shape)
+        return jnp.sum(read.astype(jnp.float32) * weights), read
+
+    program = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))
+    gradients, read = program(inputs, sinks)
+    return read, gradients
+
+
+def interpreted(*args, **options):
+    return flash_attention_gpu(*args, interpret=True, **options)
+
+
+def check_equal(ours, expected):
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=5e-6)
+
+
+def test_all_options_together_equal_xla():
+    """Packed, windowed, grouped, capped, with sinks, with heads of no power of two."""
+    mask = AttentionMask.causal_mask(BATCH, LENGTH, segment_ids=SEGMENTS).within(21)
+    options = {"mask": mask, "logit_cap": 1.5}
+    sinks = jnp.array([1.0, -1.0, 0.0, 2.0])
+    ours = values_and_gradients(interpreted, draw(), sinks, **options)
+    check_equal(ours, values_and_gradients(xla_attention, draw(), sinks, **options))
+
+
+@pytest.mark.slow
+def test_a_window_both_ways_visits_every_block_in_reach():
+    options = {"mask": AttentionMask.bidirectional_mask(BATCH, LENGTH).within(18)}
+    ours = values_and_gradients(interpreted, draw(), None, **options)
+    check_equal(ours, values_and_gradients(xla_attention, draw(), None, **options))
+
+
+def test_positions_need_not_be_the_order_of_the_row():
+    """A prompt behind 13 cached tokens; the first row's cache holds nothing for query 5."""
+    mask = AttentionMask.decoding_mask(BATCH, LENGTH, 64, time_step=13)
+    mask = mask.replace(
+        query_segments=jnp.ones((BATCH, LENGTH), jnp.int32).at[0, 5].set(2),
+        key_segments=jnp.ones((BATCH, 64), jnp.int32),
+    )
+    inputs = draw(keys=64)
+    ours = values_and_gradients(interpreted, inputs, None, mask=mask)
+    np.testing.assert_array_equal(ours[0][0, 5], 0.0)
+    expected = values_and_gradients(
+        xla_attention, inputs, None, mask=mask, zero_fully_masked_rows=True
+    )
+    check_equal(ours, expected)
+
+
+def test_hidden_blocks_are_not_read():
+    """In row order, what lies outside the causal triangle may even be NaN."""
+    query, key, value = draw()
+    mask = AttentionMask.causal_mask(BATCH, LENGTH)
+    poisoned = [x.at[:, 32:].set(jnp.nan) for x in (key, value)]
+    clean = interpreted(query, key, value, mask=mask, scale=1.0)
+    read = interpreted(query, *poisoned, mask=mask, scale=1.0)
+    np.testing.assert_array_equal(read[:, :32], clean[:, :32])
+    assert np.isnan(read[:, 32:]).all()
+
+
+@pytest.mark.parametrize(
+    "split", ["rows_and_heads", pytest.param("rows_and_length", marks=pytest.mark.slow)]
+)
+def test_on_a_mesh_each_device_computes_its_share(split):
+    names = ("data", "tensor" if split == "rows_and_heads" else "context")
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    count = 2 if split == "rows_and_heads" else 3
+    mesh = jax.make_mesh((2, count), names, axis_types=auto, devices=jax.devices()[: 2 * count])
+    options = {
+        "mask": AttentionMask.causal_mask(BATCH, LENGTH, segment_ids=SEGMENTS),
+        "sharding": BoundSharding(mesh),
+    }
+    sinks = jnp.array([1.0, -1.0, 0.0, 2.0])
+
+    def on_mesh(*args, **options):
+        return dot_product_attention(
+            *args, backend="pallas", platform="gpu", interpret=True, **options
+        )
+
+    ours = values_and_gradients(on_mesh, draw(), sinks, **options)
+    expected = values_and_gradients(xla_attention, draw(), sinks, mask=options["mask"])
+    check_equal(ours, expected)
+
+
+def test_no_array_grows_with_the_square_of_the_length():
+    length = 512
+    query = jnp.zeros((1, length, 1, 16))
+
+    def total(x):
+        mask = AttentionMask.causal_mask(1, length)
+        return jnp.sum(interpreted(x, x, x, mask=mask, scale=1.0))
+
+    program = jax.make_jaxpr(jax.grad(total))(query)
+    assert max(var.aval.size for eqn in walk(program.jaxpr) for var in eqn.outvars) < length**2 / 8
+
+
+def walk(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from walk(inner)

@@ -1,0 +1,67 @@
+"""The TPU kernel, run step by step on the CPU, against plain array code."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layerkit.layers.attention.dot_product import dot_product_attention
+from layerkit.layers.masks import AttentionMask
+from layerkit.sharding import BoundSharding
+
+BATCH, LENGTH, HEADS, KV_HEADS = 2, 256, 4, 2
+DOCUMENT = np.array([[100, 190], [30, 256]])
+
+
+def segments():
+    position = np.arange(LENGTH)
+    ids = 1 + (position[None, :, None] >= DOCUMENT[:, None, :]).sum(axis=-1)
+    return jnp.asarray(np.where(ids > 2, 0, ids), jnp.int32)
+
+
+def draw():
+    streams = jax.random.split(jax.random.key(0), 3)
+    shapes = (HEADS, 8), (KV_HEADS, 8), (KV_HEADS, 6)
+    return tuple(
+        jax.random.normal(stream, (BATCH, LENGTH, *shape))
+        for stream, shape in zip(streams, shapes, strict=True)
+    )
+
+
+def values_and_gradients(sinks, **options):
+    def total(inputs, sinks):
+        read = dot_product_attention(
+            *inputs, sinks=sinks, scale=0.4, platform="tpu", interpret=True, **options
+        )
+        weights = jnp.cos(jnp.arange(read.size, dtype=jnp.float32)).reshape(read.shape)
+        return jnp.sum(read * weights), read
+
+    program = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))
+    gradients, read = program(draw(), sinks)
+    return read, gradients
+
+
+def check_equal(ours, expected):
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=5e-6 * max(1.0, np.abs(b).max()))
+
+
+@pytest.mark.slow
+def test_all_options_together_equal_xla_and_auto_takes_the_kernel():
+    mask = AttentionMask.causal_mask(BATCH, LENGTH, segment_ids=segments()).within(150)
+    options = {"mask": mask, "logit_cap": 1.5}
+    sinks = jnp.array([1.0, -1.0, 0.0, 2.0])
+    ours = values_and_gradients(sinks, **options)
+    check_equal(ours, values_and_gradients(sinks, backend="xla", **options))
+
+
+def test_on_a_mesh_each_device_computes_its_share_of_rows_heads_and_length():
+    auto = (jax.sharding.AxisType.Auto,) * 3
+    mesh = jax.make_mesh((2, 2, 2), ("data", "tensor", "context"), axis_types=auto)
+    mask = AttentionMask.causal_mask(BATCH, LENGTH, segment_ids=segments()).within(150)
+    options = {"mask": mask, "logit_cap": 1.5}
+    sinks = jnp.array([1.0, -1.0, 0.0, 2.0])
+    ours = values_and_gradients(sinks, sharding=BoundSharding(mesh), backend="pallas", **options)
+    check_equal(ours, values_and_gradients(sinks, backend="xla", **options))

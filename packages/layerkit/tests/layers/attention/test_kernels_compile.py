@@ -1,0 +1,130 @@
+"""Kernels are lowered, and where the compilers are installed compiled, for hardware not here.
+
+What is lowered or compiled is a step forward and backward, on a mesh of two by two devices. The
+compilers come with `pip install libtpu` and `pip install jax-cuda12-plugin jax-cuda12-pjrt`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+
+from layerkit.layers.attention import dot_product
+from layerkit.layers.attention.dot_product import dot_product_attention
+from layerkit.layers.masks import AttentionMask
+from layerkit.sharding import BoundSharding
+
+BATCH, LENGTH = 4, 256
+
+# What JAX would read from the card and its driver.
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 core_count: 132 fpus_per_core: 128
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448
+  threads_per_core_limit: 2048 registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 84929347584 cuda_compute_capability { major: 9 }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+runtime_version { major: 12 minor: 9 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+
+def packed_and_windowed(segments):
+    return AttentionMask.causal_mask(BATCH, LENGTH, segment_ids=segments).within(100)
+
+
+CALLS = {
+    "causal": lambda _: {"mask": AttentionMask.causal_mask(BATCH, LENGTH)},
+    "window": lambda _: {"mask": AttentionMask.causal_mask(BATCH, LENGTH).within(100)},
+    "everything": lambda segments: {
+        "mask": packed_and_windowed(segments),
+        "logit_cap": 30.0,
+        "sinks": jnp.zeros(4),
+    },
+}
+KERNELS = [
+    ("cudnn", "cuda", "causal", "__cudnn$fmhaSoftmax"),
+    ("cudnn", "cuda", "window", "__cudnn$fmhaSoftmax"),
+    ("pallas", "cuda", "everything", "__gpu$xla.gpu.triton"),
+    ("pallas", "tpu", "everything", "tpu_custom_call"),
+]
+
+
+def gradients(call, **options):
+    def total(query, key, value, segments):
+        read = dot_product_attention(
+            query, key, value, scale=0.1, **CALLS[call](segments), **options
+        )
+        return jnp.sum(read.astype(jnp.float32))
+
+    return jax.jit(jax.grad(total, argnums=(0, 1, 2)))
+
+
+def abstract(sharding=None, head_dim=64):
+    def array(shape, axes, dtype=jnp.bfloat16):
+        layout = None if sharding is None else sharding.sharding(axes, shape=shape)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=layout)
+
+    kv = array((BATCH, LENGTH, 2, head_dim), ("batch", "length", "act_kv_heads", None))
+    query = array((BATCH, LENGTH, 4, head_dim), ("batch", "length", "act_heads", None))
+    return query, kv, kv, array((BATCH, LENGTH), ("batch", "length"), jnp.int32)
+
+
+@pytest.fixture
+def as_if_cudnn_were_here(monkeypatch):
+    """Lets JAX lower for a cuDNN of version 9.10 that this machine lacks."""
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(dot_product, "has_cudnn", lambda: True)
+
+
+@pytest.mark.parametrize(("backend", "platform", "call", "target"), KERNELS)
+@pytest.mark.usefixtures("as_if_cudnn_were_here")
+def test_kernels_are_lowered_for_their_platform(backend, platform, call, target):
+    program = gradients(call, backend=backend, platform=platform)
+    text = program.trace(*abstract()).lower(lowering_platforms=(platform,)).as_text()
+    assert text.count(target) >= 2  # forward and backward
+    if (backend, call) == ("cudnn", "window"):
+        assert re.search(r"sliding_window_length.{1,8} 100\D", text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "platform", "call", "target"), KERNELS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.usefixtures("as_if_cudnn_were_here")
+def test_kernels_compile_for_their_hardware(backend, platform, call, target, head_dim):
+    sharding = planned_devices(platform)
+    program = gradients(call, backend=backend, sharding=sharding)
+    text = program.lower(*abstract(sharding, head_dim)).compile().as_text()
+    assert target in text
+    assert "all-gather" not in text  # each device keeps its own rows and heads
+
+
+def planned_devices(platform):
+    if platform == "tpu":
+        if importlib.util.find_spec("libtpu") is None:
+            pytest.skip("libtpu is not installed: pip install libtpu")
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        devices = topologies.get_topology_desc("v5p:2x2x1", platform="tpu").devices
+    else:
+        if importlib.util.find_spec("jax_cuda12_plugin") is None:
+            pytest.skip("JAX's CUDA plugin is not installed: pip install jax-cuda12-plugin")
+        devices = topologies.get_topology_desc(
+            platform="cuda", topology_name="h100", topology="1x1x4", target_config=H100
+        ).devices
+    grid = np.array(devices[:4]).reshape(2, 2)
+    return BoundSharding(Mesh(grid, ("data", "tensor"), axis_types=(AxisType.Auto,) * 2))

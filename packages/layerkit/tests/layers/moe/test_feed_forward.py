@@ -1,0 +1,299 @@
+"""MoeFeedForward: against loops over tokens, and that its two ways of computing are one layer."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layerkit.base_layer import AUX_LOSS, CACHE, NON_TRAINABLE, SUMMARIES
+from layerkit.layers.activations import ReLU
+from layerkit.layers.masks import AttentionMask
+from layerkit.layers.moe.feed_forward import MoeFeedForward
+from layerkit.layers.products import Dot
+from layerkit.layers.transformer import Transformer
+from layerkit.weights import WeightInit, logical_axes
+
+BATCH, LENGTH, DIMS, HIDDEN, EXPERTS = 3, 6, 4, 5, 4
+SIZES = {"input_dims": DIMS, "hidden_dims": HIDDEN, "num_experts": EXPERTS}
+X = np.random.default_rng(1).normal(size=(BATCH, LENGTH, DIMS)).astype(np.float32)
+IS_TOKEN = np.arange(LENGTH) < np.array([[6], [4], [0]])
+KEY = jax.random.key(0)
+EVERYTHING = [AUX_LOSS, SUMMARIES, NON_TRAINABLE]
+
+
+def make(**fields):
+    return MoeFeedForward(**{**SIZES, **fields})
+
+
+def drawn_weights(layer, seed=3):
+    random = np.random.default_rng(seed)
+    shapes = jax.eval_shape(layer.init, KEY)
+    return jax.tree.map(lambda w: random.normal(0.0, 0.7, w.shape).astype(w.dtype), shapes)
+
+
+def values_and_gradients(layer, variables):
+    """((output, updates), gradients for weights and inputs) of a loss with everything in it."""
+    return next(iter(all_values_and_gradients(layer, variables, X)))
+
+
+def all_values_and_gradients(layer, variables, *inputs, is_token=None):
+
+    def loss(params, x):
+        given = {**variables, "params": params}
+        output, updates = layer.apply(
+            given, x, is_token=is_token, mutable=EVERYTHING, rngs={"random": KEY}
+        )
+        aux = sum(jnp.sum(leaf) for leaf in jax.tree.leaves(updates.get(AUX_LOSS, {})))
+        return jnp.sum(jnp.sin(output)) + aux, (output, updates)
+
+    run = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
+    for x in inputs:
+        gradients, results = run(variables["params"], x)
+        yield results, gradients
+
+
+def assert_close(first, second, *, rtol=1e-4, atol=2e-5):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), first, second)
+
+
+def silu(x):
+    return x / (1.0 + np.exp(-x))
+
+
+def by_loops(params, x, *, k, activation=silu, use_gate=True, slots=None):
+    """One token after the other in float64; with `slots`, choices beyond them are dropped."""
+    params = jax.tree.map(lambda w: np.asarray(w, np.float64), params)
+    x = np.asarray(x, np.float64)
+
+    def expert(token, weights):
+        up = token @ weights["up"]
+        hidden = activation(token @ weights["gate"]) * up if use_gate else activation(up)
+        return hidden @ weights["down"]
+
+    output = np.zeros_like(x)
+    for row in range(x.shape[0]):
+        logits = x[row] @ params["router"]["w"]
+        probs = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+        chosen = np.argsort(-probs, axis=-1, kind="stable")[:, :k]
+        taken = np.zeros(EXPERTS, int)
+        for choice in range(k):
+            for i, token in enumerate(x[row]):
+                e = chosen[i, choice]
+                taken[e] += 1
+                if slots is None or taken[e] <= slots:
+                    own = {n: params[n][e] for n in ("up", "gate", "down") if n in params}
+                    weight = probs[i, e] / probs[i, chosen[i]].sum()
+                    output[row, i] += weight * expert(token, own)
+        if "shared" in params:
+            shared = {n: w["w"] for n, w in params["shared"].items()}
+            output[row] += np.array([expert(token, shared) for token in x[row]])
+    return output
+
+
+@pytest.mark.parametrize(
+    ("fields", "reference"),
+    [
+        ({"num_experts_per_token": 1}, {"k": 1}),
+        ({"num_experts_per_token": 3, "num_shared_experts": 2}, {"k": 3}),
+        (
+            {"use_gate": False, "activation_tpl": ReLU.HParams.config()},
+            {"k": 2, "use_gate": False, "activation": lambda x: np.maximum(x, 0.0)},
+        ),
+    ],
+)
+def test_values_are_those_of_loops(fields, reference):
+    layer = make(**fields)
+    variables = drawn_weights(layer)
+    found = jax.jit(layer.apply)(variables, X)
+    np.testing.assert_allclose(found, by_loops(variables["params"], X, **reference), atol=1e-5)
+
+
+def test_a_capacity_drops_what_loops_drop():
+    layer = make(capacity_factor=1.0, train=True)  # int(6·1/4) = 1 → 4 slots
+    variables = drawn_weights(layer)
+    variables["params"]["router"]["w"][:, 0] += 2.0
+    (output, updates), _ = values_and_gradients(layer, variables)
+    expected = by_loops(variables["params"], X, k=2, slots=4)
+    np.testing.assert_allclose(output, expected, atol=1e-5)
+    assert np.any(expected != by_loops(variables["params"], X, k=2))
+    assert 0.0 < updates[SUMMARIES]["fraction_dropped"][0] < 0.5
+
+
+def test_dropless_is_a_large_capacity_is_every_expert_for_every_token():
+    def dense(params, x):
+        """All experts compute all tokens, and most of it is multiplied by 0."""
+        probs = jax.nn.softmax(x @ params["router"]["w"])
+        kept = jnp.sum(jax.nn.one_hot(jax.lax.top_k(probs, 2)[1], EXPERTS), axis=-2) * probs
+        kept = kept / jnp.sum(kept, axis=-1, keepdims=True)
+        wide = [jnp.einsum("bld,edh->bleh", x, params[name]) for name in ("up", "gate")]
+        outputs = jnp.einsum("bleh,ehd->bled", wide[0] * jax.nn.silu(wide[1]), params["down"])
+        return jnp.einsum("bled,ble->bld", outputs, kept)
+
+    quiet = {"load_balance_weight": 0.0, "router_z_weight": 0.0, "train": True}
+    variables = drawn_weights(make())
+    expected = jax.jit(dense)(variables["params"], X)
+    expected_gradients = jax.jit(
+        jax.grad(lambda p, x: jnp.sum(jnp.sin(dense(p, x))), argnums=(0, 1))
+    )(variables["params"], X)
+    for fields in (
+        {"grouped_matmul": "blocks"},
+        {"grouped_matmul": "ragged_dot"},
+        {"capacity_factor": float(EXPERTS), "num_groups": 9},
+    ):
+        (output, updates), gradients = values_and_gradients(make(**quiet, **fields), variables)
+        assert_close((output, gradients), (expected, expected_gradients))
+        assert AUX_LOSS not in updates
+        assert updates[SUMMARIES].get("fraction_dropped", (0.0,)) == (0.0,)
+
+
+def test_evaluation_drops_nothing():
+    layer = make(capacity_factor=0.1)
+    variables = drawn_weights(layer)
+    evaluated = jax.jit(layer.apply)(variables, X)
+    np.testing.assert_allclose(evaluated, by_loops(variables["params"], X, k=2), atol=1e-5)
+    wrapped = make(capacity_factor=0.1, dot_tpl=Dot.HParams.config())
+    assert_close(jax.jit(wrapped.apply)(variables, X), evaluated)
+
+
+@pytest.mark.parametrize("fields", [{}, {"capacity_factor": 1.0}])
+def test_padding_reaches_no_expert_and_changes_nothing(fields):
+    layer = make(**fields, train=True)
+    variables = drawn_weights(layer)
+    poisoned = np.where(IS_TOKEN[..., None], X, np.float32(1e3))
+    results = list(all_values_and_gradients(layer, variables, X, poisoned, is_token=IS_TOKEN))
+    for (output, _), (_, x_gradient) in results:
+        np.testing.assert_array_equal(output[~IS_TOKEN], 0.0)
+        np.testing.assert_array_equal(x_gradient[~IS_TOKEN], 0.0)
+    assert_close(*results)
+    if not fields:
+        whole = jax.jit(layer.clone(train=False).apply)(variables, X)
+        assert_close(results[0][0][0][IS_TOKEN], whole[IS_TOKEN])
+
+
+def test_losses_are_added_with_their_weights_and_reported_without():
+    layer = make(load_balance_weight=0.25, router_z_weight=0.5, train=True)
+    (_, updates), _ = values_and_gradients(layer, drawn_weights(layer))
+    aux, summaries = updates[AUX_LOSS], updates[SUMMARIES]
+    assert set(aux) == {"load_balance_loss", "router_z_loss"}
+    for name, weight in (("load_balance_loss", 0.25), ("router_z_loss", 0.5)):
+        np.testing.assert_allclose(aux[name][0], weight * summaries[name][0], rtol=1e-6)
+    load = summaries["expert_load"][0]
+    assert load.shape == (EXPERTS,) and abs(np.mean(load) - 1.0) < 1e-6
+    assert summaries["max_expert_load"][0] == load.max()
+    assert summaries["min_expert_load"][0] == load.min()
+
+
+def test_the_shared_experts_may_have_a_gate():
+    layer = make(num_shared_experts=1, use_shared_gate=True)
+    variables = drawn_weights(layer)
+    params = variables["params"]
+    whole = jax.jit(layer.apply)(variables, X)
+    routed = jax.jit(make().apply)(
+        {"params": {n: params[n] for n in ("router", "up", "gate", "down")}}, X
+    )
+    shared = {n: w["w"] for n, w in params["shared"].items()}
+    output = (silu(X @ shared["gate"]) * (X @ shared["up"])) @ shared["down"]
+    gate = 1.0 / (1.0 + np.exp(-(X @ params["shared_gate"]["w"])))
+    np.testing.assert_allclose(whole, routed + gate * output, atol=1e-5)
+
+
+def test_computes_in_the_compute_dtype():
+    layer = make(fprop_dtype=jnp.bfloat16)
+    variables = drawn_weights(layer)
+    output = jax.jit(layer.apply)(variables, X)
+    assert output.dtype == jnp.bfloat16
+    full = jax.jit(make().apply)(variables, X.astype(jnp.bfloat16).astype(np.float32))
+    np.testing.assert_allclose(output.astype(jnp.float32), full, rtol=0.02, atol=0.06)
+
+
+def test_weights_start_with_the_fans_of_one_expert_and_say_their_axes():
+    layer = make(input_dims=300, hidden_dims=200, num_shared_experts=1, use_shared_gate=True)
+    boxed = jax.jit(layer.init_boxed)(KEY)
+    axes = logical_axes(boxed)["params"]
+    assert axes["up"] == axes["gate"] == ("expert", "embed", "mlp")
+    assert axes["down"] == ("expert", "mlp", "embed")
+    assert axes["router"] == {"w": ("embed", None)}
+    assert axes["shared_gate"] == {"w": ("embed", None)}
+    bound = np.sqrt(6.0 / 500.0)
+    for name in ("up", "gate", "down"):
+        assert 0.99 * bound < np.abs(boxed["params"][name].value).max() <= bound
+
+
+def test_cached_steps_are_the_whole_row():
+    config = Transformer.HParams.config(input_dims=8, hidden_dims=HIDDEN, num_heads=2)
+    config.feed_forward_tpl = MoeFeedForward.HParams.config(
+        num_experts=EXPERTS, capacity_factor=0.5, num_shared_experts=1
+    )
+    layer = config.Instantiate()
+    variables = drawn_weights(layer)
+    x = np.random.default_rng(0).normal(size=(BATCH, LENGTH, 8)).astype(np.float32)
+    row = jnp.broadcast_to(jnp.arange(LENGTH), (BATCH, LENGTH))
+    mask = AttentionMask.causal_mask(BATCH, LENGTH)
+    expected = jax.jit(lambda v: layer.apply(v, x, mask=mask, positions=row))(variables)
+    _, state = layer.apply(variables, BATCH, LENGTH, method="init_cache", mutable=[CACHE])
+
+    @jax.jit
+    def extend(state, x, start):
+        positions = jnp.broadcast_to(start + jnp.arange(x.shape[1]), x.shape[:2])
+        given = {"time_step": start, "positions": positions, "method": "extend_step"}
+        return layer.apply({**variables, **state}, x, **given, mutable=[CACHE])
+
+    found, position = [], 0
+    for width in (2, 2, 2):
+        output, state = extend(state, x[:, position : position + width], jnp.int32(position))
+        found.append(output)
+        position += width
+    assert_close(jnp.concatenate(found, axis=1), expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_dims": 0}, "hidden_dims=0, expected at least 1"),
+        ({"num_experts": 0}, "num_experts=0, expected at least 1"),
+        (
+            {"grouped_matmul": "ragged"},
+            "grouped_matmul='ragged'; did you mean 'ragged_dot'?"
+            " Implementations: auto, ragged_dot, blocks.",
+        ),
+        (
+            {"num_groups": 2},
+            "num_groups=2 divides what a capacity limits; set capacity_factor, or leave it out",
+        ),
+        (
+            {"dot_tpl": Dot.HParams.config()},
+            "dot_tpl multiplies groups of equal size, which experts have only with a capacity;"
+            " set capacity_factor, or leave dot_tpl out",
+        ),
+        (
+            {"capacity_factor": 0.0},
+            "capacity_factor=0.0, expected more than 0, or None to drop nothing",
+        ),
+        ({"capacity_factor": 1.0, "num_groups": 0}, "num_groups=0, expected at least 1"),
+        ({"num_shared_experts": -1}, "num_shared_experts=-1, expected 0 or more"),
+        ({"use_shared_gate": True}, "use_shared_gate=True, but num_shared_experts=0"),
+    ],
+)
+def test_wrong_fields_are_refused(fields, message):
+    with pytest.raises(ValueError, match=re.escape(f"MoeFeedForward(): {message}") + "(\n|$)"):
+        jax.eval_shape(make(**fields).init, KEY)
+
+
+def test_groups_that_do_not_divide_a_batch_are_refused():
+    layer = make(capacity_factor=1.0, num_groups=4, train=True)
+    message = "MoeFeedForward(): num_groups=4 does not divide the 18 tokens of a batch (3, 6)"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jax.eval_shape(lambda: layer.init(KEY, X))
+
+
+def test_down_may_start_otherwise():
+    layer = make(weight_init=WeightInit.Constant(1.0), down_init=WeightInit.Constant(2.0))
+    params = jax.jit(layer.init)(KEY)["params"]
+    assert np.all(params["up"] == 1.0) and np.all(params["gate"] == 1.0)
+    assert np.all(params["down"] == 2.0)
+    same = make(weight_init=WeightInit.Constant(1.0))
+    assert np.all(jax.jit(same.init)(KEY)["params"]["down"] == 1.0)

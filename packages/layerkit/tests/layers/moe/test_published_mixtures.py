@@ -1,0 +1,138 @@
+"""The mixtures of published models, by the reference code of their authors' releases."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layerkit.layers.moe.feed_forward import MoeFeedForward
+from layerkit.layers.moe.routing import TopKRouter
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+DIMS, HIDDEN, EXPERTS = 8, 6, 8
+SIZES = {"input_dims": DIMS, "hidden_dims": HIDDEN, "num_experts": EXPERTS}
+X = np.random.default_rng(0).normal(size=(2, 7, DIMS)).astype(np.float32)
+
+
+def drawn(block):
+    """Gives every weight and buffer of a block numbers that are not 0."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for tensor in (*block.parameters(), *block.buffers()):
+            tensor.copy_(0.5 * torch.randn(tensor.shape))
+    return block.eval()
+
+
+def array(tensor):
+    return tensor.detach().numpy()
+
+
+def expert_weights(experts):
+    """`gate_up_proj` `[experts, 2·hidden, dims]`, `down_proj` `[experts, dims, hidden]` as ours."""
+    gate, up = np.split(array(experts.gate_up_proj).swapaxes(1, 2), 2, axis=-1)
+    return {"gate": gate, "up": up, "down": array(experts.down_proj).swapaxes(1, 2)}
+
+
+def linears(**modules):
+    return {name: {"w": array(module.weight).T} for name, module in modules.items()}
+
+
+def shared_weights(mlp):
+    return linears(gate=mlp.gate_proj, up=mlp.up_proj, down=mlp.down_proj)
+
+
+def check(block, layer, variables):
+    with torch.no_grad():
+        expected = block(torch.from_numpy(X)).numpy()
+    assert jax.tree.map(jnp.shape, variables) == jax.tree.map(
+        jnp.shape, jax.eval_shape(layer.init, jax.random.key(0))
+    )
+    found = jax.jit(layer.apply)(variables, X)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_mixtral():
+    from transformers.models.mixtral import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    config = MixtralConfig(
+        hidden_size=DIMS,
+        intermediate_size=HIDDEN,
+        num_local_experts=EXPERTS,
+        num_experts_per_tok=2,
+        experts_implementation="eager",
+    )
+    block = drawn(MixtralSparseMoeBlock(config))
+    params = {**expert_weights(block.experts), **linears(router=block.gate)}
+    check(block, MoeFeedForward(**SIZES), {"params": params})
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_qwen2_moe(renormalize):
+    from transformers.models.qwen2_moe import Qwen2MoeConfig
+    from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
+
+    config = Qwen2MoeConfig(
+        hidden_size=DIMS,
+        moe_intermediate_size=HIDDEN,
+        shared_expert_intermediate_size=4 * HIDDEN,
+        num_experts=EXPERTS,
+        num_experts_per_tok=3,
+        norm_topk_prob=renormalize,
+        experts_implementation="eager",
+    )
+    block = drawn(Qwen2MoeSparseMoeBlock(config))
+    params = {
+        **expert_weights(block.experts),
+        **linears(router=block.gate, shared_gate=block.shared_expert_gate),
+        "shared": shared_weights(block.shared_expert),
+    }
+    layer = MoeFeedForward(
+        **SIZES,
+        num_experts_per_token=3,
+        num_shared_experts=4,
+        use_shared_gate=True,
+        router_tpl=TopKRouter.HParams.config(renormalize=renormalize),
+    )
+    check(block, layer, {"params": params})
+
+
+def test_deepseek_v3():
+    from transformers.models.deepseek_v3 import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+
+    config = DeepseekV3Config(
+        hidden_size=DIMS,
+        moe_intermediate_size=HIDDEN,
+        n_routed_experts=EXPERTS,
+        num_local_experts=EXPERTS,
+        n_shared_experts=2,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        norm_topk_prob=True,
+        experts_implementation="eager",
+    )
+    block = drawn(DeepseekV3MoE(config))
+    params = {
+        **expert_weights(block.experts),
+        **linears(router=block.gate),
+        "shared": shared_weights(block.shared_experts),
+    }
+    router = TopKRouter.HParams.config(
+        score="sigmoid",
+        use_score_bias=True,
+        num_expert_groups=4,
+        num_chosen_groups=2,
+        weight_scale=2.5,
+    )
+    layer = MoeFeedForward(
+        **SIZES, num_experts_per_token=3, num_shared_experts=2, router_tpl=router
+    )
+    bias = {"router": {"score_bias": array(block.gate.e_score_correction_bias)}}
+    check(block, layer, {"params": params, "non_trainable": bias})

@@ -1,0 +1,261 @@
+"""The router: who is chosen, with what weight, and what padding, noise and groups do to it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layerkit.base_layer import NON_TRAINABLE, BaseLayer
+from layerkit.config import sub_config_field
+from layerkit.layers.moe.routing import TopKRouter
+from layerkit.weights import logical_axes
+
+DIMS, EXPERTS, TOKENS = 4, 8, 32
+X = np.random.default_rng(1).normal(size=(2, TOKENS // 2, DIMS)).astype(np.float32)
+SIZES = {"input_dims": DIMS, "num_experts": EXPERTS}
+
+
+class Inside(BaseLayer):
+    """A router in a layer that computes in another dtype."""
+
+    router_tpl: Any = sub_config_field(
+        TopKRouter.HParams, input_dims=1, num_experts=2, num_experts_per_token=1
+    )
+
+    def setup(self):
+        self.create_child("router", self.router_tpl)
+
+    def fprop(self, x):
+        return self.router(x)
+
+
+def make(**fields):
+    layer = TopKRouter(**{**SIZES, **fields})
+    random = np.random.default_rng(3)
+    shapes = jax.eval_shape(layer.init, jax.random.key(0))
+    return layer, jax.tree.map(lambda w: random.normal(0.0, 1.0, w.shape).astype(w.dtype), shapes)
+
+
+def route(layer, variables, x=X, **options):
+    return jax.jit(lambda v: layer.apply(v, x, **options))(variables)
+
+
+def by_hand(scores, *, k, bias=0.0, groups=None, renormalize=True, scale=1.0):
+    """The choice of one token, by sorting in NumPy."""
+    for_choice = scores + bias
+    if groups is not None:
+        num_groups, num_chosen = groups
+        grouped = for_choice.reshape(num_groups, -1)
+        group_scores = np.sort(grouped, axis=1)[:, -2:].sum(axis=1)
+        hidden = np.argsort(-group_scores, kind="stable")[num_chosen:]
+        grouped[hidden] = -np.inf
+    chosen = np.argsort(-for_choice, kind="stable")[:k]
+    weights = scores[chosen]
+    return chosen, scale * (weights / weights.sum() if renormalize else weights)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reference"),
+    [
+        ({"num_experts_per_token": 1}, {"k": 1}),
+        ({}, {"k": 2}),
+        ({"num_experts_per_token": EXPERTS}, {"k": EXPERTS}),
+        ({"renormalize": False}, {"k": 2, "renormalize": False}),
+        (
+            {
+                "score": "sigmoid",
+                "num_experts_per_token": 3,
+                "use_score_bias": True,
+                "num_expert_groups": 4,
+                "num_chosen_groups": 2,
+                "weight_scale": 2.5,
+            },
+            {"k": 3, "groups": (4, 2), "scale": 2.5},
+        ),
+    ],
+)
+def test_choices_and_weights_are_those_of_sorting(fields, reference):
+    layer, variables = make(**fields)
+    routing = route(layer, variables)
+    logits = np.asarray(X, np.float64) @ np.asarray(variables["params"]["w"], np.float64)
+    if fields.get("score") == "sigmoid":
+        scores = 1.0 / (1.0 + np.exp(-logits))
+        reference = {**reference, "bias": variables[NON_TRAINABLE]["score_bias"]}
+    else:
+        scores = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    for place in np.ndindex(X.shape[:2]):
+        chosen, weights = by_hand(scores[place].copy(), **reference)
+        np.testing.assert_array_equal(routing.experts[place], chosen)
+        np.testing.assert_allclose(routing.weights[place], weights, rtol=1e-4)
+    np.testing.assert_allclose(routing.logits, logits, atol=1e-5)
+    np.testing.assert_allclose(
+        routing.probs, scores / scores.sum(axis=-1, keepdims=True), rtol=1e-4
+    )
+
+
+def test_a_softmax_over_the_chosen_is_the_softmax_over_all_renormalised():
+    layer, variables = make()
+    routing = route(layer, variables)
+    chosen = np.take_along_axis(np.asarray(routing.logits), np.asarray(routing.experts), axis=-1)
+    np.testing.assert_allclose(routing.weights, jax.nn.softmax(chosen), rtol=1e-5)
+
+
+def test_padding_is_sent_nowhere():
+    layer, variables = make()
+    is_token = np.arange(TOKENS // 2) < np.array([[5], [0]])
+    whole, padded = route(layer, variables), route(layer, variables, is_token=is_token)
+    assert np.all(padded.experts[~is_token] == EXPERTS) and np.all(padded.weights[~is_token] == 0)
+    np.testing.assert_array_equal(padded.experts[is_token], whole.experts[is_token])
+    np.testing.assert_array_equal(padded.weights[is_token], whole.weights[is_token])
+
+
+def test_scores_are_float32_whatever_the_compute_dtype():
+    # In bfloat16 the weights of both experts are 1, and the first would be chosen.
+    layer = Inside(fprop_dtype=jnp.bfloat16)
+    variables = {"params": {"router": {"w": jnp.array([[1.0, 1.0 + 2.0**-20]])}}}
+    routing = route(layer, variables, jnp.array([[256.0]], jnp.bfloat16))
+    assert routing.experts.item() == 1
+    assert {a.dtype for a in (routing.logits, routing.probs, routing.weights)} == {
+        jnp.dtype("float32")
+    }
+
+
+@pytest.mark.parametrize("fields", [{"use_noise": True}, {"jitter": 0.3}])
+def test_noise_is_for_training_alone(fields):
+    layer, variables = make(**fields)
+    plain = route(TopKRouter(**SIZES), {"params": {"w": variables["params"]["w"]}})
+    jax.tree.map(np.testing.assert_array_equal, route(layer, variables), plain)
+    trained = layer.clone(train=True)
+    run = jax.jit(lambda key: trained.apply(variables, X, rngs={"random": key}))
+    first, again, other = (run(jax.random.key(seed)) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(first.probs, again.probs)
+    assert np.all(np.any(first.probs != other.probs, axis=-1))
+    with pytest.raises(ValueError, match="needs random numbers"):
+        trained.apply(variables, X)
+
+
+def test_noise_has_the_standard_deviation_that_is_learned():
+    # softplus(x·noise_w) is softplus(0) = ln 2 for one expert and nearly 0 for the other.
+    layer = TopKRouter(
+        input_dims=1, num_experts=2, num_experts_per_token=1, use_noise=True, train=True
+    )
+    variables = {"params": {"w": jnp.zeros((1, 2)), "noise_w": jnp.array([[0.0, -30.0]])}}
+    x = jnp.ones((20_000, 1))
+    routing = route(layer, variables, x, rngs={"random": jax.random.key(0)})
+    noise = np.log(routing.probs[:, 0] / routing.probs[:, 1])
+    assert abs(np.std(noise) - np.log(2.0)) < 0.01 and abs(np.mean(noise)) < 0.02
+    np.testing.assert_array_equal(routing.logits, 0.0)
+
+
+def test_jitter_moves_each_input_within_its_bounds():
+    layer = TopKRouter(
+        input_dims=1, num_experts=2, num_experts_per_token=1, jitter=0.25, train=True
+    )
+    variables = {"params": {"w": jnp.array([[1.0, 0.0]])}}
+    logits = route(layer, variables, np.ones((5000, 1)), rngs={"random": jax.random.key(0)}).logits
+    assert 0.75 <= logits[:, 0].min() < 0.76 and 1.24 < logits[:, 0].max() <= 1.25
+
+
+def test_the_score_bias_moves_against_the_load():
+    layer, variables = make(
+        num_experts_per_token=1, use_score_bias=True, score_bias_rate=0.125, train=True
+    )
+    variables[NON_TRAINABLE]["score_bias"] = np.zeros(EXPERTS, np.float32)
+    routing, updates = route(layer, variables, mutable=[NON_TRAINABLE])
+    load = np.bincount(np.asarray(routing.experts).ravel(), minlength=EXPERTS)
+    expected = 0.125 * np.sign(TOKENS / EXPERTS - load)
+    np.testing.assert_array_equal(updates[NON_TRAINABLE]["score_bias"], expected)
+    assert len(set(expected)) > 1
+    _, updates = route(layer.clone(train=False), variables, mutable=[NON_TRAINABLE])
+    np.testing.assert_array_equal(updates[NON_TRAINABLE]["score_bias"], 0.0)
+
+
+def test_a_moving_score_bias_balances_a_lopsided_router():
+    layer = TopKRouter(
+        **SIZES,
+        num_experts_per_token=1,
+        score="sigmoid",
+        use_score_bias=True,
+        score_bias_rate=0.01,
+        train=True,
+    )
+    w = 0.3 * np.random.default_rng(0).normal(size=(DIMS, EXPERTS)).astype(np.float32)
+    w[0, 0] += 3.0
+    x = np.asarray(X).copy()
+    x[..., 0] = 1.0
+
+    @jax.jit
+    def step(state):
+        routing, state = layer.apply({"params": {"w": w}, **state}, x, mutable=[NON_TRAINABLE])
+        return jnp.bincount(routing.experts.ravel(), length=EXPERTS), state
+
+    state = {NON_TRAINABLE: {"score_bias": np.zeros(EXPERTS, np.float32)}}
+    first, state = step(state)
+    for _ in range(150):
+        last, state = step(state)
+    assert first.max() == TOKENS and last.max() <= TOKENS // 3
+
+
+def test_gradients_reach_the_router_through_the_weights():
+    layer, variables = make(use_score_bias=True, train=True, use_noise=True)
+    probe = np.random.default_rng(2).normal(size=(*X.shape[:2], 2))
+
+    def loss(params):
+        variables_ = {**variables, "params": params}
+        routing = layer.apply(variables_, X, rngs={"random": jax.random.key(5)})
+        return jnp.sum(routing.weights * probe)
+
+    gradients = jax.jit(jax.grad(loss))(variables["params"])
+    assert all(np.abs(g).max() > 1e-3 for g in jax.tree.leaves(gradients))
+
+
+def test_weights_say_their_axes():
+    layer, _ = make(use_noise=True, use_score_bias=True)
+    axes = logical_axes(jax.eval_shape(layer.init_boxed, jax.random.key(0)))
+    assert axes["params"] == {"w": ("embed", None), "noise_w": ("embed", None)}
+    assert axes[NON_TRAINABLE] == {"score_bias": (None,)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"score": "sigmoit"},
+            "score='sigmoit'; did you mean 'sigmoid'? Scores: softmax, sigmoid.",
+        ),
+        (
+            {"num_experts_per_token": 9},
+            "num_experts_per_token=9, expected 1 to num_experts=8",
+        ),
+        ({"jitter": 1.0}, "jitter=1.0, expected 0 <= jitter < 1"),
+        ({"score_bias_rate": -1.0}, "score_bias_rate=-1.0, expected 0 or more"),
+        (
+            {"score_bias_rate": 0.1},
+            "score_bias_rate=0.1 moves a bias that use_score_bias=False does not make",
+        ),
+        (
+            {"num_expert_groups": 3, "num_chosen_groups": 1},
+            "num_expert_groups=3 does not divide num_experts=8",
+        ),
+        (
+            {"num_chosen_groups": 1},
+            "num_expert_groups=1 and num_chosen_groups=1; set both, or neither",
+        ),
+        (
+            {"num_expert_groups": 2, "num_chosen_groups": 3},
+            "num_chosen_groups=3, expected 1 to num_expert_groups=2",
+        ),
+        (
+            {"num_expert_groups": 8, "num_chosen_groups": 1},
+            "1 of 8 groups hold 1 experts, fewer than num_experts_per_token=2",
+        ),
+    ],
+)
+def test_wrong_fields_are_refused(fields, message):
+    with pytest.raises(ValueError, match=re.escape(f"TopKRouter(): {message}") + "(\n|$)"):
+        jax.eval_shape(TopKRouter(**{**SIZES, **fields}).init, jax.random.key(0))

@@ -1,0 +1,182 @@
+"""Experts on many devices are the experts of one, with tokens exchanged as they should be."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from layerkit.base_layer import AUX_LOSS, SUMMARIES
+from layerkit.layers.moe.feed_forward import MoeFeedForward
+from layerkit.sharding import DEFAULT_RULES, BoundSharding
+from layerkit.weights import logical_axes, unbox
+
+KEY = jax.random.key(0)
+BATCH, LENGTH, DIMS, EXPERTS = 8, 6, 4, 8
+CAPACITY, DROPLESS = {"capacity_factor": 1.0}, {}
+RAGGED = {"grouped_matmul": "ragged_dot"}
+CUBE_OF_DATA = {"data": 2, "expert": 2, "tensor": 2}
+CUBE_OF_FSDP = {"fsdp": 2, "expert": 2, "tensor": 2}
+
+
+def bind(axes, rules=DEFAULT_RULES):
+    devices = jax.devices()[: math.prod(axes.values())]
+    auto = (AxisType.Auto,) * len(axes)
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=auto, devices=devices)
+    return BoundSharding(mesh, rules)
+
+
+def make(**fields):
+    layer = MoeFeedForward(
+        input_dims=DIMS,
+        hidden_dims=6,
+        num_experts=EXPERTS,
+        num_shared_experts=1,
+        train=True,
+        **fields,
+    )
+    random = np.random.default_rng(3)
+    shapes = jax.eval_shape(layer.init, KEY)
+    weights = jax.tree.map(lambda w: random.normal(0.0, 0.7, w.shape).astype(w.dtype), shapes)
+    return layer, weights
+
+
+def inputs():
+    """Activations, and rows with more and less padding."""
+    x = np.random.default_rng(1).normal(size=(BATCH, LENGTH, DIMS)).astype(np.float32)
+    return x, np.arange(LENGTH) < np.array([6, 3, 0, 5, 6, 6, 1, 2])[:, None]
+
+
+def everything(layer):
+    """((output, losses, summaries), gradients for weights and inputs)."""
+
+    def loss(variables, x, is_token):
+        output, updates = layer.apply(
+            variables, x, is_token=is_token, mutable=[AUX_LOSS, SUMMARIES]
+        )
+        aux = sum(jnp.sum(leaf) for leaf in jax.tree.leaves(updates[AUX_LOSS]))
+        return jnp.sum(jnp.sin(output)) + aux, (output, updates)
+
+    return jax.grad(loss, argnums=(0, 1), has_aux=True)
+
+
+def compiled_on(bound, layer, weights):
+    boxed = jax.eval_shape(layer.init_boxed, KEY)
+    places = jax.tree.map(
+        lambda axes, weight: bound.sharding(axes, shape=weight.shape),
+        logical_axes(boxed),
+        unbox(boxed),
+        is_leaf=lambda leaf: isinstance(leaf, tuple),
+    )
+    arguments = (weights, *inputs())
+    layouts = (places, bound.sharding(("batch", None, None)), bound.sharding(("batch", None)))
+    run = jax.jit(
+        everything(layer.clone(sharding=bound)),
+        in_shardings=layouts,
+        out_shardings=((places, layouts[1]), None),
+    )
+    return run.lower(*arguments).compile(), jax.device_put(arguments, layouts)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """The results of one device by the layer's fields, each computed once."""
+    known = {}
+
+    def results(fields):
+        key = "capacity_factor" in fields
+        if key not in known:
+            layer, weights = make(**fields)
+            known[key] = jax.jit(everything(layer))(weights, *inputs())
+        return known[key]
+
+    return results
+
+
+def check(expected, axes, fields, rules=DEFAULT_RULES):
+    """Compares with one device; returns the gradients of weights, and the text of the program."""
+    layer, weights = make(**fields)
+    run, arguments = compiled_on(bind(axes, rules), layer, weights)
+    found = run(*arguments)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), found, expected(fields)
+    )
+    return found[0][0]["params"], run.as_text()
+
+
+def exchanges(program):
+    return set(re.findall(r"(all-to-all|all-gather|reduce-scatter|collective-permute)\(", program))
+
+
+@pytest.mark.parametrize(
+    ("axes", "fields"),
+    [
+        (CUBE_OF_DATA, CAPACITY),
+        (CUBE_OF_FSDP, DROPLESS),
+        pytest.param(CUBE_OF_DATA, DROPLESS, marks=pytest.mark.slow),
+        pytest.param(CUBE_OF_FSDP, CAPACITY, marks=pytest.mark.slow),
+    ],
+)
+def test_a_cube_of_devices_is_one_device_and_each_holds_its_experts(expected, axes, fields):
+    gradients, _ = check(expected, axes, fields)
+    dims = DIMS // axes.get("fsdp", 1)
+    for name, shape in (("up", (4, dims, 3)), ("down", (4, 3, dims))):
+        assert gradients[name].addressable_shards[0].data.shape == shape
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [CAPACITY, DROPLESS, RAGGED])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"expert": 2},
+        {"expert": 8},
+        {"data": 2, "fsdp": 2, "tensor": 2},
+        {"data": 2, "context": 2, "expert": 2},
+        {"fsdp": 4, "stage": 2},
+    ],
+)
+def test_any_mesh_is_one_device(expected, axes, fields):
+    check(expected, axes, fields)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "rules",
+    [
+        # Rows that are not split over the experts' axis, so that devices repeat one another's work.
+        DEFAULT_RULES.replace(batch=("data", "fsdp")),
+        # Experts that every device has whole.
+        DEFAULT_RULES.replace(expert=None, embed=None),
+    ],
+)
+@pytest.mark.parametrize("fields", [CAPACITY, DROPLESS], ids=["capacity", "dropless"])
+def test_other_rules_give_the_same(expected, rules, fields):
+    check(expected, {"fsdp": 2, "expert": 2}, fields, rules)
+
+
+def test_a_capacity_exchanges_tokens_by_all_to_all_alone(expected):
+    _, program = check(expected, {"expert": 4}, CAPACITY)
+    assert exchanges(program) == {"all-to-all"}
+    # To the experts and back, and so the gradients.
+    assert len(re.findall(r"all-to-all\(", program)) == 4
+
+
+def test_dropless_gathers_tokens_and_scatters_sums(expected):
+    _, program = check(expected, {"expert": 4}, DROPLESS)
+    assert exchanges(program) == {"all-gather", "reduce-scatter"}
+
+
+def test_groups_that_devices_cannot_share_are_refused():
+    layer, weights = make(capacity_factor=1.0, num_groups=2)
+    with pytest.raises(ValueError) as caught:
+        compiled_on(bind({"expert": 4}), layer, weights)
+    assert str(caught.value).startswith(
+        "MoeFeedForward(): groups of tokens: dimension 'batch' of size 2 cannot be split evenly"
+        " over mesh axes ('expert',) of size 4;"
+    )

@@ -1,0 +1,80 @@
+"""Layers with experts in a stack: in a loop as in a row, and their losses add up."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from layerkit.base_layer import AUX_LOSS, NON_TRAINABLE, PARAMS, SUMMARIES
+from layerkit.layers import AttentionMask, Repeat, Transformer
+from layerkit.layers.moe.feed_forward import MoeFeedForward
+from layerkit.layers.moe.routing import TopKRouter
+
+BATCH, LENGTH, DIMS, LAYERS = 2, 6, 8, 2
+X = np.random.default_rng(1).normal(size=(BATCH, LENGTH, DIMS)).astype(np.float32)
+KINDS = (AUX_LOSS, SUMMARIES, NON_TRAINABLE)
+
+
+def drawn_weights(layer):
+    random = np.random.default_rng(7)
+    shapes = jax.eval_shape(layer.init, jax.random.key(0))
+    return jax.tree.map(lambda w: random.normal(0.0, 0.5, w.shape).astype(w.dtype), shapes)
+
+
+def test_a_loop_is_a_row_and_losses_add_up():
+    router = TopKRouter.HParams.config(use_score_bias=True, score_bias_rate=0.01)
+    config = MoeFeedForward.HParams.config(
+        input_dims=DIMS, hidden_dims=6, num_experts=4, router_tpl=router, train=True
+    )
+    single, loop = config.Instantiate(), Repeat(sub_tpl=config, num_repeats=LAYERS, train=True)
+    variables = drawn_weights(loop)
+
+    def in_a_loop(given):
+        output, updates = loop.apply(given, X, mutable=KINDS)
+        return output, {kind: updates[kind]["sub"] for kind in KINDS}
+
+    def in_a_row(given):
+        x, all_updates = X, []
+        for i in range(LAYERS):
+            own = {kind: jax.tree.map(lambda w, i=i: w[i], given[kind]["sub"]) for kind in given}
+            x, updates = single.apply(own, x, mutable=KINDS)
+            all_updates.append({kind: updates[kind] for kind in KINDS})
+        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *all_updates)
+
+    def results_and_gradients(run):
+        def loss(params):
+            output, updates = run({**variables, PARAMS: params})
+            aux = sum(jnp.sum(leaf) for leaf in jax.tree.leaves(updates[AUX_LOSS]))
+            return jnp.sum(jnp.sin(output)) + aux, (output, aux, updates)
+
+        return jax.jit(jax.grad(loss, has_aux=True))(variables[PARAMS])
+
+    row = results_and_gradients(in_a_row)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5),
+        results_and_gradients(in_a_loop),
+        row,
+    )
+    _, (_, aux, updates) = row
+    losses = {name: loss[0] for name, loss in updates[AUX_LOSS].items()}
+    assert {name: loss.shape for name, loss in losses.items()} == {
+        "load_balance_loss": (LAYERS,),
+        "router_z_loss": (LAYERS,),
+    }
+    np.testing.assert_allclose(aux, sum(np.sum(loss) for loss in losses.values()), rtol=1e-5)
+
+
+def test_a_transformer_keeps_its_padding_from_the_experts():
+    config = Transformer.HParams.config(input_dims=DIMS, hidden_dims=6, num_heads=2)
+    config.feed_forward_tpl = MoeFeedForward.HParams.config(num_experts=4)
+    layer = config.Instantiate()
+    segments = np.array([[1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 0, 0]], np.int32)
+    mask = AttentionMask.causal_mask(BATCH, LENGTH, segment_ids=jnp.asarray(segments))
+    row = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32), (BATCH, LENGTH))
+    run = jax.jit(lambda v: layer.apply(v, X, mask=mask, positions=row, mutable=[SUMMARIES])[1])
+    load = run(drawn_weights(layer))[SUMMARIES]["feed_forward"]["expert_load"][0]
+    # 10 tokens with 2 choices each, over 4 experts.
+    choices = load * (10 * 2 / 4)
+    np.testing.assert_allclose(choices, np.round(choices), atol=1e-5)
+    assert abs(np.sum(choices) - 20.0) < 1e-4

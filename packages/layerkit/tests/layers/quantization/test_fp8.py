@@ -1,0 +1,289 @@
+"""Fp8Dot against Flax's own fp8 layer, against exact products, and its state step after step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from layerkit.base_layer import OVERWRITE_WITH_GRADIENT, PARAMS, BaseLayer
+from layerkit.config import sub_config_field
+from layerkit.layers.attention.projections import HeadProjection, OutputProjection
+from layerkit.layers.linears import Linear
+from layerkit.layers.products import create_dot, matmul, with_dots
+from layerkit.layers.quantization.fp8 import Fp8Dot, accumulate_by_max, next_state
+from layerkit.layers.repeat import Repeat
+from layerkit.sharding import BoundSharding
+from layerkit.weights import WeightHParams, logical_axes, unbox
+
+KEY = jax.random.key(0)
+FP8 = Fp8Dot.HParams.config(amax_history_length=4)
+TENSORS = ("input", "kernel", "output_grad")
+
+
+def linear(**fields: Any) -> Linear:
+    return Linear(input_dims=16, output_dims=32, dot_tpl=FP8, **fields)
+
+
+def inputs(step: int = 0) -> jax.Array:
+    return (1.0 + step) * jax.random.normal(jax.random.key(10 + step), (4, 6, 16))
+
+
+def train_step(layer: Any) -> Any:
+    """(outputs, gradients of weights and inputs, next state) of one step, compiled."""
+
+    def step(params, state, x):
+        def loss(params, state, x):
+            variables = {PARAMS: params, OVERWRITE_WITH_GRADIENT: accumulate_by_max(state)}
+            outputs = layer.apply(variables, x)
+            return jnp.mean(jnp.square(outputs.astype(jnp.float32))), outputs
+
+        grads = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)
+        (of_params, of_state, of_x), outputs = grads(params, state, x)
+        return outputs, of_params, of_x, next_state(state, of_state)
+
+    return jax.jit(step)
+
+
+def split(variables: Any) -> tuple[Any, Any]:
+    return variables[PARAMS], variables[OVERWRITE_WITH_GRADIENT]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_steps_are_those_of_flax(dtype):
+    layer = linear(fprop_dtype=dtype)
+    params, state = split(layer.init(KEY))
+    theirs = nn.Dense(32, use_bias=False, dtype=dtype, dot_general_cls=Op)
+    w, their_state = params["w"], {"Op_0": state["dot"]}
+
+    @jax.jit
+    def their_step(w, state, x):
+        def loss(w, state, x):
+            variables = {PARAMS: {"kernel": w}, OVERWRITE_WITH_GRADIENT: state}
+            outputs = theirs.apply(variables, x)
+            return jnp.mean(jnp.square(outputs.astype(jnp.float32))), outputs
+
+        return jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(w, state, x)
+
+    run = train_step(layer)
+    for step in range(6):
+        x = inputs(step).astype(dtype).reshape(-1, 16)
+        outputs, of_params, of_x, state = run({"w": w}, state, x)
+        (of_w, their_state, their_of_x), their_outputs = their_step(w, their_state, x)
+        expected = (their_outputs, of_w, their_of_x, their_state["Op_0"])
+        found = (outputs, of_params["w"], of_x, state["dot"])
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert all(state["dot"][f"{tensor}_scale"] != 1.0 for tensor in TENSORS)
+
+
+def Op() -> Any:
+    return nn.Fp8DirectDotGeneralOp(amax_history_length=4, name="Op_0")
+
+
+def test_the_history_is_that_of_the_last_steps_and_scales_come_from_it():
+    layer = linear()
+    params, state = split(layer.init(KEY))
+    largest, run = [], train_step(layer)
+    for step in range(6):
+        previous = state["dot"]["input_amax_history"]
+        _, _, _, state = run(params, state, inputs(step))
+        largest.append(float(jnp.max(jnp.abs(inputs(step)))))
+        history = np.sort(state["dot"]["input_amax_history"])
+        np.testing.assert_allclose(history[-len(largest) :], np.sort(largest[-4:]), rtol=1e-6)
+        expected = float(previous.max()) / 448.0 if step else 1.0
+        np.testing.assert_allclose(state["dot"]["input_scale"], expected, rtol=1e-6)
+    np.testing.assert_allclose(
+        state["dot"]["kernel_scale"], jnp.max(jnp.abs(params["w"])) / 448, rtol=1e-6
+    )
+
+
+LAYERS = {
+    "linear": (linear(), (4, 6, 16)),
+    "into heads": (HeadProjection(input_dims=16, num_heads=4, head_dim=8, dot_tpl=FP8), (4, 6, 16)),
+    "out of heads": (
+        OutputProjection(output_dims=16, num_heads=4, head_dim=8, dot_tpl=FP8),
+        (4, 6, 4, 8),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_products_and_gradients_are_near_the_exact_ones(name):
+    layer, shape = LAYERS[name]
+    params, state = split(layer.init(KEY))
+    x = 100.0 * jax.random.normal(jax.random.key(1), shape)
+    run = train_step(layer)
+    for _ in range(2):  # the first step fills the histories
+        outputs, of_params, of_x, state = run(params, state, x)
+
+    def loss(w, x):
+        outputs = layer.clone(dot_tpl=None).apply({PARAMS: {"w": w}}, x)
+        return jnp.mean(jnp.square(outputs)), outputs
+
+    exactly = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
+    (of_w, exact_of_x), exact = exactly(params["w"], x)
+    pairs = [(outputs, exact), (of_params["w"], of_w), (of_x, exact_of_x)]
+    for (found, expected), limit in zip(pairs, (0.05, 0.08, 0.08), strict=True):
+        error = float(jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected))
+        assert 1e-4 < error < limit
+
+
+def test_a_group_of_weights_is_multiplied_at_once():
+    dot = FP8.Instantiate()
+    x = jax.random.normal(KEY, (3, 5, 16))
+    w = jax.random.normal(jax.random.key(1), (3, 16, 8))
+    variables = dot.init(KEY)
+    run = jax.jit(dot.apply)
+    found = run(variables, x, w)
+    each = np.stack([run(variables, x[i], w[i]) for i in range(3)])
+    np.testing.assert_allclose(found, each, rtol=1e-6, atol=1e-6)
+
+
+class Twice(BaseLayer):
+    """One weight that multiplies two times."""
+
+    dot_tpl: Any = sub_config_field(None)
+
+    def setup(self):
+        weight = WeightHParams((16, 16), (None, None))
+        self.create_variable("w", weight)
+        create_dot(self, weight)
+
+    def fprop(self, x):
+        return matmul(self, 3.0 * matmul(self, x, self.theta.w), self.theta.w)
+
+
+def test_a_product_that_runs_twice_keeps_the_largest_value_of_both():
+    layer = Twice(dot_tpl=FP8)
+    params, state = split(layer.init(KEY))
+    x = inputs()
+    _, _, _, after = train_step(layer)(params, state, x)
+    # Scales are 1 in the first step, so the inner product is that of the rounded factors.
+    rounded = [t.astype(jnp.float8_e4m3fn).astype(jnp.float32) for t in (x, params["w"])]
+    second = jnp.max(jnp.abs(3.0 * (rounded[0] @ rounded[1])))
+    assert second > jnp.max(jnp.abs(x))
+    np.testing.assert_allclose(after["dot"]["input_amax_history"][0], second, rtol=1e-5)
+    np.testing.assert_array_equal(after["dot"]["kernel_scale"], [1.0])
+
+
+class Block(BaseLayer):
+    """A layer to be repeated, whose outputs are of the size of its inputs."""
+
+    def setup(self):
+        config = Linear.HParams.config(input_dims=16, output_dims=16, dot_tpl=FP8)
+        self.create_child("linear", config)
+
+    def fprop(self, x):
+        return x + self.linear(x)
+
+
+def test_repeated_layers_have_scales_of_their_own_also_with_remat():
+    one = Block()
+    params, state = split(one.init(KEY))
+    x, stacked_params, stacked_state, expected = inputs(), [], [], []
+    layers = jax.random.split(KEY, 3)
+    for key in layers:
+        params, state = split(one.init(key))
+        stacked_params.append(params)
+        stacked_state.append(state)
+    stack = lambda trees: {"sub": jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)}  # noqa: E731
+
+    class Unrolled(BaseLayer):
+        def setup(self):
+            self.create_children("block", [Block.HParams.config()] * 3)
+
+        def fprop(self, x):
+            for block in self.block:
+                x = block(x)
+            return x
+
+    def by_name(trees):
+        return {f"block_{i}": tree for i, tree in enumerate(trees)}
+
+    expected = train_step(Unrolled())(by_name(stacked_params), by_name(stacked_state), x)
+    for remat in ("none", "full"):
+        repeat = Repeat(sub_tpl=Block.HParams.config(), num_repeats=3, remat=remat)
+        _, shapes = split(repeat.init(KEY))
+        assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, stack(stacked_state))
+        found = train_step(repeat)(stack(stacked_params), stack(stacked_state), x)
+        np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-5)
+        last = expected[3]
+        last = stack([last[f"block_{i}"] for i in range(3)])
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found[3], last)
+    boxed = repeat.init_boxed(KEY)[OVERWRITE_WITH_GRADIENT]
+    axes = logical_axes(boxed)["sub"]["linear"]["dot"]
+    assert axes["input_scale"] == ("layers", None)
+
+
+def test_a_step_on_a_mesh_is_that_of_one_device():
+    auto = (jax.sharding.AxisType.Auto,) * 3
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=auto)
+    layer = linear(activation_axes=("batch", "length", "act_mlp"))
+    boxed = layer.init_boxed(KEY)
+    bound = BoundSharding(mesh)
+    placed = jax.tree.map(
+        lambda axes, leaf: jax.device_put(leaf, bound.sharding(axes, shape=leaf.shape)),
+        logical_axes(boxed),
+        unbox(boxed),
+        is_leaf=lambda leaf: isinstance(leaf, tuple),
+    )
+    x = inputs()
+    expected = train_step(layer)(*split(unbox(boxed)), x)
+    rows = jax.device_put(x, bound.sharding(("batch", None, None)))
+    found = train_step(layer.clone(sharding=bound))(*split(placed), rows)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected
+    )
+
+
+def test_what_says_nothing_is_not_taken_over():
+    state = {name: jnp.array([1.0, 2.0]) for name in ("ran", "did_not_run", "nan", "inf")}
+    updates = {
+        "ran": jnp.array([3.0, 0.0]),
+        "did_not_run": jnp.zeros(2),
+        "nan": jnp.array([3.0, jnp.nan]),
+        "inf": jnp.array([jnp.inf, 2.0]),
+    }
+    after = next_state(state, updates)
+    np.testing.assert_array_equal(after.pop("ran"), [3.0, 0.0])
+    for kept in after.values():
+        np.testing.assert_array_equal(kept, [1.0, 2.0])
+
+
+def test_a_hopper_gpu_is_given_products_of_eight_bits():
+    layer = linear(fprop_dtype=jnp.bfloat16)
+    shapes = jax.eval_shape(layer.init, KEY)
+    traced = train_step(layer).trace(*split(shapes), jax.ShapeDtypeStruct((4, 6, 16), jnp.bfloat16))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert len(products) == 3
+    for line in products:
+        operands = line.split(" : (")[1].split(") ->")[0]
+        assert operands.count("f8E") == 2, line
+    assert sum("f8E5M2" in line for line in products) == 2
+
+
+def test_evaluation_reads_the_state_and_changes_nothing():
+    layer = linear()
+    variables = layer.init(KEY)
+    outputs, updates = layer.apply(variables, inputs(), mutable=["aux_loss"])
+    np.testing.assert_allclose(
+        outputs, layer.clone(dot_tpl=None).apply(variables, inputs()), rtol=0.1, atol=0.3
+    )
+    assert updates == {}
+
+
+def test_a_history_without_length_is_refused():
+    with pytest.raises(ValueError, match="Fp8Dot.*: amax_history_length=0, expected at least 1"):
+        Fp8Dot(amax_history_length=0).init(KEY)
+
+
+def test_a_whole_stack():
+    config = Repeat.HParams.config(sub_tpl=Linear.HParams.config(input_dims=16, output_dims=16))
+    layer = with_dots(config.set(num_repeats=2), FP8).Instantiate()
+    state = layer.init(KEY)[OVERWRITE_WITH_GRADIENT]
+    assert state["sub"]["dot"]["input_amax_history"].shape == (2, 4)

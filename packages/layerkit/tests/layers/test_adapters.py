@@ -1,0 +1,291 @@
+"""LoRA against its formula in NumPy; merged and unmerged; beside base weights that stay put."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from layerkit.base_layer import OVERWRITE_WITH_GRADIENT, PARAMS, BaseLayer
+from layerkit.config import sub_config_field
+from layerkit.layers.adapters import (
+    LORA_WEIGHTS,
+    LoraDot,
+    merge_lora,
+    unmerge_lora,
+    with_lora,
+)
+from layerkit.layers.attention.combined import CombinedProjection
+from layerkit.layers.attention.projections import HeadProjection, OutputProjection
+from layerkit.layers.einsum import Einsum
+from layerkit.layers.linears import FeedForward, Linear
+from layerkit.layers.products import with_dots
+from layerkit.layers.quantization.fp8 import Fp8Dot
+from layerkit.layers.repeat import Repeat
+from layerkit.layers.stacks import StackedTransformerRepeated
+from layerkit.sharding import BoundSharding
+from layerkit.weights import logical_axes
+
+KEY = jax.random.key(0)
+RANK, ALPHA = 3, 6.0
+X = jax.random.normal(KEY, (2, 5, 8))
+
+
+def drawn(tree: Any) -> Any:
+    """Random numbers in place of all weights, since b starts at 0."""
+    random = np.random.default_rng(7)
+    return jax.tree.map(lambda x: random.normal(0.0, 0.3, x.shape).astype(np.float32), tree)
+
+
+LAYERS = {
+    "linear": (Linear.HParams.config(input_dims=8, output_dims=6), X, "btd,do->bto", "d", "o"),
+    "into heads": (
+        HeadProjection.HParams.config(input_dims=8, num_heads=2, head_dim=3),
+        X,
+        "btd,dnh->btnh",
+        "d",
+        "nh",
+    ),
+    "out of heads": (
+        OutputProjection.HParams.config(output_dims=6, num_heads=2, head_dim=4),
+        X.reshape(2, 5, 2, 4),
+        "btnh,nhd->btd",
+        "nh",
+        "d",
+    ),
+    "group": (
+        Einsum.HParams.config(
+            equation="ebd,edh->ebh", weight_shape=(2, 8, 6), weight_axes=("expert", "embed", "mlp")
+        ),
+        X,
+        "ebd,edh->ebh",
+        "ed",
+        "h",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_outputs_are_those_of_the_formula(name):
+    config, x, equation, _, _ = LAYERS[name]
+    layer = with_lora(config, rank=RANK, alpha=ALPHA).Instantiate()
+    params = drawn(jax.eval_shape(layer.init, KEY)[PARAMS])
+    w, a, b = params["w"], params["dot"]["lora_a"], params["dot"]["lora_b"]
+    leading = 1 if name == "group" else 0
+    delta = np.reshape(
+        np.reshape(a, (*w.shape[:leading], -1, RANK))
+        @ np.reshape(b, (*w.shape[:leading], RANK, -1)),
+        w.shape,
+    )
+    expected = np.einsum(equation, x, np.asarray(w) + (ALPHA / RANK) * delta)
+    np.testing.assert_allclose(layer.apply({PARAMS: params}, x), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_model_starts_as_what_it_was(name):
+    config, x, *_ = LAYERS[name]
+    adapted = with_lora(config, rank=RANK).Instantiate()
+    plain = config.Instantiate()
+    variables, base = adapted.init(KEY), plain.init(KEY)
+    # A base checkpoint fits in by its paths, and all that it lacks are adapters.
+    found, known = flatten_dict(variables[PARAMS]), flatten_dict(base[PARAMS])
+    assert {p: x.shape for p, x in known.items()}.items() <= {
+        p: x.shape for p, x in found.items()
+    }.items()
+    new = ["/".join(path) for path in found if path not in known]
+    assert new == ["dot/lora_a", "dot/lora_b"]
+    restored = {PARAMS: unflatten_dict({**found, **known})}
+    np.testing.assert_array_equal(adapted.apply(restored, x), plain.apply(base, x))
+    assert float(jnp.abs(found["dot", "lora_a"]).max()) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "a", "b"),
+    [
+        ("linear", ("embed", None), (None, "mlp")),
+        ("into heads", ("embed", None), (None, "heads", "head_dim")),
+        ("out of heads", ("heads", "head_dim", None), (None, "embed")),
+        ("group", ("expert", "embed", None), ("expert", None, "mlp")),
+    ],
+)
+def test_adapters_are_laid_out_as_the_weight(name, a, b):
+    layer = with_lora(LAYERS[name][0], rank=RANK).Instantiate()
+    axes = logical_axes(layer.init_boxed(KEY))[PARAMS]["dot"]
+    assert axes == {"lora_a": a, "lora_b": b}
+
+
+def test_a_starts_with_the_deviation_of_its_fan_in():
+    config = OutputProjection.HParams.config(output_dims=6, num_heads=16, head_dim=16)
+    a = with_lora(config, rank=64).Instantiate().init(KEY)[PARAMS]["dot"]["lora_a"]
+    assert a.shape == (16, 16, 64)
+    np.testing.assert_allclose(np.std(a), 1 / 16, rtol=0.05)
+
+
+class Block(BaseLayer):
+    """All kinds of projections, one after another."""
+
+    query_tpl: Any = sub_config_field(HeadProjection.HParams)
+    output_tpl: Any = sub_config_field(OutputProjection.HParams)
+    feed_forward_tpl: Any = sub_config_field(FeedForward.HParams)
+
+    def setup(self):
+        heads = {"num_heads": 2, "head_dim": 4}
+        self.create_child("query", self.query_tpl, input_dims=8, **heads)
+        self.create_child("output", self.output_tpl, output_dims=8, **heads)
+        self.create_child("feed_forward", self.feed_forward_tpl, input_dims=8, output_dims=8)
+
+    def fprop(self, x):
+        return x + self.feed_forward(x + self.output(jnp.tanh(self.query(x))))
+
+
+BLOCK = Block.HParams.config()
+REPEATED = Repeat.HParams.config(sub_tpl=BLOCK.clone(), num_repeats=2)
+
+
+@pytest.mark.parametrize("plain", [BLOCK, REPEATED], ids=["alone", "repeated"])
+@pytest.mark.parametrize("only", [".*", ".*(query|linear)_tpl"])
+def test_merged_weights_give_the_plain_model_with_the_same_outputs(plain, only):
+    config = with_lora(plain, rank=RANK, alpha=ALPHA, only=only)
+    adapted, model = config.Instantiate(), plain.Instantiate()
+    variables = drawn(jax.eval_shape(adapted.init, KEY))
+    expected = jax.jit(adapted.apply)(variables, X)
+    run = jax.jit(model.apply)
+    base = {PARAMS: without_adapters(variables[PARAMS])}
+    assert float(jnp.abs(run(base, X) - expected).max()) > 0.05
+
+    merged = merge_lora(config, variables)
+    assert jax.tree.structure(merged) == jax.tree.structure(jax.eval_shape(model.init, KEY))
+    np.testing.assert_allclose(run(merged, X), expected, rtol=1e-4, atol=1e-4)
+    again = unmerge_lora(config, merged, variables)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), again, variables)
+
+
+def without_adapters(params: Any) -> Any:
+    flat = flatten_dict(params)
+    return unflatten_dict(
+        {path: x for path, x in flat.items() if not re.fullmatch(LORA_WEIGHTS, "/".join(path))}
+    )
+
+
+def test_only_the_layers_that_match_are_adapted():
+    stack = StackedTransformerRepeated.HParams.config(num_layers=2, input_dims=8)
+    stack.set(hidden_dims=12, num_heads=2)
+    layer = with_lora(stack, only=r".*\.(query|value)_tpl").Instantiate()
+    flat = flatten_dict(jax.eval_shape(layer.init, KEY)[PARAMS])
+    found = {path[-3] for path in flat if path[-1] == "lora_a"}
+    assert found == {"query", "value"}
+    names = ["/".join(path) for path in flat]
+    assert sum(bool(re.fullmatch(LORA_WEIGHTS, name)) for name in names) == 4
+
+
+def test_a_combined_projection_is_adapted_as_one():
+    config = CombinedProjection.HParams.config(input_dims=8, num_heads=4, num_kv_heads=2)
+    config.head_dim = 3
+    adapted = with_lora(config, rank=RANK, alpha=ALPHA)
+    variables = drawn(jax.eval_shape(adapted.Instantiate().init, KEY))
+    shapes = jax.tree.map(jnp.shape, variables[PARAMS]["dot"])
+    assert shapes == {"lora_a": (8, RANK), "lora_b": (RANK, 2, 4, 3)}
+    expected = adapted.Instantiate().apply(variables, X)
+    found = config.Instantiate().apply(merge_lora(adapted, variables), X)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected
+    )
+
+
+def test_adapters_stand_around_quantised_products_in_either_order():
+    plain = Linear.HParams.config(input_dims=8, output_dims=8)
+    fp8 = Fp8Dot.HParams.config(amax_history_length=2)
+    config = with_lora(with_dots(plain, fp8), rank=2)
+    assert with_dots(with_lora(plain, rank=2), fp8) == config
+    layer = config.Instantiate()
+    variables = layer.init(KEY)
+    assert set(variables[OVERWRITE_WITH_GRADIENT]["dot"]) == {"base"}
+    variables[PARAMS] = drawn(variables[PARAMS])
+    merged = merge_lora(config, variables)
+    quantised = with_dots(plain, fp8).Instantiate()
+    assert jax.tree.structure(merged) == jax.tree.structure(quantised.init(KEY))
+    again = unmerge_lora(config, merged, variables)
+    assert jax.tree.structure(again) == jax.tree.structure(variables)
+
+
+def test_dropout_is_of_the_adapter_alone_and_of_training_alone():
+    config = with_lora(Linear.HParams.config(input_dims=8, output_dims=6), dropout_rate=0.5)
+    layer = config.Instantiate()
+    variables = drawn(jax.eval_shape(layer.init, KEY))
+    evaluated = layer.apply(variables, X)
+    trained = [
+        layer.clone(train=True).apply(variables, X, rngs={"random": jax.random.key(i)})
+        for i in range(2)
+    ]
+    assert float(jnp.abs(trained[0] - trained[1]).max()) > 0.1
+    off = {
+        PARAMS: {
+            **variables[PARAMS],
+            "dot": jax.tree.map(jnp.zeros_like, variables["params"]["dot"]),
+        }
+    }
+    np.testing.assert_allclose(
+        layer.clone(train=True).apply(off, X, rngs={"random": KEY}), layer.apply(off, X)
+    )
+    np.testing.assert_array_equal(evaluated, layer.apply(variables, X))
+
+
+def test_a_mesh_changes_nothing():
+    auto = (jax.sharding.AxisType.Auto,) * 3
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=auto)
+    layer = with_lora(REPEATED, rank=RANK).Instantiate()
+    variables = drawn(jax.eval_shape(layer.init, KEY))
+    bound = BoundSharding(mesh)
+    shapes = jax.eval_shape(layer.init_boxed, KEY)
+    placed = jax.tree.map(
+        lambda axes, x: jax.device_put(x, bound.sharding(axes, shape=x.shape)),
+        logical_axes(shapes),
+        variables,
+        is_leaf=lambda leaf: isinstance(leaf, tuple),
+    )
+    x = jnp.tile(X, (2, 1, 1))
+    found = jax.jit(layer.clone(sharding=bound).apply)(placed, x)
+    np.testing.assert_allclose(found, jax.jit(layer.apply)(variables, x), rtol=1e-5, atol=1e-5)
+
+
+def test_refusals():
+    config = Linear.HParams.config(input_dims=8, output_dims=6)
+    twice = "with_lora: Linear has a LoraDot already; merge it first"
+    with pytest.raises(ValueError, match=re.escape(twice)):
+        with_lora(with_lora(config), rank=2)
+    with pytest.raises(ValueError, match=re.escape("only='w' matches no layer with products")):
+        with_lora(config, only="w")
+    with pytest.raises(ValueError, match=r"LoraDot\(dot\): rank=0, expected at least 1"):
+        with_lora(config, rank=0).Instantiate().init(KEY)
+    with pytest.raises(ValueError, match=r"LoraDot\(dot\): alpha=0.0 must be positive"):
+        with_lora(config, alpha=0.0).Instantiate().init(KEY)
+    with pytest.raises(ValueError, match=r"there are no LoRA weights"):
+        merge_lora(with_lora(config), config.Instantiate().init(KEY))
+    with pytest.raises(ValueError, match=r"weight is not set; use it as the dot_tpl of a layer"):
+        LoraDot().init(KEY)
+
+
+def test_adapters_of_two_strengths_are_not_merged_as_if_of_one():
+    model = with_lora(BLOCK, alpha=1.0, only="query_tpl")
+    model = with_lora(model, alpha=2.0, only="output_tpl")
+    variables = jax.eval_shape(model.Instantiate().init, KEY)
+    with pytest.raises(ValueError) as caught:
+        merge_lora(model, variables)
+    assert str(caught.value) == (
+        "the config has 2 values of LoraDot.alpha ([1.0, 2.0]), expected one"
+    )
+    with pytest.raises(ValueError, match=re.escape("has 0 values of LoraDot.alpha ([])")):
+        merge_lora(BLOCK, variables)
+
+
+def test_a_weight_in_another_order_is_refused():
+    config = Einsum.HParams.config(
+        equation="btd,hd->bth", weight_shape=(6, 8), weight_axes=(None, None)
+    )
+    with pytest.raises(ValueError, match=r"LoRA needs a weight with the dimensions of a group"):
+        with_lora(config).Instantiate().init(KEY)

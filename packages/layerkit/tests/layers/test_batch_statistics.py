@@ -1,0 +1,123 @@
+"""BatchNorm and GroupNorm against NumPy in float64, with padding and without."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from layerkit.base_layer import NON_TRAINABLE
+from layerkit.layers.batch_statistics import BatchNorm, GroupNorm
+from layerkit.sharding import BoundSharding
+
+KEY = jax.random.key(0)
+BATCH, LENGTH, DIMS = 4, 6, 8
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(3.0, 2.0, (BATCH, LENGTH, DIMS)).astype(np.float32)
+IS_TOKEN = np.arange(LENGTH) < np.array([6, 3, 1, 0])[:, None]
+
+
+def with_weights(layer):
+    """Scale and bias that are seen."""
+    variables = layer.init(KEY)
+    random = np.random.default_rng(1)
+    draw = lambda w: random.normal(size=w.shape).astype(np.float32)  # noqa: E731
+    return {**variables, "params": jax.tree.map(draw, variables["params"])}
+
+
+def scaled(normalized, variables):
+    params = variables["params"]
+    return normalized * (1.0 + params["scale"]) + params["bias"]
+
+
+def train_on(layer, variables, x, **kwargs):
+    layer = layer.clone(train=True)
+    y, updates = layer.apply(variables, x, mutable=[NON_TRAINABLE], **kwargs)
+    return y, updates[NON_TRAINABLE]
+
+
+@pytest.mark.parametrize("is_token", [None, IS_TOKEN], ids=["full", "padded"])
+def test_batch_norm_normalises_by_the_tokens_of_the_batch(is_token):
+    layer = BatchNorm(dims=DIMS, decay=0.9)
+    variables = with_weights(layer)
+    tokens = X.reshape(-1, DIMS) if is_token is None else X[is_token]
+    mean, variance = tokens.mean(0, dtype=np.float64), tokens.var(0, dtype=np.float64)
+    y, moving = train_on(layer, variables, X, is_token=is_token)
+    expected = scaled((X - mean) / np.sqrt(variance + 1e-3), variables)
+    if is_token is not None:
+        expected = np.where(is_token[..., None], expected, 0.0)
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(moving["moving_mean"], 0.1 * mean, rtol=1e-5)
+    np.testing.assert_allclose(moving["moving_variance"], 0.9 + 0.1 * variance, rtol=1e-5)
+    assert layer.init(KEY, X)[NON_TRAINABLE]["moving_mean"].sum() == 0.0
+
+
+def test_batch_norm_evaluates_by_what_it_kept():
+    layer = BatchNorm(dims=DIMS)
+    variables = with_weights(layer)
+    mean, variance = X[0, 0], np.square(X[0, 1]) + 0.5
+    variables[NON_TRAINABLE] = {"moving_mean": mean, "moving_variance": variance}
+    expected = scaled((X - mean) / np.sqrt(variance + 1e-3), variables)
+    np.testing.assert_allclose(layer.apply(variables, X), expected, rtol=1e-4, atol=1e-5)
+    for field in ("use_moving_averages_in_training", "force_evaluation"):
+        y, moving = train_on(layer.clone(**{field: True}), variables, X)
+        np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
+        assert (moving["moving_mean"] == mean).all() == (field == "force_evaluation")
+
+
+def test_batch_norm_on_a_mesh_sees_the_global_batch():
+    layer = BatchNorm(dims=DIMS, train=True)
+    variables = layer.init(KEY)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.P("data"))
+    sharded = layer.clone(sharding=BoundSharding(mesh))
+    y, updates = jax.jit(lambda v, x: sharded.apply(v, x, mutable=[NON_TRAINABLE]))(
+        variables, jax.device_put(X, rows)
+    )
+    expected, moving = train_on(layer, variables, X)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), updates[NON_TRAINABLE], moving
+    )
+
+
+@pytest.mark.parametrize("is_token", [None, IS_TOKEN], ids=["full", "padded"])
+def test_group_norm_normalises_each_example_in_groups(is_token):
+    layer = GroupNorm(dims=DIMS, num_groups=2)
+    variables = with_weights(layer)
+    expected = np.zeros(X.shape)
+    for row in range(BATCH):
+        kept = slice(None) if is_token is None else is_token[row]
+        for group in (slice(0, 4), slice(4, 8)):
+            part = X[row, kept, group].astype(np.float64)
+            if part.size:
+                expected[row, kept, group] = (part - part.mean()) / np.sqrt(part.var() + 1e-3)
+    expected = scaled(expected, variables)
+    if is_token is not None:
+        expected = np.where(is_token[..., None], expected, 0.0)
+    y = layer.apply(variables, X, is_token=is_token)
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layer", [BatchNorm(dims=DIMS), GroupNorm(dims=DIMS, num_groups=4)])
+def test_what_lies_in_padding_does_not_matter(layer):
+    layer = layer.clone(train=True)
+    variables = with_weights(layer)
+    poisoned = np.where(IS_TOKEN[..., None], X, np.nan)
+
+    def loss(variables, x):
+        y, _ = layer.apply(variables, x, is_token=IS_TOKEN, mutable=[NON_TRAINABLE])
+        return (y**2).sum()
+
+    clean = jax.value_and_grad(loss)(variables, X)
+    dirty = jax.value_and_grad(loss)(variables, poisoned)
+    jax.tree.map(np.testing.assert_array_equal, clean, dirty)
+
+
+def test_sizes_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=re.escape("num_groups=3 does not divide dims=8")):
+        GroupNorm(dims=DIMS, num_groups=3).init(KEY)
+    with pytest.raises(ValueError, match=re.escape("decay=1.0, expected 0 <= decay < 1")):
+        BatchNorm(dims=DIMS, decay=1.0).init(KEY)

@@ -1,0 +1,79 @@
+"""Layers made of layers, against what they are made of."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from layerkit.layers.activations import Identity, ReLU, Tanh
+from layerkit.layers.composition import MLPBlock, Sequential, StackingOverTime
+from layerkit.layers.linears import FeedForward, Linear
+
+KEY = jax.random.key(0)
+X = np.random.default_rng(0).normal(size=(2, 5, 3)).astype(np.float32)
+
+
+def test_sequential_hands_on_from_layer_to_layer():
+    config = Sequential.HParams.config(
+        layer_tpls=(
+            Linear.HParams.config(input_dims=3, output_dims=4),
+            Tanh.HParams.config(),
+            Linear.HParams.config(input_dims=4, output_dims=2),
+        )
+    )
+    layer = config.Instantiate()
+    variables = layer.init(KEY)
+    first, last = (variables["params"][f"layers_{i}"]["w"] for i in (0, 2))
+    expected = np.tanh(X @ first) @ last
+    np.testing.assert_allclose(layer.apply(variables, X), expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match=re.escape("layer_tpls=None, expected at least one layer")):
+        Sequential().init(KEY)
+
+
+@pytest.mark.parametrize("activate_output", [False, True])
+def test_an_mlp_block_is_its_formula(activate_output):
+    layer = MLPBlock(
+        input_dims=3,
+        hidden_dims=(4, 5),
+        output_dims=2,
+        activate_output=activate_output,
+        activation_tpl=ReLU.HParams.config(),
+    )
+    variables = layer.init(KEY)
+    expected = X
+    for number in range(3):
+        weights = variables["params"][f"layers_{number}"]
+        expected = expected @ weights["linear"]["w"] + weights["bias"]["b"]
+        if number < 2 or activate_output:
+            expected = np.maximum(expected, 0.0)
+    np.testing.assert_allclose(layer.apply(variables, X), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_an_mlp_block_refuses_a_layer_with_a_size_of_its_own():
+    layer = MLPBlock(input_dims=3, hidden_dims=(0,), output_dims=2)
+    with pytest.raises(ValueError, match=re.escape("size 1=0")):
+        layer.init(KEY)
+    template = FeedForward.HParams.config(activation_tpl=Identity.HParams.config())
+    assert MLPBlock(input_dims=3, output_dims=2, layer_tpl=template).init(KEY)
+
+
+@pytest.mark.parametrize(("left", "right", "stride"), [(0, 0, 1), (2, 1, 1), (1, 0, 2), (0, 3, 3)])
+def test_stacking_lays_neighbours_side_by_side(left, right, stride):
+    layer = StackingOverTime(left=left, right=right, stride=stride)
+    length = X.shape[1]
+    expected = []
+    for t in range(0, length, stride):
+        frames = [
+            X[:, s] if 0 <= s < length else np.zeros_like(X[:, 0])
+            for s in range(t - left, t + right + 1)
+        ]
+        expected.append(np.concatenate(frames, axis=-1))
+    np.testing.assert_array_equal(layer.apply({}, X), np.stack(expected, axis=1))
+
+
+def test_stacking_refuses_a_negative_context():
+    with pytest.raises(ValueError, match=re.escape("left=-1 and right=0 must be at least 0")):
+        StackingOverTime(left=-1).init(KEY)

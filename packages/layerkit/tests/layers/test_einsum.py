@@ -1,0 +1,109 @@
+"""Einsum against jnp.einsum, over all kinds of letters, and what it refuses."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layerkit.layers.einsum import Einsum
+from layerkit.layers.products import Dot
+
+KEY = jax.random.key(0)
+SIZES = {"b": 2, "t": 3, "d": 4, "n": 5, "h": 6, "e": 7}
+EQUATIONS = [
+    "btd,dnh->btnh",
+    "btd,nhd->btnh",
+    "btd,dnh->nbht",
+    "btnh,ndh->btd",
+    "btnh,nhd->btnd",
+    "ebd,edh->ebh",
+    "bted,dhe->hbet",
+    "bd,d->bd",
+    "bt,d->btd",
+]
+
+
+class Doubled(Dot):
+    def fprop(self, x, w):
+        return 2.0 * (x @ w)
+
+
+def shape_of(letters):
+    return tuple(SIZES[letter] for letter in letters)
+
+
+def make(equation, **fields):
+    weight = equation.split(",")[1].split("->")[0]
+    fields = {"weight_axes": (None,) * len(weight), **fields}
+    return Einsum(equation=equation, weight_shape=shape_of(weight), **fields)
+
+
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_values_and_gradients_are_those_of_einsum(equation):
+    layer, random = make(equation), np.random.default_rng(0)
+    inputs, weight = equation.split("->")[0].split(",")
+    w, x = (random.normal(size=shape_of(of)).astype(np.float32) for of in (weight, inputs))
+
+    def run(function):
+        value = lambda w, x: jnp.sum(jnp.sin(function(w, x)))  # noqa: E731
+        both = lambda w, x: (function(w, x), jax.grad(value, argnums=(0, 1))(w, x))  # noqa: E731
+        return jax.jit(both)(w, x)
+
+    found = run(lambda w, x: layer.apply({"params": {"w": w}}, x))
+    expected = run(lambda w, x: jnp.einsum(equation, x, w))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected
+    )
+    replaced = make(equation, dot_tpl=Doubled.HParams.config())
+    doubled = jax.jit(replaced.apply)({"params": {"w": w}}, x)
+    np.testing.assert_allclose(doubled, 2 * expected[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("equation", "fan_in", "fan_out"),
+    [("btd,dnh->btnh", 4, 30), ("btnh,ndh->btd", 30, 4), ("ebd,edh->ebh", 4, 6)],
+)
+def test_the_initialiser_sees_the_fans_of_the_equation(equation, fan_in, fan_out):
+    w = np.asarray(make(equation).init(KEY)["params"]["w"])
+    limit = np.sqrt(6 / (fan_in + fan_out))
+    assert 0.85 * limit < np.abs(w).max() <= limit
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"equation": "btd"}, "equation='btd': expected letters as in 'btd,dnh->btnh'"),
+        ({"equation": "bdd,dh->bh"}, "a letter stands twice in 'bdd'"),
+        ({"equation": "bd,dh->bhx"}, "'x' of the outputs is in neither operand"),
+        ({"equation": "btd,dh->bh"}, "'t' would be summed over within 'btd' alone"),
+        ({"equation": "bd,dn->b"}, "'n' would be summed over within 'dn' alone"),
+        (
+            {"weight_shape": (4,)},
+            "equation='bd,dh->bh': weight_shape=(4,) has 1 dimensions, but 'dh' names 2",
+        ),
+    ],
+)
+def test_wrong_fields_are_refused(fields, text):
+    fields = {"equation": "bd,dh->bh", "weight_shape": (4, 6), "weight_axes": (None,) * 2, **fields}
+    with pytest.raises(ValueError) as caught:
+        Einsum(**fields).init(KEY)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("shape", "text"),
+    [
+        ((4,), "equation='bd,dh->bh': the inputs have the shape (4,), which is not bd"),
+        (
+            (2, 3),
+            "'d' is 3 in inputs of the shape (2, 3), but 4 in weight_shape=(4, 6)",
+        ),
+    ],
+)
+def test_wrong_inputs_are_refused(shape, text):
+    layer = make("bd,dh->bh")
+    with pytest.raises(ValueError) as caught:
+        layer.apply(layer.init(KEY), jnp.ones(shape))
+    assert text in str(caught.value)

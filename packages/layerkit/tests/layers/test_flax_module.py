@@ -1,0 +1,117 @@
+"""FlaxModule runs a module of Flax as Flax does, with its weights in our tree."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from layerkit.base_layer import NON_TRAINABLE, BaseLayer
+from layerkit.config import Config, sub_config_field
+from layerkit.layers.flax_module import FlaxModule
+from layerkit.layers.repeat import Repeat
+from layerkit.weights import logical_axes
+
+KEY = jax.random.key(0)
+X = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+
+
+class Block(nn.Module):
+    features: int = 3
+
+    @nn.compact
+    def __call__(self, x, *, train=False):
+        init = nn.with_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+        x = nn.Dense(self.features, kernel_init=init)(x)
+        x = nn.BatchNorm(use_running_average=not train)(x)
+        return nn.Dropout(0.5, deterministic=not train)(x)
+
+
+def block(**fields):
+    return FlaxModule.HParams.config(
+        module_tpl=Config(Block),
+        example_shapes=((2, 3),),
+        train_argument="train",
+        random_streams=("dropout",),
+        **fields,
+    )
+
+
+def test_it_is_the_module_with_weights_made_without_inputs():
+    layer = block().Instantiate()
+    variables = layer.init(KEY)
+    jax.tree.map(np.testing.assert_array_equal, variables, layer.init(KEY, X))
+    inner = {
+        "params": variables["params"]["module"],
+        "batch_stats": variables[NON_TRAINABLE]["batch_stats"],
+    }
+    np.testing.assert_array_equal(layer.apply(variables, X), Block().apply(inner, X))
+
+
+def test_training_keeps_statistics_and_draws_random_numbers():
+    layer = block(train=True).Instantiate()
+    variables = layer.init(KEY)
+    outputs = [
+        layer.apply(variables, X, rngs={"random": jax.random.key(k)}, mutable=[NON_TRAINABLE])
+        for k in (0, 0, 1)
+    ]
+    np.testing.assert_array_equal(outputs[0][0], outputs[1][0])
+    assert (outputs[0][0] != outputs[2][0]).any()
+    before = variables[NON_TRAINABLE]["batch_stats"]["BatchNorm_0"]["mean"]
+    after = outputs[0][1][NON_TRAINABLE]["batch_stats"]["BatchNorm_0"]["mean"]
+    assert after.shape == before.shape and (after != before).any()
+
+
+def test_names_that_the_module_gave_its_axes_are_logical_axes():
+    axes = logical_axes(block().Instantiate().init_boxed(KEY))["params"]["module"]
+    assert axes["Dense_0"] == {"kernel": ("embed", "mlp"), "bias": (None,)}
+
+
+def test_it_stands_among_other_layers_and_in_a_loop():
+    class Wrapped(BaseLayer):
+        inner_tpl: object = sub_config_field(None)
+
+        def setup(self):
+            self.create_child("inner", self.inner_tpl)
+
+        def fprop(self, x):
+            return self.inner(x)
+
+    repeat = Repeat(sub_tpl=Wrapped.HParams.config(inner_tpl=block()), num_repeats=2)
+    variables = repeat.init(KEY)
+    kernel = variables["params"]["sub"]["inner"]["module"]["Dense_0"]["kernel"]
+    assert kernel.shape == (2, 3, 3)
+    expected = X
+    for index in range(2):
+        one = jax.tree.map(lambda leaf, index=index: leaf[index], variables)
+        inner = {
+            "params": one["params"]["sub"]["inner"]["module"],
+            "batch_stats": one[NON_TRAINABLE]["sub"]["inner"]["batch_stats"],
+        }
+        expected = Block().apply(inner, expected)
+    np.testing.assert_allclose(repeat.apply(variables, X), expected, rtol=1e-6)
+
+
+def test_a_deterministic_argument_is_false_in_training():
+    config = FlaxModule.HParams.config(
+        module_tpl=Config(nn.Dropout, rate=0.5),
+        example_shapes=((2, 3),),
+        evaluation_argument="deterministic",
+    )
+    np.testing.assert_array_equal(config.Instantiate().apply({"params": {}}, X), X)
+    trained = config.Instantiate().clone(train=True)
+    dropped = trained.apply(trained.init(KEY), X, rngs={"random": KEY}, mutable=[NON_TRAINABLE])[0]
+    assert (dropped == 0).any() and set(np.unique(dropped / np.where(X, X, 1))) <= {0.0, 2.0}
+    assert jnp.result_type(dropped) == jnp.float32
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=re.escape("module_tpl is not set")):
+        FlaxModule().init(KEY)
+    config = block(example_dtypes=("float32", "int32"))
+    with pytest.raises(ValueError, match=re.escape("2 example_dtypes for 1 example_shapes")):
+        config.Instantiate().init(KEY)

@@ -1,0 +1,67 @@
+"""MaskedLmAugmenter: how much it hides, how, and where it must not."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from layerkit.layers.masked_lm import MaskedLmAugmenter
+
+KEY = jax.random.key(0)
+VOCAB, MASK = 1000, 999
+
+
+def augmenter(**fields):
+    return MaskedLmAugmenter(vocab_size=VOCAB, mask_token_id=MASK, **fields)
+
+
+def hide(layer, ids, can_mask, key=KEY):
+    return layer.apply({}, ids, can_mask=can_mask, rngs={"random": key})
+
+
+def test_the_parts_are_those_of_the_paper_and_only_chosen_tokens_change():
+    random = np.random.default_rng(0)
+    ids = random.integers(0, MASK, (200, 500)).astype(np.int32)
+    can_mask = random.random(ids.shape) < 0.5
+    hidden = hide(augmenter(train=True), ids, can_mask)
+    chosen = np.asarray(hidden.weights) == 1.0
+    assert not chosen[~can_mask].any()
+    np.testing.assert_array_equal(np.asarray(hidden.ids)[~chosen], ids[~chosen])
+    # 50,000 draws: three standard deviations are 0.005 of them.
+    assert abs(chosen[can_mask].mean() - 0.15) < 0.005
+    seen, were = np.asarray(hidden.ids)[chosen], ids[chosen]
+    assert abs((seen == MASK).mean() - 0.8) < 0.015
+    assert abs((seen == were).mean() - 0.1) < 0.011
+    replaced = seen[(seen != MASK) & (seen != were)]
+    assert abs(replaced.size / seen.size - 0.1) < 0.011
+    assert abs(replaced.mean() - VOCAB / 2) < 30
+
+
+def test_evaluation_hides_the_same_tokens_every_time_and_training_others():
+    ids = np.arange(400, dtype=np.int32).reshape(4, 100)
+    everywhere = np.ones(ids.shape, bool)
+    layer = augmenter(train=False)
+    first, second = (layer.apply({}, ids, can_mask=everywhere) for _ in range(2))
+    np.testing.assert_array_equal(first.ids, second.ids)
+    other = augmenter(train=False, evaluation_seed=1).apply({}, ids, can_mask=everywhere)
+    assert (first.ids != other.ids).any()
+    training = [hide(augmenter(train=True), ids, everywhere, jax.random.key(k)) for k in (0, 1)]
+    assert (training[0].ids != training[1].ids).any()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mask_token_id": VOCAB}, "mask_token_id=1000, expected an id below vocab_size=1000"),
+        ({"mask_prob": 0.0}, "mask_prob=0.0, expected 0 < p <= 1"),
+        ({"replace_prob": 0.95}, "replace_prob=0.95 and random_prob=0.1 must be at least 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused(fields, message):
+    config = MaskedLmAugmenter.HParams.config(vocab_size=VOCAB, mask_token_id=MASK)
+    config.set(**fields)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        config.Instantiate().init(KEY)

@@ -1,0 +1,279 @@
+"""A pipelined stack is the repeated one: values, gradients, caches, on one device and on eight."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layerkit.base_layer import AUX_LOSS, CACHE, PARAMS, SUMMARIES, BaseLayer
+from layerkit.config import sub_config_field
+from layerkit.layers.attention.biases import RelativeBias
+from layerkit.layers.attention.cross import CrossAttention
+from layerkit.layers.feed_forward import TransformerFeedForward
+from layerkit.layers.masks import AttentionMask
+from layerkit.layers.pipelined_transformer import PipelinedTransformer
+from layerkit.layers.positions import RotaryPositionalEmbedding
+from layerkit.layers.stacks import StackedTransformerRepeated
+from layerkit.layers.transformer import Transformer
+from layerkit.models.transformer_lm import TransformerLm
+from layerkit.sharding import BoundSharding
+from layerkit.weights import logical_axes, unbox
+
+KEY = jax.random.key(0)
+BATCH, LENGTH, MEMORY_LENGTH, DIMS, HEADS = 8, 6, 3, 8, 4
+SIZES = {"input_dims": DIMS, "hidden_dims": 12, "num_heads": HEADS}
+# One document, two, and two with padding.
+SEGMENTS = np.tile(np.array([[1] * 6, [1, 1, 2, 2, 2, 2], [1, 1, 1, 2, 0, 0]], np.int32), (3, 1))
+POSITIONS = np.tile(
+    np.array([[*range(6)], [0, 1, 0, 1, 2, 3], [0, 1, 2, 0, 0, 0]], np.int32), (3, 1)
+)
+SEGMENTS, POSITIONS = SEGMENTS[:BATCH], POSITIONS[:BATCH]
+
+
+class Balanced(BaseLayer):
+    """A feed-forward block with an auxiliary loss, as a mixture of experts has."""
+
+    input_dims: int = 0
+    hidden_dims: int = 0
+    feed_forward_tpl: Any = sub_config_field(TransformerFeedForward.HParams)
+
+    def setup(self):
+        sizes = {"input_dims": self.input_dims, "hidden_dims": self.hidden_dims}
+        self.create_child("experts", self.feed_forward_tpl, **sizes)
+
+    def fprop(self, x, *, is_token):
+        self.add_aux_loss("balance", jnp.mean(jnp.where(is_token[..., None], x, 0.0) ** 2))
+        return self.experts(x)
+
+
+def layer_config(**attention):
+    config = Transformer.HParams.config()
+    config.attention_tpl.set(rotary_tpl=RotaryPositionalEmbedding.HParams.config(), **attention)
+    return config
+
+
+LOCAL = layer_config(window=2)
+EXPERTS = layer_config(num_kv_heads=2).set(feed_forward_tpl=Balanced.HParams.config())
+CROSS = Transformer.HParams.config(cross_attention_tpl=CrossAttention.HParams.config())
+
+# Fields of both stacks; fields of the pipeline; whether there is a memory.
+KINDS = {
+    "gpipe": (
+        {"layer_tpl": CROSS, "num_layers": 4, "relative_bias_tpl": RelativeBias.HParams.config()},
+        {"num_stages": 2, "num_microbatches": 4},
+        True,
+    ),
+    "circular": (
+        {"block_tpls": (LOCAL, EXPERTS), "num_layers": 8, "remat": "dots"},
+        {"num_stages": 2, "microbatch_size": 2, "circular_repeats": 2},
+        False,
+    ),
+}
+
+
+def make(stack, **fields):
+    return stack.HParams.config(**{**SIZES, **fields}).Instantiate()
+
+
+def random_weights(layer):
+    random = np.random.default_rng(7)
+    shapes = jax.eval_shape(layer.init, KEY)
+    return jax.tree.map(lambda x: random.normal(0.0, 0.3, x.shape).astype(np.float32), shapes)
+
+
+def layer_of(stack, tree, layer):
+    """The leaves of one layer, by `locate_layer`."""
+    path, indices = stack.locate_layer(layer)
+    for name in path:
+        tree = tree[name]
+    return jax.tree.map(lambda leaf: leaf[indices], tree)
+
+
+def moved(tree, source, target):
+    """`tree` of the stack `source` as that of the stack `target`, layer by layer."""
+    result = jax.tree.map(
+        lambda leaf: np.full(leaf.shape, np.nan, np.float32),
+        jax.eval_shape(target.init, KEY)[PARAMS],
+    )
+    for layer in range(source.num_layers):
+        path, indices = target.locate_layer(layer)
+        place = result
+        for name in path:
+            place = place[name]
+
+        def put(leaf, value, indices=indices):
+            leaf[indices] = value
+
+        jax.tree.map(put, place, layer_of(source, tree, layer))
+    shared = {name: leaf for name, leaf in tree.items() if name == "relative_bias"}
+    return {**result, **shared}
+
+
+def check_close(found, expected):
+    atol = 1e-5 * max(1.0, np.max(np.abs(expected)))
+    np.testing.assert_allclose(found, expected, rtol=0.0, atol=atol)
+
+
+def loss_and_gradients(stack, *, has_memory):
+    mask = AttentionMask.causal_mask(BATCH, LENGTH, segment_ids=SEGMENTS)
+    queries, keys = np.zeros((BATCH, LENGTH), np.int32), np.zeros((BATCH, MEMORY_LENGTH), np.int32)
+    to_memory = {"memory_mask": AttentionMask(queries, keys)} if has_memory else {}
+
+    def loss(params, x, memory):
+        extra = {"memory": memory, **to_memory} if has_memory else {}
+        outputs, updates = stack.apply(
+            {PARAMS: params}, x, mask=mask, positions=POSITIONS, mutable=[AUX_LOSS], **extra
+        )
+        aux = sum(jnp.sum(value) for value in jax.tree.leaves(updates))
+        return jnp.sum(jnp.sin(outputs)) + aux, (outputs, aux)
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_computes_what_the_repeated_stack_computes_on_packed_rows(kind):
+    fields, of_pipeline, has_memory = KINDS[kind]
+    pipelined = make(PipelinedTransformer, **fields, **of_pipeline)
+    repeated = make(StackedTransformerRepeated, **fields)
+    params = random_weights(pipelined)[PARAMS]
+    random = np.random.default_rng(3)
+    x = random.normal(size=(BATCH, LENGTH, DIMS)).astype(np.float32)
+    memory = random.normal(size=(BATCH, MEMORY_LENGTH, DIMS)).astype(np.float32)
+
+    run, run_repeated = (
+        loss_and_gradients(stack, has_memory=has_memory) for stack in (pipelined, repeated)
+    )
+    found, gradients = run(params, x, memory)
+    expected, others = run_repeated(moved(params, pipelined, repeated), x, memory)
+    jax.tree.map(check_close, found, expected)
+    jax.tree.map(check_close, moved(gradients[0], pipelined, repeated), others[0])
+    jax.tree.map(check_close, gradients[1:], others[1:])
+    assert has_memory == bool(np.any(gradients[2]))
+    assert (kind == "circular") == bool(found[1][1] > 0)  # the auxiliary loss
+
+
+class Report(BaseLayer):
+    """A layer that says what it was given."""
+
+    input_dims: int = 0
+    hidden_dims: int = 0
+    num_heads: int = 0
+
+    def fprop(self, x, *, mask, positions, droppath_rate):
+        self.add_summary("rate", droppath_rate)
+        return x
+
+
+def test_each_layer_has_the_droppath_rate_of_its_depth():
+    stack = make(
+        PipelinedTransformer,
+        layer_tpl=Report.HParams.config(),
+        num_layers=8,
+        droppath_rate=0.4,
+        num_stages=2,
+        num_microbatches=2,
+        circular_repeats=2,
+        train=True,
+    )
+    mask = AttentionMask.causal_mask(2, 1)
+    x, positions = jnp.zeros((2, 1, DIMS)), mask.query_positions
+    _, updates = stack.apply({}, x, mask=mask, positions=positions, mutable=[SUMMARIES])
+    rates = [layer_of(stack, updates[SUMMARIES], layer)["rate"][0] for layer in range(8)]
+    np.testing.assert_allclose(rates, 0.4 * np.arange(1, 9) / 8, rtol=1e-6)
+
+
+def language_model(**fields):
+    layer = layer_config(num_kv_heads=2)
+    layer.set(dropout_rate=0.2)
+    stack = PipelinedTransformer.HParams.config(layer_tpl=layer, **fields)
+    sizes = {"vocab_size": 16, "model_dims": DIMS, "hidden_dims": 12, "num_heads": HEADS}
+    return TransformerLm.HParams.config(stack_tpl=stack, num_layers=4, **sizes).Instantiate()
+
+
+@pytest.mark.parametrize("repeats", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_cached_steps_give_the_logits_of_whole_rows(repeats):
+    model = language_model(num_stages=2, num_microbatches=2, circular_repeats=repeats)
+    variables = random_weights(model)
+    ids = np.random.default_rng(1).integers(1, 16, (2, 5)).astype(np.int32)
+    expected = jax.jit(lambda v: model.apply(v, ids, method="logits"))(variables)
+    init = lambda v: model.apply(v, 2, 5, method="init_cache", mutable=[CACHE])[1]  # noqa: E731
+    cache = jax.jit(init)(variables)
+
+    @jax.jit
+    def step(state, ids, time_step):
+        return model.apply(
+            {**variables, **state}, ids, time_step=time_step, method="extend_step", mutable=[CACHE]
+        )
+
+    for start, end in itertools.pairwise([0, 3, 4, 5]):
+        logits, cache = step(cache, ids[:, start:end], start)
+        check_close(logits, expected[:, start:end])
+
+
+@pytest.mark.parametrize("kind", [pytest.param("gpipe", marks=pytest.mark.slow), "circular"])
+def test_training_on_a_mesh_is_training_on_one_device(kind):
+    fields = {"gpipe": {"stage_remat": "dots"}, "circular": {"circular_repeats": 2}}[kind]
+    model = language_model(num_stages=2, num_microbatches=2, **fields).clone(train=True)
+    auto = (jax.sharding.AxisType.Auto,) * 3
+    mesh = jax.make_mesh((2, 2, 2), ("stage", "fsdp", "tensor"), axis_types=auto)
+    bound = BoundSharding(mesh)
+    boxed = jax.eval_shape(model.init_boxed, KEY)
+    weights = jax.tree.map(
+        lambda axes, weight: bound.sharding(axes, shape=weight.shape),
+        logical_axes(boxed),
+        unbox(boxed),
+        is_leaf=lambda leaf: isinstance(leaf, tuple),
+    )
+    ids = np.random.default_rng(1).integers(1, 16, (BATCH, LENGTH)).astype(np.int32)
+
+    def loss_and_gradients(model):
+        def loss(variables, ids):
+            inputs = {"labels": jnp.roll(ids, -1, 1), "weights": jnp.ones(ids.shape)}
+            rows = {"segment_ids": SEGMENTS, "segment_pos": POSITIONS}
+            outputs = model.apply(variables, ids, **inputs, **rows, rngs={"random": KEY})
+            return jnp.mean(outputs.xent)
+
+        return jax.value_and_grad(loss)
+
+    variables = random_weights(model)
+    expected = jax.jit(loss_and_gradients(model))(variables, ids)
+    rows = bound.sharding(("batch", None))
+    run = jax.jit(
+        loss_and_gradients(model.clone(sharding=bound)),
+        in_shardings=(weights, rows),
+        out_shardings=(None, weights),
+    )
+    compiled = run.lower(variables, ids).compile()
+    found = compiled(jax.device_put(variables, weights), jax.device_put(ids, rows))
+    jax.tree.map(check_close, found, expected)
+    # What the stages hand on: two of the four rows of a microbatch, and nothing of the whole batch.
+    assert re.search(rf"f32\[1,2,{LENGTH},{DIMS}\]\S* collective-permute", compiled.as_text())
+
+
+def refusal(**fields):
+    stack = make(PipelinedTransformer, **{"num_microbatches": 4, **fields})
+    with pytest.raises(ValueError) as caught:
+        jax.eval_shape(stack.init, KEY)
+    return str(caught.value)
+
+
+def test_layers_that_cannot_be_cut_into_runs_are_refused():
+    assert refusal(num_layers=7, num_stages=2, circular_repeats=2) == (
+        "PipelinedTransformer(): num_layers=7 cannot be cut into 4 equal runs, num_stages=2 times"
+        " circular_repeats=2; the nearest number that can is 8"
+    )
+    assert refusal(num_layers=6, num_stages=2, block_tpls=(LOCAL, EXPERTS)) == (
+        "PipelinedTransformer(): block_tpls has 2 layers, which do not come out even in runs of 3"
+        " layers (num_stages=2); all stages run the same program, so each must begin with the first"
+        " of the pattern"
+    )
+    assert refusal(num_layers=4, num_stages=2, remat="dots_no_batch") == (
+        "PipelinedTransformer(): remat='dots_no_batch' would keep nothing, since the products of"
+        " all stages are one product with a batch axis; use 'projections' or 'dots'"
+    )

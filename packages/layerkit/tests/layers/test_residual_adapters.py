@@ -1,0 +1,112 @@
+"""Residual adapters against their formula; a model that starts as it was, with paths that stay."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from layerkit.base_layer import PARAMS
+from layerkit.layers.activations import SiLU
+from layerkit.layers.attention.projections import OutputProjection
+from layerkit.layers.feed_forward import TransformerFeedForward
+from layerkit.layers.linears import Linear
+from layerkit.layers.residual_adapters import (
+    RESIDUAL_ADAPTER_WEIGHTS,
+    AdaptedFeedForward,
+    AdaptedOutputProjection,
+    ResidualAdapter,
+    with_residual_adapters,
+)
+from layerkit.layers.stacks import StackedTransformerRepeated
+from layerkit.weights import logical_axes
+
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (2, 3, 8))
+ADAPTER = ResidualAdapter.HParams.config(bottleneck_dims=4, activation_tpl=SiLU.HParams.config())
+
+
+def drawn(tree: Any) -> Any:
+    random = np.random.default_rng(7)
+    return jax.tree.map(lambda x: random.normal(0.0, 1.0, x.shape).astype(np.float32), tree)
+
+
+def by_hand(params: Any, x: Any) -> np.ndarray:
+    down, up = params["down"], params["up"]
+    hidden = x @ np.asarray(down["linear"]["w"]) + np.asarray(down["bias"]["b"])
+    hidden = hidden / (1 + np.exp(-hidden))
+    return x + hidden @ np.asarray(up["linear"]["w"]) + np.asarray(up["bias"]["b"])
+
+
+def test_the_formula_and_its_start():
+    layer = ADAPTER.clone(input_dims=8).Instantiate()
+    variables = layer.init(KEY)
+    np.testing.assert_array_equal(layer.apply(variables, X), X)
+    params = drawn(variables[PARAMS])
+    found = layer.apply({PARAMS: params}, X)
+    np.testing.assert_allclose(found, by_hand(params, np.asarray(X)), rtol=1e-4, atol=1e-5)
+    axes = logical_axes(layer.init_boxed(KEY))[PARAMS]
+    assert axes["down"] == {"linear": {"w": ("embed", None)}, "bias": {"b": (None,)}}
+    assert axes["up"] == {"linear": {"w": (None, "embed")}, "bias": {"b": ("embed",)}}
+
+
+@pytest.mark.parametrize(
+    ("adapted", "plain", "x"),
+    [
+        (
+            AdaptedFeedForward(input_dims=8, hidden_dims=6, adapter_tpl=ADAPTER),
+            TransformerFeedForward(input_dims=8, hidden_dims=6),
+            X,
+        ),
+        (
+            AdaptedOutputProjection(output_dims=8, num_heads=2, head_dim=4, adapter_tpl=ADAPTER),
+            OutputProjection(output_dims=8, num_heads=2, head_dim=4),
+            X.reshape(2, 3, 2, 4),
+        ),
+    ],
+)
+def test_an_adapter_stands_behind_the_branch(adapted: Any, plain: Any, x: Any):
+    params = drawn(jax.eval_shape(adapted.init, KEY)[PARAMS])
+    base = {name: value for name, value in params.items() if name != "adapter"}
+    branch = np.asarray(plain.apply({PARAMS: base}, x))
+    expected = by_hand(params["adapter"], branch)
+    found = adapted.apply({PARAMS: params}, x)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_keeps_its_weights_and_starts_as_what_it_was():
+    plain = StackedTransformerRepeated.HParams.config(num_layers=2, input_dims=8, num_heads=2)
+    plain.set(hidden_dims=12)
+    config = with_residual_adapters(plain, bottleneck_dims=4)
+    assert plain.layer_tpl.feed_forward_tpl == TransformerFeedForward.HParams.config()
+    adapted, model = config.Instantiate(), plain.Instantiate()
+    found = flatten_dict(jax.eval_shape(adapted.init, KEY)[PARAMS])
+    base = flatten_dict(jax.eval_shape(model.init, KEY)[PARAMS])
+    assert {path: x.shape for path, x in base.items()}.items() <= {
+        path: x.shape for path, x in found.items()
+    }.items()
+    new = {"/".join(path) for path in found if path not in base}
+    assert len(new) == 8
+    names = ["/".join(path) for path in found]
+    assert {name for name in names if re.fullmatch(RESIDUAL_ADAPTER_WEIGHTS, name)} == new
+    assert unflatten_dict(found)["repeat"]["sub"]["feed_forward"]["adapter"]["down"]["linear"][
+        "w"
+    ].shape == (2, 8, 4)
+
+
+def test_where_there_is_nothing_to_adapt():
+    config = Linear.HParams.config(input_dims=2, output_dims=2)
+    text = "Linear holds no TransformerFeedForward and no OutputProjection"
+    with pytest.raises(ValueError, match=text):
+        with_residual_adapters(config, bottleneck_dims=2)
+
+
+@pytest.mark.parametrize("field", ["input_dims", "bottleneck_dims"])
+def test_sizes_are_checked(field: str):
+    sizes = {"input_dims": 8, "bottleneck_dims": 4, field: 0}
+    with pytest.raises(ValueError, match=f"ResidualAdapter.*: {field}=0, expected at least 1"):
+        ResidualAdapter(**sizes).init(KEY)

@@ -1,0 +1,210 @@
+"""Scaled rotary frequencies, against the code that published models were trained and run with."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layerkit.layers.positions import RotaryPositionalEmbedding
+from layerkit.layers.rotary_scaling import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    NtkScaling,
+    YarnScaling,
+    yarn_magnitude,
+)
+
+DIMS, BASE, TRAINED = 16, 10_000.0, 64
+SHORT = tuple(1.0 + 0.1 * i for i in range(DIMS // 2))
+LONG = tuple(2.0 + 1.5 * i for i in range(DIMS // 2))
+
+
+def reference(kind: str, *, length: int | None = None, dims: int = DIMS, **parameters: Any):
+    """What transformers computes: frequencies and the factor of sines and cosines."""
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    fraction = parameters.pop("partial_rotary_factor", 1.0)
+    config = transformers.LlamaConfig(
+        hidden_size=2 * dims,
+        num_attention_heads=2,
+        head_dim=dims,
+        max_position_embeddings=parameters.pop("max_position_embeddings", TRAINED),
+        rope_parameters={
+            "rope_type": kind,
+            "rope_theta": BASE,
+            "partial_rotary_factor": fraction,
+            **parameters,
+        },
+    )
+    frequencies, magnitude = ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=length)
+    return frequencies.numpy(), magnitude
+
+
+def yarn(**fields: Any) -> YarnScaling:
+    return YarnScaling(factor=4.0, original_max_position=TRAINED, **fields)
+
+
+def of_yarn(**parameters: Any) -> dict[str, Any]:
+    return {"factor": 4.0, "original_max_position_embeddings": TRAINED, **parameters}
+
+
+CASES = {
+    "linear": (LinearScaling(8.0), ("linear", {"factor": 8.0})),
+    # Dynamic scaling at twice the trained length: 4·128/64 - 3.
+    "ntk": (NtkScaling(5.0), ("dynamic", {"factor": 4.0, "length": 2 * TRAINED})),
+    "yarn": (yarn(), ("yarn", of_yarn())),
+    "yarn, ramp elsewhere": (
+        yarn(beta_fast=8.0, beta_slow=0.5),
+        ("yarn", of_yarn(beta_fast=8.0, beta_slow=0.5)),
+    ),
+    "yarn, not truncated": (yarn(truncate=False), ("yarn", of_yarn(truncate=False))),
+    "yarn, mscale": (
+        yarn(mscale=0.7, mscale_all_dim=1.1),
+        ("yarn", of_yarn(mscale=0.7, mscale_all_dim=1.1)),
+    ),
+    "yarn, factor given": (yarn(attention_factor=1.3), ("yarn", of_yarn(attention_factor=1.3))),
+    "llama 3": (
+        Llama3Scaling(8.0, 1.0, 4.0, TRAINED),
+        (
+            "llama3",
+            {
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": TRAINED,
+            },
+        ),
+    ),
+    "longrope, long": (
+        LongRopeScaling(SHORT, LONG, TRAINED, 4 * TRAINED),
+        ("longrope", {"length": TRAINED + 1}),
+    ),
+    "longrope, short": (
+        LongRopeScaling(SHORT, LONG, TRAINED, 4 * TRAINED, longest_sequence=TRAINED),
+        ("longrope", {"length": TRAINED}),
+    ),
+    "longrope, factor given": (
+        LongRopeScaling(SHORT, LONG, TRAINED, 4 * TRAINED, attention_factor=1.4),
+        ("longrope", {"length": TRAINED + 1, "attention_factor": 1.4}),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_frequencies_and_magnitude_are_those_of_transformers(case: str) -> None:
+    scaling, (kind, parameters) = CASES[case]
+    if kind == "longrope":
+        parameters = {
+            "short_factor": list(SHORT),
+            "long_factor": list(LONG),
+            "original_max_position_embeddings": TRAINED,
+            "max_position_embeddings": 4 * TRAINED,
+            **parameters,
+        }
+    frequencies, magnitude = reference(kind, **parameters)
+    layer = RotaryPositionalEmbedding(dims=DIMS, max_timescale=BASE, scaling=scaling)
+    np.testing.assert_allclose(layer.frequencies(), frequencies, rtol=1e-6)
+    assert scaling.magnitude() == pytest.approx(magnitude, rel=1e-6)
+    plain = RotaryPositionalEmbedding(dims=DIMS, max_timescale=BASE).frequencies()
+    assert np.abs(frequencies / plain - 1).max() > 0.1
+
+
+def test_part_of_a_head_has_the_frequencies_of_a_head_of_that_size() -> None:
+    frequencies, _ = reference("yarn", dims=2 * DIMS, partial_rotary_factor=0.5, **of_yarn())
+    layer = RotaryPositionalEmbedding(
+        dims=2 * DIMS, max_timescale=BASE, fraction=0.5, scaling=yarn()
+    )
+    np.testing.assert_allclose(layer.frequencies(), frequencies, rtol=1e-6)
+
+
+def test_scaled_positions_are_what_the_names_say() -> None:
+    x = np.random.default_rng(0).normal(size=(1, 3, 2, DIMS)).astype(np.float32)
+    far, near = jnp.array([[8, 24, 400]]), jnp.array([[1, 3, 50]])
+    scaled = RotaryPositionalEmbedding(dims=DIMS, scaling=LinearScaling(8.0)).apply({}, x, far)
+    plain = RotaryPositionalEmbedding(dims=DIMS).apply({}, x, near)
+    np.testing.assert_allclose(scaled, plain, atol=1e-5)
+    # The fastest pair makes many turns within the trained context, so YaRN turns it as before.
+    yarned = RotaryPositionalEmbedding(dims=DIMS, scaling=yarn()).apply({}, x, far)
+    plain = RotaryPositionalEmbedding(dims=DIMS).apply({}, x, far)
+    fastest = [0, DIMS // 2]
+    magnitude = yarn_magnitude(4.0)
+    np.testing.assert_allclose(yarned[..., fastest], magnitude * plain[..., fastest], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: LinearScaling(0.5),
+            "LinearScaling: factor=0.5 must be at least 1, how many times longer the context"
+            " becomes",
+        ),
+        (
+            lambda: YarnScaling(4.0, 0),
+            "YarnScaling: original_max_position=0, expected the length of the trained context, at"
+            " least 2",
+        ),
+        (
+            lambda: yarn(beta_slow=40.0),
+            "YarnScaling: beta_slow=40.0 and beta_fast=32.0 must be 0 < beta_slow < beta_fast",
+        ),
+        (
+            lambda: yarn(mscale=1.0),
+            "YarnScaling: mscale=1.0 and mscale_all_dim=None make one ratio; set both or neither",
+        ),
+        (
+            lambda: yarn(mscale=1.0, mscale_all_dim=1.0, attention_factor=1.0),
+            "YarnScaling: attention_factor=1.0 contradicts mscale=1.0, from which it would be"
+            " derived; set one of them",
+        ),
+        (
+            lambda: yarn(attention_factor=0.0),
+            "YarnScaling: attention_factor=0.0 must be positive, or None",
+        ),
+        (
+            lambda: Llama3Scaling(8.0, 4.0, 1.0, TRAINED),
+            "Llama3Scaling: low_freq_factor=4.0 and high_freq_factor=1.0 must be"
+            " 0 < low_freq_factor < high_freq_factor",
+        ),
+        (
+            lambda: LongRopeScaling((0.0,), LONG, TRAINED, TRAINED),
+            "LongRopeScaling: short_factors=(0.0,) must all be positive",
+        ),
+        (
+            lambda: LongRopeScaling(SHORT, LONG, TRAINED, 8),
+            "LongRopeScaling: max_position=8 must be at least original_max_position=64",
+        ),
+        (
+            lambda: LongRopeScaling(SHORT, LONG, TRAINED, 128).frequencies(np.ones(3)),
+            "LongRopeScaling: long_factors holds 8 numbers, expected 3, one for each pair that is"
+            " turned",
+        ),
+        (
+            lambda: NtkScaling(2.0).frequencies(np.ones(1)),
+            "NtkScaling changes the ratio between frequencies: expected at least 2 pairs of"
+            " coordinates to turn, got 1",
+        ),
+    ],
+)
+def test_bad_values_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"\A{re.escape(message)}\Z"):
+        make()
+
+
+def test_a_scaling_for_other_heads_is_refused_in_setup() -> None:
+    scaling = LongRopeScaling(SHORT, LONG, TRAINED, 128)
+    with pytest.raises(ValueError, match="long_factors holds 8 numbers, expected 4"):
+        RotaryPositionalEmbedding(dims=8, scaling=scaling).init(jax.random.key(0))
+
+
+def test_lists_from_files_become_values() -> None:
+    scaling = LongRopeScaling(list(SHORT), list(LONG), TRAINED, 128)  # type: ignore[arg-type]
+    assert hash(scaling) == hash(LongRopeScaling(SHORT, LONG, TRAINED, 128))

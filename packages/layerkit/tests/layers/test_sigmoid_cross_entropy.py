@@ -1,0 +1,52 @@
+"""SigmoidCrossEntropy against its formula."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from layerkit.layers.sigmoid_cross_entropy import SigmoidCrossEntropy
+
+KEY = jax.random.key(0)
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(5, 4)).astype(np.float32)
+LABELS = RANDOM.integers(0, 2, (5, 3)).astype(np.float32)
+WEIGHTS = np.array([1, 1, 0, 2, 1], np.float32)
+
+
+def test_the_loss_is_the_sum_over_classes_of_two_way_losses():
+    layer = SigmoidCrossEntropy(input_dims=4, num_classes=3)
+    variables = layer.init(KEY)
+    logits = np.asarray(X @ variables["params"]["w"], np.float64)
+    p = 1 / (1 + np.exp(-logits))
+    losses = -(LABELS * np.log(p) + (1 - LABELS) * np.log(1 - p)).sum(-1)
+    outputs = layer.apply(variables, X, LABELS, WEIGHTS)
+    np.testing.assert_allclose(outputs.per_example_loss, losses, rtol=1e-5)
+    np.testing.assert_allclose(outputs.loss, np.average(losses, weights=WEIGHTS), rtol=1e-5)
+    assert outputs.total_weight == 5.0
+
+
+def test_the_bias_starts_at_the_initial_probability():
+    layer = SigmoidCrossEntropy(input_dims=4, num_classes=3, initial_probability=0.01)
+    variables = layer.init(KEY)
+    logits = layer.apply(variables, np.zeros((1, 4), np.float32), method="logits")
+    np.testing.assert_allclose(1 / (1 + np.exp(-logits)), 0.01, rtol=1e-5)
+
+
+def test_large_logits_stay_finite():
+    layer = SigmoidCrossEntropy(input_dims=1, num_classes=1, use_bias=False)
+    variables = {"params": {"w": np.full((1, 1), 1e4, np.float32)}}
+    outputs = layer.apply(variables, np.ones((1, 1)), np.zeros((1, 1)), np.ones(1))
+    np.testing.assert_allclose(outputs.loss, 1e4)
+
+
+@pytest.mark.parametrize("fields", [{"initial_probability": 1.0}, {"use_bias": False}])
+def test_a_probability_that_cannot_be_is_refused(fields):
+    layer = SigmoidCrossEntropy(
+        input_dims=4, num_classes=3, **{"initial_probability": 0.1, **fields}
+    )
+    with pytest.raises(ValueError, match=re.escape("expected a number between 0 and 1")):
+        layer.init(KEY)

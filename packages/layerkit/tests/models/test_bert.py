@@ -1,0 +1,101 @@
+"""BertModel: hidden tokens are found from both sides, and the rest is left in peace."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from layerkit.layers.positions import TrainablePositionalEmbedding
+from layerkit.models.bert import BertModel
+from layerkit.models.transformer_lm import TransformerLm
+from layerkit.nested_map import NestedMap
+
+KEY = jax.random.key(0)
+BATCH, LENGTH, VOCAB = 8, 10, 16
+MASK = VOCAB - 1
+RANDOM = np.random.default_rng(0)
+IDS = RANDOM.integers(1, MASK, (BATCH, LENGTH)).astype(np.int32)
+PADDINGS = (np.arange(LENGTH) >= np.array([10, 6] * 4)[:, None]).astype(np.float32)
+
+
+def bert(**fields):
+    config = BertModel.HParams.config(**fields)
+    config.lm_tpl.set(vocab_size=VOCAB, model_dims=16, hidden_dims=16, num_layers=1, num_heads=2)
+    config.lm_tpl.position_tpl = TrainablePositionalEmbedding.HParams.config(max_length=LENGTH)
+    config.augmenter_tpl.set(mask_token_id=MASK, mask_prob=0.4)
+    return config.Instantiate()
+
+
+def test_hidden_tokens_are_predicted_from_both_sides():
+    model = bert()
+    variables = model.init(KEY)
+    weights = np.zeros(IDS.shape, np.float32)
+    weights[:, 4] = 1.0
+    masked = np.where(weights > 0, MASK, IDS)
+    batch = NestedMap(ids=IDS, masked_ids=masked, masked_weights=weights)
+    run = jax.jit(partial(model.apply, variables))
+    metrics, _ = run(batch)
+    for column in (3, 5):
+        changed = masked.copy()
+        changed[:, column] = changed[:, column] % (MASK - 1) + 1
+        other, _ = run(NestedMap(batch, masked_ids=changed))
+        assert other["xent"].value != metrics["xent"].value
+    logits = TransformerLm.logits
+    every = model.apply(variables, masked, method=lambda model, ids: logits(model.lm, ids))
+    log_probs = np.asarray(jax.nn.log_softmax(every))[:, 4]
+    expected = -log_probs[np.arange(BATCH), IDS[:, 4]].mean()
+    np.testing.assert_allclose(metrics["xent"].value, expected, rtol=1e-5)
+    assert metrics["xent"].weight == BATCH
+
+
+def test_padding_and_special_tokens_are_never_hidden():
+    model = bert(unmasked_ids=(1, 2), train=True)
+    variables = model.init(KEY)
+    predictions = model.apply(
+        variables,
+        NestedMap(ids=IDS, paddings=PADDINGS),
+        rngs={"random": KEY},
+        method="compute_predictions",
+    )
+    hidden = np.asarray(predictions.weights) == 1.0
+    assert hidden.any()
+    assert not hidden[(PADDINGS == 1) | (IDS <= 2)].any()
+
+
+def test_it_learns_what_is_hidden():
+    """Every row says one token over and over, so that the others tell a hidden one."""
+    model = bert(train=True)
+    ids = np.broadcast_to(np.arange(1, BATCH + 1, dtype=np.int32)[:, None], (BATCH, LENGTH))
+    batch = NestedMap(ids=ids)
+
+    @jax.jit
+    def step(params, key):
+        def loss(params):
+            metrics, _ = model.apply({"params": params}, batch, rngs={"random": key})
+            return metrics["loss"].value
+
+        value, gradient = jax.value_and_grad(loss)(params)
+        return value, jax.tree.map(lambda p, g: p - 0.5 * g, params, gradient)
+
+    params, values = model.init(KEY)["params"], []
+    for number in range(60):
+        value, params = step(params, jax.random.key(number))
+        values.append(float(value))
+    assert np.mean(values[-5:]) < 0.4 * np.mean(values[:3])
+
+
+def test_what_does_not_fit_is_refused():
+    config = BertModel.HParams.config()
+    config.lm_tpl = TransformerLm.HParams.config(
+        vocab_size=VOCAB, model_dims=8, hidden_dims=8, num_heads=2
+    )
+    with pytest.raises(ValueError, match=re.escape("lm_tpl.is_causal=True, but what is hidden")):
+        config.Instantiate().init(KEY)
+    model = bert()
+    batch = NestedMap(ids=IDS, masked_ids=IDS)
+    with pytest.raises(ValueError, match="masked_ids without the other of masked_ids and"):
+        model.apply(model.init(KEY), batch)

@@ -1,0 +1,85 @@
+"""ClassificationModel against NumPy."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from layerkit.layers.activations import Identity
+from layerkit.layers.linears import FeedForward
+from layerkit.models.classification_model import ClassificationModel
+from layerkit.nested_map import NestedMap
+
+KEY = jax.random.key(0)
+BATCH, DIMS, CLASSES = 8, 6, 5
+
+
+def classifier(network=None, **fields):
+    config = ClassificationModel.HParams.config(
+        network_tpl=network or FeedForward.HParams.config(input_dims=DIMS, output_dims=4), **fields
+    )
+    config.softmax_tpl.set(input_dims=4 if network is None else DIMS, num_classes=CLASSES)
+    return config.Instantiate()
+
+
+def make_batch(shape=(BATCH, DIMS)):
+    random = np.random.default_rng(0)
+    return NestedMap(
+        inputs=random.normal(size=shape).astype(np.float32),
+        labels=random.integers(0, CLASSES, BATCH).astype(np.int32),
+        weights=np.asarray([1, 1, 1, 1, 1, 1, 0, 0], np.float32),
+    )
+
+
+def test_loss_and_accuracies_are_those_of_the_logits():
+    model, batch = classifier(top_k=2), make_batch()
+    variables = model.init(KEY)
+    metrics, examples = model.apply(variables, batch)
+    params = variables["params"]
+    hidden = batch.inputs @ params["network"]["linear"]["w"] + params["network"]["bias"]["b"]
+    logits = np.maximum(hidden, 0.0) @ params["softmax"]["w"] + params["softmax"]["b"]
+    xent = np.log(np.exp(logits).sum(-1)) - logits[np.arange(BATCH), batch.labels]
+    order = np.argsort(-logits, axis=-1)
+    expected = {
+        "loss": xent,
+        "xent": xent,
+        "accuracy": order[:, 0] == batch.labels,
+        "top_2_accuracy": (order[:, :2] == batch.labels[:, None]).any(-1),
+    }
+    assert set(metrics) == set(expected)
+    for name, values in expected.items():
+        np.testing.assert_allclose(
+            metrics[name].value, np.average(values, weights=batch.weights), rtol=1e-5, atol=1e-7
+        )
+        assert metrics[name].weight == 6.0
+    np.testing.assert_array_equal(examples.classes, order[:, 0])
+    np.testing.assert_allclose(examples.per_example_xent, xent, rtol=1e-5)
+
+
+def test_axes_between_batch_and_features_are_averaged():
+    model, batch = classifier(Identity.HParams.config()), make_batch((BATCH, 3, DIMS))
+    variables = model.init(KEY)
+    pooled = NestedMap(batch, inputs=batch.inputs.mean(1))
+    several, _ = model.apply(variables, batch)
+    one, _ = model.apply(variables, pooled)
+    np.testing.assert_allclose(several["loss"].value, one["loss"].value, rtol=1e-6)
+
+
+def test_fields_of_the_batch_have_the_names_that_were_given():
+    model, batch = classifier(input_field="image", label_field="digit"), make_batch()
+    variables = model.init(KEY)
+    named = NestedMap(image=batch.inputs, digit=batch.labels, weights=batch.weights)
+    got, _ = model.apply(variables, named)
+    expected, _ = classifier().apply(variables, batch)
+    assert got["loss"].value == expected["loss"].value
+    message = "input_field='image' is not in the batch; did you mean 'images'?"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        model.apply(variables, NestedMap(images=batch.inputs, digit=batch.labels))
+
+
+def test_a_top_k_that_is_no_choice_is_refused():
+    with pytest.raises(ValueError, match=re.escape("top_k=6, expected 2 to num_classes=5")):
+        classifier(top_k=6).init(KEY)

@@ -1,0 +1,147 @@
+"""DpoModel: its losses by their formulas, and a reference that stays where it is."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layerkit.base_layer import PARAMS
+from layerkit.models.preference_model import DpoModel
+from layerkit.nested_map import NestedMap
+
+KEY = jax.random.key(0)
+BATCH, LENGTH, VOCAB = 4, 6, 11
+
+
+def dpo(**fields):
+    config = DpoModel.HParams.config(**fields)
+    config.lm_tpl.set(vocab_size=VOCAB, model_dims=8, hidden_dims=8, num_layers=1, num_heads=2)
+    return config.Instantiate()
+
+
+def answers(random):
+    ids = random.integers(1, VOCAB, (BATCH, LENGTH + 1)).astype(np.int32)
+    weights = (np.arange(LENGTH) >= random.integers(1, 4, (BATCH, 1))).astype(np.float32)
+    return NestedMap(ids=ids[:, :-1], labels=ids[:, 1:], weights=weights)
+
+
+def make_batch(seed=0):
+    random = np.random.default_rng(seed)
+    return NestedMap(chosen=answers(random), rejected=answers(random))
+
+
+def log_probs(model, variables, rows, *, mean=False):
+    """Each answer's log-probability, from the logits alone."""
+    logits = model.apply(variables, rows.ids, method=lambda model, ids: model.lm.logits(ids))
+    logits = np.asarray(logits, np.float64)
+    every = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    tokens = np.take_along_axis(every, rows.labels[..., None], -1)[..., 0] * rows.weights
+    return tokens.sum(-1) / (rows.weights.sum(-1) if mean else 1.0)
+
+
+def expected_loss(name, h, beta, smoothing):
+    if name == "sigmoid":
+        return (1 - smoothing) * np.log1p(np.exp(-beta * h)) + smoothing * np.log1p(
+            np.exp(beta * h)
+        )
+    if name == "hinge":
+        return np.maximum(0.0, 1.0 - beta * h)
+    return (h - 0.5 / beta) ** 2
+
+
+@pytest.mark.parametrize(
+    ("loss", "smoothing"), [("sigmoid", 0.0), ("sigmoid", 0.2), ("hinge", 0.0), ("ipo", 0.0)]
+)
+def test_the_loss_is_its_formula(loss, smoothing):
+    model = dpo(loss=loss, beta=0.7, label_smoothing=smoothing, reference="batch")
+    variables, batch = model.init(KEY), make_batch()
+    random = np.random.default_rng(5)
+    for side in ("chosen", "rejected"):
+        batch[f"{side}_reference_log_probs"] = random.normal(-3, 1, BATCH).astype(np.float32)
+    mean = loss == "ipo"
+    h = (
+        log_probs(model, variables, batch.chosen, mean=mean)
+        - batch.chosen_reference_log_probs
+        - log_probs(model, variables, batch.rejected, mean=mean)
+        + batch.rejected_reference_log_probs
+    )
+    batch.weights = np.asarray([1.0, 0.0, 1.0, 1.0], np.float32)
+    metrics, pairs = model.apply(variables, batch)
+    losses = expected_loss(loss, h, 0.7, smoothing)
+    np.testing.assert_allclose(
+        metrics["loss"].value, np.average(losses, weights=batch.weights), rtol=1e-5
+    )
+    np.testing.assert_allclose(pairs.chosen_rewards - pairs.rejected_rewards, 0.7 * h, rtol=1e-4)
+    np.testing.assert_allclose(
+        metrics["reward_accuracy"].value, np.average(h > 0, weights=batch.weights), rtol=1e-6
+    )
+    assert metrics["loss"].weight == 3.0
+
+
+def test_a_model_equal_to_its_reference_has_the_loss_log_2_and_learns_the_preference():
+    model = dpo(beta=0.5)
+    params = dict(model.init(KEY)[PARAMS])
+    params["reference_lm"] = params["lm"]
+    batch = make_batch()
+
+    @jax.jit
+    def value_and_grad(params):
+        def loss(params):
+            metrics, _ = model.apply({PARAMS: params}, batch)
+            return metrics["loss"].value, metrics
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    (start, metrics), gradient = value_and_grad(params)
+    np.testing.assert_allclose(start, np.log(2.0), rtol=1e-6)
+    assert metrics["reward_margin"].value == 0.0
+    for leaf in jax.tree.leaves(gradient["reference_lm"]):
+        np.testing.assert_array_equal(leaf, 0.0)
+    for _ in range(10):
+        (end, metrics), gradient = value_and_grad(params)
+        params = jax.tree.map(lambda p, g: p - 0.3 * g, params, gradient)
+    assert end < 0.5 * start
+    assert metrics["reward_accuracy"].value == 1.0
+
+
+def test_without_a_reference_it_counts_as_0():
+    model = dpo(reference="none", beta=1.0)
+    variables, batch = model.init(KEY), make_batch()
+    assert set(variables[PARAMS]) == {"lm"}
+    _, pairs = model.apply(variables, batch)
+    np.testing.assert_allclose(
+        pairs.chosen_rewards, log_probs(model, variables, batch.chosen), rtol=1e-4
+    )
+
+
+def test_labels_that_do_not_count_may_be_anything():
+    model = dpo(reference="none")
+    variables, batch = model.init(KEY), make_batch()
+    before, _ = model.apply(variables, batch)
+    odd = batch.chosen.weights == 0
+    batch.chosen.labels = np.where(odd, -100, batch.chosen.labels)
+    after, _ = model.apply(variables, batch)
+    assert jnp.isfinite(after["loss"].value)
+    assert before["loss"].value == after["loss"].value
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"beta": 0.0}, "beta=0.0 must be positive"),
+        (
+            {"loss": "sigmoyd"},
+            "loss='sigmoyd'; did you mean 'sigmoid'? It is one of sigmoid, hinge,",
+        ),
+        ({"reference": "frosen"}, "reference='frosen'; did you mean 'frozen'?"),
+        ({"label_smoothing": 0.5}, "label_smoothing=0.5, expected 0 <= ε < 0.5"),
+        ({"label_smoothing": 0.1, "loss": "ipo"}, "is of loss='sigmoid' alone, not of 'ipo'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        dpo(**fields).init(KEY)

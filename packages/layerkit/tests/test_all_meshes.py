@@ -1,0 +1,146 @@
+"""One language model on every mesh of eight devices: the loss and each gradient stay what they are.
+
+There are 56 ways to write eight as a product of six axes, in order. The model has what each axis is
+about: grouped queries with rotary positions on packed rows (tensor, context), a mixture of experts
+with auxiliary losses and a shared expert (expert), repeated layers (fsdp), and a pipeline where the
+mesh has stages. `nox -s meshes` runs them all; the ordinary tests a few of each kind.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from layerkit.base_layer import AUX_LOSS, PARAMS
+from layerkit.layers.moe.feed_forward import MoeFeedForward
+from layerkit.layers.pipelined_transformer import PipelinedTransformer
+from layerkit.layers.positions import RotaryPositionalEmbedding
+from layerkit.layers.stacks import StackedTransformerRepeated
+from layerkit.models.language_model import LanguageModel
+from layerkit.nested_map import NestedMap
+from layerkit.sharding import STANDARD_MESH_AXES, BoundSharding
+from layerkit.weights import logical_axes, unbox
+
+KEY = jax.random.key(0)
+VOCAB, BATCH, LENGTH, NUM_LAYERS = 16, 8, 16, 8
+MESHES = [
+    sizes
+    for sizes in itertools.product((1, 2, 4, 8), repeat=len(STANDARD_MESH_AXES))
+    if math.prod(sizes) == 8
+]
+# data, fsdp, tensor, stage, expert, context
+SMOKE = [(2, 2, 2, 1, 1, 1), (1, 2, 2, 2, 1, 1), (1, 1, 2, 1, 2, 2)]
+
+
+def language_model(num_stages, capacity_factor):
+    config = LanguageModel.HParams.config()
+    config.lm_tpl.set(
+        vocab_size=VOCAB,
+        model_dims=16,
+        hidden_dims=16,
+        num_layers=NUM_LAYERS,
+        num_heads=16,
+        num_kv_heads=8,
+        dim_per_head=4,
+    )
+    if num_stages == 1:
+        stack = StackedTransformerRepeated.HParams.config()
+    else:
+        stack = PipelinedTransformer.HParams.config(
+            num_stages=num_stages, num_microbatches=num_stages
+        )
+    stack.layer_tpl.attention_tpl.rotary_tpl = RotaryPositionalEmbedding.HParams.config()
+    stack.layer_tpl.feed_forward_tpl = MoeFeedForward.HParams.config(
+        num_experts=8, num_shared_experts=1, capacity_factor=capacity_factor
+    )
+    config.lm_tpl.stack_tpl = stack
+    return config.Instantiate().clone(train=True)
+
+
+def packed_batch():
+    random = np.random.default_rng(0)
+    ids = random.integers(0, VOCAB, (BATCH, LENGTH + 1)).astype(np.int32)
+    segments = np.sort(random.integers(1, 4, (BATCH, LENGTH)), axis=1).astype(np.int32)
+    segments[::3, -3:] = 0
+    starts = np.maximum.accumulate(
+        np.where(np.diff(segments, prepend=-1) != 0, np.arange(LENGTH), 0), axis=1
+    )
+    return NestedMap(
+        ids=ids[:, :-1],
+        labels=ids[:, 1:],
+        weights=(segments > 0).astype(np.float32) * random.random((BATCH, LENGTH)).round(1),
+        segment_ids=segments,
+        segment_pos=(np.arange(LENGTH) - starts).astype(np.int32),
+    )
+
+
+def loss_and_gradients(model, params, batch):
+    def loss(params):
+        (metrics, _), updates = model.apply({PARAMS: params}, batch, mutable=[AUX_LOSS])
+        aux = sum(jnp.sum(leaf) for leaf in jax.tree.leaves(updates[AUX_LOSS]))
+        return metrics["loss"].value + aux, aux
+
+    return jax.value_and_grad(loss, has_aux=True)(params)
+
+
+@functools.cache
+def unsharded(num_stages, capacity_factor):
+    model = language_model(num_stages, capacity_factor)
+    random = np.random.default_rng(7)
+    shapes = jax.eval_shape(model.init, KEY)[PARAMS]
+    params = jax.tree.map(lambda x: random.normal(0, 0.3, x.shape).astype(np.float32), shapes)
+    result = jax.jit(functools.partial(loss_and_gradients, model))(params, packed_batch())
+    return model, params, jax.device_get(result)
+
+
+def name(sizes):
+    axes = zip(sizes, STANDARD_MESH_AXES, strict=True)
+    return "x".join(f"{size}{axis}" for size, axis in axes if size > 1)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(s, marks=() if s in SMOKE else pytest.mark.meshes, id=name(s)) for s in MESHES],
+)
+def test_sharded_is_unsharded(sizes):
+    # Both ways of dispatch, on neighbouring meshes.
+    capacity_factor = (None, 1.5)[MESHES.index(sizes) % 2]
+    num_stages = sizes[STANDARD_MESH_AXES.index("stage")]
+    model, params, expected = unsharded(num_stages, capacity_factor)
+    auto = (jax.sharding.AxisType.Auto,) * len(sizes)
+    bound = BoundSharding(jax.make_mesh(sizes, STANDARD_MESH_AXES, axis_types=auto))
+    boxed = jax.eval_shape(model.init_boxed, KEY)[PARAMS]
+    layouts = jax.tree.map(
+        lambda axes, weight: bound.sharding(axes, shape=weight.shape),
+        logical_axes(boxed),
+        unbox(boxed),
+        is_leaf=lambda leaf: isinstance(leaf, tuple),
+    )
+    rows = NamedSharding(bound.mesh, bound.spec(("batch", "length")))
+    step = jax.jit(
+        functools.partial(loss_and_gradients, model.clone(sharding=bound)),
+        out_shardings=((None, None), layouts),
+    )
+    with jax.set_mesh(bound.mesh):
+        batch = jax.tree.map(lambda x: jax.device_put(x, rows), packed_batch())
+        found = jax.device_get(step(jax.device_put(params, layouts), batch))
+    jax.tree_util.tree_map_with_path(assert_close, found, expected)
+
+
+def assert_close(path, found, expected):
+    where = jax.tree_util.keystr(path)
+    assert np.isfinite(expected).all(), where
+    bound = 1e-5 * max(1.0, np.abs(expected).max())
+    assert np.abs(found - expected).max() <= bound, where
+
+
+def test_there_are_as_many_meshes_as_promised():
+    assert len(MESHES) == 56
+    assert set(SMOKE) <= set(MESHES)
