@@ -166,6 +166,7 @@ Modes:
   train        train; the same command again resumes
   eval         evaluate the newest checkpoint once
   decode_once  decode with the newest checkpoint once
+  export       write the newest checkpoint as a Hugging Face folder
   plan         compile the training step without the devices; print memory and traffic
   inspect      print the configuration, every override applied; writes nothing
 
@@ -176,14 +177,16 @@ Flags:
   --job_log_dir=DIR               folder for everything the run writes
   --mode=MODE                     what to do, see above (default train)
   --[no]enable_checkpoint_saving  train: whether to save checkpoints (default True)
-  --restore_checkpoint_dir=DIR    train, eval, decode_once: start from the checkpoints of this
-                                  folder
-  --restore_checkpoint_step=STEP  train, eval, decode_once: start from this step, not the newest
+  --restore_checkpoint_dir=DIR    train, eval, decode_once, export: start from the checkpoints of
+                                  this folder
+  --restore_checkpoint_step=STEP  train, eval, decode_once, export: start from this step, not the
+                                  newest
   --pmap_use_tensorstore          train, eval, decode_once: save pmap runs one entry per parameter,
                                   not as one file; reading finds out by itself
   --target=TARGET                 plan: the devices to plan for
   --num_devices=N                 plan: how many of them
   --json                          plan: print the plan as JSON
+  --export_dir=DIR                export: the folder to write
   --jax_compilation_cache=DIR     folder for compiled programs, or off
   --list                          print every experiment and leave
   --help                          print this and leave
@@ -217,7 +220,7 @@ _WRONG = {
     "mode": (
         ["--exp=lm.Small", "--mode=trian"],
         "--mode has no value 'trian'; did you mean 'train'? It is one of train, eval, decode_once,"
-        " plan, inspect.\n",
+        " export, plan, inspect.\n",
     ),
     "experiment": (
         ["--exp=lm.Smal"],

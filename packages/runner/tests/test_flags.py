@@ -83,7 +83,7 @@ def test_negative_values_are_values():
         (
             ["--mode=evil"],
             "--mode has no value 'evil'; did you mean 'eval'? It is one of train, eval,"
-            " decode_once, plan, inspect.",
+            " decode_once, export, plan, inspect.",
         ),
         (
             ["--mode=decode"],
@@ -108,8 +108,8 @@ def test_negative_values_are_values():
         (["--log_level=debug"], "there is no flag --log_level."),
         (
             ["--mode=plan", "--restore_checkpoint_dir=there"],
-            "--restore_checkpoint_dir belongs to --mode=train, eval or decode_once, and the mode is"
-            " plan.",
+            "--restore_checkpoint_dir belongs to --mode=train, eval, decode_once or export, and the"
+            " mode is plan.",
         ),
         (
             ["--mode=inspect", "--pmap_use_tensorstore"],
@@ -137,7 +137,7 @@ def test_an_experiment_must_be_named_unless_it_is_not_needed():
     assert parse_flags(["-h"]).help
 
 
-@pytest.mark.parametrize("mode", ["train", "eval", "decode_once"])
+@pytest.mark.parametrize("mode", ["train", "eval", "decode_once", "export"])
 def test_modes_that_write_need_a_folder(mode: str):
     with pytest.raises(UsageError) as caught:
         check_folder(parse_flags([EXP, f"--mode={mode}"]))

@@ -13,6 +13,7 @@ from layerkit_runner.step_context import GLOBAL_BATCH, StepContext
 
 SHARDS = StepContext(
     batch_sum=functools.partial(jax.lax.psum, axis_name="shard"),
+    batch_max=functools.partial(jax.lax.pmax, axis_name="shard"),
     fold_shard=lambda key: jax.random.fold_in(key, jax.lax.axis_index("shard")),
     num_shards=4,
 )

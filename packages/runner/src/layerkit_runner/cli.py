@@ -1,7 +1,7 @@
 """The command `runner`.
 
     runner --exp=lm.quickstart.LocalText --job_log_dir=DIR     train; again: resume
-    runner --exp=… --mode=eval --job_log_dir=DIR               or decode_once, plan, inspect
+    runner --exp=… --mode=eval --job_log_dir=DIR               or decode_once, export, plan, inspect
     runner --exp=… --fdl.NUM_LAYERS=2                          set a field of the experiment
     runner --exp=… --fdl.task.model.lm_tpl.num_layers=2        or any field, by its path
     runner --list                                              every experiment

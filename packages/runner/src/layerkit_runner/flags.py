@@ -30,6 +30,7 @@ class RunOptions:
     target: str | None = None
     num_devices: int | None = None
     json: bool = False
+    export_dir: str | None = None
     # None: the default folder. "off": no cache.
     jax_compilation_cache: str | None = None
 
@@ -38,6 +39,7 @@ MODES = {
     "train": "train; the same command again resumes",
     "eval": "evaluate the newest checkpoint once",
     "decode_once": "decode with the newest checkpoint once",
+    "export": "write the newest checkpoint as a Hugging Face folder",
     "plan": "compile the training step without the devices; print memory and traffic",
     "inspect": "print the configuration, every override applied; writes nothing",
 }
@@ -68,7 +70,7 @@ def _option(name: str, kind: type, text: str, **more: Any) -> Flag:
     return Flag(name, kind, text, default=getattr(RunOptions, name), **more)
 
 
-_READING_MODES = ("train", "eval", "decode_once")
+_READING_MODES = ("train", "eval", "decode_once", "export")
 
 FLAGS = (
     Flag("exp", str, "the experiment, such as lm.quickstart.LocalText; see --list", metavar="NAME"),
@@ -96,11 +98,12 @@ FLAGS = (
         "pmap_use_tensorstore",
         bool,
         "save pmap runs one entry per parameter, not as one file; reading finds out by itself",
-        modes=_READING_MODES,
+        modes=("train", "eval", "decode_once"),
     ),
     _option("target", str, "the devices to plan for", metavar="TARGET", modes=("plan",)),
     _option("num_devices", int, "how many of them", metavar="N", modes=("plan",)),
     _option("json", bool, "print the plan as JSON", modes=("plan",)),
+    _option("export_dir", str, "the folder to write", metavar="DIR", modes=("export",)),
     _option("jax_compilation_cache", str, "folder for compiled programs, or off", metavar="DIR"),
     Flag("list", bool, "print every experiment and leave", default=False),
     Flag("help", bool, "print this and leave", default=False),

@@ -1,12 +1,13 @@
 """Learner: gradients in, updates out.
 
 The optimizer is any Optax transformation, by config. The learner adds what belongs to a training
-run rather than to an optimizer: the learning rate that is also reported, and gradient clipping.
+run rather than to an optimizer: the learning rate that is also reported, gradient clipping, and
+which weights are trained at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from layerkit.config import Configurable, instance_field
+from layerkit_runner.trained_weights import TrainedWeights
 
 Schedule = Callable[[jax.Array], jax.Array]
 
@@ -27,15 +29,21 @@ class Learner(Configurable):
       learning_rate: A number, or the config of a schedule `step -> rate`.
       clip_global_norm: Gradients are scaled by min(1, c/‖g‖) over all weights together.
       clip_per_tensor_norm: The same for each weight on its own; not together with the other.
+      trainable: Regular expressions of the weights that are trained, such as `.*/lora_[ab]`; each
+        has to match the whole path of one weight at least. None trains all but `frozen`.
+      frozen: Those of weights that keep their values, without gradient, optimizer state or decay.
 
     Raises:
       ValueError: contradictory fields, or a limit that is not positive.
+      UsageError: contradictory patterns.
     """
 
     optimizer: Any = instance_field(None)
     learning_rate: Any = None
     clip_global_norm: float | None = None
     clip_per_tensor_norm: float | None = None
+    trainable: Sequence[str] | None = None
+    frozen: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.optimizer is None:
@@ -52,6 +60,7 @@ class Learner(Configurable):
                     f"Learner.{field}={limit} must be positive, or None for no clipping"
                 )
         self.transformation = self._make_transformation()
+        self.trained_weights = TrainedWeights(self.trainable, self.frozen)
 
     def _make_transformation(self) -> optax.GradientTransformation:
         if isinstance(self.optimizer, optax.GradientTransformation):
@@ -66,8 +75,12 @@ class Learner(Configurable):
         return self.optimizer(learning_rate=self.learning_rate)
 
     def init(self, params: Any) -> Any:
-        """The optimizer's first state."""
-        return self.transformation.init(params)
+        """The optimizer's first state, for the trained part of `params`.
+
+        Raises:
+          UsageError: a pattern matches no weight, or no weight is left to train.
+        """
+        return self.transformation.init(self.trained_weights.take(params))
 
     def update(
         self, grads: Any, opt_state: Any, params: Any, *, step: jax.Array
@@ -75,9 +88,9 @@ class Learner(Configurable):
         """One update.
 
         Args:
-          grads: Gradients of the global loss, shaped like `params`.
+          grads: Gradients of the global loss, shaped like the trained part of `params`.
           opt_state: State of the optimizer.
-          params: Current weights.
+          params: Current weights, all of them.
           step: int32 scalar, for the reported learning rate.
 
         Returns:
@@ -91,8 +104,9 @@ class Learner(Configurable):
             scalars["learning/grad_scale"] = scale
         if self.clip_per_tensor_norm is not None:
             grads = jax.tree.map(self._clip_tensor, grads)
-        updates, opt_state = self.transformation.update(grads, opt_state, params)
-        new_params = optax.apply_updates(params, updates)
+        trained = self.trained_weights.take(params)
+        updates, opt_state = self.transformation.update(grads, opt_state, trained)
+        new_params = self.trained_weights.put(params, optax.apply_updates(trained, updates))
         if callable(self.learning_rate):
             scalars["learning/lr"] = jnp.asarray(self.learning_rate(step), jnp.float32)
         elif self.learning_rate is not None:

@@ -21,12 +21,13 @@ def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
     if options.job_log_dir is None:
         raise UsageError(f"--mode={mode} needs --job_log_dir=DIR")
     from layerkit.layers.attention.backends import BackendRefusal
-    from layerkit_runner import checkpoints, inference_modes, train_mode
+    from layerkit_runner import checkpoints, export_mode, inference_modes, train_mode
 
     modes: dict[str, Callable[[ResolvedExperiment, RunOptions], int]] = {
         "train": train_mode.run_train,
         "eval": inference_modes.run_eval,
         "decode_once": inference_modes.run_decode_once,
+        "export": export_mode.run_export,
     }
     try:
         return modes[mode](resolved, options)

@@ -23,11 +23,13 @@ class StepContext:
 
     Attributes:
       batch_sum: Adds a tree of arrays over all shards of the batch.
+      batch_max: The maximum over them, likewise.
       fold_shard: Makes a key different on each shard (identity where there is one).
       num_shards: How many shards of the batch there are; 1 under SPMD.
     """
 
     batch_sum: Callable[[Any], Any]
+    batch_max: Callable[[Any], Any]
     fold_shard: Callable[[jax.Array], jax.Array]
     num_shards: int
 
@@ -43,4 +45,9 @@ class StepContext:
         return {name: mean(metric) for name, metric in metrics.items()}
 
 
-GLOBAL_BATCH = StepContext(batch_sum=lambda tree: tree, fold_shard=lambda key: key, num_shards=1)
+GLOBAL_BATCH = StepContext(
+    batch_sum=lambda tree: tree,
+    batch_max=lambda tree: tree,
+    fold_shard=lambda key: key,
+    num_shards=1,
+)

@@ -9,10 +9,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 
-from layerkit.base_layer import AUX_LOSS, NON_TRAINABLE, PARAMS, RANDOM, SUMMARIES
+from layerkit.base_layer import (
+    AUX_LOSS,
+    NON_TRAINABLE,
+    OVERWRITE_WITH_GRADIENT,
+    PARAMS,
+    RANDOM,
+    SUMMARIES,
+)
 from layerkit.base_model import BaseModel, Metrics, WeightedScalar
 from layerkit.config import Configurable, instance_field
+from layerkit.layers.quantization.fp8 import accumulate_by_max, next_state
 from layerkit.nested_map import NestedMap
 from layerkit.sharding import BoundSharding
 from layerkit.weights import unbox
@@ -84,31 +93,42 @@ class SingleTask(Configurable):
       model: The network.
       train: How it is trained.
       loss_name: Which metric of the model is the loss.
+      initial_weights: Where weights come from before the first step, with a method
+        `load(model, like)`; those that it does not return, and with None all, are drawn.
     """
 
     name: str = "task"
     model: Any = instance_field(BaseModel)
     train: Any = instance_field(TrainHParams)
     loss_name: str = "loss"
+    initial_weights: Any = instance_field(None)
 
     def bind_sharding(self, sharding: BoundSharding) -> None:
         """Sets the mesh and rules by which the model lays out its activations."""
         self.model = self.model.clone(sharding=sharding)
 
-    def init_state(self, key: jax.Array) -> TrainState:
-        """The state before the first step."""
-        return self.init_boxed_state(key)[1]
+    def init_state(self, key: jax.Array, *, given: Any = None) -> TrainState:
+        """The state before the first step.
 
-    def init_boxed_state(self, key: jax.Array) -> tuple[Any, TrainState]:
+        Args:
+          key: Of the random numbers.
+          given: Weights that are not drawn, nested dicts `[...]` by layer path.
+        """
+        return self.init_boxed_state(key, given=given)[1]
+
+    def init_boxed_state(self, key: jax.Array, *, given: Any = None) -> tuple[Any, TrainState]:
         """(variables in boxes with their logical axes, the state before the first step)."""
         boxed = self.model.init_boxed(key)
         variables = unbox(boxed)
         params = variables[PARAMS]
+        if given is not None:
+            params = unflatten_dict({**flatten_dict(params), **flatten_dict(given)})
         state = TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
             non_trainable=variables.get(NON_TRAINABLE, {}),
             opt_state=self.train.learner.init(params),
+            overwrite_with_gradient=variables.get(OVERWRITE_WITH_GRADIENT, {}),
         )
         return dict(boxed), state
 
@@ -122,10 +142,16 @@ class SingleTask(Configurable):
         """
         model = self.model.clone(train=True)
         key = context.fold_shard(self._step_key(state.step))
+        learner, overwritten = self.train.learner, state.overwrite_with_gradient
 
-        def loss_share(params: Any) -> tuple[jax.Array, Any]:
+        def loss_share(trained: Any, overwritten: Any) -> tuple[jax.Array, Any]:
             """This shard's share of the global loss; the shares add up to it."""
-            variables = {PARAMS: params, NON_TRAINABLE: state.non_trainable}
+            variables = _variables(
+                state.replace(
+                    params=learner.trained_weights.put(state.params, trained),
+                    overwrite_with_gradient=accumulate_by_max(overwritten),
+                )
+            )
             (metrics, _), updates = model.apply(
                 variables,
                 batch,
@@ -139,10 +165,11 @@ class SingleTask(Configurable):
             aux = _sum_leaves(updates.get(AUX_LOSS, {})) / context.num_shards
             return share + aux, (metrics, aux, updates)
 
-        grads, (metrics, aux, updates) = jax.grad(loss_share, has_aux=True)(state.params)
-        grads = context.batch_sum(grads)
-        params, opt_state, scalars = self.train.learner.update(
-            grads, state.opt_state, state.params, step=state.step
+        (grads, overwriting), (metrics, aux, updates) = jax.grad(
+            loss_share, argnums=(0, 1), has_aux=True
+        )(learner.trained_weights.take(state.params), overwritten)
+        params, opt_state, scalars = learner.update(
+            context.batch_sum(grads), state.opt_state, state.params, step=state.step
         )
         metrics = context.mean_metrics(metrics)
         if AUX_LOSS in updates:
@@ -154,14 +181,14 @@ class SingleTask(Configurable):
             params=params,
             non_trainable=_shard_mean(updates.get(NON_TRAINABLE, state.non_trainable), context),
             opt_state=opt_state,
+            overwrite_with_gradient=next_state(overwritten, context.batch_max(overwriting)),
         )
         return new_state, (metrics, scalars)
 
     def eval_step(self, state: TrainState, batch: NestedMap, context: StepContext) -> Metrics:
         """Metrics over one global batch, nothing changed and nothing random."""
         model = self.model.clone(train=False)
-        variables = {PARAMS: state.params, NON_TRAINABLE: state.non_trainable}
-        (metrics, _), updates = model.apply(variables, batch, mutable=[AUX_LOSS])
+        (metrics, _), updates = model.apply(_variables(state), batch, mutable=[AUX_LOSS])
         metrics = context.mean_metrics(metrics)
         if AUX_LOSS in updates:
             aux = context.batch_sum(_sum_leaves(updates[AUX_LOSS]) / context.num_shards)
@@ -184,10 +211,9 @@ class SingleTask(Configurable):
           them: who reads the outputs of all rows may hold only a share of the batch.
         """
         model = self.model.clone(train=False)
-        variables = {PARAMS: state.params, NON_TRAINABLE: state.non_trainable}
         key = jax.random.fold_in(self._step_key(state.step), batch_index)
         rngs = {RANDOM: context.fold_shard(key)}
-        outputs = model.apply(variables, batch, rngs=rngs, method="decode")
+        outputs = model.apply(_variables(state), batch, rngs=rngs, method="decode")
         if "prompt_lengths" not in batch:
             return outputs
         return NestedMap({**outputs, "prompt_lengths": batch.prompt_lengths})
@@ -206,6 +232,15 @@ class SingleTask(Configurable):
     def _add_aux(self, metrics: Metrics, aux: jax.Array) -> Metrics:
         loss = metrics[self.loss_name]
         return {**metrics, self.loss_name: WeightedScalar(loss.value + aux, loss.weight)}
+
+
+def _variables(state: TrainState) -> dict[str, Any]:
+    """What the model is applied to."""
+    return {
+        PARAMS: state.params,
+        NON_TRAINABLE: state.non_trainable,
+        OVERWRITE_WITH_GRADIENT: state.overwrite_with_gradient,
+    }
 
 
 def _sum_leaves(tree: Any) -> jax.Array:

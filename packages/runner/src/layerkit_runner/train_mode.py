@@ -121,7 +121,7 @@ def _prepare(
         flops = model_flops_per_step(job.resolved, train_input.peek(), rows)
         with _source_of_state(job, checkpoints) as (source, step):
             if source is None or step is None:
-                state, step = job.partitioner.init_fn(job.task)(), 0
+                state, step = job.partitioner.first_state(job.task), 0
             else:
                 restored = job.restore(source, step)
                 state = restored.state

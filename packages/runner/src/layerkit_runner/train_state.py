@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -16,12 +17,15 @@ class TrainState(struct.PyTreeNode):
 
     Attributes:
       step: int32 scalar, the number of completed steps.
-      params: Trainable weights, nested dicts by layer path.
+      params: Weights, trained and frozen, nested dicts by layer path.
       non_trainable: Other variables of the model, such as moving statistics.
       opt_state: State of the optimizer.
+      overwrite_with_gradient: Variables of the model whose gradient is their next value, such as
+        the scales of fp8 products.
     """
 
     step: jax.Array
     params: Any
     non_trainable: Any
     opt_state: Any
+    overwrite_with_gradient: Any = dataclasses.field(default_factory=dict)

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from layerkit.config import Partial
-from layerkit.layers.transformer import StackedTransformerRepeated
+from layerkit.layers.stacks import StackedTransformerRepeated
 from layerkit.models import LanguageModel, TransformerLm
 from layerkit.nested_map import NestedMap
 from layerkit_runner.learner import Learner

@@ -105,6 +105,24 @@ class Partitioner(Configurable):
 
         return jax.jit(init, out_shardings=self.state_shardings(task))
 
+    def first_state(self, task: SingleTask) -> TrainState:
+        """The state before the first step, with the task's initial weights.
+
+        Raises:
+          UsageError: these cannot be read, or do not fit the model.
+        """
+        if task.initial_weights is None:
+            return self.init_fn(task)()
+        try:
+            given = task.initial_weights.load(task.model, self.abstract_state(task).params)
+        except (OSError, ValueError, ImportError) as error:
+            raise UsageError(f"task.initial_weights: {error}") from error
+
+        def init(given: Any) -> TrainState:
+            return task.init_state(jax.random.key(task.train.random_seed), given=given)
+
+        return jax.jit(init, out_shardings=self.state_shardings(task), donate_argnums=0)(given)
+
     def train_step_fn(self, task: SingleTask) -> Any:
         """Jitted `(state, batch) -> (state, (metrics, scalars))`; the given state is consumed."""
         state = self.state_shardings(task)

@@ -47,6 +47,7 @@ class PmapPartitioner(Partitioner):
     def _spread(self, step: Callable[..., Any], *, output: str) -> Callable[..., Any]:
         context = StepContext(
             batch_sum=functools.partial(jax.lax.psum, axis_name=BATCH_AXIS),
+            batch_max=functools.partial(jax.lax.pmax, axis_name=BATCH_AXIS),
             fold_shard=lambda key: jax.random.fold_in(key, jax.lax.axis_index(BATCH_AXIS)),
             num_shards=self.num_batch_shards(),
         )

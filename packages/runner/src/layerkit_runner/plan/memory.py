@@ -44,7 +44,7 @@ class Memory:
     """Bytes on one device while a step runs.
 
     Attributes:
-      weights: Trainable weights.
+      weights: Weights, trained and frozen.
       non_trainable: Other variables of the model.
       optimizer: State of the optimizer, and the step counter.
       batch: One batch, with the fields that the step does not read.
@@ -73,7 +73,11 @@ def tensor_memory(state: TrainState, batch: Any) -> list[TensorMemory]:
       state: Arrays or their shapes, with shardings.
       batch: Likewise.
     """
-    trees = {"params": "weights", "non_trainable": "non-trainable"}
+    trees = {
+        "params": "weights",
+        "non_trainable": "non-trainable",
+        "overwrite_with_gradient": "non-trainable",
+    }
     found = [
         _tensor(path, leaf, kind=trees.get(_name(path[0]), "optimizer"))
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)

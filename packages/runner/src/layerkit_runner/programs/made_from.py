@@ -63,7 +63,8 @@ def weights_digest_fn(task: SingleTask, partitioner: Partitioner) -> Callable[[T
     """
 
     def leaf_sums(state: TrainState) -> jax.Array:
-        leaves = jax.tree.leaves((state.params, state.non_trainable, state.step))
+        read = (state.params, state.non_trainable, state.overwrite_with_gradient, state.step)
+        leaves = jax.tree.leaves(read)
         return jnp.stack([_mixed_sum(leaf) for leaf in leaves])
 
     sums = jax.jit(

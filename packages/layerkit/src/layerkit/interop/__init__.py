@@ -1,0 +1,1 @@
+"""Models of other libraries: `layerkit.interop.hugging_face` reads and writes their folders."""

@@ -1,0 +1,18 @@
+"""Models in folders of Hugging Face: their config, their weights, and back.
+
+    config, variables = import_model("path/to/folder")
+    logits = build(config).apply(variables, …)
+    export_model("path/to/other", config, variables, tokenizer_folder="path/to/folder")
+
+A family is a file of its own, with two tables: what the keys of its config.json mean, and where its
+tensors lie. Both are used in both directions.
+"""
+
+from layerkit.interop.hugging_face.exporting import export_model as export_model
+from layerkit.interop.hugging_face.families import FAMILIES as FAMILIES
+from layerkit.interop.hugging_face.importing import HuggingFaceWeights as HuggingFaceWeights
+from layerkit.interop.hugging_face.importing import TensorMismatchError as TensorMismatchError
+from layerkit.interop.hugging_face.importing import import_model as import_model
+from layerkit.interop.hugging_face.importing import load_weights as load_weights
+from layerkit.interop.hugging_face.importing import model_config as model_config
+from layerkit.interop.hugging_face.keys import UnsupportedModelError as UnsupportedModelError

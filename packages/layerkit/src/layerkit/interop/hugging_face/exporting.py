@@ -1,0 +1,226 @@
+"""From a model of ours to a folder that Transformers and its kin can load."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from layerkit.base_layer import PARAMS
+from layerkit.config import Config, build, field_names, is_config, target_of
+from layerkit.interop.hugging_face.families import FAMILIES, family_of
+from layerkit.interop.hugging_face.family import Family
+from layerkit.interop.hugging_face.folder import (
+    CONFIG,
+    ShardWriter,
+    copy_companions,
+    read_json,
+    write_json,
+)
+from layerkit.interop.hugging_face.importing import TensorMismatchError
+from layerkit.interop.hugging_face.keys import UnsupportedModelError
+from layerkit.interop.hugging_face.tensors import (
+    Index,
+    Path,
+    Piece,
+    by_weight,
+    dissect,
+    flatten,
+    grouped,
+    pieces_of,
+    their_shapes,
+)
+
+# Fields that change how a model is computed, trained or spread, but not what it computes.
+# fmt: off
+_NO_EFFECT = frozenset({
+    "activation_axes", "axes", "backend", "balance_all_choices", "bias_axes", "capacity_factor",
+    "chunk_size", "context_parallel", "decoder", "down_init", "dropout_rate", "droppath_rate",
+    "dtype", "embedding_axes", "fprop_dtype", "grouped_matmul", "jitter", "label_smoothing",
+    "load_balance_weight", "num_groups", "params_init", "remat", "router_z_weight", "sharding",
+    "stacked_shape", "train", "unroll", "weight_axes", "weight_init", "z_loss_weight",
+})
+# fmt: on
+# What Hugging Face folders say that our configs do not, and that is carried over.
+_CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+
+
+def export_model(
+    folder: str | os.PathLike[str],
+    model: Config,
+    variables: Mapping[str, Any],
+    *,
+    family: str | None = None,
+    tokenizer_folder: str | os.PathLike[str] | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Writes a model as a Hugging Face folder.
+
+    Over several processes all of them call it, and the first one writes.
+
+    Args:
+      folder: To be made; files of the same names are replaced.
+      model: The config of the model, as `import_model` returns it or made by hand.
+      variables: Its weights, `{'params': …}`, each written in its own dtype.
+      family: The `model_type` to write; None takes that of `tokenizer_folder`, or else the first
+        that can hold the model.
+      tokenizer_folder: Whose tokenizer, defaults of generation and special token ids go along.
+      max_shard_bytes: Of one file of tensors.
+
+    Raises:
+      UnsupportedModelError: no family computes what the model computes.
+      TensorMismatchError: variables that are not those of the model.
+    """
+    chosen, content = _describe(model, _candidates(family, tokenizer_folder))
+    pieces = pieces_of(dissect(build(model), chosen.rows), chosen.rows)
+    leaves = {path: leaf for path, leaf in flatten(variables).items() if path[0] == PARAMS}
+    _check_weights(leaves, pieces)
+    path = pathlib.Path(folder)
+    writes = jax.process_index() == 0
+    if writes:
+        path.mkdir(parents=True, exist_ok=True)
+        if tokenizer_folder is not None:
+            copy_companions(tokenizer_folder, path)
+            content |= _carried_over(tokenizer_folder, chosen)
+        # The older spelling, which older and newer versions of Transformers both read.
+        content["torch_dtype"] = str(next(iter(leaves.values())).dtype)
+        write_json(path, CONFIG, content)
+    _write_tensors(path, pieces, leaves, max_shard_bytes=max_shard_bytes, writes=writes)
+
+
+def _candidates(
+    family: str | None, tokenizer_folder: str | os.PathLike[str] | None
+) -> list[Family]:
+    """The families to try, in order."""
+    if family is not None:
+        return [family_of(family)]
+    if tokenizer_folder is None:
+        return list(FAMILIES)
+    preferred = read_json(tokenizer_folder).get("model_type")
+    return sorted(FAMILIES, key=lambda candidate: candidate.model_type != preferred)
+
+
+def _describe(model: Config, candidates: list[Family]) -> tuple[Family, dict[str, Any]]:
+    """The family that can hold the model, and its config.json."""
+    reasons = []
+    for candidate in candidates:
+        try:
+            content = candidate.write_config(model)
+            differences = _differences(model, candidate.read_config(content))
+        except (UnsupportedModelError, AttributeError) as error:
+            differences = [str(error)]
+        if not differences:
+            return candidate, content
+        reasons.append(f"as {candidate.model_type}: {'; '.join(differences[:4])}")
+    raise UnsupportedModelError("the model cannot be written\n  " + "\n  ".join(reasons))
+
+
+def _differences(model: Config, read_back: Config) -> list[str]:
+    """How a model differs, in what it computes, from what would be read back."""
+    ours, theirs = dict(_facts(model)), dict(_facts(read_back))
+    return [
+        f"{path} is {ours.get(path)!r}, but would be read as {theirs.get(path)!r}"
+        for path in sorted(ours | theirs)
+        if ours.get(path) != theirs.get(path)
+    ]
+
+
+def _facts(config: Config, path: str = "") -> Any:
+    """(path, value) of every field that decides what is computed."""
+    for name in field_names(config):
+        if name in _NO_EFFECT or name == "shared_weight_id":
+            continue
+        value, where = getattr(config, name), f"{path}{name}"
+        if name == "num_kv_heads" and value is None:
+            value = config.num_heads
+        if name == "dim_per_head" and value is None and not path.count("layer"):
+            value = _head_dim(config)
+        if is_config(value):
+            if not name.endswith("stack_tpl"):
+                yield where, target_of(value).__qualname__
+            yield from _facts(value, f"{where}.")
+        elif isinstance(value, (tuple, list)) and any(is_config(item) for item in value):
+            for number, item in enumerate(value):
+                yield f"{where}[{number}]", target_of(item).__qualname__
+                yield from _facts(item, f"{where}[{number}].")
+        else:
+            yield where, value
+
+
+def _head_dim(config: Any) -> int | None:
+    dims = getattr(config, "model_dims", None) if "model_dims" in field_names(config) else None
+    return dims // config.num_heads if dims and config.num_heads else None
+
+
+def _check_weights(leaves: Mapping[Path, Any], pieces: list[Piece]) -> None:
+    needed = set(by_weight(pieces))
+    missing = ["/".join(path) for path in sorted(needed - set(leaves))]
+    surplus = ["/".join(path) for path in sorted(set(leaves) - needed)]
+    if missing or surplus:
+        raise TensorMismatchError(
+            f"the variables are not those of the model: missing {missing}, unexpected {surplus}"
+        )
+
+
+def _carried_over(source: str | os.PathLike[str], family: Family) -> dict[str, Any]:
+    content = read_json(source)
+    keys = set(_CARRIED)
+    if content.get("model_type") == family.model_type:
+        keys |= family.neutral & set(content)
+    return {key: content[key] for key in keys if key in content}
+
+
+def _write_tensors(
+    folder: pathlib.Path,
+    pieces: list[Piece],
+    leaves: Mapping[Path, Any],
+    *,
+    max_shard_bytes: int,
+    writes: bool,
+) -> None:
+    shapes, groups = their_shapes(pieces), grouped(pieces)
+    sizes = {
+        name: int(np.prod(shape)) * leaves[groups[name][0].path].dtype.itemsize
+        for name, shape in shapes.items()
+    }
+    writer = ShardWriter(folder, sizes, max_shard_bytes=max_shard_bytes)
+    for name, shape in shapes.items():
+        parts = [_part(leaves[piece.path], piece.index) for piece in groups[name]]
+        if not writes:
+            continue
+        tensor = np.empty(shape, parts[0].dtype)
+        for piece, part in zip(groups[name], parts, strict=True):
+            where = [slice(None)] * len(shape)
+            if piece.joined_axis is not None:
+                size = piece.their_shape[piece.joined_axis]
+                where[piece.joined_axis] = slice(piece.offset, piece.offset + size)
+            tensor[tuple(where)] = piece.layout.to_theirs(part)
+        writer.add(name, tensor)
+    if writes:
+        writer.finish()
+
+
+def _part(leaf: Any, index: Index) -> np.ndarray:
+    """A part of a weight in the memory of this host, wherever its shards lie."""
+    if isinstance(leaf, np.ndarray) or _is_on_hosts_cpu(leaf):
+        return np.asarray(leaf)[index]
+    whole = None
+    if isinstance(leaf.sharding, NamedSharding):
+        whole = NamedSharding(leaf.sharding.mesh, PartitionSpec())
+    return np.asarray(_take(whole)(leaf, *index))
+
+
+def _is_on_hosts_cpu(leaf: jax.Array) -> bool:
+    return leaf.is_fully_addressable and all(d.platform == "cpu" for d in leaf.devices())
+
+
+@functools.lru_cache(maxsize=8)
+def _take(sharding: NamedSharding | None) -> Any:
+    # The index is an argument, so that all layers share one compiled program.
+    return jax.jit(lambda leaf, *index: leaf[index], out_shardings=sharding)

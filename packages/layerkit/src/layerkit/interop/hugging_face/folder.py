@@ -1,0 +1,236 @@
+"""Folders of Hugging Face: config.json, and tensors in one safetensors file or several.
+
+Tensors are read slice by slice, so that a host that needs an eighth of a tensor reads an eighth.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+
+from layerkit.interop.hugging_face.layouts import Ranges
+
+CONFIG = "config.json"
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+# What a tokenizer is made of, and the defaults of generation: carried from folder to folder as is.
+COMPANIONS = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+
+_DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+
+
+class TensorSource(Protocol):
+    """Named tensors that can be read by the slice."""
+
+    def names(self) -> list[str]:
+        """The names of all tensors."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+
+    def dtype(self, name: str) -> np.dtype:
+        """The dtype of a tensor."""
+
+    def read(self, name: str, ranges: Ranges) -> np.ndarray:
+        """The block of a tensor within `ranges`, one (start, stop) a dimension."""
+
+
+class SafetensorsFolder:
+    """The tensors of a folder, open for reading.
+
+    Args:
+      folder: With `model.safetensors`, or with several files and their index.
+
+    Raises:
+      FileNotFoundError: no such files.
+      ImportError: the package safetensors is not installed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        safetensors = _import_safetensors()
+        self._files = contextlib.ExitStack()
+        self._slices: dict[str, Any] = {}
+        for path in _weight_files(Path(folder)):
+            file = self._files.enter_context(safetensors.safe_open(path, framework="np"))
+            self._slices |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+
+    def __enter__(self) -> SafetensorsFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._slices.clear()
+        self._files.close()
+
+    def names(self) -> list[str]:
+        """The names of all tensors, sorted."""
+        return sorted(self._slices)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        return tuple(self._slices[name].get_shape())
+
+    def dtype(self, name: str) -> np.dtype:
+        """The dtype of a tensor.
+
+        Raises:
+          ValueError: one that NumPy cannot hold.
+        """
+        stored = self._slices[name].get_dtype()
+        if stored not in _DTYPES:
+            raise ValueError(f"tensor {name} is stored as {stored}, which cannot be read")
+        return _DTYPES[stored]
+
+    def read(self, name: str, ranges: Ranges) -> np.ndarray:
+        """The block of a tensor within `ranges`, one (start, stop) a dimension."""
+        return self._slices[name][tuple(slice(*bounds) for bounds in ranges)]
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / _WEIGHTS).is_file():
+        return [folder / _WEIGHTS]
+    if (folder / _INDEX).is_file():
+        weight_map = json.loads((folder / _INDEX).read_text())["weight_map"]
+        return [folder / name for name in sorted(set(weight_map.values()))]
+    hint = ""
+    if any(folder.glob("pytorch_model*.bin")):
+        hint = "; pytorch_model.bin is not read: save the model anew, which writes safetensors"
+    raise FileNotFoundError(f"{folder} has neither {_WEIGHTS} nor {_INDEX}{hint}")
+
+
+def read_json(folder: str | os.PathLike[str], name: str = CONFIG) -> dict[str, Any]:
+    """A JSON file of a folder.
+
+    Raises:
+      FileNotFoundError: there is none.
+    """
+    path = Path(folder) / name
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} is no Hugging Face folder: it has no {name}")
+    return json.loads(path.read_text())
+
+
+def write_json(folder: Path, name: str, content: Mapping[str, Any]) -> None:
+    """Writes a JSON file into a folder."""
+    (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+class ShardWriter:
+    """Writes tensors into a folder one after the other, in files of a limited size.
+
+    Args:
+      folder: Which exists.
+      sizes: Bytes of each tensor, in the order in which they will come.
+      max_shard_bytes: Of one file; a larger tensor has a file of its own.
+    """
+
+    def __init__(self, folder: Path, sizes: Mapping[str, int], *, max_shard_bytes: int):
+        self._folder, self._sizes = folder, dict(sizes)
+        shards = _split(sizes, max_shard_bytes)
+        self._file_of = {
+            name: _shard_name(number, len(shards))
+            for number, names in enumerate(shards, start=1)
+            for name in names
+        }
+        self._left = {_shard_name(n, len(shards)): len(s) for n, s in enumerate(shards, start=1)}
+        self._held: dict[str, np.ndarray] = {}
+
+    def add(self, name: str, tensor: np.ndarray) -> None:
+        """Takes the next tensor; the last of a file writes the file."""
+        self._held[name] = np.ascontiguousarray(tensor)
+        file = self._file_of[name]
+        self._left[file] -= 1
+        if self._left[file] == 0:
+            # Transformers asks for the format that the tensors are meant for.
+            _import_safetensors().numpy.save_file(
+                self._held, self._folder / file, metadata={"format": "pt"}
+            )
+            self._held = {}
+
+    def finish(self) -> None:
+        """Writes the index, where there are several files."""
+        if len(self._left) > 1:
+            index = {
+                "metadata": {"total_size": sum(self._sizes.values())},
+                "weight_map": self._file_of,
+            }
+            write_json(self._folder, _INDEX, index)
+
+
+def _split(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def _shard_name(number: int, count: int) -> str:
+    return _WEIGHTS if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def copy_companions(source: str | os.PathLike[str], target: Path) -> list[str]:
+    """Copies the tokenizer's files and the defaults of generation; returns their names."""
+    found = [name for name in COMPANIONS if (Path(source) / name).is_file()]
+    for name in found:
+        shutil.copyfile(Path(source) / name, target / name)
+    return found
+
+
+def same_tensor(source: TensorSource, first: str, second: str) -> bool:
+    """Whether two tensors are equal to the bit; a few rows are held at a time."""
+    shape = source.shape(first)
+    if shape != source.shape(second) or source.dtype(first) != source.dtype(second):
+        return False
+    rows = max(1, (1 << 24) // max(1, int(np.prod(shape[1:]))))
+    for start in range(0, shape[0], rows):
+        ranges = ((start, min(start + rows, shape[0])), *((0, size) for size in shape[1:]))
+        if source.read(first, ranges).tobytes() != source.read(second, ranges).tobytes():
+            return False
+    return True
+
+
+def _import_safetensors() -> Any:
+    try:
+        import safetensors.numpy
+    except ImportError as error:
+        raise ImportError(
+            "Hugging Face folders need the package safetensors: pip install 'layerkit[hf]'"
+        ) from error
+    return safetensors

@@ -1,0 +1,89 @@
+"""Layers of two kinds in a pattern over the depth: near attention (a window) and far attention."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from layerkit.config import Config
+from layerkit.interop.hugging_face.keys import ConfigFile, layer_templates
+from layerkit.layers.stacks import StackedTransformerRepeated
+
+NEAR, FAR = "sliding_attention", "full_attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerTypes:
+    """`layer_types` and `sliding_window`; comes after all entries that set fields of layers.
+
+    Attributes:
+      by_default: What Transformers takes where the file does not list the types: (file, layer) →
+        type.
+      default_window: Likewise for the window.
+      has_switch: Whether `use_sliding_window` has to be on (Qwen).
+      make_near: What else differs in a near layer: (file, its template) → None.
+      write_more: The keys that say so.
+    """
+
+    by_default: Callable[[ConfigFile, int], str]
+    default_window: int | None
+    has_switch: bool = False
+    make_near: Callable[[ConfigFile, Config], None] | None = None
+    write_more: Callable[[Config | None, Config | None], dict[str, Any]] | None = None
+
+    def read(self, file: ConfigFile, network: Config) -> None:
+        window = file.get("sliding_window", self.default_window)
+        if self.has_switch and not file.get("use_sliding_window", default=False):
+            window = None
+        layers = range(network.num_layers)
+        types = file.get("layer_types", None)
+        by_default = [self.by_default(file, layer) for layer in layers]
+        types = by_default if types is None else types
+        if len(types) != len(layers) or not {NEAR, FAR}.issuperset(types):
+            raise file.refuse("layer_types", f"must be {NEAR!r} or {FAR!r} for every layer")
+        if NEAR in types and window is None:
+            if not self.has_switch:
+                raise file.refuse("sliding_window", f"but layer_types has {NEAR!r}")
+            types = [FAR for _ in layers]
+        pattern = [self._layer(file, network, kind, window) for kind in shortest_period(types)]
+        if len(pattern) == 1:
+            network.stack_tpl.layer_tpl = pattern[0]
+        else:
+            network.stack_tpl = StackedTransformerRepeated.HParams.config(block_tpls=tuple(pattern))
+
+    def _layer(self, file: ConfigFile, network: Config, kind: str, window: int | None) -> Config:
+        template = network.stack_tpl.layer_tpl.clone()
+        if kind == NEAR:
+            template.attention_tpl.window = window
+            if self.make_near is not None:
+                self.make_near(file, template)
+        return template
+
+    def write(self, network: Config) -> dict[str, Any]:
+        pattern = layer_templates(network)
+        near = [template for template in pattern if template.attention_tpl.window is not None]
+        far = [template for template in pattern if template.attention_tpl.window is None]
+        types = [
+            FAR if pattern[layer % len(pattern)].attention_tpl.window is None else NEAR
+            for layer in range(network.num_layers)
+        ]
+        content: dict[str, Any] = {
+            "layer_types": types,
+            "sliding_window": near[0].attention_tpl.window if near else None,
+        }
+        if self.has_switch:
+            content["use_sliding_window"] = bool(near)
+            # For versions that do not read the types: near layers come last there.
+            content["max_window_layers"] = types.index(NEAR) if near else len(types)
+        if self.write_more is not None:
+            content |= self.write_more(next(iter(near), None), next(iter(far), None))
+        return content
+
+
+def shortest_period(types: Sequence[str]) -> list[str]:
+    """The shortest pattern that, repeated and cut, gives `types`."""
+    for period in range(1, len(types)):
+        if all(kind == types[layer % period] for layer, kind in enumerate(types)):
+            return list(types[:period])
+    return list(types)

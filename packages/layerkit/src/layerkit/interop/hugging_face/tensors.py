@@ -1,0 +1,212 @@
+"""Which tensor of a folder holds which part of our weights.
+
+A family writes one table of rows, name ↔ path with a `Layout`. Expanded over the layers (and
+experts) of a model, it says for each of our weights what it is made of, and for each tensor what it
+holds; import reads it one way, export the other.
+
+Our layers may be unrolled, repeated on a stacked axis, or repeated in blocks. Each stack says where
+the variables of layer i lie (`locate_layer`), so that a table does not depend on it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from layerkit.base_layer import PARAMS, BaseLayer
+from layerkit.interop.hugging_face.layouts import Layout
+from layerkit.weights import unbox
+
+# From the collection's name down: ("params", "lm", "softmax", "w").
+Path = tuple[str, ...]
+Index = tuple[int, ...]
+
+_LAYER = "{layer}"
+_EXPERT = "{expert}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row of a family's table.
+
+    Attributes:
+      name: Of the tensor; may hold `{layer}` and `{expert}`.
+      path: Of our weight, from the model down. Where it holds `{layer}`, what stands before is the
+        stack. Weights of experts have a leading axis of experts.
+      layout: See `Layout`; without the axes of layers and experts.
+      joined_axis: Where several rows name one tensor, the axis of theirs along which the tensor
+        joins their weights, in the order of the rows.
+      beside: A weight without which the row does not count, such as a separate embedding.
+      instead_of: A weight with which it does not count.
+    """
+
+    name: str
+    path: str
+    layout: str = "dims -> dims"
+    joined_axis: int | None = None
+    beside: str | None = None
+    instead_of: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What one tensor has to do with one of our weights.
+
+    Attributes:
+      name: Of the tensor.
+      path: Of our weight.
+      index: Which part of our weight, on its leading axes of layers and experts.
+      shape: Of that part.
+      layout: How its axes lie in the tensor.
+      joined_axis: None where the tensor holds nothing else.
+      offset: Where the part begins on the joined axis.
+    """
+
+    name: str
+    path: Path
+    index: Index
+    shape: tuple[int, ...]
+    layout: Layout
+    joined_axis: int | None
+    offset: int
+
+    @property
+    def their_shape(self) -> tuple[int, ...]:
+        """The shape of the part within the tensor."""
+        return self.layout.their_shape(self.shape)
+
+    def renamed(self, name: str) -> Piece:
+        """The same piece of a tensor called `name`."""
+        return dataclasses.replace(self, name=name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Anatomy:
+    """What the tables need to know of a model.
+
+    Attributes:
+      weights: Its weights by path, as shapes and dtypes.
+      layers: For each stack, by its path in a table (`lm/stack`): where each layer lies in it.
+    """
+
+    weights: dict[Path, jax.ShapeDtypeStruct]
+    layers: dict[str, list[tuple[Path, Index]]]
+
+    def without(self, patterns: Sequence[str]) -> Anatomy:
+        """The same without weights whose path, such as `lm/softmax/w`, matches a pattern."""
+
+        def stays(path: Path) -> bool:
+            return not any(re.fullmatch(pattern, "/".join(path[1:])) for pattern in patterns)
+
+        kept = {path: weight for path, weight in self.weights.items() if stays(path)}
+        return dataclasses.replace(self, weights=kept)
+
+
+@functools.lru_cache(maxsize=4)
+def dissect(model: BaseLayer, rows: tuple[Row, ...]) -> Anatomy:
+    """Looks at a model without computing anything.
+
+    Tracing a deep model takes seconds, so the last few are kept.
+    """
+    stacks = {row.path.partition(f"/{_LAYER}")[0] for row in rows if _LAYER in row.path}
+    layers: dict[str, list[tuple[Path, Index]]] = {}
+
+    def look(model: BaseLayer) -> None:
+        for path in stacks:
+            stack: Any = functools.reduce(getattr, path.split("/"), model)
+            layers[path] = [stack.locate_layer(i) for i in range(stack.num_layers)]
+
+    boxed = jax.eval_shape(lambda: model.init_boxed(jax.random.key(0), method=look))
+    return Anatomy(flatten({PARAMS: unbox(boxed)[PARAMS]}), layers)
+
+
+def flatten(tree: Mapping[str, Any]) -> dict[Path, Any]:
+    """The leaves of nested dicts by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {tuple(key.key for key in path): leaf for path, leaf in leaves}
+
+
+def unflatten(leaves: Mapping[Path, Any]) -> dict[str, Any]:
+    """The nested dicts of leaves by path."""
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = leaf
+    return tree
+
+
+def pieces_of(anatomy: Anatomy, rows: Sequence[Row]) -> list[Piece]:
+    """The table of a family, expanded for one model.
+
+    Rows of weights that the model does not have (a bias, where there is none) say nothing of it.
+    """
+    offsets: dict[str, int] = {}
+    pieces = []
+    for row in rows:
+        for name, path, index, shape in _expand(row, anatomy):
+            layout = Layout.parse(row.layout)
+            offset = 0
+            if row.joined_axis is not None:
+                offset = offsets.get(name, 0)
+                offsets[name] = offset + layout.their_shape(shape)[row.joined_axis]
+            pieces.append(Piece(name, path, index, shape, layout, row.joined_axis, offset))
+    return pieces
+
+
+def their_shapes(pieces: Sequence[Piece]) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor that the pieces name, in the order of the table."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for piece in pieces:
+        shape = list(piece.their_shape)
+        if piece.joined_axis is not None and piece.name in shapes:
+            shape[piece.joined_axis] += shapes[piece.name][piece.joined_axis]
+        shapes[piece.name] = tuple(shape)
+    return shapes
+
+
+def _expand(row: Row, anatomy: Anatomy) -> Iterator[tuple[str, Path, Index, tuple[int, ...]]]:
+    """(tensor, weight, index on its leading axes, shape of the part) of a row, for every layer."""
+    stack, has_layers, _ = row.path.partition(f"/{_LAYER}")
+    places: list[tuple[Path, Index]] = anatomy.layers[stack] if has_layers else [((), ())]
+    for layer, (place, index) in enumerate(places):
+
+        def absolute(path: str, place: Path = place) -> Path:
+            return (PARAMS, *path.replace(_LAYER, "/".join(place)).split("/"))
+
+        path = absolute(row.path)
+        if path not in anatomy.weights:
+            continue
+        if row.beside is not None and absolute(row.beside) not in anatomy.weights:
+            continue
+        if row.instead_of is not None and absolute(row.instead_of) in anatomy.weights:
+            continue
+        shape = anatomy.weights[path].shape[len(index) :]
+        name = row.name.replace(_LAYER, str(layer))
+        if _EXPERT not in name:
+            yield name, path, index, shape
+            continue
+        for expert in range(shape[0]):
+            yield name.replace(_EXPERT, str(expert)), path, (*index, expert), shape[1:]
+
+
+def grouped(pieces: Sequence[Piece]) -> dict[str, list[Piece]]:
+    """The pieces by the name of their tensor, in the order of the table."""
+    groups: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        groups.setdefault(piece.name, []).append(piece)
+    return groups
+
+
+def by_weight(pieces: Sequence[Piece]) -> dict[Path, dict[Index, Piece]]:
+    """The pieces by our weight and their place in it."""
+    weights: dict[Path, dict[Index, Piece]] = {}
+    for piece in pieces:
+        weights.setdefault(piece.path, {})[piece.index] = piece
+    return weights

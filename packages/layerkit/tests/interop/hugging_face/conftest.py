@@ -1,0 +1,187 @@
+"""Small folders of every family, and the table that the parity tests print."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from layerkit.config import build
+from layerkit.interop.hugging_face.families import family_of
+from layerkit.interop.hugging_face.tensors import dissect, pieces_of, their_shapes
+
+SIZES = {
+    "vocab_size": 12,
+    "hidden_size": 8,
+    "intermediate_size": 10,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": False,
+    "attention_dropout": 0.0,
+    "architectures": ["…"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ROPE = {"rope_theta": 10000.0, "rope_scaling": None}
+SILU = {"hidden_act": "silu"}
+GEMMA = {
+    **SIZES,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 4,
+    "query_pre_attn_scalar": 6,
+    "sliding_window": 4,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "vocab_size": 12,
+        "n_embd": 8,
+        "n_layer": 3,
+        "n_head": 2,
+        "n_positions": 16,
+        "n_inner": None,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "attn_pdrop": 0.1,
+        "embd_pdrop": 0.1,
+        "resid_pdrop": 0.1,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "tie_word_embeddings": True,
+    },
+    "llama": {**SIZES, **ROPE, **SILU, "attention_bias": False, "mlp_bias": True},
+    "mistral": {**SIZES, **ROPE, **SILU, "sliding_window": 4},
+    "mixtral": {
+        **SIZES,
+        **ROPE,
+        **SILU,
+        "sliding_window": None,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.02,
+        "router_jitter_noise": 0.0,
+    },
+    "qwen2": {**SIZES, **ROPE, **SILU, "use_sliding_window": False, "tie_word_embeddings": True},
+    "qwen3": {**SIZES, **ROPE, **SILU, "head_dim": 4, "attention_bias": False},
+    "gemma2": {**GEMMA, **ROPE, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma3_text": {
+        **GEMMA,
+        **ROPE,
+        "rope_local_base_freq": 1000.0,
+        "num_hidden_layers": 5,
+        "sliding_window_pattern": 2,
+    },
+    "phi3": {
+        **SIZES,
+        **ROPE,
+        **SILU,
+        "sliding_window": None,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    },
+    "olmo2": {**SIZES, **ROPE, **SILU, "attention_bias": False},
+    "t5": {
+        "vocab_size": 12,
+        "d_model": 8,
+        "d_kv": 4,
+        "d_ff": 10,
+        "num_layers": 2,
+        "num_decoder_layers": 3,
+        "num_heads": 2,
+        "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 16,
+        "layer_norm_epsilon": 1e-6,
+        "dropout_rate": 0.1,
+        "feed_forward_proj": "gated-gelu",
+        "tie_word_embeddings": False,
+        "is_encoder_decoder": True,
+    },
+}
+for _name, _config in CONFIGS.items():
+    _config["model_type"] = _name
+
+MakeFolder = Callable[..., Path]
+
+
+@pytest.fixture
+def configs() -> dict[str, dict[str, Any]]:
+    """A small config.json of every family."""
+    return CONFIGS
+
+
+@pytest.fixture
+def make_folder(tmp_path: Path) -> MakeFolder:
+    """Writes a folder of a family with random tensors: (family, dtype=…, change=…) → folder."""
+    safetensors = pytest.importorskip("safetensors.numpy")
+
+    def make(
+        family: str,
+        *,
+        dtype: Any = np.float32,
+        change: Callable[[dict[str, np.ndarray]], None] | None = None,
+        **keys: Any,
+    ) -> Path:
+        content = {**CONFIGS[family], **keys, "torch_dtype": np.dtype(dtype).name}
+        rows = family_of(family).rows
+        model = build(family_of(family).read_config(content))
+        draw = np.random.default_rng(0)
+        tensors = {
+            name: draw.normal(size=shape).astype(dtype)
+            for name, shape in their_shapes(pieces_of(dissect(model, rows), rows)).items()
+        }
+        if change is not None:
+            change(tensors)
+        folder = tmp_path / f"folder of {family}"
+        folder.mkdir(exist_ok=True)
+        safetensors.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(content))
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def read_tensors() -> Callable[[Path], dict[str, np.ndarray]]:
+    """All tensors of a folder, whatever its files."""
+    safetensors = pytest.importorskip("safetensors.numpy")
+
+    def read(folder: Path) -> dict[str, np.ndarray]:
+        files = sorted(folder.glob("*.safetensors"))
+        return {k: v for file in files for k, v in safetensors.load_file(file).items()}
+
+    return read
+
+
+@pytest.fixture
+def bfloat16() -> Any:
+    """The dtype, which NumPy does not have."""
+    return ml_dtypes.bfloat16
+
+
+_PARITY = pytest.StashKey[list[tuple[str, str, float]]]()
+
+
+@pytest.fixture(scope="session")
+def parity_table(request: pytest.FixtureRequest) -> list[tuple[str, str, float]]:
+    """(family, what is special, relative error), to be printed at the end."""
+    return request.config.stash.setdefault(_PARITY, [])
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    table = terminalreporter.config.stash.get(_PARITY, [])
+    if not table:
+        return
+    terminalreporter.section("logits against Transformers: max |difference| / max |logit|")
+    for family, note, error in table:
+        terminalreporter.write_line(f"{family:<10} {note:<40} {error:.1e}")

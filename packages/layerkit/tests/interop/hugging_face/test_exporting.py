@@ -1,0 +1,164 @@
+"""Models made by hand, too: which family can hold them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from layerkit.config import build
+from layerkit.interop.hugging_face import (
+    TensorMismatchError,
+    UnsupportedModelError,
+    export_model,
+    exporting,
+    import_model,
+    load_weights,
+)
+from layerkit.layers import (
+    Embedding,
+    FullSoftmax,
+    RmsNorm,
+    RotaryPositionalEmbedding,
+    SiLU,
+)
+from layerkit.models import LanguageModel, TransformerLm
+
+pytest.importorskip("safetensors")
+
+
+def llama_by_hand(**attention: Any) -> Any:
+    """A Llama put together from layers, with options of training beside."""
+    lm = TransformerLm.HParams.config(
+        vocab_size=12,
+        model_dims=8,
+        hidden_dims=10,
+        num_layers=2,
+        num_heads=2,
+        softmax_tpl=FullSoftmax.HParams.config(chunk_size=4, z_loss_weight=1e-4),
+        embedding_tpl=Embedding.HParams.config(),
+        final_norm_tpl=RmsNorm.HParams.config(),
+        dropout_rate=0.0,
+    )
+    layer = lm.stack_tpl.layer_tpl
+    layer.norm_tpl = RmsNorm.HParams.config()
+    layer.feed_forward_tpl.set(use_gate=True, activation_tpl=SiLU.HParams.config())
+    layer.attention_tpl.set(
+        rotary_tpl=RotaryPositionalEmbedding.HParams.config(max_timescale=5e5), **attention
+    )
+    return LanguageModel.HParams.config(lm_tpl=lm)
+
+
+def test_a_model_made_by_hand_finds_its_family(tmp_path: Path):
+    model = llama_by_hand()
+    variables = build(model).init(jax.random.key(0))
+    export_model(tmp_path, model, variables)
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert (content["model_type"], content["architectures"]) == ("llama", ["LlamaForCausalLM"])
+    assert (content["rope_theta"], content["num_key_value_heads"], content["head_dim"]) == (
+        5e5,
+        2,
+        4,
+    )
+    jax.tree.map(np.testing.assert_array_equal, load_weights(tmp_path, build(model)), variables)
+
+
+def test_a_window_makes_it_a_mistral(tmp_path: Path):
+    model = llama_by_hand(window=4)
+    export_model(tmp_path, model, build(model).init(jax.random.key(0)))
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert (content["model_type"], content["sliding_window"]) == ("mistral", 4)
+
+
+def test_a_model_that_nobody_has_is_refused_with_the_reason(tmp_path: Path):
+    model = llama_by_hand(per_dim_scale=True)
+    variables = build(model).init(jax.random.key(0))
+    expected = (
+        "as llama: lm_tpl.stack_tpl.layer_tpl.attention_tpl.per_dim_scale is True, but would be"
+        " read as False"
+    )
+    with pytest.raises(UnsupportedModelError, match=re.escape(expected)):
+        export_model(tmp_path, model, variables)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_family_can_be_named(make_folder: Any, tmp_path: Path):
+    # Without a window and with separate projections, Phi 3 computes what Llama computes.
+    folder = make_folder("phi3")
+    model, variables = import_model(folder)
+    for family in ("llama", "phi3"):
+        export_model(tmp_path / family, model, variables, family=family)
+        content = json.loads((tmp_path / family / "config.json").read_text())
+        assert content["model_type"] == family
+
+
+def test_variables_of_another_model_are_refused(make_folder: Any, tmp_path: Path):
+    model, variables = import_model(make_folder("gpt2"))
+    del variables["params"]["lm"]["position"]
+    with pytest.raises(
+        TensorMismatchError, match=re.escape("['params/lm/position/w'], unexpected []")
+    ):
+        export_model(tmp_path, model, variables)
+
+
+def test_tensors_are_split_over_files_and_read_from_them(
+    make_folder: Any, read_tensors: Any, tmp_path: Path
+):
+    folder, again = make_folder("llama"), tmp_path / "again"
+    model, variables = import_model(folder)
+    export_model(again, model, variables, max_shard_bytes=1500)
+    files = sorted(path.name for path in again.glob("*.safetensors"))
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert len(files) > 2
+    index = json.loads((again / "model.safetensors.index.json").read_text())
+    tensors = read_tensors(folder)
+    assert index["weight_map"].keys() == tensors.keys()
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+    for file in files:
+        size = sum(tensors[name].nbytes for name, of in index["weight_map"].items() if of == file)
+        assert size <= 1500
+    jax.tree.map(np.testing.assert_array_equal, import_model(again)[1], variables)
+
+
+@pytest.mark.parametrize("on_cpu", [True, False], ids=["cpu", "accelerator"])
+def test_sharded_weights_are_written_as_whole_ones(
+    make_folder: Any,
+    read_tensors: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    on_cpu: bool,
+):
+    # Weights of accelerators, and of several hosts, are gathered layer by layer.
+    monkeypatch.setattr(exporting, "_is_on_hosts_cpu", lambda leaf: on_cpu)
+    folder, again = make_folder("mixtral"), tmp_path / "again"
+    model, variables = import_model(folder)
+    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Auto,))
+
+    def split(leaf: jax.Array) -> jax.Array:
+        last = "fsdp" if leaf.shape[-1] % 2 == 0 else None
+        spec = PartitionSpec(*[None] * (leaf.ndim - 1), last)
+        return jax.device_put(leaf, NamedSharding(mesh, spec))
+
+    export_model(again, model, jax.tree.map(split, variables), tokenizer_folder=folder)
+    before, after = read_tensors(folder), read_tensors(again)
+    assert {k: v.tobytes() for k, v in before.items()} == {k: v.tobytes() for k, v in after.items()}
+
+
+def test_tokenizer_and_token_ids_go_along(make_folder: Any, tmp_path: Path):
+    folder, again = make_folder("llama"), tmp_path / "again"
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "generation_config.json").write_text('{"temperature": 0.5}')
+    (folder / "notes.txt").write_text("not of a tokenizer")
+    model, variables = import_model(folder)
+    export_model(again, model, variables, tokenizer_folder=folder)
+    assert (again / "tokenizer.json").read_text() == "{}"
+    assert (again / "generation_config.json").read_text() == '{"temperature": 0.5}'
+    assert not (again / "notes.txt").exists()
+    content = json.loads((again / "config.json").read_text())
+    assert (content["eos_token_id"], content["max_position_embeddings"]) == (2, 32)

@@ -1,0 +1,295 @@
+"""What is refused, what a host holds while it reads, and folders that differ from what is usual."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from layerkit.config import build
+from layerkit.interop.hugging_face import (
+    HuggingFaceWeights,
+    TensorMismatchError,
+    UnsupportedModelError,
+    import_model,
+    load_weights,
+    model_config,
+)
+from layerkit.interop.hugging_face.importing import read_weights
+from layerkit.interop.hugging_face.layouts import Ranges
+from layerkit.interop.hugging_face.llama import LLAMA
+from layerkit.interop.hugging_face.tensors import dissect, pieces_of, their_shapes
+from layerkit.layers.adapters import with_lora
+
+
+def test_nothing_of_hugging_face_is_imported_before_it_is_needed():
+    code = "import sys, layerkit, layerkit.models, layerkit.interop.hugging_face;"
+    code += "print(sorted({'safetensors', 'transformers', 'torch'} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"
+
+
+def test_an_unknown_family_is_refused_with_the_near_and_the_known(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen_3"}))
+    expected = (
+        "model_type='qwen_3' is not supported; did you mean 'qwen3'? Supported are gpt2, llama,"
+        " mistral, mixtral, qwen2, qwen3, gemma2, gemma3_text, phi3, olmo2, t5."
+    )
+    with pytest.raises(UnsupportedModelError, match=f"^{re.escape(expected)}$"):
+        model_config(tmp_path)
+
+
+def test_a_folder_without_config_is_refused(tmp_path: Path):
+    expected = f"{tmp_path} is no Hugging Face folder: it has no config.json"
+    with pytest.raises(FileNotFoundError, match=re.escape(expected)):
+        model_config(tmp_path)
+
+
+def test_a_folder_of_pickles_is_refused(make_folder: Any):
+    folder = make_folder("gpt2")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match="pytorch_model.bin is not read: save the model"):
+        import_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value", "expected"),
+    [
+        ("llama", "hidden_act", "mish", "hidden_act='mish' is not supported"),
+        ("llama", "quantization_config", {"bits": 4}, "{'quantization_config': {'bits': 4}}"),
+        ("llama", "residual_multiplier", 0.5, "might change what it computes"),
+        (
+            "llama",
+            "rope_scaling",
+            {"rope_type": "dynamic", "factor": 2.0},
+            "rope_type='dynamic' changes with the length of a sequence",
+        ),
+        ("llama", "rope_scaling", {"rope_type": "yarm", "factor": 2.0}, "did you mean 'yarn'?"),
+        ("gpt2", "scale_attn_by_inverse_layer_idx", True, "is not supported, only False"),
+        ("qwen3", "layer_types", ["chunked_attention"] * 3, "must be 'sliding_attention' or"),
+        ("t5", "feed_forward_proj", "gated-mish", "feed_forward_proj='gated-mish'"),
+    ],
+)
+def test_an_option_that_we_lack_is_refused_by_name(
+    make_folder: Any, family: str, key: str, value: Any, expected: str
+):
+    folder = make_folder(family)
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, key: value}))
+    with pytest.raises(UnsupportedModelError, match=re.escape(expected)):
+        model_config(folder)
+
+
+# What Transformers computes the same with; each has its reason in the table of its family.
+INERT = {"architectures", "bos_token_id", "eos_token_id", "max_position_embeddings"}
+
+
+def test_every_key_is_used(configs: dict[str, dict[str, Any]]):
+    from layerkit.interop.hugging_face.families import FAMILIES
+
+    others = {"silu": "relu", "gelu_new": "relu", "gelu_pytorch_tanh": "relu"}
+    for family in FAMILIES:
+        content = configs[family.model_type]
+        usual = family.read_config(content)
+        for key, value in content.items():
+            if key in INERT or key == "model_type":
+                continue
+            other: Any = (
+                5 if value is None else others.get(value) if isinstance(value, str) else None
+            )
+            if key == "rope_scaling":
+                other = {"rope_type": "linear", "factor": 2.0}
+            elif key == "feed_forward_proj":
+                other = "relu"
+            elif key == "use_sliding_window":
+                content = {**content, "max_window_layers": 1}
+                usual, other = family.read_config(content), True
+            elif isinstance(value, bool):
+                other = not value
+            elif isinstance(value, (int, float)):
+                other = 2 * value or 0.5
+            try:
+                changed = family.read_config({**content, key: other})
+            except UnsupportedModelError:
+                continue
+            assert changed != usual, (family.model_type, key)
+
+
+def test_all_differences_of_tensors_are_listed_at_once(make_folder: Any):
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        tensors["model.layers.1.mlp.up_projj.weight"] = tensors.pop(
+            "model.layers.1.mlp.up_proj.weight"
+        )
+        tensors["model.norm.weight"] = tensors["model.norm.weight"][:4]
+        del tensors["lm_head.weight"]
+
+    expected = (
+        "the tensors do not fit the model:\n"
+        "  missing lm_head.weight [12, 8]\n"
+        "  model.norm.weight has the shape [4], expected [8]\n"
+        "  missing model.layers.1.mlp.up_proj.weight [10, 8]; did you mean"
+        " 'model.layers.1.mlp.up_projj.weight'?\n"
+        "  unexpected model.layers.1.mlp.up_projj.weight [10, 8]"
+    )
+    with pytest.raises(TensorMismatchError, match=f"^{re.escape(expected)}$"):
+        import_model(make_folder("llama", change=change))
+
+
+def test_gpt2_without_the_prefix_and_with_buffers_is_read(make_folder: Any):
+    whole = import_model(make_folder("gpt2"))[1]
+
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        tensors["h.0.attn.bias"] = np.ones((1, 1, 4, 4), np.float32)
+        tensors["h.0.attn.masked_bias"] = np.float32(-1e4).reshape(1)
+
+    bare = import_model(make_folder("gpt2", change=change))[1]
+    jax.tree.map(np.testing.assert_array_equal, bare, whole)
+
+
+def test_a_copy_of_a_tied_tensor_must_be_equal(make_folder: Any):
+    def copy(tensors: dict[str, np.ndarray]) -> None:
+        tensors["lm_head.weight"] = tensors["transformer.wte.weight"].copy()
+
+    def differ(tensors: dict[str, np.ndarray]) -> None:
+        copy(tensors)
+        tensors["lm_head.weight"][3, 2] += 1
+
+    import_model(make_folder("gpt2", change=copy))
+    expected = "lm_head.weight should repeat transformer.wte.weight, but differs from it"
+    with pytest.raises(TensorMismatchError, match=expected):
+        import_model(make_folder("gpt2", change=differ))
+
+
+def test_mixed_dtypes_in_one_weight_need_a_choice(make_folder: Any, bfloat16: Any):
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        name = "model.layers.0.input_layernorm.weight"
+        tensors[name] = tensors[name].astype(bfloat16)
+
+    folder = make_folder("llama", change=change)
+    with pytest.raises(TensorMismatchError, match="attention_norm/scale are stored as bfloat16, f"):
+        import_model(folder)
+    import_model(folder, repeated=False)
+    assert import_model(folder, dtype="float32")[0].dtype == "float32"
+
+
+def test_weights_are_read_where_they_are_wanted(make_folder: Any):
+    folder = make_folder("mixtral")
+    model = build(model_config(folder))
+    mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+    def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        axes = [("fsdp" if size % 2 == 0 else None) for size in leaf.shape]
+        spec = [axis if i == len(axes) - 1 else None for i, axis in enumerate(axes)]
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(leaf.shape, np.float16, sharding=sharding)
+
+    like = jax.tree.map(place, jax.eval_shape(model.init, jax.random.key(0)))
+    sharded, whole = load_weights(folder, model, like=like), load_weights(folder, model)
+    for ours, wanted, plain in zip(*map(jax.tree.leaves, (sharded, like, whole)), strict=True):
+        assert (ours.sharding, ours.dtype) == (wanted.sharding, np.float16)
+        np.testing.assert_array_equal(ours, np.asarray(plain).astype(np.float16))
+
+
+class CountingSource:
+    """Tensors that are made when they are read; counts what is read at a time."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]):
+        self.shapes, self.reads = shapes, list[int]()
+
+    def names(self) -> list[str]:
+        return list(self.shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.shapes[name]
+
+    def dtype(self, name: str) -> np.dtype:
+        return np.dtype(np.float32)
+
+    def read(self, name: str, ranges: Ranges) -> np.ndarray:
+        block = np.zeros([stop - start for start, stop in ranges], np.float32)
+        self.reads.append(block.nbytes)
+        return block
+
+
+def read_with_peak(monkeypatch: Any, layers: int, place: Callable[[Any], Any]) -> dict[str, int]:
+    """Bytes of the largest read, of the most that the host allocates, and of all weights."""
+    import tracemalloc
+
+    content = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 512, "head_dim": 32}
+    content |= {"num_hidden_layers": layers, "num_attention_heads": 4, "model_type": "llama"}
+    model = build(LLAMA.read_config(content))
+    anatomy = dissect(model, LLAMA.rows)
+    source = CountingSource(their_shapes(pieces_of(anatomy, LLAMA.rows)))
+    like = jax.tree.map(place, jax.eval_shape(model.init, jax.random.key(0)))
+    read_weights(source, LLAMA, anatomy, like=like)  # what JAX keeps for good, it keeps here
+    source.reads.clear()
+    kept: list[Any] = []
+    make = jax.make_array_from_callback
+
+    def make_and_let_go(shape: Any, sharding: Any, read: Any) -> Any:
+        """As on an accelerator: blocks leave the host as soon as they are read."""
+        devices = sharding.addressable_devices_indices_map(shape)
+        read(next(iter(devices.values())))
+        return kept
+
+    monkeypatch.setattr(jax, "make_array_from_callback", make_and_let_go)
+    tracemalloc.start()
+    try:
+        read_weights(source, LLAMA, anatomy, like=like)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        monkeypatch.setattr(jax, "make_array_from_callback", make)
+    return {
+        "read": max(source.reads),
+        "peak": peak,
+        "all": 4 * layers * (3 * 128 * 512 + 4 * 128 * 128),
+    }
+
+
+def test_a_host_holds_its_slice_of_one_weight_and_one_block(monkeypatch: pytest.MonkeyPatch):
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+
+    def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        # As rules do: never along the layers, here along the last axis that can be split.
+        splits = [i for i, size in enumerate(leaf.shape) if size % 8 == 0 and i > 0]
+        spec = ["fsdp" if splits and i == splits[-1] else None for i in range(len(leaf.shape))]
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    layers = 64
+    found = read_with_peak(monkeypatch, layers, place)
+    layer = 4 * 128 * 512
+    # The file is read by ranges of rows: a slice of columns needs whole rows, of one layer at most.
+    assert found["read"] <= layer
+    # Beside the slice of all layers: the block, its transpose, and the table of tensors.
+    assert found["peak"] < layers * layer / 8 + 2 * layer + 500_000
+    assert found["peak"] < found["all"] / 16
+
+
+def test_weights_of_adapters_are_left_to_be_drawn(make_folder: Any):
+    folder = make_folder("llama")
+    model = build(with_lora(model_config(folder), rank=2))
+    like = jax.eval_shape(model.init, jax.random.key(0))["params"]
+    loaded = HuggingFaceWeights(folder=str(folder)).load(model, like)
+    names = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(loaded)}
+    assert not any("lora" in name for name in names)
+    assert "['lm']['stack']['repeat']['sub']['attention']['query']['w']" in names
+    with pytest.raises(TensorMismatchError, match="no tensor of llama models is params/lm/"):
+        load_weights(folder, model)
+
+
+def test_weights_without_a_folder_are_refused(make_folder: Any):
+    with pytest.raises(ValueError, match=re.escape("HuggingFaceWeights.folder is not set")):
+        HuggingFaceWeights().load(build(model_config(make_folder("gpt2"))), {})

@@ -1,0 +1,229 @@
+"""Logits and decoded tokens against Transformers: small random models, made on the spot.
+
+Every family, with the options of its config.json that published models set. The session `parity`
+runs this; its last lines are a table of families and errors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layerkit.config import build
+from layerkit.decoding import SampleDecoder
+from layerkit.interop.hugging_face import export_model, import_model
+from layerkit.nested_map import NestedMap
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+pytest.importorskip("safetensors")
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+TOLERANCE = 1e-4
+VOCAB_SIZE, NEW_TOKENS = 64, 6
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 16, "n_layer": 3, "n_head": 4, "n_positions": 32}
+GPT2 |= {"bos_token_id": None, "eos_token_id": None}
+T5 = {"vocab_size": VOCAB_SIZE, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2}
+T5 |= {"num_decoder_layers": 3, "num_heads": 2, "decoder_start_token_id": 0, "eos_token_id": None}
+WIDE_HEADS = {**SIZES, "head_dim": 8}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 2.0, "beta_slow": 0.1}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [4.0, 8.0]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model to compare.
+
+    Attributes:
+      family: Stem of the class names in Transformers.
+      options: Of its config, besides sizes.
+      sizes: Of its config.
+      note: What is special, for the table.
+      untied: Gives it a head of its own, where the config cannot say so.
+    """
+
+    family: str
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    sizes: dict[str, Any] = dataclasses.field(default_factory=lambda: SIZES)
+    note: str = ""
+    untied: bool = False
+
+
+CASES = [
+    Case("GPT2", sizes=GPT2),
+    Case("GPT2", {"tie_word_embeddings": False, "n_inner": 20}, GPT2, "untied, n_inner"),
+    Case("Llama"),
+    Case("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}, note="tied, no groups"),
+    Case("Llama", {"attention_bias": True, "mlp_bias": True}, note="biases"),
+    Case(
+        "Llama",
+        {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 32}},
+        note="Llama 3 rope",
+    ),
+    Case("Llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, note="linear rope"),
+    Case("Mistral", {"sliding_window": 4}, note="window"),
+    Case("Mistral", {"sliding_window": None, "head_dim": 8}, note="wide heads"),
+    Case("Mixtral", {"num_local_experts": 4}),
+    Case("Mixtral", {"num_experts_per_tok": 1, "num_local_experts": 3}, note="one of three"),
+    Case("Qwen2", {"tie_word_embeddings": True}, note="tied"),
+    Case(
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+        note="near layers last",
+    ),
+    Case(
+        "Qwen2",
+        {"rope_scaling": {**YARN, "original_max_position_embeddings": 16}},
+        note="YaRN",
+    ),
+    Case("Qwen3", sizes=WIDE_HEADS),
+    Case("Qwen3", {"attention_bias": True}, WIDE_HEADS, "biases"),
+    Case("Gemma2", {"sliding_window": 4, "query_pre_attn_scalar": 24}, WIDE_HEADS),
+    Case("Gemma3", {"sliding_window": 4, "num_hidden_layers": 8}, WIDE_HEADS, "8 layers of 6"),
+    Case(
+        "Gemma3",
+        {
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        WIDE_HEADS,
+        "linear rope, far layers",
+    ),
+    Case("Phi3"),
+    Case(
+        "Phi3",
+        {"rope_scaling": LONGROPE, "original_max_position_embeddings": 64},
+        note="LongRoPE",
+    ),
+    Case("Olmo2"),
+    Case("Olmo2", {"num_key_value_heads": 4, "attention_bias": True}, note="biases, no groups"),
+    Case("T5", sizes=T5),
+    Case(
+        "T5",
+        {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+        T5,
+        "1.1",
+        untied=True,
+    ),
+]
+
+
+def name_of(case: Case) -> str:
+    return f"{case.family} {case.note}".strip().replace(" ", "-")
+
+
+@pytest.fixture(scope="module", params=CASES, ids=name_of)
+def theirs(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[Case, Any, Path]:
+    """A case, the model of Transformers and its folder."""
+    case = request.param
+    config_class = getattr(
+        transformers, f"{case.family}{'Text' if case.family == 'Gemma3' else ''}Config"
+    )
+    head = {"GPT2": "LMHeadModel", "T5": "ForConditionalGeneration"}
+    model_class = getattr(transformers, case.family + head.get(case.family, "ForCausalLM"))
+    torch.manual_seed(0)
+    model = model_class(config_class(**{**case.sizes, **case.options})).eval()
+    if case.untied:
+        model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+    with torch.no_grad():
+        # Norms and biases start at 1 and 0, where a mistake would not be seen.
+        for weight in model.parameters():
+            weight.add_(0.1 * torch.randn_like(weight))
+    folder = tmp_path_factory.mktemp("theirs")
+    model.save_pretrained(folder)
+    return case, model, folder
+
+
+def inputs(length: int, *, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(1, VOCAB_SIZE, (2, length))
+
+
+def their_logits(case: Case, model: Any, length: int) -> np.ndarray:
+    with torch.no_grad():
+        if case.family != "T5":
+            return model(torch.tensor(inputs(length))).logits.numpy()
+        source, target = inputs(length), inputs(length + 2, seed=1)
+        outputs = model(input_ids=torch.tensor(source), decoder_input_ids=torch.tensor(target))
+        return outputs.logits.numpy()
+
+
+def our_logits(case: Case, model: Any, variables: Any, length: int) -> np.ndarray:
+    ids = (jnp.asarray(inputs(length)),)
+    if case.family == "T5":
+        ids = (*ids, jnp.asarray(inputs(length + 2, seed=1)))
+
+    @jax.jit
+    def run(variables: Any) -> jax.Array:
+        network = "model" if case.family == "T5" else "lm"
+        return model.apply(variables, *ids, method=lambda m, *ids: getattr(m, network).logits(*ids))
+
+    return np.asarray(run(variables))
+
+
+@pytest.mark.parametrize("repeated", [True, False], ids=["repeated", "unrolled"])
+def test_logits_agree(
+    theirs: tuple[Case, Any, Path], parity_table: list[tuple[str, str, float]], repeated: bool
+):
+    case, model, folder = theirs
+    config, variables = import_model(folder, repeated=repeated)
+    ours = build(config)
+    length = 13 if repeated else 1
+    expected = their_logits(case, model, length)
+    error = np.abs(our_logits(case, ours, variables, length) - expected).max()
+    error /= np.abs(expected).max()
+    stack = "repeated" if repeated else "unrolled"
+    parity_table.append((case.family, f"{case.note or 'plain'}, {stack}", float(error)))
+    assert error <= TOLERANCE
+
+
+def test_cached_greedy_decoding_gives_the_same_tokens(theirs: tuple[Case, Any, Path]):
+    case, model, folder = theirs
+    config, variables = import_model(folder)
+    config.decoder = SampleDecoder.HParams.config(max_decode_steps=NEW_TOKENS, temperature=0.0)
+    ours, prompts = build(config), inputs(5)
+    with torch.no_grad():
+        options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
+        # Their cache takes it that both sides of a T5 are equally deep.
+        options["use_cache"] = case.family != "T5"
+        expected = model.generate(torch.tensor(prompts), **options).numpy()
+    ids = jnp.asarray(prompts, jnp.int32)
+    lengths = jnp.full((2,), 5, jnp.int32)
+    batch = NestedMap(ids=ids, prompt_lengths=lengths)
+    if case.family == "T5":
+        batch = NestedMap(src=NestedMap(ids=ids, paddings=jnp.zeros((2, 5))))
+    decode = jax.jit(lambda variables: ours.apply(variables, batch, method="decode"))
+    np.testing.assert_array_equal(decode(variables).ids, expected)
+
+
+def test_transformers_loads_what_is_exported(theirs: tuple[Case, Any, Path], tmp_path: Path):
+    case, model, folder = theirs
+    config, variables = import_model(folder)
+    export_model(tmp_path, config, variables, tokenizer_folder=folder)
+    again = type(model).from_pretrained(tmp_path).eval()
+    np.testing.assert_array_equal(their_logits(case, again, 9), their_logits(case, model, 9))
+    assert again.config.get_text_config().vocab_size == VOCAB_SIZE
