@@ -24,8 +24,21 @@ PACKAGES = {
     "runner": "layerkit_runner",
     "experiments": "layerkit_experiments",
 }
+# What compares with PyTorch or transformers, and is skipped where they are not installed.
+PARITY_SUITES = (
+    "packages/layerkit/tests/decoding/test_beam_search.py",
+    "packages/layerkit/tests/decoding/test_logit_processors.py",
+    "packages/layerkit/tests/layers/attention/test_biases.py",
+    "packages/layerkit/tests/layers/attention/test_latent.py",
+    "packages/layerkit/tests/layers/moe/test_published_mixtures.py",
+    "packages/layerkit/tests/layers/test_rotary_scaling.py",
+    "integration_tests/test_hugging_face_finetune.py",
+    "packages/layerkit/tests/interop/hugging_face",
+)
 ALL_SUITES = [*sorted(ROOT.glob("packages/*/tests")), *ROOT.glob("integration_tests")]
-TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis")
+# safetensors: what the extra layerkit[hf] brings.
+TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "safetensors")
+PARITY_TOOLS = ("torch", "transformers")
 LINT_TOOLS = ("ruff", "mypy", "import-linter")
 BUILD_TOOLS = ("hatchling",)
 
@@ -59,8 +72,23 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def slow(session: nox.Session) -> None:
-    """The tests that the ordinary run leaves out: many kills, many meshes."""
+    """The tests that the ordinary run leaves out: many kills, many more cases of each kind."""
     test_wheels(session, list(PACKAGES), ALL_SUITES, marker="slow")
+
+
+@nox.session
+def meshes(session: nox.Session) -> None:
+    """One model on all 56 meshes of eight simulated devices; about half an hour on two cores."""
+    suite = ROOT / "packages/layerkit/tests/test_all_meshes.py"
+    test_wheels(session, ["layerkit"], [suite], marker="meshes")
+
+
+@nox.session
+def parity(session: nox.Session) -> None:
+    """Against PyTorch and transformers; the last lines are a table of families and errors."""
+    install_sources(session, (*TEST_TOOLS, *PARITY_TOOLS))
+    # In one process, whose last lines are the table.
+    session.run("python", "-m", "pytest", *(session.posargs or PARITY_SUITES))
 
 
 @nox.session(python=["3.12", "3.13"])
@@ -115,7 +143,7 @@ def test_wheels(
     folders: Sequence[str],
     suites: Sequence[Path],
     *,
-    marker: str = "not slow",  # noqa: PT028 - no test, in spite of its name
+    marker: str = "not slow and not meshes",  # noqa: PT028 - no test, in spite of its name
 ) -> None:
     """Runs `suites` and the doctests of layerkit on wheels built now from `folders`.
 

@@ -24,7 +24,9 @@ OLDEST_PYTHON = (3, 11)
 COMMANDS = {
     "train": ("train", "train a small language model on text of this machine; no download of data"),
     "test": ("tests", "build the four packages, install them and run their tests"),
-    "slow": ("slow", "the tests that `test` leaves out: many kills, many meshes"),
+    "slow": ("slow", "the tests that `test` leaves out: many kills, more cases of each kind"),
+    "meshes": ("meshes", "one model on all 56 meshes of eight simulated devices"),
+    "parity": ("parity", "compare with PyTorch and transformers; prints a table of errors"),
     "lint": ("lint", "check formatting, lint rules, types and the borders between the packages"),
     "alone": ("layerkit_alone", "test the layerkit package in an environment of its own"),
     "compat": ("compat", "run the tests on the other Pythons that are installed"),

@@ -1,0 +1,87 @@
+"""What a mixture of experts costs: dropless and with a capacity, against a dense block.
+
+python benchmarks/moe.py
+
+Each expert layer has eight experts, of which a token uses two, so that the dense feed-forward block
+of twice the width of one expert multiplies as much for a token. What is timed is a forward and a
+backward pass of one layer in training; all variants run in turns, and ratios are to the dense one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from layerkit.layers.activations import SiLU
+from layerkit.layers.feed_forward import TransformerFeedForward
+from layerkit.layers.moe.feed_forward import MoeFeedForward
+
+
+def layers(dims: int, hidden: int) -> dict[str, Any]:
+    """The layers to compare, by name; the dense one first."""
+    sizes = {"input_dims": dims, "hidden_dims": hidden, "train": True}
+    experts = {**sizes, "num_experts": 8, "num_experts_per_token": 2}
+    silu = SiLU.HParams.config()
+    dense = {**sizes, "hidden_dims": 2 * hidden, "use_gate": True, "activation_tpl": silu}
+    return {
+        "dense": TransformerFeedForward(**dense),
+        "dropless, blocks": MoeFeedForward(**experts, grouped_matmul="blocks"),
+        "dropless, ragged_dot": MoeFeedForward(**experts, grouped_matmul="ragged_dot"),
+        "capacity factor 1.0": MoeFeedForward(**experts, capacity_factor=1.0),
+        "capacity factor 1.25": MoeFeedForward(**experts, capacity_factor=1.25),
+        "capacity factor 2.0": MoeFeedForward(**experts, capacity_factor=2.0),
+    }
+
+
+def step_of(layer: Any, x: jax.Array) -> tuple[Any, int, float]:
+    """(forward and backward pass of no arguments, bytes of temporaries, fraction dropped)."""
+    variables = layer.init(jax.random.key(0))
+
+    def loss(variables: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+        output, updates = layer.apply(variables, x, mutable=["aux_loss", "summaries"])
+        aux = sum((jnp.sum(leaf) for leaf in jax.tree.leaves(updates.get("aux_loss", {}))), 0.0)
+        return jnp.sum(jnp.square(output)) + aux, updates.get("summaries", {})
+
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True)).lower(variables, x).compile()
+    _, summaries = compiled(variables, x)
+    dropped = float(summaries.get("fraction_dropped", (0.0,))[0])
+    memory = compiled.memory_analysis().temp_size_in_bytes
+    return lambda: jax.block_until_ready(compiled(variables, x)), memory, dropped
+
+
+def main() -> None:
+    """Measures in turns and prints."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dims", type=int, default=256)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=7)
+    given = parser.parse_args()
+    x = jax.random.normal(jax.random.key(1), (given.batch, given.length, given.dims))
+    steps = {name: step_of(layer, x) for name, layer in layers(given.dims, given.hidden).items()}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(given.rounds):
+        for name, (step, _, _) in steps.items():
+            began = time.perf_counter()
+            step()
+            seconds[name].append(time.perf_counter() - began)
+    device = jax.devices()[0].device_kind
+    print(f"{platform.machine()}, {device}, jax {jax.__version__}, {given}")
+    for name, (_, memory, dropped) in steps.items():
+        ratios = [a / b for a, b in zip(seconds[name], seconds["dense"], strict=True)]
+        tokens_per_second = given.batch * given.length / statistics.median(seconds[name])
+        print(
+            f"{name:21} {tokens_per_second:10.0f} tokens/s, {statistics.median(ratios):5.2f} times"
+            f" the dense time, temporaries {memory / 1e6:6.1f} MB, {100 * dropped:4.1f} % dropped"
+        )
+
+
+if __name__ == "__main__":
+    main()
