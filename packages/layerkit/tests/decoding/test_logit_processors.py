@@ -115,6 +115,12 @@ def test_no_row_can_repeat_a_sequence_longer_than_itself():
     np.testing.assert_array_equal(processed(NoRepeatNgrams(size=WIDTH + 1)), LOGITS)
 
 
+def test_a_top_p_of_one_keeps_all_of_a_large_vocabulary():
+    # Sums of so many float32 numbers pass 1 before the end.
+    logits = jnp.array(np.random.default_rng(0).normal(size=(2, 50_257)).astype(np.float32))
+    np.testing.assert_array_equal(TopP(p=1.0)(logits, rows_at(COLUMN)), logits)
+
+
 def test_top_p_over_five_logits():
     # Probabilities .070, .423, .094, .257, .156: the two largest have .68 together.
     logits = jnp.array([[0.2, 2.0, 0.5, 1.5, 1.0]])

@@ -327,6 +327,11 @@ def test_what_a_decoder_needs_must_be_given():
     with pytest.raises(ValueError) as caught:
         decode(SampleDecoder(temperature=0.0, eos_id=13), [[1]], [1])
     assert str(caught.value) == "eos_id: the model has no token 13; its 13 ids end at 12"
+    with pytest.raises(ValueError) as caught:
+        decode(SampleDecoder(temperature=0.0, stop_sequences=((5,), (2, 13))), [[1]], [1])
+    assert str(caught.value) == (
+        "stop_sequences: (2, 13): the model has no token 13; its 13 ids end at 12"
+    )
     with pytest.raises(TypeError) as caught:
         SampleDecoder(processors=("top_k",))
     assert str(caught.value) == (

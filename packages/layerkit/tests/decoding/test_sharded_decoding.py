@@ -11,9 +11,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from layerkit.decoding.beam_search import BeamSearch
 from layerkit.decoding.loop import SampleDecoder
-from layerkit.layers.positions import RotaryPositionalEmbedding
+from layerkit.layers.positions import PositionalEmbedding, RotaryPositionalEmbedding
 from layerkit.layers.stacks import StackedTransformerRepeated
 from layerkit.models.language_model import LanguageModel
+from layerkit.models.sequence_model import SequenceModel
 from layerkit.nested_map import NestedMap
 from layerkit.sharding import BoundSharding
 from layerkit.weights import logical_axes, unbox
@@ -60,14 +61,25 @@ def model():
 
 @pytest.fixture(scope="module")
 def variables(model):
-    random = np.random.default_rng(7)
-    shapes = jax.eval_shape(model.init, KEY)
-    return jax.tree.map(lambda x: random.normal(0.0, 0.6, x.shape).astype(np.float32), shapes)
+    return random_weights(model)
 
 
 def prompts():
     ids = np.random.default_rng(5).integers(1, VOCAB, (BATCH, WIDTH)).astype(np.int32)
     return NestedMap(ids=ids, prompt_lengths=np.array([4, 1, 2, 3, 0, 2, 4, 1], np.int32))
+
+
+@pytest.fixture(scope="module")
+def split_rows():
+    """A mesh that splits whole rows in two."""
+    axes = ("data", "tensor", "context")
+    return BoundSharding(jax.make_mesh((2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3))
+
+
+def random_weights(model):
+    random = np.random.default_rng(7)
+    shapes = jax.eval_shape(model.init, KEY)
+    return jax.tree.map(lambda x: random.normal(0.0, 0.6, x.shape).astype(np.float32), shapes)
 
 
 def decode_of(model, decoder):
@@ -81,23 +93,41 @@ def decode_of(model, decoder):
 def test_equals_one_device_with_the_cache_split(bound, model, variables, name):
     decoder = DECODERS[name]
     expected = jax.jit(decode_of(model, decoder))(variables, prompts())
-    found, program = on_mesh(bound, model, variables, decoder)
+    found, program = on_mesh(bound, model, variables, decoder, prompts())
     check_equal(found, expected)
     check_cache(program, num_rows=BATCH * (1 if name == "greedy" else 2))
 
 
-def test_tokens_that_come_one_by_one_are_not_split(model, variables):
-    """A mesh that splits whole rows, of which a step has one token."""
-    axes = ("data", "tensor", "context")
-    mesh = jax.make_mesh((2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3)
-    decoder = DECODERS["greedy"]
-    expected = jax.jit(decode_of(model, decoder))(variables, prompts())
-    check_equal(on_mesh(BoundSharding(mesh), model, variables, decoder)[0], expected)
+@pytest.mark.parametrize(
+    ("name", "width"), [("greedy", WIDTH), ("greedy", WIDTH - 1), ("samples", 1), ("beams", 3)]
+)
+def test_rows_that_are_split_may_have_any_length(split_rows, model, variables, name, width):
+    """Of a prompt each device holds a part; a step has one token, which is not split."""
+    decoder, batch = DECODERS[name], prompts()
+    batch.ids = batch.ids[:, :width]
+    expected = jax.jit(decode_of(model, decoder))(variables, batch)
+    found, _ = on_mesh(split_rows, model, variables, decoder, batch)
+    check_equal(found, expected)
 
 
-def on_mesh(bound, model, variables, decoder):
+@pytest.mark.parametrize("name", ["greedy", "beams"])
+def test_sources_that_are_split_may_have_any_length(split_rows, name):
+    config = SequenceModel.HParams.config(start_id=1)
+    config.model_tpl.set(vocab_size=VOCAB, model_dims=8, hidden_dims=12, num_heads=2)
+    config.model_tpl.position_tpl = PositionalEmbedding.HParams.config()
+    model = config.Instantiate()
+    variables, decoder = random_weights(model), DECODERS[name]
+    ids = np.random.default_rng(5).integers(1, VOCAB, (BATCH, 5)).astype(np.int32)
+    lengths = np.array([5, 1, 2, 3, 0, 2, 4, 1])[:, None]
+    for paddings in ({}, {"paddings": (np.arange(5) >= lengths).astype(np.float32)}):
+        batch = NestedMap(src=NestedMap(ids=ids, **paddings))
+        expected = jax.jit(decode_of(model, decoder))(variables, batch)
+        found, _ = on_mesh(split_rows, model, variables, decoder, batch)
+        check_equal(found, expected)
+
+
+def on_mesh(bound, model, variables, decoder, batch):
     """What eight devices make of the prompts, and the program that they run."""
-    batch = prompts()
     boxed = jax.eval_shape(model.init_boxed, KEY)
     places = jax.tree.map(
         lambda axes, weight: bound.sharding(axes, shape=weight.shape),
@@ -120,7 +150,7 @@ def check_equal(found, expected):
             np.testing.assert_array_equal(a, b, err_msg=leaf)
         else:
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=leaf)
-    assert len(set(np.asarray(expected.ids)[:, WIDTH:].ravel())) > 4
+    assert len(set(np.asarray(expected.ids)[:, -STEPS:].ravel())) > 4
 
 
 def check_cache(program, *, num_rows):

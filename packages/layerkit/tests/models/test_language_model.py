@@ -233,6 +233,16 @@ def test_drawing_without_a_key_is_refused():
     )
 
 
+def test_packed_rows_are_no_prompts():
+    model = language_model()
+    with pytest.raises(ValueError) as caught:
+        decode(model, random_weights(model), BATCH | {"segment_ids": np.ones((4, 4), np.int32)})
+    assert str(caught.value) == (
+        "segment_ids: packed rows cannot be decoded; a batch of prompts has one a row, and"
+        " prompt_lengths"
+    )
+
+
 def test_decoding_past_the_last_position_is_refused():
     table = TrainablePositionalEmbedding.HParams.config(max_length=8)
     model = language_model(StackedTransformer)

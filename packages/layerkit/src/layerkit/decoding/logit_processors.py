@@ -257,6 +257,8 @@ class TopP(LogitProcessor):
 
     def __call__(self, logits: jax.Array, rows: RowsSoFar) -> jax.Array:
         del rows
+        if self.p == 1:  # rounding could bring the sum to 1 before the last token
+            return logits
         order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
         probs = jnp.take_along_axis(jax.nn.softmax(logits), order, axis=-1)
         # A token stays if those before it do not have the probability yet.

@@ -26,6 +26,7 @@ from layerkit.decoding.logit_processors import (
     process_logits,
 )
 from layerkit.decoding.samplers import row_keys, sample_token
+from layerkit.decoding.split_rows import pad_columns
 from layerkit.nested_map import NestedMap
 
 
@@ -40,13 +41,15 @@ def extend_prompts(
     cache_axes: Any = None,
     row_ids: jax.Array | None = None,
     max_steps: jax.Array | None = None,
+    row_parts: int = 1,
 ) -> NestedMap:
     """Continues prompts by a cached model.
 
     Args:
       decoder: How tokens are chosen.
       extend: `(cache, ids [rows, t], time_step) -> (cache, logits [rows, t, vocab])`.
-      cache: An empty cache of `batch` rows for prompt width + `max_decode_steps` tokens.
+      cache: An empty cache of `batch` rows for prompt width + `max_decode_steps` tokens, or for as
+        many more as make a multiple of `row_parts`.
       prompts: int32 `[batch, width]`, left-aligned; what stands after a row's length is not read.
       prompt_lengths: int32 `[batch]`; one beyond `width` counts as `width`. A row of length 0 only
         fills up the batch: nothing is drawn for it, and no other row waits for it.
@@ -56,6 +59,8 @@ def extend_prompts(
         several continuations of a prompt.
       row_ids: int32 `[batch]`, for the random numbers; None for the place in the batch.
       max_steps: int32 `[batch]`, for rows that shall get fewer tokens than `max_decode_steps`.
+      row_parts: Over how many devices rows are split; the prompts are fed to the model in a multiple
+        of so many columns. See `layerkit.decoding.split_rows`.
 
     Returns:
       A NestedMap:
@@ -79,7 +84,7 @@ def extend_prompts(
     # cache, which no mask hides: 0 · NaN is NaN.
     prompts = jnp.where(jnp.arange(width) < lengths[:, None], prompts, 0).astype(jnp.int32)
     # The logits of this pass are not used, so the compiler leaves their computation out.
-    cache, _ = extend(cache, prompts, jnp.int32(0))
+    cache, _ = extend(cache, pad_columns(prompts, row_parts), jnp.int32(0))
     steps = jnp.int32(decoder.max_decode_steps)
     if max_steps is not None:
         steps = jnp.clip(max_steps, 0, steps)
@@ -229,6 +234,8 @@ def _sample(
         cache, logits = extend(state.cache, before, column - 1)
         logits = logits[:, -1].astype(jnp.float32)
         check_ids(decoder.eos_ids, logits.shape[-1], owner="eos_id")
+        for sequence in decoder.stop_sequences:
+            check_ids(sequence, logits.shape[-1], owner=f"stop_sequences: {sequence}")
         so_far = RowsSoFar(state.ids, prompts.lengths, column)
         column_keys = None
         if keys is not None:

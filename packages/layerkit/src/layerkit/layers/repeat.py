@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.sharding import NamedSharding, PartitionSpec
 
 from layerkit.base_layer import (
     AUX_LOSS,
@@ -35,6 +36,9 @@ class Repeat(BaseLayer):
 
     The first argument is handed from copy to copy; further arguments are given to each unchanged.
     Auxiliary losses and summaries come out stacked `[layers]`.
+
+    On a mesh the last axis of what is handed on lies as the rule for `act_embed` says, whole by
+    default; the layout of the others is the compiler's, or that of the constraints of the copies.
 
     Attributes:
       sub_tpl: The layer to repeat; its first result has the shape and dtype of its first argument.
@@ -72,6 +76,13 @@ class Repeat(BaseLayer):
         sizes = self.num_repeats
         return (sizes,) if isinstance(sizes, int) else tuple(sizes)
 
+    @property
+    @nn.nowrap
+    def is_loop(self) -> bool:
+        """Whether the copies run in more than one iteration; the compiler dissolves a single one."""
+        shape = self.stacked_shape
+        return math.prod(shape) > min(self.unroll, shape[-1])
+
     def fprop(self, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
         """The last copy's result, with the shape and dtype of `x` `[...]`."""
         return self.run("__call__", x, *args, **kwargs)
@@ -94,14 +105,14 @@ class Repeat(BaseLayer):
 
         # `args` and `kwargs` are closed over, so that what is not an array stays what it is.
         def body(sub: BaseLayer, carry: Any, own: dict[str, Any]) -> tuple[Any, None]:
+            carry = jax.tree.map(self._lay_out, carry)
             result = getattr(sub, method)(carry, *args, **own, **kwargs)
             self._check_handed_on(carry, result)
             return result, None
 
         shape = self.stacked_shape
         own = jax.tree.map(lambda leaf: leaf.reshape(shape + leaf.shape[1:]), each or {})
-        iterations = math.prod(shape) / min(self.unroll, shape[-1])
-        return self._scan(remat(body, self.remat, in_scan=iterations > 1))(self.sub, x, own)[0]
+        return self._scan(remat(body, self.remat, in_scan=self.is_loop))(self.sub, x, own)[0]
 
     def init_cache(self, *args: Any, **kwargs: Any) -> None:
         """Creates the decoding caches of every copy, stacked on a leading `layers` axis."""
@@ -120,6 +131,21 @@ class Repeat(BaseLayer):
             return carry, None
 
         self._scan(body)(self.sub, (), {})
+
+    @nn.nowrap
+    def _lay_out(self, x: jax.Array) -> jax.Array:
+        """Constrains the last axis of an array that is handed on.
+
+        Left to itself, the compiler may split it like the weights, and XLA's partitioner (that of
+        JAX 0.10) then gives wrong gradients where the weights are split along both axes.
+        """
+        sharding = self.inherited("sharding")
+        if sharding is None or sharding.mesh is None or jnp.ndim(x) < 2:
+            return x
+        last = sharding.spec(("act_embed",), shape=x.shape[-1:], owner=self.path_name)
+        others = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
+        place = NamedSharding(sharding.mesh, PartitionSpec(*others, *last))
+        return jax.lax.with_sharding_constraint(x, place)
 
     @nn.nowrap
     def _check_handed_on(self, given: Any, result: Any) -> None:

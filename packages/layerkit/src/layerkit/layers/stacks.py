@@ -200,7 +200,8 @@ class StackedTransformer(BaseLayer):
         def body(layer: Any, x: jax.Array, own: dict[str, jax.Array]) -> jax.Array:
             return getattr(layer, method)(x, **own, **shared)
 
-        run = remat(body, self.remat, in_scan=isinstance(self.parent, Repeat))
+        in_scan = isinstance(self.parent, Repeat) and self.parent.is_loop
+        run = remat(body, self.remat, in_scan=in_scan)
         for index, layer in enumerate(layers):
             x = run(layer, x, {} if rates is None else {"droppath_rate": rates[index]})
         return x

@@ -12,6 +12,7 @@ from layerkit.base_model import BaseModel, Metrics, WeightedScalar
 from layerkit.config import instance_field, sub_config_field
 from layerkit.decoding.cache_rows import row_axes
 from layerkit.decoding.loop import SampleDecoder, extend_prompts
+from layerkit.decoding.split_rows import round_up, row_parts
 from layerkit.layers.losses import weighted_mean
 from layerkit.models.transformer_lm import TransformerLm
 from layerkit.nested_map import NestedMap
@@ -70,11 +71,19 @@ class LanguageModel(BaseModel):
           where several continuations were asked for, `candidates`.
 
         Raises:
-          ValueError: no random key where the decoder draws, or fewer positions than tokens.
+          ValueError: no random key where the decoder draws, packed rows, or fewer positions than
+            tokens.
         """
+        for name in ("segment_ids", "segment_pos"):
+            if name in batch:
+                raise ValueError(
+                    f"{name}: packed rows cannot be decoded; a batch of prompts has one a row, and"
+                    " prompt_lengths"
+                )
         lm, variables = self.lm.unbind()
         batch_size, prompt_width = batch.ids.shape
-        max_length = prompt_width + self.decoder.max_decode_steps
+        parts = row_parts(self)
+        max_length = round_up(prompt_width + self.decoder.max_decode_steps, parts)
 
         def init_cache(ids: jax.Array) -> Any:
             _, state = lm.apply(
@@ -105,4 +114,5 @@ class LanguageModel(BaseModel):
             cache_axes=row_axes(init_cache, batch.ids),
             row_ids=batch.get("row_ids"),
             max_steps=batch.get("max_steps"),
+            row_parts=parts,
         )

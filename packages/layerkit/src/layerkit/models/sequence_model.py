@@ -12,6 +12,7 @@ from layerkit.base_model import BaseModel, Metrics, WeightedScalar
 from layerkit.config import instance_field, sub_config_field
 from layerkit.decoding.cache_rows import row_axes
 from layerkit.decoding.loop import SampleDecoder, extend_prompts
+from layerkit.decoding.split_rows import pad_columns, round_up, row_parts
 from layerkit.layers.losses import weighted_mean
 from layerkit.layers.masks import segments_from_paddings
 from layerkit.models.encoder_decoder import TransformerEncoderDecoder
@@ -86,13 +87,15 @@ class SequenceModel(BaseModel):
         segments = _segments(batch.src)
         if segments is None:
             segments = jnp.ones(batch.src.ids.shape, jnp.int32)
+        parts = row_parts(self)
         source = NestedMap(ids=batch.src.ids, segment_ids=segments)
+        source = jax.tree.map(lambda x: pad_columns(x, parts), source)
 
         def init_cache(source: NestedMap) -> Any:
             _, state = model.apply(
                 variables,
                 source.ids,
-                1 + self.decoder.max_decode_steps,
+                round_up(1 + self.decoder.max_decode_steps, parts),
                 segment_ids=source.segment_ids,
                 method="init_cache",
                 mutable=[CACHE],
@@ -120,6 +123,7 @@ class SequenceModel(BaseModel):
             cache_axes=row_axes(init_cache, source),
             row_ids=batch.get("row_ids"),
             max_steps=batch.get("max_steps"),
+            row_parts=parts,
         )
 
 
