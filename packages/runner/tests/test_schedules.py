@@ -7,7 +7,11 @@ import math
 import pytest
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.schedules import linear_warmup_cosine_decay, linear_warmup_exponential_decay
+from layerkit_runner.schedules import (
+    linear_warmup_cosine_decay,
+    linear_warmup_exponential_decay,
+    transformer,
+)
 
 # Pax's LinearRampupCosineDecay example: the cosine's middle is (1 + 0.01) / 2.
 COSINE = {"warmup_steps": 100, "decay_start": 200, "decay_end": 300, "min_ratio": 0.01}
@@ -33,6 +37,22 @@ def test_exponential(step: float, rate: float):
         2.5e-4, warmup_steps=4000, decay_start=4001, decay_end=300_000, min_ratio=0.1
     )
     assert float(schedule(step)) == pytest.approx(rate, rel=1e-5, abs=1e-12)
+
+
+# The first two are those of Pax for the sizes of the paper.
+@pytest.mark.parametrize(
+    ("step", "rate"), [(0, 1.74693e-7), (4000, 6.98684e-4), (3999, (512 * 4000) ** -0.5)]
+)
+def test_transformer(step: int, rate: float):
+    schedule = transformer(warmup_steps=4000, model_dims=512)
+    assert float(schedule(step)) == pytest.approx(rate, rel=2e-6)
+    doubled = transformer(warmup_steps=4000, model_dims=512, scale=2.0)
+    assert float(doubled(step)) == pytest.approx(2 * rate, rel=2e-6)
+
+
+def test_sizes_below_one_are_refused():
+    with pytest.raises(UsageError, match="warmup_steps=0 must be at least 1"):
+        transformer(warmup_steps=0, model_dims=512)
 
 
 def test_peak_scales_everything():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,3 +120,18 @@ def test_no_gradient_is_computed_for_frozen_weights(tiny: SimpleNamespace):
     # Towards the weights of the first layer nothing is computed, nor towards its outputs.
     assert products(frozen=("deep/.*",)) == deep + 2 * last
     assert products(trainable=("deep/linear/w",)) == 2 * deep + 2 * last
+
+
+def test_what_a_model_keeps_as_it_is_cannot_be_trained(tiny: SimpleNamespace):
+    class WithReference(tiny.Regression):
+        @property
+        def frozen_weights(self) -> tuple[str, ...]:
+            return ("linear/.*",)
+
+    config = tiny.task_config()
+    config.model = WithReference.HParams.config()
+    message = "Learner: linear/w is trained, but the model keeps linear/.* as it is; set frozen="
+    with pytest.raises(UsageError, match=re.escape(message)):
+        config.Instantiate().init_state(jax.random.key(0))
+    choice = TrainedWeights(frozen=("linear/.*",))
+    choice.refuse(("linear/.*",), {"linear": {"w": 1}, "other": {"w": 2}})

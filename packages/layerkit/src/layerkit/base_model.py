@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 from flax import struct
 
 from layerkit.base_layer import BaseLayer
@@ -47,6 +48,13 @@ class BaseModel(BaseLayer):
     reported_metric: ClassVar[str | None] = None
     """The metric by which people compare models; None for the one that is trained, which may hold
     more than that, such as label smoothing or auxiliary losses."""
+
+    @property
+    @nn.nowrap
+    def frozen_weights(self) -> tuple[str, ...]:
+        """Regular expressions over paths of weights that must stay as they are, such as those of a
+        reference; whoever trains the model refuses to change them."""
+        return ()
 
     def compute_predictions(self, batch: NestedMap) -> Any:
         """Runs the network on a batch (batch axis first in every entry)."""

@@ -84,8 +84,8 @@ def test_the_loss_is_its_formula(loss, smoothing):
 
 def test_a_model_equal_to_its_reference_has_the_loss_log_2_and_learns_the_preference():
     model = dpo(beta=0.5)
-    params = dict(model.init(KEY)[PARAMS])
-    params["reference_lm"] = params["lm"]
+    assert model.frozen_weights == ("reference_lm/.*",)
+    params = model.init(KEY)[PARAMS]
     batch = make_batch()
 
     @jax.jit

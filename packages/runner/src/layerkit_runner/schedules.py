@@ -1,10 +1,12 @@
 """Learning-rate schedules that Optax has only in parts: `step -> learning rate`.
 
-All start at 0, so the first step changes nothing but the optimizer's statistics.
+Those with a linear warmup start at 0, so the first step changes nothing but the optimizer's
+statistics.
 """
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import optax
 
 from layerkit_runner.errors import UsageError
@@ -54,6 +56,31 @@ def linear_warmup_cosine_decay(
         raise UsageError(f"schedule: min_ratio={min_ratio} must be from 0 to 1")
     decay = optax.cosine_decay_schedule(peak, decay_end - decay_start, alpha=min_ratio)
     return _after_warmup(peak, warmup_steps, decay_start, decay)
+
+
+def transformer(*, warmup_steps: int, model_dims: int, scale: float = 1.0) -> optax.Schedule:
+    """scale·√(1/model_dims)·min((step + 1)/warmup_steps^1.5, 1/√(step + 1)).
+
+    Linear up to `warmup_steps`, then with the inverse square root (Vaswani et al., 2017,
+    arXiv:1706.03762, equation 3, counting steps from 0).
+
+    Args:
+      warmup_steps: Where the highest rate is reached.
+      model_dims: Size of the model dimension.
+      scale: Multiplies the rate.
+
+    Raises:
+      UsageError: sizes below one.
+    """
+    for name, size in (("warmup_steps", warmup_steps), ("model_dims", model_dims)):
+        if size < 1:
+            raise UsageError(f"schedule: {name}={size} must be at least 1")
+
+    def rate(step: jnp.ndarray) -> jnp.ndarray:
+        count = jnp.asarray(step, jnp.float32) + 1.0
+        return scale * model_dims**-0.5 * jnp.minimum(count * warmup_steps**-1.5, count**-0.5)
+
+    return rate
 
 
 def _after_warmup(

@@ -123,6 +123,7 @@ class SingleTask(Configurable):
         params = variables[PARAMS]
         if given is not None:
             params = unflatten_dict({**flatten_dict(params), **flatten_dict(given)})
+        self.train.learner.trained_weights.refuse(self.model.frozen_weights, params)
         state = TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,

@@ -70,6 +70,22 @@ class TrainedWeights:
             return trained
         return unflatten_dict({**flatten_dict(params), **flatten_dict(trained)})
 
+    def refuse(self, patterns: Sequence[str], params: Any) -> None:
+        """Makes sure that what a model keeps as it is, is not trained.
+
+        Raises:
+          UsageError: some of the weights that match the patterns are.
+        """
+        if not patterns:
+            return
+        for path in map("/".join, flatten_dict(self.take(params))):
+            for pattern in patterns:
+                if re.fullmatch(pattern, path):
+                    raise UsageError(
+                        f"Learner: {path} is trained, but the model keeps {pattern} as it is; set"
+                        f" frozen={tuple(patterns)}"
+                    )
+
     @property
     def _is_all(self) -> bool:
         return self.trainable is None and not self.frozen
