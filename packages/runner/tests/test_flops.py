@@ -7,6 +7,8 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 
+from layerkit.layers.attention.dot_product import dot_product_attention
+from layerkit.layers.masks import AttentionMask
 from layerkit_runner.flops import forward_flops, training_flops
 
 
@@ -166,6 +168,24 @@ def test_pallas_kernels_count_each_cell_of_their_grid():
         out_shape=jax.ShapeDtypeStruct((12, 8), jnp.float32),
     )
     assert forward_flops(blocked, shape(12, 8)) == 6 * SQUARE_FLOPS
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_flash_attention_counts_like_the_plain_one(platform, causal):
+    query, key = shape(2, 256, 4, 16), shape(2, 256, 2, 16)
+    mask = AttentionMask.causal_mask if causal else AttentionMask.bidirectional_mask
+
+    def flops(backend):
+        def attend(q, k):
+            return dot_product_attention(
+                q, k, k, mask=mask(2, 256), scale=1.0, backend=backend, platform=platform
+            )
+
+        return forward_flops(attend, query, key)
+
+    whole = 2 * 2 * (2 * 4) * 256 * 256 * 16
+    assert flops("pallas") == flops("xla") == (whole / 2 if causal else whole)
 
 
 def test_cudnn_attention_counts_like_the_plain_one(monkeypatch):

@@ -35,6 +35,13 @@ class Nothing(Configurable):
         return {}
 
 
+class OfAnotherModel(Configurable):
+    """One weight that is too long, and one that nobody has."""
+
+    def load(self, model: Any, like: Any) -> Any:
+        return {"linear": {"w": jnp.ones((5, 1))}, "other": {"w": jnp.ones(3, jnp.bfloat16)}}
+
+
 class Broken(Configurable):
     """A folder that is not there."""
 
@@ -84,5 +91,16 @@ def test_a_source_that_fails_is_the_users_mistake(tiny: SimpleNamespace):
     partitioner = SpmdPartitioner()
     task = started(partitioner, tiny, Broken)
     expected = "task.initial_weights: no such folder: /nowhere"
+    with pytest.raises(UsageError, match=f"^{re.escape(expected)}$"):
+        partitioner.first_state(task)
+
+
+def test_weights_of_another_model_are_refused(tiny: SimpleNamespace):
+    partitioner = SpmdPartitioner()
+    task = started(partitioner, tiny, OfAnotherModel)
+    expected = (
+        "task.initial_weights: linear/w is float32[5, 1], expected float32[2, 1], other/w is"
+        " bfloat16[3], expected no such weight"
+    )
     with pytest.raises(UsageError, match=f"^{re.escape(expected)}$"):
         partitioner.first_state(task)

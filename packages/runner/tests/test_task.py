@@ -15,6 +15,7 @@ import optax
 import pytest
 
 from layerkit.config import Partial
+from layerkit.layers.linears import Linear
 from layerkit.nested_map import NestedMap
 from layerkit.weights import logical_axes
 from layerkit_runner.step_context import GLOBAL_BATCH
@@ -65,6 +66,19 @@ def test_a_step_of_gradient_descent(tiny: SimpleNamespace):
     assert float(scalars["learning/lr"]) == 1.0
     assert float(scalars["summaries/mean_prediction"]) == 3.0
     assert "aux_loss" not in scalars
+
+
+class Loaded(Linear):
+    def fprop(self, x):
+        for part in range(2):
+            self.add_summary(f"load/{part}", jnp.float32(part))
+        return super().fprop(x)
+
+
+def test_what_a_layer_reports_of_each_part_has_curves_of_its_own(tiny: SimpleNamespace):
+    task, state = started(tiny.task_config(linear_tpl=Loaded.HParams.config()))
+    _, (_, scalars) = task.train_step(state, ONE_ROW, GLOBAL_BATCH)
+    assert [float(scalars[f"summaries/linear/load/{part}"]) for part in range(2)] == [0.0, 1.0]
 
 
 def test_rows_count_by_their_weight(tiny: SimpleNamespace):

@@ -52,3 +52,11 @@ def test_a_folder_that_is_none_is_refused(tmp_path: Path):
     expected = f"HF_FOLDER: {tmp_path} is no Hugging Face folder: it has no config.json"
     with pytest.raises(UsageError, match=re.escape(expected)):
         resolve(FineTune(HF_FOLDER=str(tmp_path)))
+
+
+def test_a_model_of_encoder_and_decoder_is_refused(tmp_path: Path):
+    content = {"model_type": "t5", "vocab_size": 300, "d_model": 8, "num_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    expected = f"HF_FOLDER: {tmp_path} holds a SequenceModel, which reads one text and writes"
+    with pytest.raises(UsageError, match=re.escape(expected)):
+        resolve(FineTune(HF_FOLDER=str(tmp_path)))

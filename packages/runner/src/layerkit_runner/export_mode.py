@@ -51,14 +51,21 @@ def run_export(resolved: ResolvedExperiment, options: RunOptions) -> int:
 
 
 def without_adapters(model: Config, variables: Any) -> tuple[Config, Any]:
-    """A model without adapters that computes the same: its config and variables `[...]`."""
+    """A model without adapters that computes the same: its config and variables `[...]`.
+
+    Raises:
+      UsageError: adapters that cannot be merged, such as those of several alphas.
+    """
     if not any(_is_adapter(config) for config in walk_configs(model)):
         return model, variables
     plain = copy_config(model)
     for owner in walk_configs(plain):
         if "dot_tpl" in field_names(owner) and _is_adapter(owner.dot_tpl):
             owner.dot_tpl = owner.dot_tpl.dot_tpl
-    return plain, merge_lora(model, variables)
+    try:
+        return plain, merge_lora(model, variables)
+    except ValueError as error:
+        raise UsageError(f"--mode=export: the adapters cannot be merged: {error}") from error
 
 
 def _is_adapter(value: Any) -> bool:

@@ -28,8 +28,10 @@ def forward_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
     """FLOPs of one call of `fn`, summed over all devices.
 
     - A scan counts its body once per iteration; a conditional counts its dearest branch; a `while`
-      loop of unknown length counts its body ONCE; a Pallas kernel counts its body once per cell of
-      its grid.
+      loop of unknown length counts its body ONCE.
+    - A Pallas kernel counts the FLOPs of its cost estimate; one without an estimate (such as splash
+      attention), its body once per cell of its grid. With a window the grid of splash attention
+      leaves out hidden blocks, and so does the count.
     - What `jax.checkpoint` would repeat in a backward pass is not counted.
     - Inside `shard_map` the count of one shard is multiplied by the sizes of the mesh axes that
       split an input; work that several such shards repeat counts as often as it is done.
@@ -67,6 +69,10 @@ def _equation_flops(eqn: core.JaxprEqn, *, is_causal: bool) -> float:
     is_causal = is_causal or bool(_IN_CAUSAL_SCOPE.search(str(eqn.source_info.name_stack)))
     if eqn.primitive.name in _CONTRACTIONS:
         flops = float(_CONTRACTIONS[eqn.primitive.name](eqn))
+        return flops / 2 if is_causal else flops
+    if eqn.primitive.name == "pallas_call" and eqn.params["cost_estimate"] is not None:
+        # Loops of a kernel often have bounds that are only known as it runs.
+        flops = float(eqn.params["cost_estimate"].flops)
         return flops / 2 if is_causal else flops
     inner = [_jaxpr_flops(jaxpr, is_causal=is_causal) for jaxpr in _inner_jaxprs(eqn)]
     if eqn.primitive.name == "cond":

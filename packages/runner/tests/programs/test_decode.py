@@ -189,6 +189,83 @@ def test_each_batch_draws_its_own_numbers(make: Any, tiny: SimpleNamespace):
     assert program._step._cache_size() == 1
 
 
+def test_scores_and_other_candidates_are_kept(make: Any, tiny: SimpleNamespace):
+    class Ranking(tiny.Regression):
+        """Besides what it repeats, the same less its last id; and a third that is not found."""
+
+        def decode(self, batch: NestedMap) -> NestedMap:
+            best = super().decode(batch)
+            best.scores = jax.numpy.sum(best.log_probs, axis=1) / 2
+            other = NestedMap(
+                ids=best.ids,
+                lengths=best.lengths - 1,
+                log_probs=best.log_probs.at[:, -1].set(0.0),
+                scores=best.scores - 0.25,
+            )
+            none = NestedMap(
+                ids=best.ids,
+                lengths=batch.prompt_lengths,
+                log_probs=0 * best.log_probs,
+                scores=jax.numpy.full_like(best.scores, -np.inf),
+            )
+            candidates = jax.tree.map(
+                lambda *each: jax.numpy.stack(each, axis=1), best, other, none
+            )
+            return NestedMap({**best, "candidates": candidates})
+
+    program, state = make(tiny.task_config().set(model=Ranking.HParams.config()))
+    records = program.run(state, 7, Recorder())
+    assert records == [
+        {
+            **record,
+            "score": -0.75,
+            "candidates": [
+                {"continuation": first * 3, "log_prob": -1.5, "num_tokens": 3, "score": -0.75},
+                {"continuation": first * 2, "log_prob": -1.0, "num_tokens": 2, "score": -1.0},
+            ],
+        }
+        for record, first in zip(RECORDS, "123", strict=True)
+    ]
+    path = program.output_path(7)
+    assert path is not None
+    assert [json.loads(line) for line in path.read_text().splitlines()] == records
+
+
+def test_a_model_that_reads_a_source_has_it_as_its_prompt(make: Any, tiny: SimpleNamespace):
+    class Translating(tiny.Regression):
+        """Says the first id of its source twice, after a first input of its own."""
+
+        def decode(self, batch: NestedMap) -> NestedMap:
+            source = batch.src
+            is_row = jax.numpy.any(source.ids != 0, axis=1).astype(int)
+            spoken = jax.numpy.broadcast_to(source.ids[:, :1], (len(is_row), 2))
+            return NestedMap(
+                ids=jax.numpy.pad(spoken, ((0, 0), (1, 0))),
+                lengths=3 * is_row,
+                prompt_lengths=is_row,
+                log_probs=jax.numpy.full(spoken.shape, -0.5),
+                source=NestedMap(ids=source.ids, lengths=jax.numpy.sum(source.ids != 0, axis=1)),
+            )
+
+    class Sources(tiny.Prompts):
+        """The prompts as sources, in a vocabulary of letters; targets are digits."""
+
+        def _read_rows(self, rows: np.ndarray) -> NestedMap:
+            return NestedMap(src=NestedMap(ids=super()._read_rows(rows).ids))
+
+        def ids_to_strings(self, ids: Any, lengths: Any, key: str | None = None) -> list[str]:
+            texts = super().ids_to_strings(ids, lengths)
+            letters = str.maketrans("123", "abc")
+            return {"src": [text.translate(letters) for text in texts], "tgt": texts}[key]
+
+    task = tiny.task_config().set(model=Translating.HParams.config())
+    program, state = make(task, Sources.HParams.config())
+    assert program.run(state, 7, Recorder()) == [
+        {"prompt": source, "continuation": target, "log_prob": -1.0, "num_tokens": 2}
+        for source, target in [("a", "11"), ("bb", "22"), ("ccc", "33")]
+    ]
+
+
 def test_a_half_written_output_does_not_count(decoding: tuple[DecodeProgram, Any]):
     program, state = decoding
     path = program.output_path(7)

@@ -20,6 +20,7 @@ from layerkit.interop.hugging_face import (
     exporting,
     import_model,
     load_weights,
+    model_config,
 )
 from layerkit.layers import (
     Embedding,
@@ -28,6 +29,9 @@ from layerkit.layers import (
     RotaryPositionalEmbedding,
     SiLU,
 )
+from layerkit.layers.pipelined_transformer import PipelinedTransformer
+from layerkit.layers.products import with_dots
+from layerkit.layers.quantization.fp8 import Fp8Dot
 from layerkit.models import LanguageModel, TransformerLm
 
 pytest.importorskip("safetensors")
@@ -124,6 +128,62 @@ def test_tensors_are_split_over_files_and_read_from_them(
         size = sum(tensors[name].nbytes for name, of in index["weight_map"].items() if of == file)
         assert size <= 1500
     jax.tree.map(np.testing.assert_array_equal, import_model(again)[1], variables)
+
+
+@pytest.mark.parametrize(("first", "second"), [(1500, 10**9), (10**9, 1500), (1500, 3000)])
+def test_tensors_that_lay_there_before_are_gone(
+    make_folder: Any, tmp_path: Path, first: int, second: int
+):
+    again = tmp_path / "again"
+    model, variables = import_model(make_folder("llama"))
+    export_model(again, model, variables, max_shard_bytes=first)
+    newer = jax.tree.map(lambda weight: 2 * weight, variables)
+    export_model(again, model, newer, max_shard_bytes=second)
+    jax.tree.map(np.testing.assert_array_equal, import_model(again)[1], newer)
+    files = {path.name for path in again.glob("model*.safetensors")}
+    index = again / "model.safetensors.index.json"
+    if index.exists():
+        assert files == set(json.loads(index.read_text())["weight_map"].values())
+    else:
+        assert files == {"model.safetensors"}
+
+
+def test_the_folder_that_a_model_came_from_is_not_written_over(make_folder: Any):
+    folder = make_folder("llama")
+    model, variables = import_model(folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(FileExistsError, match="is the folder that the tokenizer comes from, and"):
+        export_model(folder, model, variables, tokenizer_folder=str(folder) + "/.")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_weights_trained_in_fp8_are_written_whole(make_folder: Any, tmp_path: Path):
+    model, variables = import_model(make_folder("llama"))
+    export_model(tmp_path / "again", with_dots(model, Fp8Dot.HParams.config()), variables)
+    again, weights = import_model(tmp_path / "again")
+    assert again == model
+    jax.tree.map(np.testing.assert_array_equal, weights, variables)
+
+
+@pytest.mark.parametrize(("family", "circular_repeats"), [("gpt2", 1), ("gemma3_text", 2)])
+def test_a_pipeline_holds_the_same_layers(
+    make_folder: Any, read_tensors: Any, tmp_path: Path, family: str, circular_repeats: int
+):
+    depth = {"gpt2": {"n_layer": 4}, "gemma3_text": {"num_hidden_layers": 8}}[family]
+    folder, again = make_folder(family, **depth), tmp_path / "again"
+    model = model_config(folder)
+    stack = model.lm_tpl.stack_tpl
+    model.lm_tpl.stack_tpl = PipelinedTransformer.HParams.config(
+        layer_tpl=stack.layer_tpl,
+        block_tpls=stack.block_tpls,
+        num_stages=2,
+        num_microbatches=2,
+        circular_repeats=circular_repeats,
+    )
+    export_model(again, model, load_weights(folder, build(model)), tokenizer_folder=folder)
+    before, after = read_tensors(folder), read_tensors(again)
+    assert {k: v.tobytes() for k, v in before.items()} == {k: v.tobytes() for k, v in after.items()}
+    assert model_config(again) == model_config(folder)
 
 
 @pytest.mark.parametrize("on_cpu", [True, False], ids=["cpu", "accelerator"])

@@ -24,11 +24,14 @@ from layerkit.interop.hugging_face import (
     load_weights,
     model_config,
 )
+from layerkit.interop.hugging_face.gemma2 import GEMMA2
 from layerkit.interop.hugging_face.importing import read_weights
 from layerkit.interop.hugging_face.layouts import Ranges
 from layerkit.interop.hugging_face.llama import LLAMA
+from layerkit.interop.hugging_face.mixtral import MIXTRAL
 from layerkit.interop.hugging_face.tensors import dissect, pieces_of, their_shapes
 from layerkit.layers.adapters import with_lora
+from layerkit.layers.residual_adapters import with_residual_adapters
 
 
 def test_nothing_of_hugging_face_is_imported_before_it_is_needed():
@@ -74,6 +77,12 @@ def test_a_folder_of_pickles_is_refused(make_folder: Any):
             "rope_type='dynamic' changes with the length of a sequence",
         ),
         ("llama", "rope_scaling", {"rope_type": "yarm", "factor": 2.0}, "did you mean 'yarn'?"),
+        (
+            "llama",
+            "rope_scaling",
+            {"factor": 2.0},
+            "{'factor': 2.0} of rope_type='default' is not supported",
+        ),
         ("gpt2", "scale_attn_by_inverse_layer_idx", True, "is not supported, only False"),
         ("qwen3", "layer_types", ["chunked_attention"] * 3, "must be 'sliding_attention' or"),
         ("t5", "feed_forward_proj", "gated-mish", "feed_forward_proj='gated-mish'"),
@@ -183,6 +192,45 @@ def test_mixed_dtypes_in_one_weight_need_a_choice(make_folder: Any, bfloat16: An
     assert import_model(folder, dtype="float32")[0].dtype == "float32"
 
 
+def test_a_dtype_that_would_be_narrowed_is_refused(make_folder: Any):
+    folder = make_folder("gpt2", dtype=np.float64)
+    expected = (
+        "params/lm/final_norm/bias would be float64, which JAX holds only with jax_enable_x64; say"
+        " another one by dtype="
+    )
+    with pytest.raises(TensorMismatchError, match=f"^{re.escape(expected)}$"):
+        load_weights(folder, build(model_config(folder)))
+    assert import_model(folder, dtype="float32")[0].dtype == "float32"
+
+
+def test_what_a_file_leaves_out_is_what_transformers_takes(configs: dict[str, dict[str, Any]]):
+    content = configs["gemma2"]
+    caps = ("attn_logit_softcapping", "final_logit_softcapping")
+    shorter = {key: value for key, value in content.items() if key not in caps}
+    assert GEMMA2.read_config(shorter) == GEMMA2.read_config(content)
+    assert [content[cap] for cap in caps] == [50.0, 30.0]
+
+
+def test_keys_of_published_folders_that_change_nothing_are_passed_over(
+    configs: dict[str, dict[str, Any]],
+):
+    # Gemma 2 9B; SmolLM 2.
+    for family, more in (
+        (GEMMA2, {"sliding_window_size": 4096}),
+        (LLAMA, {"is_llama_config": True, "transformers.js_config": {"dtype": "q4"}}),
+    ):
+        content = configs[family.model_type]
+        assert family.read_config({**content, **more}) == family.read_config(content)
+
+
+def test_the_balance_loss_of_mixtral_is_spread_over_its_layers(configs: dict[str, dict[str, Any]]):
+    # Two choices a token, and three layers: as strong as one loss over all of them.
+    model = MIXTRAL.read_config(configs["mixtral"])
+    experts = model.lm_tpl.stack_tpl.layer_tpl.feed_forward_tpl
+    assert experts.load_balance_weight == pytest.approx(0.02 * 2 / 3)
+    assert MIXTRAL.write_config(model)["router_aux_loss_coef"] == 0.02
+
+
 def test_weights_are_read_where_they_are_wanted(make_folder: Any):
     folder = make_folder("mixtral")
     model = build(model_config(folder))
@@ -258,6 +306,25 @@ def read_with_peak(monkeypatch: Any, layers: int, place: Callable[[Any], Any]) -
     }
 
 
+def test_devices_that_hold_the_same_slice_share_one_reading():
+    content = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "model_type": "llama"}
+    content |= {"num_hidden_layers": 2, "num_attention_heads": 2}
+    model = build(LLAMA.read_config(content))
+    anatomy = dissect(model, LLAMA.rows)
+    source = CountingSource(their_shapes(pieces_of(anatomy, LLAMA.rows)))
+    mesh = jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+
+    def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec = PartitionSpec(*[None] * (leaf.ndim - 1), "fsdp")
+        sharding = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    like = jax.tree.map(place, jax.eval_shape(model.init, jax.random.key(0)))
+    read_weights(source, LLAMA, anatomy, like=like)
+    # Two slices of each weight, and a tensor of each of two layers in those that are stacked.
+    assert len(source.reads) == 2 * (3 + 2 * 9)
+
+
 def test_a_host_holds_its_slice_of_one_weight_and_one_block(monkeypatch: pytest.MonkeyPatch):
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
 
@@ -278,13 +345,18 @@ def test_a_host_holds_its_slice_of_one_weight_and_one_block(monkeypatch: pytest.
     assert found["peak"] < found["all"] / 16
 
 
-def test_weights_of_adapters_are_left_to_be_drawn(make_folder: Any):
+@pytest.mark.parametrize("kind", ["lora", "adapter"])
+def test_weights_of_adapters_are_left_to_be_drawn(make_folder: Any, kind: str):
     folder = make_folder("llama")
-    model = build(with_lora(model_config(folder), rank=2))
+    config = model_config(folder)
+    if kind == "lora":
+        model = build(with_lora(config, rank=2))
+    else:
+        model = build(with_residual_adapters(config, bottleneck_dims=2))
     like = jax.eval_shape(model.init, jax.random.key(0))["params"]
     loaded = HuggingFaceWeights(folder=str(folder)).load(model, like)
     names = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(loaded)}
-    assert not any("lora" in name for name in names)
+    assert not any(kind in name for name in names)
     assert "['lm']['stack']['repeat']['sub']['attention']['query']['w']" in names
     with pytest.raises(TensorMismatchError, match="no tensor of llama models is params/lm/"):
         load_weights(folder, model)

@@ -18,7 +18,9 @@ import pytest
 
 from layerkit.config import build
 from layerkit.decoding import SampleDecoder
-from layerkit.interop.hugging_face import export_model, import_model
+from layerkit.interop.hugging_face import FAMILIES, export_model, import_model
+from layerkit.interop.hugging_face.family import Family
+from layerkit.interop.hugging_face.mixtral import MIXTRAL
 from layerkit.nested_map import NestedMap
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -199,6 +201,39 @@ def test_logits_agree(
     stack = "repeated" if repeated else "unrolled"
     parity_table.append((case.family, f"{case.note or 'plain'}, {stack}", float(error)))
     assert error <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+def test_what_a_file_leaves_out_is_what_transformers_takes(family: Family):
+    full = transformers.AutoConfig.for_model(family.model_type).to_dict()
+    needed = {"model_type", "vocab_size", "hidden_size", "intermediate_size"}
+    needed |= {"num_hidden_layers", "num_attention_heads"}
+    shorter = {key: value for key, value in full.items() if key in needed}
+    assert family.read_config(shorter) == family.read_config(full)
+
+
+def test_the_balance_loss_of_mixtral_agrees():
+    sizes = {**SIZES, "num_hidden_layers": 1, "num_local_experts": 4, "router_aux_loss_coef": 0.5}
+    torch.manual_seed(0)
+    theirs = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes)).eval()
+    experts, is_token = theirs.model.layers[0].mlp, np.ones((2, 9), bool)
+    is_token[1, 5:] = False
+    seen: list[Any] = []
+    experts.register_forward_pre_hook(lambda _, args: seen.append(args[0].numpy()))
+    with torch.no_grad():
+        outputs = theirs(
+            torch.tensor(inputs(9)),
+            attention_mask=torch.tensor(is_token).long(),
+            output_router_logits=True,
+        )
+    network = MIXTRAL.read_config({**sizes, "model_type": "mixtral"}).lm_tpl
+    ours = build(network.stack_tpl.layer_tpl.feed_forward_tpl.set(input_dims=16, hidden_dims=24))
+    variables = ours.init(jax.random.key(0))
+    variables["params"]["router"]["w"] = jnp.asarray(experts.gate.weight.detach().numpy().T)
+    x, is_token = jnp.asarray(seen[0]), jnp.asarray(is_token)
+    _, updates = ours.apply(variables, x, is_token=is_token, mutable=["aux_loss"])
+    (loss,) = jax.tree.leaves(updates)
+    np.testing.assert_allclose(loss, 0.5 * outputs.aux_loss.numpy(), rtol=1e-5)
 
 
 def test_cached_greedy_decoding_gives_the_same_tokens(theirs: tuple[Case, Any, Path]):

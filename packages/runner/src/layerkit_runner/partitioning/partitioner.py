@@ -12,12 +12,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from layerkit.config import Configurable
 from layerkit.nested_map import NestedMap
 from layerkit.sharding import BoundSharding
-from layerkit_runner.errors import UsageError
+from layerkit_runner.errors import UsageError, first_names
 from layerkit_runner.partitioning.state_axes import axes_by_path, map_with_axes
 from layerkit_runner.task import SingleTask
 from layerkit_runner.train_state import TrainState
@@ -113,10 +114,12 @@ class Partitioner(Configurable):
         """
         if task.initial_weights is None:
             return self.init_fn(task)()
+        like = self.abstract_state(task).params
         try:
-            given = task.initial_weights.load(task.model, self.abstract_state(task).params)
+            given = task.initial_weights.load(task.model, like)
         except (OSError, ValueError, ImportError) as error:
             raise UsageError(f"task.initial_weights: {error}") from error
+        _check_given(given, like)
 
         def init(given: Any) -> TrainState:
             return task.init_state(jax.random.key(task.train.random_seed), given=given)
@@ -203,3 +206,26 @@ class Partitioner(Configurable):
         return jax.tree.map(
             lambda leaf: jax.make_array_from_process_local_data(sharding, leaf), batch
         )
+
+
+def _check_given(given: Any, like: Any) -> None:
+    """Compares initial weights with those of the model, of which they may leave some out.
+
+    Raises:
+      UsageError: naming every weight that the model does not have, or has in another way.
+    """
+
+    def described(tree: Any) -> dict[str, str]:
+        return {
+            path: f"{leaf.dtype}{list(leaf.shape)}"
+            for path, leaf in flatten_dict(tree, sep="/").items()
+        }
+
+    expected = described(like)
+    problems = [
+        f"{path} is {found}, expected {expected.get(path, 'no such weight')}"
+        for path, found in described(given).items()
+        if found != expected.get(path)
+    ]
+    if problems:
+        raise UsageError(f"task.initial_weights: {first_names(problems)}")

@@ -67,8 +67,10 @@ class DecodeProgram:
         settings and prompts.
 
         Returns:
-          One record per prompt of the global batches: `prompt`, `continuation`, `log_prob` (sum
-          over what was drawn, in nats) and `num_tokens`.
+          One record per prompt of the global batches: `prompt` (the source, of a model that reads
+          one), `continuation`, `log_prob` (sum over what was drawn, in nats), `num_tokens` and,
+          where the model ranks continuations, `score`. Where several were asked for, `candidates`
+          holds those that were found, best first, each with the same four.
         """
         path = self.output_path(step)
         made_from: dict[str, Any] = {}
@@ -94,24 +96,55 @@ class DecodeProgram:
         return records
 
     def _records(self, outputs: NestedMap) -> list[dict[str, Any]]:
-        ids, lengths = np.asarray(outputs.ids), np.asarray(outputs.lengths)
         prompt_lengths = np.asarray(outputs.prompt_lengths)
+        if "source" in outputs:
+            source, key = outputs.source, "tgt"
+            prompts = self.dataset.ids_to_strings(source.ids, source.lengths, key="src")
+        else:
+            key = None
+            prompts = self.dataset.ids_to_strings(np.asarray(outputs.ids), prompt_lengths)
+        best = self._continuations(outputs, prompt_lengths, key=key)
+        records = [{"prompt": prompt, **own} for prompt, own in zip(prompts, best, strict=True)]
+        if "candidates" in outputs:
+            count = outputs.candidates.lengths.shape[1]
+            flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs.candidates)
+            found = self._continuations(flat, np.repeat(prompt_lengths, count), key=key)
+            for row, record in enumerate(records):
+                own = found[row * count : (row + 1) * count]
+                # A search may find fewer than it was asked for; the others have no score.
+                record["candidates"] = [one for one in own if one["score"] is not None]
         # Rows of padding fill up the last batch; they have no prompt.
-        rows = [row for row in range(len(prompt_lengths)) if prompt_lengths[row] > 0]
-        prompts = self.dataset.ids_to_strings(ids, prompt_lengths)
+        return [record for record, n in zip(records, prompt_lengths, strict=True) if n > 0]
+
+    def _continuations(
+        self, outputs: NestedMap, prompt_lengths: np.ndarray, *, key: str | None
+    ) -> list[dict[str, Any]]:
+        """What each row says after its prompt.
+
+        Args:
+          outputs: `ids` and `log_probs` `[rows, length]`, `lengths` and, where there are any,
+            `scores` `[rows]`.
+          prompt_lengths: int32 `[rows]`.
+          key: Which vocabulary; see `BaseInput.ids_to_strings`.
+        """
+        ids, lengths = np.asarray(outputs.ids), np.asarray(outputs.lengths)
         tails = [ids[row, prompt_lengths[row] : lengths[row]] for row in range(len(ids))]
         width = max((len(tail) for tail in tails), default=0)
         padded = np.stack([np.pad(tail, (0, width - len(tail))) for tail in tails])
-        continuations = self.dataset.ids_to_strings(padded, lengths - prompt_lengths)
-        return [
+        texts = self.dataset.ids_to_strings(padded, lengths - prompt_lengths, key=key)
+        records: list[dict[str, Any]] = [
             {
-                "prompt": prompts[row],
-                "continuation": continuations[row],
+                "continuation": texts[row],
                 "log_prob": float(np.sum(outputs.log_probs[row])),
-                "num_tokens": int(lengths[row] - prompt_lengths[row]),
+                "num_tokens": len(tails[row]),
             }
-            for row in rows
+            for row in range(len(ids))
         ]
+        if "scores" in outputs:
+            for record, score in zip(records, outputs.scores, strict=True):
+                # JSON has no infinity.
+                record["score"] = float(score) if np.isfinite(score) else None
+        return records
 
 
 def _is_kept(path: epath.Path, made_from: dict[str, Any], observers: Observer) -> bool:

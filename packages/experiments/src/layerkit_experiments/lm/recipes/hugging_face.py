@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layerkit.config import Config
+from layerkit.config import Config, field_names, target_of
 from layerkit.decoding import SampleDecoder
 from layerkit_experiments.lm.recipes.optimization import TrainingLength
 from layerkit_runner.experiment import BaseExperiment
@@ -31,7 +31,7 @@ class HuggingFaceLm(TrainingLength, BaseExperiment, abstract=True):
         """The config of the model in the folder.
 
         Raises:
-          ValueError: no such folder, or a model that is not supported.
+          ValueError: no such folder, or a model that is not supported, or is no language model.
         """
         from layerkit.interop import hugging_face
 
@@ -41,6 +41,11 @@ class HuggingFaceLm(TrainingLength, BaseExperiment, abstract=True):
             )
         except OSError as error:
             raise ValueError(f"HF_FOLDER: {error}") from error
+        if "lm_tpl" not in field_names(model):
+            raise ValueError(
+                f"HF_FOLDER: {self.HF_FOLDER} holds a {target_of(model).__qualname__}, which reads"
+                " one text and writes another; HuggingFaceLm trains language models"
+            )
         model.lm_tpl.stack_tpl.remat = self.CHECKPOINT_POLICY
         model.decoder = SampleDecoder.HParams.config(
             max_decode_steps=self.MAX_DECODE_STEPS,

@@ -36,15 +36,18 @@ from layerkit.interop.hugging_face.tensors import (
     pieces_of,
     their_shapes,
 )
+from layerkit.layers.quantization.fp8 import Fp8Dot
 
 # Fields that change how a model is computed, trained or spread, but not what it computes.
 # fmt: off
 _NO_EFFECT = frozenset({
     "activation_axes", "axes", "backend", "balance_all_choices", "bias_axes", "capacity_factor",
-    "chunk_size", "context_parallel", "decoder", "down_init", "dropout_rate", "droppath_rate",
-    "dtype", "embedding_axes", "fprop_dtype", "grouped_matmul", "jitter", "label_smoothing",
-    "load_balance_weight", "num_groups", "params_init", "remat", "router_z_weight", "sharding",
-    "stacked_shape", "train", "unroll", "weight_axes", "weight_init", "z_loss_weight",
+    "chunk_size", "circular_repeats", "context_parallel", "decoder", "down_init", "dropout_rate",
+    "droppath_rate", "dtype", "embedding_axes", "fprop_dtype", "grouped_matmul", "jitter",
+    "label_smoothing", "load_balance_weight", "microbatch_size", "num_groups", "num_microbatches",
+    "num_stages", "params_init", "remat", "router_z_weight", "sharding", "stacked_shape",
+    "stage_remat", "stream_inputs", "train", "unroll", "weight_axes", "weight_init",
+    "z_loss_weight",
 })
 # fmt: on
 # What Hugging Face folders say that our configs do not, and that is carried over.
@@ -65,7 +68,7 @@ def export_model(
     Over several processes all of them call it, and the first one writes.
 
     Args:
-      folder: To be made; files of the same names are replaced.
+      folder: To be made; files of the same names, and all tensors that lie there, are replaced.
       model: The config of the model, as `import_model` returns it or made by hand.
       variables: Its weights, `{'params': …}`, each written in its own dtype.
       family: The `model_type` to write; None takes that of `tokenizer_folder`, or else the first
@@ -74,9 +77,15 @@ def export_model(
       max_shard_bytes: Of one file of tensors.
 
     Raises:
+      FileExistsError: `folder` is `tokenizer_folder`.
       UnsupportedModelError: no family computes what the model computes.
       TensorMismatchError: variables that are not those of the model.
     """
+    if tokenizer_folder is not None and _is_same_folder(folder, tokenizer_folder):
+        raise FileExistsError(
+            f"{folder} is the folder that the tokenizer comes from, and the model in it would be"
+            " lost; write to another one"
+        )
     chosen, content = _describe(model, _candidates(family, tokenizer_folder))
     pieces = pieces_of(dissect(build(model), chosen.rows), chosen.rows)
     leaves = {path: leaf for path, leaf in flatten(variables).items() if path[0] == PARAMS}
@@ -92,6 +101,10 @@ def export_model(
         content["torch_dtype"] = str(next(iter(leaves.values())).dtype)
         write_json(path, CONFIG, content)
     _write_tensors(path, pieces, leaves, max_shard_bytes=max_shard_bytes, writes=writes)
+
+
+def _is_same_folder(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def _candidates(
@@ -137,6 +150,8 @@ def _facts(config: Config, path: str = "") -> Any:
         if name in _NO_EFFECT or name == "shared_weight_id":
             continue
         value, where = getattr(config, name), f"{path}{name}"
+        if name == "dot_tpl" and is_config(value) and target_of(value) is Fp8Dot:
+            value = None  # rounds what it multiplies; the weights themselves are whole
         if name == "num_kv_heads" and value is None:
             value = config.num_heads
         if name == "dim_per_head" and value is None and not path.count("layer"):

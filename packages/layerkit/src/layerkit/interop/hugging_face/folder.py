@@ -180,7 +180,17 @@ class ShardWriter:
             self._held = {}
 
     def finish(self) -> None:
-        """Writes the index, where there are several files."""
+        """Removes tensors that lay here before; writes the index, where there are several files.
+
+        A single file and an index beside it would be two models, of which a reader takes one.
+        """
+        for stale in (
+            *self._folder.glob("model-?????-of-?????.safetensors"),
+            self._folder / _WEIGHTS,
+        ):
+            if stale.name not in self._left:
+                stale.unlink(missing_ok=True)
+        (self._folder / _INDEX).unlink(missing_ok=True)
         if len(self._left) > 1:
             index = {
                 "metadata": {"total_size": sum(self._sizes.values())},

@@ -9,7 +9,7 @@ from typing import Any
 
 from layerkit.config import Config
 from layerkit.interop.hugging_face.family import Family
-from layerkit.interop.hugging_face.keys import ConfigFile, Key, UnsupportedModelError
+from layerkit.interop.hugging_face.keys import ConfigFile, Entry, Key, UnsupportedModelError
 from layerkit.interop.hugging_face.layer_types import FAR, NEAR, LayerTypes
 from layerkit.interop.hugging_face.llama import (
     LLAMA_BUFFERS,
@@ -53,13 +53,17 @@ def _scalar_of(scale: float | None) -> float:
     return round(scalar) if abs(scalar - round(scalar)) < 1e-6 else scalar
 
 
-GEMMA_LOGITS = (
-    Key("query_pre_attn_scalar", "layer.attention_tpl.logit_scale", 256, _scale_of, _scalar_of),
-    Key("attn_logit_softcapping", "layer.attention_tpl.logit_cap", None),
-    Key("final_logit_softcapping", "softmax_tpl.logit_soft_cap", None),
-    Key("attention_bias", "layer.attention_tpl.use_bias", default=False),
-    Activation("hidden_activation", "gelu_pytorch_tanh"),
-)
+def gemma_entries(*, attention_cap: float | None, final_cap: float | None) -> tuple[Entry, ...]:
+    """The keys that Gemma 2 and 3 have beyond Llama, with the caps where the file has none."""
+    return (
+        Key("query_pre_attn_scalar", "layer.attention_tpl.logit_scale", 256, _scale_of, _scalar_of),
+        Key("attn_logit_softcapping", "layer.attention_tpl.logit_cap", attention_cap),
+        Key("final_logit_softcapping", "softmax_tpl.logit_soft_cap", final_cap),
+        Key("attention_bias", "layer.attention_tpl.use_bias", default=False),
+        Activation("hidden_activation", "gelu_pytorch_tanh"),
+    )
+
+
 GEMMA_NEUTRAL = LLAMA_NEUTRAL | {"hidden_act"}
 
 _NORMS = {
@@ -86,11 +90,12 @@ GEMMA2 = Family(
         *llama_entries(tied=True, scale_by_sqrt_dims=True, kv_heads=4),
         HeadDim(default=256),
         Rotary(),
-        *GEMMA_LOGITS,
+        *gemma_entries(attention_cap=50.0, final_cap=30.0),
         LayerTypes(_every_other, default_window=4096),
     ),
     rows=GEMMA_ROWS,
-    neutral=GEMMA_NEUTRAL,
+    # Some published folders say the window twice, and Transformers reads it once.
+    neutral=GEMMA_NEUTRAL | {"sliding_window_size"},
     prefix="model.",
     copies=LLAMA_COPIES,
     buffers=LLAMA_BUFFERS,

@@ -10,9 +10,9 @@ from typing import Any
 from layerkit.config import Config
 from layerkit.interop.hugging_face.family import Family
 from layerkit.interop.hugging_face.gemma2 import (
-    GEMMA_LOGITS,
     GEMMA_NEUTRAL,
     GEMMA_ROWS,
+    gemma_entries,
     gemma_network,
 )
 from layerkit.interop.hugging_face.keys import ConfigFile, set_field
@@ -87,7 +87,7 @@ GEMMA3 = Family(
         ),
         HeadDim(default=256),
         _FarRotary(),
-        *GEMMA_LOGITS,
+        *gemma_entries(attention_cap=None, final_cap=None),
         LayerTypes(_one_of_six, default_window=4096, make_near=_near_rotary, write_more=_thetas),
     ),
     rows=(*GEMMA_ROWS, *qk_norm_rows()),

@@ -6,6 +6,7 @@ block of a tensor at a time; with 96 layers stacked in one weight, that block is
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,7 @@ from layerkit.interop.hugging_face.tensors import (
     unflatten,
 )
 from layerkit.layers.adapters import LORA_WEIGHTS
+from layerkit.layers.residual_adapters import RESIDUAL_ADAPTER_WEIGHTS
 from layerkit.layers.stacks import StackedTransformer
 from layerkit.near_names import near_names
 from layerkit.weights import canonical_dtype
@@ -170,28 +172,36 @@ class _WeightReader:
         dtype: Any,
     ):
         self._source, self._shape, self._pieces = source, shape, pieces
+        self._name = "/".join(path)
         self._stacked = len(next(iter(pieces)))
         stored = {source.dtype(piece.name) for piece in pieces.values()}
         if dtype is None and len(stored) > 1:
             names = ", ".join(sorted(str(one) for one in stored))
             raise TensorMismatchError(
-                f"the tensors of {'/'.join(path)} are stored as {names}; say which by dtype="
+                f"the tensors of {self._name} are stored as {names}; say which by dtype="
             )
         self._dtype = stored.pop() if dtype is None else canonical_dtype(dtype)
 
     def make(self, *, dtype: Any, sharding: Any) -> jax.Array:
         """The weight as an array on devices."""
         self._dtype = self._dtype if dtype is None else canonical_dtype(dtype)
+        if jax.dtypes.canonicalize_dtype(self._dtype) != self._dtype:
+            raise TensorMismatchError(
+                f"{self._name} would be {self._dtype}, which JAX holds only with jax_enable_x64;"
+                " say another one by dtype="
+            )
         if sharding is None:
-            return jax.numpy.asarray(self.block(None))
-        return jax.make_array_from_callback(self._shape, sharding, self.block)
+            return jax.numpy.asarray(self.block(tuple((0, size) for size in self._shape)))
+        block = functools.cache(self.block)  # devices that hold the same block share one reading
 
-    def block(self, index: tuple[slice, ...] | None) -> np.ndarray:
-        """One block of the weight in memory, or with None all of it."""
-        index = tuple(slice(None) for _ in self._shape) if index is None else index
-        ranges = tuple(
-            part.indices(size)[:2] for part, size in zip(index, self._shape, strict=True)
-        )
+        def read(index: tuple[slice, ...] | None) -> np.ndarray:
+            slices = zip(index or (), self._shape, strict=True)
+            return block(tuple(part.indices(size)[:2] for part, size in slices))
+
+        return jax.make_array_from_callback(self._shape, sharding, read)
+
+    def block(self, ranges: Ranges) -> np.ndarray:
+        """The block of the weight within `ranges`, one (start, stop) a dimension."""
         outer, inner = ranges[: self._stacked], ranges[self._stacked :]
         block = np.empty([stop - start for start, stop in ranges], self._dtype)
         starts = tuple(start for start, _ in outer)
@@ -274,7 +284,7 @@ class HuggingFaceWeights(Configurable):
     """
 
     folder: str | None = None
-    fresh: Sequence[str] = (LORA_WEIGHTS,)
+    fresh: Sequence[str] = (LORA_WEIGHTS, RESIDUAL_ADAPTER_WEIGHTS)
 
     def load(self, model: BaseLayer, like: Any) -> Any:
         """The weights of `model`, by layer path.

@@ -30,14 +30,15 @@ NEUTRAL = frozenset({
     "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id",
     "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id",
     "forced_eos_token_id", "gradient_checkpointing", "id2label", "initializer_factor",
-    "initializer_range", "label2id", "length_penalty", "max_length", "min_length", "model_type",
-    "n_ctx", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_labels",
-    "num_return_sequences", "output_attentions", "output_hidden_states", "output_past",
-    "output_scores", "pad_token_id", "prefix", "pretraining_tp", "problem_type",
+    "initializer_range", "is_llama_config", "label2id", "length_penalty", "max_length",
+    "min_length", "model_type", "n_ctx", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
+    "num_labels", "num_return_sequences", "output_attentions", "output_hidden_states",
+    "output_past", "output_scores", "pad_token_id", "prefix", "pretraining_tp", "problem_type",
     "remove_invalid_values", "repetition_penalty", "return_dict", "return_dict_in_generate",
     "sep_token_id", "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss",
-    "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers_version",
-    "typical_p", "unk_token_id", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
+    "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config",
+    "transformers_version", "typical_p", "unk_token_id", "unsloth_fixed", "unsloth_version",
+    "use_bfloat16", "use_cache",
 })
 # fmt: on
 

@@ -1,10 +1,22 @@
-"""Mixtral (Jiang et al., 2024): Mistral with a mixture of experts for a feed-forward."""
+"""Mixtral (Jiang et al., 2024): Mistral with a mixture of experts for a feed-forward.
+
+Transformers adds one load-balancing loss to that of training, over the choices of all layers
+together: coefficient · E · Σ_e (choices of e per token) · (mean probability of e). So an expert of
+one layer may make up for that of the same number in another. Here each layer has a loss of its own,
+and the coefficient is spread over them: the same for one layer, and for balanced experts; else at
+least as strict. In Transformers it counts only where `output_router_logits` is on. Here it always
+does in training; a `load_balance_weight` of 0 takes it away.
+
+Noise of `router_jitter_noise` reaches the router here, and in Transformers the experts as well.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 from layerkit.config import Config
 from layerkit.interop.hugging_face.family import Family
-from layerkit.interop.hugging_face.keys import ConfigFile, Key
+from layerkit.interop.hugging_face.keys import ConfigFile, Key, get_field, set_field
 from layerkit.interop.hugging_face.llama import (
     LLAMA_BUFFERS,
     LLAMA_COPIES,
@@ -28,6 +40,28 @@ def _skeleton(file: ConfigFile) -> Config:
     return llama_network(feed_forward_tpl=experts)
 
 
+class _BalanceLoss:
+    """`router_aux_loss_coef`; comes after the depth and the number of choices.
+
+    Our losses are means over the choices of a token, theirs sums over them.
+    """
+
+    _WEIGHT = "layer.feed_forward_tpl.load_balance_weight"
+
+    def read(self, file: ConfigFile, network: Config) -> None:
+        coefficient = file.get("router_aux_loss_coef", 0.001)
+        set_field(network, self._WEIGHT, coefficient * self._choices_per_layer(network))
+
+    def write(self, network: Config) -> dict[str, Any]:
+        coefficient = get_field(network, self._WEIGHT) / self._choices_per_layer(network)
+        # As it was before it was multiplied, to the last of its digits.
+        return {"router_aux_loss_coef": float(f"{coefficient:.12g}")}
+
+    def _choices_per_layer(self, network: Config) -> float:
+        choices = get_field(network, "layer.feed_forward_tpl.num_experts_per_token")
+        return choices / network.num_layers
+
+
 _MOE = "model.layers.{layer}.block_sparse_moe."
 _OURS = "lm/stack/{layer}/feed_forward/"
 _LINEAR = "out in -> in out"
@@ -44,7 +78,7 @@ MIXTRAL = Family(
         Key("sliding_window", "layer.attention_tpl.window", None),
         Key("num_local_experts", "layer.feed_forward_tpl.num_experts", 8),
         Key("num_experts_per_tok", "layer.feed_forward_tpl.num_experts_per_token", 2),
-        Key("router_aux_loss_coef", "layer.feed_forward_tpl.load_balance_weight", 0.001),
+        _BalanceLoss(),
         Key("router_jitter_noise", "layer.feed_forward_tpl.router_tpl.jitter", 0.0),
     ),
     rows=(

@@ -119,6 +119,7 @@ def rotary_config(file: ConfigFile, parameters: Mapping[str, Any]) -> Config:
         fraction=float(parameters.get("partial_rotary_factor", 1.0)),
     )
     if kind == "default":
+        _refuse_unknown(file, kind, parameters, known={_LENGTH})
         return rotary
     if kind not in _SCALINGS:
         reason = "changes with the length of a sequence, which a cache cannot follow"
@@ -143,19 +144,30 @@ def _scaling(file: ConfigFile, kind: str, parameters: dict[str, Any]) -> Any:
             del parameters["max_position_embeddings"]
         elif parameters.pop("factor", None) not in (None, longest / parameters[_LENGTH]):
             raise file.refuse("rope_scaling", "has a factor that is not the ratio of its lengths")
-    known = {theirs for theirs, _ in names}
+    _refuse_unknown(file, kind, parameters, known={theirs for theirs, _ in names})
+    given = {ours: parameters[theirs] for theirs, ours in names if theirs in parameters}
+    return scaling_class(**{name: value for name, value in given.items() if value is not None})
+
+
+def _refuse_unknown(
+    file: ConfigFile, kind: str, parameters: Mapping[str, Any], *, known: set[str]
+) -> None:
     unknown = {k: v for k, v in parameters.items() if k not in known and k not in _NOT_OF_SCALING}
     if any(value is not None for value in unknown.values()):
         raise UnsupportedModelError(
             f"config.json of a {file.model_type} model: {unknown} of rope_type={kind!r} is not"
             " supported"
         )
-    given = {ours: parameters[theirs] for theirs, ours in names if theirs in parameters}
-    return scaling_class(**{name: value for name, value in given.items() if value is not None})
 
 
 def rotary_keys(rotary: Any) -> dict[str, Any]:
-    """The older keys of a rotation of ours."""
+    """The older keys of a rotation of ours.
+
+    Raises:
+      UnsupportedModelError: there is none, or one that folders cannot say.
+    """
+    if rotary is None:
+        raise UnsupportedModelError("rotary_tpl is not set")
     content: dict[str, Any] = {"rope_theta": rotary.max_timescale, "rope_scaling": None}
     if rotary.scaling is None:
         return content
