@@ -67,6 +67,14 @@ def test_batch_norm_evaluates_by_what_it_kept():
         assert (moving["moving_mean"] == mean).all() == (field == "force_evaluation")
 
 
+def test_batch_norm_keeps_its_averages_where_there_are_no_tokens():
+    layer = BatchNorm(dims=DIMS)
+    variables = with_weights(layer)
+    y, moving = train_on(layer, variables, X, is_token=np.zeros_like(IS_TOKEN))
+    assert not np.any(y)
+    jax.tree.map(np.testing.assert_array_equal, moving, variables[NON_TRAINABLE])
+
+
 def test_batch_norm_on_a_mesh_sees_the_global_batch():
     layer = BatchNorm(dims=DIMS, train=True)
     variables = layer.init(KEY)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from layerkit.layers.activations import Identity, ReLU, Tanh
+from layerkit.layers.activations import ReLU, Tanh
 from layerkit.layers.composition import MLPBlock, Sequential, StackingOverTime
 from layerkit.layers.linears import FeedForward, Linear
 
@@ -54,10 +54,20 @@ def test_an_mlp_block_is_its_formula(activate_output):
 
 def test_an_mlp_block_refuses_a_layer_with_a_size_of_its_own():
     layer = MLPBlock(input_dims=3, hidden_dims=(0,), output_dims=2)
-    with pytest.raises(ValueError, match=re.escape("size 1=0")):
+    with pytest.raises(ValueError, match=re.escape("hidden_dims[0]=0, expected at least 1")):
         layer.init(KEY)
-    template = FeedForward.HParams.config(activation_tpl=Identity.HParams.config())
-    assert MLPBlock(input_dims=3, output_dims=2, layer_tpl=template).init(KEY)
+
+
+@pytest.mark.parametrize("field", ["has_bias", "activation_tpl"])
+def test_an_mlp_block_refuses_a_layer_that_contradicts_it(field):
+    own = {"has_bias": False, "activation_tpl": Tanh.HParams.config()}[field]
+    template = FeedForward.HParams.config(**{field: own})
+    sizes = {"input_dims": 3, "output_dims": 2, "layer_tpl": template}
+    with pytest.raises(
+        ValueError, match=rf"layer_tpl\.{field}=.* differs from {field} of the block"
+    ):
+        MLPBlock(**sizes).init(KEY)
+    assert MLPBlock(**sizes, **{field: own}).init(KEY)
 
 
 @pytest.mark.parametrize(("left", "right", "stride"), [(0, 0, 1), (2, 1, 1), (1, 0, 2), (0, 3, 3)])

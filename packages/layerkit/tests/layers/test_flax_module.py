@@ -64,6 +64,9 @@ def test_training_keeps_statistics_and_draws_random_numbers():
     before = variables[NON_TRAINABLE]["batch_stats"]["BatchNorm_0"]["mean"]
     after = outputs[0][1][NON_TRAINABLE]["batch_stats"]["BatchNorm_0"]["mean"]
     assert after.shape == before.shape and (after != before).any()
+    message = "the updates of batch_stats would be lost; apply with mutable=['non_trainable', …]"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        layer.apply(variables, X, rngs={"random": KEY})
 
 
 def test_names_that_the_module_gave_its_axes_are_logical_axes():

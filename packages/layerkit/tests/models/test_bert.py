@@ -66,6 +66,15 @@ def test_padding_and_special_tokens_are_never_hidden():
     assert not hidden[(PADDINGS == 1) | (IDS <= 2)].any()
 
 
+def test_nothing_is_hidden_in_rows_that_fill_up_the_last_batch_of_an_evaluation():
+    model = bert()
+    variables = model.init(KEY)
+    fills = np.arange(BATCH) >= 6
+    batch = NestedMap(ids=np.where(fills[:, None], 0, IDS), eval_sample_weights=1.0 - fills)
+    weights = model.apply(variables, batch, method="compute_predictions").weights
+    assert weights[:6].any() and not weights[6:].any()
+
+
 def test_it_learns_what_is_hidden():
     """Every row says one token over and over, so that the others tell a hidden one."""
     model = bert(train=True)

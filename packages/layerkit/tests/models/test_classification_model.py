@@ -80,6 +80,19 @@ def test_fields_of_the_batch_have_the_names_that_were_given():
         model.apply(variables, NestedMap(images=batch.inputs, digit=batch.labels))
 
 
+def test_rows_that_fill_up_the_last_batch_of_an_evaluation_do_not_count():
+    model, batch = classifier(top_k=2), make_batch()
+    variables = model.init(KEY)
+    del batch["weights"]
+    first = jax.tree.map(lambda x: x[:6], batch)
+    expected, _ = model.apply(variables, first)
+    weights = np.asarray([1, 1, 1, 1, 1, 1, 0, 0], np.float32)
+    found, _ = model.apply(variables, NestedMap(batch, eval_sample_weights=weights))
+    for name, metric in expected.items():
+        np.testing.assert_allclose(found[name].value, metric.value, rtol=1e-6)
+        assert found[name].weight == metric.weight == 6.0
+
+
 def test_a_top_k_that_is_no_choice_is_refused():
     with pytest.raises(ValueError, match=re.escape("top_k=6, expected 2 to num_classes=5")):
         classifier(top_k=6).init(KEY)

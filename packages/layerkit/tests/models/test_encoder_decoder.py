@@ -172,6 +172,9 @@ def test_greedy_targets_are_those_of_the_whole_model_asked_again_and_again(made)
         ids = np.concatenate([ids, np.argmax(step[:, -1:], axis=-1)], axis=1)
     np.testing.assert_array_equal(decoded.ids[:2], ids[:2])
     np.testing.assert_array_equal(decoded.lengths, [5, 5, 0])
+    np.testing.assert_array_equal(decoded.prompt_lengths, [1, 1, 0])
+    np.testing.assert_array_equal(decoded.source.ids, SOURCE_IDS)
+    np.testing.assert_array_equal(decoded.source.lengths, [7, 4, 0])
 
 
 def test_a_beam_as_wide_as_the_vocabulary_finds_the_likeliest_of_all_pairs(made):

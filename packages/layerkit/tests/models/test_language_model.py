@@ -222,6 +222,7 @@ def test_prompts_without_lengths_fill_their_rows():
     given = decode(model, variables, NestedMap(ids=PROMPTS, prompt_lengths=full))
     left_out = decode(model, variables, NestedMap(ids=PROMPTS))
     np.testing.assert_array_equal(given.ids, left_out.ids)
+    np.testing.assert_array_equal(left_out.prompt_lengths, full)
 
 
 def test_drawing_without_a_key_is_refused():
@@ -241,6 +242,13 @@ def test_packed_rows_are_no_prompts():
         "segment_ids: packed rows cannot be decoded; a batch of prompts has one a row, and"
         " prompt_lengths"
     )
+
+
+def test_padding_alone_does_not_say_where_prompts_end():
+    model = language_model()
+    batch = NestedMap(ids=PROMPTS, paddings=np.zeros(PROMPTS.shape, np.float32))
+    with pytest.raises(ValueError, match="paddings without prompt_lengths, which say where"):
+        decode(model, random_weights(model), batch)
 
 
 def test_decoding_past_the_last_position_is_refused():

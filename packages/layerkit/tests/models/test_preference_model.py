@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit.base_layer import PARAMS
+from layerkit.base_layer import AUX_LOSS, PARAMS
+from layerkit.layers.moe.feed_forward import MoeFeedForward
 from layerkit.models.preference_model import DpoModel
 from layerkit.nested_map import NestedMap
 
@@ -118,6 +119,20 @@ def test_without_a_reference_it_counts_as_0():
     )
 
 
+def test_pairs_that_fill_up_the_last_batch_of_an_evaluation_do_not_count():
+    model = dpo(reference="none")
+    variables, batch = model.init(KEY), make_batch()
+    first = jax.tree.map(lambda x: x[:3], batch)
+    for side in ("chosen", "rejected"):
+        batch[side] = jax.tree.map(lambda x: np.concatenate([x[:3], 0 * x[3:]]), batch[side])
+    batch.eval_sample_weights = np.array([1, 1, 1, 0], np.float32)
+    expected, _ = model.apply(variables, first)
+    found, _ = model.apply(variables, batch)
+    for name, metric in expected.items():
+        np.testing.assert_allclose(found[name].value, metric.value, rtol=1e-5, atol=1e-6)
+        assert found[name].weight == 3.0
+
+
 def test_labels_that_do_not_count_may_be_anything():
     model = dpo(reference="none")
     variables, batch = model.init(KEY), make_batch()
@@ -145,3 +160,26 @@ def test_labels_that_do_not_count_may_be_anything():
 def test_what_does_not_fit_is_refused(fields, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         dpo(**fields).init(KEY)
+
+
+def test_auxiliary_losses_are_those_of_the_trained_model_alone():
+    config = DpoModel.HParams.config()
+    config.lm_tpl.set(vocab_size=VOCAB, model_dims=8, hidden_dims=8, num_layers=1, num_heads=2)
+    experts = MoeFeedForward.HParams.config(num_experts=4)
+    config.lm_tpl.stack_tpl.layer_tpl.feed_forward_tpl = experts
+    model = config.Instantiate().clone(train=True)
+    _, updates = model.apply(model.init(KEY), make_batch(), mutable=[AUX_LOSS])
+    assert set(updates[AUX_LOSS]) == {"lm"}
+
+
+def test_padding_that_is_marked_is_not_read():
+    model = dpo(reference="none")
+    variables, batch = model.init(KEY), make_batch()
+    for rows in (batch.chosen, batch.rejected):
+        rows.segment_ids = np.broadcast_to(np.arange(LENGTH) >= 2, rows.ids.shape).astype(np.int32)
+        rows.segment_pos = np.maximum(np.arange(LENGTH) - 2, 0) + np.zeros_like(rows.ids)
+        rows.weights = rows.weights * rows.segment_ids
+    before, _ = model.apply(variables, batch)
+    batch.chosen.ids = np.where(batch.chosen.segment_ids, batch.chosen.ids, 3)
+    after, _ = model.apply(variables, batch)
+    assert before["loss"].value == after["loss"].value

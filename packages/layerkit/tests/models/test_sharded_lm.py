@@ -103,7 +103,10 @@ def loss_and_gradients(model):
     return jax.value_and_grad(loss, has_aux=True)
 
 
-@pytest.mark.parametrize("make", [rotary_in_a_loop, biased_in_a_row])
+# The first is on every mesh, with experts, in the tests of all meshes.
+@pytest.mark.parametrize(
+    "make", [pytest.param(rotary_in_a_loop, marks=pytest.mark.slow), biased_in_a_row]
+)
 def test_losses_and_gradients_are_those_of_one_device(bound, make):
     model, batch = make(), packed_batch()
     variables = random_weights(model)
@@ -147,6 +150,7 @@ def test_logits_are_split_as_their_names_say(bound):
     assert logits.addressable_shards[0].data.shape == (BATCH // 4, LENGTH, VOCAB // 2)
 
 
+@pytest.mark.slow  # a smaller model is decoded on a mesh in the tests of decoding
 def test_decoding_is_that_of_one_device(bound):
     model = rotary_in_a_loop()
     variables = random_weights(model)

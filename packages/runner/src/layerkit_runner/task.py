@@ -215,7 +215,7 @@ class SingleTask(Configurable):
         key = jax.random.fold_in(self._step_key(state.step), batch_index)
         rngs = {RANDOM: context.fold_shard(key)}
         outputs = model.apply(_variables(state), batch, rngs=rngs, method="decode")
-        if "prompt_lengths" not in batch:
+        if "prompt_lengths" in outputs or "prompt_lengths" not in batch:
             return outputs
         return NestedMap({**outputs, "prompt_lengths": batch.prompt_lengths})
 

@@ -59,8 +59,8 @@ def extend_prompts(
         several continuations of a prompt.
       row_ids: int32 `[batch]`, for the random numbers; None for the place in the batch.
       max_steps: int32 `[batch]`, for rows that shall get fewer tokens than `max_decode_steps`.
-      row_parts: Over how many devices rows are split; the prompts are fed to the model in a multiple
-        of so many columns. See `layerkit.decoding.split_rows`.
+      row_parts: Over how many devices rows are split; the prompts are fed to the model in a
+        multiple of so many columns. See `layerkit.decoding.split_rows`.
 
     Returns:
       A NestedMap:
@@ -72,6 +72,7 @@ def extend_prompts(
           unless it says otherwise.
         candidates: Where the decoder is asked for n > 1 continuations of a prompt: the same four
           with an axis n after `batch`, best first. The entries above are the first of them.
+        prompt_lengths: int32 `[batch]`, what of `lengths` is the prompt.
 
     Raises:
       ValueError: a key that is missing, or axes of the cache that are.
@@ -91,7 +92,7 @@ def extend_prompts(
     keys = None
     if decoder.needs_key and key is not None:
         keys = row_keys(key, jnp.arange(batch) if row_ids is None else row_ids)
-    return decoder.continue_rows(
+    outputs = decoder.continue_rows(
         extend,
         cache,
         Prompts(
@@ -102,6 +103,8 @@ def extend_prompts(
         cache_axes=cache_axes,
         keys=keys,
     )
+    outputs.prompt_lengths = lengths
+    return outputs
 
 
 # The fields of SampleDecoder that stand for a processor, and its field, in the order of running.

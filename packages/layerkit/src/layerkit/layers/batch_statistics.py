@@ -70,12 +70,14 @@ class BatchNorm(BaseLayer):
             axes = tuple(range(x.ndim - 1))
             batch_mean, batch_variance = masked_moments(x, is_token, axes=axes)
             batch_mean, batch_variance = batch_mean.reshape(-1), batch_variance.reshape(-1)
+            # A batch without tokens has nothing to tell.
+            decay = self.decay if is_token is None else jnp.where(is_token.any(), self.decay, 1.0)
             for name, old, new in (
                 ("moving_mean", mean, batch_mean),
                 ("moving_variance", variance, batch_variance),
             ):
                 new = jax.lax.stop_gradient(new)
-                self.update_var(name, self.decay * old + (1.0 - self.decay) * new)
+                self.update_var(name, decay * old + (1.0 - decay) * new)
             if not self.use_moving_averages_in_training:
                 mean, variance = batch_mean, batch_variance
         scale = 1.0 + self.theta.scale.astype(jnp.float32)

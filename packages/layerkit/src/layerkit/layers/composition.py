@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from layerkit.base_layer import BaseLayer
-from layerkit.config import sub_config_field
+from layerkit.config import Config, sub_config_field, target_of
 from layerkit.layers.activations import Identity, ReLU
 from layerkit.layers.linears import FeedForward
 from layerkit.layers.sizes import check_sizes
@@ -55,10 +55,13 @@ class MLPBlock(BaseLayer):
       input_dims: Size of the last axis of the inputs.
       hidden_dims: Sizes between, one a layer.
       output_dims: Size of the last axis of the outputs.
-      layer_tpl: A layer but the last, of which only the sizes differ.
+      layer_tpl: A layer, without the fields that are said here.
       activate_output: Whether the last layer has the activation of the others.
       has_bias: Adds a bias in every layer.
       activation_tpl: The activation.
+
+    Raises:
+      ValueError: sizes below one, or a `layer_tpl` with another bias or activation.
     """
 
     input_dims: int = 0
@@ -71,7 +74,16 @@ class MLPBlock(BaseLayer):
 
     def setup(self) -> None:
         sizes = [self.input_dims, *self.hidden_dims, self.output_dims]
-        check_sizes(self, **{f"size {number}": size for number, size in enumerate(sizes)})
+        hidden = {f"hidden_dims[{number}]": size for number, size in enumerate(self.hidden_dims)}
+        check_sizes(self, input_dims=self.input_dims, **hidden, output_dims=self.output_dims)
+        default = Config(target_of(self.layer_tpl))
+        for field in ("has_bias", "activation_tpl"):
+            own = getattr(self.layer_tpl, field)
+            if own not in (getattr(default, field), getattr(self, field)):
+                raise ValueError(
+                    f"{self.path_name}: layer_tpl.{field}={own!r} differs from {field} of the"
+                    f" block, which decides for all of its layers; set {field} there"
+                )
         templates = []
         for number, (before, after) in enumerate(itertools.pairwise(sizes), start=1):
             template = self.layer_tpl.clone(

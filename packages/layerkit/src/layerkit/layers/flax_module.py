@@ -94,6 +94,9 @@ class FlaxModule(BaseLayer):
         Args:
           *args: Positional inputs of the module.
           **kwargs: Its other inputs.
+
+        Raises:
+          ValueError: training without a mutable collection, which would lose the module's updates.
         """
         variables = {PARAMS: _unboxed(self._weights)}
         variables |= {name: _unboxed(held.value) for name, held in self._others.items()}
@@ -107,8 +110,13 @@ class FlaxModule(BaseLayer):
         if not mutable:
             return result
         outputs, updates = result
+        if not self.is_mutable_collection(NON_TRAINABLE):
+            raise ValueError(
+                f"{self.path_name}: the updates of {', '.join(self._others)} would be lost;"
+                f" apply with mutable=['{NON_TRAINABLE}', …]"
+            )
         for name, value in updates.items():
-            if self.is_mutable_collection(NON_TRAINABLE) and not self.is_initializing():
+            if not self.is_initializing():
                 held = self._others[name]
                 held.value = jax.tree.map(lambda _, new: new, _unboxed(held.value), value)
         return outputs

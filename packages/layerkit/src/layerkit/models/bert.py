@@ -20,7 +20,7 @@ class BertModel(BaseModel):
     A batch has `ids` int32 `[batch, length]`, and either `paddings` `[batch, length]` (1 is
     padding) or, for packed rows, `segment_ids` and `segment_pos`. What is hidden is drawn here,
     unless the batch brings it as `masked_ids` int32 and `masked_weights` float32
-    `[batch, length]`.
+    `[batch, length]`. Nothing is hidden in rows whose `eval_sample_weights` `[batch]` are 0.
 
     Attributes:
       lm_tpl: The network, with `is_causal=False`.
@@ -90,6 +90,8 @@ class BertModel(BaseModel):
         if brought:
             return batch.masked_ids, batch.masked_weights
         can_mask = jnp.ones(batch.ids.shape, bool) if segments is None else segments != 0
+        if "eval_sample_weights" in batch:  # 0 for rows that only fill up the batch
+            can_mask &= batch.eval_sample_weights[:, None] != 0
         for token in self.unmasked_ids:
             can_mask &= batch.ids != token
         hidden = self.augmenter(batch.ids, can_mask=can_mask)

@@ -11,6 +11,7 @@ from layerkit.base_model import BaseModel, Metrics, WeightedScalar
 from layerkit.config import sub_config_field
 from layerkit.layers.embeddings import FullSoftmax
 from layerkit.layers.losses import weighted_mean
+from layerkit.models.example_weights import example_weights
 from layerkit.near_names import near_names
 from layerkit.nested_map import NestedMap
 
@@ -18,8 +19,9 @@ from layerkit.nested_map import NestedMap
 class ClassificationModel(BaseModel):
     """One label per example.
 
-    A batch has the inputs `[batch, …]` and int32 labels `[batch]` under the names below, and
-    `weights` float32 `[batch]` where some examples only fill it up.
+    A batch has the inputs `[batch, …]` and int32 labels `[batch]` under the names below. Where
+    examples do not count alike it has `weights` float32 `[batch]`, and where some only fill it up
+    `eval_sample_weights`, 0 for those.
 
     Attributes:
       network_tpl: Inputs to features `[batch, dims]`; axes between are averaged.
@@ -56,7 +58,7 @@ class ClassificationModel(BaseModel):
         """Losses of the labels and the logits.
 
         Args:
-          batch: Inputs `[batch, …]`, labels int32 `[batch]` and optional weights `[batch]`.
+          batch: Inputs `[batch, …]`, labels int32 `[batch]` and the optional weights `[batch]`.
 
         Returns:
           What the softmax reports (see `FullSoftmax.fprop`, without the length), and `logits`
@@ -66,14 +68,14 @@ class ClassificationModel(BaseModel):
         if features.ndim > 2:
             features = jnp.mean(features, axis=tuple(range(1, features.ndim - 1)))
         labels = _field(batch, self.label_field, "label_field")
-        outputs = self.softmax(features, labels=labels, weights=_weights(batch, labels))
+        outputs = self.softmax(features, labels=labels, weights=example_weights(batch, len(labels)))
         outputs.logits = self.softmax.logits(features)
         return outputs
 
     def compute_loss(self, predictions: NestedMap, batch: NestedMap) -> tuple[Metrics, NestedMap]:
         """Metrics `loss`, `xent` (nats), `accuracy`, `top_<k>_accuracy`; classes `[batch]`."""
         labels = _field(batch, self.label_field, "label_field")
-        weights, total = _weights(batch, labels), predictions.total_weight
+        weights, total = example_weights(batch, len(labels)), predictions.total_weight
         accuracy = weighted_mean(predictions.correct.astype(jnp.float32), weights)
         metrics = {
             "loss": WeightedScalar.of(predictions.loss, total),
@@ -96,8 +98,3 @@ def _field(batch: NestedMap, name: str, field: str) -> jax.Array:
         raise ValueError(f"{field}={name!r} is not in the batch{near_names(name, batch)}")
     value: jax.Array = batch[name]
     return value
-
-
-def _weights(batch: NestedMap, labels: jax.Array) -> jax.Array:
-    weights = batch.get("weights")
-    return jnp.ones(labels.shape, jnp.float32) if weights is None else weights

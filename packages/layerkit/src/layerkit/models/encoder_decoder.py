@@ -265,7 +265,7 @@ class TransformerEncoderDecoder(BaseLayer):
         source_segments: jax.Array | None,
     ) -> AttentionMask:
         if source_segments is None and target_segments is not None:
-            # A target with padding or several documents, and one source document without.
+            # A target with padding, and one source document without.
             source_segments = jnp.ones(memory.shape[:2], jnp.int32)
         (batch, num_queries), num_keys = targets.shape, memory.shape[1]
         return AttentionMask.cross_mask(

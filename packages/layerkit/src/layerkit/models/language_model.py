@@ -67,12 +67,12 @@ class LanguageModel(BaseModel):
             `[batch]`. It may have `max_steps` and `row_ids` `[batch]` too; see `extend_prompts`.
 
         Returns:
-          See `layerkit.decoding.extend_prompts`: `ids`, `lengths`, `log_probs`, `scores` and,
-          where several continuations were asked for, `candidates`.
+          See `layerkit.decoding.extend_prompts`: `ids`, `lengths`, `log_probs`, `scores`,
+          `prompt_lengths` and, where several continuations were asked for, `candidates`.
 
         Raises:
-          ValueError: no random key where the decoder draws, packed rows, or fewer positions than
-            tokens.
+          ValueError: no random key where the decoder draws, packed rows, padding without
+            `prompt_lengths`, or fewer positions than tokens.
         """
         for name in ("segment_ids", "segment_pos"):
             if name in batch:
@@ -103,6 +103,8 @@ class LanguageModel(BaseModel):
 
         lengths = batch.get("prompt_lengths")
         if lengths is None:
+            if "paddings" in batch:
+                raise ValueError("paddings without prompt_lengths, which say where prompts end")
             lengths = jnp.full((batch_size,), prompt_width, jnp.int32)
         return extend_prompts(
             self.decoder,

@@ -13,6 +13,7 @@ and h = r(chosen) − r(rejected), the losses are
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -23,6 +24,7 @@ from layerkit.base_layer import PARAMS
 from layerkit.base_model import BaseModel, Metrics, WeightedScalar
 from layerkit.config import sub_config_field
 from layerkit.layers.losses import weighted_mean
+from layerkit.models.example_weights import example_weights
 from layerkit.models.transformer_lm import TransformerLm
 from layerkit.near_names import near_names
 from layerkit.nested_map import NestedMap
@@ -54,9 +56,11 @@ class DpoModel(BaseModel):
     """Direct preference optimisation of a language model.
 
     A batch has `chosen` and `rejected`, each with `ids`, `labels` int32 and `weights` float32
-    `[batch, length]` (0 on the prompt and on padding), prompts and answers in one row. Optional are
-    `weights` float32 `[batch]` of the pairs and, for `reference="batch"`,
-    `chosen_reference_log_probs` and `rejected_reference_log_probs` float32 `[batch]`.
+    `[batch, length]` (0 on the prompt and on padding), prompts and answers in one row, and, where
+    padding must not be read, `segment_ids` and `segment_pos`. Optional are `weights` float32
+    `[batch]` of the pairs, `eval_sample_weights`, 0 for those that only fill up the batch, and, for
+    `reference="batch"`, `chosen_reference_log_probs` and `rejected_reference_log_probs` float32
+    `[batch]`.
 
     Attributes:
       lm_tpl: The network that is trained.
@@ -116,7 +120,9 @@ class DpoModel(BaseModel):
         )
         policy = self._log_probs(self.lm, pairs)
         if self.reference == "frozen":
-            reference = self._log_probs(self.reference_lm, pairs)
+            # On its own: auxiliary losses and summaries of the reference are nobody's.
+            reference_lm, variables = self.reference_lm.unbind()
+            reference = self._log_probs(partial(reference_lm.apply, variables), pairs)
         elif self.reference == "batch":
             names = [f"{side}_reference_log_probs" for side in ("chosen", "rejected")]
             reference = jnp.stack([batch[name] for name in names])
@@ -133,9 +139,7 @@ class DpoModel(BaseModel):
         rewards = self.beta * (predictions.policy - predictions.reference)
         margin = rewards[0] - rewards[1]
         losses = _LOSSES[self.loss](margin / self.beta, self.beta, self.label_smoothing)
-        weights = batch.get("weights")
-        if weights is None:
-            weights = jnp.ones_like(margin)
+        weights = example_weights(batch, len(margin))
         means = {
             "loss": losses,
             "reward_accuracy": (margin > 0).astype(jnp.float32),
@@ -143,7 +147,7 @@ class DpoModel(BaseModel):
             "chosen_reward": rewards[0],
             "rejected_reward": rewards[1],
         }
-        total = jnp.sum(weights.astype(jnp.float32))
+        total = jnp.sum(weights)
         metrics = {
             name: WeightedScalar.of(weighted_mean(values, weights), total)
             for name, values in means.items()
@@ -151,7 +155,7 @@ class DpoModel(BaseModel):
         return metrics, NestedMap(chosen_rewards=rewards[0], rejected_rewards=rewards[1])
 
     def _log_probs(self, lm: Any, pairs: NestedMap) -> jax.Array:
-        outputs = lm(pairs.ids, labels=pairs.labels, weights=pairs.weights)
+        outputs = lm(**pairs)
         weights = pairs.weights.astype(jnp.float32)
         # Where nothing counts the label may be no class at all, and 0 · NaN is NaN.
         per_token = jnp.where(weights > 0, outputs.per_token_xent, 0.0)
@@ -183,4 +187,5 @@ class DpoModel(BaseModel):
 
 def _answer(batch: NestedMap, side: str) -> NestedMap:
     rows = batch[side]
-    return NestedMap(ids=rows.ids, labels=rows.labels, weights=rows.weights)
+    names = ("ids", "labels", "weights", "segment_ids", "segment_pos")
+    return NestedMap({name: rows[name] for name in names if name in rows})

@@ -75,7 +75,8 @@ class SequenceModel(BaseModel):
 
         Returns:
           See `layerkit.decoding.extend_prompts`; the prompt of each row is `start_id`, which its
-          `ids` and `lengths` count.
+          `ids` and `lengths` count. Besides, `source` has the `ids` `[batch, source]` that were
+          read and their `lengths` `[batch]`.
 
         Raises:
           ValueError: no random key where the decoder draws, packed sources, or fewer positions than
@@ -113,7 +114,7 @@ class SequenceModel(BaseModel):
             return state[CACHE], logits
 
         num_rows = source.ids.shape[0]
-        return extend_prompts(
+        outputs = extend_prompts(
             self.decoder,
             extend,
             init_cache(source),
@@ -125,6 +126,9 @@ class SequenceModel(BaseModel):
             max_steps=batch.get("max_steps"),
             row_parts=parts,
         )
+        num_tokens = jnp.sum(segments != 0, axis=1, dtype=jnp.int32)
+        outputs.source = NestedMap(ids=batch.src.ids, lengths=num_tokens)
+        return outputs
 
 
 def _segments(side: NestedMap) -> jax.Array | None:
