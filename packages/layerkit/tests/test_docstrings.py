@@ -13,16 +13,14 @@ import pytest
 import layerkit
 
 ROOT = Path(layerkit.__file__).parent
-PACKAGES = ("layers", "models", "decoding")
 MAX_LINES = 500
 # `[batch, length, dims]`, `[..., dims]`, or the word for an array without axes.
-SHAPE = re.compile(r"\[[^\]`]*\]|scalar")
+SHAPE = re.compile(r"`\[[^\]`]*\]`|scalar")
 
 
 def modules():
-    for package in PACKAGES:
-        for info in pkgutil.walk_packages([str(ROOT / package)], f"layerkit.{package}."):
-            yield importlib.import_module(info.name)
+    for info in pkgutil.walk_packages([str(ROOT)], "layerkit."):
+        yield importlib.import_module(info.name)
 
 
 def public_functions():
@@ -35,6 +33,7 @@ def public_functions():
                 yield f"{module.__name__}.{name}", thing, inspect.getdoc(thing)
             elif inspect.isclass(thing):
                 for method, function in vars(thing).items():
+                    function = function.fget if isinstance(function, property) else function
                     function = getattr(function, "__func__", function)
                     function = inspect.unwrap(function) if callable(function) else function
                     if not method.startswith("_") and inspect.isfunction(function):

@@ -210,7 +210,7 @@ class BaseLayer(nn.Module, kw_only=True):
 
     @nn.nowrap
     def get_var(self, name: str) -> jax.Array:
-        """The value of a variable created with `trainable=False`."""
+        """The value, `[...]`, of a variable created with `trainable=False`."""
         self._set_up()
         return unbox(self._own("variables")[name].value)
 
@@ -220,7 +220,7 @@ class BaseLayer(nn.Module, kw_only=True):
 
         Args:
           name: Of the variable.
-          value: Of the shape that was declared; cast to the dtype that was declared.
+          value: `[...]` of the shape that was declared; cast to the dtype that was declared.
 
         Raises:
           ValueError: another shape, or a caller without a mutable collection, who would lose it.
@@ -258,13 +258,13 @@ class BaseLayer(nn.Module, kw_only=True):
 
     @nn.nowrap
     def add_summary(self, name: str, value: jax.Array) -> None:
-        """Reports a value for the curves, where somebody collects them; several are all kept."""
+        """Reports a value `[...]` for the curves, where somebody collects them; all are kept."""
         if self.is_mutable_collection(SUMMARIES):
             self.sow(SUMMARIES, name, jax.lax.stop_gradient(value))
 
     @nn.nowrap
     def next_prng_key(self, stream: str = RANDOM) -> jax.Array:
-        """A key of its own for this layer, call and step.
+        """A scalar key of its own for this layer, call and step.
 
         Raises:
           ValueError: the caller gave no key for the stream.
@@ -277,7 +277,7 @@ class BaseLayer(nn.Module, kw_only=True):
 
     @nn.nowrap
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Lays `x` out by logical axis names, one per dimension; a no-op outside a mesh."""
+        """Lays `x` `[...]` out by logical axis names, one a dimension; a no-op outside a mesh."""
         sharding = self.inherited("sharding")
         if sharding is None:
             return x
@@ -285,7 +285,7 @@ class BaseLayer(nn.Module, kw_only=True):
 
     @nn.nowrap
     def cast(self, x: jax.Array) -> jax.Array:
-        """`x` in the compute dtype, if it is floating."""
+        """`x` `[...]` in the compute dtype, if it is floating."""
         x = jnp.asarray(x)  # NumPy promotes bfloat16 to float32 where JAX does not
         if jnp.issubdtype(x.dtype, jnp.floating):
             return x.astype(self.compute_dtype)

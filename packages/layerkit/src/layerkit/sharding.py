@@ -202,7 +202,7 @@ class BoundSharding:
         return NamedSharding(self.mesh, self.spec(axes, shape=shape, owner=owner))
 
     def constrain(self, x: jax.Array, axes: LogicalAxes, *, owner: str = "") -> jax.Array:
-        """Asks the compiler to lay `x` out by these names; the values do not change."""
+        """Asks the compiler to lay `x` `[...]` out by these names; the values do not change."""
         if len(axes) != x.ndim:
             raise ValueError(f"{owner}: axes {tuple(axes)} do not name the dimensions of {x.shape}")
         spec = self.spec(axes, shape=x.shape, owner=owner)

@@ -138,7 +138,7 @@ class WeightHParams:
 
 
 def draw_weight(key: jax.Array, weight: WeightHParams, init: WeightInit, dtype: Any) -> jax.Array:
-    """Draws the first values of a weight; always in float32, then cast to `dtype`."""
+    """The first values of a weight, `[...]` as it says; drawn in float32, then cast to `dtype`."""
     fan_in, fan_out = weight.fans()
     shape, scale = weight.shape, init.scale
 

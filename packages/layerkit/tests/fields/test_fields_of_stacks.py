@@ -176,6 +176,7 @@ EXAMPLES = [
         stack,
         num_microbatches=1,
         microbatch_size=Change(4, given=BY_SIZE),
+        stream_inputs=Change(value=False, given={"num_stages": 2}),
         stage_remat="none",
         **STACK_CHANGES,
     ),
@@ -191,7 +192,7 @@ EXAMPLES = [
         lambda layer: layer(NUMBERS[..., :DIMS]),
         num_stages=Change(1, given={"stream_inputs": False}),
         num_microbatches=Change(1, given={"stream_inputs": False}),
-        microbatch_size=Change(4, given=BY_SIZE),
+        microbatch_size=Change(4, given={**BY_SIZE, "stream_inputs": False}),
         remat="none",
     ),
 ]

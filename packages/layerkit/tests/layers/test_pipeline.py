@@ -83,9 +83,18 @@ def check_close(found, expected):
     )
 
 
+def drawn_weights(layer):
+    """Like `init`, but without compiling anything."""
+    random = np.random.default_rng(0)
+    shapes = jax.eval_shape(layer.init, KEY)
+    draw = lambda x: random.uniform(-0.8, 0.8, x.shape).astype(x.dtype)  # noqa: E731
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+    return {**zeros, PARAMS: jax.tree.map(draw, shapes[PARAMS])}
+
+
 def check_against_a_row(layer, *, leading, batch):
     """Values, gradients, auxiliary losses, summaries and state of a pipeline of blocks."""
-    variables = layer.init(KEY)
+    variables = drawn_weights(layer)
     x, shift = inputs(batch)
     scale = np.float32(1.5)
     collections = [AUX_LOSS, SUMMARIES, NON_TRAINABLE]
@@ -128,18 +137,26 @@ def test_a_block_computes_what_is_not_a_number_in_a_bubble():
     assert np.isnan(value) and np.all(np.isnan(gradient[PARAMS]["w"]))
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), [(4, 16), (4, 4)])
+@pytest.mark.parametrize(
+    ("stages", "microbatches"), [(4, 16), pytest.param(4, 4, marks=pytest.mark.slow)]
+)
 def test_gpipe_is_a_row_of_layers(stages, microbatches):
     check_against_a_row(pipeline(stages, microbatches), leading=1, batch=2 * microbatches)
 
 
-@pytest.mark.parametrize(("repeats", "stages", "microbatches"), [(2, 2, 4), (2, 4, 8), (3, 2, 2)])
+@pytest.mark.parametrize(
+    ("repeats", "stages", "microbatches"),
+    [pytest.param(2, 2, 4, marks=pytest.mark.slow), (2, 4, 8), (3, 2, 2)],
+)
 def test_a_circular_pipeline_is_a_row_of_layers(repeats, stages, microbatches):
     layer = pipeline(stages, microbatches, repeats)
     check_against_a_row(layer, leading=2, batch=2 * microbatches)
 
 
-@pytest.mark.parametrize(("stages", "microbatches", "repeats"), [(4, 2, 1), (3, 5, 2)])
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "repeats"),
+    [pytest.param(4, 2, 1, marks=pytest.mark.slow), (3, 5, 2)],
+)
 def test_microbatches_need_not_be_spread_over_the_stages(stages, microbatches, repeats):
     layer = pipeline(stages, microbatches, repeats, stream_inputs=False)
     check_against_a_row(layer, leading=1 + (repeats > 1), batch=2 * microbatches)
@@ -301,7 +318,9 @@ def wide_pipeline(stages, microbatches, repeats=1, **fields):
 @pytest.mark.parametrize(
     ("mesh", "layer"),
     [
-        ({"stage": 2, "fsdp": 2, "tensor": 2}, wide_pipeline(2, 4)),
+        pytest.param(
+            {"stage": 2, "fsdp": 2, "tensor": 2}, wide_pipeline(2, 4), marks=pytest.mark.slow
+        ),
         ({"stage": 2, "fsdp": 2, "tensor": 2}, wide_pipeline(4, 8, repeats=2)),
         pytest.param(
             {"data": 2, "stage": 4},
@@ -393,7 +412,7 @@ def refusal(call):
         (
             {"circular_repeats": 2, "remat": "none"},
             "Pipeline(): remat='none' with circular_repeats=2 would keep, for every tick, a copy of"
-            " the weights that its round asks for; use 'dots', 'projections' or 'full'",
+            " the weights that its round asks for; use 'dots', 'projections', 'residual' or 'full'",
         ),
         (
             {"remat": "dots_no_batch"},

@@ -136,7 +136,7 @@ def loss_and_gradients(stack, *, has_memory):
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["gpipe", pytest.param("circular", marks=pytest.mark.slow)])
 def test_it_computes_what_the_repeated_stack_computes_on_packed_rows(kind):
     fields, of_pipeline, has_memory = KINDS[kind]
     pipelined = make(PipelinedTransformer, **fields, **of_pipeline)
@@ -156,6 +156,22 @@ def test_it_computes_what_the_repeated_stack_computes_on_packed_rows(kind):
     jax.tree.map(check_close, gradients[1:], others[1:])
     assert has_memory == bool(np.any(gradients[2]))
     assert (kind == "circular") == bool(found[1][1] > 0)  # the auxiliary loss
+
+
+@pytest.mark.parametrize(("policy", "kept"), [("full", (5, 2, 2)), ("residual", (5, 3, 2, 2))])
+def test_stages_keep_their_inputs_or_those_of_each_layer(policy, kept):
+    """`kept`: ticks, the layers of a run, stages, rows of a microbatch."""
+    fields = {"num_stages": 2, "num_microbatches": 2, "circular_repeats": 2}
+    stack = make(PipelinedTransformer, num_layers=12, stage_remat=policy, **fields)
+    x, mask = jnp.zeros((4, LENGTH, DIMS)), AttentionMask.causal_mask(4, LENGTH)
+
+    def loss(variables):
+        return jnp.sum(stack.apply(variables, x, mask=mask, positions=mask.query_positions))
+
+    traced = jax.make_jaxpr(jax.grad(loss))(jax.eval_shape(stack.init, KEY))
+    ticks = next(e for e in traced.eqns if e.primitive.name == "scan" and e.params["length"] == 5)
+    shapes = [out.aval.shape for out in ticks.outvars]
+    assert [s for s in shapes if s[-2:] == (LENGTH, DIMS) and s[0] == 5] == [(*kept, LENGTH, DIMS)]
 
 
 class Report(BaseLayer):

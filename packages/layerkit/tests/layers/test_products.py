@@ -200,6 +200,19 @@ def test_a_pattern_chooses_the_layers():
     assert switched.layer_tpl.feed_forward_tpl.linear_tpl.dot_tpl is None
 
 
+def test_the_layer_that_a_pattern_of_layers_replaces_stays_as_it_is():
+    config = small_model()
+    config.set(block_tpls=(config.layer_tpl.clone(), config.layer_tpl.clone()))
+    switched = with_dots(config, Doubled.HParams.config())
+    assert switched.layer_tpl == config.layer_tpl
+    linears = [block.feed_forward_tpl.linear_tpl for block in switched.block_tpls]
+    assert [linear.dot_tpl for linear in linears] == [Doubled.HParams.config()] * 2
+    # A stack refuses a pattern beside a layer that is not the default one.
+    jax.eval_shape(switched.Instantiate().init, jax.random.key(0))
+    with pytest.raises(ValueError, match="matches no layer with products"):
+        with_dots(config, None, only=r"layer_tpl\..*")
+
+
 def test_layers_in_lists_and_dicts_are_found():
     class Holder(Configurable):
         layers: Any = None

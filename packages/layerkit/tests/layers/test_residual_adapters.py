@@ -98,6 +98,17 @@ def test_a_model_keeps_its_weights_and_starts_as_what_it_was():
     ].shape == (2, 8, 4)
 
 
+def test_layers_of_a_pattern_are_adapted():
+    plain = StackedTransformerRepeated.HParams.config(num_layers=2, input_dims=8, num_heads=2)
+    layer = plain.layer_tpl
+    plain.set(hidden_dims=12, block_tpls=(layer.clone(), layer.clone(dropout_rate=0.5)))
+    config = with_residual_adapters(plain, bottleneck_dims=4)
+    # A stack refuses a pattern beside a layer that is not the default one.
+    params = jax.eval_shape(config.Instantiate().init, KEY)[PARAMS]
+    found = ["/".join(path) for path in flatten_dict(params)]
+    assert len([name for name in found if re.fullmatch(RESIDUAL_ADAPTER_WEIGHTS, name)]) == 16
+
+
 def test_where_there_is_nothing_to_adapt():
     config = Linear.HParams.config(input_dims=2, output_dims=2)
     text = "Linear holds no TransformerFeedForward and no OutputProjection"

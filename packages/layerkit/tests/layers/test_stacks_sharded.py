@@ -45,7 +45,7 @@ def crossing():
         norm_policy="branch", cross_attention_tpl=CrossAttention.HParams.config()
     )
     return StackedTransformer.HParams.config(
-        **SIZES, layer_tpl=layer, num_layers=2, droppath_rate=0.5, train=True
+        **SIZES, layer_tpl=layer, num_layers=1, droppath_rate=0.5, train=True
     )
 
 
@@ -70,7 +70,10 @@ def random_weights(layer):
     return jax.tree.map(lambda x: random.normal(0.0, 0.3, x.shape).astype(np.float32), shapes)
 
 
-@pytest.fixture(scope="module", params=[sandwiched_and_parallel, crossing])
+@pytest.fixture(
+    scope="module",
+    params=[sandwiched_and_parallel, pytest.param(crossing, marks=pytest.mark.slow)],
+)
 def case(request):
     """A stack, its weights, what it is called with, and its results on one device."""
     layer = request.param().Instantiate()

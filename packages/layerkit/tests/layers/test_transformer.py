@@ -137,7 +137,7 @@ def test_the_equation(fields, equation):
     assert {name for name in variables["params"] if name.endswith("norm")} == named
 
 
-@pytest.mark.parametrize("policy", ["post", "pre_post"])
+@pytest.mark.parametrize("policy", [pytest.param("post", marks=pytest.mark.slow), "pre_post"])
 def test_cross_attention_stands_between(policy):
     layer = make(norm_policy=policy, **CROSS)
     variables = random_weights(layer)
@@ -177,9 +177,13 @@ CASES = {
     "parallel": EQUATIONS["parallel pre_post, one norm"][0],
     "cross": CROSS,
 }
+_SLOW = ("post", "branch")
 
 
-@pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "fields",
+    [pytest.param(CASES[k], id=k, marks=[pytest.mark.slow] * (k in _SLOW)) for k in CASES],
+)
 def test_cached_steps_are_the_whole_row(fields):
     layer = make(**fields)
     variables = random_weights(layer)

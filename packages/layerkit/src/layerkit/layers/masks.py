@@ -40,8 +40,8 @@ class AttentionMask:
       window: A query sees keys less than this many positions away: itself and the window - 1
         before it, and as many after it if not causal (sliding window; Beltagy et al., 2020,
         arXiv:2004.05150). None for all.
-      in_row_order: Whether positions are known to count each row's tokens from its start, queries
-        and keys alike; fused kernels know no other positions.
+      in_row_order: Whether positions are known to count each row's tokens from its start, and
+        query i and key i to be one token; fused kernels know no other positions.
     """
 
     query_positions: jax.Array
@@ -135,7 +135,7 @@ class AttentionMask:
             if segments is not None and segments.shape != (batch, length):
                 raise ValueError(f"{name} of shape {segments.shape}, expected {(batch, length)}")
         queries, keys = row_positions(batch, num_queries), row_positions(batch, num_keys)
-        return cls(queries, keys, query_segments, key_segments, in_row_order=True)
+        return cls(queries, keys, query_segments, key_segments)
 
     @classmethod
     def decoding_mask(

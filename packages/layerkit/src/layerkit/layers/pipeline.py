@@ -29,6 +29,7 @@ from layerkit.base_layer import (
     AUX_LOSS,
     CACHE,
     NON_TRAINABLE,
+    OVERWRITE_WITH_GRADIENT,
     PARAMS,
     RANDOM,
     SUMMARIES,
@@ -37,12 +38,12 @@ from layerkit.base_layer import (
 from layerkit.config import is_config, sub_config_field
 from layerkit.layers.microbatches import Arguments, cut, dequeue, enqueue, join, pass_on
 from layerkit.layers.pipeline_schedule import PipelineSchedule, Work
-from layerkit.layers.remat import _POLICIES, check_remat_policy
-from layerkit.layers.selections import gradient_where, take, where
+from layerkit.layers.remat import check_remat_policy, remat_in_scan
+from layerkit.layers.selections import as_float, gradient_where, take, where
 from layerkit.layers.sizes import check_sizes
 from layerkit.weights import unbox
 
-_STACKED = (PARAMS, NON_TRAINABLE, AUX_LOSS, SUMMARIES, CACHE)
+_STACKED = (PARAMS, NON_TRAINABLE, OVERWRITE_WITH_GRADIENT, AUX_LOSS, SUMMARIES, CACHE)
 _REPORTS = (AUX_LOSS, SUMMARIES)
 
 
@@ -121,7 +122,8 @@ class Pipeline(BaseLayer):
         # What travels from stage to stage: x and the rows of the arguments that go with it.
         microbatches = [cut(rows, schedule.num_microbatches) for rows in (x, *arguments.by_row)]
         run_stages = self._run_stages(arguments)
-        constants = self._stage_variables(PARAMS), self._stacked(each)
+        read = {kind: self._stage_variables(kind) for kind in (PARAMS, OVERWRITE_WITH_GRADIENT)}
+        constants = read, self._stacked(each)
         shared = [
             jnp.broadcast_to(leaf, (self.num_stages, *leaf.shape)) for leaf in arguments.shared
         ]
@@ -192,9 +194,9 @@ class Pipeline(BaseLayer):
     def _run_stages(self, arguments: Arguments) -> Callable[..., Any]:
         """A function of all stages: (…, state, inside) → (state and inside after it, reports).
 
-        It takes the work; the constants, which are the weights and the arguments that differ from
-        pass to pass, stacked alike; and the shared arguments, state, and inside, all `[stage, ...]`
-        (state with the rounds before the stages, if there are several).
+        It takes the work; the constants, which are the variables that stages only read and the
+        arguments that differ from pass to pass, stacked alike; and the shared arguments, state, and
+        inside, all `[stage, ...]` (state with the rounds before the stages, if there are several).
 
         A stage is applied as a function of its variables, rather than by a lifted transform, since
         it depends on the tick which of them it reads, and whether anything it writes counts.
@@ -204,14 +206,16 @@ class Pipeline(BaseLayer):
         key = self.next_prng_key() if self.has_rng(RANDOM) else None
 
         def run_stage(work: Work, constants: Any, shared: Any, state: Any, inside: Any) -> Any:
-            constants, own_state = self._of_round(constants, work), self._of_round(state, work)
+            own_constants = self._of_round(jax.tree.map(as_float, constants), work)
+            own_state = self._of_round(state, work)
             guard = partial(jax.tree.map, partial(gradient_where, work.is_real))
             if_real = partial(jax.tree.map, partial(where, work.is_real))
-            (weights, own), shared = guard((constants, shared))
+            own_constants, shared = guard((own_constants, shared))
+            read, own = _with_dtypes_of(constants, own_constants)
             x, *rows = if_real(inside, jax.tree.map(jnp.zeros_like, inside))
             args, kwargs = arguments.replaced(rows, shared)
             result, updates = stage.apply(
-                {PARAMS: weights, NON_TRAINABLE: own_state},
+                {**read, NON_TRAINABLE: own_state},
                 x,
                 *args,
                 rngs={} if key is None else {RANDOM: jax.random.fold_in(key, work.serial)},
@@ -225,17 +229,11 @@ class Pipeline(BaseLayer):
 
         stacked = len(self._stacked_axes()) - 1  # the axis of the stages in their variables
         return jax.vmap(
-            self._remat(run_stage),
+            remat_in_scan(run_stage, self.remat),
             in_axes=(0, stacked, 0, stacked, 0),
             out_axes=(0, stacked, 0),
             spmd_axis_name=self._stage_mesh_axes(),
         )
-
-    @nn.nowrap
-    def _remat(self, run_stage: Callable[..., Any]) -> Callable[..., Any]:
-        if self.remat == "none":
-            return run_stage
-        return jax.checkpoint(run_stage, policy=_POLICIES[self.remat], prevent_cse=False)
 
     @nn.nowrap
     def _of_round(self, variables: Any, work: Work) -> Any:
@@ -332,18 +330,25 @@ class Pipeline(BaseLayer):
 
     @nn.nowrap
     def _lay_out(self, arrays: list[jax.Array], *axes: str | None) -> list[jax.Array]:
-        """Constrains the leading axes of arrays; the layers know the others."""
+        """Constrains the leading axes of arrays, and the features of the first, what is handed on.
+
+        The layers know the other axes; see `Repeat._lay_out` for why they do not decide that one.
+        """
         sharding = self.inherited("sharding")
         if sharding is None or sharding.mesh is None:
             return arrays
 
-        def constrain(x: jax.Array) -> jax.Array:
+        def constrain(x: jax.Array, *, is_handed_on: bool) -> jax.Array:
+            entries = [PartitionSpec.UNCONSTRAINED] * x.ndim
             leading = sharding.spec(axes, shape=x.shape[: len(axes)], owner=self.path_name)
-            others = [PartitionSpec.UNCONSTRAINED] * (x.ndim - len(axes))
-            place = NamedSharding(sharding.mesh, PartitionSpec(*leading, *others))
+            entries[: len(axes)] = leading
+            if is_handed_on and x.ndim > len(axes):
+                features = sharding.spec(("act_embed",), shape=x.shape[-1:], owner=self.path_name)
+                entries[-1] = features[0]
+            place = NamedSharding(sharding.mesh, PartitionSpec(*entries))
             return jax.lax.with_sharding_constraint(x, place)
 
-        return [constrain(x) for x in arrays]
+        return [constrain(x, is_handed_on=index == 0) for index, x in enumerate(arrays)]
 
     @nn.nowrap
     def _stage_mesh_axes(self) -> tuple[str, ...] | None:
@@ -379,7 +384,7 @@ class Pipeline(BaseLayer):
             raise ValueError(
                 f"{self.path_name}: remat='none' with circular_repeats={self.circular_repeats}"
                 " would keep, for every tick, a copy of the weights that its round asks for; use"
-                " 'dots', 'projections' or 'full'"
+                " 'dots', 'projections', 'residual' or 'full'"
             )
         check_remat_of_stages(self.remat, field="remat", owner=self.path_name)
 
@@ -435,6 +440,10 @@ def check_remat_of_stages(policy: str, *, field: str, owner: str) -> None:
             f"{owner}: {field}={policy!r} would keep nothing, since the products of all stages are"
             " one product with a batch axis; use 'projections' or 'dots'"
         )
+
+
+def _with_dtypes_of(like: Any, tree: Any) -> Any:
+    return jax.tree.map(lambda x, y: jax.lax.convert_element_type(y, x.dtype), like, tree)
 
 
 def _lifted(axis: str) -> dict[str, Any]:

@@ -28,7 +28,14 @@ from typing import Any
 import jax
 
 from layerkit.base_layer import BaseLayer
-from layerkit.config import Config, assigned_fields, field_names, is_config, target_of
+from layerkit.config import (
+    Config,
+    assigned_fields,
+    field_names,
+    is_config,
+    target_of,
+    walk_configs,
+)
 from layerkit.near_names import near_names
 from layerkit.weights import WeightHParams
 
@@ -147,7 +154,10 @@ def edit_products(config: Config, edit: Callable[[Config], None], *, only: str) 
       ValueError: no layer with products matches; names those that there are.
     """
     pattern, config = re.compile(only), config.clone()
-    owners = list(_product_owners(config, ()))
+    unused = unused_templates(config)
+    owners = [
+        (path, owner) for path, owner in _product_owners(config, ()) if id(owner) not in unused
+    ]
     matching = {id(owner): owner for path, owner in owners if pattern.fullmatch(path)}
     if not matching:
         paths = list(dict.fromkeys(path for path, _ in owners))
@@ -175,6 +185,20 @@ def _product_owners(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Co
         entries = dict(enumerate(value))
     for name, entry in entries.items():
         yield from _product_owners(entry, (*path, str(name)))
+
+
+def unused_templates(config: Config) -> set[int]:
+    """The ids of all configs from which nothing is made, as a pattern of layers stands for them.
+
+    Args:
+      config: Of anything that may hold stacks of layers; `block_tpls` replaces `layer_tpl` there.
+    """
+    return {
+        id(unused)
+        for stack in walk_configs(config)
+        if "block_tpls" in field_names(stack) and stack.block_tpls is not None
+        for unused in walk_configs(stack.layer_tpl)
+    }
 
 
 def weight_of_dot(dot: str) -> str:

@@ -7,13 +7,14 @@
 | `dots_no_batch` | those without batch dimensions: projections, not attention logits | some |
 | `projections` | queries, keys, values and what each branch gave; nothing wide | more |
 | `attention_out` | what attention gave | almost a forward pass |
+| `residual` | what layers were given, within a stage of a pipeline; nothing else | as below |
 | `full` | nothing | one more forward pass |
 | `offload_projections` | as `projections`, in the memory of the host | as there |
 | `offload_residual` | as `full`, in the memory of the host | as there |
 
 All but `none` also keep the input of the layer, and the first lines keep more than the later ones.
 
-The last five go by the names that layers give to their activations (`name_activation`), so they
+The last six go by the names that layers give to their activations (`name_activation`), so they
 keep the same with any kernel. The last two move what they keep over the bus to pinned memory of the
 host and back, while the device computes other layers; the device then holds one layer at a time.
 """
@@ -61,6 +62,7 @@ _POLICIES: dict[str, Any] = {
     "attention_out": jax.checkpoint_policies.save_only_these_names(
         "attention_out", "cross_attention_out"
     ),
+    "residual": jax.checkpoint_policies.save_only_these_names(*_RESIDUAL),
     "full": jax.checkpoint_policies.nothing_saveable,
     "offload_projections": _offload(*ACTIVATION_NAMES),
     "offload_residual": _offload(*_RESIDUAL),
@@ -144,3 +146,15 @@ def remat(body: Callable[..., Any], policy: str, *, in_scan: bool) -> Callable[.
     if policy == "none":
         return body
     return nn.remat(body, policy=_POLICIES[policy], prevent_cse=not in_scan)
+
+
+def remat_in_scan(body: Callable[..., Any], policy: str) -> Callable[..., Any]:
+    """Like `remat` for the body of a scan that is a function of arrays `[...]` alone.
+
+    Args:
+      body: A pure function.
+      policy: One of `REMAT_POLICIES`.
+    """
+    if policy == "none":
+        return body
+    return jax.checkpoint(body, policy=_POLICIES[policy], prevent_cse=False)

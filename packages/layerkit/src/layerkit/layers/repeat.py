@@ -76,13 +76,6 @@ class Repeat(BaseLayer):
         sizes = self.num_repeats
         return (sizes,) if isinstance(sizes, int) else tuple(sizes)
 
-    @property
-    @nn.nowrap
-    def is_loop(self) -> bool:
-        """Whether the copies run in more than one iteration; the compiler dissolves a single one."""
-        shape = self.stacked_shape
-        return math.prod(shape) > min(self.unroll, shape[-1])
-
     def fprop(self, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
         """The last copy's result, with the shape and dtype of `x` `[...]`."""
         return self.run("__call__", x, *args, **kwargs)
@@ -112,7 +105,8 @@ class Repeat(BaseLayer):
 
         shape = self.stacked_shape
         own = jax.tree.map(lambda leaf: leaf.reshape(shape + leaf.shape[1:]), each or {})
-        return self._scan(remat(body, self.remat, in_scan=self.is_loop))(self.sub, x, own)[0]
+        iterations = math.prod(shape) / min(self.unroll, shape[-1])
+        return self._scan(remat(body, self.remat, in_scan=iterations > 1))(self.sub, x, own)[0]
 
     def init_cache(self, *args: Any, **kwargs: Any) -> None:
         """Creates the decoding caches of every copy, stacked on a leading `layers` axis."""

@@ -34,6 +34,7 @@ from layerkit.layers.activations import GELU, Identity
 from layerkit.layers.attention.projections import OutputProjection
 from layerkit.layers.feed_forward import TransformerFeedForward
 from layerkit.layers.linears import FeedForward
+from layerkit.layers.products import unused_templates
 from layerkit.layers.sizes import check_last_axis, check_sizes
 from layerkit.weights import WeightInit
 
@@ -131,7 +132,10 @@ def with_residual_adapters(config: Config, *, bottleneck_dims: int) -> Config:
     """
     adapter = ResidualAdapter.HParams.config(bottleneck_dims=bottleneck_dims)
     config, num_adapted = config.clone(), 0
+    unused = unused_templates(config)
     for owner in walk_configs(config):
+        if id(owner) in unused:
+            continue
         for name, held in assigned_fields(owner).items():
             adapted = _ADAPTED.get(target_of(held)) if is_config(held) else None
             if adapted is not None:

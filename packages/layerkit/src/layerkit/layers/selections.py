@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from flax.linen.fp8_ops import fm32
 
 
 def where(condition: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -36,6 +37,14 @@ def take(x: jax.Array, index: jax.Array) -> jax.Array:
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return _take(x, index)
     return _differentiable_take(x, index)
+
+
+def as_float(x: jax.Array) -> jax.Array:
+    """`x` `[...]`; what adds up by its maximum as the float32 that it holds.
+
+    The functions above take only floats; see `layerkit.layers.quantization.fp8.accumulate_by_max`.
+    """
+    return _as_float(x) if x.dtype == fm32 else x
 
 
 def _where(condition: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -73,4 +82,11 @@ _differentiable_take = jax.custom_vjp(_take)
 _differentiable_take.defvjp(
     lambda x, index: (_take(x, index), jnp.arange(x.shape[0]) == index),
     lambda is_taken, g: (_spread(is_taken, g), None),
+)
+
+# JAX knows this conversion, but its own gradient fails (jax 0.10.2).
+_as_float = jax.custom_vjp(lambda x: jax.lax.convert_element_type(x, jnp.float32))
+_as_float.defvjp(
+    lambda x: (jax.lax.convert_element_type(x, jnp.float32), None),
+    lambda _, g: (jax.lax.convert_element_type(g, fm32),),
 )

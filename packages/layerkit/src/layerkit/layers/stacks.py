@@ -43,8 +43,8 @@ class StackedTransformer(BaseLayer):
         `num_kv_heads` and `dim_per_head` are None, they may set them.
 
     Raises:
-      ValueError: sizes below one, an unknown policy, a rate outside [0, 1), or both `layer_tpl` and
-        `block_tpls`.
+      ValueError: sizes below one, an unknown policy, a rate outside [0, 1) or set here and on a
+        layer, or both `layer_tpl` and `block_tpls`.
     """
 
     layer_tpl: Any = sub_config_field(Transformer.HParams)
@@ -118,7 +118,7 @@ class StackedTransformer(BaseLayer):
             what `droppath_rate` says.
 
         Returns:
-          The shape of `x`.
+          The shape of `x`, in the compute dtype.
         """
         queries, keys = mask.query_positions, mask.key_positions
         if mask.in_row_order:  # all rows alike
@@ -133,7 +133,7 @@ class StackedTransformer(BaseLayer):
         if droppath_rates is None and self.is_training and self.droppath_rate:
             depths = jnp.arange(1, self.num_layers + 1, dtype=jnp.float32)
             droppath_rates = self.droppath_rate / self.num_layers * depths
-        return self._run_layers("__call__", x, droppath_rates, shared)
+        return self._run_layers("__call__", self.cast(x), droppath_rates, shared)
 
     def init_cache(self, batch_size: int, max_length: int, memory: jax.Array | None = None) -> None:
         """Creates the empty caches of all layers.
@@ -167,14 +167,14 @@ class StackedTransformer(BaseLayer):
           memory_mask: Which of the t positions may attend which of the memory.
 
         Returns:
-          The shape of `x`.
+          The shape of `x`, in the compute dtype.
         """
         if self.relative_bias_tpl is not None:
             slots: jax.Array = self.get_variable(CACHE, "slots")
             queries = time_step + jnp.arange(x.shape[1], dtype=jnp.int32)[None]
             bias = self._add_relative_bias(bias, queries, slots[:1])
         shared = given(time_step=time_step, positions=positions, bias=bias, memory_mask=memory_mask)
-        return self._run_layers("extend_step", x, None, shared)
+        return self._run_layers("extend_step", self.cast(x), None, shared)
 
     @nn.nowrap
     def _run_layers(
@@ -200,8 +200,8 @@ class StackedTransformer(BaseLayer):
         def body(layer: Any, x: jax.Array, own: dict[str, jax.Array]) -> jax.Array:
             return getattr(layer, method)(x, **own, **shared)
 
-        in_scan = isinstance(self.parent, Repeat) and self.parent.is_loop
-        run = remat(body, self.remat, in_scan=in_scan)
+        # A stack cannot tell whether it is a period in the loop of another, and takes no risk.
+        run = remat(body, self.remat, in_scan=False)
         for index, layer in enumerate(layers):
             x = run(layer, x, {} if rates is None else {"droppath_rate": rates[index]})
         return x
@@ -223,6 +223,13 @@ class StackedTransformer(BaseLayer):
         if not 0.0 <= self.droppath_rate < 1.0:
             raise ValueError(
                 f"{self.path_name}: droppath_rate={self.droppath_rate}, expected 0 <= rate < 1"
+            )
+        of_layers = [getattr(template, "droppath_rate", 0.0) for template in self.pattern]
+        if self.droppath_rate and any(of_layers):
+            raise ValueError(
+                f"{self.path_name}: droppath_rate={self.droppath_rate} gives each layer a rate of"
+                f" its own, but its template sets droppath_rate={max(of_layers)}; set one of the"
+                " two"
             )
         if self.block_tpls is not None:
             if not self.block_tpls:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -90,10 +90,10 @@ def dead_fields(example: Example, *, sharding: BoundSharding | None = None) -> l
     config, changes = example.config, dict(example.changes)
     known: dict[str, Any] = {}
 
-    def evidence_of(values: Mapping[str, Any]) -> Any:
-        key = repr(sorted((name, repr(value)) for name, value in values.items()))
+    def aspects_before(given: Mapping[str, Any]) -> Any:
+        key = repr(sorted((name, repr(value)) for name, value in given.items()))
         if key not in known:
-            known[key] = _evidence(_with(config, values), example.run, sharding)
+            known[key] = list(_aspects(_with(config, given), example.run, sharding))
         return known[key]
 
     dead = []
@@ -109,7 +109,9 @@ def dead_fields(example: Example, *, sharding: BoundSharding | None = None) -> l
             refusal = _refusal(_with(config, values), example.run, sharding)
             is_dead = change.refusal not in refusal
         else:
-            is_dead = evidence_of(change.given) == evidence_of(values)
+            after = _aspects(_with(config, values), example.run, sharding)
+            pairs = zip(aspects_before(change.given), after, strict=True)
+            is_dead = all(before == now for before, now in pairs)  # up to the first difference
         if is_dead:
             dead.append(name)
     if changes:
@@ -145,18 +147,20 @@ def _another(config: Config, name: str) -> Any:
 
 def _refusal(config: Config, run: Callable[[Any], Any], sharding: BoundSharding | None) -> str:
     try:
-        _evidence(config, run, sharding)
+        list(_aspects(config, run, sharding))
     except ValueError as error:
         return str(error)
     return ""
 
 
-def _evidence(config: Config, run: Callable[[Any], Any], sharding: BoundSharding | None) -> Any:
-    """All that can be seen of a layer, comparable by ==; nothing is computed for it."""
+def _aspects(
+    config: Config, run: Callable[[Any], Any], sharding: BoundSharding | None
+) -> Iterator[Any]:
+    """All that can be seen of a layer, bit by bit, comparable by ==; nothing is computed for it."""
     layer = build(config)
     key = jax.random.key(0)
-    boxed = jax.eval_shape(layer.init_boxed, key)
-    programs = [_program(lambda key: unbox(layer.init_boxed(key)), key)]
+    program, boxed = _program(layer.init_boxed, key)
+    yield str(logical_axes(boxed)), program
     for train in (False, True):
         mode = layer.clone(train=train, sharding=sharding)
 
@@ -164,13 +168,12 @@ def _evidence(config: Config, run: Callable[[Any], Any], sharding: BoundSharding
             rngs = {RANDOM: key}
             return mode.apply(variables, method=run, rngs=rngs, mutable=list(_MUTABLE))
 
-        programs.append(_program(apply, unbox(boxed), key))
-    return str(logical_axes(boxed)), programs
+        yield _program(apply, unbox(boxed), key)[0]
 
 
-def _program(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The traced program without what does not reach its results, and its constants."""
+def _program(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
+    """The traced program without what does not reach its results, and the shapes of its results."""
     closed, results = jax.make_jaxpr(function, return_shape=True)(*arguments)
     needed, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
     constants = [(str(c.dtype), np.shape(c), np.asarray(c).tobytes()) for c in closed.consts]
-    return _ADDRESS.sub("", str(needed)), str(jax.tree.map(str, results)), constants
+    return (_ADDRESS.sub("", str(needed)), str(jax.tree.map(str, results)), constants), results

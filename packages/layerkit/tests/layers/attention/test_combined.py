@@ -62,16 +62,18 @@ def close(actual, expected):
 X = jax.random.normal(jax.random.key(3), (BATCH, LENGTH, DIMS))
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(
+    "kv_heads",
+    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)],
+)
 def test_equals_separate_projections_with_the_same_weights(kv_heads):
     separate = make(num_kv_heads=kv_heads)
     weights = drawn_weights(separate)
     (_, expected), gradients = value_and_gradients(separate)(weights, X)
     combined = make(num_kv_heads=kv_heads, combined_qkv=True)
     moved = combined_weights(weights)
-    assert jax.tree.map(jnp.shape, moved) == jax.tree.map(
-        jnp.shape, combined.init(jax.random.key(0))
-    )
+    shapes = jax.eval_shape(combined.init, jax.random.key(0))
+    assert jax.tree.map(jnp.shape, moved) == jax.tree.map(jnp.shape, shapes)
     (_, out), found = value_and_gradients(combined)(moved, X)
     np.testing.assert_allclose(out, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
     close(found, combined_weights(gradients))
@@ -113,7 +115,7 @@ def test_splitting_is_the_inverse_of_combining():
 
 def test_fans_are_those_of_the_one_product():
     layer = CombinedProjection(input_dims=32, num_heads=4, num_kv_heads=2, head_dim=8)
-    w = layer.init(jax.random.key(0))["params"]["w"]
+    w = jax.jit(layer.init)(jax.random.key(0))["params"]["w"]
     bound = (6 / (32 + (4 + 2 + 2) * 8)) ** 0.5
     assert 0.98 * bound < np.abs(w).max() <= bound
 
@@ -122,13 +124,28 @@ def test_takes_a_low_rank_adapter():
     config = MultiHeadAttention.HParams.config(input_dims=DIMS, num_heads=HEADS, combined_qkv=True)
     adapted = with_lora(config, rank=2, only="qkv_tpl").Instantiate()
     assert adapted.qkv_tpl.dot_tpl is not None and LoraDot.__name__ in repr(adapted.qkv_tpl)
-    params = adapted.init(jax.random.key(0))["params"]
+    params = jax.eval_shape(adapted.init, jax.random.key(0))["params"]
     assert params["qkv"]["dot"]["lora_a"].shape == (DIMS, 2)
     assert params["qkv"]["dot"]["lora_b"].shape == (2, HEADS, 3, DIMS // HEADS)
+
+
+@pytest.mark.parametrize(("combined", "only"), [(True, "(query|value)_tpl"), (False, "qkv_tpl")])
+def test_adapters_of_a_projection_that_is_not_there_are_refused(combined, only):
+    config = MultiHeadAttention.HParams.config(
+        input_dims=DIMS, num_heads=HEADS, combined_qkv=combined
+    )
+    with pytest.raises(ValueError) as error:
+        jax.eval_shape(with_lora(config, rank=2, only=only).Instantiate().init, jax.random.key(0))
+    separate = "query_tpl, key_tpl, value_tpl"
+    unused, used = (separate, "qkv_tpl") if combined else ("qkv_tpl", separate)
+    assert str(error.value) == (
+        f"MultiHeadAttention(): combined_qkv={combined} leaves {unused} unused, so a dot_tpl there"
+        f" would do nothing; set that of {used}"
+    )
 
 
 def test_heads_that_do_not_divide_are_refused():
     layer = CombinedProjection(input_dims=4, num_heads=3, num_kv_heads=2, head_dim=2)
     with pytest.raises(ValueError) as error:
-        layer.init(jax.random.key(0))
+        jax.eval_shape(layer.init, jax.random.key(0))
     assert str(error.value) == ("CombinedProjection(): num_kv_heads=2 does not divide num_heads=3")

@@ -83,8 +83,13 @@ def check_equal(ours, expected, atol=3e-6):
 @pytest.mark.parametrize(
     ("way", "mask", "sizes"),
     [
-        ("all_gather", "packed_window", {"data": 2, "tensor": 2, "context": 2}),
         ("ring", "packed_window", {"data": 2, "tensor": 2, "context": 2}),
+        pytest.param(
+            "all_gather",
+            "packed_window",
+            {"data": 2, "tensor": 2, "context": 2},
+            marks=pytest.mark.slow,
+        ),
         pytest.param("ring", "causal_window", {"context": 8}, marks=pytest.mark.slow),
     ],
 )
@@ -121,16 +126,17 @@ def test_length_may_be_split_over_several_mesh_axes():
     check_equal(ours, values_and_gradients(draw(), **options))
 
 
-@pytest.mark.slow
-def test_a_single_key_head_is_on_every_device_of_tensor():
+@pytest.mark.parametrize("way", [pytest.param("all_gather", marks=pytest.mark.slow), "ring"])
+def test_a_single_key_head_is_on_every_device_of_tensor(way):
     options = {"mask": MASKS["causal"]()}
     inputs = draw(kv_heads=1)
-    sharding = bound(tensor=4, context=2)
+    sharding = bound(tensor=2, context=2)
     expected = values_and_gradients(inputs, **options)
-    ours = values_and_gradients(inputs, sharding=sharding, **options)
+    ours = values_and_gradients(inputs, sharding=sharding, context_parallel=way, **options)
     check_equal(ours, expected)
 
 
+@pytest.mark.slow
 def test_a_ring_keeps_low_precision_and_other_lengths_of_keys():
     inputs = draw(dtype=jnp.bfloat16, keys=2 * LENGTH)
     expected = values_and_gradients(inputs)
@@ -268,7 +274,8 @@ def test_what_cannot_be_is_refused():
     )
 
 
-@pytest.mark.parametrize("way", [pytest.param("all_gather", marks=pytest.mark.slow), "ring"])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["all_gather", "ring"])
 def test_a_repeated_language_model_is_the_same_on_split_rows(way):
     """Context parallelism is a field and a mesh: no other layer knows of it."""
     config = LanguageModel.HParams.config()

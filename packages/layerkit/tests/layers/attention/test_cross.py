@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +44,21 @@ def arrays(batch=BATCH):
     )
 
 
+@functools.partial(jax.jit, static_argnames="layer")
+def at_once(layer, weights, x, memory, mask, bias=None):
+    return layer.apply(weights, x, memory=memory, mask=mask, bias=bias)
+
+
+@functools.partial(jax.jit, static_argnames="layer")
+def cache_of(layer, weights, memory):
+    return layer.apply(weights, memory, method="init_cache", mutable=[CACHE])[1]
+
+
+@functools.partial(jax.jit, static_argnames="layer")
+def extend(layer, weights, cache, x, mask, bias=None):
+    return layer.apply({**weights, **cache}, x, mask=mask, bias=bias, method="extend_step")
+
+
 def mask_of(segments=PADDED, queries=LENGTH):
     batch, keys = segments.shape
     return AttentionMask.cross_mask(batch, queries, keys, key_segments=jnp.asarray(segments))
@@ -69,14 +87,20 @@ def by_numpy(weights, x, memory, *, segments, bias=0.0, scale=None, norm=False):
 BIAS = np.random.default_rng(3).normal(size=(1, HEADS, LENGTH, MEMORY)).astype(np.float32)
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+CASES = [
+    ({}, {}),
+    ({"use_bias": True, "logit_scale": 1.0}, {"scale": 1.0}),
+    ({"qk_norm_tpl": RmsNorm.HParams.config()}, {"norm": True}),
+    ({}, {"bias": BIAS}),
+]
+
+
 @pytest.mark.parametrize(
-    ("fields", "reference"),
+    ("kv_heads", "fields", "reference"),
     [
-        ({}, {}),
-        ({"use_bias": True, "logit_scale": 1.0}, {"scale": 1.0}),
-        ({"qk_norm_tpl": RmsNorm.HParams.config()}, {"norm": True}),
-        ({}, {"bias": BIAS}),
+        pytest.param(kv_heads, *case, marks=() if i == ordinary else pytest.mark.slow)
+        for kv_heads, ordinary in ((1, 1), (2, 2), (4, 3))
+        for i, case in enumerate(CASES)
     ],
 )
 def test_equals_numpy_at_once_and_cached(kv_heads, fields, reference):
@@ -84,21 +108,14 @@ def test_equals_numpy_at_once_and_cached(kv_heads, fields, reference):
     weights, (x, memory) = drawn_weights(layer), arrays()
     expected = by_numpy(weights, x, memory, segments=PADDED, **reference)
     bias = reference.get("bias")
-    at_once = jax.jit(lambda w, x, m: layer.apply(w, x, memory=m, mask=mask_of(), bias=bias))
-    np.testing.assert_allclose(at_once(weights, x, memory), expected, atol=1e-5)
+    actual = at_once(layer, weights, x, memory, mask_of(), bias)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
 
-    cache = layer.apply(weights, memory, method="init_cache", mutable=[CACHE])[1]
-    outs = []
+    cache, outs = cache_of(layer, weights, memory), []
     for start, stop in ((0, 3), (3, 4)):
-        outs.append(
-            layer.apply(
-                {**weights, **cache},
-                x[:, start:stop],
-                mask=mask_of(queries=stop - start),
-                bias=None if bias is None else bias[:, :, start:stop],
-                method="extend_step",
-            )
-        )
+        own = None if bias is None else bias[:, :, start:stop]
+        mask = mask_of(queries=stop - start)
+        outs.append(extend(layer, weights, cache, x[:, start:stop], mask, own))
     np.testing.assert_allclose(jnp.concatenate(outs, axis=1), expected, atol=1e-5)
 
 
@@ -113,7 +130,7 @@ def test_weights_and_cache():
             "output": {"w": (4, 2, 8)},
         }
     }
-    cache = layer.apply(weights, memory, method="init_cache", mutable=[CACHE])[1]
+    cache = cache_of(layer, weights, memory)
     each = ((BATCH, MEMORY, 2, 2), "bfloat16")
     shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), cache)
     assert shapes == {CACHE: {"key": each, "value": each}}
@@ -122,41 +139,47 @@ def test_weights_and_cache():
 def test_padding_of_the_memory_is_not_read():
     layer = make()
     weights, (x, memory) = drawn_weights(layer), arrays()
-    read = layer.apply(weights, x, memory=memory, mask=mask_of())
+    read = at_once(layer, weights, x, memory, mask_of())
     changed = memory.at[0, 4:].set(1e3)
-    np.testing.assert_array_equal(layer.apply(weights, x, memory=changed, mask=mask_of()), read)
+    np.testing.assert_array_equal(at_once(layer, weights, x, changed, mask_of()), read)
 
 
 def test_a_memory_of_padding_alone_reads_zero_when_asked():
     layer = make(zero_fully_masked_rows=True)
     weights, (x, memory) = drawn_weights(layer), arrays()
     nothing = mask_of(np.zeros((BATCH, MEMORY), np.int32))
-    read = layer.apply(weights, x, memory=memory, mask=nothing)
+    read = at_once(layer, weights, x, memory, nothing)
     np.testing.assert_array_equal(read, 0.0)
 
 
-@pytest.mark.parametrize("names", [("data", "fsdp", "tensor"), ("data", "context", "tensor")])
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(("data", "fsdp", "tensor"), marks=pytest.mark.slow),
+        ("data", "context", "tensor"),
+    ],
+)
 def test_on_a_mesh_equals_one_device(names):
     mesh = jax.make_mesh((2, 2, 2), names, axis_types=(AxisType.Auto,) * 3)
     layer = make(num_kv_heads=2, use_bias=True)
     weights, (x, memory) = drawn_weights(layer), arrays(4)
     mask = mask_of(np.tile(PADDED, (2, 1)))
-    expected = layer.apply(weights, x, memory=memory, mask=mask)
+    expected = at_once(layer, weights, x, memory, mask)
     bound = layer.clone(sharding=BoundSharding(mesh))
-    run = jax.jit(lambda w, x, m: bound.apply(w, x, memory=m, mask=mask))
-    np.testing.assert_allclose(run(weights, x, memory), expected, atol=1e-5)
+    np.testing.assert_allclose(at_once(bound, weights, x, memory, mask), expected, atol=1e-5)
+    mask = mask_of(np.tile(PADDED, (2, 1)), queries=1)
+    first = extend(bound, weights, cache_of(bound, weights, memory), x[:, :1], mask)
+    np.testing.assert_allclose(first, expected[:, :1], atol=1e-5)
 
-    @jax.jit
-    def first_token(weights, x, memory):
-        cache = bound.apply(weights, memory, method="init_cache", mutable=[CACHE])[1]
-        return bound.apply(
-            {**weights, **cache},
-            x[:, :1],
-            mask=mask_of(np.tile(PADDED, (2, 1)), queries=1),
-            method="extend_step",
-        )
 
-    np.testing.assert_allclose(first_token(weights, x, memory), expected[:, :1], atol=1e-5)
+def test_cached_steps_leave_kernels_to_whole_rows(caplog):
+    """A step that happens to have the sizes of a kernel could not be split over devices."""
+    layer = make(backend="pallas")
+    weights, (x, memory) = drawn_weights(layer), arrays()
+    cache = cache_of(layer, weights, memory)
+    with caplog.at_level(logging.INFO, logger="layerkit"):
+        extend(layer, weights, cache, x, mask_of())
+    assert caplog.messages == ["attention backend: xla (as asked)"]
 
 
 def test_refusals():

@@ -278,3 +278,11 @@ def test_shapes_that_do_not_fit_are_refused_by_name():
         "query (2, 5, 4, 3), key (2, 5, 4, 3), value (2, 5, 4, 3): the mask is for 1 queries and 1"
         " keys, expected 5 and 5"
     )
+    with pytest.raises(ValueError) as error:
+        dot_product_attention(
+            query, key, value, mask=AttentionMask.causal_mask(BATCH + 1, LENGTH), scale=1.0
+        )
+    assert str(error.value) == (
+        "query (2, 5, 4, 3), key (2, 5, 4, 3), value (2, 5, 4, 3): the mask is for a batch of 3,"
+        " expected 2 or 1"
+    )

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit.layers.attention.dot_product import dot_product_attention
+from layerkit.layers.attention.backends import BackendRefusal, select_backend
+from layerkit.layers.attention.dot_product import describe_call, dot_product_attention
 from layerkit.layers.attention.flash_gpu import flash_attention_gpu
 from layerkit.layers.attention.xla import xla_attention
 from layerkit.layers.masks import AttentionMask
@@ -62,6 +63,7 @@ def test_a_window_both_ways_visits_every_block_in_reach():
     check_equal(ours, values_and_gradients(xla_attention, draw(), None, **options))
 
 
+@pytest.mark.slow
 def test_positions_need_not_be_the_order_of_the_row():
     """A prompt behind 13 cached tokens; the first row's cache holds nothing for query 5."""
     mask = AttentionMask.decoding_mask(BATCH, LENGTH, 64, time_step=13)
@@ -76,6 +78,19 @@ def test_positions_need_not_be_the_order_of_the_row():
         xla_attention, inputs, None, mask=mask, zero_fully_masked_rows=True
     )
     check_equal(ours, expected)
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_a_memory_as_long_as_the_queries_may_still_be_all_padding(platform):
+    """There xla reads a mean and kernels 0, so they refuse unless 0 is asked for."""
+    length = 128
+    padded = jnp.ones((BATCH, length), jnp.int32).at[0].set(0)
+    mask = AttentionMask.cross_mask(BATCH, length, length, key_segments=padded)
+    x = jax.ShapeDtypeStruct((BATCH, length, HEADS, 16), jnp.float32)
+    call = describe_call(x, x, x, mask=mask, platform=platform)
+    assert call.may_have_empty_rows
+    with pytest.raises(BackendRefusal):
+        select_backend("pallas", call)
 
 
 def test_hidden_blocks_are_not_read():

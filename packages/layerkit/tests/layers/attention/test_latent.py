@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,31 +51,35 @@ def positions(batch, start, stop):
     return jnp.broadcast_to(jnp.arange(start, stop, dtype=jnp.int32), (batch, stop - start))
 
 
-def whole(layer, weights, x):
+@functools.partial(jax.jit, static_argnames="layer")
+def whole(layer, weights, x, **options):
     mask = AttentionMask.causal_mask(x.shape[0], LENGTH)
     places = positions(x.shape[0], 0, LENGTH)
-    return jax.jit(lambda w, x: layer.apply(w, x, mask=mask, positions=places))(weights, x)
+    return layer.apply(weights, x, mask=mask, positions=places, **options)
 
 
+@functools.partial(jax.jit, static_argnames=("layer", "batch"))
 def empty_cache(layer, weights, batch=BATCH):
     return layer.apply(weights, batch, SLOTS, method="init_cache", mutable=[CACHE])[1]
 
 
-def in_chunks(layer, weights, x, chunks):
-    @jax.jit
-    def step(cache, x, start):
-        return layer.apply(
-            {**weights, **cache},
-            x,
-            time_step=start,
-            positions=start + positions(x.shape[0], 0, x.shape[1]),
-            method="extend_step",
-            mutable=[CACHE],
-        )
+@functools.partial(jax.jit, static_argnames="layer")
+def extend(layer, weights, cache, x, start, **options):
+    return layer.apply(
+        {**weights, **cache},
+        x,
+        time_step=start,
+        positions=start + positions(x.shape[0], 0, x.shape[1]),
+        method="extend_step",
+        mutable=[CACHE],
+        **options,
+    )
 
+
+def in_chunks(layer, weights, x, chunks):
     cache, outs, start = empty_cache(layer, weights, x.shape[0]), [], 0
     for size in chunks:
-        out, cache = step(cache, x[:, start : start + size], start)
+        out, cache = extend(layer, weights, cache, x[:, start : start + size], start)
         outs.append(out)
         start += size
     return jnp.concatenate(outs, axis=1)
@@ -116,8 +122,15 @@ def weights_of(attention, query_latent):
     return {"params": params}
 
 
-@pytest.mark.parametrize("yarn", [False, True])
-@pytest.mark.parametrize("query_latent", [None, QUERY_LATENT])
+@pytest.mark.parametrize(
+    ("query_latent", "yarn"),
+    [
+        (QUERY_LATENT, True),
+        pytest.param(None, False, marks=pytest.mark.slow),
+        pytest.param(None, True, marks=pytest.mark.slow),
+        pytest.param(QUERY_LATENT, False, marks=pytest.mark.slow),
+    ],
+)
 def test_equals_deepseek_v3(query_latent, yarn):
     torch = pytest.importorskip("torch")
     deepseek = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
@@ -157,8 +170,8 @@ def test_equals_deepseek_v3(query_latent, yarn):
     )
     ours = make(query_latent_dims=query_latent, use_bias=True, rotary_tpl=rotary, **fields)
     weights = weights_of(theirs, query_latent)
-    shapes = jax.tree.map(jnp.shape, ours.init(jax.random.key(0)))
-    assert jax.tree.map(jnp.shape, weights) == shapes
+    shapes = jax.eval_shape(ours.init, jax.random.key(0))
+    assert jax.tree.map(jnp.shape, weights) == jax.tree.map(jnp.shape, shapes)
     np.testing.assert_allclose(whole(ours, weights, x), expected, atol=2e-5)
     np.testing.assert_allclose(in_chunks(ours, weights, x, [4, 1, 1]), expected, atol=2e-5)
 
@@ -166,12 +179,16 @@ def test_equals_deepseek_v3(query_latent, yarn):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"query_latent_dims": QUERY_LATENT},
-        {"use_bias": True},
-        {"logit_cap": 0.5},
-        {"logit_scale": 1.0},
-        {"window": 2},
-        {"zero_fully_masked_rows": True},
+        {"window": 2, "use_bias": True},
+        *(
+            pytest.param(option, marks=pytest.mark.slow)
+            for option in (
+                {"query_latent_dims": QUERY_LATENT},
+                {"logit_cap": 0.5},
+                {"logit_scale": 1.0},
+                {"zero_fully_masked_rows": True},
+            )
+        ),
     ],
 )
 def test_folded_steps_equal_whole_rows(fields):
@@ -185,29 +202,21 @@ def test_a_given_bias_is_that_of_the_cached_steps():
     layer = make()
     weights, x = drawn_weights(layer), inputs()
     bias = jax.random.normal(jax.random.key(4), (1, HEADS, SLOTS, SLOTS))
-    expected = layer.apply(
-        weights,
-        x,
-        mask=AttentionMask.causal_mask(BATCH, LENGTH),
-        positions=positions(BATCH, 0, LENGTH),
-        bias=bias[:, :, :LENGTH, :LENGTH],
-    )
-    out, _ = layer.apply(
-        {**weights, **empty_cache(layer, weights)},
-        x[:, :3],
-        time_step=jnp.int32(0),
-        positions=positions(BATCH, 0, 3),
-        bias=bias[:, :, :3],
-        method="extend_step",
-        mutable=[CACHE],
-    )
+    expected = whole(layer, weights, x, bias=bias[:, :, :LENGTH, :LENGTH])
+    cache = empty_cache(layer, weights)
+    out, _ = extend(layer, weights, cache, x[:, :3], 0, bias=bias[:, :, :3])
     np.testing.assert_allclose(out, expected[:, :3], atol=2e-5)
     assert np.abs(expected - whole(layer, weights, x)).max() > 1e-2
 
 
-def test_low_rank_adapters_of_what_would_be_folded_count_in_cached_steps():
+@pytest.mark.parametrize("what", ["adapters", "biases"])
+def test_what_cannot_be_folded_counts_in_cached_steps(what):
     config = MultiHeadLatentAttention.HParams.config(**SIZES)
-    layer = with_lora(config, rank=2, only="up_tpl").Instantiate()
+    if what == "adapters":
+        config = with_lora(config, rank=2, only="up_tpl")
+    else:
+        config.up_tpl.use_bias = True
+    layer = config.Instantiate()
     weights, x = drawn_weights(layer), inputs()  # lora_b is drawn too, so that adapters act
     expected = whole(layer, weights, x)
     np.testing.assert_allclose(in_chunks(layer, weights, x, [4, 1, 1]), expected, atol=2e-5)
@@ -215,7 +224,7 @@ def test_low_rank_adapters_of_what_would_be_folded_count_in_cached_steps():
 
 def test_the_cache_holds_latents_and_nothing_per_head():
     layer = make(fprop_dtype="bfloat16")
-    cache = empty_cache(layer, layer.init(jax.random.key(0)))
+    cache = empty_cache(layer, drawn_weights(layer))
     shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), cache)
     assert shapes == {
         CACHE: {
@@ -246,7 +255,13 @@ def test_folded_steps_never_expand_the_cache(folds):
     assert (slots_of_heads in program) is not folds
 
 
-@pytest.mark.parametrize("names", [("data", "fsdp", "tensor"), ("data", "context", "tensor")])
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(("data", "fsdp", "tensor"), marks=pytest.mark.slow),
+        ("data", "context", "tensor"),
+    ],
+)
 def test_on_a_mesh_equals_one_device(names):
     mesh = jax.make_mesh((2, 2, 2), names, axis_types=(AxisType.Auto,) * 3)
     layer = make(query_latent_dims=QUERY_LATENT)
@@ -260,14 +275,8 @@ def test_on_a_mesh_equals_one_device(names):
 def test_beyond_the_end_of_the_cache_is_nan_and_bad_sizes_are_refused():
     layer = make()
     weights = drawn_weights(layer)
-    out = layer.apply(
-        {**weights, **empty_cache(layer, weights)},
-        inputs()[:, :2],
-        time_step=jnp.int32(SLOTS - 1),
-        positions=positions(BATCH, 0, 2),
-        method="extend_step",
-        mutable=[CACHE],
-    )[0]
+    cache = empty_cache(layer, weights)
+    out, _ = extend(layer, weights, cache, inputs()[:, :2], SLOTS - 1)
     assert np.isnan(out).all()
     for fields, message in (
         ({"latent_dims": 0}, "latent_dims=0, expected at least 1"),

@@ -92,6 +92,25 @@ def test_blocks_under_vmap_are_blocks_one_by_one():
         np.testing.assert_allclose(found[index], np.stack([e[index] for e in expected]), atol=1e-5)
 
 
+def test_a_batch_of_loops_is_one_loop_as_long_as_the_longest():
+    sizes = np.array([[8, 4], [0, 4]], np.int32)
+    _, w = drawn((2, 16, IN), (2, 2, IN, OUT))
+    rows = np.full((2, 16, IN), np.nan, np.float32)
+    rows[0, :12], rows[1, :4] = 1.0, 1.0  # what is behind is nobody's
+
+    def gradient(rows, w, sizes):
+        out, pull = jax.vjp(lambda w: grouped_matmul(rows, w, RowGroups(sizes, 4)), w)
+        return pull(jnp.ones_like(out))[0]
+
+    batched = jax.vmap(gradient)
+    found = jax.jit(batched)(rows, w, sizes)
+    np.testing.assert_array_equal(found[:, :, 0, 0], sizes)
+    # Were the iterations counted for each, all of the sums would be copied at every iteration.
+    traced = str(jax.make_jaxpr(batched)(rows, w, sizes))
+    loops = [line for line in traced.splitlines() if "= while[" in line]
+    assert loops and not any("i32[2]" in line.partition("=")[0] for line in loops)
+
+
 @pytest.mark.parametrize(
     ("rows", "groups", "expected"),
     # a quarter of a mean group: 4096/8/4 = 128, 1000/8/4 = 31 → 16

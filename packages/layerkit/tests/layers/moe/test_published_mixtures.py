@@ -71,7 +71,7 @@ def test_mixtral():
     check(block, MoeFeedForward(**SIZES), {"params": params})
 
 
-@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("renormalize", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_qwen2_moe(renormalize):
     from transformers.models.qwen2_moe import Qwen2MoeConfig
     from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock

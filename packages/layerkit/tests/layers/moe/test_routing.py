@@ -125,6 +125,21 @@ def test_scores_are_float32_whatever_the_compute_dtype():
     }
 
 
+def test_products_keep_all_bits_of_float32_on_accelerators():
+    layer, variables = make(use_noise=True, train=True)
+    rngs = {"random": jax.random.key(0)}
+    text = jax.jit(lambda v: layer.apply(v, X, rngs=rngs)).lower(variables).as_text()
+    # The router's and the noise's.
+    assert text.count("precision = [HIGHEST, HIGHEST]") == 2
+
+
+def test_scores_that_are_all_0_are_no_division_by_0():
+    layer = TopKRouter(input_dims=1, num_experts=3, num_experts_per_token=1, score="sigmoid")
+    routing = route(layer, {"params": {"w": jnp.full((1, 3), -200.0)}}, np.ones((2, 1)))
+    np.testing.assert_array_equal(routing.probs, 0.0)
+    np.testing.assert_array_equal(routing.weights, 0.0)
+
+
 @pytest.mark.parametrize("fields", [{"use_noise": True}, {"jitter": 0.3}])
 def test_noise_is_for_training_alone(fields):
     layer, variables = make(**fields)

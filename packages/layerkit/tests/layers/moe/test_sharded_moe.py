@@ -12,7 +12,9 @@ import pytest
 from jax.sharding import AxisType
 
 from layerkit.base_layer import AUX_LOSS, SUMMARIES
+from layerkit.layers.moe import feed_forward
 from layerkit.layers.moe.feed_forward import MoeFeedForward
+from layerkit.layers.pipeline import Pipeline
 from layerkit.sharding import DEFAULT_RULES, BoundSharding
 from layerkit.weights import logical_axes, unbox
 
@@ -116,8 +118,8 @@ def exchanges(program):
 @pytest.mark.parametrize(
     ("axes", "fields"),
     [
-        (CUBE_OF_DATA, CAPACITY),
         (CUBE_OF_FSDP, DROPLESS),
+        pytest.param(CUBE_OF_DATA, CAPACITY, marks=pytest.mark.slow),
         pytest.param(CUBE_OF_DATA, DROPLESS, marks=pytest.mark.slow),
         pytest.param(CUBE_OF_FSDP, CAPACITY, marks=pytest.mark.slow),
     ],
@@ -170,6 +172,38 @@ def test_a_capacity_exchanges_tokens_by_all_to_all_alone(expected):
 def test_dropless_gathers_tokens_and_scatters_sums(expected):
     _, program = check(expected, {"expert": 4}, DROPLESS)
     assert exchanges(program) == {"all-gather", "reduce-scatter"}
+
+
+def test_blocks_are_as_large_as_on_one_device(monkeypatch):
+    seen = []
+
+    def sorted_slots(experts, **options):
+        seen.append(options["block"] * options["num_experts"] / EXPERTS)
+        return original(experts, **options)
+
+    original = feed_forward.sorted_slots
+    monkeypatch.setattr(feed_forward, "sorted_slots", sorted_slots)
+    layer = MoeFeedForward(input_dims=DIMS, hidden_dims=6, num_experts=EXPERTS)
+    x = jax.ShapeDtypeStruct((BATCH, 128, DIMS), np.float32)
+    weights = jax.eval_shape(layer.init, KEY)
+    for sharding in (None, bind({"expert": 8})):
+        jax.eval_shape(layer.clone(sharding=sharding).apply, weights, x)
+    assert seen == [64, 64 / 8]
+
+
+@pytest.mark.parametrize("fields", [DROPLESS, pytest.param(CAPACITY, marks=pytest.mark.slow)])
+def test_experts_in_a_pipeline_on_a_mesh_are_those_of_one_device(fields):
+    stage = MoeFeedForward.HParams.config(input_dims=DIMS, hidden_dims=6, num_experts=4, **fields)
+    layer = Pipeline(stage_tpl=stage, num_stages=2, num_microbatches=2, train=True)
+    random = np.random.default_rng(3)
+    shapes = jax.eval_shape(layer.init, KEY)
+    weights = jax.tree.map(lambda w: random.normal(0.0, 0.4, w.shape).astype(w.dtype), shapes)
+    run, arguments = compiled_on(bind({"data": 2, "stage": 2, "expert": 2}), layer, weights)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5),
+        run(*arguments),
+        jax.jit(everything(layer))(weights, *inputs()),
+    )
 
 
 def test_groups_that_devices_cannot_share_are_refused():

@@ -12,7 +12,7 @@ from layerkit.layers.moe.capacity import capacity_of
 from layerkit.layers.moe.slots import Slots, from_slots, to_slots, weighted_sum
 
 capacity_slots = jax.jit(capacity.capacity_slots, static_argnames=("num_experts", "capacity"))
-sorted_slots = jax.jit(dropless.sorted_slots, static_argnames=("num_experts", "implementation"))
+sorted_slots = jax.jit(dropless.sorted_slots, static_argnames=("num_experts", "block"))
 TOKENS, CHOICES, EXPERTS, DIMS = 12, 2, 3, 4
 
 
@@ -27,8 +27,8 @@ def drawn_experts(seed=0):
 def layouts():
     experts = jnp.asarray(drawn_experts())
     yield capacity_slots(experts, num_experts=EXPERTS, capacity=4)
-    for implementation in ("ragged_dot", "blocks"):
-        yield sorted_slots(experts, num_experts=EXPERTS, implementation=implementation)[0]
+    for block in (1, 8):
+        yield sorted_slots(experts, num_experts=EXPERTS, block=block)[0]
 
 
 @pytest.mark.parametrize(
@@ -65,14 +65,12 @@ def test_capacity_slots_are_those_of_a_loop():
     assert np.sum(expected == EXPERTS * 4) > CHOICES  # more than padding was dropped
 
 
-@pytest.mark.parametrize("implementation", ["ragged_dot", "blocks"])
+@pytest.mark.parametrize("block", [1, 8])
 @pytest.mark.parametrize("first", [0, 1])
-def test_sorted_slots_hold_every_choice_of_the_experts_here(implementation, first):
+def test_sorted_slots_hold_every_choice_of_the_experts_here(block, first):
     experts, here = drawn_experts() - first, EXPERTS - first
     experts[2] = here
-    slots, groups = sorted_slots(
-        jnp.asarray(experts), num_experts=here, implementation=implementation
-    )
+    slots, groups = sorted_slots(jnp.asarray(experts), num_experts=here, block=block)
     ends = np.cumsum(groups.sizes)
     starts = ends - groups.sizes
     assert np.all(starts % groups.block == 0) and len(slots.choice_of_slot) % groups.block == 0

@@ -73,7 +73,8 @@ def test_a_transformer_keeps_its_padding_from_the_experts():
     mask = AttentionMask.causal_mask(BATCH, LENGTH, segment_ids=jnp.asarray(segments))
     row = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32), (BATCH, LENGTH))
     run = jax.jit(lambda v: layer.apply(v, X, mask=mask, positions=row, mutable=[SUMMARIES])[1])
-    load = run(drawn_weights(layer))[SUMMARIES]["feed_forward"]["expert_load"][0]
+    summaries = run(drawn_weights(layer))[SUMMARIES]["feed_forward"]
+    load = np.array([summaries[f"expert_load/{expert}"][0] for expert in range(4)])
     # 10 tokens with 2 choices each, over 4 experts.
     choices = load * (10 * 2 / 4)
     np.testing.assert_allclose(choices, np.round(choices), atol=1e-5)

@@ -14,6 +14,7 @@ from layerkit.base_layer import OVERWRITE_WITH_GRADIENT, PARAMS, BaseLayer
 from layerkit.config import sub_config_field
 from layerkit.layers.attention.projections import HeadProjection, OutputProjection
 from layerkit.layers.linears import Linear
+from layerkit.layers.pipeline import Pipeline
 from layerkit.layers.products import create_dot, matmul, with_dots
 from layerkit.layers.quantization.fp8 import Fp8Dot, accumulate_by_max, next_state
 from layerkit.layers.repeat import Repeat
@@ -217,6 +218,53 @@ def test_repeated_layers_have_scales_of_their_own_also_with_remat():
     boxed = repeat.init_boxed(KEY)[OVERWRITE_WITH_GRADIENT]
     axes = logical_axes(boxed)["sub"]["linear"]["dot"]
     assert axes["input_scale"] == ("layers", None)
+
+
+class Unit(Block):
+    """Divides by the norm of a row, which is not a number in the bubbles of a pipeline."""
+
+    def fprop(self, x):
+        return super().fprop(x / jnp.linalg.norm(x, axis=-1, keepdims=True))
+
+
+@pytest.mark.parametrize(
+    ("circular_repeats", "num_microbatches", "remat"),
+    [(1, 4, "none"), (1, 2, "full"), (2, 2, "full"), (2, 4, "projections")],
+)
+def test_a_pipeline_keeps_the_largest_value_of_all_microbatches(
+    circular_repeats, num_microbatches, remat
+):
+    row = Repeat(sub_tpl=Unit.HParams.config(), num_repeats=2 * circular_repeats)
+    pipeline = Pipeline(
+        stage_tpl=Unit.HParams.config(),
+        num_stages=2,
+        circular_repeats=circular_repeats,
+        num_microbatches=num_microbatches,
+        remat=remat,
+    )
+    params, state = (tree["sub"] for tree in split(row.init(KEY)))
+    leading = (circular_repeats, 2) if circular_repeats > 1 else (2,)
+
+    def stacked(tree):
+        return {"stage": jax.tree.map(lambda x: x.reshape(*leading, *x.shape[1:]), tree)}
+
+    own, own_state = stacked(params), stacked(state)
+    assert jax.tree.map(jnp.shape, pipeline.init(KEY)[OVERWRITE_WITH_GRADIENT]) == jax.tree.map(
+        jnp.shape, own_state
+    )
+    run, run_row = train_step(pipeline), train_step(row)
+    for step in range(3):
+        # Rows of one microbatch are the largest, each time of another.
+        x = inputs().at[step].multiply(10.0)
+        outputs, _, _, own_state = run(own, own_state, x)
+        expected, _, _, state = run_row({"sub": params}, {"sub": state}, x)
+        state = state["sub"]
+        np.testing.assert_allclose(outputs, expected, rtol=1e-5, atol=1e-5)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), own_state, stacked(state)
+        )
+    dot = own_state["stage"]["linear"]["dot"]
+    assert all(np.all(dot[f"{tensor}_scale"] != 1.0) for tensor in TENSORS)
 
 
 def test_a_step_on_a_mesh_is_that_of_one_device():

@@ -62,7 +62,7 @@ class BaseAttention(BaseLayer):
       dropout_rate: Of the attention probabilities, in training.
       zero_fully_masked_rows: A query that may attend nothing reads exactly 0 instead of a mean.
       backend: Name of the implementation of `fprop`; see `layerkit.layers.attention.backends`.
-        Cached steps always run on `auto`.
+        Cached steps always run on `xla`.
       context_parallel: How whole rows that are split over devices are attended, `all_gather` or
         `ring`; see `layerkit.layers.attention.context_parallel`.
       query_tpl, key_tpl, value_tpl: Projections into heads.
@@ -257,16 +257,13 @@ def backend_options(layer: Any, *, cached: bool) -> dict[str, Any]:
     Args:
       layer: With fields `backend` and `context_parallel`.
       cached: Whether the keys are those of a cache. Then the compiler splits the work: a step has
-        few queries, and a kernel for whole rows would gain nothing.
+        few queries, and a kernel for whole rows, which it cannot split, would gain nothing.
     """
-    sharding = layer.inherited("sharding")
     if cached:
-        # The mesh may be of machines that are only planned for.
-        has_mesh = sharding is not None and sharding.mesh is not None
-        return {"platform": sharding.mesh.devices.flat[0].platform if has_mesh else None}
+        return {"backend": "xla"}
     return {
         "backend": layer.backend,
-        "sharding": sharding,
+        "sharding": layer.inherited("sharding"),
         "context_parallel": layer.context_parallel,
     }
 

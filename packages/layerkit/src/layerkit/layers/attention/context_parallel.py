@@ -323,7 +323,11 @@ def _backward_part(
     carry = see(query_total, (key, value, _key_marks(mask), key_total, value_total))
     (query_total, part), _ = jax.lax.scan(step, carry, length=ring.num_steps - 1)
     # The sums have gone round with their keys, and go home.
-    key_total, value_total = ring.passed_on(part[3:], by=1 - ring.num_steps)
+    totals = ring.passed_on(part[3:], by=1 - ring.num_steps)
+    axes = ring.spec("group")[0]
+    if axes is not None:  # each device has some of the query heads that read the one key head
+        totals = jax.lax.psum(totals, axes)
+    key_total, value_total = totals
     return (
         query_total.astype(query.dtype),
         key_total.astype(key.dtype),

@@ -243,6 +243,11 @@ def _check_shapes(
             f"{shapes}: the mask is for {found[0]} queries and {found[1]} keys, expected"
             f" {query.shape[1]} and {key.shape[1]}"
         )
+    rows = {mask.query_positions.shape[0], mask.key_positions.shape[0]}
+    if not rows <= {1, query.shape[0]}:
+        raise ValueError(
+            f"{shapes}: the mask is for a batch of {max(rows)}, expected {query.shape[0]} or 1"
+        )
 
 
 def _check_extras(

@@ -72,7 +72,7 @@ class MultiHeadLatentAttention(BaseLayer):
       dropout_rate: Of the attention probabilities, in training.
       zero_fully_masked_rows: A query that may attend nothing reads exactly 0 instead of a mean.
       backend: Name of the implementation of `fprop`; see `layerkit.layers.attention.backends`.
-        Cached steps always run on `auto`.
+        Cached steps always run on `xla`.
       context_parallel: How whole rows that are split over devices are attended, `all_gather` or
         `ring`; see `layerkit.layers.attention.context_parallel`.
       down_tpl: Projections into latents, and into the rotary key.
@@ -191,7 +191,8 @@ class MultiHeadLatentAttention(BaseLayer):
         """Attention of the next tokens to everything before them and themselves.
 
         See `MultiHeadAttention.extend_step`. Where `up_tpl` multiplies in a way of its own (a
-        `dot_tpl`, such as LoRA), nothing can be folded, and each step expands the cached latents.
+        `dot_tpl`, such as LoRA) or adds a bias, nothing can be folded, and each step expands the
+        cached latents.
 
         Args:
           x: `[batch, t, input_dims]`, of a prompt or of one new token per row.
@@ -218,7 +219,7 @@ class MultiHeadLatentAttention(BaseLayer):
         mask = AttentionMask.decoding_mask(batch, num_tokens, max_length, time_step=time_step)
         mask = mask.within(self.window)
         plain, turned = self._queries(x, positions)
-        if self.key.dot_tpl is None and self.value.dot_tpl is None:
+        if all(up.dot_tpl is None and not up.use_bias for up in (self.key, self.value)):
             query = jnp.concatenate([self._fold_key(plain), turned], axis=-1)
             key = jnp.concatenate([latent, rotary_key], axis=-1)[:, :, None]
             read = self._attend(query, key, latent[:, :, None], mask, bias, cached=True)

@@ -215,3 +215,14 @@ class MultiHeadAttention(BaseAttention):
                 f"{self.path_name}: qk_norm_before_rotary=True without qk_norm_tpl, so nothing"
                 " would be normed; set qk_norm_tpl, such as RmsNorm.HParams.config()"
             )
+        separate, combined = ("query_tpl", "key_tpl", "value_tpl"), ("qkv_tpl",)
+        used, unused = (combined, separate) if self.combined_qkv else (separate, combined)
+        if self._has_dots(unused) and not self._has_dots(used):
+            raise ValueError(
+                f"{self.path_name}: combined_qkv={self.combined_qkv} leaves {', '.join(unused)}"
+                f" unused, so a dot_tpl there would do nothing; set that of {', '.join(used)}"
+            )
+
+    @nn.nowrap
+    def _has_dots(self, names: tuple[str, ...]) -> bool:
+        return any(getattr(getattr(self, name), "dot_tpl", None) is not None for name in names)

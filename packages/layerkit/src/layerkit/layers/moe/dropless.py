@@ -9,20 +9,19 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from layerkit.layers.moe.grouped_matmul import RowGroups, block_size
+from layerkit.layers.moe.grouped_matmul import RowGroups
 from layerkit.layers.moe.slots import Slots
 
 
 def sorted_slots(
-    experts: jax.Array, *, num_experts: int, implementation: str
+    experts: jax.Array, *, num_experts: int, block: int = 1
 ) -> tuple[Slots, RowGroups]:
     """Slots sorted by expert, and within an expert by token.
 
     Args:
       experts: int32 `[tokens, choices]`; those not from 0 to num_experts - 1 get no slot.
       num_experts: How many groups of slots there are.
-      implementation: `ragged_dot`, or `blocks`, for which each group begins at a multiple of a
-        block; see `layerkit.layers.moe.grouped_matmul`.
+      block: Each group begins at a multiple of it; see `layerkit.layers.moe.grouped_matmul`.
 
     Returns:
       (slots, the rows of each expert).
@@ -32,7 +31,6 @@ def sorted_slots(
     is_here = (expert_of_choice >= 0) & (expert_of_choice < num_experts)
     expert_of_choice = jnp.where(is_here, expert_of_choice, num_experts)
     counts = jnp.zeros((num_experts,), jnp.int32).at[expert_of_choice].add(1, mode="drop")
-    block = block_size(num_choices, num_experts) if implementation == "blocks" else 1
     sizes = (counts + block - 1) // block * block
 
     order = jnp.argsort(expert_of_choice, stable=True)

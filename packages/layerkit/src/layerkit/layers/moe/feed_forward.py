@@ -29,6 +29,7 @@ from layerkit.layers.moe.capacity import capacity_of, capacity_slots
 from layerkit.layers.moe.dropless import sorted_slots
 from layerkit.layers.moe.expert_parallel import run_on_mesh
 from layerkit.layers.moe.grouped_matmul import (
+    block_size,
     check_implementation,
     grouped_matmul,
     select_implementation,
@@ -42,6 +43,8 @@ from layerkit.weights import WeightHParams, WeightInit
 
 _WIDEN, _NARROW = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
 _WEIGHT_AXES = {"up": _WIDEN, "gate": _WIDEN, "down": _NARROW}
+# Where experts are more, only the greatest and the least load are reported.
+_MOST_CURVES = 64
 # (rows of each expert, name of a weight) → their product
 Product = Callable[[jax.Array, str], jax.Array]
 
@@ -62,8 +65,8 @@ class MoeFeedForward(BaseLayer):
       capacity_factor: None for dropless. Else what an expert can take in training from a group of S
         tokens is int(S·capacity_factor/num_experts), rounded up to a multiple of 4; balanced
         routing fills that at a factor of num_experts_per_token.
-      num_groups: Into how many groups a batch falls, each with slots of its own; None for one per
-        row. Needs a capacity.
+      num_groups: Into how many groups a batch falls in training, each with slots of its own; None
+        for one per row. Needs a capacity.
       grouped_matmul: Who multiplies without a capacity; see `layerkit.layers.moe.grouped_matmul`.
       num_shared_experts: Experts that all tokens use, as one child `shared` of as many times
         hidden_dims (DeepSeekMoE; Dai et al., 2024, arXiv:2401.06066).
@@ -139,10 +142,15 @@ class MoeFeedForward(BaseLayer):
         routing = self.router(x, is_token=is_token)
         self._report(routing)
         if self.is_training and self.capacity_factor is not None:
-            output = self._by_capacity(x, routing, self.capacity_factor)
+            groups = x.shape[0] if self.num_groups is None else self.num_groups
+            output = self._by_capacity(
+                x, routing, capacity_factor=self.capacity_factor, num_groups=groups
+            )
         elif self.dot_tpl is not None:
-            # A slot for every token at every expert: nothing can be dropped.
-            output = self._by_capacity(x, routing, float(self.num_experts))
+            # A slot for every token at every expert: nothing can be dropped, whatever the groups.
+            output = self._by_capacity(
+                x, routing, capacity_factor=float(self.num_experts), num_groups=x.shape[0]
+            )
         else:
             output = self._dropless(x, routing)
         if self.num_shared_experts:
@@ -150,8 +158,9 @@ class MoeFeedForward(BaseLayer):
         return self.constrain(output, "batch", "length", "act_embed")
 
     @nn.nowrap
-    def _by_capacity(self, x: jax.Array, routing: Routing, capacity_factor: float) -> jax.Array:
-        num_groups = x.shape[0] if self.num_groups is None else self.num_groups
+    def _by_capacity(
+        self, x: jax.Array, routing: Routing, *, capacity_factor: float, num_groups: int
+    ) -> jax.Array:
         num_tokens = x.shape[0] * x.shape[1]
         if num_tokens % num_groups:
             raise ValueError(
@@ -214,9 +223,11 @@ class MoeFeedForward(BaseLayer):
 
         def compute(tokens: Any, experts: Any, weights: Any, own: dict[str, Any]) -> jax.Array:
             num_experts = own["up"].shape[0]
-            slots, groups = sorted_slots(
-                experts, num_experts=num_experts, implementation=implementation
-            )
+            block = 1
+            if implementation == "blocks":
+                # By all experts: those that are not here take their part of the tokens too.
+                block = block_size(experts.size, self.num_experts)
+            slots, groups = sorted_slots(experts, num_experts=num_experts, block=block)
 
             def product(rows: jax.Array, name: str) -> jax.Array:
                 return grouped_matmul(rows, own[name], groups)
@@ -263,7 +274,9 @@ class MoeFeedForward(BaseLayer):
             if weight:
                 self.add_aux_loss(name, weight * value)
         load = expert_load(routing)
-        self.add_summary("expert_load", load)
+        if self.num_experts <= _MOST_CURVES:
+            for expert in range(self.num_experts):
+                self.add_summary(f"expert_load/{expert}", load[expert])
         self.add_summary("max_expert_load", jnp.max(load))
         self.add_summary("min_expert_load", jnp.min(load))
 

@@ -83,7 +83,7 @@ def _by_blocks(rows: jax.Array, w: jax.Array, sizes: jax.Array, block: int) -> j
         return jax.lax.dynamic_update_slice_in_dim(out, product, i * block, axis=0)
 
     out = jnp.zeros((rows.shape[0], w.shape[-1]), rows.dtype)
-    return jax.lax.fori_loop(0, num_used, body, out)
+    return jax.lax.fori_loop(0, _largest(num_used), body, out)
 
 
 def _by_blocks_fwd(
@@ -104,11 +104,13 @@ def _by_blocks_bwd(
             _block_of(gradient, i, block),
             preferred_element_type=jnp.float32,
         )
+        product = jnp.where(i < num_used, product, 0.0)
         group = group_of_block[i]
         total = jax.lax.dynamic_index_in_dim(sums, group, keepdims=False) + product
         return jax.lax.dynamic_update_index_in_dim(sums, total, group, axis=0)
 
-    w_gradient = jax.lax.fori_loop(0, num_used, body, jnp.zeros(w.shape, jnp.float32))
+    start = jnp.zeros(w.shape, jnp.float32)
+    w_gradient = jax.lax.fori_loop(0, _largest(num_used), body, start)
     rows_gradient = _by_blocks(gradient, w.swapaxes(1, 2), sizes, block)
     return rows_gradient, w_gradient.astype(w.dtype), np.zeros(sizes.shape, jax.dtypes.float0)
 
@@ -121,6 +123,24 @@ def _blocks(sizes: jax.Array, block: int, num_blocks: int) -> tuple[jax.Array, j
     ends = jnp.cumsum(sizes) // block
     indices = jnp.arange(num_blocks, dtype=ends.dtype)
     return jnp.searchsorted(ends, indices, side="right", method="compare_all"), ends[-1]
+
+
+@jax.custom_batching.custom_vmap
+def _largest(count: jax.Array) -> jax.Array:
+    """int32 scalar → the same; under `jax.vmap` the largest of all, as one number.
+
+    A loop whose length differs within a batch would select, at each iteration, between all that it
+    carries before and after.
+    """
+    return count
+
+
+@_largest.def_vmap
+def _largest_of_batch(
+    axis_size: int, in_batched: list[bool], count: jax.Array
+) -> tuple[jax.Array, bool]:
+    del axis_size, in_batched
+    return _largest(jnp.max(count)), False
 
 
 def _block_of(rows: jax.Array, i: jax.Array, block: int) -> jax.Array:

@@ -125,24 +125,24 @@ class TopKRouter(BaseLayer):
         if self.is_training and self.jitter > 0.0:
             low, high = 1.0 - self.jitter, 1.0 + self.jitter
             x = x * jax.random.uniform(self.next_prng_key(), x.shape, jnp.float32, low, high)
-        logits = x @ self.theta.w
+        logits = _float32_product(x, self.theta.w)
         scores = self._scores(self._noisy(logits, x))
         experts = self._choose(scores)
         weights = jnp.einsum("...ke,...e->...k", jax.nn.one_hot(experts, self.num_experts), scores)
         if self.renormalize:
-            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+            weights = _with_sum_one(weights)
         if is_token is not None:
             experts = jnp.where(is_token[..., None], experts, self.num_experts)
             weights = jnp.where(is_token[..., None], weights, 0.0)
         self._move_score_bias(experts)
-        probs = scores / jnp.sum(scores, axis=-1, keepdims=True)
-        return Routing(experts, weights * self.weight_scale, logits, probs, is_token)
+        weights = weights * self.weight_scale
+        return Routing(experts, weights, logits, _with_sum_one(scores), is_token)
 
     @nn.nowrap
     def _noisy(self, logits: jax.Array, x: jax.Array) -> jax.Array:
         if not (self.use_noise and self.is_training):
             return logits
-        stddev = jax.nn.softplus(x @ self.theta.noise_w)
+        stddev = jax.nn.softplus(_float32_product(x, self.theta.noise_w))
         return logits + stddev * jax.random.normal(self.next_prng_key(), logits.shape, jnp.float32)
 
     @nn.nowrap
@@ -216,6 +216,16 @@ class TopKRouter(BaseLayer):
                 f" {chosen * (self.num_experts // groups)} experts, fewer than"
                 f" num_experts_per_token={self.num_experts_per_token}"
             )
+
+
+def _float32_product(x: jax.Array, w: jax.Array) -> jax.Array:
+    """`[..., in]` · `[in, out]`, of which accelerators would round the factors to fewer bits."""
+    return jnp.matmul(x, w, precision=jax.lax.Precision.HIGHEST)
+
+
+def _with_sum_one(scores: jax.Array) -> jax.Array:
+    """Scores `[..., experts]` by their sum; zeros stay zeros, as sigmoids far below 0 are."""
+    return scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
 
 
 def _within_best_groups(scores: jax.Array, num_groups: int, num_chosen: int) -> jax.Array:
