@@ -96,7 +96,8 @@ def test_two_processes_decode_one_output(jobs: Any, tmp_path: Path, name: str):
     for record, expected in zip(
         map(json.loads, ours.read_text().splitlines()), records, strict=True
     ):
-        assert record == {**expected, "log_prob": pytest.approx(expected["log_prob"], rel=1e-4)}
+        sums = {name: pytest.approx(expected[name], rel=1e-4) for name in ("log_prob", "score")}
+        assert record == {**expected, **sums}
     # Both read what is finished, and leave it as it is.
     written = ours.stat().st_mtime_ns
     outputs = run_two_processes(together, "--mode=decode_once")

@@ -232,7 +232,8 @@ def test_cached_steps_give_the_logits_of_whole_rows(repeats):
         check_close(logits, expected[:, start:end])
 
 
-@pytest.mark.parametrize("kind", [pytest.param("gpipe", marks=pytest.mark.slow), "circular"])
+@pytest.mark.slow  # test_all_meshes has a smoke case
+@pytest.mark.parametrize("kind", ["gpipe", "circular"])
 def test_training_on_a_mesh_is_training_on_one_device(kind):
     fields = {"gpipe": {"stage_remat": "dots"}, "circular": {"circular_repeats": 2}}[kind]
     model = language_model(num_stages=2, num_microbatches=2, **fields).clone(train=True)
