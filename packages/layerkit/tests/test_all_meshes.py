@@ -3,7 +3,7 @@
 There are 56 ways to write eight as a product of six axes, in order. The model has what each axis is
 about: grouped queries with rotary positions on packed rows (tensor, context), a mixture of experts
 with auxiliary losses and a shared expert (expert), repeated layers (fsdp), and a pipeline where the
-mesh has stages. `nox -s meshes` runs them all; the ordinary tests a few of each kind.
+mesh has stages. `nox -s meshes` runs them all; the ordinary tests two with all axes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MESHES = [
     if math.prod(sizes) == 8
 ]
 # data, fsdp, tensor, stage, expert, context
-SMOKE = [(2, 2, 2, 1, 1, 1), (1, 2, 2, 2, 1, 1), (1, 1, 2, 1, 2, 2)]
+SMOKE = [(2, 2, 2, 1, 1, 1), (1, 1, 1, 2, 2, 2)]
 
 
 def language_model(num_stages, capacity_factor):

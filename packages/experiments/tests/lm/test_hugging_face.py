@@ -37,6 +37,13 @@ def test_model_and_weights_come_from_the_folder(folder: Path):
     assert (task.model.decoder.eos_id, task.initial_weights.folder) == (2, str(folder))
 
 
+def test_text_ends_with_the_tokens_of_the_folder(folder: Path):
+    assert resolve(FineTune(HF_FOLDER=str(folder))).task.model.decoder.eos_id is None
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+    decoder = resolve(FineTune(HF_FOLDER=str(folder))).task.model.decoder
+    assert decoder.eos_id == (7, 8)
+
+
 def test_a_folder_must_be_named():
     with pytest.raises(FieldError, match="FineTune needs a value for HF_FOLDER"):
         FineTune()

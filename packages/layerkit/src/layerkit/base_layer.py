@@ -68,6 +68,9 @@ CACHE = "cache"
 # Flax's name for state whose "gradient" is its next value, such as the scales of fp8 products.
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 
+# All of them: what runs copies of a layer stacks these.
+COLLECTIONS = (PARAMS, NON_TRAINABLE, OVERWRITE_WITH_GRADIENT, AUX_LOSS, SUMMARIES, CACHE)
+
 # The random stream that layers draw from while training (dropout and the like).
 RANDOM = "random"
 
@@ -354,9 +357,8 @@ class BaseLayer(nn.Module, kw_only=True):
         # One key serves all streams: running `fprop` in training needs random numbers as well.
         streams = rngs if isinstance(rngs, dict) else {PARAMS: rngs, RANDOM: rngs}
         states = (NON_TRAINABLE, OVERWRITE_WITH_GRADIENT)
-        mutable = [PARAMS, *states, AUX_LOSS, SUMMARIES, CACHE]
         _, variables = nn.Module.init_with_output(
-            self, streams, *args, method=create, mutable=mutable, **kwargs
+            self, streams, *args, method=create, mutable=list(COLLECTIONS), **kwargs
         )
         kept = {name: variables[name] for name in states if name in variables}
         return {PARAMS: variables.get(PARAMS, {}), **kept}

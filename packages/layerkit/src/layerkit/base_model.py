@@ -64,6 +64,8 @@ class BaseModel(BaseLayer):
         """Metrics over the batch, and outputs per example `[batch, …]`.
 
         One of the metrics is named `loss`; auxiliary losses of the layers are added by the task.
+        Of the outputs, `scores` float32 `[batch]` are the log-probabilities of the examples' labels
+        in nats; data sets that define metrics over their examples read them.
         """
         raise NotImplementedError(f"{type(self).__qualname__} does not define compute_loss")
 

@@ -95,7 +95,9 @@ def decode_of(model, decoder):
     )
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize(
+    "name", ["samples", "beams", pytest.param("greedy", marks=pytest.mark.slow)]
+)
 def test_equals_one_device_with_the_cache_split(bound, model, variables, name):
     decoder = DECODERS[name]
     expected = jax.jit(decode_of(model, decoder))(variables, prompts())
@@ -104,7 +106,9 @@ def test_equals_one_device_with_the_cache_split(bound, model, variables, name):
     check_cache(program, num_rows=BATCH * (1 if name == "greedy" else 2))
 
 
-@pytest.mark.parametrize(("name", "width"), [("greedy", WIDTH - 1), ("beams", 1)])
+@pytest.mark.parametrize(
+    ("name", "width"), [("greedy", WIDTH - 1), pytest.param("beams", 1, marks=pytest.mark.slow)]
+)
 def test_rows_that_are_split_may_have_any_length(split_rows, model, variables, name, width):
     """Of a prompt each device holds a part; a step has one token, which is not split."""
     decoder, batch = DECODERS[name], prompts()

@@ -11,7 +11,7 @@ import pytest
 
 from layerkit.layers.linears import Linear
 from layerkit.layers.pipeline import Pipeline
-from layerkit.sharding import BoundSharding
+from layerkit.sharding import DEFAULT_RULES, BoundSharding
 from layerkit.weights import logical_axes, unbox
 
 KEY = jax.random.key(0)
@@ -22,15 +22,30 @@ def gradients(layer, variables, x):
     return jax.grad(lambda v: jnp.mean(jnp.square(layer.apply(v, x) - 2 * x)))(variables)
 
 
-@pytest.mark.parametrize("first_axis", ["data", "stage"])
-def test_a_mesh_does_not_change_gradients(first_axis):
+FEATURES_SPLIT = DEFAULT_RULES.replace(act_embed="tensor")
+
+
+def sharded(first_axis, rules):
+    """A pipeline on eight devices, and the same layer without them."""
     linear = Linear.HParams.config(input_dims=16, output_dims=16)
     layer = Pipeline(stage_tpl=linear, num_stages=2, num_microbatches=2)
-    boxed = layer.init_boxed(KEY)
-    variables = unbox(boxed)
     auto = (jax.sharding.AxisType.Auto,) * 3
     mesh = jax.make_mesh((2, 2, 2), (first_axis, "fsdp", "tensor"), axis_types=auto)
-    bound = BoundSharding(mesh)
+    return layer.clone(sharding=BoundSharding(mesh, rules)), layer
+
+
+@pytest.mark.parametrize(
+    ("first_axis", "rules"),
+    [
+        ("data", DEFAULT_RULES),
+        ("stage", DEFAULT_RULES),
+        pytest.param("stage", FEATURES_SPLIT, marks=pytest.mark.slow),
+    ],
+)
+def test_a_mesh_does_not_change_gradients(first_axis, rules):
+    split, layer = sharded(first_axis, rules)
+    boxed = layer.init_boxed(KEY)
+    variables, bound = unbox(boxed), split.sharding
     layouts = jax.tree.map(
         lambda axes, weight: bound.sharding(axes, shape=weight.shape),
         logical_axes(boxed),
@@ -39,9 +54,19 @@ def test_a_mesh_does_not_change_gradients(first_axis):
     )
     rows = bound.sharding(("batch", None, None), shape=X.shape)
     found = jax.jit(
-        functools.partial(gradients, layer.clone(sharding=bound)),
-        in_shardings=(layouts, rows),
-        out_shardings=layouts,
+        functools.partial(gradients, split), in_shardings=(layouts, rows), out_shardings=layouts
     )(variables, X)
     expected = jax.jit(functools.partial(gradients, layer))(variables, X)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, expected)
+
+
+def test_features_split_without_stages_are_refused():
+    """The gradients of the first of the meshes above would be wrong, in silence."""
+    split, _ = sharded("data", FEATURES_SPLIT)
+    with pytest.raises(ValueError) as error:
+        split.init(KEY)
+    assert str(error.value) == (
+        "Pipeline(): the mesh splits act_embed over ('tensor',) but no stages, and XLA computes"
+        " wrong gradients of such a pipeline; use ShardingRules.replace(act_embed=None), a mesh"
+        " with stages, or a stack that is no pipeline"
+    )

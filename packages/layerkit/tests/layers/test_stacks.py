@@ -58,6 +58,13 @@ class Balanced(BaseLayer):
         return self.experts(tokens)
 
 
+class Plain(BaseLayer):
+    """A layer of one's own that knows no droppath."""
+
+    def fprop(self, x, *, mask, positions):
+        return x
+
+
 def layer_config(**attention):
     config = Transformer.HParams.config()
     config.attention_tpl.set(rotary_tpl=RotaryPositionalEmbedding.HParams.config(), **attention)
@@ -425,6 +432,11 @@ def test_contradictions_are_refused_naming_both_sides():
             {"block_tpls": (LOCAL,), "layer_tpl": GLOBAL},
             "layer_tpl and block_tpls are both set, and each says what the layers are; leave one of"
             " them out",
+        ),
+        (
+            {"block_tpls": (GLOBAL, Plain.HParams.config()), "droppath_rate": 0.5},
+            "droppath_rate=0.5 gives each layer a rate of its own, but Plain.fprop takes no"
+            " droppath_rate; let it take one, as Transformer.fprop does, or leave the field out",
         ),
         (
             {"layer_tpl": GLOBAL.clone(droppath_rate=0.1), "droppath_rate": 0.5},

@@ -26,14 +26,14 @@ MESHES = (((2, 2, 2), ("data", "fsdp", "tensor")), ((2, 4), ("fsdp", "tensor")))
 
 
 def sandwiched_and_parallel():
-    """A pattern with a remainder, one table of biases, and everything kept on the host."""
+    """A pattern in a loop, one table of biases, and everything kept on the host."""
     sandwiched = Transformer.HParams.config(norm_policy="pre_post")
     sandwiched.attention_tpl.window = 2
     parallel = Transformer.HParams.config(parallel=True, parallel_shares_norm=True)
     return StackedTransformerRepeated.HParams.config(
         **SIZES,
         block_tpls=(sandwiched, parallel),
-        num_layers=3,
+        num_layers=4,
         relative_bias_tpl=RelativeBias.HParams.config(num_buckets=4, max_distance=8),
         remat="offload_projections",
     )

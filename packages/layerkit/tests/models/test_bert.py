@@ -30,9 +30,14 @@ def bert(**fields):
     return config.Instantiate()
 
 
-def test_hidden_tokens_are_predicted_from_both_sides():
+@pytest.fixture(scope="module")
+def variables():
+    """Of all models here."""
+    return jax.jit(bert().init)(KEY)
+
+
+def test_hidden_tokens_are_predicted_from_both_sides(variables):
     model = bert()
-    variables = model.init(KEY)
     weights = np.zeros(IDS.shape, np.float32)
     weights[:, 4] = 1.0
     masked = np.where(weights > 0, MASK, IDS)
@@ -44,17 +49,17 @@ def test_hidden_tokens_are_predicted_from_both_sides():
         changed[:, column] = changed[:, column] % (MASK - 1) + 1
         other, _ = run(NestedMap(batch, masked_ids=changed))
         assert other["xent"].value != metrics["xent"].value
-    logits = TransformerLm.logits
-    every = model.apply(variables, masked, method=lambda model, ids: logits(model.lm, ids))
+    every = jax.jit(partial(model.apply, method=lambda model, ids: model.lm.logits(ids)))(
+        variables, masked
+    )
     log_probs = np.asarray(jax.nn.log_softmax(every))[:, 4]
     expected = -log_probs[np.arange(BATCH), IDS[:, 4]].mean()
     np.testing.assert_allclose(metrics["xent"].value, expected, rtol=1e-5)
     assert metrics["xent"].weight == BATCH
 
 
-def test_padding_and_special_tokens_are_never_hidden():
+def test_padding_and_special_tokens_are_never_hidden(variables):
     model = bert(unmasked_ids=(1, 2), train=True)
-    variables = model.init(KEY)
     predictions = model.apply(
         variables,
         NestedMap(ids=IDS, paddings=PADDINGS),
@@ -66,16 +71,15 @@ def test_padding_and_special_tokens_are_never_hidden():
     assert not hidden[(PADDINGS == 1) | (IDS <= 2)].any()
 
 
-def test_nothing_is_hidden_in_rows_that_fill_up_the_last_batch_of_an_evaluation():
+def test_nothing_is_hidden_in_rows_that_fill_up_the_last_batch_of_an_evaluation(variables):
     model = bert()
-    variables = model.init(KEY)
     fills = np.arange(BATCH) >= 6
     batch = NestedMap(ids=np.where(fills[:, None], 0, IDS), eval_sample_weights=1.0 - fills)
     weights = model.apply(variables, batch, method="compute_predictions").weights
     assert weights[:6].any() and not weights[6:].any()
 
 
-def test_it_learns_what_is_hidden():
+def test_it_learns_what_is_hidden(variables):
     """Every row says one token over and over, so that the others tell a hidden one."""
     model = bert(train=True)
     ids = np.broadcast_to(np.arange(1, BATCH + 1, dtype=np.int32)[:, None], (BATCH, LENGTH))
@@ -90,21 +94,20 @@ def test_it_learns_what_is_hidden():
         value, gradient = jax.value_and_grad(loss)(params)
         return value, jax.tree.map(lambda p, g: p - 0.5 * g, params, gradient)
 
-    params, values = model.init(KEY)["params"], []
+    params, values = variables["params"], []
     for number in range(60):
         value, params = step(params, jax.random.key(number))
         values.append(float(value))
     assert np.mean(values[-5:]) < 0.4 * np.mean(values[:3])
 
 
-def test_what_does_not_fit_is_refused():
+def test_what_does_not_fit_is_refused(variables):
     config = BertModel.HParams.config()
     config.lm_tpl = TransformerLm.HParams.config(
         vocab_size=VOCAB, model_dims=8, hidden_dims=8, num_heads=2
     )
     with pytest.raises(ValueError, match=re.escape("lm_tpl.is_causal=True, but what is hidden")):
         config.Instantiate().init(KEY)
-    model = bert()
     batch = NestedMap(ids=IDS, masked_ids=IDS)
     with pytest.raises(ValueError, match="masked_ids without the other of masked_ids and"):
-        model.apply(model.init(KEY), batch)
+        bert().apply(variables, batch)

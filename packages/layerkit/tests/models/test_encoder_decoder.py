@@ -237,7 +237,7 @@ def test_what_does_not_fit_is_refused():
     config.position_tpl = TrainablePositionalEmbedding.HParams.config(max_length=6)
     model = config.Instantiate()
     with pytest.raises(ValueError, match="max_length=6, but the rows have 7 positions"):
-        model.apply(model.init(KEY), SOURCE_IDS, TARGET_IDS, method="logits")
+        model.apply(weights_of(model), SOURCE_IDS, TARGET_IDS, method="logits")
     model = sequence_model(sinusoidal, SampleDecoder.HParams.config())
     packed = NestedMap(ids=SOURCE_IDS, segment_ids=SOURCE_SEGMENTS, segment_pos=SOURCE_SEGMENTS)
     with pytest.raises(ValueError, match=r"src\.segment_pos: packed sources cannot be decoded"):
@@ -248,7 +248,7 @@ def test_a_source_may_have_an_embedding_of_its_own():
     config = network()
     config.set(source_vocab_size=40, source_embedding_tpl=Embedding.HParams.config())
     model = config.Instantiate()
-    params = model.init(KEY)["params"]
+    params = weights_of(model)["params"]
     assert params["source_embedding"]["w"].shape == (40, 8)
     assert params["softmax"]["w"].shape == (VOCAB, 8)
     logits = model.apply({"params": params}, SOURCE_IDS + 20, TARGET_IDS, method="logits")

@@ -184,6 +184,15 @@ class AttentionMask:
         narrower = window if self.window is None else min(window, self.window)
         return dataclasses.replace(self, window=narrower)
 
+    def distinct_positions(self) -> tuple[jax.Array, jax.Array]:
+        """Positions of queries and of keys, `[1, …]` where all rows are known to be alike.
+
+        What is computed from them, such as a bias, is then no larger than one row needs.
+        """
+        if self.in_row_order:
+            return self.query_positions[:1], self.key_positions[:1]
+        return self.query_positions, self.key_positions
+
     def dense(self) -> jax.Array:
         """The mask as booleans `[batch, 1, queries, keys]`; the axis of size 1 is for the heads.
 

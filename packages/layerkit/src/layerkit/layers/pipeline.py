@@ -27,7 +27,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from layerkit.base_layer import (
     AUX_LOSS,
-    CACHE,
     NON_TRAINABLE,
     OVERWRITE_WITH_GRADIENT,
     PARAMS,
@@ -39,11 +38,11 @@ from layerkit.config import is_config, sub_config_field
 from layerkit.layers.microbatches import Arguments, cut, dequeue, enqueue, join, pass_on
 from layerkit.layers.pipeline_schedule import PipelineSchedule, Work
 from layerkit.layers.remat import check_remat_policy, remat_in_scan
+from layerkit.layers.repeat import check_handed_on, stacked_on
 from layerkit.layers.selections import as_float, gradient_where, take, where
 from layerkit.layers.sizes import check_sizes
 from layerkit.weights import unbox
 
-_STACKED = (PARAMS, NON_TRAINABLE, OVERWRITE_WITH_GRADIENT, AUX_LOSS, SUMMARIES, CACHE)
 _REPORTS = (AUX_LOSS, SUMMARIES)
 
 
@@ -174,11 +173,11 @@ class Pipeline(BaseLayer):
 
         def body(stage: Any, carry: Any, own: dict[str, Any]) -> tuple[Any, None]:
             result = getattr(stage, method)(carry, *args, **own, **kwargs)
-            self._check_handed_on(carry, result)
+            check_handed_on(carry, result, owner=self.path_name, runs="stage")
             return result, None
 
         for name, size in self._stacked_axes():
-            body = nn.scan(body, length=size, in_axes=0, **_lifted(name))
+            body = nn.scan(body, length=size, in_axes=0, **stacked_on(name))
         return body(self.stage, x, self._stacked(each))[0]
 
     def init_cache(self, *args: Any, **kwargs: Any) -> None:
@@ -223,7 +222,7 @@ class Pipeline(BaseLayer):
                 **own,
                 **kwargs,
             )
-            self._check_handed_on(x, result)
+            check_handed_on(x, result, owner=self.path_name, runs="stage")
             own_state = if_real(updates.pop(NON_TRAINABLE, own_state), own_state)
             return [result, *rows], self._with_round(state, own_state, work), updates
 
@@ -291,7 +290,7 @@ class Pipeline(BaseLayer):
         for name, size in self._stacked_axes():
             # Flax's annotation knows only one mesh axis; JAX takes several.
             spmd: Any = self._stage_mesh_axes() if name == "stage" else None
-            body = nn.vmap(body, axis_size=size, spmd_axis_name=spmd, **_lifted(name))
+            body = nn.vmap(body, axis_size=size, spmd_axis_name=spmd, **stacked_on(name))
         body(self.stage)
 
     # The microbatches.
@@ -365,6 +364,7 @@ class Pipeline(BaseLayer):
     def _check_fields(self) -> None:
         check_sizes(self, num_stages=self.num_stages, circular_repeats=self.circular_repeats)
         self._check_remat()
+        self._check_layout()
         count, size = self.num_microbatches, self.microbatch_size
         if (count is None) == (size is None):
             raise ValueError(
@@ -387,6 +387,19 @@ class Pipeline(BaseLayer):
                 " 'dots', 'projections', 'residual' or 'full'"
             )
         check_remat_of_stages(self.remat, field="remat", owner=self.path_name)
+
+    @nn.nowrap
+    def _check_layout(self) -> None:
+        """Refuses what XLA's partitioner (that of JAX 0.10) gives wrong gradients for."""
+        sharding = self.inherited("sharding")
+        if sharding is None or not sharding.is_split("act_embed") or sharding.is_split("stage"):
+            return
+        raise ValueError(
+            f"{self.path_name}: the mesh splits act_embed over"
+            f" {sharding.rules.mesh_axes('act_embed')} but no stages, and XLA computes wrong"
+            " gradients of such a pipeline; use ShardingRules.replace(act_embed=None), a mesh with"
+            " stages, or a stack that is no pipeline"
+        )
 
     @nn.nowrap
     def _count_microbatches(self, batch: int) -> int:
@@ -420,18 +433,6 @@ class Pipeline(BaseLayer):
             )
         return PipelineSchedule(stages, num_microbatches, self.circular_repeats)
 
-    @nn.nowrap
-    def _check_handed_on(self, given: Any, result: Any) -> None:
-        before, after = (
-            jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree)
-            for tree in (given, result)
-        )
-        if before != after:
-            raise ValueError(
-                f"{self.path_name}: a stage turns {before} into {after}, which the next stage does"
-                " not take; shapes must stay, and x must come in the compute dtype"
-            )
-
 
 def check_remat_of_stages(policy: str, *, field: str, owner: str) -> None:
     """Raises ValueError for a rematerialisation policy that would keep nothing within stages."""
@@ -444,15 +445,6 @@ def check_remat_of_stages(policy: str, *, field: str, owner: str) -> None:
 
 def _with_dtypes_of(like: Any, tree: Any) -> Any:
     return jax.tree.map(lambda x, y: jax.lax.convert_element_type(y, x.dtype), like, tree)
-
-
-def _lifted(axis: str) -> dict[str, Any]:
-    """How a Flax transform treats variables that are stacked on a leading axis of this name."""
-    return {
-        "variable_axes": dict.fromkeys(_STACKED, 0),
-        "split_rngs": {PARAMS: True, RANDOM: True},
-        "metadata_params": {nn.PARTITION_NAME: axis},
-    }
 
 
 def _appended(before: Any, new: Any) -> Any:

@@ -15,20 +15,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.sharding import NamedSharding, PartitionSpec
 
-from layerkit.base_layer import (
-    AUX_LOSS,
-    CACHE,
-    NON_TRAINABLE,
-    OVERWRITE_WITH_GRADIENT,
-    PARAMS,
-    RANDOM,
-    SUMMARIES,
-    BaseLayer,
-)
+from layerkit.base_layer import COLLECTIONS, PARAMS, RANDOM, BaseLayer
 from layerkit.config import is_config, sub_config_field
 from layerkit.layers.remat import check_remat_policy, remat
-
-_STACKED = (PARAMS, NON_TRAINABLE, OVERWRITE_WITH_GRADIENT, AUX_LOSS, SUMMARIES, CACHE)
 
 
 class Repeat(BaseLayer):
@@ -100,7 +89,7 @@ class Repeat(BaseLayer):
         def body(sub: BaseLayer, carry: Any, own: dict[str, Any]) -> tuple[Any, None]:
             carry = jax.tree.map(self._lay_out, carry)
             result = getattr(sub, method)(carry, *args, **own, **kwargs)
-            self._check_handed_on(carry, result)
+            check_handed_on(carry, result, owner=self.path_name, runs="copy of sub_tpl")
             return result, None
 
         shape = self.stacked_shape
@@ -142,30 +131,39 @@ class Repeat(BaseLayer):
         return jax.lax.with_sharding_constraint(x, place)
 
     @nn.nowrap
-    def _check_handed_on(self, given: Any, result: Any) -> None:
-        before, after = (
-            jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree)
-            for tree in (given, result)
-        )
-        if before != after:
-            raise ValueError(
-                f"{self.path_name}: a copy of sub_tpl turns {before} into {after}, which the next"
-                " copy does not take; shapes must stay, and x must come in the compute dtype"
-            )
-
-    @nn.nowrap
     def _scan(self, body: Any) -> Any:
         """`body(sub, carry, own)` as a scan, or as scans within scans, outermost axis first."""
         unroll = self.unroll
         for length in reversed(self.stacked_shape):
-            body = nn.scan(
-                body,
-                variable_axes=dict.fromkeys(_STACKED, 0),
-                split_rngs={PARAMS: True, RANDOM: True},
-                in_axes=0,
-                length=length,
-                unroll=unroll,
-                metadata_params={nn.PARTITION_NAME: "layers"},
-            )
+            body = nn.scan(body, in_axes=0, length=length, unroll=unroll, **stacked_on("layers"))
             unroll = 1
         return body
+
+
+def stacked_on(axis: str) -> dict[str, Any]:
+    """How a Flax transform treats variables that are stacked on a leading axis of this name."""
+    return {
+        "variable_axes": dict.fromkeys(COLLECTIONS, 0),
+        "split_rngs": {PARAMS: True, RANDOM: True},
+        "metadata_params": {nn.PARTITION_NAME: axis},
+    }
+
+
+def check_handed_on(given: Any, result: Any, *, owner: str, runs: str) -> None:
+    """Raises ValueError where what one layer of a row returns is not what the next one takes.
+
+    Args:
+      given: The first argument, a pytree of arrays `[...]`.
+      result: What came of it.
+      owner: Who runs the row, for the message.
+      runs: What the row is of, likewise.
+    """
+    before, after = (
+        jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree)
+        for tree in (given, result)
+    )
+    if before != after:
+        raise ValueError(
+            f"{owner}: a {runs} turns {before} into {after}, which the next {runs.split()[0]} does"
+            " not take; shapes must stay, and x must come in the compute dtype"
+        )

@@ -8,6 +8,7 @@ of GShard. `locate_layer` tells where the variables of a layer lie, whatever the
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -17,8 +18,9 @@ import numpy as np
 from flax import linen as nn
 
 from layerkit.base_layer import CACHE, BaseLayer
-from layerkit.config import Config, sub_config_field
+from layerkit.config import Config, is_config, sub_config_field, target_of
 from layerkit.derived_fields import derive_fields
+from layerkit.layers.attention.biases import add_relative_bias
 from layerkit.layers.masks import AttentionMask, row_positions
 from layerkit.layers.remat import check_remat_policy, remat
 from layerkit.layers.repeat import Repeat
@@ -120,13 +122,10 @@ class StackedTransformer(BaseLayer):
         Returns:
           The shape of `x`, in the compute dtype.
         """
-        queries, keys = mask.query_positions, mask.key_positions
-        if mask.in_row_order:  # all rows alike
-            queries, keys = queries[:1], keys[:1]
         shared = given(
             mask=mask,
             positions=positions,
-            bias=self._add_relative_bias(bias, queries, keys),
+            bias=add_relative_bias(self, bias, *mask.distinct_positions()),
             memory=memory,
             memory_mask=memory_mask,
         )
@@ -172,7 +171,7 @@ class StackedTransformer(BaseLayer):
         if self.relative_bias_tpl is not None:
             slots: jax.Array = self.get_variable(CACHE, "slots")
             queries = time_step + jnp.arange(x.shape[1], dtype=jnp.int32)[None]
-            bias = self._add_relative_bias(bias, queries, slots[:1])
+            bias = add_relative_bias(self, bias, queries, slots[:1])
         shared = given(time_step=time_step, positions=positions, bias=bias, memory_mask=memory_mask)
         return self._run_layers("extend_step", self.cast(x), None, shared)
 
@@ -207,15 +206,6 @@ class StackedTransformer(BaseLayer):
         return x
 
     @nn.nowrap
-    def _add_relative_bias(
-        self, bias: jax.Array | None, queries: jax.Array, keys: jax.Array
-    ) -> jax.Array | None:
-        if self.relative_bias_tpl is None:
-            return bias
-        relative: jax.Array = self.relative_bias(queries, keys)
-        return relative if bias is None else bias + relative
-
-    @nn.nowrap
     def _checked_sizes(self) -> dict[str, Any]:
         """What every layer is given, after refusing what a stack of any kind cannot be."""
         check_sizes(self, num_layers=self.num_layers)
@@ -225,6 +215,8 @@ class StackedTransformer(BaseLayer):
                 f"{self.path_name}: droppath_rate={self.droppath_rate}, expected 0 <= rate < 1"
             )
         of_layers = [getattr(template, "droppath_rate", 0.0) for template in self.pattern]
+        for template in self.pattern if self.droppath_rate else ():
+            self._check_takes_droppath(template)
         if self.droppath_rate and any(of_layers):
             raise ValueError(
                 f"{self.path_name}: droppath_rate={self.droppath_rate} gives each layer a rate of"
@@ -246,6 +238,20 @@ class StackedTransformer(BaseLayer):
             "num_kv_heads": self.num_kv_heads,
             "dim_per_head": self.dim_per_head,
         }
+
+    @nn.nowrap
+    def _check_takes_droppath(self, template: Any) -> None:
+        """Refuses a layer that training could not tell its rate."""
+        layer = target_of(template) if is_config(template) else None
+        if not hasattr(layer, "fprop"):
+            return  # no layer, which is refused where it is made
+        parameters = inspect.signature(layer.fprop).parameters.values()
+        if not any(p.name == "droppath_rate" or p.kind is p.VAR_KEYWORD for p in parameters):
+            raise ValueError(
+                f"{self.path_name}: droppath_rate={self.droppath_rate} gives each layer a rate of"
+                f" its own, but {layer.__qualname__}.fprop takes no droppath_rate; let it take one,"
+                " as Transformer.fprop does, or leave the field out"
+            )
 
     @nn.nowrap
     def _check_layer(self, layer: int) -> None:

@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from layerkit.base_model import BaseModel, Metrics, WeightedScalar
+from layerkit.base_model import BaseModel, Metrics
 from layerkit.config import sub_config_field
-from layerkit.layers.losses import weighted_mean
 from layerkit.layers.masked_lm import MaskedLmAugmenter
+from layerkit.models.token_metrics import token_metrics
 from layerkit.models.transformer_lm import TransformerLm
 from layerkit.nested_map import NestedMap
 
@@ -71,14 +71,7 @@ class BertModel(BaseModel):
 
     def compute_loss(self, predictions: NestedMap, batch: NestedMap) -> tuple[Metrics, NestedMap]:
         """Metrics `loss`, `xent` (nats) and `accuracy` of the hidden tokens; xent of each token."""
-        weight = predictions.total_weight
-        accuracy = weighted_mean(predictions.correct.astype(jnp.float32), predictions.weights)
-        metrics = {
-            "loss": WeightedScalar.of(predictions.loss, weight),
-            "xent": WeightedScalar.of(predictions.xent, weight),
-            "accuracy": WeightedScalar.of(accuracy, weight),
-        }
-        return metrics, NestedMap(per_token_xent=predictions.per_token_xent)
+        return token_metrics(predictions, predictions.weights)
 
     def _hide(self, batch: NestedMap, segments: Any) -> tuple[Any, Any]:
         brought = [name for name in ("masked_ids", "masked_weights") if name in batch]

@@ -90,6 +90,7 @@ class ClassificationModel(BaseModel):
         return metrics, NestedMap(
             classes=jnp.argmax(predictions.logits, axis=-1),
             per_example_xent=predictions.per_token_xent,
+            scores=-predictions.per_token_xent,
         )
 
 

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from layerkit.base_layer import CACHE, BaseLayer
-from layerkit.config import build, sub_config_field
-from layerkit.derived_fields import derive_fields
+from layerkit.config import sub_config_field
 from layerkit.layers.attention.cross import CrossAttention
 from layerkit.layers.embeddings import SharedEmbeddingSoftmax
 from layerkit.layers.masks import AttentionMask, row_positions
@@ -23,6 +22,12 @@ from layerkit.layers.normalizations import LayerNorm
 from layerkit.layers.stacks import StackedTransformer
 from layerkit.layers.stochastic import Dropout
 from layerkit.layers.transformer import Transformer
+from layerkit.models.transformer_parts import (
+    create_token_layers,
+    embed_tokens,
+    locate_in_stack,
+    stack_sizes,
+)
 from layerkit.nested_map import NestedMap
 
 _SOURCE_SEGMENTS = "source_segment_ids"
@@ -83,7 +88,8 @@ class TransformerEncoderDecoder(BaseLayer):
             self.create_child(f"{side}_position", self.position_tpl, dims=self.model_dims)
         for side in ("encoder", "decoder"):
             template = getattr(self, f"{side}_stack_tpl")
-            self.create_child(side, template, **self._stack_sizes(side))
+            num_layers = getattr(self, f"num_{side}_layers")
+            self.create_child(side, template, **stack_sizes(self, num_layers=num_layers))
             if (norm_tpl := getattr(self, f"{side}_norm_tpl")) is not None:
                 self.create_child(f"{side}_norm", norm_tpl, dims=self.model_dims)
         self.create_child("dropout", Dropout.HParams.config(rate=self.dropout_rate))
@@ -239,22 +245,13 @@ class TransformerEncoderDecoder(BaseLayer):
         Raises:
           IndexError: there is no such layer.
         """
-        template = getattr(self, f"{side}_stack_tpl")
-        where = f"{type(self).__qualname__}.{side}_stack_tpl"
-        stack = build(derive_fields(template, where, **self._stack_sizes(side)))
-        path, indices = stack.locate_layer(layer)
-        return (side, *path), indices
-
-    @nn.nowrap
-    def _stack_sizes(self, side: str) -> dict[str, Any]:
-        return {
-            "num_layers": getattr(self, f"num_{side}_layers"),
-            "input_dims": self.model_dims,
-            "hidden_dims": self.hidden_dims,
-            "num_heads": self.num_heads,
-            "num_kv_heads": self.num_kv_heads,
-            "dim_per_head": self.dim_per_head,
-        }
+        return locate_in_stack(
+            self,
+            layer,
+            child=side,
+            template=f"{side}_stack_tpl",
+            num_layers=getattr(self, f"num_{side}_layers"),
+        )
 
     @nn.nowrap
     def _memory_mask(
@@ -278,18 +275,15 @@ class TransformerEncoderDecoder(BaseLayer):
 
     @nn.nowrap
     def _create_embeddings(self) -> None:
-        classes = {"num_classes": self.vocab_size, "input_dims": self.model_dims}
-        self.create_child("softmax", self.softmax_tpl, **classes)
-        if self.embedding_tpl is not None:
-            self.create_child("embedding", self.embedding_tpl, **classes)
-        elif not hasattr(self.softmax, "embed"):
-            raise ValueError(
-                f"{self.path_name}: embedding_tpl is not set, and the {type(self.softmax).__name__}"
-                " in softmax_tpl cannot embed ids; set embedding_tpl=Embedding.HParams.config()"
-            )
+        create_token_layers(self)
         if self.source_embedding_tpl is not None:
-            classes["num_classes"] = self.source_vocab_size or self.vocab_size
-            self.create_child("source_embedding", self.source_embedding_tpl, **classes)
+            size = self.source_vocab_size or self.vocab_size
+            self.create_child(
+                "source_embedding",
+                self.source_embedding_tpl,
+                num_classes=size,
+                input_dims=self.model_dims,
+            )
         elif self.source_vocab_size not in (None, self.vocab_size):
             raise ValueError(
                 f"{self.path_name}: source_vocab_size={self.source_vocab_size} differs from"
@@ -306,7 +300,7 @@ class TransformerEncoderDecoder(BaseLayer):
         if side == "source" and self.source_embedding_tpl is not None:
             x = self.source_embedding(ids)
         else:
-            x = self.softmax.embed(ids) if self.embedding_tpl is None else self.embedding(ids)
+            x = embed_tokens(self, ids)
         if self.position_tpl is not None:
             if positions is None:
                 positions = row_positions(*ids.shape)

@@ -7,13 +7,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from layerkit.base_layer import CACHE
-from layerkit.base_model import BaseModel, Metrics, WeightedScalar
+from layerkit.base_model import BaseModel, Metrics
 from layerkit.config import instance_field, sub_config_field
-from layerkit.decoding.cache_rows import row_axes
-from layerkit.decoding.loop import SampleDecoder, extend_prompts
-from layerkit.decoding.split_rows import round_up, row_parts
-from layerkit.layers.losses import weighted_mean
+from layerkit.decoding.cached_network import decode_with_cache
+from layerkit.decoding.loop import SampleDecoder
+from layerkit.models.token_metrics import token_metrics
 from layerkit.models.transformer_lm import TransformerLm
 from layerkit.nested_map import NestedMap
 
@@ -50,14 +48,7 @@ class LanguageModel(BaseModel):
 
     def compute_loss(self, predictions: NestedMap, batch: NestedMap) -> tuple[Metrics, NestedMap]:
         """Metrics `loss` (what is trained), `xent` (plain cross-entropy, nats) and `accuracy`."""
-        weight = predictions.total_weight
-        accuracy = weighted_mean(predictions.correct.astype(jnp.float32), batch.weights)
-        metrics = {
-            "loss": WeightedScalar.of(predictions.loss, weight),
-            "xent": WeightedScalar.of(predictions.xent, weight),
-            "accuracy": WeightedScalar.of(accuracy, weight),
-        }
-        return metrics, NestedMap(per_token_xent=predictions.per_token_xent)
+        return token_metrics(predictions, batch.weights)
 
     def decode(self, batch: NestedMap) -> NestedMap:
         """Continues the prompts of a batch.
@@ -80,41 +71,22 @@ class LanguageModel(BaseModel):
                     f"{name}: packed rows cannot be decoded; a batch of prompts has one a row, and"
                     " prompt_lengths"
                 )
-        lm, variables = self.lm.unbind()
-        batch_size, prompt_width = batch.ids.shape
-        parts = row_parts(self)
-        max_length = round_up(prompt_width + self.decoder.max_decode_steps, parts)
-
-        def init_cache(ids: jax.Array) -> Any:
-            _, state = lm.apply(
-                variables, ids.shape[0], max_length, method="init_cache", mutable=[CACHE]
-            )
-            return state[CACHE]
-
-        def extend(cache: Any, ids: jax.Array, time_step: jax.Array) -> tuple[Any, jax.Array]:
-            logits, state = lm.apply(
-                {**variables, CACHE: cache},
-                ids,
-                time_step=time_step,
-                method="extend_step",
-                mutable=[CACHE],
-            )
-            return state[CACHE], logits
-
         lengths = batch.get("prompt_lengths")
         if lengths is None:
             if "paddings" in batch:
                 raise ValueError("paddings without prompt_lengths, which say where prompts end")
-            lengths = jnp.full((batch_size,), prompt_width, jnp.int32)
-        return extend_prompts(
-            self.decoder,
-            extend,
-            init_cache(batch.ids),
+            rows, width = batch.ids.shape
+            lengths = jnp.full((rows,), width, jnp.int32)
+
+        def init_cache(lm: TransformerLm, ids: jax.Array, max_length: int) -> None:
+            lm.init_cache(ids.shape[0], max_length)
+
+        return decode_with_cache(
+            self,
+            self.lm,
+            batch,
+            init_cache=init_cache,
+            inputs=batch.ids,
             prompts=batch.ids,
             prompt_lengths=lengths,
-            key=self.next_prng_key() if self.decoder.needs_key else None,
-            cache_axes=row_axes(init_cache, batch.ids),
-            row_ids=batch.get("row_ids"),
-            max_steps=batch.get("max_steps"),
-            row_parts=parts,
         )

@@ -25,6 +25,7 @@ from layerkit.base_model import BaseModel, Metrics, WeightedScalar
 from layerkit.config import sub_config_field
 from layerkit.layers.losses import weighted_mean
 from layerkit.models.example_weights import example_weights
+from layerkit.models.token_metrics import row_scores
 from layerkit.models.transformer_lm import TransformerLm
 from layerkit.near_names import near_names
 from layerkit.nested_map import NestedMap
@@ -157,9 +158,7 @@ class DpoModel(BaseModel):
     def _log_probs(self, lm: Any, pairs: NestedMap) -> jax.Array:
         outputs = lm(**pairs)
         weights = pairs.weights.astype(jnp.float32)
-        # Where nothing counts the label may be no class at all, and 0 · NaN is NaN.
-        per_token = jnp.where(weights > 0, outputs.per_token_xent, 0.0)
-        log_probs = -jnp.sum(per_token * weights, axis=-1)
+        log_probs = row_scores(outputs.per_token_xent, weights)
         if self.loss == "ipo":
             log_probs /= jnp.maximum(jnp.sum(weights, axis=-1), 1.0)
         return log_probs.reshape(2, -1)

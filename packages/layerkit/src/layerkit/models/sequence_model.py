@@ -7,15 +7,14 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from layerkit.base_layer import CACHE
-from layerkit.base_model import BaseModel, Metrics, WeightedScalar
+from layerkit.base_model import BaseModel, Metrics
 from layerkit.config import instance_field, sub_config_field
-from layerkit.decoding.cache_rows import row_axes
-from layerkit.decoding.loop import SampleDecoder, extend_prompts
-from layerkit.decoding.split_rows import pad_columns, round_up, row_parts
-from layerkit.layers.losses import weighted_mean
+from layerkit.decoding.cached_network import decode_with_cache
+from layerkit.decoding.loop import SampleDecoder
+from layerkit.decoding.split_rows import pad_columns, row_parts
 from layerkit.layers.masks import segments_from_paddings
 from layerkit.models.encoder_decoder import TransformerEncoderDecoder
+from layerkit.models.token_metrics import token_metrics
 from layerkit.nested_map import NestedMap
 
 
@@ -58,14 +57,7 @@ class SequenceModel(BaseModel):
 
     def compute_loss(self, predictions: NestedMap, batch: NestedMap) -> tuple[Metrics, NestedMap]:
         """Metrics `loss` (what is trained), `xent` (plain cross-entropy, nats) and `accuracy`."""
-        weight = predictions.total_weight
-        accuracy = weighted_mean(predictions.correct.astype(jnp.float32), batch.tgt.weights)
-        metrics = {
-            "loss": WeightedScalar.of(predictions.loss, weight),
-            "xent": WeightedScalar.of(predictions.xent, weight),
-            "accuracy": WeightedScalar.of(accuracy, weight),
-        }
-        return metrics, NestedMap(per_token_xent=predictions.per_token_xent)
+        return token_metrics(predictions, batch.tgt.weights)
 
     def decode(self, batch: NestedMap) -> NestedMap:
         """Chooses targets for the sources of a batch.
@@ -84,47 +76,25 @@ class SequenceModel(BaseModel):
         """
         if "segment_pos" in batch.src:
             raise ValueError("src.segment_pos: packed sources cannot be decoded, one target a row")
-        model, variables = self.model.unbind()
         segments = _segments(batch.src)
         if segments is None:
             segments = jnp.ones(batch.src.ids.shape, jnp.int32)
         parts = row_parts(self)
         source = NestedMap(ids=batch.src.ids, segment_ids=segments)
-        source = jax.tree.map(lambda x: pad_columns(x, parts), source)
 
-        def init_cache(source: NestedMap) -> Any:
-            _, state = model.apply(
-                variables,
-                source.ids,
-                round_up(1 + self.decoder.max_decode_steps, parts),
-                segment_ids=source.segment_ids,
-                method="init_cache",
-                mutable=[CACHE],
-            )
-            return state[CACHE]
+        def init_cache(
+            model: TransformerEncoderDecoder, source: NestedMap, max_length: int
+        ) -> None:
+            model.init_cache(source.ids, max_length, segment_ids=source.segment_ids)
 
-        def extend(cache: Any, ids: jax.Array, time_step: jax.Array) -> tuple[Any, jax.Array]:
-            logits, state = model.apply(
-                {**variables, CACHE: cache},
-                ids,
-                time_step=time_step,
-                method="extend_step",
-                mutable=[CACHE],
-            )
-            return state[CACHE], logits
-
-        num_rows = source.ids.shape[0]
-        outputs = extend_prompts(
-            self.decoder,
-            extend,
-            init_cache(source),
-            prompts=jnp.full((num_rows, 1), self.start_id, jnp.int32),
+        outputs = decode_with_cache(
+            self,
+            self.model,
+            batch,
+            init_cache=init_cache,
+            inputs=jax.tree.map(lambda x: pad_columns(x, parts), source),
+            prompts=jnp.full((segments.shape[0], 1), self.start_id, jnp.int32),
             prompt_lengths=jnp.any(segments != 0, axis=1).astype(jnp.int32),
-            key=self.next_prng_key() if self.decoder.needs_key else None,
-            cache_axes=row_axes(init_cache, source),
-            row_ids=batch.get("row_ids"),
-            max_steps=batch.get("max_steps"),
-            row_parts=parts,
         )
         num_tokens = jnp.sum(segments != 0, axis=1, dtype=jnp.int32)
         outputs.source = NestedMap(ids=batch.src.ids, lengths=num_tokens)

@@ -14,13 +14,18 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
-from layerkit.config import build, sub_config_field
-from layerkit.derived_fields import derive_fields
+from layerkit.config import sub_config_field
 from layerkit.layers.embeddings import SharedEmbeddingSoftmax
 from layerkit.layers.masks import AttentionMask, row_positions
 from layerkit.layers.normalizations import LayerNorm
 from layerkit.layers.stacks import StackedTransformer
 from layerkit.layers.stochastic import Dropout
+from layerkit.models.transformer_parts import (
+    create_token_layers,
+    embed_tokens,
+    locate_in_stack,
+    stack_sizes,
+)
 from layerkit.nested_map import NestedMap
 
 
@@ -67,35 +72,15 @@ class TransformerLm(BaseLayer):
     dropout_rate: float = 0.0
 
     def setup(self) -> None:
-        classes = {"num_classes": self.vocab_size, "input_dims": self.model_dims}
-        self.create_child("softmax", self.softmax_tpl, **classes)
-        if self.embedding_tpl is not None:
-            self.create_child("embedding", self.embedding_tpl, **classes)
-        elif not hasattr(self.softmax, "embed"):
-            raise ValueError(
-                f"{self.path_name}: embedding_tpl is not set, and the {type(self.softmax).__name__}"
-                " in softmax_tpl cannot embed ids; set embedding_tpl=Embedding.HParams.config(),"
-                " or a softmax_tpl that is tied to the embedding"
-            )
+        create_token_layers(self)
         if self.position_tpl is not None:
             self.create_child("position", self.position_tpl, dims=self.model_dims)
         if self.embedding_norm_tpl is not None:
             self.create_child("embedding_norm", self.embedding_norm_tpl, dims=self.model_dims)
-        self.create_child("stack", self.stack_tpl, **self._stack_sizes())
+        self.create_child("stack", self.stack_tpl, **stack_sizes(self, num_layers=self.num_layers))
         if self.final_norm_tpl is not None:
             self.create_child("final_norm", self.final_norm_tpl, dims=self.model_dims)
         self.create_child("dropout", Dropout.HParams.config(rate=self.dropout_rate))
-
-    @nn.nowrap
-    def _stack_sizes(self) -> dict[str, Any]:
-        return {
-            "num_layers": self.num_layers,
-            "input_dims": self.model_dims,
-            "hidden_dims": self.hidden_dims,
-            "num_heads": self.num_heads,
-            "num_kv_heads": self.num_kv_heads,
-            "dim_per_head": self.dim_per_head,
-        }
 
     @nn.nowrap
     def locate_layer(self, layer: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -111,10 +96,9 @@ class TransformerLm(BaseLayer):
         Raises:
           IndexError: there is no such layer.
         """
-        where = f"{type(self).__qualname__}.stack_tpl"
-        stack = build(derive_fields(self.stack_tpl, where, **self._stack_sizes()))
-        path, indices = stack.locate_layer(layer)
-        return ("stack", *path), indices
+        return locate_in_stack(
+            self, layer, child="stack", template="stack_tpl", num_layers=self.num_layers
+        )
 
     def fprop(
         self,
@@ -205,7 +189,7 @@ class TransformerLm(BaseLayer):
 
     @nn.nowrap
     def _embed(self, ids: jax.Array, positions: jax.Array) -> jax.Array:
-        x = self.softmax.embed(ids) if self.embedding_tpl is None else self.embedding(ids)
+        x = embed_tokens(self, ids)
         if self.position_tpl is not None:
             x = x + self.position(positions)
         if self.embedding_norm_tpl is not None:

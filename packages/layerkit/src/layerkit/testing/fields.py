@@ -13,6 +13,7 @@ training and in evaluation. Computations whose result is not used do not count.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -93,8 +94,10 @@ def dead_fields(example: Example, *, sharding: BoundSharding | None = None) -> l
     def aspects_before(given: Mapping[str, Any]) -> Any:
         key = repr(sorted((name, repr(value)) for name, value in given.items()))
         if key not in known:
-            known[key] = list(_aspects(_with(config, given), example.run, sharding))
-        return known[key]
+            known[key] = _aspects(_with(config, given), example.run, sharding)
+        # Traced as far as somebody asks, and once.
+        known[key], again = itertools.tee(known[key])
+        return again
 
     dead = []
     for field in dataclasses.fields(example.layer_class):

@@ -20,6 +20,7 @@ from layerkit.interop.hugging_face import (
     HuggingFaceWeights,
     TensorMismatchError,
     UnsupportedModelError,
+    eos_id,
     import_model,
     load_weights,
     model_config,
@@ -70,6 +71,9 @@ def test_a_folder_of_pickles_is_refused(make_folder: Any):
         ("llama", "hidden_act", "mish", "hidden_act='mish' is not supported"),
         ("llama", "quantization_config", {"bits": 4}, "{'quantization_config': {'bits': 4}}"),
         ("llama", "residual_multiplier", 0.5, "might change what it computes"),
+        ("llama", "use_rope", False, "might change what it computes: {'use_rope': False}"),
+        ("llama", "residual_multiplier", 0, "might change what it computes"),
+        ("llama", "rope_interleaved", True, "might change what it computes"),
         (
             "llama",
             "rope_scaling",
@@ -96,6 +100,30 @@ def test_an_option_that_we_lack_is_refused_by_name(
     (folder / "config.json").write_text(json.dumps({**content, key: value}))
     with pytest.raises(UnsupportedModelError, match=re.escape(expected)):
         model_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("residual_multiplier", None), ("rope_interleaved", False)]
+)
+def test_an_option_that_asks_for_nothing_changes_nothing(make_folder: Any, key: str, value: Any):
+    folder = make_folder("llama")
+    expected = model_config(folder)
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, key: value}))
+    assert model_config(folder) == expected
+
+
+def test_the_end_of_a_text_is_that_of_generation_and_else_of_the_config(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match="it has no config.json"):
+        eos_id(tmp_path)
+    for name, content, expected in (
+        ("config.json", {}, None),
+        ("config.json", {"eos_token_id": 3}, 3),
+        ("generation_config.json", {"eos_token_id": None}, 3),
+        ("generation_config.json", {"eos_token_id": [4, 5]}, (4, 5)),
+    ):
+        (tmp_path / name).write_text(json.dumps(content))
+        assert eos_id(tmp_path) == expected
 
 
 # What Transformers computes the same with; each has its reason in the table of its family.

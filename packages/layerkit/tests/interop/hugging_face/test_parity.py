@@ -63,6 +63,7 @@ class Case:
       sizes: Of its config.
       note: What is special, for the table.
       untied: Gives it a head of its own, where the config cannot say so.
+      is_slow: Left out of the ordinary run, where others show nearly the same.
     """
 
     family: str
@@ -70,6 +71,7 @@ class Case:
     sizes: dict[str, Any] = dataclasses.field(default_factory=lambda: SIZES)
     note: str = ""
     untied: bool = False
+    is_slow: bool = False
 
 
 CASES = [
@@ -83,11 +85,21 @@ CASES = [
         {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 32}},
         note="Llama 3 rope",
     ),
-    Case("Llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, note="linear rope"),
+    Case(
+        "Llama",
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        note="linear rope",
+        is_slow=True,
+    ),
     Case("Mistral", {"sliding_window": 4}, note="window"),
-    Case("Mistral", {"sliding_window": None, "head_dim": 8}, note="wide heads"),
+    Case("Mistral", {"sliding_window": None, "head_dim": 8}, note="wide heads", is_slow=True),
     Case("Mixtral", {"num_local_experts": 4}),
-    Case("Mixtral", {"num_experts_per_tok": 1, "num_local_experts": 3}, note="one of three"),
+    Case(
+        "Mixtral",
+        {"num_experts_per_tok": 1, "num_local_experts": 3},
+        note="one of three",
+        is_slow=True,
+    ),
     Case("Qwen2", {"tie_word_embeddings": True}, note="tied"),
     Case(
         "Qwen2",
@@ -100,7 +112,7 @@ CASES = [
         note="YaRN",
     ),
     Case("Qwen3", sizes=WIDE_HEADS),
-    Case("Qwen3", {"attention_bias": True}, WIDE_HEADS, "biases"),
+    Case("Qwen3", {"attention_bias": True}, WIDE_HEADS, "biases", is_slow=True),
     Case("Gemma2", {"sliding_window": 4, "query_pre_attn_scalar": 24}, WIDE_HEADS),
     Case("Gemma3", {"sliding_window": 4, "num_hidden_layers": 8}, WIDE_HEADS, "8 layers of 6"),
     Case(
@@ -123,7 +135,12 @@ CASES = [
         note="LongRoPE",
     ),
     Case("Olmo2"),
-    Case("Olmo2", {"num_key_value_heads": 4, "attention_bias": True}, note="biases, no groups"),
+    Case(
+        "Olmo2",
+        {"num_key_value_heads": 4, "attention_bias": True},
+        note="biases, no groups",
+        is_slow=True,
+    ),
     Case("T5", sizes=T5),
     Case(
         "T5",
@@ -139,7 +156,10 @@ def name_of(case: Case) -> str:
     return f"{case.family} {case.note}".strip().replace(" ", "-")
 
 
-@pytest.fixture(scope="module", params=CASES, ids=name_of)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(c, marks=[pytest.mark.slow] * c.is_slow, id=name_of(c)) for c in CASES],
+)
 def theirs(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[Case, Any, Path]:
     """A case, the model of Transformers and its folder."""
     case = request.param

@@ -75,6 +75,10 @@ PALLAS_OBSTACLES = [
         "it needs lengths of a multiple of 16, not 24 and 24",
     ),
     ({"length_parts": 16}, "it needs lengths of a multiple of 16, not 8 and 128"),
+    (
+        {"length_parts": 4, "num_queries": 1, "is_causal": False},
+        "it needs lengths of a multiple of 16, not 1 and 128",
+    ),
     ({"bias_dtype": "float32"}, "it does not know a bias"),
     ({"is_in_row_order": False}, NO_KEY_READS_0),
     ({"has_prefix": True}, "it does not know prefixes"),
@@ -102,6 +106,10 @@ PALLAS_OBSTACLES = [
 
 RING = {"length_parts": 2, "is_in_a_ring": True}
 RING_OBSTACLES = [
+    (
+        {"num_queries": 1, "is_causal": False},
+        "it needs rows that can be split, not 1 queries and 128 keys",
+    ),
     ({"bias_dtype": "float32"}, "it does not know a bias"),
     ({"has_dropout": True}, "it does not know dropout"),
     ({"is_in_row_order": False}, NO_KEY_READS_0),

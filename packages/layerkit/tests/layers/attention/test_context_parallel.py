@@ -170,6 +170,20 @@ def test_all_gather_takes_bias_and_dropout():
     check_equal(ours, expected)
 
 
+def test_a_single_query_stays_whole_and_has_no_ring():
+    query, key, value = draw()
+    sharding, options = bound(context=4), {"scale": 0.4}
+    expected = dot_product_attention(query[:, :1], key, value, **options)
+    ours = jax.jit(
+        lambda *x: dot_product_attention(*x, sharding=sharding, platform="gpu", **options)
+    )(query[:, :1], key, value)
+    np.testing.assert_allclose(ours, expected, atol=1e-6)
+    with pytest.raises(BackendRefusal, match="it needs rows that can be split, not 1 queries and"):
+        dot_product_attention(
+            query[:, :1], key, value, sharding=sharding, context_parallel="ring", **options
+        )
+
+
 @pytest.mark.parametrize("way", ["all_gather", "ring"])
 def test_no_device_holds_the_logits_of_all_queries(way):
     """The largest array of logits in the compiled program is one device's share."""

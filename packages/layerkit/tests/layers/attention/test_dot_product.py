@@ -132,6 +132,16 @@ def test_fully_masked_rows_are_zero_when_asked_and_a_mean_otherwise():
     np.testing.assert_array_equal(zeroed[:, others], plain[:, others])
 
 
+def test_sinks_take_what_a_fully_masked_row_would_read():
+    mask, sinks = mask_with_an_empty_row(), jnp.full((HEADS,), -50.0)
+    for zero in (False, True):
+        read = dot_product_attention(
+            *draw(4), mask=mask, scale=1.0, sinks=sinks, zero_fully_masked_rows=zero
+        )
+        np.testing.assert_array_equal(read[:, 1], 0.0)
+        assert np.abs(read[:, 0]).max() > 0
+
+
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("cap", [None, 5.0])
 def test_gradients_are_finite_with_fully_masked_rows(zero, cap):

@@ -191,7 +191,8 @@ def test_blocks_are_as_large_as_on_one_device(monkeypatch):
     assert seen == [64, 64 / 8]
 
 
-@pytest.mark.parametrize("fields", [DROPLESS, pytest.param(CAPACITY, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [DROPLESS, CAPACITY])
 def test_experts_in_a_pipeline_on_a_mesh_are_those_of_one_device(fields):
     stage = MoeFeedForward.HParams.config(input_dims=DIMS, hidden_dims=6, num_experts=4, **fields)
     layer = Pipeline(stage_tpl=stage, num_stages=2, num_microbatches=2, train=True)

@@ -26,6 +26,7 @@ class HuggingFaceLm(TrainingLength, BaseExperiment, abstract=True):
     MAX_DECODE_STEPS: int = 64
     TEMPERATURE: float = 1.0
     EOS_ID: int | None = None
+    """The token that ends a continuation; None for that of the folder, or those."""
 
     def model(self) -> Config:
         """The config of the model in the folder.
@@ -50,7 +51,7 @@ class HuggingFaceLm(TrainingLength, BaseExperiment, abstract=True):
         model.decoder = SampleDecoder.HParams.config(
             max_decode_steps=self.MAX_DECODE_STEPS,
             temperature=self.TEMPERATURE,
-            eos_id=self.EOS_ID,
+            eos_id=hugging_face.eos_id(self.HF_FOLDER) if self.EOS_ID is None else self.EOS_ID,
         )
         return model
 

@@ -142,6 +142,22 @@ def read_json(folder: str | os.PathLike[str], name: str = CONFIG) -> dict[str, A
     return json.loads(path.read_text())
 
 
+def eos_id(folder: str | os.PathLike[str]) -> int | tuple[int, ...] | None:
+    """The token or tokens that end a text, for `Decoder.eos_id`; None where the folder has none.
+
+    They are those of generation_config.json, which Transformers generates by, or of config.json.
+
+    Raises:
+      FileNotFoundError: neither file is there.
+    """
+    names = [name for name in ("generation_config.json", CONFIG) if (Path(folder) / name).is_file()]
+    for name in names or [CONFIG]:
+        found = read_json(folder, name).get("eos_token_id")
+        if found is not None:
+            return tuple(found) if isinstance(found, list) else int(found)
+    return None
+
+
 def write_json(folder: Path, name: str, content: Mapping[str, Any]) -> None:
     """Writes a JSON file into a folder."""
     (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

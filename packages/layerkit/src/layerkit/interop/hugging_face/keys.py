@@ -40,6 +40,13 @@ NEUTRAL = frozenset({
     "transformers_version", "typical_p", "unk_token_id", "unsloth_fixed", "unsloth_version",
     "use_bfloat16", "use_cache",
 })
+
+
+# Keys whose false value says what is so anyway, and whose true value would change the computation.
+NEUTRAL_WHERE_FALSE = frozenset({
+    "add_cross_attention", "is_decoder", "is_encoder_decoder", "pruned_heads", "rope_interleaved",
+    "tie_encoder_decoder", "use_mrope",
+})
 # fmt: on
 
 
@@ -82,12 +89,20 @@ class ConfigFile:
         )
 
     def refuse_unread(self) -> None:
-        """Refuses keys that nothing has read; a value of None or False asks for nothing.
+        """Refuses keys that nothing has read and that have a value.
+
+        None asks for nothing. False or 0 may: it may switch off what is on by default.
 
         Raises:
           UnsupportedModelError: naming them all.
         """
-        rest = {k: self._content[k] for k in sorted(self._unread) if self._content[k]}
+        rest = {
+            key: value
+            for key, value in sorted(self._content.items())
+            if key in self._unread
+            and value is not None
+            and not (key in NEUTRAL_WHERE_FALSE and not value)
+        }
         if rest:
             raise UnsupportedModelError(
                 f"config.json of a {self.model_type} model has options that layerkit does not know,"

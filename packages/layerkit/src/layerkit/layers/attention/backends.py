@@ -81,8 +81,8 @@ class AttentionCall:
 
     @property
     def queries_per_part(self) -> int:
-        """Queries of a row that one device has."""
-        return self.num_queries // self.length_parts
+        """Queries of a row that one device has; a single one is on every device."""
+        return max(1, self.num_queries // self.length_parts)
 
     @property
     def is_self_attention(self) -> bool:
@@ -185,6 +185,10 @@ _EMPTY_ROWS_LIMIT: _Limit = (
 _RING_LIMITS: tuple[_Limit, ...] = (
     (lambda call: call.bias_dtype is not None, "it does not know a bias"),
     (lambda call: call.has_dropout, "it does not know dropout"),
+    (
+        lambda call: call.num_queries == 1 or call.num_keys == 1,
+        "it needs rows that can be split, not {call.num_queries} queries and {call.num_keys} keys",
+    ),
     _EMPTY_ROWS_LIMIT,
 )
 

@@ -60,7 +60,8 @@ class BaseAttention(BaseLayer):
       use_sinks: Learns a logit per head that takes probability and gives nothing (gpt-oss), so
         that a head may attend to nothing; starts at 0.
       dropout_rate: Of the attention probabilities, in training.
-      zero_fully_masked_rows: A query that may attend nothing reads exactly 0 instead of a mean.
+      zero_fully_masked_rows: A query that may attend nothing reads exactly 0 instead of a mean;
+        with sinks it does so anyway.
       backend: Name of the implementation of `fprop`; see `layerkit.layers.attention.backends`.
         Cached steps always run on `xla`.
       context_parallel: How whole rows that are split over devices are attended, `all_gather` or
@@ -166,19 +167,16 @@ class BaseAttention(BaseLayer):
         if self.per_dim_scale:
             scale = jax.nn.softplus(self.theta.scale.astype(jnp.float32))
             query = self.cast(query * (_INVERSE_SOFTPLUS_OF_0 * scale))
-        logit_scale = self.logit_scale
-        read = dot_product_attention(
+        read = attend(
+            self,
             query,
             key,
             value,
             mask=mask,
-            scale=1.0 / math.sqrt(query.shape[-1]) if logit_scale is None else logit_scale,
             bias=bias,
             sinks=self.theta.sinks if self.use_sinks else None,
-            zero_fully_masked_rows=self.zero_fully_masked_rows,
-            logit_cap=self.logit_cap,
-            dropout=self.dropout if self.is_training and self.dropout_rate else None,
-            **backend_options(self, cached=cached),
+            head_dim=query.shape[-1],
+            cached=cached,
         )
         out: jax.Array = self.output(
             self.constrain(read, "batch", "length", "act_heads", "head_dim")
@@ -213,9 +211,7 @@ class BaseAttention(BaseLayer):
 
     @nn.nowrap
     def _check_options(self) -> None:
-        check_logits(self, logit_cap=self.logit_cap, logit_scale=self.logit_scale)
-        check_backend_name(self.backend, owner=self.path_name)
-        check_context_parallel(self.context_parallel, owner=self.path_name)
+        check_attention_options(self)
         if self.qk_norm_over not in QK_NORM_EXTENTS:
             raise ValueError(
                 f"{self.path_name}: qk_norm_over={self.qk_norm_over!r} is not an extent"
@@ -229,17 +225,19 @@ class BaseAttention(BaseLayer):
             )
 
 
-def check_logits(layer: BaseLayer, *, logit_cap: float | None, logit_scale: float | None) -> None:
-    """Refuses a cap or a scale of the logits that is not positive."""
-    if logit_cap is not None and logit_cap <= 0:
+def check_attention_options(layer: Any) -> None:
+    """Refuses options of `attend` that are out of range, or names that do not exist."""
+    if layer.logit_cap is not None and layer.logit_cap <= 0:
         raise ValueError(
-            f"{layer.path_name}: logit_cap={logit_cap} must be positive, or None for no cap"
+            f"{layer.path_name}: logit_cap={layer.logit_cap} must be positive, or None for no cap"
         )
-    if logit_scale is not None and logit_scale <= 0:
+    if layer.logit_scale is not None and layer.logit_scale <= 0:
         raise ValueError(
-            f"{layer.path_name}: logit_scale={logit_scale} must be positive, or None for"
+            f"{layer.path_name}: logit_scale={layer.logit_scale} must be positive, or None for"
             " 1/√dim_per_head"
         )
+    check_backend_name(layer.backend, owner=layer.path_name)
+    check_context_parallel(layer.context_parallel, owner=layer.path_name)
 
 
 def check_window(layer: BaseLayer, window: int | None) -> None:
@@ -251,21 +249,58 @@ def check_window(layer: BaseLayer, window: int | None) -> None:
         )
 
 
-def backend_options(layer: Any, *, cached: bool) -> dict[str, Any]:
-    """What tells `dot_product_attention` who computes it, and over which devices.
+def attend(
+    layer: Any,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    mask: AttentionMask,
+    bias: jax.Array | None,
+    sinks: jax.Array | None = None,
+    head_dim: int,
+    cached: bool,
+) -> jax.Array:
+    """`dot_product_attention` with the options that layers of every kind have.
 
     Args:
-      layer: With fields `backend` and `context_parallel`.
+      layer: With the fields `logit_scale`, `logit_cap`, `dropout_rate`, `zero_fully_masked_rows`,
+        `backend` and `context_parallel`, and a child `dropout`.
+      query: `[batch, queries, heads, dims]`.
+      key: `[batch, keys, kv_heads, dims]`.
+      value: `[batch, keys, kv_heads, value_dim]`.
+      mask: Which query may attend which key.
+      bias: float32 `[batch or 1, heads or 1, queries, keys]`, added to the logits.
+      sinks: `[heads]`, a logit per head that takes probability and gives nothing.
+      head_dim: Size of a head, which tells the scale where `logit_scale` does not.
       cached: Whether the keys are those of a cache. Then the compiler splits the work: a step has
         few queries, and a kernel for whole rows, which it cannot split, would gain nothing.
+
+    Returns:
+      `[batch, queries, heads, value_dim]` in the dtype of `value`.
     """
+    scale = layer.logit_scale
     if cached:
-        return {"backend": "xla"}
-    return {
-        "backend": layer.backend,
-        "sharding": layer.inherited("sharding"),
-        "context_parallel": layer.context_parallel,
-    }
+        where: dict[str, Any] = {"backend": "xla"}
+    else:
+        where = {
+            "backend": layer.backend,
+            "sharding": layer.inherited("sharding"),
+            "context_parallel": layer.context_parallel,
+        }
+    return dot_product_attention(
+        query,
+        key,
+        value,
+        mask=mask,
+        scale=1.0 / math.sqrt(head_dim) if scale is None else scale,
+        bias=bias,
+        sinks=sinks,
+        logit_cap=layer.logit_cap,
+        dropout=layer.dropout if layer.is_training and layer.dropout_rate else None,
+        zero_fully_masked_rows=layer.zero_fully_masked_rows,
+        **where,
+    )
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:

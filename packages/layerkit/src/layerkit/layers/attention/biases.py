@@ -11,6 +11,7 @@ in the row and positions in the document differ by a constant.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -156,6 +157,26 @@ class Alibi(BaseLayer):
         slopes = jnp.asarray(alibi_slopes(self.num_heads))[:, None, None]
         bias = -slopes * distances[:, None].astype(jnp.float32)
         return _laid_out(self, bias)
+
+
+def add_relative_bias(
+    layer: Any, bias: jax.Array | None, query_positions: jax.Array, key_positions: jax.Array
+) -> jax.Array | None:
+    """A bias that was handed in, and that of the layer's child `relative_bias`, if it has one.
+
+    Args:
+      layer: With a field `relative_bias_tpl`, the template of that child.
+      bias: float32 `[batch or 1, heads or 1, queries, keys]`.
+      query_positions: int32 `[batch or 1, queries]`.
+      key_positions: int32 `[batch or 1, keys]`.
+
+    Returns:
+      float32 `[batch or 1, heads, queries, keys]`; None where there is neither.
+    """
+    if layer.relative_bias_tpl is None:
+        return bias
+    own: jax.Array = layer.relative_bias(query_positions, key_positions)
+    return own if bias is None else own + bias
 
 
 def _laid_out(layer: BaseLayer, bias: jax.Array) -> jax.Array:

@@ -69,7 +69,7 @@ def dot_product_attention(
       logit_cap: Squeezes the logits into ±logit_cap; None leaves them alone.
       dropout: Applied to the probabilities, in the dtype of `value`.
       zero_fully_masked_rows: A query that may attend no key gives exactly 0; without it, the mean
-        of all values.
+        of all values. With `sinks`, which then take all probability, it gives 0 either way.
       backend: `auto`, `xla`, `cudnn` or `pallas`; see `layerkit.layers.attention.backends`.
       platform: Where it will run; None for that of the mesh, or else JAX's default.
       sharding: The model's, where whole rows are attended: kernels then run on each device's rows

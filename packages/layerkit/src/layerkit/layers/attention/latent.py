@@ -17,7 +17,6 @@ heads read one key, the latent with its rotary key.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -26,15 +25,12 @@ from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
 from layerkit.config import sub_config_field
-from layerkit.layers.attention.backends import check_backend_name
 from layerkit.layers.attention.base_attention import (
-    backend_options,
-    check_logits,
+    attend,
+    check_attention_options,
     check_window,
 )
 from layerkit.layers.attention.cache import check_time_step, extend_cache, write_cache
-from layerkit.layers.attention.context_parallel import check_context_parallel
-from layerkit.layers.attention.dot_product import dot_product_attention
 from layerkit.layers.attention.projections import HeadProjection, OutputProjection
 from layerkit.layers.linears import Bias, Linear
 from layerkit.layers.masks import AttentionMask
@@ -277,20 +273,10 @@ class MultiHeadLatentAttention(BaseLayer):
         *,
         cached: bool,
     ) -> jax.Array:
-        scale = self.logit_scale
-        if scale is None:  # of the expanded heads, whatever is folded
-            scale = 1.0 / math.sqrt(self.plain_dim_per_head + self.rotary_dim_per_head)
-        return dot_product_attention(
-            query,
-            key,
-            value,
-            mask=mask,
-            scale=scale,
-            bias=bias,
-            zero_fully_masked_rows=self.zero_fully_masked_rows,
-            logit_cap=self.logit_cap,
-            dropout=self.dropout if self.is_training and self.dropout_rate else None,
-            **backend_options(self, cached=cached),
+        # The scale is that of expanded heads, whatever is folded.
+        head_dim = self.plain_dim_per_head + self.rotary_dim_per_head
+        return attend(
+            self, query, key, value, mask=mask, bias=bias, head_dim=head_dim, cached=cached
         )
 
     @nn.nowrap
@@ -324,6 +310,4 @@ class MultiHeadLatentAttention(BaseLayer):
         if self.query_latent_dims is not None:
             check_sizes(self, query_latent_dims=self.query_latent_dims)
         check_window(self, self.window)
-        check_logits(self, logit_cap=self.logit_cap, logit_scale=self.logit_scale)
-        check_backend_name(self.backend, owner=self.path_name)
-        check_context_parallel(self.context_parallel, owner=self.path_name)
+        check_attention_options(self)

@@ -19,6 +19,7 @@ from flax import linen as nn
 
 from layerkit.config import sub_config_field
 from layerkit.layers.attention.base_attention import BaseAttention, check_window
+from layerkit.layers.attention.biases import add_relative_bias
 from layerkit.layers.attention.cache import check_time_step, extend_cache, write_cache
 from layerkit.layers.attention.combined import CombinedProjection
 from layerkit.layers.masks import AttentionMask
@@ -101,10 +102,7 @@ class MultiHeadAttention(BaseAttention):
           BackendRefusal: the backend cannot do this.
         """
         query, key, value = self._project(x, positions)
-        query_positions, key_positions = mask.query_positions, mask.key_positions
-        if mask.in_row_order:  # then all rows are alike, and one bias does for them
-            query_positions, key_positions = query_positions[:1], key_positions[:1]
-        bias = self._add_relative_bias(bias, query_positions, key_positions)
+        bias = add_relative_bias(self, bias, *mask.distinct_positions())
         mask = mask.within(self.window)
         return self._attend(query, key, value, mask, bias, cached=False)
 
@@ -157,7 +155,7 @@ class MultiHeadAttention(BaseAttention):
         )
         (batch, num_tokens), max_length = x.shape[:2], keys.shape[1]
         mask = AttentionMask.decoding_mask(batch, num_tokens, max_length, time_step=time_step)
-        bias = self._add_relative_bias(bias, mask.query_positions[:1], mask.key_positions[:1])
+        bias = add_relative_bias(self, bias, mask.query_positions[:1], mask.key_positions[:1])
         outputs = self._attend(query, keys, values, mask.within(self.window), bias, cached=True)
         return jnp.where(time_step + num_tokens <= max_length, outputs, jnp.nan)
 
@@ -189,15 +187,6 @@ class MultiHeadAttention(BaseAttention):
     @nn.nowrap
     def _normalize_both(self, query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         return self._normalize(self.query_norm, query), self._normalize(self.key_norm, key)
-
-    @nn.nowrap
-    def _add_relative_bias(
-        self, bias: jax.Array | None, query_positions: jax.Array, key_positions: jax.Array
-    ) -> jax.Array | None:
-        if self.relative_bias_tpl is None:
-            return bias
-        own: jax.Array = self.relative_bias(query_positions, key_positions)
-        return own if bias is None else own + bias
 
     @nn.nowrap
     def _cache_axes(self) -> dict[str, tuple[str | None, ...]]:
