@@ -35,6 +35,16 @@ PARITY_SUITES = (
     "integration_tests/test_hugging_face_finetune.py",
     "packages/layerkit/tests/interop/hugging_face",
 )
+# The readers that stand on TensorFlow, which takes longer to install than all else together; in the
+# other sessions they are skipped.
+TENSORFLOW_SUITES = (
+    ROOT / "packages/inputs/tests/seqio_adaptor",
+    ROOT / "packages/inputs/tests/lingvo_adaptor",
+    ROOT / "packages/inputs/tests/testing/test_tfds_folders.py",
+)
+# What layerkit-inputs is installed with.
+LIGHT_EXTRAS = "[grain,hf,text]"
+TENSORFLOW_EXTRAS = "[seqio,lingvo]"
 ALL_SUITES = [*sorted(ROOT.glob("packages/*/tests")), *ROOT.glob("integration_tests")]
 # safetensors: what the extra layerkit[hf] brings.
 TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "safetensors")
@@ -67,20 +77,20 @@ def train(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Builds and installs the four wheels, then tests them; arguments go to pytest."""
-    test_wheels(session, list(PACKAGES), ALL_SUITES)
+    check_wheels(session, list(PACKAGES), ALL_SUITES)
 
 
 @nox.session
 def slow(session: nox.Session) -> None:
     """The tests that the ordinary run leaves out: many kills, many more cases of each kind."""
-    test_wheels(session, list(PACKAGES), ALL_SUITES, marker="slow")
+    check_wheels(session, list(PACKAGES), ALL_SUITES, marker="slow")
 
 
 @nox.session
 def meshes(session: nox.Session) -> None:
     """One model on all 56 meshes of eight simulated devices; about half an hour on two cores."""
     suite = ROOT / "packages/layerkit/tests/test_all_meshes.py"
-    test_wheels(session, ["layerkit"], [suite], marker="meshes")
+    check_wheels(session, ["layerkit"], [suite], marker="meshes")
 
 
 @nox.session
@@ -91,16 +101,33 @@ def parity(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", *(session.posargs or PARITY_SUITES))
 
 
+@nox.session
+def readers(session: nox.Session) -> None:
+    """The readers on TensorFlow: SeqIO, TFDS folders and Lingvo; arguments go to pytest."""
+    packages = ["layerkit", "inputs"]
+    install_wheels(session, packages, extras=TENSORFLOW_EXTRAS)
+    install_lingvo(session)
+    check_wheels(session, packages, TENSORFLOW_SUITES, extras=TENSORFLOW_EXTRAS, doctests=False)
+
+
+@nox.session
+def lingvo_native(session: nox.Session) -> None:
+    """Lingvo's native ops, with a newer C library in a folder of its own where this one is old."""
+    install_sources(session, TEST_TOOLS)
+    install_lingvo(session)
+    session.run("python", "scripts/lingvo_native.py", *session.posargs)
+
+
 @nox.session(python=["3.12", "3.13"])
 def compat(session: nox.Session) -> None:
     """The tests on other Pythons; one that is not installed is skipped, and nox says so."""
-    test_wheels(session, list(PACKAGES), ALL_SUITES)
+    check_wheels(session, list(PACKAGES), ALL_SUITES)
 
 
 @nox.session
 def layerkit_alone(session: nox.Session) -> None:
     """Proves that layerkit needs nothing above it: its wheel, its tests, an empty environment."""
-    test_wheels(session, ["layerkit"], [ROOT / "packages/layerkit/tests"])
+    check_wheels(session, ["layerkit"], [ROOT / "packages/layerkit/tests"])
     session.run("python", "-I", "-c", ALONE, log=False)
 
 
@@ -138,17 +165,34 @@ def lint(session: nox.Session) -> None:
             session.error(f"packages/{folder}/LICENSE is no copy of LICENSE")
 
 
-def test_wheels(
+def check_wheels(
     session: nox.Session,
     folders: Sequence[str],
     suites: Sequence[Path],
     *,
-    marker: str = "not slow and not meshes",  # noqa: PT028 - no test, in spite of its name
+    extras: str = LIGHT_EXTRAS,
+    marker: str = "not slow and not meshes",
+    doctests: bool = True,
 ) -> None:
     """Runs `suites` and the doctests of layerkit on wheels built now from `folders`.
 
     Arguments of the session go to pytest; a path among them replaces the suites.
     """
+    install_wheels(session, folders, extras=extras)
+    # By file: fixtures of a module are made once, and their compiled steps are used again.
+    workers = ["-n", "2", "--dist", "loadfile"]
+    pytest = ["python", "-P", "-m", "pytest", *workers, "-m", marker, *session.posargs]
+    if not any(Path(argument.partition("::")[0]).exists() for argument in session.posargs):
+        if doctests:
+            # --pyargs: the doctests are those of the installed package.
+            pytest += ["--doctest-modules", "--pyargs", "layerkit"]
+        pytest += [str(suite.relative_to(ROOT)) for suite in suites]
+    names = ",".join(PACKAGES[folder] for folder in folders)
+    session.run(*pytest, env={"LAYERKIT_TEST_INSTALLED": names})
+
+
+def install_wheels(session: nox.Session, folders: Sequence[str], *, extras: str) -> None:
+    """Installs the test tools and wheels built now; that of layerkit-inputs with `extras`."""
     session.install("--constraint", str(CONSTRAINTS), *BUILD_TOOLS, *TEST_TOOLS)
     with tempfile.TemporaryDirectory() as built:
         sources = [f"./packages/{folder}" for folder in folders]
@@ -158,16 +202,13 @@ def test_wheels(
         # Twice: the version number does not change with the code, so the wheels are forced in; what
         # they depend on is left alone where it is there already.
         session.install("--no-deps", "--no-index", "--force-reinstall", *wheels)
-        session.install("--constraint", str(CONSTRAINTS), *wheels)
-    # By file: fixtures of a module are made once, and their compiled steps are used again.
-    workers = ["-n", "2", "--dist", "loadfile"]
-    pytest = ["python", "-P", "-m", "pytest", *workers, "-m", marker, *session.posargs]
-    if not any(Path(argument.partition("::")[0]).exists() for argument in session.posargs):
-        # --pyargs: the doctests are those of the installed package.
-        pytest += ["--doctest-modules", "--pyargs", "layerkit"]
-        pytest += [str(suite.relative_to(ROOT)) for suite in suites]
-    names = ",".join(PACKAGES[folder] for folder in folders)
-    session.run(*pytest, env={"LAYERKIT_TEST_INSTALLED": names})
+        with_extras = [wheel + extras if "layerkit_inputs-" in wheel else wheel for wheel in wheels]
+        session.install("--constraint", str(CONSTRAINTS), *with_extras)
+
+
+def install_lingvo(session: nox.Session) -> None:
+    """Lingvo without what it declares; see docs/lingvo.md."""
+    session.run("python", "scripts/install_lingvo.py", "--constraint", str(CONSTRAINTS))
 
 
 def install_sources(session: nox.Session, tools: Sequence[str] = ()) -> None:

@@ -27,6 +27,8 @@ COMMANDS = {
     "slow": ("slow", "the tests that `test` leaves out: many kills, more cases of each kind"),
     "meshes": ("meshes", "one model on all 56 meshes of eight simulated devices"),
     "parity": ("parity", "compare with PyTorch and transformers; prints a table of errors"),
+    "readers": ("readers", "test the readers on TensorFlow: SeqIO, TFDS folders and Lingvo"),
+    "lingvo": ("lingvo_native", "test Lingvo's native ops, on a newer C library where needed"),
     "lint": ("lint", "check formatting, lint rules, types and the borders between the packages"),
     "alone": ("layerkit_alone", "test the layerkit package in an environment of its own"),
     "compat": ("compat", "run the tests on the other Pythons that are installed"),

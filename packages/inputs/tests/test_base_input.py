@@ -306,3 +306,39 @@ def test_what_a_reader_does_not_offer_is_said_by_name():
     with pytest.raises(NotImplementedError, match="BaseInput has no vocabulary"):
         source.ids_to_strings(np.zeros((1, 1)), [1])
     assert source.baselines() == {}
+
+
+def test_only_epochs_that_no_index_plans_ask_the_other_hosts():
+    asked = []
+
+    def all_gather(value):
+        """The other host has a batch more."""
+        asked.append(value)
+        other = {"ids": [[2], "int32"], "weights": [[2], "float32"]}
+        return [value, other if len(asked) <= 3 else None]
+
+    source = Counting(batch_size=2, num_rows=4)
+    spec = source.peek()
+    batches = list(source.eval_batches(all_gather))
+    assert len(batches) == 3 and batches[-1].ids.tolist() == batches[-1].weights.tolist() == [0, 0]
+    assert batches[-1].ids.dtype == spec.ids.dtype and asked[-1] is None
+
+    def never(value):
+        raise AssertionError("asked")
+
+    rolling = Counting(batch_size=2, num_rows=4, eval_loop_num_batches=3)
+    assert len(list(rolling.eval_batches(never))) == 3
+
+    class Planned(Counting):
+        """As readers that plan their shares from one index."""
+
+        state_scope = "global"
+
+    assert len(list(Planned(batch_size=2, num_rows=4).eval_batches(never))) == 2
+
+
+def test_a_reader_has_no_metrics_and_has_skipped_nothing_unless_it_says_so():
+    source = Counting(batch_size=2)
+    assert not source.has_score_metrics and not source.has_prediction_metrics
+    assert source.score_metrics({0: 1.0}) == source.prediction_metrics({0: "text"}) == {}
+    assert source.num_skipped == 0

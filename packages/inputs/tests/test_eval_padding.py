@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,11 +15,13 @@ from layerkit_inputs.eval_padding import (
     agree_on_num_batches,
     agreed_num_batches,
     empty_batch,
+    end_together,
     num_rows_of,
     pad_epoch,
     pad_rows,
     split_rows,
 )
+from layerkit_inputs.specs import spec_of
 
 
 def test_padding_is_zeros_but_for_provenance_and_paddings():
@@ -116,3 +121,68 @@ def test_more_batches_than_agreed_is_an_error():
 def test_arrays_that_disagree_about_rows_are_no_batch():
     with pytest.raises(ValueError, match="share their leading dimension"):
         num_rows_of(NestedMap(ids=np.ones(2), weights=np.ones(3)))
+
+
+def in_lockstep(streams):
+    """What `end_together` makes of the batches of several hosts that run side by side."""
+    count = len(streams)
+    barrier = threading.Barrier(count, timeout=30)
+    told = [None] * count
+    made = [None] * count
+
+    def run(host):
+        def all_gather(value):
+            told[host] = json.loads(json.dumps(value))
+            barrier.wait()
+            answer = list(told)
+            barrier.wait()
+            return answer
+
+        try:
+            made[host] = list(end_together(streams[host], all_gather))
+        except ValueError as error:
+            made[host] = str(error)
+
+    threads = [threading.Thread(target=run, args=(host,)) for host in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return made
+
+
+def batches_of(numbers):
+    return [
+        NestedMap(
+            provenance=np.array([n], np.int32),
+            tgt=NestedMap(weights=np.ones((1, 2), np.float32), paddings=np.zeros((1, 2))),
+        )
+        for n in numbers
+    ]
+
+
+@pytest.mark.parametrize(
+    "sizes", [(3, 1), (0, 2), (2, 0, 0, 1), (0, 0), (1, 1, 1)], ids=lambda sizes: str(sizes)
+)
+def test_hosts_whose_data_end_apart_end_together(sizes):
+    streams = [batches_of(range(10 * host, 10 * host + n)) for host, n in enumerate(sizes)]
+    made = in_lockstep(streams)
+    for host, (batches, size) in enumerate(zip(made, sizes, strict=True)):
+        assert len(batches) == max(sizes)
+        numbers = [int(batch.provenance[0]) for batch in batches]
+        assert numbers == [10 * host + n for n in range(size)] + [-1] * (max(sizes) - size)
+        for batch in batches[size:]:
+            assert batch.tgt.weights.tolist() == [[0, 0]]
+            assert batch.tgt.paddings.tolist() == [[1, 1]]
+            assert spec_of(batch) == spec_of(batches_of([0])[0])
+
+
+def test_hosts_with_batches_of_unlike_shapes_all_hear_of_it():
+    wider = NestedMap(provenance=np.zeros(2, np.int32))
+    narrow = NestedMap(provenance=np.zeros(1, np.int32))
+    made = in_lockstep([[narrow, narrow], [narrow, wider], [narrow]])
+    text = (
+        "hosts 0 and 1 have batches of unlike shapes: {'provenance': [[1], 'int32']} and "
+        "{'provenance': [[2], 'int32']}."
+    )
+    assert made == [text] * 3

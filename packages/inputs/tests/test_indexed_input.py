@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.indexed_input import IndexedInput, epoch_order
+from layerkit_inputs.index_shuffle import shuffled_rows
+from layerkit_inputs.indexed_input import MOST_ROWS_DRAWN, IndexedInput, epoch_order
+from layerkit_inputs.testing import laws
 
 
 class Numbers(IndexedInput):
@@ -133,3 +135,65 @@ def test_no_rows_and_a_negative_seed_are_refused():
         Numbers(batch_size=2, num_rows=0, is_training=True).get_next()
     with pytest.raises(ValueError, match="input_random_seed=-1; expected 0 or more"):
         Numbers(batch_size=2, input_random_seed=-1)
+
+
+def test_windows_keep_stored_neighbours_together():
+    source = Numbers(batch_size=5, num_rows=20, is_training=True, shuffle_window=5)
+    batches = [source.get_next().ids for _ in range(8)]
+    for epoch in (batches[:4], batches[4:]):
+        assert sorted(np.concatenate(epoch)) == list(range(20))
+        for batch in epoch:
+            assert np.ptp(batch) == 4 or np.ptp((batch + 10) % 20) == 4
+    assert [b.tolist() for b in batches[:4]] != [b.tolist() for b in batches[4:]]
+
+
+def test_the_order_of_very_many_rows_is_never_held():
+    num_rows = 2 * MOST_ROWS_DRAWN
+    source = Numbers(batch_size=1000, num_rows=num_rows, is_training=True)
+    rows = stream(source, 3)
+    assert len(set(rows)) == 3000 and source._orders == {}
+    expected = shuffled_rows(np.arange(3000), num_rows, seed=0, epoch=0)
+    assert rows == expected.tolist()
+
+
+def test_a_state_of_another_window_is_refused():
+    state = Numbers(batch_size=2, is_training=True, shuffle_window=3).get_state()
+    for fields, text in (({}, "was 3 and is None"), ({"shuffle_window": 4}, "was 3 and is 4")):
+        with pytest.raises(ValueError, match=f"does not fit this data: shuffle_window {text}"):
+            Numbers(batch_size=2, is_training=True, **fields).set_state(state)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"shuffle_window": 0}, "shuffle_window=0 with shuffle=None"),
+        ({"shuffle": False, "shuffle_window": 8}, "shuffle_window=8 with shuffle=False"),
+    ],
+)
+def test_a_window_that_shuffles_nothing_is_refused(fields, text):
+    whole = f"Numbers: {text}; expected at least 1 row, or None where nothing is shuffled."
+    with pytest.raises(ValueError, match=f"^{re.escape(whole)}$"):
+        Numbers(batch_size=2, **fields)
+
+
+@pytest.mark.parametrize("fields", [{}, {"is_training": True}, {"shuffle": True}], ids=str)
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
+def test_any_order_obeys_the_laws(law, window, fields):
+    if window is not None and not fields:
+        fields = {"shuffle": True, "input_random_seed": 5}
+    law(lambda **more: Numbers(**{"batch_size": 4, "shuffle_window": window, **fields, **more}))
+
+
+@pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
+def test_a_computed_order_obeys_the_laws(law, monkeypatch):
+    monkeypatch.setattr("layerkit_inputs.indexed_input.MOST_ROWS_DRAWN", 5)
+    law(lambda **more: Numbers(**{"batch_size": 4, "is_training": True, **more}))
+
+
+def test_a_row_too_far_for_its_provenance_is_refused():
+    source = Numbers(batch_size=1, num_rows=2**31 + 2)
+    source._rows_done = 2**31 - 1
+    assert source.get_next().provenance.tolist() == [2**31 - 1]
+    with pytest.raises(ValueError, match="row 2147483648 has no provenance"):
+        source.get_next()

@@ -11,8 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerkit_inputs import LocalText, LocalTextPrompts
+from layerkit_inputs.bad_records import BadRecordError
 from layerkit_inputs.byte_vocabulary import BOS_ID, EOS_ID, FIRST_BYTE_ID, VOCAB_SIZE, decode
 from layerkit_inputs.local_text import _first_bytes
+from layerkit_inputs.testing import laws
+from layerkit_inputs.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
 from layerkit_inputs.trigram import trigram_loss
 
 DOCUMENTS = {
@@ -227,7 +230,7 @@ def test_the_baseline_is_the_trigram_table_of_the_training_files(paths):
 def test_the_default_text_is_real_and_large_and_its_splits_are_apart():
     train = LocalText(batch_size=8, is_training=True)
     heldout = LocalText(batch_size=8, split="heldout")
-    sizes = [int(source._corpus().document_ends[-1]) for source in (train, heldout)]
+    sizes = [int(source._corpus().ends[-1]) for source in (train, heldout)]
     assert sizes[0] > 2_000_000 and 20_000 < sizes[1] < sizes[0] / 5
     names = [{file.name for file in train._files(split)} for split in ("train", "heldout")]
     assert not names[0] & names[1] and "pydoc_data/topics.py" in names[0] | names[1]
@@ -310,3 +313,147 @@ def test_the_baseline_counts_the_first_bytes_of_the_training_text(paths, monkeyp
     heldout = split_of(paths)["heldout"]
     assert source.baselines() == {"trigram table": trigram_loss(kept, heldout)}
     assert list(_first_bytes(source._files("train"), 0)) == []
+
+
+# With a tokenizer, and with a document a line.
+
+
+def piece_tokenizer(path):
+    return SentencePieceTokenizer.HParams.config(path=path)
+
+
+TEXTS = {f"{number}.txt": f"line {number} of some text\n" * number for number in range(9)}
+
+
+def test_an_epoch_with_a_tokenizer_predicts_every_token_and_every_end_once(
+    tmp_path, sentencepiece_file
+):
+    paths = write(tmp_path / "text", {name: text.encode() for name, text in TEXTS.items()})
+    config = LocalText.HParams.config(
+        batch_size=3, paths=paths, seq_length=8, tokenizer=piece_tokenizer(sentencepiece_file)
+    )
+    source = config.Instantiate()
+    tokenizer = SentencePieceTokenizer(path=sentencepiece_file)
+    found, expected = [], []
+    for batch in epoch(source):
+        counts = batch.weights > 0
+        found += zip(batch.ids[counts].tolist(), batch.labels[counts].tolist(), strict=True)
+    for data in split_of(paths)["train"]:
+        expected += itertools.pairwise([0, *tokenizer.encode(data).tolist(), 1])
+    assert sorted(found) == sorted(expected)
+    assert source.token_unit == "token" and source.baselines() == {}
+    assert LocalText(batch_size=1).token_unit == "byte"
+    heldout = config.clone(split="heldout").Instantiate()
+    assert heldout.baselines() == {}
+
+
+def test_ids_of_a_tokenizer_become_text_again(tmp_path, tokenizer_json):
+    paths = write(tmp_path / "text", {name: text.encode() for name, text in TEXTS.items()})
+    tokenizer = HuggingFaceTokenizer(path=tokenizer_json, eos_token="<|endoftext|>")
+    source = LocalText(batch_size=1, paths=paths, seq_length=4000, tokenizer=tokenizer)
+    batch = source.get_next()
+    text = source.ids_to_strings(batch.labels, [int(batch.weights.sum())])
+    assert text == [b"".join(split_of(paths)["train"]).decode()]
+    prompts = LocalTextPrompts(batch_size=1, paths=paths, prompt_length=5, tokenizer=tokenizer)
+    batch = prompts.get_next()
+    start = split_of(paths)["heldout"][0]
+    assert batch.ids[0, : batch.prompt_lengths[0]].tolist() == [
+        tokenizer.start_id,
+        *tokenizer.encode(start)[:4].tolist(),
+    ]
+
+
+def test_another_tokenizer_is_noticed_when_a_state_is_restored(
+    tmp_path, sentencepiece_file, tokenizer_json
+):
+    paths = write(tmp_path / "text", {name: text.encode() for name, text in TEXTS.items()})
+    fields = {"batch_size": 2, "seq_length": 4, "paths": paths, "is_training": True}
+    one = LocalText(tokenizer=SentencePieceTokenizer(path=sentencepiece_file), **fields)
+    other = LocalText(tokenizer=HuggingFaceTokenizer(path=tokenizer_json), **fields)
+    with pytest.raises(ValueError, match=r"tokenizer was '[0-9a-f]{64}' and is "):
+        other.set_state(one.get_state())
+    with pytest.raises(ValueError, match=r"tokenizer was '[0-9a-f]{64}' and is None"):
+        LocalText(**fields).set_state(one.get_state())
+
+
+def test_text_that_is_not_utf_8_is_refused_by_file_and_byte_or_counted(
+    tmp_path, sentencepiece_file
+):
+    tokenizer = SentencePieceTokenizer(path=sentencepiece_file)
+    folder = tmp_path / "text"
+    paths = write(folder, {"a.txt": b"abc\xff", "b.txt": b"fine", "c.txt": b"fine"})
+    fields = {"batch_size": 1, "paths": paths, "tokenizer": tokenizer, "seq_length": 50}
+    train = [file.name for file in LocalText(batch_size=1, paths=paths)._files("train")]
+    assert train == ["a.txt", "c.txt"]  # else the test shows nothing
+    with pytest.raises(BadRecordError) as caught:
+        LocalText(**fields).get_next()
+    assert str(caught.value) == (
+        f"{folder}/a.txt: byte 3 is 0xff, which is not UTF-8. To go on without such records, set "
+        "on_bad_record='skip'; they are then counted."
+    )
+    # The same bytes are fine where bytes are the tokens.
+    LocalText(batch_size=1, paths=paths).get_next()
+    source = LocalText(on_bad_record="skip", **fields)
+    batch = source.get_next()
+    assert source.ids_to_strings(batch.labels, [50]) == ["fine"]
+    assert source.num_skipped == 1
+
+
+def test_where_nothing_can_be_read_that_is_said(tmp_path, sentencepiece_file):
+    paths = write(tmp_path / "text", {"a.txt": b"\xff", "b.txt": b"\xfe"})
+    tokenizer = SentencePieceTokenizer(path=sentencepiece_file)
+    source = LocalText(batch_size=1, paths=paths, tokenizer=tokenizer, on_bad_record="skip")
+    with pytest.raises(ValueError, match=r"no document of the train files can be read; 1 were"):
+        source.get_next()
+
+
+def test_lines_of_json_are_documents(tmp_path):
+    lines = {
+        "a.jsonl": '{"text": "one"}\n{"text": "two", "more": 1}\n',
+        "b.jsonl": '{"text": "three"}\n\n{"text": ""}\n',
+    }
+    paths = write(tmp_path / "text", {name: text.encode() for name, text in lines.items()})
+    found = []
+    for split in ("train", "heldout"):
+        source = LocalTextPrompts(batch_size=1, paths=paths, split=split, text_field="text")
+        for batch in epoch(source):
+            found += source.ids_to_strings(batch.ids, batch.prompt_lengths)
+    assert sorted(found) == ["", "one", "three", "two"]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b'{"text": 3}', "field 'text' is 3, expected a string."),
+        (b'{"txt": "x"}', "no field 'text'; did you mean 'txt'? Its fields: txt."),
+        (b'{"text": "x', "no line of JSON (Unterminated string"),
+        (b'["x"]', "a JSON list, expected an object."),
+    ],
+)
+def test_a_bad_line_of_json_is_refused_by_file_and_number_or_counted(tmp_path, line, problem):
+    good = b'{"text": "one"}\n'
+    folder = tmp_path / "text"
+    paths = write(folder, dict.fromkeys(("a.jsonl", "b.jsonl"), good + line + b"\n" + good))
+    fields = {"batch_size": 1, "paths": paths, "text_field": "text", "seq_length": 50}
+    with pytest.raises(BadRecordError, match=re.escape(f".jsonl, line 2: {problem}")):
+        LocalText(**fields).get_next()
+    source = LocalText(on_bad_record="skip", **fields)
+    assert source.get_next().weights.sum() == 2 * len("one.")
+    assert source.num_skipped == 1
+
+
+def test_a_wrong_policy_is_refused():
+    with pytest.raises(ValueError, match=r"on_bad_record='skp'; did you mean 'skip'\? Expected"):
+        LocalText(batch_size=1, on_bad_record="skp")
+
+
+@pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
+def test_local_text_with_a_tokenizer_obeys(law, tmp_path, sentencepiece_file):
+    paths = write(tmp_path / "text", {name: text.encode() for name, text in TEXTS.items()})
+    fields = {
+        "batch_size": 8,
+        "paths": paths,
+        "seq_length": 6,
+        "tokenizer": SentencePieceTokenizer(path=sentencepiece_file),
+    }
+    law(lambda **more: LocalText(**{**fields, **more}))

@@ -147,3 +147,53 @@ print("done")
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert result.stdout == "done\n" and result.stderr == ""
+
+
+def test_it_tells_how_many_batches_are_ready():
+    source = Gated(batch_size=1, is_training=True, fails_at=2)
+    ahead = Prefetch(source=source, depth=4)
+    assert ahead.num_ready == 0  # it has not begun
+    assert ahead.wait(30)
+    ahead.peek()
+    for _ in range(2):
+        assert source.made.acquire(timeout=30)
+    while ahead.num_ready < 2:
+        assert ahead.wait(30)
+    assert [int(ahead.get_next().ids[0]) for _ in range(2)] == [1, 2]
+    assert ahead.num_ready == 0
+    assert ahead.wait(30)  # for the error, which is an answer as well
+    with pytest.raises(OSError, match="the disk is away"):
+        ahead.get_next()
+
+
+def test_it_does_not_wait_longer_than_told():
+    class Stuck(Gated):
+        def _next(self) -> NestedMap:
+            self.made.acquire()
+            return super()._next()
+
+    source = Stuck(batch_size=1, is_training=True)
+    ahead = Prefetch(source=source)
+    assert not ahead.wait(0.0)
+    source.made.release()
+    assert ahead.wait(30)
+    source.made.release(1000)
+    ahead.close()
+
+
+def test_metrics_and_skipped_records_are_those_of_the_source():
+    class Rated(Gated):
+        has_score_metrics = True
+        has_prediction_metrics = True
+        num_skipped = 3
+
+        def score_metrics(self, scores):
+            return {"total": sum(scores.values())}
+
+        def prediction_metrics(self, predictions):
+            return {"examples": float(len(predictions))}
+
+    ahead = Prefetch(source=Rated(batch_size=1, is_training=True))
+    assert ahead.has_score_metrics and ahead.has_prediction_metrics and ahead.num_skipped == 3
+    assert ahead.score_metrics({0: 1.0, 5: 2.5}) == {"total": 3.5}
+    assert ahead.prediction_metrics({3: "yes"}) == {"examples": 1.0}

@@ -9,10 +9,14 @@ learn the other hosts' counts passes in the one exchange that does it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from layerkit.nested_map import NestedMap
+
+AllGather = Callable[[Any], Sequence[Any]]
+"""Takes a JSON value of this host and returns those of all hosts, in order."""
 
 # What a row of padding holds, by the last part of the field's path; everything else is 0, weights
 # above all.
@@ -67,9 +71,7 @@ def agreed_num_batches(rows_per_host: Sequence[int], batch_size: int) -> int:
     return -(-max(rows_per_host) // batch_size)
 
 
-def agree_on_num_batches(
-    local_rows: int, batch_size: int, all_gather: Callable[[int], Sequence[int]]
-) -> int:
+def agree_on_num_batches(local_rows: int, batch_size: int, all_gather: AllGather) -> int:
     """`agreed_num_batches`, the other hosts' counts being fetched by `all_gather`.
 
     Args:
@@ -105,6 +107,59 @@ def pad_epoch(
         yield pad_rows(batch, batch_size - rows)
     for _ in range(num_batches - count):
         yield empty_batch(template, batch_size)
+
+
+def end_together(batches: Iterable[NestedMap], all_gather: AllGather) -> Iterator[NestedMap]:
+    """The batches of this host, and batches of padding after them until those of all hosts ended.
+
+    For readers that do not know before how many batches they will make. Before each batch the hosts
+    ask one another who has one; what they tell is its shapes, so that even a host that never had a
+    batch knows what to pad with.
+
+    Args:
+      batches: Those of this host, all of the same shapes.
+      all_gather: See `AllGather`; asked once more than the longest host has batches.
+
+    Raises:
+      ValueError: hosts have batches of unlike shapes; on every host.
+    """
+    own = iter(batches)
+    while True:
+        batch = next(own, None)
+        specs = all_gather(None if batch is None else _describe(batch))
+        having = [host for host, spec in enumerate(specs) if spec is not None]
+        if not having:
+            return
+        first = specs[having[0]]
+        for host in having[1:]:
+            if specs[host] != first:
+                raise ValueError(
+                    f"hosts {having[0]} and {host} have batches of unlike shapes: {first} and "
+                    f"{specs[host]}."
+                )
+        yield _padding_like(first) if batch is None else batch
+
+
+def _describe(batch: NestedMap) -> dict[str, Any]:
+    """Shapes and dtypes as JSON values, nested as the batch is."""
+    return {
+        name: _describe(value)
+        if isinstance(value, NestedMap)
+        else [list(np.shape(value)), np.asarray(value).dtype.name]
+        for name, value in batch.items()
+    }
+
+
+def _padding_like(description: dict[str, Any]) -> NestedMap:
+    """A batch of padding, of the shapes and dtypes that `_describe` gave."""
+
+    def make(name: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return NestedMap({key: make(key, item) for key, item in value.items()})
+        shape, dtype = value
+        return np.full(shape, PADDING_VALUES.get(name, 0), np.dtype(dtype))
+
+    return NestedMap({name: make(name, value) for name, value in description.items()})
 
 
 def num_rows_of(batch: NestedMap) -> int:

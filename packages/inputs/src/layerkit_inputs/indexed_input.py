@@ -2,8 +2,10 @@
 
 The global stream is a sequence of row numbers; batch after batch takes the next of them, and each
 host reads its own block. So any number of hosts makes the same global batches, and a run may go on
-with another number of them. Order within an epoch is a permutation drawn from Philox with the key
-[seed, epoch]: nothing has to be remembered to draw it again.
+with another number of them. Order within an epoch follows from seed and epoch alone, so nothing has
+to be remembered to find it again: a permutation drawn from Philox with the key [seed, epoch], or,
+for more rows than should be held in memory, and for windows, one computed place by place
+(`index_shuffle`).
 """
 
 from __future__ import annotations
@@ -15,7 +17,11 @@ import numpy as np
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.eval_padding import pad_rows, split_rows
+from layerkit_inputs.index_shuffle import shuffled_rows, window_shuffled_rows
 from layerkit_inputs.state import Scope
+
+MOST_ROWS_DRAWN = 1 << 22
+"""Rows up to which the order of an epoch is drawn whole, 8 bytes a row."""
 
 
 def epoch_order(num_rows: int, *, seed: int, epoch: int) -> np.ndarray:
@@ -37,11 +43,20 @@ class IndexedInput(BaseInput):
 
     shuffle: bool | None = None
     """Visit the rows of each epoch in a new random order. None: while training."""
+    shuffle_window: int | None = None
+    """Where rows are shuffled, how many that are stored next to each other are visited together,
+    for the sake of disks. None: any row may come at any place."""
 
     state_scope: ClassVar[Scope] = "global"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        window = self.shuffle_window
+        if window is not None and (window < 1 or self.shuffle is False):
+            raise self._refuse(
+                f"shuffle_window={window} with shuffle={self.shuffle}; expected at least 1 row, or "
+                "None where nothing is shuffled."
+            )
         if self.shuffle is None:
             self.shuffle = self.is_training
         self._seed = self.input_random_seed or 0
@@ -90,6 +105,8 @@ class IndexedInput(BaseInput):
         else:  # this host's share is used up: some row gives the shapes
             batch = self._read_rows(np.zeros(1, np.int64)).transform(lambda array: array[:0])
         if not self.is_training:
+            if len(rows) and rows.max() >= 2**31:
+                raise self._refuse(f"row {rows.max()} has no provenance; int32 ends at 2**31 - 1.")
             batch.provenance = rows.astype(np.int32)
             batch.eval_sample_weights = np.ones(len(rows), np.float32)
         return pad_rows(batch, self.local_batch_size - len(rows))
@@ -101,24 +118,33 @@ class IndexedInput(BaseInput):
         epochs, within = np.divmod(positions, num_rows)
         if not self.shuffle:
             return within
-        needed = [int(epoch) for epoch in np.unique(epochs)]
-        self._orders = {epoch: self._order(num_rows, epoch) for epoch in needed or self._orders}
         rows = np.empty_like(within)
+        needed = [int(epoch) for epoch in np.unique(epochs)]
+        if needed:  # orders of epochs that are over are let go
+            self._orders = {n: order for n, order in self._orders.items() if n in needed}
         for epoch in needed:
             here = epochs == epoch
-            rows[here] = self._orders[epoch][within[here]]
+            rows[here] = self._shuffled(within[here], num_rows, epoch)
         return rows
 
-    def _order(self, num_rows: int, epoch: int) -> np.ndarray:
-        if epoch in self._orders:
-            return self._orders[epoch]
-        return epoch_order(num_rows, seed=self._seed, epoch=epoch)
+    def _shuffled(self, places: np.ndarray, num_rows: int, epoch: int) -> np.ndarray:
+        if self.shuffle_window is not None:
+            return window_shuffled_rows(
+                places, num_rows, window=self.shuffle_window, seed=self._seed, epoch=epoch
+            )
+        if num_rows > MOST_ROWS_DRAWN:
+            return shuffled_rows(places, num_rows, seed=self._seed, epoch=epoch)
+        if epoch not in self._orders:
+            self._orders[epoch] = epoch_order(num_rows, seed=self._seed, epoch=epoch)
+        return self._orders[epoch][places]
 
     def _reset(self) -> None:
         self._rows_done = 0
 
     def _identity(self) -> dict[str, Any]:
-        order = {"seed": self._seed} if self.shuffle else {}
+        order: dict[str, Any] = {"seed": self._seed} if self.shuffle else {}
+        if self.shuffle and self.shuffle_window is not None:
+            order["shuffle_window"] = self.shuffle_window
         return {"num_rows": self._num_rows(), **order, **self._fingerprint()}
 
     def _reader_state(self) -> dict[str, Any]:

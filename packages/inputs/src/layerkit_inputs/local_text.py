@@ -1,69 +1,45 @@
-"""LocalText: byte-level language modelling over text files of this machine.
+"""LocalText: language modelling over text files of this machine, by bytes or any tokenizer.
 
 By default the files are the running interpreter's own standard library, sources and documentation
-topics, so a model of real text can be trained anywhere without a download. Vocabulary in
-`byte_vocabulary`; files and splits in `text_files`.
+topics, so a model of real text can be trained anywhere without a download. Bytes and special ids in
+`byte_vocabulary`, other vocabularies in `tokenizers`; files and splits in `text_files`.
 
-A document (a file) of n bytes gives n + 1 predictions: its bytes, the first of them from `BOS_ID`,
-and at its end `EOS_ID`. The documents are laid end to end and cut into rows, so an epoch predicts
-every byte and every end exactly once. A row that begins inside a document begins with the true byte
-before it, and that byte is all its context: nothing is predicted twice to warm up.
+A document (a file, or with `text_field` a line of JSON) of n tokens gives n + 1 predictions: its
+tokens, the first of them from the id of a beginning, and the id of its end. The documents are laid
+end to end and cut into rows, so an epoch predicts every token and every end exactly once. A row
+that begins inside a document begins with the true token before it, and that token is all its
+context: nothing is predicted twice to warm up.
+
+The files are tokenised when first needed and kept in memory. For more text than that allows, build
+token records once (`layerkit_inputs.tools.build_token_records`) and read them by TokenRecords.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 
 from layerkit.near_names import near_names
 from layerkit.nested_map import NestedMap
-from layerkit_inputs import byte_vocabulary as vocabulary
+from layerkit_inputs.bad_records import BadRecordError, BadRecords, OnBadRecord
+from layerkit_inputs.documents import Documents, framed
 from layerkit_inputs.indexed_input import IndexedInput
-from layerkit_inputs.packing import num_stream_rows, stream_rows
 from layerkit_inputs.text_files import (
     TextFile,
     find_text_files,
     split_files,
     standard_library_files,
 )
+from layerkit_inputs.tokenizers import ByteTokenizer, Tokenizer
+from layerkit_inputs.tools.raw_documents import read_raw_documents, text_of
 from layerkit_inputs.trigram import trigram_loss
 
 _SPLITS = ("train", "heldout")
 _TABLE_BYTES = 1 << 26
 """Most bytes of training text that the table of `baselines` counts, which takes some seconds."""
-
-
-class _Corpus(NamedTuple):
-    """The documents of a split, as one stream of ids."""
-
-    stream: np.ndarray
-    """int16: `BOS_ID`, bytes, `EOS_ID` of each document, one after the other."""
-    document_ends: np.ndarray
-    """int64 `[documents]`: running sum of each document's predictions (its bytes and its end)."""
-    document_begins: np.ndarray
-    """int64 `[documents]`: where each document's ids begin in `stream`."""
-    checksum: int
-    """CRC-32 of names and contents."""
-
-
-def _read_corpus(files: Sequence[TextFile]) -> _Corpus:
-    checksum = 0
-    pieces, sizes = [], []
-    for file in files:
-        data = file.path.read_bytes()
-        checksum = zlib.crc32(data, zlib.crc32(file.name.encode("utf-8", "replace"), checksum))
-        pieces += [
-            np.array([vocabulary.BOS_ID], np.int16),
-            vocabulary.encode(data),
-            np.array([vocabulary.EOS_ID], np.int16),
-        ]
-        sizes.append(len(data) + 1)
-    # A document has one id more than it has predictions.
-    begins = np.cumsum([0, *(size + 1 for size in sizes[:-1])], dtype=np.int64)
-    return _Corpus(np.concatenate(pieces), np.cumsum(sizes, dtype=np.int64), begins, checksum)
 
 
 def _first_bytes(files: Sequence[TextFile], limit: int) -> Iterator[bytes]:
@@ -89,29 +65,50 @@ class _TextFilesInput(IndexedInput):
     heldout_fraction: float = 0.05
     """Share of the files (by a hash of their names) that is held out."""
     max_bytes: int = 1 << 28
-    """Most bytes of a split; its text is kept in memory, two bytes for each of the file's."""
+    """Most bytes of a split; it is kept in memory, two bytes a token, four in a vocabulary of more
+    than 65,536."""
+    tokenizer: Tokenizer | None = None
+    """What turns text into ids. None: bytes."""
+    text_field: str | None = None
+    """Files are JSON lines (or Parquet), each a document, with the text in this field. None: each
+    file is a document."""
+    on_bad_record: OnBadRecord = "refuse"
+    """`refuse` documents that cannot be read, such as broken UTF-8 where the tokenizer needs text,
+    or `skip` and count them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.split not in _SPLITS:
-            raise self._refuse(
-                f"split={self.split!r}{near_names(str(self.split), _SPLITS)} Expected one of "
-                f"{_SPLITS}."
-            )
+        for field, known in (("split", _SPLITS), ("on_bad_record", get_args(OnBadRecord))):
+            value = getattr(self, field)
+            if value not in known:
+                raise self._refuse(
+                    f"{field}={value!r}{near_names(str(value), known)} Expected one of {known}."
+                )
         if not 0 < self.heldout_fraction < 1:
             raise self._refuse(
                 f"heldout_fraction={self.heldout_fraction}; expected a number between 0 and 1."
             )
         if isinstance(self.paths, str) or (self.paths is not None and not self.paths):
             raise self._refuse(f"paths={self.paths!r}; expected a list of at least one path.")
-        self._read: _Corpus | None = None
+        self._tokenizer = ByteTokenizer() if self.tokenizer is None else self.tokenizer
+        self._of_bytes = isinstance(self._tokenizer, ByteTokenizer)
+        if not self._of_bytes:
+            self.token_unit = "token"  # type: ignore[misc]  # this reader's own
+        self._bad = BadRecords(self.on_bad_record)
+        self._documents: Documents | None = None
+        self._checksum = 0
+
+    @property
+    def num_skipped(self) -> int:
+        """Documents and files that were left out."""
+        return self._bad.num_skipped
 
     def _files(self, split: str) -> list[TextFile]:
         found = standard_library_files() if self.paths is None else find_text_files(self.paths)
         return split_files(found, heldout_fraction=self.heldout_fraction)[_SPLITS.index(split)]
 
-    def _corpus(self) -> _Corpus:
-        if self._read is None:
+    def _corpus(self) -> Documents:
+        if self._documents is None:
             files = self._files(self.split)
             total = sum(file.path.stat().st_size for file in files)
             if total > self.max_bytes:
@@ -120,21 +117,71 @@ class _TextFilesInput(IndexedInput):
                     f"{self.max_bytes}; the text is kept in memory. Name fewer files by paths, or "
                     "raise max_bytes."
                 )
-            self._read = _read_corpus(files)
-        return self._read
+            self._documents = self._read_corpus(files)
+        return self._documents
+
+    def _read_corpus(self, files: Sequence[TextFile]) -> Documents:
+        """Reads and tokenises, a document at a time."""
+        self._bad, self._checksum = BadRecords(self.on_bad_record), 0
+        dtype = np.uint16 if self._tokenizer.vocab_size <= 1 << 16 else np.int32
+        pieces = []
+        for file in files:
+            self._update_checksum(file.name.encode("utf-8", "replace"))
+            for where, data in self._texts(file):
+                try:
+                    tokens = self._tokenizer.encode(data)
+                except UnicodeDecodeError as error:
+                    byte = error.object[error.start]
+                    problem = f"byte {error.start} is 0x{byte:02x}, which is not UTF-8."
+                    self._bad.report(file=where, record=None, problem=problem)
+                    continue
+                self._update_checksum(data)
+                pieces.append(framed([tokens], self._tokenizer).astype(dtype))
+        if not pieces:
+            raise self._refuse(
+                f"no document of the {self.split} files can be read; {self.num_skipped} were left "
+                f"out{': ' + self._bad.first[0] if self._bad.first else '.'}"
+            )
+        sizes = np.array([len(piece) for piece in pieces])
+        return Documents.of(np.concatenate(pieces), sizes)
+
+    def _update_checksum(self, data: bytes) -> None:
+        self._checksum = zlib.crc32(data, self._checksum)
+
+    def _texts(self, file: TextFile) -> Iterator[tuple[str, bytes]]:
+        """The documents of a file, and where they stand."""
+        if self.text_field is None:
+            yield str(file.path), file.path.read_bytes()
+            return
+        try:
+            for document in read_raw_documents(file, field=self.text_field):
+                try:
+                    yield document.where, text_of(document, self.text_field)
+                except ValueError as error:
+                    self._bad.report(file=document.where, record=None, problem=str(error))
+        except BadRecordError as error:
+            if self.on_bad_record == "refuse":
+                raise
+            problem = str(error).removeprefix(f"{file.path}: ")
+            self._bad.report(file=str(file.path), record=None, problem=problem)
+
+    def _fingerprint(self) -> dict[str, Any]:
+        tokenizer = {} if self._of_bytes else {"tokenizer": self._tokenizer.fingerprint()}
+        self._corpus()
+        return {"split": self.split, "text_crc32": self._checksum, **tokenizer}
 
     def ids_to_strings(
         self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None
     ) -> list[str]:
         """Text of ids int `[batch, length]`; special ids vanish, broken UTF-8 is replaced."""
-        return [vocabulary.decode(row[:n]) for row, n in zip(ids, lengths, strict=True)]
+        return [self._tokenizer.decode(row[:n]) for row, n in zip(ids, lengths, strict=True)]
 
 
 class LocalText(_TextFilesInput):
-    """Packed rows of bytes for language modelling.
+    """Packed rows of text for language modelling.
 
     Batches hold, each `[batch, length]`: `ids` and `labels` (int32; `labels` is the document's next
-    byte, or its end), `weights` (float32, 1 where a label counts), `paddings` (float32, 1 where
+    token, or its end), `weights` (float32, 1 where a label counts), `paddings` (float32, 1 where
     padded), `segment_ids` and `segment_pos` (int32, as in `packing`). Outside of training also
     `provenance` and `eval_sample_weights`, each `[batch]`.
     """
@@ -148,36 +195,22 @@ class LocalText(_TextFilesInput):
             raise self._refuse(f"seq_length={self.seq_length}; expected at least 1.")
 
     def _num_rows(self) -> int:
-        return num_stream_rows(self._corpus().document_ends, self.seq_length)
+        return self._corpus().num_stream_rows(self.seq_length)
 
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
-        corpus = self._corpus()
-        where = stream_rows(rows, corpus.document_ends, self.seq_length)
-        at = corpus.document_begins[where.document] + where.offset
-        valid = where.segment_ids > 0
-        return NestedMap(
-            ids=np.where(valid, corpus.stream[at], vocabulary.PAD_ID).astype(np.int32),
-            labels=np.where(valid, corpus.stream[at + 1], vocabulary.PAD_ID).astype(np.int32),
-            weights=valid.astype(np.float32),
-            paddings=(~valid).astype(np.float32),
-            segment_ids=where.segment_ids,
-            segment_pos=where.segment_pos,
-        )
+        pad_id = self._tokenizer.pad_id
+        return self._corpus().stream_rows(rows, length=self.seq_length, pad_id=pad_id)
 
     def _fingerprint(self) -> dict[str, Any]:
-        return {
-            "split": self.split,
-            "seq_length": self.seq_length,
-            "text_crc32": self._corpus().checksum,
-        }
+        return {**super()._fingerprint(), "seq_length": self.seq_length}
 
     def baselines(self) -> dict[str, float]:
-        """For held-out text: the loss of a trigram table of the training text, in nats per byte.
+        """For held-out files of bytes: the loss of a trigram table of the training files.
 
-        The table counts the first 64 MiB of training text, in the order of the files' names. Files
-        are read one at a time, so any amount of text will do.
+        In nats per byte. The table counts the first 64 MiB of training text, in the order of the
+        files' names. Files are read one at a time, so any amount of text will do.
         """
-        if self.split != "heldout":
+        if self.split != "heldout" or not self._of_bytes or self.text_field is not None:
             return {}
         train = _first_bytes(self._files("train"), _TABLE_BYTES)
         heldout = (file.path.read_bytes() for file in self._files("heldout"))
@@ -187,16 +220,16 @@ class LocalText(_TextFilesInput):
 class LocalTextPrompts(_TextFilesInput):
     """Beginnings of documents, for a model to go on from.
 
-    Batches hold `ids` (int32 `[batch, length]`: `BOS_ID` and the document's first bytes, from the
-    left, zeros after them), `paddings` (float32 `[batch, length]`, 1 where padded) and
-    `prompt_lengths` (int32 `[batch]`, `BOS_ID` included); `provenance` and `eval_sample_weights` as
-    in LocalText.
+    Batches hold `ids` (int32 `[batch, length]`: the id of a beginning and the document's first
+    tokens, from the left, padding after them), `paddings` (float32 `[batch, length]`, 1 where
+    padded) and `prompt_lengths` (int32 `[batch]`, the id of a beginning included); `provenance` and
+    `eval_sample_weights` as in LocalText.
     """
 
     split: str = "heldout"
     """`train` or `heldout`."""
     prompt_length: int = 64
-    """Most ids of a prompt, `BOS_ID` included."""
+    """Most ids of a prompt, that of a beginning included."""
     num_prompts: int | None = None
     """How many; one a document, from the first on. None: one for every document."""
 
@@ -208,26 +241,11 @@ class LocalTextPrompts(_TextFilesInput):
                 raise self._refuse(f"{field}={value}; expected at least 1.")
 
     def _num_rows(self) -> int:
-        documents = len(self._corpus().document_ends)
+        documents = len(self._corpus())
         return documents if self.num_prompts is None else min(self.num_prompts, documents)
 
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
-        corpus = self._corpus()
-        # BOS_ID and the bytes: as many as there are predictions of the bytes and the end.
-        sizes = np.diff(corpus.document_ends, prepend=0)
-        lengths = np.minimum(sizes[rows], self.prompt_length)
-        columns = np.arange(self.prompt_length)
-        valid = columns < lengths[:, None]
-        at = np.where(valid, corpus.document_begins[rows][:, None] + columns, 0)
-        return NestedMap(
-            ids=np.where(valid, corpus.stream[at], vocabulary.PAD_ID).astype(np.int32),
-            paddings=(~valid).astype(np.float32),
-            prompt_lengths=lengths.astype(np.int32),
-        )
+        return self._corpus().prompts(rows, length=self.prompt_length, tokenizer=self._tokenizer)
 
     def _fingerprint(self) -> dict[str, Any]:
-        return {
-            "split": self.split,
-            "prompt_length": self.prompt_length,
-            "text_crc32": self._corpus().checksum,
-        }
+        return {**super()._fingerprint(), "prompt_length": self.prompt_length}

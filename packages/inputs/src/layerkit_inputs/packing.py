@@ -1,11 +1,13 @@
 """Packing: documents of any length into rows of one length, told apart by segments.
 
-Two ways, both pure numpy. `stream_rows` lays the documents end to end and cuts every `length`
-positions, so nothing is lost or padded but the end of the last row; it finds any row by its number.
-`pack_documents` keeps documents whole and puts each in the first row with room for it.
+Two ways, both in plain NumPy. Documents laid end to end are cut every `length` positions, so that
+nothing is padded but the end of the last row; `stream_rows` finds any such row by its number. Or
+documents are kept whole, and each goes into the first row with room for it: `plan_packing` tells
+from lengths alone which documents make up which row, `pack_documents` packs a few that are here.
+`StreamPacker` does either for documents that come one after the other.
 
-In both, `segment_ids` count a row's documents from 1, 0 being padding, and `segment_pos` counts
-positions from 0 where a segment begins in the row.
+In all of them, `segment_ids` count a row's documents from 1, 0 being padding, and `segment_pos`
+counts positions from 0 where a segment begins in the row.
 """
 
 from __future__ import annotations
@@ -14,6 +16,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+
+from layerkit_inputs.first_fit import cut_documents as cut_documents
+from layerkit_inputs.first_fit import plan_packing as plan_packing
+from layerkit_inputs.stream_packer import StreamPacker as StreamPacker
 
 
 class StreamRows(NamedTuple):

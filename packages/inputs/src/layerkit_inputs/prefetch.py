@@ -12,7 +12,7 @@ import collections
 import dataclasses
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,13 +59,27 @@ class _Worker:
     def take(self) -> tuple[NestedMap, dict[str, Any]]:
         """The next batch and the state after it; raises what the source raised."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._end is not None)
+            self._changed.wait_for(self._can_take)
             if not self._ready:
                 assert self._end is not None
                 raise self._end
             item = self._ready.popleft()
             self._changed.notify_all()
             return item
+
+    @property
+    def num_ready(self) -> int:
+        """How many batches are made."""
+        with self._changed:
+            return len(self._ready)
+
+    def wait(self, timeout: float) -> bool:
+        """Whether `take` would return or raise at once, after at most `timeout` seconds."""
+        with self._changed:
+            return self._changed.wait_for(self._can_take, timeout)
+
+    def _can_take(self) -> bool:
+        return bool(self._ready) or self._end is not None
 
     def stop(self, timeout: float | None) -> bool:
         """Ends the thread; whether it was out of the source after at most `timeout` seconds."""
@@ -123,12 +137,28 @@ class Prefetch(BaseInput):
 
     def get_next(self) -> NestedMap:
         """The next batch of `source`; waits until it is made, raises what making it raised."""
+        batch, self._position = self._started().take()
+        return batch
+
+    @property
+    def num_ready(self) -> int:
+        """How many batches `get_next` would return without waiting."""
+        waiting = 0 if self._worker is None else self._worker.num_ready
+        return waiting + (self._peeked is not None)
+
+    def wait(self, timeout: float) -> bool:
+        """Whether `get_next` would answer at once, after at most `timeout` seconds.
+
+        The answer may be the end of the data, or what making the next batch raised.
+        """
+        return self._peeked is not None or self._started().wait(timeout)
+
+    def _started(self) -> _Worker:
         if self._worker is None:
             self._position = self.source.get_state()
             self._worker = _Worker(self.source, self.depth)
             self._stop_at_exit = weakref.finalize(self, self._worker.stop, _EXIT_SECONDS)
-        batch, self._position = self._worker.take()
-        return batch
+        return self._worker
 
     def _stop(self, timeout: float | None) -> bool:
         if self._worker is None:
@@ -163,3 +193,26 @@ class Prefetch(BaseInput):
     def baselines(self) -> dict[str, float]:
         """Those of `source`."""
         return self.source.baselines()
+
+    @property
+    def num_skipped(self) -> int:
+        """Those of `source`, which is read ahead."""
+        return self.source.num_skipped
+
+    @property
+    def has_score_metrics(self) -> bool:
+        """As `source` has."""
+        return self.source.has_score_metrics
+
+    @property
+    def has_prediction_metrics(self) -> bool:
+        """As `source` has."""
+        return self.source.has_prediction_metrics
+
+    def score_metrics(self, scores: Mapping[int, float]) -> dict[str, float]:
+        """Those of `source`."""
+        return self.source.score_metrics(scores)
+
+    def prediction_metrics(self, predictions: Mapping[int, str]) -> dict[str, float]:
+        """Those of `source`."""
+        return self.source.prediction_metrics(predictions)

@@ -189,17 +189,52 @@ def states_move_between_host_counts(make: Make) -> None:
     expected = take(whole)
     size, done = whole.global_batch_size, min(2, len(expected) - 1)
     counts = [n for n in range(1, size + 1) if size % n == 0]
-    for before, after in itertools.product(counts, counts):
+    for before in counts:
         writers = _hosts(make, size, before)
         for writer in writers:
             take(writer, done)
         states = [writer.get_state() for writer in writers]
         assert all(state == states[0] for state in states)
-        readers = _hosts(make, size, after)
-        for reader in readers:
-            reader.set_state(states[-1])
-        tails = [take(reader, len(expected) - done) for reader in readers]
-        assert_same_batches(_side_by_side(tails), expected[done:])
+        for after in counts:
+            readers = _hosts(make, size, after)
+            for reader in readers:
+                reader.set_state(states[-1])
+            tails = [take(reader, len(expected) - done) for reader in readers]
+            assert_same_batches(_side_by_side(tails), expected[done:])
+
+
+def a_run_may_change_hosts_after_every_batch(make: Make) -> None:
+    """With states of scope `global`, each batch may be made by another number of hosts."""
+    whole = make()
+    if whole.state_scope != "global":
+        return
+    size, state = whole.global_batch_size, None
+    counts = [n for n in range(1, size + 1) if size % n == 0]
+    for batch, count in zip(take(whole), itertools.cycle(counts + counts[::-1]), strict=False):
+        hosts = _hosts(make, size, count)
+        for host in hosts:
+            if state is not None:
+                host.set_state(state)
+        assert_same_batches(_side_by_side([take(host, 1) for host in hosts]), [batch])
+        states = [host.get_state() for host in hosts]
+        assert all(other == states[0] for other in states), f"{count} hosts tell unlike states"
+        state = json.loads(json.dumps(states[-1]))
+
+
+def states_of_hosts_stay_with_them(make: Make) -> None:
+    """A state of scope `host` is refused, with a ValueError, by other hosts and other numbers."""
+    whole = make()
+    size = whole.global_batch_size
+    if whole.state_scope == "global" or size % 2:
+        return
+    first, second = _hosts(make, size, 2)
+    take(first, 1)
+    for other in (second, whole):
+        try:
+            other.set_state(first.get_state())
+        except ValueError:
+            continue
+        raise AssertionError("a state of one host's share was taken for another's")
 
 
 def closing_ends_it(make: Make) -> None:
@@ -258,5 +293,7 @@ LAWS: tuple[Callable[[Make], None], ...] = (
     evaluations_follow_the_fields,
     hosts_share_the_stream,
     states_move_between_host_counts,
+    a_run_may_change_hosts_after_every_batch,
+    states_of_hosts_stay_with_them,
     closing_ends_it,
 )

@@ -1,0 +1,317 @@
+"""Features: examples of token ids become the arrays that models read, in plain NumPy.
+
+An example is a sequence of targets, or inputs and targets. A decoder-only model reads both as one
+sequence (`lm_features`), an encoder-decoder each on its own side (`encoder_decoder_features`). A
+row holds one example, or several as `segment_ids` tell; which ones is decided elsewhere
+(`packing`).
+
+Layout and edges are those of SeqIO's feature converters and of Pax's models, so that a data set
+moved from there trains the same: `labels` is what is predicted, `ids` what it is predicted from,
+one position later and beginning with `bos_id`. What is padding follows from lengths, never from an
+id, so id 0 may be a real token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from layerkit.nested_map import NestedMap
+
+Tokens = Sequence[int] | np.ndarray
+"""Token ids of one example, `[tokens]`."""
+
+
+class Segment(NamedTuple):
+    """A stretch of an example within a row."""
+
+    tokens: np.ndarray
+    """int32 `[tokens]`: what is predicted."""
+    num_inputs: int = 0
+    """How many of the first tokens are inputs; below 0 where the inputs ended that far before."""
+    first_id: int = 0
+    """What the first token is predicted from."""
+
+
+class _Layout(NamedTuple):
+    """Segments in rows; every array is `[rows, length]`."""
+
+    tokens: np.ndarray
+    segment_ids: np.ndarray
+    segment_pos: np.ndarray
+    num_inputs: np.ndarray
+    first_ids: np.ndarray
+
+
+def trim_tokens(tokens: Tokens, *, length: int, eos_id: int | None = None) -> np.ndarray:
+    """The first tokens, ended by `eos_id` where one is given, `length` in all at most.
+
+    >>> trim_tokens([7, 8, 5, 6], length=3, eos_id=1).tolist()
+    [7, 8, 1]
+
+    Returns:
+      int32 `[tokens]`.
+    """
+    checked = as_tokens(tokens, where="trim_tokens")
+    if eos_id is None:
+        return checked[:length]
+    return np.append(checked[: max(length - 1, 0)], np.int32(eos_id))[:length]
+
+
+def lm_features(
+    inputs: Sequence[Tokens] | None,
+    targets: Sequence[Tokens],
+    *,
+    length: int,
+    rows: Iterable[Iterable[int]] | None = None,
+    bos_id: int = 0,
+    pad_id: int = 0,
+    first_ids: Sequence[int] | None = None,
+    weights_on_targets_only: bool = False,
+    negative_ids_have_no_weight: bool = False,
+) -> NestedMap:
+    """Rows for a decoder-only model: each example's inputs and targets as one sequence.
+
+    >>> batch = lm_features([[7, 8, 1]], [[3, 1]], length=6, weights_on_targets_only=True)
+    >>> batch.ids.tolist(), batch.labels.tolist(), batch.weights.tolist()
+    ([[0, 7, 8, 1, 3, 1]], [[7, 8, 1, 3, 1, 0]], [[0.0, 0.0, 0.0, 1.0, 1.0, 0.0]])
+
+    Without packing `ids` is `labels` moved by one, so where there is room the last token stands in
+    the first padded position; in packed rows padding is `pad_id` throughout.
+
+    Args:
+      inputs: Of each example, ids to predict from; None where there are only targets.
+      targets: Of each example, ids to predict. End-of-sequence ids are the caller's to set
+        (`trim_tokens`).
+      length: Positions of a row.
+      rows: For each row, the numbers of the examples in it. None: one example a row.
+      bos_id: What an example's first token is predicted from.
+      pad_id: Id of padded positions.
+      first_ids: Instead of `bos_id`, one for each example, such as the token before the piece of a
+        document. None: `bos_id`.
+      weights_on_targets_only: Inputs count for no loss, as where the probability of a continuation
+        is asked for (LAMBADA).
+      negative_ids_have_no_weight: A negative id stands for its absolute value and counts for no
+        loss, as some data sets of Pax have it. Otherwise negative ids are refused.
+
+    Returns:
+      `ids`, `labels`, `segment_ids`, `segment_pos` int32 `[rows, length]`, `weights`, `paddings`
+      float32 `[rows, length]`; with `inputs` also `inputs_indicator` int32 `[rows, length]`, 1 on
+      the inputs and on the position that reads the last of them, whose keys a prefix LM lets every
+      query see.
+
+    Raises:
+      ValueError: the examples of a row are longer than it, or one holds what is not an id.
+    """
+    if inputs is None:
+        inputs = [()] * len(targets)
+        has_inputs = False
+    else:
+        has_inputs = True
+        _check_counts(inputs, targets)
+    may_be_negative = negative_ids_have_no_weight
+    segments = []
+    for number, (before, after) in enumerate(zip(inputs, targets, strict=True)):
+        where = f"example {number}"
+        before = as_tokens(before, where=f"{where}, inputs", may_be_negative=may_be_negative)
+        after = as_tokens(after, where=f"{where}, targets", may_be_negative=may_be_negative)
+        first_id = bos_id if first_ids is None else int(first_ids[number])
+        segments.append(Segment(np.concatenate([before, after]), len(before), first_id))
+    batch = segment_features(
+        _rows_of(segments, rows),
+        length=length,
+        pad_id=pad_id,
+        has_inputs=has_inputs,
+        weights_on_targets_only=weights_on_targets_only,
+    )
+    if rows is None:
+        batch.ids[:, 1:] = batch.labels[:, :-1]
+    if negative_ids_have_no_weight:
+        batch.weights[batch.labels < 0] = 0
+        batch.ids, batch.labels = np.abs(batch.ids), np.abs(batch.labels)
+    return batch
+
+
+def segment_features(
+    rows: Sequence[Sequence[Segment]],
+    *,
+    length: int,
+    pad_id: int = 0,
+    has_inputs: bool = False,
+    weights_on_targets_only: bool = False,
+) -> NestedMap:
+    """As `lm_features` for packed rows, from what each row holds; `has_inputs` adds the indicator.
+
+    Raises:
+      ValueError: the segments of a row are longer than it.
+    """
+    layout = _lay_out(rows, length=length, pad_id=pad_id)
+    valid = layout.segment_ids > 0
+    counts = valid & (layout.segment_pos >= layout.num_inputs) if weights_on_targets_only else valid
+    batch = NestedMap(
+        ids=_predicted_from(layout, pad_id),
+        labels=layout.tokens,
+        weights=counts.astype(np.float32),
+        paddings=(~valid).astype(np.float32),
+        segment_ids=layout.segment_ids,
+        segment_pos=layout.segment_pos,
+    )
+    if has_inputs:
+        is_read = valid & (layout.segment_pos <= layout.num_inputs)
+        batch.inputs_indicator = is_read.astype(np.int32)
+    return batch
+
+
+def encoder_decoder_features(
+    inputs: Sequence[Tokens],
+    targets: Sequence[Tokens],
+    *,
+    inputs_length: int,
+    targets_length: int,
+    rows: Iterable[Iterable[int]] | None = None,
+    bos_id: int = 0,
+    pad_id: int = 0,
+) -> NestedMap:
+    """Rows for an encoder-decoder model: inputs on the side `src`, targets on the side `tgt`.
+
+    In packed rows an example has the same number in `segment_ids` on both sides.
+
+    Args:
+      inputs: Of each example, the ids that the encoder reads.
+      targets: Of each example, the ids to predict.
+      inputs_length: Positions of a row of `src`.
+      targets_length: Positions of a row of `tgt`.
+      rows: For each row, the numbers of the examples in it. None: one example a row.
+      bos_id: What an example's first target is predicted from.
+      pad_id: Id of padded positions.
+
+    Returns:
+      `src`: `ids`, `segment_ids`, `segment_pos` int32 and `paddings` float32
+      `[rows, inputs_length]`; `tgt`: these and `labels` int32, `weights` float32
+      `[rows, targets_length]`.
+
+    Raises:
+      ValueError: the examples of a row are longer than it, or one holds what is not an id.
+    """
+    _check_counts(inputs, targets)
+    if rows is not None:
+        rows = [list(numbers) for numbers in rows]
+    sides = []
+    for side, examples, length in (
+        ("inputs", inputs, inputs_length),
+        ("targets", targets, targets_length),
+    ):
+        segments = [
+            Segment(as_tokens(tokens, where=f"example {number}, {side}"), first_id=bos_id)
+            for number, tokens in enumerate(examples)
+        ]
+        sides.append(segment_features(_rows_of(segments, rows), length=length, pad_id=pad_id))
+    source, target = sides
+    source.ids = source.pop("labels")
+    del source.weights
+    if rows is None:
+        target.ids[:, 1:] = target.labels[:, :-1]
+    return NestedMap(src=source, tgt=target)
+
+
+def prompt_features(
+    prompts: Sequence[Tokens], *, length: int, bos_id: int | None = None, pad_id: int = 0
+) -> NestedMap:
+    """Beginnings for a model to go on from.
+
+    Args:
+      prompts: Ids of each.
+      length: Positions of a row.
+      bos_id: Put before every prompt; None: nothing is.
+      pad_id: Id of padded positions.
+
+    Returns:
+      `ids` int32 and `paddings` float32 `[rows, length]`, filled from the left, and
+      `prompt_lengths` int32 `[rows]`, `bos_id` included.
+
+    Raises:
+      ValueError: a prompt is longer than a row, or holds what is not an id.
+    """
+    begin = np.array([] if bos_id is None else [bos_id], np.int32)
+    rows = []
+    for number, prompt in enumerate(prompts):
+        tokens = as_tokens(prompt, where=f"prompt {number}")
+        rows.append([Segment(np.concatenate([begin, tokens]))])
+    layout = _lay_out(rows, length=length, pad_id=pad_id)
+    valid = layout.segment_ids > 0
+    return NestedMap(
+        ids=layout.tokens,
+        paddings=(~valid).astype(np.float32),
+        prompt_lengths=valid.sum(axis=1, dtype=np.int32),
+    )
+
+
+def as_tokens(tokens: Tokens, *, where: str, may_be_negative: bool = False) -> np.ndarray:
+    """`tokens` as int32 `[tokens]`.
+
+    Raises:
+      ValueError: they are no integers, no vector, too large for int32, or negative; `where` begins
+        the message.
+    """
+    array = np.asarray(tokens)
+    if array.ndim == 1 and not array.size:
+        return np.zeros(0, np.int32)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ValueError(
+            f"{where}: {array.dtype.name}{list(array.shape)}; expected token ids, integers of one "
+            "dimension."
+        )
+    least, most = int(array.min()), int(array.max())
+    if most >= 2**31 or least <= -(2**31) or (least < 0 and not may_be_negative):
+        raise ValueError(
+            f"{where}: ids from {least} to {most}; expected token ids from 0 to 2**31 - 1."
+        )
+    return array.astype(np.int32)
+
+
+def _check_counts(inputs: Sequence[Tokens], targets: Sequence[Tokens]) -> None:
+    if len(inputs) != len(targets):
+        raise ValueError(
+            f"{len(inputs)} examples have inputs and {len(targets)} have targets; expected one of "
+            "each for every example."
+        )
+
+
+def _rows_of(
+    segments: Sequence[Segment], rows: Iterable[Iterable[int]] | None
+) -> list[list[Segment]]:
+    if rows is None:
+        return [[segment] for segment in segments]
+    return [[segments[number] for number in numbers] for numbers in rows]
+
+
+def _lay_out(rows: Sequence[Sequence[Segment]], *, length: int, pad_id: int) -> _Layout:
+    shape = (len(rows), length)
+    layout = _Layout(*(np.zeros(shape, np.int32) for _ in _Layout._fields))
+    layout.tokens[...] = pad_id
+    for row, segments in enumerate(rows):
+        sizes = [len(segment.tokens) for segment in segments]
+        if sum(sizes) > length:
+            raise ValueError(
+                f"row {row} is to hold {sum(sizes)} tokens (examples of {sizes}), but its length "
+                f"is {length}; trim the examples, or use longer rows."
+            )
+        start = 0
+        for number, (segment, size) in enumerate(zip(segments, sizes, strict=True), start=1):
+            here = slice(start, start + size)
+            layout.tokens[row, here] = segment.tokens
+            layout.segment_ids[row, here] = number
+            layout.segment_pos[row, here] = np.arange(size)
+            layout.num_inputs[row, here] = segment.num_inputs
+            layout.first_ids[row, here] = segment.first_id
+            start += size
+    return layout
+
+
+def _predicted_from(layout: _Layout, pad_id: int) -> np.ndarray:
+    """For each position the token before it in its segment, or the segment's first id."""
+    before = np.roll(layout.tokens, 1, axis=1)
+    ids = np.where(layout.segment_pos == 0, layout.first_ids, before)
+    return np.where(layout.segment_ids > 0, ids, pad_id).astype(np.int32)

@@ -1,0 +1,129 @@
+"""A row group of a Parquet file as rows by number, for Grain; see `parquet_rows`.
+
+Columns are decoded when the first row is asked for, and kept as numpy arrays (or, for text, as they
+lie in Arrow), so a row costs no more than an index into each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from layerkit_inputs.bad_records import BadRecordError
+from layerkit_inputs.extras import require
+
+
+class RowGroup(NamedTuple):
+    """A part of a Parquet file that is read at once."""
+
+    path: str
+    number: int
+    """From 0 in its file."""
+    num_rows: int
+
+    def __str__(self) -> str:
+        return f"{self.path}, row group {self.number}"
+
+
+def open_row_group(group: RowGroup, *, columns: Sequence[str] | None) -> Any:
+    """A `grain.IterDataset` of the rows, dictionaries of the columns.
+
+    A row with a null is a BadRecordError in its place; of a row group that cannot be decoded the
+    first row is one, and there are no others.
+    """
+    grain = require("grain", needed_by="ParquetRows")
+    rows = grain.MapDataset.source(_Rows(group, columns))
+    return rows.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+
+
+class _Column(NamedTuple):
+    """A decoded column."""
+
+    value_of: Callable[[int], Any]
+    """The value in a row."""
+    has_null: np.ndarray
+    """bool `[rows]`."""
+
+
+class _Rows:
+    """Rows of a row group: what Grain calls a source."""
+
+    def __init__(self, group: RowGroup, columns: Sequence[str] | None):
+        self._group = group
+        self._columns = columns
+        self._decoded: dict[str, _Column] | BadRecordError | None = None
+
+    def __len__(self) -> int:
+        return self._group.num_rows
+
+    def __getitem__(self, row: int) -> dict[str, Any] | BadRecordError | None:
+        if self._decoded is None:
+            self._decoded = self._decode()
+        if isinstance(self._decoded, BadRecordError):
+            return self._decoded if row == 0 else None
+        for name, column in self._decoded.items():
+            if column.has_null[row]:
+                return BadRecordError(f"{self._group}, row {row}: a null in column {name!r}.")
+        return {name: column.value_of(row) for name, column in self._decoded.items()}
+
+    def _decode(self) -> dict[str, _Column] | BadRecordError:
+        arrow = require("pyarrow", needed_by="ParquetRows")
+        parquet = require("pyarrow.parquet", needed_by="ParquetRows")
+        columns = None if self._columns is None else list(self._columns)
+        try:
+            with parquet.ParquetFile(self._group.path, page_checksum_verification=True) as file:
+                table = file.read_row_group(self._group.number, columns=columns)
+        except (arrow.ArrowException, OSError) as error:
+            return BadRecordError(f"{self._group}: cannot be decoded ({str(error).rstrip('.')}).")
+        return {
+            name: _decode_column(table.column(name).combine_chunks(), name, self._group)
+            for name in table.column_names
+        }
+
+
+def _decode_column(array: Any, name: str, group: RowGroup) -> _Column:
+    arrow = require("pyarrow", needed_by="ParquetRows")
+    types = arrow.types
+    if isinstance(array, arrow.ChunkedArray):  # of no rows
+        array = arrow.concat_arrays(array.chunks)
+    has_null = array.is_null().to_numpy(zero_copy_only=False)
+    if _is_number(array.type):
+        values = _numbers(array)
+        return _Column(lambda row: values[row], has_null)
+    is_list = types.is_list(array.type) or types.is_large_list(array.type)
+    if (is_list or types.is_fixed_size_list(array.type)) and _is_number(array.type.value_type):
+        flat = array.flatten()
+        lengths = _numbers(array.value_lengths()).astype(np.int64)
+        ends = np.cumsum(np.where(has_null, 0, lengths))
+        begins = ends - np.where(has_null, 0, lengths)
+        nulls = np.flatnonzero(flat.is_null().to_numpy(zero_copy_only=False))
+        has_null[np.searchsorted(ends, nulls, side="right")] = True
+        values = _numbers(flat)
+        return _Column(lambda row: values[begins[row] : ends[row]], has_null)
+    if types.is_string(array.type) or types.is_large_string(array.type) or _is_bytes(array.type):
+        return _Column(lambda row: array[row].as_py(), has_null)
+    raise BadRecordError(
+        f"{group.path}: column {name!r} is {array.type}; columns of numbers, booleans, text, bytes "
+        "and lists of numbers can be read. Name the others by columns."
+    )
+
+
+def _numbers(array: Any) -> np.ndarray:
+    """Numbers of an Arrow array; 0 where there is a null, so that no dtype changes."""
+    compute = require("pyarrow.compute", needed_by="ParquetRows")
+    if array.null_count:
+        arrow = require("pyarrow", needed_by="ParquetRows")
+        array = compute.fill_null(array, arrow.scalar(0).cast(array.type))
+    return array.to_numpy(zero_copy_only=False)
+
+
+def _is_number(kind: Any) -> bool:
+    types = require("pyarrow", needed_by="ParquetRows").types
+    return types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
+
+
+def _is_bytes(kind: Any) -> bool:
+    types = require("pyarrow", needed_by="ParquetRows").types
+    return types.is_binary(kind) or types.is_large_binary(kind)

@@ -1,0 +1,201 @@
+"""Tiny TensorFlow Datasets folders in the true format of large ones.
+
+Code that reads C4 can be tried only where C4 is, and C4 is 300 GB. A folder written here has the
+same name, version, features, splits and file layout, and a few dozen texts; `tfds.load` and
+`seqio.TfdsDataSource` read it as they read the real one:
+
+    write_tfds_folder(folder, "c4/en:3.0.1")
+    tfds.load("c4/en:3.0.1", data_dir=folder)
+
+Nothing is downloaded. The texts are the caller's, or sentences drawn from a small vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from layerkit.near_names import near_names
+from layerkit_inputs.extras import require
+
+FileFormat = Literal["tfrecord", "array_record"]
+
+
+class _Format(NamedTuple):
+    """How one data set is laid out."""
+
+    splits: Mapping[str, int]
+    """Split -> sample texts written by default."""
+    features: Callable[[Any], dict[str, Any]]
+    """From `tfds.features` to the features of an example."""
+    example: Callable[[str, str, int], dict[str, Any]]
+    """From split, text and number to an example."""
+
+
+def _c4_example(split: str, text: str, number: int) -> dict[str, Any]:
+    return {
+        "content-length": str(len(text.encode())),
+        "content-type": "text/plain",
+        "text": text,
+        "timestamp": "2019-04-25T12:57:54Z",
+        "url": f"https://example.com/{split}/{number}",
+    }
+
+
+_FORMATS: dict[str, _Format] = {
+    "c4/en:3.0.1": _Format(
+        splits={"train": 40, "validation": 13},
+        features=lambda features: {
+            name: features.Text()
+            for name in ("content-length", "content-type", "text", "timestamp", "url")
+        },
+        example=_c4_example,
+    ),
+    # Version 1.0.0 calls the development passages `train`; there is no `validation`.
+    "lambada:1.0.0": _Format(
+        splits={"train": 12, "test": 13},
+        features=lambda features: {"passage": features.Text()},
+        example=lambda split, text, number: {"passage": text},
+    ),
+    # TFDS ships no code for the Pile; folders of it hold the fields of its published records.
+    "the_pile:1.0.0": _Format(
+        splits={"train": 40, "validation": 8, "test": 8},
+        features=lambda features: {
+            "text": features.Text(),
+            "meta": {"pile_set_name": features.Text()},
+        },
+        example=lambda split, text, number: {
+            "text": text,
+            "meta": {"pile_set_name": ("Wikipedia (en)", "Github", "ArXiv")[number % 3]},
+        },
+    ),
+}
+
+DATASETS = tuple(_FORMATS)
+"""Names that `write_tfds_folder` knows, each with its configuration and version."""
+
+
+def write_tfds_folder(
+    data_dir: str | os.PathLike[str],
+    dataset: str,
+    *,
+    texts: Mapping[str, Sequence[str]] | None = None,
+    num_shards: int = 4,
+    file_format: FileFormat = "tfrecord",
+) -> pathlib.Path:
+    """Writes a small data set in the format of a large one.
+
+    Args:
+      data_dir: What is given to `tfds.load(..., data_dir=)`; made where it is missing.
+      dataset: One of `DATASETS`.
+      texts: Split -> its texts. None: `sample_texts` for every split.
+      num_shards: Files of each split.
+      file_format: `array_record` gives random access, without TensorFlow.
+
+    Returns:
+      The folder with the files, such as `data_dir/c4/en/3.0.1`.
+
+    Raises:
+      ValueError: an unknown data set or split, fewer texts than files, or a folder that is there.
+    """
+    if dataset not in _FORMATS:
+        raise ValueError(
+            f"write_tfds_folder(dataset={dataset!r}){near_names(dataset, _FORMATS)} Expected one "
+            f"of {list(_FORMATS)}."
+        )
+    layout = _FORMATS[dataset]
+    texts = _texts_of(dataset, layout) if texts is None else texts
+    for split, of_split in texts.items():
+        _check_split(dataset, split, of_split, num_shards)
+    name, _, version = dataset.partition(":")
+    name, _, config = name.partition("/")
+    folder = pathlib.Path(data_dir, name, config, version)
+    if folder.exists():
+        raise ValueError(
+            f"write_tfds_folder: {folder} is there already; remove it, or write to another folder."
+        )
+    tfds = require("tensorflow_datasets", needed_by="write_tfds_folder")
+    with _quiet():
+        tfds.dataset_builders.store_as_tfds_dataset(
+            name=name,
+            config=config or None,
+            version=version,
+            data_dir=os.fspath(data_dir),
+            features=tfds.features.FeaturesDict(layout.features(tfds.features)),
+            split_datasets={
+                split: [
+                    (number, layout.example(split, text, number))
+                    for number, text in enumerate(of_split)
+                ]
+                for split, of_split in texts.items()
+            },
+            download_config=tfds.download.DownloadConfig(num_shards=num_shards),
+            file_format=file_format,
+        )
+    return folder
+
+
+def sample_texts(num_texts: int, *, seed: int = 0) -> list[str]:
+    """Texts of a few made-up sentences, each text another; the same for the same seed."""
+    random = np.random.Generator(np.random.Philox(key=seed))
+
+    def sentence() -> str:
+        words = [random.choice(part) for part in _PARTS_OF_SENTENCE]
+        return " ".join(words).capitalize() + "."
+
+    return [
+        f"Page {number}. " + " ".join(sentence() for _ in range(random.integers(1, 6)))
+        for number in range(num_texts)
+    ]
+
+
+_PARTS_OF_SENTENCE = (
+    ("the", "every", "some", "another"),
+    ("old", "quick", "silent", "tall", "northern"),
+    ("miller", "river", "teacher", "engine", "harbour", "child"),
+    ("watches", "follows", "paints", "remembers", "repairs"),
+    ("a", "the", "that"),
+    ("bridge", "letter", "garden", "clock", "story", "lantern"),
+    ("in winter", "at noon", "without a word", "for years", "near the station"),
+)
+
+
+def _texts_of(dataset: str, layout: _Format) -> dict[str, list[str]]:
+    return {
+        split: sample_texts(num_texts, seed=1 + list(_FORMATS).index(dataset) * 8 + number)
+        for number, (split, num_texts) in enumerate(layout.splits.items())
+    }
+
+
+def _check_split(dataset: str, split: str, texts: Sequence[str], num_shards: int) -> None:
+    splits = _FORMATS[dataset].splits
+    if split not in splits:
+        raise ValueError(
+            f"write_tfds_folder: {dataset} has no split {split!r}{near_names(split, splits)} "
+            f"Expected some of {list(splits)}."
+        )
+    if not 1 <= num_shards <= len(texts):
+        raise ValueError(
+            f"write_tfds_folder: num_shards={num_shards} for the {len(texts)} texts of {split!r}; "
+            "expected at least 1 and at most one file for each text."
+        )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps the notices and progress bars of writing off the screen."""
+    log = logging.getLogger("absl")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        log.setLevel(level)

@@ -1,0 +1,206 @@
+"""TokenRecords: language modelling over tokenised documents of any amount.
+
+The files are those of `token_store`, made by `python -m layerkit_inputs.tools.build_token_records`.
+Any row is found by its number, so the state of a run is one count, which any number of hosts goes
+on from; each host reads the blocks that its own rows need, and the index is memory-mapped.
+
+What a row holds is settled by `packing`:
+
+- `stream`: the documents are laid end to end and cut every `seq_length` predictions. Nothing is
+  lost, and only the last row has padding; a document may go on in the next row.
+- `first_fit`: documents are kept whole, several to a row, those longer than a row being cut first.
+  Every host plans all rows when it first reads, which takes two seconds and some 200 MB for each
+  million documents; beyond some ten millions prefer `stream`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from layerkit.near_names import near_names
+from layerkit.nested_map import NestedMap
+from layerkit_inputs.bad_records import BadRecords, OnBadRecord
+from layerkit_inputs.first_fit import DocumentPieces, PackingPlan, cut_documents, plan_packing
+from layerkit_inputs.indexed_input import IndexedInput
+from layerkit_inputs.packing import num_stream_rows
+from layerkit_inputs.row_batches import blank_rows
+from layerkit_inputs.token_store import TokenStore
+from layerkit_inputs.tokenizers import ByteTokenizer, Tokenizer
+
+Packing = Literal["stream", "first_fit"]
+_PACKINGS = ("stream", "first_fit")
+
+
+class TokenRecords(IndexedInput):
+    """Packed rows of tokenised documents.
+
+    Batches hold, each `[batch, length]`: `ids` and `labels` (int32; `labels` is the document's next
+    id), `weights` (float32, 1 where a label counts), `paddings` (float32, 1 where padded),
+    `segment_ids` (int32, from 1 in each row, 0 where padded) and `segment_pos` (int32). Outside of
+    training also `provenance` and `eval_sample_weights`, each `[batch]`.
+
+    A row of which a block is damaged is refused or, with `on_bad_record="skip"`, all padding: it
+    weighs nothing, and its `provenance` is -1.
+    """
+
+    path: str | None = None
+    """The folder. Required."""
+    split: str = "train"
+    """Which of the folder's splits."""
+    seq_length: int = 1024
+    """Positions of a row."""
+    packing: Packing = "stream"
+    """`stream` (cut anywhere, no padding) or `first_fit` (whole documents)."""
+    tokenizer: Tokenizer | None = None
+    """What the documents were made with, for `ids_to_strings`; another one is refused."""
+    on_bad_record: OnBadRecord = "refuse"
+    """`refuse` damaged blocks, or `skip` the rows that need them, and count the blocks."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.path is None:
+            raise self._refuse("path is not set; give the folder of token records.")
+        for field, known in (("packing", _PACKINGS), ("on_bad_record", ("refuse", "skip"))):
+            value = getattr(self, field)
+            if value not in known:
+                near = near_names(str(value), known)
+                raise self._refuse(f"{field}={value!r}{near} Expected one of {known}.")
+        if self.seq_length < 1:
+            raise self._refuse(f"seq_length={self.seq_length}; expected at least 1.")
+        self._bad = BadRecords(self.on_bad_record)
+        self._unreadable = np.zeros(0, bool)
+
+    @functools.cached_property
+    def _store(self) -> TokenStore:
+        assert self.path is not None
+        store = TokenStore(self.path, self.split)
+        made_with = store.about.tokenizer["fingerprint"]
+        if self.tokenizer is not None and self.tokenizer.fingerprint() != made_with:
+            raise self._refuse(
+                f"tokenizer has the fingerprint {self.tokenizer.fingerprint()!r}, but {self.path} "
+                f"was made with {made_with!r}. Set the tokenizer it was made with, or build it "
+                "again with this one."
+            )
+        return store
+
+    @functools.cached_property
+    def _plan(self) -> tuple[DocumentPieces, PackingPlan]:
+        """For `first_fit`: pieces of all documents, and which of them make up which row."""
+        pieces = cut_documents(np.diff(self._store.document_ends, prepend=0), self.seq_length)
+        return pieces, plan_packing(pieces.length, self.seq_length)
+
+    @property
+    def num_skipped(self) -> int:
+        """Damaged blocks that were met so far; one that is read again counts again."""
+        return self._bad.num_skipped
+
+    @property
+    def token_unit(self) -> str:  # type: ignore[override]
+        """`byte` where the documents were made with the ByteTokenizer."""
+        made_with = self._store.about.tokenizer["fingerprint"]
+        return "byte" if made_with == ByteTokenizer().fingerprint() else "token"
+
+    def _num_rows(self) -> int:
+        if self.packing == "stream":
+            return num_stream_rows(self._store.document_ends, self.seq_length)
+        return self._plan[1].num_rows
+
+    def _pieces_of(self, row: int) -> DocumentPieces:
+        """The pieces of documents that make a row, from the left."""
+        if self.packing == "stream":
+            return _stream_pieces(row, self._store.document_ends, self.seq_length)
+        pieces, plan = self._plan
+        here = plan.documents_of(row)
+        return DocumentPieces(*(array[here] for array in pieces))
+
+    def _read_rows(self, rows: np.ndarray) -> NestedMap:
+        shape = len(rows), self.seq_length
+        at = np.zeros(shape, np.int64)
+        segment_ids, segment_pos = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        for place, row in enumerate(rows.tolist()):
+            pieces = self._pieces_of(row)
+            ends = np.cumsum(pieces.length)
+            total = int(ends[-1])
+            segment = np.repeat(np.arange(len(ends)), pieces.length)
+            position = np.arange(total) - (ends - pieces.length)[segment]
+            begins = self._begins(pieces.document) + pieces.start
+            at[place, :total] = begins[segment] + position
+            # Padding reads what the row reads anyway.
+            at[place, total:] = at[place, total - 1]
+            segment_ids[place, :total] = segment + 1
+            segment_pos[place, :total] = position
+        valid = segment_ids > 0
+        ids, labels, is_read = self._read_tokens(at, valid)
+        self._unreadable = ~is_read
+        pad_id = self._store.about.tokenizer["pad_id"]
+        return NestedMap(
+            ids=np.where(valid, ids, pad_id),
+            labels=np.where(valid, labels, pad_id),
+            weights=valid.astype(np.float32),
+            paddings=(~valid).astype(np.float32),
+            segment_ids=segment_ids,
+            segment_pos=segment_pos,
+        )
+
+    def _read_positions(self, positions: np.ndarray, num_rows: int | None) -> NestedMap:
+        batch = super()._read_positions(positions, num_rows)
+        if not len(positions) or not self._unreadable.any():
+            return batch
+        is_blank = np.zeros(self.local_batch_size, bool)
+        is_blank[: len(positions)] = self._unreadable
+        return blank_rows(batch, is_blank)
+
+    def _begins(self, documents: np.ndarray) -> np.ndarray:
+        """Where the ids of documents begin in the stream, which has a start id for each."""
+        ends = self._store.document_ends
+        return np.where(documents > 0, ends[np.maximum(documents - 1, 0)], 0) + documents
+
+    def _read_tokens(
+        self, at: np.ndarray, valid: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Ids at `at`, those after them, and bool `[rows]`: whether all of a row could be read."""
+        both, is_read = self._store.gather(np.stack([at, at + 1]), self._bad)
+        is_whole = np.all(np.all(is_read, axis=0) | ~valid, axis=1)
+        return both[0], both[1], is_whole
+
+    def _fingerprint(self) -> dict[str, Any]:
+        return {
+            "tokens_sha256": self._store.identity,
+            "seq_length": self.seq_length,
+            "packing": self.packing,
+        }
+
+    def _close(self) -> None:
+        if "_store" in vars(self):
+            self._store.close()
+
+    def ids_to_strings(
+        self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None
+    ) -> list[str]:
+        """Text of ids int `[batch, length]`, by `tokenizer`."""
+        if self.tokenizer is None:
+            raise self._refuse(
+                "tokenizer is not set; set the one that made the data to turn ids into text."
+            )
+        return [self.tokenizer.decode(row[:n]) for row, n in zip(ids, lengths, strict=True)]
+
+
+def _stream_pieces(row: int, document_ends: np.ndarray, length: int) -> DocumentPieces:
+    """The pieces of row number `row` of documents laid end to end."""
+    begin = np.int64(row * length)
+    end = np.minimum(begin + length, document_ends[-1])
+    # Of the index, which may be larger than the memory, only what this row needs is touched.
+    first = int(np.searchsorted(document_ends, begin, side="right"))
+    last = int(np.searchsorted(document_ends, end, side="left"))
+    ends = np.asarray(document_ends[first : last + 1])
+    begins = np.concatenate([document_ends[first - 1 : first] if first else [0], ends[:-1]])
+    starts = np.maximum(begin - begins, 0)
+    return DocumentPieces(
+        document=np.arange(first, last + 1),
+        start=starts,
+        length=np.minimum(ends, end) - begins - starts,
+    )

@@ -1,0 +1,98 @@
+"""First fit: plans that lose nothing, waste little, and are the same everywhere."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layerkit_inputs.first_fit import cut_documents, plan_packing
+from layerkit_inputs.packing import pack_documents
+
+
+def rows_of(plan):
+    return [row.tolist() for row in plan.rows()]
+
+
+def test_a_document_goes_into_the_first_row_with_room():
+    assert rows_of(plan_packing([3, 4, 1, 2, 0, 2], 4)) == [[0, 2], [1], [3, 5]]
+
+
+def test_with_one_open_row_documents_keep_their_order():
+    assert rows_of(plan_packing([3, 2, 1, 4], 4, open_rows=1)) == [[0], [1, 2], [3]]
+
+
+def test_all_features_of_a_document_must_fit():
+    lengths = [[6, 3], [3, 3], [4, 2], [0, 2]]
+    assert rows_of(plan_packing(lengths, (10, 5))) == [[0, 2], [1, 3]]
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    sizes=st.lists(st.integers(0, 9), max_size=40),
+    spare=st.integers(0, 5),
+    open_rows=st.integers(1, 50),
+)
+def test_every_document_has_one_place_and_no_row_is_too_full(sizes, spare, open_rows):
+    length = max([*sizes, 1]) + spare
+    rows = rows_of(plan_packing(sizes, length, open_rows=open_rows))
+    placed = sorted(document for row in rows for document in row)
+    assert placed == [number for number, size in enumerate(sizes) if size]
+    assert all(0 < sum(sizes[document] for document in row) <= length for row in rows)
+    assert all(row == sorted(row) for row in rows)
+    if open_rows >= len(sizes):  # then it is first fit without a bound
+        packed = pack_documents([[1] * size for size in sizes], length=length)
+        expected = [sum(sizes[document] for document in row) for row in rows]
+        assert packed.ids.sum(axis=1).tolist() == expected
+
+
+def test_few_open_rows_waste_little():
+    sizes = np.random.default_rng(0).lognormal(4, 1, 5000).astype(int).clip(1, 512)
+    plan = plan_packing(sizes, 512)
+    assert sizes.sum() / (plan.num_rows * 512) > 0.98
+
+
+@settings(deadline=None, max_examples=50)
+@given(lengths=st.lists(st.integers(0, 20), max_size=20), row_length=st.integers(1, 8))
+def test_cut_documents_are_whole_again_end_to_end(lengths, row_length):
+    pieces = cut_documents(lengths, row_length)
+    found = {number: [] for number in range(len(lengths))}
+    for document, start, length in zip(*pieces, strict=True):
+        assert 1 <= length <= row_length
+        found[document] += range(start, start + length)
+    assert found == {number: list(range(length)) for number, length in enumerate(lengths)}
+
+
+def test_a_row_by_its_number():
+    plan = plan_packing([3, 4, 1], 4)
+    assert plan.num_rows == 2 and plan.documents_of(0).tolist() == [0, 2]
+    with pytest.raises(IndexError, match=r"^row 2 of a plan of 2 rows\.$"):
+        plan.documents_of(2)
+    assert plan_packing([], 4).num_rows == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            {"lengths": [1, 5, 7], "row_length": 4},
+            "plan_packing: document 1 has 5 tokens, a row holds 4 (2 documents are too long); cut "
+            "them first, or use longer rows.",
+        ),
+        (
+            {"lengths": [[1, 2]], "row_length": 4},
+            "plan_packing: lengths of shape [1, 2], but row_length=4; expected [documents], or "
+            "[documents, features] and as many row lengths.",
+        ),
+        (
+            {"lengths": [1], "row_length": 4, "open_rows": 0},
+            "rows of length [4], 0 of them open; expected at least one position and one row.",
+        ),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(arguments, text):
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        plan_packing(**arguments)

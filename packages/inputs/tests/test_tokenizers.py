@@ -1,0 +1,188 @@
+"""Tokenizers: text to ids and back, and what no tokenizer may let happen."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerkit_inputs.tokenizers import (
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+)
+
+END = "<|endoftext|>"
+
+
+@pytest.fixture(params=["bytes", "sentencepiece", "huggingface"])
+def tokenizer(request):
+    if request.param == "bytes":
+        return ByteTokenizer()
+    if request.param == "sentencepiece":
+        return SentencePieceTokenizer(path=request.getfixturevalue("sentencepiece_file"))
+    path = request.getfixturevalue("tokenizer_json")
+    return HuggingFaceTokenizer(path=path, eos_token=END)
+
+
+def test_text_becomes_ids_and_text_again(tokenizer):
+    text = "line 7 of some text, and more"
+    ids = tokenizer.encode(text)
+    assert isinstance(tokenizer, Tokenizer)
+    assert ids.dtype == np.int32 and ids.ndim == 1 and len(ids) > 3
+    assert ids.min() >= 0 and ids.max() < tokenizer.vocab_size
+    assert tokenizer.decode(ids) == text
+    np.testing.assert_array_equal(tokenizer.encode(text.encode()), ids)
+
+
+def test_no_text_has_no_ids(tokenizer):
+    assert tokenizer.encode("").shape == (0,) and tokenizer.encode("").dtype == np.int32
+    assert tokenizer.decode([]) == ""
+
+
+def test_special_ids_and_ids_that_do_not_exist_have_no_text(tokenizer):
+    special = {tokenizer.start_id, tokenizer.eos_id, tokenizer.vocab_size + 5, -1} - {None}
+    assert tokenizer.decode([*special, *tokenizer.encode("some text"), *special]) == "some text"
+
+
+def test_it_can_be_sent_to_another_process(tokenizer):
+    for sent in (tokenizer, pickle.loads(pickle.dumps(tokenizer))):
+        np.testing.assert_array_equal(
+            pickle.loads(pickle.dumps(sent)).encode("words"), tokenizer.encode("words")
+        )
+
+
+def test_what_is_not_unicode_is_refused_by_text_tokenizers(tokenizer):
+    with pytest.raises(UnicodeError):
+        tokenizer.encode("half of a pair: \ud800")
+    if not isinstance(tokenizer, ByteTokenizer):
+        with pytest.raises(UnicodeDecodeError) as caught:
+            tokenizer.encode(b"abc\xffd")
+        assert caught.value.start == 3
+
+
+@given(st.binary())
+def test_bytes_lose_nothing(data):
+    ids = ByteTokenizer().encode(data)
+    assert bytes((ids - 3).tolist()) == data
+
+
+def test_special_ids_of_bytes_and_sentencepiece(sentencepiece_file):
+    one, other = ByteTokenizer(), SentencePieceTokenizer(path=sentencepiece_file)
+    assert (one.pad_id, one.bos_id, one.eos_id, one.start_id, one.vocab_size) == (0, 1, 2, 1, 259)
+    # As in SeqIO, a model without BOS begins with its padding id.
+    assert (other.pad_id, other.bos_id, other.eos_id, other.start_id) == (0, None, 1, 0)
+    assert other.vocab_size == 60
+
+
+def test_special_tokens_are_named_or_stand_beside_the_file(tokenizer_json, tmp_path):
+    plain = HuggingFaceTokenizer(path=tokenizer_json)
+    assert (plain.pad_id, plain.bos_id, plain.eos_id, plain.start_id) == (0, None, None, 0)
+    end = plain._model.token_to_id(END)
+    named = HuggingFaceTokenizer(path=tokenizer_json, eos_token=END)
+    assert (named.eos_id, named.start_id, named.bos_id) == (end, end, None)
+    assert named.fingerprint() != plain.fingerprint()
+    shutil.copy(tokenizer_json, tmp_path)
+    roles = {"bos_token": {"content": END, "special": True}, "pad_token": "0", "eos_token": None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(roles))
+    beside = HuggingFaceTokenizer(path=str(tmp_path))
+    assert (beside.bos_id, beside.eos_id) == (end, None)
+    assert beside.pad_id == plain._model.token_to_id("0")
+    given_too = HuggingFaceTokenizer(path=str(tmp_path / "tokenizer.json"), bos_token="1")
+    assert given_too.bos_id == plain._model.token_to_id("1")
+
+
+def test_a_special_token_spelled_out_in_text_stays_text(tokenizer_json, sentencepiece_file):
+    tokenizer = HuggingFaceTokenizer(path=tokenizer_json, eos_token=END)
+    ids = tokenizer.encode(f"a{END}b")
+    assert tokenizer.eos_id not in ids and tokenizer.decode(ids) == f"a{END}b"
+    pieces = SentencePieceTokenizer(path=sentencepiece_file)
+    assert pieces.eos_id not in pieces.encode("a</s>b")
+
+
+def test_truncation_and_padding_in_the_file_are_switched_off(tokenizer_json, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.Tokenizer.from_file(tokenizer_json)
+    model.enable_truncation(2)
+    model.enable_padding(length=50)
+    model.save(str(tmp_path / "short.json"))
+    text = "line 7 of some text"
+    np.testing.assert_array_equal(
+        HuggingFaceTokenizer(path=str(tmp_path / "short.json")).encode(text),
+        HuggingFaceTokenizer(path=tokenizer_json).encode(text),
+    )
+
+
+def test_the_fingerprint_is_that_of_the_file(sentencepiece_file, tokenizer_json, tmp_path):
+    digest = hashlib.sha256(Path(sentencepiece_file).read_bytes()).hexdigest()
+    assert SentencePieceTokenizer(path=sentencepiece_file).fingerprint() == digest
+    moved = shutil.copy(sentencepiece_file, tmp_path / "elsewhere.model")
+    assert SentencePieceTokenizer(path=str(moved)).fingerprint() == digest
+    digest = hashlib.sha256(Path(tokenizer_json).read_bytes()).hexdigest()
+    assert HuggingFaceTokenizer(path=tokenizer_json).fingerprint() == f"{digest} None,None,None"
+    assert ByteTokenizer().fingerprint() == "bytes"
+
+
+def test_a_config_describes_one(sentencepiece_file):
+    config = SentencePieceTokenizer.HParams.config(path=sentencepiece_file)
+    assert config.Instantiate().vocab_size == 60
+
+
+def test_a_file_that_is_not_there_is_refused_when_built(tmp_path):
+    (tmp_path / "c4.model").touch()
+    whole = (
+        f"SentencePieceTokenizer: there is no file path='{tmp_path}/c4.modl'; did you mean "
+        "'c4.model'?"
+    )
+    with pytest.raises(FileNotFoundError, match=f"^{re.escape(whole)}$"):
+        SentencePieceTokenizer(path=str(tmp_path / "c4.modl"))
+    with pytest.raises(FileNotFoundError, match=r"HuggingFaceTokenizer: there is no file"):
+        HuggingFaceTokenizer(path=str(tmp_path))
+
+
+@pytest.mark.parametrize("content", [b"", b"no model", b"\x00" * 100])
+@pytest.mark.parametrize("kind", [SentencePieceTokenizer, HuggingFaceTokenizer])
+def test_a_file_that_is_no_model_is_named(kind, content, tmp_path):
+    pytest.importorskip("sentencepiece")
+    pytest.importorskip("tokenizers")
+    path = tmp_path / "broken"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(f"{kind.__name__}: {path} is not a")):
+        kind(path=str(path)).encode("text")
+
+
+def test_a_truncated_model_is_named(sentencepiece_file, tokenizer_json, tmp_path):
+    for kind, file in (
+        (SentencePieceTokenizer, sentencepiece_file),
+        (HuggingFaceTokenizer, tokenizer_json),
+    ):
+        path = tmp_path / "cut"
+        path.write_bytes(Path(file).read_bytes()[:-100])
+        with pytest.raises(ValueError, match=re.escape(f"{path} is not a")):
+            kind(path=str(path)).encode("text")
+
+
+def test_an_unknown_special_token_is_refused(tokenizer_json):
+    whole = f"eos_token='<|endoftxt|>' is no token of {tokenizer_json}; did you mean '{END}'?"
+    with pytest.raises(ValueError, match=f"^{re.escape(whole)}$"):
+        _ = HuggingFaceTokenizer(path=tokenizer_json, eos_token="<|endoftxt|>").eos_id
+
+
+def test_importing_the_module_loads_no_library():
+    program = (
+        "import sys, layerkit_inputs.tokenizers\n"
+        "print([m for m in ('sentencepiece', 'tokenizers', 'datasets') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr

@@ -1,0 +1,255 @@
+"""The build of token records: the same for any number of workers, whole or not there at all."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from layerkit_inputs.bad_records import BadRecordError, BadRecords
+from layerkit_inputs.token_store import TokenStore
+from layerkit_inputs.tools.build_token_records import build_token_records, main
+
+pytest.importorskip("array_record")
+
+
+def lines(texts, field="text"):
+    return "".join(json.dumps({field: text, "id": n}) + "\n" for n, text in enumerate(texts))
+
+
+def write(path, content):
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(path)
+
+
+def texts_of(folder, split="train"):
+    """The documents of a split built with bytes."""
+    store = TokenStore(folder, split)
+    ids, is_read = store.gather(np.arange(store.split.num_ids), BadRecords())
+    assert is_read.all()
+    ends = store.document_ends + np.arange(1, len(store.document_ends) + 1)
+    documents = np.split(ids, ends[:-1])
+    assert all(document[0] == 1 and document[-1] == 2 for document in documents)
+    return [(document[1:-1] - 3).astype(np.uint8).tobytes().decode() for document in documents]
+
+
+def files_of(folder):
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.fixture
+def inputs(tmp_path):
+    """A folder with every kind of file; what it says, in order."""
+    folder = tmp_path / "inputs"
+    write(folder / "a.txt", "all of a file\nis a document\n")
+    write(folder / "b.jsonl", lines(["one", "", "dreißig 世界"]) + "\n" + lines(["after a gap"]))
+    write(folder / "c.txt.gz", gzip.compress(b"zipped text"))
+    write(folder / "d.jsonl.gz", gzip.compress(lines(["zipped one", "zipped two"]).encode()))
+    texts = ["all of a file\nis a document\n", "one", "", "dreißig 世界", "after a gap"]
+    return folder, [*texts, "zipped text", "zipped one", "zipped two"]
+
+
+def test_documents_of_every_kind_of_file_in_the_order_of_the_input(inputs, tmp_path):
+    folder, texts = inputs
+    about = build_token_records([str(folder)], tmp_path / "out" / "tokens", tokenizer="bytes")
+    assert texts_of(tmp_path / "out" / "tokens") == texts
+    assert about.dtype == "uint16" and about.tokenizer["vocab_size"] == 259
+    assert about.splits["train"].num_documents == len(texts)
+
+
+def test_rows_of_parquet(tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = arrow.table({"body": ["first", None, "third"], "n": [1, 2, 3]})
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    build = {"inputs": [str(tmp_path / "rows.parquet")], "tokenizer": "bytes"}
+    build_token_records(output=tmp_path / "out", field="body", on_bad_record="skip", **build)
+    assert texts_of(tmp_path / "out") == ["first", "third"]
+    for field, text in (
+        ("bodi", r"rows.parquet: no column 'bodi'; did you mean 'body'\? Its columns: body, n."),
+        ("n", "rows.parquet: column 'n' is int64, expected string."),
+        ("body", r"rows.parquet, row 1: no text \(null\)."),
+    ):
+        with pytest.raises(BadRecordError, match=text):
+            build_token_records(output=tmp_path / "other", field=field, **build)
+    path = tmp_path / "rows.parquet"
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(BadRecordError, match="rows.parquet: the Parquet file cannot be read"):
+        build_token_records(output=tmp_path / "other", field="body", **build)
+    assert not (tmp_path / "other").exists()
+
+
+def test_any_number_of_workers_builds_the_same_bytes(tmp_path):
+    texts = [f"document {number} " * (number % 9) for number in range(3000)]
+    write(tmp_path / "in" / "a.jsonl", lines(texts))
+    fields = {"tokenizer": "bytes", "num_shards": 3, "heldout_fraction": 0.1, "block_length": 256}
+    for workers in (0, 2):
+        build_token_records(
+            [str(tmp_path / "in")], tmp_path / f"out{workers}", workers=workers, **fields
+        )
+    assert files_of(tmp_path / "out0") == files_of(tmp_path / "out2")
+    train, heldout = texts_of(tmp_path / "out0"), texts_of(tmp_path / "out0", "heldout")
+    assert sorted(train + heldout) == sorted(texts)
+    assert not set(train) & set(heldout)
+    assert 0.02 < len(heldout) / len(texts) < 0.3
+    sizes = [shard.num_ids for shard in TokenStore(tmp_path / "out0", "train").split.shards]
+    assert len(sizes) == 3 and max(sizes) < 1.2 * min(sizes)
+
+
+def test_shards_and_blocks_change_where_tokens_lie_but_not_the_stream(inputs, tmp_path):
+    folder, texts = inputs
+    for number, fields in enumerate(({"num_shards": 4}, {"block_length": 5}, {"num_shards": 99})):
+        out = tmp_path / str(number)
+        build_token_records([str(folder)], out, tokenizer="bytes", **fields)
+        assert texts_of(out) == texts
+
+
+def test_a_tokenizer_from_a_file(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 70_000}, "?"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    model.save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path / "in" / "a.txt", "a b b")
+    write(tmp_path / "in" / "b.txt", "")
+    write(tmp_path / "in" / "c.txt", "b what a")
+    said = []
+    about = build_token_records(
+        [str(tmp_path / "in")],
+        tmp_path / "out",
+        tokenizer=str(tmp_path / "tokenizer.json"),
+        say=said.append,
+    )
+    # No end id here, so there is nothing to predict in an empty document.
+    assert about.dtype == "int32" and about.tokenizer["eos_id"] is None
+    store = TokenStore(tmp_path / "out", "train")
+    assert store.document_ends.tolist() == [3, 6]
+    ids, _ = store.gather(np.arange(8), BadRecords())
+    assert ids.tolist() == [0, 0, 1, 1, 0, 1, 70_000, 0]
+    assert said[1:] == [
+        "train: 2 documents, 6 predictions, 1 shards",
+        "left out: 1 documents without any token",
+    ]
+
+
+BAD_LINES = {
+    '{"text": "cut of': r"no line of JSON \(Unterminated string",
+    '["text"]': "a JSON list, expected an object.",
+    '{"txt": "x", "n": 1}': r"no field 'text'; did you mean 'txt'\? Its fields: txt, n.",
+    '{"text": 17}': "field 'text' is 17, expected a string.",
+    '{"text": "\\ud800"}': "field 'text' is no Unicode text",
+    b'{"text": "\xff"}': "no UTF-8: byte 10 is 0xff.",
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES, ids=str)
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_bad_line_is_refused_by_number_or_skipped_and_counted(tmp_path, line, workers):
+    bad = line if isinstance(line, bytes) else line.encode()
+    path = write(tmp_path / "in" / "a.jsonl", lines(["one"]).encode() + bad + b"\n")
+    fields = {"tokenizer": "bytes", "workers": workers}
+    with pytest.raises(BadRecordError, match=f"a.jsonl, line 2: {BAD_LINES[line]}"):
+        build_token_records([path], tmp_path / "out", **fields)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["in"]
+    said = []
+    about = build_token_records(
+        [path], tmp_path / "out", on_bad_record="skip", say=said.append, **fields
+    )
+    assert about.num_skipped == 1 and texts_of(tmp_path / "out") == ["one"]
+    assert said[-2] == "left out: 1 documents that cannot be read, among them"
+    assert f"{path}, line 2: " in said[-1]
+
+
+def test_bad_utf8_in_a_text_file_where_the_tokenizer_needs_text(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, "?"))
+    model.save(str(tmp_path / "tokenizer.json"))
+    path = write(tmp_path / "in" / "a.txt", b"good \xff bad")
+    with pytest.raises(BadRecordError, match="a.txt: no UTF-8: byte 5 is 0xff. To go on"):
+        build_token_records([path], tmp_path / "out", tokenizer=str(tmp_path))
+    build_token_records([path], tmp_path / "out", tokenizer="bytes")
+
+
+def test_files_that_are_not_whole(tmp_path):
+    path = write(tmp_path / "in" / "a.jsonl.gz", gzip.compress(lines(["one"] * 100).encode())[:-9])
+    for policy in ("refuse", "skip"):
+        with pytest.raises(BadRecordError, match=r"a.jsonl.gz: truncated or damaged \(Compressed"):
+            build_token_records([path], tmp_path / "out", tokenizer="bytes", on_bad_record=policy)
+    path = write(tmp_path / "in" / "b.txt.zst", b"x")
+    with pytest.raises(BadRecordError, match=r"unpack .zst files first; only .gz is read as it is"):
+        build_token_records([path], tmp_path / "out", tokenizer="bytes")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["in"]
+
+
+_KILLED = """
+import os, signal, sys
+from layerkit_inputs.tools import build_token_records as tool
+tool._PROGRESS_SECONDS = 0.0
+def say(line):
+    if line.startswith("5 documents"):
+        os.kill(os.getpid(), signal.SIGKILL)
+tool.build_token_records([sys.argv[1]], sys.argv[2], tokenizer="bytes", say=say)
+"""
+
+
+def test_a_killed_build_leaves_nothing_that_reads_as_whole(tmp_path):
+    path = write(tmp_path / "in" / "a.jsonl", lines(["one"] * 9))
+    output = tmp_path / "out"
+    done = subprocess.run([sys.executable, "-c", _KILLED, path, str(output)])
+    assert done.returncode == -signal.SIGKILL
+    assert not output.exists()
+    (left,) = (entry for entry in tmp_path.iterdir() if entry.name != "in")
+    assert left.name.startswith(".out.partial-")
+    with pytest.raises(FileNotFoundError, match="its build was not finished"):
+        TokenStore(left, "train")
+    build_token_records([path], output, tokenizer="bytes")
+    assert texts_of(output) == ["one"] * 9
+
+
+def test_options_that_cannot_work(tmp_path):
+    path = write(tmp_path / "in" / "a.txt", "text")
+    build = {"inputs": [path], "output": tmp_path / "out", "tokenizer": "bytes"}
+    for fields, text in (
+        ({"num_shards": 0}, "num_shards=0; expected at least 1."),
+        ({"workers": -1}, "workers=-1; expected at least 0."),
+        ({"heldout_fraction": 1.0}, "heldout_fraction=1.0; expected 0 or more, below 1."),
+        (
+            {"heldout_fraction": 1e-9},
+            "the split 'heldout' would have no documents: the input has 1",
+        ),
+        ({"tokenizer": str(tmp_path / "no.model")}, "there is no file path="),
+        ({"inputs": [str(tmp_path / "nothing")]}, "nothing to read at"),
+        ({"output": tmp_path / "in"}, "is there already; name another output, or remove it."),
+    ):
+        with pytest.raises((ValueError, OSError), match=text):
+            build_token_records(**{**build, **fields})
+    assert [entry.name for entry in tmp_path.iterdir()] == ["in"]
+
+
+def test_the_command(inputs, tmp_path, capsys):
+    folder, texts = inputs
+    arguments = ["--input", str(folder), "--output", str(tmp_path / "out"), "--tokenizer", "bytes"]
+    assert main([*arguments, "--heldout_fraction", "0.3", "--num_shards", "2"]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("8 documents, ") and "100% of" in said[0]
+    assert [line.partition(":")[0] for line in said[1:]] == ["train", "heldout"]
+    assert sorted(texts_of(tmp_path / "out") + texts_of(tmp_path / "out", "heldout")) == sorted(
+        texts
+    )
+    assert main([*arguments, "--quiet"]) == 1
+    assert capsys.readouterr().err == (
+        f"build_token_records: {tmp_path}/out: is there already; name another output, or remove "
+        "it.\n"
+    )
+    for wrong in (["--tokenizr", "bytes"], ["--on_bad_record", "drop"]):
+        with pytest.raises(SystemExit) as caught:
+            main([*arguments, *wrong])
+        assert caught.value.code == 2
