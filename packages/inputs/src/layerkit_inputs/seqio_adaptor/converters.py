@@ -1,0 +1,201 @@
+"""From examples of a task to the rows of a batch.
+
+An example has the features `inputs` and `targets`, or `targets` alone. What a row of them looks
+like is written in `features`, with the edges of SeqIO's own converters; here it is decided which
+examples share a row.
+
+Packing is first fit within a window: as many examples as fill `window_rows` rows are read, dealt
+out to rows in order of arrival, and the rows delivered; then the next window begins. So a position
+is that of the window's first example and a number of rows, which costs bytes, and going on reads
+one window again. SeqIO keeps one row open at a time, which leaves more of it empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from layerkit.nested_map import NestedMap
+from layerkit_inputs.bad_records import BadRecords
+from layerkit_inputs.features import encoder_decoder_features, lm_features, prompt_features
+from layerkit_inputs.seqio_adaptor.example_stream import (
+    Example,
+    ExampleSource,
+    NumberedExample,
+)
+
+FeatureConverter = Literal["language_model", "prefix_lm", "encoder_decoder", "prompts"]
+"""Which arrays a batch holds; see `SeqIOInput.feature_converter`."""
+
+
+class RowFormat(NamedTuple):
+    """How examples become rows."""
+
+    converter: FeatureConverter
+    lengths: Mapping[str, int]
+    """Feature -> most tokens of an example."""
+    packed: bool
+    weights_on_targets_only: bool
+    bos_id: int
+
+    @property
+    def limits(self) -> tuple[int, ...]:
+        """Positions of a row: of its one side, or of `src` and `tgt`."""
+        inputs, targets = self.lengths.get("inputs", 0), self.lengths.get("targets", 0)
+        match self.converter:
+            case "encoder_decoder":
+                return inputs, targets
+            case "prompts":
+                return (inputs + 1,)
+            case _:
+                return (inputs + targets,)
+
+    def sizes(self, example: Example) -> tuple[int, ...]:
+        """Positions that an example takes of each side of a row."""
+        inputs, targets = (len(example.get(name, ())) for name in ("inputs", "targets"))
+        match self.converter:
+            case "encoder_decoder":
+                return inputs, targets
+            case "prompts":
+                return (inputs + 1,)
+            case _:
+                return (inputs + targets,)
+
+    def batch(self, rows: Sequence[Sequence[Example]]) -> NestedMap:
+        """Arrays `[rows, ...]`, from the examples in each row."""
+        examples = [example for row in rows for example in row]
+        targets = [example.get("targets", ()) for example in examples]
+        inputs = [example.get("inputs", ()) for example in examples]
+        numbers = _numbers_by_row(rows) if self.packed else None
+        match self.converter:
+            case "encoder_decoder":
+                return encoder_decoder_features(
+                    inputs,
+                    targets,
+                    inputs_length=self.lengths["inputs"],
+                    targets_length=self.lengths["targets"],
+                    rows=numbers,
+                    bos_id=self.bos_id,
+                )
+            case "prompts":
+                return prompt_features(inputs, length=self.limits[0], bos_id=self.bos_id)
+        batch = lm_features(
+            inputs if "inputs" in self.lengths else None,
+            targets,
+            length=self.limits[0],
+            rows=numbers,
+            bos_id=self.bos_id,
+            weights_on_targets_only=self.weights_on_targets_only,
+        )
+        if self.converter == "language_model":
+            batch.pop("inputs_indicator", None)
+        return batch
+
+
+def _numbers_by_row(rows: Sequence[Sequence[Example]]) -> list[list[int]]:
+    ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
+    return [list(range(end - len(row), end)) for row, end in zip(rows, ends, strict=True)]
+
+
+class Rows:
+    """Rows of examples: one each, or several where they are packed."""
+
+    def __init__(
+        self,
+        source: ExampleSource,
+        row_format: RowFormat,
+        *,
+        window_rows: int,
+        bad_records: BadRecords,
+    ):
+        self._source = source
+        self._format = row_format
+        self._window_rows = window_rows
+        self._bad_records = bad_records
+        self._window: list[list[NumberedExample]] = []
+        self._window_begin: dict[str, Any] | None = None
+        self._rows_done = 0
+
+    def position(self) -> dict[str, Any]:
+        """Where the open window begins, and how many of its rows are done."""
+        if self._window_begin is None or self._rows_done == len(self._window):
+            return {"examples": self._source.position(), "rows_done": 0}
+        return {"examples": self._window_begin, "rows_done": self._rows_done}
+
+    def set_position(self, position: dict[str, Any]) -> None:
+        """Goes to where `position` was called."""
+        self._source.set_position(position["examples"])
+        self._window, self._window_begin, self._rows_done = [], None, 0
+        if position["rows_done"]:
+            self._read_window()
+            self._rows_done = position["rows_done"]
+
+    def read(self) -> list[NumberedExample]:
+        """The examples of the next row; raises StopIteration at the end of the examples."""
+        if not self._format.packed:
+            return [self._read_fitting()]
+        if self._rows_done == len(self._window):
+            self._read_window()
+        self._rows_done += 1
+        return self._window[self._rows_done - 1]
+
+    def _read_window(self) -> None:
+        self._window_begin, self._rows_done = self._source.position(), 0
+        limits = np.array(self._format.limits)
+        sizes: list[tuple[int, ...]] = []
+        window: list[NumberedExample] = []
+        total = np.zeros(len(limits), np.int64)
+        while (total < limits * self._window_rows).all():
+            try:
+                numbered = self._read_fitting()
+            except StopIteration:
+                break
+            size = self._format.sizes(numbered.example)
+            if any(size):  # an example without tokens takes no room and adds nothing
+                window.append(numbered)
+                sizes.append(size)
+                total += size
+        self._window = [[window[n] for n in row] for row in first_fit(sizes, limits.tolist())]
+        if not self._window:
+            raise StopIteration
+
+    def _read_fitting(self) -> NumberedExample:
+        while True:
+            numbered = self._source.read()
+            sizes, limits = self._format.sizes(numbered.example), self._format.limits
+            if all(size <= limit for size, limit in zip(sizes, limits, strict=True)):
+                return numbered
+            self._bad_records.report(
+                file=f"task {numbered.task.name}",
+                record=numbered.number,
+                problem=f"it takes {sizes} positions, but a row has {limits}; trim it "
+                "(trim_output_features=True), or raise task_feature_lengths.",
+            )
+
+
+def first_fit(sizes: Sequence[Sequence[int]], limits: Sequence[int]) -> Iterator[list[int]]:
+    """Deals items out to rows, each to the first row with room on every side.
+
+    >>> list(first_fit([(4,), (3,), (2,), (1,)], (6,)))
+    [[0, 2], [1, 3]]
+
+    Args:
+      sizes: Of each item, its size on every side of a row; none above its limit.
+      limits: Room of a row on every side.
+
+    Yields:
+      The numbers of the items in each row.
+    """
+    rows: list[list[int]] = []
+    room = np.zeros((len(sizes), len(limits)), np.int64)
+    for number, size in enumerate(sizes):
+        fitting = np.flatnonzero((room[: len(rows)] >= size).all(axis=1))
+        row = int(fitting[0]) if len(fitting) else len(rows)
+        if row == len(rows):
+            rows.append([])
+            room[row] = limits
+        rows[row].append(number)
+        room[row] -= size
+    yield from rows

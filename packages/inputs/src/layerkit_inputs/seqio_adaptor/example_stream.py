@@ -1,0 +1,313 @@
+"""The examples of SeqIO tasks in an order that can be taken up again anywhere.
+
+A `tf.data` pipeline tells its position as the contents of all its buffers, about a megabyte. Here
+a task is read shard after shard, a shard being one of its files (or several, see `num_shards`), and
+each shard is a pipeline of its own, made by the task, with a seed that follows from the epoch and
+the shard's number. So a position is three numbers, the same from run to run. To go on from one, the
+shard that was open is read again up to there: at most one file for each task, however far the run
+has come, whereas skipping through the whole stream would read all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from layerkit_inputs.bad_records import BadRecords
+from layerkit_inputs.indexed_input import epoch_order
+from layerkit_inputs.seqio_adaptor.tasks import Refuse, import_seqio, import_tensorflow
+
+_MOST_BAD_IN_A_ROW = 100
+# A host may draw nothing but empty files in one epoch, and others in the next.
+_MOST_EMPTY_EPOCHS = 16
+
+Example = Mapping[str, np.ndarray]
+"""Feature -> token ids int32 `[tokens]`; also what else the task's preprocessors left."""
+
+
+class NumberedExample(NamedTuple):
+    """An example as a stream gives it."""
+
+    number: int
+    """In its pass over the data, from 0."""
+    task: Any
+    """`seqio.Task`."""
+    example: Example
+
+
+class ExampleSource(Protocol):
+    """A stream of examples whose position is JSON."""
+
+    def position(self) -> dict[str, Any]:
+        """Where it stands."""
+
+    def set_position(self, position: dict[str, Any]) -> None:
+        """Goes to where `position` was called."""
+
+    def read(self) -> NumberedExample:
+        """The next example; raises StopIteration at the end."""
+
+
+class ReadOptions(NamedTuple):
+    """How the tasks of an input are read."""
+
+    split: str
+    feature_lengths: Mapping[str, int]
+    trim_output_features: bool
+    shuffle: bool
+    shuffle_buffer_size: int | None
+    seed: int
+    num_shards: int | None
+    """Parts of an epoch. None: every file is one."""
+    share: tuple[int, int]
+    """Which host this is among how many that divide the shards; `(0, 1)` to read all of them."""
+    endless: bool
+    bad_records: BadRecords
+    refuse: Refuse
+
+
+class TaskExamples:
+    """The examples of one task, epoch after epoch."""
+
+    def __init__(self, task: Any, options: ReadOptions):
+        self.task = task
+        self._options = options
+        self._files = list(task.source.list_shards(options.split))
+        self.num_shards = self._choose_num_shards()
+        self._buffer_size = self._choose_buffer_size()
+        self._iterator: Iterator[Example] | None = None
+        self._order: np.ndarray | None = None
+        self._epoch = self._shards_done = self._examples_done = 0
+
+    def position(self) -> list[int]:
+        """Epoch, shards done in it, examples done in the shard that follows."""
+        return [self._epoch, self._shards_done, self._examples_done]
+
+    def set_position(self, position: list[int]) -> None:
+        """Goes to where `position` was called."""
+        self._epoch, self._shards_done, self._examples_done = position
+        self._iterator = None
+        self._order = None
+
+    def read(self) -> Example:
+        """The next example; raises StopIteration at the end of an epoch, unless endless."""
+        epochs_without = 0
+        while True:
+            if self._order is None:
+                self._order = self._shard_order()
+            order = self._order
+            if self._shards_done >= len(order):
+                if not self._options.endless:
+                    raise StopIteration
+                epochs_without += 1
+                if epochs_without > _MOST_EMPTY_EPOCHS:
+                    raise self._options.refuse(
+                        f"task {self.task.name} has no examples in {self._options.split!r}, or "
+                        "none in the files of this host."
+                    )
+                self.set_position([self._epoch + 1, 0, 0])
+                continue
+            example = self._read_from(int(order[self._shards_done]))
+            if example is not None:
+                self._examples_done += 1
+                return example
+            self.set_position([self._epoch, self._shards_done + 1, 0])
+
+    def _shard_order(self) -> np.ndarray:
+        """Numbers of the shards of this epoch that fall to this host."""
+        index, count = self._options.share
+        if not self._options.shuffle:
+            return np.arange(index, self.num_shards, count)
+        order = epoch_order(self.num_shards, seed=self._options.seed, epoch=self._epoch)
+        return order[index::count]
+
+    def _read_from(self, shard: int) -> Example | None:
+        """The next example of a shard, None at its end."""
+        tf = import_tensorflow()
+        for _ in range(_MOST_BAD_IN_A_ROW):
+            try:
+                if self._iterator is None:
+                    self._iterator = self._open(shard)
+                return next(self._iterator)
+            except (StopIteration, tf.errors.OutOfRangeError):
+                return None
+            except (tf.errors.InvalidArgumentError, tf.errors.UnknownError) as error:
+                record: int | None = self._examples_done
+                problem = error
+            except tf.errors.OpError as error:  # the file itself: the rest of it is lost
+                record, problem = None, error
+            self._options.bad_records.report(
+                file=self._name_of(shard), record=record, problem=_first_line(problem)
+            )
+            if record is None:
+                return None
+        raise self._options.refuse(
+            f"{self._name_of(shard)}: {_MOST_BAD_IN_A_ROW} bad records in a row; the task's "
+            f"preprocessors do not fit the data. {_first_line(problem)}"
+        )
+
+    def _open(self, shard: int) -> Iterator[Example]:
+        """The examples of one shard, from `_examples_done` on."""
+        seqio, options = import_seqio(), self._options
+        key = np.random.SeedSequence([options.seed, self._epoch, shard])
+        seed = int(key.generate_state(1)[0] >> 1)
+        dataset = self._checked_task(shard).get_dataset(
+            options.feature_lengths,
+            split=options.split,
+            shuffle=False,  # one file has no order to shuffle; its examples are shuffled below
+            seed=seed,
+            shard_info=seqio.ShardInfo(shard, self.num_shards) if self.num_shards > 1 else None,
+            num_epochs=1,
+            trim_output_features=options.trim_output_features,
+            try_in_mem_cache=False,
+        )
+        if options.shuffle:
+            dataset = dataset.shuffle(self._buffer_size, seed=seed)
+        settings = import_tensorflow().data.Options()
+        settings.deterministic = True
+        dataset = dataset.with_options(settings)
+        if options.bad_records.policy == "refuse":
+            return dataset.skip(self._examples_done).as_numpy_iterator()
+        return _skip_past_errors(dataset.as_numpy_iterator(), self._examples_done)
+
+    def _checked_task(self, shard: int) -> Any:
+        """The task, of which a source that knows how many records there are must give as many.
+
+        A file that ends early, cut between two records, would pass for a shorter one.
+        """
+        source = self.task.source
+        if not isinstance(source, import_seqio().TfdsDataSource):
+            return self.task
+        takes = [file.take for file in source.tfds_dataset.files(self._options.split)]
+        by_file = self.num_shards <= len(self._files)
+        expected = sum(takes[shard :: self.num_shards] if by_file else takes)
+        check = import_tensorflow().data.experimental.assert_cardinality(expected)
+        counted = copy.copy(source)
+        counted.get_dataset = lambda **arguments: source.get_dataset(**arguments).apply(check)
+        task = copy.copy(self.task)
+        task._source = counted
+        return task
+
+    def _name_of(self, shard: int) -> str:
+        by_file = self.num_shards <= len(self._files)
+        files = self._files[shard :: self.num_shards] if by_file else self._files
+        return files[0] if len(files) == 1 else f"one of {len(files)} files from {files[0]} on"
+
+    def _choose_num_shards(self) -> int:
+        options, num_files = self._options, len(self._files)
+        _, hosts = options.share
+        if not num_files:
+            raise options.refuse(f"task {self.task.name} has no files for {options.split!r}.")
+        wanted = options.num_shards
+        if wanted is not None and not hosts <= wanted <= num_files:
+            raise options.refuse(
+                f"num_shards={wanted}, but {options.split!r} of task {self.task.name} has "
+                f"{num_files} files and {hosts} hosts share them; expected at least one shard for "
+                "a host and one file for a shard, or None."
+            )
+        if num_files < hosts:
+            logging.getLogger(__name__).warning(
+                "task %s has %d files for %d hosts: every host reads all of them and keeps its "
+                "share of the records",
+                self.task.name,
+                num_files,
+                hosts,
+            )
+        return wanted or max(num_files, hosts)
+
+    def _choose_buffer_size(self) -> int:
+        options = self._options
+        size = options.shuffle_buffer_size or self.task.shuffle_buffer_size
+        if options.shuffle and size is None:
+            raise options.refuse(
+                f"task {self.task.name} forbids shuffling (its shuffle_buffer_size is None); set "
+                "shuffle=False, or shuffle_buffer_size to shuffle all the same."
+            )
+        return size or 1
+
+
+def _skip_past_errors(iterator: Iterator[Example], count: int) -> Iterator[Example]:
+    """Goes on after `count` examples. TensorFlow's own `skip` ends at the first bad record."""
+    errors = import_tensorflow().errors
+    while count:
+        with contextlib.suppress(errors.OpError):  # counted when it was met first
+            next(iterator)
+            count -= 1
+    return iterator
+
+
+def _first_line(error: Exception) -> str:
+    message = getattr(error, "message", None) or str(error)
+    return message.strip().splitlines()[0]
+
+
+class OneAfterTheOther:
+    """Each task once, in order, every example with its number: what an evaluation reads."""
+
+    def __init__(self, tasks: list[TaskExamples], *, endless: bool):
+        self._tasks = tasks
+        self._endless = endless
+        self._starts = [task.position() for task in tasks]
+        self._task = self._number = 0
+
+    def position(self) -> dict[str, Any]:
+        """As JSON values."""
+        at = self._tasks[self._task].position() if self._task < len(self._tasks) else None
+        return {"task": self._task, "number": self._number, "at": at}
+
+    def set_position(self, position: dict[str, Any]) -> None:
+        """Goes to where `position` was called."""
+        self._task, self._number = position["task"], position["number"]
+        for task, start in zip(self._tasks, self._starts, strict=True):
+            task.set_position(start)
+        if position["at"] is not None:
+            self._tasks[self._task].set_position(position["at"])
+
+    def read(self) -> NumberedExample:
+        """The next example; raises StopIteration at the end of the last task, unless endless."""
+        while True:
+            if self._task == len(self._tasks):
+                if not self._endless or not self._number:
+                    raise StopIteration
+                self.set_position({"task": 0, "number": 0, "at": None})
+            reader = self._tasks[self._task]
+            try:
+                example = reader.read()
+            except StopIteration:
+                self._task += 1
+                continue
+            self._number += 1
+            return NumberedExample(self._number - 1, reader.task, example)
+
+
+class Mixed:
+    """Examples of endless tasks by rates: always of the task that is furthest behind its share."""
+
+    def __init__(self, tasks: list[TaskExamples], rates: list[float]):
+        self._tasks = tasks
+        self._rates = np.array(rates, np.float64) / np.sum(rates)
+        self._counts = np.zeros(len(tasks), np.int64)
+
+    def position(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {"counts": self._counts.tolist(), "at": [task.position() for task in self._tasks]}
+
+    def set_position(self, position: dict[str, Any]) -> None:
+        """Goes to where `position` was called."""
+        self._counts = np.array(position["counts"], np.int64)
+        for task, at in zip(self._tasks, position["at"], strict=True):
+            task.set_position(at)
+
+    def read(self) -> NumberedExample:
+        """The next example, of whichever task."""
+        number = int(self._counts.sum())
+        behind = self._rates * (number + 1) - self._counts
+        chosen = int(np.argmax(behind))
+        example = self._tasks[chosen].read()
+        self._counts[chosen] += 1
+        return NumberedExample(number, self._tasks[chosen].task, example)

@@ -1,0 +1,163 @@
+"""Metrics of tasks: scores and predictions by the number of their example."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from layerkit_inputs.seqio_adaptor.input import SeqIOInput
+
+
+def total_score(targets, scores):
+    return {"total_score": sum(scores), "count": len(targets)}
+
+
+def exact_match(targets, predictions):
+    right = sum(target == said for target, said in zip(targets, predictions, strict=True))
+    return {"exact_match": right / len(targets)}
+
+
+def weighted_match(targets, predictions, aux_values):
+    right = [target == said for target, said in zip(targets, predictions, strict=True)]
+    weighed = zip(right, aux_values["confidence"], strict=True)
+    return {"weighted_match": sum(one * weight for one, weight in weighed)}
+
+
+@pytest.fixture
+def make_text_input():
+    """An input of texts, one example each."""
+    import seqio
+    import tensorflow as tf
+
+    def make(texts=("one", "two"), *, names=("texts",), **fields):
+        metric_fns = fields.pop("metric_fns", ())
+        vocabulary = seqio.ByteVocabulary()
+
+        def dataset_fn(split, shuffle_files, seed=None):
+            return tf.data.Dataset.from_tensor_slices({"targets": list(texts)})
+
+        tasks = [
+            seqio.Task(
+                name,
+                source=seqio.FunctionDataSource(dataset_fn, splits=["test"]),
+                preprocessors=[seqio.preprocessors.tokenize],
+                output_features={"targets": seqio.Feature(vocabulary, add_eos=False)},
+                metric_fns=metric_fns,
+                postprocess_fn=lambda text, example, is_target: text.strip().lower(),
+            )
+            for name in names
+        ]
+        whole = tasks[0] if len(tasks) == 1 else seqio.Mixture("mixed", [(t, 1.0) for t in tasks])
+        given = {"batch_size": 2, "split_name": "test", "task_feature_lengths": {"targets": 8}}
+        return SeqIOInput(**{**given, "mixture_or_task": whole, **fields})
+
+    return make
+
+
+def test_scores_reach_the_metrics_of_the_task(make_text_input):
+    source = make_text_input(metric_fns=[total_score])
+    assert source.has_score_metrics and not source.has_prediction_metrics
+    assert source.score_metrics({1: 2.5, 0: 1.0}) == {"total_score": 3.5, "count": 2.0}
+
+
+def test_predictions_and_targets_are_postprocessed_and_in_order(make_text_input):
+    source = make_text_input(("One", "Two", "Three"), metric_fns=[exact_match])
+    assert source.has_prediction_metrics and not source.has_score_metrics
+    said = {2: " THREE ", 0: "one", 1: "2"}
+    assert source.prediction_metrics(said) == {"exact_match": pytest.approx(2 / 3)}
+
+
+def test_auxiliary_values_are_passed_on_or_asked_for(make_text_input):
+    source = make_text_input(metric_fns=[exact_match, weighted_match])
+    said = {0: "one", 1: "two"}
+    metrics = source.prediction_metrics(said, aux_values={"confidence": {1: 0.25, 0: 0.5}})
+    assert metrics == {"exact_match": 1.0, "weighted_match": 0.75}
+    with pytest.raises(ValueError, match="texts has metrics of auxiliary values, but there are no"):
+        source.prediction_metrics(said)
+
+
+def test_each_task_of_a_mixture_has_metrics_of_its_own(make_text_input):
+    source = make_text_input(names=("first", "second"), metric_fns=[total_score])
+    assert source.score_metrics({0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0}) == {
+        "first/total_score": 3.0,
+        "first/count": 2.0,
+        "second/total_score": 7.0,
+        "second/count": 2.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("scores", "text"),
+    [
+        (
+            {0: 1.0, 1: 1.0, -1: 0.0},
+            "scores: 1 of rows of padding (provenance -1); leave out the rows whose "
+            "eval_sample_weights are 0.",
+        ),
+        (
+            {0: 1.0},
+            "scores: 1 examples have none, such as [1]; every example must be there once.",
+        ),
+        (
+            {0: 1.0, 1: 1.0, 7: 1.0},
+            "scores: 1 of examples that the data do not have, such as [7].",
+        ),
+        ({}, "scores: 2 examples have none, such as [0, 1]; every example must be there once."),
+    ],
+)
+def test_outputs_that_do_not_correspond_to_the_examples_are_refused(scores, text, make_text_input):
+    source = make_text_input(metric_fns=[total_score])
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        source.score_metrics(scores)
+
+
+def test_a_rolling_evaluation_has_metrics_of_what_it_read(make_text_input):
+    source = make_text_input(
+        ("one", "two", "three"), metric_fns=[total_score], eval_loop_num_batches=1
+    )
+    assert source.score_metrics({1: 2.0, 2: 3.0}) == {"total_score": 5.0, "count": 2.0}
+
+
+def test_metrics_do_not_disturb_the_batches(make_text_input):
+    source = make_text_input(("one", "two", "three"), metric_fns=[total_score])
+    source.get_next()
+    source.score_metrics({0: 1.0, 1: 1.0, 2: 1.0})
+    assert source.get_next().provenance.tolist() == [2, -1]
+
+
+def test_training_and_tasks_without_metrics_have_none(make_text_input):
+    assert not make_text_input(metric_fns=[total_score], is_training=True).has_score_metrics
+    plain = make_text_input()
+    assert not plain.has_score_metrics and plain.score_metrics({0: 1.0}) == {}
+
+
+def test_metrics_need_an_example_a_row(make_text_input):
+    with pytest.raises(ValueError, match="which need one example a row"):
+        make_text_input(metric_fns=[total_score], use_packing=True)
+    packed = make_text_input(metric_fns=[total_score], use_packing=True, use_task_metrics=False)
+    assert not packed.has_score_metrics and packed.get_next().segment_ids.max() == 2
+
+
+def test_metric_functions_of_other_arguments_are_refused(make_text_input):
+    def wrong(targets, guesses):
+        return {}
+
+    with pytest.raises(ValueError, match="task texts: Metric functions must have positional"):
+        make_text_input(metric_fns=[wrong])
+
+
+def test_metrics_that_return_nothing_or_the_same_name_are_errors(make_text_input, caplog):
+    def nothing(targets, scores):
+        return {}
+
+    def with_text(targets, scores):
+        return {"best": "one", "mean": 2.0}
+
+    scores = {0: 1.0, 1: 3.0}
+    with pytest.raises(ValueError, match="task texts: nothing returned no metrics"):
+        make_text_input(metric_fns=[nothing]).score_metrics(scores)
+    with pytest.raises(ValueError, match="two metric functions return 'total_score'"):
+        make_text_input(metric_fns=[total_score, total_score]).score_metrics(scores)
+    assert make_text_input(metric_fns=[with_text]).score_metrics(scores) == {"mean": 2.0}
+    assert "metric 'best' is a str, no number, and is left out" in caplog.text

@@ -1,0 +1,176 @@
+"""Files that cannot be read are named; shards, and positions within them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+
+import pytest
+
+from layerkit_inputs.seqio_adaptor.input import SeqIOInput
+
+FILE = "c4-validation.tfrecord-00001-of-00004"
+
+
+@pytest.fixture
+def damage(c4_folder, c4_task, tmp_path):
+    """An input over a copy of the folder, one of whose files was changed."""
+
+    def make(change, **fields):
+        shutil.copytree(c4_folder, tmp_path, dirs_exist_ok=True)
+        change(tmp_path / "c4" / "en" / "3.0.1" / FILE)
+        given = {"batch_size": 4, "task_feature_lengths": {"targets": 64}}
+        return SeqIOInput(
+            **given, mixture_or_task=c4_task(tmp_path), split_name="validation", **fields
+        )
+
+    return make
+
+
+def flip_a_byte(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    path.write_bytes(data)
+
+
+def cut_within_a_record(path):
+    os.truncate(path, path.stat().st_size - 7)
+
+
+def cut_between_records(path):
+    length = int.from_bytes(path.read_bytes()[:8], "little")
+    os.truncate(path, 8 + 4 + length + 4)
+
+
+def empty(path):
+    os.truncate(path, 0)
+
+
+DAMAGES = [flip_a_byte, cut_within_a_record, cut_between_records, empty, os.remove]
+
+
+@pytest.mark.parametrize("change", DAMAGES, ids=lambda change: change.__name__)
+def test_a_damaged_file_is_named(change, damage, tmp_path):
+    source = damage(change)
+    with pytest.raises(ValueError, match=re.escape(FILE)) as caught:
+        list(source.eval_batches())
+    assert "set on_bad_record='skip'" in str(caught.value)
+
+
+@pytest.mark.parametrize("change", [cut_within_a_record, os.remove], ids=lambda c: c.__name__)
+def test_the_rest_of_a_damaged_file_is_skipped_and_counted_on_request(change, damage):
+    source = damage(change, on_bad_record="skip")
+    batches = list(source.eval_batches())
+    count = sum(batch.eval_sample_weights.sum() for batch in batches)
+    assert 9 <= count < 13 and source.num_skipped == 1
+
+
+def test_a_record_that_a_preprocessor_cannot_read_is_named_or_skipped(make_task):
+    import tensorflow as tf
+
+    def refuse_six(dataset):
+        def check(example):
+            with tf.control_dependencies(
+                [tf.debugging.assert_none_equal(example["targets"], 6, message="a six")]
+            ):
+                return {"targets": tf.identity(example["targets"])}
+
+        return dataset.map(check)
+
+    task = make_task([{"targets": [n]} for n in range(4, 9)], preprocessors=[refuse_six])
+    given = {"batch_size": 1, "mixture_or_task": task, "task_feature_lengths": {"targets": 1}}
+    with pytest.raises(ValueError, match=r"record 2: .*a six"):
+        list(SeqIOInput(**given).eval_batches())
+    source = SeqIOInput(**given, on_bad_record="skip")
+    labels = [int(batch.labels[0, 0]) for batch in source.eval_batches()]
+    assert labels == [4, 5, 7, 8] and source.num_skipped == 1
+    fresh = SeqIOInput(**given, on_bad_record="skip")
+    source.reset()
+    for _ in range(3):
+        source.get_next()
+    fresh.set_state(source.get_state())
+    assert fresh.get_next().labels.tolist() == [[8]]
+
+
+def test_preprocessors_that_fit_no_record_are_an_error_in_the_end(make_task):
+    import tensorflow as tf
+
+    def refuse_all(dataset):
+        def check(example):
+            with tf.control_dependencies([tf.debugging.assert_equal(example["targets"], -1)]):
+                return {"targets": tf.identity(example["targets"])}
+
+        return dataset.map(check)
+
+    task = make_task([{"targets": [5]}] * 150, preprocessors=[refuse_all])
+    source = SeqIOInput(
+        batch_size=1,
+        mixture_or_task=task,
+        task_feature_lengths={"targets": 1},
+        on_bad_record="skip",
+    )
+    with pytest.raises(ValueError, match="100 bad records in a row; the task's preprocessors"):
+        source.get_next()
+
+
+def test_examples_longer_than_a_row_are_cut_or_bad(make_task):
+    task = make_task([{"targets": [5, 6, 7]}, {"targets": [8]}])
+    given = {"batch_size": 2, "mixture_or_task": task, "task_feature_lengths": {"targets": 2}}
+    assert SeqIOInput(**given).get_next().labels.tolist() == [[5, 6], [8, 0]]
+    with pytest.raises(ValueError, match=r"task task, record 0: it takes \(3,\) positions"):
+        SeqIOInput(**given, trim_output_features=False).get_next()
+    source = SeqIOInput(**given, trim_output_features=False, on_bad_record="skip")
+    assert source.get_next().provenance.tolist() == [1, -1] and source.num_skipped == 1
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_fewer_shards_read_several_files_each(num_shards, c4_folder, c4_task):
+    source = SeqIOInput(
+        batch_size=13,
+        mixture_or_task=c4_task(c4_folder),
+        split_name="validation",
+        task_feature_lengths={"targets": 512},
+        num_shards=num_shards,
+    )
+    batch = source.get_next()
+    assert len(set(source.ids_to_strings(batch.labels, [512] * 13))) == 13
+
+
+def test_more_shards_than_files_are_refused(c4_folder, c4_task):
+    source = SeqIOInput(
+        batch_size=1,
+        mixture_or_task=c4_task(c4_folder),
+        task_feature_lengths={"targets": 8},
+        num_shards=5,
+    )
+    whole = (
+        "SeqIOInput: num_shards=5, but 'train' of task c4_bytes has 4 files and 1 hosts share "
+        "them; expected at least one shard for a host and one file for a shard, or None."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(whole)}$"):
+        source.get_next()
+
+
+def test_a_task_that_forbids_shuffling_is_not_shuffled(make_task):
+    task = make_task([{"targets": [5]}], shuffle_buffer_size=None)
+    given = {"batch_size": 1, "mixture_or_task": task, "task_feature_lengths": {"targets": 1}}
+    with pytest.raises(ValueError, match="task task forbids shuffling"):
+        SeqIOInput(**given, is_training=True).get_next()
+    assert SeqIOInput(**given, is_training=True, shuffle=False).get_next()
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_data_without_examples_end_or_are_refused_but_never_hang(training, make_task):
+    task = make_task([])
+    source = SeqIOInput(
+        batch_size=1,
+        mixture_or_task=task,
+        task_feature_lengths={"targets": 1},
+        is_training=training,
+    )
+    if training:
+        with pytest.raises(ValueError, match="has no examples in 'train'"):
+            source.get_next()
+    else:
+        assert list(source.eval_batches()) == []

@@ -1,0 +1,403 @@
+"""SeqIOInput: the laws, the cases of SeqIO's converters, hosts, and exact states."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import runpy
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from layerkit_inputs.seqio_adaptor.input import SeqIOInput
+from layerkit_inputs.testing import laws
+
+LENGTHS = {"targets": 6}
+
+
+@pytest.fixture(scope="module")
+def thirteen(make_task):
+    """Example n: between 1 and 5 times the id n + 3."""
+    return make_task([{"targets": [n + 3] * (1 + n % 5)} for n in range(13)], name="thirteen")
+
+
+def real(batches):
+    """Numbers of the examples in the batches, padding left out."""
+    numbers = np.concatenate([batch.provenance for batch in batches])
+    return numbers[numbers >= 0].tolist()
+
+
+CONFIGURATIONS = [
+    pytest.param({}, id="eval"),
+    pytest.param({"is_training": True}, id="training"),
+    pytest.param(
+        {"eval_loop_num_batches": 2, "use_packing": True}, id="rolling", marks=pytest.mark.slow
+    ),
+    pytest.param(
+        {"is_training": True, "each_host_reads": "everything"},
+        id="training on any number of hosts",
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
+@pytest.mark.parametrize("fields", CONFIGURATIONS)
+def test_laws(law, fields, make_task):
+    # Opening a pipeline costs more than the few examples read from it, so epochs are not too short.
+    count = 30 if fields.get("is_training") else 13
+    task = make_task([{"targets": [n + 3] * (1 + n % 5)} for n in range(count)], name="counted")
+    given = {
+        "batch_size": 2,
+        "mixture_or_task": task,
+        "task_feature_lengths": LENGTHS,
+        "packing_window_rows": 3,
+    }
+    law(lambda **changes: SeqIOInput(**{**given, **fields, **changes}))
+
+
+def test_nothing_of_seqio_is_imported_with_the_module():
+    code = (
+        "import sys, layerkit_inputs.seqio_adaptor.input, layerkit_inputs.testing.tfds_folders\n"
+        "heavy = {'seqio', 'tensorflow', 'tensorflow_datasets', 'jax'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_every_host_ends_after_the_same_batches_to_the_last_example(make_task):
+    task = make_task([{"targets": [n + 3]} for n in range(41)])
+    hosts = [
+        list(
+            SeqIOInput(
+                batch_size=2,
+                mixture_or_task=task,
+                split_name="validation",
+                task_feature_lengths=LENGTHS,
+                infeed_host_index=host,
+                num_infeed_hosts=4,
+            ).eval_batches()
+        )
+        for host in range(4)
+    ]
+    assert [len(batches) for batches in hosts] == [6, 6, 6, 6]
+    together = [batch for batches in hosts for batch in batches]
+    assert sorted(real(together)) == list(range(41))
+    assert sum(batch.eval_sample_weights.sum() for batch in together) == 41
+    # The weights are those of the examples, so padding adds nothing to a loss.
+    assert sum(batch.weights.sum() for batch in together) == 41
+    assert not hosts[3][-1].weights.any() and (hosts[3][-1].provenance == -1).all()
+
+
+def test_hosts_without_any_example_pad_all_the_same(make_task):
+    task = make_task([{"targets": [5, 6]}])
+    given = {"batch_size": 1, "mixture_or_task": task, "task_feature_lengths": LENGTHS}
+    for host, numbers in enumerate([[0], [-1], [-1]]):
+        source = SeqIOInput(**given, infeed_host_index=host, num_infeed_hosts=3)
+        (batch,) = source.eval_batches()
+        assert batch.provenance.tolist() == numbers and batch.ids.shape == (1, 6)
+
+
+def test_language_model_rows_are_inputs_then_targets(make_task):
+    task = make_task([{"inputs": [7, 8, 5, 6, 9, 4, 3], "targets": [13, 19]}], add_eos=True)
+    batch = SeqIOInput(
+        batch_size=1, mixture_or_task=task, task_feature_lengths={"inputs": 7, "targets": 5}
+    ).get_next()
+    assert batch.ids.tolist() == [[0, 7, 8, 5, 6, 9, 4, 1, 13, 19, 1, 0]]
+    assert batch.labels.tolist() == [[7, 8, 5, 6, 9, 4, 1, 13, 19, 1, 0, 0]]
+    assert batch.weights.tolist() == [[1] * 10 + [0] * 2] and "inputs_indicator" not in batch
+
+
+def test_packed_targets_begin_anew_in_each_segment(make_task):
+    task = make_task(
+        [{"targets": [7, 6, 9]}, {"targets": [18, 14]}, {"targets": [23, 25]}], add_eos=True
+    )
+    batch = SeqIOInput(
+        batch_size=1,
+        mixture_or_task=task,
+        task_feature_lengths={"targets": 12},
+        use_packing=True,
+    ).get_next()
+    assert batch.ids.tolist() == [[0, 7, 6, 9, 0, 18, 14, 0, 23, 25, 0, 0]]
+    assert batch.segment_ids.tolist() == [[1] * 4 + [2] * 3 + [3] * 3 + [0, 0]]
+
+
+def test_packed_pairs_share_a_row_where_both_sides_have_room(make_task):
+    task = make_task(
+        [
+            {"inputs": [7, 8, 5, 9, 4], "targets": [13, 19]},
+            {"inputs": [28, 24], "targets": [34]},
+        ],
+        add_eos=True,
+    )
+    batch = SeqIOInput(
+        batch_size=1,
+        mixture_or_task=task,
+        task_feature_lengths={"inputs": 10, "targets": 5},
+        feature_converter="encoder_decoder",
+        use_packing=True,
+    ).get_next()
+    assert batch.src.ids.tolist() == [[7, 8, 5, 9, 4, 1, 28, 24, 1, 0]]
+    assert batch.tgt.labels.tolist() == [[13, 19, 1, 34, 1]]
+    assert batch.src.segment_ids.tolist() == [[1] * 6 + [2] * 3 + [0]]
+
+
+def test_prefix_rows_count_their_targets_alone(make_task):
+    task = make_task([{"inputs": [7, 8], "targets": [5, 1]}])
+    given = {
+        "batch_size": 1,
+        "mixture_or_task": task,
+        "task_feature_lengths": {"inputs": 3, "targets": 3},
+    }
+    prefix = SeqIOInput(**given, feature_converter="prefix_lm").get_next()
+    assert prefix.weights.tolist() == [[0, 0, 1, 1, 0, 0]]
+    assert prefix.inputs_indicator.tolist() == [[1, 1, 1, 0, 0, 0]]
+    lambada = SeqIOInput(**given, weights_on_targets_only=True).get_next()
+    np.testing.assert_array_equal(lambada.weights, prefix.weights)
+
+
+def test_prompts_are_the_inputs_behind_a_first_id(make_task):
+    task = make_task([{"inputs": [7, 8], "targets": [5, 1]}, {"inputs": [9], "targets": [1]}])
+    batch = SeqIOInput(
+        batch_size=3,
+        mixture_or_task=task,
+        task_feature_lengths={"inputs": 3, "targets": 3},
+        feature_converter="prompts",
+    ).get_next()
+    assert batch.ids.tolist() == [[0, 7, 8, 0], [0, 9, 0, 0], [0, 0, 0, 0]]
+    assert batch.prompt_lengths.tolist() == [3, 2, 0]
+    assert batch.provenance.tolist() == [0, 1, -1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_arrays_are_those_of_seqios_own_converter(packed, make_task):
+    """Where first fit and one open row agree: SeqIO's converter is the reference."""
+    import seqio
+
+    examples = [
+        {"inputs": [7, 8, 5, 1], "targets": [3, 9, 1]},
+        {"inputs": [8, 4, 9, 3, 1], "targets": [4, 1]},
+        {"inputs": [6, 2, 8, 9, 9, 1], "targets": [5, 3, 3, 1]},
+    ]
+    lengths = {"inputs": 7, "targets": 8}
+    task = make_task(examples)
+    reference = seqio.PrefixLMFeatureConverter(pack=packed)(
+        task.get_dataset(lengths, split="train", shuffle=False), lengths
+    )
+    rows = list(reference.as_numpy_iterator())
+    batch = SeqIOInput(
+        batch_size=len(rows),
+        mixture_or_task=task,
+        task_feature_lengths=lengths,
+        feature_converter="prefix_lm",
+        use_packing=packed,
+    ).get_next()
+    names = {
+        "decoder_input_tokens": "ids",
+        "decoder_target_tokens": "labels",
+        "decoder_loss_weights": "weights",
+        "decoder_causal_attention": "inputs_indicator",
+    }
+    if packed:
+        names |= {"decoder_segment_ids": "segment_ids", "decoder_positions": "segment_pos"}
+    for theirs, ours in names.items():
+        np.testing.assert_array_equal(
+            batch[ours], np.stack([row[theirs] for row in rows]), err_msg=ours
+        )
+
+
+@pytest.mark.slow
+def test_a_fresh_process_goes_on_exactly_from_a_small_state_and_leaves(c4_folder):
+    """Shuffled, packed, in the second epoch of four files; with endless inputs open at the end."""
+    script = pathlib.Path(__file__).with_name("read_c4.py")
+    source = runpy.run_path(str(script))["make_input"](str(c4_folder))
+    for _ in range(11):
+        source.get_next()
+    state = json.dumps(source.get_state())
+    expected = [source.get_next().ids.tolist() for _ in range(3)]
+    (epoch, _, _) = json.loads(state)["position"]["at"]["examples"]["at"][0]
+    assert epoch == 1 and len(state) < 1024
+    argument = f"[{json.dumps(str(c4_folder))}, {state}, 3]"
+    run = subprocess.run(
+        [sys.executable, str(script), argument], capture_output=True, text=True, timeout=180
+    )
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout.splitlines()[-1]) == expected
+
+
+def test_training_hosts_read_each_file_once_an_epoch(c4_folder, c4_task):
+    texts = []
+    for host in range(2):
+        source = SeqIOInput(
+            batch_size=4,
+            mixture_or_task=c4_task(c4_folder),
+            task_feature_lengths={"targets": 512},
+            is_training=True,
+            use_packing=False,
+            infeed_host_index=host,
+            num_infeed_hosts=2,
+        )
+        for _ in range(5):
+            batch = source.get_next()
+            texts += source.ids_to_strings(batch.labels, [512] * 4)
+    assert len(texts) == len(set(texts)) == 40
+
+
+def test_more_hosts_than_files_share_the_records_and_say_so(make_task, caplog):
+    task = make_task([{"targets": [n + 3]} for n in range(6)])
+    ids = []
+    for host in range(3):
+        source = SeqIOInput(
+            batch_size=2,
+            mixture_or_task=task,
+            task_feature_lengths={"targets": 1},
+            is_training=True,
+            use_packing=False,
+            infeed_host_index=host,
+            num_infeed_hosts=3,
+        )
+        ids += source.get_next().labels.ravel().tolist()
+    assert sorted(ids) == [3, 4, 5, 6, 7, 8]
+    assert "has 1 files for 3 hosts" in caplog.text
+
+
+def test_a_mixture_keeps_its_rates_at_every_moment(make_task):
+    import seqio
+
+    tasks = [
+        make_task([{"targets": [3 + n]} for n in range(5)], name="often"),
+        make_task([{"targets": [50 + n]} for n in range(3)], name="seldom"),
+    ]
+    mixture = seqio.Mixture("both", [(tasks[0], 3.0), (tasks[1], 1.0)])
+    source = SeqIOInput(
+        batch_size=1,
+        mixture_or_task=mixture,
+        task_feature_lengths={"targets": 1},
+        is_training=True,
+        use_packing=False,
+    )
+    seldom = np.cumsum([source.get_next().labels[0, 0] >= 50 for _ in range(24)])
+    assert np.abs(seldom - np.arange(1, 25) / 4).max() < 1
+
+
+def test_evaluating_a_mixture_reads_each_example_once(make_task):
+    import seqio
+
+    tasks = [
+        make_task([{"targets": [3 + n]} for n in range(5)], name="first"),
+        make_task([{"targets": [50 + n]} for n in range(2)], name="second"),
+        make_task([{"targets": [90]}], name="without", splits=["train"]),
+    ]
+    mixture = seqio.Mixture("all", [(task, 1.0) for task in tasks])
+    source = SeqIOInput(
+        batch_size=4,
+        mixture_or_task=mixture,
+        split_name="validation",
+        task_feature_lengths={"targets": 1},
+    )
+    batches = list(source.eval_batches())
+    labels = np.concatenate([batch.labels[:, 0] for batch in batches])
+    assert labels.tolist() == [3, 4, 5, 6, 7, 50, 51, 0] and real(batches) == list(range(7))
+
+
+def test_two_inputs_read_the_same_task_from_folders_of_their_own(c4_task, tmp_path):
+    from layerkit_inputs.testing.tfds_folders import write_tfds_folder
+
+    task = c4_task()
+    inputs = []
+    for name in ("one", "other"):
+        write_tfds_folder(
+            tmp_path / name, "c4/en:3.0.1", texts={"train": [f"text {name}"]}, num_shards=1
+        )
+        inputs.append(
+            SeqIOInput(
+                batch_size=1,
+                mixture_or_task=task,
+                task_feature_lengths={"targets": 32},
+                tfds_data_dir=str(tmp_path / name),
+            )
+        )
+    assert [source.ids_to_strings(source.get_next().labels, [32])[0] for source in inputs] == [
+        "text one",
+        "text other",
+    ]
+
+
+def test_a_state_of_other_data_is_refused(thirteen):
+    given = {"batch_size": 2, "mixture_or_task": thirteen, "task_feature_lengths": LENGTHS}
+    state = SeqIOInput(**given, is_training=True).get_state()
+    with pytest.raises(ValueError, match=r"use_packing was True and is False\. Restore with"):
+        SeqIOInput(**given, is_training=True, use_packing=False).set_state(state)
+
+
+def test_seeds_change_order_and_epochs_differ(thirteen):
+    def epochs(seed):
+        source = SeqIOInput(
+            batch_size=13,
+            mixture_or_task=thirteen,
+            task_feature_lengths=LENGTHS,
+            is_training=True,
+            use_packing=False,
+            input_random_seed=seed,
+        )
+        return [source.get_next().labels[:, 0].tolist() for _ in range(2)]
+
+    orders = epochs(1) + epochs(2)
+    assert len({tuple(order) for order in orders}) == 4
+    assert all(sorted(order) == list(range(3, 16)) for order in orders)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"mixture_or_task": None}, "set mixture_name or mixture_or_task, one of the two."),
+        (
+            {"task_feature_lengths": None},
+            "task_feature_lengths=None; expected the most tokens of each feature, such as "
+            "{'inputs': 512, 'targets': 128}.",
+        ),
+        (
+            {"split_name": "vaildation"},
+            "split_name='vaildation'; did you mean 'validation'? thirteen has "
+            "['train', 'validation'].",
+        ),
+        (
+            {"task_feature_lengths": {"targets": 4, "input": 4}},
+            "task_feature_lengths names 'input'. thirteen has the features ['targets'].",
+        ),
+        (
+            {"feature_converter": "prefixlm"},
+            "feature_converter='prefixlm'; did you mean 'prefix_lm'? Expected one of "
+            "('language_model', 'prefix_lm', 'encoder_decoder', 'prompts').",
+        ),
+        (
+            {"feature_converter": "encoder_decoder"},
+            "feature_converter='encoder_decoder' reads ['inputs'], of which task_feature_lengths="
+            "{'targets': 6} says nothing.",
+        ),
+        (
+            {"shuffle": True},
+            "shuffle=True outside of training; an evaluation reads its examples in order, by which "
+            "they are known. Leave it unset.",
+        ),
+        (
+            {"each_host_reads": "own_shards"},
+            "each_host_reads='own_shards' outside of training; hosts would end after different "
+            "numbers of batches. Leave it unset.",
+        ),
+        (
+            {"tfds_data_dir": "/data"},
+            "tfds_data_dir='/data', but thirteen reads no TFDS data; leave it unset.",
+        ),
+        ({"packing_window_rows": 0}, "packing_window_rows=0; expected at least 1."),
+    ],
+)
+def test_wrong_fields_are_refused_when_built(fields, text, thirteen):
+    given = {"batch_size": 2, "mixture_or_task": thirteen, "task_feature_lengths": LENGTHS}
+    whole = f"SeqIOInput: {text}"
+    with pytest.raises(ValueError, match=f"^{re.escape(whole)}$"):
+        SeqIOInput(**{**given, **fields})
