@@ -6,11 +6,13 @@ its kind compiles.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -60,6 +62,17 @@ SMALL: dict[str, dict[str, Any]] = {
         "WARMUP_STEPS": 4,
         "DECAY_START": 8,
         "DECAY_END": 12,
+    },
+    "thirteen_examples.Thirteen": {
+        **SIZES,
+        "MAX_SEQ_LEN": 8,
+        "VOCAB_SIZE": 32,
+        "FPROP_DTYPE": "float32",
+        "MAX_DECODE_STEPS": 2,
+        "MAX_STEPS": 3,
+        "WARMUP_STEPS": 1,
+        "DECAY_START": 2,
+        "DECAY_END": 3,
     },
     "lm.lm_cloud.LmCloudTransformerAdamLimitSteps": {
         **SIZES,
@@ -113,11 +126,37 @@ class Job:
         """Starts a command with these words and this job's devices."""
         return subprocess.Popen(
             [sys.executable, "-m", "layerkit_runner.cli", *arguments],
+            cwd=Path(__file__).parent,  # where experiments of these tests are found
             env=self.environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
+
+    @contextlib.contextmanager
+    def started_as(self, count: int, *more: str) -> Iterator[list[subprocess.Popen[str]]]:
+        """The command as so many processes of one job, which end with the block."""
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            address = f"localhost:{free.getsockname()[1]}"
+        meeting = [f"--coordinator_address={address}", f"--num_processes={count}"]
+        processes = [self.start(*meeting, f"--process_id={index}", *more) for index in range(count)]
+        try:
+            yield processes
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+                assert process.stdout is not None
+                process.stdout.close()
+
+    def run_as(self, count: int, *more: str) -> list[str]:
+        """Runs the command as so many processes to their ends; returns what each printed."""
+        with self.started_as(count, *more) as processes:
+            outputs = [process.communicate(timeout=TIMEOUT)[0] for process in processes]
+        for process, output in zip(processes, outputs, strict=True):
+            assert process.returncode == 0, output
+        return outputs
 
     def run(self, *more: str, code: int = 0) -> str:
         """Runs the command to its end and returns what it printed."""

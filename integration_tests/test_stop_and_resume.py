@@ -167,7 +167,8 @@ def test_decoding_once_is_enough(twin: tuple[Any, str], tmp_path: Path, jobs: An
     records = [json.loads(line) for line in output.read_text().splitlines()]
     assert len(records) == 2
     for record in records:
-        assert set(record) == {"prompt", "continuation", "log_prob", "num_tokens", "score"}
+        written = {"example", "prompt", "continuation", "log_prob", "num_tokens", "score"}
+        assert set(record) == written
         assert 1 <= record["num_tokens"] <= 4
         assert record["log_prob"] < 0
     # Weights, prompts and seed are those of the training job, and so is what it wrote.

@@ -6,15 +6,11 @@ checkpoint is one, and a single process goes on from it. So are the outputs of d
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +21,6 @@ from layerkit_runner.observers import read_metrics
 
 EXP = "lm.lm_cloud.LmCloudSpmdTest"
 STEPS = 4
-# One of two, told its number and how to find the other; the rest is the command line.
-PROCESS = """
-import sys
-import jax
-from layerkit_runner import cli
-
-address, index, *arguments = sys.argv[1:]
-jax.distributed.initialize(address, 2, int(index))
-code = cli.main(arguments)
-jax.distributed.shutdown()
-sys.exit(code)
-"""
 MESHES = {
     "each its own rows": {"ICI_MESH_SHAPE": "[2,2,2]"},
     "both the same rows": {
@@ -54,7 +38,7 @@ def test_two_processes_are_one_run(jobs: Any, tmp_path: Path, name: str):
     alone = jobs.make(EXP, tmp_path / "alone", num_devices=8, **fields)
     assert alone.run_here() == 0
     together = jobs.make(EXP, tmp_path / "together", num_devices=4, **fields)
-    run_two_processes(together)
+    together.run_as(2)
     states = [jobs.read_checkpoint(job, STEPS) for job in (together, alone)]
     for path, leaf in states[1].leaves.items():
         np.testing.assert_allclose(states[0].leaves[path], leaf, rtol=1e-5, atol=1e-6)
@@ -87,7 +71,7 @@ def test_two_processes_decode_one_output(jobs: Any, tmp_path: Path, name: str):
     assert alone.run_here() == 0
     together = jobs.make(text, tmp_path / "together", num_devices=4, **fields)
     shutil.copytree(alone.folder, together.folder, ignore=shutil.ignore_patterns("decode"))
-    run_two_processes(together, "--mode=decode_once")
+    together.run_as(2, "--mode=decode_once")
     ours, reference = (
         job.folder / f"decode/prompts/step_{STEPS:08d}.jsonl" for job in (together, alone)
     )
@@ -100,7 +84,7 @@ def test_two_processes_decode_one_output(jobs: Any, tmp_path: Path, name: str):
         assert record == {**expected, **sums}
     # Both read what is finished, and leave it as it is.
     written = ours.stat().st_mtime_ns
-    outputs = run_two_processes(together, "--mode=decode_once")
+    outputs = together.run_as(2, "--mode=decode_once")
     assert f"{ours} is already there" in outputs[0]
     assert ours.stat().st_mtime_ns == written
 
@@ -108,7 +92,7 @@ def test_two_processes_decode_one_output(jobs: Any, tmp_path: Path, name: str):
 def test_a_signal_to_one_stops_both(jobs: Any, tmp_path: Path):
     endless = {**MESHES["each its own rows"], "MAX_STEPS": 100_000, "DECAY_END": 200_000}
     job = jobs.make(EXP, tmp_path / "job", num_devices=4, **endless)
-    with two_processes(job) as processes:
+    with job.started_as(2) as processes:
         wait_for_a_step(job.folder / "metrics.jsonl", processes)
         processes[1].send_signal(signal.SIGTERM)
         outputs = [process.communicate(timeout=120)[0] for process in processes]
@@ -124,37 +108,3 @@ def wait_for_a_step(log: Path, processes: list[subprocess.Popen[str]]) -> None:
             assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline, "no step was logged"
         time.sleep(0.1)
-
-
-def run_two_processes(job: Any, *more: str) -> list[str]:
-    """Runs the job's command as two processes; what each printed."""
-    with two_processes(job, *more) as processes:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output
-    return outputs
-
-
-@contextlib.contextmanager
-def two_processes(job: Any, *more: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """The job's command as two processes, which end with the block."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, address, str(index), *job.arguments(*more)],
-            env=job.environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-            process.stdout.close()

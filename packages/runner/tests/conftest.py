@@ -55,7 +55,8 @@ class Regression(BaseModel):
         errors = 0.5 * jnp.square(predictions - batch.y)
         weight = jnp.sum(batch.weights)
         loss = jnp.sum(errors * batch.weights) / jnp.maximum(weight, 1e-9)
-        return {"loss": WeightedScalar.of(loss, weight)}, NestedMap(errors=errors)
+        metrics = {"loss": WeightedScalar.of(loss, weight)}
+        return metrics, NestedMap(errors=errors, scores=-errors)
 
     def decode(self, batch: NestedMap) -> NestedMap:
         """Repeats each prompt's first id as often as there is room."""

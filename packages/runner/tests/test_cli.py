@@ -168,7 +168,8 @@ Modes:
   decode_once  decode with the newest checkpoint once
   export       write the newest checkpoint as a Hugging Face folder
   plan         compile the training step without the devices; print memory and traffic
-  inspect      print the configuration, every override applied; writes nothing
+  inspect      print the configuration, every override applied, or what the inputs feed; writes
+               nothing
 
 Flags:
   --exp=NAME                      the experiment, such as lm.quickstart.LocalText; see --list
@@ -184,10 +185,18 @@ Flags:
   --pmap_use_tensorstore          train, eval, decode_once: save pmap runs one entry per parameter,
                                   not as one file; reading finds out by itself
   --target=TARGET                 plan: the devices to plan for
-  --num_devices=N                 plan: how many of them
+  --num_devices=N                 plan, inspect: how many of them
+  --inspect=WHAT                  inspect: config or batches: the configuration, or a few batches of
+                                  each input (default config)
+  --num_batches=N                 inspect: batches of each input (default 2)
+  --num_hosts=N                   inspect: hosts among which inputs are split (default 1)
   --json                          plan: print the plan as JSON
   --export_dir=DIR                export: the folder to write
   --jax_compilation_cache=DIR     folder for compiled programs, or off
+  --coordinator_address=ADDRESS   train, eval, decode_once: host:port where the processes of a job
+                                  meet, at process 0; or auto, on a cluster
+  --num_processes=N               train, eval, decode_once: how many processes the job has
+  --process_id=I                  train, eval, decode_once: which of them this is, from 0
   --list                          print every experiment and leave
   --help                          print this and leave
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from etils import epath
 
+from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner.checkpoints import CheckpointManager, CheckpointPolicy
 from layerkit_runner.executor import Executor, is_due
 from layerkit_runner.infeed import make_input
@@ -62,7 +63,8 @@ def make(tiny: SimpleNamespace, tmp_path: Any) -> Any:
         def dataset(kind: Any, **fields: Any) -> Any:
             return make_input(kind.HParams.config(percore_batch_size=1.0, **fields), partitioner)
 
-        program = TrainProgram(task, partitioner, dataset(tiny.Points, is_training=True))
+        train_input = Prefetch(source=dataset(tiny.Points, is_training=True))
+        program = TrainProgram(task, partitioner, train_input)
         points = dataset(tiny.Points, eval_loop_num_batches=eval_batches)
         signals = StopSignals()
         recorder = Recorder(signals, stop_at)

@@ -58,6 +58,12 @@ def test_negative_values_are_values():
     assert parse_flags([EXP, "--fdl.A", "-1"]).overrides == (Override("A", "-1"),)
 
 
+PROCESSES_TEXT = (
+    "the processes of a job need --coordinator_address=HOST:PORT, --num_processes=N and"
+    " --process_id=I, or --coordinator_address=auto on a cluster that JAX knows."
+)
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
@@ -121,6 +127,28 @@ def test_negative_values_are_values():
             "--enable_checkpoint_saving belongs to --mode=train, and the mode is plan.",
         ),
         (
+            ["--mode=inspect", "--inspect=batch"],
+            "--inspect has no value 'batch'; did you mean 'batches'? It is one of config, batches.",
+        ),
+        (["--inspect=batches"], "--inspect belongs to --mode=inspect, and the mode is train."),
+        *(
+            (words, PROCESSES_TEXT)
+            for words in (
+                ["--num_processes=2"],
+                ["--process_id=0", "--num_processes=2"],
+                ["--coordinator_address=host:1"],
+                ["--coordinator_address=host:1", "--num_processes=2"],
+            )
+        ),
+        (
+            ["--coordinator_address=host", "--num_processes=2", "--process_id=1"],
+            "--coordinator_address=host; expected HOST:PORT, or auto.",
+        ),
+        (
+            ["--coordinator_address=host:1", "--num_processes=2", "--process_id=2"],
+            "--process_id=2 with --num_processes=2: they are counted from 0 to 1.",
+        ),
+        (
             ["--fdl.A=1", "--fdl.A=2"],
             "--fdl.A=1 and --fdl.A=2 contradict each other; keep one of them.",
         ),
@@ -162,3 +190,15 @@ def test_help_names_every_flag():
     for flag in FLAGS:
         assert any(f"--{flag.name}" in line or f"--[no]{flag.name}" in line for line in lines)
     assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--coordinator_address=auto"],
+        ["--coordinator_address=host:1", "--num_processes=2", "--process_id=1"],
+    ],
+)
+def test_processes_are_told_how_to_meet(words: list[str]):
+    options = parse_flags([EXP, *words]).options
+    assert options.coordinator_address == words[0].partition("=")[2]

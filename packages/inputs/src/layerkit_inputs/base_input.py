@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -30,7 +30,7 @@ import numpy as np
 from layerkit.config import Configurable
 from layerkit.nested_map import NestedMap
 from layerkit_inputs import state as state_lib
-from layerkit_inputs.eval_padding import pad_rows
+from layerkit_inputs.eval_padding import AllGather, end_together, pad_rows
 
 
 def _delivers(get_next: Callable[..., NestedMap]) -> Callable[..., NestedMap]:
@@ -228,10 +228,22 @@ class BaseInput(Configurable):
             "num_hosts": self.num_infeed_hosts,
         }
 
-    def eval_batches(self) -> Iterator[NestedMap]:
-        """The padded batches of one evaluation: an epoch, or the next `eval_loop_num_batches`."""
+    def eval_batches(self, all_gather: AllGather | None = None) -> Iterator[NestedMap]:
+        """The padded batches of one evaluation: an epoch, or the next `eval_loop_num_batches`.
+
+        Args:
+          all_gather: Takes a JSON value of this host and returns those of all hosts, in order. With
+            it, epochs of readers whose shares are not planned from an index (`state_scope` is
+            `host`) end together: a host whose data have ended goes on with batches of padding.
+        """
         if self.reset_for_eval:
             self.reset()
+        batches = self._eval_batches_of_this_host()
+        if all_gather is None or self.endless or self.state_scope == "global":
+            return batches
+        return end_together(batches, all_gather)
+
+    def _eval_batches_of_this_host(self) -> Iterator[NestedMap]:
         most = None if self.reset_for_eval else self.eval_loop_num_batches
         for _ in itertools.count() if most is None else range(most):
             try:
@@ -239,6 +251,40 @@ class BaseInput(Configurable):
             except StopIteration:  # the end of an epoch; a stream that repeats has none
                 return
             yield batch
+
+    # Metrics that belong to the data, such as those of a SeqIO task.
+
+    @property
+    def has_score_metrics(self) -> bool:
+        """Whether `score_metrics` wants the scores of an evaluation."""
+        return False
+
+    @property
+    def has_prediction_metrics(self) -> bool:
+        """Whether `prediction_metrics` wants what was decoded."""
+        return False
+
+    def score_metrics(self, scores: Mapping[int, float]) -> dict[str, float]:
+        """Metrics of one evaluation of this data, from the scores that a model gave its examples.
+
+        Args:
+          scores: By `provenance`, each example of all hosts exactly once: log-probability of its
+            labels in nats, summed under their weights.
+        """
+        return {}
+
+    def prediction_metrics(self, predictions: Mapping[int, str]) -> dict[str, float]:
+        """Metrics of what a model continued the examples of this data with.
+
+        Args:
+          predictions: By `provenance`, each example of all hosts exactly once: the text.
+        """
+        return {}
+
+    @property
+    def num_skipped(self) -> int:
+        """Records that this host could not read and left out so far; see `bad_records`."""
+        return 0
 
     def ids_to_strings(
         self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None
@@ -347,3 +393,12 @@ class BaseInput(Configurable):
                 "eval_loop_num_batches, or reset_for_eval=True and repeat=False for one epoch."
             )
         self.reset_for_eval, self.repeat = reset, repeat
+
+
+def __getattr__(name: str) -> Any:
+    """The adaptors for Lingvo, which Praxis keeps in this module; loaded when one is asked for."""
+    if name.startswith("Lingvo"):
+        from layerkit_inputs import lingvo_adaptor
+
+        return getattr(lingvo_adaptor, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,6 +2,7 @@
 
     runner --exp=lm.quickstart.LocalText --job_log_dir=DIR     train; again: resume
     runner --exp=… --mode=eval --job_log_dir=DIR               or decode_once, export, plan, inspect
+    runner --exp=… --mode=inspect --inspect=batches            what the inputs feed
     runner --exp=… --fdl.NUM_LAYERS=2                          set a field of the experiment
     runner --exp=… --fdl.task.model.lm_tpl.num_layers=2        or any field, by its path
     runner --list                                              every experiment
@@ -85,6 +86,11 @@ def _resolve(flags: ParsedFlags) -> ResolvedExperiment:
 
 
 def _inspect(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
+    if options.inspect == "batches":
+        # Loads NumPy, JAX and what the inputs stand on.
+        from layerkit_runner.inspect_mode import run_inspect
+
+        return run_inspect(resolved, options)
     # Only this mode needs the text of a configuration.
     from layerkit_runner.config_text import config_text
 

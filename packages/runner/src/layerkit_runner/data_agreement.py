@@ -9,37 +9,41 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from layerkit_inputs.base_input import BaseInput
+from layerkit_inputs.eval_padding import AllGather
 from layerkit_runner.errors import UsageError
+from layerkit_runner.infeed import told_in_one_line
 
 
-def check_same_data(
-    inputs: Mapping[str, BaseInput], gather: Callable[[np.ndarray], np.ndarray]
-) -> None:
+def check_same_data(inputs: Mapping[str, BaseInput], all_gather: AllGather) -> None:
     """Compares where the inputs stand, and in which data, across processes.
 
     Args:
       inputs: By name; those whose state is not the same on every process are left out.
-      gather: An array of this process → `[processes, …]` of all, such as
-        `multihost_utils.process_allgather`.
+      all_gather: A JSON value of this process → those of all processes.
 
     Raises:
-      UsageError: on every process, naming the inputs and the processes that differ from process 0.
+      UsageError: on every process, naming the inputs and the processes that differ from process 0;
+        or the data cannot be read.
     """
     names = [name for name, dataset in inputs.items() if dataset.state_scope == "global"]
-    digests = gather(np.array([_digest(inputs[name].get_state()) for name in names], np.uint32))
+    with told_in_one_line():
+        mine = [_digest(inputs[name].get_state()) for name in names]
+    digests = all_gather(mine)
     for column, name in enumerate(names):
-        others = np.flatnonzero(digests[:, column] != digests[0, column])
-        if others.size:
+        others = [
+            process
+            for process, theirs in enumerate(digests)
+            if theirs[column] != digests[0][column]
+        ]
+        if others:
             raise UsageError(
-                f"the data of {name!r} differ between processes: {others.tolist()} read other data"
-                " than process 0. Give every machine the same files (and Python release, where the"
-                " text is Python's own)."
+                f"the data of {name!r} differ between processes: {others} read other data than"
+                " process 0. Give every machine the same files (and Python release, where the text"
+                " is Python's own)."
             )
 
 

@@ -7,10 +7,8 @@ from typing import Any
 
 import jax
 
-from layerkit.config import target_of
 from layerkit_runner.executor import Executor
 from layerkit_runner.experiment import experiment_fields
-from layerkit_runner.infeed import training_config
 from layerkit_runner.job import Job
 from layerkit_runner.job_folder import command_line
 from layerkit_runner.observers import draw_loss_curve, metrics_path
@@ -20,8 +18,12 @@ from layerkit_runner.train_state import TrainState
 _SAMPLE_CHARACTERS = 600
 
 
-def finish(job: Job, executor: Executor, state: TrainState, step: int) -> None:
-    """Evaluates and decodes the finished model and reports both."""
+def finish(job: Job, executor: Executor, state: TrainState, step: int, *, token_unit: str) -> None:
+    """Evaluates and decodes the finished model and reports both.
+
+    Args:
+      token_unit: What the training data call one predicted token.
+    """
     say = job.observers.message
     means = executor.evaluate(state, step) if job.task.train.eval_at_end else {}
     baselines: dict[str, float] = {}
@@ -40,6 +42,7 @@ def finish(job: Job, executor: Executor, state: TrainState, step: int) -> None:
         )
         if "tflops_per_sec_per_device" in rates:
             speed += f", {rates['tflops_per_sec_per_device'] * 1e3:,.1f} model GFLOP/s per device"
+        speed += f", {rates['input_wait']:.1%} of the time waiting for input"
         say(f"speed: {speed}")
     for name, records in executor.decode(state, step).items():
         for record in records[:1]:
@@ -48,22 +51,21 @@ def finish(job: Job, executor: Executor, state: TrainState, step: int) -> None:
         executor.checkpoints.wait_until_finished()
     job.observers.flush()
     if jax.process_index() == 0:
-        say(_draw(job, baselines))
+        say(_draw(job, baselines, token_unit))
         for line in next_commands(job, step):
             say(line)
 
 
-def _draw(job: Job, baselines: dict[str, float]) -> str:
+def _draw(job: Job, baselines: dict[str, float], token_unit: str) -> str:
     """Draws the loss curve; returns where it is, or why there is none."""
     name = "loss_curve.png"
-    unit = getattr(target_of(training_config(job.resolved)), "token_unit", "token")
     try:
         draw_loss_curve(
             metrics_path(job.directory),
             job.directory / name,
             baselines=baselines,
             key=reported_metric(job.task),
-            y_label=f"loss (nats per {unit})",
+            y_label=f"loss (nats per {token_unit})",
         )
     except ValueError as error:
         # The run is done and saved; that its losses cannot be drawn must not make it fail.

@@ -8,6 +8,7 @@ nearest name, a dash for an underscore, two values that contradict each other.)
 from __future__ import annotations
 
 import dataclasses
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,10 +30,20 @@ class RunOptions:
     pmap_use_tensorstore: bool = False
     target: str | None = None
     num_devices: int | None = None
+    inspect: str = "config"
+    num_batches: int = 2
+    num_hosts: int = 1
     json: bool = False
     export_dir: str | None = None
     # None: the default folder. "off": no cache.
     jax_compilation_cache: str | None = None
+    # None: this process is the whole job. "auto": found out from the cluster.
+    coordinator_address: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+
+
+AUTO_ADDRESS = "auto"
 
 
 MODES = {
@@ -41,7 +52,8 @@ MODES = {
     "decode_once": "decode with the newest checkpoint once",
     "export": "write the newest checkpoint as a Hugging Face folder",
     "plan": "compile the training step without the devices; print memory and traffic",
-    "inspect": "print the configuration, every override applied; writes nothing",
+    "inspect": "print the configuration, every override applied, or what the inputs feed; writes"
+    " nothing",
 }
 # Modes that Pax has and this runner does not have yet, each with what to do meanwhile.
 _LATER_MODES = {
@@ -70,6 +82,7 @@ def _option(name: str, kind: type, text: str, **more: Any) -> Flag:
     return Flag(name, kind, text, default=getattr(RunOptions, name), **more)
 
 
+_JOINING_MODES = ("train", "eval", "decode_once")
 _READING_MODES = ("train", "eval", "decode_once", "export")
 
 FLAGS = (
@@ -101,10 +114,33 @@ FLAGS = (
         modes=("train", "eval", "decode_once"),
     ),
     _option("target", str, "the devices to plan for", metavar="TARGET", modes=("plan",)),
-    _option("num_devices", int, "how many of them", metavar="N", modes=("plan",)),
+    _option("num_devices", int, "how many of them", metavar="N", modes=("plan", "inspect")),
+    _option(
+        "inspect",
+        str,
+        "config or batches: the configuration, or a few batches of each input",
+        metavar="WHAT",
+        choices=("config", "batches"),
+        modes=("inspect",),
+    ),
+    _option("num_batches", int, "batches of each input", metavar="N", modes=("inspect",)),
+    _option(
+        "num_hosts", int, "hosts among which inputs are split", metavar="N", modes=("inspect",)
+    ),
     _option("json", bool, "print the plan as JSON", modes=("plan",)),
     _option("export_dir", str, "the folder to write", metavar="DIR", modes=("export",)),
     _option("jax_compilation_cache", str, "folder for compiled programs, or off", metavar="DIR"),
+    _option(
+        "coordinator_address",
+        str,
+        "host:port where the processes of a job meet, at process 0; or auto, on a cluster",
+        metavar="ADDRESS",
+        modes=_JOINING_MODES,
+    ),
+    _option(
+        "num_processes", int, "how many processes the job has", metavar="N", modes=_JOINING_MODES
+    ),
+    _option("process_id", int, "which of them this is, from 0", metavar="I", modes=_JOINING_MODES),
     Flag("list", bool, "print every experiment and leave", default=False),
     Flag("help", bool, "print this and leave", default=False),
 )
@@ -242,6 +278,27 @@ def _check_together(given: Mapping[str, Any], values: Mapping[str, Any]) -> None
             *others, last = modes
             belongs = f"{', '.join(others)} or {last}" if others else last
             raise UsageError(f"--{name} belongs to --mode={belongs}, and the mode is {mode}.")
+    _check_processes(values)
+
+
+def _check_processes(values: Mapping[str, Any]) -> None:
+    address, count, index = (
+        values[name] for name in ("coordinator_address", "num_processes", "process_id")
+    )
+    if address is None and count is None and index is None:
+        return
+    if address is None or (address != AUTO_ADDRESS and (count is None or index is None)):
+        raise UsageError(
+            "the processes of a job need --coordinator_address=HOST:PORT, --num_processes=N and"
+            " --process_id=I, or --coordinator_address=auto on a cluster that JAX knows."
+        )
+    if address != AUTO_ADDRESS and not re.fullmatch(r".+:\d+", address):
+        raise UsageError(f"--coordinator_address={address}; expected HOST:PORT, or {AUTO_ADDRESS}.")
+    if count is not None and index is not None and index >= count:
+        raise UsageError(
+            f"--process_id={index} with --num_processes={count}: they are counted from 0 to"
+            f" {count - 1}."
+        )
 
 
 def check_folder(flags: ParsedFlags) -> None:

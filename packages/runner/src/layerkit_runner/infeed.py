@@ -1,14 +1,21 @@
-"""Builds inputs for this process: which rows it feeds follows from how the batch is sharded."""
+"""Inputs in this process: which rows it feeds follows from how the batch is sharded."""
 
 from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
 
 import jax
 
 from layerkit.config import Config, target_of
+from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
+from layerkit_inputs.extras import MissingExtraError
 from layerkit_inputs.feeds import FeedPlan, plan_feeds
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import Partitioner
+from layerkit_runner.process_exchange import gather_values
 from layerkit_runner.resolve import ResolvedExperiment
 
 
@@ -27,26 +34,60 @@ def training_config(resolved: ResolvedExperiment) -> Config:
     return training[0]
 
 
-def make_input(config: Config, partitioner: Partitioner) -> BaseInput:
-    """Builds an input with the batch size and the place of this process filled in.
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """For which process of a job an input is built.
+
+    Attributes:
+      process_index: Which.
+      num_processes: Of how many.
+      process_of: To which process a device belongs.
+    """
+
+    process_index: int
+    num_processes: int
+    process_of: Callable[[jax.Device], int]
+
+
+def this_process() -> Place:
+    """The process that asks, among those that JAX knows."""
+    return Place(jax.process_index(), jax.process_count(), lambda device: device.process_index)
+
+
+def make_input(config: Config, partitioner: Partitioner, place: Place | None = None) -> BaseInput:
+    """Builds an input with the batch size and the place of a process filled in.
 
     Args:
       config: Of an input that sets `batch_size` (rows on each host) or `percore_batch_size` (rows
         per device, a fraction where several devices share a row).
       partitioner: Started.
+      place: For which process; None for this one.
 
     Raises:
       UsageError: the batch cannot be spread evenly over the devices, or the input refuses its
       fields.
     """
-    name = dataset_name(config)
+    place = place or this_process()
+    plan = plan_input(config, partitioner, place)
     filled = config.clone()
-    percore = filled.percore_batch_size
+    filled.set(
+        batch_size=plan.batch_size,
+        num_infeed_hosts=plan.num_infeed_hosts,
+        infeed_host_index=plan.infeed_host_index(place.process_index),
+    )
+    with told_in_one_line():
+        return filled.Instantiate()
+
+
+def plan_input(config: Config, partitioner: Partitioner, place: Place) -> FeedPlan:
+    """Which processes feed which rows of the batches of an input; see `make_input`."""
+    name = dataset_name(config)
+    percore = config.percore_batch_size
     if percore is not None:
-        if filled.batch_size is not None:
+        if config.batch_size is not None:
             raise UsageError(
                 f"{name}: set batch_size or percore_batch_size, not both"
-                f" ({filled.batch_size} and {percore})"
+                f" ({config.batch_size} and {percore})"
             )
         rows = percore * partitioner.mesh.size
         if abs(rows - round(rows)) > 1e-6:  # 0.1 × 30 is not 3 in binary
@@ -55,38 +96,56 @@ def make_input(config: Config, partitioner: Partitioner) -> BaseInput:
                 f" global batch of {rows:g} rows, which is no whole number"
             )
         global_rows = round(rows)
-    elif filled.batch_size is not None:
-        global_rows = filled.batch_size * jax.process_count()
+    elif config.batch_size is not None:
+        global_rows = config.batch_size * place.num_processes
     else:
         raise UsageError(f"{name}: set batch_size or percore_batch_size")
     partitioner.check_batch_size(global_rows, source=name)
-    plan = feed_plan(global_rows, partitioner)
-    if filled.batch_padding_size > 0 and not filled.is_training:
-        padded_rows = (plan.batch_size + filled.batch_padding_size) * plan.num_infeed_hosts
-        padding = f"{name} with batch_padding_size={filled.batch_padding_size}"
+    plan = feed_plan(global_rows, partitioner, place)
+    if config.batch_padding_size > 0 and not config.is_training:
+        padded_rows = (plan.batch_size + config.batch_padding_size) * plan.num_infeed_hosts
+        padding = f"{name} with batch_padding_size={config.batch_padding_size}"
         partitioner.check_batch_size(padded_rows, source=padding)
-    filled.set(
-        batch_size=plan.batch_size,
-        num_infeed_hosts=plan.num_infeed_hosts,
-        infeed_host_index=plan.infeed_host_index(jax.process_index()),
-    )
-    try:
-        return filled.Instantiate()
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    return plan
 
 
-def feed_plan(global_rows: int, partitioner: Partitioner) -> FeedPlan:
+def feed_plan(global_rows: int, partitioner: Partitioner, place: Place | None = None) -> FeedPlan:
     """Which process feeds which rows of a global batch."""
+    process_of = (place or this_process()).process_of
     held: dict[int, list[tuple[int, int]]] = {}
     shape = (global_rows,)
     device: jax.Device
     for device, (rows,) in partitioner.batch_sharding().devices_indices_map(shape).items():
         start, stop, _ = rows.indices(global_rows)
-        held.setdefault(device.process_index, []).append((start, stop))
+        held.setdefault(process_of(device), []).append((start, stop))
     return plan_feeds(held)
 
 
 def dataset_name(config: Config) -> str:
     """What a data set is called in outputs: its `name`, else its class."""
     return config.name or target_of(config).__name__
+
+
+def eval_batches(dataset: BaseInput) -> Iterator[NestedMap]:
+    """The batches of one evaluation, as many on every process; all must take them.
+
+    Raises:
+      UsageError: the data cannot be read.
+    """
+    with told_in_one_line():
+        batches = dataset.eval_batches(gather_values if jax.process_count() > 1 else None)
+    while True:
+        with told_in_one_line():
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
+
+
+@contextlib.contextmanager
+def told_in_one_line() -> Iterator[None]:
+    """Faults of data, which name the file and what is wrong with it, need no traceback."""
+    try:
+        yield
+    except (MissingExtraError, OSError, ValueError) as error:
+        raise UsageError(str(error)) from error

@@ -6,11 +6,13 @@ import contextlib
 
 import jax
 
+from layerkit_runner.data_agreement import check_same_data
 from layerkit_runner.end_report import held_out_line, reported_metric, sample_text
 from layerkit_runner.errors import UsageError
 from layerkit_runner.flags import RunOptions
 from layerkit_runner.job import Job, start_job
 from layerkit_runner.observers import RunInfo
+from layerkit_runner.process_exchange import gather_values
 from layerkit_runner.programs import DecodeProgram, EvalProgram
 from layerkit_runner.resolve import ResolvedExperiment
 from layerkit_runner.start_report import num_params
@@ -25,6 +27,8 @@ def run_eval(resolved: ResolvedExperiment, options: RunOptions) -> int:
         inputs = job.eval_inputs()
         if not inputs:
             raise UsageError(f"{resolved.name}.datasets() has no held-out input to evaluate")
+        if jax.process_count() > 1:
+            check_same_data(inputs, gather_values)
         state, step = _restore(job)
         for name, dataset in inputs.items():
             program = EvalProgram(job.task, job.partitioner, dataset, name)
@@ -41,6 +45,8 @@ def run_decode_once(resolved: ResolvedExperiment, options: RunOptions) -> int:
         inputs = job.decode_inputs()
         if not inputs:
             raise UsageError(f"{resolved.name}.decode_datasets() has nothing to decode")
+        if jax.process_count() > 1:
+            check_same_data(inputs, gather_values)
         state, step = _restore(job)
         for name, dataset in inputs.items():
             program = DecodeProgram(

@@ -29,3 +29,7 @@ class MeanOverBatches:
             name: total / weight if weight else float("nan")
             for name, (total, weight) in self._totals.items()
         }
+
+    def weight(self, name: str) -> float:
+        """The total weight of the metric `name`; 0 before anything was added."""
+        return self._totals.get(name, (0.0, 0.0))[1]

@@ -22,6 +22,7 @@ def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
         raise UsageError(f"--mode={mode} needs --job_log_dir=DIR")
     from layerkit.layers.attention.backends import BackendRefusal
     from layerkit_runner import checkpoints, export_mode, inference_modes, train_mode
+    from layerkit_runner.processes import joined
 
     modes: dict[str, Callable[[ResolvedExperiment, RunOptions], int]] = {
         "train": train_mode.run_train,
@@ -29,12 +30,13 @@ def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
         "decode_once": inference_modes.run_decode_once,
         "export": export_mode.run_export,
     }
-    try:
-        return modes[mode](resolved, options)
-    except (
-        BackendRefusal,
-        checkpoints.LayoutVersionError,
-        checkpoints.NewerManifestError,
-        checkpoints.ProcessCountError,
-    ) as error:
-        raise UsageError(f"{resolved.name}: {error}") from error
+    with joined(options):
+        try:
+            return modes[mode](resolved, options)
+        except (
+            BackendRefusal,
+            checkpoints.LayoutVersionError,
+            checkpoints.NewerManifestError,
+            checkpoints.ProcessCountError,
+        ) as error:
+            raise UsageError(f"{resolved.name}: {error}") from error

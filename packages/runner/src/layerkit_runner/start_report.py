@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from typing import Any
 
 import jax
 
+from layerkit_inputs.base_input import BaseInput
+from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner.job import Job, versions
 from layerkit_runner.train_state import TrainState
 
@@ -37,13 +40,15 @@ class LayerNotes(logging.Handler):
             self.lines.append(line)
 
 
-def start_lines(job: Job, state: TrainState, batch: Any, *, start_step: int) -> Iterator[str]:
+def start_lines(
+    job: Job, state: TrainState, train_input: BaseInput, *, start_step: int
+) -> Iterator[str]:
     """The lines known before compilation.
 
     Args:
       job: The job.
       state: The abstract state.
-      batch: One host batch.
+      train_input: Whose next batch can be peeked at.
       start_step: Steps already done.
     """
     device = jax.devices()[0]
@@ -57,9 +62,10 @@ def start_lines(job: Job, state: TrainState, batch: Any, *, start_step: int) -> 
     dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(state.params)})
     yield f"parameters   {count:,} ({', '.join(dtypes)} weights)"
     yield f"partitioner  {job.partitioner.describe()}"
-    shapes = job.partitioner.abstract_batch(batch)
+    shapes = job.partitioner.abstract_batch(train_input.peek())
     first = shapes.get("ids", next(iter(shapes.values())))
     yield f"batch        {' × '.join(map(str, first.shape))} ({', '.join(sorted(shapes))})"
+    yield f"input        {input_text(train_input)}"
     yield f"state        {megabytes(bytes_per_device(state))} per device with optimizer"
     train = job.task.train
     yield f"steps        {start_step} → {train.num_train_steps}"
@@ -67,6 +73,17 @@ def start_lines(job: Job, state: TrainState, batch: Any, *, start_step: int) -> 
     if not job.options.enable_checkpoint_saving:
         saves = "no checkpoints (--noenable_checkpoint_saving)"
     yield f"writing to   {job.given_directory}; {saves}"
+
+
+def input_text(train_input: BaseInput) -> str:
+    """`LocalText, 4 hosts of 8 rows each; its position takes 175 bytes`."""
+    inner = train_input.source if isinstance(train_input, Prefetch) else train_input
+    hosts = "1 host" if inner.num_infeed_hosts == 1 else f"{inner.num_infeed_hosts} hosts"
+    size = len(json.dumps(train_input.get_state()))
+    return (
+        f"{type(inner).__qualname__}, {hosts} of {inner.local_batch_size} rows each; its position"
+        f" takes {size:,} bytes"
+    )
 
 
 def compiled_lines(compiled: Any) -> Iterator[str]:

@@ -25,6 +25,7 @@ from layerkit.layers.quantization.fp8 import accumulate_by_max, next_state
 from layerkit.nested_map import NestedMap
 from layerkit.sharding import BoundSharding
 from layerkit.weights import unbox
+from layerkit_runner.errors import UsageError
 from layerkit_runner.learner import Learner
 from layerkit_runner.step_context import StepContext
 from layerkit_runner.train_state import TrainState
@@ -188,13 +189,35 @@ class SingleTask(Configurable):
 
     def eval_step(self, state: TrainState, batch: NestedMap, context: StepContext) -> Metrics:
         """Metrics over one global batch, nothing changed and nothing random."""
+        return self._evaluate(state, batch, context)[0]
+
+    def score_step(
+        self, state: TrainState, batch: NestedMap, context: StepContext
+    ) -> tuple[Metrics, NestedMap]:
+        """`eval_step`, and the `scores` float32 and `provenance` int32 `[batch]` of the rows.
+
+        Raises:
+          UsageError: the model gives its examples no scores.
+        """
+        metrics, outputs = self._evaluate(state, batch, context)
+        if "scores" not in outputs:
+            raise UsageError(
+                f"{type(self.model).__qualname__} gives its examples no scores, which the data set"
+                f" wants for its metrics; per example, its compute_loss returns"
+                f" {', '.join(sorted(outputs)) or 'nothing'}"
+            )
+        return metrics, NestedMap(scores=outputs.scores, provenance=batch.provenance)
+
+    def _evaluate(
+        self, state: TrainState, batch: NestedMap, context: StepContext
+    ) -> tuple[Metrics, NestedMap]:
         model = self.model.clone(train=False)
-        (metrics, _), updates = model.apply(_variables(state), batch, mutable=[AUX_LOSS])
+        (metrics, outputs), updates = model.apply(_variables(state), batch, mutable=[AUX_LOSS])
         metrics = context.mean_metrics(metrics)
         if AUX_LOSS in updates:
             aux = context.batch_sum(_sum_leaves(updates[AUX_LOSS]) / context.num_shards)
             metrics = self._add_aux(metrics, aux)
-        return metrics
+        return metrics, outputs
 
     def decode_step(
         self, state: TrainState, batch: NestedMap, context: StepContext, *, batch_index: jax.Array
@@ -208,16 +231,15 @@ class SingleTask(Configurable):
           batch_index: int32, which batch of the data set this is; each draws its own numbers.
 
         Returns:
-          What the model's `decode` returns, and the `prompt_lengths` of the batch where it has
-          them: who reads the outputs of all rows may hold only a share of the batch.
+          What the model's `decode` returns, and the `prompt_lengths` and `provenance` of the batch
+          where it has them: who reads the outputs of all rows may hold only a share of the batch.
         """
         model = self.model.clone(train=False)
         key = jax.random.fold_in(self._step_key(state.step), batch_index)
         rngs = {RANDOM: context.fold_shard(key)}
         outputs = model.apply(_variables(state), batch, rngs=rngs, method="decode")
-        if "prompt_lengths" in outputs or "prompt_lengths" not in batch:
-            return outputs
-        return NestedMap({**outputs, "prompt_lengths": batch.prompt_lengths})
+        kept = {name: batch[name] for name in ("prompt_lengths", "provenance") if name in batch}
+        return NestedMap({**kept, **outputs})
 
     def _step_key(self, step: jax.Array) -> jax.Array:
         return jax.random.fold_in(jax.random.key(self.train.random_seed), step)

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
 
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.prefetch import Prefetch
@@ -24,9 +23,11 @@ from layerkit_runner.data_agreement import check_same_data
 from layerkit_runner.errors import UsageError
 from layerkit_runner.executor import Executor, eval_input_key
 from layerkit_runner.flags import RunOptions
+from layerkit_runner.infeed import told_in_one_line
 from layerkit_runner.job import Job, start_job, versions
 from layerkit_runner.job_folder import write_config
 from layerkit_runner.observers import RunInfo, Throughput, peak_flops
+from layerkit_runner.process_exchange import gather_values
 from layerkit_runner.programs import DecodeProgram, EvalProgram, TrainProgram
 from layerkit_runner.resolve import ResolvedExperiment
 from layerkit_runner.start_report import LayerNotes, compiled_lines, num_params, start_lines
@@ -52,7 +53,8 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
         if jax.process_count() > 1:
             # Prefetch tells what was delivered; its source runs ahead by another amount everywhere.
             inputs = {"train": train_input, **eval_inputs}
-            check_same_data(inputs, multihost_utils.process_allgather)
+            check_same_data(inputs, gather_values)
+            check_same_data(decode_inputs, gather_values)
         program = TrainProgram(job.task, job.partitioner, train_input)
         state, step, compiled, notes, flops = _prepare(
             job, program, train_input, eval_inputs, checkpoints
@@ -86,7 +88,7 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
         )
         state, step = executor.run(state, step)
         if step >= job.task.train.num_train_steps and signals.exit_code == 0:
-            end_report.finish(job, executor, state, step)
+            end_report.finish(job, executor, state, step, token_unit=train_input.token_unit)
         elif saves:
             checkpoints.wait_until_finished()
             job.observers.message(f"saved at step {step}; the same command goes on from there")
@@ -95,10 +97,8 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
 
 def _check_readable(train_input: Prefetch) -> None:
     """Reads the first batch, where data that are not there come to light."""
-    try:
+    with told_in_one_line():
         train_input.peek()
-    except (OSError, ValueError) as error:
-        raise UsageError(str(error)) from error
 
 
 def _prepare(
@@ -133,13 +133,11 @@ def _prepare(
 def _set_input_states(
     train_input: Prefetch, eval_inputs: Mapping[str, BaseInput], states: Mapping[str, Any]
 ) -> None:
-    try:
+    with told_in_one_line():
         train_input.set_state(states["train"])
         for name, dataset in eval_inputs.items():
             if eval_input_key(name) in states:
                 dataset.set_state(states[eval_input_key(name)])
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 @contextlib.contextmanager
@@ -187,9 +185,8 @@ def _print_start(
 ) -> None:
     if jax.process_index() != 0:
         return
-    batch = train_input.peek()
     for line in [
-        *start_lines(job, state, batch, start_step=step),
+        *start_lines(job, state, train_input, start_step=step),
         *notes,
         *compiled_lines(compiled),
     ]:

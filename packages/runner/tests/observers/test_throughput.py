@@ -46,6 +46,7 @@ def test_rates_by_hand(timed, clock):
         {
             "step_time": 0.5,
             "steps_per_sec": 2.0,
+            "input_wait": 0.0,
             "examples_per_sec": 20.0,
             "tokens_per_sec": 2000.0,
             "tflops_per_sec_per_device": 3.0,
@@ -58,7 +59,12 @@ def test_rates_by_hand(timed, clock):
 def test_unknown_quantities_are_left_out(timed, clock):
     throughput = timed(tokens_per_step=0, flops_per_step=None)
     run_steps(throughput, clock, [1, 2], seconds=1)
-    assert set(throughput.rates()) == {"step_time", "steps_per_sec", "examples_per_sec"}
+    assert set(throughput.rates()) == {
+        "step_time",
+        "steps_per_sec",
+        "input_wait",
+        "examples_per_sec",
+    }
     throughput = timed(peak_flops_per_device=None)
     run_steps(throughput, clock, [1, 2], seconds=1)
     rates = throughput.rates()
@@ -122,3 +128,17 @@ def test_a_pause_before_the_first_step_is_harmless(timed, clock):
         clock.now += 5
     run_steps(throughput, clock, [1, 2], seconds=2)
     assert throughput.overall()["step_time"] == 2
+
+
+def test_waiting_for_input_is_a_share_of_the_time_of_the_steps(timed, clock):
+    throughput = timed()
+    throughput.waited(30)  # for the first batch, which no step is timed with
+    run_steps(throughput, clock, [1], seconds=60)
+    throughput.waited(0.5)
+    with throughput.pause():
+        throughput.waited(9)
+    run_steps(throughput, clock, [2, 3], seconds=1)
+    assert throughput.rates()["input_wait"] == 0.25
+    run_steps(throughput, clock, [4, 5], seconds=1)
+    assert throughput.rates()["input_wait"] == 0
+    assert throughput.overall()["input_wait"] == 0.125

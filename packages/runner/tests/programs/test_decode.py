@@ -16,15 +16,16 @@ import pytest
 from etils import epath
 
 from layerkit.nested_map import NestedMap
+from layerkit_runner.errors import UsageError
 from layerkit_runner.infeed import make_input
 from layerkit_runner.observers import Observer
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 from layerkit_runner.programs import DecodeProgram
 
 RECORDS = [
-    {"prompt": "1", "continuation": "111", "log_prob": -1.5, "num_tokens": 3},
-    {"prompt": "22", "continuation": "222", "log_prob": -1.5, "num_tokens": 3},
-    {"prompt": "333", "continuation": "333", "log_prob": -1.5, "num_tokens": 3},
+    {"example": 0, "prompt": "1", "continuation": "111", "log_prob": -1.5, "num_tokens": 3},
+    {"example": 1, "prompt": "22", "continuation": "222", "log_prob": -1.5, "num_tokens": 3},
+    {"example": 2, "prompt": "333", "continuation": "333", "log_prob": -1.5, "num_tokens": 3},
 ]
 
 
@@ -34,6 +35,10 @@ class Recorder(Observer):
     def __init__(self) -> None:
         self.texts: list[tuple[int, str, str]] = []
         self.messages: list[str] = []
+        self.metrics: list[tuple[int, str, dict[str, float]]] = []
+
+    def eval_metrics(self, step: int, dataset: str, scalars: Any) -> None:
+        self.metrics.append((step, dataset, dict(scalars)))
 
     def text(self, step: int, name: str, text: str) -> None:
         self.texts.append((step, name, text))
@@ -261,8 +266,14 @@ def test_a_model_that_reads_a_source_has_it_as_its_prompt(make: Any, tiny: Simpl
     task = tiny.task_config().set(model=Translating.HParams.config())
     program, state = make(task, Sources.HParams.config())
     assert program.run(state, 7, Recorder()) == [
-        {"prompt": source, "continuation": target, "log_prob": -1.0, "num_tokens": 2}
-        for source, target in [("a", "11"), ("bb", "22"), ("ccc", "33")]
+        {
+            "example": number,
+            "prompt": source,
+            "continuation": target,
+            "log_prob": -1.0,
+            "num_tokens": 2,
+        }
+        for number, (source, target) in enumerate([("a", "11"), ("bb", "22"), ("ccc", "33")])
     ]
 
 
@@ -273,3 +284,55 @@ def test_a_half_written_output_does_not_count(decoding: tuple[DecodeProgram, Any
     path.parent.mkdir(parents=True)
     (path.parent / f"{path.name}.partial").write_text('{"prompt": "1')
     assert program.run(state, 7, Recorder()) == RECORDS
+
+
+def test_metrics_of_the_data_set_see_each_prediction_once_also_when_read_again(
+    make: Any, tiny: SimpleNamespace
+):
+    class Rated(tiny.Prompts):
+        """Its metric is how many predictions are what the prompts call for."""
+
+        has_prediction_metrics = True
+
+        def prediction_metrics(self, predictions: Any) -> dict[str, float]:
+            right = [predictions[n] == str(n + 1) * 3 for n in predictions]
+            return {"right": np.float32(sum(right)), "examples": len(predictions)}
+
+    program, state = make(prompts=Rated.HParams.config())
+    recorder = Recorder()
+    assert program.run(state, 7, recorder) == RECORDS
+    expected = (7, "decode/prompts", {"right": 3.0, "examples": 3.0})
+    assert recorder.metrics == [expected]
+    assert program.run(state, 7, recorder) == RECORDS
+    assert recorder.metrics == [expected] * 2
+
+
+def test_a_real_example_without_a_prompt_is_no_padding(make: Any, tiny: SimpleNamespace):
+    class FirstIsEmpty(tiny.Prompts):
+        """The first example has no prompt at all."""
+
+        def _read_rows(self, rows: np.ndarray) -> NestedMap:
+            batch = super()._read_rows(rows)
+            batch.prompt_lengths = np.where(rows == 0, 0, batch.prompt_lengths).astype(np.int32)
+            return batch
+
+    program, state = make(prompts=FirstIsEmpty.HParams.config())
+    records = program.run(state, 7, Recorder())
+    assert [record["example"] for record in records] == [0, 1, 2]
+    assert records[0]["prompt"] == ""
+
+
+def test_metrics_without_numbered_rows_are_refused(make: Any, tiny: SimpleNamespace):
+    class Unnumbered(tiny.Prompts):
+        """Does not say whose rows these are."""
+
+        has_prediction_metrics = True
+
+        def get_next(self) -> NestedMap:
+            batch = super().get_next()
+            del batch.provenance
+            return batch
+
+    program, state = make(prompts=Unnumbered.HParams.config())
+    with pytest.raises(UsageError, match="do not say whose rows they hold: there is no provenance"):
+        program.run(state, 7, Recorder())

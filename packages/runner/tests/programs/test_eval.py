@@ -1,4 +1,4 @@
-"""EvalProgram: means over a whole data set, whose last batch is filled up with padding."""
+"""EvalProgram: means over a whole data set, each row once, and scores by example."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from layerkit_runner.errors import UsageError
 from layerkit_runner.infeed import make_input
 from layerkit_runner.observers import Observer
 from layerkit_runner.partitioning import Partitioner, PmapPartitioner, SpmdPartitioner
@@ -19,31 +20,121 @@ class Recorder(Observer):
 
     def __init__(self) -> None:
         self.evals: list[tuple[int, str, dict[str, float]]] = []
+        self.messages: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.messages.append(text)
 
     def eval_metrics(self, step: int, dataset: str, scalars: Any) -> None:
         self.evals.append((step, dataset, dict(scalars)))
 
 
-def evaluate(tiny: SimpleNamespace, partitioner: Partitioner, *, num_rows: int) -> list[Any]:
+def make_program(
+    tiny: SimpleNamespace, partitioner: Partitioner, points: Any, model: Any = None
+) -> tuple[EvalProgram, Any]:
+    """A program over these points, and a state."""
     partitioner.start()
     config = tiny.task_config()
+    if model is not None:
+        config.model = model.HParams.config()
     config.model.linear_tpl.weight_axes = (None, None)
     task = config.Instantiate()
     partitioner.bind(task)
-    points = tiny.Points.HParams.config(num_rows=num_rows, percore_batch_size=1.0)
-    program = EvalProgram(task, partitioner, make_input(points, partitioner), "points")
-    recorder = Recorder()
-    state = partitioner.init_fn(task)()
-    for step in (3, 4):
-        means = program.run(state, step, recorder)
-        assert recorder.evals[-1] == (step, "points", means)
-    return recorder.evals
+    dataset = make_input(points.set(percore_batch_size=1.0), partitioner)
+    program = EvalProgram(task, partitioner, dataset, "points")
+    return program, partitioner.init_fn(task)()
+
+
+def losses_of(num_rows: int) -> np.ndarray:
+    rows = np.arange(num_rows)
+    return 0.5 * np.square(rows % 5 + 1 - rows % 3)
 
 
 @pytest.mark.parametrize("num_rows", [5, 8, 19])
 @pytest.mark.parametrize("partitioner", [SpmdPartitioner, PmapPartitioner])
 def test_every_row_counts_once(tiny: SimpleNamespace, partitioner: Any, num_rows: int):
-    rows = np.arange(num_rows)
-    losses = 0.5 * np.square(rows % 5 + 1 - rows % 3)
-    for _, _, means in evaluate(tiny, partitioner(), num_rows=num_rows):
-        assert means == {"loss": pytest.approx(losses.mean(), rel=1e-6)}
+    points = tiny.Points.HParams.config(num_rows=num_rows)
+    program, state = make_program(tiny, partitioner(), points)
+    recorder = Recorder()
+    for step in (3, 4):
+        means = program.run(state, step, recorder)
+        assert recorder.evals[-1] == (step, "points", means)
+        loss = pytest.approx(losses_of(num_rows).mean(), rel=1e-6)
+        assert means == {"loss": loss, "total_weight": num_rows}
+
+
+@pytest.mark.parametrize("partitioner", [SpmdPartitioner, PmapPartitioner])
+def test_metrics_of_the_data_set_see_the_score_of_each_example_once(
+    tiny: SimpleNamespace, partitioner: Any
+):
+    seen: list[dict[int, float]] = []
+
+    class Rated(tiny.Points):
+        """Its metric is the sum of the scores."""
+
+        has_score_metrics = True
+
+        def score_metrics(self, scores: Any) -> dict[str, float]:
+            seen.append(dict(scores))
+            return {"total": np.float64(sum(scores.values()))}
+
+    points = Rated.HParams.config(num_rows=13, batch_padding_size=8)
+    program, state = make_program(tiny, partitioner(), points)
+    recorder = Recorder()
+    means = program.run(state, 3, recorder)
+    assert list(seen[0]) == list(range(13))
+    np.testing.assert_allclose(list(seen[0].values()), -losses_of(13), rtol=1e-6)
+    assert means == {
+        "loss": pytest.approx(losses_of(13).mean(), rel=1e-6),
+        "total_weight": 13.0,
+        "score/total": pytest.approx(-losses_of(13).sum(), rel=1e-6),
+    }
+    assert recorder.evals == [(3, "points", means)]
+
+
+def test_an_example_that_comes_twice_is_refused(tiny: SimpleNamespace):
+    class Twice(tiny.Points):
+        """Numbers its rows 0 to 4, over and over."""
+
+        has_score_metrics = True
+
+        def get_next(self) -> Any:
+            batch = super().get_next()
+            batch.provenance = np.where(batch.provenance >= 0, batch.provenance % 5, -1)
+            return batch
+
+    program, state = make_program(tiny, SpmdPartitioner(), Twice.HParams.config(num_rows=6))
+    with pytest.raises(UsageError, match="'points' gave example 0 twice in one evaluation"):
+        program.run(state, 3, Recorder())
+
+
+def test_scores_that_the_model_does_not_give_are_asked_for_by_name(tiny: SimpleNamespace):
+    class Silent(tiny.Regression):
+        """Says nothing of single examples."""
+
+        def compute_loss(self, predictions: Any, batch: Any) -> Any:
+            metrics, outputs = super().compute_loss(predictions, batch)
+            del outputs.scores
+            return metrics, outputs
+
+    class Rated(tiny.Points):
+        """Wants scores."""
+
+        has_score_metrics = True
+
+    program, state = make_program(tiny, SpmdPartitioner(), Rated.HParams.config(), model=Silent)
+    text = "Silent gives its examples no scores.*its compute_loss returns errors"
+    with pytest.raises(UsageError, match=text):
+        program.run(state, 3, Recorder())
+
+
+def test_records_that_were_left_out_are_told_and_counted(tiny: SimpleNamespace):
+    class Holed(tiny.Points):
+        """As if two of its records could not be read."""
+
+        num_skipped = 2
+
+    program, state = make_program(tiny, SpmdPartitioner(), Holed.HParams.config())
+    recorder = Recorder()
+    assert program.run(state, 3, recorder)["skipped_records"] == 2.0
+    assert recorder.messages == ["points: 2 records could not be read so far and were left out"]

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import pytest
 
+from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner.infeed import make_input
 from layerkit_runner.observers import Observer, RunInfo, Throughput
 from layerkit_runner.partitioning import SpmdPartitioner
@@ -35,7 +36,8 @@ def started(tiny: SimpleNamespace, **train: Any) -> tuple[TrainProgram, Any, Rec
     task = tiny.task_config(learner=learner, train=train).Instantiate()
     partitioner.bind(task)
     points = tiny.Points.HParams.config(batch_size=1, is_training=True, shuffle=False)
-    program = TrainProgram(task, partitioner, make_input(points, partitioner))
+    train_input = Prefetch(source=make_input(points, partitioner))
+    program = TrainProgram(task, partitioner, train_input)
     state = partitioner.init_fn(task)()
     recorder = Recorder()
     info = RunInfo(

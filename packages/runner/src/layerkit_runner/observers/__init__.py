@@ -4,7 +4,7 @@ Importing this package loads neither JAX, tensorboardX, matplotlib nor tqdm: eac
 it is first used.
 """
 
-from layerkit_runner.observers.base import Observer, Observers, RunInfo
+from layerkit_runner.observers.base import DECODE_PREFIX, Observer, Observers, RunInfo
 from layerkit_runner.observers.device_peaks import peak_flops
 from layerkit_runner.observers.finite_loss import FiniteLoss
 from layerkit_runner.observers.loss_curve import draw_loss_curve
@@ -14,6 +14,7 @@ from layerkit_runner.observers.tensorboard import TensorBoard
 from layerkit_runner.observers.throughput import Throughput
 
 __all__ = [
+    "DECODE_PREFIX",
     "FiniteLoss",
     "Metrics",
     "MetricsLog",

@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 from etils import epath
 
+DECODE_PREFIX = "decode/"
+"""Before the name of a data set where the scalars are over what was decoded of it."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunInfo:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import tqdm
 
 _LINES_PER_RUN = 40
+_NOTED_INPUT_WAIT = 0.05
 _BAR_FORMAT = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
 
@@ -246,4 +247,6 @@ def _highlights(scalars: Mapping[str, float]) -> list[str]:
         shown.append(f"{scalars['steps_per_sec']:.3g} steps/s")
     if "mfu" in scalars:
         shown.append(f"mfu {scalars['mfu']:.1%}")
+    if scalars.get("input_wait", 0.0) >= _NOTED_INPUT_WAIT:
+        shown.append(f"waiting for input {scalars['input_wait']:.0%}")
     return shown

@@ -5,6 +5,7 @@ Folders below the job's folder, as Pax users know them:
     summaries/train                    scalars of the training steps, and texts
     summaries/eval_train               evaluation on the training data
     summaries/eval_test_<name>         evaluation on the held-out data set <name>
+    summaries/decode_test_<name>       metrics over what was decoded of the data set <name>
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 from etils import epath
 
 from layerkit_runner.observers.background import Background
-from layerkit_runner.observers.base import Observer, RunInfo
+from layerkit_runner.observers.base import DECODE_PREFIX, Observer, RunInfo
 
 if TYPE_CHECKING:
     import tensorboardX
@@ -114,7 +115,12 @@ def eval_folder(dataset: str) -> str:
 
     >>> eval_folder('train'), eval_folder('held_out'), eval_folder('c4/en')
     ('eval_train', 'eval_test_held_out', 'eval_test_c4_en')
+    >>> eval_folder('decode/prompts')
+    'decode_test_prompts'
     """
     if dataset == "train":
         return "eval_train"
-    return "eval_test_" + re.sub(r"[^\w.-]", "_", dataset)
+    kind, name = "eval", dataset
+    if dataset.startswith(DECODE_PREFIX):
+        kind, name = "decode", dataset.removeprefix(DECODE_PREFIX)
+    return f"{kind}_test_" + re.sub(r"[^\w.-]", "_", name)

@@ -7,6 +7,7 @@ work (evaluation, a blocking save) is taken out by `pause()`.
 from __future__ import annotations
 
 import contextlib
+import operator
 import time
 from collections.abc import Callable, Iterator
 
@@ -25,8 +26,9 @@ class Throughput:
     >>> throughput = Throughput(info, clock=lambda: next(ticks))
     >>> for step in (1, 2, 3):
     ...     throughput.completed(step)
-    >>> throughput.rates()
-    {'step_time': 0.5, 'steps_per_sec': 2.0, 'examples_per_sec': 8.0, 'tokens_per_sec': 128.0}
+    >>> rates = throughput.rates()
+    >>> rates['step_time'], rates['examples_per_sec'], rates['tokens_per_sec']
+    (0.5, 8.0, 128.0)
     """
 
     def __init__(self, info: RunInfo, *, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -34,8 +36,9 @@ class Throughput:
         self._clock = clock
         self._mark: tuple[int, float] | None = None  # step, time up to which all is counted
         self._pause_depth = 0
-        self._window = (0, 0.0)  # steps, seconds since `rates` was last asked
-        self._total = (0, 0.0)
+        # Steps, seconds, and seconds of waiting for data, since `rates` was last asked.
+        self._window: tuple[float, ...] = (0, 0.0, 0.0)
+        self._total: tuple[float, ...] = (0, 0.0, 0.0)
 
     def completed(self, step: int) -> None:
         """Says that `step` has ended on the device, now.
@@ -45,10 +48,17 @@ class Throughput:
         """
         now = self._clock()
         if self._mark is not None and self._pause_depth == 0:
-            steps, seconds = step - self._mark[0], now - self._mark[1]
-            self._window = (self._window[0] + steps, self._window[1] + seconds)
-            self._total = (self._total[0] + steps, self._total[1] + seconds)
+            self._add(step - self._mark[0], now - self._mark[1], 0.0)
         self._mark = (step, now)
+
+    def waited(self, seconds: float) -> None:
+        """Says that the devices stood still for so long, because there was no batch for them."""
+        if self._mark is not None and self._pause_depth == 0:
+            self._add(0, 0.0, seconds)
+
+    def _add(self, *amounts: float) -> None:
+        self._window = tuple(map(operator.add, self._window, amounts))
+        self._total = tuple(map(operator.add, self._total, amounts))
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -68,10 +78,11 @@ class Throughput:
         """Rates since this was last asked; empty when no timed step ended since then.
 
         Returns:
-          step_time (seconds), steps_per_sec and examples_per_sec always; tokens_per_sec,
+          step_time (seconds), steps_per_sec, input_wait (the share of the time in which the devices
+          stood still for want of a batch) and examples_per_sec always; tokens_per_sec,
           tflops_per_sec_per_device (model FLOPs, 1e12) and mfu (a fraction) where known.
         """
-        window, self._window = self._window, (0, 0.0)
+        window, self._window = self._window, (0, 0.0, 0.0)
         return _rates(self._info, *window)
 
     def overall(self) -> dict[str, float]:
@@ -79,13 +90,14 @@ class Throughput:
         return _rates(self._info, *self._total)
 
 
-def _rates(info: RunInfo, steps: int, seconds: float) -> dict[str, float]:
+def _rates(info: RunInfo, steps: float, seconds: float, waited: float) -> dict[str, float]:
     if steps <= 0 or seconds <= 0:
         return {}
     steps_per_sec = steps / seconds
     rates = {
         "step_time": seconds / steps,
         "steps_per_sec": steps_per_sec,
+        "input_wait": min(1.0, waited / seconds),
         "examples_per_sec": steps_per_sec * info.examples_per_step,
     }
     if info.tokens_per_step > 0:

@@ -33,6 +33,7 @@ class Partitioner(Configurable):
     def __post_init__(self) -> None:
         self._mesh: Mesh | None = None
         self._abstract: tuple[SingleTask, TrainState] | None = None
+        self._evaluations: dict[str, tuple[SingleTask, Any]] = {}
 
     def start(self, devices: Any = None) -> None:
         """Arranges the devices (all of them by default) in this partitioner's mesh."""
@@ -61,8 +62,15 @@ class Partitioner(Configurable):
     def _weight_spec(self, path: str, axes: Any, shape: tuple[int, ...]) -> PartitionSpec:
         raise NotImplementedError
 
-    def _spread(self, step: Callable[..., Any], *, output: str) -> Callable[..., Any]:
-        """`step(state, batch, context)` as a function of global `(state, batch)`."""
+    def _spread(
+        self, step: Callable[..., Any], *, output: str | tuple[str, ...]
+    ) -> Callable[..., Any]:
+        """`step(state, batch, context)` as a function of global `(state, batch)`.
+
+        Args:
+          step: Returns a state and an output.
+          output: `ROWS` or `REPLICATED`; of an output that is a tuple, one for each part.
+        """
         raise NotImplementedError
 
     def describe(self) -> str:
@@ -75,6 +83,7 @@ class Partitioner(Configurable):
         """Binds the task's model to this partitioner's mesh and rules."""
         task.bind_sharding(self.model_sharding())
         self._abstract = None
+        self._evaluations.clear()
 
     def abstract_state(self, task: SingleTask) -> TrainState:
         """The state as shapes, dtypes and shardings; nothing is computed."""
@@ -137,12 +146,34 @@ class Partitioner(Configurable):
         )
 
     def eval_step_fn(self, task: SingleTask) -> Any:
-        """Jitted `(state, batch) -> metrics`."""
+        """Jitted `(state, batch) -> metrics`; one function however often it is asked for."""
+        return self._kept(
+            "eval", task, lambda: self._evaluating(task, task.eval_step, output=REPLICATED)
+        )
 
+    def score_step_fn(self, task: SingleTask) -> Any:
+        """Jitted `(state, batch) -> (metrics, rows of all examples)`; see `score_step`."""
+        return self._kept(
+            "score",
+            task,
+            lambda: self._evaluating(task, task.score_step, output=(REPLICATED, ROWS)),
+        )
+
+    def _kept(self, name: str, task: SingleTask, make: Callable[[], Any]) -> Any:
+        """What `make` made for this task before; many data sets are evaluated by one program."""
+        kept_for, made = self._evaluations.get(name, (None, None))
+        if kept_for is not task:
+            made = make()
+            self._evaluations[name] = (task, made)
+        return made
+
+    def _evaluating(
+        self, task: SingleTask, evaluate: Callable[..., Any], *, output: str | tuple[str, ...]
+    ) -> Any:
         def step(state: TrainState, batch: NestedMap, context: Any) -> tuple[Any, Any]:
-            return state, task.eval_step(state, batch, context)
+            return state, evaluate(state, batch, context)
 
-        spread = self._spread(step, output=REPLICATED)
+        spread = self._spread(step, output=output)
         return jax.jit(
             lambda state, batch: spread(state, batch)[1],
             in_shardings=(self.state_shardings(task), self.batch_sharding()),

@@ -44,14 +44,18 @@ class PmapPartitioner(Partitioner):
         self.model_sharding().spec(axes, shape=shape, owner=path)  # unknown names are refused
         return PartitionSpec()
 
-    def _spread(self, step: Callable[..., Any], *, output: str) -> Callable[..., Any]:
+    def _spread(
+        self, step: Callable[..., Any], *, output: str | tuple[str, ...]
+    ) -> Callable[..., Any]:
         context = StepContext(
             batch_sum=functools.partial(jax.lax.psum, axis_name=BATCH_AXIS),
             batch_max=functools.partial(jax.lax.pmax, axis_name=BATCH_AXIS),
             fold_shard=lambda key: jax.random.fold_in(key, jax.lax.axis_index(BATCH_AXIS)),
             num_shards=self.num_batch_shards(),
         )
-        outputs = PartitionSpec(BATCH_AXIS) if output == ROWS else PartitionSpec()
+        outputs = jax.tree.map(
+            lambda kind: PartitionSpec(BATCH_AXIS) if kind == ROWS else PartitionSpec(), output
+        )
         # Gradients are taken of each device's share and added by the step itself. With
         # check_vma=True, JAX would add them while differentiating, and the step once more.
         return jax.shard_map(

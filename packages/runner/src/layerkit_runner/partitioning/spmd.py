@@ -45,7 +45,9 @@ class SpmdPartitioner(Partitioner):
     def _weight_spec(self, path: str, axes: Any, shape: tuple[int, ...]) -> PartitionSpec:
         return self.model_sharding().spec(axes, shape=shape, owner=path)
 
-    def _spread(self, step: Callable[..., Any], *, output: str) -> Callable[..., Any]:
+    def _spread(
+        self, step: Callable[..., Any], *, output: str | tuple[str, ...]
+    ) -> Callable[..., Any]:
         del output  # Every result is global here; jit's out_shardings say where it goes.
         return lambda state, batch: step(state, batch, GLOBAL_BATCH)
 

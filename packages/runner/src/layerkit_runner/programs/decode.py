@@ -1,7 +1,8 @@
 """DecodeProgram: continues the prompts of one data set and keeps them as JSON lines.
 
 With several processes each feeds its own rows, gets the outputs of all rows and makes the same
-records; process 0 writes them, and decides for all whether finished ones are read instead.
+records. Process 0 writes them, decides for all whether finished ones are read instead, and makes
+the metrics that the data set defines over its predictions.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from jax.experimental import multihost_utils
 
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
-from layerkit_runner.observers import Observer
+from layerkit_runner.by_example import ByExample, as_floats, check_has_provenance
+from layerkit_runner.infeed import eval_batches
+from layerkit_runner.observers import DECODE_PREFIX, Observer
 from layerkit_runner.partitioning import Partitioner
+from layerkit_runner.process_exchange import from_process_0
 from layerkit_runner.programs.made_from import (
     describe_settings,
     differences,
@@ -25,8 +29,12 @@ from layerkit_runner.programs.made_from import (
     weights_digest_fn,
     write_with_made_from,
 )
+from layerkit_runner.skipped_records import report_skipped
 from layerkit_runner.task import SingleTask
 from layerkit_runner.train_state import TrainState
+
+# Counted up when records change, so that those of an older form are made again.
+_RECORD_FORMAT = 2
 
 
 class DecodeProgram:
@@ -67,29 +75,50 @@ class DecodeProgram:
         settings and prompts.
 
         Returns:
-          One record per prompt of the global batches: `prompt` (the source, of a model that reads
-          one), `continuation`, `log_prob` (sum over what was drawn, in nats), `num_tokens` and,
-          where the model ranks continuations, `score`. Where several were asked for, `candidates`
-          holds those that were found, best first, each with the same four.
+          One record per prompt of the global batches: `example` (its provenance, where the data
+          set gives one), `prompt` (the source, of a model that reads one), `continuation`,
+          `log_prob` (sum over what was drawn, in nats), `num_tokens` and, where the model ranks
+          continuations, `score`. Where several were asked for, `candidates` holds those that were
+          found, best first, each with the last four.
         """
         path = self.output_path(step)
         made_from: dict[str, Any] = {}
         if path is not None:
             settings = describe_settings(self._task, self.dataset)
-            made_from = {"weights": self._weights_digest(state), **settings}
+            weights = self._weights_digest(state)
+            made_from = {"weights": weights, **settings, "record format": _RECORD_FORMAT}
             if _is_kept(path, made_from, observers):
-                return [json.loads(line) for line in path.read_text().splitlines()]
+                records = [json.loads(line) for line in path.read_text().splitlines()]
+                self._report(records, step, observers)
+                return records
         records = self._decode(state)
         if path is not None and jax.process_index() == 0:
             lines = "".join(json.dumps(record) + "\n" for record in records)
             write_with_made_from(path, lines, made_from)
+        self._report(records, step, observers)
         for record in records[:1]:
-            observers.text(step, self.name, record["prompt"] + record["continuation"])
+            observers.text(step, self.name, f"{record['prompt']}⟫{record['continuation']}")
         return records
+
+    def _report(self, records: list[dict[str, Any]], step: int, observers: Observer) -> None:
+        metrics = report_skipped(self.dataset, self.name, observers)
+        if self.dataset.has_prediction_metrics:
+            predictions = ByExample[str](self.name)
+            predictions.add(
+                [record["example"] for record in records],
+                [record["continuation"] for record in records],
+            )
+            metrics |= from_process_0(
+                lambda: as_floats(self.dataset.prediction_metrics(predictions.values))
+            )
+        if metrics:
+            observers.eval_metrics(step, DECODE_PREFIX + self.name, metrics)
 
     def _decode(self, state: TrainState) -> list[dict[str, Any]]:
         records: list[dict[str, Any]] = []
-        for index, batch in enumerate(self.dataset.eval_batches()):
+        for index, batch in enumerate(eval_batches(self.dataset)):
+            if self.dataset.has_prediction_metrics:
+                check_has_provenance(batch, self.name)
             global_batch = self._partitioner.put_batch(batch)
             outputs = self._step(state, global_batch, np.int32(index))
             records.extend(self._records(jax.device_get(outputs)))
@@ -113,8 +142,11 @@ class DecodeProgram:
                 own = found[row * count : (row + 1) * count]
                 # A search may find fewer than it was asked for; the others have no score.
                 record["candidates"] = [one for one in own if one["score"] is not None]
-        # Rows of padding fill up the last batch; they have no prompt.
-        return [record for record, n in zip(records, prompt_lengths, strict=True) if n > 0]
+        if "provenance" not in outputs:
+            # Rows of padding fill up the last batch; they have no prompt.
+            return [record for record, n in zip(records, prompt_lengths, strict=True) if n > 0]
+        numbered = zip(np.asarray(outputs.provenance).tolist(), records, strict=True)
+        return [{"example": number, **record} for number, record in numbered if number >= 0]
 
     def _continuations(
         self, outputs: NestedMap, prompt_lengths: np.ndarray, *, key: str | None

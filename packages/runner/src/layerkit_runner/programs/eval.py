@@ -1,16 +1,29 @@
-"""EvalProgram: the metrics of a model over one held-out data set."""
+"""EvalProgram: the metrics of a model over one held-out data set.
+
+Two kinds: means of what the model reports of its batches, and, where the data set defines them,
+metrics over the scores that the model gave each of its examples.
+"""
 
 from __future__ import annotations
 
 import collections
+from typing import Any
 
-from layerkit.base_model import Metrics
+import jax
+
+from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
+from layerkit_runner.by_example import ByExample, as_floats, check_has_provenance
+from layerkit_runner.infeed import eval_batches
 from layerkit_runner.metrics import MeanOverBatches
 from layerkit_runner.observers import Observer
 from layerkit_runner.partitioning import Partitioner
+from layerkit_runner.process_exchange import from_process_0
+from layerkit_runner.skipped_records import report_skipped
 from layerkit_runner.task import SingleTask
 from layerkit_runner.train_state import TrainState
+
+SCORE_PREFIX = "score/"
 
 
 class EvalProgram:
@@ -26,26 +39,58 @@ class EvalProgram:
     def __init__(self, task: SingleTask, partitioner: Partitioner, dataset: BaseInput, name: str):
         self._partitioner = partitioner
         self._max_inflight = task.train.max_inflight_steps
-        self._step = partitioner.eval_step_fn(task)
+        self._loss_name = task.loss_name
+        self._scores_examples = dataset.has_score_metrics
+        if self._scores_examples:
+            self._step = partitioner.score_step_fn(task)
+        else:
+            self._step = partitioner.eval_step_fn(task)
         self.dataset = dataset
         self.name = name
 
     def run(self, state: TrainState, step: int, observers: Observer) -> dict[str, float]:
-        """Evaluates the weights after `step` steps, and reports and returns the means.
+        """Evaluates the weights after `step` steps, and reports and returns the metrics.
+
+        Returns:
+          The model's means; `total_weight`, the weight behind the loss; and what the data set makes
+          of the scores of its examples, under `score/…`.
 
         Raises:
           ValueError: the data set is empty.
+          UsageError: its data cannot be read, or it names an example twice that it wants a score
+            of.
         """
-        mean = MeanOverBatches()
-        pending: collections.deque[Metrics] = collections.deque()
-        for batch in self.dataset.eval_batches():
-            pending.append(self._step(state, self._partitioner.put_batch(batch)))
+        mean, scores = MeanOverBatches(), ByExample[float](self.name)
+        pending: collections.deque[Any] = collections.deque()
+
+        def collect() -> None:
+            metrics, rows = pending.popleft()
+            mean.add(metrics)
+            if rows is not None:
+                rows = jax.device_get(rows)
+                scores.add(rows.provenance, rows.scores.tolist())
+
+        for batch in eval_batches(self.dataset):
+            pending.append(self._start(state, batch))
             if len(pending) > self._max_inflight:
-                mean.add(pending.popleft())
+                collect()
         while pending:
-            mean.add(pending.popleft())
-        means = mean.means()
-        if not means:
+            collect()
+        metrics = mean.means()
+        if not metrics:
             raise ValueError(f"the data set {self.name!r} has no batches to evaluate")
-        observers.eval_metrics(step, self.name, means)
-        return means
+        metrics["total_weight"] = mean.weight(self._loss_name)
+        if self._scores_examples:
+            own = from_process_0(lambda: as_floats(self.dataset.score_metrics(scores.values)))
+            metrics |= {f"{SCORE_PREFIX}{name}": value for name, value in own.items()}
+        metrics |= report_skipped(self.dataset, self.name, observers)
+        observers.eval_metrics(step, self.name, metrics)
+        return metrics
+
+    def _start(self, state: TrainState, batch: NestedMap) -> tuple[Any, Any]:
+        """Metrics of a batch and, where they are wanted, scores of its rows; not yet computed."""
+        if self._scores_examples:
+            check_has_provenance(batch, self.name)
+            metrics, rows = self._step(state, self._partitioner.put_batch(batch))
+            return metrics, rows
+        return self._step(state, self._partitioner.put_batch(batch)), None

@@ -1,7 +1,8 @@
 """TrainProgram: runs training steps and reports them without making the device wait.
 
-The host runs at most `max_inflight_steps` ahead. What a step reports is fetched only after later
-steps have been started, so metrics never stall the device.
+The host runs at most `max_inflight_steps` ahead, and the batches of the next steps are sent while
+one runs. What a step reports is fetched only after later steps have been started, so metrics never
+stall the device.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from typing import Any
 
 import jax
 
-from layerkit_inputs.base_input import BaseInput
+from layerkit_inputs.prefetch import Prefetch
+from layerkit_runner.device_feed import DeviceFeed
 from layerkit_runner.observers import Observer, Throughput
 from layerkit_runner.partitioning import Partitioner
+from layerkit_runner.skipped_records import SkippedRecords
 from layerkit_runner.task import SingleTask
 from layerkit_runner.train_state import TrainState
 
@@ -24,13 +27,14 @@ class TrainProgram:
     Args:
       task: What is trained.
       partitioner: Started, and the task bound to it.
-      train_input: Endless batches.
+      train_input: Endless batches; from the first step on, this program's alone.
     """
 
-    def __init__(self, task: SingleTask, partitioner: Partitioner, train_input: BaseInput):
+    def __init__(self, task: SingleTask, partitioner: Partitioner, train_input: Prefetch):
         self._task = task
         self._partitioner = partitioner
         self._input = train_input
+        self._feed = DeviceFeed(train_input, partitioner)
         self._pending: collections.deque[tuple[int, Any]] = collections.deque()
         self._compiled: Any = None
 
@@ -44,13 +48,16 @@ class TrainProgram:
         self._compiled = compiled
         self._observers = observers
         self._throughput = throughput
+        self._skipped = SkippedRecords(self._input, "train", observers)
         self._first_step: int | None = None
 
     def run_step(self, state: TrainState, step: int) -> TrainState:
         """Starts step number `step` (from 1) and returns its state, not yet computed."""
-        batch = self._partitioner.put_batch(self._input.get_next())
+        batch, idle_seconds = self._feed.take(self._is_idle)
+        self._throughput.waited(idle_seconds)
         state, reported = self._compiled(state, batch)
         self._pending.append((step, reported))
+        self._feed.fill()
         # The first step is waited for, so that its loss is seen as soon as there is one.
         limit = 0 if self._first_step is None else self._task.train.max_inflight_steps
         self._first_step = self._first_step or step
@@ -65,7 +72,11 @@ class TrainProgram:
 
     def input_state(self) -> dict[str, Any]:
         """Where the input stands after the steps that were started."""
-        return self._input.get_state()
+        return self._feed.state()
+
+    def _is_idle(self) -> bool:
+        """Whether every step that was started has ended."""
+        return all(leaf.is_ready() for _, step in self._pending for leaf in jax.tree.leaves(step))
 
     def _collect(self) -> None:
         step, (metrics, scalars) = self._pending.popleft()
@@ -80,4 +91,5 @@ class TrainProgram:
             metrics, scalars = jax.device_get((metrics, scalars))
             values = {name: float(metric.value) for name, metric in metrics.items()}
             values |= {name: float(value) for name, value in scalars.items()}
-            self._observers.train_metrics(step, values | self._throughput.rates())
+            values |= self._throughput.rates() | self._skipped.scalars()
+            self._observers.train_metrics(step, values)

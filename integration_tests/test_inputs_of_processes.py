@@ -1,0 +1,112 @@
+"""Several processes read one data set: each example once, ends together, and no death unnoticed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layerkit_runner.observers import read_metrics
+
+EXP = "thirteen_examples.Thirteen"
+SPLITS = ("indexed", "uneven", "empty")
+SHARDS = {
+    1: {},
+    2: {"SHARDS": [9, 4], "EMPTY_SHARDS": [13, 0]},
+    4: {"SHARDS": [7, 1, 0, 5], "EMPTY_SHARDS": [0, 0, 13, 0]},
+}
+SECONDS_TO_NOTICE = 30.0
+
+
+def make(jobs: Any, folder: Path, count: int, **fields: Any) -> Any:
+    """A job for `count` processes of one device each; each device holds rows of its own."""
+    fields = {**SHARDS[count], "ICI_MESH_SHAPE": [count, 1, 1], **fields}
+    return jobs.make(EXP, folder, num_devices=1, **fields)
+
+
+@pytest.fixture(scope="module")
+def alone(jobs: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What one process says of the examples, with the batches that all of them have together."""
+    job = make(jobs, tmp_path_factory.mktemp("alone"), 1, PERCORE_BATCH_SIZE=4.0)
+    job.run()
+    return job
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_example_counts_once_and_all_processes_end(
+    jobs: Any, tmp_path: Path, alone: Any, count: int
+):
+    together = make(jobs, tmp_path, count, PERCORE_BATCH_SIZE=4 / count)
+    together.run_as(count)
+    ours, reference = (read_metrics(job.folder) for job in (together, alone))
+    for theirs, own in zip(reference.train, ours.train, strict=True):
+        assert own["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+    for split in SPLITS:
+        (evaluated,) = ours.evals[split]
+        assert evaluated["total_weight"] == 13.0
+        assert evaluated["score/examples"] == 13
+        assert evaluated["score/numbers"] == sum(range(13))
+        (expected,) = reference.evals["indexed"]
+        for name in ("loss", "accuracy", "score/total"):
+            assert evaluated[name] == pytest.approx(expected[name], rel=1e-4)
+    (decoded,) = ours.evals["decode/uneven"]
+    assert (decoded["examples"], decoded["numbers"]) == (13, sum(range(13)))
+    (path,) = (together.folder / "decode" / "uneven").glob("*.jsonl")
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert sorted(record["example"] for record in records) == list(range(13))
+
+
+@pytest.mark.parametrize(("count", "victim"), [(2, 0), (2, 1), (4, 2)])
+def test_a_process_that_is_killed_is_noticed_by_the_others(
+    jobs: Any, tmp_path: Path, count: int, victim: int
+):
+    job = make(jobs, tmp_path, count, PERCORE_BATCH_SIZE=1.0, **ENDLESS)
+    with job.started_as(count) as processes:
+        wait_for_a_step(job, processes)
+        processes[victim].kill()
+        began = time.monotonic()
+        others = [process for process in processes if process is not processes[victim]]
+        outputs = [process.communicate(timeout=2 * SECONDS_TO_NOTICE)[0] for process in others]
+        assert time.monotonic() - began < SECONDS_TO_NOTICE
+    for process, output in zip(others, outputs, strict=True):
+        assert process.returncode != 0, output
+        assert "that process has ended" in output or "another task died" in output, output
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_is_noticed_by_the_others(jobs: Any, tmp_path: Path):
+    job = make(jobs, tmp_path, 2, PERCORE_BATCH_SIZE=1.0, **ENDLESS)
+    with job.started_as(2) as processes:
+        wait_for_a_step(job, processes)
+        processes[1].send_signal(signal.SIGSTOP)
+        output = processes[0].communicate(timeout=2 * SECONDS_TO_NOTICE)[0]
+    assert processes[0].returncode != 0
+    assert "heartbeat" in output
+
+
+def test_data_that_one_process_cannot_read_end_all(jobs: Any, tmp_path: Path):
+    job = make(jobs, tmp_path, 2, PERCORE_BATCH_SIZE=1.0, FAILS=True, **ENDLESS)
+    with job.started_as(2) as processes:
+        outputs = [process.communicate(timeout=4 * SECONDS_TO_NOTICE)[0] for process in processes]
+    assert processes[0].returncode != 0, outputs[0]
+    assert processes[1].returncode == 2, outputs[1]
+    line = "runner: shard-00001.bin, record 17: it ends in the middle of a number.\n"
+    assert line in outputs[1]
+    assert "Traceback" not in outputs[1]
+
+
+ENDLESS = {"MAX_STEPS": 100_000, "DECAY_START": 100_000, "DECAY_END": 200_000}
+
+
+def wait_for_a_step(job: Any, processes: list[subprocess.Popen[str]]) -> None:
+    log, deadline = job.folder / "metrics.jsonl", time.monotonic() + 120
+    while not (log.exists() and '"loss"' in log.read_text()):
+        for process in processes:
+            assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "no step was logged"
+        time.sleep(0.1)

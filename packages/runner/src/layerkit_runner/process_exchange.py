@@ -1,0 +1,53 @@
+"""What processes of one job tell one another on the host: small values, as JSON.
+
+Every function here must be called by all processes, in the same order; with a single process
+nothing is sent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+_SMALLEST_MESSAGE = 256
+
+
+def gather_values(value: Any) -> list[Any]:
+    """The JSON values that the processes gave, in the order of their numbers."""
+    if jax.process_count() == 1:
+        return [value]
+    message = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(message.size))
+    # Powers of two, since each new size is compiled anew.
+    room = _SMALLEST_MESSAGE
+    while room < sizes.max():
+        room *= 2
+    padded = np.zeros(room, np.uint8)
+    padded[: message.size] = message
+    messages = multihost_utils.process_allgather(padded)
+    return [json.loads(row[:size].tobytes()) for row, size in zip(messages, sizes, strict=True)]
+
+
+def from_process_0(make: Callable[[], Any]) -> Any:
+    """The JSON value that `make` returns on process 0, which alone calls it.
+
+    Raises:
+      Exception: what `make` raised; a ValueError with its text on the other processes.
+    """
+    value, error = None, None
+    if jax.process_index() == 0:
+        try:
+            value = make()
+        except Exception as problem:  # told to the others, who would wait in vain, then raised
+            error = problem
+    told = gather_values([value, error and f"process 0: {type(error).__name__}: {error}"])[0]
+    if error is not None:
+        raise error
+    if told[1] is not None:
+        raise ValueError(told[1])
+    return told[0]
