@@ -1,0 +1,287 @@
+"""What a reader costs: its examples per second against those of the bare library.
+
+A reader and its rival (`input_rivals/`) read the same data in one process by the same transforms,
+with the same batch, workers and prefetch, taking turns; their batches are compared first. Printed
+are, for each reader: examples per second; the ratio of speeds (above 1: the reader is faster), by
+the clock as the median over the rounds with quartiles, and by processor time of this process;
+bytes of its state as JSON; and seconds from making it to its first batch beside the rival's, with
+libraries imported and caches filled. With `--wait` instead: the share of its time that the
+quickstart's training waits for input.
+
+    python benchmarks/input.py
+    python benchmarks/input.py --readers TokenRecords GrainMapInput --rounds 60
+    python benchmarks/input.py --wait
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import itertools
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+import numpy as np
+from input_rivals.contest import BATCH_SIZE, LENGTH, Contest, fields_of_batch
+
+from layerkit_inputs import BaseInput
+
+SLICE_SECONDS = 0.2
+STARTS, START_SECONDS = 5, 10.0
+"""Most starts that are timed, and most seconds after which another one begins."""
+SIDES = ("ours", "bare")
+
+
+class Entry(NamedTuple):
+    """Where a contest is defined."""
+
+    module: str
+    function: str
+    rival: str
+    extra: str | None = None
+    """What of layerkit-inputs both sides need."""
+
+
+CONTESTS = {
+    "LocalText": Entry("numpy_loops", "local_text", "NumPy"),
+    "SyntheticInput": Entry("numpy_loops", "synthetic", "NumPy"),
+    "Mixture": Entry("numpy_loops", "mixture", "NumPy"),
+    "MultiInput": Entry("numpy_loops", "multi_input", "NumPy"),
+    "TokenRecords": Entry("token_files", "token_records", "array_record, NumPy", "grain"),
+    "ArrayRecordRows": Entry("grain_pipelines", "array_record_rows", "grain", "grain"),
+    "GrainMapInput": Entry("grain_pipelines", "map_input", "grain", "grain"),
+    "GrainMapInput, 4 threads": Entry("grain_pipelines", "map_input_on_threads", "grain", "grain"),
+    "GrainIterInput": Entry("grain_pipelines", "iter_input", "grain", "grain"),
+    "GrainIterInput, 1 worker": Entry("grain_pipelines", "iter_input_by_worker", "grain", "grain"),
+    "ParquetRows": Entry("grain_pipelines", "parquet_rows", "grain", "grain"),
+    "HuggingFaceInput": Entry("hugging_face", "mapped_text", "datasets", "hf"),
+    "HuggingFaceStream": Entry("hugging_face", "streamed_text", "datasets", "hf"),
+    "HuggingFaceColumns": Entry("hugging_face", "columns", "datasets", "hf"),
+    "SeqIOInput, packed": Entry("seqio_tasks", "packed", "seqio", "seqio"),
+    "SeqIOInput": Entry("seqio_tasks", "unpacked", "seqio", "seqio"),
+    "LingvoInputAdaptor": Entry("lingvo_generators", "generator", "lingvo", "lingvo"),
+}
+PACKAGES = (
+    "numpy",
+    "grain",
+    "array_record",
+    "datasets",
+    "pyarrow",
+    "seqio",
+    "tensorflow",
+    "lingvo",
+)
+
+
+class Turn(NamedTuple):
+    """A slice of a round."""
+
+    seconds: float
+    cpu_seconds: float
+
+
+class Figures(NamedTuple):
+    """What was measured of a reader."""
+
+    examples_per_second: float
+    ratios: list[float]
+    cpu_ratio: float
+    """Of all rounds together."""
+    state_bytes: int
+    start_seconds: tuple[float, float]
+
+
+class Side(NamedTuple):
+    """A reader or its rival, at work."""
+
+    batches: Iterator[Any]
+    close: Callable[[], None]
+
+
+def start(contest: Contest, name: str) -> Side:
+    """Makes the side `ours` or `bare`."""
+    if name == "bare":
+        batches = contest.bare()
+        return Side(batches, getattr(batches, "close", lambda: None))
+    reader = contest.ours()
+    return Side(endless(reader), reader.close)
+
+
+def endless(reader: BaseInput) -> Iterator[Mapping[str, Any]]:
+    """The batches of a reader."""
+    while True:
+        yield reader.get_next()
+
+
+def check_alike(contest: Contest) -> None:
+    """Compares the first batches: fields, shapes and dtypes, and values where the order is one."""
+    sides = [start(contest, name) for name in SIDES]
+    for left, right in itertools.islice(zip(*(side.batches for side in sides), strict=False), 3):
+        mine, other = fields_of_batch(left), fields_of_batch(right)
+        if contest.renamed is not None:
+            mine = {name: mine[name] for name in contest.renamed.values()}
+            other = {name: other[old] for old, name in contest.renamed.items()}
+        assert mine.keys() == other.keys(), (sorted(mine), sorted(other))
+        for name, array in mine.items():
+            assert array.shape == other[name].shape, (name, array.shape, other[name].shape)
+            same_kind = array.dtype.kind == other[name].dtype.kind
+            assert same_kind or contest.renamed, (name, array.dtype, other[name].dtype)
+            if contest.is_same_order:
+                np.testing.assert_array_equal(array, other[name], err_msg=name)
+    for side in sides:
+        side.close()
+
+
+def take(batches: Iterator[Any], count: int) -> Turn:
+    """The time that so many batches took, by the clock and of the processors."""
+    began, cpu_began = time.perf_counter(), time.process_time()
+    for _ in range(count):
+        next(batches)
+    return Turn(time.perf_counter() - began, time.process_time() - cpu_began)
+
+
+def start_seconds(contest: Contest) -> tuple[float, float]:
+    """Seconds to the first batch: median of the reader's and of the rival's, in turns."""
+    taken: dict[str, list[float]] = {name: [] for name in SIDES}
+    while len(taken["bare"]) < STARTS and sum(map(sum, taken.values())) < START_SECONDS:
+        for name in SIDES:
+            began = time.perf_counter()
+            side = start(contest, name)
+            next(side.batches)
+            taken[name].append(time.perf_counter() - began)
+            side.close()
+    return statistics.median(taken["ours"]), statistics.median(taken["bare"])
+
+
+def measure(contest: Contest, rounds: int) -> Figures:
+    """Has both read in turns; who begins alternates."""
+    check_alike(contest)
+    started = start_seconds(contest)
+    reader = contest.ours()
+    bare = start(contest, "bare")
+    sides = {"ours": endless(reader), "bare": bare.batches}
+    count = contest.least_batches
+    while max(take(batches, count).seconds for batches in sides.values()) < SLICE_SECONDS:
+        count *= 2
+    turns: dict[str, list[Turn]] = {name: [] for name in SIDES}
+    for number in range(rounds):
+        for name in SIDES if number % 2 else reversed(SIDES):
+            turns[name].append(take(sides[name], count))
+    state_bytes = len(json.dumps(reader.get_state()))
+    reader.close()
+    bare.close()
+    cpu = {name: sum(turn.cpu_seconds for turn in taken) for name, taken in turns.items()}
+    pairs = list(zip(turns["ours"], turns["bare"], strict=True))
+    return Figures(
+        examples_per_second=count
+        * BATCH_SIZE
+        / statistics.median(turn.seconds for turn in turns["ours"]),
+        ratios=[theirs.seconds / ours.seconds for ours, theirs in pairs],
+        cpu_ratio=cpu["bare"] / cpu["ours"],
+        state_bytes=state_bytes,
+        start_seconds=started,
+    )
+
+
+def line_of(name: str, rival: str, figures: Figures) -> str:
+    """A line of the table."""
+    low, middle, high = statistics.quantiles(figures.ratios, n=4)
+    ours, bare = figures.start_seconds
+    return (
+        f"{name:26} {rival:20} {figures.examples_per_second:9.0f}   "
+        f"{middle:5.2f} ({low:.2f} to {high:.2f})   {figures.cpu_ratio:5.2f}   "
+        f"{figures.state_bytes:7d}   {ours:6.3f} / {bare:.3f}"
+    )
+
+
+def run_contest(name: str, rounds: int) -> str:
+    """Measures one reader; says what is missing where it cannot be measured."""
+    entry = CONTESTS[name]
+    try:
+        module = importlib.import_module(f"input_rivals.{entry.module}")
+    except ImportError as error:
+        how = f"pip install 'layerkit-inputs[{entry.extra}]'"
+        if entry.extra == "lingvo":
+            how += " and scripts/install_lingvo.py"
+        return f"{name:26} skipped ({error}): {how}"
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        contest = getattr(module, entry.function)(Path(folder))
+        return line_of(name, entry.rival, measure(contest, rounds))
+
+
+def print_wait(steps: int) -> None:
+    """Trains the quickstart and prints how much of its time it waited for input."""
+    with tempfile.TemporaryDirectory() as folder:
+        runner = [sys.executable, "-m", "layerkit_runner.cli", "--exp=lm.quickstart.LocalText"]
+        fields = [f"--fdl.MAX_STEPS={steps}", "--fdl.WARMUP_STEPS=10"]
+        command = [*runner, f"--job_log_dir={folder}", *fields]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        (metrics,) = Path(folder).rglob("metrics.jsonl")
+        records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    waits = [record["input_wait"] for record in records if "input_wait" in record]
+    times = [record["step_time"] for record in records if "step_time" in record]
+    print(
+        f"{steps} steps of {1e3 * statistics.median(times):.1f} ms (median): waited for input "
+        f"{statistics.mean(waits):.2%} of the time, at most {max(waits):.2%} of a stretch"
+    )
+
+
+def versions(names: Sequence[str]) -> str:
+    """Those that are installed."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join(f"{name} {version}" for name, version in found.items())
+
+
+def parse_args() -> argparse.Namespace:
+    """What to measure, from the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--readers", nargs="+", metavar="NAME", help="names, or beginnings of them")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--wait", action="store_true", help="only how long a training step waits")
+    parser.add_argument("--wait_steps", type=int, default=200)
+    args = parser.parse_args()
+    wanted = args.readers or list(CONTESTS)
+    args.names = [n for n in CONTESTS if any(n.startswith(begin) for begin in wanted)]
+    if not args.names:
+        parser.error(f"--readers {wanted}: none of {list(CONTESTS)}")
+    return args
+
+
+def main() -> None:
+    """Measures and prints."""
+    args = parse_args()
+    cores = os.cpu_count()
+    print(f"{platform.machine()}, {cores} cores, Python {platform.python_version()}")
+    print(versions(PACKAGES))
+    if args.wait:
+        print_wait(args.wait_steps)
+        return
+    print(f"batches of {BATCH_SIZE} rows of {LENGTH} tokens, {args.rounds} rounds")
+    print(
+        f"{'reader':26} {'rival':20} examples/s   speed (quartiles)       by CPU     state   "
+        "start-up s: ours / rival"
+    )
+    for name in args.names:
+        print(run_contest(name, args.rounds), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What `benchmarks/input.py` compares readers with: the same work without this project."""

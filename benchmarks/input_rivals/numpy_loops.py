@@ -1,0 +1,178 @@
+"""Hand-written NumPy loops, for readers that stand on no library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from input_rivals.contest import BATCH_SIZE, LENGTH, Batch, Contest, texts
+from layerkit_inputs import LocalText, SyntheticInput
+from layerkit_inputs.mixture import Mixture
+from layerkit_inputs.multi_input import MultiInput
+from layerkit_inputs.text_files import find_text_files, split_files
+
+BOS, EOS, FIRST_BYTE = 1, 2, 3
+VOCABULARY = 32_000
+NOISE = 0.1
+HELDOUT = 1e-9
+"""One file."""
+
+
+class PackedText:
+    """Documents laid end to end in memory, with inputs and labels as two streams."""
+
+    def __init__(self, documents: Sequence[bytes]):
+        framed = [
+            np.concatenate([[BOS], np.frombuffer(text, np.uint8) + np.int16(FIRST_BYTE), [EOS]])
+            for text in documents
+        ]
+        inputs = np.concatenate([ids[:-1] for ids in framed]).astype(np.int16)
+        labels = np.concatenate([ids[1:] for ids in framed]).astype(np.int16)
+        self.num_rows = -(-len(inputs) // LENGTH)
+        missing = self.num_rows * LENGTH - len(inputs)
+        self._inputs = np.pad(inputs, (0, missing)).reshape(-1, LENGTH)
+        self._labels = np.pad(labels, (0, missing)).reshape(-1, LENGTH)
+
+    def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Rows by number, with the fields of a language model's batch."""
+        ids, labels = self._inputs[rows].astype(np.int32), self._labels[rows].astype(np.int32)
+        return {"ids": ids, "labels": labels, **masks_and_segments(ids)}
+
+    def batches(self) -> Iterator[dict[str, np.ndarray]]:
+        """Shuffled epochs that run on into one another."""
+        numbers = shuffled_epochs(self.num_rows)
+        while True:
+            yield self.read(np.array([next(numbers) for _ in range(BATCH_SIZE)]))
+
+
+def masks_and_segments(ids: np.ndarray) -> dict[str, np.ndarray]:
+    """What follows from ids `[rows, length]` in which each document begins with `BOS`."""
+    valid = ids > 0
+    begins = ids == BOS
+    segments = np.cumsum(begins, axis=1) + 1 - begins[:, :1]
+    columns = np.arange(ids.shape[1])
+    since = np.maximum.accumulate(np.where(begins, columns, 0), axis=1)
+    return {
+        "weights": valid.astype(np.float32),
+        "paddings": (~valid).astype(np.float32),
+        "segment_ids": np.where(valid, segments, 0).astype(np.int32),
+        "segment_pos": np.where(valid, columns - since, 0).astype(np.int32),
+    }
+
+
+def shuffled_epochs(num_rows: int) -> Iterator[int]:
+    """Row numbers, each epoch in an order drawn from its number."""
+    epoch = 0
+    while True:
+        generator = np.random.Generator(np.random.Philox(key=np.array([0, epoch], np.uint64)))
+        yield from generator.permutation(num_rows).tolist()
+        epoch += 1
+
+
+def _write_files(folder: Path) -> list[str]:
+    paths = [folder / f"{number:05}.txt" for number in range(len(texts()))]
+    for path, text in zip(paths, texts(), strict=True):
+        path.write_text(text)
+    return [str(path) for path in paths]
+
+
+def _local_text(paths: Sequence[str]) -> Any:
+    return LocalText.HParams.config(paths=paths, seq_length=LENGTH, heldout_fraction=HELDOUT)
+
+
+def _packed(paths: Sequence[str]) -> PackedText:
+    files, _ = split_files(find_text_files(paths), heldout_fraction=HELDOUT)
+    return PackedText([file.path.read_bytes() for file in files])
+
+
+def local_text(folder: Path) -> Contest:
+    """Rows cut from documents in memory."""
+    paths = _write_files(folder)
+    return Contest(
+        ours=_local_text(paths).set(batch_size=BATCH_SIZE, is_training=True).Instantiate,
+        bare=lambda: _packed(paths).batches(),
+        is_same_order=True,
+    )
+
+
+def _walks() -> Iterator[Batch]:
+    generator = np.random.default_rng(0)
+    cycle = generator.permutation(VOCABULARY).astype(np.int32)
+    shape = BATCH_SIZE, LENGTH + 1
+    while True:
+        jumps = generator.random(shape, np.float32) < NOISE
+        jumps[:, 0] = True
+        steps = np.where(jumps, generator.integers(VOCABULARY, size=shape, dtype=np.int32), 1)
+        tokens = cycle[np.cumsum(steps, axis=1, dtype=np.int64) % VOCABULARY]
+        yield {
+            "ids": tokens[:, :-1],
+            "labels": tokens[:, 1:],
+            "weights": np.ones((BATCH_SIZE, LENGTH), np.float32),
+            "paddings": np.zeros((BATCH_SIZE, LENGTH), np.float32),
+            "segment_ids": np.ones((BATCH_SIZE, LENGTH), np.int32),
+            "segment_pos": np.tile(np.arange(LENGTH, dtype=np.int32), (BATCH_SIZE, 1)),
+        }
+
+
+def synthetic(folder: Path) -> Contest:
+    """Random walks; the rival draws a batch at once, so its rows have no numbers."""
+    config = SyntheticInput.HParams.config(
+        vocab_size=VOCABULARY, seq_length=LENGTH, noise=NOISE, batch_size=BATCH_SIZE
+    )
+    return Contest(config.set(is_training=True).Instantiate, _walks)
+
+
+def _mixed(streams: Sequence[PackedText], shares: Sequence[float]) -> Iterator[Batch]:
+    generator = np.random.default_rng(0)
+    numbers = [shuffled_epochs(stream.num_rows) for stream in streams]
+    while True:
+        turns = generator.choice(len(streams), size=BATCH_SIZE, p=shares)
+        order = np.argsort(np.argsort(turns, kind="stable"))
+        parts = [
+            stream.read(
+                np.array([next(numbers[index]) for _ in range(np.sum(turns == index))], int)
+            )
+            for index, stream in enumerate(streams)
+        ]
+        yield {name: np.concatenate([part[name] for part in parts])[order] for name in parts[0]}
+
+
+def mixture(folder: Path) -> Contest:
+    """Rows of two corpora, 70 and 30 of a hundred; the rival draws whose turn it is."""
+    paths = _write_files(folder)
+    halves = {"even": paths[::2], "odd": paths[1::2]}
+    return Contest(
+        ours=Mixture.HParams.config(
+            components={name: _local_text(half) for name, half in halves.items()},
+            weights={"even": 0.7, "odd": 0.3},
+            batch_size=BATCH_SIZE,
+            is_training=True,
+        ).Instantiate,
+        bare=lambda: _mixed([_packed(half) for half in halves.values()], [0.7, 0.3]),
+    )
+
+
+def _side_by_side(one: Iterator[Batch], other: Iterator[Batch]) -> Iterator[Batch]:
+    for left, right in zip(one, other, strict=True):
+        parts = {"even": left, "odd": right}
+        yield {
+            name: {field: array[:, None] for field, array in part.items()}
+            for name, part in parts.items()
+        }
+
+
+def multi_input(folder: Path) -> Contest:
+    """Batches of two corpora in one."""
+    paths = _write_files(folder)
+    halves = {"even": paths[::2], "odd": paths[1::2]}
+    return Contest(
+        ours=MultiInput.HParams.config(
+            input_to_params={name: _local_text(half) for name, half in halves.items()},
+            batch_size=BATCH_SIZE,
+            is_training=True,
+        ).Instantiate,
+        bare=lambda: _side_by_side(*(_packed(half).batches() for half in halves.values())),
+    )
