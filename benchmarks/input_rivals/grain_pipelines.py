@@ -22,9 +22,9 @@ from input_rivals.contest import (
     token_rows,
 )
 from layerkit_inputs import BaseInput, Prefetch
-from layerkit_inputs.grain_input import ArrayRecordRows, GrainMapInput
-from layerkit_inputs.grain_iter_input import GrainIterInput
-from layerkit_inputs.parquet_rows import ParquetRows
+from layerkit_inputs.grain_adaptor.iter_input import GrainIterInput
+from layerkit_inputs.grain_adaptor.map_input import ArrayRecordRows, GrainMapInput
+from layerkit_inputs.grain_adaptor.parquet_rows import ParquetRows
 
 # Grain's worker processes ask for flags, which a program without absl never parses.
 if not flags.FLAGS.is_parsed():

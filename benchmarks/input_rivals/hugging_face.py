@@ -19,9 +19,9 @@ from input_rivals.contest import (
     write_json_lines,
 )
 from input_rivals.numpy_loops import BOS, EOS, FIRST_BYTE, masks_and_segments
-from layerkit_inputs.hf_columns import HuggingFaceColumns
-from layerkit_inputs.hf_input import HuggingFaceInput
-from layerkit_inputs.hf_stream import HuggingFaceStream
+from layerkit_inputs.hugging_face.columns import HuggingFaceColumns
+from layerkit_inputs.hugging_face.input import HuggingFaceInput
+from layerkit_inputs.hugging_face.stream import HuggingFaceStream
 
 datasets.disable_progress_bars()
 

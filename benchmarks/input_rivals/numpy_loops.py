@@ -10,8 +10,8 @@ import numpy as np
 
 from input_rivals.contest import BATCH_SIZE, LENGTH, Batch, Contest, texts
 from layerkit_inputs import LocalText, SyntheticInput
-from layerkit_inputs.mixture import Mixture
-from layerkit_inputs.multi_input import MultiInput
+from layerkit_inputs.mixing.mixture import Mixture
+from layerkit_inputs.mixing.multi_input import MultiInput
 from layerkit_inputs.text_files import find_text_files, split_files
 
 BOS, EOS, FIRST_BYTE = 1, 2, 3

@@ -25,9 +25,9 @@ from layerkit.near_names import near_names
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.bad_records import BadRecords, OnBadRecord
 from layerkit_inputs.first_fit import DocumentPieces, PackingPlan, cut_documents, plan_packing
+from layerkit_inputs.grain_adaptor.row_batches import blank_rows
 from layerkit_inputs.indexed_input import IndexedInput
 from layerkit_inputs.packing import num_stream_rows
-from layerkit_inputs.row_batches import blank_rows
 from layerkit_inputs.token_store import TokenStore
 from layerkit_inputs.tokenizers import ByteTokenizer, Tokenizer
 

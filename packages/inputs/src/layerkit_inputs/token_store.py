@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from layerkit.near_names import near_names
-from layerkit_inputs.array_records import ArrayRecordFiles
 from layerkit_inputs.bad_records import BadRecordError, BadRecords
+from layerkit_inputs.grain_adaptor.array_records import ArrayRecordFiles
 
 ABOUT_FILE = "about.json"
 ENDS_FILE = "document_ends.int64"

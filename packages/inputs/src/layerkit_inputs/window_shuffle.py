@@ -14,8 +14,8 @@ import numpy as np
 
 from layerkit.config import Config, sub_config_field
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.components import build_components, checked_configs, joined_rows
-from layerkit_inputs.composite_input import CompositeInput
+from layerkit_inputs.mixing.components import build_components, checked_configs, joined_rows
+from layerkit_inputs.mixing.composite_input import CompositeInput
 from layerkit_inputs.state import Scope
 
 

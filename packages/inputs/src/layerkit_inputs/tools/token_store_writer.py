@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from layerkit_inputs.array_records import WRITER_OPTIONS
 from layerkit_inputs.extras import require
+from layerkit_inputs.grain_adaptor.array_records import WRITER_OPTIONS
 from layerkit_inputs.token_store import BLOCK_LENGTH, ENDS_FILE, Shard, SplitAbout
 
 

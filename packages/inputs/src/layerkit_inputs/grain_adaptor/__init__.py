@@ -1,0 +1,1 @@
+"""Readers on Grain: its pipelines, ArrayRecord and Parquet files; no TensorFlow."""

@@ -1,0 +1,1 @@
+"""Readers of Hugging Face data sets, mapped or streamed."""

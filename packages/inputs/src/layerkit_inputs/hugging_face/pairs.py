@@ -1,0 +1,119 @@
+"""HuggingFacePairs: inputs and targets of a Hugging Face data set for an encoder-decoder model."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from layerkit.near_names import near_names
+from layerkit.nested_map import NestedMap
+from layerkit_inputs.features import encoder_decoder_features, trim_tokens
+from layerkit_inputs.first_fit import PackingPlan, plan_packing
+from layerkit_inputs.hugging_face.input import TokenisedText
+
+PairPacking = Literal["first_fit", "none"]
+"""How pairs share rows: whole pairs, several to a row, or one a row."""
+
+
+class HuggingFacePairs(TokenisedText):
+    """Rows of inputs (`src`) and targets (`tgt`), each column ended by EOS as SeqIO's tasks do.
+
+    Batches hold `src` and `tgt`, each with `ids`, `segment_ids`, `segment_pos` (int32) and
+    `paddings` (float32), `tgt` also with `labels` (int32) and `weights` (float32), `[batch,
+    inputs_length]` and `[batch, targets_length]`; outside of training also `provenance` and
+    `eval_sample_weights`, each `[batch]`. With `packing="first_fit"` a pair has the same number in
+    the `segment_ids` of both sides.
+    """
+
+    inputs_length: int = 512
+    """Positions of a row of inputs, EOS included."""
+    targets_length: int = 128
+    """Positions of a row of targets, EOS included."""
+    packing: PairPacking = "first_fit"
+    """`first_fit` (several pairs a row) or `none`."""
+    trim: bool = False
+    """Of longer inputs or targets read only the beginning, and EOS. False: they are refused."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.inputs_field is None:
+            raise self._refuse("inputs_field is not set; expected the column that `src` is from.")
+        known = get_args(PairPacking)
+        if self.packing not in known:
+            raise self._refuse(
+                f"packing={self.packing!r}{near_names(str(self.packing), known)} Expected one of "
+                f"{known}."
+            )
+        for field in ("inputs_length", "targets_length"):
+            if getattr(self, field) < 1:
+                raise self._refuse(f"{field}={getattr(self, field)}; expected at least 1.")
+
+    @functools.cached_property
+    def _lengths(self) -> np.ndarray:
+        """int64 `[pairs, 2]`: positions that inputs and targets take in a row."""
+        num_inputs = self._documents.num_inputs
+        assert num_inputs is not None
+        # The document's predictions are the inputs, the targets, and EOS where there is one.
+        num_targets = self._documents.num_predictions - num_inputs
+        has_eos = self._tokenizer.eos_id is not None
+        lengths = np.stack([num_inputs + has_eos, num_targets], axis=1)
+        limits = np.array([self.inputs_length, self.targets_length])
+        too_long = np.flatnonzero((lengths > limits).any(axis=1))
+        if len(too_long) and not self.trim:
+            pair = too_long[0]
+            raise self._refuse(
+                f"pair {pair} takes {lengths[pair].tolist()} positions for inputs and targets, a "
+                f"row holds {limits.tolist()} (inputs_length, targets_length); use longer rows, or "
+                "trim=True to read only beginnings."
+            )
+        return np.minimum(lengths, limits)
+
+    @functools.cached_property
+    def _plan(self) -> PackingPlan:
+        return plan_packing(self._lengths, (self.inputs_length, self.targets_length))
+
+    def _num_rows(self) -> int:
+        return self._plan.num_rows if self.packing == "first_fit" else len(self._lengths)
+
+    def _pair(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and targets, each int32 `[tokens]` and ended by EOS."""
+        documents, eos_id = self._documents, self._tokenizer.eos_id
+        whole = documents.segment(number, 0, int(documents.num_predictions[number]))
+        tokens = whole.tokens if eos_id is None else whole.tokens[:-1]
+        inputs, targets = tokens[: whole.num_inputs], tokens[whole.num_inputs :]
+        return (
+            trim_tokens(inputs, length=self.inputs_length, eos_id=eos_id),
+            trim_tokens(targets, length=self.targets_length, eos_id=eos_id),
+        )
+
+    def _read_rows(self, rows: np.ndarray) -> NestedMap:
+        contents = [
+            self._plan.documents_of(row).tolist() if self.packing == "first_fit" else [row]
+            for row in rows.tolist()
+        ]
+        pairs = [self._pair(number) for numbers in contents for number in numbers]
+        ends = np.cumsum([len(numbers) for numbers in contents])
+        return encoder_decoder_features(
+            [inputs for inputs, _ in pairs],
+            [targets for _, targets in pairs],
+            inputs_length=self.inputs_length,
+            targets_length=self.targets_length,
+            rows=None
+            if self.packing == "none"
+            else [
+                range(end - len(numbers), end) for numbers, end in zip(contents, ends, strict=True)
+            ],
+            bos_id=self._tokenizer.start_id,
+            pad_id=self._tokenizer.pad_id,
+        )
+
+    def _fingerprint(self) -> dict[str, Any]:
+        return {
+            **super()._fingerprint(),
+            "inputs_length": self.inputs_length,
+            "targets_length": self.targets_length,
+            "packing": self.packing,
+            "trim": self.trim,
+        }

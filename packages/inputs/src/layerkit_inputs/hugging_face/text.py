@@ -1,0 +1,144 @@
+"""Text, or token ids, in columns of a Hugging Face data set: examples of token ids.
+
+A column of strings is encoded by the reader's tokenizer. A column of lists of integers holds ids
+already, which that tokenizer made. Either may come in two columns, inputs and targets, and then
+only targets count for the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from layerkit_inputs.extras import require
+from layerkit_inputs.features import as_tokens
+from layerkit_inputs.hugging_face.data import HuggingFaceData
+from layerkit_inputs.tokenizers import ByteTokenizer, Tokenizer
+
+
+class Example(NamedTuple):
+    """Token ids of an example, without special ids; each int32 `[tokens]`."""
+
+    inputs: np.ndarray
+    """Empty where there is no column of inputs."""
+    targets: np.ndarray
+
+
+class HuggingFaceText(HuggingFaceData):
+    """Fields and columns that the readers of Hugging Face's text share."""
+
+    token_unit: ClassVar[str] = "token"
+
+    text_field: str = "text"
+    """The column with the text or token ids; with `inputs_field`, that of the targets."""
+    inputs_field: str | None = None
+    """The column that targets are predicted from; its tokens count for no loss. None: there is
+    none."""
+    tokenizer: Tokenizer | None = None
+    """What turns text into ids. None: bytes. Of a column of ids, the one that made them."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._tokenizer = ByteTokenizer() if self.tokenizer is None else self.tokenizer
+        if isinstance(self._tokenizer, ByteTokenizer):
+            self.token_unit = "byte"  # type: ignore[misc]  # this reader's own
+
+    def _text_columns(self) -> list[str]:
+        return [*([] if self.inputs_field is None else [self.inputs_field]), self.text_field]
+
+    def _check_text_columns(self, column_names: Sequence[str]) -> None:
+        self._check_column("text_field", self.text_field, column_names)
+        if self.inputs_field is not None:
+            self._check_column("inputs_field", self.inputs_field, column_names)
+
+    def _examples(self, table: Any, order: Sequence[int]) -> Iterator[tuple[int, Example | str]]:
+        """Rows of an Arrow table, in this order: number in the table, and example or problem."""
+        arrow = require("pyarrow", needed_by=type(self).__qualname__)
+        self._check_text_columns(table.column_names)
+        columns = []
+        for name in self._text_columns():
+            column = table.column(name)
+            if arrow.types.is_string(column.type) or arrow.types.is_large_string(column.type):
+                # As bytes, since broken UTF-8 is found by whoever decodes it.
+                column = column.cast(arrow.large_binary())
+            else:
+                self._check_ids_column(arrow, name, column.type)
+            columns.append(column)
+        for row in order:
+            try:
+                parts = [self._tokens(column[row].as_py()) for column in columns]
+            except UnicodeDecodeError as error:
+                byte = error.object[error.start]
+                yield row, f"byte {error.start} of the text is 0x{byte:02x}, which is not UTF-8."
+            except ValueError as error:
+                yield row, str(error)
+            else:
+                inputs = parts[0] if len(parts) > 1 else np.zeros(0, np.int32)
+                yield row, Example(inputs, parts[-1])
+
+    def _check_ids_column(self, arrow: Any, name: str, kind: Any) -> None:
+        is_list = arrow.types.is_list(kind) or arrow.types.is_large_list(kind)
+        if arrow.types.is_null(kind):
+            return
+        if not is_list or not arrow.types.is_integer(kind.value_type):
+            raise self._refuse(
+                f"column {name!r} holds {kind}; expected strings, or lists of integers (token ids)."
+            )
+        if self.tokenizer is None:
+            raise self._refuse(
+                f"column {name!r} holds token ids; set the tokenizer that made them."
+            )
+
+    def _tokens(self, value: bytes | list[int] | None) -> np.ndarray:
+        if value is None:
+            raise ValueError("no text (null).")
+        if isinstance(value, bytes):
+            return self._tokenizer.encode(value)
+        if None in value:
+            raise ValueError("a null among the token ids.")
+        ids = as_tokens(value, where="the token ids")
+        if len(ids) and ids.max() >= self._tokenizer.vocab_size:
+            raise ValueError(
+                f"token id {ids.max()}; the tokenizer has {self._tokenizer.vocab_size} ids."
+            )
+        return ids
+
+    def _report(self, record: int, problem: str) -> None:
+        """Takes note of an example that cannot be used, or raises with its file and number."""
+        if self.on_bad_record == "refuse":
+            self._raise_first_bad_example()
+        self._bad.report(file=f"split {self.split!r}", record=record, problem=problem)
+
+    def _raise_first_bad_example(self) -> None:
+        """Goes through the files one by one, since a data set does not tell where a row is from."""
+        datasets = self._library()
+        if not self._files or any("://" in file for file in self._files):
+            return
+        for file in self._files:
+            builder = datasets.load_dataset_builder(
+                self._format, data_files=[file], cache_dir=self.cache_dir
+            )
+            stream = builder.as_streaming_dataset(split="train").with_format("arrow")
+            first = 0
+            for table in stream.iter(1000):
+                for row, example in self._examples(table, range(table.num_rows)):
+                    if isinstance(example, str):
+                        self._bad.report(file=file, record=first + row, problem=example)
+                first += table.num_rows
+
+    def _text_identity(self) -> dict[str, Any]:
+        """What decides the tokens of an example, beside the data."""
+        return {
+            "split": self.split,
+            "text_field": self.text_field,
+            "inputs_field": self.inputs_field,
+            "tokenizer": self._tokenizer.fingerprint(),
+        }
+
+    def ids_to_strings(
+        self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None
+    ) -> list[str]:
+        """Text of ids int `[batch, length]`; special ids vanish."""
+        return [self._tokenizer.decode(row[:n]) for row, n in zip(ids, lengths, strict=True)]

@@ -1,0 +1,142 @@
+"""ArrayRecordFiles: records by number, and a plain word about every file that is not whole."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import subprocess
+import sys
+
+import pytest
+
+from layerkit_inputs.bad_records import BadRecordError, BadRecords
+from layerkit_inputs.grain_adaptor.array_records import (
+    WRITER_OPTIONS,
+    ArrayRecordFiles,
+    find_array_records,
+    open_array_record,
+)
+
+array_record = pytest.importorskip("array_record.python.array_record_module")
+
+
+def write(path, records):
+    writer = array_record.ArrayRecordWriter(str(path), WRITER_OPTIONS)
+    for record in records:
+        writer.write(record)
+    writer.close()
+    return path
+
+
+def damage(path, data):
+    """Flips the bits of a byte of `data`, which the file holds in the clear."""
+    content = path.read_bytes()
+    at = content.index(data) + len(data) // 2
+    path.write_bytes(content[:at] + bytes([content[at] ^ 0xFF]) + content[at + 1 :])
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Three files of 3, 0 and 2 records."""
+    return [
+        write(tmp_path / "a.array_record", [b"zero zero", b"one one", b"two two"]),
+        write(tmp_path / "b.array_record", []),
+        write(tmp_path / "c.array_record", [b"three three", b"four four"]),
+    ]
+
+
+def test_records_are_numbered_through_all_files(files):
+    records = ArrayRecordFiles(files)
+    assert len(records) == 5
+    assert [records[number].split()[0] for number in range(5)] == [
+        b"zero", b"one", b"two", b"three", b"four",
+    ]  # fmt: skip
+    assert records.read([4, 0, 3, 0], BadRecords()) == [
+        b"four four", b"zero zero", b"three three", b"zero zero",
+    ]  # fmt: skip
+    assert records.locate(3) == (str(files[2]), 0)
+    for number in (-1, 5):
+        with pytest.raises(IndexError, match="there are 5"):
+            records[number]
+
+
+def test_it_may_be_closed_and_sent_to_another_process(files):
+    records = ArrayRecordFiles(files)
+    assert records[3] == b"three three"
+    records.close()
+    assert records[3] == b"three three"
+    assert pickle.loads(pickle.dumps(records))[4] == b"four four"
+
+
+def test_more_files_than_are_kept_open(tmp_path, monkeypatch):
+    monkeypatch.setattr("layerkit_inputs.grain_adaptor.array_records._MOST_OPEN", 2)
+    paths = [write(tmp_path / f"{n}.array_record", [b"%d" % n]) for n in range(5)]
+    records = ArrayRecordFiles(paths)
+    for numbers in ([0, 1, 2, 3, 4], [4, 0, 2], [1, 3]):
+        assert records.read(numbers, BadRecords()) == [b"%d" % number for number in numbers]
+
+
+def test_a_damaged_record_is_refused_by_file_and_number_or_counted(files):
+    damage(files[2], b"four four")
+    records = ArrayRecordFiles(files)
+    with pytest.raises(BadRecordError) as caught:
+        records[4]
+    assert re.fullmatch(
+        re.escape(f"{files[2]}, record 1: the record is damaged (Corrupted Riegeli/records file: ")
+        + r"chunk data hash mismatch .*\)\. "
+        "To go on without such records, set on_bad_record='skip'; they are then counted.",
+        str(caught.value),
+    )
+    bad = BadRecords("skip")
+    assert records.read([3, 4, 0], bad) == [b"three three", None, b"zero zero"]
+    assert bad.num_skipped == 1 and "c.array_record, record 1" in bad.first[0]
+
+
+@pytest.mark.parametrize("keep", [0, 1, 1000, 65536, -1])
+def test_truncated_files_are_refused_and_not_taken_for_empty_ones(files, keep):
+    files[0].write_bytes(files[0].read_bytes()[:keep])
+    size = files[0].stat().st_size
+    with pytest.raises(BadRecordError) as caught:
+        len(ArrayRecordFiles(files))
+    assert str(caught.value) == (
+        f"{files[0]}: {size} bytes, but no whole ArrayRecord file; it is truncated, damaged or of "
+        "another format."
+    )
+
+
+def test_missing_and_foreign_files_and_wrong_sizes(files, tmp_path):
+    foreign = tmp_path / "text"
+    foreign.write_bytes(b"some text\n" * 20_000)
+    with pytest.raises(BadRecordError, match="no whole ArrayRecord file"):
+        open_array_record(foreign)
+    with pytest.raises(FileNotFoundError, match=r"^nothing.array_record: no such ArrayRecord file"):
+        open_array_record("nothing.array_record")
+    size = files[0].stat().st_size
+    with pytest.raises(
+        BadRecordError, match=f"{size} bytes, but 7 were written; the file is trunc"
+    ):
+        open_array_record(files[0], num_bytes=7)
+    with pytest.raises(BadRecordError, match="3 records, but 4 were written; it is another file"):
+        ArrayRecordFiles([files[0]], num_records=[4])[0]
+    for paths in ([], "one"):
+        with pytest.raises(ValueError, match="expected a list of files"):
+            ArrayRecordFiles(paths)
+
+
+def test_files_of_a_folder(files, tmp_path):
+    assert find_array_records(tmp_path) == [str(path) for path in files]
+    with pytest.raises(FileNotFoundError, match=r"no \*.array_record files there"):
+        find_array_records(tmp_path / "nowhere")
+
+
+def test_importing_it_loads_no_library():
+    program = (
+        "import sys, layerkit_inputs.grain_adaptor.array_records, layerkit_inputs.token_records\n"
+        "import layerkit_inputs.grain_adaptor.map_input, layerkit_inputs.grain_adaptor.iter_input\n"
+        "import layerkit_inputs.grain_adaptor.parquet_rows\n"
+        "import layerkit_inputs.tools.build_token_records\n"
+        "print([m for m in ('array_record', 'grain', 'jax', 'pyarrow', 'tensorflow') "
+        "if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert done.stdout.strip() == b"[]"

@@ -1,0 +1,241 @@
+"""GrainMapInput and ArrayRecordRows: rows of Grain's by number."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from layerkit.config import Config
+from layerkit_inputs.bad_records import BadRecordError
+from layerkit_inputs.grain_adaptor.array_records import WRITER_OPTIONS
+from layerkit_inputs.grain_adaptor.map_input import ArrayRecordRows, GrainMapInput
+from layerkit_inputs.testing import laws
+
+grain = pytest.importorskip("grain")
+
+NUM_ROWS = 41
+
+
+def augment(row, generator):
+    return {**row, "noise": np.float32(generator.random())}
+
+
+def make_rows(num_rows=NUM_ROWS):
+    numbers = grain.MapDataset.range(num_rows)
+    rows = numbers.map(lambda n: {"x": np.array([n, -n], np.int32), "deep": {"y": np.float32(n)}})
+    return rows.random_map(augment, seed=5)
+
+
+def reader(**fields):
+    return GrainMapInput(**{"batch_size": 4, "dataset": make_rows, **fields})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"is_training": True, "num_threads": 2},
+        {"is_training": True, "shuffle_window": 5},
+        {"eval_loop_num_batches": 3, "shuffle": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
+def test_laws(law, fields):
+    law(lambda **more: reader(**{**fields, **more}))
+
+
+def test_every_row_once_an_epoch_to_the_last_one():
+    batches = [
+        batch
+        for host in range(4)
+        for batch in reader(batch_size=2, infeed_host_index=host, num_infeed_hosts=4).eval_batches()
+    ]
+    assert len(batches) == 4 * 6
+    rows = np.concatenate([batch.provenance for batch in batches])
+    assert sorted(rows[rows >= 0]) == list(range(NUM_ROWS))
+    assert sum(batch.eval_sample_weights.sum() for batch in batches) == NUM_ROWS
+
+
+def test_random_transformations_differ_from_epoch_to_epoch_and_are_found_again():
+    source = reader(batch_size=NUM_ROWS, is_training=True)
+    first, second = source.get_next(), source.get_next()
+    assert sorted(first.x[:, 0]) == sorted(second.x[:, 0]) == list(range(NUM_ROWS))
+    assert not set(first.noise) & set(second.noise)
+    repeated = list(make_rows().repeat(2))
+    expected = {row["noise"] for row in repeated}
+    assert set(first.noise) | set(second.noise) == expected
+
+
+def test_states_are_small():
+    source = reader(is_training=True)
+    laws.take(source, 20)
+    assert len(json.dumps(source.get_state())) < 200
+
+
+def test_a_config_may_hold_the_data_set_or_the_function():
+    built = Config(make_rows, num_rows=8)
+    for dataset in (built, lambda: make_rows(8)):
+        source = GrainMapInput.HParams.config(dataset=dataset, batch_size=8).Instantiate()
+        assert source.get_next().x[:, 0].tolist() == list(range(8))
+
+
+def fails_on_some(number):
+    if number % 7 == 3:
+        raise ValueError(f"number {number} is cursed.")
+    return {"x": np.int32(number)}
+
+
+def failing(**fields):
+    rows = grain.MapDataset.range(10).map(fails_on_some)
+    return GrainMapInput(**{"batch_size": 4, "dataset": rows, **fields})
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_rows_that_cannot_be_read_are_refused_or_skipped_and_counted(num_threads):
+    with pytest.raises(ValueError, match=r"^number 3 is cursed\.") as caught:
+        failing(num_threads=num_threads).get_next()
+    assert "In GrainMapInput, row 3." in caught.value.__notes__
+    source = failing(on_bad_record="skip", num_threads=num_threads)
+    batches = list(source.eval_batches())
+    assert [batch.provenance.tolist() for batch in batches] == [
+        [0, 1, 2, -1], [4, 5, 6, 7], [8, 9, -1, -1],
+    ]  # fmt: skip
+    assert batches[0].x.tolist() == [0, 1, 2, 0]
+    assert batches[0].eval_sample_weights.tolist() == [1, 1, 1, 0]
+    assert source.num_skipped == 1
+    assert source._bad.first == ["GrainMapInput, record 3: number 3 is cursed."]
+    # Training has the next row in its place, so no row of it is without weight.
+    training = failing(on_bad_record="skip", is_training=True, shuffle=False, batch_size=10)
+    assert training.get_next().x.tolist() == [0, 1, 2, 4, 4, 5, 6, 7, 8, 9]
+    source.close()
+
+
+def test_no_row_can_be_read():
+    rows = grain.MapDataset.range(3).map(lambda number: {"x": "text"})
+    source = GrainMapInput(batch_size=2, dataset=rows, on_bad_record="skip")
+    with pytest.raises(
+        ValueError, match="none of 3 rows can be read; the first: GrainMapInput, re"
+    ):
+        source.get_next()
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda n: n, "row 0: a int, expected a dictionary of arrays, such as {'ids': array}."),
+        (lambda n: {}, "row 0: an empty dictionary, expected arrays in it."),
+        (
+            lambda n: {"a": {"b": "text"}},
+            "row 0, a, b: 'text' of dtype <U4, expected numbers or booleans; turn text into ids "
+            "first, or leave the field out.",
+        ),
+        (lambda n: {"a": [[1], [1, 2]]}, "row 0, a: [[1], [1, 2]] of dtype object, expected numb"),
+        (
+            lambda n: {"x": np.zeros(n), "y": n} if n else {"x": np.zeros(0, np.float32)},
+            "row 1 is unlike GrainMapInput, row 0: x is float64[1], not float32[0]; y is int64[], "
+            "not missing. Pad, cut or pack rows to one shape.",
+        ),
+    ],
+)
+def test_rows_of_a_wrong_form(make, text):
+    source = GrainMapInput(batch_size=2, dataset=grain.MapDataset.range(4).map(make))
+    with pytest.raises(BadRecordError, match="^" + re.escape(f"GrainMapInput, {text}")):
+        source.get_next()
+
+
+def test_data_sets_that_do_not_fit():
+    numbers = grain.MapDataset.range(4).map(lambda n: {"x": n})
+    for dataset, text in (
+        (numbers.to_iter_dataset(), "dataset is a grain.IterDataset, whose rows have no numbers"),
+        (numbers.repeat(), "dataset never ends; leave repeat() to the input."),
+        ([1, 2], "dataset is list; expected a grain.MapDataset, or a function that makes one."),
+        (numbers[:0], "there are no rows to read."),
+    ):
+        with pytest.raises(ValueError, match=re.escape(text)):
+            GrainMapInput(batch_size=2, dataset=dataset).get_next()
+    filtered = GrainMapInput(batch_size=2, dataset=numbers.filter(lambda row: row["x"] > 0))
+    with pytest.raises(BadRecordError, match="row 0: None, which is what filter.. leaves in a"):
+        filtered.get_next()
+    for fields, text in (
+        ({"dataset": None}, "dataset is not set; give a grain.MapDataset"),
+        ({"num_threads": -1}, "num_threads=-1; expected 0 or more."),
+        ({"on_bad_record": "drop"}, "on_bad_record='drop'; expected one of"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(text)):
+            reader(**fields)
+
+
+def parse(record):
+    if len(record) != 8:
+        raise ValueError(f"{len(record)} bytes, expected 8.")
+    return {"x": np.frombuffer(record, np.int32)}
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Three files of 8, 0 and 5 rows."""
+    array_record = pytest.importorskip("array_record.python.array_record_module")
+    paths = [str(tmp_path / f"{name}.array_record") for name in "abc"]
+    for path, numbers in zip(paths, (range(8), (), range(8, 13)), strict=True):
+        writer = array_record.ArrayRecordWriter(path, WRITER_OPTIONS + ",uncompressed")
+        for number in numbers:
+            writer.write(np.array([number, 1234567], np.int32).tobytes())
+        writer.close()
+    return paths
+
+
+@pytest.mark.parametrize("fields", [{}, {"is_training": True}], ids=str)
+@pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
+def test_laws_of_array_record_rows(law, fields, files):
+    law(lambda **more: ArrayRecordRows(**{"batch_size": 4, "paths": files, "parse": parse,
+                                          **fields, **more}))  # fmt: skip
+
+
+def test_a_damaged_record_is_named_by_file_and_number(files):
+    source = ArrayRecordRows(batch_size=13, paths=files, parse=parse)
+    assert source.get_next().x[:, 0].tolist() == list(range(13))
+    path = files[2]
+    with open(path, "rb") as file:
+        content = bytearray(file.read())
+    content[content.index(np.array([10, 1234567], np.int32).tobytes())] ^= 0xFF
+    with open(path, "wb") as file:
+        file.write(content)
+    source = ArrayRecordRows(batch_size=13, paths=files, parse=parse)
+    with pytest.raises(BadRecordError, match=re.escape(f"{path}, record 2: the record is damaged")):
+        source.get_next()
+    source = ArrayRecordRows(batch_size=13, paths=files, parse=parse, on_bad_record="skip")
+    assert source.get_next().provenance.tolist() == [*range(10), -1, 11, 12]
+    assert source.num_skipped == 1 and f"{path}, record 2" in source._bad.first[0]
+
+
+def test_files_that_are_not_whole_or_not_there(files):
+    def read():
+        ArrayRecordRows(batch_size=2, paths=files, parse=parse, on_bad_record="skip").get_next()
+
+    with open(files[0], "r+b") as file:
+        file.truncate(70_000)
+    with pytest.raises(BadRecordError, match=r"a.array_record: 70000 bytes, but no whole ArrayRec"):
+        read()
+    files[0] = "nowhere"
+    with pytest.raises(FileNotFoundError, match="nowhere: no such ArrayRecord file"):
+        read()
+
+
+def test_fields_of_array_record_rows(files):
+    for fields, text in (
+        ({"paths": None}, "paths is not set."),
+        ({"parse": None}, "parse is not set."),
+        ({"paths": "one"}, "paths='one'; expected a list of files."),
+        ({"dataset": make_rows}, "dataset is made of paths and parse; set those alone."),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"ArrayRecordRows: {text}")):
+            ArrayRecordRows(**{"batch_size": 1, "paths": files, "parse": parse, **fields})
+    source = ArrayRecordRows(batch_size=1, paths=files, parse=parse)
+    source.get_next()
+    other = ArrayRecordRows(batch_size=1, paths=[files[2], files[0]], parse=parse)
+    with pytest.raises(ValueError, match="the state does not fit this data: files_crc32 was"):
+        other.set_state(source.get_state())

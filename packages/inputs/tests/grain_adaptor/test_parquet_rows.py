@@ -1,0 +1,214 @@
+"""ParquetRows: rows of real Parquet files, dealt by row groups, resumed exactly."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from layerkit_inputs.bad_records import BadRecordError
+from layerkit_inputs.grain_adaptor.parquet_rows import ParquetRows
+from layerkit_inputs.testing import laws
+
+pytest.importorskip("grain")
+arrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+NUM_ROWS = (10, 0, 17)
+
+
+def columns_of(numbers):
+    return {
+        "number": arrow.array(numbers, arrow.int32()),
+        "vector": arrow.array([[n, n + 0.5] for n in numbers], arrow.list_(arrow.float32())),
+        "fixed": arrow.array([[n] * 3 for n in numbers], arrow.list_(arrow.int16(), 3)),
+        "flag": arrow.array([n % 2 == 0 for n in numbers]),
+        "text": arrow.array([f"text {n}" for n in numbers], arrow.string()),
+    }
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three files of 10, 0 and 17 rows, in row groups of 4."""
+    before = 0
+    for name, size in zip("abc", NUM_ROWS, strict=True):
+        numbers = list(range(before, before + size))
+        table = arrow.table(columns_of(numbers))
+        parquet.write_table(
+            table, tmp_path / f"{name}.parquet", row_group_size=4, write_page_checksum=True
+        )
+        before += size
+    return tmp_path
+
+
+def reader(folder, **fields):
+    numbers = ["number", "vector", "fixed", "flag"]
+    return ParquetRows(**{"batch_size": 4, "paths": [str(folder)], "columns": numbers, **fields})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"is_training": True, "shuffle_window": 12, "cycle_length": 2},
+        {"eval_loop_num_batches": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
+def test_laws(law, fields, folder):
+    law(lambda **more: reader(folder, **{**fields, **more}))
+
+
+def test_columns_become_arrays_of_their_types(folder):
+    batch = reader(folder, cycle_length=1).get_next()
+    assert batch.number.tolist() == [0, 1, 2, 3] and batch.number.dtype == np.int32
+    assert batch.vector.tolist() == [[n, n + 0.5] for n in range(4)]
+    assert batch.vector.dtype == np.float32
+    assert batch.fixed.tolist() == [[n] * 3 for n in range(4)] and batch.fixed.dtype == np.int16
+    assert batch.flag.tolist() == [True, False, True, False] and batch.flag.dtype == bool
+
+
+def test_text_is_made_arrays_by_transform(folder):
+    def transform(row):
+        return {"ids": np.frombuffer(row["text"].encode().ljust(8), np.uint8)}
+
+    batch = reader(folder, columns=["text"], transform=transform, cycle_length=1).get_next()
+    assert bytes(batch.ids[2]) == b"text 2  "
+    with pytest.raises(
+        BadRecordError, match="row 0, text: 'text 0' of dtype <U6, expected numbers"
+    ):
+        reader(folder, columns=["number", "text"], cycle_length=1).get_next()
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 3, 5, 9])
+def test_an_epoch_reads_every_row_once_to_the_last_one(folder, num_hosts):
+    shares = [
+        laws.take(
+            reader(folder, infeed_host_index=host, num_infeed_hosts=num_hosts, batch_size=3), 99
+        )
+        for host in range(num_hosts)
+    ]
+    assert len({len(share) for share in shares}) == 1
+    batches = [batch for share in shares for batch in share]
+    numbers = [n for b in batches for n in b.number[b.provenance >= 0].tolist()]
+    assert sorted(numbers) == list(range(sum(NUM_ROWS)))
+    assert sum(batch.eval_sample_weights.sum() for batch in batches) == sum(NUM_ROWS)
+
+
+def test_training_deals_row_groups_anew_in_each_epoch(folder):
+    source = reader(folder, is_training=True, batch_size=27)
+    first, second = (source.get_next().number.tolist() for _ in range(2))
+    assert sorted(first) == sorted(second) == list(range(27)) and first != second
+    hosts = [
+        reader(
+            folder, is_training=True, batch_size=4, infeed_host_index=host, num_infeed_hosts=8
+        )
+        for host in range(8)
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="8 row groups for 9 hosts; while training each needs one"):
+        reader(folder, is_training=True, num_infeed_hosts=9).get_next()
+    read = [host.get_next().number.tolist() for host in hosts]
+    assert {n for numbers in read for n in numbers} == set(range(27))
+
+
+def test_states_are_small(folder):
+    source = reader(folder, is_training=True, batch_size=3)
+    for _ in range(15):
+        source.get_next()
+        assert len(json.dumps(source.get_state())) < 1024
+
+
+def test_rows_with_nulls_are_refused_or_skipped_and_counted(tmp_path):
+    columns = columns_of(list(range(6)))
+    columns["number"] = arrow.array([0, None, 2, 3, 4, 5], arrow.int32())
+    columns["vector"] = arrow.array(
+        [[0, 0], [1, 1], None, [3, None], [4, 4], [5, 5]], arrow.list_(arrow.float32())
+    )
+    parquet.write_table(arrow.table(columns), tmp_path / "a.parquet")
+    fields = {"columns": ["number", "vector"], "batch_size": 3}
+    with pytest.raises(
+        BadRecordError, match=r"a.parquet, row group 0, row 1: a null in column 'number'\.$"
+    ):
+        reader(tmp_path, **fields).get_next()
+    source = reader(tmp_path, on_bad_record="skip", **fields)
+    batches = laws.take(source, 9)
+    # As many batches as the rows of all hosts were planned to make; the last is padding.
+    assert [batch.provenance.tolist() for batch in batches] == [[0, 4, 5], [-1, -1, -1]]
+    assert batches[0].number.tolist() == [0, 4, 5]
+    assert batches[0].number.dtype == np.int32
+    assert batches[0].vector.tolist() == [[0, 0], [4, 4], [5, 5]]
+    assert source.num_skipped == 3 and "row 3: a null in column 'vector'" in source._bad.first[2]
+
+
+def damage(path, at):
+    content = bytearray(path.read_bytes())
+    content[at] ^= 0xFF
+    path.write_bytes(content)
+
+
+def test_a_damaged_row_group_is_named_or_left_out(folder):
+    path = folder / "a.parquet"
+    column = parquet.read_metadata(path).row_group(1).column(0)
+    damage(path, column.dictionary_page_offset + column.total_compressed_size - 1)
+    with pytest.raises(BadRecordError, match=r"a.parquet, row group 1: cannot be decoded \("):
+        laws.take(reader(folder), 99)
+    source = reader(folder, on_bad_record="skip")
+    numbers = [n for b in laws.take(source, 99) for n in b.number[b.provenance >= 0].tolist()]
+    assert sorted(numbers) == [*range(4), *range(8, 27)]
+    assert source.num_skipped == 1
+
+
+@pytest.mark.parametrize("keep", [0, 3, -5])
+def test_a_truncated_file_is_named_or_left_out(folder, keep):
+    path = folder / "a.parquet"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(
+        BadRecordError, match=r"a.parquet: cannot be read as Parquet \(.*\)\. To go"
+    ):
+        reader(folder).get_next()
+    source = reader(folder, on_bad_record="skip")
+    numbers = [n for b in laws.take(source, 99) for n in b.number[b.provenance >= 0].tolist()]
+    assert sorted(numbers) == list(range(10, 27)) and source.num_skipped == 1
+
+
+def test_fields_and_columns_that_do_not_fit(folder, tmp_path):
+    for fields, text in (
+        ({"paths": None}, "paths=None; expected a list of at least one path."),
+        ({"paths": "a"}, "paths='a'; expected a list of at least one path."),
+        ({"cycle_length": 0}, "cycle_length=0; expected at least 1."),
+        ({"shuffle_window": 0}, "shuffle_window=0; expected at least 1."),
+        ({"dataset": print}, "dataset is made of paths; set those alone."),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"ParquetRows: {text}")):
+            reader(folder, **fields)
+    with pytest.raises(
+        ValueError, match=r"has no column 'nunber'; did you mean 'number'\? Its col"
+    ):
+        reader(folder, columns=["nunber"]).get_next()
+    with pytest.raises(FileNotFoundError, match="paths: nothing to read at"):
+        reader(folder / "nowhere").get_next()
+    with pytest.raises(ValueError, match="no rows in any Parquet file there"):
+        reader(folder, paths=[str(folder / "b.parquet")]).get_next()
+    dates = arrow.table({"when": arrow.array([0], arrow.timestamp("s"))})
+    parquet.write_table(dates, tmp_path / "dates.parquet")
+    with pytest.raises(
+        BadRecordError, match=r"column 'when' is timestamp\[.*\]; columns of numbers"
+    ):
+        reader(folder, paths=[str(tmp_path / "dates.parquet")], columns=None).get_next()
+
+
+def test_a_state_fits_the_same_row_groups(folder):
+    state = reader(folder).get_state()
+    (folder / "a.parquet").rename(folder / "z.parquet")
+    with pytest.raises(ValueError, match="the state does not fit this data: row_groups_crc32 was"):
+        reader(folder).set_state(state)
+
+
+@pytest.mark.slow
+def test_workers_give_every_row_once(folder):
+    source = reader(folder, num_workers=2, batch_size=27)
+    assert sorted(source.get_next().number.tolist()) == list(range(27))
+    source.close()

@@ -1,0 +1,370 @@
+"""HuggingFaceInput and HuggingFacePrompts: files that `datasets` reads, every row by its number."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from layerkit_inputs.hugging_face.input import HuggingFaceInput, HuggingFacePrompts
+from layerkit_inputs.testing import laws
+from layerkit_inputs.tokenizers import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer
+
+datasets = pytest.importorskip("datasets")
+datasets.disable_progress_bars()
+
+NUM_EXAMPLES = (13, 5, 9)
+
+
+def rows_of(file):
+    return [
+        {"text": f"d{file}.{number} " * (number * 7 % 5), "question": f"q{number}", "n": number}
+        for number in range(NUM_EXAMPLES[file])
+    ]
+
+
+ROWS = [row for file in range(3) for row in rows_of(file)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    for file in range(3):
+        lines = "".join(json.dumps(row) + "\n" for row in rows_of(file))
+        (folder / f"{file}.jsonl").write_text(lines)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fields(folder, tmp_path_factory):
+    return {
+        "path": "json",
+        "data_files": str(folder / "*.jsonl"),
+        "cache_dir": str(tmp_path_factory.mktemp("cache")),
+        "batch_size": 4,
+        "seq_length": 16,
+    }
+
+
+def tokens_read(source):
+    """Labels that count in an epoch, and the tokens before them."""
+    pairs = []
+    for batch in source.eval_batches():
+        counts = batch.weights > 0
+        pairs += zip(batch.ids[counts].tolist(), batch.labels[counts].tolist(), strict=True)
+    return sorted(pairs)
+
+
+def tokens_of(rows, tokenizer, field="text"):
+    pairs = []
+    for row in rows:
+        ids = [tokenizer.start_id, *tokenizer.encode(row[field]).tolist(), tokenizer.eos_id]
+        pairs += itertools.pairwise(ids)
+    return sorted(pairs)
+
+
+TRAINING, EPOCH, ROLLING = {"is_training": True}, {}, {"eval_loop_num_batches": 2}
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {**TRAINING, "packing": "stream"},
+        pytest.param(
+            {**EPOCH, "packing": "first_fit", "inputs_field": "question"}, marks=pytest.mark.slow
+        ),
+        pytest.param({**ROLLING, "packing": "none", "trim": True}, marks=pytest.mark.slow),
+    ],
+    ids=["training-stream", "epoch-first_fit", "rolling-none"],
+)
+@pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
+def test_obeys(law, mode, fields):
+    law(lambda **more: HuggingFaceInput(**{**fields, **mode, **more}))
+
+
+@pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
+@pytest.mark.slow
+def test_prompts_obey(law, fields):
+    fields = {name: value for name, value in fields.items() if name != "seq_length"}
+    law(lambda **more: HuggingFacePrompts(**{**fields, "prompt_length": 5, **more}))
+
+
+@pytest.mark.parametrize("packing", ["stream", "first_fit"])
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece", "huggingface"])
+def test_an_epoch_reads_every_token_once(packing, kind, fields, request):
+    if kind == "bytes":
+        tokenizer = ByteTokenizer()
+    elif kind == "sentencepiece":
+        tokenizer = SentencePieceTokenizer(path=request.getfixturevalue("sentencepiece_file"))
+    else:
+        path = request.getfixturevalue("tokenizer_json")
+        tokenizer = HuggingFaceTokenizer(path=path, eos_token="<|endoftext|>")
+    source = HuggingFaceInput(**fields, packing=packing, tokenizer=tokenizer)
+    # Whatever is cut goes on from the token before it, so the pairs are those of whole texts.
+    assert tokens_read(source) == tokens_of(ROWS, tokenizer)
+    assert source.token_unit == ("byte" if kind == "bytes" else "token")
+
+
+@pytest.mark.parametrize("num_hosts", [2, 3])
+def test_uneven_hosts_read_to_the_last_example(num_hosts, fields, folder):
+    one_file = {
+        **fields,
+        "data_files": [str(folder / "0.jsonl")],
+        "seq_length": 64,
+        "batch_size": 2,
+    }
+    provenance, weight, lengths = [], 0.0, set()
+    for host in range(num_hosts):
+        source = HuggingFaceInput(
+            **one_file, packing="none", infeed_host_index=host, num_infeed_hosts=num_hosts
+        )
+        batches = list(source.eval_batches())
+        lengths.add(len(batches))
+        provenance += [number for batch in batches for number in batch.provenance.tolist()]
+        weight += sum(batch.eval_sample_weights.sum() for batch in batches)
+    assert sorted(number for number in provenance if number >= 0) == list(range(13))
+    assert weight == 13 and len(lengths) == 1
+
+
+def test_a_host_whose_share_is_empty_still_makes_batches(fields, tmp_path):
+    (tmp_path / "one.jsonl").write_text('{"text": "alone"}\n')
+    source = HuggingFaceInput(
+        **{**fields, "data_files": str(tmp_path / "one.jsonl")},
+        infeed_host_index=1,
+        num_infeed_hosts=2,
+    )
+    (batch,) = source.eval_batches()
+    assert batch.ids.shape == (4, 16) and not batch.weights.any()
+    assert batch.provenance.tolist() == [-1] * 4
+
+
+def test_inputs_count_for_no_loss_and_prompts_are_the_inputs(fields):
+    source = HuggingFaceInput(
+        **{**fields, "seq_length": 64}, packing="none", inputs_field="question"
+    )
+    batch = source.get_next()
+    row = 1
+    question, text = "q1", ROWS[1]["text"]
+    size = len(question) + len(text) + 1
+    assert batch.weights[row, : len(question)].tolist() == [0, 0]
+    assert batch.weights[row].sum() == size - len(question)
+    assert source.ids_to_strings(batch.labels[row : row + 1], [64]) == [question + text]
+    assert batch.inputs_indicator[row].tolist() == [1, 1, 1] + [0] * 61
+    prompts = HuggingFacePrompts(
+        **{name: value for name, value in fields.items() if name != "seq_length"},
+        inputs_field="question",
+        prompt_length=10,
+        num_prompts=6,
+    )
+    batches = list(prompts.eval_batches())
+    texts = [prompts.ids_to_strings(batch.ids, batch.prompt_lengths) for batch in batches]
+    assert texts == [["q0", "q1", "q2", "q3"], ["q4", "q5", "", ""]]
+    assert batches[1].provenance.tolist() == [4, 5, -1, -1]
+
+
+def test_a_column_of_token_ids_needs_the_tokenizer_that_made_them(tmp_path, sentencepiece_file):
+    tokenizer = SentencePieceTokenizer(path=sentencepiece_file)
+    ids = [tokenizer.encode(f"some text {number}").tolist() for number in range(5)]
+    datasets.Dataset.from_dict({"ids": ids}).to_parquet(str(tmp_path / "ids.parquet"))
+    fields = {
+        "path": "parquet",
+        "data_files": str(tmp_path / "ids.parquet"),
+        "cache_dir": str(tmp_path),
+        "batch_size": 5,
+        "seq_length": 30,
+        "text_field": "ids",
+        "packing": "none",
+    }
+    batch = HuggingFaceInput(tokenizer=tokenizer, **fields).get_next()
+    assert batch.labels[2, : len(ids[2]) + 1].tolist() == [*ids[2], 1]
+    with pytest.raises(ValueError, match=r"column 'ids' holds token ids; set the tokenizer"):
+        HuggingFaceInput(**fields).get_next()
+
+
+@pytest.mark.parametrize("path", ["parquet", "text", "csv", "arrow"])
+def test_formats(path, tmp_path):
+    rows = [{"text": "one"}, {"text": "two"}]
+    file = tmp_path / f"file.{path}"
+    data = datasets.Dataset.from_list(rows)
+    if path == "parquet":
+        data.to_parquet(str(file))
+    elif path == "csv":
+        data.to_csv(str(file))
+    elif path == "text":
+        file.write_text("one\ntwo\n")
+    else:
+        data.save_to_disk(str(tmp_path / "saved"))
+        file = tmp_path / "saved" / "data-00000-of-00001.arrow"
+    source = HuggingFaceInput(
+        path=path, data_files=str(file), cache_dir=str(tmp_path), batch_size=1, seq_length=20
+    )
+    assert source.ids_to_strings(source.get_next().labels, [20]) == ["onetwo"]
+
+
+def test_folders(folder, tmp_path, fields):
+    saved = datasets.DatasetDict(
+        train=datasets.Dataset.from_list(ROWS), test=datasets.Dataset.from_list(ROWS[:3])
+    )
+    saved.save_to_disk(str(tmp_path / "saved"))
+    expected = tokens_read(HuggingFaceInput(**fields))
+    common = {"batch_size": 4, "seq_length": 16, "cache_dir": str(tmp_path / "cache")}
+    on_disk = HuggingFaceInput(path=str(tmp_path / "saved"), **common)
+    assert tokens_read(on_disk) == expected
+    test = HuggingFaceInput(path=str(tmp_path / "saved"), split="test", **common)
+    assert tokens_read(test) == tokens_of(ROWS[:3], ByteTokenizer())
+    with pytest.raises(ValueError, match=r"there is no split 'tst'; did you mean 'test'\?"):
+        HuggingFaceInput(path=str(tmp_path / "saved"), split="tst", **common).get_next()
+    plain = HuggingFaceInput(path=str(folder), **common)
+    assert tokens_read(plain) == expected
+
+
+def test_more_examples_than_a_block_of_the_cache(tmp_path):
+    (tmp_path / "many.txt").write_text("".join(f"{number}\n" for number in range(2500)))
+    source = HuggingFaceInput(
+        path="text",
+        data_files=str(tmp_path / "many.txt"),
+        cache_dir=str(tmp_path),
+        batch_size=64,
+        seq_length=64,
+    )
+    rows = [{"text": str(number)} for number in range(2500)]
+    assert tokens_read(source) == tokens_of(rows, ByteTokenizer())
+    assert len(source._documents.ids._pieces) > 1  # else the test shows nothing
+
+
+def test_tokens_are_kept_until_the_file_changes(tmp_path):
+    file = tmp_path / "text.txt"
+    fields = {"path": "text", "data_files": str(file), "cache_dir": str(tmp_path / "cache")}
+
+    def read():
+        source = HuggingFaceInput(**fields, batch_size=1, seq_length=20)
+        return source.ids_to_strings(source.get_next().labels, [20])
+
+    def kept():
+        return sorted((tmp_path / "cache" / "layerkit_tokens").glob("*.arrow"))
+
+    file.write_text("before\n")
+    assert read() == ["before"] and len(kept()) == 1
+    when = kept()[0].stat().st_mtime_ns
+    assert read() == ["before"] and [path.stat().st_mtime_ns for path in kept()] == [when]
+    file.write_text("later!\n")
+    os.utime(file, ns=(when + 10**9, when + 10**9))
+    assert read() == ["later!"] and len(kept()) == 2
+
+
+RESUME = """
+import json, sys
+from layerkit_inputs.hugging_face.input import HuggingFaceInput
+source = HuggingFaceInput(**json.loads(sys.argv[1]))
+source.set_state(json.loads(sys.argv[2]))
+print(json.dumps([source.get_next().ids.tolist() for _ in range(9)]))
+"""
+
+
+def test_a_fresh_process_resumes_in_the_midst_of_an_epoch(fields):
+    fields = {**fields, "is_training": True, "packing": "first_fit"}
+    source = HuggingFaceInput(**fields)
+    laws.take(source, 3)
+    state = source.get_state()
+    assert len(json.dumps(state)) < 1000
+    expected = [batch.ids.tolist() for batch in laws.take(source, 9)]
+    done = subprocess.run(
+        [sys.executable, "-c", RESUME, json.dumps(fields), json.dumps(state)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == expected
+
+
+def test_other_data_or_another_tokenizer_is_noticed(fields, folder, sentencepiece_file):
+    source = HuggingFaceInput(**fields, is_training=True)
+    state = source.get_state()
+    other = {**fields, "data_files": str(folder / "1.jsonl")}
+    with pytest.raises(ValueError, match=r"tokens_crc32 was \d+ and is \d+"):
+        HuggingFaceInput(**other, is_training=True).set_state(state)
+    tokenizer = SentencePieceTokenizer(path=sentencepiece_file)
+    with pytest.raises(ValueError, match=r"tokenizer was 'bytes' and is '[0-9a-f]{64}'"):
+        HuggingFaceInput(**fields, is_training=True, tokenizer=tokenizer).set_state(state)
+
+
+def test_nothing_is_sought_on_the_network(fields, tmp_path):
+    """In a process that cannot: a path that is none would otherwise be sought on the Hub."""
+    program = f"""
+import socket
+def refuse(*arguments, **options):
+    raise SystemExit("the network was asked")
+socket.socket.connect = socket.getaddrinfo = refuse
+from layerkit_inputs.hugging_face.input import HuggingFaceInput
+from layerkit_inputs.hugging_face.stream import HuggingFaceStream
+fields = { ({**fields, "cache_dir": str(tmp_path)})!r}
+for reader in (HuggingFaceInput, HuggingFaceStream):
+    reader(**fields).get_next()
+    try:
+        reader(**{{**fields, "path": "nobody/nothing"}}).get_next()
+    except ValueError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("is neither a folder nor a format") == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"path": None}, "path is not set; expected a folder, or one of ('arrow', "),
+        ({"path": "jsn"}, "path='jsn' is neither a folder nor a format; did you mean 'json'?"),
+        ({"data_files": None}, "path='json' is a format; name the files by data_files."),
+        ({"data_files": "s3://b/x"}, "data_files: 's3://b/x' needs allow_network=True."),
+        ({"split": "tran"}, "there is no split 'tran'; did you mean 'train'?"),
+        ({"text_field": "txt"}, "text_field='txt': there is no such column; did you mean 'text'?"),
+        ({"inputs_field": "q"}, "inputs_field='q': there is no such column. There are: text,"),
+        ({"text_field": "n"}, "column 'n' holds int64; expected strings, or lists of integers"),
+        ({"packing": "firstfit"}, "packing='firstfit'; did you mean 'first_fit'? Expected one of"),
+        ({"seq_length": 0}, "seq_length=0; expected at least 1."),
+        ({"trim": True}, "trim=True with packing='stream', which loses nothing;"),
+        ({"on_bad_record": "drop"}, "on_bad_record='drop'; expected one of ('refuse', 'skip')."),
+        ({"packing": "none", "seq_length": 4}, "example 1 has 11 predictions, a row holds"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_words(more, text, fields):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        for _ in HuggingFaceInput(**{**fields, **more}).eval_batches():
+            pass
+
+
+def test_a_missing_file_is_refused_with_the_near_one(fields, folder):
+    with pytest.raises(FileNotFoundError, match=r"1\.json'; did you mean '1\.jsonl'"):
+        HuggingFaceInput(**{**fields, "data_files": str(folder / "1.json")}).get_next()
+
+
+def test_trimmed_examples_are_their_beginnings(fields):
+    source = HuggingFaceInput(**{**fields, "seq_length": 4}, packing="none", trim=True)
+    texts = []
+    for batch in source.eval_batches():
+        texts += source.ids_to_strings(batch.labels, [4] * 4)
+    assert texts[: len(ROWS)] == [row["text"][:4] for row in ROWS]
+
+
+def test_importing_the_modules_loads_no_library():
+    program = (
+        "import sys, layerkit_inputs.hugging_face.input, layerkit_inputs.hugging_face.stream\n"
+        "import layerkit_inputs.hugging_face.columns, layerkit_inputs.local_text\n"
+        "print([m for m in ('datasets', 'pyarrow', 'tokenizers', 'jax') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_arrays_are_int32_and_float32(fields):
+    batch = HuggingFaceInput(**fields, inputs_field="question").get_next()
+    for name, array in batch.items():
+        is_float = name in ("weights", "paddings", "eval_sample_weights")
+        assert array.dtype == (np.float32 if is_float else np.int32), name

@@ -1,0 +1,122 @@
+"""HuggingFacePairs: rows for an encoder-decoder model."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from layerkit_inputs.hugging_face.pairs import HuggingFacePairs
+from layerkit_inputs.testing import laws
+from layerkit_inputs.tokenizers import ByteTokenizer
+
+datasets = pytest.importorskip("datasets")
+datasets.disable_progress_bars()
+
+
+class Numbers(ByteTokenizer):
+    """A vocabulary of plain numbers, with T5's special ids."""
+
+    eos_id, bos_id, start_id = 1, None, 0
+
+    def fingerprint(self):
+        return "numbers"
+
+
+def write(folder, pairs):
+    data = datasets.Dataset.from_dict(
+        {"source": [inputs for inputs, _ in pairs], "target": [targets for _, targets in pairs]}
+    )
+    data.to_parquet(str(folder / "pairs.parquet"))
+    return {
+        "path": "parquet",
+        "data_files": str(folder / "pairs.parquet"),
+        "cache_dir": str(folder / "cache"),
+        "inputs_field": "source",
+        "text_field": "target",
+        "tokenizer": Numbers(),
+    }
+
+
+@pytest.fixture(scope="module")
+def fields(tmp_path_factory):
+    pairs = [([7] * (n % 4 + 1), [9] * (n % 3)) for n in range(29)]
+    folder = tmp_path_factory.mktemp("data")
+    return {**write(folder, pairs), "batch_size": 4, "inputs_length": 8, "targets_length": 6}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [{"is_training": True}, {}], ids=["training", "epoch"])
+@pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
+def test_obeys(law, mode, fields):
+    law(lambda **more: HuggingFacePairs(**{**fields, **mode, **more}))
+
+
+def test_pairs_are_packed_on_both_sides_as_seqio_packs_them(tmp_path):
+    fields = write(tmp_path, [([7, 8, 5, 9, 4], [13, 19]), ([28, 24], [34])])
+    source = HuggingFacePairs(**fields, batch_size=1, inputs_length=10, targets_length=5)
+    (batch,) = source.eval_batches()
+    assert batch.src.ids.tolist() == [[7, 8, 5, 9, 4, 1, 28, 24, 1, 0]]
+    assert batch.src.segment_ids.tolist() == [[1] * 6 + [2] * 3 + [0]]
+    assert batch.src.paddings.tolist() == [[0] * 9 + [1]]
+    assert batch.tgt.labels.tolist() == [[13, 19, 1, 34, 1]]
+    assert batch.tgt.ids.tolist() == [[0, 13, 19, 0, 34]]
+    assert batch.tgt.segment_ids.tolist() == [[1, 1, 1, 2, 2]]
+    assert batch.tgt.weights.tolist() == [[1] * 5]
+
+
+def test_a_pair_a_row(tmp_path):
+    fields = write(tmp_path, [([7, 8], [13, 19]), ([28, 24, 3], [34])])
+    source = HuggingFacePairs(
+        **fields, batch_size=3, inputs_length=4, targets_length=3, packing="none"
+    )
+    (batch,) = source.eval_batches()
+    assert batch.src.ids.tolist() == [[7, 8, 1, 0], [28, 24, 3, 1], [0] * 4]
+    assert batch.tgt.labels.tolist() == [[13, 19, 1], [34, 1, 0], [0] * 3]
+    assert batch.provenance.tolist() == [0, 1, -1]
+
+
+def test_every_pair_is_read_once_on_any_hosts(fields):
+    found = []
+    for host in range(3):
+        source = HuggingFacePairs(**fields, infeed_host_index=host, num_infeed_hosts=3)
+        for batch in source.eval_batches():
+            for row in range(4):
+                for segment in range(1, batch.src.segment_ids[row].max() + 1):
+                    sizes = (
+                        int((batch.src.segment_ids[row] == segment).sum()),
+                        int((batch.tgt.segment_ids[row] == segment).sum()),
+                    )
+                    found.append(sizes)
+    assert sorted(found) == sorted((n % 4 + 2, n % 3 + 1) for n in range(29))
+
+
+def test_longer_pairs_are_refused_or_trimmed_with_their_end(tmp_path):
+    fields = write(tmp_path, [([7], [9]), ([2, 3, 4, 5], [9, 9, 9])])
+    fields |= {"batch_size": 2, "inputs_length": 3, "targets_length": 2, "packing": "none"}
+    whole = "pair 1 takes [5, 4] positions for inputs and targets, a row holds [3, 2] ("
+    with pytest.raises(ValueError, match=re.escape(whole)):
+        HuggingFacePairs(**fields).get_next()
+    batch = HuggingFacePairs(**fields, trim=True).get_next()
+    assert batch.src.ids.tolist() == [[7, 1, 0], [2, 3, 1]]
+    assert batch.tgt.labels.tolist() == [[9, 1], [9, 1]]
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"inputs_field": None}, "inputs_field is not set; expected the column that `src` is from"),
+        ({"packing": "stream"}, "packing='stream'. Expected one of ('first_fit', 'none')."),
+        ({"targets_length": 0}, "targets_length=0; expected at least 1."),
+    ],
+)
+def test_wrong_fields_are_refused_when_built(more, text, fields):
+    with pytest.raises(ValueError, match=re.escape(f"HuggingFacePairs: {text}")):
+        HuggingFacePairs(**{**fields, **more})
+
+
+def test_arrays_are_int32_and_float32(fields):
+    for name, array in HuggingFacePairs(**fields).get_next().flatten_items():
+        is_float = name.rsplit(".", 1)[-1] in ("weights", "paddings", "eval_sample_weights")
+        assert array.dtype == (np.float32 if is_float else np.int32), name

@@ -1,0 +1,226 @@
+"""Mixtures of streams: turns of whole batches and of rows, with states that hold the streams'."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from layerkit.nested_map import NestedMap
+from layerkit_inputs import Prefetch
+from layerkit_inputs.base_input import BaseInput
+from layerkit_inputs.indexed_input import IndexedInput
+from layerkit_inputs.mixing.batch_mixture import BatchMixture, StreamMixture
+from layerkit_inputs.testing import laws
+
+
+class Stream(BaseInput):
+    """A reader that knows only its next batch; each host has every so many-th example."""
+
+    num_examples: int = 22
+    first: int = 0
+    at = 0
+
+    def _next(self) -> NestedMap:
+        start = self.at * self.global_batch_size
+        if start >= self.num_examples:
+            raise StopIteration
+        self.at += 1
+        rows = start + self.infeed_host_index + self.num_infeed_hosts * np.arange(self.batch_size)
+        is_real = (rows < self.num_examples).astype(np.float32)
+        rows = np.where(is_real > 0, rows, -1).astype(np.int32)
+        return NestedMap(
+            inner=NestedMap(ids=self.first + rows), provenance=rows, eval_sample_weights=is_real
+        )
+
+    def _reset(self) -> None:
+        self.at = 0
+
+    @property
+    def has_score_metrics(self) -> bool:
+        return self.first == 100
+
+    def score_metrics(self, scores):
+        return {"total": sum(scores.values()), "examples": float(len(scores))}
+
+
+class Rows(IndexedInput):
+    """The same by number."""
+
+    num_examples: int = 22
+    first: int = 0
+
+    def _num_rows(self) -> int:
+        return self.num_examples
+
+    def _read_rows(self, rows: np.ndarray) -> NestedMap:
+        return NestedMap(inner=NestedMap(ids=(self.first + rows).astype(np.int32)))
+
+
+def components(kind, *sizes):
+    return {
+        name: kind.HParams.config(first=100 * number, num_examples=size)
+        for number, (name, size) in enumerate(zip("abcdef", sizes, strict=False))
+    }
+
+
+def mixed(kind, **fields):
+    return kind(
+        **{"batch_size": 4, "components": components(Stream, 8, 20), "is_training": True, **fields}
+    )
+
+
+def ids_of(batches):
+    return [batch.inner.ids.tolist() for batch in batches]
+
+
+# Kind, components, whether it is read ahead, and how it is passed through.
+CASES = [
+    (kind, inner, reads_ahead, mode)
+    for kind in (BatchMixture, StreamMixture)
+    for inner in ("streams", "rows", "both")
+    for reads_ahead in (False, True)
+    for mode in ("training", "epoch", "rolling")
+    if (kind, mode) != (StreamMixture, "epoch")  # a mixture of rows has none
+    and (inner == "both" or not reads_ahead)
+]
+
+
+@pytest.mark.parametrize(("kind", "inner", "reads_ahead", "mode"), CASES)
+@pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
+def test_mixtures_of_streams_obey_the_laws(law, kind, inner, reads_ahead, mode):
+    passes = {"training": {"is_training": True}, "rolling": {"eval_loop_num_batches": 2}}
+    of = components(Stream if inner == "streams" else Rows, 20, 9, 13)
+    if inner == "both":
+        of |= {"b": Stream.HParams.config(num_examples=16, first=100)}
+        if mode == "training":  # what streams deliver while training has provenance here
+            of["b"] = Rows.HParams.config(num_examples=7, first=100)
+    made = []
+
+    def make(**more):
+        fields = {"batch_size": 4, "components": of, "weights": {"a": 3, "b": 1, "c": 2}}
+        source = kind(**{**fields, **passes.get(mode, {}), **more})
+        made.append(Prefetch(source=source) if reads_ahead else source)
+        return made[-1]
+
+    law(make)
+    for source in made:
+        source.close()
+
+
+def test_without_weights_batches_come_one_after_the_other():
+    source = mixed(BatchMixture, components=components(Stream, 8, 8, 8))
+    firsts = [ids[0] // 100 for ids in ids_of(source.get_next() for _ in range(6))]
+    assert sorted(firsts[:3]) == [0, 1, 2] and firsts[3:] == firsts[:3]
+
+
+def test_batches_keep_the_shares_at_every_moment():
+    source = mixed(BatchMixture, weights={"a": 0.3, "b": 0.7})
+    turns = [ids[0] // 100 for ids in ids_of(source.get_next() for _ in range(40))]
+    assert source.shares() == {"a": 0.3, "b": 0.7}
+    for place in range(1, 41):
+        assert abs(sum(turns[:place]) - 0.7 * place) < 1
+
+
+def test_rows_keep_the_shares_and_the_order_of_their_streams():
+    source = mixed(StreamMixture, weights={"a": 1, "b": 3})
+    ids = np.concatenate(ids_of(source.get_next() for _ in range(20)))
+    for place in range(1, 81):
+        assert abs(np.sum(ids[:place] >= 100) - 0.75 * place) < 1
+    assert ids[ids < 100].tolist() == [n % 8 for n in range(20)]
+    assert ids[ids >= 100].tolist() == [100 + n % 20 for n in range(60)]
+
+
+def test_an_epoch_of_batches_reads_each_component_to_its_end():
+    source = mixed(BatchMixture, is_training=False, weights={"a": 5, "b": 1})
+    for _ in range(2):
+        batches = list(source.eval_batches())
+        ids = np.concatenate(ids_of(batches))
+        assert sorted(ids) == [*range(8), *range(100, 120)]
+        component, number = np.concatenate([b.provenance for b in batches]) % 2, ids % 100
+        np.testing.assert_array_equal(component, ids // 100)
+        np.testing.assert_array_equal(np.concatenate([b.provenance for b in batches]) // 2, number)
+
+
+def test_padding_keeps_its_provenance():
+    source = mixed(BatchMixture, is_training=False, components=components(Stream, 3, 5))
+    found = [batch.provenance.tolist() for batch in source.eval_batches()]
+    assert found == [[0, 2, 4, -1], [1, 3, 5, 7], [9, -1, -1, -1]]
+
+
+def test_metrics_are_asked_of_the_component_that_has_them():
+    source = mixed(BatchMixture, is_training=False)
+    assert source.has_score_metrics and not source.has_prediction_metrics
+    scores = {0: 10.0, 2: 10.0, 1: 1.0, 3: 2.5}  # examples 0 and 1 of each
+    assert source.score_metrics(scores) == {"b/total": 3.5, "b/examples": 2.0}
+    assert source.prediction_metrics({0: "text"}) == {}
+
+
+def test_hosts_take_the_same_turns():
+    hosts = [
+        mixed(BatchMixture, batch_size=2, infeed_host_index=host, num_infeed_hosts=2)
+        for host in (0, 1)
+    ]
+    for _ in range(10):
+        first, second = (ids[0] for ids in ids_of(host.get_next() for host in hosts))
+        assert first // 100 == second // 100 and first != second
+
+
+def test_states_are_global_where_those_of_all_components_are():
+    assert mixed(BatchMixture).state_scope == "host"
+    assert mixed(BatchMixture, components=components(Rows, 8, 20)).state_scope == "global"
+    assert mixed(StreamMixture, components=components(Rows, 8, 20)).state_scope == "host"
+
+
+@pytest.mark.parametrize("kind", [BatchMixture, StreamMixture])
+def test_states_of_other_shares_or_components_are_refused(kind):
+    state = mixed(kind).get_state()
+    with pytest.raises(ValueError, match=r"\[\['a', 1\], \['b', 1\]\], here they are \[\['a', 2"):
+        mixed(kind, weights={"a": 2, "b": 1}).set_state(state)
+    with pytest.raises(ValueError, match=r"of components \['a', 'b'\], here are \['a', 'b', 'c'\]"):
+        mixed(kind, components=components(Stream, 4, 4, 4)).set_state(state)
+
+
+class OtherRows(Stream):
+    def _next(self):
+        batch = super()._next()
+        del batch.eval_sample_weights
+        return batch
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "text"),
+    [
+        (
+            StreamMixture,
+            {"is_training": False},
+            "one epoch of a mixture of rows is not defined; set eval_loop_num_batches, or use "
+            "BatchMixture, which reads each component to its end.",
+        ),
+        (BatchMixture, {"weights": {"a": 1}}, "weights has none for ['b']; expected one for"),
+        (StreamMixture, {"components": None}, "components=None; expected a dict of name -> config"),
+        (
+            BatchMixture,
+            {"components": {"a": Stream.HParams.config(batch_size=3)}},
+            "components['a'] sets batch_size=3, but batch_size=4 here; leave it unset there",
+        ),
+    ],
+)
+def test_fields_that_cannot_work_are_refused_when_built(kind, fields, text):
+    with pytest.raises(ValueError, match=f"^{kind.__name__}: {re.escape(text)}"):
+        mixed(kind, **fields)
+
+
+def test_unlike_rows_are_refused():
+    of = {**components(Stream, 8), "z": OtherRows.HParams.config()}
+    text = (
+        "components['a'] and components['z'] make unlike rows: eval_sample_weights: float32[] and"
+    )
+    with pytest.raises(ValueError, match=re.escape(text)):
+        mixed(StreamMixture, components=of).get_next()
+
+
+def test_a_component_without_data_is_an_error():
+    with pytest.raises(ValueError, match="is to repeat its data, but there is none"):
+        mixed(BatchMixture, components=components(Stream, 0, 4)).get_next()

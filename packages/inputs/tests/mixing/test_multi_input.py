@@ -1,0 +1,184 @@
+"""MultiInput: several inputs in one batch, of one outer size."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from layerkit.nested_map import NestedMap
+from layerkit_inputs import BaseInput, Prefetch
+from layerkit_inputs.indexed_input import IndexedInput
+from layerkit_inputs.mixing.multi_input import MultiInput
+from layerkit_inputs.testing import laws
+
+
+class Rows(IndexedInput):
+    """Rows `[2]` that hold their number twice."""
+
+    num_rows: int = 24
+    first: int = 0
+
+    def _num_rows(self) -> int:
+        return self.num_rows
+
+    def _read_rows(self, rows: np.ndarray) -> NestedMap:
+        return NestedMap(ids=np.stack([self.first + rows] * 2, axis=1).astype(np.int32))
+
+    def ids_to_strings(self, ids, lengths, key=None):
+        rows = zip(ids, lengths, strict=True)
+        return [f"{self.first}{key or ''}:{row[:n].tolist()}" for row, n in rows]
+
+
+class Endless(BaseInput):
+    """Counts batches; its states are of scope `host`."""
+
+    at = 0
+
+    def _next(self) -> NestedMap:
+        self.at += 1
+        return NestedMap(ids=np.full((self.batch_size, 2), self.at, np.int32))
+
+    def _reset(self) -> None:
+        self.at = 0
+
+
+def config(kind=Rows, **fields):
+    return kind.HParams.config(**fields)
+
+
+def four_and_six(**fields):
+    inputs = {"web": config(batch_size=4), "books": config(batch_size=6, first=100)}
+    return MultiInput(**{"is_training": True, "input_to_params": inputs, **fields})
+
+
+def test_batches_of_4_and_6_have_an_outer_batch_of_2():
+    inputs = {
+        "web": config(batch_size=4, shuffle=False),
+        "books": config(batch_size=6, first=100, shuffle=False),
+    }
+    source = four_and_six(input_to_params=inputs)
+    assert source.batch_size == source.global_batch_size == 2
+    batch = source.get_next()
+    assert batch.web.ids[..., 0].tolist() == [[0, 1], [2, 3]]
+    assert batch.books.ids[..., 0].tolist() == [[100, 101, 102], [103, 104, 105]]
+    assert batch.web.ids.shape == (2, 2, 2) and batch.books.ids.shape == (2, 3, 2)
+    assert source.component("web").batch_size == 4
+
+
+@pytest.mark.parametrize("mode", ["training", "epoch", "rolling"])
+@pytest.mark.parametrize("reads_ahead", [False, True], ids=["plain", "prefetch"])
+@pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
+def test_several_inputs_obey_the_laws(law, reads_ahead, mode):
+    passes = {"training": {"is_training": True}, "rolling": {"eval_loop_num_batches": 2}}
+    inputs = {
+        "a": config(percore_batch_size=2.0, num_rows=24),
+        "b": config(percore_batch_size=3.0, num_rows=36),
+        "c": config(num_rows=12),
+    }
+    made = []
+
+    def make(**more):
+        fields = {"batch_size": 4, "percore_batch_size": 1.0, "input_to_params": inputs}
+        source = MultiInput(**{**fields, **passes.get(mode, {}), **more})
+        made.append(Prefetch(source=source) if reads_ahead else source)
+        return made[-1]
+
+    law(make)
+    for source in made:
+        source.close()
+
+
+def test_components_follow_the_outer_input():
+    source = four_and_six(infeed_host_index=1, num_infeed_hosts=3, name="all")
+    for name in ("web", "books"):
+        component = source.component(name)
+        assert (component.infeed_host_index, component.num_infeed_hosts) == (1, 3)
+        assert component.is_training and component.name == name
+
+
+def test_states_are_of_the_widest_scope_that_all_have():
+    assert four_and_six().state_scope == "global"
+    inputs = {"rows": config(batch_size=2), "endless": config(Endless, batch_size=2)}
+    source = four_and_six(input_to_params=inputs)
+    assert source.state_scope == "host"
+    expected = [source.get_next() for _ in range(3)]
+    source.peek()
+    state = source.get_state()
+    expected.append(source.get_next())
+    fresh = four_and_six(input_to_params=inputs)
+    fresh.set_state(state)
+    laws.assert_same_batches([fresh.get_next()], expected[3:])
+
+
+def test_an_epoch_ends_where_all_end():
+    inputs = {"a": config(batch_size=4, num_rows=12), "b": config(batch_size=8, num_rows=17)}
+    source = MultiInput(input_to_params=inputs)
+    for _ in range(2):
+        batches = list(source.eval_batches())
+        assert [batch.b.provenance.max() for batch in batches] == [7, 15, 16]
+
+
+def test_an_epoch_that_some_end_before_others_is_an_error():
+    inputs = {"a": config(batch_size=4, num_rows=12), "b": config(batch_size=4, num_rows=13)}
+    whole = (
+        "MultiInput: the epoch of ['a'] is over, but ['b'] have more batches; evaluate on each by "
+        "itself, or set eval_loop_num_batches."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(whole)}$"):
+        list(MultiInput(input_to_params=inputs).eval_batches())
+
+
+def test_texts_are_those_of_the_input_that_the_key_names():
+    ids, lengths = np.array([[1, 2], [3, 4]]), [1, 2]
+    source = four_and_six()
+    assert source.ids_to_strings(ids, lengths, "books") == ["100:[1]", "100:[3, 4]"]
+    assert source.ids_to_strings(ids[None], [lengths], "web.src") == ["0src:[1]", "0src:[3, 4]"]
+    with pytest.raises(ValueError, match=r"key='wab'\) says no input; did you mean 'web'\? Its"):
+        source.ids_to_strings(ids, lengths, "wab")
+    with_default = four_and_six(default_input="web")
+    assert with_default.ids_to_strings(ids, lengths) == ["0:[1]", "0:[3, 4]"]
+    assert with_default.ids_to_strings(ids, lengths, "src") == ["0src:[1]", "0src:[3, 4]"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"input_to_params": None}, "input_to_params=None; expected a dict of name -> config of"),
+        (
+            {"input_to_params": {"a b": config(batch_size=2)}},
+            "input_to_params: 'a b' cannot name a field of a batch.",
+        ),
+        ({"default_input": "webb"}, "default_input='webb' is no input; did you mean 'web'?"),
+        (
+            {"batch_size": 4},
+            "input_to_params['books'] has batches of 6 rows, which batch_size=4 does not divide.",
+        ),
+        (
+            {"input_to_params": {"a": config()}},
+            "batch_size is not set; give the rows of a batch on each host.",
+        ),
+        (
+            {"input_to_params": {"a": config(percore_batch_size=2.0)}},
+            "input_to_params['a'] sets percore_batch_size=2.0, but there is none here; set it in "
+            "both, or batch_size in the input.",
+        ),
+        (
+            {
+                "batch_size": 2,
+                "percore_batch_size": 1.0,
+                "input_to_params": {"a": config(percore_batch_size=0.75)},
+            },
+            "input_to_params['a'] sets percore_batch_size=0.75, which beside 1.0 here makes "
+            "batches of 1.5 rows; expected a multiple.",
+        ),
+        (
+            {"input_to_params": {"a": config(batch_size=2, infeed_host_index=1)}},
+            "input_to_params['a'] sets infeed_host_index=1, but infeed_host_index=0 here; leave",
+        ),
+    ],
+)
+def test_fields_that_cannot_work_are_refused_when_built(fields, text):
+    with pytest.raises(ValueError, match=f"^{re.escape('MultiInput: ' + text)}"):
+        four_and_six(**fields)

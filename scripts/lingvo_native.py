@@ -1,0 +1,132 @@
+"""Runs the tests of Lingvo's native ops, also on a system whose C library is too old for them.
+
+    python scripts/lingvo_native.py [arguments of pytest]
+
+Lingvo's native ops need glibc 2.38. Where this machine has it, the tests simply run. On an older
+Debian, `apt-get` fetches the C library of a newer one, from the mirror that this machine uses, into
+a folder; nothing is installed. Python is then started by the dynamic loader in that folder, and
+sees the newer library before the machine's own. The interpreter that runs this script must have
+been installed as `install_lingvo.py` does it, with pytest and hypothesis beside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ROOT / "packages/inputs/tests/lingvo_adaptor"
+NEEDED = (2, 38)
+SUITE = "trixie"  # Debian 13, with glibc 2.41
+PACKAGES = ("libc6", "libstdc++6", "libgcc-s1")
+# Run first: a test that is skipped for want of the ops must not pass for one that ran.
+OPS_LOAD = """
+import sys
+from layerkit_inputs.lingvo_adaptor import preflight
+problem = preflight.native_ops_problem()
+sys.exit(problem and f"Lingvo's native ops: {problem}")
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit code of pytest, or that of the first step that failed."""
+    parser = argparse.ArgumentParser(description=__doc__, add_help=False)
+    options, for_pytest = parser.parse_known_args(arguments)
+    del options
+    with tempfile.TemporaryDirectory(prefix="lingvo_native_") as folder:
+        if glibc_version() >= NEEDED:
+            python, environment = [sys.executable], dict(os.environ)
+        else:
+            python, environment = interpreter_on(fetch_c_library(Path(folder)))
+        checks = [["-c", OPS_LOAD], ["-m", "pytest", str(TESTS / "test_native.py"), *for_pytest]]
+        for check in checks:
+            code = subprocess.run(
+                [*python, *check], cwd=ROOT, env=environment, check=False
+            ).returncode
+            if code:
+                return code
+    return 0
+
+
+def glibc_version() -> tuple[int, ...]:
+    """Version of the C library that this interpreter runs on."""
+    found = re.fullmatch(r"glibc (\d+)\.(\d+).*", os.confstr("CS_GNU_LIBC_VERSION") or "")
+    if found is None:
+        sys.exit("Lingvo's native ops need Linux with glibc.")
+    return int(found[1]), int(found[2])
+
+
+def fetch_c_library(folder: Path) -> Path:
+    """Downloads and unpacks the packages; returns the folder that stands for `/`."""
+    state, root = folder / "apt", folder / "root"
+    for part in ("state/lists/partial", "cache/archives/partial"):
+        (state / part).mkdir(parents=True)
+    root.mkdir()
+    sources = state / "newer.sources"
+    sources.write_text(source_of(SUITE))
+    # Everything that apt remembers is in the folder: the machine's own state is not touched.
+    options = {
+        "Dir::State": state / "state",
+        "Dir::State::status": "/dev/null",
+        "Dir::Cache": state / "cache",
+        "Dir::Etc::sourcelist": sources,
+        "Dir::Etc::sourceparts": "/dev/null",
+        "APT::Sandbox::User": "root",
+    }
+    apt = ["apt-get", "--quiet"]
+    for name, value in options.items():
+        apt += ["-o", f"{name}={value}"]
+    subprocess.run([*apt, "update"], cwd=state, check=True)
+    subprocess.run([*apt, "download", *PACKAGES], cwd=state, check=True)
+    for package in state.glob("*.deb"):
+        subprocess.run(["dpkg", "-x", str(package), str(root)], check=True)
+    return root
+
+
+def source_of(suite: str) -> str:
+    """An apt source for another suite of Debian, from where this machine gets its packages."""
+    policy = subprocess.run(["apt-cache", "policy"], capture_output=True, text=True, check=True)
+    # Lines such as ` 500 https://mirror/debian bookworm/main amd64 Packages`.
+    mirrors = re.findall(r"^ *\d+ (\S+:/\S*) [\w-]+/main ", policy.stdout, flags=re.MULTILINE)
+    debian = [mirror for mirror in mirrors if mirror.rstrip("/").endswith("/debian")]
+    if not debian:
+        sys.exit(
+            "apt on this machine has no source of Debian; run this where glibc is 2.38 or newer, "
+            "such as on Ubuntu 24.04 or Debian 13."
+        )
+    keyring = "/usr/share/keyrings/debian-archive-keyring.gpg"
+    return (
+        f"Types: deb\nURIs: {debian[0]}\nSuites: {suite}\nComponents: main\nSigned-By: {keyring}\n"
+    )
+
+
+def interpreter_on(root: Path) -> tuple[list[str], dict[str, str]]:
+    """Command and environment of this Python on the C library under `root`."""
+    triplet = sysconfig.get_config_var("MULTIARCH") or "x86_64-linux-gnu"
+    newer = root / "usr/lib" / triplet
+    libraries = [
+        newer,
+        sysconfig.get_config_var("LIBDIR"),
+        f"/lib/{triplet}",
+        f"/usr/lib/{triplet}",
+    ]
+    # A virtual environment is found by the name of the interpreter; the loader loses that name.
+    python = Path(sys.executable).resolve()
+    environment = dict(os.environ)
+    paths = [*sorted(ROOT.glob("packages/*/src")), sysconfig.get_path("purelib")]
+    before = [environment["PYTHONPATH"]] if "PYTHONPATH" in environment else []
+    environment["PYTHONPATH"] = os.pathsep.join([*map(str, paths), *before])
+    loader = next(newer.glob("ld-linux-*.so.*"))
+    command = [str(loader), "--library-path", ":".join(map(str, libraries)), str(python)]
+    return command, environment
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
