@@ -7,6 +7,7 @@ are those of Grain's iterators, some hundred bytes as a rule, and fit the same h
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -265,13 +266,23 @@ class GrainIterInput(BaseInput):
 
     def _iterate(self) -> None:
         self._iterator = iter(self._pipeline())
-        # Left to the garbage collector, an iterator may be closed on one of its own threads.
-        self._close_iterator = weakref.finalize(self, self._iterator.close)
+        self._close_iterator = weakref.finalize(self, _close_on_another_thread, self._iterator)
 
     def _close(self) -> None:
         if self._iterator is not None:
             self._iterator = None
             self._close_iterator()
+
+
+def _close_on_another_thread(iterator: Any) -> None:
+    """Closes a Grain iterator, which waits for its threads to end.
+
+    The garbage collector may call this on one of those, which cannot wait for itself.
+    """
+    if threading.current_thread() is threading.main_thread():
+        iterator.close()
+    else:
+        threading.Thread(target=iterator.close, daemon=True).start()
 
 
 def _have_flags_parsed() -> None:

@@ -243,7 +243,7 @@ class StackedTransformer(BaseLayer):
     def _check_takes_droppath(self, template: Any) -> None:
         """Refuses a layer that training could not tell its rate."""
         layer = target_of(template) if is_config(template) else None
-        if not hasattr(layer, "fprop"):
+        if layer is None or not hasattr(layer, "fprop"):
             return  # no layer, which is refused where it is made
         parameters = inspect.signature(layer.fprop).parameters.values()
         if not any(p.name == "droppath_rate" or p.kind is p.VAR_KEYWORD for p in parameters):
