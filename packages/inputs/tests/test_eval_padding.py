@@ -40,6 +40,19 @@ def test_padding_is_zeros_but_for_provenance_and_paddings():
         pad_rows(batch, -1)
 
 
+def test_without_padding_arrays_are_copies_unless_they_are_the_callers():
+    table = np.arange(4)
+    batch = NestedMap(own=np.arange(2), view=table[:2], inner=NestedMap(frozen=np.arange(2)))
+    batch.inner.frozen.flags.writeable = False
+    copied = pad_rows(batch, 0)
+    assert not any(np.shares_memory(copied[name], batch[name]) for name in ("own", "view"))
+    handed_on = pad_rows(batch, 0, copy=False)
+    assert handed_on.own is batch.own and handed_on is not batch
+    assert not np.shares_memory(handed_on.view, table) and handed_on.view.tolist() == [0, 1]
+    assert handed_on.inner.frozen.flags.writeable
+    assert pad_rows(batch, 1, copy=False).own.tolist() == [0, 1, 0]
+
+
 def test_eleven_examples_on_three_hosts_of_three():
     batches = []
     for first_row in (0, 9):

@@ -27,6 +27,17 @@ class Numbers(IndexedInput):
         return NestedMap(ids=np.stack([np.int32(row) for row in rows]))
 
 
+class Views(Numbers):
+    """Rows that lie in a table which the reader keeps."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._table = np.arange(13, dtype=np.int32)
+
+    def _read_rows(self, rows: np.ndarray) -> NestedMap:
+        return NestedMap(ids=self._table[rows[0] : rows[-1] + 1])
+
+
 def stream(source: IndexedInput, num_batches: int) -> list[int]:
     return [int(i) for _ in range(num_batches) for i in source.get_next().ids]
 
@@ -197,3 +208,10 @@ def test_a_row_too_far_for_its_provenance_is_refused():
     assert source.get_next().provenance.tolist() == [2**31 - 1]
     with pytest.raises(ValueError, match="row 2147483648 has no provenance"):
         source.get_next()
+
+
+def test_batches_that_are_views_belong_to_the_caller():
+    for batch_size in (1, 4, 13):
+        laws.batches_belong_to_the_caller(
+            lambda size=batch_size, **fields: Views(batch_size=size, **fields)
+        )

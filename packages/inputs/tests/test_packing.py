@@ -73,6 +73,56 @@ def test_streamed_rows_equal_cutting_by_hand(sizes, length):
             assert rows.segment_pos[row, column] == position
 
 
+def rows_by_every_position(rows, ends, length):
+    """The definition of `stream_rows`, by arrays as long as the data."""
+    row_starts = rows[:, None] * length
+    positions = row_starts + np.arange(length)
+    valid = positions < ends[-1]
+    document = np.where(valid, np.searchsorted(ends, positions, side="right"), 0)
+    starts = np.concatenate([[0], ends[:-1]])[document]
+    first = np.searchsorted(ends, row_starts, side="right")
+    rank = np.cumsum(np.diff(ends, prepend=0) > 0)
+    segment_ids = np.where(valid, rank[document] - rank[first] + 1, 0)
+    segment_pos = np.where(valid, positions - np.maximum(starts, row_starts), 0)
+    return (
+        document,
+        np.where(valid, positions - starts, 0),
+        segment_ids.astype(np.int32),
+        segment_pos.astype(np.int32),
+    )
+
+
+@given(
+    sizes=st.lists(st.integers(0, 12), min_size=1, max_size=40).filter(any),
+    length=st.integers(1, 30),
+    data=st.data(),
+)
+def test_streamed_rows_equal_their_definition_to_the_bit(sizes, length, data):
+    ends = np.cumsum(sizes)
+    numbers = st.integers(0, num_stream_rows(ends, length) - 1)
+    rows = np.array(data.draw(st.lists(numbers, min_size=1, max_size=6)))
+    expected = rows_by_every_position(rows, ends, length)
+    for found, defined in zip(stream_rows(rows, ends, length), expected, strict=True):
+        assert found.dtype == defined.dtype
+        np.testing.assert_array_equal(found, defined)
+
+
+def test_the_index_is_not_read_through_for_a_row():
+    class Index(np.ndarray):
+        """Counts what is taken of it."""
+
+        taken = 0
+
+        def __getitem__(self, at):
+            found = super().__getitem__(at)
+            Index.taken += np.size(found)
+            return found
+
+    ends = np.arange(3, 3_000_000, 3).view(Index)
+    stream_rows(np.array([7, 100_000]), ends, 16)
+    assert Index.taken < 100
+
+
 def test_streamed_rows_are_found_in_any_order():
     ends = np.cumsum([5, 1, 8])
     everything = stream_rows(np.arange(4), ends, 4)

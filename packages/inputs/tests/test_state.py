@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from layerkit_inputs.state import pack_state, unpack_state
+from layerkit_inputs.state import pack_state, unpack_state, why_data_differ
 
 HOST = {"reader": "Reader", "scope": "host", "host_index": 1, "num_hosts": 2}
 GLOBAL = {**HOST, "scope": "global"}
@@ -65,3 +65,13 @@ def test_an_envelope_that_lacks_something_is_refused(field):
 def test_what_is_no_state_is_refused(nonsense):
     with pytest.raises(ValueError, match=r"Reader.set_state\(\) needs what get_state\(\) returned"):
         unpack_state(nonsense, **GLOBAL)
+
+
+def test_what_differs_between_data_is_said():
+    then = {"num_rows": 3, "seed": 1, "window": 2}
+    assert why_data_differ(then, dict(reversed(then.items()))) is None
+    problem = why_data_differ(then, {"num_rows": 4, "seed": 1, "paths": ["a"]})
+    assert problem is not None and problem.startswith(
+        "the state does not fit this data: num_rows was 3 and is 4; paths was None and is ['a']; "
+        "window was 2 and is None. "
+    )

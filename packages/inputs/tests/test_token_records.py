@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tracemalloc
@@ -14,6 +15,7 @@ import pytest
 
 from layerkit_inputs import LocalText
 from layerkit_inputs.bad_records import BadRecordError
+from layerkit_inputs.mixing.mixture import Mixture
 from layerkit_inputs.testing import laws
 from layerkit_inputs.token_records import TokenRecords
 from layerkit_inputs.token_store import About, TokenStore
@@ -348,6 +350,37 @@ def test_fields_that_cannot_work(folder):
         reader(folder, tokenizer=OtherTokenizer()).get_next()
     with pytest.raises(FileNotFoundError, match=r"no about.json there"):
         reader(folder / "train").get_next()
+
+
+def mixed(*folders, **fields):
+    config = TokenRecords.HParams.config(seq_length=24, **fields)
+    components = {
+        name: config.clone(path=str(path)) for name, path in zip("ab", folders, strict=True)
+    }
+    return Mixture(batch_size=8, is_training=True, components=components)
+
+
+def test_rows_of_a_damaged_block_weigh_nothing_in_a_mixture(copied, folder):
+    damage_a_block(copied)
+    source = mixed(copied, folder, on_bad_record="skip")
+    batches = laws.take(source, 40)
+    assert source.num_skipped >= 1
+    is_blank = np.concatenate([(batch.ids == 0).all(axis=1) for batch in batches])
+    weighs_nothing = np.concatenate([~batch.weights.any(axis=1) for batch in batches])
+    assert is_blank.any()
+    np.testing.assert_array_equal(weighs_nothing, is_blank)
+
+
+def test_a_mixture_knows_what_its_records_were_made_with(folder, copied):
+    mixed(folder, copied).get_next()
+    about = json.loads((copied / "about.json").read_text())
+    for number, fingerprint in enumerate(("one", "other")):
+        shutil.copytree(copied, copied.parent / str(number))
+        about["tokenizer"]["fingerprint"] = fingerprint
+        (copied.parent / str(number) / "about.json").write_text(json.dumps(about))
+    text = "have unlike vocabularies: the tokenizer 'one' and 'other'; a model reads one."
+    with pytest.raises(ValueError, match=re.escape(text)):
+        mixed(copied.parent / "0", copied.parent / "1")
 
 
 def test_a_state_fits_the_same_tokens_wherever_they_lie(folder, copied, texts, tmp_path):

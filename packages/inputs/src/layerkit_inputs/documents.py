@@ -7,23 +7,24 @@ lie (in memory, in a mapped file); how rows are made of them is here.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.features import Segment
-from layerkit_inputs.packing import num_stream_rows, stream_rows
+from layerkit_inputs.features import Segment, stretch_features
+from layerkit_inputs.packing import num_stream_rows, stream_pieces
 from layerkit_inputs.tokenizers import Tokenizer
 
 
 class TokenStream(Protocol):
     """Ids that can be read at any positions."""
 
-    def __getitem__(self, at: np.ndarray) -> np.ndarray:
-        """The ids at positions int64 `[...]`, of any integer dtype."""
+    def __getitem__(self, at: Any) -> np.ndarray:
+        """The ids at positions int64 `[...]`, or of a slice, of any integer dtype."""
         ...
 
 
@@ -33,9 +34,12 @@ class PiecewiseStream:
     def __init__(self, pieces: Sequence[np.ndarray]):
         self._pieces = [piece for piece in pieces if len(piece)]
         self._ends = np.cumsum([len(piece) for piece in self._pieces], dtype=np.int64)
+        self._stops = self._ends.tolist()
 
-    def __getitem__(self, at: np.ndarray) -> np.ndarray:
-        """The ids at positions int64 `[...]`, as int32."""
+    def __getitem__(self, at: Any) -> np.ndarray:
+        """The ids at positions int64 `[...]`, or from one position to another, as int32."""
+        if isinstance(at, slice):
+            return self._between(at.start, at.stop)
         found = np.empty(at.shape, np.int32)
         which = np.searchsorted(self._ends, at, side="right")
         for number in np.unique(which):
@@ -43,6 +47,14 @@ class PiecewiseStream:
             begin = self._ends[number - 1] if number else 0
             found[here] = self._pieces[number][at[here] - begin]
         return found
+
+    def _between(self, start: int, stop: int) -> np.ndarray:
+        first = bisect.bisect_right(self._stops, start)
+        parts = []
+        for number in range(first, bisect.bisect_left(self._stops, stop) + 1):
+            begin = self._stops[number - 1] if number else 0
+            parts.append(self._pieces[number][max(start - begin, 0) : stop - begin])
+        return np.concatenate(parts, dtype=np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,29 +99,37 @@ class Documents:
           length: Positions of a row.
           pad_id: Id of padded positions.
         """
-        where = stream_rows(rows, self.ends, length)
-        at = self.begins[where.document] + where.offset
-        valid = where.segment_ids > 0
-        counts = valid
+        pieces = stream_pieces(rows, self.ends, length)
+        tokens = self._read(self.begins[pieces.document] + pieces.start, pieces.length + 1)
+        ids, labels = ids_and_labels(tokens, pieces.length)
+        num_inputs = None
         if self.num_inputs is not None:
-            counts = valid & (where.offset >= self.num_inputs[where.document])
-        batch = NestedMap(
-            ids=np.where(valid, self.ids[at], pad_id).astype(np.int32),
-            labels=np.where(valid, self.ids[at + 1], pad_id).astype(np.int32),
-            weights=counts.astype(np.float32),
-            paddings=(~valid).astype(np.float32),
-            segment_ids=where.segment_ids,
-            segment_pos=where.segment_pos,
+            num_inputs = self.num_inputs[pieces.document] - pieces.start
+        return stretch_features(
+            ids,
+            labels,
+            rows=pieces.row,
+            sizes=pieces.length,
+            num_rows=len(rows),
+            length=length,
+            pad_id=pad_id,
+            num_inputs=num_inputs,
+            has_inputs=num_inputs is not None,
+            weights_on_targets_only=True,
         )
-        if self.num_inputs is not None:
-            is_read = valid & (where.offset <= self.num_inputs[where.document])
-            batch.inputs_indicator = is_read.astype(np.int32)
-        return batch
+
+    def _read(self, begins: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """Stretches of ids, end to end; those that follow one another are read as one."""
+        ends = begins + sizes
+        is_gap = begins[1:] != ends[:-1]
+        starts, stops = begins[np.append(True, is_gap)], ends[np.append(is_gap, True)]
+        found = zip(starts.tolist(), stops.tolist(), strict=True)
+        return np.concatenate([self.ids[start:stop] for start, stop in found])
 
     def segment(self, document: int, start: int, length: int) -> Segment:
         """`length` predictions of a document from its prediction `start` on."""
         begin = self.begins[document] + start
-        ids = self.ids[np.arange(begin, begin + length + 1)].astype(np.int32)
+        ids = self.ids[int(begin) : int(begin) + length + 1].astype(np.int32)
         num_inputs = 0 if self.num_inputs is None else int(self.num_inputs[document]) - start
         return Segment(ids[1:], num_inputs=num_inputs, first_id=int(ids[0]))
 
@@ -137,6 +157,20 @@ class Documents:
             paddings=(~valid).astype(np.float32),
             prompt_lengths=lengths.astype(np.int32),
         )
+
+
+def ids_and_labels(tokens: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Stretches of ids taken apart into what is predicted from and what is predicted.
+
+    Args:
+      tokens: int `[tokens + stretches]`: the stretches, end to end.
+      sizes: int `[stretches]`: predictions of each, one less than its ids.
+
+    Returns:
+      Both of the dtype of `tokens`, `[tokens]`.
+    """
+    ends = np.cumsum(sizes + 1)
+    return np.delete(tokens, ends - 1), np.delete(tokens, ends - 1 - sizes)
 
 
 def framed(tokens: Sequence[np.ndarray], tokenizer: Tokenizer) -> np.ndarray:

@@ -23,8 +23,15 @@ AllGather = Callable[[Any], Sequence[Any]]
 PADDING_VALUES = {"provenance": -1, "paddings": 1}
 
 
-def pad_rows(batch: NestedMap, num_rows: int) -> NestedMap:
-    """`batch` with `num_rows` rows of padding appended to every array `[batch, ...]`."""
+def pad_rows(batch: NestedMap, num_rows: int, *, copy: bool = True) -> NestedMap:
+    """`batch` with `num_rows` rows of padding appended to every array `[batch, ...]`.
+
+    Args:
+      batch: The rows, at least 0 of them.
+      num_rows: How many to append.
+      copy: False for a batch that was made for the caller: where nothing is to be appended, arrays
+        that own their memory are handed on. Views are copied all the same.
+    """
     if num_rows < 0:
         raise ValueError(f"pad_rows(num_rows={num_rows}): expected a number >= 0.")
 
@@ -32,6 +39,9 @@ def pad_rows(batch: NestedMap, num_rows: int) -> NestedMap:
         if isinstance(value, NestedMap):
             return NestedMap({key: pad(key, item) for key, item in value.items()})
         array = np.asarray(value)
+        if not num_rows:
+            is_own = array.flags.owndata and array.flags.writeable
+            return array if is_own and not copy else array.copy()
         fill = np.full((num_rows, *array.shape[1:]), PADDING_VALUES.get(name, 0), array.dtype)
         return np.concatenate([array, fill])
 

@@ -35,16 +35,6 @@ class Segment(NamedTuple):
     """What the first token is predicted from."""
 
 
-class _Layout(NamedTuple):
-    """Segments in rows; every array is `[rows, length]`."""
-
-    tokens: np.ndarray
-    segment_ids: np.ndarray
-    segment_pos: np.ndarray
-    num_inputs: np.ndarray
-    first_ids: np.ndarray
-
-
 def trim_tokens(tokens: Tokens, *, length: int, eos_id: int | None = None) -> np.ndarray:
     """The first tokens, ended by `eos_id` where one is given, `length` in all at most.
 
@@ -147,21 +137,85 @@ def segment_features(
     Raises:
       ValueError: the segments of a row are longer than it.
     """
-    layout = _lay_out(rows, length=length, pad_id=pad_id)
-    valid = layout.segment_ids > 0
-    counts = valid & (layout.segment_pos >= layout.num_inputs) if weights_on_targets_only else valid
-    batch = NestedMap(
-        ids=_predicted_from(layout, pad_id),
-        labels=layout.tokens,
-        weights=counts.astype(np.float32),
-        paddings=(~valid).astype(np.float32),
-        segment_ids=layout.segment_ids,
-        segment_pos=layout.segment_pos,
+    segments = [segment for row in rows for segment in row]
+    sizes = _sizes_that_fit(rows, length=length)
+    labels = _end_to_end([segment.tokens for segment in segments])
+    ids = np.roll(labels, 1)
+    begins = (np.cumsum(sizes) - sizes)[sizes > 0]
+    ids[begins] = np.array([segment.first_id for segment in segments], np.int32)[sizes > 0]
+    return stretch_features(
+        ids,
+        labels,
+        rows=np.repeat(np.arange(len(rows)), [len(row) for row in rows]),
+        sizes=sizes,
+        num_rows=len(rows),
+        length=length,
+        pad_id=pad_id,
+        num_inputs=np.array([segment.num_inputs for segment in segments], np.int64)
+        if has_inputs or weights_on_targets_only
+        else None,
+        has_inputs=has_inputs,
+        weights_on_targets_only=weights_on_targets_only,
     )
-    if has_inputs:
-        is_read = valid & (layout.segment_pos <= layout.num_inputs)
-        batch.inputs_indicator = is_read.astype(np.int32)
+
+
+def stretch_features(
+    ids: np.ndarray,
+    labels: np.ndarray,
+    *,
+    rows: np.ndarray,
+    sizes: np.ndarray,
+    num_rows: int,
+    length: int,
+    pad_id: int = 0,
+    num_inputs: np.ndarray | None = None,
+    has_inputs: bool = False,
+    weights_on_targets_only: bool = False,
+) -> NestedMap:
+    """As `segment_features`, from all segments laid end to end, row after row.
+
+    Args:
+      ids: int `[tokens]`: what is predicted from.
+      labels: int `[tokens]`: what is predicted.
+      rows: int `[segments]`: the row of each, not falling.
+      sizes: int `[segments]`: how many tokens it has; those of a row sum to `length` at most.
+      num_rows: How many rows there are.
+      length: Positions of a row.
+      pad_id: Id of padded positions.
+      num_inputs: int `[segments]`, as in `Segment`; None: there are no inputs.
+      has_inputs: Adds `inputs_indicator`.
+      weights_on_targets_only: Inputs count for no loss.
+    """
+    totals = np.bincount(rows, sizes, minlength=num_rows).astype(np.int32)
+    valid = np.arange(length, dtype=np.int32) < totals[:, None]
+    numbers = np.arange(len(rows)) - np.searchsorted(rows, rows) + 1
+    begins = (np.cumsum(sizes) - sizes).astype(np.int32)
+    positions = np.arange(len(labels), dtype=np.int32) - np.repeat(begins, sizes)
+    weights = valid
+    if num_inputs is not None:
+        inputs_end = np.repeat(num_inputs, sizes)
+        if weights_on_targets_only:
+            weights = in_rows(positions >= inputs_end, valid)
+    batch = NestedMap(
+        ids=in_rows(ids.astype(np.int32), valid, fill=pad_id),
+        labels=in_rows(labels.astype(np.int32), valid, fill=pad_id),
+        weights=weights.astype(np.float32),
+        paddings=(~valid).astype(np.float32),
+        segment_ids=in_rows(np.repeat(numbers.astype(np.int32), sizes), valid),
+        segment_pos=in_rows(positions, valid),
+    )
+    if num_inputs is not None and has_inputs:
+        batch.inputs_indicator = in_rows((positions <= inputs_end).astype(np.int32), valid)
     return batch
+
+
+def in_rows(values: np.ndarray, valid: np.ndarray, *, fill: int = 0) -> np.ndarray:
+    """`values` (`[tokens]`) where `valid` (bool `[rows, length]`) says, in order; else `fill`."""
+    if values.size == valid.size:
+        return values.reshape(valid.shape)
+    placed = np.full(valid.shape, fill, values.dtype)
+    placed[valid] = values
+    return placed
 
 
 def encoder_decoder_features(
@@ -239,10 +293,11 @@ def prompt_features(
     for number, prompt in enumerate(prompts):
         tokens = as_tokens(prompt, where=f"prompt {number}")
         rows.append([Segment(np.concatenate([begin, tokens]))])
-    layout = _lay_out(rows, length=length, pad_id=pad_id)
-    valid = layout.segment_ids > 0
+    sizes = _sizes_that_fit(rows, length=length)
+    valid = np.arange(length) < sizes[:, None]
+    tokens = _end_to_end([segment.tokens for (segment,) in rows])
     return NestedMap(
-        ids=layout.tokens,
+        ids=in_rows(tokens, valid, fill=pad_id),
         paddings=(~valid).astype(np.float32),
         prompt_lengths=valid.sum(axis=1, dtype=np.int32),
     )
@@ -287,31 +342,18 @@ def _rows_of(
     return [[segments[number] for number in numbers] for numbers in rows]
 
 
-def _lay_out(rows: Sequence[Sequence[Segment]], *, length: int, pad_id: int) -> _Layout:
-    shape = (len(rows), length)
-    layout = _Layout(*(np.zeros(shape, np.int32) for _ in _Layout._fields))
-    layout.tokens[...] = pad_id
-    for row, segments in enumerate(rows):
-        sizes = [len(segment.tokens) for segment in segments]
-        if sum(sizes) > length:
+def _sizes_that_fit(rows: Sequence[Sequence[Segment]], *, length: int) -> np.ndarray:
+    """int64 `[segments]`; refuses rows that hold more than `length` tokens."""
+    sizes = [[len(segment.tokens) for segment in row] for row in rows]
+    for number, of_row in enumerate(sizes):
+        if sum(of_row) > length:
             raise ValueError(
-                f"row {row} is to hold {sum(sizes)} tokens (examples of {sizes}), but its length "
-                f"is {length}; trim the examples, or use longer rows."
+                f"row {number} is to hold {sum(of_row)} tokens (examples of {of_row}), but its "
+                f"length is {length}; trim the examples, or use longer rows."
             )
-        start = 0
-        for number, (segment, size) in enumerate(zip(segments, sizes, strict=True), start=1):
-            here = slice(start, start + size)
-            layout.tokens[row, here] = segment.tokens
-            layout.segment_ids[row, here] = number
-            layout.segment_pos[row, here] = np.arange(size)
-            layout.num_inputs[row, here] = segment.num_inputs
-            layout.first_ids[row, here] = segment.first_id
-            start += size
-    return layout
+    return np.array([size for of_row in sizes for size in of_row], np.int64)
 
 
-def _predicted_from(layout: _Layout, pad_id: int) -> np.ndarray:
-    """For each position the token before it in its segment, or the segment's first id."""
-    before = np.roll(layout.tokens, 1, axis=1)
-    ids = np.where(layout.segment_pos == 0, layout.first_ids, before)
-    return np.where(layout.segment_ids > 0, ids, pad_id).astype(np.int32)
+def _end_to_end(tokens: Sequence[np.ndarray]) -> np.ndarray:
+    """int32 `[tokens]`: all of them, one after the other."""
+    return np.concatenate([np.zeros(0, np.int32), *tokens])

@@ -18,7 +18,7 @@ from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.eval_padding import pad_rows, split_rows
 from layerkit_inputs.index_shuffle import shuffled_rows, window_shuffled_rows
-from layerkit_inputs.state import Scope
+from layerkit_inputs.state import Scope, why_data_differ
 
 MOST_ROWS_DRAWN = 1 << 22
 """Rows up to which the order of an epoch is drawn whole, 8 bytes a row."""
@@ -72,7 +72,10 @@ class IndexedInput(BaseInput):
         raise NotImplementedError(f"{type(self).__qualname__} must define _num_rows().")
 
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
-        """The rows with these numbers (int64 `[rows]`, never empty), as arrays `[rows, ...]`."""
+        """The rows with these numbers (int64 `[rows]`, never empty), as arrays `[rows, ...]`.
+
+        The arrays become the caller's: new ones, or views, which are copied; none that is kept.
+        """
         raise NotImplementedError(f"{type(self).__qualname__} must define _read_rows().")
 
     def _fingerprint(self) -> dict[str, Any]:
@@ -109,7 +112,7 @@ class IndexedInput(BaseInput):
                 raise self._refuse(f"row {rows.max()} has no provenance; int32 ends at 2**31 - 1.")
             batch.provenance = rows.astype(np.int32)
             batch.eval_sample_weights = np.ones(len(rows), np.float32)
-        return pad_rows(batch, self.local_batch_size - len(rows))
+        return pad_rows(batch, self.local_batch_size - len(rows), copy=False)
 
     def _rows_at(self, positions: np.ndarray, num_rows: int | None) -> np.ndarray:
         """Row numbers at these positions of the stream, which runs through epoch after epoch."""
@@ -151,15 +154,6 @@ class IndexedInput(BaseInput):
         return {"rows_done": self._rows_done, "data": self._identity()}
 
     def _set_reader_state(self, position: dict[str, Any]) -> None:
-        then, now = position["data"], self._identity()
-        differing = [
-            f"{name} was {then.get(name)!r} and is {now.get(name)!r}"
-            for name in sorted({*then, *now})
-            if then.get(name) != now.get(name)
-        ]
-        if differing:
-            raise self._refuse(
-                f"the state does not fit this data: {'; '.join(differing)}. Restore with the data "
-                "and fields it was written with, or start a new run from the weights alone."
-            )
+        if problem := why_data_differ(position["data"], self._identity()):
+            raise self._refuse(problem)
         self._rows_done = position["rows_done"]

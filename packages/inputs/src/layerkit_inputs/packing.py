@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from layerkit_inputs.features import in_rows
 from layerkit_inputs.first_fit import cut_documents as cut_documents
 from layerkit_inputs.first_fit import plan_packing as plan_packing
 from layerkit_inputs.stream_packer import StreamPacker as StreamPacker
@@ -41,30 +42,71 @@ def num_stream_rows(document_ends: np.ndarray, length: int) -> int:
     return -(-total // length)
 
 
-def stream_rows(rows: np.ndarray, document_ends: np.ndarray, length: int) -> StreamRows:
-    """Rows cut from documents laid end to end, by number.
+class RowPieces(NamedTuple):
+    """What some rows hold, row after row from the left; every array is int64 `[pieces]`."""
+
+    row: np.ndarray
+    """Which of the rows, counted from 0."""
+    document: np.ndarray
+    """Number of the document."""
+    start: np.ndarray
+    """Position inside that document."""
+    length: np.ndarray
+    """How many positions, at least 1."""
+
+
+def stream_pieces(rows: np.ndarray, document_ends: np.ndarray, length: int) -> RowPieces:
+    """The pieces of documents in rows cut from documents laid end to end, by number.
+
+    Of `document_ends`, which may be larger than the memory, only what the rows need is touched.
 
     Args:
       rows: int `[rows]`, each below `num_stream_rows`.
       document_ends: int64 `[documents]`: the running sum of the documents' lengths.
       length: Positions of a row. A document may begin in one row and go on in later ones.
     """
-    row_starts = np.asarray(rows, np.int64)[:, None] * length
-    positions = row_starts + np.arange(length)
-    valid = positions < document_ends[-1]
-    document = np.searchsorted(document_ends, positions, side="right")
-    document = np.where(valid, document, 0)
-    starts = np.concatenate([[0], document_ends[:-1]])[document]
-    first_document = np.searchsorted(document_ends, row_starts, side="right")
-    # A document without positions, as an empty file may be, takes no segment number.
-    is_real = np.diff(document_ends, prepend=0) > 0
-    rank = np.cumsum(is_real)
-    return StreamRows(
+    begins = np.asarray(rows, np.int64) * length
+    ends = np.minimum(begins + length, document_ends[-1])
+    first = np.searchsorted(document_ends, begins, side="right")
+    counts = np.searchsorted(document_ends, ends, side="left") - first + 1
+    document = ranges(first, counts)
+    row = np.repeat(np.arange(len(counts)), counts)
+    document_begins = np.where(document > 0, document_ends[np.maximum(document - 1, 0)], 0)
+    starts = np.maximum(begins[row], document_begins)
+    pieces = RowPieces(
+        row=row,
         document=document,
-        offset=np.where(valid, positions - starts, 0),
-        segment_ids=np.where(valid, rank[document] - rank[first_document] + 1, 0).astype(np.int32),
-        segment_pos=np.where(valid, positions - np.maximum(starts, row_starts), 0).astype(np.int32),
+        start=starts - document_begins,
+        length=np.minimum(document_ends[document], ends[row]) - starts,
     )
+    # A document without positions, as an empty file may be, has no piece.
+    is_real = pieces.length > 0
+    return pieces if is_real.all() else RowPieces(*(array[is_real] for array in pieces))
+
+
+def stream_rows(rows: np.ndarray, document_ends: np.ndarray, length: int) -> StreamRows:
+    """Where each position of the rows of `stream_pieces` comes from; takes the same arguments."""
+    pieces = stream_pieces(rows, document_ends, length)
+    sizes = pieces.length
+    valid = np.arange(length) < np.bincount(pieces.row, sizes, minlength=len(rows))[:, None]
+    segment = np.arange(len(sizes)) - np.searchsorted(pieces.row, pieces.row) + 1
+    return StreamRows(
+        document=in_rows(np.repeat(pieces.document, sizes), valid),
+        offset=in_rows(ranges(pieces.start, sizes), valid),
+        segment_ids=in_rows(np.repeat(segment.astype(np.int32), sizes), valid),
+        segment_pos=in_rows(ranges(np.zeros_like(sizes), sizes).astype(np.int32), valid),
+    )
+
+
+def ranges(begins: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Whole numbers from each of `begins` on, so many as `sizes` says, end to end: int64.
+
+    >>> ranges(np.array([7, 2]), np.array([3, 2])).tolist()
+    [7, 8, 9, 2, 3]
+    """
+    ends = np.cumsum(sizes)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total) + np.repeat(begins - (ends - sizes), sizes)
 
 
 class PackedRows(NamedTuple):

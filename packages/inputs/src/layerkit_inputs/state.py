@@ -81,6 +81,26 @@ def unpack_state(
     return copy.deepcopy(envelope["position"])
 
 
+def why_data_differ(then: dict[str, Any], now: dict[str, Any]) -> str | None:
+    """Why a state of the data `then` does not fit the data `now`; None where it does.
+
+    Args:
+      then: What decided which rows there were, name -> JSON value, as the state holds it.
+      now: The same of the reader that is to go on.
+    """
+    differing = [
+        f"{name} was {then.get(name)!r} and is {now.get(name)!r}"
+        for name in sorted({*then, *now})
+        if then.get(name) != now.get(name)
+    ]
+    if not differing:
+        return None
+    return (
+        f"the state does not fit this data: {'; '.join(differing)}. Restore with the data and "
+        "fields it was written with, or start a new run from the weights alone."
+    )
+
+
 def _not_an_envelope(envelope: Any, reader: str, expected: list[str]) -> ValueError:
     return ValueError(
         f"{reader}.set_state() needs what get_state() returned, a dict with {expected}; got "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import collections
 import zlib
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -82,8 +83,10 @@ class StreamPacker:
 
     def clear(self) -> None:
         """Forgets all documents."""
+        # In mode `cut` one row is open at most, of number 0, with `_num_open` tokens in it.
         self._fit = OpenRows([self._length], self._most_open)
         self._open: dict[int, list[Segment]] = {}
+        self._num_open = 0
         self._ready: collections.deque[list[Segment]] = collections.deque()
 
     def add(self, targets: Tokens, inputs: Tokens | None = None) -> None:
@@ -113,15 +116,22 @@ class StreamPacker:
 
     def take(self) -> NestedMap | None:
         """The next row, as `lm_features` has it but arrays `[length]`; None: feed more first."""
-        if not self._ready:
-            return None
-        batch = segment_features([self._ready.popleft()], **self._row_fields)
-        return batch.transform(lambda array: array[0])
+        row = self.take_segments()
+        return None if row is None else self.features([row]).transform(lambda array: array[0])
+
+    def take_segments(self) -> list[Segment] | None:
+        """What the next row holds, for `features`; None: feed more first."""
+        return self._ready.popleft() if self._ready else None
+
+    def features(self, rows: Sequence[Sequence[Segment]]) -> NestedMap:
+        """Rows of `take_segments` as a batch, which costs less than taking each by itself."""
+        return segment_features(rows, **self._row_fields)
 
     def finish(self) -> None:
         """Makes the rows that are still open ready too, at the end of the documents."""
         self._ready.extend(self._open.values())
         self._open.clear()
+        self._num_open = 0
         self._fit = OpenRows([self._length], self._most_open)
 
     @property
@@ -153,7 +163,8 @@ class StreamPacker:
         self.clear()
         self._ready.extend(_decode_rows(state["ready"]))
         for segments in _decode_rows(state["open"]):
-            row = self._fit.begin_row([sum(len(segment.tokens) for segment in segments)])
+            self._num_open = sum(len(segment.tokens) for segment in segments)
+            row = self._fit.begin_row([self._num_open])
             self._open[row] = segments
 
     def _cuts(self, size: int) -> list[tuple[int, int]]:
@@ -161,12 +172,18 @@ class StreamPacker:
         if self._mode == "first_fit":
             pieces = cut_documents([size], self._length)
             return [(int(s), int(s + n)) for s, n in zip(pieces.start, pieces.length, strict=True)]
-        filled = sum(len(segment.tokens) for row in self._open.values() for segment in row)
-        starts = [0, *range(self._length - filled, size, self._length)]
+        starts = [0, *range(self._length - self._num_open, size, self._length)]
         return [*zip(starts, [*starts[1:], size], strict=True)] if size else []
 
     def _place(self, segment: Segment) -> None:
-        row, closed = self._fit.place([len(segment.tokens)])
+        size = len(segment.tokens)
+        if self._mode == "cut":
+            self._open.setdefault(0, []).append(segment)
+            self._num_open = (self._num_open + size) % self._length
+            if not self._num_open:
+                self._ready.append(self._open.pop(0))
+            return
+        row, closed = self._fit.place([size])
         self._open.setdefault(row, []).append(segment)
         self._ready.extend(self._open.pop(number) for number in closed)
 

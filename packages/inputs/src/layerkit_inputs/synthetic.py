@@ -59,7 +59,7 @@ class SyntheticInput(IndexedInput):
         return self.num_examples
 
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
-        tokens = np.stack([self._tokens(int(row)) for row in rows])
+        tokens = self._tokens(rows)
         shape = (len(rows), self.seq_length)
         positions = np.arange(self.seq_length, dtype=np.int32)
         return NestedMap(
@@ -71,21 +71,30 @@ class SyntheticInput(IndexedInput):
             segment_pos=np.tile(positions, (len(rows), 1)),
         )
 
-    def _tokens(self, row: int) -> np.ndarray:
-        """Tokens int32 `[length + 1]` of a row."""
-        generator = _generator(self._seed, row + (0 if self.is_training else _EVAL_ROWS))
-        drawn = generator.integers(self.vocab_size, size=self.seq_length + 1, dtype=np.int32)
+    def _tokens(self, rows: np.ndarray) -> np.ndarray:
+        """Tokens int32 `[rows, length + 1]` of rows by number, each from a generator of its own."""
+        shape = (len(rows), self.seq_length + 1)
+        drawn, chance = np.empty(shape, np.int32), np.empty(shape, np.float32)
+        first_stream = 0 if self.is_training else _EVAL_ROWS
+        generator = _generator(self._seed, first_stream)
+        state = generator.bit_generator.state
+        for place, row in enumerate(rows.tolist()):
+            # As a new generator with this key, which would take five times as long to make.
+            state["state"]["key"][1] = row + first_stream
+            generator.bit_generator.state = state
+            drawn[place] = generator.integers(self.vocab_size, size=shape[1], dtype=np.int32)
+            if self.learnable:
+                generator.random(out=chance[place], dtype=np.float32)
         if not self.learnable:
             return drawn
         # Where on the cycle: one step on each time, or, at a draw, as many as were drawn.
-        steps = np.ones(self.seq_length + 1, np.int64)
-        is_drawn = generator.random(self.seq_length + 1, np.float32) < self.noise
-        is_drawn[0] = True
-        steps[is_drawn] = drawn[is_drawn]
+        is_drawn = chance < self.noise
+        is_drawn[:, 0] = True
+        steps = np.where(is_drawn, drawn, 1)
         if self._cycle is None:
             order = _generator(self._seed, _CYCLE).permutation(self.vocab_size)
             self._cycle = order.astype(np.int32)
-        return self._cycle[np.cumsum(steps) % self.vocab_size]
+        return self._cycle[np.cumsum(steps, axis=1, dtype=np.int64) % self.vocab_size]
 
     def _fingerprint(self) -> dict[str, Any]:
         fields = ("vocab_size", "seq_length", "learnable", "noise", "is_training")

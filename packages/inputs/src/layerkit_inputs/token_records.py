@@ -24,10 +24,12 @@ import numpy as np
 from layerkit.near_names import near_names
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.bad_records import BadRecords, OnBadRecord
+from layerkit_inputs.documents import ids_and_labels
+from layerkit_inputs.features import stretch_features
 from layerkit_inputs.first_fit import DocumentPieces, PackingPlan, cut_documents, plan_packing
 from layerkit_inputs.grain_adaptor.row_batches import blank_rows
 from layerkit_inputs.indexed_input import IndexedInput
-from layerkit_inputs.packing import num_stream_rows
+from layerkit_inputs.packing import RowPieces, num_stream_rows, stream_pieces
 from layerkit_inputs.token_store import TokenStore
 from layerkit_inputs.tokenizers import ByteTokenizer, Tokenizer
 
@@ -99,52 +101,48 @@ class TokenRecords(IndexedInput):
         return self._bad.num_skipped
 
     @property
+    def tokenizer_fingerprint(self) -> str:
+        """That of the tokenizer the documents were made with."""
+        fingerprint: str = self._store.about.tokenizer["fingerprint"]
+        return fingerprint
+
+    @property
     def token_unit(self) -> str:  # type: ignore[override]
         """`byte` where the documents were made with the ByteTokenizer."""
-        made_with = self._store.about.tokenizer["fingerprint"]
-        return "byte" if made_with == ByteTokenizer().fingerprint() else "token"
+        is_bytes = self.tokenizer_fingerprint == ByteTokenizer().fingerprint()
+        return "byte" if is_bytes else "token"
 
     def _num_rows(self) -> int:
         if self.packing == "stream":
             return num_stream_rows(self._store.document_ends, self.seq_length)
         return self._plan[1].num_rows
 
-    def _pieces_of(self, row: int) -> DocumentPieces:
-        """The pieces of documents that make a row, from the left."""
+    def _pieces_of(self, rows: np.ndarray) -> RowPieces:
+        """The pieces of documents that make these rows."""
         if self.packing == "stream":
-            return _stream_pieces(row, self._store.document_ends, self.seq_length)
+            return stream_pieces(rows, self._store.document_ends, self.seq_length)
         pieces, plan = self._plan
-        here = plan.documents_of(row)
-        return DocumentPieces(*(array[here] for array in pieces))
+        by_row = [plan.documents_of(row) for row in rows.tolist()]
+        placed = np.repeat(np.arange(len(rows)), [len(here) for here in by_row])
+        chosen = np.concatenate(by_row)
+        return RowPieces(placed, *(array[chosen] for array in pieces))
 
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
-        shape = len(rows), self.seq_length
-        at = np.zeros(shape, np.int64)
-        segment_ids, segment_pos = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-        for place, row in enumerate(rows.tolist()):
-            pieces = self._pieces_of(row)
-            ends = np.cumsum(pieces.length)
-            total = int(ends[-1])
-            segment = np.repeat(np.arange(len(ends)), pieces.length)
-            position = np.arange(total) - (ends - pieces.length)[segment]
-            begins = self._begins(pieces.document) + pieces.start
-            at[place, :total] = begins[segment] + position
-            # Padding reads what the row reads anyway.
-            at[place, total:] = at[place, total - 1]
-            segment_ids[place, :total] = segment + 1
-            segment_pos[place, :total] = position
-        valid = segment_ids > 0
-        ids, labels, is_read = self._read_tokens(at, valid)
-        self._unreadable = ~is_read
-        pad_id = self._store.about.tokenizer["pad_id"]
-        return NestedMap(
-            ids=np.where(valid, ids, pad_id),
-            labels=np.where(valid, labels, pad_id),
-            weights=valid.astype(np.float32),
-            paddings=(~valid).astype(np.float32),
-            segment_ids=segment_ids,
-            segment_pos=segment_pos,
+        pieces = self._pieces_of(rows)
+        begins = self._begins(pieces.document) + pieces.start
+        tokens, is_read = self._store.read(begins, pieces.length + 1, self._bad)
+        ids, labels = ids_and_labels(tokens, pieces.length)
+        batch = stretch_features(
+            ids,
+            labels,
+            rows=pieces.row,
+            sizes=pieces.length,
+            num_rows=len(rows),
+            length=self.seq_length,
+            pad_id=self._store.about.tokenizer["pad_id"],
         )
+        self._unreadable = np.bincount(pieces.row[~is_read], minlength=len(rows)) > 0
+        return blank_rows(batch, self._unreadable) if self._unreadable.any() else batch
 
     def _read_positions(self, positions: np.ndarray, num_rows: int | None) -> NestedMap:
         batch = super()._read_positions(positions, num_rows)
@@ -158,14 +156,6 @@ class TokenRecords(IndexedInput):
         """Where the ids of documents begin in the stream, which has a start id for each."""
         ends = self._store.document_ends
         return np.where(documents > 0, ends[np.maximum(documents - 1, 0)], 0) + documents
-
-    def _read_tokens(
-        self, at: np.ndarray, valid: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Ids at `at`, those after them, and bool `[rows]`: whether all of a row could be read."""
-        both, is_read = self._store.gather(np.stack([at, at + 1]), self._bad)
-        is_whole = np.all(np.all(is_read, axis=0) | ~valid, axis=1)
-        return both[0], both[1], is_whole
 
     def _fingerprint(self) -> dict[str, Any]:
         return {
@@ -187,20 +177,3 @@ class TokenRecords(IndexedInput):
                 "tokenizer is not set; set the one that made the data to turn ids into text."
             )
         return [self.tokenizer.decode(row[:n]) for row, n in zip(ids, lengths, strict=True)]
-
-
-def _stream_pieces(row: int, document_ends: np.ndarray, length: int) -> DocumentPieces:
-    """The pieces of row number `row` of documents laid end to end."""
-    begin = np.int64(row * length)
-    end = np.minimum(begin + length, document_ends[-1])
-    # Of the index, which may be larger than the memory, only what this row needs is touched.
-    first = int(np.searchsorted(document_ends, begin, side="right"))
-    last = int(np.searchsorted(document_ends, end, side="left"))
-    ends = np.asarray(document_ends[first : last + 1])
-    begins = np.concatenate([document_ends[first - 1 : first] if first else [0], ends[:-1]])
-    starts = np.maximum(begin - begins, 0)
-    return DocumentPieces(
-        document=np.arange(first, last + 1),
-        start=starts,
-        length=np.minimum(ends, end) - begins - starts,
-    )

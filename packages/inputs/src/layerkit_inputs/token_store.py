@@ -33,6 +33,7 @@ import numpy as np
 from layerkit.near_names import near_names
 from layerkit_inputs.bad_records import BadRecordError, BadRecords
 from layerkit_inputs.grain_adaptor.array_records import ArrayRecordFiles
+from layerkit_inputs.packing import ranges
 
 ABOUT_FILE = "about.json"
 ENDS_FILE = "document_ends.int64"
@@ -159,13 +160,14 @@ class TokenStore:
         self.split = self.about.splits[split]
         self._folder = Path(folder, split)
         self.document_ends = self._open_ends()
-        self._shard_ends = np.cumsum([shard.num_ids for shard in self.split.shards], dtype=np.int64)
-        length = self.about.block_length
-        blocks = [-(-shard.num_ids // length) for shard in self.split.shards]
-        self._block_ends = np.cumsum(blocks, dtype=np.int64)
+        self._shard_sizes = np.array([shard.num_ids for shard in self.split.shards], np.int64)
+        self._shard_ends = np.cumsum(self._shard_sizes)
+        blocks = -(-self._shard_sizes // self.about.block_length)
+        self._block_ends = np.cumsum(blocks)
+        self._block_begins = self._block_ends - blocks
         self._files = ArrayRecordFiles(
             [self._folder / shard.file for shard in self.split.shards],
-            num_records=blocks,
+            num_records=blocks.tolist(),
             num_bytes=[shard.num_bytes for shard in self.split.shards],
         )
         self._is_checked = np.zeros(len(blocks), bool)
@@ -182,50 +184,69 @@ class TokenStore:
         ]
         return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
 
-    def gather(self, positions: np.ndarray, bad: BadRecords) -> tuple[np.ndarray, np.ndarray]:
-        """The ids at any positions of the stream.
+    def read(
+        self, begins: np.ndarray, sizes: np.ndarray, bad: BadRecords
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Stretches of ids from any places of the stream.
 
         Args:
-          positions: int64, of any shape, each below `split.num_ids`.
+          begins: int64 `[stretches]`: where each begins.
+          sizes: int64 `[stretches]`: how many ids it has, at least 1.
           bad: What to do with damaged blocks.
 
         Returns:
-          Ids, int32, and whether each could be read, bool; both of the shape of `positions`.
+          Ids, int32 `[sum of sizes]`, end to end, and bool `[stretches]`: whether all of it could
+          be read; what could not is 0.
 
         Raises:
           BadRecordError: a block is damaged and `bad` refuses it, or a file cannot be opened.
         """
-        shards = np.searchsorted(self._shard_ends, positions, side="right")
-        within = positions - _before(self._shard_ends)[shards]
-        blocks = within // self.about.block_length + _before(self._block_ends)[shards]
-        # Positions side by side are in one block as a rule, so few of them have to be sorted.
-        runs = np.flatnonzero(np.diff(blocks.ravel(), prepend=-1))
-        needed, block_of_run = np.unique(blocks.ravel()[runs], return_inverse=True)
-        which = np.repeat(block_of_run, np.diff(runs, append=blocks.size)).reshape(blocks.shape)
-        self._check_shards(np.unique(np.searchsorted(self._block_ends, needed, side="right")), bad)
-        ids, is_read = self._read_blocks(needed, bad)
-        return ids[which, within % self.about.block_length], is_read[which]
+        first, within = self._locate(begins)
+        last, _ = self._locate(begins + sizes - 1)
+        counts = last - first + 1
+        blocks = np.unique(ranges(first, counts))
+        shards = np.searchsorted(self._block_ends, blocks, side="right")
+        self._check_shards(np.unique(shards), bad)
+        before = (blocks - self._block_begins[shards]) * self.about.block_length
+        block_sizes = np.minimum(self._shard_sizes[shards] - before, self.about.block_length)
+        ids, is_read = self._read_blocks(blocks, block_sizes, bad)
+        # The blocks of a stretch lie side by side, so it is whole in what was read.
+        places = np.searchsorted(blocks, first)
+        at = ranges((np.cumsum(block_sizes) - block_sizes)[places] + within, sizes)
+        missing = np.append(0, np.cumsum(~is_read))
+        return ids[at].astype(np.int32), missing[places + counts] == missing[places]
 
     def close(self) -> None:
         """Lets go of the shards; they are opened again when needed."""
         self._files.close()
 
-    def _read_blocks(self, blocks: np.ndarray, bad: BadRecords) -> tuple[np.ndarray, np.ndarray]:
-        ids = np.zeros((len(blocks), self.about.block_length), np.int32)
-        is_read = np.zeros(len(blocks), bool)
+    def _locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which blocks ids are in, and where in them."""
+        shards = np.searchsorted(self._shard_ends, positions, side="right")
+        inner = positions - (self._shard_ends - self._shard_sizes)[shards]
+        blocks, within = np.divmod(inner, self.about.block_length)
+        return blocks + self._block_begins[shards], within
+
+    def _read_blocks(
+        self, blocks: np.ndarray, sizes: np.ndarray, bad: BadRecords
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of blocks of these sizes, end to end, and whether each could be read."""
         dtype = np.dtype(self.about.dtype).newbyteorder("<")
-        for place, record in enumerate(self._files.read(blocks, bad)):
-            if record is None:
-                continue
-            size, expected = len(record), self._block_size(int(blocks[place])) * dtype.itemsize
-            if size != expected:
+        contents = []
+        is_read = np.zeros(len(blocks), bool)
+        records = self._files.read(blocks, bad)
+        for place, (record, size) in enumerate(zip(records, sizes.tolist(), strict=True)):
+            if record is not None and len(record) != size * dtype.itemsize:
                 file, number = self._files.locate(int(blocks[place]))
-                problem = f"{size} bytes, expected {expected} of {self.about.dtype}."
-                bad.report(file=file, record=number, problem=problem)
+                expected = f"expected {size * dtype.itemsize} of {self.about.dtype}"
+                bad.report(file=file, record=number, problem=f"{len(record)} bytes, {expected}.")
+                record = None
+            if record is None:
+                contents.append(np.zeros(size, dtype))
                 continue
-            ids[place, : size // dtype.itemsize] = np.frombuffer(record, dtype)
+            contents.append(np.frombuffer(record, dtype))
             is_read[place] = True
-        return ids, is_read
+        return np.concatenate(contents), is_read
 
     def _check_shards(self, shards: np.ndarray, bad: BadRecords) -> None:
         """Refuses, when they are first read from, shards that are whole but of another build."""
@@ -240,12 +261,6 @@ class TokenStore:
                     f"{self._files.paths[shard]}: not the shard that {ABOUT_FILE} describes; files "
                     "of two builds are mixed. Copy the folder again."
                 )
-
-    def _block_size(self, block: int) -> int:
-        """Ids of a block: as many as all have, unless it is the last of its shard."""
-        shard = int(np.searchsorted(self._block_ends, block, side="right"))
-        before = (block - int(_before(self._block_ends)[shard])) * self.about.block_length
-        return min(self.about.block_length, self.split.shards[shard].num_ids - before)
 
     def _open_ends(self) -> np.ndarray:
         path = self._folder / ENDS_FILE
@@ -275,8 +290,3 @@ class TokenStore:
                     f"{path}: {path.stat().st_size} bytes, but {shard.num_bytes} were written; the "
                     "shard is truncated or another. Copy the folder again."
                 )
-
-
-def _before(ends: np.ndarray) -> np.ndarray:
-    """Where each of the parts begins that end at `ends`."""
-    return ends - np.diff(ends, prepend=0)

@@ -270,14 +270,16 @@ def test_a_config_holds_the_function_with_arguments_of_its_own():
 
 
 @pytest.mark.slow
-def test_workers_give_every_row_once_and_resume():
-    source = reader(num_workers=2, batch_size=5, worker_buffer_size=2)
+@pytest.mark.parametrize("buffer_size", [2, 4])
+def test_workers_give_every_row_once_and_resume(buffer_size):
+    fields = {"num_workers": 2, "batch_size": 5, "worker_buffer_size": buffer_size}
+    source = reader(**fields)
     batches = laws.take(source, 3)
     state = json.loads(json.dumps(source.get_state()))
     rest = list(laws.take(source, 99))
     numbers = np.concatenate([batch.x[batch.provenance >= 0, 0] for batch in [*batches, *rest]])
     assert sorted(numbers) == [n for n in range(NUM_ROWS) if n % 5]
-    fresh = reader(num_workers=2, batch_size=5, worker_buffer_size=2)
+    fresh = reader(**fields)
     fresh.set_state(state)
     laws.assert_same_batches(laws.take(fresh, 99), rest)
     source.close()

@@ -111,6 +111,11 @@ def test_every_reader_of_the_package_is_under_the_laws():
         assert re.search(rf"\b{reader.__name__}\b", under_laws), f"{reader.__name__}: no laws"
 
 
+def test_a_rolling_evaluation_may_be_padded(text_folder):
+    fields = {**text_fields(text_folder), **ROLLING, "batch_padding_size": 3}
+    laws.evaluations_follow_the_fields(lambda **more: LocalText(**{**fields, **more}))
+
+
 def test_every_law_is_in_the_list():
     public = {
         name

@@ -31,7 +31,7 @@ def write(path, content):
 def texts_of(folder, split="train"):
     """The documents of a split built with bytes."""
     store = TokenStore(folder, split)
-    ids, is_read = store.gather(np.arange(store.split.num_ids), BadRecords())
+    ids, is_read = store.read(np.array([0]), np.array([store.split.num_ids]), BadRecords())
     assert is_read.all()
     ends = store.document_ends + np.arange(1, len(store.document_ends) + 1)
     documents = np.split(ids, ends[:-1])
@@ -132,7 +132,7 @@ def test_a_tokenizer_from_a_file(tmp_path):
     assert about.dtype == "int32" and about.tokenizer["eos_id"] is None
     store = TokenStore(tmp_path / "out", "train")
     assert store.document_ends.tolist() == [3, 6]
-    ids, _ = store.gather(np.arange(8), BadRecords())
+    ids, _ = store.read(np.array([0]), np.array([8]), BadRecords())
     assert ids.tolist() == [0, 0, 1, 1, 0, 1, 70_000, 0]
     assert said[1:] == [
         "train: 2 documents, 6 predictions, 1 shards",

@@ -7,6 +7,7 @@ soon as JAX is there.
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -127,6 +128,8 @@ class NestedMap(dict):
         )
 
 
+# Readers make maps of the same few keys for every row.
+@functools.lru_cache(maxsize=4096)
 def _check_key(key: object) -> None:
     if not isinstance(key, str) or not _VALID_KEY.match(key):
         raise ValueError(f"a NestedMap key must be an identifier, got {key!r}")

@@ -11,6 +11,7 @@ ArrayRecordFiles is what Grain calls a source, so it goes into a pipeline as it 
 
 from __future__ import annotations
 
+import bisect
 import collections
 import os
 import threading
@@ -108,7 +109,10 @@ class ArrayRecordFiles:
 
     def __getitem__(self, number: int) -> bytes:
         """The record of this number; raises BadRecordError where it is damaged."""
-        (record,) = self.read([number], BadRecords())
+        if not 0 <= number < len(self):
+            raise IndexError(f"{self!r}: record {number}; there are {len(self)}.")
+        file, within = self._place_of(number)
+        record = self._read_one(self._reader(file), file, within, BadRecords())
         assert record is not None
         return record
 
@@ -149,8 +153,8 @@ class ArrayRecordFiles:
 
     def locate(self, number: int) -> tuple[str, int]:
         """The file of a record, and the record's number in it."""
-        file = int(np.searchsorted(self.record_ends, number, side="right"))
-        return self.paths[file], number - (int(self.record_ends[file - 1]) if file else 0)
+        file, within = self._place_of(number)
+        return self.paths[file], within
 
     def close(self) -> None:
         """Lets go of the files; they are opened again when needed."""
@@ -159,12 +163,6 @@ class ArrayRecordFiles:
 
     def _read_file(self, file: int, records: list[int], bad: BadRecords) -> list[bytes | None]:
         reader = self._reader(file)
-        expected = self._records_of(file)
-        if reader.num_records() != expected:
-            raise BadRecordError(
-                f"{self.paths[file]}: {reader.num_records()} records, but {expected} were written; "
-                "it is another file."
-            )
         try:
             return list(reader.read(records))
         except RuntimeError:  # one of them is damaged: which?
@@ -178,15 +176,27 @@ class ArrayRecordFiles:
             bad.report(file=self.paths[file], record=record, problem=problem)
             return None
 
-    def _records_of(self, file: int) -> int:
-        begin = int(self.record_ends[file - 1]) if file else 0
-        return int(self.record_ends[file]) - begin
+    def _place_of(self, number: int) -> tuple[int, int]:
+        """The number of a record's file, and the record's in it."""
+        ends = self.record_ends
+        file = bisect.bisect_right(ends, number)
+        return file, int(number - (ends[file - 1] if file else 0))
+
+    def _open(self, file: int) -> Any:
+        num_bytes = None if self._num_bytes is None else self._num_bytes[file]
+        reader = open_array_record(self.paths[file], num_bytes=num_bytes)
+        expected = None if self._num_records is None else self._num_records[file]
+        if expected is not None and reader.num_records() != expected:
+            raise BadRecordError(
+                f"{self.paths[file]}: {reader.num_records()} records, but {expected} were written; "
+                "it is another file."
+            )
+        return reader
 
     def _reader(self, file: int) -> Any:
         with self._lock:
             if file not in self._readers:
-                num_bytes = None if self._num_bytes is None else self._num_bytes[file]
-                self._readers[file] = open_array_record(self.paths[file], num_bytes=num_bytes)
+                self._readers[file] = self._open(file)
             self._readers.move_to_end(file)
             # One that another thread still reads from is closed when that thread lets go of it.
             while len(self._readers) > _MOST_OPEN:

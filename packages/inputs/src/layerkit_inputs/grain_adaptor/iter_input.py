@@ -20,6 +20,8 @@ from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.eval_padding import agreed_num_batches, pad_rows
 from layerkit_inputs.extras import require
 from layerkit_inputs.grain_adaptor.row_batches import check_row, stack_rows
+from layerkit_inputs.grain_adaptor.row_lists import RowList, RowsOfLists
+from layerkit_inputs.state import why_data_differ
 
 
 class GrainIterInput(BaseInput):
@@ -49,7 +51,8 @@ class GrainIterInput(BaseInput):
     """Processes that make rows, each a part of them (Grain's `mp_prefetch`). 0: this one does. It
     decides the order of rows, so states fit the same number alone."""
     worker_buffer_size: int = 16
-    """Rows that each worker keeps ready."""
+    """Rows that a worker sends at once, while it makes as many again. It decides the order of rows
+    as `num_workers` does."""
     on_bad_record: OnBadRecord = "refuse"
     """`refuse` rows that cannot be read, or `skip` and count them."""
 
@@ -114,14 +117,13 @@ class GrainIterInput(BaseInput):
 
     def _batch(self, rows: list[NestedMap], numbers: list[int]) -> NestedMap:
         if rows:
-            names = [f"{self._label}, row {number}" for number in numbers]
-            batch = stack_rows(rows, names=names)
+            batch = stack_rows(rows, name_of=lambda at: f"{self._label}, row {numbers[at]}")
         else:  # other hosts have more: some row gives the shapes
-            batch = stack_rows([self._any_row], names=[""]).transform(lambda array: array[:0])
+            batch = stack_rows([self._any_row], name_of=str).transform(lambda array: array[:0])
         if not self.is_training:
             batch.provenance = np.array(numbers, np.int32)
             batch.eval_sample_weights = np.ones(len(rows), np.float32)
-        return pad_rows(batch, self.local_batch_size - len(rows))
+        return pad_rows(batch, self.local_batch_size - len(rows), copy=False)
 
     def _next_row(self) -> NestedMap | None:
         """The next row of the epoch that can be read; None at its end."""
@@ -143,7 +145,6 @@ class GrainIterInput(BaseInput):
     def _next_element(self) -> Any:
         if self._iterator is None:
             self._iterate()
-        where = f"{self._label}, row {self._rows_done} of epoch {self._epoch}"
         try:
             element = next(self._iterator)
         except StopIteration:
@@ -153,6 +154,10 @@ class GrainIterInput(BaseInput):
                 ) from None
             raise
         except Exception as error:
+            rows = f"row {self._rows_done}"
+            if self.num_workers:  # what fails in a worker fails for the list that it makes
+                rows += f" or one of the {self.worker_buffer_size - 1} after it"
+            where = f"{self._label}, {rows} of epoch {self._epoch}"
             if isinstance(error, RuntimeError) and "Worker process was terminated" in str(error):
                 raise OSError(
                     f"{where}: a worker process ended by itself, as one does that is out of memory "
@@ -174,8 +179,8 @@ class GrainIterInput(BaseInput):
         if self.num_workers:
             grain = require("grain", needed_by=type(self).__qualname__)
             _have_flags_parsed()
-            options = grain.MultiprocessingOptions(self.num_workers, self.worker_buffer_size)
-            dataset = dataset.mp_prefetch(options)
+            dataset = dataset.batch(self.worker_buffer_size, batch_fn=RowList)
+            dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(self.num_workers, 1))
         return dataset
 
     def _checked(self, dataset: Any) -> Any:
@@ -234,7 +239,10 @@ class GrainIterInput(BaseInput):
         self._batches_done = 0
 
     def _identity(self) -> dict[str, Any]:
-        return {"seed": self._seed, "num_workers": self.num_workers, **self._fingerprint()}
+        workers: dict[str, Any] = {"num_workers": self.num_workers}
+        if self.num_workers:
+            workers["worker_buffer_size"] = self.worker_buffer_size
+        return {"seed": self._seed, **workers, **self._fingerprint()}
 
     def _reader_state(self) -> dict[str, Any]:
         iterator = None if self._iterator is None else self._iterator.get_state()
@@ -247,17 +255,8 @@ class GrainIterInput(BaseInput):
         }
 
     def _set_reader_state(self, position: dict[str, Any]) -> None:
-        then, now = position["data"], self._identity()
-        differing = [
-            f"{name} was {then.get(name)!r} and is {now.get(name)!r}"
-            for name in sorted({*then, *now})
-            if then.get(name) != now.get(name)
-        ]
-        if differing:
-            raise self._refuse(
-                f"the state does not fit this data: {'; '.join(differing)}. Restore with the data "
-                "and fields it was written with, or start a new run from the weights alone."
-            )
+        if problem := why_data_differ(position["data"], self._identity()):
+            raise self._refuse(problem)
         self._begin_epoch(position["epoch"])
         self._rows_done, self._batches_done = position["rows_done"], position["batches_done"]
         if position["iterator"] is not None:
@@ -265,8 +264,9 @@ class GrainIterInput(BaseInput):
             self._iterator.set_state(position["iterator"])
 
     def _iterate(self) -> None:
-        self._iterator = iter(self._pipeline())
-        self._close_iterator = weakref.finalize(self, _close_on_another_thread, self._iterator)
+        iterator = iter(self._pipeline())
+        self._iterator = RowsOfLists(iterator) if self.num_workers else iterator
+        self._close_iterator = weakref.finalize(self, _close_on_another_thread, iterator)
 
     def _close(self) -> None:
         if self._iterator is not None:

@@ -123,7 +123,7 @@ class GrainMapInput(IndexedInput):
             self._read_after(place) if row is None else row
             for row, place in zip(found, places, strict=True)
         ]
-        return stack_rows(read, names=[f"{self._label}, row {row}" for row in rows.tolist()])
+        return stack_rows(read, name_of=lambda place: f"{self._label}, row {rows[place]}")
 
     def _read_places(self, places: list[tuple[int, int]]) -> list[NestedMap | None]:
         """The rows at (row, epoch); None for one that is skipped."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,46 +29,40 @@ def check_row(row: Any, *, where: str) -> NestedMap:
         )
     if not row:
         raise BadRecordError(f"{where}: an empty dictionary, expected arrays in it.")
-    checked = NestedMap()
+    checked: dict[str, Any] = {}
     for name, value in row.items():
-        if isinstance(value, Mapping):
+        if type(value) is np.ndarray:  # asked first, being what rows mostly hold
+            array = value
+        elif isinstance(value, Mapping):
             checked[name] = check_row(value, where=f"{where}, {name}")
             continue
-        try:
-            array = np.asarray(value)
-        except ValueError:
-            array = np.empty(0, object)  # a list of lists of unlike lengths
+        else:
+            array = _as_array(value)
         if array.dtype.kind not in "biufc" and array.dtype.name != "bfloat16":
             raise BadRecordError(
                 f"{where}, {name}: {_shown(value)} of dtype {array.dtype}, expected numbers or "
                 "booleans; turn text into ids first, or leave the field out."
             )
         checked[name] = array
-    return checked
+    return NestedMap(checked)
 
 
-def stack_rows(rows: Sequence[NestedMap], *, names: Sequence[str]) -> NestedMap:
+def stack_rows(rows: Sequence[NestedMap], *, name_of: Callable[[int], str]) -> NestedMap:
     """Rows of the same fields, shapes and dtypes, one below the other.
 
     Args:
       rows: At least one, from `check_row`.
-      names: Which row each is, for the errors.
+      name_of: Says which row it is that stands at a place of `rows`, for the errors.
 
     Raises:
       BadRecordError: a row is unlike the first; all fields that differ are listed.
     """
-    first = _described(rows[0])
-    for row, name in zip(rows, names, strict=True):
-        described = _described(row)
-        if described != first:
-            differing = [
-                f"{path} is {described.get(path, 'missing')}, not {first.get(path, 'missing')}"
-                for path in sorted({*described, *first})
-                if described.get(path) != first.get(path)
-            ]
+    first = _kinds(rows[0])
+    for place, row in enumerate(rows):
+        if _kinds(row) != first and (differing := _differing(row, rows[0])):
             raise BadRecordError(
-                f"{name} is unlike {names[0]}: {'; '.join(differing)}. Pad, cut or pack rows to "
-                "one shape."
+                f"{name_of(place)} is unlike {name_of(0)}: {'; '.join(differing)}. Pad, cut or "
+                "pack rows to one shape."
             )
     return _stacked(rows)
 
@@ -84,6 +78,31 @@ def blank_rows(batch: NestedMap, is_blank: np.ndarray) -> NestedMap:
         return array
 
     return NestedMap({name: blank(name, value) for name, value in batch.items()})
+
+
+def _as_array(value: Any) -> np.ndarray:
+    try:
+        return np.asarray(value)
+    except ValueError:  # a list of lists of unlike lengths
+        return np.empty(0, object)
+
+
+def _kinds(row: NestedMap) -> dict[str, Any]:
+    """Name -> dtype and shape of an array, or the same of what is nested."""
+    return {
+        name: _kinds(value) if isinstance(value, NestedMap) else (value.dtype, value.shape)
+        for name, value in row.items()
+    }
+
+
+def _differing(row: NestedMap, first: NestedMap) -> list[str]:
+    """In words, how a row is unlike the first; byte orders may differ."""
+    here, there = _described(row), _described(first)
+    return [
+        f"{path} is {here.get(path, 'missing')}, not {there.get(path, 'missing')}"
+        for path in sorted({*here, *there})
+        if here.get(path) != there.get(path)
+    ]
 
 
 def _described(row: NestedMap) -> dict[str, str]:

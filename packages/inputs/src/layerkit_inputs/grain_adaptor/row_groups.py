@@ -33,18 +33,28 @@ def open_row_group(group: RowGroup, *, columns: Sequence[str] | None) -> Any:
     A row with a null is a BadRecordError in its place; of a row group that cannot be decoded the
     first row is one, and there are no others.
     """
-    grain = require("grain", needed_by="ParquetRows")
-    rows = grain.MapDataset.source(_Rows(group, columns))
-    return rows.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+    require("grain", needed_by="ParquetRows")
+    from layerkit_inputs.grain_adaptor.row_group_dataset import RowGroupDataset
+
+    return RowGroupDataset(_Rows(group, columns))
 
 
 class _Column(NamedTuple):
-    """A decoded column."""
+    """A column, decoded."""
 
     value_of: Callable[[int], Any]
     """The value in a row."""
     has_null: np.ndarray
     """bool `[rows]`."""
+
+
+class _Decoded(NamedTuple):
+    """A row group, decoded."""
+
+    value_of: dict[str, Callable[[int], Any]]
+    """Column -> the value in a row."""
+    nulls: dict[int, str]
+    """Row with a null -> the first column that has one there."""
 
 
 class _Rows:
@@ -53,7 +63,7 @@ class _Rows:
     def __init__(self, group: RowGroup, columns: Sequence[str] | None):
         self._group = group
         self._columns = columns
-        self._decoded: dict[str, _Column] | BadRecordError | None = None
+        self._decoded: _Decoded | BadRecordError | None = None
 
     def __len__(self) -> int:
         return self._group.num_rows
@@ -63,12 +73,12 @@ class _Rows:
             self._decoded = self._decode()
         if isinstance(self._decoded, BadRecordError):
             return self._decoded if row == 0 else None
-        for name, column in self._decoded.items():
-            if column.has_null[row]:
-                return BadRecordError(f"{self._group}, row {row}: a null in column {name!r}.")
-        return {name: column.value_of(row) for name, column in self._decoded.items()}
+        value_of, nulls = self._decoded
+        if row in nulls:
+            return BadRecordError(f"{self._group}, row {row}: a null in column {nulls[row]!r}.")
+        return {name: value(row) for name, value in value_of.items()}
 
-    def _decode(self) -> dict[str, _Column] | BadRecordError:
+    def _decode(self) -> _Decoded | BadRecordError:
         arrow = require("pyarrow", needed_by="ParquetRows")
         parquet = require("pyarrow.parquet", needed_by="ParquetRows")
         columns = None if self._columns is None else list(self._columns)
@@ -77,10 +87,15 @@ class _Rows:
                 table = file.read_row_group(self._group.number, columns=columns)
         except (arrow.ArrowException, OSError) as error:
             return BadRecordError(f"{self._group}: cannot be decoded ({str(error).rstrip('.')}).")
-        return {
+        decoded = {
             name: _decode_column(table.column(name).combine_chunks(), name, self._group)
             for name in table.column_names
         }
+        nulls: dict[int, str] = {}
+        for name, column in decoded.items():
+            for row in np.flatnonzero(column.has_null).tolist():
+                nulls.setdefault(row, name)
+        return _Decoded({name: column.value_of for name, column in decoded.items()}, nulls)
 
 
 def _decode_column(array: Any, name: str, group: RowGroup) -> _Column:

@@ -27,12 +27,12 @@ from typing import Any
 import numpy as np
 
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.eval_padding import empty_batch, pad_rows
+from layerkit_inputs.eval_padding import pad_rows
 from layerkit_inputs.extras import require
 from layerkit_inputs.features import Segment, segment_features
 from layerkit_inputs.hugging_face.input import Packing, check_row_fields, too_long
 from layerkit_inputs.hugging_face.text import Example, HuggingFaceText
-from layerkit_inputs.state import Scope
+from layerkit_inputs.state import Scope, why_data_differ
 from layerkit_inputs.stream_packer import StreamPacker
 
 
@@ -83,6 +83,7 @@ class HuggingFaceStream(HuggingFaceText):
         has_inputs = self.inputs_field is not None
         self._row_fields: dict[str, Any] = {
             "length": self.seq_length,
+            "pad_id": self._tokenizer.pad_id,
             "has_inputs": has_inputs,
             "weights_on_targets_only": has_inputs,
         }
@@ -97,7 +98,7 @@ class HuggingFaceStream(HuggingFaceText):
 
     def _restart(self) -> None:
         self._position = _Position()
-        self._rows: Iterator[NestedMap] | None = None
+        self._rows: Iterator[list[Segment]] | None = None
         self._rows_done = 0
         if self._packer is not None:
             self._packer.clear()
@@ -172,34 +173,31 @@ class HuggingFaceStream(HuggingFaceText):
         tokens = np.concatenate([example.inputs, example.targets, np.array(end, np.int32)])
         return Segment(tokens, len(example.inputs), self._tokenizer.start_id)
 
-    def _single_rows(self) -> Iterator[NestedMap]:
+    def _single_rows(self) -> Iterator[list[Segment]]:
         """An example a row."""
         for example in self._all_examples():
             segment = self._framed(example)
             size = len(segment.tokens)
             if size > self.seq_length and not self.trim:
                 raise self._refuse(too_long(self._position.used - 1, size, self.seq_length))
-            segment = segment._replace(tokens=segment.tokens[: self.seq_length])
-            batch = segment_features([[segment]], pad_id=self._tokenizer.pad_id, **self._row_fields)
-            yield batch.transform(lambda array: array[0])
+            yield [segment._replace(tokens=segment.tokens[: self.seq_length])]
 
-    def _packed_rows(self) -> Iterator[NestedMap]:
+    def _packed_rows(self) -> Iterator[list[Segment]]:
         packer = self._packer_of_rows()
-        yield from iter(packer.take, None)
+        yield from iter(packer.take_segments, None)
         for example in self._all_examples():
             segment = self._framed(example)
             inputs = None if self.inputs_field is None else example.inputs
             packer.add(segment.tokens[len(example.inputs) :], inputs)
-            yield from iter(packer.take, None)
+            yield from iter(packer.take_segments, None)
         packer.finish()
-        yield from iter(packer.take, None)
+        yield from iter(packer.take_segments, None)
 
     def _packer_of_rows(self) -> StreamPacker:
         if self._packer is None:
             self._packer = StreamPacker(
                 mode="cut" if self.packing == "stream" else "first_fit",
                 bos_id=self._tokenizer.start_id,
-                pad_id=self._tokenizer.pad_id,
                 **self._row_fields,
             )
         return self._packer
@@ -208,13 +206,14 @@ class HuggingFaceStream(HuggingFaceText):
         if self._rows is None:
             self._rows = self._single_rows() if self.packing == "none" else self._packed_rows()
         if self.is_training:
-            return _stacked([next(self._rows) for _ in range(self.local_batch_size)])
+            own = [next(self._rows) for _ in range(self.local_batch_size)]
+            return segment_features(own, **self._row_fields)
         rows = [*itertools.islice(self._rows, self.global_batch_size)]
         if not rows:
             raise StopIteration
         begin = self.infeed_host_index * self.local_batch_size
         own = rows[begin : begin + self.local_batch_size]
-        batch = _stacked(own) if own else empty_batch(_stacked(rows[:1]), 0)
+        batch = segment_features(own, **self._row_fields)
         first = self._rows_done + begin
         batch.provenance = np.arange(first, first + len(own), dtype=np.int32)
         batch.eval_sample_weights = np.ones(len(own), np.float32)
@@ -249,17 +248,9 @@ class HuggingFaceStream(HuggingFaceText):
         }
 
     def _set_reader_state(self, position: dict[str, Any]) -> None:
-        then, now = position.pop("data"), self._identity
-        differing = [
-            f"{name} was {then.get(name)!r} and is {now.get(name)!r}"
-            for name in sorted({*then, *now})
-            if then.get(name) != now.get(name)
-        ]
-        if differing:
-            raise self._refuse(
-                f"the state does not fit this data: {'; '.join(differing)}. Restore with the data "
-                "and fields it was written with, or start a new run from the weights alone."
-            )
+        problem = why_data_differ(position.pop("data"), self._identity)
+        if problem is not None:
+            raise self._refuse(problem)
         self._restart()
         if self.packing != "none":
             self._packer_of_rows().set_state(position.pop("packer"))
@@ -268,10 +259,6 @@ class HuggingFaceStream(HuggingFaceText):
 
     def _close(self) -> None:
         self._rows = self._opened = None
-
-
-def _stacked(rows: list[NestedMap]) -> NestedMap:
-    return NestedMap({name: np.stack([row[name] for row in rows]) for name in rows[0]})
 
 
 def _size_of(file: str) -> int | None:

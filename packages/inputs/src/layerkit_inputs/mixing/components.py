@@ -118,12 +118,15 @@ def _check_vocabularies(built: Mapping[str, BaseInput], field: str, refuse: Refu
 
 
 def _fingerprints(built: Mapping[str, BaseInput]) -> dict[str, str]:
-    tokenizers = {name: getattr(component, "tokenizer", None) for name, component in built.items()}
-    return {
-        name: tokenizer.fingerprint()
-        for name, tokenizer in tokenizers.items()
-        if tokenizer is not None and hasattr(tokenizer, "fingerprint")
-    }
+    """Those of the tokenizers, as far as the components tell."""
+    found = {}
+    for name, component in built.items():
+        tokenizer = getattr(component, "tokenizer", None)
+        if hasattr(component, "tokenizer_fingerprint"):  # of the data, whether or not it is here
+            found[name] = component.tokenizer_fingerprint
+        elif tokenizer is not None and hasattr(tokenizer, "fingerprint"):
+            found[name] = tokenizer.fingerprint()
+    return found
 
 
 def check_alike(batches: Mapping[str, NestedMap], field: str, refuse: Refuse) -> None:

@@ -36,7 +36,7 @@ from layerkit_inputs.seqio_adaptor.example_stream import (
     TaskExamples,
 )
 from layerkit_inputs.seqio_adaptor.tasks import WeightedTask, find_tasks
-from layerkit_inputs.state import Scope
+from layerkit_inputs.state import Scope, why_data_differ
 
 _FEATURES_OF = {
     "language_model": ("targets",),
@@ -145,7 +145,7 @@ class SeqIOInput(BaseInput):
         if not self.is_training:
             batch.provenance = np.array([number for number, _ in rows], np.int32)
             batch.eval_sample_weights = np.ones(len(rows), np.float32)
-        return pad_rows(batch, size - len(rows))
+        return pad_rows(batch, size - len(rows), copy=False)
 
     def _read_rows(self, most: int) -> list[tuple[int, list[NumberedExample]]]:
         """The next rows, each with its number; raises StopIteration where there is none."""
@@ -173,17 +173,8 @@ class SeqIOInput(BaseInput):
 
     def _set_reader_state(self, position: dict[str, Any]) -> None:
         rows = self._rows()
-        then, now = position["data"], self._identity
-        differing = [
-            f"{name} was {then.get(name)!r} and is {now.get(name)!r}"
-            for name in sorted({*then, *now})
-            if then.get(name) != now.get(name)
-        ]
-        if differing:
-            raise self._refuse(
-                f"the state does not fit this data: {'; '.join(differing)}. Restore with the data "
-                "and fields it was written with, or start a new run from the weights alone."
-            )
+        if problem := why_data_differ(position["data"], self._identity):
+            raise self._refuse(problem)
         self._num_rows = position["num_rows"]
         rows.set_position(position["at"])
 
