@@ -11,7 +11,6 @@ been installed as `install_lingvo.py` does it, with pytest and hypothesis beside
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import subprocess
@@ -37,15 +36,12 @@ sys.exit(problem and f"Lingvo's native ops: {problem}")
 
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code of pytest, or that of the first step that failed."""
-    parser = argparse.ArgumentParser(description=__doc__, add_help=False)
-    options, for_pytest = parser.parse_known_args(arguments)
-    del options
     with tempfile.TemporaryDirectory(prefix="lingvo_native_") as folder:
         if glibc_version() >= NEEDED:
             python, environment = [sys.executable], dict(os.environ)
         else:
             python, environment = interpreter_on(fetch_c_library(Path(folder)))
-        checks = [["-c", OPS_LOAD], ["-m", "pytest", str(TESTS / "test_native.py"), *for_pytest]]
+        checks = [["-c", OPS_LOAD], ["-m", "pytest", str(TESTS / "test_native.py"), *arguments]]
         for check in checks:
             code = subprocess.run(
                 [*python, *check], cwd=ROOT, env=environment, check=False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import types
 
 import pytest
@@ -33,15 +34,8 @@ def lingvo():
 
     def unrepeatable(num=10):
         """Draws that no seed of TensorFlow reaches."""
-        import random
-
-        def draw():
-            for _ in range(num):
-                yield [random.random()]
-
-        spec = tensorflow.TensorSpec([1], tensorflow.float32)
-        draws = tensorflow.data.Dataset.from_generator(draw, output_signature=spec)
-        return draws.map(lambda x: {"data": x})
+        draws = {"data": [[random.random()] for _ in range(num)]}
+        return tensorflow.data.Dataset.from_tensor_slices(draws)
 
     def tf_records(path="", batch=1):
         records = tensorflow.data.TFRecordDataset(path).batch(batch)

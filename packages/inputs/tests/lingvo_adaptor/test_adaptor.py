@@ -167,7 +167,7 @@ def test_the_lingvo_params_are_copied(lingvo):
     [
         ({"shuffle": 8}, {"is_training": True}),
         ({"num": 14}, {"cluster_do_eval": True}),
-        ({"num": 14}, {"eval_loop_num_batches": 2}),
+        pytest.param({"num": 14}, {"eval_loop_num_batches": 2}, marks=pytest.mark.slow),
     ],
     ids=["training", "epoch", "rolling"],
 )

@@ -12,6 +12,7 @@ import copy
 import importlib
 import logging
 import warnings
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -92,6 +93,8 @@ class LingvoInputAdaptor(BaseInput):
         if self._lingvo_input is None:
             with self._scope(), tf_data.tensorflow_seed(self._order_seed()):
                 self._lingvo_input = self._params.Instantiate()
+            if tf_data.is_tf_data(self._lingvo_input):
+                weakref.finalize(self, tf_data.stop, self._lingvo_input.datasource).atexit = False
         return self._lingvo_input
 
     # Checks when built.
@@ -304,6 +307,8 @@ class LingvoInputAdaptor(BaseInput):
     def _stop_reading(self) -> None:
         if isinstance(self._read, NativeStream):
             self._read.drain()
+        elif self._read is not None and tf_data.is_tf_data(self._lingvo_input):
+            tf_data.stop(self._lingvo_input.datasource)
         self._read = None
 
     def _close(self) -> None:
