@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.infeed import dataset_name, feed_plan, make_input
+from layerkit_runner.infeed import Place, dataset_name, feed_plan, make_input
 from layerkit_runner.partitioning import Partitioner, PmapPartitioner, SpmdPartitioner
 
 
@@ -38,6 +38,36 @@ def test_rows_per_device(tiny: SimpleNamespace, shape, percore: float, rows: int
 def test_rows_per_host(tiny: SimpleNamespace):
     dataset = make_input(tiny.Points.HParams.config(batch_size=8), started([4, 2, 1]))
     assert dataset.global_batch_size == 8
+
+
+def of_own_size(tiny: SimpleNamespace) -> type:
+    """A reader whose batches are made by something with a size of its own, as Lingvo's are."""
+
+    class OwnSize(tiny.Points):
+        rows: int = 8
+
+        @classmethod
+        def get_batch_size(cls, config):
+            return config.rows
+
+        def __post_init__(self):
+            assert self.batch_size is None
+            self.batch_size = self.rows
+            super().__post_init__()
+
+    return OwnSize
+
+
+def test_an_input_may_have_a_size_of_its_own(tiny: SimpleNamespace):
+    dataset = make_input(of_own_size(tiny).HParams.config(rows=16), started([4, 2, 1]))
+    assert dataset.global_batch_size == 16
+
+
+def test_hosts_that_share_rows_cannot_use_another_size(tiny: SimpleNamespace):
+    place = Place(process_index=0, num_processes=2, process_of=lambda device: device.id // 4)
+    config = of_own_size(tiny).HParams.config(name="own")
+    with pytest.raises(UsageError, match=r"^own makes batches of 8 rows on each host, .* for 16;"):
+        make_input(config, started([1, 1, 8]), place)
 
 
 def test_a_product_that_is_whole_but_for_rounding(tiny: SimpleNamespace):

@@ -316,6 +316,14 @@ class BaseInput(Configurable):
         """Whether the stream never ends."""
         return self.is_training or bool(self.repeat)
 
+    @classmethod
+    def get_batch_size(cls, config: Any) -> int | None:
+        """Rows of a batch on each host that a config asks for; None where it does not say.
+
+        A reader whose batches are made by something else, which has a size of its own, tells that.
+        """
+        return config.batch_size
+
     @property
     def local_batch_size(self) -> int:
         """Rows of a batch on this host."""

@@ -59,7 +59,8 @@ def make_input(config: Config, partitioner: Partitioner, place: Place | None = N
 
     Args:
       config: Of an input that sets `batch_size` (rows on each host) or `percore_batch_size` (rows
-        per device, a fraction where several devices share a row).
+        per device, a fraction where several devices share a row), or has a size of its own
+        (`BaseInput.get_batch_size`).
       partitioner: Started.
       place: For which process; None for this one.
 
@@ -70,13 +71,27 @@ def make_input(config: Config, partitioner: Partitioner, place: Place | None = N
     place = place or this_process()
     plan = plan_input(config, partitioner, place)
     filled = config.clone()
+    if config.batch_size is None and config.percore_batch_size is None:
+        _check_own_size(config, plan)
+    else:
+        filled.set(batch_size=plan.batch_size)
     filled.set(
-        batch_size=plan.batch_size,
         num_infeed_hosts=plan.num_infeed_hosts,
         infeed_host_index=plan.infeed_host_index(place.process_index),
     )
     with told_in_one_line():
         return filled.Instantiate()
+
+
+def _check_own_size(config: Config, plan: FeedPlan) -> None:
+    """An input that makes batches of a size of its own cannot be told to make others."""
+    own = target_of(config).get_batch_size(config)
+    if own != plan.batch_size:
+        raise UsageError(
+            f"{dataset_name(config)} makes batches of {own} rows on each host, but the sharding of"
+            f" the batch asks each of {plan.num_infeed_hosts} feeds for {plan.batch_size}; change"
+            " the mesh or the input's own batch size"
+        )
 
 
 def plan_input(config: Config, partitioner: Partitioner, place: Place) -> FeedPlan:
@@ -96,8 +111,8 @@ def plan_input(config: Config, partitioner: Partitioner, place: Place) -> FeedPl
                 f" global batch of {rows:g} rows, which is no whole number"
             )
         global_rows = round(rows)
-    elif config.batch_size is not None:
-        global_rows = config.batch_size * place.num_processes
+    elif (rows_per_host := target_of(config).get_batch_size(config)) is not None:
+        global_rows = rows_per_host * place.num_processes
     else:
         raise UsageError(f"{name}: set batch_size or percore_batch_size")
     partitioner.check_batch_size(global_rows, source=name)

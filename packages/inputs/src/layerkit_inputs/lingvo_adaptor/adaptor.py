@@ -33,6 +33,8 @@ _LOG = logging.getLogger("layerkit.inputs")
 
 def rows_of_params(params: Any) -> int | None:
     """Rows of a batch that Lingvo params ask for; None where they do not tell."""
+    if not hasattr(params, "Get"):
+        return None  # no params, which is refused when the input is built
     limits = params.Get("bucket_batch_limit") if "bucket_batch_limit" in params else None
     if limits:
         return int(max(limits))
