@@ -99,8 +99,8 @@ def test_droppath_grows_linearly_with_depth_in_training(stack, fields):
         ).item()
 
     if NOISE in fields.get("block_tpls", ()):
-        # A layer that takes no rate says so.
-        with pytest.raises(TypeError, match="droppath_rate"):
+        # A layer that takes no rate cannot be given one.
+        with pytest.raises(ValueError, match=r"Noise\.fprop takes no droppath_rate"):
             total(layer.clone(train=True))
     else:
         np.testing.assert_allclose(total(layer.clone(train=True)), 0.1 + 0.2 + 0.3 + 0.4 + 0.5)

@@ -83,7 +83,7 @@ def test_one_record_for_each_prompt_and_none_for_padding(decoding: tuple[DecodeP
     assert [json.loads(line) for line in path.read_text().splitlines()] == RECORDS
     names = sorted(entry.name for entry in path.parent.iterdir())
     assert names == [path.name, "step_00000007.made_from.json"]
-    assert recorder.texts == [(7, "prompts", "1111")]
+    assert recorder.texts == [(7, "prompts", "1⟫111")]
 
 
 KEPT = [{"prompt": "by", "continuation": "hand", "log_prob": 0.0, "num_tokens": 4}]
