@@ -45,7 +45,7 @@ NEUTRAL = frozenset({
 # Keys whose false value says what is so anyway, and whose true value would change the computation.
 NEUTRAL_WHERE_FALSE = frozenset({
     "add_cross_attention", "is_decoder", "is_encoder_decoder", "pruned_heads", "rope_interleaved",
-    "tie_encoder_decoder", "use_mrope",
+    "tie_encoder_decoder", "use_bidirectional_attention", "use_mrope",
 })
 # fmt: on
 
