@@ -105,7 +105,6 @@ def parity(session: nox.Session) -> None:
 def readers(session: nox.Session) -> None:
     """The readers on TensorFlow: SeqIO, TFDS folders and Lingvo; arguments go to pytest."""
     packages = ["layerkit", "inputs"]
-    install_wheels(session, packages, extras=TENSORFLOW_EXTRAS)
     install_lingvo(session)
     check_wheels(session, packages, TENSORFLOW_SUITES, extras=TENSORFLOW_EXTRAS, doctests=False)
 

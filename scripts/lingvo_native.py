@@ -89,7 +89,7 @@ def fetch_c_library(folder: Path) -> Path:
 def source_of(suite: str) -> str:
     """An apt source for another suite of Debian, from where this machine gets its packages."""
     policy = subprocess.run(["apt-cache", "policy"], capture_output=True, text=True, check=True)
-    # Lines such as ` 500 https://mirror/debian bookworm/main amd64 Packages`.
+    # A line holds a priority, the mirror's address, `bookworm/main`, the architecture, `Packages`.
     mirrors = re.findall(r"^ *\d+ (\S+:/\S*) [\w-]+/main ", policy.stdout, flags=re.MULTILINE)
     debian = [mirror for mirror in mirrors if mirror.rstrip("/").endswith("/debian")]
     if not debian:

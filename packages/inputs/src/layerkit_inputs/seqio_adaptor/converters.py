@@ -43,18 +43,14 @@ class RowFormat(NamedTuple):
     @property
     def limits(self) -> tuple[int, ...]:
         """Positions of a row: of its one side, or of `src` and `tgt`."""
-        inputs, targets = self.lengths.get("inputs", 0), self.lengths.get("targets", 0)
-        match self.converter:
-            case "encoder_decoder":
-                return inputs, targets
-            case "prompts":
-                return (inputs + 1,)
-            case _:
-                return (inputs + targets,)
+        return self._sides(self.lengths.get("inputs", 0), self.lengths.get("targets", 0))
 
     def sizes(self, example: Example) -> tuple[int, ...]:
         """Positions that an example takes of each side of a row."""
-        inputs, targets = (len(example.get(name, ())) for name in ("inputs", "targets"))
+        return self._sides(len(example.get("inputs", ())), len(example.get("targets", ())))
+
+    def _sides(self, inputs: int, targets: int) -> tuple[int, ...]:
+        """Positions that so many tokens of the two features take of each side of a row."""
         match self.converter:
             case "encoder_decoder":
                 return inputs, targets
