@@ -88,7 +88,7 @@ EXAMPLES = [
     of(
         M.LanguageModel,
         {"lm_tpl": small(M.TransformerLm), "decoder": GREEDY},
-        model_and_decoding(ROWS),
+        model_and_decoding(NestedMap(ROWS, inputs_indicator=jnp.ones_like(IDS))),
         decoder=Config(SampleDecoder, temperature=0.0, max_decode_steps=16),
     ),
     of(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerkit.layers.masks import AttentionMask, segments_from_paddings
+from layerkit.layers.masks import AttentionMask, first_tokens, segments_from_paddings
 
 SELF_ATTENTION = [AttentionMask.causal_mask, AttentionMask.bidirectional_mask]
 
@@ -35,7 +35,7 @@ def masks(draw: st.DrawFn) -> AttentionMask:
         key_positions=array(keys, st.integers(0, 5)),
         query_segments=array(queries, st.integers(0, 3)) if has_segments else None,
         key_segments=array(keys, st.integers(0, 3)) if has_segments else None,
-        prefix_lengths=draw(st.none() | st.just(array(1, st.integers(0, 6))[:, 0])),
+        key_in_prefix=draw(st.none() | st.just(array(keys, st.integers(0, 1)) != 0)),
         causal=draw(st.booleans()),
         window=draw(st.none() | st.integers(1, 4)),
     )
@@ -53,10 +53,7 @@ def by_loops(mask: AttentionMask) -> np.ndarray:
                     or mask.query_segments[b, q] == mask.key_segments[b, k]
                 )
                 distance = int(mask.query_positions[b, q]) - int(mask.key_positions[b, k])
-                in_prefix = (
-                    mask.prefix_lengths is not None
-                    and mask.key_positions[b, k] < mask.prefix_lengths[b]
-                )
+                in_prefix = mask.key_in_prefix is not None and mask.key_in_prefix[b, k]
                 is_seen = distance >= 0 or in_prefix or not mask.causal
                 is_near = mask.window is None or abs(distance) < mask.window
                 allowed[b, 0, q, k] = same_segment and is_seen and is_near
@@ -82,7 +79,8 @@ def test_bidirectional_mask_allows_everything() -> None:
 
 
 def test_a_prefix_is_seen_by_the_whole_row() -> None:
-    dense = AttentionMask.causal_mask(2, 4, prefix_lengths=jnp.array([3, 0])).dense()[:, 0]
+    in_prefix = first_tokens(jnp.array([3, 0]), 4)
+    dense = AttentionMask.causal_mask(2, 4, in_prefix=in_prefix).dense()[:, 0]
     expected = np.tri(4, dtype=bool)
     np.testing.assert_array_equal(dense[1], expected)
     expected[:, :3] = True
@@ -124,8 +122,8 @@ def test_cross_mask_and_prefix_refuse_wrong_shapes() -> None:
             "key_segments of shape (1, 3), expected (1, 4)",
         ),
         (
-            lambda: AttentionMask.causal_mask(2, 3, prefix_lengths=jnp.array([1])),
-            "prefix_lengths of shape (1,), expected [batch] = (2,)",
+            lambda: AttentionMask.causal_mask(2, 3, in_prefix=jnp.ones((1, 3), bool)),
+            "in_prefix of shape (1, 3), expected [batch, length] = (2, 3)",
         ),
     ):
         with pytest.raises(ValueError, match=whole(message)):

@@ -23,6 +23,7 @@ def decode_with_cache(
     inputs: Any,
     prompts: jax.Array,
     prompt_lengths: jax.Array,
+    prefix_lengths: jax.Array | None = None,
 ) -> NestedMap:
     """Continues prompts by the decoder of a model, step by step with the cache of its network.
 
@@ -34,6 +35,8 @@ def decode_with_cache(
       inputs: What they are made from: a tree of arrays `[batch, …]`.
       prompts: int32 `[batch, width]`, left-aligned.
       prompt_lengths: int32 `[batch]`.
+      prefix_lengths: int32 `[batch]`, how much of its prompt each row reads both ways; None for a
+        network that reads from left to right alone.
 
     Returns:
       What `extend_prompts` does.
@@ -46,28 +49,32 @@ def decode_with_cache(
     decoder, parts = model.decoder, row_parts(model)
     max_length = round_up(prompts.shape[1] + decoder.max_decode_steps, parts)
 
-    def make_cache(inputs: Any) -> Any:
+    # Prefixes lie beside the caches, since decoders repeat and reorder the rows of both.
+    def make_cache(given_rows: Any) -> Any:
+        inputs, prefix_lengths = given_rows
         _, state = bare.apply(variables, inputs, max_length, method=init_cache, mutable=[CACHE])
-        return state[CACHE]
+        return state[CACHE], prefix_lengths
 
-    def extend(cache: Any, ids: jax.Array, time_step: jax.Array) -> tuple[Any, jax.Array]:
+    def extend(rows: Any, ids: jax.Array, time_step: jax.Array) -> tuple[Any, jax.Array]:
+        cache, prefix_lengths = rows
         logits, state = bare.apply(
             {**variables, CACHE: cache},
             ids,
             time_step=time_step,
             method="extend_step",
             mutable=[CACHE],
+            **({} if prefix_lengths is None else {"prefix_lengths": prefix_lengths}),
         )
-        return state[CACHE], logits
+        return (state[CACHE], prefix_lengths), logits
 
     return extend_prompts(
         decoder,
         extend,
-        make_cache(inputs),
+        make_cache((inputs, prefix_lengths)),
         prompts=prompts,
         prompt_lengths=prompt_lengths,
         key=model.next_prng_key() if decoder.needs_key else None,
-        cache_axes=row_axes(make_cache, inputs),
+        cache_axes=row_axes(make_cache, (inputs, prefix_lengths)),
         row_ids=batch.get("row_ids"),
         max_steps=batch.get("max_steps"),
         row_parts=parts,

@@ -23,7 +23,7 @@ class AttentionMask:
     """Positions and segments of queries and keys; a pytree, the other fields static.
 
     A query may attend a key when both are in the same segment (where there are segments), the key's
-    position is not greater than the query's or lies in the prefix, if causal, and less than
+    position is not greater than the query's or the key is in the prefix, if causal, and less than
     `window` away, if there is a window. Positions are compared only within a segment, so positions
     in the row, which the class methods use, and positions that start anew with each segment
     describe the same mask.
@@ -33,9 +33,8 @@ class AttentionMask:
       key_positions: int32 `[batch, keys]`.
       query_segments: int32 `[batch, queries]`, or None for a single segment without padding.
       key_segments: int32 `[batch, keys]`, or None, together with `query_segments`.
-      prefix_lengths: int32 `[batch]`, how many positions from 0 on all queries see although the
-        mask is causal (prefix language models; Raffel et al., 2020, arXiv:1910.10683); None for no
-        prefix.
+      key_in_prefix: bool `[batch, keys]`, which keys all queries see although the mask is causal
+        (prefix language models; Raffel et al., 2020, arXiv:1910.10683); None for no prefix.
       causal: Whether keys at later positions are hidden.
       window: A query sees keys less than this many positions away: itself and the window - 1
         before it, and as many after it if not causal (sliding window; Beltagy et al., 2020,
@@ -48,7 +47,7 @@ class AttentionMask:
     key_positions: jax.Array
     query_segments: jax.Array | None = None
     key_segments: jax.Array | None = None
-    prefix_lengths: jax.Array | None = None
+    key_in_prefix: jax.Array | None = None
     causal: bool = struct.field(pytree_node=False, default=False)
     window: int | None = struct.field(pytree_node=False, default=None)
     in_row_order: bool = struct.field(pytree_node=False, default=False)
@@ -60,7 +59,7 @@ class AttentionMask:
         length: int,
         *,
         segment_ids: jax.Array | None = None,
-        prefix_lengths: jax.Array | None = None,
+        in_prefix: jax.Array | None = None,
     ) -> AttentionMask:
         """Self-attention to what came before, as in a decoder.
 
@@ -69,20 +68,19 @@ class AttentionMask:
           length: Tokens per row.
           segment_ids: int32 `[batch, length]`, the documents of packed rows; 0 is padding. See
             `segments_from_paddings` for rows of one document.
-          prefix_lengths: int32 `[batch]`, how many tokens at the start of a row are seen by the
-            whole row, for rows of one document.
+          in_prefix: bool `[batch, length]`, which tokens the whole of their document sees, those
+            before them as well; see `first_tokens` for rows of one document.
 
         Raises:
-          ValueError: segment ids or prefix lengths of another shape.
+          ValueError: segment ids or a prefix of another shape.
         """
         mask = cls._self_attention(batch, length, segment_ids, causal=True)
-        if prefix_lengths is None:
-            return mask
-        if prefix_lengths.shape != (batch,):
+        if in_prefix is not None and in_prefix.shape != (batch, length):
             raise ValueError(
-                f"prefix_lengths of shape {prefix_lengths.shape}, expected [batch] = {(batch,)}"
+                f"in_prefix of shape {in_prefix.shape}, expected [batch, length] ="
+                f" {(batch, length)}"
             )
-        return dataclasses.replace(mask, prefix_lengths=prefix_lengths)
+        return dataclasses.replace(mask, key_in_prefix=in_prefix)
 
     @classmethod
     def bidirectional_mask(
@@ -139,7 +137,13 @@ class AttentionMask:
 
     @classmethod
     def decoding_mask(
-        cls, batch: int, num_queries: int, max_length: int, *, time_step: int | jax.Array
+        cls,
+        batch: int,
+        num_queries: int,
+        max_length: int,
+        *,
+        time_step: int | jax.Array,
+        prefix_lengths: jax.Array | None = None,
     ) -> AttentionMask:
         """Causal attention of the newest tokens to a cache, each token at its own slot.
 
@@ -151,11 +155,16 @@ class AttentionMask:
           num_queries: Newest tokens per row.
           max_length: Slots of the cache.
           time_step: Tokens that the cache held before; an integer, an int32 scalar, or `[batch]`.
+          prefix_lengths: int32 `[batch]`, how many slots from 0 on every query sees, in a prefix
+            language model; the first queries must be enough to fill them.
         """
         start = jnp.broadcast_to(jnp.asarray(time_step, jnp.int32), (batch,))
         return cls(
             query_positions=start[:, None] + jnp.arange(num_queries, dtype=jnp.int32),
             key_positions=row_positions(batch, max_length),
+            key_in_prefix=(
+                None if prefix_lengths is None else first_tokens(prefix_lengths, max_length)
+            ),
             causal=True,
         )
 
@@ -204,8 +213,8 @@ class AttentionMask:
         queries, keys = self.query_positions[:, :, None], self.key_positions[:, None, :]
         if self.causal:
             allowed = keys <= queries
-            if self.prefix_lengths is not None:
-                allowed |= keys < self.prefix_lengths[:, None, None]
+            if self.key_in_prefix is not None:
+                allowed |= self.key_in_prefix[:, None, :]
         else:
             allowed = jnp.ones(jnp.broadcast_shapes(queries.shape, keys.shape), bool)
         if self.window is not None:
@@ -213,6 +222,11 @@ class AttentionMask:
         if self.query_segments is not None and self.key_segments is not None:
             allowed &= self.query_segments[:, :, None] == self.key_segments[:, None, :]
         return allowed[:, None]
+
+
+def first_tokens(lengths: jax.Array, num_tokens: int) -> jax.Array:
+    """Which tokens of each row are its first `lengths` (`[batch]`): bool `[batch, tokens]`."""
+    return jnp.arange(num_tokens) < lengths[:, None]
 
 
 def segments_from_paddings(paddings: jax.Array) -> jax.Array:

@@ -155,6 +155,7 @@ class StackedTransformer(BaseLayer):
         positions: jax.Array,
         bias: jax.Array | None = None,
         memory_mask: AttentionMask | None = None,
+        prefix_lengths: jax.Array | None = None,
     ) -> jax.Array:
         """All layers on the next positions of a cached sequence.
 
@@ -164,6 +165,8 @@ class StackedTransformer(BaseLayer):
           positions: int32 `[batch, t]`, for a rotation.
           bias: float32 `[batch or 1, heads, t, max_length]`, added to the logits of attention.
           memory_mask: Which of the t positions may attend which of the memory.
+          prefix_lengths: int32 `[batch]`, how many tokens from the first on see one another, in a
+            prefix language model; the first step must bring them all. None for none.
 
         Returns:
           The shape of `x`, in the compute dtype.
@@ -172,7 +175,13 @@ class StackedTransformer(BaseLayer):
             slots: jax.Array = self.get_variable(CACHE, "slots")
             queries = time_step + jnp.arange(x.shape[1], dtype=jnp.int32)[None]
             bias = add_relative_bias(self, bias, queries, slots[:1])
-        shared = given(time_step=time_step, positions=positions, bias=bias, memory_mask=memory_mask)
+        shared = given(
+            time_step=time_step,
+            positions=positions,
+            bias=bias,
+            memory_mask=memory_mask,
+            prefix_lengths=prefix_lengths,
+        )
         return self._run_layers("extend_step", self.cast(x), None, shared)
 
     @nn.nowrap

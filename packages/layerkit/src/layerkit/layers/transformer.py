@@ -171,6 +171,7 @@ class Transformer(BaseLayer):
         positions: jax.Array,
         bias: jax.Array | None = None,
         memory_mask: AttentionMask | None = None,
+        prefix_lengths: jax.Array | None = None,
     ) -> jax.Array:
         """The layer on the next positions of a cached sequence.
 
@@ -180,13 +181,17 @@ class Transformer(BaseLayer):
           positions: int32 `[batch, t]`, for a rotation.
           bias: float32 `[batch or 1, heads, t, max_length]`, added to the logits of attention.
           memory_mask: Which of the t positions may attend which of the memory.
+          prefix_lengths: int32 `[batch]`, how many tokens from the first on see one another, in a
+            prefix language model; the first step must bring them all. None for none.
 
         Returns:
           `[batch, t, dims]` in the compute dtype.
         """
         self._check_memory(memory_mask=memory_mask)
         step = partial(self.attention.extend_step, time_step=time_step, positions=positions)
-        branches: _Branches = {"attention": partial(step, **given(bias=bias))}
+        branches: _Branches = {
+            "attention": partial(step, **given(bias=bias, prefix_lengths=prefix_lengths))
+        }
         if self.cross_attention_tpl is not None:
             branches["cross_attention"] = partial(
                 self.cross_attention.extend_step, mask=memory_mask

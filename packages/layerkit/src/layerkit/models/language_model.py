@@ -11,6 +11,7 @@ from layerkit.base_model import BaseModel, Metrics
 from layerkit.config import instance_field, sub_config_field
 from layerkit.decoding.cached_network import decode_with_cache
 from layerkit.decoding.loop import SampleDecoder
+from layerkit.layers.transformer import given
 from layerkit.models.token_metrics import token_metrics
 from layerkit.models.transformer_lm import TransformerLm
 from layerkit.nested_map import NestedMap
@@ -25,25 +26,34 @@ class LanguageModel(BaseModel):
 
     Attributes:
       lm_tpl: The network.
+      is_prefix_lm: What a row is given reads both ways, and only what it is asked for from left to
+        right (prefix language models; Raffel et al., 2020, arXiv:1910.10683). Then a batch has
+        `inputs_indicator` `[batch, length]` as well, 1 on what is given, and a prompt is read so.
       decoder: How continuations are chosen: `SampleDecoder` or `BeamSearch`.
     """
 
     reported_metric: ClassVar[str | None] = "xent"
 
     lm_tpl: Any = sub_config_field(TransformerLm.HParams)
+    is_prefix_lm: bool = False
     decoder: Any = instance_field(SampleDecoder.HParams)
 
     def setup(self) -> None:
         self.create_child("lm", self.lm_tpl)
 
     def compute_predictions(self, batch: NestedMap) -> NestedMap:
-        """What `TransformerLm.fprop` returns."""
+        """What `TransformerLm.fprop` returns.
+
+        Raises:
+          ValueError: a prefix model, and a batch that does not say what is given.
+        """
         return self.lm(
             batch.ids,
             labels=batch.labels,
             weights=batch.weights,
             segment_ids=batch.get("segment_ids"),
             segment_pos=batch.get("segment_pos"),
+            **given(in_prefix=self._prefix_of(batch)),
         )
 
     def compute_loss(self, predictions: NestedMap, batch: NestedMap) -> tuple[Metrics, NestedMap]:
@@ -89,4 +99,16 @@ class LanguageModel(BaseModel):
             inputs=batch.ids,
             prompts=batch.ids,
             prompt_lengths=lengths,
+            prefix_lengths=lengths if self.is_prefix_lm else None,
         )
+
+    def _prefix_of(self, batch: NestedMap) -> jax.Array | None:
+        if not self.is_prefix_lm:
+            return None
+        if "inputs_indicator" not in batch:
+            raise ValueError(
+                f"{self.path_name}: is_prefix_lm=True, but the batch has no inputs_indicator, which"
+                f" says what is read both ways; it has {', '.join(sorted(batch))}. Inputs that have"
+                " inputs and targets give it, such as those of SeqIO with a prefix_lm converter."
+            )
+        return batch.inputs_indicator != 0

@@ -20,6 +20,7 @@ from layerkit.layers.masks import AttentionMask, row_positions
 from layerkit.layers.normalizations import LayerNorm
 from layerkit.layers.stacks import StackedTransformer
 from layerkit.layers.stochastic import Dropout
+from layerkit.layers.transformer import given
 from layerkit.models.transformer_parts import (
     create_token_layers,
     embed_tokens,
@@ -108,6 +109,7 @@ class TransformerLm(BaseLayer):
         weights: jax.Array,
         segment_ids: jax.Array | None = None,
         segment_pos: jax.Array | None = None,
+        in_prefix: jax.Array | None = None,
     ) -> NestedMap:
         """Losses of predicting `labels`.
 
@@ -118,11 +120,18 @@ class TransformerLm(BaseLayer):
           segment_ids: int32 `[batch, length]`, documents packed in a row from 1; 0 is padding.
           segment_pos: int32 `[batch, length]`, position within the document; None counts from the
             start of the row.
+          in_prefix: bool `[batch, length]`, which tokens the whole of their document sees, in a
+            prefix language model. None: each token is seen from its own position on.
 
         Returns:
           What the softmax reports; see `FullSoftmax.fprop`.
+
+        Raises:
+          ValueError: a prefix for a model that sees the whole document anyway.
         """
-        hidden = self.hidden(ids, segment_ids=segment_ids, segment_pos=segment_pos)
+        hidden = self.hidden(
+            ids, segment_ids=segment_ids, segment_pos=segment_pos, in_prefix=in_prefix
+        )
         return self.softmax(hidden, labels=labels, weights=weights)
 
     def logits(
@@ -131,9 +140,12 @@ class TransformerLm(BaseLayer):
         *,
         segment_ids: jax.Array | None = None,
         segment_pos: jax.Array | None = None,
+        in_prefix: jax.Array | None = None,
     ) -> jax.Array:
         """Logits float32 `[batch, length, vocab]` of the token after each position."""
-        hidden = self.hidden(ids, segment_ids=segment_ids, segment_pos=segment_pos)
+        hidden = self.hidden(
+            ids, segment_ids=segment_ids, segment_pos=segment_pos, in_prefix=in_prefix
+        )
         return self.softmax.logits(hidden)
 
     def hidden(
@@ -142,13 +154,23 @@ class TransformerLm(BaseLayer):
         *,
         segment_ids: jax.Array | None = None,
         segment_pos: jax.Array | None = None,
+        in_prefix: jax.Array | None = None,
     ) -> jax.Array:
         """Normalised hidden states `[batch, length, dims]`; see `fprop` for the arguments."""
         batch, length = ids.shape
         if segment_pos is None:
             segment_pos = row_positions(batch, length)
-        kind = AttentionMask.causal_mask if self.is_causal else AttentionMask.bidirectional_mask
-        mask = kind(batch, length, segment_ids=segment_ids)
+        if self.is_causal:
+            mask = AttentionMask.causal_mask(
+                batch, length, segment_ids=segment_ids, in_prefix=in_prefix
+            )
+        elif in_prefix is None:
+            mask = AttentionMask.bidirectional_mask(batch, length, segment_ids=segment_ids)
+        else:
+            raise ValueError(
+                f"{self.path_name}: in_prefix with is_causal=False, where every token is seen by"
+                " the whole document"
+            )
         x = self._embed(ids, segment_pos)
         return self._normalize(self.stack(x, mask=mask, positions=segment_pos))
 
@@ -168,19 +190,25 @@ class TransformerLm(BaseLayer):
             self.position(row_positions(batch_size, max_length))
         self.stack.init_cache(batch_size, max_length)
 
-    def extend_step(self, ids: jax.Array, *, time_step: jax.Array) -> jax.Array:
+    def extend_step(
+        self, ids: jax.Array, *, time_step: jax.Array, prefix_lengths: jax.Array | None = None
+    ) -> jax.Array:
         """Feeds the next tokens of cached sequences.
 
         Args:
           ids: int32 `[batch, t]`, the tokens at positions time_step … time_step + t − 1.
           time_step: int32 scalar, how many tokens the cache holds.
+          prefix_lengths: int32 `[batch]`, how many tokens from the first on see one another, in a
+            prefix language model; the first step must bring them all. None for none.
 
         Returns:
           Logits float32 `[batch, t, vocab]`.
         """
         positions = jnp.broadcast_to(time_step + jnp.arange(ids.shape[1]), ids.shape)
         x = self._embed(ids, positions)
-        x = self.stack.extend_step(x, time_step=time_step, positions=positions)
+        x = self.stack.extend_step(
+            x, time_step=time_step, positions=positions, **given(prefix_lengths=prefix_lengths)
+        )
         return self.softmax.logits(self._normalize(x))
 
     @nn.nowrap

@@ -22,7 +22,7 @@ import pytest
 
 from layerkit.layers.attention.backends import BackendRefusal, select_backend
 from layerkit.layers.attention.dot_product import describe_call, dot_product_attention
-from layerkit.layers.masks import AttentionMask
+from layerkit.layers.masks import AttentionMask, first_tokens
 from layerkit.sharding import BoundSharding
 
 PAGE = Path(__file__).parents[5] / "docs" / "attention_backends.md"
@@ -111,7 +111,7 @@ CELLS = {
     "packed, window of 5": Cell(mask=lambda q, k: packed(q, k).within(5)),
     "prefix": Cell(
         mask=lambda q, k: AttentionMask.causal_mask(
-            BATCH, q, prefix_lengths=jnp.array([3, 7], jnp.int32)
+            BATCH, q, in_prefix=first_tokens(jnp.array([3, 7]), q)
         )
     ),
     "grouped queries": Cell(heads=4),

@@ -12,7 +12,7 @@ import pytest
 from layerkit.layers.attention.backends import BackendRefusal
 from layerkit.layers.attention.context_parallel import check_context_parallel
 from layerkit.layers.attention.dot_product import dot_product_attention
-from layerkit.layers.masks import AttentionMask
+from layerkit.layers.masks import AttentionMask, first_tokens
 from layerkit.layers.positions import RotaryPositionalEmbedding
 from layerkit.layers.stacks import StackedTransformerRepeated
 from layerkit.models.language_model import LanguageModel
@@ -33,7 +33,7 @@ MASKS = {
     "causal_window": lambda: AttentionMask.causal_mask(BATCH, LENGTH).within(3),
     "window_both_ways": lambda: AttentionMask.bidirectional_mask(BATCH, LENGTH).within(3),
     "prefix": lambda: AttentionMask.causal_mask(
-        BATCH, LENGTH, prefix_lengths=jnp.array([9, 2], jnp.int32)
+        BATCH, LENGTH, in_prefix=first_tokens(jnp.array([9, 2]), LENGTH)
     ).within(6),
 }
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from layerkit.layers.attention.xla import xla_attention
-from layerkit.layers.masks import AttentionMask
+from layerkit.layers.masks import AttentionMask, first_tokens
 
 BATCH, LENGTH, HEADS, HEAD_DIM, VALUE_DIM = 2, 5, 4, 3, 2
 RANDOM = np.random.default_rng(0)
@@ -64,7 +64,7 @@ def test_equals_loops(bias, sinks, cap):
 
 def test_a_prefix_is_read_by_queries_before_it():
     value = draw(1, 4, 1, VALUE_DIM)
-    mask = AttentionMask.causal_mask(1, 4, prefix_lengths=jnp.array([2]))
+    mask = AttentionMask.causal_mask(1, 4, in_prefix=first_tokens(jnp.array([2]), 4))
     zeros = jnp.zeros((1, 4, 1, HEAD_DIM))  # so that each query reads the mean of what it sees
     actual = xla_attention(zeros, zeros, value, mask=mask, scale=1.0)[0, :, 0]
     expected = [value[0, :n, 0].mean(0) for n in (2, 2, 3, 4)]

@@ -118,10 +118,7 @@ class _Ring:
 
     def marks(self, mask: AttentionMask) -> Any:
         """Of the arrays of a mask."""
-        specs: Any = jax.tree.map(lambda _: self.spec("batch", "length"), mask)
-        if mask.prefix_lengths is None:
-            return specs
-        return dataclasses.replace(specs, prefix_lengths=self.spec("batch"))
+        return jax.tree.map(lambda _: self.spec("batch", "length"), mask)
 
     def passed_on(self, tree: Any, *, by: int = 1) -> Any:
         """What lay `by` devices before this one."""
@@ -193,7 +190,7 @@ def ring_attention(
 
 def _num_steps(mask: AttentionMask, queries: int, keys: int, count: int) -> int:
     in_order = mask.in_row_order and mask.causal and queries == keys
-    if mask.window is None or not in_order or mask.prefix_lengths is not None:
+    if mask.window is None or not in_order or mask.key_in_prefix is not None:
         return count
     part = keys // count
     return min(count, 1 + -(-(mask.window - 1) // part))
@@ -349,6 +346,7 @@ def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
 def _key_marks(mask: AttentionMask) -> dict[str, Any]:
     """What a mask knows of keys, which goes round with them."""
     marks = {"key_positions": mask.key_positions}
-    if mask.key_segments is not None:
-        marks["key_segments"] = mask.key_segments
+    for name in ("key_segments", "key_in_prefix"):
+        if getattr(mask, name) is not None:
+            marks[name] = getattr(mask, name)
     return marks

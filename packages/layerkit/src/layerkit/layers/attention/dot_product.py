@@ -175,7 +175,7 @@ def describe_call(
         is_in_row_order=mask is None or mask.in_row_order,
         window=None if mask is None else mask.window,
         has_segments=mask is not None and mask.query_segments is not None,
-        has_prefix=mask is not None and mask.prefix_lengths is not None,
+        has_prefix=mask is not None and mask.key_in_prefix is not None,
         bias_dtype=None if bias is None else bias.dtype,
         has_sinks=sinks is not None,
         has_logit_cap=logit_cap is not None,

@@ -183,6 +183,7 @@ class MultiHeadLatentAttention(BaseLayer):
         time_step: jax.Array,
         positions: jax.Array,
         bias: jax.Array | None = None,
+        prefix_lengths: jax.Array | None = None,
     ) -> jax.Array:
         """Attention of the next tokens to everything before them and themselves.
 
@@ -195,6 +196,8 @@ class MultiHeadLatentAttention(BaseLayer):
           time_step: int32 scalar, how many tokens the cache holds.
           positions: int32 `[batch, t]`, for the rotation.
           bias: float32 `[batch or 1, heads or 1, t, max_length]`, added to the logits.
+          prefix_lengths: int32 `[batch]`, how many tokens from the first on see one another, in a
+            prefix language model; the first step must bring them all. None for none.
 
         Returns:
           `[batch, t, input_dims]` in the compute dtype; NaN when time_step + t is more than the
@@ -212,7 +215,9 @@ class MultiHeadLatentAttention(BaseLayer):
             )
         )
         (batch, num_tokens), max_length = x.shape[:2], latent.shape[1]
-        mask = AttentionMask.decoding_mask(batch, num_tokens, max_length, time_step=time_step)
+        mask = AttentionMask.decoding_mask(
+            batch, num_tokens, max_length, time_step=time_step, prefix_lengths=prefix_lengths
+        )
         mask = mask.within(self.window)
         plain, turned = self._queries(x, positions)
         if all(up.dot_tpl is None and not up.use_bias for up in (self.key, self.value)):

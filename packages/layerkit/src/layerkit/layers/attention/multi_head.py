@@ -126,6 +126,7 @@ class MultiHeadAttention(BaseAttention):
         time_step: jax.Array,
         positions: jax.Array,
         bias: jax.Array | None = None,
+        prefix_lengths: jax.Array | None = None,
     ) -> jax.Array:
         """Attention of the next tokens to everything before them and themselves.
 
@@ -138,6 +139,8 @@ class MultiHeadAttention(BaseAttention):
           time_step: int32 scalar, how many tokens the cache holds.
           positions: int32 `[batch, t]`, for the rotation.
           bias: float32 `[batch or 1, heads or 1, t, max_length]`, added to the logits.
+          prefix_lengths: int32 `[batch]`, how many tokens from the first on see one another, in a
+            prefix language model; the first step must bring them all. None for none.
 
         Returns:
           `[batch, t, input_dims]` in the compute dtype; NaN when time_step + t is more than the
@@ -154,7 +157,9 @@ class MultiHeadAttention(BaseAttention):
             for (name, axes), heads in zip(self._cache_axes().items(), new, strict=True)
         )
         (batch, num_tokens), max_length = x.shape[:2], keys.shape[1]
-        mask = AttentionMask.decoding_mask(batch, num_tokens, max_length, time_step=time_step)
+        mask = AttentionMask.decoding_mask(
+            batch, num_tokens, max_length, time_step=time_step, prefix_lengths=prefix_lengths
+        )
         bias = add_relative_bias(self, bias, mask.query_positions[:1], mask.key_positions[:1])
         outputs = self._attend(query, keys, values, mask.within(self.window), bias, cached=True)
         return jnp.where(time_step + num_tokens <= max_length, outputs, jnp.nan)
