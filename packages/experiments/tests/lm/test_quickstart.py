@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 
 import jax
+import pytest
 
 from layerkit_experiments.lm.quickstart import LocalText
 from layerkit_inputs.byte_vocabulary import VOCAB_SIZE
+from layerkit_runner.errors import UsageError
 from layerkit_runner.infeed import make_input
 from layerkit_runner.job import build_parts
 from layerkit_runner.resolve import resolve
@@ -51,3 +54,49 @@ def test_the_rate_comes_down_over_the_run_that_was_asked_for():
         rates = [float(schedule(step)) for step in (0, LocalText.WARMUP_STEPS, steps)]
         expected = [0.0, LocalText.LEARNING_RATE, 0.1 * LocalText.LEARNING_RATE]
         assert all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(rates, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"VOCAB_SIZE": 258}, "VOCAB_SIZE=258 is less than the 259 ids of TOKENIZER='bytes'"),
+        ({"EOS_ID": 3}, "EOS_ID=3, but TOKENIZER='bytes' ends a document with 2"),
+        ({"TOKENIZER": "none.model"}, "there is no file path='none.model'"),
+    ],
+)
+def test_a_model_that_does_not_fit_its_text_is_refused(fields, expected):
+    with pytest.raises(UsageError, match=re.escape(expected)):
+        resolve(LocalText(**fields))
+
+
+def test_lines_of_json_are_read_with_a_tokenizer_of_ones_own(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"<end>": 0, "one": 1, "two": 2, "three": 3}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<end>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    for number in range(40):  # enough for some to be held out
+        (tmp_path / f"{number}.jsonl").write_text('{"body": "one two three"}\n' * 3)
+    resolved = resolve(
+        LocalText(
+            TOKENIZER=str(tmp_path),
+            VOCAB_SIZE=4,
+            EOS_ID=0,
+            TEXT_FILES=[str(tmp_path / "*.jsonl")],
+            TEXT_FIELD="body",
+            MAX_SEQ_LEN=8,
+            PROMPT_LENGTH=2,
+        )
+    )
+    partitioner, _ = build_parts(resolved)
+    partitioner.start(jax.devices()[:1])
+    train, heldout, prompts = (
+        make_input(config, partitioner)
+        for config in (*resolved.datasets, *resolved.decode_datasets)
+    )
+    for dataset in (train, heldout):
+        batch = dataset.get_next()
+        assert set(batch.labels[batch.paddings == 0].tolist()) == {0, 1, 2, 3}
+        assert dataset.token_unit == "token"
+    assert prompts.get_next().ids[0].tolist() == [0, 1]

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from layerkit_inputs.tokenizers import HuggingFaceTokenizer as HuggingFaceTokenizer
     from layerkit_inputs.tokenizers import SentencePieceTokenizer as SentencePieceTokenizer
     from layerkit_inputs.tokenizers import Tokenizer as Tokenizer
+    from layerkit_inputs.tokenizers import tokenizer_config as tokenizer_config
     from layerkit_inputs.window_shuffle import WindowShuffle as WindowShuffle
 
 _MODULE_OF = {
@@ -108,6 +109,7 @@ _MODULE_OF = {
     "lm_features": "features",
     "pack_documents": "packing",
     "plan_feeds": "feeds",
+    "tokenizer_config": "tokenizers",
     "plan_packing": "first_fit",
     "prompt_features": "features",
 }

@@ -23,7 +23,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from layerkit.config import Configurable
+from layerkit.config import Config, Configurable
 from layerkit.near_names import near_names
 from layerkit_inputs import byte_vocabulary
 from layerkit_inputs.extras import require
@@ -274,6 +274,19 @@ class HuggingFaceTokenizer(Configurable):
         """SHA-256 of the file, and the ids of BOS, EOS and padding."""
         roles = ",".join(str(self._roles[role]) for role in sorted(self._roles))
         return f"{self._sha256} {roles}"
+
+
+def tokenizer_config(name: str) -> Config:
+    """The config of the tokenizer that a flag or a field names.
+
+    Args:
+      name: `bytes`, a SentencePiece `.model`, or a `tokenizer.json` or the folder it lies in.
+    """
+    if name == "bytes":
+        return ByteTokenizer.HParams.config()
+    if name.endswith(".model"):
+        return SentencePieceTokenizer.HParams.config(path=name)
+    return HuggingFaceTokenizer.HParams.config(path=name)
 
 
 def _id_or_none(token_id: int) -> int | None:

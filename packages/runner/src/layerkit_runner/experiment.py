@@ -114,7 +114,8 @@ class BaseExperiment:
         """Cheap checks of the fields against each other, after overrides, before anything is made.
 
         Raises:
-          ValueError: what does not fit together; the command line shows it without a traceback.
+          ValueError: what does not fit together; the command line shows it without a traceback, as
+            it does with an OSError or a MissingExtraError.
         """
 
 

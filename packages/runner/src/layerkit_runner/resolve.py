@@ -15,6 +15,7 @@ from typing import Any
 
 from layerkit.config import Config, assigned_fields, copy_config, field_names, is_config, target_of
 from layerkit.near_names import near_names
+from layerkit_inputs.extras import MissingExtraError
 from layerkit_runner import field_types
 from layerkit_runner.errors import UsageError, first_names
 from layerkit_runner.experiment import BaseExperiment
@@ -55,13 +56,13 @@ def resolve(
       deep_overrides: Paths that start with one of `overrides.ROOTS`.
 
     Raises:
-      UsageError: `validate()` refuses the fields; a path does not exist; a value does not fit the
-        field it is for; two overrides contradict each other.
+      UsageError: `validate()` refuses the fields, or misses a file or a package; a path does not
+        exist; a value does not fit the field it is for; two overrides contradict each other.
       TypeError: a method of the experiment returns something else than configs.
     """
     try:
         experiment.validate()
-    except ValueError as error:
+    except (ValueError, OSError, MissingExtraError) as error:
         raise UsageError(f"{type(experiment).__qualname__} cannot run as asked: {error}") from error
     # One copy for all four, so that configs which they share stay shared, and so that an experiment
     # which hands out the same config twice is not changed by the overrides.

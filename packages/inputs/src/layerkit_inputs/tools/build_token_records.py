@@ -30,15 +30,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from layerkit.config import build
 from layerkit_inputs.bad_records import BadRecords, OnBadRecord
 from layerkit_inputs.text_files import TextFile, find_text_files
 from layerkit_inputs.token_store import BLOCK_LENGTH, About
-from layerkit_inputs.tokenizers import (
-    ByteTokenizer,
-    HuggingFaceTokenizer,
-    SentencePieceTokenizer,
-    Tokenizer,
-)
+from layerkit_inputs.tokenizers import Tokenizer, tokenizer_config
 from layerkit_inputs.tools.raw_documents import RawDocument, read_raw_documents, text_of
 from layerkit_inputs.tools.token_store_writer import SplitWriter
 
@@ -63,13 +59,8 @@ class _Encoded(NamedTuple):
 
 @functools.cache
 def make_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that `--tokenizer` names: `bytes`, a SentencePiece `.model`, or a
-    `tokenizer.json` (or its folder)."""
-    if name == "bytes":
-        return ByteTokenizer()
-    if Path(name).suffix == ".model":
-        return SentencePieceTokenizer(path=name)
-    return HuggingFaceTokenizer(path=name)
+    """The tokenizer that `--tokenizer` names; see `tokenizer_config`."""
+    return build(tokenizer_config(name))
 
 
 def build_token_records(
@@ -90,7 +81,7 @@ def build_token_records(
     Args:
       inputs: Files, folders and patterns.
       output: The folder to make.
-      tokenizer: See `make_tokenizer`.
+      tokenizer: See `tokenizer_config`.
       field: Of JSON lines the key of the text, of Parquet the column.
       num_shards: Files of each split, of about as many bytes of input each; fewer, where there are
         fewer documents.

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from layerkit.config import Config
-from layerkit_inputs import LocalText, LocalTextPrompts, SyntheticInput
-from layerkit_inputs.byte_vocabulary import VOCAB_SIZE as NUM_BYTE_IDS
+from typing import Any
+
+from layerkit.config import Config, build
+from layerkit_inputs import (
+    LocalText,
+    LocalTextPrompts,
+    SyntheticInput,
+    Tokenizer,
+    tokenizer_config,
+)
 from layerkit_runner.experiment import BaseExperiment
 
 
@@ -30,31 +37,44 @@ class SyntheticTokens:
 
 
 class LocalFiles(BaseExperiment, abstract=True):
-    """Bytes of text files on this machine; by default Python's own sources."""
+    """Text files on this machine, by default Python's own sources as bytes."""
 
+    TOKENIZER: str = "bytes"
+    """Or a SentencePiece `.model`, or a `tokenizer.json` or the folder it lies in."""
     VOCAB_SIZE: int = 259
-    """At least as many as there are bytes and special ids."""
+    """At least as many as the tokenizer has ids, special ones included."""
+    EOS_ID: int | None = None
+    """The tokenizer's id of an end, at which decoding stops; None: only after MAX_DECODE_STEPS."""
     PERCORE_BATCH_SIZE: float = 8.0
     """Rows per device."""
     MAX_SEQ_LEN: int = 256
     TEXT_FILES: list[str] | None = None
     """Files or patterns; None for the running Python's standard library."""
+    TEXT_FIELD: str | None = None
+    """The files are JSON lines (or Parquet) with a document's text in this field; None: each file
+    is a document."""
     NUM_PROMPTS: int = 4
     PROMPT_LENGTH: int = 64
 
     def validate(self) -> None:
         """Refuses a model that lacks some of the ids of the data: their loss would be NaN."""
         super().validate()
-        if self.VOCAB_SIZE < NUM_BYTE_IDS:
+        tokenizer: Tokenizer = build(tokenizer_config(self.TOKENIZER))
+        if tokenizer.vocab_size > self.VOCAB_SIZE:
             raise ValueError(
-                f"VOCAB_SIZE={self.VOCAB_SIZE} is less than the {NUM_BYTE_IDS} ids of bytes and"
-                " their special ids"
+                f"VOCAB_SIZE={self.VOCAB_SIZE} is less than the {tokenizer.vocab_size} ids of"
+                f" TOKENIZER={self.TOKENIZER!r}, special ones included"
+            )
+        if self.EOS_ID not in (None, tokenizer.eos_id):
+            raise ValueError(
+                f"EOS_ID={self.EOS_ID}, but TOKENIZER={self.TOKENIZER!r} ends a document with"
+                f" {tokenizer.eos_id}"
             )
 
     def datasets(self) -> list[Config]:
         """Configs of the training and the held-out input."""
         common = {
-            "paths": self.TEXT_FILES,
+            **self._documents(),
             "seq_length": self.MAX_SEQ_LEN,
             "percore_batch_size": self.PERCORE_BATCH_SIZE,
         }
@@ -68,9 +88,16 @@ class LocalFiles(BaseExperiment, abstract=True):
         return [
             LocalTextPrompts.HParams.config(
                 name="prompts",
-                paths=self.TEXT_FILES,
+                **self._documents(),
                 prompt_length=self.PROMPT_LENGTH,
                 num_prompts=self.NUM_PROMPTS,
                 percore_batch_size=float(self.NUM_PROMPTS),
             )
         ]
+
+    def _documents(self) -> dict[str, Any]:
+        return {
+            "paths": self.TEXT_FILES,
+            "tokenizer": tokenizer_config(self.TOKENIZER),
+            "text_field": self.TEXT_FIELD,
+        }
