@@ -13,6 +13,7 @@ import pytest
 
 from layerkit_inputs.bad_records import BadRecordError, BadRecords
 from layerkit_inputs.token_store import TokenStore
+from layerkit_inputs.tools import build_token_records as tool
 from layerkit_inputs.tools.build_token_records import build_token_records, main
 
 pytest.importorskip("array_record")
@@ -212,6 +213,23 @@ def test_a_killed_build_leaves_nothing_that_reads_as_whole(tmp_path):
         TokenStore(left, "train")
     build_token_records([path], output, tokenizer="bytes")
     assert texts_of(output) == ["one"] * 9
+    assert {entry.name for entry in tmp_path.iterdir()} == {"in", "out"}
+
+
+def test_a_build_leaves_one_beside_it_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(tool, "_PROGRESS_SECONDS", 0.0)
+    path = write(tmp_path / "in" / "a.jsonl", lines(["one"] * 3))
+    output = tmp_path / "out"
+
+    def while_building(line):
+        if line.startswith("1 documents"):
+            build_token_records([path], output, tokenizer="bytes")
+
+    # The inner one is done first, so the outer one finds its place taken.
+    with pytest.raises(FileExistsError, match="is there already"):
+        build_token_records([path], output, tokenizer="bytes", say=while_building)
+    assert texts_of(output) == ["one"] * 3
+    assert {entry.name for entry in tmp_path.iterdir()} == {"in", "out"}
 
 
 def test_options_that_cannot_work(tmp_path):

@@ -8,7 +8,8 @@ Parquet files; see `raw_documents`. The result depends on the input, the tokeniz
 that say what is in it, not on the number of workers.
 
 It is built in a hidden folder beside the output and renamed when all of it is on the disk, so a
-build that was stopped or killed leaves nothing that could be taken for one that was finished.
+build that was stopped or killed leaves nothing that could be taken for one that was finished. What
+a killed one leaves is removed by the next build of that output.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ import argparse
 import collections
 import concurrent.futures.process
 import contextlib
+import fcntl
 import functools
+import glob
 import hashlib
 import multiprocessing
+import os
 import secrets
 import shutil
 import sys
@@ -174,17 +178,43 @@ def _check_splits(about: About, num_documents: int, heldout_fraction: float) -> 
 @contextlib.contextmanager
 def _appears_whole(folder: Path) -> Iterator[Path]:
     """A folder to fill, which gets its name once that is done, and goes away if it is not."""
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise FileExistsError(f"{folder}: is there already; name another output, or remove it.")
+    _check_free(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
+    for left in folder.parent.glob(f".{glob.escape(folder.name)}.partial-*"):
+        with contextlib.suppress(OSError), _locked(left):
+            shutil.rmtree(left)
     partial = folder.with_name(f".{folder.name}.partial-{secrets.token_hex(4)}")
     partial.mkdir()
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a file system without locks
+            stack.enter_context(_locked(partial))
+        try:
+            yield partial
+            _check_free(folder)
+            partial.rename(folder)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+def _check_free(folder: Path) -> None:
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise FileExistsError(f"{folder}: is there already; name another output, or remove it.")
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Marks a folder as in use; the mark goes with the process, however that ends.
+
+    Raises:
+      OSError: another process has marked it, or nothing can be marked there.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        yield partial
-        partial.rename(folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _work(files: Sequence[TextFile], field: str) -> Iterator[list[RawDocument]]:
