@@ -83,7 +83,7 @@ def test_the_command_shows_every_input_and_writes_nothing(tmp_path: Path):
     command = [
         *(sys.executable, "-m", "layerkit_runner.cli", "--exp=lm.quickstart.LocalText"),
         *("--mode=inspect", "--inspect=batches", "--num_batches=1", "--num_hosts=2"),
-        *("--fdl.ICI_MESH_SHAPE=[2,1,1]", "--fdl.PERCORE_BATCH_SIZE=1.0"),
+        "--fdl.PERCORE_BATCH_SIZE=1.0",
         f"--fdl.TEXT_FILES=['{tmp_path}']",
     ]
     done = subprocess.run(

@@ -5,7 +5,7 @@
     runner --exp=… --mode=inspect --inspect=batches --num_batches=10   more of them
 
 Nothing is written, no model is built and no accelerator is touched: devices are simulated, as many
-as the mesh has, and the inputs of all hosts are built in this one process.
+as the mesh has or else one for each host, and the inputs of all hosts are built in this process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def run_inspect(resolved: ResolvedExperiment, options: RunOptions) -> int:
     """
     with told_in_one_line():
         partitioner = resolved.partitioner.Instantiate()
-    count = num_planned_devices(partitioner, num_devices=options.num_devices)
+    count = num_planned_devices(
+        partitioner, num_devices=options.num_devices, default=max(1, options.num_hosts)
+    )
     devices = simulated_devices(count)
     partitioner.start(devices)
     places = simulated_places(devices, options.num_hosts)

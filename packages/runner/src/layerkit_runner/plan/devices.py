@@ -21,14 +21,19 @@ _FORCED_COUNT = re.compile(r"--xla_force_host_platform_device_count=\d+")
 
 
 def num_planned_devices(
-    partitioner: Partitioner, *, target: str | None = None, num_devices: int | None = None
+    partitioner: Partitioner,
+    *,
+    target: str | None = None,
+    num_devices: int | None = None,
+    default: int = 1,
 ) -> int:
-    """How many devices to plan for: those of the mesh where it has sizes, else as asked, else 1.
+    """How many devices to plan for: those of the mesh where it has sizes, else as asked.
 
     Args:
       partitioner: Not started.
       target: What `--target` says, `cpu` or `cpuxN`.
       num_devices: What `--num_devices` says.
+      default: Where none of them says how many.
 
     Raises:
       UsageError: a target that does not exist yet, or numbers that contradict each other.
@@ -43,7 +48,7 @@ def num_planned_devices(
             f" ({_sizes(partitioner)}).\nLeave {asked[0].partition('=')[0]} out, or give the mesh"
             " other sizes with --fdl.ICI_MESH_SHAPE=…"
         )
-    return asked[1] if asked is not None else needed or 1
+    return asked[1] if asked is not None else needed or default
 
 
 def _asked(target: str | None, num_devices: int | None) -> tuple[str, int] | None:
