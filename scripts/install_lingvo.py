@@ -14,9 +14,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-# Lingvo's binary fits one release of TensorFlow. sympy: shapes in lingvo.core; matplotlib (which
-# brings pillow): its summaries, and lingvo.tasks.lm.
-NEEDED = ("tensorflow==2.21.*", "sympy", "matplotlib")
+# Lingvo's binary fits one release of TensorFlow. sympy: shapes in lingvo.core, which also imports
+# sentencepiece (0.2.3 wants a protobuf that others forbid); matplotlib (which brings pillow): its
+# summaries, and lingvo.tasks.lm.
+NEEDED = ("tensorflow==2.21.*", "sympy", "sentencepiece>=0.2.1,<0.2.3", "matplotlib")
 LINGVO = "lingvo==0.14.2"
 # What must work afterwards; imports of Lingvo go through layerkit where its native ops do not load.
 CHECK = """
