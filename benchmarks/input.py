@@ -35,7 +35,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 import numpy as np
-from input_rivals.contest import BATCH_SIZE, LENGTH, Contest, fields_of_batch
+from input_rivals.contest import BATCH_SIZE, EVAL_ROWS, LENGTH, Contest, fields_of_batch
 
 from layerkit_inputs import BaseInput
 
@@ -57,17 +57,24 @@ class Entry(NamedTuple):
 
 CONTESTS = {
     "LocalText": Entry("numpy_loops", "local_text", "NumPy"),
+    "LocalText, eval": Entry("numpy_loops", "local_text_evaluated", "NumPy"),
     "SyntheticInput": Entry("numpy_loops", "synthetic", "NumPy"),
     "Mixture": Entry("numpy_loops", "mixture", "NumPy"),
+    "StreamMixture": Entry("numpy_loops", "stream_mixture", "NumPy"),
+    "BatchMixture": Entry("numpy_loops", "batch_mixture", "NumPy"),
     "MultiInput": Entry("numpy_loops", "multi_input", "NumPy"),
     "TokenRecords": Entry("token_files", "token_records", "array_record, NumPy", "grain"),
     "ArrayRecordRows": Entry("grain_pipelines", "array_record_rows", "grain", "grain"),
     "GrainMapInput": Entry("grain_pipelines", "map_input", "grain", "grain"),
     "GrainMapInput, 4 threads": Entry("grain_pipelines", "map_input_on_threads", "grain", "grain"),
+    "GrainMapInput, eval": Entry("grain_pipelines", "map_input_evaluated", "grain", "grain"),
     "GrainIterInput": Entry("grain_pipelines", "iter_input", "grain", "grain"),
+    "GrainIterInput, eval": Entry("grain_pipelines", "iter_input_evaluated", "grain", "grain"),
     "GrainIterInput, 1 worker": Entry("grain_pipelines", "iter_input_by_worker", "grain", "grain"),
     "ParquetRows": Entry("grain_pipelines", "parquet_rows", "grain", "grain"),
     "HuggingFaceInput": Entry("hugging_face", "mapped_text", "datasets", "hf"),
+    "HuggingFaceInput, eval": Entry("hugging_face", "mapped_text_evaluated", "datasets", "hf"),
+    "HuggingFacePairs": Entry("hugging_face", "pairs", "datasets", "hf"),
     "HuggingFaceStream": Entry("hugging_face", "streamed_text", "datasets", "hf"),
     "HuggingFaceColumns": Entry("hugging_face", "columns", "datasets", "hf"),
     "SeqIOInput, packed": Entry("seqio_tasks", "packed", "seqio", "seqio"),
@@ -117,19 +124,25 @@ def start(contest: Contest, name: str) -> Side:
         batches = contest.bare()
         return Side(batches, getattr(batches, "close", lambda: None))
     reader = contest.ours()
-    return Side(endless(reader), reader.close)
+    return Side(endless(reader, contest), reader.close)
 
 
-def endless(reader: BaseInput) -> Iterator[Mapping[str, Any]]:
-    """The batches of a reader."""
+def endless(reader: BaseInput, contest: Contest) -> Iterator[Mapping[str, Any]]:
+    """The batches of a reader: of its stream, or of one evaluation after the other."""
     while True:
-        yield reader.get_next()
+        if contest.is_evaluation:
+            yield from reader.eval_batches()
+        else:
+            yield reader.get_next()
 
 
 def check_alike(contest: Contest) -> None:
     """Compares the first batches: fields, shapes and dtypes, and values where the order is one."""
     sides = [start(contest, name) for name in SIDES]
-    for left, right in itertools.islice(zip(*(side.batches for side in sides), strict=False), 3):
+    # Those of an evaluation to the end of its epoch, which is padded, and into the next one.
+    compared = 2 * EVAL_ROWS // BATCH_SIZE if contest.is_evaluation else 3
+    batches = zip(*(side.batches for side in sides), strict=False)
+    for left, right in itertools.islice(batches, compared):
         mine, other = fields_of_batch(left), fields_of_batch(right)
         if contest.renamed is not None:
             mine = {name: mine[name] for name in contest.renamed.values()}
@@ -172,7 +185,7 @@ def measure(contest: Contest, rounds: int) -> Figures:
     started = start_seconds(contest)
     reader = contest.ours()
     bare = start(contest, "bare")
-    sides = {"ours": endless(reader), "bare": bare.batches}
+    sides = {"ours": endless(reader, contest), "bare": bare.batches}
     count = contest.least_batches
     while max(take(batches, count).seconds for batches in sides.values()) < SLICE_SECONDS:
         count *= 2

@@ -15,9 +15,11 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from input_rivals.contest import (
     BATCH_SIZE,
+    EVAL_ROWS,
     SHUFFLED,
     Batch,
     Contest,
+    evaluations,
     fields_of_row,
     token_rows,
 )
@@ -34,10 +36,10 @@ THREADS = 4
 _ON_THIS_THREAD = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 
 
-def _write_array_record(folder: Path) -> list[str]:
+def _write_array_record(folder: Path, *, most: int | None = None) -> list[str]:
     path = str(folder / "rows.array_record")
     writer = ArrayRecordWriter(path, "group_size:1")
-    for row in token_rows():
+    for row in token_rows()[:most]:
         writer.write(row.tobytes())
     writer.close()
     return [path]
@@ -73,6 +75,19 @@ def map_input(folder: Path) -> Contest:
     )
 
 
+def map_input_evaluated(folder: Path) -> Contest:
+    """Epochs of a few rows in order."""
+    paths = _write_array_record(folder, most=EVAL_ROWS)
+    config = GrainMapInput.HParams.config(dataset=lambda: _source(paths), batch_size=BATCH_SIZE)
+
+    def epoch() -> Iterator[Batch]:
+        return iter(_source(paths).batch(BATCH_SIZE).to_iter_dataset(_ON_THIS_THREAD))
+
+    return Contest(
+        config.Instantiate, lambda: evaluations(epoch), is_same_order=True, is_evaluation=True
+    )
+
+
 def map_input_on_threads(folder: Path) -> Contest:
     """The same on threads, four batches ahead."""
     paths = _write_array_record(folder)
@@ -104,13 +119,15 @@ def _is_good(row: Batch) -> bool:
 def _iter_contest(folder: Path, *, num_workers: int) -> Contest:
     paths = _write_array_record(folder)
 
-    def rows(*, host_index: int, num_hosts: int, seed: int) -> grain.IterDataset:
-        mine = _source(paths)[host_index::num_hosts].shuffle(seed=seed)
-        return mine.to_iter_dataset(_ON_THIS_THREAD).filter(_is_good)
+    def shuffled(*, host_index: int, num_hosts: int, seed: int) -> grain.MapDataset:
+        return _source(paths)[host_index::num_hosts].shuffle(seed=seed)
+
+    def rows(**host: int) -> grain.IterDataset:
+        return shuffled(**host).to_iter_dataset(_ON_THIS_THREAD).filter(_is_good)
 
     def bare() -> Iterator[Batch]:
-        dataset = _shuffled(paths).to_iter_dataset(_ON_THIS_THREAD).filter(_is_good)
-        dataset = dataset.batch(BATCH_SIZE)
+        dataset = shuffled(host_index=0, num_hosts=1, seed=0).repeat()
+        dataset = dataset.to_iter_dataset(_ON_THIS_THREAD).filter(_is_good).batch(BATCH_SIZE)
         if num_workers:
             dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers))
         return iter(dataset)
@@ -130,6 +147,23 @@ def iter_input(folder: Path) -> Contest:
 def iter_input_by_worker(folder: Path) -> Contest:
     """The same made by a process of its own; the rival's makes whole batches."""
     return _iter_contest(folder, num_workers=1)
+
+
+def iter_input_evaluated(folder: Path) -> Contest:
+    """Epochs of a few rows, some filtered out."""
+    paths = _write_array_record(folder, most=EVAL_ROWS)
+
+    def rows(*, host_index: int, num_hosts: int, seed: int) -> grain.IterDataset:
+        mine = _source(paths)[host_index::num_hosts]
+        return mine.to_iter_dataset(_ON_THIS_THREAD).filter(_is_good)
+
+    def epoch() -> Iterator[Batch]:
+        return iter(rows(host_index=0, num_hosts=1, seed=0).batch(BATCH_SIZE))
+
+    config = GrainIterInput.HParams.config(dataset=rows, batch_size=BATCH_SIZE)
+    return Contest(
+        config.Instantiate, lambda: evaluations(epoch), is_same_order=True, is_evaluation=True
+    )
 
 
 def parquet_rows(folder: Path) -> Contest:

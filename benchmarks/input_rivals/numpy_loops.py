@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from input_rivals.contest import BATCH_SIZE, LENGTH, Batch, Contest, texts
-from layerkit_inputs import LocalText, SyntheticInput
+from input_rivals.contest import (
+    BATCH_SIZE,
+    EVAL_ROWS,
+    LENGTH,
+    Batch,
+    Contest,
+    evaluations,
+    texts,
+)
+from layerkit_inputs import BaseInput, LocalText, SyntheticInput
+from layerkit_inputs.mixing.batch_mixture import BatchMixture, StreamMixture
 from layerkit_inputs.mixing.mixture import Mixture
 from layerkit_inputs.mixing.multi_input import MultiInput
 from layerkit_inputs.text_files import find_text_files, split_files
@@ -40,6 +49,11 @@ class PackedText:
         """Rows by number, with the fields of a language model's batch."""
         ids, labels = self._inputs[rows].astype(np.int32), self._labels[rows].astype(np.int32)
         return {"ids": ids, "labels": labels, **masks_and_segments(ids)}
+
+    def epoch(self) -> Iterator[dict[str, np.ndarray]]:
+        """All rows in order; the last batch may be short."""
+        for start in range(0, self.num_rows, BATCH_SIZE):
+            yield self.read(np.arange(start, min(start + BATCH_SIZE, self.num_rows)))
 
     def batches(self) -> Iterator[dict[str, np.ndarray]]:
         """Shuffled epochs that run on into one another."""
@@ -98,6 +112,21 @@ def local_text(folder: Path) -> Contest:
     )
 
 
+def local_text_evaluated(folder: Path) -> Contest:
+    """Epochs of a few rows."""
+    paths = _write_files(folder)[: EVAL_ROWS * LENGTH // 2000]
+
+    def bare() -> Iterator[Batch]:
+        return evaluations(_packed(paths).epoch)
+
+    return Contest(
+        ours=_local_text(paths).set(batch_size=BATCH_SIZE).Instantiate,
+        bare=bare,
+        is_same_order=True,
+        is_evaluation=True,
+    )
+
+
 def _walks() -> Iterator[Batch]:
     generator = np.random.default_rng(0)
     cycle = generator.permutation(VOCABULARY).astype(np.int32)
@@ -140,19 +169,52 @@ def _mixed(streams: Sequence[PackedText], shares: Sequence[float]) -> Iterator[B
         yield {name: np.concatenate([part[name] for part in parts])[order] for name in parts[0]}
 
 
+def _batches_mixed(streams: Sequence[Iterator[Batch]], shares: Sequence[float]) -> Iterator[Batch]:
+    generator = np.random.default_rng(0)
+    while True:
+        yield next(streams[generator.choice(len(streams), p=shares)])
+
+
+def _halves(folder: Path) -> dict[str, list[str]]:
+    paths = _write_files(folder)
+    return {"even": paths[::2], "odd": paths[1::2]}
+
+
+def _mixing(kind: type[BaseInput], halves: Mapping[str, Sequence[str]]) -> Any:
+    return kind.HParams.config(
+        components={name: _local_text(half) for name, half in halves.items()},
+        weights={"even": 0.7, "odd": 0.3},
+        batch_size=BATCH_SIZE,
+        is_training=True,
+    )
+
+
 def mixture(folder: Path) -> Contest:
     """Rows of two corpora, 70 and 30 of a hundred; the rival draws whose turn it is."""
-    paths = _write_files(folder)
-    halves = {"even": paths[::2], "odd": paths[1::2]}
+    halves = _halves(folder)
     return Contest(
-        ours=Mixture.HParams.config(
-            components={name: _local_text(half) for name, half in halves.items()},
-            weights={"even": 0.7, "odd": 0.3},
-            batch_size=BATCH_SIZE,
-            is_training=True,
-        ).Instantiate,
+        ours=_mixing(Mixture, halves).Instantiate,
         bare=lambda: _mixed([_packed(half) for half in halves.values()], [0.7, 0.3]),
     )
+
+
+def stream_mixture(folder: Path) -> Contest:
+    """The same, of readers that are taken for streams; the rival jumps as before."""
+    halves = _halves(folder)
+    return Contest(
+        ours=_mixing(StreamMixture, halves).Instantiate,
+        bare=lambda: _mixed([_packed(half) for half in halves.values()], [0.7, 0.3]),
+    )
+
+
+def batch_mixture(folder: Path) -> Contest:
+    """Whole batches of two corpora; the rival draws whose turn it is."""
+    halves = _halves(folder)
+
+    def bare() -> Iterator[Batch]:
+        return _batches_mixed([_packed(half).batches() for half in halves.values()], [0.7, 0.3])
+
+    return Contest(ours=_mixing(BatchMixture, halves).Instantiate, bare=bare, least_batches=64)
 
 
 def _side_by_side(one: Iterator[Batch], other: Iterator[Batch]) -> Iterator[Batch]:
@@ -166,8 +228,7 @@ def _side_by_side(one: Iterator[Batch], other: Iterator[Batch]) -> Iterator[Batc
 
 def multi_input(folder: Path) -> Contest:
     """Batches of two corpora in one."""
-    paths = _write_files(folder)
-    halves = {"even": paths[::2], "odd": paths[1::2]}
+    halves = _halves(folder)
     return Contest(
         ours=MultiInput.HParams.config(
             input_to_params={name: _local_text(half) for name, half in halves.items()},

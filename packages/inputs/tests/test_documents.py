@@ -118,3 +118,21 @@ def test_a_vocabulary_without_an_end_has_prompts_of_whole_documents():
     assert batch.ids.tolist() == [[1, 7, 8, 0], [1, 0, 0, 0]]
     row = documents.stream_rows(np.array([0]), length=3, pad_id=0)
     assert row.labels.tolist() == [[7, 8, 0]] and row.segment_ids.tolist() == [[1, 1, 0]]
+
+
+def test_stretches_are_read_in_the_order_asked_for_and_empty_ones_are_nothing():
+    documents = documents_of(EXAMPLES)
+    whole = documents.read(np.array([0]), np.array([20]))
+    begins, sizes = np.array([7, 9, 20, 0, 20]), np.array([2, 3, 0, 4, 0])
+    expected = np.concatenate([whole[7:9], whole[9:12], whole[:4]])
+    np.testing.assert_array_equal(documents.read(begins, sizes), expected)
+    assert not len(documents.read(begins[[2]], sizes[[2]]))
+    assert not len(documents.read(begins[:0], sizes[:0]))
+
+
+def test_predictions_of_some_documents_are_counted():
+    documents = documents_of(EXAMPLES)
+    numbers = np.array([3, 0, 0, 2])
+    np.testing.assert_array_equal(
+        documents.num_predictions_of(numbers), documents.num_predictions[numbers]
+    )

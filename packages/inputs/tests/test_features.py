@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from layerkit_inputs.features import (
@@ -15,6 +15,7 @@ from layerkit_inputs.features import (
     lm_features,
     prompt_features,
     segment_features,
+    stretch_pair_features,
     trim_tokens,
 )
 from layerkit_inputs.packing import plan_packing
@@ -165,7 +166,6 @@ def test_no_examples_are_no_rows():
     assert lm_features(None, [[]], length=2).paddings.tolist() == [[1, 1]]
 
 
-@settings(deadline=None, max_examples=50)
 @given(
     sizes=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=12),
     seed=st.integers(0, 9),
@@ -221,3 +221,36 @@ def test_every_label_counts_once_and_is_predicted_from_the_one_before(sizes, see
 def test_what_is_no_example_is_refused(call, text):
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         call()
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_pairs_laid_end_to_end_are_those_given_one_by_one(is_packed):
+    inputs, targets = [[7, 8, 1], [9, 1], []], [[3, 1], [], [4, 5, 1]]
+    rows = [[0, 1], [], [2]] if is_packed else [[0], [1], [2]]
+    expected = encoder_decoder_features(
+        inputs,
+        targets,
+        inputs_length=6,
+        targets_length=4,
+        rows=rows if is_packed else None,
+        bos_id=2,
+        pad_id=6,
+    )
+    made = stretch_pair_features(
+        np.concatenate(inputs).astype(np.int32),
+        np.concatenate(targets).astype(np.int32),
+        rows=np.repeat(np.arange(3), [len(row) for row in rows]),
+        input_sizes=np.array([len(tokens) for tokens in inputs]),
+        target_sizes=np.array([len(tokens) for tokens in targets]),
+        num_rows=3,
+        inputs_length=6,
+        targets_length=4,
+        is_packed=is_packed,
+        bos_id=2,
+        pad_id=6,
+    )
+    for (path, array), (other_path, other) in zip(
+        made.flatten_items(), expected.flatten_items(), strict=True
+    ):
+        assert path == other_path and array.dtype == other.dtype
+        np.testing.assert_array_equal(array, other, err_msg=path)

@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from layerkit_inputs.first_fit import cut_documents, plan_packing
@@ -30,7 +30,6 @@ def test_all_features_of_a_document_must_fit():
     assert rows_of(plan_packing(lengths, (10, 5))) == [[0, 2], [1, 3]]
 
 
-@settings(deadline=None, max_examples=50)
 @given(
     sizes=st.lists(st.integers(0, 9), max_size=40),
     spare=st.integers(0, 5),
@@ -55,7 +54,6 @@ def test_few_open_rows_waste_little():
     assert sizes.sum() / (plan.num_rows * 512) > 0.98
 
 
-@settings(deadline=None, max_examples=50)
 @given(lengths=st.lists(st.integers(0, 20), max_size=20), row_length=st.integers(1, 8))
 def test_cut_documents_are_whole_again_end_to_end(lengths, row_length):
     pieces = cut_documents(lengths, row_length)

@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from layerkit_inputs.index_shuffle import _permuted, shuffled_rows, window_shuffled_rows
@@ -22,13 +22,11 @@ def order(num_rows, *, seed=0, epoch=0, window=None):
     return window_shuffled_rows(places, num_rows, window=window, seed=seed, epoch=epoch)
 
 
-@settings(deadline=None, max_examples=50)
 @given(num_rows=st.integers(1, 400), seed=seeds, epoch=seeds)
 def test_each_row_comes_exactly_once(num_rows, seed, epoch):
     assert sorted(order(num_rows, seed=seed, epoch=epoch)) == list(range(num_rows))
 
 
-@settings(deadline=None, max_examples=50)
 @given(num_rows=st.integers(1, 300), window=st.integers(1, 320), seed=seeds, epoch=seeds)
 def test_each_row_of_the_windows_comes_exactly_once(num_rows, window, seed, epoch):
     found = order(num_rows, seed=seed, epoch=epoch, window=window)
@@ -40,7 +38,6 @@ def test_each_row_of_the_windows_comes_exactly_once(num_rows, window, seed, epoc
         assert np.sort(gaps)[:-1].tolist() == [1] * (len(rows) - 1)
 
 
-@settings(deadline=None, max_examples=50)
 @given(num_rows=st.integers(1, 2**62), seed=seeds, data=st.data())
 def test_any_place_is_found_without_the_others(num_rows, seed, data):
     places = data.draw(st.lists(st.integers(0, num_rows - 1), min_size=1, max_size=5, unique=True))

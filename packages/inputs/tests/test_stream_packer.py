@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from layerkit_inputs.features import lm_features
@@ -42,7 +42,6 @@ def packed(documents, length, **fields):
 sizes_of_documents = st.lists(st.integers(0, 12), max_size=15)
 
 
-@settings(deadline=None, max_examples=50)
 @given(sizes=sizes_of_documents, length=st.integers(1, 7))
 def test_cut_rows_are_those_found_by_number(sizes, length):
     documents = documents_of(sizes)
@@ -60,7 +59,6 @@ def test_cut_rows_are_those_found_by_number(sizes, length):
             assert row.ids[column] == (tokens[at - 1] if at else 2)
 
 
-@settings(deadline=None, max_examples=50)
 @given(sizes=st.lists(st.integers(0, 7), max_size=15), open_rows=st.integers(1, 4))
 def test_first_fit_rows_are_those_of_the_plan(sizes, open_rows):
     documents = documents_of(sizes)
@@ -78,7 +76,6 @@ def test_a_document_longer_than_a_row_goes_on_in_the_next():
     assert second.ids.tolist() == [7, 8, 0] and second.segment_pos.tolist() == [0, 1, 0]
 
 
-@settings(deadline=None, max_examples=50)
 @given(
     sizes=sizes_of_documents,
     mode=st.sampled_from(MODES),

@@ -74,6 +74,17 @@ def test_rows_differ_by_number_seed_and_between_training_and_evaluation():
     assert len(set(rows)) == 32
 
 
+@pytest.mark.parametrize("learnable", [True, False])
+def test_a_row_is_the_same_whatever_is_drawn_with_it(learnable):
+    source = SyntheticInput(batch_size=1, seq_length=6, is_training=True, learnable=learnable)
+    together = source._read_rows(np.arange(8))
+    picked = np.array([5, 6, 2, 7, 0])
+    alone = source._read_rows(picked)
+    np.testing.assert_array_equal(alone.ids, together.ids[picked])
+    np.testing.assert_array_equal(alone.labels, together.labels[picked])
+    assert len(np.unique(together.ids, axis=0)) == 8
+
+
 def test_training_on_a_number_of_examples_repeats_them_in_another_order():
     source = SyntheticInput(batch_size=6, seq_length=16, num_examples=6, is_training=True)
     first, second = (source.get_next().ids.tolist() for _ in range(2))

@@ -173,7 +173,7 @@ class BaseInput(Configurable):
 
     def get_next_padded(self) -> NestedMap:
         """`get_next` and `batch_padding_size` rows of padding (weight 0, provenance -1)."""
-        return pad_rows(self.get_next(), self.batch_padding_size)
+        return pad_rows(self.get_next(), self.batch_padding_size, copy=False)
 
     def peek(self) -> NestedMap:
         """The batch that `get_next` will return, without consuming it; the map is a copy."""
@@ -341,11 +341,17 @@ class BaseInput(Configurable):
         label = type(self).__qualname__ + (f" {self.name!r}" if self.name else "")
         return ValueError(f"{label}: {problem}")
 
+    def _check_at_least(self, least: int, *fields: str) -> None:
+        """Refuses fields that are set, to less than `least`."""
+        for field in fields:
+            value = getattr(self, field)
+            if value is not None and value < least:
+                raise self._refuse(f"{field}={value}; expected at least {least}.")
+
     def _check_fields(self) -> None:
         if self.batch_size is None:
             raise self._refuse("batch_size is not set; give the rows of a batch on each host.")
-        if self.batch_size < 1:
-            raise self._refuse(f"batch_size={self.batch_size}; expected at least 1.")
+        self._check_at_least(1, "batch_size")
         if not 0 <= self.infeed_host_index < self.num_infeed_hosts:
             raise self._refuse(
                 f"infeed_host_index={self.infeed_host_index} with num_infeed_hosts="

@@ -16,7 +16,7 @@ import numpy as np
 
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.features import Segment, stretch_features
-from layerkit_inputs.packing import num_stream_rows, stream_pieces
+from layerkit_inputs.packing import RowPieces, num_stream_rows, stream_pieces
 from layerkit_inputs.tokenizers import Tokenizer
 
 
@@ -82,6 +82,12 @@ class Documents:
     def __len__(self) -> int:
         return len(self.ends)
 
+    def num_predictions_of(self, documents: np.ndarray) -> np.ndarray:
+        """int64 `[documents]`, of these."""
+        begins = self.ends[documents - 1]
+        begins[documents == 0] = 0
+        return self.ends[documents] - begins
+
     @property
     def num_predictions(self) -> np.ndarray:
         """int64 `[documents]`."""
@@ -100,7 +106,18 @@ class Documents:
           pad_id: Id of padded positions.
         """
         pieces = stream_pieces(rows, self.ends, length)
-        tokens = self._read(self.begins[pieces.document] + pieces.start, pieces.length + 1)
+        return self.rows_of(pieces, num_rows=len(rows), length=length, pad_id=pad_id)
+
+    def rows_of(self, pieces: RowPieces, *, num_rows: int, length: int, pad_id: int) -> NestedMap:
+        """Rows of these pieces of documents, as `features.lm_features` has packed rows.
+
+        Args:
+          pieces: What the rows hold.
+          num_rows: How many rows there are.
+          length: Positions of a row.
+          pad_id: Id of padded positions.
+        """
+        tokens = self.read(self.begins[pieces.document] + pieces.start, pieces.length + 1)
         ids, labels = ids_and_labels(tokens, pieces.length)
         num_inputs = None
         if self.num_inputs is not None:
@@ -110,7 +127,7 @@ class Documents:
             labels,
             rows=pieces.row,
             sizes=pieces.length,
-            num_rows=len(rows),
+            num_rows=num_rows,
             length=length,
             pad_id=pad_id,
             num_inputs=num_inputs,
@@ -118,12 +135,22 @@ class Documents:
             weights_on_targets_only=True,
         )
 
-    def _read(self, begins: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """Stretches of ids, end to end; those that follow one another are read as one."""
+    def read(self, begins: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """Stretches of ids, end to end; those that follow one another are read as one.
+
+        Args:
+          begins: int64 `[stretches]`: where each begins in `ids`.
+          sizes: int64 `[stretches]`: how many ids it has.
+        """
+        if not sizes.all():
+            begins, sizes = begins[sizes > 0], sizes[sizes > 0]
+        if not len(sizes):
+            return np.zeros(0, np.int32)
         ends = begins + sizes
-        is_gap = begins[1:] != ends[:-1]
-        starts, stops = begins[np.append(True, is_gap)], ends[np.append(is_gap, True)]
-        found = zip(starts.tolist(), stops.tolist(), strict=True)
+        gaps = np.flatnonzero(begins[1:] != ends[:-1])
+        starts = [int(begins[0]), *begins[gaps + 1].tolist()]
+        stops = [*ends[gaps].tolist(), int(ends[-1])]
+        found = zip(starts, stops, strict=True)
         return np.concatenate([self.ids[start:stop] for start, stop in found])
 
     def segment(self, document: int, start: int, length: int) -> Segment:
@@ -145,7 +172,7 @@ class Documents:
           `ids` int32 and `paddings` float32 `[rows, length]`, `prompt_lengths` int32 `[rows]`.
         """
         if self.num_inputs is None:
-            sizes = self.num_predictions[rows] + (tokenizer.eos_id is None)
+            sizes = self.num_predictions_of(rows) + (tokenizer.eos_id is None)
         else:
             sizes = self.num_inputs[rows] + 1
         lengths = np.minimum(sizes, length)
@@ -169,8 +196,9 @@ def ids_and_labels(tokens: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, n
     Returns:
       Both of the dtype of `tokens`, `[tokens]`.
     """
-    ends = np.cumsum(sizes + 1)
-    return np.delete(tokens, ends - 1), np.delete(tokens, ends - 1 - sizes)
+    is_followed = np.ones(len(tokens), bool)
+    is_followed[np.cumsum(sizes + 1) - 1] = False
+    return tokens[is_followed], tokens[1:][is_followed[:-1]]
 
 
 def framed(tokens: Sequence[np.ndarray], tokenizer: Tokenizer) -> np.ndarray:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from layerkit.nested_map import NestedMap
 
@@ -140,11 +141,9 @@ def segment_features(
     segments = [segment for row in rows for segment in row]
     sizes = _sizes_that_fit(rows, length=length)
     labels = _end_to_end([segment.tokens for segment in segments])
-    ids = np.roll(labels, 1)
-    begins = (np.cumsum(sizes) - sizes)[sizes > 0]
-    ids[begins] = np.array([segment.first_id for segment in segments], np.int32)[sizes > 0]
+    first_ids = np.array([segment.first_id for segment in segments], np.int32)
     return stretch_features(
-        ids,
+        _predicted_from(labels, sizes, first_ids),
         labels,
         rows=np.repeat(np.arange(len(rows)), [len(row) for row in rows]),
         sizes=sizes,
@@ -195,25 +194,34 @@ def stretch_features(
     if num_inputs is not None:
         inputs_end = np.repeat(num_inputs, sizes)
         if weights_on_targets_only:
-            weights = in_rows(positions >= inputs_end, valid)
+            weights = in_rows(positions >= inputs_end, valid, bool)
     batch = NestedMap(
-        ids=in_rows(ids.astype(np.int32), valid, fill=pad_id),
-        labels=in_rows(labels.astype(np.int32), valid, fill=pad_id),
+        ids=in_rows(ids, valid, np.int32, fill=pad_id),
+        labels=in_rows(labels, valid, np.int32, fill=pad_id),
         weights=weights.astype(np.float32),
         paddings=(~valid).astype(np.float32),
-        segment_ids=in_rows(np.repeat(numbers.astype(np.int32), sizes), valid),
-        segment_pos=in_rows(positions, valid),
+        segment_ids=in_rows(np.repeat(numbers.astype(np.int32), sizes), valid, np.int32),
+        segment_pos=in_rows(positions, valid, np.int32),
     )
     if num_inputs is not None and has_inputs:
-        batch.inputs_indicator = in_rows((positions <= inputs_end).astype(np.int32), valid)
+        batch.inputs_indicator = in_rows(positions <= inputs_end, valid, np.int32)
     return batch
 
 
-def in_rows(values: np.ndarray, valid: np.ndarray, *, fill: int = 0) -> np.ndarray:
-    """`values` (`[tokens]`) where `valid` (bool `[rows, length]`) says, in order; else `fill`."""
+def in_rows(
+    values: np.ndarray, valid: np.ndarray, dtype: npt.DTypeLike, *, fill: int = 0
+) -> np.ndarray:
+    """A new array of `values` (`[tokens]`) where `valid` says, in order, and `fill` elsewhere.
+
+    Args:
+      values: As many as `valid` is true.
+      valid: bool `[rows, length]`.
+      dtype: What they are cast to.
+      fill: What stands in the other places.
+    """
     if values.size == valid.size:
-        return values.reshape(valid.shape)
-    placed = np.full(valid.shape, fill, values.dtype)
+        return values.reshape(valid.shape).astype(dtype)
+    placed = np.full(valid.shape, fill, dtype)
     placed[valid] = values
     return placed
 
@@ -262,12 +270,73 @@ def encoder_decoder_features(
             for number, tokens in enumerate(examples)
         ]
         sides.append(segment_features(_rows_of(segments, rows), length=length, pad_id=pad_id))
-    source, target = sides
+    return _two_sides(*sides, is_packed=rows is not None)
+
+
+def stretch_pair_features(
+    inputs: np.ndarray,
+    targets: np.ndarray,
+    *,
+    rows: np.ndarray,
+    input_sizes: np.ndarray,
+    target_sizes: np.ndarray,
+    num_rows: int,
+    inputs_length: int,
+    targets_length: int,
+    is_packed: bool,
+    bos_id: int = 0,
+    pad_id: int = 0,
+) -> NestedMap:
+    """As `encoder_decoder_features`, from all examples laid end to end, row after row.
+
+    Args:
+      inputs: int `[tokens]`: what the encoder reads.
+      targets: int `[tokens]`: what is predicted.
+      rows: int `[examples]`: the row of each, not falling.
+      input_sizes: int `[examples]`: how many of `inputs` it has; those of a row fit into it.
+      target_sizes: int `[examples]`: how many of `targets`; those of a row fit into it.
+      num_rows: How many rows there are.
+      inputs_length: Positions of a row of `src`.
+      targets_length: Positions of a row of `tgt`.
+      is_packed: Rows may hold several examples.
+      bos_id: What an example's first target is predicted from.
+      pad_id: Id of padded positions.
+    """
+    source = stretch_features(
+        inputs,
+        inputs,
+        rows=rows,
+        sizes=input_sizes,
+        num_rows=num_rows,
+        length=inputs_length,
+        pad_id=pad_id,
+    )
+    target = stretch_features(
+        _predicted_from(targets, target_sizes, np.full(len(rows), bos_id)),
+        targets,
+        rows=rows,
+        sizes=target_sizes,
+        num_rows=num_rows,
+        length=targets_length,
+        pad_id=pad_id,
+    )
+    return _two_sides(source, target, is_packed=is_packed)
+
+
+def _two_sides(source: NestedMap, target: NestedMap, *, is_packed: bool) -> NestedMap:
     source.ids = source.pop("labels")
     del source.weights
-    if rows is None:
+    if not is_packed:
         target.ids[:, 1:] = target.labels[:, :-1]
     return NestedMap(src=source, tgt=target)
+
+
+def _predicted_from(labels: np.ndarray, sizes: np.ndarray, first_ids: np.ndarray) -> np.ndarray:
+    """`labels` moved by one, each stretch of `sizes` beginning with its own of `first_ids`."""
+    ids = np.roll(labels, 1)
+    is_there = sizes > 0
+    ids[(np.cumsum(sizes) - sizes)[is_there]] = first_ids[is_there]
+    return ids
 
 
 def prompt_features(
@@ -297,7 +366,7 @@ def prompt_features(
     valid = np.arange(length) < sizes[:, None]
     tokens = _end_to_end([segment.tokens for (segment,) in rows])
     return NestedMap(
-        ids=in_rows(tokens, valid, fill=pad_id),
+        ids=in_rows(tokens, valid, np.int32, fill=pad_id),
         paddings=(~valid).astype(np.float32),
         prompt_lengths=valid.sum(axis=1, dtype=np.int32),
     )

@@ -121,11 +121,15 @@ class IndexedInput(BaseInput):
         epochs, within = np.divmod(positions, num_rows)
         if not self.shuffle:
             return within
+        if not len(positions):
+            return within
+        first, last = int(epochs.min()), int(epochs.max())
+        # Orders of epochs that are over are let go.
+        self._orders = {n: order for n, order in self._orders.items() if first <= n <= last}
+        if first == last:
+            return self._shuffled(within, num_rows, first)
         rows = np.empty_like(within)
-        needed = [int(epoch) for epoch in np.unique(epochs)]
-        if needed:  # orders of epochs that are over are let go
-            self._orders = {n: order for n, order in self._orders.items() if n in needed}
-        for epoch in needed:
+        for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
             rows[here] = self._shuffled(within[here], num_rows, epoch)
         return rows

@@ -191,8 +191,7 @@ class LocalText(_TextFilesInput):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.seq_length < 1:
-            raise self._refuse(f"seq_length={self.seq_length}; expected at least 1.")
+        self._check_at_least(1, "seq_length")
 
     def _num_rows(self) -> int:
         return self._corpus().num_stream_rows(self.seq_length)
@@ -235,10 +234,7 @@ class LocalTextPrompts(_TextFilesInput):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field in ("prompt_length", "num_prompts"):
-            value = getattr(self, field)
-            if value is not None and value < 1:
-                raise self._refuse(f"{field}={value}; expected at least 1.")
+        self._check_at_least(1, "prompt_length", "num_prompts")
 
     def _num_rows(self) -> int:
         documents = len(self._corpus())

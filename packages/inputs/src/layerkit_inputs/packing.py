@@ -67,20 +67,17 @@ def stream_pieces(rows: np.ndarray, document_ends: np.ndarray, length: int) -> R
     """
     begins = np.asarray(rows, np.int64) * length
     ends = np.minimum(begins + length, document_ends[-1])
-    first = np.searchsorted(document_ends, begins, side="right")
-    counts = np.searchsorted(document_ends, ends, side="left") - first + 1
+    first = document_ends.searchsorted(begins, side="right")
+    counts = document_ends.searchsorted(ends, side="left") - first + 1
     document = ranges(first, counts)
-    row = np.repeat(np.arange(len(counts)), counts)
-    document_begins = np.where(document > 0, document_ends[np.maximum(document - 1, 0)], 0)
+    row = np.arange(len(counts)).repeat(counts)
+    document_begins = document_ends[document - 1]
+    document_begins[document == 0] = 0
     starts = np.maximum(begins[row], document_begins)
-    pieces = RowPieces(
-        row=row,
-        document=document,
-        start=starts - document_begins,
-        length=np.minimum(document_ends[document], ends[row]) - starts,
-    )
+    lengths = np.minimum(document_ends[document], ends[row]) - starts
+    pieces = RowPieces(row, document, starts - document_begins, lengths)
     # A document without positions, as an empty file may be, has no piece.
-    is_real = pieces.length > 0
+    is_real = lengths > 0
     return pieces if is_real.all() else RowPieces(*(array[is_real] for array in pieces))
 
 
@@ -91,10 +88,10 @@ def stream_rows(rows: np.ndarray, document_ends: np.ndarray, length: int) -> Str
     valid = np.arange(length) < np.bincount(pieces.row, sizes, minlength=len(rows))[:, None]
     segment = np.arange(len(sizes)) - np.searchsorted(pieces.row, pieces.row) + 1
     return StreamRows(
-        document=in_rows(np.repeat(pieces.document, sizes), valid),
-        offset=in_rows(ranges(pieces.start, sizes), valid),
-        segment_ids=in_rows(np.repeat(segment.astype(np.int32), sizes), valid),
-        segment_pos=in_rows(ranges(np.zeros_like(sizes), sizes).astype(np.int32), valid),
+        document=in_rows(np.repeat(pieces.document, sizes), valid, np.int64),
+        offset=in_rows(ranges(pieces.start, sizes), valid, np.int64),
+        segment_ids=in_rows(np.repeat(segment, sizes), valid, np.int32),
+        segment_pos=in_rows(ranges(np.zeros_like(sizes), sizes), valid, np.int32),
     )
 
 
@@ -104,9 +101,9 @@ def ranges(begins: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     >>> ranges(np.array([7, 2]), np.array([3, 2])).tolist()
     [7, 8, 9, 2, 3]
     """
-    ends = np.cumsum(sizes)
-    total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total) + np.repeat(begins - (ends - sizes), sizes)
+    numbers = np.repeat(begins - (np.cumsum(sizes) - sizes), sizes)
+    numbers += np.arange(len(numbers))
+    return numbers
 
 
 class PackedRows(NamedTuple):

@@ -2,12 +2,14 @@
 
 Learnable text walks a cycle through the whole vocabulary, drawn by the seed: each token has one
 successor, and now and then (`noise`) the next token is a random one. A model that has learned the
-cycle reaches the entropy of that chain, which `baselines` states. Each row is drawn from its own
-number, so any row can be made anywhere, and the rows of training and evaluation never coincide.
+cycle reaches the entropy of that chain, which `baselines` states. Each row has a stretch of its own
+of a random stream that can be entered anywhere, so any row can be made anywhere, those that follow
+one another are drawn at once, and the rows of training and evaluation never coincide.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -17,13 +19,13 @@ import numpy as np
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.indexed_input import IndexedInput
 
-# Streams of the generator, beside the numbers of training rows.
-_EVAL_ROWS = 1 << 62
-_CYCLE = 1 << 63
+# Streams of a seed.
+_TRAINING_ROWS, _EVAL_ROWS, _CYCLE = range(3)
 
 
-def _generator(seed: int, stream: int) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(key=np.array([seed, stream], np.uint64)))
+def _bits(seed: int, stream: int) -> np.random.PCG64DXSM:
+    """The generator of a stream, which can advance by any number of words at once."""
+    return np.random.PCG64DXSM(np.random.SeedSequence([seed, stream]))
 
 
 class SyntheticInput(IndexedInput):
@@ -51,9 +53,9 @@ class SyntheticInput(IndexedInput):
             raise self._refuse(f"noise={self.noise}; expected a probability.")
         if self.num_examples is None and not self.endless:
             raise self._refuse("num_examples is not set; one epoch needs a number of rows.")
-        if self.num_examples is not None and self.num_examples < 1:
-            raise self._refuse(f"num_examples={self.num_examples}; expected at least 1.")
-        self._cycle: np.ndarray | None = None
+        self._check_at_least(1, "num_examples")
+        self._bits_of_rows = _bits(self._seed, _TRAINING_ROWS if self.is_training else _EVAL_ROWS)
+        self._first_state = self._bits_of_rows.state
 
     def _num_rows(self) -> int | None:
         return self.num_examples
@@ -72,29 +74,44 @@ class SyntheticInput(IndexedInput):
         )
 
     def _tokens(self, rows: np.ndarray) -> np.ndarray:
-        """Tokens int32 `[rows, length + 1]` of rows by number, each from a generator of its own."""
-        shape = (len(rows), self.seq_length + 1)
-        drawn, chance = np.empty(shape, np.int32), np.empty(shape, np.float32)
-        first_stream = 0 if self.is_training else _EVAL_ROWS
-        generator = _generator(self._seed, first_stream)
-        state = generator.bit_generator.state
-        for place, row in enumerate(rows.tolist()):
-            # As a new generator with this key, which would take five times as long to make.
-            state["state"]["key"][1] = row + first_stream
-            generator.bit_generator.state = state
-            drawn[place] = generator.integers(self.vocab_size, size=shape[1], dtype=np.int32)
-            if self.learnable:
-                generator.random(out=chance[place], dtype=np.float32)
+        """Tokens of rows by number: int32 `[rows, length + 1]`."""
+        words = self._words(rows)
         if not self.learnable:
-            return drawn
-        # Where on the cycle: one step on each time, or, at a draw, as many as were drawn.
-        is_drawn = chance < self.noise
+            return self._drawn(words).astype(np.int32)
+        # The lower half of a word says whether a token is drawn, the upper half which one.
+        is_drawn = words.astype(np.uint32) < round(self.noise * 2**32)
         is_drawn[:, 0] = True
-        steps = np.where(is_drawn, drawn, 1)
-        if self._cycle is None:
-            order = _generator(self._seed, _CYCLE).permutation(self.vocab_size)
-            self._cycle = order.astype(np.int32)
-        return self._cycle[np.cumsum(steps, axis=1, dtype=np.int64) % self.vocab_size]
+        draws = np.flatnonzero(is_drawn)
+        # Where each draw puts a row on the cycle; from there it takes one step a token.
+        starts = self._drawn(words.reshape(-1)[draws]).astype(np.int64) - draws
+        places = np.repeat(starts, np.diff(draws, append=words.size))
+        places += np.arange(words.size)
+        return self._cycle[places].reshape(words.shape)
+
+    def _words(self, rows: np.ndarray) -> np.ndarray:
+        """The random words of rows: uint64 `[rows, length + 1]`."""
+        width = self.seq_length + 1
+        begins = np.append(0, np.flatnonzero(np.diff(rows) != 1) + 1)
+        ends = np.append(begins[1:], len(rows))
+        parts = []
+        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+            # Rows that follow one another.
+            self._bits_of_rows.state = self._first_state
+            self._bits_of_rows.advance(int(rows[begin]) * width)
+            parts.append(self._bits_of_rows.random_raw((end - begin) * width))
+        words = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return words.reshape(len(rows), width)
+
+    def _drawn(self, words: np.ndarray) -> np.ndarray:
+        """The tokens that words stand for, uint64: their upper halves as fractions."""
+        half = np.uint64(32)
+        return (words >> half) * np.uint64(self.vocab_size) >> half
+
+    @functools.cached_property
+    def _cycle(self) -> np.ndarray:
+        """int32: the cycle, and as much of it again as a row may go on from its last place."""
+        order = np.random.Generator(_bits(self._seed, _CYCLE)).permutation(self.vocab_size)
+        return np.resize(order.astype(np.int32), self.vocab_size + self.seq_length)
 
     def _fingerprint(self) -> dict[str, Any]:
         fields = ("vocab_size", "seq_length", "learnable", "noise", "is_training")

@@ -71,8 +71,7 @@ class TokenRecords(IndexedInput):
             if value not in known:
                 near = near_names(str(value), known)
                 raise self._refuse(f"{field}={value!r}{near} Expected one of {known}.")
-        if self.seq_length < 1:
-            raise self._refuse(f"seq_length={self.seq_length}; expected at least 1.")
+        self._check_at_least(1, "seq_length")
         self._bad = BadRecords(self.on_bad_record)
         self._unreadable = np.zeros(0, bool)
 

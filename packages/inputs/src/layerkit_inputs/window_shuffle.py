@@ -36,8 +36,7 @@ class WindowShuffle(CompositeInput):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.window_batches < 1:
-            raise self._refuse(f"window_batches={self.window_batches}; expected at least 1.")
+        self._check_at_least(1, "window_batches")
         self._components = build_components(
             self,
             checked_configs({"source": self.source}, "", self._refuse),

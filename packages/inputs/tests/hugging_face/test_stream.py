@@ -158,6 +158,7 @@ print(json.dumps([source.get_next().ids.tolist() for _ in range(12)]))
 """
 
 
+@pytest.mark.slow  # in the ordinary run, HuggingFaceInput resumes in a fresh process
 def test_a_fresh_process_resumes_shuffled_and_packed(fields, folder):
     fields = {
         **fields,

@@ -101,6 +101,12 @@ def test_a_short_batch_is_filled_with_rows_that_do_not_count(lingvo):
     assert last.provenance.tolist() == [3, 4, -1]
 
 
+def test_a_whole_batch_is_not_copied_and_therefore_not_to_be_written_into(lingvo):
+    source = LingvoInputAdaptor(input=params_of(lingvo.Count, num=5, batch=3), cluster_do_eval=True)
+    whole, filled = source.get_next(), source.get_next()
+    assert not whole.data.flags.writeable and filled.data.flags.writeable
+
+
 def test_strings_stay_behind(lingvo):
     batch = LingvoInputAdaptor(input=params_of(lingvo.Count), is_training=True).get_next()
     assert sorted(batch) == ["a", "data", "eval_sample_weights"]

@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from layerkit_inputs.mixing.schedule import LONGEST_PERIOD, MixingSchedule, schedule_of
@@ -16,7 +16,6 @@ some_weights = st.lists(st.integers(1, 60), min_size=1, max_size=7).map(
 )
 
 
-@settings(deadline=None, max_examples=50)
 @given(weights=some_weights)
 def test_every_prefix_keeps_the_shares_within_one_turn(weights):
     schedule = MixingSchedule(weights)
@@ -30,7 +29,6 @@ def test_every_prefix_keeps_the_shares_within_one_turn(weights):
         assert turns.tolist() == list(range(len(turns)))
 
 
-@settings(deadline=None, max_examples=50)
 @given(weights=some_weights, positions=st.lists(st.integers(0, 10**12), min_size=1, max_size=5))
 def test_turns_far_on_are_those_of_the_first_period(weights, positions):
     schedule = MixingSchedule(weights)

@@ -89,3 +89,29 @@ def test_tensorflow_leaves_accelerators_to_jax():
     tf = import_tensorflow()
     assert tf.config.get_visible_devices("GPU") == []
     assert tf.config.get_visible_devices("CPU")
+
+
+def test_parts_of_splits_are_named_by_the_task(c4_folder, c4_task):
+    import seqio
+
+    given = {"batch_size": 13, "task_feature_lengths": {"targets": 512}}
+    text = r"split_name='train\+validation'; expected one of \['train', 'validation'\]\. For parts"
+    with pytest.raises(ValueError, match=text):
+        SeqIOInput(**given, mixture_or_task=c4_task(c4_folder), split_name="train+validation")
+    splits = {"some": "train[10:20]+validation"}
+    source = seqio.TfdsDataSource("c4/en:3.0.1", tfds_data_dir=str(c4_folder), splits=splits)
+    task = c4_task(c4_folder)
+    task._source = source
+    batches = SeqIOInput(**given, mixture_or_task=task, split_name="some").eval_batches()
+    assert sum(batch.eval_sample_weights.sum() for batch in batches) == 23
+
+
+def test_a_task_that_needs_an_offline_cache_is_refused(make_task):
+    import seqio
+
+    task = make_task(
+        [{"targets": [5]}],
+        preprocessors=[seqio.CacheDatasetPlaceholder(required=True)],
+    )
+    with pytest.raises(ValueError, match=r"tasks \['task'\] can only be read from SeqIO's offline"):
+        SeqIOInput(batch_size=1, mixture_or_task=task, task_feature_lengths={"targets": 1})

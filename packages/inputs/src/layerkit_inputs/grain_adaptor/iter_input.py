@@ -58,9 +58,8 @@ class GrainIterInput(BaseInput):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field, least in (("num_workers", 0), ("worker_buffer_size", 1)):
-            if getattr(self, field) < least:
-                raise self._refuse(f"{field}={getattr(self, field)}; expected at least {least}.")
+        self._check_at_least(0, "num_workers")
+        self._check_at_least(1, "worker_buffer_size")
         self._seed = self.input_random_seed or 0
         if self._seed < 0:
             raise self._refuse(f"input_random_seed={self._seed}; expected 0 or more.")
@@ -135,7 +134,7 @@ class GrainIterInput(BaseInput):
             try:
                 if isinstance(element, BadRecordError):
                     raise element
-                return check_row(element, where=f"{self._label}, row {self._rows_done - 1}")
+                return check_row(element, where=lambda: f"{self._label}, row {self._rows_done - 1}")
             except BadRecordError as error:
                 if self.on_bad_record == "refuse":
                     raise
@@ -215,7 +214,7 @@ class GrainIterInput(BaseInput):
         )
         iterator = iter(dataset)
         try:
-            return check_row(next(iterator), where=f"{self._label}, row 0")
+            return check_row(next(iterator), where=lambda: f"{self._label}, row 0")
         except StopIteration:
             raise self._refuse("there are no rows to read.") from None
         finally:

@@ -101,6 +101,11 @@ class GrainMapInput(IndexedInput):
         return self._bad.num_skipped
 
     def _num_rows(self) -> int:
+        return self._length
+
+    @functools.cached_property
+    def _length(self) -> int:
+        """What Grain counts anew each time."""
         return len(self._dataset)
 
     def _read_positions(self, positions: np.ndarray, num_rows: int | None) -> NestedMap:
@@ -148,23 +153,26 @@ class GrainMapInput(IndexedInput):
     def _try_to_read(self, place: tuple[int, int]) -> NestedMap | ValueError | OSError:
         """A row, or why there is none."""
         row, epoch = place
-        where = f"{self._label}, row {row}"
+
+        def where() -> str:
+            return f"{self._label}, row {row}"
+
         try:
-            element = self._dataset[epoch * len(self._dataset) + row]
+            element = self._dataset[epoch * self._length + row]
             if element is None:
                 raise BadRecordError(
-                    f"{where}: None, which is what filter() leaves in a grain.MapDataset; filter "
+                    f"{where()}: None, which is what filter() leaves in a grain.MapDataset; filter "
                     "after to_iter_dataset(), and use GrainIterInput."
                 )
             return check_row(element, where=where)
         except (ValueError, OSError) as error:
-            error.add_note(f"In {where}.")
+            error.add_note(f"In {where()}.")
             return error
 
     def _read_after(self, place: tuple[int, int]) -> NestedMap:
         """The next row that can be read, for the place of one that cannot."""
         row, epoch = place
-        num_rows = len(self._dataset)
+        num_rows = self._length
         for step in range(1, num_rows):
             (found,) = self._read_places([((row + step) % num_rows, epoch)])
             if found is not None:

@@ -64,9 +64,7 @@ class ParquetRows(GrainIterInput):
         super().__post_init__()
         if self.shuffle_window is None:
             self.shuffle_window = 1024 if self.is_training else 1
-        for field in ("cycle_length", "shuffle_window"):
-            if getattr(self, field) < 1:
-                raise self._refuse(f"{field}={getattr(self, field)}; expected at least 1.")
+        self._check_at_least(1, "cycle_length", "shuffle_window")
 
     def _check_dataset(self) -> None:
         if self.dataset is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,39 +13,43 @@ from layerkit_inputs.bad_records import BadRecordError
 from layerkit_inputs.eval_padding import PADDING_VALUES
 
 
-def check_row(row: Any, *, where: str) -> NestedMap:
+def check_row(row: Any, *, where: Callable[[], str]) -> NestedMap:
     """A row as a NestedMap of arrays.
 
     Args:
       row: A mapping of names to arrays, numbers or such mappings.
-      where: Which row it is, for the errors.
+      where: Says which row it is, for the errors.
 
     Raises:
       BadRecordError: it is no mapping, is empty, or holds something that is no number.
     """
     if not isinstance(row, Mapping):
         raise BadRecordError(
-            f"{where}: a {type(row).__qualname__}, expected a dictionary of arrays, such as "
+            f"{where()}: a {type(row).__qualname__}, expected a dictionary of arrays, such as "
             "{'ids': array}."
         )
     if not row:
-        raise BadRecordError(f"{where}: an empty dictionary, expected arrays in it.")
+        raise BadRecordError(f"{where()}: an empty dictionary, expected arrays in it.")
     checked: dict[str, Any] = {}
     for name, value in row.items():
         if type(value) is np.ndarray:  # asked first, being what rows mostly hold
             array = value
         elif isinstance(value, Mapping):
-            checked[name] = check_row(value, where=f"{where}, {name}")
+            checked[name] = check_row(value, where=functools.partial(_field_of, where, name))
             continue
         else:
             array = _as_array(value)
         if array.dtype.kind not in "biufc" and array.dtype.name != "bfloat16":
             raise BadRecordError(
-                f"{where}, {name}: {_shown(value)} of dtype {array.dtype}, expected numbers or "
+                f"{where()}, {name}: {_shown(value)} of dtype {array.dtype}, expected numbers or "
                 "booleans; turn text into ids first, or leave the field out."
             )
         checked[name] = array
     return NestedMap(checked)
+
+
+def _field_of(where: Callable[[], str], name: str) -> str:
+    return f"{where()}, {name}"
 
 
 def stack_rows(rows: Sequence[NestedMap], *, name_of: Callable[[int], str]) -> NestedMap:
@@ -57,9 +62,8 @@ def stack_rows(rows: Sequence[NestedMap], *, name_of: Callable[[int], str]) -> N
     Raises:
       BadRecordError: a row is unlike the first; all fields that differ are listed.
     """
-    first = _kinds(rows[0])
     for place, row in enumerate(rows):
-        if _kinds(row) != first and (differing := _differing(row, rows[0])):
+        if not _are_alike(row, rows[0]) and (differing := _differing(row, rows[0])):
             raise BadRecordError(
                 f"{name_of(place)} is unlike {name_of(0)}: {'; '.join(differing)}. Pad, cut or "
                 "pack rows to one shape."
@@ -87,12 +91,20 @@ def _as_array(value: Any) -> np.ndarray:
         return np.empty(0, object)
 
 
-def _kinds(row: NestedMap) -> dict[str, Any]:
-    """Name -> dtype and shape of an array, or the same of what is nested."""
-    return {
-        name: _kinds(value) if isinstance(value, NestedMap) else (value.dtype, value.shape)
-        for name, value in row.items()
-    }
+def _are_alike(row: NestedMap, first: NestedMap) -> bool:
+    """Whether names, dtypes and shapes are the same."""
+    if row.keys() != first.keys():
+        return False
+    for name, value in row.items():
+        other = first[name]
+        if type(value) is not type(other):
+            return False
+        if isinstance(value, NestedMap):
+            if not _are_alike(value, other):
+                return False
+        elif value.shape != other.shape or value.dtype != other.dtype:
+            return False
+    return True
 
 
 def _differing(row: NestedMap, first: NestedMap) -> list[str]:
@@ -113,7 +125,7 @@ def _stacked(rows: Sequence[NestedMap]) -> NestedMap:
     batch = NestedMap()
     for name, value in rows[0].items():
         values = [row[name] for row in rows]
-        batch[name] = _stacked(values) if isinstance(value, NestedMap) else np.stack(values)
+        batch[name] = _stacked(values) if isinstance(value, NestedMap) else np.array(values)
     return batch
 
 

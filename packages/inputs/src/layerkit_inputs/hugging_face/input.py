@@ -21,10 +21,10 @@ import numpy as np
 from layerkit.near_names import near_names
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.documents import Documents, PiecewiseStream, framed
-from layerkit_inputs.features import segment_features
 from layerkit_inputs.first_fit import DocumentPieces, PackingPlan, cut_documents, plan_packing
 from layerkit_inputs.hugging_face.text import HuggingFaceText
 from layerkit_inputs.indexed_input import IndexedInput
+from layerkit_inputs.packing import RowPieces
 
 Packing = Literal["stream", "first_fit", "none"]
 """How examples share rows; see HuggingFaceInput."""
@@ -102,8 +102,8 @@ class TokenisedText(HuggingFaceText, IndexedInput):
         documents = self._documents
         checked = np.unique(np.linspace(0, len(documents) - 1, _CHECKED_DOCUMENTS, dtype=np.int64))
         checksum = zlib.crc32(documents.ends.astype("<i8").tobytes())
-        for document in checked.tolist():
-            size = int(documents.num_predictions[document])
+        sizes = documents.num_predictions_of(checked).tolist()
+        for document, size in zip(checked.tolist(), sizes, strict=True):
             tokens = documents.segment(document, 0, size).tokens
             checksum = zlib.crc32(tokens.astype("<i4").tobytes(), checksum)
         return checksum
@@ -142,7 +142,7 @@ class HuggingFaceInput(TokenisedText):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_row_fields(self, packing=self.packing, seq_length=self.seq_length, trim=self.trim)
+        check_row_fields(self, packing=self.packing, trim=self.trim)
 
     @functools.cached_property
     def _plan(self) -> tuple[DocumentPieces, PackingPlan]:
@@ -161,27 +161,24 @@ class HuggingFaceInput(TokenisedText):
         documents, length, pad_id = self._documents, self.seq_length, self._tokenizer.pad_id
         if self.packing == "stream":
             return documents.stream_rows(rows, length=length, pad_id=pad_id)
-        contents = [
-            [documents.segment(*piece) for piece in self._pieces_of(row)] for row in rows.tolist()
-        ]
-        return segment_features(
-            contents,
-            length=length,
-            pad_id=pad_id,
-            has_inputs=self.inputs_field is not None,
-            weights_on_targets_only=True,
-        )
+        pieces = self._packed(rows) if self.packing == "first_fit" else self._alone(rows)
+        return documents.rows_of(pieces, num_rows=len(rows), length=length, pad_id=pad_id)
 
-    def _pieces_of(self, row: int) -> list[tuple[int, int, int]]:
-        """Document, start and length of each piece in a row."""
-        if self.packing == "first_fit":
-            pieces, plan = self._plan
-            here = plan.documents_of(row)
-            return [*zip(*(array[here].tolist() for array in pieces), strict=True)]
-        size = int(self._documents.num_predictions[row])
-        if size > self.seq_length and not self.trim:
-            raise self._refuse(too_long(row, size, self.seq_length))
-        return [(row, 0, min(size, self.seq_length))]
+    def _packed(self, rows: np.ndarray) -> RowPieces:
+        pieces, plan = self._plan
+        by_row = [plan.documents_of(row) for row in rows.tolist()]
+        places = np.arange(len(rows)).repeat([len(here) for here in by_row])
+        chosen = np.concatenate(by_row)
+        return RowPieces(places, *(array[chosen] for array in pieces))
+
+    def _alone(self, rows: np.ndarray) -> RowPieces:
+        sizes = self._documents.num_predictions_of(rows)
+        too_long_rows = np.flatnonzero(sizes > self.seq_length)
+        if len(too_long_rows) and not self.trim:
+            first = too_long_rows[0]
+            raise self._refuse(too_long(int(rows[first]), int(sizes[first]), self.seq_length))
+        lengths = np.minimum(sizes, self.seq_length)
+        return RowPieces(np.arange(len(rows)), rows, np.zeros_like(rows), lengths)
 
     def _fingerprint(self) -> dict[str, Any]:
         row_fields = {"seq_length": self.seq_length, "packing": self.packing, "trim": self.trim}
@@ -203,10 +200,7 @@ class HuggingFacePrompts(TokenisedText):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field in ("prompt_length", "num_prompts"):
-            value = getattr(self, field)
-            if value is not None and value < 1:
-                raise self._refuse(f"{field}={value}; expected at least 1.")
+        self._check_at_least(1, "prompt_length", "num_prompts")
 
     def _most_examples(self) -> int | None:
         return self.num_prompts
@@ -221,15 +215,14 @@ class HuggingFacePrompts(TokenisedText):
         return {**super()._fingerprint(), "prompt_length": self.prompt_length}
 
 
-def check_row_fields(reader: HuggingFaceText, *, packing: str, seq_length: int, trim: bool) -> None:
+def check_row_fields(reader: HuggingFaceText, *, packing: str, trim: bool) -> None:
     """Refuses fields of rows that cannot work."""
     known = get_args(Packing)
     if packing not in known:
         raise reader._refuse(
             f"packing={packing!r}{near_names(str(packing), known)} Expected one of {known}."
         )
-    if seq_length < 1:
-        raise reader._refuse(f"seq_length={seq_length}; expected at least 1.")
+    reader._check_at_least(1, "seq_length")
     if trim and packing != "none":
         raise reader._refuse(
             f"trim=True with packing={packing!r}, which loses nothing; leave it unset, or set "

@@ -9,7 +9,7 @@ import numpy as np
 
 from layerkit.near_names import near_names
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.features import encoder_decoder_features, trim_tokens
+from layerkit_inputs.features import stretch_pair_features
 from layerkit_inputs.first_fit import PackingPlan, plan_packing
 from layerkit_inputs.hugging_face.input import TokenisedText
 
@@ -46,9 +46,7 @@ class HuggingFacePairs(TokenisedText):
                 f"packing={self.packing!r}{near_names(str(self.packing), known)} Expected one of "
                 f"{known}."
             )
-        for field in ("inputs_length", "targets_length"):
-            if getattr(self, field) < 1:
-                raise self._refuse(f"{field}={getattr(self, field)}; expected at least 1.")
+        self._check_at_least(1, "inputs_length", "targets_length")
 
     @functools.cached_property
     def _lengths(self) -> np.ndarray:
@@ -77,37 +75,44 @@ class HuggingFacePairs(TokenisedText):
     def _num_rows(self) -> int:
         return self._plan.num_rows if self.packing == "first_fit" else len(self._lengths)
 
-    def _pair(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets, each int32 `[tokens]` and ended by EOS."""
-        documents, eos_id = self._documents, self._tokenizer.eos_id
-        whole = documents.segment(number, 0, int(documents.num_predictions[number]))
-        tokens = whole.tokens if eos_id is None else whole.tokens[:-1]
-        inputs, targets = tokens[: whole.num_inputs], tokens[whole.num_inputs :]
-        return (
-            trim_tokens(inputs, length=self.inputs_length, eos_id=eos_id),
-            trim_tokens(targets, length=self.targets_length, eos_id=eos_id),
-        )
-
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
-        contents = [
-            self._plan.documents_of(row).tolist() if self.packing == "first_fit" else [row]
-            for row in rows.tolist()
-        ]
-        pairs = [self._pair(number) for numbers in contents for number in numbers]
-        ends = np.cumsum([len(numbers) for numbers in contents])
-        return encoder_decoder_features(
-            [inputs for inputs, _ in pairs],
-            [targets for _, targets in pairs],
+        pairs, places = rows, np.arange(len(rows))
+        if self.packing == "first_fit":
+            by_row = [self._plan.documents_of(row) for row in rows.tolist()]
+            pairs = np.concatenate(by_row)
+            places = places.repeat([len(numbers) for numbers in by_row])
+        inputs, targets = self._sides_of(pairs)
+        sizes = self._lengths[pairs]
+        return stretch_pair_features(
+            inputs,
+            targets,
+            rows=places,
+            input_sizes=sizes[:, 0],
+            target_sizes=sizes[:, 1],
+            num_rows=len(rows),
             inputs_length=self.inputs_length,
             targets_length=self.targets_length,
-            rows=None
-            if self.packing == "none"
-            else [
-                range(end - len(numbers), end) for numbers, end in zip(contents, ends, strict=True)
-            ],
+            is_packed=self.packing == "first_fit",
             bos_id=self._tokenizer.start_id,
             pad_id=self._tokenizer.pad_id,
         )
+
+    def _sides_of(self, pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and targets of pairs by number, each int32 `[tokens]`: end to end, with EOS."""
+        documents, eos_id = self._documents, self._tokenizer.eos_id
+        assert documents.num_inputs is not None
+        sizes = self._lengths[pairs] - (eos_id is not None)
+        # A document begins with its start id.
+        begins = documents.begins[pairs] + 1
+        begins = np.stack([begins, begins + documents.num_inputs[pairs]], axis=1)
+        # In the order that they lie in, as inputs and targets that follow one another are read
+        # at once.
+        tokens = documents.read(begins.reshape(-1), sizes.reshape(-1))
+        is_input = np.tile([True, False], len(pairs)).repeat(sizes.reshape(-1))
+        inputs, targets = tokens[is_input], tokens[~is_input]
+        if eos_id is None:
+            return inputs, targets
+        return _ended(inputs, sizes[:, 0], eos_id), _ended(targets, sizes[:, 1], eos_id)
 
     def _fingerprint(self) -> dict[str, Any]:
         return {
@@ -117,3 +122,12 @@ class HuggingFacePairs(TokenisedText):
             "packing": self.packing,
             "trim": self.trim,
         }
+
+
+def _ended(tokens: np.ndarray, sizes: np.ndarray, eos_id: int) -> np.ndarray:
+    """Stretches of `sizes` tokens, with `eos_id` after each: int32 `[tokens + stretches]`."""
+    ended = np.full(len(tokens) + len(sizes), eos_id, np.int32)
+    is_token = np.ones(len(ended), bool)
+    is_token[np.cumsum(sizes + 1) - 1] = False
+    ended[is_token] = tokens
+    return ended

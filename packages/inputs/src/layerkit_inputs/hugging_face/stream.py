@@ -72,9 +72,8 @@ class HuggingFaceStream(HuggingFaceText):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_row_fields(self, packing=self.packing, seq_length=self.seq_length, trim=self.trim)
-        if self.shuffle_window < 1:
-            raise self._refuse(f"shuffle_window={self.shuffle_window}; expected at least 1.")
+        check_row_fields(self, packing=self.packing, trim=self.trim)
+        self._check_at_least(1, "shuffle_window")
         self._seed = self.input_random_seed or 0
         if not 0 <= self._seed < 2**64:
             raise self._refuse(f"input_random_seed={self._seed}; expected 0 or more, below 2**64.")

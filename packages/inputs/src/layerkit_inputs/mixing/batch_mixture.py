@@ -19,7 +19,6 @@ from layerkit_inputs.mixing.components import (
     build_components,
     check_alike,
     checked_configs,
-    joined_rows,
     merge_rows,
     number_apart,
 )
@@ -137,22 +136,24 @@ class _RowStream:
         self._source = source
         self._batch: NestedMap | None = None
         self._before: dict[str, Any] = {}
+        self._num_rows = 0
         self._num_used = 0
 
-    def take(self, count: int) -> NestedMap:
-        """The next `count` rows."""
+    def take(self, count: int) -> list[NestedMap]:
+        """The next `count` rows, of as many batches as hold them."""
         parts = []
         while count:
             if self._batch is None:
                 self._before = self._source.get_state()
-                self._batch, self._num_used = self._source.get_next(), 0
+                self._batch = self._source.get_next()
+                self._num_rows, self._num_used = num_rows_of(self._batch), 0
             start = self._num_used
-            stop = self._num_used = min(start + count, num_rows_of(self._batch))
+            stop = self._num_used = min(start + count, self._num_rows)
             parts.append(_rows(self._batch, start, stop))
             count -= stop - start
-            if stop == num_rows_of(self._batch):
+            if stop == self._num_rows:
                 self._batch = None
-        return joined_rows(parts)
+        return parts
 
     def forget(self) -> None:
         """Drops what is left of the batch in hand."""
@@ -198,10 +199,11 @@ class StreamMixture(_WeightedInput):
             batches = {name: reader.peek() for name, reader in self._components.items()}
             check_alike(batches, "components", self._refuse)
             self._are_alike = True
-        parts = {}
+        parts: list[NestedMap] = []
         for index, stream in enumerate(self._streams.values()):
             if count := int(np.sum(turns == index)):
-                parts[index] = number_apart(stream.take(count), index, len(self._streams))
+                taken = stream.take(count)
+                parts += [number_apart(rows, index, len(self._streams)) for rows in taken]
         self._turn += self.local_batch_size
         return merge_rows(parts, turns)
 

@@ -156,22 +156,21 @@ def check_alike(batches: Mapping[str, NestedMap], field: str, refuse: Refuse) ->
             )
 
 
-def merge_rows(parts: Mapping[int, NestedMap], turns: np.ndarray) -> NestedMap:
-    """One batch, whose row `i` is the next row of `parts[turns[i]]`."""
-    first = next(iter(parts.values()))
-    merged = NestedMap()
-    for key, value in first.items():
-        if isinstance(value, NestedMap):
-            merged[key] = merge_rows({index: part[key] for index, part in parts.items()}, turns)
-            continue
-        merged[key] = np.empty((len(turns), *value.shape[1:]), value.dtype)
-        for index, part in parts.items():
-            merged[key][turns == index] = part[key]
-    return merged
+def merge_rows(parts: Sequence[NestedMap], turns: np.ndarray) -> NestedMap:
+    """One batch, each row of it the next one of the component whose turn it is; new arrays.
+
+    Args:
+      parts: Rows of the first component, then of the second...
+      turns: int `[rows]`: the number of a component.
+    """
+    order = np.argsort(np.argsort(turns, kind="stable"))
+    return joined_rows(parts).transform(lambda array: array.take(order, axis=0))
 
 
 def joined_rows(parts: Sequence[NestedMap]) -> NestedMap:
-    """One batch with the rows of `parts`, one after the other."""
+    """One batch with the rows of `parts`, one after the other; a single one itself."""
+    if len(parts) == 1:
+        return parts[0]
     return NestedMap(
         {
             key: joined_rows([part[key] for part in parts])

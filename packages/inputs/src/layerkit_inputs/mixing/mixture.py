@@ -121,10 +121,11 @@ class Mixture(IndexedInput):
         own_rows, turns = np.divmod(rows, len(self._readers))
         if not self._are_alike:
             self._check_components()
-        parts = {
-            int(index): self._readers[index]._read_rows(own_rows[turns == index])
-            for index in np.unique(turns)
-        }
+        parts = []
+        for index, reader in enumerate(self._readers):
+            here = turns == index
+            if here.any():
+                parts.append(reader._read_rows(own_rows[here]))
         return merge_rows(parts, turns)
 
     def _check_components(self) -> None:

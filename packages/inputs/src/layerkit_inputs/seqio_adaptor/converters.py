@@ -20,11 +20,8 @@ import numpy as np
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.bad_records import BadRecords
 from layerkit_inputs.features import encoder_decoder_features, lm_features, prompt_features
-from layerkit_inputs.seqio_adaptor.example_stream import (
-    Example,
-    ExampleSource,
-    NumberedExample,
-)
+from layerkit_inputs.seqio_adaptor.example_stream import ExampleSource, NumberedExample
+from layerkit_inputs.seqio_adaptor.shard_pipelines import Example
 
 FeatureConverter = Literal["language_model", "prefix_lm", "encoder_decoder", "prompts"]
 """Which arrays a batch holds; see `SeqIOInput.feature_converter`."""

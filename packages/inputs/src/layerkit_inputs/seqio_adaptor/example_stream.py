@@ -10,24 +10,19 @@ has come, whereas skipping through the whole stream would read all of it.
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from layerkit_inputs.bad_records import BadRecords
 from layerkit_inputs.indexed_input import epoch_order
-from layerkit_inputs.seqio_adaptor.tasks import Refuse, import_seqio, import_tensorflow
+from layerkit_inputs.seqio_adaptor.shard_pipelines import Example, ReadOptions, ShardPipelines
+from layerkit_inputs.seqio_adaptor.tasks import import_tensorflow
 
 _MOST_BAD_IN_A_ROW = 100
 # A host may draw nothing but empty files in one epoch, and others in the next.
 _MOST_EMPTY_EPOCHS = 16
-
-Example = Mapping[str, np.ndarray]
-"""Feature -> token ids int32 `[tokens]`; also what else the task's preprocessors left."""
 
 
 class NumberedExample(NamedTuple):
@@ -53,24 +48,6 @@ class ExampleSource(Protocol):
         """The next example; raises StopIteration at the end."""
 
 
-class ReadOptions(NamedTuple):
-    """How the tasks of an input are read."""
-
-    split: str
-    feature_lengths: Mapping[str, int]
-    trim_output_features: bool
-    shuffle: bool
-    shuffle_buffer_size: int | None
-    seed: int
-    num_shards: int | None
-    """Parts of an epoch. None: every file is one."""
-    share: tuple[int, int]
-    """Which host this is among how many that divide the shards; `(0, 1)` to read all of them."""
-    endless: bool
-    bad_records: BadRecords
-    refuse: Refuse
-
-
 class TaskExamples:
     """The examples of one task, epoch after epoch."""
 
@@ -79,8 +56,11 @@ class TaskExamples:
         self._options = options
         self._files = list(task.source.list_shards(options.split))
         self.num_shards = self._choose_num_shards()
-        self._buffer_size = self._choose_buffer_size()
+        self._pipelines = ShardPipelines(
+            task, options, num_shards=self.num_shards, buffer_size=self._choose_buffer_size()
+        )
         self._iterator: Iterator[Example] | None = None
+        self._in_chunks = True
         self._order: np.ndarray | None = None
         self._epoch = self._shards_done = self._examples_done = 0
 
@@ -92,6 +72,7 @@ class TaskExamples:
         """Goes to where `position` was called."""
         self._epoch, self._shards_done, self._examples_done = position
         self._iterator = None
+        self._in_chunks = True
         self._order = None
 
     def read(self) -> Example:
@@ -131,9 +112,7 @@ class TaskExamples:
         tf = import_tensorflow()
         for _ in range(_MOST_BAD_IN_A_ROW):
             try:
-                if self._iterator is None:
-                    self._iterator = self._open(shard)
-                return next(self._iterator)
+                return self._read_in_chunks(shard) if self._in_chunks else self._read_one(shard)
             except (StopIteration, tf.errors.OutOfRangeError):
                 return None
             except (tf.errors.InvalidArgumentError, tf.errors.UnknownError) as error:
@@ -151,47 +130,24 @@ class TaskExamples:
             f"preprocessors do not fit the data. {_first_line(problem)}"
         )
 
-    def _open(self, shard: int) -> Iterator[Example]:
-        """The examples of one shard, from `_examples_done` on."""
-        seqio, options = import_seqio(), self._options
-        key = np.random.SeedSequence([options.seed, self._epoch, shard])
-        seed = int(key.generate_state(1)[0] >> 1)
-        dataset = self._checked_task(shard).get_dataset(
-            options.feature_lengths,
-            split=options.split,
-            shuffle=False,  # one file has no order to shuffle; its examples are shuffled below
-            seed=seed,
-            shard_info=seqio.ShardInfo(shard, self.num_shards) if self.num_shards > 1 else None,
-            num_epochs=1,
-            trim_output_features=options.trim_output_features,
-            try_in_mem_cache=False,
-        )
-        if options.shuffle:
-            dataset = dataset.shuffle(self._buffer_size, seed=seed)
-        settings = import_tensorflow().data.Options()
-        settings.deterministic = True
-        dataset = dataset.with_options(settings)
-        if options.bad_records.policy == "refuse":
-            return dataset.skip(self._examples_done).as_numpy_iterator()
-        return _skip_past_errors(dataset.as_numpy_iterator(), self._examples_done)
+    def _read_in_chunks(self, shard: int) -> Example:
+        try:
+            return self._read_one(shard)
+        except import_tensorflow().errors.OpError:
+            # Some record of the next chunk is bad: the rest of the shard comes one by one.
+            self._iterator = None
+            self._in_chunks = False
+            return self._read_one(shard)
 
-    def _checked_task(self, shard: int) -> Any:
-        """The task, of which a source that knows how many records there are must give as many.
-
-        A file that ends early, cut between two records, would pass for a shorter one.
-        """
-        source = self.task.source
-        if not isinstance(source, import_seqio().TfdsDataSource):
-            return self.task
-        takes = [file.take for file in source.tfds_dataset.files(self._options.split)]
-        by_file = self.num_shards <= len(self._files)
-        expected = sum(takes[shard :: self.num_shards] if by_file else takes)
-        check = import_tensorflow().data.experimental.assert_cardinality(expected)
-        counted = copy.copy(source)
-        counted.get_dataset = lambda **arguments: source.get_dataset(**arguments).apply(check)
-        task = copy.copy(self.task)
-        task._source = counted
-        return task
+    def _read_one(self, shard: int) -> Example:
+        if self._iterator is None:
+            self._iterator = self._pipelines.open(
+                shard,
+                epoch=self._epoch,
+                start=self._examples_done,
+                in_chunks=self._in_chunks,
+            )
+        return next(self._iterator)
 
     def _name_of(self, shard: int) -> str:
         by_file = self.num_shards <= len(self._files)
@@ -229,16 +185,6 @@ class TaskExamples:
                 "shuffle=False, or shuffle_buffer_size to shuffle all the same."
             )
         return size or 1
-
-
-def _skip_past_errors(iterator: Iterator[Example], count: int) -> Iterator[Example]:
-    """Goes on after `count` examples. TensorFlow's own `skip` ends at the first bad record."""
-    errors = import_tensorflow().errors
-    while count:
-        with contextlib.suppress(errors.OpError):  # counted when it was met first
-            next(iterator)
-            count -= 1
-    return iterator
 
 
 def _first_line(error: Exception) -> str:

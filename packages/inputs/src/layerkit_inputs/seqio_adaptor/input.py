@@ -32,9 +32,9 @@ from layerkit_inputs.seqio_adaptor.example_stream import (
     Mixed,
     NumberedExample,
     OneAfterTheOther,
-    ReadOptions,
     TaskExamples,
 )
+from layerkit_inputs.seqio_adaptor.shard_pipelines import ReadOptions
 from layerkit_inputs.seqio_adaptor.tasks import WeightedTask, find_tasks
 from layerkit_inputs.state import Scope, why_data_differ
 
@@ -254,7 +254,8 @@ class SeqIOInput(BaseInput):
 
     def _pass_over_examples(self) -> Iterator[NumberedExample]:
         """The examples of one evaluation again, one at a time, in their order."""
-        stream = OneAfterTheOther(self._task_examples(endless=False), endless=False)
+        tasks = self._task_examples(endless=False, whole_examples=True)
+        stream = OneAfterTheOther(tasks, endless=False)
         while True:
             try:
                 yield stream.read()
@@ -265,7 +266,7 @@ class SeqIOInput(BaseInput):
 
     def _rows(self) -> Rows:
         if self._opened is None:
-            tasks = self._task_examples(endless=self.is_training)
+            tasks = self._task_examples(endless=self.is_training, whole_examples=False)
             self._identity = self._describe(tasks)
             self._opened = Rows(
                 self._examples(tasks),
@@ -276,7 +277,7 @@ class SeqIOInput(BaseInput):
             self._start = self._opened.position()
         return self._opened
 
-    def _task_examples(self, *, endless: bool) -> list[TaskExamples]:
+    def _task_examples(self, *, endless: bool, whole_examples: bool) -> list[TaskExamples]:
         own_shards = self.each_host_reads == "own_shards"
         options = ReadOptions(
             split=self.split_name,
@@ -288,6 +289,7 @@ class SeqIOInput(BaseInput):
             num_shards=self.num_shards,
             share=(self.infeed_host_index, self.num_infeed_hosts) if own_shards else (0, 1),
             endless=endless,
+            whole_examples=whole_examples,
             bad_records=self._bad_records,
             refuse=self._refuse,
         )

@@ -86,10 +86,20 @@ def find_tasks(
     tasks = seqio.get_subtasks(mixture_or_task)
     _check_features(tasks, feature_lengths, refuse)
     _check_vocabularies(tasks, refuse)
+    if needing := [task.name for task in tasks if task.requires_caching]:
+        raise refuse(
+            f"tasks {needing} can only be read from SeqIO's offline cache (use_cached), which is "
+            "not read here; make their CacheDatasetPlaceholder with required=False."
+        )
     splits = {task.name: list(_splits(seqio, task, refuse)) for task in tasks}
     chosen = [task for task in tasks if split in splits[task.name]]
     if not chosen:
         known = sorted(set().union(*splits.values()))
+        if set(split) & set("+["):
+            raise refuse(
+                f"split_name={split!r}; expected one of {known}. For parts or sums of splits, give "
+                "them a name in the task: TfdsDataSource(..., splits={'name': 'train[:90%]'})."
+            )
         raise refuse(
             f"split_name={split!r}{near_names(split, known)} {mixture_or_task.name} has {known}."
         )

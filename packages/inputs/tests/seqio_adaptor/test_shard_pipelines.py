@@ -1,0 +1,98 @@
+"""Examples in chunks are those read one by one; pipelines are kept where nothing is random."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from layerkit_inputs.bad_records import BadRecords
+from layerkit_inputs.seqio_adaptor.shard_pipelines import ReadOptions, ShardPipelines
+
+EXAMPLES = [{"inputs": [n + 3], "targets": [n % 7 + 3] * (n % 5)} for n in range(150)]
+
+
+def options(**changes):
+    given = ReadOptions(
+        split="train",
+        feature_lengths={"inputs": 1, "targets": 3},
+        trim_output_features=True,
+        shuffle=True,
+        shuffle_buffer_size=None,
+        seed=0,
+        num_shards=None,
+        share=(0, 1),
+        endless=False,
+        whole_examples=False,
+        bad_records=BadRecords(),
+        refuse=ValueError,
+    )
+    return given._replace(**changes)
+
+
+def read(pipelines, *, epoch=0, start=0, in_chunks=True):
+    examples = pipelines.open(0, epoch=epoch, start=start, in_chunks=in_chunks)
+    return [{name: value.tolist() for name, value in example.items()} for example in examples]
+
+
+def make(task, **changes):
+    return ShardPipelines(task, options(**changes), num_shards=1, buffer_size=20)
+
+
+@pytest.mark.parametrize("changes", [{}, {"shuffle": False}], ids=["shuffled", "in order"])
+def test_chunks_hold_the_examples_that_come_one_by_one(changes, make_task):
+    pipelines = make(make_task(EXAMPLES), **changes)
+    expected = read(pipelines, in_chunks=False)
+    assert len(expected) == 150 and read(pipelines) == expected
+    assert read(pipelines, start=70) == expected[70:]
+
+
+def test_features_that_are_no_vectors_come_one_by_one(make_task):
+    import tensorflow as tf
+
+    @tf.autograph.experimental.do_not_convert
+    def add_text(example):
+        return {**example, "text": tf.constant("a")}
+
+    task = make_task(EXAMPLES[:3], preprocessors=[lambda dataset: dataset.map(add_text)])
+    assert set(next(make(task).open(0, epoch=0, start=0, in_chunks=True))) == {"inputs", "targets"}
+    whole = make(task, whole_examples=True).open(0, epoch=0, start=0, in_chunks=True)
+    assert set(next(whole)) == {"inputs", "targets", "text"}
+
+
+def test_a_pipeline_of_fixed_contents_is_made_once(make_task):
+    made = []
+
+    def count(dataset):
+        made.append(1)
+        return dataset
+
+    pipelines = make(make_task(EXAMPLES, preprocessors=[count]))
+    epochs = [read(pipelines, epoch=epoch) for epoch in (0, 1, 0)]
+    assert len(made) == 1 and epochs[0] == epochs[2] != epochs[1]
+
+
+def _draw_ids(dataset):
+    import seqio
+    import tensorflow as tf
+
+    @seqio.map_over_dataset(num_seeds=1)
+    @tf.autograph.experimental.do_not_convert
+    def draw(example, seed):
+        drawn = tf.random.stateless_uniform([1], seed, 3, 90, tf.int32)
+        return {**example, "targets": drawn}
+
+    return draw(dataset)
+
+
+def _shuffle(dataset):
+    return dataset.shuffle(30, seed=1)
+
+
+@pytest.mark.parametrize("preprocess", [_draw_ids, _shuffle])
+def test_a_random_pipeline_is_made_anew_and_comes_again(preprocess, make_task):
+    task = make_task(EXAMPLES, preprocessors=[preprocess])
+    pipelines = make(task, shuffle=False)
+    first, second = (read(pipelines, epoch=epoch) for epoch in (0, 1))
+    assert read(pipelines) == first and read(make(task, shuffle=False), epoch=1) == second
+    drawn = [np.array([one["targets"] for one in epoch], object) for epoch in (first, second)]
+    assert (preprocess is _shuffle) == (drawn[0].tolist() == drawn[1].tolist())
