@@ -1,7 +1,8 @@
 """Mistakes of the person at the keyboard, as distinct from faults of the program.
 
     UsageError          a wrong flag, name, path or value; the command line prints it, exit code 2
-    └── FieldError      a wrong experiment field; also a TypeError, for those who call from Python
+    ├── FieldError      a wrong experiment field; also a TypeError, for those who call from Python
+    └── StorageError    storage refused, such as a full disk: nobody's mistake, so exit code 1
 
 The texts say what was given, what was expected and the nearest right thing.
 """
@@ -19,6 +20,12 @@ class UsageError(Exception):
 
 class FieldError(UsageError, TypeError):
     """An experiment field that does not exist, has no value, or has one of the wrong type."""
+
+
+class StorageError(UsageError):
+    """What a run has to keep cannot be written."""
+
+    exit_code = 1
 
 
 def first_names(names: Iterable[str], *, limit: int = 12) -> str:

@@ -9,9 +9,12 @@ from __future__ import annotations
 from etils import epath
 
 
-def write_whole(path: epath.Path, text: str) -> None:
-    """Writes `text` to `path`, making its folder, and replaces what was there at once."""
+def write_whole(path: epath.Path, content: str | bytes) -> None:
+    """Writes `content` to `path`, making its folder, and replaces what was there at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.parent / f"{path.name}.partial"
-    partial.write_text(text)
+    if isinstance(content, str):
+        partial.write_text(content)
+    else:
+        partial.write_bytes(content)
     partial.replace(path)

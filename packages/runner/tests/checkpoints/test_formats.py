@@ -41,8 +41,12 @@ def test_every_dtype_comes_back_bit_for_bit_in_pieces_of_any_size(
     assert formats.msgpack_leaves(directory) == {
         path: structure.spec_of(leaf) for path, leaf in LEAVES.items()
     }
-    target = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh(), P()))
-    restored = formats.read_msgpack(directory, dict.fromkeys(LEAVES, target))
+    whole = NamedSharding(mesh(), P())
+    targets = {
+        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
+        for path, leaf in LEAVES.items()
+    }
+    restored = formats.read_msgpack(directory, targets)
     for path, leaf in LEAVES.items():
         assert restored[path].dtype == leaf.dtype
         assert np.asarray(restored[path]).tobytes() == leaf.tobytes()

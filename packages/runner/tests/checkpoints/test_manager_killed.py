@@ -107,10 +107,12 @@ def holds(is_reached: Callable[[Path], bool], directory: Path) -> bool:
 @pytest.mark.parametrize(
     ("state_format", "moment"),
     [
-        (StateFormat.TENSORSTORE, "the folder has been made"),
+        pytest.param(StateFormat.TENSORSTORE, "the folder has been made", marks=pytest.mark.slow),
         (StateFormat.TENSORSTORE, "arrays are being written"),
-        (StateFormat.TENSORSTORE, "the manifest is being written"),
-        (StateFormat.MSGPACK, "arrays are being written"),
+        pytest.param(
+            StateFormat.TENSORSTORE, "the manifest is being written", marks=pytest.mark.slow
+        ),
+        pytest.param(StateFormat.MSGPACK, "arrays are being written", marks=pytest.mark.slow),
         (StateFormat.MSGPACK, "the manifest is being written"),
     ],
 )

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
+import math
 import re
 
+import hypothesis
+import hypothesis.strategies as st
 import jax.numpy as jnp
 import pytest
+from etils import epath
 
-from layerkit_runner.checkpoints import CheckpointManager, CheckpointPolicy, SavedStep
+from layerkit_runner.checkpoints import (
+    CheckpointManager,
+    CheckpointPolicy,
+    SavedStep,
+    evaluations,
+)
 
 START = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 
@@ -43,6 +53,12 @@ def test_step_zero_is_due_only_when_asked_for_and_only_once():
     assert not policy.should_save(0, last_saved=0)
 
 
+def test_steps_that_stay_for_good_are_due_besides():
+    policy = CheckpointPolicy(save_interval_steps=10, keep_interval_steps=15, keep_steps=(7, 0))
+    due = [step for step in range(46) if policy.should_save(step, last_saved=None)]
+    assert due == [0, 7, 10, 15, 20, 30, 40, 45]
+
+
 HOURLY_AT_TEN = [(step, step / 10) for step in range(10, 101, 10)]  # step 10 at 1 h, 20 at 2 h, …
 
 
@@ -64,6 +80,145 @@ def test_keeps_the_newest_and_one_per_duration(max_to_keep, hours, steps_kept):
     policy = CheckpointPolicy(max_to_keep=max_to_keep, keep_interval=interval)
     assert policy.steps_to_keep(saved(*HOURLY_AT_TEN)) == steps_kept
     assert policy.steps_to_keep(saved(*reversed(HOURLY_AT_TEN))) == steps_kept
+
+
+def evaluated(losses: dict[int, float]) -> list[SavedStep]:
+    return [
+        dataclasses.replace(checkpoint, metrics={"heldout/loss": losses[checkpoint.step]})
+        if checkpoint.step in losses
+        else checkpoint
+        for checkpoint in saved(*HOURLY_AT_TEN)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mode", "count", "losses", "best"),
+    [
+        ("min", 1, {10: 3.0, 20: 1.0, 30: 2.0}, {20}),
+        ("max", 1, {10: 3.0, 20: 1.0, 30: 2.0}, {10}),
+        ("min", 2, {10: 3.0, 20: 1.0, 30: 2.0}, {20, 30}),
+        ("min", 5, {10: 3.0, 20: 1.0}, {10, 20}),
+        ("min", 1, {10: 1.0, 20: 1.0, 30: 1.5}, {20}),  # of equal ones, the newer
+        ("max", 1, {10: 1.0, 20: 1.0, 30: 0.5}, {20}),
+        ("min", 1, {10: math.nan, 20: 7.0}, {20}),
+        ("max", 1, {10: math.nan, 20: -math.inf}, {20}),
+        ("min", 1, {}, set()),
+    ],
+)
+def test_keeps_the_best(mode, count, losses, best):
+    policy = CheckpointPolicy(
+        max_to_keep=1,
+        keep_interval=None,
+        best_metric="heldout/loss",
+        best_mode=mode,
+        best_to_keep=count,
+    )
+    assert policy.steps_to_keep(evaluated(losses)) == best | {100}
+
+
+def test_each_step_says_why_it_stays():
+    policy = CheckpointPolicy(
+        max_to_keep=2,
+        keep_interval=datetime.timedelta(hours=4),
+        keep_interval_steps=30,
+        keep_steps=(20, 90),
+        best_metric="heldout/loss",
+    )
+    assert policy.reasons_to_keep(evaluated({20: 0.5, 30: 0.6})) == {
+        10: ("one per 4:00:00",),
+        20: ("best heldout/loss", "named step"),
+        30: ("every 30 steps",),
+        40: (),
+        50: ("one per 4:00:00",),
+        60: ("every 30 steps",),
+        70: (),
+        80: (),
+        90: ("newest", "one per 4:00:00", "every 30 steps", "named step"),
+        100: ("newest",),
+    }
+
+
+policies = st.builds(
+    CheckpointPolicy,
+    max_to_keep=st.none() | st.integers(1, 5),
+    keep_interval=st.none() | st.integers(1, 30).map(lambda hours: datetime.timedelta(hours=hours)),
+    keep_interval_steps=st.none() | st.integers(1, 7),
+    keep_steps=st.lists(st.integers(0, 30), max_size=3),
+    best_metric=st.sampled_from([None, "a/loss"]),
+    best_mode=st.sampled_from(["min", "max"]),
+    best_to_keep=st.integers(1, 3),
+)
+numbers = st.floats(allow_nan=True) | st.integers(0, 3).map(float)  # equal ones are likely too
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[SavedStep]:
+    """Checkpoints in the order of time, with holes in their metrics, then shuffled."""
+    steps = sorted(draw(st.sets(st.integers(0, 30), max_size=12)))
+    hours = sorted(draw(st.lists(st.integers(0, 60), min_size=len(steps), max_size=len(steps))))
+    losses = draw(st.lists(st.none() | numbers, min_size=len(steps), max_size=len(steps)))
+    return draw(
+        st.permutations(
+            [
+                SavedStep(
+                    step,
+                    START + datetime.timedelta(hours=hour),
+                    {"b/loss": 0.0} if loss is None else {"a/loss": loss},
+                )
+                for step, hour, loss in zip(steps, hours, losses, strict=True)
+            ]
+        )
+    )
+
+
+def is_kept(one: SavedStep, saved: list[SavedStep], policy: CheckpointPolicy) -> bool:
+    """The rules once more, each of one step alone, by counting who comes before it."""
+    newer = [other for other in saved if other.step > one.step]
+    if policy.max_to_keep is None or len(newer) < policy.max_to_keep:
+        return True
+    if policy.keep_interval_steps is not None and one.step % policy.keep_interval_steps == 0:
+        return True
+    if one.step in policy.keep_steps:
+        return True
+    return is_best(one, saved, policy) or (
+        policy.keep_interval is not None and is_anchor(one, saved, policy.keep_interval)
+    )
+
+
+def is_best(one: SavedStep, saved: list[SavedStep], policy: CheckpointPolicy) -> bool:
+    if policy.best_metric not in one.metrics or math.isnan(one.metrics[policy.best_metric]):
+        return False
+
+    def is_better(other: SavedStep) -> bool:
+        mine, others = one.metrics[policy.best_metric], other.metrics.get(policy.best_metric)
+        if others is None or math.isnan(others):
+            return False
+        if others == mine:
+            return other.step > one.step
+        return others < mine if policy.best_mode == "min" else others > mine
+
+    return sum(map(is_better, saved)) < policy.best_to_keep
+
+
+def is_anchor(one: SavedStep, saved: list[SavedStep], interval: datetime.timedelta) -> bool:
+    older = [other for other in saved if other.step < one.step]
+    anchors = [other for other in older if is_anchor(other, older, interval)]
+    return not anchors or one.time - max(a.time for a in anchors) >= interval
+
+
+@hypothesis.given(policies, histories())
+@hypothesis.settings(max_examples=200, deadline=None)
+def test_what_stays_is_what_each_rule_says_of_each_step(policy, history):
+    assert policy.steps_to_keep(history) == {
+        one.step for one in history if is_kept(one, history, policy)
+    }
+
+
+@hypothesis.given(policies, histories())
+@hypothesis.settings(max_examples=50, deadline=None)
+def test_what_stays_stays_as_long_as_nothing_is_added(policy, history):
+    kept = policy.steps_to_keep(history)
+    assert policy.steps_to_keep([one for one in history if one.step in kept]) == kept
 
 
 def test_applying_the_rule_after_every_save_keeps_the_same_as_at_the_end():
@@ -96,6 +251,24 @@ def test_nothing_saved_keeps_nothing():
             {"keep_interval": datetime.timedelta(0)},
             "CheckpointPolicy.keep_interval is 0:00:00; expected a positive duration, or None to "
             "keep no checkpoint for its age.",
+        ),
+        (
+            {"keep_interval_steps": 0},
+            "CheckpointPolicy.keep_interval_steps is 0; expected at least 1, or None to keep no "
+            "multiples for good.",
+        ),
+        (
+            {"keep_steps": [5, -1]},
+            "CheckpointPolicy.keep_steps is (5, -1); expected no negative step.",
+        ),
+        (
+            {"best_mode": "least"},
+            "CheckpointPolicy.best_mode is 'least'; expected 'min' or 'max'.",
+        ),
+        (
+            {"best_to_keep": 0},
+            "CheckpointPolicy.best_to_keep is 0; expected at least 1. To keep none for being best, "
+            "leave best_metric None.",
         ),
     ],
 )
@@ -132,3 +305,32 @@ def test_the_anchor_of_the_duration_survives_a_continuation(tmp_path):
         "checkpoint_00000001",
         "checkpoint_00000004",
     ]
+
+
+def test_the_best_survive_a_continuation_and_so_does_what_was_found(tmp_path):
+    policy = CheckpointPolicy(
+        save_interval_steps=1, max_to_keep=1, keep_interval=None, best_metric="heldout/loss"
+    )
+    losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: 1.5, 5: 0.5}
+    for steps in ((1, 2), (3, 4)):  # evaluated before they are saved, as in a training loop
+        with CheckpointManager(tmp_path, policy=policy) as manager:
+            for step in steps:
+                manager.record_evaluation(step, {"heldout/loss": losses[step], "other": math.nan})
+                manager.save(step, {"w": jnp.ones(4)}, input_states={}, metadata={})
+    assert saved_steps(tmp_path) == [2, 4]
+    recorded = evaluations.read(epath.Path(tmp_path))
+    assert {step: recorded[step] for step in (2, 4)} == {
+        2: {"heldout/loss": 1.0},
+        4: {"heldout/loss": 1.5},
+    }
+    assert 1 not in recorded  # its checkpoint was gone when the last one was saved
+    with CheckpointManager(tmp_path, policy=policy) as manager:
+        manager.save(5, {"w": jnp.ones(4)}, input_states={}, metadata={})
+        manager.record_evaluation(5, {"heldout/loss": losses[5]})  # after it was saved
+    with CheckpointManager(tmp_path, policy=policy) as manager:
+        manager.save(6, {"w": jnp.ones(4)}, input_states={}, metadata={})
+    assert saved_steps(tmp_path) == [5, 6]
+
+
+def saved_steps(folder):
+    return sorted(int(path.name.removeprefix("checkpoint_")) for path in folder.glob("check*"))

@@ -14,10 +14,14 @@ from etils import epath
 
 STEP_PREFIX = "checkpoint"
 STEP_DIGITS = 8
+# Where a job keeps its checkpoints, in its own folder.
+JOB_SUBFOLDER = "checkpoints"
+_ASIDE_PREFIX = "damaged_"
 
 _STEP_NAME = re.compile(rf"{STEP_PREFIX}_(\d{{{STEP_DIGITS},}})")
-_UNFINISHED_NAME = re.compile(rf"{_STEP_NAME.pattern}\.orbax-checkpoint-tmp.*")
-_COMMIT_FILE = "commit_success.txt"
+_TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"
+_UNFINISHED_NAME = re.compile(_STEP_NAME.pattern + re.escape(_TEMPORARY_SUFFIX) + ".*")
+COMMIT_FILE = "commit_success.txt"
 
 
 def absolute(directory: epath.PathLike) -> epath.Path:
@@ -50,13 +54,37 @@ def unfinished(directory: epath.Path) -> list[epath.Path]:
     )
 
 
+def set_apart(directory: epath.Path) -> list[epath.Path]:
+    """Returns what is no checkpoint though it looks like one: unfinished, or moved aside."""
+    aside = [path for path in _children(directory) if path.name.startswith(_ASIDE_PREFIX)]
+    return sorted([*unfinished(directory), *aside])
+
+
+def new_unfinished(directory: epath.Path, step: int) -> epath.Path:
+    """Makes the folder in which a step is written before `commit`; deletes one that is there."""
+    path = step_folder(directory, step)
+    if not _is_without_rename(path):
+        path = path.parent / f"{path.name}{_TEMPORARY_SUFFIX}"
+    if path.exists():
+        path.rmtree()
+    path.mkdir(parents=True)
+    return path
+
+
+def commit(unfinished_path: epath.Path, final: epath.Path) -> None:
+    """Makes a step of what was written in the folder that `new_unfinished` made."""
+    (unfinished_path / COMMIT_FILE).write_text("Copied or converted in whole.")
+    if unfinished_path != final:
+        unfinished_path.rename(final)
+
+
 def move_aside(path: epath.Path) -> epath.Path:
     """Renames a damaged step out of the way and returns its new place, never over another one."""
-    aside = path.parent / f"damaged_{path.name}"
+    aside = path.parent / f"{_ASIDE_PREFIX}{path.name}"
     number = 1
     while aside.exists():
         number += 1
-        aside = path.parent / f"damaged_{path.name}_{number}"
+        aside = path.parent / f"{_ASIDE_PREFIX}{path.name}_{number}"
     return path.rename(aside)
 
 
@@ -65,4 +93,8 @@ def _children(directory: epath.Path) -> list[epath.Path]:
 
 
 def _is_committed(path: epath.Path) -> bool:
-    return not str(path).startswith("gs://") or (path / _COMMIT_FILE).exists()
+    return not _is_without_rename(path) or (path / COMMIT_FILE).exists()
+
+
+def _is_without_rename(path: epath.Path) -> bool:
+    return str(path).startswith("gs://")

@@ -106,21 +106,25 @@ def read_msgpack(
 
     Args:
       state_directory: the folder of the state.
-      targets: one leaf with a `sharding` for each stored leaf; shapes and dtypes match already.
+      targets: stored leaves to read, with a `sharding`; shapes match already, and numbers are
+        cast to the dtype.
     """
     restored: dict[structure.LeafPath, jax.Array] = {}
     with (state_directory / STATE_FILE).open("rb") as file:
         unpacker = _unpacker(file)
         for path, spec in _read_header(unpacker, state_directory).items():
-            array = _read_array(unpacker, spec)
-            sharding = targets[path].sharding
+            if path not in targets:
+                _skip_array(unpacker, spec)
+                continue
+            target = targets[path]
+            array = _read_array(unpacker, spec).astype(target.dtype, copy=False)
             restored[path] = jax.make_array_from_callback(
-                spec.shape, sharding, array.__getitem__, dtype=spec.dtype
+                spec.shape, target.sharding, array.__getitem__, dtype=target.dtype
             )
     return restored
 
 
-def _unpacker(file: IO[bytes]) -> Iterator[Any]:
+def _unpacker(file: IO[bytes]) -> msgpack.Unpacker:
     # Each object is at most a piece and its few bytes of framing; the header is far smaller.
     return msgpack.Unpacker(file, max_buffer_size=2 * _PIECE_BYTES)
 
@@ -148,3 +152,8 @@ def _read_array(unpacker: Iterator[Any], spec: structure.LeafSpec) -> np.ndarray
         data[position : position + len(piece)] = piece
         position += len(piece)
     return np.frombuffer(data, dtype=spec.dtype).reshape(spec.shape)
+
+
+def _skip_array(unpacker: msgpack.Unpacker, spec: structure.LeafSpec) -> None:
+    for _ in range(0, math.prod(spec.shape) * spec.dtype.itemsize, _PIECE_BYTES):
+        unpacker.skip()

@@ -29,7 +29,7 @@ class StateSave(ocp.args.CheckpointArgs):
 
 @dataclasses.dataclass
 class StateRestore(ocp.args.CheckpointArgs):
-    """Restores all leaves, each with the sharding of its target."""
+    """Restores the leaves of the targets, each with the sharding of its target."""
 
     targets: Mapping[structure.LeafPath, Any]
 
@@ -104,7 +104,10 @@ class StateHandler(_AsyncHandler):
         )
         restore_args = ocp.checkpoint_utils.construct_restore_args(nested)
         restored = self._arrays.restore(
-            directory, args=ocp.args.PyTreeRestore(item=nested, restore_args=restore_args)
+            directory,
+            args=ocp.args.PyTreeRestore(
+                item=nested, restore_args=restore_args, partial_restore=True
+            ),
         )
         return structure.named_leaves(restored)
 

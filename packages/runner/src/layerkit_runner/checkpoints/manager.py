@@ -8,6 +8,7 @@ Orbax, asynchronously, and adds what Orbax leaves out: a manifest of checksums i
     DIR/checkpoint_00000042/            a committed step
         state/  input_states/  metadata/  integrity/
     DIR/damaged_checkpoint_00000042/    moved aside, for people to look at and delete
+    DIR/evaluations.json                what evaluations found at the saved steps
 
 Orbax is imported with the first save, restore or clean-up, not with this file: a new job can
 import it in the background (`import orbax.checkpoint`) while its first step compiles.
@@ -16,37 +17,34 @@ import it in the background (`import orbax.checkpoint`) while its first step com
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 from etils import epath
 
-from layerkit_runner.checkpoints import folders, formats, integrity, structure
+from layerkit_runner.checkpoints import (
+    evaluations,
+    folders,
+    formats,
+    integrity,
+    step_metadata,
+    structure,
+)
+from layerkit_runner.checkpoints.errors import DamagedCheckpointError, SaveError, save_error
 from layerkit_runner.checkpoints.formats import StateFormat
 from layerkit_runner.checkpoints.policy import CheckpointPolicy, SavedStep
+from layerkit_runner.process_exchange import from_process_0
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
 _LOG = logging.getLogger(__name__)
 
-# Raised when the files of a step, the names in them or the metadata change their meaning.
-LAYOUT_VERSION = 1
-
-_NO_STEP, _FAILED = -1, -2  # what process 0 tells the others instead of a step
-
-
-class DamagedCheckpointError(RuntimeError):
-    """The files of a step are not as they were written. The message lists them."""
-
-
-class LayoutVersionError(ValueError):
-    """A checkpoint was written by a later version of this package."""
+# What storage raises: the file system's errors, and TensorStore's, which are ValueErrors.
+_STORAGE_ERRORS = (OSError, ValueError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,9 +76,14 @@ class CheckpointManager:
         Made by the first save.
       policy: when to save and what to keep.
       state_format: how to write the state. Both formats are read, whatever this says.
-      async_timeout_secs: how long processes wait for each other in a save, in seconds.
+      async_timeout_secs: how long a save may take, the processes' waiting for each other
+        included, in seconds.
       read_only: only read, as evaluation beside a training job does: nothing is cleaned or moved.
       report: takes what the user must know, a line or a few at a time.
+
+    Raises:
+      ValueError: `async_timeout_secs` is below 1, or the record of evaluations is no such record.
+      SaveError: what a killed save left behind cannot be deleted.
     """
 
     def __init__(
@@ -103,7 +106,9 @@ class CheckpointManager:
         self._report = report
         self._orbax: ocp.CheckpointManager | None = None
         self._sound: set[int] = set()
+        self._evaluations: evaluations.Evaluations = {}
         if not read_only:
+            self._evaluations.update(evaluations.read(self._directory))
             self._clean_unfinished()
         self._last_saved = self.latest_step()
 
@@ -113,7 +118,13 @@ class CheckpointManager:
         return self._directory
 
     def should_save(self, step: int) -> bool:
-        """Says whether the policy wants a checkpoint at `step`; never when read-only."""
+        """Says whether the policy wants a checkpoint at `step`; never when read-only.
+
+        Raises:
+          SaveError: the save in progress has failed; see `wait_until_finished`.
+        """
+        if self._orbax is not None and not self._orbax.is_saving_in_progress():
+            self.wait_until_finished()  # waits for nothing; Orbax tells of errors here alone
         return not self._read_only and self._policy.should_save(step, last_saved=self._last_saved)
 
     def save(
@@ -140,7 +151,7 @@ class CheckpointManager:
 
         Raises:
           PermissionError: if the manager is read-only.
-          Exception: what made the save before this one fail, whatever it was.
+          SaveError: if the save before this one failed, or this one cannot begin.
           TypeError: if something cannot be stored, naming it.
           ValueError: if the format does not fit the state, naming the leaves.
         """
@@ -155,13 +166,13 @@ class CheckpointManager:
         structure.check_storable(leaves)
         if self._state_format is StateFormat.MSGPACK:
             formats.check_replicated(leaves)
-        about = {
-            "layout_version": LAYOUT_VERSION,
-            "state_format": self._state_format.value,
-            "process_count": jax.process_count(),
-            "user": json.loads(_to_json(metadata, name="metadata")),
-        }
-        inputs = _to_json(input_states, name="input_states")
+        about = step_metadata.compose(
+            metadata,
+            state_format=self._state_format.value,
+            process_count=jax.process_count(),
+            policy=self._policy,
+        )
+        inputs = step_metadata.to_json(input_states, name="input_states")
 
         import orbax.checkpoint as ocp
 
@@ -173,9 +184,37 @@ class CheckpointManager:
             metadata=ocp.args.JsonSave(about),
             integrity=handlers.ManifestSave(),
         )
-        self._storage().save(step, args=items, force=True)
-        self._last_saved = step
+        try:
+            self._storage().save(step, args=items, force=True)
+            self._last_saved = step
+            self._write_evaluations()
+        except _STORAGE_ERRORS as error:
+            self._last_saved = step
+            raise self._failed(error) from error
         return True
+
+    def record_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes what an evaluation after `step` steps found; of use if the step is saved.
+
+        Args:
+          step: the training step, saved already or about to be.
+          metrics: by `data set/metric`, equal on all processes.
+
+        Raises:
+          SaveError: they cannot be written.
+        """
+        known = self._evaluations.get(step, {})
+        if all(known.get(name) == value for name, value in metrics.items()):
+            return  # as when a finished run is started again
+        self._evaluations[step] = {**known, **metrics}
+        if not self._read_only and step == self._last_saved:
+            try:
+                self._write_evaluations()
+            except OSError as error:
+                raise SaveError(
+                    f"What was evaluated at step {step} could not be written to "
+                    f"{self._directory}: {error}."
+                ) from error
 
     def latest_step(self) -> int | None:
         """Returns the newest committed step, sound or not; None if there is none."""
@@ -191,7 +230,7 @@ class CheckpointManager:
           NewerManifestError: if a later version of this package wrote the newest step.
         """
         self.wait_until_finished()
-        step = _on_first_process(self._pass_over_damaged)
+        step = from_process_0(self._pass_over_damaged)
         if not self._read_only:
             self._last_saved = step
             if self._orbax is not None:
@@ -200,7 +239,15 @@ class CheckpointManager:
             self._sound.add(step)
         return step
 
-    def restore(self, step: int, target: Any) -> RestoredCheckpoint:
+    def restore(
+        self,
+        step: int,
+        target: Any,
+        *,
+        leave_out: Sequence[str] = (),
+        cast_dtypes: bool = False,
+        with_input_states: bool = True,
+    ) -> RestoredCheckpoint:
         """Reads a step, placing its arrays where the target's shardings say.
 
         The mesh, the number of devices and the format may all differ from those of the save.
@@ -208,6 +255,12 @@ class CheckpointManager:
         Args:
           step: a committed step.
           target: the tree to fill, of `jax.ShapeDtypeStruct` with shardings.
+          leave_out: parts of the stored state that the target does not have, such as `opt_state`;
+            no array of theirs is made.
+          cast_dtypes: whether floating-point numbers are converted to the target's dtypes where
+            those differ; the report says how many were.
+          with_input_states: whether to read where the inputs stood; False where nothing goes on
+            from there, which any number of processes may do.
 
         Raises:
           FileNotFoundError: if there is no such step, naming those that there are.
@@ -217,10 +270,10 @@ class CheckpointManager:
           ProcessCountError: if the input state belongs to another number of processes.
         """
         self.wait_until_finished()
-        _on_first_process(lambda: self._require_sound(step))
+        from_process_0(lambda: self._require_sound(step))
         self._sound.add(step)
         path = folders.step_folder(self._directory, step)
-        about = _read_metadata(path)
+        about = step_metadata.read(path)
 
         import orbax.checkpoint as ocp
 
@@ -230,29 +283,46 @@ class CheckpointManager:
         structure.check_target(targets)
         state_format = formats.format_of(path / "state")
         stored = handlers.stored_leaves(path / "state")
-        structure.check_match(stored, targets, where=f"The checkpoint {path}")
-        items = ocp.args.Composite(
-            state=handlers.StateRestore(targets), input_states=handlers.ProcessJsonRestore()
-        )
-        restored = self._storage().restore(step, args=items)
+        stored = {name: spec for name, spec in stored.items() if name[0] not in leave_out}
+        where = f"The checkpoint {path}"
+        structure.check_match(stored, targets, where=where, cast_dtypes=cast_dtypes)
+        items: dict[str, Any] = {"state": handlers.StateRestore(targets)}
+        if with_input_states:
+            items["input_states"] = handlers.ProcessJsonRestore()
+        restored = self._storage().restore(step, args=ocp.args.Composite(**items))
+        for line in structure.cast_lines(stored, targets):
+            self._report(f"{where}: {line}")
         state = jax.tree.unflatten(
             jax.tree.structure(target), [restored.state[leaf] for leaf in targets]
         )
-        return RestoredCheckpoint(state, restored.input_states, about["user"], state_format)
+        input_states = restored.input_states if with_input_states else {}
+        return RestoredCheckpoint(state, input_states, about["user"], state_format)
 
     def wait_until_finished(self) -> None:
-        """Blocks until the save in progress is committed; raises its error if it failed.
+        """Blocks until the save in progress is committed.
 
-        The error is raised once. The failed step may then be saved again.
+        Raises:
+          SaveError: it failed. This is raised once; the failed step may then be saved again.
         """
         if self._orbax is None:
             return
         try:
             self._orbax.wait_until_finished()
-        except Exception:
-            self._orbax = None  # Orbax would raise the same error for ever
-            self._last_saved = self.latest_step()
-            raise
+        except _STORAGE_ERRORS as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> SaveError:
+        """What to raise for the failed save in progress, which is given up."""
+        step, newest = self._last_saved, self.latest_step()
+        self._orbax = None  # Orbax would raise the same error for ever
+        self._last_saved = newest
+        return save_error(
+            error,
+            step=-1 if step is None else step,
+            directory=self._directory,
+            newest=newest,
+            timeout_secs=self._async_timeout_secs,
+        )
 
     def close(self) -> None:
         """Completes the save in progress and releases all threads."""
@@ -283,9 +353,13 @@ class CheckpointManager:
                 step_name_format=ocp.path.step.standard_name_format(
                     step_prefix=folders.STEP_PREFIX, step_format_fixed_length=folders.STEP_DIGITS
                 ),
-                preservation_policy=_Preservation(self._policy),
+                preservation_policy=_Preservation(self._policy, self._evaluations),
                 create=not self._read_only,
-                async_options=ocp.AsyncOptions(timeout_secs=self._async_timeout_secs),
+                # Folders that cannot be made are told at once; made in the background, they would
+                # let all else wait for them for minutes.
+                async_options=ocp.AsyncOptions(
+                    timeout_secs=self._async_timeout_secs, create_directories_asynchronously=False
+                ),
             )
             self._orbax = ocp.CheckpointManager(
                 self._directory, options=options, handler_registry=handlers.item_registry()
@@ -297,8 +371,24 @@ class CheckpointManager:
         left_over = folders.unfinished(self._directory)
         if left_over and jax.process_index() == 0:
             for path in left_over:
-                path.rmtree()
+                try:
+                    path.rmtree()
+                except OSError as error:
+                    raise SaveError(
+                        f"The unfinished checkpoint {path}, left by a killed save, cannot be "
+                        f"deleted: {error}."
+                    ) from error
                 self._report(f"Deleted the unfinished checkpoint {path}, left by a killed save.")
+
+    def _write_evaluations(self) -> None:
+        """Writes those of the saved steps, and forgets the others."""
+        if not self._evaluations:
+            return
+        saved = {*folders.committed_steps(self._directory), self._last_saved}
+        for step in self._evaluations.keys() - saved:
+            del self._evaluations[step]
+        if jax.process_index() == 0:
+            evaluations.write(self._directory, self._evaluations)
 
     def _pass_over_damaged(self) -> int | None:
         chosen = integrity.newest_sound(folders.committed_steps(self._directory), self._findings)
@@ -349,51 +439,13 @@ class _Preservation:
     """Lets Orbax ask our policy which steps stay."""
 
     policy: CheckpointPolicy
+    evaluated: evaluations.Evaluations
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         del context
-        saved = [SavedStep(checkpoint.step, checkpoint.time) for checkpoint in checkpoints]
+        saved = [
+            SavedStep(checkpoint.step, checkpoint.time, self.evaluated.get(checkpoint.step, {}))
+            for checkpoint in checkpoints
+        ]
         keep = self.policy.steps_to_keep(saved)
         return [checkpoint.step in keep for checkpoint in checkpoints]
-
-
-def _read_metadata(path: epath.Path) -> Mapping[str, Any]:
-    about = json.loads((path / "metadata" / "metadata.json").read_text())
-    if about["layout_version"] > LAYOUT_VERSION:
-        raise LayoutVersionError(
-            f"The checkpoint {path} has layout version {about['layout_version']}; this version of "
-            f"layerkit-runner reads up to {LAYOUT_VERSION}. Use the newer version that wrote it."
-        )
-    return about
-
-
-def _to_json(value: Mapping[str, Any], *, name: str) -> str:
-    """Renders at once, so that a mistake is the caller's and later changes do no harm."""
-    try:
-        return json.dumps(dict(value))
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"{name} must be JSON values (dict, list, str, int, float): {error}."
-        ) from error
-
-
-def _on_first_process(choose: Callable[[], int | None]) -> int | None:
-    """Lets process 0 choose a step for all: reading it once is enough, and all must agree."""
-    if jax.process_count() == 1:
-        return choose()
-    from jax.experimental import multihost_utils
-
-    chosen: int | None = None
-    error: Exception | None = None
-    if jax.process_index() == 0:
-        try:
-            chosen = choose()
-        except Exception as caught:  # the others wait for an answer in any case
-            error = caught
-    code = _FAILED if error is not None else _NO_STEP if chosen is None else chosen
-    shared = int(multihost_utils.broadcast_one_to_all(np.int32(code)))
-    if error is not None:
-        raise error
-    if shared == _FAILED:
-        raise RuntimeError("Process 0 could not read the checkpoints; its own error says why.")
-    return None if shared == _NO_STEP else shared

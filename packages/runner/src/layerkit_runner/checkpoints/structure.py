@@ -8,12 +8,15 @@ any array is read.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 LeafPath = tuple[str, ...]
@@ -26,16 +29,25 @@ class StructureMismatchError(ValueError):
       differences: one line per leaf, in the order of the paths.
     """
 
-    def __init__(self, where: str, differences: Sequence[str]):
+    def __init__(self, where: str, differences: Sequence[str], *, advice: str):
         self.differences = tuple(differences)
         count = len(self.differences)
         plural = "" if count == 1 else "s"
         lines = "".join(f"\n  {difference}" for difference in self.differences)
         super().__init__(
             f"{where} does not fit the state to restore ({count} difference{plural}):{lines}\n"
-            "Nothing is padded or cast. Restore with the configuration that wrote the checkpoint, "
-            "or start a new job that is initialised from it."
+            f"{advice}"
         )
+
+
+_FIT_ADVICE = (
+    "Nothing is padded or cast. Restore with the configuration that wrote the checkpoint, or start "
+    "a new job that is initialised from it."
+)
+_CAST_ADVICE = (
+    "Nothing is cast unasked. Restore with the dtypes that wrote the checkpoint, or say "
+    "--restore_cast_dtypes to convert these floating-point numbers."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +56,11 @@ class LeafSpec:
 
     shape: tuple[int, ...]
     dtype: np.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the array."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
         return f"{self.dtype.name}{list(self.shape)}"
@@ -107,7 +124,11 @@ def check_target(targets: Mapping[LeafPath, Any]) -> None:
 
 
 def check_match(
-    stored: Mapping[LeafPath, LeafSpec], targets: Mapping[LeafPath, Any], *, where: str
+    stored: Mapping[LeafPath, LeafSpec],
+    targets: Mapping[LeafPath, Any],
+    *,
+    where: str,
+    cast_dtypes: bool = False,
 ) -> None:
     """Compares stored leaves with wanted ones.
 
@@ -115,13 +136,15 @@ def check_match(
       stored: what the checkpoint holds.
       targets: leaves with a shape and a dtype.
       where: names the checkpoint in the message.
+      cast_dtypes: whether floating-point numbers of another width are as good.
 
     Raises:
       StructureMismatchError: listing every difference by path.
     """
     wanted = {path: spec_of(leaf) for path, leaf in targets.items()}
     unexpected = [join(path) for path in stored if path not in wanted]
-    differences = []
+    differences: list[str] = []
+    may_be_cast: list[str] = []
     for path in sorted(stored.keys() | wanted.keys()):
         name = join(path)
         if path not in stored:
@@ -136,12 +159,36 @@ def check_match(
                 f"wanted {list(wanted[path].shape)}"
             )
         elif stored[path].dtype != wanted[path].dtype:
-            differences.append(
+            castable = is_castable(stored[path].dtype, wanted[path].dtype)
+            (may_be_cast if castable else differences).append(
                 f"{name}: dtype {stored[path].dtype.name} in the checkpoint, "
                 f"wanted {wanted[path].dtype.name}"
             )
-    if differences:
-        raise StructureMismatchError(where, differences)
+    if differences or (may_be_cast and not cast_dtypes):
+        advice = _FIT_ADVICE if differences else _CAST_ADVICE
+        raise StructureMismatchError(where, sorted(differences + may_be_cast), advice=advice)
+
+
+def is_castable(stored: np.dtype, wanted: np.dtype) -> bool:
+    """Whether both are floating-point dtypes that layers compute and store weights in.
+
+    Eight bits and fewer are left out: their numbers mean nothing without a scale.
+    """
+    return all(
+        jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1 for dtype in (stored, wanted)
+    )
+
+
+def cast_lines(stored: Mapping[LeafPath, LeafSpec], targets: Mapping[LeafPath, Any]) -> list[str]:
+    """Says what is cast, one line for each pair of dtypes; empty if nothing is."""
+    pairs = collections.Counter(
+        (stored[path].dtype.name, spec_of(leaf).dtype.name) for path, leaf in targets.items()
+    )
+    return [
+        f"{count} arrays were converted from {was} to {becomes}"
+        for (was, becomes), count in sorted(pairs.items())
+        if was != becomes
+    ]
 
 
 def spec_of(leaf: Any) -> LeafSpec:

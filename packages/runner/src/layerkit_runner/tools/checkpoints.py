@@ -1,0 +1,269 @@
+"""Looks at checkpoints, moves them and rewrites them.
+
+    python -m layerkit_runner.tools.checkpoints list DIR             steps, and why each stays
+    python -m layerkit_runner.tools.checkpoints verify DIR           reads all; exit code 1: damage
+    python -m layerkit_runner.tools.checkpoints show DIR --step=400  its arrays; or of the newest
+    python -m layerkit_runner.tools.checkpoints copy DIR gs://b/run  all steps, or one
+    python -m layerkit_runner.tools.checkpoints convert DIR NEW --to=msgpack      or tensorstore
+    python -m layerkit_runner.tools.checkpoints convert DIR w.safetensors --to=safetensors
+
+DIR is the folder of a job, or the one that its checkpoints are in. `copy` and `convert` write a
+step in whole or not at all, and never over another one. Needs no accelerator and takes none.
+
+Exit codes: 0 done, 1 a checkpoint is damaged or storage refused, 2 the command line is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from etils import epath
+
+from layerkit.near_names import near_names
+from layerkit_runner.checkpoints import folders, formats, integrity, inventory
+from layerkit_runner.checkpoints.errors import DamagedCheckpointError, LayoutVersionError
+from layerkit_runner.errors import StorageError, UsageError, first_names
+
+_SAFETENSORS = "safetensors"
+_TARGETS = (*(kind.value for kind in formats.StateFormat), _SAFETENSORS)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Does what the command line says, and returns the exit code.
+
+    Args:
+      arguments: its words, without the program's name; those of this process by default.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        return _COMMANDS[options.command](options)
+    except (DamagedCheckpointError, OSError) as error:
+        print(f"checkpoints: {error}", file=sys.stderr)
+        is_mistake = isinstance(error, FileExistsError)
+        return UsageError.exit_code if is_mistake else StorageError.exit_code
+    except (UsageError, LayoutVersionError, integrity.NewerManifestError) as error:
+        print(f"checkpoints: {error}", file=sys.stderr)
+        return UsageError.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="checkpoints",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        command.add_argument("directory", metavar="DIR", help="of a job, or of its checkpoints")
+        return command
+
+    listing = add("list", "the steps: date, size, format, whether sound, and why each stays")
+    listing.add_argument(
+        "--read", action="store_true", help="look for damage by reading all, not by sizes alone"
+    )
+    one_or_all: dict[str, Any] = {"type": int, "metavar": "STEP", "help": "one step (default: all)"}
+    one_or_newest: dict[str, Any] = {
+        "type": int,
+        "metavar": "STEP",
+        "help": "which (default: the newest)",
+    }
+    add("verify", "read every file and compare it with what was saved").add_argument(
+        "--step", **one_or_all
+    )
+    add("show", "arrays by name: shape, dtype, bytes").add_argument("--step", **one_or_newest)
+    copy = add("copy", "copy steps to another folder or store, and verify the copies")
+    copy.add_argument("destination", metavar="DEST", help="of a job, or of its checkpoints")
+    copy.add_argument("--step", **one_or_all)
+    convert = add("convert", "rewrite a step in another format")
+    convert.add_argument("destination", metavar="DEST", help="of a job; a file for safetensors")
+    convert.add_argument("--to", required=True, choices=_TARGETS)
+    convert.add_argument("--step", **one_or_newest)
+    convert.add_argument(
+        "--part", default="params", help="of the state, for safetensors (default: params)"
+    )
+    return parser
+
+
+def _list(options: argparse.Namespace) -> int:
+    directory = _existing(options.directory)
+    summaries = inventory.summarize(directory, read_files=options.read)
+    rows = [("step", "saved (UTC)", "size", "format", "sound", "metric", "stays as")]
+    for summary in summaries:
+        damage = f"NO, {len(summary.damage)} file(s)" if summary.damage else "yes"
+        rows.append(
+            (
+                str(summary.step),
+                f"{summary.time:%Y-%m-%d %H:%M:%S}",
+                _size(summary.num_bytes),
+                summary.state_format.value,
+                damage,
+                _metric(summary),
+                _reasons(summary.reasons),
+            )
+        )
+    _print_table(rows)
+    for summary in summaries:
+        for finding in summary.damage:
+            print(f"step {summary.step}: {finding}")
+    for path in folders.set_apart(directory):
+        print(f"not a checkpoint: {path.name}")
+    if not options.read:
+        print("sound: by the sizes of the files; --read or verify compares their bytes")
+    return StorageError.exit_code if any(summary.damage for summary in summaries) else 0
+
+
+def _metric(summary: inventory.StepSummary) -> str:
+    """The metric by which the best are told, else a loss, else any."""
+    is_best = {reason.removeprefix("best ") for reason in summary.reasons or ()}
+    names = sorted(
+        summary.metrics, key=lambda name: (name not in is_best, not name.endswith("/loss"), name)
+    )
+    return f"{names[0]} {summary.metrics[names[0]]:.4g}" if names else ""
+
+
+def _reasons(reasons: Sequence[str] | None) -> str:
+    if reasons is None:
+        return "unknown"
+    return ", ".join(reasons) or "goes with the next save"
+
+
+def _verify(options: argparse.Namespace) -> int:
+    directory = _existing(options.directory)
+    is_damaged = False
+    for step in _steps(directory, options.step):
+        findings = integrity.verify(folders.step_folder(directory, step))
+        damage = [finding for finding in findings if finding.is_damage]
+        print(f"step {step}: {'DAMAGED' if damage else 'sound'}", flush=True)
+        for finding in findings:
+            print(f"  {finding}")
+        is_damaged |= bool(damage)
+    return StorageError.exit_code if is_damaged else 0
+
+
+def _show(options: argparse.Namespace) -> int:
+    from layerkit_runner.checkpoints import handlers, structure
+
+    directory = _existing(options.directory)
+    step = _one_step(directory, options.step)
+    leaves = handlers.stored_leaves(folders.step_folder(directory, step) / "state")
+    rows = [("array", "shape", "dtype", "bytes")]
+    sizes: collections.Counter[str] = collections.Counter()
+    for path, spec in leaves.items():
+        sizes[path[0]] += spec.num_bytes
+        shape = " × ".join(map(str, spec.shape)) or "scalar"
+        rows.append((structure.join(path), shape, spec.dtype.name, f"{spec.num_bytes:,}"))
+    _print_table(rows)
+    parts = ", ".join(f"{part} {_size(size)}" for part, size in sizes.items())
+    print(f"step {step}: {len(leaves)} arrays, {_size(sizes.total())} ({parts})")
+    return 0
+
+
+def _copy(options: argparse.Namespace) -> int:
+    from layerkit_runner.checkpoints import copying
+
+    source = _existing(options.directory)
+    destination = _checkpoints_of(options.destination)
+    for step in _steps(source, options.step):
+        print(copying.copy_step(source, destination, step, report=_tell), flush=True)
+    return 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    from layerkit_runner.checkpoints import conversion
+
+    source = _existing(options.directory)
+    step = _one_step(source, options.step)
+    if options.to == _SAFETENSORS:
+        path = folders.absolute(options.destination)
+        try:
+            count = conversion.write_safetensors(source, path, step, part=options.part)
+        except ImportError as error:
+            raise UsageError(f"--to=safetensors needs: pip install safetensors ({error})") from None
+        except KeyError:
+            parts = conversion.parts_of(source, step)
+            raise UsageError(
+                f"--part={options.part}: the state has no such part"
+                f"{near_names(options.part, parts)} It has {first_names(parts)}."
+            ) from None
+        print(f"{path}: {count} arrays of step {step}")
+        return 0
+    destination = _checkpoints_of(options.destination)
+    state_format = formats.StateFormat(options.to)
+    try:
+        print(conversion.convert_step(source, destination, step, state_format=state_format))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return 0
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "list": _list,
+    "verify": _verify,
+    "show": _show,
+    "copy": _copy,
+    "convert": _convert,
+}
+
+
+def _checkpoints_of(directory: str) -> epath.Path:
+    """The folder of checkpoints, given it or the job's."""
+    path = folders.absolute(directory)
+    is_itself = path.name == folders.JOB_SUBFOLDER or folders.committed_steps(path)
+    return path if is_itself else path / folders.JOB_SUBFOLDER
+
+
+def _existing(directory: str) -> epath.Path:
+    path = _checkpoints_of(directory)
+    if not folders.committed_steps(path):
+        raise UsageError(f"no checkpoint in {path}")
+    return path
+
+
+def _steps(directory: epath.Path, wanted: int | None) -> list[int]:
+    steps = folders.committed_steps(directory)
+    if wanted is None:
+        return steps
+    if wanted not in steps:
+        raise UsageError(
+            f"--step={wanted}: {directory} has no such checkpoint; it has"
+            f" {first_names(map(str, steps))}"
+        )
+    return [wanted]
+
+
+def _one_step(directory: epath.Path, wanted: int | None) -> int:
+    return _steps(directory, wanted)[-1]
+
+
+def _size(num_bytes: int) -> str:
+    size, unit = float(num_bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""Restoring a part of a state, and with other dtypes: only when asked, and told."""
+
+from __future__ import annotations
+
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from etils import epath
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from layerkit_runner.checkpoints import (
+    CheckpointManager,
+    ProcessCountError,
+    StateFormat,
+    StructureMismatchError,
+    integrity,
+)
+
+WEIGHTS = np.linspace(-3, 3, 32, dtype=np.float32).reshape(8, 4)
+CAST = "1 arrays were converted from float32 to bfloat16"
+
+
+def sharding() -> NamedSharding:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    return NamedSharding(mesh, P("data"))
+
+
+def leaf(shape, dtype) -> jax.ShapeDtypeStruct:
+    over = sharding()
+    return jax.ShapeDtypeStruct(
+        shape, dtype, sharding=over if shape else NamedSharding(over.mesh, P())
+    )
+
+
+@pytest.fixture(scope="module", params=list(StateFormat))
+def written(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("written")
+    state = {
+        "params": {"w": jnp.asarray(WEIGHTS)},
+        "opt_state": {"mu": jnp.asarray(WEIGHTS), "nu": jnp.asarray(WEIGHTS)},
+        "step": jnp.int32(3),
+    }
+    with CheckpointManager(directory, state_format=request.param) as manager:
+        manager.save(3, state, input_states={"train": {"file": 1}}, metadata={}, force=True)
+    return directory
+
+
+def restore(directory, target, lines=None, **options):
+    report = (lambda line: None) if lines is None else lines.append
+    with CheckpointManager(directory, read_only=True, report=report) as manager:
+        return manager.restore(3, target, **options)
+
+
+def test_parts_that_are_left_out_need_no_place_and_no_agreement(written):
+    target = {"params": {"w": leaf((8, 4), jnp.float32)}, "step": leaf((), jnp.int32)}
+    with pytest.raises(StructureMismatchError, match="opt_state/mu: unexpected"):
+        restore(written, target)
+    found = restore(written, target, leave_out=("opt_state",))
+    assert set(found.state) == {"params", "step"}
+    np.testing.assert_array_equal(found.state["params"]["w"], WEIGHTS)
+    assert found.state["params"]["w"].sharding == sharding()
+    # What is left must still fit.
+    target["params"]["v"] = leaf((8, 4), jnp.float32)
+    with pytest.raises(StructureMismatchError, match="params/v: missing in the checkpoint"):
+        restore(written, target, leave_out=("opt_state",))
+
+
+def test_where_the_inputs_stood_is_read_only_for_those_who_go_on(written, tmp_path):
+    # A job of two processes, each of which read files of its own.
+    directory = tmp_path / "job"
+    shutil.copytree(written, directory)
+    inputs = directory / "checkpoint_00000003/input_states"
+    (inputs / "process_00000_of_00001.json").rename(inputs / "process_00000_of_00002.json")
+    manifest = directory / "checkpoint_00000003/integrity"
+    integrity.write(epath.Path(manifest.parent), manifest_directory=epath.Path(manifest))
+    target = {"params": {"w": leaf((8, 4), jnp.float32)}, "step": leaf((), jnp.int32)}
+    with pytest.raises(ProcessCountError, match="written by 2 processes and is restored by 1"):
+        restore(directory, target, leave_out=("opt_state",))
+    found = restore(directory, target, leave_out=("opt_state",), with_input_states=False)
+    assert found.input_states == {}
+
+
+def low_precision_target():
+    return {
+        "params": {"w": leaf((8, 4), jnp.bfloat16)},
+        "opt_state": {"mu": leaf((8, 4), jnp.float32), "nu": leaf((8, 4), jnp.float32)},
+        "step": leaf((), jnp.int32),
+    }
+
+
+def test_another_width_of_numbers_is_refused_unless_asked_for(written):
+    with pytest.raises(StructureMismatchError) as error:
+        restore(written, low_precision_target())
+    assert str(error.value) == (
+        f"The checkpoint {written}/checkpoint_00000003 does not fit the state to restore (1 "
+        "difference):\n"
+        "  params/w: dtype float32 in the checkpoint, wanted bfloat16\n"
+        "Nothing is cast unasked. Restore with the dtypes that wrote the checkpoint, or say "
+        "--restore_cast_dtypes to convert these floating-point numbers."
+    )
+    lines: list[str] = []
+    found = restore(written, low_precision_target(), lines, cast_dtypes=True)
+    assert lines == [f"The checkpoint {written}/checkpoint_00000003: {CAST}"]
+    ours = found.state["params"]["w"]
+    assert (ours.dtype, ours.sharding) == (jnp.bfloat16, sharding())
+    assert np.asarray(ours).tobytes() == WEIGHTS.astype(jnp.bfloat16).tobytes()
+    np.testing.assert_array_equal(found.state["opt_state"]["mu"], WEIGHTS)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.float8_e4m3fn])
+def test_numbers_that_mean_something_else_are_never_cast(written, dtype):
+    target = low_precision_target()
+    target["params"]["w"] = leaf((8, 4), dtype)
+    with pytest.raises(StructureMismatchError, match="Nothing is padded or cast"):
+        restore(written, target, cast_dtypes=True)
+
+
+def test_there_and_back_loses_what_the_shorter_one_cannot_hold(written, tmp_path):
+    low = restore(written, low_precision_target(), cast_dtypes=True).state
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(3, low, input_states={}, metadata={}, force=True)
+    target = low_precision_target()
+    target["params"]["w"] = leaf((8, 4), jnp.float32)
+    back = restore(tmp_path, target, cast_dtypes=True).state["params"]["w"]
+    np.testing.assert_array_equal(back, WEIGHTS.astype(jnp.bfloat16).astype(np.float32))

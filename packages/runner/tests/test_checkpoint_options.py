@@ -1,0 +1,139 @@
+"""What the fields and flags about checkpoints do to a job, from one run to the next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from layerkit.config import Config, Partial
+from layerkit_runner import BaseExperiment, UsageError
+from layerkit_runner.checkpoints import folders
+from layerkit_runner.flags import RunOptions
+from layerkit_runner.inference_modes import run_eval
+from layerkit_runner.job import start_job
+from layerkit_runner.resolve import ResolvedExperiment, resolve
+from layerkit_runner.train_mode import run_train
+
+
+@pytest.fixture(scope="module")
+def experiment(tiny: SimpleNamespace) -> type[BaseExperiment]:
+    class Tiny(BaseExperiment):
+        MAX_STEPS: int = 6
+        DTYPE: str = "float32"
+
+        def task(self) -> Config:
+            train = {
+                "num_train_steps": self.MAX_STEPS,
+                "save_interval_steps": 2,
+                "eval_interval_steps": 2,
+                "save_max_to_keep": 1,
+                "save_keep_steps": (3,),
+                "save_step_zero": True,
+                "save_keep_interval_steps": 100,
+            }
+            return tiny.task_config(
+                learner={"optimizer": Partial(optax.adam), "learning_rate": 0.01},
+                train=train,
+                dtype=jnp.dtype(self.DTYPE),
+            )
+
+        def datasets(self) -> list[Config]:
+            points = tiny.Points.HParams
+            return [
+                points.config(name="train", is_training=True, percore_batch_size=1.0),
+                points.config(name="heldout", percore_batch_size=1.0),
+            ]
+
+    return Tiny
+
+
+@pytest.fixture(scope="module")
+def trained(experiment: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of six steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    assert run_train(resolve(experiment()), options(folder)) == 0
+    return folder
+
+
+def options(folder: Path, **more: Any) -> RunOptions:
+    return RunOptions(job_log_dir=str(folder), jax_compilation_cache="off", **more)
+
+
+def steps(folder: Path) -> list[int]:
+    return folders.committed_steps(folders.absolute(folder / "checkpoints"))
+
+
+def test_the_fields_say_what_is_saved_and_what_stays(trained: Path):
+    # Step 0 is a multiple of all, step 3 is named, step 6 is the newest.
+    assert steps(trained) == [0, 3, 6]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"save_keep_interval_steps": 0}, "task.train.save_keep_interval_steps=0 must be at least"),
+        ({"save_best_to_keep": 0}, "task.train.save_best_to_keep=0 must be at least 1"),
+        ({"save_keep_steps": [-1]}, r"task.train.save_keep_steps=\(-1,\) must hold no negative"),
+        ({"save_best_mode": "low"}, "task.train.save_best_mode='low' must be 'min' or 'max'"),
+        (
+            {"save_best_metric": "heldout/loss", "eval_interval_steps": 4},
+            "needs an evaluation at every checkpoint: save_interval_steps=2 must be a multiple of"
+            " eval_interval_steps=4",
+        ),
+        (
+            {"save_best_metric": "heldout/loss", "eval_interval_steps": None},
+            "must be a multiple of eval_interval_steps=None",
+        ),
+        (
+            {"save_best_metric": "held_out/loss"},
+            "save_best_metric='held_out/loss' names no held-out data set; did you mean 'heldout'?",
+        ),
+    ],
+)
+def test_fields_that_make_no_sense_are_refused_before_anything_is_written(
+    experiment: Any, tmp_path: Path, fields: dict[str, Any], text: str
+):
+    resolved: ResolvedExperiment = resolve(experiment())
+    resolved.task.train.set(**fields)
+    with pytest.raises(UsageError, match=text):
+        run_train(resolved, options(tmp_path / "job"))
+    assert not (tmp_path / "job").exists()
+
+
+def test_a_save_that_may_take_no_time(experiment: Any, tmp_path: Path):
+    with pytest.raises(UsageError, match=r"^async_timeout_secs is 0; expected at least 1\.$"):
+        run_train(resolve(experiment()), options(tmp_path / "job", async_timeout_secs=0))
+
+
+def test_evaluation_reads_no_state_of_the_optimizer(experiment: Any, trained: Path):
+    job = start_job("eval", resolve(experiment()), options(trained))
+    with job.checkpoints(read_only=True) as checkpoints:
+        whole = job.restore(checkpoints, 6)
+        weights = job.restore(checkpoints, 6, for_training=False)
+    assert jax.tree.leaves(weights.state.opt_state) == [] != jax.tree.leaves(whole.state.opt_state)
+    assert weights.input_states == {} != whole.input_states
+    ours, all_of_it = jax.tree.leaves(weights.state.params), jax.tree.leaves(whole.state.params)
+    for one, other in zip(ours, all_of_it, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_other_dtypes_only_when_asked(
+    experiment: Any, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    shorter = resolve(experiment(DTYPE="bfloat16"))
+    with pytest.raises(UsageError, match="or say --restore_cast_dtypes to convert these"):
+        run_eval(shorter, options(trained))
+    capsys.readouterr()
+    assert run_eval(shorter, options(trained, restore_cast_dtypes=True)) == 0
+    assert "arrays were converted from float32 to bfloat16" in capsys.readouterr().out
+    new = options(tmp_path / "new", restore_checkpoint_dir=str(trained), restore_cast_dtypes=True)
+    assert run_train(resolve(experiment(DTYPE="bfloat16", MAX_STEPS=8)), new) == 0
+    assert "goes on from step 6" in capsys.readouterr().out
+    assert steps(tmp_path / "new") == [8]

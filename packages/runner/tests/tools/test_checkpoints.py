@@ -1,0 +1,243 @@
+"""The tool on real checkpoints: what it prints, what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import datetime
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from layerkit_runner.checkpoints import (
+    CheckpointManager,
+    CheckpointPolicy,
+    StateFormat,
+    evaluations,
+    folders,
+)
+from layerkit_runner.tools.checkpoints import main
+
+STATE = {
+    "params": {
+        "embed": np.arange(24, dtype=np.float32).reshape(4, 6),
+        "scale": np.arange(6).astype(jnp.bfloat16),
+    },
+    "opt_state": {"0": {"mu": np.full((4, 6), 0.5, np.float32)}},
+    "step": np.int32(20),
+}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job's folder with steps 10 and 20, of which 10 is the best."""
+    folder = tmp_path_factory.mktemp("job")
+    policy = CheckpointPolicy(
+        save_interval_steps=10,
+        max_to_keep=1,
+        keep_interval=datetime.timedelta(hours=12),
+        keep_steps=(5,),
+        best_metric="heldout/loss",
+    )
+    with CheckpointManager(folder / "checkpoints", policy=policy) as manager:
+        for step, loss in ((10, 1.5), (20, 2.5)):
+            found = {"heldout/accuracy": 0.5, "heldout/loss": loss}
+            manager.record_evaluation(step, found)
+            state = jax.tree.map(jnp.asarray, STATE)
+            manager.save(step, state, input_states={"train": {"at": step}}, metadata={"by": "me"})
+    return folder
+
+
+@pytest.fixture
+def job(written: Path, tmp_path: Path) -> Path:
+    """A copy to be damaged."""
+    return Path(shutil.copytree(written, tmp_path / "job"))
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> str:
+    """What the tool prints, its errors included."""
+    assert main([str(word) for word in words]) == code
+    printed = capsys.readouterr()
+    return printed.out + printed.err
+
+
+def damage(job: Path, step: int) -> Path:
+    """Flips a bit of a step's largest file."""
+    files = (job / f"checkpoints/checkpoint_{step:08d}/state").rglob("*")
+    path = max((file for file in files if file.is_file()), key=lambda file: file.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    return path
+
+
+def restored(folder: Path, step: int):
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), STATE
+    )
+    with CheckpointManager(folder / "checkpoints", read_only=True) as manager:
+        return manager.restore(step, target)
+
+
+def assert_is_step(folder: Path, step: int) -> None:
+    found = restored(folder, step)
+    for ours, expected in zip(jax.tree.leaves(found.state), jax.tree.leaves(STATE), strict=True):
+        assert ours.dtype == expected.dtype
+        assert np.asarray(ours).tobytes() == expected.tobytes()
+    assert found.input_states == {"train": {"at": step}}
+    assert found.metadata == {"by": "me"}
+
+
+@pytest.mark.parametrize("folder", [".", "checkpoints"])
+def test_list_says_what_there_is_and_why(written, capsys, folder):
+    lines = run(capsys, "list", written / folder).splitlines()
+    assert re.split(r" {2,}", lines[0]) == [
+        "step",
+        "saved (UTC)",
+        "size",
+        "format",
+        "sound",
+        "metric",
+        "stays as",
+    ]
+    rows = [re.split(r" {2,}", line) for line in lines[1:3]]
+    today = datetime.datetime.now(datetime.UTC)
+    for row in rows:
+        saved = datetime.datetime.fromisoformat(f"{row[1]}+00:00")
+        assert abs(today - saved) < datetime.timedelta(hours=1)
+        assert row[2].endswith(" KiB")
+    assert [[row[0], *row[3:]] for row in rows] == [
+        ["10", "tensorstore", "yes", "heldout/loss 1.5", "best heldout/loss, one per 12:00:00"],
+        ["20", "tensorstore", "yes", "heldout/loss 2.5", "newest"],
+    ]
+    assert lines[3] == "sound: by the sizes of the files; --read or verify compares their bytes"
+
+
+def test_list_looks_as_deep_as_it_is_told(job, capsys):
+    flipped = damage(job, 10)
+    (job / "checkpoints" / "checkpoint_00000030.orbax-checkpoint-tmp").mkdir()
+    (job / "checkpoints" / "damaged_checkpoint_00000005").mkdir()
+    quick = run(capsys, "list", job)
+    assert "NO" not in quick
+    assert "not a checkpoint: checkpoint_00000030.orbax-checkpoint-tmp\n" in quick
+    assert "not a checkpoint: damaged_checkpoint_00000005\n" in quick
+    name = flipped.relative_to(job / "checkpoints" / "checkpoint_00000010")
+    deep = run(capsys, "list", job, "--read", code=1)
+    assert "NO, 1 file(s)" in deep
+    assert f"step 10: {name}: altered, expected" in deep
+    flipped.write_bytes(flipped.read_bytes()[:-1])
+    assert f"step 10: {name}: short, expected" in run(capsys, "list", job, code=1)
+
+
+def test_verify_reads_all_or_one(job, capsys):
+    assert run(capsys, "verify", job) == "step 10: sound\nstep 20: sound\n"
+    damage(job, 10)
+    both = run(capsys, "verify", job, code=1)
+    assert both.startswith("step 10: DAMAGED\n  state/")
+    assert both.endswith("\nstep 20: sound\n")
+    assert run(capsys, "verify", job, "--step=20") == "step 20: sound\n"
+
+
+def test_show(written, capsys):
+    lines = run(capsys, "show", written).splitlines()
+    assert [re.split(r" {2,}", line) for line in lines[1:-1]] == [
+        ["opt_state/0/mu", "4 × 6", "float32", "96"],
+        ["params/embed", "4 × 6", "float32", "96"],
+        ["params/scale", "6", "bfloat16", "12"],
+        ["step", "scalar", "int32", "4"],
+    ]
+    assert lines[-1] == "step 20: 4 arrays, 208 B (opt_state 96 B, params 108 B, step 4 B)"
+
+
+def test_copies_are_whole_and_know_how_good_they_are(written, tmp_path, capsys):
+    new = tmp_path / "new"
+    assert run(capsys, "copy", written, new, "--step=10") == (
+        f"{new}/checkpoints/checkpoint_00000010\n"
+    )
+    assert_is_step(new, 10)
+    assert evaluations.read(folders.absolute(new / "checkpoints"))[10]["heldout/loss"] == 1.5
+    assert run(capsys, "copy", written, new, code=2) == (
+        f"checkpoints: {new}/checkpoints/checkpoint_00000010 is there already; nothing was"
+        " changed\n"
+    )
+    run(capsys, "copy", written, new, "--step=20")
+    # A training job goes on there: it sees both, and follows its own rules.
+    with CheckpointManager(new / "checkpoints") as manager:
+        assert manager.newest_sound_step() == 20
+        manager.save(21, {"w": jnp.ones(2)}, input_states={}, metadata={}, force=True)
+    assert folders.committed_steps(folders.absolute(new / "checkpoints")) == [10, 20, 21]
+
+
+def test_nothing_is_left_of_a_copy_of_a_damaged_step(job, tmp_path, capsys):
+    damage(job, 20)
+    text = run(capsys, "copy", job, tmp_path / "new", "--step=20", code=1)
+    assert "checkpoint_00000020 is not what was saved:\n  state/" in text
+    assert list((tmp_path / "new" / "checkpoints").iterdir()) == []
+
+
+def test_there_and_back_again(written, tmp_path, capsys):
+    one_file, again = tmp_path / "one_file", tmp_path / "again"
+    run(capsys, "convert", written, one_file, "--to=msgpack", "--step=10")
+    assert_is_step(one_file, 10)
+    assert restored(one_file, 10).state_format is StateFormat.MSGPACK
+    run(capsys, "convert", one_file, again, "--to=tensorstore")
+    assert_is_step(again, 10)
+    for folder in (one_file, again):
+        assert run(capsys, "verify", folder) == "step 10: sound\n"
+        # The date is that of the save.
+        dates = [run(capsys, "list", job).splitlines()[1].split("  ")[1] for job in (folder,)]
+        assert dates[0] in run(capsys, "list", written)
+    assert run(capsys, "convert", again, one_file, "--to=tensorstore", code=2) == (
+        f"checkpoints: {again}/checkpoints/checkpoint_00000010 is tensorstore already; use copy\n"
+    )
+
+
+def test_weights_as_safetensors(written, tmp_path, capsys):
+    path = tmp_path / "weights.safetensors"
+    assert run(capsys, "convert", written, path, "--to=safetensors") == (
+        f"{path}: 2 arrays of step 20\n"
+    )
+    arrays = load_file(path)
+    assert arrays.keys() == {"params/embed", "params/scale"}
+    for name, array in arrays.items():
+        expected = STATE["params"][name.removeprefix("params/")]
+        assert array.dtype == expected.dtype
+        assert array.tobytes() == expected.tobytes()
+    assert "is there already" in run(capsys, "convert", written, path, "--to=safetensors", code=2)
+    other = tmp_path / "other.safetensors"
+    assert run(
+        capsys, "convert", written, other, "--to=safetensors", "--part=optstate", code=2
+    ) == (
+        "checkpoints: --part=optstate: the state has no such part; did you mean 'opt_state'? It has"
+        " opt_state, params, step.\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["list", "verify", "show"])
+def test_a_folder_without_checkpoints(tmp_path, capsys, command):
+    assert run(capsys, command, tmp_path, code=2) == (
+        f"checkpoints: no checkpoint in {tmp_path}/checkpoints\n"
+    )
+
+
+def test_a_step_that_there_is_not(written, capsys):
+    assert run(capsys, "verify", written, "--step=15", code=2) == (
+        f"checkpoints: --step=15: {written}/checkpoints has no such checkpoint; it has 10, 20\n"
+    )
+
+
+def test_as_a_program():
+    done = subprocess.run(
+        [sys.executable, "-m", "layerkit_runner.tools.checkpoints", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "python -m layerkit_runner.tools.checkpoints verify DIR" in done.stdout
