@@ -122,7 +122,8 @@ def load_weights(
       model: Built from the folder's config, or one with the same weights.
       dtype: To which the weights are cast; None leaves each as it is stored.
       like: The same tree of `jax.ShapeDtypeStruct`, which then decide the dtypes and, where they
-        have one, the shardings: a host then reads only what its devices hold.
+        have one, the shardings: a host then reads only what its devices hold. Weights that it
+        leaves out are not read.
       fresh: Regular expressions of paths of weights that no tensor holds, such as `.*/lora_[ab]`;
         they are left out of what is returned.
 
@@ -153,11 +154,27 @@ def read_weights(
     weights = by_weight(pieces)
     made: dict[Path, jax.Array] = {}
     for path, weight in anatomy.weights.items():
+        if like is not None and path not in wanted:
+            continue
         target = wanted.get(path)
         reader = _WeightReader(source, path, weight.shape, weights[path], dtype)
         sharding = getattr(target, "sharding", None)
         made[path] = reader.make(dtype=getattr(target, "dtype", None), sharding=sharding)
     return unflatten(made)
+
+
+def stored_dtypes(source: TensorSource, family: Family, anatomy: Anatomy) -> dict[Path, np.dtype]:
+    """The dtype that each weight of a model is stored in, or the one that holds all of its tensors.
+
+    Raises:
+      TensorMismatchError: tensors that are missing, surplus, or of another shape: all of them.
+    """
+    pieces = _in_names_of(source, family, pieces_of(anatomy, family.rows))
+    _check_tensors(source, family, anatomy, pieces)
+    return {
+        path: np.dtype(jax.numpy.result_type(*(source.dtype(one.name) for one in parts.values())))
+        for path, parts in by_weight(pieces).items()
+    }
 
 
 class _WeightReader:

@@ -1,0 +1,278 @@
+"""The state before the first step: some values read to where they belong, the others drawn.
+
+Sources are opened and names compared first (`plan_first_state`); values are read when the plan is
+called, each straight into the sharding that it has on the mesh. So a mistake is answered before the
+training step is compiled, and no host holds more than its devices need.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import NamedSharding, PartitionSpec
+
+from layerkit_runner.checkpoints.structure import LeafPath, join, named_leaves
+from layerkit_runner.errors import UsageError, first_names
+from layerkit_runner.init_from.folders import CheckpointFolder, recognise
+from layerkit_runner.init_from.matching import match
+from layerkit_runner.init_from.origins import (
+    OPT_STATE,
+    PARAMS,
+    Found,
+    Matched,
+    Opened,
+    StoredValues,
+)
+from layerkit_runner.init_from.provenance import RANDOM_INIT, Provenance
+from layerkit_runner.init_from.settings import InitFrom, Source
+from layerkit_runner.init_from.stored_checkpoint import StoredCheckpoint
+from layerkit_runner.init_from.stored_hugging_face import StoredHuggingFace
+from layerkit_runner.task import SingleTask
+from layerkit_runner.train_state import TrainState
+
+if TYPE_CHECKING:
+    from layerkit_runner.partitioning.partitioner import Partitioner
+
+_LOG = logging.getLogger(__name__)
+
+Report = Callable[[str], None]
+# A source by its place in the list, and a path in it.
+_Key = tuple[int, LeafPath]
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstState:
+    """What a run begins with.
+
+    Attributes:
+      state: On the devices.
+      step: That of the state.
+      provenance: Where its values came from; None where all are drawn, or restored.
+      is_restored: Whether the run goes on from a checkpoint.
+    """
+
+    state: TrainState
+    step: int = 0
+    provenance: Provenance | None = None
+    is_restored: bool = False
+
+
+def plan_first_state(
+    partitioner: Partitioner, task: SingleTask, *, report: Report = _LOG.warning
+) -> Callable[[], FirstState]:
+    """Looks for the task's initial weights; the returned function reads them and draws the rest.
+
+    Args:
+      partitioner: Started and bound to the task.
+      task: With its `initial_weights`.
+      report: Takes what the user must know of damaged checkpoints, a line at a time.
+
+    Raises:
+      UsageError: the sources are not there, or do not fit the model; from the function, that they
+        cannot be read.
+    """
+    source = task.initial_weights
+    if source is None:
+        return lambda: FirstState(partitioner.init_fn(task)())
+    if not isinstance(source, InitFrom):
+        return lambda: _from_loader(partitioner, task)
+    state = partitioner.abstract_state(task)
+    try:
+        opened = [_open(one, state, report) for one in source.sources]
+    except UsageError as error:
+        raise UsageError(f"{source.label}: {error}") from error
+    matched = match(source, opened, state)
+    return lambda: _from_match(partitioner, task, state, matched)
+
+
+def _open(source: Source, state: TrainState, report: Report) -> Opened:
+    kind = recognise(source.folder or "")
+    if not isinstance(kind, CheckpointFolder):
+        like = named_leaves(state) if source.rules is None else None
+        return Opened(source, StoredHuggingFace(kind.directory, like=like))
+    if source.step is not None and kind.step not in (None, source.step):
+        raise UsageError(f"step={source.step}, but the folder {source.folder} is another step")
+    step = kind.step if source.step is None else source.step
+    return Opened(source, StoredCheckpoint(kind.directory, step=step, report=report))
+
+
+def _from_match(
+    partitioner: Partitioner, task: SingleTask, state: TrainState, matched: Matched
+) -> FirstState:
+    values: dict[_Key, jax.Array] = {}
+    sources: list[StoredValues] = []
+    for found in matched.found.values():
+        if found.stored not in sources:
+            sources.append(found.stored)
+    for number, stored in enumerate(sources):
+        wanted = _wanted(stored, matched.found.values())
+        values |= {(number, path): value for path, value in stored.read(wanted).items()}
+    keys = {
+        target: [(sources.index(found.stored), path) for path in found.paths]
+        for target, found in matched.found.items()
+    }
+
+    def init(consumed: Mapping[_Key, jax.Array], kept: Mapping[_Key, jax.Array]) -> TrainState:
+        read = {**consumed, **kept}
+        given = {
+            target: _made(found, [read[key] for key in keys[target]])
+            for target, found in matched.found.items()
+        }
+        return _assembled(task, given, matched.step)
+
+    consumed = _consumed(matched.found, keys)
+    make = jax.jit(init, out_shardings=partitioner.state_shardings(task), donate_argnums=0)
+    made = make(
+        {key: value for key, value in values.items() if key in consumed},
+        {key: value for key, value in values.items() if key not in consumed},
+    )
+    return FirstState(made, matched.step, _provenance(state, matched))
+
+
+def _wanted(
+    stored: StoredValues, all_found: Iterable[Found]
+) -> dict[LeafPath, jax.ShapeDtypeStruct]:
+    """What to read of a source: stored shapes, laid out as the values that they become."""
+    wanted: dict[LeafPath, jax.ShapeDtypeStruct] = {}
+    for found in all_found:
+        if found.stored is not stored:
+            continue
+        for path in found.paths:
+            spec = stored.leaves[path]
+            sharding = _stored_sharding(found)
+            wanted.setdefault(path, jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding))
+    return wanted
+
+
+def _stored_sharding(found: Found) -> NamedSharding:
+    """The sharding of the stored value: axes that are indexed or stacked are not split."""
+    sharding = found.target.sharding
+    assert isinstance(sharding, NamedSharding)
+    axes = [*sharding.spec, *[None] * (len(found.target.shape) - len(sharding.spec))]
+    kept = sum(isinstance(index, tuple) for index in found.origin.indices)
+    if found.origin.is_stacked:
+        axes = axes[1:]
+    axes = [*[None] * len(found.origin.indices), *axes[kept:]]
+    return NamedSharding(sharding.mesh, PartitionSpec(*axes))
+
+
+def _consumed(found: Mapping[LeafPath, Found], keys: Mapping[LeafPath, list[_Key]]) -> set[_Key]:
+    """Values that become one of the state as they are, whose memory it can take over."""
+    uses: dict[_Key, int] = {}
+    for one in keys.values():
+        for key in one:
+            uses[key] = uses.get(key, 0) + 1
+    return {
+        keys[target][0]
+        for target, one in found.items()
+        if one.origin.is_whole
+        and one.stored_dtype == one.target.dtype
+        and uses[keys[target][0]] == 1
+    }
+
+
+def _made(found: Found, stored: Sequence[jax.Array]) -> jax.Array:
+    """The value of the state, of stored ones."""
+    value = jnp.stack(stored) if found.origin.is_stacked else stored[0]
+    # From the last axis to the first, so that those in front stay where they are.
+    for axis, index in reversed(list(enumerate(found.origin.indices))):
+        several = index if isinstance(index, tuple) else (index,)
+        value = jnp.take(value, jnp.array(several), axis=axis)
+        if not isinstance(index, tuple):
+            value = jnp.squeeze(value, axis)
+    return value.astype(found.target.dtype)
+
+
+def _assembled(task: SingleTask, given: Mapping[LeafPath, jax.Array], step: int) -> TrainState:
+    """The first state, traced: the optimizer begins from the given weights."""
+    weights = {path[1:]: value for path, value in given.items() if path[0] == PARAMS}
+    key = jax.random.key(task.train.random_seed)
+    state = task.init_state(key, given=unflatten_dict(weights) if weights else None)
+    if step:
+        state = state.replace(
+            step=jnp.int32(step), opt_state=_with_schedules_at(state.opt_state, step)
+        )
+    leaves = {path: given.get(path, leaf) for path, leaf in named_leaves(state).items()}
+    return jax.tree.unflatten(jax.tree.structure(state), list(leaves.values()))
+
+
+def _with_schedules_at(opt_state: Any, step: int) -> Any:
+    """The state of an optimizer whose schedules stand at a step; its moments begin anew."""
+    kinds = (optax.ScaleByScheduleState, optax.InjectStatefulHyperparamsState)
+
+    def visit(node: Any) -> Any:
+        if not isinstance(node, kinds):
+            return node
+        return node._replace(count=jnp.full_like(node.count, step))
+
+    return jax.tree.map(visit, opt_state, is_leaf=lambda node: isinstance(node, kinds))
+
+
+def _provenance(state: TrainState, matched: Matched) -> Provenance:
+    found = matched.found
+    converted: dict[str, list[str]] = {}
+    for path, one in found.items():
+        if one.stored_dtype != one.target.dtype:
+            dtypes = f"{one.stored_dtype.name} → {one.target.dtype.name}"
+            converted.setdefault(dtypes, []).append(join(path[1:]))
+    drawn = {join(path[1:]): RANDOM_INIT for path in matched.drawn}
+    weights = {join(path[1:]): str(one) for path, one in found.items() if path[0] != OPT_STATE}
+    return Provenance(
+        weights={**weights, **drawn},
+        opt_state={join(path[1:]): str(one) for path, one in found.items() if path[0] == OPT_STATE},
+        step=matched.step_from,
+        converted={dtypes: tuple(names) for dtypes, names in converted.items()},
+        num_opt_state=len(jax.tree.leaves(state.opt_state)),
+    )
+
+
+def _from_loader(partitioner: Partitioner, task: SingleTask) -> FirstState:
+    """The first state by an object that loads weights itself: `load(model, like)`."""
+    loader, like = task.initial_weights, partitioner.abstract_state(task).params
+    try:
+        given = loader.load(task.model, like)
+    except (OSError, ValueError, ImportError) as error:
+        raise UsageError(f"task.initial_weights: {error}") from error
+    _check_given(given, like)
+
+    def init(given: Any) -> TrainState:
+        return task.init_state(jax.random.key(task.train.random_seed), given=given)
+
+    make = jax.jit(init, out_shardings=partitioner.state_shardings(task), donate_argnums=0)
+    loaded = flatten_dict(given, sep="/").keys()
+    place = getattr(loader, "folder", None) or type(loader).__qualname__
+    weights = {
+        name: f"{place}:{PARAMS}/{name}" if name in loaded else RANDOM_INIT
+        for name in flatten_dict(like, sep="/")
+    }
+    return FirstState(make(given), provenance=Provenance(weights))
+
+
+def _check_given(given: Any, like: Any) -> None:
+    """Compares loaded weights with those of the model, of which they may leave some out.
+
+    Raises:
+      UsageError: naming every weight that the model does not have, or has in another way.
+    """
+
+    def described(tree: Any) -> dict[str, str]:
+        return {
+            path: f"{leaf.dtype}{list(leaf.shape)}"
+            for path, leaf in flatten_dict(tree, sep="/").items()
+        }
+
+    expected = described(like)
+    problems = [
+        f"{path} is {found}, expected {expected.get(path, 'no such weight')}"
+        for path, found in described(given).items()
+        if found != expected.get(path)
+    ]
+    if problems:
+        raise UsageError(f"task.initial_weights: {first_names(problems)}")

@@ -1,0 +1,284 @@
+"""Rules and stored names in, the origin of every first value out; or all faults at once.
+
+Nothing is read here, so a mistake is answered before a model is compiled or a file written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from layerkit.near_names import near_names
+from layerkit_runner.checkpoints.structure import LeafPath, LeafSpec, join, named_leaves, spec_of
+from layerkit_runner.errors import UsageError
+from layerkit_runner.init_from.origins import (
+    EMA,
+    MODEL_FIELDS,
+    OPT_STATE,
+    PARAMS,
+    Found,
+    Matched,
+    Opened,
+)
+from layerkit_runner.init_from.rules import Origin, Rule
+from layerkit_runner.init_from.settings import ADAPTER_WEIGHTS, InitFrom
+from layerkit_runner.train_state import TrainState
+
+_MOST_FAULTS = 20
+# (part of the names here, part of those there, the rule)
+_UNSTACK = (
+    "/layers_0/",
+    "/repeat/sub/",
+    r'(r"(.*)/layers_(\d+)/(.*)", r"\1/repeat/sub/\3[\2]")',
+)
+_STACK = (
+    "/repeat/sub/",
+    "/layers_0/",
+    r'(r"(.*)/repeat/sub/(.*)", r"\1/layers_{layer}/\2")',
+)
+
+
+def match(settings: InitFrom, opened: Sequence[Opened], state: TrainState) -> Matched:
+    """Finds the origin of every first value.
+
+    Args:
+      settings: What is asked for.
+      opened: Its sources, in their order.
+      state: The state of this run, as shapes, dtypes and shardings.
+
+    Raises:
+      UsageError: all weights and patterns that do not come out even.
+    """
+    return _Matching(settings, opened, state).run()
+
+
+class _Matching:
+    """One pass over the values of a state, gathering faults on the way."""
+
+    def __init__(self, settings: InitFrom, opened: Sequence[Opened], state: TrainState):
+        self._settings, self._opened = settings, opened
+        leaves = named_leaves(state)
+        self._weights = {p: leaf for p, leaf in leaves.items() if p[0] in MODEL_FIELDS}
+        self._opt_state = {p: leaf for p, leaf in leaves.items() if p[0] == OPT_STATE}
+        self._found: dict[LeafPath, Found] = {}
+        self._drawn: list[LeafPath] = []
+        self._faults: list[str] = []
+        self._missing: list[str] = []
+        # Weights that are there and here under one name, but of another shape or drawn.
+        self._accounted: set[LeafPath] = set()
+
+    def run(self) -> Matched:
+        for source in self._opened:
+            self._check_fields(source)
+        used: set[Rule] = set()
+        for path, leaf in self._weights.items():
+            self._place_weight(path, leaf, used)
+        for path, leaf in self._opt_state.items():
+            for source in self._opened:
+                if self._by_rule(source, source.settings.state_rules, path, leaf, used):
+                    break
+        self._check_patterns(used)
+        for source in self._opened:
+            self._check_surplus(source)
+        if self._faults:
+            raise UsageError(self._message())
+        counting = next((one for one in self._opened if one.settings.load_step), None)
+        if counting is None or counting.stored.step is None:
+            return Matched(self._found, tuple(self._drawn))
+        stored = counting.stored
+        return Matched(self._found, tuple(self._drawn), stored.step or 0, stored.label)
+
+    def _check_fields(self, source: Opened) -> None:
+        """Refuses what a source cannot give."""
+        settings, stored = source.settings, source.stored
+        if stored.step is None:
+            asked = [
+                name
+                for name in ("load_step", "use_ema", "opt_state_rules")
+                if getattr(settings, name)
+            ]
+            if settings.step is not None:
+                asked.append("step")
+            if asked:
+                raise UsageError(
+                    f"{self._settings.label}: {', '.join(asked)} is set, but {stored.label} is a"
+                    " Hugging Face folder, which holds weights alone"
+                )
+        elif settings.use_ema and not any(path[0] == EMA for path in stored.leaves):
+            raise UsageError(
+                f"{self._settings.label}: use_ema is set, but {stored.label} holds no moving"
+                " averages; its job ran without"
+            )
+
+    def _place_weight(self, path: LeafPath, leaf: Any, used: set[Rule]) -> None:
+        name = join(path[1:])
+        if any(re.fullmatch(pattern, name) for pattern in self._settings.draw):
+            self._draw(path)
+            return
+        for source in self._opened:
+            rules = source.settings.weight_rules
+            if rules is not None:
+                if self._by_rule(source, rules, path, leaf, used):
+                    return
+                continue
+            stored = _in_source(source, path[0], name)
+            if stored is not None:
+                self._take(source, Origin(name, (name,)), (stored,), path, leaf)
+                return
+        is_adapter = any(re.fullmatch(pattern, name) for pattern in ADAPTER_WEIGHTS)
+        if self._settings.missing == "draw" or is_adapter:
+            self._draw(path)
+            return
+        sources = " or ".join(one.stored.label for one in self._opened)
+        there = (one for source in self._opened for one in _names_in(source, path[0]))
+        self._faults.append(f"{name} {spec_of(leaf)}: not in {sources}{self._near(name, there)}")
+        self._missing.append(name)
+
+    def _draw(self, path: LeafPath) -> None:
+        self._drawn.append(path)
+        self._accounted.add(path)
+
+    def _by_rule(
+        self, source: Opened, rules: Iterable[Rule], path: LeafPath, leaf: Any, used: set[Rule]
+    ) -> bool:
+        """Whether a rule says where a value comes from, rightly or not."""
+        name = join(path[1:])
+        for rule in rules:
+            origin = rule.origin(name, tuple(leaf.shape))
+            if origin is None:
+                continue
+            used.add(rule)
+            places = [(one, _in_source(source, path[0], one)) for one in origin.names]
+            absent = [one for one, place in places if place is None]
+            if absent:
+                near = self._near(absent[0], _names_in(source, path[0]))
+                self._faults.append(
+                    f"{name}: {rule} asks for {absent[0]}, which {source.stored.label} does not"
+                    f" hold{near}"
+                )
+            else:
+                found = tuple(place for _, place in places if place is not None)
+                self._take(source, origin, found, path, leaf)
+            return True
+        return False
+
+    def _take(
+        self,
+        source: Opened,
+        origin: Origin,
+        places: tuple[LeafPath, ...],
+        path: LeafPath,
+        leaf: Any,
+    ) -> None:
+        name, specs = join(path[1:]), [source.stored.leaves[place] for place in places]
+        self._accounted.add(path)
+        by_name = dict(zip(origin.names, [spec.shape for spec in specs], strict=True))
+        try:
+            shape = origin.shape(by_name)
+        except ValueError as error:
+            self._faults.append(f"{name}: {error}")
+            return
+        stored_dtype = specs[0].dtype
+        fits = stored_dtype == leaf.dtype or (_is_float(stored_dtype) and _is_float(leaf.dtype))
+        if shape != tuple(leaf.shape) or not fits:
+            there = LeafSpec(shape, stored_dtype)
+            called = "" if origin.text == name else f" {origin.text}"
+            self._faults.append(
+                f"{name}: {spec_of(leaf)} here, but{called} {there} in {source.stored.label}"
+            )
+            return
+        self._found[path] = Found(source.stored, origin, places, leaf)
+
+    def _check_patterns(self, used: set[Rule]) -> None:
+        """Every pattern has to match something."""
+        weights = [join(path[1:]) for path in self._weights]
+        for pattern in self._settings.draw:
+            if not any(re.fullmatch(pattern, name) for name in weights):
+                self._faults.append(_no_match("draw", pattern, weights))
+        for source in self._opened:
+            values = [join(path[1:]) for path in self._opt_state]
+            for rules, names in (
+                (source.settings.weight_rules or (), weights),
+                (source.settings.state_rules, values),
+            ):
+                for rule in rules:
+                    if rule in used:
+                        continue
+                    if any(re.fullmatch(rule.pattern, name) for name in names):
+                        self._faults.append(f"{rule} matches only what comes from elsewhere")
+                    else:
+                        self._faults.append(_no_match(rule.label, rule.pattern, names))
+            there = [join(path[1:]) for path in source.stored.leaves if path[0] in MODEL_FIELDS]
+            for pattern in source.settings.ignore:
+                if not any(re.fullmatch(pattern, name) for name in there):
+                    label = f"{source.settings.folder}: ignore"
+                    self._faults.append(_no_match(label, pattern, there))
+
+    def _check_surplus(self, source: Opened) -> None:
+        """Without rules a source is a whole, so what of it finds no place is a fault."""
+        if source.settings.weight_rules is not None:
+            return
+        taken = {
+            place
+            for found in self._found.values()
+            if found.stored is source.stored
+            for place in found.paths
+        }
+        for path, spec in source.stored.leaves.items():
+            if path[0] not in MODEL_FIELDS or path in taken or path in self._accounted:
+                continue
+            name = join(path[1:])
+            averaged = (EMA, *path[1:]) in taken
+            if averaged or any(re.fullmatch(p, name) for p in source.settings.ignore):
+                continue
+            self._faults.append(f"{name} {spec}: in {source.stored.label}, not in the model")
+
+    def _near(self, name: str, names: Iterable[str]) -> str:
+        """The nearest names, for faults that will be shown: to look for them takes time."""
+        shown = len(self._faults) < _MOST_FAULTS
+        return near_names(name, names).rstrip(".") if shown else ""
+
+    def _message(self) -> str:
+        count = len(self._faults)
+        lines = self._faults[:_MOST_FAULTS]
+        if count > _MOST_FAULTS:
+            lines.append(f"… and {count - _MOST_FAULTS} more")
+        differences = "1 difference" if count == 1 else f"{count} differences"
+        return (
+            f"{self._settings.label} does not fit the model ({differences}):\n  "
+            + "\n  ".join(lines)
+            + self._stacking_advice()
+            + "\nNothing is padded or cut. Weights can be drawn instead (--init_draw=PATTERN, or"
+            " InitFrom.draw), taken under other names (Source.rules) or left in the source"
+            " (Source.ignore); see docs/init_from.md."
+        )
+
+    def _stacking_advice(self) -> str:
+        """The rules that a model needs whose layers are not stacked as those of the source."""
+        there = [name for source in self._opened for name in _names_in(source, PARAMS)]
+        for kind, other, rule in (_UNSTACK, _STACK):
+            if any(kind in name for name in self._missing) and any(other in name for name in there):
+                return f"\nThe layers lie otherwise there; this rule goes before the rest: {rule}"
+        return ""
+
+
+def _in_source(source: Opened, field: str, name: str) -> LeafPath | None:
+    """Where a value lies in a source; an average goes before its weight if it is asked for."""
+    parts = tuple(name.split("/"))
+    fields = (EMA, field) if source.settings.use_ema and field == PARAMS else (field,)
+    return next((p for one in fields if (p := (one, *parts)) in source.stored.leaves), None)
+
+
+def _names_in(source: Opened, field: str) -> list[str]:
+    return [join(path[1:]) for path in source.stored.leaves if path[0] == field]
+
+
+def _no_match(label: str, pattern: str, names: Sequence[str]) -> str:
+    return f"{label}: {pattern!r} matches no name{near_names(pattern, names).rstrip('.')}"
+
+
+def _is_float(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating))

@@ -1,0 +1,78 @@
+"""The record of where each first value came from: `initial_values.json` in the folder of a job.
+
+It is written on a fresh start, since a run that goes on begins from its own checkpoint and keeps
+the record it has.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+
+from etils import epath
+
+from layerkit_runner.errors import first_names
+from layerkit_runner.whole_files import write_whole
+
+RECORD = "initial_values.json"
+RANDOM_INIT = "random_init"
+
+
+@dataclasses.dataclass(frozen=True)
+class Provenance:
+    """Where first values came from.
+
+    Attributes:
+      weights: By name: `DIR:STEP:PATH`, a Hugging Face folder's `DIR:PATH`, or `random_init`.
+      opt_state: The same of those values of the optimizer that were read.
+      step: `DIR:STEP` where the run counts on from there; None where it counts from 0.
+      converted: Weights whose dtype differs from the stored one, by `float32 → bfloat16`.
+      num_opt_state: How many values the optimizer has.
+    """
+
+    weights: Mapping[str, str]
+    opt_state: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    step: str | None = None
+    converted: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    num_opt_state: int = 0
+
+    def lines(self) -> Iterator[str]:
+        """What the start report says of it."""
+        sources = collections.Counter(
+            origin.rpartition(":")[0] or origin
+            for origin in self.weights.values()
+            if origin != RANDOM_INIT
+        )
+        counts = [f"{_weights(count)} from {source}" for source, count in sources.items()]
+        drawn = [name for name, origin in self.weights.items() if origin == RANDOM_INIT]
+        if drawn:
+            counts.append(f"{len(drawn)} drawn ({first_names(drawn, limit=3)})")
+        yield f"init from    {'; '.join(counts)}"
+        for dtypes, names in self.converted.items():
+            count = len(names)
+            yield f"             {dtypes}: {count} value{'' if count == 1 else 's'} converted"
+        if self.opt_state:
+            read, total = len(self.opt_state), self.num_opt_state
+            rest = "; the others begin anew" if read < total else ""
+            yield f"             {read} of {total} values of the optimizer{rest}"
+        if self.step is not None:
+            yield f"             counts on from the step of {self.step}"
+
+    def write(self, directory: epath.Path) -> None:
+        """Writes the record into the folder of a job."""
+        record = {"weights": self.weights, "opt_state": self.opt_state, "step": self.step}
+        write_whole(directory / RECORD, json.dumps(record, indent=2) + "\n")
+
+
+def write_record(directory: epath.Path, provenance: Provenance | None) -> None:
+    """Writes the record of a fresh start; one that an earlier start left is not true any more."""
+    if provenance is not None:
+        provenance.write(directory)
+    elif (directory / RECORD).exists():
+        (directory / RECORD).unlink()
+
+
+def _weights(count: int) -> str:
+    return "1 weight" if count == 1 else f"{count} weights"

@@ -1,0 +1,88 @@
+"""One of our checkpoints, read by name: any of its values, placed as they are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from etils import epath
+
+from layerkit_runner.checkpoints import CheckpointManager, LayoutVersionError, step_metadata
+from layerkit_runner.checkpoints.folders import committed_steps, step_folder
+from layerkit_runner.checkpoints.integrity import verify
+from layerkit_runner.checkpoints.structure import LeafPath, LeafSpec
+from layerkit_runner.errors import UsageError, first_names
+from layerkit_runner.process_exchange import from_process_0
+
+
+class StoredCheckpoint:
+    """A checkpoint of either format, of a run under any partitioner.
+
+    Attributes:
+      label: `DIR:STEP`, for messages and records.
+      step: Of the checkpoint.
+      leaves: Shape and dtype of every value by its path, such as `("params", "lm", "w")`.
+    """
+
+    def __init__(
+        self, directory: epath.Path, *, step: int | None, report: Callable[[str], None]
+    ) -> None:
+        """Looks for a sound checkpoint; reads names alone.
+
+        Args:
+          directory: Of the checkpoints.
+          step: Which; None for the newest sound one.
+          report: Takes a line about newer ones that are damaged.
+
+        Raises:
+          UsageError: there is none, that of `step` is damaged, or a later version wrote it.
+        """
+        self.step = _choose(directory, step, report)
+        self.label = f"{directory}:{self.step}"
+        self._state = step_folder(directory, self.step) / "state"
+        try:
+            step_metadata.read(self._state.parent)
+        except LayoutVersionError as error:
+            raise UsageError(str(error)) from error
+        # Orbax takes most of a second to import.
+        from layerkit_runner.checkpoints import handlers
+
+        self.leaves: Mapping[LeafPath, LeafSpec] = handlers.stored_leaves(self._state)
+
+    def read(self, wanted: Mapping[LeafPath, jax.ShapeDtypeStruct]) -> dict[LeafPath, jax.Array]:
+        """Some of the values, each under the sharding that is wanted.
+
+        Only what the devices of a process hold is read by it; a single file (`StateFormat.MSGPACK`)
+        is passed through one value at a time.
+
+        Args:
+          wanted: Stored shape and dtype, with a sharding.
+        """
+        from layerkit_runner.checkpoints import handlers
+
+        handler = handlers.StateHandler()
+        try:
+            return handler.restore(self._state, handlers.StateRestore(wanted))
+        finally:
+            handler.close()
+
+
+def _choose(directory: epath.Path, step: int | None, report: Callable[[str], None]) -> int:
+    if step is None:
+        with CheckpointManager(directory, read_only=True, report=report) as checkpoints:
+            step = checkpoints.newest_sound_step()
+        if step is None:
+            raise UsageError(f"no checkpoint in {directory} is sound")
+        return step
+    steps = committed_steps(directory)
+    if step not in steps:
+        raise UsageError(
+            f"{directory} has no checkpoint of step {step}; it has {first_names(map(str, steps))}"
+        )
+    damage: list[Any] = from_process_0(
+        lambda: [str(one) for one in verify(step_folder(directory, step)) if one.is_damage]
+    )
+    if damage:
+        raise UsageError(f"{step_folder(directory, step)} is damaged: {first_names(damage)}")
+    return step

@@ -1,0 +1,318 @@
+"""The state before the first step: which values it has, where they lie, what is told of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from layerkit.config import Configurable
+from layerkit.layers.adapters import LORA_WEIGHTS, with_lora
+from layerkit.nested_map import NestedMap
+from layerkit_runner.errors import UsageError
+from layerkit_runner.init_from import plan_first_state
+
+OUT_OF_STACK = [
+    (r"layers_([01])/(.*)", r"stack/sub/\2[\1]"),
+    (r"layers_2/(.*)", r"stack/sub/\1[0]"),
+]
+
+
+def first_state(
+    begin: Any, *sources: Any, model: Any = None, bound: Any = (), **fields: Any
+) -> Any:
+    """(partitioner, task, first state) of a run that begins from these."""
+    settings = begin.init_from(*sources, **fields)
+    model = begin.model() if model is None else model
+    partitioner, task = begin.bound(model, begin=settings, **dict(bound))
+    return partitioner, task, plan_first_state(partitioner, task)()
+
+
+def weights(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: value for name, value in values.items() if name.startswith("params/")}
+
+
+def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def drawn(begin: Any) -> dict[str, np.ndarray]:
+    """The first state that a run draws."""
+    partitioner, task = begin.bound(begin.model())
+    return begin.leaves(partitioner.first_state(task))
+
+
+def test_weights_of_a_job(begin: Any, drawn: dict[str, np.ndarray]):
+    _, _, first = first_state(begin, begin.job)
+    found = begin.leaves(first.state)
+    assert_same(weights(found), weights(begin.values))
+    # All that is not a weight begins anew.
+    others = drawn.keys() - weights(drawn).keys()
+    assert_same({name: found[name] for name in others}, {name: drawn[name] for name in others})
+    assert first.step == 0
+    label = f"{begin.job}/checkpoints:7"
+    names = [name.removeprefix("params/") for name in weights(found)]
+    assert first.provenance.weights == {name: f"{label}:params/{name}" for name in names}
+    count = len(names)
+    assert list(first.provenance.lines()) == [f"init from    {count} weights from {label}"]
+
+
+@pytest.mark.parametrize("where", ["", "checkpoints", "checkpoints/checkpoint_00000007"])
+def test_folders_of_the_same_checkpoint(begin: Any, where: str):
+    partitioner, task = begin.bound(begin.model(), begin=begin.init_from(begin.job / where))
+    plan_first_state(partitioner, task)  # nothing to complain of
+
+
+@pytest.mark.parametrize("one_file", [False, True], ids=["tensorstore", "msgpack"])
+@pytest.mark.parametrize("arrangement", ["2 x 2 x 2", "pmap"])
+def test_any_format_on_any_mesh(begin: Any, tmp_path: Path, one_file: bool, arrangement: str):
+    job = begin.job
+    if one_file:
+        job = tmp_path
+        partitioner, task = begin.bound(begin.model(), pmap=True)
+        begin.save(job, begin.filled(partitioner.abstract_state(task)), one_file=True)
+    place = {"pmap": True} if arrangement == "pmap" else {"shape": [2, 2, 2]}
+    source = {"folder": str(job), "opt_state_rules": [(".*", r"\g<0>")], "load_step": True}
+    partitioner, task, first = first_state(begin, source, bound=place)
+    expected = {**begin.values, "step": np.int32(7)}
+    assert_same(begin.leaves(first.state), expected)
+    wanted = partitioner.state_shardings(task)
+    assert jax.tree.map(lambda leaf: leaf.sharding, first.state) == wanted
+
+
+@pytest.mark.parametrize("repeated", [True, False], ids=["whole", "in layers"])
+def test_values_are_read_as_they_are_laid_out(begin: Any, repeated: bool):
+    from layerkit_runner.init_from import first_state as module
+    from layerkit_runner.init_from.matching import match
+    from layerkit_runner.init_from.origins import Opened
+    from layerkit_runner.init_from.stored_checkpoint import StoredCheckpoint
+
+    rules = None if repeated else [*OUT_OF_STACK[:1], (".*", r"\g<0>")]
+    settings = begin.init_from({"folder": str(begin.job), "rules": rules})
+    model = begin.model(repeated=repeated)
+    partitioner, task = begin.bound(model, [1, 4, 2], begin=settings)
+    stored = StoredCheckpoint(begin.job / "checkpoints", step=None, report=print)
+    state = partitioner.abstract_state(task)
+    matched = match(settings, [Opened(settings.sources[0], stored)], state)
+    read = stored.read(module._wanted(stored, matched.found.values()))
+    path = ("params", "stack", "sub", "linear", "w")
+    shards = {shard.data.shape for shard in read[path].addressable_shards}
+    assert read[path].shape == (2, 8, 8)
+    assert shards == {(2, 2, 4)}  # an eighth on each device
+
+
+def test_the_optimizer_in_part(begin: Any, drawn: dict[str, np.ndarray]):
+    source = {"folder": str(begin.job), "opt_state_rules": [("0/nu/(.*)", r"0/nu/\1")]}
+    _, _, first = first_state(begin, source)
+    found = begin.leaves(first.state)
+    for name, value in found.items():
+        if name.startswith("opt_state"):
+            expected = begin.values if "/nu/" in name else drawn
+            np.testing.assert_array_equal(value, expected[name], err_msg=name)
+    moments = sum("opt_state/0/nu" in name for name in found)
+    total = sum(name.startswith("opt_state") for name in found)
+    told = list(first.provenance.lines())[-1].strip()
+    assert told == f"{moments} of {total} values of the optimizer; the others begin anew"
+
+
+def test_a_step_takes_schedules_along_but_not_moments(begin: Any):
+    source = {"folder": str(begin.job), "load_step": True}
+    _, _, first = first_state(begin, source)
+    assert first.step == int(first.state.step) == 7
+    adam, schedule = first.state.opt_state
+    assert (int(adam.count), int(schedule.count)) == (0, 7)
+    assert isinstance(schedule, optax.ScaleByScheduleState)
+    told = list(first.provenance.lines())[-1].strip()
+    assert told == f"counts on from the step of {begin.job}/checkpoints:7"
+
+
+def test_averages_in_place_of_weights(begin: Any, tmp_path: Path):
+    partitioner, task = begin.bound(begin.model())
+    state = begin.filled(partitioner.abstract_state(task))
+    # Frozen weights have no average; they come as they are.
+    ema = begin.filled(state.params, seed=1)
+    del ema["head"]
+    saved = {"params": state.params, "ema": ema, "step": state.step}
+    begin.save(tmp_path, saved)
+    _, _, first = first_state(begin, {"folder": str(tmp_path), "use_ema": True})
+    found = begin.leaves(first.state)
+    expected = {**begin.leaves({"params": state.params}), **begin.leaves({"params": ema})}
+    assert_same(weights(found), expected)
+    origins = first.provenance.weights
+    assert origins["head/w"].endswith(":7:params/head/w")
+    assert origins["stack/sub/bias/b"].endswith(":7:ema/stack/sub/bias/b")
+
+
+def test_averages_begin_with_the_weights(begin: Any):
+    _, _, first = first_state(begin, begin.job, bound={"ema_decay": 0.9})
+    found = begin.leaves(first.state)
+    for name, value in weights(begin.values).items():
+        np.testing.assert_array_equal(found[name.replace("params/", "ema/", 1)], value)
+
+
+def test_floats_are_converted_and_told(begin: Any):
+    model = begin.model()
+    model.dtype = jnp.bfloat16
+    _, _, first = first_state(begin, begin.job, model=model)
+    for name, value in weights(begin.leaves(first.state)).items():
+        assert value.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(value, begin.values[name].astype(jnp.bfloat16))
+    count = len(weights(begin.values))
+    told = list(first.provenance.lines())[-1].strip()
+    assert told == f"float32 → bfloat16: {count} values converted"
+
+
+@pytest.mark.parametrize("shape", [None, [2, 2, 2]], ids=["one device", "2 x 2 x 2"])
+def test_layers_out_of_a_stack(begin: Any, shape: Any):
+    rules = [*OUT_OF_STACK, (".*", r"\g<0>")]
+    model = begin.model(num_layers=3, repeated=False)
+    source = {"folder": str(begin.job), "rules": rules}
+    _, _, first = first_state(begin, source, model=model, bound={"shape": shape})
+    found = weights(begin.leaves(first.state))
+    expected = {"params/head/w": begin.values["params/head/w"]}
+    for leaf in ("linear/w", "bias/b"):
+        stacked = begin.values[f"params/stack/sub/{leaf}"]
+        for here, there in enumerate((0, 1, 0)):
+            expected[f"params/layers_{here}/{leaf}"] = stacked[there]
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("shape", [None, [2, 2, 2]], ids=["one device", "2 x 2 x 2"])
+def test_a_deeper_stack(begin: Any, shape: Any):
+    rules = [(r"stack/.*", r"\g<0>[0, 1, 1, 0]"), (".*", r"\g<0>")]
+    model = begin.model(num_layers=4)
+    source = {"folder": str(begin.job), "rules": rules}
+    _, _, first = first_state(begin, source, model=model, bound={"shape": shape})
+    for name, value in weights(begin.leaves(first.state)).items():
+        expected = begin.values[name]
+        if "/stack/" in name:
+            expected = expected[[0, 1, 1, 0]]
+        np.testing.assert_array_equal(value, expected, err_msg=name)
+
+
+def test_a_stack_out_of_layers(begin: Any, tmp_path: Path):
+    partitioner, task = begin.bound(begin.model(repeated=False))
+    state = begin.filled(partitioner.abstract_state(task))
+    begin.save(tmp_path, state)
+    rules = [(r"stack/sub/(.*)", r"layers_{layer}/\1"), (".*", r"\g<0>")]
+    source = {"folder": str(tmp_path), "rules": rules}
+    _, _, first = first_state(begin, source, bound={"shape": [2, 2, 2]})
+    there = begin.leaves(state)
+    expected = {"params/head/w": there["params/head/w"]}
+    for leaf in ("linear/w", "bias/b"):
+        layers = [there[f"params/layers_{i}/{leaf}"] for i in (0, 1)]
+        expected[f"params/stack/sub/{leaf}"] = np.stack(layers)
+    assert_same(weights(begin.leaves(first.state)), expected)
+
+
+def test_adapters_on_a_pretrained_model(begin: Any):
+    model = with_lora(begin.model(), rank=2)
+    place = {"shape": [2, 2, 2], "trainable": (LORA_WEIGHTS,)}
+    partitioner, task, first = first_state(begin, begin.job, model=model, bound=place)
+    before = begin.leaves(first.state)
+    adapters = {name for name in weights(before) if "lora_" in name}
+    base = {name: value for name, value in weights(before).items() if name not in adapters}
+    assert_same(base, weights(begin.values))
+    drawn = {n for n, origin in first.provenance.weights.items() if origin == "random_init"}
+    assert drawn == {name.removeprefix("params/") for name in adapters}
+    assert all(np.any(before[name]) == name.endswith("lora_a") for name in adapters)
+    # A step: the base keeps its bits, the adapters learn.
+    rng = np.random.default_rng(0)
+    batch = NestedMap(x=rng.normal(size=(8, 8)), y=rng.normal(size=(8, 4))).transform(np.float32)
+    step = partitioner.train_step_fn(task)
+    after, _ = step(first.state, partitioner.put_batch(batch))
+    moved = {n for n, value in weights(begin.leaves(after)).items() if np.any(value != before[n])}
+    assert moved
+    assert moved <= adapters
+
+
+def test_several_sources(begin: Any, tmp_path: Path):
+    """The first that has a weight gives it, and `draw` goes before all."""
+    partitioner, task = begin.bound(begin.model())
+    params = begin.filled(partitioner.abstract_state(task).params, seed=3)
+    head = {"params": {"head": params["head"]}}
+    begin.save(tmp_path, head)
+    base = {"folder": str(begin.job), "ignore": ("head/.*",)}
+    _, _, first = first_state(begin, tmp_path, base, draw=("stack/sub/bias/b",))
+    found = begin.leaves(first.state)
+    expected = {**begin.values, **begin.leaves(head)}
+    expected["params/stack/sub/bias/b"] = np.zeros((2, 8), np.float32)
+    assert_same(weights(found), weights(expected))
+
+
+def test_missing_may_be_drawn(begin: Any, drawn: dict[str, np.ndarray]):
+    source = {"folder": str(begin.job), "rules": [(r"stack/.*", r"\g<0>")]}
+    _, _, first = first_state(begin, source, missing="draw")
+    for name, value in weights(begin.leaves(first.state)).items():
+        origin = begin.values if "/stack/" in name else drawn
+        np.testing.assert_array_equal(value, origin[name], err_msg=name)
+
+
+def test_the_record(begin: Any, tmp_path: Path):
+    from etils import epath
+
+    from layerkit_runner.init_from.provenance import write_record
+
+    source = {"folder": str(begin.job), "load_step": True}
+    _, _, first = first_state(begin, source, draw=("head/.*",))
+    write_record(epath.Path(tmp_path), first.provenance)
+    record = json.loads((tmp_path / "initial_values.json").read_text())
+    assert record["step"] == f"{begin.job}/checkpoints:7"
+    assert record["opt_state"] == {}
+    assert record["weights"]["head/w"] == "random_init"
+    bias = "stack/sub/bias/b"
+    assert record["weights"][bias] == f"{begin.job}/checkpoints:7:params/{bias}"
+    # A start anew without any source does not leave it behind.
+    write_record(epath.Path(tmp_path), None)
+    assert not (tmp_path / "initial_values.json").exists()
+
+
+class OneWeight(Configurable):
+    """Loads the head by itself."""
+
+    folder: str = "somewhere"
+
+    def load(self, model: Any, like: Any) -> Any:
+        head = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), like["head"])
+        return {"head": head}
+
+
+def test_the_record_of_what_loads_by_itself(begin: Any):
+    partitioner, task = begin.bound(begin.model(), begin=OneWeight())
+    first = plan_first_state(partitioner, task)()
+    np.testing.assert_array_equal(first.state.params["head"]["w"], np.ones((8, 4)))
+    assert first.provenance.weights == {
+        "head/w": "somewhere:params/head/w",
+        "stack/sub/bias/b": "random_init",
+        "stack/sub/linear/w": "random_init",
+    }
+    drawn = "stack/sub/bias/b, stack/sub/linear/w"
+    assert list(first.provenance.lines()) == [
+        f"init from    1 weight from somewhere; 2 drawn ({drawn})"
+    ]
+
+
+def test_a_damaged_checkpoint(begin: Any, tmp_path: Path):
+    partitioner, task = begin.bound(begin.model())
+    state = begin.filled(partitioner.abstract_state(task))
+    for step in (3, 5):
+        begin.save(tmp_path, state, step=step, one_file=True)
+    file = tmp_path / "checkpoints" / "checkpoint_00000005" / "state" / "state.msgpack"
+    file.write_bytes(file.read_bytes()[:-1])
+    told: list[str] = []
+    task.initial_weights = begin.init_from(tmp_path)
+    first = plan_first_state(partitioner, task, report=told.append)()
+    assert first.provenance.weights["head/w"].startswith(f"{tmp_path}/checkpoints:3:")
+    assert "CHECKPOINT DAMAGED: step 5" in told[0]
+    task.initial_weights = begin.init_from({"folder": str(tmp_path), "step": 5})
+    with pytest.raises(UsageError, match=r"checkpoint_00000005 is damaged: state/state.msgpack"):
+        plan_first_state(partitioner, task)

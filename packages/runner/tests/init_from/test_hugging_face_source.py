@@ -1,0 +1,89 @@
+"""A run that begins with the weights of a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from layerkit.config import build
+from layerkit.interop.hugging_face import export_model, model_config
+from layerkit_runner.errors import UsageError
+from layerkit_runner.init_from import plan_first_state
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, begin: Any) -> tuple[Path, dict[str, Any]]:
+    """(a GPT-2 in bfloat16, its weights by path)."""
+    content = {
+        "model_type": "gpt2",
+        "vocab_size": 32,
+        "n_embd": 8,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": 16,
+    }
+    described = tmp_path_factory.mktemp("described")
+    (described / "config.json").write_text(json.dumps(content))
+    config = model_config(described, dtype="bfloat16")
+    variables = jax.jit(lambda: build(config).init(jax.random.key(5)))()
+    written = tmp_path_factory.mktemp("written")
+    export_model(written, config, variables)
+    return written, begin.leaves({"params": variables["params"]})
+
+
+@pytest.mark.parametrize("repeated", [True, False], ids=["repeated", "unrolled"])
+def test_weights(folder: tuple[Path, dict[str, Any]], begin: Any, repeated: bool):
+    path, values = folder
+    model = model_config(path, repeated=repeated)
+    partitioner, task = begin.bound(model, [2, 2, 2], begin=begin.init_from(path))
+    first = plan_first_state(partitioner, task)()
+    found = begin.leaves({"params": first.state.params})
+    for name, value in values.items():
+        names = [name] if repeated else [name.replace("repeat/sub", f"layers_{i}") for i in (0, 1)]
+        stacked = not repeated and names[0] != name
+        for layer, one in enumerate(names if stacked else [name]):
+            expected = np.asarray(value[layer] if stacked else value, np.float32)
+            np.testing.assert_array_equal(found[one], expected, err_msg=one)
+    shardings = partitioner.state_shardings(task)
+    assert jax.tree.map(lambda leaf: leaf.sharding, first.state) == shardings
+    assert first.provenance.weights["lm/softmax/w"] == f"{path}:params/lm/softmax/w"
+    (count,) = [line for line in first.provenance.lines() if "bfloat16 → float32" in line]
+    assert f"{len(found)} values converted" in count
+
+
+def test_a_part_under_another_name(folder: tuple[Path, dict[str, Any]], begin: Any):
+    path, values = folder
+    # A row of layer 1 in place of a bias.
+    name = "lm/stack/repeat/sub/attention/output/w"
+    source = {"folder": str(path), "rules": [("layers_0/bias/b", f"{name}[1][0][2]")]}
+    settings = begin.init_from(source, missing="draw")
+    partitioner, task = begin.bound(begin.model(repeated=False), begin=settings)
+    first = plan_first_state(partitioner, task)()
+    expected = np.asarray(values[f"params/{name}"][1, 0, 2], np.float32)
+    np.testing.assert_array_equal(first.state.params["layers_0"]["bias"]["b"], expected)
+    others = set(first.provenance.weights.values()) - {"random_init"}
+    assert others == {f"{path}:params/{name}[1][0][2]"}
+
+
+def test_another_size(folder: tuple[Path, dict[str, Any]], begin: Any):
+    path, _ = folder
+    model = model_config(path)
+    model.lm_tpl.vocab_size = 40
+    partitioner, task = begin.bound(model, begin=begin.init_from(path))
+    expected = f"lm/softmax/w: float32[40, 8] here, but bfloat16[32, 8] in {path}"
+    with pytest.raises(UsageError, match=re.escape(expected)):
+        plan_first_state(partitioner, task)
+
+
+def test_a_model_that_is_not_supported(tmp_path: Path, begin: Any):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt3"}))
+    (tmp_path / "model.safetensors").touch()
+    partitioner, task = begin.bound(begin.model(), begin=begin.init_from(tmp_path))
+    with pytest.raises(UsageError, match=r"^task\.initial_weights: .*gpt3"):
+        plan_first_state(partitioner, task)

@@ -1,0 +1,174 @@
+"""Training jobs that begin with the weights of a folder, from the flags to the files."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from layerkit.config import Config
+from layerkit_runner import BaseExperiment, UsageError
+from layerkit_runner.flags import RunOptions, check_folder, parse_flags
+from layerkit_runner.init_from import InitFrom, Source
+from layerkit_runner.observers import read_metrics
+from layerkit_runner.resolve import resolve
+from layerkit_runner.train_mode import run_train
+
+
+@pytest.fixture(scope="module")
+def experiment(tiny: SimpleNamespace) -> type[BaseExperiment]:
+    class Line(BaseExperiment):
+        MAX_STEPS: int = 3
+        DIMS: int = 2
+        BEGIN: str | None = None
+
+        def task(self) -> Config:
+            task = tiny.task_config(
+                learner={"learning_rate": 0.01},
+                train={"num_train_steps": self.MAX_STEPS, "summary_interval_steps": 1},
+                dims=self.DIMS,
+            )
+            if self.BEGIN is not None:
+                source = Source.HParams.config(folder=self.BEGIN, load_step=True)
+                task.initial_weights = InitFrom.HParams.config(sources=[source])
+            return task
+
+        def datasets(self) -> list[Config]:
+            points = tiny.Points.HParams
+            return [points.config(name="train", is_training=True, percore_batch_size=1.0)]
+
+    return Line
+
+
+@pytest.fixture(scope="module")
+def train(experiment: Any) -> Any:
+    """Trains in a folder and returns what was printed."""
+
+    def run(folder: Path, *, fields: Any = None, **options: Any) -> str:
+        folders = {"job_log_dir": str(folder), "jax_compilation_cache": "off"}
+        resolved = resolve(experiment(**(fields or {})))
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            assert run_train(resolved, RunOptions(**folders, **options)) == 0
+        return printed.getvalue()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def job(train: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of three steps."""
+    folder = tmp_path_factory.mktemp("base")
+    assert "init from" not in train(folder)
+    assert not (folder / "initial_values.json").exists()
+    return folder
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {record["step"]: record["loss"] for record in read_metrics(folder).train}
+
+
+def test_a_new_run_begins_where_another_ended(train: Any, job: Path, tmp_path: Path):
+    there, new = shutil.copytree(job, tmp_path / "there"), tmp_path / "new"
+    output = train(new, init_from=str(there))
+    assert f"init from    1 weight from {there}/checkpoints:3\n" in output
+    record = json.loads((new / "initial_values.json").read_text())
+    assert record["weights"] == {"linear/w": f"{there}/checkpoints:3:params/linear/w"}
+    # The same data from the start on, other weights.
+    assert losses(new).keys() == {1, 2, 3}
+    assert losses(new)[1] != losses(job)[1]
+
+    # A run that has begun does not look at the source again, which may be gone.
+    shutil.rmtree(there)
+    output = train(new, init_from=str(there), fields={"MAX_STEPS": 4})
+    assert f"goes on from step 3 of {new}/checkpoints\n" in output
+    assert f"--init_from={there} is not used: this run has begun\n" in output
+    assert "init from  " not in output
+    assert json.loads((new / "initial_values.json").read_text()) == record
+
+
+@pytest.mark.slow
+def test_what_the_experiment_says(train: Any, job: Path, tmp_path: Path):
+    fields = {"BEGIN": str(job), "MAX_STEPS": 5}
+    output = train(tmp_path / "new", fields=fields)
+    assert f"counts on from the step of {job}/checkpoints:3\n" in output
+    assert "steps        3 → 5\n" in output
+    assert losses(tmp_path / "new").keys() == {4, 5}
+    # The flag goes before it.
+    output = train(tmp_path / "newer", init_from=str(tmp_path / "new"), fields=fields)
+    assert "--init_from takes the place of task.initial_weights\n" in output
+    assert f"init from    1 weight from {tmp_path}/new/checkpoints:5\n" in output
+    assert losses(tmp_path / "newer").keys() == {1, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize(
+    ("options", "dims", "message"),
+    [
+        ({}, 3, "linear/w: float32[3, 1] here, but float32[2, 1] in {job}/checkpoints:3\n"),
+        (
+            {"init_draw": "liner/.*"},
+            2,
+            "draw: 'liner/.*' matches no name; did you mean 'linear/w'?",
+        ),
+    ],
+)
+def test_nothing_is_written_for_what_does_not_fit(
+    train: Any, job: Path, tmp_path: Path, options: Any, dims: int, message: str
+):
+    with pytest.raises(UsageError) as caught:
+        train(tmp_path / "new", init_from=str(job), **options, fields={"DIMS": dims})
+    text = str(caught.value)
+    assert text.startswith(f"--init_from={job} does not fit the model (1 difference):\n")
+    assert message.format(job=job) in text
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.slow
+def test_a_weight_that_is_to_be_drawn(train: Any, job: Path, tmp_path: Path):
+    output = train(tmp_path / "new", init_from=str(job), init_draw="linear/w")
+    assert "init from    1 drawn (linear/w)\n" in output
+    assert losses(tmp_path / "new") == losses(job)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--init_draw=x"],
+            "--init_draw says what --init_from leaves out; give --init_from=DIR too.",
+        ),
+        (
+            ["--init_from=a", "--restore_checkpoint_dir=b"],
+            "--init_from begins a new run with the weights of a folder, --restore_checkpoint_dir"
+            " goes on with the whole state of another; keep one.",
+        ),
+        (
+            ["--init_from=a", "--init_draw=(x"],
+            "--init_draw=(x is not a regular expression: missing ), unterminated subpattern at"
+            " position 0.",
+        ),
+        (["--init_from=a", "--mode=eval"], "--init_from belongs to --mode=train, and the mode is"),
+    ],
+)
+def test_flags_that_make_no_sense(words: list[str], message: str):
+    with pytest.raises(UsageError, match=f"^{re.escape(message)}"):
+        parse_flags(["--exp=x", *words])
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path):
+    (tmp_path / "base").mkdir()
+    folders = [f"--job_log_dir={tmp_path}/new", f"--init_from={tmp_path}/bass"]
+    flags = parse_flags(["--exp=x", *folders])
+    expected = f"--init_from={tmp_path}/bass: there is no such folder; did you mean 'base'?"
+    with pytest.raises(UsageError, match=f"^{re.escape(expected)}$"):
+        check_folder(flags)
+    # A run that has begun does not need it.
+    (tmp_path / "new" / "checkpoints").mkdir(parents=True)
+    check_folder(flags)
