@@ -6,6 +6,7 @@ Every row counts with weight 1, so an evaluation that reads each exactly once ha
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -99,15 +100,26 @@ class FailsOnOneHost(Indexed):
         return batch
 
 
+class HangsOnOneHost(Indexed):
+    """After a few batches, the file of the last host is never read to its end."""
+
+    def get_next(self) -> NestedMap:
+        is_last = self.infeed_host_index == self.num_infeed_hosts - 1
+        if is_last and self._rows_done > 6 * self.global_batch_size:
+            threading.Event().wait()
+        return super().get_next()
+
+
 class Thirteen(LmCloudSpmdTest):
     """A tiny model: trains on the rows, evaluates them in three splits, decodes one of them."""
 
     SHARDS: list[int] = [NUM_ROWS]
     EMPTY_SHARDS: list[int] = [NUM_ROWS]
     FAILS: bool = False
+    HANGS: bool = False
 
     def datasets(self) -> list[Config]:
-        training = FailsOnOneHost if self.FAILS else Indexed
+        training = FailsOnOneHost if self.FAILS else HangsOnOneHost if self.HANGS else Indexed
         return [
             self._input(training, name="train", is_training=True),
             self._input(Indexed, name="indexed"),

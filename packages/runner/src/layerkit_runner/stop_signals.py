@@ -1,8 +1,8 @@
-"""Ctrl-C and SIGTERM: finish the step, save, leave.
+"""Ctrl-C and SIGTERM: finish the step, save, leave. SIGUSR1: save, and go on.
 
 The first signal only sets a flag, which the loop looks at between steps. A second Ctrl-C leaves at
-once, without saving. Where several processes train together, a signal to any of them stops all, at
-the same step: they ask each other every few steps.
+once, without saving. Where several processes train together, a signal to any of them is one to all,
+at the same step: they ask each other every few steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from typing import Any
 import jax
 import numpy as np
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SAVE_SIGNAL = signal.SIGUSR1
+_SIGNALS = (*_STOP_SIGNALS, _SAVE_SIGNAL)
 
 # Asking waits for the steps under way, so it is not done at each.
 STEPS_BETWEEN_AGREEMENTS = 20
@@ -27,13 +29,16 @@ class StopSignals:
     """Catches signals while it is entered, on the main thread.
 
     Attributes:
-      received: The signal that came first; None if none came.
+      received: The signal to stop that came first; None if none came.
+      save_received: Whether a signal to save came that is not agreed on yet.
     """
 
     def __init__(self) -> None:
         self._previous: dict[signal.Signals, Any] = {}
         self._agreed: signal.Signals | None = None
+        self._save_agreed = False
         self.received: signal.Signals | None = None
+        self.save_received = False
 
     def __enter__(self) -> StopSignals:
         # Python runs a handler in the main thread, which may wait in compiled code for long. What
@@ -60,12 +65,24 @@ class StopSignals:
         if jax.process_count() > 1 and step % STEPS_BETWEEN_AGREEMENTS == 0:
             from jax.experimental import multihost_utils
 
-            mine = np.int32(0 if self.received is None else self.received)
-            anyone = int(multihost_utils.process_allgather(mine).max())
-            self._agreed = signal.Signals(anyone) if anyone else None
+            stop = 0 if self.received is None else int(self.received)
+            mine = np.array([stop, self._take_received_save()], np.int32)
+            anyone = multihost_utils.process_allgather(mine).max(axis=0)
+            self._agreed = signal.Signals(int(anyone[0])) if anyone[0] else None
+            self._save_agreed |= bool(anyone[1])
         elif jax.process_count() == 1:
             self._agreed = self.received
+            self._save_agreed |= self._take_received_save()
         return self._agreed is not None
+
+    def take_save_request(self) -> bool:
+        """Whether all processes save now, as `agreed` found; asked for again by another signal."""
+        is_agreed, self._save_agreed = self._save_agreed, False
+        return is_agreed
+
+    def _take_received_save(self) -> bool:
+        is_received, self.save_received = self.save_received, False
+        return is_received
 
     @property
     def exit_code(self) -> int:
@@ -75,8 +92,11 @@ class StopSignals:
     def _watch(self) -> None:
         while numbers := os.read(self._reader, 64):
             for number in numbers:
-                if number in _SIGNALS:
+                if number in _STOP_SIGNALS:
                     self._note(signal.Signals(number))
+                elif number == _SAVE_SIGNAL:
+                    self.save_received = True
+                    _tell(f"\n{_SAVE_SIGNAL.name}: saving after this step\n")
 
     def _note(self, number: signal.Signals) -> None:
         if self.received is not None and number == signal.SIGINT:
