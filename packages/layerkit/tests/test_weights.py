@@ -161,9 +161,11 @@ def test_unbox_and_logical_axes_of_a_tree():
 
 
 def test_stacking_adds_the_name_of_the_axis_and_unstacking_removes_it():
-    box = WeightBox(jnp.zeros((4, 2)), ("embed", "mlp"))
+    box = WeightBox(jnp.zeros((4, 2)), ("embed", "mlp"), WeightInit.FanIn(), (4, 2))
     params = {meta.PARTITION_NAME: "layers"}
     stacked = box.add_axis(0, params)
     assert stacked.axes == ("layers", "embed", "mlp")
     assert stacked.remove_axis(0, params).axes == ("embed", "mlp")
     assert stacked.replace_boxed(jnp.ones((3, 4, 2))).axes == stacked.axes
+    # Each layer of a stack is drawn by itself.
+    assert (stacked.init, stacked.fans) == (WeightInit.FanIn(), (4, 2))

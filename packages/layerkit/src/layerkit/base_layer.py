@@ -170,7 +170,8 @@ class BaseLayer(nn.Module, kw_only=True):
         dtype = canonical_dtype(weight.dtype or self._inherited_dtype("dtype"))
 
         def draw(key: jax.Array) -> WeightBox:
-            return WeightBox(draw_weight(key, weight, init, dtype), tuple(weight.axes))
+            value = draw_weight(key, weight, init, dtype)
+            return WeightBox(value, tuple(weight.axes), init, weight.fans())
 
         if trainable:
             self._own("weights")[name] = self.param(name, draw)

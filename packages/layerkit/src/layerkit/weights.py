@@ -171,10 +171,18 @@ class WeightBox(struct.PyTreeNode, meta.AxisMetadata[Any]):
     """A weight together with its logical axes, as it leaves initialisation.
 
     Flax's lifted transforms add and remove the names of stacked axes (`layers`) through it.
+
+    Attributes:
+      value: The weight, `[...]`.
+      axes: Its logical axes.
+      init: How it was drawn, where a layer declared that; a stack draws every layer by itself.
+      fans: (fan_in, fan_out) that it was drawn by.
     """
 
     value: Any
     axes: tuple[str | None, ...] = struct.field(pytree_node=False)
+    init: WeightInit | None = struct.field(pytree_node=False, default=None)
+    fans: tuple[int, int] | None = struct.field(pytree_node=False, default=None)
 
     def unbox(self) -> Any:
         return self.value

@@ -1,0 +1,20 @@
+"""Bytes for people."""
+
+from __future__ import annotations
+
+
+def size_text(size: float) -> str:
+    """Bytes in powers of ten: `0 B`, `12.3 kB`, `1.54 GB`.
+
+    >>> size_text(1_540_000_000)
+    '1.54 GB'
+    """
+    if size < 1000:
+        return f"{size:.0f} B"
+    value = float(size)
+    for unit in ("kB", "MB", "GB", "TB"):
+        value /= 1000
+        # What would be rounded to 1000 of a unit is 1 of the next.
+        if value < 999.5 or unit == "TB":
+            break
+    return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"

@@ -1,0 +1,177 @@
+"""`--diff_config=OTHER`: the fields in which an experiment differs from another configuration.
+
+    runner --exp=lm.pile.Pile126M --diff_config=lm.pile.Pile5B         another experiment
+    runner --exp=lm.pile.Pile126M --fdl.NUM_LAYERS=2 --diff_config=runs/a    what a job ran with
+
+The experiment of `--exp`, with its overrides, is "here"; the other one is "there", an experiment as
+it is written or the folder of a job, which has the configuration in its `config.json`. As with
+`diff`, the exit code is 0 where nothing differs and 1 where something does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from layerkit.near_names import near_names
+from layerkit_runner.errors import UsageError
+
+if TYPE_CHECKING:
+    from layerkit_runner.resolve import ResolvedExperiment
+
+# Longer values have lines of their own.
+_COLUMN = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """One of two configurations.
+
+    Attributes:
+      name: Of the experiment, and where it was recorded if it was.
+      values: By path; those of the experiment's own fields start with `experiment.`.
+    """
+
+    name: str
+    values: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """A field that differs; a side that does not have it is left out of `values`.
+
+    Attributes:
+      path: Of the field.
+      values: By side, `here` and `there`.
+    """
+
+    path: str
+    values: Mapping[str, Any]
+
+
+def is_folder(other: str) -> bool:
+    """Whether `--diff_config` names a folder; everything else is the name of an experiment."""
+    return "://" in other or os.sep in other or os.path.isdir(os.path.expanduser(other))
+
+
+def recorded_side(folder: str) -> Side:
+    """The configuration with which a job's folder was last written.
+
+    Args:
+      folder: Of the job, here or in a store such as gs://bucket/run.
+
+    Raises:
+      UsageError: it has none, or one that cannot be read.
+    """
+    try:
+        recorded = json.loads(_read(folder))
+        fields, config = recorded["fields"], recorded["config"]
+        name = f"{recorded['experiment']}, as recorded in {folder}"
+    except OSError as error:
+        raise UsageError(
+            f"--diff_config={folder}: no config.json there{_near_folders(folder)} A folder that a"
+            f" training run wrote to has one. ({error})"
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"--diff_config={folder}: its config.json is damaged, or of another program:"
+            f" {type(error).__name__}: {error}"
+        ) from None
+    return _side(name, fields, config)
+
+
+def resolved_side(resolved: ResolvedExperiment) -> Side:
+    """The configuration of an experiment at hand, as it would be recorded."""
+    # Needs what configs are made of, for which a wrong name should not wait.
+    from layerkit_runner.config_text import config_json
+
+    recorded = json.loads(json.dumps(config_json(resolved)))
+    return _side(recorded["experiment"], recorded["fields"], recorded["config"])
+
+
+def _side(name: str, fields: Mapping[str, Any], config: Mapping[str, Any]) -> Side:
+    return Side(name, {**{f"experiment.{path}": v for path, v in fields.items()}, **config})
+
+
+def _read(folder: str) -> str:
+    if "://" in folder:
+        from etils import epath  # only a store needs it
+
+        return str((epath.Path(folder) / "config.json").read_text())
+    with open(os.path.join(os.path.expanduser(folder), "config.json"), encoding="utf-8") as file:
+        return file.read()
+
+
+def _near_folders(folder: str) -> str:
+    path = os.path.abspath(os.path.expanduser(folder))
+    parent, name = os.path.split(path)
+    if "://" in folder or os.path.isdir(path) or not os.path.isdir(parent):
+        return "."
+    return near_names(name, os.listdir(parent))
+
+
+def differences(here: Side, there: Side) -> list[Difference]:
+    """The fields that differ, in the order of `here`, then those that only `there` has."""
+    found = []
+    for path in {**here.values, **there.values}:
+        sides = {"here": here.values, "there": there.values}
+        values = {name: side[path] for name, side in sides.items() if path in side}
+        # 1, 1.0 and True are equal in Python, but not as the value of a field.
+        if len(values) < 2 or json.dumps(values["here"]) != json.dumps(values["there"]):
+            found.append(Difference(path, values))
+    return found
+
+
+def difference_text(here: Side, there: Side) -> str:
+    """The differences for people: a line for each field, or three where the values are long."""
+    return "\n".join(_lines(here, there))
+
+
+def _lines(here: Side, there: Side) -> Iterator[str]:
+    yield f"here   {here.name}"
+    yield f"there  {there.name}"
+    found = differences(here, there)
+    if not found:
+        yield "nothing differs"
+        return
+    yield ""
+    rows = [(each, {side: _shown(value) for side, value in each.values.items()}) for each in found]
+    short = [(each.path, values) for each, values in rows if _is_short(values)]
+    width = max([len("field"), *(len(path) for path, _ in short)])
+    middle = max([len("here"), *(len(values["here"]) for _, values in short)])
+    if short:
+        yield f"{'field':<{width}}  {'here':<{middle}}  there"
+    for each, values in rows:
+        if _is_short(values):
+            yield f"{each.path:<{width}}  {values['here']:<{middle}}  {values['there']}"
+        elif len(values) == 1:
+            [(side, value)] = values.items()
+            yield f"{each.path:<{width}}  only {side}: {value}"
+        else:
+            yield each.path
+            yield f"    here   {values['here']}"
+            yield f"    there  {values['there']}"
+    yield ""
+    yield f"{len(found)} of {len({**here.values, **there.values})} fields differ"
+
+
+def _is_short(values: Mapping[str, str]) -> bool:
+    return len(values) == 2 and all(len(value) <= _COLUMN for value in values.values())
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else repr(value)
+
+
+def difference_json(here: Side, there: Side) -> str:
+    """The same as one JSON object: `here` and `there`, and the `differences` by path."""
+    return json.dumps(
+        {
+            "here": here.name,
+            "there": there.name,
+            "differences": {each.path: dict(each.values) for each in differences(here, there)},
+        }
+    )

@@ -1,0 +1,107 @@
+"""What differs between two configurations, and what is answered where one of them is not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from etils import epath
+
+from layerkit.config import Config
+from layerkit_runner import BaseExperiment
+from layerkit_runner.errors import UsageError
+from layerkit_runner.job_folder import write_config
+from layerkit_runner.looking.config_difference import (
+    Side,
+    difference_json,
+    difference_text,
+    differences,
+    is_folder,
+    recorded_side,
+    resolved_side,
+)
+from layerkit_runner.resolve import ResolvedExperiment, resolve
+
+
+@pytest.fixture(scope="module")
+def resolved(tiny: SimpleNamespace) -> Any:
+    class Small(BaseExperiment):
+        """Of a model of few dimensions."""
+
+        DIMS: int = 2
+
+        def task(self) -> Config:
+            return tiny.task_config(dims=self.DIMS)
+
+        def datasets(self) -> list[Config]:
+            return [tiny.Points.HParams.config(is_training=True, name="points")]
+
+    def make(**fields: Any) -> ResolvedExperiment:
+        return resolve(Small(**fields))
+
+    return make
+
+
+def test_a_run_and_the_experiment_of_now(resolved: Any, tmp_path: Path):
+    write_config(epath.Path(tmp_path), resolved(DIMS=4), report=lambda line: None)
+    there = recorded_side(str(tmp_path))
+    assert differences(resolved_side(resolved(DIMS=4)), there) == []
+    found = differences(resolved_side(resolved()), there)
+    assert [each.path for each in found] == ["experiment.DIMS", "task.model.dims"]
+    assert all(each.values == {"here": 2, "there": 4} for each in found)
+
+
+def test_the_text():
+    here = Side("lm.A", {"a": 1, "only": None, "same": "x", "long": "y" * 40})
+    there = Side("lm.B", {"a": None, "same": "x", "long": "z", "more": [1]})
+    assert difference_text(here, there).splitlines() == [
+        "here   lm.A",
+        "there  lm.B",
+        "",
+        "field  here  there",
+        "a      1     None",
+        "only   only here: None",
+        "long",
+        f"    here   {'y' * 40}",
+        "    there  z",
+        "more   only there: [1]",
+        "",
+        "4 of 5 fields differ",
+    ]
+    assert difference_text(here, here).splitlines()[2:] == ["nothing differs"]
+    record = json.loads(difference_json(here, there))
+    assert record["differences"]["only"] == {"here": None}
+    assert record["differences"]["a"] == {"here": 1, "there": None}
+
+
+def test_equal_in_python_but_another_value():
+    values = [1, 1.0, True, "1"]
+    for value in values:
+        others = [other for other in values if other is not value]
+        for other in others:
+            assert differences(Side("", {"a": value}), Side("", {"a": other}))
+        assert not differences(Side("", {"a": value}), Side("", {"a": value}))
+
+
+def test_a_folder_is_told_from_an_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    assert is_folder("runs") and is_folder("./runs") and is_folder("gs://bucket/run")
+    assert not is_folder("lm.quickstart.LocalText")
+
+
+def test_folders_without_a_configuration(tmp_path: Path):
+    (tmp_path / "run_a").mkdir()
+    with pytest.raises(UsageError, match=r"run_b: no config\.json there; did you mean 'run_a'\?"):
+        recorded_side(str(tmp_path / "run_b"))
+    with pytest.raises(UsageError, match=r"run_a: no config\.json there\. A folder that a"):
+        recorded_side(str(tmp_path / "run_a"))
+    (tmp_path / "run_a" / "config.json").write_text('{"experiment": "x"}')
+    with pytest.raises(UsageError, match="damaged, or of another program: KeyError: 'fields'"):
+        recorded_side(str(tmp_path / "run_a"))
+    (tmp_path / "run_a" / "config.json").write_text('{"experiment": ')
+    with pytest.raises(UsageError, match="damaged"):
+        recorded_side(str(tmp_path / "run_a"))

@@ -1,0 +1,124 @@
+"""The tree of configs as boxes and arrows."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from layerkit.config import Config, target_of, walk_configs
+from layerkit.layers import StackedTransformer, StackedTransformerRepeated, Transformer
+from layerkit.models import LanguageModel, TransformerLm
+from layerkit_runner import BaseExperiment
+from layerkit_runner.looking.config_graph import ConfigGraph, config_graph, mermaid
+from layerkit_runner.resolve import resolve
+
+_BOX = re.compile(r'  (\w+)(?:\["[^"]*"\]|\(\["[^"]*"\]\))')
+_ARROW = re.compile(r'  (\w+) -->\|"[^"]*"\| (\w+)')
+
+
+@pytest.fixture(scope="module")
+def experiment(tiny: SimpleNamespace) -> type[BaseExperiment]:
+    class Small(BaseExperiment):
+        """Of a repeated stack, or of one with a pattern."""
+
+        PATTERN: bool = False
+        NAME: str = 'a "b" <c> #d'
+
+        def task(self) -> Config:
+            stack = StackedTransformerRepeated.HParams.config()
+            if self.PATTERN:
+                local, whole = Transformer.HParams.config(), Transformer.HParams.config()
+                local.attention_tpl.window = 4
+                blocks = (local, local.clone(), whole)
+                stack = StackedTransformer.HParams.config(block_tpls=blocks)
+            lm = TransformerLm.HParams.config(vocab_size=32, num_layers=7, stack_tpl=stack)
+            config = tiny.task_config()
+            return config.set(name=self.NAME, model=LanguageModel.HParams.config(lm_tpl=lm))
+
+        def datasets(self) -> list[Config]:
+            return [tiny.Points.HParams.config(is_training=True)]
+
+    return Small
+
+
+def arrows_from(graph: ConfigGraph, title: str) -> dict[tuple[str, ...], int]:
+    keys = {node.key for node in graph.nodes if node.title == title}
+    return {edge.fields: edge.count for edge in graph.edges if edge.parent in keys}
+
+
+def test_depth_and_equal_templates(experiment: Any):
+    graph = config_graph(resolve(experiment()))
+    assert arrows_from(graph, "StackedTransformerRepeated")["layer_tpl",] == 7
+    fields = arrows_from(graph, "MultiHeadAttention")
+    assert fields["key_tpl", "value_tpl"] == 1
+    assert ("query_tpl",) in fields
+    assert len(graph.nodes) < 80
+
+
+def test_a_pattern_of_layers(experiment: Any):
+    graph = config_graph(resolve(experiment(PATTERN=True)))
+    counts = arrows_from(graph, "StackedTransformer")
+    # Layers 0 to 6 are blocks 0 1 2 0 1 2 0.
+    assert counts["block_tpls.0", "block_tpls.1"] == 5
+    assert counts["block_tpls.2",] == 2
+    assert not any("layer_tpl" in fields for fields in counts)
+
+
+def test_every_config_hangs_on_the_experiment(experiment: Any):
+    resolved = resolve(experiment())
+    graph = config_graph(resolved)
+    parents = {edge.child: edge.parent for edge in graph.edges}
+    for node in graph.nodes[1:]:
+        above = node.key
+        while above in parents:
+            above = parents[above]
+        assert above == "experiment"
+    titles = {node.title for node in graph.nodes}
+    for root in (resolved.task, resolved.datasets, resolved.partitioner):
+        for config in walk_configs(root):
+            assert target_of(config).__qualname__ in titles
+
+
+def test_only_values_that_were_set_are_shown(experiment: Any):
+    graph = config_graph(resolve(experiment(PATTERN=True)))
+    [lm] = [node for node in graph.nodes if node.title == "TransformerLm"]
+    assert lm.values == ("vocab_size = 32", "num_layers = 7")
+    assert graph.nodes[0].values == ("PATTERN = True",)
+
+
+def test_a_shared_config_has_one_box(tiny: SimpleNamespace):
+    class Shared(BaseExperiment):
+        """Two data sets that are one config."""
+
+        def task(self) -> Config:
+            return tiny.task_config()
+
+        def datasets(self) -> list[Config]:
+            points = tiny.Points.HParams.config(is_training=True)
+            return [points, points]
+
+        def decode_datasets(self) -> list[Config]:
+            return [tiny.Prompts.HParams.config()]
+
+    graph = config_graph(resolve(Shared()))
+    assert [node.title for node in graph.nodes].count(tiny.Points.__qualname__) == 1
+    text = mermaid(graph)
+    assert '"datasets.0, datasets.1"' in text
+
+
+def test_mermaid(experiment: Any):
+    lines = mermaid(config_graph(resolve(experiment()))).splitlines()
+    assert lines[0] == "flowchart TD"
+    boxes = [match[1] for line in lines if (match := _BOX.fullmatch(line))]
+    arrows = [match.groups() for line in lines if (match := _ARROW.fullmatch(line))]
+    # Nothing but boxes and arrows below the heading and its comment, and no arrow to nowhere.
+    assert len(boxes) + len(arrows) == len(lines) - 2
+    assert len(set(boxes)) == len(boxes)
+    assert {end for arrow in arrows for end in arrow} == set(boxes)
+    assert "name = a #quot;b#quot; #lt;c#gt; #35;d" in "\n".join(lines)
+    assert any("layer_tpl ×7" in line for line in lines)
+    # Optimizers are functions.
+    assert any('(["sgd' in line for line in lines)
