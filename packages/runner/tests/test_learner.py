@@ -22,13 +22,14 @@ def sgd(**fields) -> Learner:
 
 def step(learner: Learner, grads=None, count: int = 0):
     grads = GRADS if grads is None else grads
-    return learner.update(grads, learner.init(PARAMS), PARAMS, step=jnp.int32(count))
+    found = learner.update(grads, learner.init(PARAMS), PARAMS, step=jnp.int32(count))
+    return found.params, found.opt_state, found.scalars
 
 
 def test_without_clipping_the_update_is_the_gradient():
     params, _, scalars = step(sgd())
     np.testing.assert_array_equal(params["a"], [-3.0, -4.0])
-    assert float(scalars["learning/grad_norm"]) == 13.0
+    assert float(scalars["learning/raw_grad_norm"]) == 13.0
     assert "learning/grad_scale" not in scalars
 
 
@@ -38,7 +39,7 @@ def test_global_norm_scales_all_together(limit: float, scale: float):
     np.testing.assert_allclose(params["a"], [-3.0 * scale, -4.0 * scale])
     np.testing.assert_allclose(params["b"]["c"], -12.0 * scale)
     assert float(scalars["learning/grad_scale"]) == scale
-    assert float(scalars["learning/grad_norm"]) == 13.0
+    assert float(scalars["learning/raw_grad_norm"]) == 13.0
 
 
 def test_per_tensor_norm_scales_each_alone():
@@ -65,7 +66,8 @@ def test_the_reported_rate_is_the_one_applied():
     params = PARAMS
     for count in range(3):
         before = params
-        params, state, scalars = learner.update(GRADS, state, params, step=jnp.int32(count))
+        update = learner.update(GRADS, state, params, step=jnp.int32(count))
+        params, state, scalars = update.params, update.opt_state, update.scalars
         applied = (before["a"] - params["a"])[0] / 3.0
         assert float(scalars["learning/lr"]) == pytest.approx(float(applied)) == count / 10
 

@@ -62,7 +62,7 @@ def test_a_step_of_gradient_descent(tiny: SimpleNamespace):
     np.testing.assert_allclose(weights_of(state), [1 - 6, 1 - 3])
     assert int(state.step) == 1
     assert (float(metrics["loss"].value), float(metrics["loss"].weight)) == (4.5, 1.0)
-    assert float(scalars["learning/grad_norm"]) == pytest.approx(np.hypot(6, 3))
+    assert float(scalars["learning/raw_grad_norm"]) == pytest.approx(np.hypot(6, 3))
     assert float(scalars["learning/lr"]) == 1.0
     assert float(scalars["summaries/mean_prediction"]) == 3.0
     assert "aux_loss" not in scalars
@@ -172,7 +172,12 @@ def test_a_loss_that_the_model_does_not_report(tiny: SimpleNamespace):
 @pytest.mark.parametrize(
     "field",
     ["num_train_steps", "summary_interval_steps", "eval_interval_steps", "save_interval_steps"]
-    + ["decode_interval_steps", "save_max_to_keep", "max_inflight_steps"],
+    + [
+        "decode_interval_steps",
+        "save_max_to_keep",
+        "max_inflight_steps",
+        "gradient_accumulation_steps",
+    ],
 )
 def test_intervals_below_one_are_refused(tiny: SimpleNamespace, field: str):
     with pytest.raises(ValueError, match=rf"task\.train\.{field}=0 must be at least 1"):

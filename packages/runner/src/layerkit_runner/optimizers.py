@@ -16,6 +16,7 @@ def adam_with_update_cap(
     eps: float = 1e-6,
     weight_decay: float = 0.0,
     update_rms_cap: float | None = 1.0,
+    mu_dtype: Any = None,
 ) -> optax.GradientTransformation:
     """Adam as Pax's language models use it (Kingma and Ba, 2015; the cap is Adafactor's, 2018).
 
@@ -26,11 +27,13 @@ def adam_with_update_cap(
       eps: Added to the root of the second moment.
       weight_decay: Decoupled (Loshchilov and Hutter, 2019).
       update_rms_cap: Each tensor's update is scaled down to this root mean square, before weight
-        decay and learning rate; None for no cap.
+        decay and learning rate; None for no cap. Each layer of a stack is a tensor.
+      mu_dtype: Of the first moment, such as bfloat16, which halves its memory; None for that of the
+        weights. The second moment grows by too little a step for that.
     """
     cap = optax.identity() if update_rms_cap is None else optax.clip_by_block_rms(update_rms_cap)
     return optax.chain(
-        optax.scale_by_adam(b1=b1, b2=b2, eps=eps),
+        optax.scale_by_adam(b1=b1, b2=b2, eps=eps, mu_dtype=mu_dtype),
         cap,
         optax.add_decayed_weights(weight_decay),
         optax.scale_by_learning_rate(learning_rate),

@@ -1,11 +1,23 @@
 """Learning-rate schedules that Optax has only in parts: `step -> learning rate`.
 
 Those with a linear warmup start at 0, so the first step changes nothing but the optimizer's
-statistics.
+statistics. What Optax has is used as it is, as in `Config(optax.linear_schedule, 0.0, 1.0, 100)`:
+
+    constant          optax.constant_schedule(value), or a plain number
+    linear            optax.linear_schedule(init_value, end_value, transition_steps)
+    polynomial        optax.polynomial_schedule(init_value, end_value, power, transition_steps)
+    exponential       optax.exponential_decay(init_value, transition_steps, decay_rate)
+    cosine            optax.cosine_decay_schedule(init_value, decay_steps, alpha)
+    warm restarts     optax.sgdr_schedule(cosine_kwargs)
+    one cycle         optax.cosine_onecycle_schedule(transition_steps, peak_value)
+    one after another optax.join_schedules(schedules, boundaries)
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -58,6 +70,106 @@ def linear_warmup_cosine_decay(
     return _after_warmup(peak, warmup_steps, decay_start, decay)
 
 
+def linear_warmup_polynomial_decay(
+    peak: float,
+    *,
+    warmup_steps: int,
+    decay_start: int,
+    decay_end: int,
+    min_ratio: float = 0.0,
+    power: float = 1.0,
+) -> optax.Schedule:
+    """Linear from 0 to `peak`, flat until `decay_start`, then as a power to peak·min_ratio.
+
+    In the decay, with u from 1 down to 0, the rate is peak·(min_ratio + (1 - min_ratio)·u^power).
+    With a long flat part and power 1 this is warmup-stable-decay (Hu et al., "MiniCPM", 2024,
+    arXiv:2404.06395).
+
+    Args:
+      peak: The highest rate.
+      warmup_steps: Where the peak is reached.
+      decay_start: Where the decay begins, at least `warmup_steps`.
+      decay_end: Where the rate reaches peak·min_ratio and stays.
+      min_ratio: Of the last rate to the peak, in [0, 1].
+      power: 1 for a straight line, above 0.
+
+    Raises:
+      UsageError: steps out of order or a number out of range.
+    """
+    _check(warmup_steps, decay_start, decay_end)
+    if not 0 <= min_ratio <= 1:
+        raise UsageError(f"schedule: min_ratio={min_ratio} must be from 0 to 1")
+    if not power > 0:
+        raise UsageError(f"schedule: power={power} must be above 0")
+    decay = optax.polynomial_schedule(peak, peak * min_ratio, power, decay_end - decay_start)
+    return _after_warmup(peak, warmup_steps, decay_start, decay)
+
+
+def linear_warmup_sqrt_decay(peak: float, *, warmup_steps: int) -> optax.Schedule:
+    """Linear from 0 to `peak` at `warmup_steps`, then peak·√(warmup_steps / step).
+
+    Args:
+      peak: The highest rate.
+      warmup_steps: Where it is reached, at least 1.
+
+    Raises:
+      UsageError: no steps of warmup.
+    """
+    if warmup_steps < 1:
+        raise UsageError(f"schedule: warmup_steps={warmup_steps} must be at least 1")
+
+    def rate(step: jax.typing.ArrayLike) -> jax.Array:
+        part = jnp.asarray(step, jnp.float32) / warmup_steps
+        return peak * jnp.minimum(part, jax.lax.rsqrt(jnp.maximum(part, 1.0)))
+
+    return rate
+
+
+def piecewise_constant(*, boundaries: Sequence[int], values: Sequence[float]) -> optax.Schedule:
+    """values[0] before boundaries[0], values[1] from there to boundaries[1], and so on.
+
+    `optax.piecewise_constant_schedule` takes factors between the values instead.
+
+    Args:
+      boundaries: Steps, rising.
+      values: One more than boundaries.
+
+    Raises:
+      UsageError: boundaries out of order, or another number of values.
+    """
+    boundaries, values = tuple(boundaries), tuple(values)
+    if len(values) != len(boundaries) + 1:
+        raise UsageError(f"schedule: values={values} must be one more than boundaries={boundaries}")
+    _check_rising(boundaries)
+
+    def rate(step: jax.typing.ArrayLike) -> jax.Array:
+        index = jnp.searchsorted(jnp.array(boundaries, jnp.float32), step, side="right")
+        return jnp.array(values, jnp.float32)[index]
+
+    return rate
+
+
+def cycle(schedules: Sequence[optax.Schedule], *, boundaries: Sequence[int]) -> optax.Schedule:
+    """One schedule after another, again and again.
+
+    Args:
+      schedules: Each counts steps from its own beginning.
+      boundaries: Where each ends, rising; the last is where the first begins again.
+
+    Raises:
+      UsageError: boundaries out of order, or not one for each schedule.
+    """
+    schedules, boundaries = tuple(schedules), tuple(boundaries)
+    if not schedules or len(schedules) != len(boundaries):
+        raise UsageError(
+            f"schedule: a cycle of {len(schedules)} schedules needs as many boundaries, not"
+            f" {boundaries}"
+        )
+    _check_rising(boundaries)
+    one_round = optax.join_schedules(schedules, boundaries[:-1])
+    return lambda step: one_round(jnp.asarray(step) % boundaries[-1])
+
+
 def transformer(*, warmup_steps: int, model_dims: int, scale: float = 1.0) -> optax.Schedule:
     """scale·√(1/model_dims)·min((step + 1)/warmup_steps^1.5, 1/√(step + 1)).
 
@@ -76,7 +188,7 @@ def transformer(*, warmup_steps: int, model_dims: int, scale: float = 1.0) -> op
         if size < 1:
             raise UsageError(f"schedule: {name}={size} must be at least 1")
 
-    def rate(step: jnp.ndarray) -> jnp.ndarray:
+    def rate(step: jax.typing.ArrayLike) -> jax.Array:
         count = jnp.asarray(step, jnp.float32) + 1.0
         return scale * model_dims**-0.5 * jnp.minimum(count * warmup_steps**-1.5, count**-0.5)
 
@@ -96,3 +208,8 @@ def _check(warmup_steps: int, decay_start: int, decay_end: int) -> None:
             f"schedule: 0 < warmup_steps={warmup_steps} <= decay_start={decay_start} <"
             f" decay_end={decay_end} does not hold; a shorter run needs a shorter warmup"
         )
+
+
+def _check_rising(boundaries: Sequence[int]) -> None:
+    if any(a >= b for a, b in zip((0, *boundaries), boundaries, strict=False)):
+        raise UsageError(f"schedule: boundaries={tuple(boundaries)} must rise from above 0")

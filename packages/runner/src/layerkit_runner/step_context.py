@@ -26,12 +26,14 @@ class StepContext:
       batch_max: The maximum over them, likewise.
       fold_shard: Makes a key different on each shard (identity where there is one).
       num_shards: How many shards of the batch there are; 1 under SPMD.
+      row_shards: Over how many devices the rows that a step sees are split; 1 under pmap.
     """
 
     batch_sum: Callable[[Any], Any]
     batch_max: Callable[[Any], Any]
     fold_shard: Callable[[jax.Array], jax.Array]
     num_shards: int
+    row_shards: int = 1
 
     def mean_metrics(self, metrics: Metrics) -> Metrics:
         """Metrics of the global batch from those of each shard."""

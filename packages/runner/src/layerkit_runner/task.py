@@ -5,6 +5,7 @@ The steps know neither a mesh nor a partitioner; see `layerkit_runner.step_conte
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,12 +22,14 @@ from layerkit.base_layer import (
 )
 from layerkit.base_model import BaseModel, Metrics, WeightedScalar
 from layerkit.config import Configurable, instance_field
-from layerkit.layers.quantization.fp8 import accumulate_by_max, next_state
+from layerkit.layers.quantization.fp8 import next_state
 from layerkit.nested_map import NestedMap
 from layerkit.sharding import BoundSharding
 from layerkit.weights import unbox
 from layerkit_runner.errors import UsageError
-from layerkit_runner.learner import Learner
+from layerkit_runner.gradients import Variables, differentiate, sum_leaves
+from layerkit_runner.learner import Learner, global_norm
+from layerkit_runner.stacked_weights import Stacks, stacks_of
 from layerkit_runner.step_context import StepContext
 from layerkit_runner.train_state import TrainState
 
@@ -37,7 +40,14 @@ _AT_LEAST_ONE = (
     "decode_interval_steps",
     "save_interval_steps",
     "save_max_to_keep",
+    "save_keep_interval_steps",
+    "save_best_to_keep",
     "max_inflight_steps",
+    "gradient_accumulation_steps",
+    "weight_summary_interval_steps",
+    "profiler_capture_step",
+    "profiler_num_steps",
+    "profiler_max_num_hosts",
 )
 
 
@@ -56,10 +66,31 @@ class TrainHParams(Configurable):
       save_max_to_keep: Newest checkpoints that are kept; None keeps all.
       save_keep_interval_hours: Besides those, one checkpoint per so many hours stays for good;
         None keeps none besides.
+      save_keep_interval_steps: Checkpoints of the multiples of this step count are written and stay
+        for good; None keeps none besides.
+      save_keep_steps: Checkpoints of these steps are written and stay for good.
+      save_best_metric: Checkpoints that are best by this metric of an evaluation, written
+        `DATASET/METRIC` as in `heldout/loss`, stay until better ones come; None keeps none besides.
+      save_best_mode: `min` if a lower value of that metric is better, `max` if a higher one is.
+      save_best_to_keep: How many of the best stay.
+      save_step_zero: Whether a checkpoint is written before the first step.
       max_inflight_steps: Steps that may be under way on the device before the host waits.
+      gradient_accumulation_steps: Into how many microbatches a batch is divided, whose gradients
+        are added up one after another before the one update; less memory, the same numbers.
+      eval_use_ema_states: Whether evaluation uses the averaged weights (`learner.ema_decay`).
+      decode_use_ema_states: Whether decoding does.
+      variable_norm_summary: Whether `learning/var_norm` is reported, the norm of the trained
+        weights before the step.
+      weight_summary_interval_steps: How often a norm and a histogram of every weight are written;
+        None never.
+      profiler_capture_step: The first of the steps that are traced into DIR/profile; None traces
+        none, unless the signal SIGUSR2 asks for it.
+      profiler_num_steps: How many steps a trace takes.
+      profiler_max_num_hosts: Processes that take part in it, from process 0 on; None for all.
 
     Raises:
-      ValueError: a number below 1, or no hours between checkpoints to keep.
+      ValueError: a number below 1, no hours between checkpoints to keep, or a best checkpoint to
+        be told by evaluations that not every checkpoint has.
     """
 
     learner: Any = instance_field(Learner)
@@ -72,7 +103,21 @@ class TrainHParams(Configurable):
     save_interval_steps: int = 5000
     save_max_to_keep: int | None = 10
     save_keep_interval_hours: float | None = None
+    save_keep_interval_steps: int | None = None
+    save_keep_steps: Sequence[int] = ()
+    save_best_metric: str | None = None
+    save_best_mode: str = "min"
+    save_best_to_keep: int = 1
+    save_step_zero: bool = False
     max_inflight_steps: int = 2
+    gradient_accumulation_steps: int = 1
+    eval_use_ema_states: bool = False
+    decode_use_ema_states: bool = False
+    variable_norm_summary: bool = True
+    weight_summary_interval_steps: int | None = None
+    profiler_capture_step: int | None = None
+    profiler_num_steps: int = 3
+    profiler_max_num_hosts: int | None = 1
 
     def __post_init__(self) -> None:
         for name in _AT_LEAST_ONE:
@@ -84,6 +129,28 @@ class TrainHParams(Configurable):
             raise ValueError(
                 f"task.train.save_keep_interval_hours={hours} must be more than 0, or None"
             )
+        for name in ("eval_use_ema_states", "decode_use_ema_states"):
+            if getattr(self, name) and self.learner.ema_decay is None:
+                raise ValueError(
+                    f"task.train.{name}=True needs averaged weights; set"
+                    " task.train.learner.ema_decay, such as 0.9999"
+                )
+        if any(step < 0 for step in self.save_keep_steps):
+            raise ValueError(
+                f"task.train.save_keep_steps={tuple(self.save_keep_steps)} must hold no negative"
+                " step"
+            )
+        if self.save_best_mode not in ("min", "max"):
+            raise ValueError(
+                f"task.train.save_best_mode={self.save_best_mode!r} must be 'min' or 'max'"
+            )
+        evaluates, saves = self.eval_interval_steps, self.save_interval_steps
+        if self.save_best_metric is not None and (evaluates is None or saves % evaluates):
+            raise ValueError(
+                f"task.train.save_best_metric={self.save_best_metric!r} needs an evaluation at"
+                f" every checkpoint: save_interval_steps={saves} must be a multiple of"
+                f" eval_interval_steps={evaluates}"
+            )
 
 
 class SingleTask(Configurable):
@@ -94,15 +161,26 @@ class SingleTask(Configurable):
       model: The network.
       train: How it is trained.
       loss_name: Which metric of the model is the loss.
-      initial_weights: Where weights come from before the first step, with a method
-        `load(model, like)`; those that it does not return, and with None all, are drawn.
+      loss_weights: The loss as a sum of several metrics, by their factors; it is reported as
+        `loss_name`, with the weight of the first of them. None for the one metric.
+      vn: Config of a `VariationalNoise`; None for none.
+      initial_weights: Where weights come from before the first step: an
+        `layerkit_runner.init_from.InitFrom`, or an object with a method `load(model, like)`; those
+        that it does not return, and with None all, are drawn.
     """
 
     name: str = "task"
     model: Any = instance_field(BaseModel)
     train: Any = instance_field(TrainHParams)
     loss_name: str = "loss"
+    loss_weights: Mapping[str, float] | None = None
+    vn: Any = instance_field(None)
     initial_weights: Any = instance_field(None)
+
+    def __post_init__(self) -> None:
+        self._stacks: Stacks | None = None
+        if self.loss_weights is not None:
+            _check_loss_weights(self.loss_weights)
 
     def bind_sharding(self, sharding: BoundSharding) -> None:
         """Sets the mesh and rules by which the model lays out its activations."""
@@ -124,13 +202,18 @@ class SingleTask(Configurable):
         params = variables[PARAMS]
         if given is not None:
             params = unflatten_dict({**flatten_dict(params), **flatten_dict(given)})
-        self.train.learner.trained_weights.refuse(self.model.frozen_weights, params)
+        learner = self.train.learner
+        learner.trained_weights.refuse(self.model.frozen_weights, params)
+        if self.vn is not None:
+            self.vn.check(params)
+        self._stacks = stacks_of(boxed[PARAMS])
         state = TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
             non_trainable=variables.get(NON_TRAINABLE, {}),
-            opt_state=self.train.learner.init(params),
+            opt_state=learner.init(params, stacks=self._stacks),
             overwrite_with_gradient=variables.get(OVERWRITE_WITH_GRADIENT, {}),
+            ema=learner.init_ema(params),
         )
         return dict(boxed), state
 
@@ -143,47 +226,61 @@ class SingleTask(Configurable):
           (new state, (metrics over the global batch, scalars and summaries to report)).
         """
         model = self.model.clone(train=True)
-        key = context.fold_shard(self._step_key(state.step))
-        learner, overwritten = self.train.learner, state.overwrite_with_gradient
+        learner, step_key = self.train.learner, self._step_key(state.step)
 
-        def loss_share(trained: Any, overwritten: Any) -> tuple[jax.Array, Any]:
-            """This shard's share of the global loss; the shares add up to it."""
-            variables = _variables(
-                state.replace(
-                    params=learner.trained_weights.put(state.params, trained),
-                    overwrite_with_gradient=accumulate_by_max(overwritten),
-                )
-            )
+        def run(variables: Variables, rows: Any, key: jax.Array) -> tuple[Metrics, Any]:
+            params = learner.trained_weights.put(state.params, variables.trained)
+            if self.vn is not None:
+                params = self.vn.add(params, step_key, step=state.step)
             (metrics, _), updates = model.apply(
-                variables,
-                batch,
+                {
+                    PARAMS: params,
+                    NON_TRAINABLE: variables.non_trainable,
+                    OVERWRITE_WITH_GRADIENT: variables.overwritten,
+                },
+                rows,
                 rngs={RANDOM: key},
                 mutable=[AUX_LOSS, SUMMARIES, NON_TRAINABLE],
             )
-            loss = self._loss_of(metrics)
-            weight = context.batch_sum(jax.lax.stop_gradient(loss.weight))
-            value = jnp.where(loss.weight > 0, loss.value, 0.0)
-            share = value * loss.weight / jnp.maximum(weight, 1e-30)
-            aux = _sum_leaves(updates.get(AUX_LOSS, {})) / context.num_shards
-            return share + aux, (metrics, aux, updates)
+            return metrics, updates
 
-        (grads, overwriting), (metrics, aux, updates) = jax.grad(
-            loss_share, argnums=(0, 1), has_aux=True
-        )(learner.trained_weights.take(state.params), overwritten)
-        params, opt_state, scalars = learner.update(
-            context.batch_sum(grads), state.opt_state, state.params, step=state.step
+        trained = learner.trained_weights.take(state.params)
+        found = differentiate(
+            run,
+            self._loss_terms,
+            Variables(trained, state.overwrite_with_gradient, state.non_trainable),
+            batch,
+            context.fold_shard(step_key),
+            context,
+            microbatches=self.train.gradient_accumulation_steps,
         )
-        metrics = context.mean_metrics(metrics)
-        if AUX_LOSS in updates:
-            scalars["aux_loss"] = context.batch_sum(aux)
+        update = learner.update(
+            context.batch_sum(found.gradients),
+            state.opt_state,
+            state.params,
+            step=state.step,
+            ema=state.ema,
+            stacks=self._weight_stacks(),
+        )
+        metrics, scalars = self._with_loss(context.mean_metrics(found.metrics)), update.scalars
+        if found.aux is not None:
+            scalars["aux_loss"] = context.batch_sum(found.aux)
             metrics = self._add_aux(metrics, scalars["aux_loss"])
-        scalars |= _flat_summaries(updates.get(SUMMARIES, {}), context)
+        if self.train.variable_norm_summary:
+            scalars["learning/var_norm"] = global_norm(trained)
+        scalars |= _flat_summaries(found.summaries, context)
+        non_trainable = _shard_mean(found.non_trainable, context)
+        if learner.skips_steps:
+            non_trainable = _finite(non_trainable, state.non_trainable)
         new_state = TrainState(
             step=state.step + 1,
-            params=params,
-            non_trainable=_shard_mean(updates.get(NON_TRAINABLE, state.non_trainable), context),
-            opt_state=opt_state,
-            overwrite_with_gradient=next_state(overwritten, context.batch_max(overwriting)),
+            params=update.params,
+            non_trainable=non_trainable,
+            opt_state=update.opt_state,
+            overwrite_with_gradient=next_state(
+                state.overwrite_with_gradient, context.batch_max(found.overwriting)
+            ),
+            ema=update.ema,
         )
         return new_state, (metrics, scalars)
 
@@ -212,10 +309,11 @@ class SingleTask(Configurable):
         self, state: TrainState, batch: NestedMap, context: StepContext
     ) -> tuple[Metrics, NestedMap]:
         model = self.model.clone(train=False)
-        (metrics, outputs), updates = model.apply(_variables(state), batch, mutable=[AUX_LOSS])
-        metrics = context.mean_metrics(metrics)
+        variables = _variables(self.weights_of(state, averaged=self.train.eval_use_ema_states))
+        (metrics, outputs), updates = model.apply(variables, batch, mutable=[AUX_LOSS])
+        metrics = self._with_loss(context.mean_metrics(metrics))
         if AUX_LOSS in updates:
-            aux = context.batch_sum(_sum_leaves(updates[AUX_LOSS]) / context.num_shards)
+            aux = context.batch_sum(sum_leaves(updates[AUX_LOSS]) / context.num_shards)
             metrics = self._add_aux(metrics, aux)
         return metrics, outputs
 
@@ -237,20 +335,57 @@ class SingleTask(Configurable):
         model = self.model.clone(train=False)
         key = jax.random.fold_in(self._step_key(state.step), batch_index)
         rngs = {RANDOM: context.fold_shard(key)}
-        outputs = model.apply(_variables(state), batch, rngs=rngs, method="decode")
+        variables = _variables(self.decoded_state(state))
+        outputs = model.apply(variables, batch, rngs=rngs, method="decode")
         kept = {name: batch[name] for name in ("prompt_lengths", "provenance") if name in batch}
         return NestedMap({**kept, **outputs})
+
+    def weights_of(self, state: TrainState, *, averaged: bool) -> TrainState:
+        """A state whose weights are the averaged ones, or the state as it is."""
+        if not averaged:
+            return state
+        return state.replace(params=self.train.learner.averaged(state.params, state.ema))
+
+    def decoded_state(self, state: TrainState) -> TrainState:
+        """A state with the weights that decoding uses."""
+        return self.weights_of(state, averaged=self.train.decode_use_ema_states)
 
     def _step_key(self, step: jax.Array) -> jax.Array:
         return jax.random.fold_in(jax.random.key(self.train.random_seed), step)
 
-    def _loss_of(self, metrics: Metrics) -> WeightedScalar:
-        if self.loss_name not in metrics:
-            raise ValueError(
-                f"task.loss_name={self.loss_name!r} is not a metric of the model;"
-                f" it reports {', '.join(metrics)}"
-            )
-        return metrics[self.loss_name]
+    def _loss_terms(self, metrics: Metrics) -> Mapping[str, float]:
+        """The metrics that make up the loss, with their factors."""
+        if self.loss_weights is None:
+            terms, field = {self.loss_name: 1.0}, "loss_name"
+        else:
+            terms, field = dict(self.loss_weights), "loss_weights"
+            if self.loss_name in metrics:
+                raise ValueError(
+                    f"task.loss_name={self.loss_name!r} is to be the sum of"
+                    f" {', '.join(terms)}, but the model reports that already; choose another name"
+                )
+        for name in terms:
+            if name not in metrics:
+                raise ValueError(
+                    f"task.{field}={name!r} is not a metric of the model;"
+                    f" it reports {', '.join(metrics)}"
+                )
+        return terms
+
+    def _with_loss(self, metrics: Metrics) -> Metrics:
+        """Metrics of the global batch, and among them the loss."""
+        if self.loss_weights is None:
+            return metrics
+        terms = self._loss_terms(metrics)
+        value = sum(factor * metrics[name].value for name, factor in terms.items())
+        weight = metrics[next(iter(terms))].weight
+        return {**metrics, self.loss_name: WeightedScalar.of(value, weight)}
+
+    def _weight_stacks(self) -> Stacks:
+        if self._stacks is None:
+            boxed = jax.eval_shape(lambda: self.model.init_boxed(jax.random.key(0)))
+            self._stacks = stacks_of(boxed[PARAMS])
+        return self._stacks
 
     def _add_aux(self, metrics: Metrics, aux: jax.Array) -> Metrics:
         loss = metrics[self.loss_name]
@@ -266,9 +401,21 @@ def _variables(state: TrainState) -> dict[str, Any]:
     }
 
 
-def _sum_leaves(tree: Any) -> jax.Array:
-    """Adds up auxiliary losses; those of repeated layers come stacked `[layers]`."""
-    return sum((jnp.sum(leaf) for leaf in jax.tree.leaves(tree)), start=jnp.float32(0))
+def _check_loss_weights(weights: Mapping[str, float]) -> None:
+    if not weights or not any(weights.values()):
+        raise ValueError(
+            f"task.loss_weights={dict(weights)}: expected a factor other than 0 for one metric at"
+            " least, such as {'xent': 1.0}; None trains on task.loss_name alone"
+        )
+
+
+def _finite(new: Any, old: Any) -> Any:
+    """Moving statistics: entries that are not finite keep their old value, or would never heal."""
+
+    def choose(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.where(jnp.isfinite(a), a, b) if jnp.issubdtype(a.dtype, jnp.inexact) else a
+
+    return jax.tree.map(choose, new, old)
 
 
 def _shard_mean(tree: Any, context: StepContext) -> Any:

@@ -8,6 +8,9 @@ from typing import Any
 import jax
 from flax import struct
 
+# The parts of a state that evaluation and decoding do not need.
+TRAINING_ONLY = ("opt_state",)
+
 
 class TrainState(struct.PyTreeNode):
     """The state of one training run.
@@ -22,6 +25,8 @@ class TrainState(struct.PyTreeNode):
       opt_state: State of the optimizer.
       overwrite_with_gradient: Variables of the model whose gradient is their next value, such as
         the scales of fp8 products.
+      ema: Exponential moving averages of the trained weights, in float32; empty where the learner
+        keeps none.
     """
 
     step: jax.Array
@@ -29,3 +34,8 @@ class TrainState(struct.PyTreeNode):
     non_trainable: Any
     opt_state: Any
     overwrite_with_gradient: Any = dataclasses.field(default_factory=dict)
+    ema: Any = dataclasses.field(default_factory=dict)
+
+    def for_inference(self) -> TrainState:
+        """The same without what only training needs; see `TRAINING_ONLY`."""
+        return self.replace(**dict.fromkeys(TRAINING_ONLY, ()))

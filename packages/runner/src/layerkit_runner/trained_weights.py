@@ -43,11 +43,7 @@ class TrainedWeights:
                 f" ({tuple(self.trainable)} and {tuple(self.frozen)})"
             )
         for field in ("trainable", "frozen"):
-            patterns = getattr(self, field)
-            if isinstance(patterns, str):
-                raise UsageError(f"Learner.{field}={patterns!r}: expected a tuple of patterns")
-            for pattern in patterns or ():
-                _check_pattern(pattern, field=field)
+            check_patterns(getattr(self, field) or (), field=f"Learner.{field}")
 
     def take(self, params: Any) -> Any:
         """The trained part of a tree of weights, nested dicts of arrays.
@@ -109,10 +105,17 @@ class TrainedWeights:
         return matched if self.trainable is None else set(paths) - matched
 
 
-def _check_pattern(pattern: str, *, field: str) -> None:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise UsageError(
-            f"Learner.{field}: {pattern!r} is not a regular expression: {error}"
-        ) from None
+def check_patterns(patterns: Sequence[str], *, field: str) -> None:
+    """Raises UsageError unless these are regular expressions, several even where it is one.
+
+    Args:
+      patterns: What was given.
+      field: Where, for the message.
+    """
+    if isinstance(patterns, str):
+        raise UsageError(f"{field}={patterns!r}: expected a tuple of patterns")
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise UsageError(f"{field}: {pattern!r} is not a regular expression: {error}") from None

@@ -153,7 +153,16 @@ def arrangements() -> Arrangements:
     return Arrangements()
 
 
-@pytest.fixture(scope="session", params=MESHES)
+# Those that the slow tests have besides: a mesh with one axis is a part of one with three.
+ORDINARY = ("2 x 2 x 2", "pmap")
+
+
+@pytest.fixture(
+    scope="session",
+    params=[
+        pytest.param(name, marks=() if name in ORDINARY else pytest.mark.slow) for name in MESHES
+    ],
+)
 def shape(request: pytest.FixtureRequest) -> list[int] | None:
     """Each mesh over eight devices; None is pmap."""
     return MESHES[request.param]

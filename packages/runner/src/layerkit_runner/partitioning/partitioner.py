@@ -12,13 +12,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from layerkit.config import Configurable
 from layerkit.nested_map import NestedMap
 from layerkit.sharding import BoundSharding
-from layerkit_runner.errors import UsageError, first_names
+from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning.state_axes import axes_by_path, map_with_axes
 from layerkit_runner.task import SingleTask
 from layerkit_runner.train_state import TrainState
@@ -121,19 +120,10 @@ class Partitioner(Configurable):
         Raises:
           UsageError: these cannot be read, or do not fit the model.
         """
-        if task.initial_weights is None:
-            return self.init_fn(task)()
-        like = self.abstract_state(task).params
-        try:
-            given = task.initial_weights.load(task.model, like)
-        except (OSError, ValueError, ImportError) as error:
-            raise UsageError(f"task.initial_weights: {error}") from error
-        _check_given(given, like)
+        # Reading takes checkpoints and their storage, which other modes do not need.
+        from layerkit_runner.init_from.first_state import plan_first_state
 
-        def init(given: Any) -> TrainState:
-            return task.init_state(jax.random.key(task.train.random_seed), given=given)
-
-        return jax.jit(init, out_shardings=self.state_shardings(task), donate_argnums=0)(given)
+        return plan_first_state(self, task)().state
 
     def train_step_fn(self, task: SingleTask) -> Any:
         """Jitted `(state, batch) -> (state, (metrics, scalars))`; the given state is consumed."""
@@ -174,11 +164,12 @@ class Partitioner(Configurable):
             return state, evaluate(state, batch, context)
 
         spread = self._spread(step, output=output)
-        return jax.jit(
+        jitted = jax.jit(
             lambda state, batch: spread(state, batch)[1],
-            in_shardings=(self.state_shardings(task), self.batch_sharding()),
+            in_shardings=(self.state_shardings(task).for_inference(), self.batch_sharding()),
             out_shardings=self.replicated(),
         )
+        return lambda state, batch: jitted(state.for_inference(), batch)
 
     def decode_step_fn(self, task: SingleTask) -> Any:
         """Jitted `(state, batch, batch_index) -> outputs of all examples`; see `decode_step`."""
@@ -189,11 +180,13 @@ class Partitioner(Configurable):
 
         # The index is held whole by every shard, as the state is, so it travels with it.
         spread = self._spread(step, output=ROWS)
-        return jax.jit(
+        weights = self.state_shardings(task).for_inference()
+        jitted = jax.jit(
             lambda state, batch, batch_index: spread((state, batch_index), batch)[1],
-            in_shardings=(self.state_shardings(task), self.batch_sharding(), self.replicated()),
+            in_shardings=(weights, self.batch_sharding(), self.replicated()),
             out_shardings=self.replicated(),
         )
+        return lambda state, batch, batch_index: jitted(state.for_inference(), batch, batch_index)
 
     def replicated(self) -> NamedSharding:
         """The sharding of what every device holds whole."""
@@ -237,26 +230,3 @@ class Partitioner(Configurable):
         return jax.tree.map(
             lambda leaf: jax.make_array_from_process_local_data(sharding, leaf), batch
         )
-
-
-def _check_given(given: Any, like: Any) -> None:
-    """Compares initial weights with those of the model, of which they may leave some out.
-
-    Raises:
-      UsageError: naming every weight that the model does not have, or has in another way.
-    """
-
-    def described(tree: Any) -> dict[str, str]:
-        return {
-            path: f"{leaf.dtype}{list(leaf.shape)}"
-            for path, leaf in flatten_dict(tree, sep="/").items()
-        }
-
-    expected = described(like)
-    problems = [
-        f"{path} is {found}, expected {expected.get(path, 'no such weight')}"
-        for path, found in described(given).items()
-        if found != expected.get(path)
-    ]
-    if problems:
-        raise UsageError(f"task.initial_weights: {first_names(problems)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,7 +50,8 @@ class SpmdPartitioner(Partitioner):
         self, step: Callable[..., Any], *, output: str | tuple[str, ...]
     ) -> Callable[..., Any]:
         del output  # Every result is global here; jit's out_shardings say where it goes.
-        return lambda state, batch: step(state, batch, GLOBAL_BATCH)
+        context = dataclasses.replace(GLOBAL_BATCH, row_shards=self.num_batch_shards())
+        return lambda state, batch: step(state, batch, context)
 
     def describe(self) -> str:
         sizes = " × ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items())
