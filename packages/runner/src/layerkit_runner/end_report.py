@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,7 +12,8 @@ from layerkit_runner.executor import Executor
 from layerkit_runner.experiment import experiment_fields
 from layerkit_runner.job import Job
 from layerkit_runner.job_folder import command_line
-from layerkit_runner.observers import draw_loss_curve, metrics_path
+from layerkit_runner.observers import draw_loss_curve, memory_scalars, metrics_path
+from layerkit_runner.start_report import megabytes
 from layerkit_runner.task import SingleTask
 from layerkit_runner.train_state import TrainState
 
@@ -50,10 +52,19 @@ def finish(job: Job, executor: Executor, state: TrainState, step: int, *, token_
     if executor.checkpoints is not None:
         executor.checkpoints.wait_until_finished()
     job.observers.flush()
+    say(job.goodput.summary())
+    for line in memory_lines(memory_scalars()):
+        say(line)
     if jax.process_index() == 0:
         say(_draw(job, baselines, token_unit))
         for line in next_commands(job, step):
             say(line)
+
+
+def memory_lines(scalars: Mapping[str, float]) -> list[str]:
+    """How full the devices were at most, where they tell."""
+    peak = scalars.get("memory/device_peak_bytes_in_use")
+    return [] if peak is None else [f"memory: {megabytes(peak)} at most on one device"]
 
 
 def _draw(job: Job, baselines: dict[str, float], token_unit: str) -> str:

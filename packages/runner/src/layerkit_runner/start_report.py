@@ -14,6 +14,7 @@ from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner.job import Job, versions
 from layerkit_runner.train_state import TrainState
+from layerkit_runner.xla_flags import flag_lines
 
 
 class LayerNotes(logging.Handler):
@@ -57,6 +58,7 @@ def start_lines(
         f"layerkit {known['layerkit']}, jax {known['jax']}, {jax.device_count()} × "
         f"{device.device_kind}, {jax.process_count()} process(es)"
     )
+    yield from flag_lines(job.options)
     yield f"experiment   {job.resolved.name} (task {job.task.name})"
     count = num_params(state)
     dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(state.params)})

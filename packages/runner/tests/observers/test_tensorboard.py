@@ -4,9 +4,10 @@ import collections
 import math
 import struct
 
+import numpy as np
 from etils import epath
 
-from layerkit_runner.observers import Observers, Progress, TensorBoard
+from layerkit_runner.observers import Histogram, Observers, Progress, TensorBoard
 
 
 def events(folder):
@@ -56,13 +57,37 @@ def test_scalars_go_to_the_folder_of_their_kind(run_info, tmp_path):
 def test_texts_are_kept_as_they_are(run_info, tmp_path):
     board = TensorBoard()
     board.start(run_info(job_log_dir=epath.Path(tmp_path)))
-    board.text(5, "sample", "def f():\n    return *x*")
+    board.text(5, "prompts", "def f():\n    return *x*")
     board.close()
-    (value,) = [
-        value for event in events(tmp_path / "summaries" / "train") for value in event.summary.value
-    ]
+    folder = tmp_path / "summaries" / "decode_test_prompts"
+    (value,) = [value for event in events(folder) for value in event.summary.value]
+    assert value.tag.startswith("sample")
     assert value.metadata.plugin_data.plugin_name == "text"
     assert value.tensor.string_val[0].decode() == "    def f():\n        return *x*"
+
+
+def test_histograms_stand_beside_the_curves_of_norms(run_info, tmp_path):
+    edges, counts = np.array([-1.0, 0.0, 2.0]), np.array([3.0, 1.0])
+    board = TensorBoard()
+    board.start(run_info(job_log_dir=epath.Path(tmp_path)))
+    broken = Histogram(np.full(3, math.nan), np.zeros(2), sum=math.nan, sum_of_squares=math.nan)
+    weights = {"vars/w": Histogram(edges, counts, sum=-1.5, sum_of_squares=6.25), "vars/b": broken}
+    board.histograms(4, weights)
+    board.close()
+    folder = tmp_path / "summaries" / "train"
+    assert scalars(folder)["vars/w/norm"] == [(4, 2.5)]
+    assert math.isnan(scalars(folder)["vars/b/norm"][0][1])
+    (value,) = [
+        value
+        for event in events(folder)
+        for value in event.summary.value
+        if value.WhichOneof("value") == "histo"
+    ]
+    assert value.tag == "vars/w"
+    histogram = value.histo
+    assert (histogram.min, histogram.max, histogram.num) == (-1, 2, 4)
+    assert (histogram.sum, histogram.sum_squares) == (-1.5, 6.25)
+    assert (list(histogram.bucket_limit), list(histogram.bucket)) == ([0, 2], [3, 1])
 
 
 def test_a_resumed_run_hides_the_steps_it_does_anew(run_info, tmp_path):

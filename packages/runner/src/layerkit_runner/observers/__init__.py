@@ -4,18 +4,30 @@ Importing this package loads neither JAX, tensorboardX, matplotlib nor tqdm: eac
 it is first used.
 """
 
-from layerkit_runner.observers.base import DECODE_PREFIX, Observer, Observers, RunInfo
+from layerkit_runner.observers.base import (
+    DECODE_PREFIX,
+    Histogram,
+    Observer,
+    Observers,
+    RunInfo,
+)
 from layerkit_runner.observers.device_peaks import peak_flops
 from layerkit_runner.observers.finite_loss import FiniteLoss
+from layerkit_runner.observers.goodput import Goodput, GoodputLog
 from layerkit_runner.observers.loss_curve import draw_loss_curve
+from layerkit_runner.observers.memory import memory_scalars
 from layerkit_runner.observers.metrics_log import Metrics, MetricsLog, metrics_path, read_metrics
 from layerkit_runner.observers.progress import Progress
 from layerkit_runner.observers.tensorboard import TensorBoard
 from layerkit_runner.observers.throughput import Throughput
+from layerkit_runner.observers.weights_and_biases import WeightsAndBiases
 
 __all__ = [
     "DECODE_PREFIX",
     "FiniteLoss",
+    "Goodput",
+    "GoodputLog",
+    "Histogram",
     "Metrics",
     "MetricsLog",
     "Observer",
@@ -24,7 +36,9 @@ __all__ = [
     "RunInfo",
     "TensorBoard",
     "Throughput",
+    "WeightsAndBiases",
     "draw_loss_curve",
+    "memory_scalars",
     "metrics_path",
     "peak_flops",
     "read_metrics",

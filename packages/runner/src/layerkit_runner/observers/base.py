@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping
 
+import numpy as np
 from etils import epath
 
 DECODE_PREFIX = "decode/"
@@ -50,6 +52,34 @@ class RunInfo:
     peak_flops_per_device: float | None
 
 
+@dataclasses.dataclass(frozen=True)
+class Histogram:
+    """How the numbers of one array are spread.
+
+    Attributes:
+      edges: float64 `[buckets + 1]`, from the lowest number to the highest.
+      counts: float64 `[buckets]`: how many lie above an edge, up to and with the next one; the
+        first bucket holds the lowest number too.
+      sum: Of all.
+      sum_of_squares: Of all; its root is their norm.
+    """
+
+    edges: np.ndarray
+    counts: np.ndarray
+    sum: float
+    sum_of_squares: float
+
+    @property
+    def norm(self) -> float:
+        """√Σ x²."""
+        return math.sqrt(self.sum_of_squares)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether it can be drawn: one number that is NaN or infinite leaves no buckets to fill."""
+        return math.isfinite(self.sum_of_squares) and bool(np.isfinite(self.edges).all())
+
+
 class Observer:
     """Base of everything that watches a run; each method does nothing until overridden.
 
@@ -72,8 +102,11 @@ class Observer:
     def eval_metrics(self, step: int, dataset: str, scalars: Mapping[str, float]) -> None:
         """Scalars of one evaluation of the weights after `step` steps."""
 
+    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """How the weights are spread after `step` steps, by path."""
+
     def text(self, step: int, name: str, text: str) -> None:
-        """A text the run produced, such as a sample."""
+        """A text the run produced, such as a sample of what was decoded of the data set `name`."""
 
     def message(self, text: str) -> None:
         """A line for people, such as 'resumed from step 500'."""
@@ -106,6 +139,9 @@ class Observers(Observer):
 
     def eval_metrics(self, step: int, dataset: str, scalars: Mapping[str, float]) -> None:
         self._tell(lambda observer: observer.eval_metrics(step, dataset, scalars))
+
+    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        self._tell(lambda observer: observer.histograms(step, histograms))
 
     def text(self, step: int, name: str, text: str) -> None:
         self._tell(lambda observer: observer.text(step, name, text))

@@ -2,10 +2,10 @@
 
 Folders below the job's folder, as Pax users know them:
 
-    summaries/train                    scalars of the training steps, and texts
+    summaries/train                    scalars of the training steps, histograms of the weights
     summaries/eval_train               evaluation on the training data
     summaries/eval_test_<name>         evaluation on the held-out data set <name>
-    summaries/decode_test_<name>       metrics over what was decoded of the data set <name>
+    summaries/decode_test_<name>       what was decoded of the data set <name>: metrics, a sample
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from etils import epath
 
 from layerkit_runner.observers.background import Background
-from layerkit_runner.observers.base import DECODE_PREFIX, Observer, RunInfo
+from layerkit_runner.observers.base import DECODE_PREFIX, Histogram, Observer, RunInfo
 
 if TYPE_CHECKING:
     import tensorboardX
@@ -27,7 +27,7 @@ _SECONDS_BETWEEN_FLUSHES = 30
 
 
 class TensorBoard(Observer):
-    """Writes scalars and texts as TensorBoard events, all of it in the background.
+    """Writes scalars, histograms and texts as TensorBoard events, all of it in the background.
 
     A resumed run begins new event files that tell TensorBoard to hide what an earlier run logged
     after the step it resumes from. On remote stores tensorboardX needs the store's own client, such
@@ -55,9 +55,14 @@ class TensorBoard(Observer):
             folder = eval_folder(dataset)
             self._background.submit(self._writers.add_scalars, folder, step, dict(scalars))
 
+    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        if self._writers is not None:
+            self._background.submit(self._writers.add_histograms, "train", step, histograms)
+
     def text(self, step: int, name: str, text: str) -> None:
         if self._writers is not None:
-            self._background.submit(self._writers.add_text, "train", step, name, text)
+            folder = eval_folder(DECODE_PREFIX + name)
+            self._background.submit(self._writers.add_text, folder, step, "sample", text)
 
     def flush(self) -> None:
         if self._writers is not None:
@@ -84,6 +89,24 @@ class _Writers:
         writer = self._writer(folder)
         for name, value in scalars.items():
             writer.add_scalar(name, float(value), step)
+
+    def add_histograms(self, folder: str, step: int, histograms: Mapping[str, Histogram]) -> None:
+        writer = self._writer(folder)
+        for name, histogram in histograms.items():
+            # Not the tag of the histogram: TensorBoard shows a tag in one of its tabs only.
+            writer.add_scalar(f"{name}/norm", histogram.norm, step)
+            if histogram.is_finite:
+                writer.add_histogram_raw(
+                    name,
+                    min=histogram.edges[0],
+                    max=histogram.edges[-1],
+                    num=histogram.counts.sum(),
+                    sum=histogram.sum,
+                    sum_squares=histogram.sum_of_squares,
+                    bucket_limits=histogram.edges[1:],
+                    bucket_counts=histogram.counts,
+                    global_step=step,
+                )
 
     def add_text(self, folder: str, step: int, name: str, text: str) -> None:
         # TensorBoard renders Markdown: four spaces keep the text as it is.

@@ -1,0 +1,216 @@
+"""Goodput: what became of the time of a job, over all runs that were made for it.
+
+At every moment the main thread is in one phase, so the phases add up to the time that passed. The
+share of `steps` is the goodput; all else is time in which the model learnt nothing:
+
+    start        before the first step: building, restoring, opening the data
+    compile      tracing and compiling the training step
+    input_wait   the devices stood still for want of a batch
+    save         the loop waited for a checkpoint (writing itself goes on in the background)
+    eval         held-out data, the compilation of their step included
+    decode       the same for prompts
+    profile      starting, stopping and writing a trace
+    lost         steps that a later run did again, as they were not saved
+    other        everything else, such as the report at the end
+
+Time between two runs is told apart from these: nobody knows whether the job was meant to run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from etils import epath
+
+from layerkit_runner.observers.background import Background
+from layerkit_runner.observers.base import Observer, RunInfo
+from layerkit_runner.whole_files import write_whole
+
+PHASES = (
+    "steps",
+    "compile",
+    "input_wait",
+    "save",
+    "eval",
+    "decode",
+    "profile",
+    "start",
+    "lost",
+    "other",
+)
+_SECONDS_BETWEEN_WRITES = 30.0
+
+
+class Goodput:
+    """Splits time into phases; a phase inside another takes its time from it.
+
+    >>> ticks = iter([0.0, 4.0, 5.0, 8.0, 10.0, 10.0])
+    >>> goodput = Goodput(clock=lambda: next(ticks))  # at 0, in `start`
+    >>> with goodput.phase('steps'):  # from 4 to 10
+    ...     with goodput.phase('save'):  # from 5 to 8
+    ...         pass
+    >>> goodput.seconds()  # doctest: +NORMALIZE_WHITESPACE
+    {'steps': 3.0, 'compile': 0.0, 'input_wait': 0.0, 'save': 3.0, 'eval': 0.0, 'decode': 0.0,
+     'profile': 0.0, 'start': 4.0, 'lost': 0.0, 'other': 0.0}
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._stack = ["start"]
+        self._mark = clock()
+        self.num_steps = 0
+        """Completed steps whose time is in `steps`."""
+        self.num_lost_steps = 0
+        """Steps done again by a later run."""
+        self.seconds_between_runs = 0.0
+        """From the last sign of life of a run to the start of the next."""
+        self.num_runs = 1
+        """Runs of this job, this one included."""
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Counts the time of the `with` block as `name`, one of `PHASES`."""
+        self._count()
+        self._stack.append(name)
+        try:
+            yield
+        finally:
+            self._count()
+            self._stack.pop()
+
+    def outermost(self, name: str) -> None:
+        """From now on, time within no `with` block counts as `name`."""
+        self._count()
+        self._stack[0] = name
+
+    def moved(self, name: str, seconds: float) -> None:
+        """Says that so many seconds of the phase at hand, just passed, were `name` instead."""
+        self._seconds[self._stack[-1]] -= seconds
+        self._seconds[name] += seconds
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by phase, up to now."""
+        self._count()
+        return dict(self._seconds)
+
+    def shares(self) -> dict[str, float]:
+        """The share of each phase that took any time, by `goodput/<phase>`."""
+        seconds = self.seconds()
+        total = max(sum(seconds.values()), 1e-9)
+        return {f"goodput/{name}": value / total for name, value in seconds.items() if value > 0}
+
+    def add_earlier(
+        self, record: Mapping[str, Any], *, start_step: int, seconds_between: float
+    ) -> None:
+        """Adds what earlier runs of the job recorded, in the form of `record()`.
+
+        Steps that they did after `start_step` are lost. Each is taken to have cost what all their
+        steps cost on average.
+        """
+        done = record["num_steps"]
+        lost = min(done, max(0, record["step"] - start_step))
+        lost_seconds = record["seconds"]["steps"] * lost / done if done else 0.0
+        for name in PHASES:
+            self._seconds[name] += record["seconds"].get(name, 0.0)
+        self._seconds["steps"] -= lost_seconds
+        self._seconds["lost"] += lost_seconds
+        self.num_steps += done - lost
+        self.num_lost_steps += record["num_lost_steps"] + lost
+        self.num_runs += record["num_runs"]
+        self.seconds_between_runs += record["seconds_between_runs"] + max(0.0, seconds_between)
+
+    def record(self) -> dict[str, Any]:
+        """Everything counted so far, as JSON values."""
+        return {
+            "seconds": {name: round(value, 3) for name, value in self.seconds().items()},
+            "num_steps": self.num_steps,
+            "num_lost_steps": self.num_lost_steps,
+            "num_runs": self.num_runs,
+            "seconds_between_runs": round(self.seconds_between_runs, 3),
+        }
+
+    def summary(self) -> str:
+        """`goodput: 91.2 % of 1:02:03 in steps; compile 4.0 %, …`."""
+        shares = self.shares()
+        total = sum(self.seconds().values())
+        rest = [
+            f"{name.removeprefix('goodput/')} {share:.1%}"
+            for name, share in sorted(shares.items(), key=lambda item: -item[1])
+            if name != "goodput/steps" and share >= 0.0005
+        ]
+        text = f"goodput: {shares.get('goodput/steps', 0.0):.1%} of {_clock_text(total)} in steps"
+        if rest:
+            text += f"; {', '.join(rest)}"
+        if self.num_runs > 1:
+            text += f"; {self.num_runs} runs, {_clock_text(self.seconds_between_runs)} between them"
+        if self.num_lost_steps:
+            word = "step" if self.num_lost_steps == 1 else "steps"
+            text += f", {self.num_lost_steps} {word} done again"
+        return text
+
+    def _count(self) -> None:
+        now = self._clock()
+        self._seconds[self._stack[-1]] += now - self._mark
+        self._mark = now
+
+
+class GoodputLog(Observer):
+    """Keeps the record of a training job in `goodput.json`, over all its runs.
+
+    It is written anew every 30 seconds, with each save and at the end, in the background. A killed
+    run loses at most what came after the last of these; that counts as time between runs.
+    """
+
+    optional = True
+
+    def __init__(self, goodput: Goodput, *, clock: Callable[[], float] = time.time) -> None:
+        self._goodput = goodput
+        self._clock = clock
+        self._background = Background()
+        self._path: epath.Path | None = None
+        self._step = 0
+        self._last_write = clock()
+
+    def start(self, info: RunInfo) -> None:
+        if info.job_log_dir is None or info.mode != "train":
+            return
+        self._step = info.start_step
+        path = info.job_log_dir / "goodput.json"
+        if path.exists():
+            record = json.loads(path.read_text())
+            began = self._clock() - sum(self._goodput.seconds().values())
+            self._goodput.add_earlier(
+                record, start_step=info.start_step, seconds_between=began - record["time"]
+            )
+        self._path = path
+        self.flush()
+
+    def progress(self, step: int) -> None:
+        self._step = step
+        self._goodput.num_steps += 1
+        if self._clock() - self._last_write >= _SECONDS_BETWEEN_WRITES:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._path is not None:
+            self._last_write = self._clock()
+            head = {"step": self._step, "time": round(self._last_write, 3)}
+            text = json.dumps({**head, **self._goodput.record()}, indent=2) + "\n"
+            self._background.submit(write_whole, self._path, text)
+
+    def close(self) -> None:
+        try:
+            self.flush()
+        finally:
+            self._path = None
+            self._background.close()
+
+
+def _clock_text(seconds: float) -> str:
+    return str(datetime.timedelta(seconds=round(seconds)))

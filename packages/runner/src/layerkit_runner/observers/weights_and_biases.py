@@ -1,0 +1,135 @@
+"""Reports to Weights & Biases, where the extra `wandb` is installed.
+
+The id of the run stays in the job's folder, so a job that is resumed goes on in the same run there.
+Whom it belongs to and whether it is sent at once is said by wandb's own environment variables, such
+as WANDB_ENTITY, WANDB_API_KEY and WANDB_MODE=offline.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+import os
+import secrets
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+from etils import epath
+
+from layerkit_runner.errors import UsageError
+from layerkit_runner.observers.background import Background
+from layerkit_runner.observers.base import Histogram, Observer, RunInfo
+from layerkit_runner.whole_files import write_whole
+
+_STEP = "step"
+
+
+class WeightsAndBiases(Observer):
+    """Writes scalars, texts and histograms to a run of a project, all of it in the background.
+
+    Names are `train/…`, `eval/<data set>/…` and `decode/<data set>/…`, over `step`. Steps that are
+    done again after a kill are reported again.
+
+    Args:
+      project: Its name.
+      config: What the run is made with, by path.
+
+    Raises:
+      UsageError: wandb is not installed.
+    """
+
+    optional = True
+
+    def __init__(self, project: str, *, config: Mapping[str, Any]) -> None:
+        if importlib.util.find_spec("wandb") is None:
+            raise UsageError(
+                f"--wandb_project={project} needs wandb: pip install 'layerkit-runner[wandb]'"
+            )
+        self._project = project
+        self._config = dict(config)
+        self._background = Background()
+        self._run: Any = None
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+
+    def start(self, info: RunInfo) -> None:
+        if info.job_log_dir is not None and info.mode == "train":
+            self._background.submit(self._begin, info, info.job_log_dir)
+
+    def train_metrics(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._submit(step, {f"train/{name}": value for name, value in scalars.items()})
+
+    def eval_metrics(self, step: int, dataset: str, scalars: Mapping[str, float]) -> None:
+        prefix = dataset if "/" in dataset else f"eval/{dataset}"
+        self._submit(step, {f"{prefix}/{name}": value for name, value in scalars.items()})
+
+    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        self._background.submit(self._log_histograms, step, histograms)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self._background.submit(self._log_text, step, name, text)
+
+    def close(self) -> None:
+        try:
+            self._background.submit(self._finish)
+        finally:
+            self._background.close()
+
+    def _submit(self, step: int, values: dict[str, Any]) -> None:
+        self._background.submit(self._log, {_STEP: step, **values})
+
+    # What follows runs in the background.
+
+    def _begin(self, info: RunInfo, directory: epath.Path) -> None:
+        import wandb  # about a second
+
+        # It writes files of its own as they grow, which a remote store cannot take.
+        if "://" in os.fspath(directory):
+            self._temporary = tempfile.TemporaryDirectory(prefix="wandb")
+        self._run = wandb.init(
+            project=self._project,
+            id=_run_id(directory),
+            name=directory.name,
+            resume="allow",
+            dir=os.fspath(directory) if self._temporary is None else self._temporary.name,
+            config={**self._config, "num_params": info.num_params},
+            # Its capture of the output would get in the way of the progress bar.
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        # Its own count of steps only grows, and would refuse those that are done again.
+        self._run.define_metric("*", step_metric=_STEP)
+
+    def _log(self, values: dict[str, Any]) -> None:
+        if self._run is not None:
+            self._run.log(values)
+
+    def _log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        import wandb
+
+        values: dict[str, Any] = {_STEP: step}
+        for name, histogram in histograms.items():
+            values[f"{name}/norm"] = histogram.norm
+            if histogram.is_finite:
+                values[name] = wandb.Histogram(np_histogram=(histogram.counts, histogram.edges))
+        self._log(values)
+
+    def _log_text(self, step: int, name: str, text: str) -> None:
+        import wandb
+
+        self._log(
+            {_STEP: step, f"decode/{name}/sample": wandb.Html(f"<pre>{html.escape(text)}</pre>")}
+        )
+
+    def _finish(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+
+def _run_id(directory: epath.Path) -> str:
+    """The id of the job's run, the same whenever it is resumed."""
+    path = directory / "wandb_run_id.txt"
+    if not path.exists():
+        write_whole(path, secrets.token_hex(4) + "\n")
+    return path.read_text().strip()

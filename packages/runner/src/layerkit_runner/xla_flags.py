@@ -1,0 +1,160 @@
+"""Named sets of compiler flags for kinds of devices, and the profile that guides the GPU scheduler.
+
+XLA reads its flags from the environment when the first device is touched, so they are set before
+that (`set_compiler_flags`); whether they suit the devices is known only afterwards
+(`check_devices`). Flags of the user's own environment come last and win.
+
+Sources: JAX documentation, "GPU performance tips"; OpenXLA, "GPU optimization levels" (level O1);
+MaxText's collected flags for TPUs and its scripts for H100.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterator, Mapping, MutableMapping
+
+from layerkit_runner.errors import UsageError
+from layerkit_runner.flag_table import RunOptions
+
+_GPU = "XLA_FLAGS"
+_TPU = "LIBTPU_INIT_ARGS"
+
+
+@dataclasses.dataclass(frozen=True)
+class FlagSet:
+    """Flags that belong together.
+
+    Attributes:
+      variable: The environment variable that carries them.
+      device_kind: A regular expression for the whole of `jax.Device.device_kind`.
+      flags: As XLA takes them.
+    """
+
+    variable: str
+    device_kind: str
+    flags: tuple[str, ...]
+
+
+PRESETS: Mapping[str, FlagSet] = {
+    # Collectives run beside the computations that do not need them yet, across the iterations of
+    # the loop over layers too; small ones are joined, up to these many bytes.
+    "gpu_latency_hiding": FlagSet(
+        _GPU,
+        r"NVIDIA .*",
+        (
+            "--xla_gpu_enable_latency_hiding_scheduler=true",
+            "--xla_gpu_enable_pipelined_all_gather=true",
+            "--xla_gpu_enable_pipelined_all_reduce=true",
+            "--xla_gpu_enable_pipelined_reduce_scatter=true",
+            "--xla_gpu_enable_while_loop_double_buffering=true",
+            "--xla_gpu_all_gather_combine_threshold_bytes=134217728",
+            "--xla_gpu_all_reduce_combine_threshold_bytes=134217728",
+            "--xla_gpu_reduce_scatter_combine_threshold_bytes=67108864",
+        ),
+    ),
+    # All-gathers of sharded weights overlap with the products around them. Later TPUs refuse it.
+    "tpu_v5e_collective_fusion": FlagSet(
+        _TPU,
+        r"TPU v5 lite|TPU v5e",
+        (
+            "--xla_tpu_enable_async_collective_fusion=true",
+            "--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
+            "--xla_tpu_enable_async_collective_fusion_multiple_steps=true",
+            "--xla_tpu_overlap_compute_collective_tc=true",
+            "--xla_enable_async_all_gather=true",
+        ),
+    ),
+    # All-reduces of gradients between slices overlap with the backward pass.
+    "tpu_multislice": FlagSet(
+        _TPU,
+        r"TPU v[456].*",
+        (
+            "--xla_tpu_enable_data_parallel_all_reduce_opt=true",
+            "--xla_tpu_data_parallel_opt_different_sized_ops=true",
+        ),
+    ),
+    # How much of a v6e's vector memory one fusion may take: in dense models, and with experts.
+    "tpu_v6e_dense": FlagSet(_TPU, r"TPU v6.*", ("--xla_tpu_scoped_vmem_limit_kib=98304",)),
+    "tpu_v6e_moe": FlagSet(_TPU, r"TPU v6.*", ("--xla_tpu_scoped_vmem_limit_kib=81920",)),
+}
+
+
+def set_compiler_flags(
+    options: RunOptions, environment: MutableMapping[str, str] = os.environ
+) -> None:
+    """Puts the flags that the options name into the environment; before any device is touched.
+
+    Raises:
+      UsageError: a profile that is not there.
+    """
+    for variable, flags in _chosen(options):
+        environment[variable] = " ".join([*flags, environment.get(variable, "")]).strip()
+
+
+def check_devices(options: RunOptions, device_kind: str) -> None:
+    """Refuses flags that are for other devices than those at hand.
+
+    Args:
+      options: Of the run.
+      device_kind: As `jax.Device.device_kind` says it.
+
+    Raises:
+      UsageError: names both, and the sets that there are for these devices.
+    """
+    name = options.xla_flags_preset
+    if name is not None and not re.fullmatch(PRESETS[name].device_kind, device_kind):
+        fitting = [
+            name for name, one in PRESETS.items() if re.fullmatch(one.device_kind, device_kind)
+        ]
+        raise UsageError(
+            f"--xla_flags_preset={name} is not for the devices at hand, which are {device_kind};"
+            f" for these there is {' or '.join(fitting) or 'none'}"
+        )
+    if options.pgle_profile is not None and not re.fullmatch(r"NVIDIA .*", device_kind):
+        raise UsageError(
+            f"--pgle_profile={options.pgle_profile} guides the scheduler of NVIDIA GPUs; the"
+            f" devices at hand are {device_kind}"
+        )
+
+
+def check_no_automatic_profile() -> None:
+    """Refuses JAX's automatic profile guidance, which would do nothing and say nothing.
+
+    Raises:
+      UsageError: `jax_enable_pgle` is set.
+    """
+    import jax
+
+    if getattr(jax.config, "jax_enable_pgle", False):
+        raise UsageError(
+            "jax_enable_pgle does nothing for a training step that is compiled ahead of time, as"
+            " ours is. Capture a profile and give it as --pgle_profile=FILE;"
+            " `python -m layerkit_runner.tools.pgle_profile --help` says how."
+        )
+
+
+def flag_lines(options: RunOptions) -> Iterator[str]:
+    """What is printed at the start."""
+    for variable, flags in _chosen(options):
+        yield f"{variable} {' '.join(flags)}"
+
+
+def _chosen(options: RunOptions) -> Iterator[tuple[str, list[str]]]:
+    """(environment variable, flags) of what the options name."""
+    chosen: dict[str, list[str]] = {}
+    if options.xla_flags_preset is not None:
+        preset = PRESETS[options.xla_flags_preset]
+        chosen[preset.variable] = list(preset.flags)
+    if options.pgle_profile is not None:
+        if not os.path.exists(options.pgle_profile):
+            raise UsageError(f"--pgle_profile={options.pgle_profile}: there is no such file")
+        # The estimates of a profile are read by the latency hiding scheduler alone.
+        guided = [
+            "--xla_gpu_enable_latency_hiding_scheduler=true",
+            f"--xla_gpu_pgle_profile_file_or_directory_path={options.pgle_profile}",
+        ]
+        flags = chosen.setdefault(_GPU, [])
+        flags += [flag for flag in guided if flag not in flags]
+    yield from chosen.items()

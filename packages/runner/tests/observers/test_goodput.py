@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from etils import epath
+
+from layerkit_runner.observers import Goodput, GoodputLog, Observers, Progress
+from layerkit_runner.observers.goodput import PHASES
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def counted(goodput):
+    return {name: value for name, value in goodput.seconds().items() if value}
+
+
+def test_phases_add_up_to_the_time_that_passed(clock):
+    goodput = Goodput(clock=clock)
+    clock.now += 2
+    with goodput.phase("compile"):
+        clock.now += 3
+    with goodput.phase("steps"):
+        clock.now += 10
+        goodput.moved("input_wait", 1.5)
+        with goodput.phase("save"):
+            clock.now += 4
+        with goodput.phase("eval"):
+            clock.now += 5
+            with goodput.phase("profile"):
+                clock.now += 0.25
+    goodput.outermost("other")
+    clock.now += 1
+    expected = {
+        "start": 2,
+        "compile": 3,
+        "steps": 8.5,
+        "input_wait": 1.5,
+        "save": 4,
+        "eval": 5,
+        "profile": 0.25,
+        "other": 1,
+    }
+    assert counted(goodput) == expected
+    assert sum(goodput.seconds().values()) == clock.now - 1000
+
+
+def test_a_phase_that_fails_ends_too(clock):
+    goodput = Goodput(clock=clock)
+
+    def save():
+        with goodput.phase("save"):
+            clock.now += 2
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        save()
+    clock.now += 1
+    assert counted(goodput) == {"save": 2, "start": 1}
+
+
+def test_shares_are_of_all_time_and_leave_out_what_did_not_happen(clock):
+    goodput = Goodput(clock=clock)
+    clock.now += 1
+    with goodput.phase("steps"):
+        clock.now += 3
+    assert goodput.shares() == {"goodput/steps": 0.75, "goodput/start": 0.25}
+
+
+def test_the_summary_names_the_largest_first(clock):
+    goodput = Goodput(clock=clock)
+    clock.now += 100
+    with goodput.phase("steps"):
+        clock.now += 3500
+        with goodput.phase("save"):
+            clock.now += 400
+            with goodput.phase("decode"):
+                clock.now += 0.1  # too little to be told
+    assert goodput.summary() == "goodput: 87.5% of 1:06:40 in steps; save 10.0%, start 2.5%"
+
+
+def train(clock, folder, run_info, *, start_step, until, seconds_per_step=2.0, dies=False):
+    """A run that needs 10 seconds to start; returns its goodput."""
+    goodput = Goodput(clock=clock)
+    log = GoodputLog(goodput, clock=clock)
+    clock.now += 10
+    log.start(run_info(job_log_dir=epath.Path(folder), start_step=start_step))
+    with goodput.phase("steps"):
+        for step in range(start_step + 1, until + 1):
+            clock.now += seconds_per_step
+            log.progress(step)
+    if dies:
+        log._background.close()  # what was handed over gets written, and nothing else
+    else:
+        log.close()
+    return goodput
+
+
+def test_steps_that_were_not_saved_are_lost(clock, run_info, tmp_path):
+    # Written every 30 seconds: after steps 15, 30 and 45. The save was at step 40.
+    train(clock, tmp_path, run_info, start_step=0, until=50, dies=True)
+    killed = json.loads((tmp_path / "goodput.json").read_text())
+    assert (killed["step"], killed["num_steps"]) == (45, 45)
+    clock.now += 300
+    goodput = train(clock, tmp_path, run_info, start_step=40, until=60)
+    # 45 steps of the first run were told of, and 5 of them done again.
+    expected = {"start": 20, "steps": 80 + 40, "lost": 10}
+    assert counted(goodput) == expected
+    assert (goodput.num_steps, goodput.num_lost_steps, goodput.num_runs) == (60, 5, 2)
+    # The steps after the last record cannot be told from the time until the next start.
+    assert goodput.seconds_between_runs == 300 + 10
+    assert goodput.summary().endswith("; 2 runs, 0:05:10 between them, 5 steps done again")
+
+
+def test_a_run_that_ended_in_order_loses_nothing(clock, run_info, tmp_path):
+    train(clock, tmp_path, run_info, start_step=0, until=20)
+    clock.now += 5
+    train(clock, tmp_path, run_info, start_step=20, until=30)
+    clock.now += 5
+    goodput = train(clock, tmp_path, run_info, start_step=30, until=31)
+    assert counted(goodput) == {"start": 30, "steps": 62}
+    assert (goodput.num_runs, goodput.seconds_between_runs) == (3, 10)
+
+
+def test_a_run_that_begins_anew_loses_all_that_was_done(clock, run_info, tmp_path):
+    train(clock, tmp_path, run_info, start_step=0, until=20)
+    goodput = train(clock, tmp_path, run_info, start_step=0, until=1)
+    assert counted(goodput) == {"start": 20, "steps": 2, "lost": 40}
+
+
+def test_a_run_killed_before_its_first_step(clock, run_info, tmp_path):
+    train(clock, tmp_path, run_info, start_step=0, until=0, dies=True)
+    goodput = train(clock, tmp_path, run_info, start_step=0, until=2)
+    assert counted(goodput) == {"start": 20, "steps": 4}
+    assert goodput.num_lost_steps == 0
+
+
+def test_the_record_names_every_phase(clock, run_info, tmp_path):
+    train(clock, tmp_path, run_info, start_step=0, until=3)
+    record = json.loads((tmp_path / "goodput.json").read_text())
+    assert tuple(record["seconds"]) == PHASES
+    assert record["time"] == clock.now
+
+
+def test_a_record_that_cannot_be_read_ends_no_run(clock, run_info, tmp_path, capsys):
+    (tmp_path / "goodput.json").write_text("{")
+    observers = Observers([Progress(), GoodputLog(Goodput(clock=clock), clock=clock)])
+    observers.start(run_info(job_log_dir=epath.Path(tmp_path)))
+    observers.progress(1)
+    observers.close()
+    assert "GoodputLog failed and is left out" in capsys.readouterr().out
+
+
+def test_other_modes_write_nothing(clock, run_info, tmp_path):
+    log = GoodputLog(Goodput(clock=clock), clock=clock)
+    log.start(run_info(job_log_dir=epath.Path(tmp_path), mode="eval"))
+    log.close()
+    assert list(tmp_path.iterdir()) == []

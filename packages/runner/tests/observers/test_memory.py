@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from layerkit_runner.observers import memory_scalars
+
+
+def test_what_a_cpu_does_not_tell_is_left_out():
+    assert jax.devices()[0].memory_stats() is None
+    assert set(memory_scalars()) == {"memory/host_rss_bytes"}
+
+
+def test_resident_memory_grows_by_what_is_held():
+    before = memory_scalars()["memory/host_rss_bytes"]
+    held = np.ones(200_000_000, np.uint8)
+    after = memory_scalars()["memory/host_rss_bytes"]
+    assert 0.9 * held.nbytes < after - before < 1.5 * held.nbytes
+
+
+def test_of_several_devices_the_fullest_counts(monkeypatch):
+    class Device:
+        def __init__(self, in_use: int) -> None:
+            self._in_use = in_use
+
+        def memory_stats(self) -> dict[str, int]:
+            return {"bytes_in_use": self._in_use, "peak_bytes_in_use": 2 * self._in_use}
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device(5), Device(7), Device(6)])
+    scalars = memory_scalars()
+    assert scalars["memory/device_bytes_in_use"] == 7
+    assert scalars["memory/device_peak_bytes_in_use"] == 14

@@ -1,0 +1,112 @@
+"""Real runs of wandb in its offline mode, read back from what it would send."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from etils import epath
+
+from layerkit_runner import UsageError
+from layerkit_runner.observers import Histogram, Observers, Progress, WeightsAndBiases
+
+
+def test_without_wandb_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        UsageError, match=r"^--wandb_project=toy needs wandb: pip install 'layerkit"
+    ):
+        WeightsAndBiases("toy", config={})
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+
+def records(folder: Path) -> list[Any]:
+    """What the only run in this folder wrote down to be sent.
+
+    The file is a LevelDB log: blocks of 32768 bytes, in which parts of records stand after their
+    checksum (4 bytes), length (2) and kind (1: whole, 2: first, 3: middle, 4: last).
+    """
+    from wandb.proto import wandb_internal_pb2
+
+    (path,) = folder.glob("*.wandb")
+    content = path.read_bytes()
+    position, parts, found = 7, b"", []
+    while position + 7 <= len(content):
+        if 32768 - position % 32768 < 7:  # no room for a head: the rest of the block is empty
+            position += 32768 - position % 32768
+            continue
+        length, kind = struct.unpack_from("<HB", content, position + 4)
+        parts += content[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):
+            found.append(wandb_internal_pb2.Record.FromString(parts))
+            parts = b""
+    return found
+
+
+def history(found: list[Any]) -> list[dict[str, Any]]:
+    rows = []
+    for record in found:
+        if record.HasField("history"):
+            row = {
+                item.key or ".".join(item.nested_key): json.loads(item.value_json)
+                for item in record.history.item
+            }
+            rows.append({name: value for name, value in row.items() if not name.startswith("_")})
+    return rows
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_resumed_job_goes_on_in_the_same_run(run_info: Any, tmp_path: Path):
+    for start_step in (0, 1):
+        board = WeightsAndBiases("toy", config={"task.train.random_seed": 7})
+        board.start(run_info(job_log_dir=epath.Path(tmp_path), start_step=start_step))
+        board.train_metrics(start_step + 1, {"loss": 2.5})
+        board.eval_metrics(start_step + 1, "held_out", {"loss": 3.0})
+        board.eval_metrics(start_step + 1, "decode/prompts", {"bleu": 0.5})
+        spread = Histogram(np.array([0.0, 1.0, 3.0]), np.array([1.0, 2.0]), 5.0, 9.0)
+        board.histograms(start_step + 1, {"vars/w": spread})
+        board.text(start_step + 1, "prompts", "<a>")
+        board.close()
+    runs = sorted((tmp_path / "wandb").glob("offline-run-*"))
+    run_id = (tmp_path / "wandb_run_id.txt").read_text().strip()
+    starts = []
+    for number, folder in enumerate(runs, start=1):
+        found = records(folder)
+        (run,) = [record.run for record in found if record.HasField("run")]
+        starts.append((run.run_id, run.project, run.display_name))
+        config = {item.key: json.loads(item.value_json) for item in run.config.update}
+        assert config["task.train.random_seed"] == 7
+        rows = history(found)
+        assert rows[:3] == [
+            {"step": number, "train/loss": 2.5},
+            {"step": number, "eval/held_out/loss": 3.0},
+            {"step": number, "decode/prompts/bleu": 0.5},
+        ]
+        assert rows[3]["vars/w/norm"] == 3
+        assert rows[3]["vars/w.values"] == [1, 2]
+        assert rows[3]["vars/w.bins"] == [0, 1, 3]
+        (html,) = folder.glob("files/media/html/decode/prompts/*.html")
+        assert "<pre>&lt;a&gt;</pre>" in html.read_text()
+    assert starts == [(run_id, "toy", tmp_path.name)] * 2
+
+
+@pytest.mark.usefixtures("offline")
+def test_its_failure_ends_no_run(run_info: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "wandb_run_id.txt").mkdir()  # no file can be read or written there
+    observers = Observers([Progress(), WeightsAndBiases("toy", config={})])
+    observers.start(run_info(job_log_dir=epath.Path(tmp_path)))
+    observers.train_metrics(1, {"loss": 2.5})
+    observers.close()
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "failed" in line]
+    assert line.startswith("WeightsAndBiases failed and is left out from here on; the run continu")

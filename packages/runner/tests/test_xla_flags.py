@@ -1,0 +1,120 @@
+"""Named sets of compiler flags: what is set, for whom, and that the compiler knows them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from layerkit_runner import UsageError
+from layerkit_runner.flag_table import FLAGS
+from layerkit_runner.flags import RunOptions, parse_flags
+from layerkit_runner.xla_flags import (
+    PRESETS,
+    check_devices,
+    check_no_automatic_profile,
+    flag_lines,
+    set_compiler_flags,
+)
+
+H100, V5P, V6E = "NVIDIA H100 80GB HBM3", "TPU v5", "TPU v6 lite"
+
+
+def test_the_command_line_offers_every_preset():
+    (row,) = [flag for flag in FLAGS if flag.name == "xla_flags_preset"]
+    assert row.choices == tuple(PRESETS)
+    options = parse_flags(["--exp=x", "--xla_flags_preset=tpu_v6e_moe"]).options
+    assert options.xla_flags_preset == "tpu_v6e_moe"
+
+
+def test_nothing_is_set_unasked():
+    environment = {"XLA_FLAGS": "--xla_dump_to=there"}
+    set_compiler_flags(RunOptions(), environment)
+    assert environment == {"XLA_FLAGS": "--xla_dump_to=there"}
+    assert list(flag_lines(RunOptions())) == []
+
+
+def test_the_users_own_flags_come_last():
+    own = "--xla_gpu_enable_pipelined_all_gather=false"
+    environment = {"XLA_FLAGS": own}
+    options = RunOptions(xla_flags_preset="gpu_latency_hiding")
+    set_compiler_flags(options, environment)
+    *preset, last = environment["XLA_FLAGS"].split()
+    assert (tuple(preset), last) == (PRESETS["gpu_latency_hiding"].flags, own)
+    (line,) = flag_lines(options)
+    assert line.startswith("XLA_FLAGS --xla_gpu_enable_latency_hiding_scheduler=true ")
+
+
+def test_flags_of_a_tpu_go_where_its_compiler_reads_them():
+    environment: dict[str, str] = {}
+    set_compiler_flags(RunOptions(xla_flags_preset="tpu_v6e_dense"), environment)
+    assert list(environment) == ["LIBTPU_INIT_ARGS"]
+    assert environment["LIBTPU_INIT_ARGS"] == "--xla_tpu_scoped_vmem_limit_kib=98304"
+
+
+@pytest.mark.parametrize(
+    ("preset", "device_kind", "refusal"),
+    [
+        ("gpu_latency_hiding", H100, None),
+        ("gpu_latency_hiding", "cpu", "for these there is none"),
+        ("gpu_latency_hiding", V5P, "for these there is tpu_multislice$"),
+        ("tpu_v5e_collective_fusion", V5P, "which are TPU v5; for these there is tpu_multislice$"),
+        ("tpu_v5e_collective_fusion", "TPU v5 lite", None),
+        ("tpu_multislice", V5P, None),
+        ("tpu_multislice", H100, "for these there is gpu_latency_hiding"),
+        ("tpu_v6e_moe", V6E, None),
+        ("tpu_v6e_moe", V5P, "is not for the devices at hand, which are TPU v5;"),
+    ],
+)
+def test_for_whom_they_are(preset: str, device_kind: str, refusal: str | None):
+    options = RunOptions(xla_flags_preset=preset)
+    if refusal is None:
+        check_devices(options, device_kind)
+    else:
+        with pytest.raises(UsageError, match=refusal):
+            check_devices(options, device_kind)
+
+
+def test_a_profile_needs_its_file_its_scheduler_and_a_gpu(tmp_path: Path):
+    path = tmp_path / "steps.pb"
+    options = RunOptions(pgle_profile=str(path), xla_flags_preset="gpu_latency_hiding")
+    with pytest.raises(UsageError, match=r"--pgle_profile=.*steps\.pb: there is no such file$"):
+        set_compiler_flags(options, {})
+    path.touch()
+    environment: dict[str, str] = {}
+    set_compiler_flags(options, environment)
+    flags = environment["XLA_FLAGS"].split()
+    assert flags[-1] == f"--xla_gpu_pgle_profile_file_or_directory_path={path}"
+    assert flags.count("--xla_gpu_enable_latency_hiding_scheduler=true") == 1
+    check_devices(options, H100)
+    with pytest.raises(UsageError, match=r"guides the scheduler of NVIDIA GPUs; .* are TPU v5$"):
+        check_devices(RunOptions(pgle_profile=str(path)), V5P)
+
+
+def test_automatic_profiles_are_refused_since_they_would_do_nothing():
+    check_no_automatic_profile()
+    jax.config.update("jax_enable_pgle", True)  # noqa: FBT003
+    try:
+        with pytest.raises(UsageError, match=r"Capture a profile and give it as --pgle_profile"):
+            check_no_automatic_profile()
+    finally:
+        jax.config.update("jax_enable_pgle", False)  # noqa: FBT003
+
+
+def test_the_compiler_at_hand_knows_every_gpu_flag(tmp_path: Path):
+    """XLA of any platform knows the flags of GPUs, and ends the process for one it does not."""
+    (tmp_path / "steps.pb").touch()
+    options = RunOptions(
+        xla_flags_preset="gpu_latency_hiding", pgle_profile=str(tmp_path / "steps.pb")
+    )
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    set_compiler_flags(options, environment)
+    command = [sys.executable, "-c", "import jax; print(jax.devices())"]
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    environment["XLA_FLAGS"] += " --xla_gpu_no_such_flag=true"
+    failed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert "--xla_gpu_no_such_flag" in failed.stderr
