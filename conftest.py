@@ -11,17 +11,20 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 PACKAGES = ("layerkit", "layerkit_inputs", "layerkit_runner", "layerkit_experiments")
 DEVICES = "--xla_force_host_platform_device_count"
 # Compiling takes most of the time of a test; code that runs for a moment need not be fast. Without
-# fusion emitters, a layer compiles in less than half the time.
+# fusion emitters, a layer compiles in less than half the time; cut into several parts, which are
+# compiled side by side, it takes more work in all.
 QUICK_COMPILES = " ".join(
     (
         "--xla_backend_optimization_level=0",
         "--xla_llvm_disable_expensive_passes=true",
         "--xla_cpu_use_fusion_emitters=false",
+        "--xla_cpu_parallel_codegen_split_count=1",
     )
 )
 
@@ -38,6 +41,12 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # wait for one another, a collective never ends and the process aborts.
 os.environ.setdefault("NPROC", "32")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+# How long an example takes says nothing where its first one compiles. For more of them:
+# `--hypothesis-profile=thorough`; a number at a test is its own.
+hypothesis.settings.register_profile("ordinary", deadline=None, max_examples=25)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=200)
+hypothesis.settings.load_profile("ordinary")
 
 
 def package_origins() -> dict[str, Path]:

@@ -46,8 +46,8 @@ TENSORFLOW_SUITES = (
 LIGHT_EXTRAS = "[grain,hf,text]"
 TENSORFLOW_EXTRAS = "[seqio,lingvo]"
 ALL_SUITES = [*sorted(ROOT.glob("packages/*/tests")), *ROOT.glob("integration_tests")]
-# safetensors: what the extra layerkit[hf] brings.
-TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "safetensors")
+# safetensors: what the extra layerkit[hf] brings; wandb: layerkit-runner[wandb].
+TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "safetensors", "wandb")
 PARITY_TOOLS = ("torch", "transformers")
 LINT_TOOLS = ("ruff", "mypy", "import-linter")
 BUILD_TOOLS = ("hatchling",)

@@ -68,7 +68,13 @@ def losses(job: Any) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in read_metrics(job.folder).train}
 
 
-@pytest.fixture(scope="module", params=WRITERS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.slow] * (name == "pmap, TensorStore"))
+        for name in WRITERS
+    ],
+)
 def written(request: pytest.FixtureRequest, jobs: Any, tmp_path_factory: Any) -> Written:
     cls, flags = WRITERS[request.param]
     job = jobs.make(EXP, tmp_path_factory.mktemp("written") / "job")

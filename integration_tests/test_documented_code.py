@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGES = ["inputs.md", "transformers.md"]
+PAGES = [
+    "init_from.md",
+    "inputs.md",
+    "optimization.md",
+    pytest.param("transformers.md", marks=pytest.mark.slow),
+]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

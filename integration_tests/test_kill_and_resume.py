@@ -6,6 +6,7 @@ weights, optimizer state and the state of the input. The machine, versions and m
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 from pathlib import Path
@@ -21,7 +22,10 @@ PLACES = {
 }
 
 
-@pytest.fixture(scope="module", params=PLACES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("one device", marks=pytest.mark.slow), "mesh 2 x 2 x 2"],
+)
 def place(request: pytest.FixtureRequest) -> dict[str, Any]:
     return PLACES[request.param]
 
@@ -49,6 +53,10 @@ def test_killed_inside_a_save_and_at_a_random_step(
     assert "goes on from step" in output
     assert not jobs.unfinished(job)
     jobs.assert_same_bits(jobs.read_checkpoint(job, STEPS), never_stopped)
+    goodput = json.loads((job.folder / "goodput.json").read_text())
+    # Steps that were done again count once, and their first time as lost.
+    assert (goodput["num_runs"], goodput["num_steps"]) == (3, STEPS)
+    assert (goodput["num_lost_steps"] > 0) == (goodput["seconds"]["lost"] > 0)
 
 
 @pytest.mark.slow

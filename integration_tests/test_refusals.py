@@ -137,8 +137,8 @@ def test_flags_that_do_not_fit(
     [
         (
             {"VOCAB_SIZE": 256},
-            "LocalText cannot run as asked: VOCAB_SIZE=256 is less than the 259 ids of bytes and"
-            " their special ids",
+            "LocalText cannot run as asked: VOCAB_SIZE=256 is less than the 259 ids of"
+            " TOKENIZER='bytes', special ones included",
         ),
         (
             # One position too many: 8 of the prompt, 9 after it.

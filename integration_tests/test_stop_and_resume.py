@@ -109,6 +109,7 @@ def test_what_the_folder_holds(twin: tuple[Any, str]):
         "config.json",
         "config.txt",
         "decode",
+        "goodput.json",
         "loss_curve.png",
         "metrics.jsonl",
         "summaries",
@@ -117,6 +118,7 @@ def test_what_the_folder_holds(twin: tuple[Any, str]):
         "checkpoint_00000003",
         "checkpoint_00000006",
         "checkpoint_00000008",
+        "evaluations.json",
     ]
     assert job.steps_logged() == list(range(1, STEPS + 1))
     assert [record["step"] for record in evaluations(job)] == [4, 8]
@@ -130,7 +132,14 @@ def test_what_is_printed(twin: tuple[Any, str]):
     for told in ("experiment", "parameters", "partitioner", "batch", "state", "writing to"):
         assert told in start
     end = lines[before_step_1:]
-    for begin in ("heldout: ", "  for comparison: trigram table: ", "speed: ", "sample (", "next:"):
+    for begin in (
+        "heldout: ",
+        "  for comparison: trigram table: ",
+        "speed: ",
+        "sample (",
+        "goodput: ",
+        "next:",
+    ):
         assert sum(line.startswith(begin) for line in end) == 1
 
 
@@ -192,6 +201,7 @@ def test_the_recorded_arguments_make_the_same_run(
     assert (again.folder / "config.txt").read_text() == (job.folder / "config.txt").read_text()
 
 
+@pytest.mark.slow
 def test_longer_training_goes_on(twin: tuple[Any, str], tmp_path: Path, jobs: Any):
     source, _ = twin
     job = jobs.make(EXP, tmp_path / "longer", f"--restore_checkpoint_dir={source.folder}")

@@ -7,6 +7,7 @@ checkpoint is one, and a single process goes on from it. So are the outputs of d
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import signal
 import subprocess
@@ -30,9 +31,10 @@ MESHES = {
         "DIMS_PER_HEAD": 2,
     },
 }
+CASES = ["each its own rows", pytest.param("both the same rows", marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", CASES)
 def test_two_processes_are_one_run(jobs: Any, tmp_path: Path, name: str):
     fields = {**MESHES[name], "MAX_STEPS": STEPS}
     alone = jobs.make(EXP, tmp_path / "alone", num_devices=8, **fields)
@@ -54,7 +56,33 @@ def test_two_processes_are_one_run(jobs: Any, tmp_path: Path, name: str):
     assert one_more.steps_logged() == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.slow
+def test_what_four_processes_saved_goes_on_anywhere(jobs: Any, tmp_path: Path):
+    def job(folder: Path, mesh: str, steps: int, *, devices: int) -> Any:
+        num_devices = math.prod(json.loads(mesh))
+        fields = {"ICI_MESH_SHAPE": mesh, "MAX_STEPS": steps, "PERCORE_BATCH_SIZE": 8 / num_devices}
+        return jobs.make(EXP, folder, num_devices=devices, **fields)
+
+    alone = job(tmp_path / "alone", "[1,1,1]", STEPS, devices=1)
+    alone.run()
+    four = job(tmp_path / "four", "[2,2,1]", STEPS - 1, devices=1)
+    four.run_as(4)
+    ends = [job(tmp_path / "one", "[1,1,1]", STEPS, devices=1)]
+    ends += [job(tmp_path / "two_by_two", "[1,2,2]", STEPS, devices=2)]
+    for one in ends:
+        shutil.copytree(four.folder, one.folder)
+    ends[0].run()
+    ends[1].run_as(2)
+    reference = jobs.read_checkpoint(alone, STEPS)
+    for one in ends:
+        assert one.steps_logged() == list(range(1, STEPS + 1))
+        state = jobs.read_checkpoint(one, STEPS)
+        assert state.input_states == reference.input_states
+        for path, leaf in reference.leaves.items():
+            np.testing.assert_allclose(state.leaves[path], leaf, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_two_processes_decode_one_output(jobs: Any, tmp_path: Path, name: str):
     # Two batches, so that of twelve prompts each process holds some where the rows are split.
     fields = {

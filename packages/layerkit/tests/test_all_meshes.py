@@ -3,7 +3,8 @@
 There are 56 ways to write eight as a product of six axes, in order. The model has what each axis is
 about: grouped queries with rotary positions on packed rows (tensor, context), a mixture of experts
 with auxiliary losses and a shared expert (expert), repeated layers (fsdp), and a pipeline where the
-mesh has stages. `nox -s meshes` runs them all; the ordinary tests two with all axes.
+mesh has stages. `nox -s meshes` runs them all; the ordinary tests the one whose axes no other test
+of a whole model has.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MESHES = [
     if math.prod(sizes) == 8
 ]
 # data, fsdp, tensor, stage, expert, context
-SMOKE = [(2, 2, 2, 1, 1, 1), (1, 1, 1, 2, 2, 2)]
+SMOKE = [(1, 1, 1, 2, 2, 2)]
 
 
 def language_model(num_stages, capacity_factor):

@@ -7,6 +7,7 @@ that it came without them.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -161,6 +162,7 @@ runner trains, evaluates and inspects experiments.
   runner --exp=lm.pile.Pile126M --fdl.NUM_LAYERS=2 --mode=inspect
   runner --exp=lm.pile.Pile126M --fdl.task.model.lm_tpl.num_layers=2 --mode=plan
   runner --list
+  runner doctor
 
 Modes:
   train        train; the same command again resumes
@@ -168,42 +170,86 @@ Modes:
   decode_once  decode with the newest checkpoint once
   export       write the newest checkpoint as a Hugging Face folder
   plan         compile the training step without the devices; print memory and traffic
-  inspect      print the configuration, every override applied, or what the inputs feed; writes
-               nothing
+  inspect      print the configuration, every override applied, its weights, its graph, or what the
+               inputs feed; writes nothing
+
+Commands:
+  doctor  look at this machine: devices, packages, storage; exit code 1: something does not work
 
 Flags:
-  --exp=NAME                      the experiment, such as lm.quickstart.LocalText; see --list
-  --fdl_config=NAME               the same as --exp
-  --fdl.NAME=VALUE                set a field of the experiment, or by its path any deeper one
-  --job_log_dir=DIR               folder for everything the run writes
-  --mode=MODE                     what to do, see above (default train)
-  --[no]enable_checkpoint_saving  train: whether to save checkpoints (default True)
-  --restore_checkpoint_dir=DIR    train, eval, decode_once, export: start from the checkpoints of
-                                  this folder
-  --restore_checkpoint_step=STEP  train, eval, decode_once, export: start from this step, not the
-                                  newest
-  --pmap_use_tensorstore          train, eval, decode_once: save pmap runs one entry per parameter,
-                                  not as one file; reading finds out by itself
-  --target=TARGET                 plan: the devices to plan for
-  --num_devices=N                 plan, inspect: how many of them
-  --inspect=WHAT                  inspect: config or batches: the configuration, or a few batches of
-                                  each input (default config)
-  --num_batches=N                 inspect: batches of each input (default 2)
-  --num_hosts=N                   inspect: hosts among which inputs are split (default 1)
-  --json                          plan: print the plan as JSON
-  --export_dir=DIR                export: the folder to write
-  --jax_compilation_cache=DIR     folder for compiled programs, or off
-  --coordinator_address=ADDRESS   train, eval, decode_once: host:port where the processes of a job
-                                  meet, at process 0; or auto, on a cluster
-  --num_processes=N               train, eval, decode_once: how many processes the job has
-  --process_id=I                  train, eval, decode_once: which of them this is, from 0
-  --list                          print every experiment and leave
-  --help                          print this and leave
+  --exp=NAME                        the experiment, such as lm.quickstart.LocalText; see --list
+  --fdl_config=NAME                 the same as --exp
+  --fdl.NAME=VALUE                  set a field of the experiment, or by its path any deeper one
+  --job_log_dir=DIR                 folder for everything the run writes
+  --mode=MODE                       what to do, see above (default train)
+  --[no]enable_checkpoint_saving    train: whether to save checkpoints (default True)
+  --restore_checkpoint_dir=DIR      train, eval, decode_once, export: start from the checkpoints of
+                                    this folder
+  --restore_checkpoint_step=STEP    train, eval, decode_once, export: start from this step, not the
+                                    newest
+  --init_from=DIR                   train: begin with the weights of this folder: of a job, a
+                                    checkpoint, or Hugging Face; a run that goes on does not read it
+  --init_draw=PATTERN               train: weights that --init_from leaves to be drawn, as a regular
+                                    expression
+  --restore_cast_dtypes             train, eval, decode_once, export: convert floating-point arrays
+                                    of a checkpoint whose dtype is another, as after a change of the
+                                    weights' dtype
+  --async_timeout_secs=SECONDS      train: end a job whose save takes longer (default 600)
+  --exit_after_ondemand_checkpoint  train: leave after the save that SIGUSR1 asks for, instead of
+                                    going on
+  --pmap_use_tensorstore            train, eval, decode_once: save pmap runs one entry per
+                                    parameter, not as one file; reading finds out by itself
+  --target=TARGET                   plan: the devices to plan for
+  --num_devices=N                   plan, inspect: how many of them
+  --inspect=WHAT                    inspect: config, the configuration; parameters, a table of the
+                                    weights; graph, the configuration as a Mermaid diagram; or
+                                    batches, a few of each input (default config)
+  --num_batches=N                   inspect: batches of each input (default 2)
+  --num_hosts=N                     inspect: hosts among which inputs are split (default 1)
+  --json                            plan, inspect: print the plan, the configuration, the weights or
+                                    what the doctor found as JSON
+  --export_dir=DIR                  export: the folder to write
+  --jax_compilation_cache=DIR       folder for compiled programs, or off
+  --coordinator_address=ADDRESS     train, eval, decode_once: host:port where the processes of a job
+                                    meet, at process 0; auto: found out. Without it, what Slurm,
+                                    Open MPI, torchrun, Kubernetes or a TPU pod says
+  --num_processes=N                 train, eval, decode_once: how many processes the job has
+  --process_id=I                    train, eval, decode_once: which of them this is, from 0
+  --multiprocess_gpu                train, eval, decode_once: one of several processes; Pax's names
+                                    --server_addr, --num_hosts and --host_idx are understood
+  --hung_step_timeout_secs=SECONDS  train, eval, decode_once: end a job that made no step, batch or
+                                    save for so long; off: never (default 1800)
+  --peak_tflops_per_device=TFLOPS   train: what one device could do at best, for MFU, where the
+                                    table of known devices has no figure or another
+  --xla_flags_preset=NAME           train: a set of compiler flags: gpu_latency_hiding,
+                                    tpu_v5e_collective_fusion, tpu_multislice, tpu_v6e_dense or
+                                    tpu_v6e_moe
+  --pgle_profile=FILE               train: a profile of earlier steps that guides the scheduler of
+                                    NVIDIA GPUs
+  --jax_profiler_port=PORT          train: where xprof or TensorBoard can ask for a trace at any
+                                    time
+  --wandb_project=NAME              train: also report to this project of Weights & Biases
+  --print_config                    print the configuration, every override applied, and leave; can
+                                    be added to any command
+  --diff_config=OTHER               print the fields that differ from those of another experiment or
+                                    of a job's folder, and leave; exit code 0: none, 1: some
+  --list                            print every experiment and leave
+  --help                            print this and leave
 
 VALUE is a Python literal; bare words are strings: 4, 1e-3, [1,4,1], None, bfloat16.
 Exit codes: 0 done, 2 wrong command line or fields, 130 stopped by Ctrl-C and 143 by
 SIGTERM; a training run that is stopped saves first, and the same command resumes it.
+SIGUSR1 makes it save at once and go on. 1: a checkpoint could not be written. 70:
+nothing moved for --hung_step_timeout_secs. 75: another process of the job was lost.
 """
+
+
+def test_flags_against_the_launcher(place: Path, monkeypatch: pytest.MonkeyPatch):
+    launched = {"JOB_ID": "4711", "STEP_NODELIST": "node1", "NTASKS": "8", "PROCID": "3"}
+    for name, value in launched.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    text = "--num_processes=4, but Slurm (job 4711) says SLURM_NTASKS=8. Leave the flag out: it is"
+    assert text in refused(place, "--exp=lm.Large", "--num_processes=4")
 
 
 def test_list(place: Path):
@@ -256,6 +302,29 @@ _WRONG = {
     "type": (
         ["--exp=lm.Small", "--fdl.NUM_LAYERS=three"],
         "lm.Small.NUM_LAYERS: expected int, got 'three'\n",
+    ),
+    "command": (["docter"], "unexpected argument 'docter'; did you mean 'doctor'?\n"),
+    "command after a flag": (
+        ["--json", "doctor"],
+        "`doctor` comes before all flags: runner doctor …\n",
+    ),
+    "other experiment": (
+        ["--exp=lm.Small", "--diff_config=lm.Lareg"],
+        "--diff_config: there is no experiment 'lm.Lareg'; did you mean 'lm.Large'? `runner --list`"
+        " shows all.\n",
+    ),
+    "other folder": (
+        ["--exp=lm.Small", "--diff_config=./out"],
+        "--diff_config=./out: no config.json there. A folder that a training run wrote to has one."
+        " ([Errno 2] No such file or directory: './out/config.json')\n",
+    ),
+    "two ways to look": (
+        ["--exp=lm.Small", "--print_config", "--diff_config=lm.Large"],
+        "--print_config prints one configuration, --diff_config compares two.\n",
+    ),
+    "flag of another look": (
+        ["--exp=lm.Small", "--mode=inspect", "--inspect=graph", "--num_batches=3"],
+        "--num_batches belongs to --inspect=batches, and this is graph.\n",
     ),
     "literal": (
         ["--exp=lm.Small", "--fdl.ICI_MESH_SHAPE=[1,4,1"],
@@ -343,6 +412,43 @@ def test_inspect_prints_the_resolved_configuration_and_writes_nothing(place: Pat
         partitioner.shape = (1, 4, 1)
         """
     )
+
+
+def test_print_config_can_be_added_to_any_command(place: Path):
+    command = ["--exp=own.Mine", "--fdl.NUM_LAYERS=7"]
+    inspected = runner(place, *command, "--mode=inspect")
+    # Neither a folder nor the other processes are needed for it.
+    for flags in (["--num_processes=4"], ["--mode=eval", "--restore_checkpoint_step=3"]):
+        done = runner(place, *command, *flags, "--print_config")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout == inspected.stdout
+    done = runner(place, *command, "--print_config", "--json")
+    assert json.loads(done.stdout)["config"]["task.model.num_layers"] == 7
+
+
+def test_diff_config(place: Path):
+    done = runner(place, "--exp=own.Mine", "--fdl.NUM_LAYERS=7", "--diff_config=lm.Large")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout == textwrap.dedent(
+        """\
+        here   own.Mine
+        there  acme.lm.Large
+
+        field                  here  there
+        experiment.NUM_LAYERS  7     48
+        task.model.num_layers  7     48
+
+        2 of 13 fields differ
+        """
+    )
+    done = runner(place, "--exp=own.Mine", "--fdl.NUM_LAYERS=48", "--diff_config=lm.Large")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "nothing differs")
+
+
+def test_the_graph_needs_no_jax(place: Path):
+    done = runner(place, "--exp=own.Mine", "--mode=inspect", "--inspect=graph")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert '  n1 -->|"model"| n2' in done.stdout.splitlines()
 
 
 def test_an_interrupt_before_the_run_has_an_exit_code_of_its_own(place: Path):

@@ -10,27 +10,36 @@ import pytest
 from etils import epath
 
 from layerkit_inputs.prefetch import Prefetch
-from layerkit_runner.checkpoints import CheckpointManager, CheckpointPolicy
-from layerkit_runner.executor import Executor, is_due
+from layerkit_runner.checkpoints import CheckpointManager, CheckpointPolicy, evaluations
+from layerkit_runner.checkpoints.folders import committed_steps
+from layerkit_runner.errors import UsageError
+from layerkit_runner.executor import Executor, check_best_metric, is_due
 from layerkit_runner.infeed import make_input
 from layerkit_runner.observers import Observer, RunInfo, Throughput
 from layerkit_runner.partitioning import SpmdPartitioner
 from layerkit_runner.programs import DecodeProgram, EvalProgram, TrainProgram
 from layerkit_runner.stop_signals import StopSignals
+from layerkit_runner.task import TrainHParams
 
 
 class Recorder(Observer):
-    """Keeps what it is told; asks to stop at a step."""
+    """Keeps what it is told; asks to stop at a step, and to save at others."""
 
-    def __init__(self, signals: StopSignals, stop_at: int | None) -> None:
+    def __init__(self, signals: StopSignals, stop_at: int | None, save_at: set[int]) -> None:
         self.events: list[str] = []
+        self.messages: list[str] = []
         self._signals = signals
         self._stop_at = stop_at
+        self._save_at = save_at
 
     def progress(self, step: int) -> None:
         self.events.append(f"step {step}")
         if step == self._stop_at:
             self._signals.received = signal.SIGTERM
+        self._signals.save_received |= step in self._save_at
+
+    def message(self, text: str) -> None:
+        self.messages.append(text)
 
     def eval_metrics(self, step: int, dataset: str, scalars: Any) -> None:
         self.events.append(f"eval {step}")
@@ -50,6 +59,8 @@ def make(tiny: SimpleNamespace, tmp_path: Any) -> Any:
         *,
         saves: bool = True,
         stop_at: int | None = None,
+        save_at: set[int] = frozenset(),
+        exits_then: bool = False,
         eval_batches: int | None = None,
         **train: Any,
     ) -> Any:
@@ -67,11 +78,16 @@ def make(tiny: SimpleNamespace, tmp_path: Any) -> Any:
         program = TrainProgram(task, partitioner, train_input)
         points = dataset(tiny.Points, eval_loop_num_batches=eval_batches)
         signals = StopSignals()
-        recorder = Recorder(signals, stop_at)
+        recorder = Recorder(signals, stop_at, save_at)
         throughput = Throughput(run_info(task.train.num_train_steps))
         compiled = program.lower(partitioner.abstract_state(task)).compile()
         program.start(compiled, recorder, throughput)
-        policy = CheckpointPolicy(save_interval_steps=task.train.save_interval_steps)
+        policy = CheckpointPolicy(
+            save_interval_steps=task.train.save_interval_steps,
+            max_to_keep=task.train.save_max_to_keep,
+            keep_interval=None,
+            best_metric=task.train.save_best_metric,
+        )
         folder = epath.Path(tmp_path)
         executor = Executor(
             train=task.train,
@@ -85,6 +101,7 @@ def make(tiny: SimpleNamespace, tmp_path: Any) -> Any:
             observers=recorder,
             throughput=throughput,
             signals=signals,
+            exit_after_ondemand_checkpoint=exits_then,
         )
         return SimpleNamespace(
             executor=executor,
@@ -141,6 +158,80 @@ def test_a_signal_ends_training_with_a_save(make: Any):
     with job.executor.checkpoints as checkpoints:
         checkpoints.wait_until_finished()
         assert checkpoints.latest_step() == step == int(state.step)
+
+
+def test_a_save_on_demand_comes_besides_those_that_are_due(make: Any, tmp_path: Any):
+    job = make(num_train_steps=8, save_interval_steps=6, save_at={2})
+    _, step = job.executor.run(job.state, 0)
+    assert step == 8
+    job.executor.checkpoints.close()
+    # The flag goes up when step 2 is reported, at most one step behind.
+    [on_demand] = set(saved_steps(tmp_path)) - {6, 8}
+    assert on_demand in (2, 3)
+    assert job.recorder.messages == [f"step {on_demand} is the checkpoint that SIGUSR1 asked for"]
+
+
+def test_a_save_on_demand_may_be_the_last_thing(make: Any, tmp_path: Any):
+    job = make(num_train_steps=50, save_interval_steps=20, save_at={2}, exits_then=True)
+    _, step = job.executor.run(job.state, 0)
+    job.executor.checkpoints.close()
+    assert step in (2, 3)
+    assert saved_steps(tmp_path) == [step]
+    assert job.executor.signals.exit_code == 0
+
+
+def test_a_save_on_demand_in_a_run_that_saves_nothing(make: Any):
+    job = make(saves=False, num_train_steps=5, save_at={2}, exits_then=True)
+    _, step = job.executor.run(job.state, 0)
+    assert step == 5
+    assert job.recorder.messages == ["nothing is saved: this run has --noenable_checkpoint_saving"]
+
+
+def test_the_best_checkpoint_stays(make: Any, tmp_path: Any):
+    """Every step of rate 1 makes this model worse, so the first checkpoint is the best."""
+    job = make(
+        num_train_steps=4,
+        save_interval_steps=1,
+        save_max_to_keep=1,
+        eval_interval_steps=1,
+        save_best_metric="points/loss",
+    )
+    job.executor.run(job.state, 0)
+    job.executor.checkpoints.close()
+    found = evaluations.read(epath.Path(tmp_path) / "checkpoints")
+    best = min((1, 2, 3), key=lambda step: found.get(step, {}).get("points/loss", float("inf")))
+    assert saved_steps(tmp_path) == sorted({best, 4})
+
+
+def test_a_metric_that_no_evaluation_has(make: Any):
+    job = make(
+        saves=False, save_interval_steps=100, save_best_metric="points/lss", eval_interval_steps=1
+    )
+    with pytest.raises(UsageError) as caught:
+        job.executor.evaluate(job.state, 0)
+    assert str(caught.value) == (
+        "task.train.save_best_metric='points/lss' is no metric of an evaluation; did you mean"
+        " 'points/loss'? There are points/loss, points/total_weight."
+    )
+
+
+@pytest.mark.parametrize("metric", ["pionts/loss", "loss"])
+def test_a_metric_of_no_data_set(tiny: SimpleNamespace, metric: str):
+    def train_of(metric: str | None) -> TrainHParams:
+        return tiny.task_config(train={"save_best_metric": metric}).Instantiate().train
+
+    train = train_of(metric)
+    with pytest.raises(UsageError, match="names no held-out data set") as caught:
+        check_best_metric(train, ["points", "lines"])
+    assert str(caught.value).endswith(
+        " It is written DATASET/METRIC, and the data sets are points, lines."
+    )
+    check_best_metric(train_of("lines/loss"), ["points", "lines"])
+    check_best_metric(train_of(None), [])
+
+
+def saved_steps(folder: Any) -> list[int]:
+    return committed_steps(epath.Path(folder) / "checkpoints")
 
 
 def test_a_rolling_evaluation_goes_on_where_it_was(make: Any):

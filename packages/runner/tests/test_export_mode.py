@@ -23,12 +23,13 @@ def test_adapters_are_added_to_the_weights_beside_them():
     attention.rotary_tpl = RotaryPositionalEmbedding.HParams.config()
     adapted = with_lora(plain, rank=2)
     model, ids = build(adapted), jnp.arange(5)[None]
-    variables = jax.tree.map(lambda w: w + 0.1, model.init(jax.random.key(0)))
+    variables = jax.tree.map(lambda w: w + 0.1, jax.jit(model.init)(jax.random.key(0)))
     config, merged = without_adapters(adapted, variables)
     assert config == plain
 
     def logits(model: LanguageModel, variables: object) -> np.ndarray:
-        return np.asarray(model.apply(variables, ids, method=lambda m, x: m.lm.logits(x)))
+        run = jax.jit(lambda v: model.apply(v, ids, method=lambda m, x: m.lm.logits(x)))
+        return np.asarray(run(variables))
 
     expected = logits(model, variables)
     np.testing.assert_allclose(logits(build(config), merged), expected, rtol=1e-4, atol=1e-5)

@@ -58,12 +58,6 @@ def test_negative_values_are_values():
     assert parse_flags([EXP, "--fdl.A", "-1"]).overrides == (Override("A", "-1"),)
 
 
-PROCESSES_TEXT = (
-    "the processes of a job need --coordinator_address=HOST:PORT, --num_processes=N and"
-    " --process_id=I, or --coordinator_address=auto on a cluster that JAX knows."
-)
-
-
 @pytest.mark.parametrize(
     ("words", "text"),
     [
@@ -109,8 +103,16 @@ PROCESSES_TEXT = (
             ["--restore_checkpoint_step=-1"],
             "--restore_checkpoint_step is not negative, so not -1.",
         ),
+        (
+            ["--peak_tflops_per_device=0"],
+            "--peak_tflops_per_device is a number above 0, not '0'.",
+        ),
+        (
+            ["--peak_tflops_per_device=H100"],
+            "--peak_tflops_per_device is a number above 0, not 'H100'.",
+        ),
         (["--mode=eval", "--mode=train"], "--mode is given twice, with 'eval' and 'train'."),
-        (["--json"], "--json belongs to --mode=plan, and the mode is train."),
+        (["--json"], "--json belongs to --mode=plan or inspect, and the mode is train."),
         (["--log_level=debug"], "there is no flag --log_level."),
         (
             ["--mode=plan", "--restore_checkpoint_dir=there"],
@@ -128,18 +130,10 @@ PROCESSES_TEXT = (
         ),
         (
             ["--mode=inspect", "--inspect=batch"],
-            "--inspect has no value 'batch'; did you mean 'batches'? It is one of config, batches.",
+            "--inspect has no value 'batch'; did you mean 'batches'? It is one of config,"
+            " parameters, graph, batches.",
         ),
         (["--inspect=batches"], "--inspect belongs to --mode=inspect, and the mode is train."),
-        *(
-            (words, PROCESSES_TEXT)
-            for words in (
-                ["--num_processes=2"],
-                ["--process_id=0", "--num_processes=2"],
-                ["--coordinator_address=host:1"],
-                ["--coordinator_address=host:1", "--num_processes=2"],
-            )
-        ),
         (
             ["--coordinator_address=host", "--num_processes=2", "--process_id=1"],
             "--coordinator_address=host; expected HOST:PORT, or auto.",
@@ -147,6 +141,19 @@ PROCESSES_TEXT = (
         (
             ["--coordinator_address=host:1", "--num_processes=2", "--process_id=2"],
             "--process_id=2 with --num_processes=2: they are counted from 0 to 1.",
+        ),
+        (["--num_processes=0"], "--num_processes=0: a job has at least 1 process."),
+        (
+            ["--num_hosts=4", "--num_processes=2"],
+            "--num_hosts=4 and --num_processes=2 are the same flag here; keep one.",
+        ),
+        (
+            ["--server_addr=host:1", "--coordinator_address=host:2"],
+            "--coordinator_address is given twice, with 'host:1' and 'host:2'.",
+        ),
+        (
+            ["--hung_step_timeout_secs=0"],
+            "--hung_step_timeout_secs is a whole number above 0, or off, not '0'.",
         ),
         (
             ["--fdl.A=1", "--fdl.A=2"],
@@ -202,3 +209,19 @@ def test_help_names_every_flag():
 def test_processes_are_told_how_to_meet(words: list[str]):
     options = parse_flags([EXP, *words]).options
     assert options.coordinator_address == words[0].partition("=")[2]
+
+
+def test_the_names_of_pax():
+    words = ["--multiprocess_gpu", "--server_addr=host:1", "--num_hosts=4", "--host_idx=3"]
+    options = parse_flags([EXP, *words]).options
+    assert options.coordinator_address == "host:1"
+    assert (options.num_processes, options.process_id) == (4, 3)
+    assert parse_flags([EXP, "--multiprocess_gpu"]).options.coordinator_address == "auto"
+    options = parse_flags([EXP, "--mode=inspect", "--inspect=batches", "--num_hosts=4"]).options
+    assert (options.num_hosts, options.num_processes) == (4, None)
+
+
+def test_a_number_that_may_be_off():
+    assert parse_flags([EXP]).options.hung_step_timeout_secs == 1800
+    assert parse_flags([EXP, "--hung_step_timeout_secs=off"]).options.hung_step_timeout_secs is None
+    assert parse_flags([EXP, "--hung_step_timeout_secs=60"]).options.hung_step_timeout_secs == 60

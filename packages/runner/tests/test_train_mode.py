@@ -5,6 +5,10 @@ What a whole run leaves behind is the business of the integration tests.
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -181,6 +185,55 @@ def test_a_job_folder_may_be_called_checkpoints(train: Any, tmp_path: Path):
     # The place to start from may be the folder of the checkpoints itself.
     output = train("new", max_steps=5, restore_checkpoint_dir=str(folder / "checkpoints"))
     assert f"goes on from step 4 of {folder}/checkpoints\n" in output
+
+
+def test_what_became_of_the_time_of_all_runs(train: Any, tmp_path: Path):
+    assert "goodput: " in train("job", max_steps=5)
+    shutil.rmtree(tmp_path / "job" / "checkpoints" / "checkpoint_00000005")
+    output = train("job", max_steps=6)
+    (line,) = [line for line in output.splitlines() if line.startswith("goodput: ")]
+    assert re.search(r"lost .*; 2 runs, 0:00:\d\d between them, 1 step done again$", line)
+    record = json.loads((tmp_path / "job" / "goodput.json").read_text())
+    assert (record["step"], record["num_steps"], record["num_lost_steps"]) == (6, 6, 1)
+    spent = {name for name, seconds in record["seconds"].items() if seconds > 0}
+    assert {"steps", "compile", "save", "eval", "start", "lost", "other"} <= spent
+    for logged in read_metrics(tmp_path / "job").train:
+        shares = [value for name, value in logged.items() if name.startswith("goodput/")]
+        assert sum(shares) == pytest.approx(1)
+
+
+def test_utilisation_where_somebody_says_what_a_device_can_do(train: Any, tmp_path: Path):
+    train("unknown")
+    assert not any("mfu" in logged for logged in read_metrics(tmp_path / "unknown").train)
+    train("known", peak_tflops_per_device=2.5e-6)
+    metrics = read_metrics(tmp_path / "known")
+    # 2 FLOPs for each of 2 weights and 8 rows, three times, on 8 devices.
+    assert metrics.info["flops_per_step"] == 96
+    for logged in metrics.train[1:]:
+        expected = 96 / logged["step_time"] / 8 / 2.5e6
+        assert logged["mfu"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("option", "refusal"),
+    [
+        ({"xla_flags_preset": "gpu_latency_hiding"}, "at hand, which are cpu; for these there is"),
+        ({"wandb_project": "toy"}, "--wandb_project=toy needs wandb: pip install"),
+        ({"jax_profiler_port": 65536}, "--jax_profiler_port=65536: there are no ports above"),
+    ],
+)
+def test_what_is_refused_before_anything_is_written(
+    experiment: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    option: dict[str, Any],
+    refusal: str,
+):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    options = RunOptions(job_log_dir=str(tmp_path / "job"), jax_compilation_cache="off", **option)
+    with pytest.raises(UsageError, match=refusal):
+        run_train(resolve(experiment()), options)
+    assert not (tmp_path / "job").exists()
 
 
 def test_the_name_of_the_task_is_told(train: Any):

@@ -96,7 +96,7 @@ def decode_of(model, decoder):
 
 
 @pytest.mark.parametrize(
-    "name", ["samples", "beams", pytest.param("greedy", marks=pytest.mark.slow)]
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "beams")) for n in DECODERS]
 )
 def test_equals_one_device_with_the_cache_split(bound, model, variables, name):
     decoder = DECODERS[name]
@@ -106,9 +106,8 @@ def test_equals_one_device_with_the_cache_split(bound, model, variables, name):
     check_cache(program, num_rows=BATCH * (1 if name == "greedy" else 2))
 
 
-@pytest.mark.parametrize(
-    ("name", "width"), [("greedy", WIDTH - 1), pytest.param("beams", 1, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # attention's own tests have single tokens on rows that are split
+@pytest.mark.parametrize(("name", "width"), [("greedy", WIDTH - 1), ("beams", 1)])
 def test_rows_that_are_split_may_have_any_length(split_rows, model, variables, name, width):
     """Of a prompt each device holds a part; a step has one token, which is not split."""
     decoder, batch = DECODERS[name], prompts()

@@ -127,7 +127,20 @@ EXAMPLES = [
 ]
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.layer_class.__name__)
+_SLOW = {M.SequenceModel, M.DpoModel}
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(
+            example,
+            marks=[pytest.mark.slow] * (example.layer_class in _SLOW),
+            id=example.layer_class.__name__,
+        )
+        for example in EXAMPLES
+    ],
+)
 def test_no_field_is_dead(example, sharding):
     assert dead_fields(example, sharding=sharding) == []
 

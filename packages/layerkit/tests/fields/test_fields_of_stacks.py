@@ -198,7 +198,21 @@ EXAMPLES = [
 ]
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.layer_class.__name__)
+# Its stack is that of the others, and `Pipeline` has the fields of a pipeline.
+_SLOW = {L.PipelinedTransformer}
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(
+            example,
+            marks=[pytest.mark.slow] * (example.layer_class in _SLOW),
+            id=example.layer_class.__name__,
+        )
+        for example in EXAMPLES
+    ],
+)
 def test_no_field_is_dead(example, sharding):
     assert dead_fields(example, sharding=sharding) == []
 

@@ -83,7 +83,8 @@ def test_outputs_are_those_of_the_formula(name):
         w.shape,
     )
     expected = np.einsum(equation, x, np.asarray(w) + (ALPHA / RANK) * delta)
-    np.testing.assert_allclose(layer.apply({PARAMS: params}, x), expected, rtol=1e-4, atol=1e-4)
+    found = jax.jit(layer.apply)({PARAMS: params}, x)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -91,7 +92,7 @@ def test_the_model_starts_as_what_it_was(name):
     config, x, *_ = LAYERS[name]
     adapted = with_lora(config, rank=RANK).Instantiate()
     plain = config.Instantiate()
-    variables, base = adapted.init(KEY), plain.init(KEY)
+    variables, base = jax.jit(lambda key: (adapted.init(key), plain.init(key)))(KEY)
     # A base checkpoint fits in by its paths, and all that it lacks are adapters.
     found, known = flatten_dict(variables[PARAMS]), flatten_dict(base[PARAMS])
     assert {p: x.shape for p, x in known.items()}.items() <= {
@@ -100,7 +101,9 @@ def test_the_model_starts_as_what_it_was(name):
     new = ["/".join(path) for path in found if path not in known]
     assert new == ["dot/lora_a", "dot/lora_b"]
     restored = {PARAMS: unflatten_dict({**found, **known})}
-    np.testing.assert_array_equal(adapted.apply(restored, x), plain.apply(base, x))
+    np.testing.assert_array_equal(
+        *jax.jit(lambda a, b: (adapted.apply(a, x), plain.apply(b, x)))(restored, base)
+    )
     assert float(jnp.abs(found["dot", "lora_a"]).max()) > 0
 
 
@@ -115,7 +118,7 @@ def test_the_model_starts_as_what_it_was(name):
 )
 def test_adapters_are_laid_out_as_the_weight(name, a, b):
     layer = with_lora(LAYERS[name][0], rank=RANK).Instantiate()
-    axes = logical_axes(layer.init_boxed(KEY))[PARAMS]["dot"]
+    axes = logical_axes(jax.eval_shape(layer.init_boxed, KEY))[PARAMS]["dot"]
     assert axes == {"lora_a": a, "lora_b": b}
 
 
@@ -190,8 +193,8 @@ def test_a_combined_projection_is_adapted_as_one():
     variables = drawn(jax.eval_shape(adapted.Instantiate().init, KEY))
     shapes = jax.tree.map(jnp.shape, variables[PARAMS]["dot"])
     assert shapes == {"lora_a": (8, RANK), "lora_b": (RANK, 2, 4, 3)}
-    expected = adapted.Instantiate().apply(variables, X)
-    found = config.Instantiate().apply(merge_lora(adapted, variables), X)
+    expected = jax.jit(adapted.Instantiate().apply)(variables, X)
+    found = jax.jit(config.Instantiate().apply)(merge_lora(adapted, variables), X)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected
     )
@@ -203,12 +206,12 @@ def test_adapters_stand_around_quantised_products_in_either_order():
     config = with_lora(with_dots(plain, fp8), rank=2)
     assert with_dots(with_lora(plain, rank=2), fp8) == config
     layer = config.Instantiate()
-    variables = layer.init(KEY)
+    variables = jax.jit(layer.init)(KEY)
     assert set(variables[OVERWRITE_WITH_GRADIENT]["dot"]) == {"base"}
     variables[PARAMS] = drawn(variables[PARAMS])
     merged = merge_lora(config, variables)
     quantised = with_dots(plain, fp8).Instantiate()
-    assert jax.tree.structure(merged) == jax.tree.structure(quantised.init(KEY))
+    assert jax.tree.structure(merged) == jax.tree.structure(jax.eval_shape(quantised.init, KEY))
     again = unmerge_lora(config, merged, variables)
     assert jax.tree.structure(again) == jax.tree.structure(variables)
 

@@ -43,22 +43,27 @@ def block(**fields):
 
 def test_it_is_the_module_with_weights_made_without_inputs():
     layer = block().Instantiate()
-    variables = layer.init(KEY)
-    jax.tree.map(np.testing.assert_array_equal, variables, layer.init(KEY, X))
+    init = jax.jit(layer.init)
+    variables = init(KEY)
+    jax.tree.map(np.testing.assert_array_equal, variables, init(KEY, X))
     inner = {
         "params": variables["params"]["module"],
         "batch_stats": variables[NON_TRAINABLE]["batch_stats"],
     }
-    np.testing.assert_array_equal(layer.apply(variables, X), Block().apply(inner, X))
+    found, expected = jax.jit(layer.apply)(variables, X), jax.jit(Block().apply)(inner, X)
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_training_keeps_statistics_and_draws_random_numbers():
     layer = block(train=True).Instantiate()
-    variables = layer.init(KEY)
-    outputs = [
-        layer.apply(variables, X, rngs={"random": jax.random.key(k)}, mutable=[NON_TRAINABLE])
-        for k in (0, 0, 1)
-    ]
+    variables = jax.jit(layer.init)(KEY)
+
+    @jax.jit
+    def run(seed):
+        rngs = {"random": jax.random.key(seed)}
+        return layer.apply(variables, X, rngs=rngs, mutable=[NON_TRAINABLE])
+
+    outputs = [run(seed) for seed in (0, 0, 1)]
     np.testing.assert_array_equal(outputs[0][0], outputs[1][0])
     assert (outputs[0][0] != outputs[2][0]).any()
     before = variables[NON_TRAINABLE]["batch_stats"]["BatchNorm_0"]["mean"]
@@ -70,7 +75,8 @@ def test_training_keeps_statistics_and_draws_random_numbers():
 
 
 def test_names_that_the_module_gave_its_axes_are_logical_axes():
-    axes = logical_axes(block().Instantiate().init_boxed(KEY))["params"]["module"]
+    boxed = jax.eval_shape(block().Instantiate().init_boxed, KEY)
+    axes = logical_axes(boxed)["params"]["module"]
     assert axes["Dense_0"] == {"kernel": ("embed", "mlp"), "bias": (None,)}
 
 
@@ -85,18 +91,18 @@ def test_it_stands_among_other_layers_and_in_a_loop():
             return self.inner(x)
 
     repeat = Repeat(sub_tpl=Wrapped.HParams.config(inner_tpl=block()), num_repeats=2)
-    variables = repeat.init(KEY)
+    variables = jax.jit(repeat.init)(KEY)
     kernel = variables["params"]["sub"]["inner"]["module"]["Dense_0"]["kernel"]
     assert kernel.shape == (2, 3, 3)
-    expected = X
+    expected, run = X, jax.jit(Block().apply)
     for index in range(2):
         one = jax.tree.map(lambda leaf, index=index: leaf[index], variables)
         inner = {
             "params": one["params"]["sub"]["inner"]["module"],
             "batch_stats": one[NON_TRAINABLE]["sub"]["inner"]["batch_stats"],
         }
-        expected = Block().apply(inner, expected)
-    np.testing.assert_allclose(repeat.apply(variables, X), expected, rtol=1e-6)
+        expected = run(inner, expected)
+    np.testing.assert_allclose(jax.jit(repeat.apply)(variables, X), expected, rtol=1e-6)
 
 
 def test_a_deterministic_argument_is_false_in_training():

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from layerkit.layers.masks import AttentionMask, first_tokens, segments_from_paddings
@@ -61,7 +61,6 @@ def by_loops(mask: AttentionMask) -> np.ndarray:
 
 
 @given(masks())
-@settings(max_examples=80, deadline=None)
 def test_dense_equals_loops(mask: AttentionMask) -> None:
     dense = mask.dense()
     assert dense.dtype == bool
@@ -137,7 +136,6 @@ def packed_lengths(draw: st.DrawFn) -> tuple[list[int], int]:
 
 @pytest.mark.parametrize("make", SELF_ATTENTION)
 @given(packed_lengths())
-@settings(max_examples=25, deadline=None)
 def test_packed_row_is_its_documents_side_by_side(
     make: Callable[..., AttentionMask], packing: tuple[list[int], int]
 ) -> None:

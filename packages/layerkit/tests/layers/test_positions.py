@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from layerkit.layers.positions import (
@@ -182,7 +182,6 @@ def test_two_dimensional_sinusoids_refuse_other_than_multiples_of_four() -> None
 
 
 @given(st.integers(0, 2000), st.integers(0, 2000), st.integers(0, 2000))
-@settings(max_examples=40, deadline=None)
 def test_rotary_products_depend_on_the_distance_alone(query: int, key: int, shift: int) -> None:
     layer = RotaryPositionalEmbedding(dims=8)
     q, k = draw(1, 1, 1, 8, seed=1), draw(1, 1, 1, 8, seed=2)
@@ -197,7 +196,6 @@ def test_rotary_products_depend_on_the_distance_alone(query: int, key: int, shif
 
 
 @given(st.integers(0, 100_000))
-@settings(max_examples=25, deadline=None)
 def test_rotary_keeps_norms(position: int) -> None:
     x = draw(1, 1, 3, 8)
     turned = RotaryPositionalEmbedding(dims=8).apply({}, jnp.array(x), jnp.array([[position]]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import jax
 import numpy as np
@@ -25,6 +26,15 @@ def classifier(network=None, **fields):
     return config.Instantiate()
 
 
+def first_weights(model):
+    return jax.jit(model.init)(KEY)
+
+
+@partial(jax.jit, static_argnums=0)
+def run(model, variables, batch):
+    return model.apply(variables, batch)
+
+
 def make_batch(shape=(BATCH, DIMS)):
     random = np.random.default_rng(0)
     return NestedMap(
@@ -36,8 +46,8 @@ def make_batch(shape=(BATCH, DIMS)):
 
 def test_loss_and_accuracies_are_those_of_the_logits():
     model, batch = classifier(top_k=2), make_batch()
-    variables = model.init(KEY)
-    metrics, examples = model.apply(variables, batch)
+    variables = first_weights(model)
+    metrics, examples = run(model, variables, batch)
     params = variables["params"]
     hidden = batch.inputs @ params["network"]["linear"]["w"] + params["network"]["bias"]["b"]
     logits = np.maximum(hidden, 0.0) @ params["softmax"]["w"] + params["softmax"]["b"]
@@ -61,19 +71,19 @@ def test_loss_and_accuracies_are_those_of_the_logits():
 
 def test_axes_between_batch_and_features_are_averaged():
     model, batch = classifier(Identity.HParams.config()), make_batch((BATCH, 3, DIMS))
-    variables = model.init(KEY)
+    variables = first_weights(model)
     pooled = NestedMap(batch, inputs=batch.inputs.mean(1))
-    several, _ = model.apply(variables, batch)
-    one, _ = model.apply(variables, pooled)
+    several, _ = run(model, variables, batch)
+    one, _ = run(model, variables, pooled)
     np.testing.assert_allclose(several["loss"].value, one["loss"].value, rtol=1e-6)
 
 
 def test_fields_of_the_batch_have_the_names_that_were_given():
     model, batch = classifier(input_field="image", label_field="digit"), make_batch()
-    variables = model.init(KEY)
+    variables = first_weights(model)
     named = NestedMap(image=batch.inputs, digit=batch.labels, weights=batch.weights)
-    got, _ = model.apply(variables, named)
-    expected, _ = classifier().apply(variables, batch)
+    got, _ = run(model, variables, named)
+    expected, _ = run(classifier(), variables, batch)
     assert got["loss"].value == expected["loss"].value
     message = "input_field='image' is not in the batch; did you mean 'images'?"
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -82,12 +92,12 @@ def test_fields_of_the_batch_have_the_names_that_were_given():
 
 def test_rows_that_fill_up_the_last_batch_of_an_evaluation_do_not_count():
     model, batch = classifier(top_k=2), make_batch()
-    variables = model.init(KEY)
+    variables = first_weights(model)
     del batch["weights"]
     first = jax.tree.map(lambda x: x[:6], batch)
-    expected, _ = model.apply(variables, first)
+    expected, _ = run(model, variables, first)
     weights = np.asarray([1, 1, 1, 1, 1, 1, 0, 0], np.float32)
-    found, _ = model.apply(variables, NestedMap(batch, eval_sample_weights=weights))
+    found, _ = run(model, variables, NestedMap(batch, eval_sample_weights=weights))
     for name, metric in expected.items():
         np.testing.assert_allclose(found[name].value, metric.value, rtol=1e-6)
         assert found[name].weight == metric.weight == 6.0

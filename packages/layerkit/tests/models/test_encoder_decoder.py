@@ -65,7 +65,9 @@ def weights_of(model):
 
 
 @pytest.fixture(
-    scope="module", params=[sinusoidal, repeated_with_relative_bias], ids=lambda f: f.__name__
+    scope="module",
+    params=[pytest.param(sinusoidal, marks=pytest.mark.slow), repeated_with_relative_bias],
+    ids=lambda f: f.__name__,
 )
 def made(request):
     model = request.param().Instantiate()

@@ -179,7 +179,7 @@ def stages():
     )
 
 
-@pytest.mark.parametrize("make", [unlike_layers, stages])
+@pytest.mark.parametrize("make", [unlike_layers, pytest.param(stages, marks=pytest.mark.slow)])
 def test_beams_take_along_caches_of_every_kind(make):
     model = language_model(StackedTransformer)
     lm_tpl = model.lm_tpl.clone(stack_tpl=make(), num_layers=3)

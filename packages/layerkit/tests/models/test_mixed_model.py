@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from layerkit.base_layer import AUX_LOSS, PARAMS, RANDOM
 from layerkit.layers.attention.biases import RelativeBias
@@ -49,6 +50,7 @@ def packed_batch():
     )
 
 
+@pytest.mark.slow  # BertModel learns in the ordinary run; what is mixed here has tests of its own
 def test_a_mixed_model_learns():
     model, batch = mixed_model(), packed_batch()
     optimizer = optax.adam(3e-3)

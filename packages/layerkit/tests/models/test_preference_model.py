@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
@@ -35,10 +36,26 @@ def make_batch(seed=0):
     return NestedMap(chosen=answers(random), rejected=answers(random))
 
 
-def log_probs(model, variables, rows, *, mean=False):
+@functools.cache
+def weights():
+    """Of a model without a reference of its own."""
+    return jax.jit(dpo(reference="none").init)(KEY)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def run(model, variables, batch):
+    return model.apply(variables, batch)
+
+
+@jax.jit
+def logits_of(variables, ids):
+    model = dpo(reference="none")
+    return model.apply(variables, ids, method=lambda model, ids: model.lm.logits(ids))
+
+
+def log_probs(variables, rows, *, mean=False):
     """Each answer's log-probability, from the logits alone."""
-    logits = model.apply(variables, rows.ids, method=lambda model, ids: model.lm.logits(ids))
-    logits = np.asarray(logits, np.float64)
+    logits = np.asarray(logits_of(variables, rows.ids), np.float64)
     every = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     tokens = np.take_along_axis(every, rows.labels[..., None], -1)[..., 0] * rows.weights
     return tokens.sum(-1) / (rows.weights.sum(-1) if mean else 1.0)
@@ -59,19 +76,19 @@ def expected_loss(name, h, beta, smoothing):
 )
 def test_the_loss_is_its_formula(loss, smoothing):
     model = dpo(loss=loss, beta=0.7, label_smoothing=smoothing, reference="batch")
-    variables, batch = model.init(KEY), make_batch()
+    variables, batch = weights(), make_batch()
     random = np.random.default_rng(5)
     for side in ("chosen", "rejected"):
         batch[f"{side}_reference_log_probs"] = random.normal(-3, 1, BATCH).astype(np.float32)
     mean = loss == "ipo"
     h = (
-        log_probs(model, variables, batch.chosen, mean=mean)
+        log_probs(variables, batch.chosen, mean=mean)
         - batch.chosen_reference_log_probs
-        - log_probs(model, variables, batch.rejected, mean=mean)
+        - log_probs(variables, batch.rejected, mean=mean)
         + batch.rejected_reference_log_probs
     )
     batch.weights = np.asarray([1.0, 0.0, 1.0, 1.0], np.float32)
-    metrics, pairs = model.apply(variables, batch)
+    metrics, pairs = run(model, variables, batch)
     losses = expected_loss(loss, h, 0.7, smoothing)
     np.testing.assert_allclose(
         metrics["loss"].value, np.average(losses, weights=batch.weights), rtol=1e-5
@@ -86,7 +103,7 @@ def test_the_loss_is_its_formula(loss, smoothing):
 def test_a_model_equal_to_its_reference_has_the_loss_log_2_and_learns_the_preference():
     model = dpo(beta=0.5)
     assert model.frozen_weights == ("reference_lm/.*",)
-    params = model.init(KEY)[PARAMS]
+    params = jax.jit(model.init)(KEY)[PARAMS]
     batch = make_batch()
 
     @jax.jit
@@ -111,23 +128,21 @@ def test_a_model_equal_to_its_reference_has_the_loss_log_2_and_learns_the_prefer
 
 def test_without_a_reference_it_counts_as_0():
     model = dpo(reference="none", beta=1.0)
-    variables, batch = model.init(KEY), make_batch()
+    variables, batch = weights(), make_batch()
     assert set(variables[PARAMS]) == {"lm"}
-    _, pairs = model.apply(variables, batch)
-    np.testing.assert_allclose(
-        pairs.chosen_rewards, log_probs(model, variables, batch.chosen), rtol=1e-4
-    )
+    _, pairs = run(model, variables, batch)
+    np.testing.assert_allclose(pairs.chosen_rewards, log_probs(variables, batch.chosen), rtol=1e-4)
 
 
 def test_pairs_that_fill_up_the_last_batch_of_an_evaluation_do_not_count():
     model = dpo(reference="none")
-    variables, batch = model.init(KEY), make_batch()
+    variables, batch = weights(), make_batch()
     first = jax.tree.map(lambda x: x[:3], batch)
     for side in ("chosen", "rejected"):
         batch[side] = jax.tree.map(lambda x: np.concatenate([x[:3], 0 * x[3:]]), batch[side])
     batch.eval_sample_weights = np.array([1, 1, 1, 0], np.float32)
-    expected, _ = model.apply(variables, first)
-    found, _ = model.apply(variables, batch)
+    expected, _ = run(model, variables, first)
+    found, _ = run(model, variables, batch)
     for name, metric in expected.items():
         np.testing.assert_allclose(found[name].value, metric.value, rtol=1e-5, atol=1e-6)
         assert found[name].weight == 3.0
@@ -135,11 +150,11 @@ def test_pairs_that_fill_up_the_last_batch_of_an_evaluation_do_not_count():
 
 def test_labels_that_do_not_count_may_be_anything():
     model = dpo(reference="none")
-    variables, batch = model.init(KEY), make_batch()
-    before, _ = model.apply(variables, batch)
+    variables, batch = weights(), make_batch()
+    before, _ = run(model, variables, batch)
     odd = batch.chosen.weights == 0
     batch.chosen.labels = np.where(odd, -100, batch.chosen.labels)
-    after, _ = model.apply(variables, batch)
+    after, _ = run(model, variables, batch)
     assert jnp.isfinite(after["loss"].value)
     assert before["loss"].value == after["loss"].value
 
@@ -168,18 +183,22 @@ def test_auxiliary_losses_are_those_of_the_trained_model_alone():
     experts = MoeFeedForward.HParams.config(num_experts=4)
     config.lm_tpl.stack_tpl.layer_tpl.feed_forward_tpl = experts
     model = config.Instantiate().clone(train=True)
-    _, updates = model.apply(model.init(KEY), make_batch(), mutable=[AUX_LOSS])
+
+    def losses(key):
+        return model.apply(model.init(key), make_batch(), mutable=[AUX_LOSS])[1]
+
+    updates = jax.eval_shape(losses, KEY)
     assert set(updates[AUX_LOSS]) == {"lm"}
 
 
 def test_padding_that_is_marked_is_not_read():
     model = dpo(reference="none")
-    variables, batch = model.init(KEY), make_batch()
+    variables, batch = weights(), make_batch()
     for rows in (batch.chosen, batch.rejected):
         rows.segment_ids = np.broadcast_to(np.arange(LENGTH) >= 2, rows.ids.shape).astype(np.int32)
         rows.segment_pos = np.maximum(np.arange(LENGTH) - 2, 0) + np.zeros_like(rows.ids)
         rows.weights = rows.weights * rows.segment_ids
-    before, _ = model.apply(variables, batch)
+    before, _ = run(model, variables, batch)
     batch.chosen.ids = np.where(batch.chosen.segment_ids, batch.chosen.ids, 3)
-    after, _ = model.apply(variables, batch)
+    after, _ = run(model, variables, batch)
     assert before["loss"].value == after["loss"].value

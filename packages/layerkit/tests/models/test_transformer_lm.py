@@ -77,7 +77,10 @@ def random_weights(model):
     return jax.tree.map(lambda x: random.normal(0.0, 0.4, x.shape).astype(np.float32), shapes)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module",
+    params=["rotary", pytest.param("sinusoidal", marks=pytest.mark.slow), "trainable"],
+)
 def case(request):
     """The name of a model, its weights, and its jitted logits."""
     model = MODELS[request.param].Instantiate()

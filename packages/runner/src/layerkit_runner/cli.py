@@ -2,15 +2,22 @@
 
     runner --exp=lm.quickstart.LocalText --job_log_dir=DIR     train; again: resume
     runner --exp=… --mode=eval --job_log_dir=DIR               or decode_once, export, plan, inspect
-    runner --exp=… --mode=inspect --inspect=batches            what the inputs feed
+    runner --exp=… --mode=inspect --inspect=batches            what the inputs feed; or parameters,
+                                                               graph
+    runner --exp=… --print_config                              every field, and leave
+    runner --exp=… --diff_config=OTHER                         what differs from another experiment
+                                                               or a job's folder; exit code 1: some
     runner --exp=… --fdl.NUM_LAYERS=2                          set a field of the experiment
     runner --exp=… --fdl.task.model.lm_tpl.num_layers=2        or any field, by its path
     runner --list                                              every experiment
+    runner doctor                                              what is wrong with this machine;
+                                                               exit code 1: something
     runner --help                                              every flag
 
-Exit codes: 0 done, 2 the command line or the fields are wrong, 130 stopped by Ctrl-C and 143 by
-SIGTERM. A training run that is stopped finishes its step and saves first (unless it was told not to
-save, or Ctrl-C came twice), and the same command resumes it.
+Exit codes: 0 done, 2 the command line or the fields are wrong, 70 no progress, 75 another process
+of the job was lost, 130 stopped by Ctrl-C and 143 by SIGTERM. A training run that is stopped
+finishes its step and saves first (unless it was told not to save, or Ctrl-C came twice), and the
+same command resumes it.
 
 A wrong flag, experiment, experiment field or value is answered from the syntax trees of the
 modules, before JAX or any experiment is imported; a wrong deeper path as soon as the configuration
@@ -20,6 +27,7 @@ written.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -34,9 +42,11 @@ from layerkit_runner.flags import (
     help_text,
     parse_flags,
 )
-from layerkit_runner.overrides import parse_fields
+from layerkit_runner.launchers import check_alone, check_processes
+from layerkit_runner.overrides import Override, parse_fields
 
 if TYPE_CHECKING:
+    from layerkit_runner.registry import ExperimentEntry
     from layerkit_runner.resolve import ResolvedExperiment
 
 
@@ -53,10 +63,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         flags = parse_flags(sys.argv[1:] if arguments is None else arguments)
         if flags.help:
             return _print(help_text())
+        if flags.command == "doctor":
+            # Nothing else needs it; and it loads neither JAX nor any experiment itself.
+            from layerkit_runner.doctor import run_doctor
+
+            try:
+                return run_doctor(flags.options)
+            except BrokenPipeError:
+                return _reader_left()
         _let_own_modules_be_found()
         if flags.list:
             return _print(_listing())
+        if flags.diff_config is not None:
+            return _diff_config(flags, flags.diff_config)
         resolved = _resolve(flags)
+        if flags.print_config:
+            return _print_config(resolved, flags.options)
         return _RUN_MODE[flags.mode](flags.mode, resolved, flags.options)
     except UsageError as error:
         print(f"runner: {error}", file=sys.stderr)
@@ -68,21 +90,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _resolve(flags: ParsedFlags) -> ResolvedExperiment:
     """The experiment that the flags name, with all their overrides applied."""
     # The registry reads entry points, which `--help` and a wrong flag need not wait for.
-    from layerkit_runner.registry import find_experiment, load_experiment
+    from layerkit_runner.registry import find_experiment
 
     entry = find_experiment(flags.exp or "")
     if entry.complete:
         annotations = {name: field.annotation for name, field in entry.fields.items()}
         parse_fields(entry.name, annotations, flags.overrides)
-    check_folder(flags)
+    # A configuration that is only printed needs no folder, and may be looked at from anywhere.
+    if not flags.only_prints:
+        _check_surroundings(flags)
+    return _load(entry, flags.overrides)
 
+
+def _check_surroundings(flags: ParsedFlags) -> None:
+    check_folder(flags)
+    if flags.mode == "export":
+        check_alone(flags.mode, os.environ)
+    elif flags.mode not in ("plan", "inspect"):
+        check_processes(flags.options, os.environ)
+
+
+def _load(entry: ExperimentEntry, overrides: Sequence[Override]) -> ResolvedExperiment:
     # From here on the experiment's own imports are paid for.
     from layerkit_runner.experiment import experiment_fields
+    from layerkit_runner.registry import load_experiment
     from layerkit_runner.resolve import resolve
 
     cls = load_experiment(entry)
-    fields = parse_fields(entry.name, experiment_fields(cls), flags.overrides)
-    return resolve(cls(**fields), [o for o in flags.overrides if o.is_deep])
+    fields = parse_fields(entry.name, experiment_fields(cls), overrides)
+    return resolve(cls(**fields), [o for o in overrides if o.is_deep])
 
 
 def _inspect(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
@@ -91,10 +127,48 @@ def _inspect(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> in
         from layerkit_runner.inspect_mode import run_inspect
 
         return run_inspect(resolved, options)
-    # Only this mode needs the text of a configuration.
-    from layerkit_runner.config_text import config_text
+    if options.inspect == "parameters":
+        # Loads JAX, and the model is built of shapes.
+        from layerkit_runner.looking.parameter_table import describe_parameters
 
+        return _print(describe_parameters(resolved, options))
+    if options.inspect == "graph":
+        from layerkit_runner.looking.config_graph import config_graph, mermaid
+
+        return _print(mermaid(config_graph(resolved)))
+    return _print_config(resolved, options)
+
+
+def _print_config(resolved: ResolvedExperiment, options: RunOptions) -> int:
+    # Only here is the text of a configuration needed.
+    from layerkit_runner.config_text import config_json, config_text
+
+    if options.json:
+        return _print(json.dumps(config_json(resolved)))
     return _print(config_text(resolved).rstrip("\n"))
+
+
+def _diff_config(flags: ParsedFlags, other: str) -> int:
+    from layerkit_runner.looking import config_difference
+    from layerkit_runner.registry import find_experiment
+
+    if config_difference.is_folder(other):
+        there = config_difference.recorded_side(other)
+        here = config_difference.resolved_side(_resolve(flags))
+    else:
+        try:
+            entry = find_experiment(other)
+        except UsageError as error:
+            raise UsageError(f"--diff_config: {error}") from None
+        here = config_difference.resolved_side(_resolve(flags))
+        there = config_difference.resolved_side(_load(entry, ()))
+    tell = (
+        config_difference.difference_json
+        if flags.options.json
+        else config_difference.difference_text
+    )
+    _print(tell(here, there))
+    return 1 if config_difference.differences(here, there) else 0
 
 
 def _run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
@@ -129,9 +203,14 @@ def _print(text: str) -> int:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        # `runner --list | head`: the reader has had enough, which is no error. The descriptor is
-        # replaced because the interpreter would flush to it again on its way out.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _reader_left()
+    return 0
+
+
+def _reader_left() -> int:
+    """`runner --list | head`: the reader has had enough, which is no error."""
+    # The interpreter would flush to the descriptor again on its way out.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

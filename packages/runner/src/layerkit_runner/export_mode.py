@@ -38,7 +38,7 @@ def run_export(resolved: ResolvedExperiment, options: RunOptions) -> int:
         directory = options.restore_checkpoint_dir
         with job.checkpoints(read_only=True, directory=directory) as checkpoints:
             step = choose_step(checkpoints, options.restore_checkpoint_step)
-            state = job.restore(checkpoints, step).state
+            state = job.restore(checkpoints, step, for_training=False).state
         model, variables = without_adapters(resolved.task.model, {PARAMS: state.params})
         origin = job.task.initial_weights
         source = origin.folder if isinstance(origin, HuggingFaceWeights) else None

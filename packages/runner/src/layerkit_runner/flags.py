@@ -1,4 +1,4 @@
-"""The flags of `runner`: one table, from which the command line is parsed and its help written.
+"""The flags of `runner`: from one table the command line is parsed and its help written.
 
 `--name=value`, `--name value`, and for switches `--name`, `--noname`, `--name=True`. (absl.flags
 takes the same forms, but its errors cannot be made to say what a mistake here should hear: the
@@ -8,6 +8,8 @@ nearest name, a dash for an underscore, two values that contradict each other.)
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -15,135 +17,32 @@ from typing import Any
 
 from layerkit.near_names import near_names
 from layerkit_runner.errors import UsageError
+from layerkit_runner.flag_table import (
+    AUTO_ADDRESS,
+    COMMAND_FLAGS,
+    COMMANDS,
+    FLAGS,
+    INSPECTED,
+    JOINING_MODES,
+    LATER_MODES,
+    MODES,
+    OTHER_NAMES,
+    Flag,
+    RunOptions,
+)
 from layerkit_runner.overrides import Override, check_consistent, parse_override
 
+__all__ = [
+    "AUTO_ADDRESS",
+    "FLAGS",
+    "MODES",
+    "ParsedFlags",
+    "RunOptions",
+    "check_folder",
+    "help_text",
+    "parse_flags",
+]
 
-@dataclasses.dataclass(frozen=True)
-class RunOptions:
-    """What a run is told besides its experiment; the flags of the same names."""
-
-    # A path on this machine or a store's, such as gs://bucket/run.
-    job_log_dir: str | None = None
-    enable_checkpoint_saving: bool = True
-    restore_checkpoint_dir: str | None = None
-    restore_checkpoint_step: int | None = None
-    pmap_use_tensorstore: bool = False
-    target: str | None = None
-    num_devices: int | None = None
-    inspect: str = "config"
-    num_batches: int = 2
-    num_hosts: int = 1
-    json: bool = False
-    export_dir: str | None = None
-    # None: the default folder. "off": no cache.
-    jax_compilation_cache: str | None = None
-    # None: this process is the whole job. "auto": found out from the cluster.
-    coordinator_address: str | None = None
-    num_processes: int | None = None
-    process_id: int | None = None
-
-
-AUTO_ADDRESS = "auto"
-
-
-MODES = {
-    "train": "train; the same command again resumes",
-    "eval": "evaluate the newest checkpoint once",
-    "decode_once": "decode with the newest checkpoint once",
-    "export": "write the newest checkpoint as a Hugging Face folder",
-    "plan": "compile the training step without the devices; print memory and traffic",
-    "inspect": "print the configuration, every override applied, or what the inputs feed; writes"
-    " nothing",
-}
-# Modes that Pax has and this runner does not have yet, each with what to do meanwhile.
-_LATER_MODES = {
-    "decode": "continuous decoding is not available yet; --mode=decode_once decodes the newest "
-    "checkpoint once",
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Flag:
-    """A row of the table."""
-
-    name: str
-    # One of str, int, bool.
-    kind: type
-    help: str
-    default: Any = None
-    # What the value is, for the help.
-    metavar: str = ""
-    choices: tuple[str, ...] = ()
-    # The modes in which it means anything.
-    modes: tuple[str, ...] = tuple(MODES)
-
-
-def _option(name: str, kind: type, text: str, **more: Any) -> Flag:
-    return Flag(name, kind, text, default=getattr(RunOptions, name), **more)
-
-
-_JOINING_MODES = ("train", "eval", "decode_once")
-_READING_MODES = ("train", "eval", "decode_once", "export")
-
-FLAGS = (
-    Flag("exp", str, "the experiment, such as lm.quickstart.LocalText; see --list", metavar="NAME"),
-    Flag("fdl_config", str, "the same as --exp", metavar="NAME"),
-    _option("job_log_dir", str, "folder for everything the run writes", metavar="DIR"),
-    Flag(
-        "mode", str, "what to do, see above", default="train", metavar="MODE", choices=tuple(MODES)
-    ),
-    _option("enable_checkpoint_saving", bool, "whether to save checkpoints", modes=("train",)),
-    _option(
-        "restore_checkpoint_dir",
-        str,
-        "start from the checkpoints of this folder",
-        metavar="DIR",
-        modes=_READING_MODES,
-    ),
-    _option(
-        "restore_checkpoint_step",
-        int,
-        "start from this step, not the newest",
-        metavar="STEP",
-        modes=_READING_MODES,
-    ),
-    _option(
-        "pmap_use_tensorstore",
-        bool,
-        "save pmap runs one entry per parameter, not as one file; reading finds out by itself",
-        modes=("train", "eval", "decode_once"),
-    ),
-    _option("target", str, "the devices to plan for", metavar="TARGET", modes=("plan",)),
-    _option("num_devices", int, "how many of them", metavar="N", modes=("plan", "inspect")),
-    _option(
-        "inspect",
-        str,
-        "config or batches: the configuration, or a few batches of each input",
-        metavar="WHAT",
-        choices=("config", "batches"),
-        modes=("inspect",),
-    ),
-    _option("num_batches", int, "batches of each input", metavar="N", modes=("inspect",)),
-    _option(
-        "num_hosts", int, "hosts among which inputs are split", metavar="N", modes=("inspect",)
-    ),
-    _option("json", bool, "print the plan as JSON", modes=("plan",)),
-    _option("export_dir", str, "the folder to write", metavar="DIR", modes=("export",)),
-    _option("jax_compilation_cache", str, "folder for compiled programs, or off", metavar="DIR"),
-    _option(
-        "coordinator_address",
-        str,
-        "host:port where the processes of a job meet, at process 0; or auto, on a cluster",
-        metavar="ADDRESS",
-        modes=_JOINING_MODES,
-    ),
-    _option(
-        "num_processes", int, "how many processes the job has", metavar="N", modes=_JOINING_MODES
-    ),
-    _option("process_id", int, "which of them this is, from 0", metavar="I", modes=_JOINING_MODES),
-    Flag("list", bool, "print every experiment and leave", default=False),
-    Flag("help", bool, "print this and leave", default=False),
-)
 _BY_NAME = {flag.name: flag for flag in FLAGS}
 
 _OVERRIDE_PREFIX = "fdl."
@@ -160,6 +59,15 @@ class ParsedFlags:
     help: bool
     overrides: tuple[Override, ...]
     options: RunOptions
+    # One of COMMANDS, which needs no experiment.
+    command: str | None = None
+    print_config: bool = False
+    diff_config: str | None = None
+
+    @property
+    def only_prints(self) -> bool:
+        """Whether the configuration is looked at instead of what the mode does."""
+        return self.print_config or self.diff_config is not None
 
 
 def parse_flags(arguments: Sequence[str]) -> ParsedFlags:
@@ -171,19 +79,23 @@ def parse_flags(arguments: Sequence[str]) -> ParsedFlags:
     given: dict[str, Any] = {}
     overrides: list[Override] = []
     words = list(arguments)
+    command = words.pop(0) if words and words[0] in COMMANDS else None
     while words:
         name, text = _take(words)
         if name.startswith(_OVERRIDE_PREFIX):
             path = name.removeprefix(_OVERRIDE_PREFIX)
             overrides.append(parse_override(path, _required(name, text, words)))
             continue
-        flag, value = _read(name, text, words)
+        flag, value = _read(OTHER_NAMES.get(name, name), text, words)
         if given.setdefault(flag.name, value) != value:
             raise UsageError(
                 f"--{flag.name} is given twice, with {given[flag.name]!r} and {value!r}."
             )
+    _understand_pax(given)
     values = {flag.name: given.get(flag.name, flag.default) for flag in FLAGS}
-    if not values["help"] and not values["list"]:
+    if command is not None:
+        _check_command(command, given, overrides)
+    elif not values["help"] and not values["list"]:
         _check_together(given, values)
     options = {field.name: values[field.name] for field in dataclasses.fields(RunOptions)}
     return ParsedFlags(
@@ -193,7 +105,23 @@ def parse_flags(arguments: Sequence[str]) -> ParsedFlags:
         help=values["help"],
         overrides=check_consistent(overrides),
         options=RunOptions(**options),
+        command=command,
+        print_config=values["print_config"],
+        diff_config=values["diff_config"],
     )
+
+
+def _understand_pax(given: dict[str, Any]) -> None:
+    """Pax's way to say several processes, in our flags."""
+    if "num_hosts" in given and given.get("mode", "train") in JOINING_MODES:
+        hosts = given.pop("num_hosts")
+        if given.setdefault("num_processes", hosts) != hosts:
+            raise UsageError(
+                f"--num_hosts={hosts} and --num_processes={given['num_processes']} are the same"
+                " flag here; keep one."
+            )
+    if given.get("multiprocess_gpu"):
+        given.setdefault("coordinator_address", AUTO_ADDRESS)
 
 
 def _take(words: list[str]) -> tuple[str, str | None]:
@@ -201,8 +129,11 @@ def _take(words: list[str]) -> tuple[str, str | None]:
     word = words.pop(0)
     if word == "-h":
         return "help", None
+    if word in COMMANDS:
+        raise UsageError(f"`{word}` comes before all flags: runner {word} …")
     if not word.startswith("--") or word == "--":
-        hint = near_names(word, MODES, prefix="--mode=")
+        command = near_names(word, COMMANDS)
+        hint = command if command != "." else near_names(word, MODES, prefix="--mode=")
         raise UsageError(f"unexpected argument {word!r}{hint if hint != '.' else _BARE_WORD}")
     name, equals, text = word[2:].partition("=")
     return name, text if equals else None
@@ -248,6 +179,13 @@ def _parse_switch(flag: Flag, text: str) -> bool:
 
 
 def _parse_value(flag: Flag, text: str) -> Any:
+    if flag.may_be_off:
+        if text.lower() == "off":
+            return None
+        if not text.isdecimal() or int(text) == 0:
+            raise UsageError(f"--{flag.name} is a whole number above 0, or off, not {text!r}.")
+    if flag.kind is float:
+        return _parse_positive(flag, text)
     if flag.kind is int:
         try:
             value = int(text)
@@ -256,8 +194,8 @@ def _parse_value(flag: Flag, text: str) -> Any:
         if value < 0:
             raise UsageError(f"--{flag.name} is not negative, so not {value}.")
         return value
-    if flag.name == "mode" and text in _LATER_MODES:
-        raise UsageError(f"--mode={text}: {_LATER_MODES[text]}.")
+    if flag.name == "mode" and text in LATER_MODES:
+        raise UsageError(f"--mode={text}: {LATER_MODES[text]}.")
     if flag.choices and text not in flag.choices:
         raise UsageError(
             f"--{flag.name} has no value {text!r}{near_names(text, flag.choices)}"
@@ -266,34 +204,82 @@ def _parse_value(flag: Flag, text: str) -> Any:
     return text
 
 
+def _parse_positive(flag: Flag, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise UsageError(f"--{flag.name} is a number above 0, not {text!r}.")
+    return value
+
+
 def _check_together(given: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     exp, alias, mode = given.get("exp"), given.get("fdl_config"), values["mode"]
     if exp and alias and exp != alias:
         raise UsageError(f"--exp={exp} and --fdl_config={alias} are the same flag; keep one.")
     if not exp and not alias:
         raise UsageError("which experiment? Say --exp=NAME; `runner --list` shows all.")
+    is_looked_at = values["print_config"] or values["diff_config"] is not None
     for name in given:
         modes = _BY_NAME[name].modes
-        if mode not in modes:
+        # A configuration is printed from the command that would run it, as JSON too.
+        if mode not in modes and not (is_looked_at and name == "json"):
             *others, last = modes
             belongs = f"{', '.join(others)} or {last}" if others else last
             raise UsageError(f"--{name} belongs to --mode={belongs}, and the mode is {mode}.")
+    _check_inspect(given, values)
+    _check_init_from(values)
     _check_processes(values)
 
 
+def _check_command(command: str, given: Mapping[str, Any], overrides: Sequence[Override]) -> None:
+    takes = COMMAND_FLAGS[command]
+    wrong = [f"--{name}" for name in given if name not in takes] + list(map(str, overrides))
+    if wrong:
+        raise UsageError(
+            f"`runner {command}` takes {', '.join(f'--{name}' for name in takes)}, not {wrong[0]}."
+        )
+
+
+def _check_inspect(given: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    if values["print_config"] and values["diff_config"] is not None:
+        raise UsageError("--print_config prints one configuration, --diff_config compares two.")
+    what = values["inspect"]
+    if values["mode"] != "inspect" or values["print_config"] or values["diff_config"] is not None:
+        return
+    for name in ("num_batches", "num_hosts", "num_devices", "json"):
+        if name in given and name not in INSPECTED[what]:
+            belongs = " or ".join(shown for shown, flags in INSPECTED.items() if name in flags)
+            raise UsageError(f"--{name} belongs to --inspect={belongs}, and this is {what}.")
+
+
+def _check_init_from(values: Mapping[str, Any]) -> None:
+    folder, draw = values["init_from"], values["init_draw"]
+    if folder is not None and values["restore_checkpoint_dir"] is not None:
+        raise UsageError(
+            "--init_from begins a new run with the weights of a folder, --restore_checkpoint_dir"
+            " goes on with the whole state of another; keep one."
+        )
+    if draw is None:
+        return
+    if folder is None:
+        raise UsageError("--init_draw says what --init_from leaves out; give --init_from=DIR too.")
+    try:
+        re.compile(draw)
+    except re.error as error:
+        raise UsageError(f"--init_draw={draw} is not a regular expression: {error}.") from None
+
+
 def _check_processes(values: Mapping[str, Any]) -> None:
+    """As far as the flags tell; `launchers.check_processes` knows the environment."""
     address, count, index = (
         values[name] for name in ("coordinator_address", "num_processes", "process_id")
     )
-    if address is None and count is None and index is None:
-        return
-    if address is None or (address != AUTO_ADDRESS and (count is None or index is None)):
-        raise UsageError(
-            "the processes of a job need --coordinator_address=HOST:PORT, --num_processes=N and"
-            " --process_id=I, or --coordinator_address=auto on a cluster that JAX knows."
-        )
-    if address != AUTO_ADDRESS and not re.fullmatch(r".+:\d+", address):
+    if address not in (None, AUTO_ADDRESS) and not re.fullmatch(r".+:\d+", address):
         raise UsageError(f"--coordinator_address={address}; expected HOST:PORT, or {AUTO_ADDRESS}.")
+    if count == 0:
+        raise UsageError("--num_processes=0: a job has at least 1 process.")
     if count is not None and index is not None and index >= count:
         raise UsageError(
             f"--process_id={index} with --num_processes={count}: they are counted from 0 to"
@@ -307,10 +293,19 @@ def check_folder(flags: ParsedFlags) -> None:
     Apart from `parse_flags`, so that a misspelt experiment is heard of first.
 
     Raises:
-      UsageError: there is none.
+      UsageError: there is none, or none to begin a new run from.
     """
-    if flags.mode not in ("plan", "inspect") and flags.options.job_log_dir is None:
+    folder, begin = flags.options.job_log_dir, flags.options.init_from
+    if flags.mode not in ("plan", "inspect") and folder is None:
         raise UsageError(f"--mode={flags.mode} needs a folder to write to: --job_log_dir=DIR")
+    if folder is None or begin is None or "://" in begin or "://" in folder:
+        return
+    path = os.path.abspath(os.path.expanduser(begin))
+    has_begun = os.path.isdir(os.path.join(os.path.expanduser(folder), "checkpoints"))
+    if not has_begun and not os.path.isdir(path):
+        parent, name = os.path.split(path)
+        beside = os.listdir(parent) if os.path.isdir(parent) else []
+        raise UsageError(f"--init_from={begin}: there is no such folder{near_names(name, beside)}")
 
 
 def help_text() -> str:
@@ -327,9 +322,13 @@ def help_text() -> str:
             "  runner --exp=lm.pile.Pile126M --fdl.NUM_LAYERS=2 --mode=inspect",
             "  runner --exp=lm.pile.Pile126M --fdl.task.model.lm_tpl.num_layers=2 --mode=plan",
             "  runner --list",
+            "  runner doctor",
             "",
             "Modes:",
             *_table(list(MODES.items())),
+            "",
+            "Commands:",
+            *_table(list(COMMANDS.items())),
             "",
             "Flags:",
             *_table(rows),
@@ -337,6 +336,8 @@ def help_text() -> str:
             "VALUE is a Python literal; bare words are strings: 4, 1e-3, [1,4,1], None, bfloat16.",
             "Exit codes: 0 done, 2 wrong command line or fields, 130 stopped by Ctrl-C and 143 by",
             "SIGTERM; a training run that is stopped saves first, and the same command resumes it.",
+            "SIGUSR1 makes it save at once and go on. 1: a checkpoint could not be written. 70:",
+            "nothing moved for --hung_step_timeout_secs. 75: another process of the job was lost.",
         ]
     )
 

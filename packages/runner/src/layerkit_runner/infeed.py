@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 
 import jax
@@ -17,6 +18,7 @@ from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.process_exchange import gather_values
 from layerkit_runner.resolve import ResolvedExperiment
+from layerkit_runner.watchdog import progress
 
 
 def training_config(resolved: ResolvedExperiment) -> Config:
@@ -149,11 +151,16 @@ def eval_batches(dataset: BaseInput) -> Iterator[NestedMap]:
     """
     with told_in_one_line():
         batches = dataset.eval_batches(gather_values if jax.process_count() > 1 else None)
-    while True:
+    name = dataset.name or type(dataset).__name__
+    for number in itertools.count(1):
+        progress(f"reading batch {number} of {name}", waits_for_others=True)
         with told_in_one_line():
             batch = next(batches, None)
         if batch is None:
             return
+        progress(
+            f"working on batch {number} of {name}", compiles=number == 1, waits_for_others=True
+        )
         yield batch
 
 

@@ -63,7 +63,7 @@ def _restore(job: Job) -> tuple[TrainState, int]:
     directory = job.options.restore_checkpoint_dir
     with job.checkpoints(read_only=True, directory=directory) as checkpoints:
         step = choose_step(checkpoints, job.options.restore_checkpoint_step)
-        state = job.restore(checkpoints, step).state
+        state = job.restore(checkpoints, step, for_training=False).state
     device_kind = jax.devices()[0].device_kind
     job.observers.start(
         RunInfo(

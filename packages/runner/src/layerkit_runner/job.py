@@ -21,22 +21,28 @@ from layerkit_runner.checkpoints import (
     StructureMismatchError,
 )
 from layerkit_runner.checkpoints.folders import absolute
+from layerkit_runner.compilation_cache import cache_folder
+from layerkit_runner.config_text import config_json
 from layerkit_runner.errors import UsageError
 from layerkit_runner.flags import RunOptions
 from layerkit_runner.infeed import dataset_name, make_input, training_config
 from layerkit_runner.job_folder import check_same_experiment, check_writable, recorded_overrides
 from layerkit_runner.observers import (
     FiniteLoss,
+    Goodput,
+    GoodputLog,
     MetricsLog,
     Observer,
     Observers,
     Progress,
     TensorBoard,
+    WeightsAndBiases,
 )
 from layerkit_runner.partitioning import Partitioner, PmapPartitioner
 from layerkit_runner.resolve import ResolvedExperiment
 from layerkit_runner.task import SingleTask
-from layerkit_runner.train_state import TrainState
+from layerkit_runner.train_state import TRAINING_ONLY, TrainState
+from layerkit_runner.xla_flags import check_devices
 
 _DISTRIBUTIONS = ("layerkit", "layerkit-runner", "jax", "flax", "optax", "orbax-checkpoint")
 
@@ -53,6 +59,7 @@ class Job:
       task: Built, and bound to the partitioner.
       partitioner: Started.
       observers: Whom to report to.
+      goodput: What becomes of the time, from the start of the job on.
     """
 
     mode: str
@@ -62,6 +69,7 @@ class Job:
     task: SingleTask
     partitioner: Partitioner
     observers: Observer
+    goodput: Goodput = dataclasses.field(default_factory=Goodput)
 
     @property
     def given_directory(self) -> epath.Path:
@@ -69,7 +77,11 @@ class Job:
         return epath.Path(self.options.job_log_dir or self.directory)
 
     def checkpoints(self, *, read_only: bool, directory: str | None = None) -> CheckpointManager:
-        """The checkpoints of this job, or those of another job's folder."""
+        """The checkpoints of this job, or those of another job's folder.
+
+        Raises:
+          UsageError: a flag is out of range, or the folder's record of evaluations is damaged.
+        """
         folder = self.directory / "checkpoints"
         if directory is not None:
             folder = checkpoint_folder(absolute(directory))
@@ -79,16 +91,26 @@ class Job:
             save_interval_steps=train.save_interval_steps,
             max_to_keep=train.save_max_to_keep,
             keep_interval=None if hours is None else datetime.timedelta(hours=hours),
+            save_step_zero=train.save_step_zero,
+            keep_interval_steps=train.save_keep_interval_steps,
+            keep_steps=tuple(train.save_keep_steps),
+            best_metric=train.save_best_metric,
+            best_mode=train.save_best_mode,
+            best_to_keep=train.save_best_to_keep,
         )
         one_file = isinstance(self.partitioner, PmapPartitioner)
         one_file = one_file and not self.options.pmap_use_tensorstore
-        return CheckpointManager(
-            folder,
-            policy=policy,
-            state_format=StateFormat.MSGPACK if one_file else StateFormat.TENSORSTORE,
-            read_only=read_only,
-            report=self.observers.message,
-        )
+        try:
+            return CheckpointManager(
+                folder,
+                policy=policy,
+                state_format=StateFormat.MSGPACK if one_file else StateFormat.TENSORSTORE,
+                async_timeout_secs=self.options.async_timeout_secs,
+                read_only=read_only,
+                report=self.observers.message,
+            )
+        except ValueError as error:
+            raise UsageError(str(error)) from error
 
     def abstract_state(self) -> TrainState:
         """The state as shapes, dtypes and shardings.
@@ -101,14 +123,29 @@ class Job:
         except ValueError as error:
             raise UsageError(f"{self.resolved.name}: {error}") from error
 
-    def restore(self, checkpoints: CheckpointManager, step: int) -> RestoredCheckpoint:
+    def restore(
+        self, checkpoints: CheckpointManager, step: int, *, for_training: bool = True
+    ) -> RestoredCheckpoint:
         """Reads a checkpoint, placed as this job's partitioner wants it.
+
+        Args:
+          checkpoints: Where to read.
+          step: Which one.
+          for_training: Whether to read what only training needs: the state of the optimizer, and
+            where the inputs stood.
 
         Raises:
           UsageError: there is no such step, or it is damaged, or of another model.
         """
         try:
-            return checkpoints.restore(step, self.abstract_state())
+            abstract = self.abstract_state()
+            return checkpoints.restore(
+                step,
+                abstract if for_training else abstract.for_inference(),
+                leave_out=() if for_training else TRAINING_ONLY,
+                cast_dtypes=self.options.restore_cast_dtypes,
+                with_input_states=for_training,
+            )
         except (FileNotFoundError, DamagedCheckpointError) as error:
             raise UsageError(str(error)) from error
         except StructureMismatchError as error:
@@ -150,6 +187,7 @@ def start_job(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> J
     Raises:
       UsageError: fields or flags that do not fit together or do not fit the devices.
     """
+    goodput = Goodput()
     enable_compilation_cache(options)
     if options.job_log_dir is None:
         raise UsageError(f"--mode={mode} needs a folder to write to: --job_log_dir=DIR")
@@ -157,6 +195,7 @@ def start_job(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> J
     if jax.process_index() == 0:  # the only one that writes, and two would try at once
         check_writable(directory)
     check_same_experiment(directory, resolved)
+    check_devices(options, jax.devices()[0].device_kind)
     partitioner, task = build_parts(resolved)
     if options.pmap_use_tensorstore and not isinstance(partitioner, PmapPartitioner):
         raise UsageError(
@@ -169,8 +208,12 @@ def start_job(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> J
     if jax.process_index() == 0:
         progress = Progress()
         watch = FiniteLoss(task.loss_name, report=progress.message)
-        observers = [progress, MetricsLog(), TensorBoard(), watch]
-    return Job(mode, resolved, options, directory, task, partitioner, Observers(observers))
+        observers = [progress, MetricsLog(), TensorBoard(), watch, GoodputLog(goodput)]
+        if options.wandb_project is not None:
+            config = config_json(resolved)["config"]
+            observers.append(WeightsAndBiases(options.wandb_project, config=config))
+    together = Observers(observers)
+    return Job(mode, resolved, options, directory, task, partitioner, together, goodput)
 
 
 def build_parts(resolved: ResolvedExperiment) -> tuple[Partitioner, SingleTask]:
@@ -192,15 +235,11 @@ def checkpoint_folder(directory: epath.Path) -> epath.Path:
 
 def enable_compilation_cache(options: RunOptions) -> None:
     """Keeps compiled programs on disk, so that a restart or a second run starts fast."""
-    folder = options.jax_compilation_cache or os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    if folder == "off":
+    folder = cache_folder(options.jax_compilation_cache, os.environ)
+    if folder is None:
         jax.config.update("jax_enable_compilation_cache", False)  # noqa: FBT003
         return
-    if folder is None:
-        cache_home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        folder = os.path.join(cache_home, "layerkit", "jax")
-    # A shell leaves the ~ of --jax_compilation_cache=~/x as it is.
-    jax.config.update("jax_compilation_cache_dir", os.fspath(absolute(folder)))
+    jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 

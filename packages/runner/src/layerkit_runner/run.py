@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from layerkit_runner.errors import UsageError
+from layerkit_runner.errors import StorageError, UsageError
 from layerkit_runner.flags import RunOptions
 from layerkit_runner.resolve import ResolvedExperiment
+
+if TYPE_CHECKING:
+    from layerkit_runner.processes import JoinedProcess
+
+_FULL_OR_READ_ONLY = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
@@ -23,14 +33,18 @@ def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
     from layerkit.layers.attention.backends import BackendRefusal
     from layerkit_runner import checkpoints, export_mode, inference_modes, train_mode
     from layerkit_runner.processes import joined
+    from layerkit_runner.xla_flags import check_no_automatic_profile, set_compiler_flags
 
+    if mode == "train":
+        check_no_automatic_profile()
+    set_compiler_flags(options)
     modes: dict[str, Callable[[ResolvedExperiment, RunOptions], int]] = {
         "train": train_mode.run_train,
         "eval": inference_modes.run_eval,
         "decode_once": inference_modes.run_decode_once,
         "export": export_mode.run_export,
     }
-    with joined(options):
+    with joined(options) as process, _watched(process, mode):
         try:
             return modes[mode](resolved, options)
         except (
@@ -40,3 +54,25 @@ def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
             checkpoints.ProcessCountError,
         ) as error:
             raise UsageError(f"{resolved.name}: {error}") from error
+        except checkpoints.SaveTimeoutError as error:
+            # Its threads may never end, and the interpreter would wait for them.
+            print(f"runner: {error}", file=sys.stderr, flush=True)
+            process.tell_failure(str(error))
+            os._exit(StorageError.exit_code)
+        except OSError as error:
+            if isinstance(error, checkpoints.SaveError) or error.errno in _FULL_OR_READ_ONLY:
+                raise StorageError(str(error)) from error
+            raise
+
+
+def _watched(process: JoinedProcess, mode: str) -> contextlib.AbstractContextManager[None]:
+    from layerkit_runner.watchdog import watched
+
+    # An export is a few long strokes, which say nothing in between.
+    seconds = None if mode == "export" else process.options.hung_step_timeout_secs
+    return watched(
+        seconds,
+        process=str(process.identity),
+        log=process.log_file,
+        tell_others=process.tell_failure,
+    )

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import pytest
 
 from layerkit_runner.plan import make_plan
-from layerkit_runner.resolve import resolve
+from layerkit_runner.plan.plan import Plan
+from layerkit_runner.resolve import ResolvedExperiment, resolve
 
 FOLDER = Path(__file__).parent
 MODULE = "small_lm_experiment"
@@ -31,9 +34,28 @@ def small_lm():
     return sys.modules[MODULE].SmallLm
 
 
-@pytest.fixture(scope="session", params=["spmd", "pmap"])
-def planned(request, small_lm):
+class Planned(NamedTuple):
     """A resolved experiment, the eight devices it is for, and its plan."""
-    resolved = resolve(small_lm(USE_PMAP=request.param == "pmap"))
-    devices = jax.devices("cpu")[:8]
-    return resolved, devices, make_plan(resolved, devices)
+
+    resolved: ResolvedExperiment
+    devices: list[jax.Device]
+    plan: Plan
+
+
+@pytest.fixture(scope="session")
+def plan_of(small_lm):
+    """Plans `SmallLm` under "spmd" or "pmap", each once."""
+
+    @functools.cache
+    def make(partitioner):
+        resolved = resolve(small_lm(USE_PMAP=partitioner == "pmap"))
+        devices = jax.devices("cpu")[:8]
+        return Planned(resolved, devices, make_plan(resolved, devices))
+
+    return make
+
+
+@pytest.fixture(params=["spmd", "pmap"])
+def planned(request, plan_of):
+    """Each of the two."""
+    return plan_of(request.param)

@@ -4,10 +4,11 @@ import json
 
 import pytest
 
+from layerkit_runner.byte_sizes import size_text
 from layerkit_runner.plan import BatchPlan, Plan
 from layerkit_runner.plan.collectives import Traffic
 from layerkit_runner.plan.memory import Memory, TensorMemory
-from layerkit_runner.plan.page import plan_json, plan_page, size_text
+from layerkit_runner.plan.page import plan_json, plan_page
 
 PLAN = Plan(
     experiment="lm.Small",

@@ -37,6 +37,7 @@ def test_sixteen_devices_that_are_not_there(runner, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow  # the page itself is tested without a process
 def test_the_page_of_a_pmap_experiment(runner):
     flags = ["--exp=small_lm_experiment.SmallLm", "--fdl.USE_PMAP=True", "--target=cpux3"]
     result = runner(*flags)

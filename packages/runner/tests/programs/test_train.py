@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import optax
 import pytest
 
 from layerkit_inputs.prefetch import Prefetch
@@ -21,12 +22,16 @@ class Recorder(Observer):
     def __init__(self) -> None:
         self.completed: list[int] = []
         self.metrics: dict[int, dict[str, float]] = {}
+        self.weights: dict[int, dict[str, Any]] = {}
 
     def progress(self, step: int) -> None:
         self.completed.append(step)
 
     def train_metrics(self, step: int, scalars: Any) -> None:
         self.metrics[step] = dict(scalars)
+
+    def histograms(self, step: int, histograms: Any) -> None:
+        self.weights[step] = dict(histograms)
 
 
 def started(tiny: SimpleNamespace, **train: Any) -> tuple[TrainProgram, Any, Recorder]:
@@ -70,6 +75,18 @@ def test_losses_by_hand(tiny: SimpleNamespace):
     assert int(state.step) == 2
 
 
+def test_weights_after_the_steps_that_are_due(tiny: SimpleNamespace):
+    program, state, recorder = started(tiny, weight_summary_interval_steps=2)
+    for step in range(1, 5):
+        state = program.run_step(state, step)
+        if step == 2:
+            norm = float(optax.tree.norm(state.params))
+    program.drain()
+    assert list(recorder.weights) == [2, 4]
+    (spread,) = recorder.weights[2].values()
+    assert spread.norm == pytest.approx(norm)
+
+
 def test_the_first_step_is_reported_at_once_and_later_ones_behind(tiny: SimpleNamespace):
     program, state, recorder = started(tiny, max_inflight_steps=3)
     seen = []
@@ -89,7 +106,7 @@ def test_metrics_come_at_the_first_the_last_and_every_interval(tiny: SimpleNames
     program.drain()
     assert list(recorder.metrics) == [3, 4, 8, 11]
     assert recorder.metrics[8]["learning/lr"] == pytest.approx(0.01)
-    assert {"loss", "learning/grad_norm", "steps_per_sec"} <= recorder.metrics[8].keys()
+    assert {"loss", "learning/raw_grad_norm", "steps_per_sec"} <= recorder.metrics[8].keys()
 
 
 def test_the_input_state_is_that_of_the_steps_started(tiny: SimpleNamespace):

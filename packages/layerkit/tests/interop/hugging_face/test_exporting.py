@@ -61,7 +61,7 @@ def llama_by_hand(**attention: Any) -> Any:
 
 def test_a_model_made_by_hand_finds_its_family(tmp_path: Path):
     model = llama_by_hand()
-    variables = build(model).init(jax.random.key(0))
+    variables = jax.jit(build(model).init)(jax.random.key(0))
     export_model(tmp_path, model, variables)
     content = json.loads((tmp_path / "config.json").read_text())
     assert (content["model_type"], content["architectures"]) == ("llama", ["LlamaForCausalLM"])
@@ -75,14 +75,14 @@ def test_a_model_made_by_hand_finds_its_family(tmp_path: Path):
 
 def test_a_window_makes_it_a_mistral(tmp_path: Path):
     model = llama_by_hand(window=4)
-    export_model(tmp_path, model, build(model).init(jax.random.key(0)))
+    export_model(tmp_path, model, jax.jit(build(model).init)(jax.random.key(0)))
     content = json.loads((tmp_path / "config.json").read_text())
     assert (content["model_type"], content["sliding_window"]) == ("mistral", 4)
 
 
 def test_a_model_that_nobody_has_is_refused_with_the_reason(tmp_path: Path):
     model = llama_by_hand(per_dim_scale=True)
-    variables = build(model).init(jax.random.key(0))
+    variables = jax.jit(build(model).init)(jax.random.key(0))
     expected = (
         "as llama: lm_tpl.stack_tpl.layer_tpl.attention_tpl.per_dim_scale is True, but would be"
         " read as False"

@@ -158,7 +158,8 @@ def test_every_key_is_used(configs: dict[str, dict[str, Any]]):
                 changed = family.read_config({**content, key: other})
             except UnsupportedModelError:
                 continue
-            assert changed != usual, (family.model_type, key)
+            # As text: to compare configs field by field takes fifty times as long.
+            assert repr(changed) != repr(usual), (family.model_type, key)
 
 
 def test_all_differences_of_tensors_are_listed_at_once(make_folder: Any):

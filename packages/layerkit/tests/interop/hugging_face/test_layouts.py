@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from layerkit.interop.hugging_face.layouts import Layout
@@ -29,7 +29,6 @@ def test_projections_into_heads_are_transposed_and_split():
 
 
 @pytest.mark.parametrize(("text", "shape"), LAYOUTS.items())
-@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_a_block_is_read_as_if_all_were_read(
     text: str, shape: tuple[int, ...], data: st.DataObject

@@ -115,13 +115,14 @@ def exchanges(program):
     return set(re.findall(r"(all-to-all|all-gather|reduce-scatter|collective-permute)\(", program))
 
 
+@pytest.mark.slow  # the ordinary tests below split the experts, and test_all_meshes a cube
 @pytest.mark.parametrize(
     ("axes", "fields"),
     [
         (CUBE_OF_FSDP, DROPLESS),
-        pytest.param(CUBE_OF_DATA, CAPACITY, marks=pytest.mark.slow),
-        pytest.param(CUBE_OF_DATA, DROPLESS, marks=pytest.mark.slow),
-        pytest.param(CUBE_OF_FSDP, CAPACITY, marks=pytest.mark.slow),
+        (CUBE_OF_DATA, CAPACITY),
+        (CUBE_OF_DATA, DROPLESS),
+        (CUBE_OF_FSDP, CAPACITY),
     ],
 )
 def test_a_cube_of_devices_is_one_device_and_each_holds_its_experts(expected, axes, fields):

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 
+from layerkit_runner.byte_sizes import size_text
 from layerkit_runner.plan.collectives import Traffic
 from layerkit_runner.plan.memory import Memory, TensorMemory
 from layerkit_runner.plan.plan import BatchPlan, Plan
@@ -102,20 +103,3 @@ def _traffic_lines(collectives: list[Traffic]) -> Iterator[str]:
             f"  {traffic.kind:<19}{traffic.axes:<16}{traffic.executions:>7,} ×"
             f"{size_text(traffic.bytes_sent):>12}{remark}"
         )
-
-
-def size_text(size: int) -> str:
-    """Bytes for people, in powers of ten: `0 B`, `12.3 kB`, `1.54 GB`.
-
-    >>> size_text(1_540_000_000)
-    '1.54 GB'
-    """
-    if size < 1000:
-        return f"{size} B"
-    value = float(size)
-    for unit in ("kB", "MB", "GB", "TB"):
-        value /= 1000
-        # What would be rounded to 1000 of a unit is 1 of the next.
-        if value < 999.5 or unit == "TB":
-            break
-    return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"

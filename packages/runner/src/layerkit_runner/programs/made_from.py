@@ -63,18 +63,19 @@ def weights_digest_fn(task: SingleTask, partitioner: Partitioner) -> Callable[[T
     """
 
     def leaf_sums(state: TrainState) -> jax.Array:
+        state = task.decoded_state(state)
         read = (state.params, state.non_trainable, state.overwrite_with_gradient, state.step)
         leaves = jax.tree.leaves(read)
         return jnp.stack([_mixed_sum(leaf) for leaf in leaves])
 
     sums = jax.jit(
         leaf_sums,
-        in_shardings=(partitioner.state_shardings(task),),
+        in_shardings=(partitioner.state_shardings(task).for_inference(),),
         out_shardings=partitioner.replicated(),
     )
 
     def digest(state: TrainState) -> str:
-        numbers = np.asarray(sums(state), "<u4")
+        numbers = np.asarray(sums(state.for_inference()), "<u4")
         return hashlib.sha256(numbers.tobytes()).hexdigest()[:16]
 
     return digest
