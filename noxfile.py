@@ -45,7 +45,8 @@ TENSORFLOW_SUITES = (
 # What layerkit-inputs is installed with.
 LIGHT_EXTRAS = "[grain,hf,text]"
 TENSORFLOW_EXTRAS = "[seqio,lingvo]"
-ALL_SUITES = [*sorted(ROOT.glob("packages/*/tests")), *ROOT.glob("integration_tests")]
+# The longest tests first, so that no worker is left with one of them at the end.
+ALL_SUITES = [*ROOT.glob("integration_tests"), *sorted(ROOT.glob("packages/*/tests"), reverse=True)]
 # safetensors: what the extra layerkit[hf] brings; wandb: layerkit-runner[wandb].
 TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "safetensors", "wandb")
 PARITY_TOOLS = ("torch", "transformers")
@@ -179,7 +180,7 @@ def check_wheels(
     """
     install_wheels(session, folders, extras=extras)
     # By file: fixtures of a module are made once, and their compiled steps are used again.
-    workers = ["-n", "2", "--dist", "loadfile"]
+    workers = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
     pytest = ["python", "-P", "-m", "pytest", *workers, "-m", marker, *session.posargs]
     if not any(Path(argument.partition("::")[0]).exists() for argument in session.posargs):
         if doctests:

@@ -116,6 +116,7 @@ def name_of(processes: list[subprocess.Popen[str]], index: int) -> str:
     return f"process {index} of {len(processes)} (host {host}, pid {processes[index].pid})"
 
 
+@pytest.mark.slow
 def test_an_input_that_never_returns_is_named(jobs: Any, tmp_path: Path):
     job = make(jobs, tmp_path, 1, PERCORE_BATCH_SIZE=1.0, HANGS=True, **ENDLESS)
     output = job.run("--hung_step_timeout_secs=10", code=HUNG_EXIT_CODE)
@@ -137,6 +138,7 @@ def test_a_process_whose_input_never_returns_is_named_by_the_others(jobs: Any, t
     assert "thirteen_examples.py" in (job.folder / "logs" / "process_0001.log").read_text()
 
 
+@pytest.mark.slow
 def test_data_that_one_process_cannot_read_end_all(jobs: Any, tmp_path: Path):
     job = make(jobs, tmp_path, 2, PERCORE_BATCH_SIZE=1.0, FAILS=True, **ENDLESS)
     with job.started_as(2) as processes:

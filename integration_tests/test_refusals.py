@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import encodings
 import json
 import shlex
 from pathlib import Path
@@ -176,6 +177,7 @@ def test_what_a_run_recommends_is_not_refused(
         "MAX_STEPS": 4,
         "PERCORE_BATCH_SIZE": 1.0,
         "ICI_MESH_SHAPE": "[8,1,1]",
+        "TEXT_FILES": [str(Path(encodings.__file__).parent / "*.py")],
         "task.train.num_train_steps": 2,
         "task.model.lm_tpl.softmax_tpl.z_loss_weight": 0.1,
     }

@@ -187,6 +187,7 @@ def test_decoding_once_is_enough(twin: tuple[Any, str], tmp_path: Path, jobs: An
     assert output.stat().st_mtime_ns == made
 
 
+@pytest.mark.slow
 def test_the_recorded_arguments_make_the_same_run(
     twin: tuple[Any, str], tmp_path: Path, jobs: Any, cache: Path
 ):
