@@ -104,8 +104,7 @@ class Prefetch(BaseInput):
     """Batches kept ready."""
 
     def __post_init__(self) -> None:
-        if self.depth < 1:
-            raise self._refuse(f"depth={self.depth}; expected at least 1.")
+        self._check_at_least(1, "depth")
         for field in dataclasses.fields(BaseInput):
             given, derived = getattr(self, field.name), getattr(self.source, field.name)
             if given not in (field.default, derived):

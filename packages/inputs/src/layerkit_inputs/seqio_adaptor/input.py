@@ -354,10 +354,7 @@ class SeqIOInput(BaseInput):
             raise self._refuse("use_packing=True with feature_converter='prompts'; a row is one.")
 
     def _check_numbers(self) -> None:
-        for field in ("packing_window_rows", "shuffle_buffer_size", "num_shards"):
-            value = getattr(self, field)
-            if value is not None and value < 1:
-                raise self._refuse(f"{field}={value}; expected at least 1.")
+        self._check_at_least(1, "packing_window_rows", "shuffle_buffer_size", "num_shards")
         if not 0 <= self._seed < 2**63:
             raise self._refuse(f"input_random_seed={self._seed}; expected 0 or more, below 2**63.")
 
