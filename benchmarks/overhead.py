@@ -32,12 +32,12 @@ from step import median_interval
 
 from layerkit.config import Config
 from layerkit_experiments.lm.quickstart import LocalText
-from layerkit_runner.flags import RunOptions
-from layerkit_runner.infeed import make_input, training_config
+from layerkit_runner.command_line.flags import RunOptions
+from layerkit_runner.configuration.resolve import ResolvedExperiment, resolve
+from layerkit_runner.feeds.infeed import make_input, training_config
 from layerkit_runner.job import build_parts
+from layerkit_runner.modes.train import run_train
 from layerkit_runner.observers import read_metrics
-from layerkit_runner.resolve import ResolvedExperiment, resolve
-from layerkit_runner.train_mode import run_train
 
 SAVE_INTERVAL = 20
 

@@ -25,8 +25,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 FIRST_LOSS = re.compile(r"\bloss \d")
 IMPORTS = (
-    "import layerkit_runner.cli, layerkit_runner.resolve, layerkit_runner.registry, "
-    "layerkit_runner.train_mode, layerkit_experiments.lm.quickstart"
+    "import layerkit_runner.cli, layerkit_runner.configuration.resolve, "
+    "layerkit_runner.configuration.registry, "
+    "layerkit_runner.modes.train, layerkit_experiments.lm.quickstart"
 )
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from layerkit_runner.observers import read_metrics
-from layerkit_runner.processes import LOST_PROCESS_EXIT_CODE
-from layerkit_runner.watchdog import HUNG_EXIT_CODE
+from layerkit_runner.processes.distributed import LOST_PROCESS_EXIT_CODE
+from layerkit_runner.processes.watchdog import HUNG_EXIT_CODE
 
 EXP = "thirteen_examples.Thirteen"
 SPLITS = ("indexed", "uneven", "empty")

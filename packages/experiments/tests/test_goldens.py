@@ -16,9 +16,9 @@ import pytest
 
 import layerkit_experiments
 from layerkit_runner import BaseExperiment
-from layerkit_runner.config_text import config_text
-from layerkit_runner.registry import list_experiments
-from layerkit_runner.resolve import resolve
+from layerkit_runner.configuration.config_text import config_text
+from layerkit_runner.configuration.registry import list_experiments
+from layerkit_runner.configuration.resolve import resolve
 
 GOLDENS = Path(__file__).parent / "goldens"
 

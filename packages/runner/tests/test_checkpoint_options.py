@@ -15,11 +15,11 @@ import pytest
 from layerkit.config import Config, Partial
 from layerkit_runner import BaseExperiment, UsageError
 from layerkit_runner.checkpoints import folders
-from layerkit_runner.flags import RunOptions
-from layerkit_runner.inference_modes import run_eval
+from layerkit_runner.command_line.flags import RunOptions
+from layerkit_runner.configuration.resolve import ResolvedExperiment, resolve
 from layerkit_runner.job import start_job
-from layerkit_runner.resolve import ResolvedExperiment, resolve
-from layerkit_runner.train_mode import run_train
+from layerkit_runner.modes.inference import run_eval
+from layerkit_runner.modes.train import run_train
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,12 @@ from layerkit_runner.checkpoints import CheckpointManager, CheckpointPolicy, eva
 from layerkit_runner.checkpoints.folders import committed_steps
 from layerkit_runner.errors import UsageError
 from layerkit_runner.executor import Executor, check_best_metric, is_due
-from layerkit_runner.infeed import make_input
+from layerkit_runner.feeds.infeed import make_input
 from layerkit_runner.observers import Observer, RunInfo, Throughput
 from layerkit_runner.partitioning import SpmdPartitioner
+from layerkit_runner.processes.stop_signals import StopSignals
 from layerkit_runner.programs import DecodeProgram, EvalProgram, TrainProgram
-from layerkit_runner.stop_signals import StopSignals
-from layerkit_runner.task import TrainHParams
+from layerkit_runner.train_hparams import TrainHParams
 
 
 class Recorder(Observer):

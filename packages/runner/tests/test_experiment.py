@@ -10,11 +10,11 @@ import pytest
 
 from layerkit.config import Config, build
 from layerkit_runner import BaseExperiment, Override, UsageError
-from layerkit_runner.config_text import config_json, config_text
+from layerkit_runner.command_line.flags import parse_flags
+from layerkit_runner.configuration.config_text import config_json, config_text
+from layerkit_runner.configuration.overrides import parse_fields
+from layerkit_runner.configuration.resolve import resolve
 from layerkit_runner.experiment import experiment_fields
-from layerkit_runner.flags import parse_flags
-from layerkit_runner.overrides import parse_fields
-from layerkit_runner.resolve import resolve
 
 
 @dataclasses.dataclass

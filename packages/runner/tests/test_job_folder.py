@@ -11,7 +11,8 @@ from etils import epath
 
 from layerkit.config import Config
 from layerkit_runner import BaseExperiment, Override, UsageError
-from layerkit_runner.flags import RunOptions, parse_flags
+from layerkit_runner.command_line.flags import RunOptions, parse_flags
+from layerkit_runner.configuration.resolve import ResolvedExperiment, resolve
 from layerkit_runner.job_folder import (
     changed_lines,
     check_same_experiment,
@@ -21,7 +22,6 @@ from layerkit_runner.job_folder import (
     write_config,
 )
 from layerkit_runner.partitioning import SpmdPartitioner
-from layerkit_runner.resolve import ResolvedExperiment, resolve
 
 
 class Mesh(BaseExperiment):

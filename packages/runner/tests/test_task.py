@@ -18,7 +18,7 @@ from layerkit.config import Partial
 from layerkit.layers.linears import Linear
 from layerkit.nested_map import NestedMap
 from layerkit.weights import logical_axes
-from layerkit_runner.step_context import GLOBAL_BATCH
+from layerkit_runner.steps.step_context import GLOBAL_BATCH
 
 
 def rows(x, y=None, weights=None) -> NestedMap:

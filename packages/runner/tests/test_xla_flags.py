@@ -11,8 +11,8 @@ import jax
 import pytest
 
 from layerkit_runner import UsageError
-from layerkit_runner.flag_table import FLAGS
-from layerkit_runner.flags import RunOptions, parse_flags
+from layerkit_runner.command_line.flag_table import FLAGS
+from layerkit_runner.command_line.flags import RunOptions, parse_flags
 from layerkit_runner.xla_flags import (
     PRESETS,
     check_devices,

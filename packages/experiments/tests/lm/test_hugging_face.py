@@ -13,8 +13,8 @@ from layerkit_experiments.lm.recipes.data import LocalFiles
 from layerkit_experiments.lm.recipes.hugging_face import HuggingFaceLm
 from layerkit_experiments.lm.recipes.optimization import AdamWCosine
 from layerkit_experiments.lm.recipes.parallelism import Spmd
+from layerkit_runner.configuration.resolve import resolve
 from layerkit_runner.errors import FieldError, UsageError
-from layerkit_runner.resolve import resolve
 
 
 class FineTune(AdamWCosine, Spmd, LocalFiles, HuggingFaceLm):

@@ -33,8 +33,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from layerkit_runner.errors import UsageError
-from layerkit_runner.flags import (
+from layerkit_runner.command_line.flags import (
     MODES,
     ParsedFlags,
     RunOptions,
@@ -42,12 +41,13 @@ from layerkit_runner.flags import (
     help_text,
     parse_flags,
 )
-from layerkit_runner.launchers import check_alone, check_processes
-from layerkit_runner.overrides import Override, parse_fields
+from layerkit_runner.configuration.overrides import Override, parse_fields
+from layerkit_runner.errors import UsageError
+from layerkit_runner.processes.launchers import check_alone, check_processes
 
 if TYPE_CHECKING:
-    from layerkit_runner.registry import ExperimentEntry
-    from layerkit_runner.resolve import ResolvedExperiment
+    from layerkit_runner.configuration.registry import ExperimentEntry
+    from layerkit_runner.configuration.resolve import ResolvedExperiment
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _resolve(flags: ParsedFlags) -> ResolvedExperiment:
     """The experiment that the flags name, with all their overrides applied."""
     # The registry reads entry points, which `--help` and a wrong flag need not wait for.
-    from layerkit_runner.registry import find_experiment
+    from layerkit_runner.configuration.registry import find_experiment
 
     entry = find_experiment(flags.exp or "")
     if entry.complete:
@@ -112,9 +112,9 @@ def _check_surroundings(flags: ParsedFlags) -> None:
 
 def _load(entry: ExperimentEntry, overrides: Sequence[Override]) -> ResolvedExperiment:
     # From here on the experiment's own imports are paid for.
+    from layerkit_runner.configuration.registry import load_experiment
+    from layerkit_runner.configuration.resolve import resolve
     from layerkit_runner.experiment import experiment_fields
-    from layerkit_runner.registry import load_experiment
-    from layerkit_runner.resolve import resolve
 
     cls = load_experiment(entry)
     fields = parse_fields(entry.name, experiment_fields(cls), overrides)
@@ -124,7 +124,7 @@ def _load(entry: ExperimentEntry, overrides: Sequence[Override]) -> ResolvedExpe
 def _inspect(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
     if options.inspect == "batches":
         # Loads NumPy, JAX and what the inputs stand on.
-        from layerkit_runner.inspect_mode import run_inspect
+        from layerkit_runner.modes.inspect import run_inspect
 
         return run_inspect(resolved, options)
     if options.inspect == "parameters":
@@ -141,7 +141,7 @@ def _inspect(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> in
 
 def _print_config(resolved: ResolvedExperiment, options: RunOptions) -> int:
     # Only here is the text of a configuration needed.
-    from layerkit_runner.config_text import config_json, config_text
+    from layerkit_runner.configuration.config_text import config_json, config_text
 
     if options.json:
         return _print(json.dumps(config_json(resolved)))
@@ -149,8 +149,8 @@ def _print_config(resolved: ResolvedExperiment, options: RunOptions) -> int:
 
 
 def _diff_config(flags: ParsedFlags, other: str) -> int:
+    from layerkit_runner.configuration.registry import find_experiment
     from layerkit_runner.looking import config_difference
-    from layerkit_runner.registry import find_experiment
 
     if config_difference.is_folder(other):
         there = config_difference.recorded_side(other)
@@ -184,7 +184,7 @@ _RUN_MODE: dict[str, Callable[[str, ResolvedExperiment, RunOptions], int]] = {
 
 
 def _listing() -> str:
-    from layerkit_runner.registry import list_experiments
+    from layerkit_runner.configuration.registry import list_experiments
 
     entries = list_experiments()
     if not entries:

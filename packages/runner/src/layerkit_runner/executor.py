@@ -15,12 +15,12 @@ from layerkit.near_names import near_names
 from layerkit_runner.checkpoints import CheckpointManager
 from layerkit_runner.errors import UsageError, first_names
 from layerkit_runner.observers import Goodput, Observer, Throughput
+from layerkit_runner.observers.step_profiler import StepProfiler
+from layerkit_runner.processes.stop_signals import StopSignals
+from layerkit_runner.processes.watchdog import progress
 from layerkit_runner.programs import DecodeProgram, EvalProgram, TrainProgram
-from layerkit_runner.step_profiler import StepProfiler
-from layerkit_runner.stop_signals import StopSignals
-from layerkit_runner.task import TrainHParams
-from layerkit_runner.train_state import TrainState
-from layerkit_runner.watchdog import progress
+from layerkit_runner.steps.train_state import TrainState
+from layerkit_runner.train_hparams import TrainHParams
 
 
 @dataclasses.dataclass

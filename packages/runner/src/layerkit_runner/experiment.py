@@ -24,9 +24,9 @@ import types
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from layerkit.near_names import near_names
-from layerkit_runner import field_types
+from layerkit_runner.configuration import field_types
+from layerkit_runner.configuration.overrides import unknown_field
 from layerkit_runner.errors import FieldError
-from layerkit_runner.overrides import unknown_field
 
 if TYPE_CHECKING:
     from layerkit.config import Config

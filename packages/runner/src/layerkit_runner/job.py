@@ -21,11 +21,12 @@ from layerkit_runner.checkpoints import (
     StructureMismatchError,
 )
 from layerkit_runner.checkpoints.folders import absolute
+from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.compilation_cache import cache_folder
-from layerkit_runner.config_text import config_json
+from layerkit_runner.configuration.config_text import config_json
+from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError
-from layerkit_runner.flags import RunOptions
-from layerkit_runner.infeed import dataset_name, make_input, training_config
+from layerkit_runner.feeds.infeed import dataset_name, make_input, training_config
 from layerkit_runner.job_folder import check_same_experiment, check_writable, recorded_overrides
 from layerkit_runner.observers import (
     FiniteLoss,
@@ -39,9 +40,8 @@ from layerkit_runner.observers import (
     WeightsAndBiases,
 )
 from layerkit_runner.partitioning import Partitioner, PmapPartitioner
-from layerkit_runner.resolve import ResolvedExperiment
+from layerkit_runner.steps.train_state import TRAINING_ONLY, TrainState
 from layerkit_runner.task import SingleTask
-from layerkit_runner.train_state import TRAINING_ONLY, TrainState
 from layerkit_runner.xla_flags import check_devices
 
 _DISTRIBUTIONS = ("layerkit", "layerkit-runner", "jax", "flax", "optax", "orbax-checkpoint")

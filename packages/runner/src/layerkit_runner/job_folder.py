@@ -15,10 +15,10 @@ from typing import Any
 
 from etils import epath
 
-from layerkit_runner.config_text import config_json, config_text
+from layerkit_runner.command_line.flags import RunOptions
+from layerkit_runner.configuration.config_text import config_json, config_text
+from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError
-from layerkit_runner.flags import RunOptions
-from layerkit_runner.resolve import ResolvedExperiment
 from layerkit_runner.whole_files import write_whole
 
 

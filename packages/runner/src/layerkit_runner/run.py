@@ -9,12 +9,12 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from layerkit_runner.command_line.flags import RunOptions
+from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.errors import StorageError, UsageError
-from layerkit_runner.flags import RunOptions
-from layerkit_runner.resolve import ResolvedExperiment
 
 if TYPE_CHECKING:
-    from layerkit_runner.processes import JoinedProcess
+    from layerkit_runner.processes.distributed import JoinedProcess
 
 _FULL_OR_READ_ONLY = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
@@ -31,8 +31,11 @@ def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
     if options.job_log_dir is None:
         raise UsageError(f"--mode={mode} needs --job_log_dir=DIR")
     from layerkit.layers.attention.backends import BackendRefusal
-    from layerkit_runner import checkpoints, export_mode, inference_modes, train_mode
-    from layerkit_runner.processes import joined
+    from layerkit_runner import checkpoints
+    from layerkit_runner.modes import export as export_mode
+    from layerkit_runner.modes import inference as inference_modes
+    from layerkit_runner.modes import train as train_mode
+    from layerkit_runner.processes.distributed import joined
     from layerkit_runner.xla_flags import check_no_automatic_profile, set_compiler_flags
 
     if mode == "train":
@@ -66,7 +69,7 @@ def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
 
 
 def _watched(process: JoinedProcess, mode: str) -> contextlib.AbstractContextManager[None]:
-    from layerkit_runner.watchdog import watched
+    from layerkit_runner.processes.watchdog import watched
 
     # An export is a few long strokes, which say nothing in between.
     seconds = None if mode == "export" else process.options.hung_step_timeout_secs

@@ -15,8 +15,8 @@ import os
 import re
 from collections.abc import Iterator, Mapping, MutableMapping
 
+from layerkit_runner.command_line.flag_table import RunOptions
 from layerkit_runner.errors import UsageError
-from layerkit_runner.flag_table import RunOptions
 
 _GPU = "XLA_FLAGS"
 _TPU = "LIBTPU_INIT_ARGS"

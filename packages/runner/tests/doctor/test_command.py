@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from layerkit_runner import cli
+from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.doctor import command
 from layerkit_runner.doctor.finding import Finding, Problem
 from layerkit_runner.doctor.worker import GROUPS
-from layerkit_runner.flags import RunOptions
 
 
 def doctor(folder: Path, *flags: str, **environ: str) -> subprocess.CompletedProcess[str]:

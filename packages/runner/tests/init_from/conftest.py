@@ -21,9 +21,10 @@ from layerkit.nested_map import NestedMap
 from layerkit_runner.checkpoints import CheckpointManager, StateFormat
 from layerkit_runner.checkpoints.structure import named_leaves
 from layerkit_runner.init_from import InitFrom, Source
-from layerkit_runner.learner import Learner
+from layerkit_runner.learning.learner import Learner
 from layerkit_runner.partitioning import Partitioner, PmapPartitioner, SpmdPartitioner
-from layerkit_runner.task import SingleTask, TrainHParams
+from layerkit_runner.task import SingleTask
+from layerkit_runner.train_hparams import TrainHParams
 
 DIMS = 8
 

@@ -19,7 +19,7 @@ from layerkit_runner.errors import UsageError
 from layerkit_runner.init_from import InitFrom, Source
 from layerkit_runner.init_from.matching import match
 from layerkit_runner.init_from.origins import Matched, Opened
-from layerkit_runner.train_state import TrainState
+from layerkit_runner.steps.train_state import TrainState
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

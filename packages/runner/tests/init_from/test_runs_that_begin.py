@@ -15,11 +15,11 @@ import pytest
 
 from layerkit.config import Config
 from layerkit_runner import BaseExperiment, UsageError
-from layerkit_runner.flags import RunOptions, check_folder, parse_flags
+from layerkit_runner.command_line.flags import RunOptions, check_folder, parse_flags
+from layerkit_runner.configuration.resolve import resolve
 from layerkit_runner.init_from import InitFrom, Source
+from layerkit_runner.modes.train import run_train
 from layerkit_runner.observers import read_metrics
-from layerkit_runner.resolve import resolve
-from layerkit_runner.train_mode import run_train
 
 
 @pytest.fixture(scope="module")

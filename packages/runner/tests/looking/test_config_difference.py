@@ -12,6 +12,7 @@ from etils import epath
 
 from layerkit.config import Config
 from layerkit_runner import BaseExperiment
+from layerkit_runner.configuration.resolve import ResolvedExperiment, resolve
 from layerkit_runner.errors import UsageError
 from layerkit_runner.job_folder import write_config
 from layerkit_runner.looking.config_difference import (
@@ -23,7 +24,6 @@ from layerkit_runner.looking.config_difference import (
     recorded_side,
     resolved_side,
 )
-from layerkit_runner.resolve import ResolvedExperiment, resolve
 
 
 @pytest.fixture(scope="module")

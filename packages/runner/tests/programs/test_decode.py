@@ -17,7 +17,7 @@ from etils import epath
 
 from layerkit.nested_map import NestedMap
 from layerkit_runner.errors import UsageError
-from layerkit_runner.infeed import make_input
+from layerkit_runner.feeds.infeed import make_input
 from layerkit_runner.observers import Observer
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 from layerkit_runner.programs import DecodeProgram

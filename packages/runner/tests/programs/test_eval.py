@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.infeed import make_input
+from layerkit_runner.feeds.infeed import make_input
 from layerkit_runner.observers import Observer
 from layerkit_runner.partitioning import Partitioner, PmapPartitioner, SpmdPartitioner
 from layerkit_runner.programs import EvalProgram

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from layerkit_inputs.prefetch import Prefetch
-from layerkit_runner.infeed import make_input
+from layerkit_runner.feeds.infeed import make_input
 from layerkit_runner.observers import Observer, RunInfo, Throughput
 from layerkit_runner.partitioning import SpmdPartitioner
 from layerkit_runner.programs import TrainProgram

@@ -36,7 +36,7 @@ from layerkit_runner.checkpoints import (
 from layerkit_runner.checkpoints.errors import DamagedCheckpointError, SaveError, save_error
 from layerkit_runner.checkpoints.formats import StateFormat
 from layerkit_runner.checkpoints.policy import CheckpointPolicy, SavedStep
-from layerkit_runner.process_exchange import from_process_0
+from layerkit_runner.processes.process_exchange import from_process_0
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp

@@ -15,10 +15,10 @@ import textwrap
 import time
 from collections.abc import Iterator, Sequence
 
+from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.doctor import machine
 from layerkit_runner.doctor.finding import Finding, Problem
 from layerkit_runner.doctor.timed import run_group
-from layerkit_runner.flags import RunOptions
 
 # Seconds that each check may take, by the worker that does it. The first use of devices waits for
 # their driver, and a slow compiler for attention.

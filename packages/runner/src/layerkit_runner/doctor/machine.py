@@ -13,7 +13,7 @@ from pathlib import Path
 from layerkit_runner.byte_sizes import size_text
 from layerkit_runner.doctor.finding import Finding, Problem
 from layerkit_runner.errors import UsageError
-from layerkit_runner.launchers import find_launch
+from layerkit_runner.processes.launchers import find_launch
 
 # What decides whether a run works, and how fast.
 _NEEDED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "fiddle", "numpy")

@@ -34,8 +34,8 @@ from layerkit_runner.init_from.provenance import RANDOM_INIT, Provenance
 from layerkit_runner.init_from.settings import InitFrom, Source
 from layerkit_runner.init_from.stored_checkpoint import StoredCheckpoint
 from layerkit_runner.init_from.stored_hugging_face import StoredHuggingFace
+from layerkit_runner.steps.train_state import TrainState
 from layerkit_runner.task import SingleTask
-from layerkit_runner.train_state import TrainState
 
 if TYPE_CHECKING:
     from layerkit_runner.partitioning.partitioner import Partitioner

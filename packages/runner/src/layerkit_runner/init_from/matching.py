@@ -25,7 +25,7 @@ from layerkit_runner.init_from.origins import (
 )
 from layerkit_runner.init_from.rules import Origin, Rule
 from layerkit_runner.init_from.settings import ADAPTER_WEIGHTS, InitFrom
-from layerkit_runner.train_state import TrainState
+from layerkit_runner.steps.train_state import TrainState
 
 _MOST_FAULTS = 20
 # (part of the names here, part of those there, the rule)

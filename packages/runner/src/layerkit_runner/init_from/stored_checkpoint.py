@@ -13,7 +13,7 @@ from layerkit_runner.checkpoints.folders import committed_steps, step_folder
 from layerkit_runner.checkpoints.integrity import verify
 from layerkit_runner.checkpoints.structure import LeafPath, LeafSpec
 from layerkit_runner.errors import UsageError, first_names
-from layerkit_runner.process_exchange import from_process_0
+from layerkit_runner.processes.process_exchange import from_process_0
 
 
 class StoredCheckpoint:

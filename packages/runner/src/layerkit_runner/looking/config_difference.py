@@ -20,7 +20,7 @@ from layerkit.near_names import near_names
 from layerkit_runner.errors import UsageError
 
 if TYPE_CHECKING:
-    from layerkit_runner.resolve import ResolvedExperiment
+    from layerkit_runner.configuration.resolve import ResolvedExperiment
 
 # Longer values have lines of their own.
 _COLUMN = 32
@@ -86,7 +86,7 @@ def recorded_side(folder: str) -> Side:
 def resolved_side(resolved: ResolvedExperiment) -> Side:
     """The configuration of an experiment at hand, as it would be recorded."""
     # Needs what configs are made of, for which a wrong name should not wait.
-    from layerkit_runner.config_text import config_json
+    from layerkit_runner.configuration.config_text import config_json
 
     recorded = json.loads(json.dumps(config_json(resolved)))
     return _side(recorded["experiment"], recorded["fields"], recorded["config"])

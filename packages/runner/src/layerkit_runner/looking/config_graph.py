@@ -17,8 +17,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from layerkit.config import assigned_fields, field_names, is_config, target_of
-from layerkit_runner.overrides import ROOTS
-from layerkit_runner.resolve import NOT_SET, ResolvedExperiment, field_value, target_name
+from layerkit_runner.configuration.overrides import ROOTS
+from layerkit_runner.configuration.resolve import (
+    NOT_SET,
+    ResolvedExperiment,
+    field_value,
+    target_name,
+)
 
 _VALUES_SHOWN = 6
 _VALUE_LENGTH = 32

@@ -21,13 +21,13 @@ import jax
 from layerkit.base_layer import PARAMS
 from layerkit.weights import WeightBox, WeightInit, is_box
 from layerkit_runner.byte_sizes import size_text
+from layerkit_runner.command_line.flags import RunOptions
+from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError
-from layerkit_runner.flags import RunOptions
 from layerkit_runner.job import build_parts
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.plan.devices import num_planned_devices, simulated_devices
 from layerkit_runner.plan.memory import TensorMemory, tensor_memory
-from layerkit_runner.resolve import ResolvedExperiment
 from layerkit_runner.task import SingleTask
 
 # Of a layer in a list: the 3 of `layers_3`.

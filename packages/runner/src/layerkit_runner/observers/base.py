@@ -32,7 +32,7 @@ class RunInfo:
       start_step: steps already done; above 0 when a run is resumed.
       tokens_per_step: tokens of one global batch; 0 when the notion does not apply.
       examples_per_step: examples of one global batch.
-      flops_per_step: model FLOPs of one global training step (see `layerkit_runner.flops`).
+      flops_per_step: model FLOPs of one global training step (see `layerkit_runner.steps.flops`).
       num_devices: devices that share a step.
       device_kind: as JAX names it, such as 'TPU v5 lite'.
       peak_flops_per_device: dense bfloat16 FLOP/s (see `device_peaks`).

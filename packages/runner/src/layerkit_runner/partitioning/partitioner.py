@@ -19,8 +19,8 @@ from layerkit.nested_map import NestedMap
 from layerkit.sharding import BoundSharding
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning.state_axes import axes_by_path, map_with_axes
+from layerkit_runner.steps.train_state import TrainState
 from layerkit_runner.task import SingleTask
-from layerkit_runner.train_state import TrainState
 
 ROWS = "rows"
 REPLICATED = "replicated"

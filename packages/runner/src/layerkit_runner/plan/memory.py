@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from layerkit_runner.train_state import TrainState
+from layerkit_runner.steps.train_state import TrainState
 
 KINDS = ("weights", "non-trainable", "optimizer", "batch")
 """`optimizer` has the step counter too."""

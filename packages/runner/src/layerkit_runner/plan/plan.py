@@ -13,15 +13,15 @@ from typing import Any
 
 import jax
 
+from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError
-from layerkit_runner.infeed import make_input, training_config
+from layerkit_runner.feeds.infeed import make_input, training_config
 from layerkit_runner.job import build_parts, versions
+from layerkit_runner.modes.start_report import LayerNotes, num_params
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.plan.collectives import Traffic, collective_traffic
 from layerkit_runner.plan.memory import Memory, TensorMemory, step_memory, tensor_memory
-from layerkit_runner.resolve import ResolvedExperiment
-from layerkit_runner.start_report import LayerNotes, num_params
-from layerkit_runner.step_flops import model_flops_per_step
+from layerkit_runner.steps.step_flops import model_flops_per_step
 from layerkit_runner.task import SingleTask
 
 # Changes what code LLVM makes of the program, which nobody will run, and not the program itself.
@@ -65,7 +65,7 @@ class Plan:
       num_params: Trained scalars.
       param_dtypes: Of the weights.
       batch: How a batch is put together.
-      flops_per_step: Model FLOPs of all devices (`layerkit_runner.flops`), without what
+      flops_per_step: Model FLOPs of all devices (`layerkit_runner.steps.flops`), without what
         rematerialisation repeats.
       flops_per_device: The same, divided by the devices.
       memory: Bytes by kind.

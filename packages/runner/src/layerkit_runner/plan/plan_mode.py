@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import jax
 
-from layerkit_runner.flags import RunOptions
+from layerkit_runner.command_line.flags import RunOptions
+from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.job import build_parts
 from layerkit_runner.plan.devices import num_planned_devices, simulated_devices
 from layerkit_runner.plan.page import plan_json, plan_page
 from layerkit_runner.plan.plan import make_plan
-from layerkit_runner.resolve import ResolvedExperiment
 
 
 def run_plan(resolved: ResolvedExperiment, options: RunOptions) -> int:

@@ -17,11 +17,11 @@ from jax.experimental import multihost_utils
 
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
-from layerkit_runner.by_example import ByExample, as_floats, check_has_provenance
-from layerkit_runner.infeed import eval_batches
+from layerkit_runner.feeds.infeed import eval_batches
+from layerkit_runner.feeds.skipped_records import report_skipped
 from layerkit_runner.observers import DECODE_PREFIX, Observer
 from layerkit_runner.partitioning import Partitioner
-from layerkit_runner.process_exchange import from_process_0
+from layerkit_runner.processes.process_exchange import from_process_0
 from layerkit_runner.programs.made_from import (
     describe_settings,
     differences,
@@ -29,9 +29,9 @@ from layerkit_runner.programs.made_from import (
     weights_digest_fn,
     write_with_made_from,
 )
-from layerkit_runner.skipped_records import report_skipped
+from layerkit_runner.steps.by_example import ByExample, as_floats, check_has_provenance
+from layerkit_runner.steps.train_state import TrainState
 from layerkit_runner.task import SingleTask
-from layerkit_runner.train_state import TrainState
 
 # Counted up when records change, so that those of an older form are made again.
 _RECORD_FORMAT = 2

@@ -22,8 +22,8 @@ from etils import epath
 
 from layerkit_inputs.base_input import BaseInput
 from layerkit_runner.partitioning import Partitioner
+from layerkit_runner.steps.train_state import TrainState
 from layerkit_runner.task import SingleTask
-from layerkit_runner.train_state import TrainState
 from layerkit_runner.whole_files import write_whole
 
 # What is decided by the devices and processes at hand, or only names things.

@@ -13,15 +13,15 @@ from typing import Any
 import jax
 
 from layerkit_inputs.prefetch import Prefetch
-from layerkit_runner.device_feed import DeviceFeed
+from layerkit_runner.feeds.device_feed import DeviceFeed
+from layerkit_runner.feeds.skipped_records import SkippedRecords
 from layerkit_runner.observers import Goodput, Observer, Throughput, memory_scalars
+from layerkit_runner.observers.step_profiler import STEP_EVENT
+from layerkit_runner.observers.weight_summaries import histograms, weight_summary_fn
 from layerkit_runner.partitioning import Partitioner
-from layerkit_runner.skipped_records import SkippedRecords
-from layerkit_runner.step_profiler import STEP_EVENT
+from layerkit_runner.processes.watchdog import progress
+from layerkit_runner.steps.train_state import TrainState
 from layerkit_runner.task import SingleTask
-from layerkit_runner.train_state import TrainState
-from layerkit_runner.watchdog import progress
-from layerkit_runner.weight_summaries import histograms, weight_summary_fn
 
 
 class TrainProgram:

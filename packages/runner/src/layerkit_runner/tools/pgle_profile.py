@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from etils import epath
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.start_report import megabytes
+from layerkit_runner.modes.start_report import megabytes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,8 +51,8 @@ def read_profile(trace: epath.Path) -> bytes:
     """The profile that is in a trace, a serialized `ProfiledInstructionsProto`.
 
     Args:
-      trace: A folder that `layerkit_runner.step_profiler` wrote, or any other of TensorBoard's
-        profile tab.
+      trace: A folder that `layerkit_runner.observers.step_profiler` wrote, or any other of
+        TensorBoard's profile tab.
 
     Raises:
       UsageError: there is not exactly one trace, or it holds no timings of GPU operations.

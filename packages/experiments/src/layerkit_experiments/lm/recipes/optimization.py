@@ -5,10 +5,13 @@ from __future__ import annotations
 import optax
 
 from layerkit.config import Config, Partial
-from layerkit_runner.learner import Learner
-from layerkit_runner.optimizers import adam_with_update_cap, decays
-from layerkit_runner.schedules import linear_warmup_cosine_decay, linear_warmup_exponential_decay
-from layerkit_runner.task import TrainHParams
+from layerkit_runner.learning.learner import Learner
+from layerkit_runner.learning.optimizers import adam_with_update_cap, decays
+from layerkit_runner.learning.schedules import (
+    linear_warmup_cosine_decay,
+    linear_warmup_exponential_decay,
+)
+from layerkit_runner.train_hparams import TrainHParams
 
 
 class TrainingLength:

@@ -1,0 +1,285 @@
+"""The modes and flags of `runner`, and what a run is told by them: values, and no parsing.
+
+A new flag is a field of `RunOptions` and a row of `FLAGS`; `flags` does the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """What a run is told besides its experiment; the flags of the same names."""
+
+    # A path on this machine or a store's, such as gs://bucket/run.
+    job_log_dir: str | None = None
+    enable_checkpoint_saving: bool = True
+    restore_checkpoint_dir: str | None = None
+    restore_checkpoint_step: int | None = None
+    restore_cast_dtypes: bool = False
+    async_timeout_secs: int = 600
+    exit_after_ondemand_checkpoint: bool = False
+    init_from: str | None = None
+    init_draw: str | None = None
+    pmap_use_tensorstore: bool = False
+    target: str | None = None
+    num_devices: int | None = None
+    inspect: str = "config"
+    num_batches: int = 2
+    num_hosts: int = 1
+    json: bool = False
+    export_dir: str | None = None
+    # None: the default folder. "off": no cache.
+    jax_compilation_cache: str | None = None
+    # None: found out from the launcher or cluster; no other process where there is none. "auto":
+    # the same, but there must be one.
+    coordinator_address: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+    multiprocess_gpu: bool = False
+    # None: never.
+    hung_step_timeout_secs: int | None = 1800
+    # Of one device, by which utilisation is judged; None: from the table of known devices.
+    peak_tflops_per_device: float | None = None
+    xla_flags_preset: str | None = None
+    pgle_profile: str | None = None
+    jax_profiler_port: int | None = None
+    wandb_project: str | None = None
+
+
+AUTO_ADDRESS = "auto"
+
+
+MODES = {
+    "train": "train; the same command again resumes",
+    "eval": "evaluate the newest checkpoint once",
+    "decode_once": "decode with the newest checkpoint once",
+    "export": "write the newest checkpoint as a Hugging Face folder",
+    "plan": "compile the training step without the devices; print memory and traffic",
+    "inspect": "print the configuration, every override applied, its weights, its graph, or what"
+    " the inputs feed; writes nothing",
+}
+# Words that stand in place of an experiment, before all flags, and the flags that each takes.
+COMMANDS = {
+    "doctor": "look at this machine: devices, packages, storage; exit code 1: something does not"
+    " work",
+}
+COMMAND_FLAGS = {"doctor": ("job_log_dir", "jax_compilation_cache", "json", "help")}
+
+# What --inspect shows, each with the flags of its mode that mean something for it.
+INSPECTED = {
+    "config": ("json",),
+    "parameters": ("num_devices", "json"),
+    "graph": (),
+    "batches": ("num_batches", "num_hosts", "num_devices"),
+}
+# Modes that Pax has and this runner does not have yet, each with what to do meanwhile.
+LATER_MODES = {
+    "decode": "continuous decoding is not available yet; --mode=decode_once decodes the newest "
+    "checkpoint once",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """A row of the table."""
+
+    name: str
+    # One of str, int, float, bool.
+    kind: type
+    help: str
+    default: Any = None
+    # What the value is, for the help.
+    metavar: str = ""
+    choices: tuple[str, ...] = ()
+    # The modes in which it means anything.
+    modes: tuple[str, ...] = tuple(MODES)
+    # Whether it may be "off", which is None; a number must then be above 0.
+    may_be_off: bool = False
+
+
+def _option(name: str, kind: type, text: str, **more: Any) -> Flag:
+    return Flag(name, kind, text, default=getattr(RunOptions, name), **more)
+
+
+JOINING_MODES = ("train", "eval", "decode_once")
+_READING_MODES = ("train", "eval", "decode_once", "export")
+
+# Names of Pax; so is --num_hosts, which is --num_processes in the modes that join.
+OTHER_NAMES = {"server_addr": "coordinator_address", "host_idx": "process_id"}
+
+FLAGS = (
+    Flag("exp", str, "the experiment, such as lm.quickstart.LocalText; see --list", metavar="NAME"),
+    Flag("fdl_config", str, "the same as --exp", metavar="NAME"),
+    _option("job_log_dir", str, "folder for everything the run writes", metavar="DIR"),
+    Flag(
+        "mode", str, "what to do, see above", default="train", metavar="MODE", choices=tuple(MODES)
+    ),
+    _option("enable_checkpoint_saving", bool, "whether to save checkpoints", modes=("train",)),
+    _option(
+        "restore_checkpoint_dir",
+        str,
+        "start from the checkpoints of this folder",
+        metavar="DIR",
+        modes=_READING_MODES,
+    ),
+    _option(
+        "restore_checkpoint_step",
+        int,
+        "start from this step, not the newest",
+        metavar="STEP",
+        modes=_READING_MODES,
+    ),
+    _option(
+        "init_from",
+        str,
+        "begin with the weights of this folder: of a job, a checkpoint, or Hugging Face; a run"
+        " that goes on does not read it",
+        metavar="DIR",
+        modes=("train",),
+    ),
+    _option(
+        "init_draw",
+        str,
+        "weights that --init_from leaves to be drawn, as a regular expression",
+        metavar="PATTERN",
+        modes=("train",),
+    ),
+    _option(
+        "restore_cast_dtypes",
+        bool,
+        "convert floating-point arrays of a checkpoint whose dtype is another, as after a change of"
+        " the weights' dtype",
+        modes=_READING_MODES,
+    ),
+    _option(
+        "async_timeout_secs",
+        int,
+        "end a job whose save takes longer",
+        metavar="SECONDS",
+        modes=("train",),
+    ),
+    _option(
+        "exit_after_ondemand_checkpoint",
+        bool,
+        "leave after the save that SIGUSR1 asks for, instead of going on",
+        modes=("train",),
+    ),
+    _option(
+        "pmap_use_tensorstore",
+        bool,
+        "save pmap runs one entry per parameter, not as one file; reading finds out by itself",
+        modes=("train", "eval", "decode_once"),
+    ),
+    _option("target", str, "the devices to plan for", metavar="TARGET", modes=("plan",)),
+    _option("num_devices", int, "how many of them", metavar="N", modes=("plan", "inspect")),
+    _option(
+        "inspect",
+        str,
+        "config, the configuration; parameters, a table of the weights; graph, the configuration as"
+        " a Mermaid diagram; or batches, a few of each input",
+        metavar="WHAT",
+        choices=tuple(INSPECTED),
+        modes=("inspect",),
+    ),
+    _option("num_batches", int, "batches of each input", metavar="N", modes=("inspect",)),
+    _option(
+        "num_hosts", int, "hosts among which inputs are split", metavar="N", modes=("inspect",)
+    ),
+    _option(
+        "json",
+        bool,
+        "print the plan, the configuration, the weights or what the doctor found as JSON",
+        modes=("plan", "inspect"),
+    ),
+    _option("export_dir", str, "the folder to write", metavar="DIR", modes=("export",)),
+    _option("jax_compilation_cache", str, "folder for compiled programs, or off", metavar="DIR"),
+    _option(
+        "coordinator_address",
+        str,
+        "host:port where the processes of a job meet, at process 0; auto: found out. Without it,"
+        " what Slurm, Open MPI, torchrun, Kubernetes or a TPU pod says",
+        metavar="ADDRESS",
+        modes=JOINING_MODES,
+    ),
+    _option(
+        "num_processes", int, "how many processes the job has", metavar="N", modes=JOINING_MODES
+    ),
+    _option("process_id", int, "which of them this is, from 0", metavar="I", modes=JOINING_MODES),
+    _option(
+        "multiprocess_gpu",
+        bool,
+        "one of several processes; Pax's names --server_addr, --num_hosts and --host_idx are"
+        " understood",
+        modes=JOINING_MODES,
+    ),
+    _option(
+        "hung_step_timeout_secs",
+        int,
+        "end a job that made no step, batch or save for so long; off: never",
+        metavar="SECONDS",
+        modes=JOINING_MODES,
+        may_be_off=True,
+    ),
+    _option(
+        "peak_tflops_per_device",
+        float,
+        "what one device could do at best, for MFU, where the table of known devices has no figure"
+        " or another",
+        metavar="TFLOPS",
+        modes=("train",),
+    ),
+    _option(
+        "xla_flags_preset",
+        str,
+        "a set of compiler flags: gpu_latency_hiding, tpu_v5e_collective_fusion, tpu_multislice,"
+        " tpu_v6e_dense or tpu_v6e_moe",
+        metavar="NAME",
+        choices=(
+            "gpu_latency_hiding",
+            "tpu_v5e_collective_fusion",
+            "tpu_multislice",
+            "tpu_v6e_dense",
+            "tpu_v6e_moe",
+        ),
+        modes=("train",),
+    ),
+    _option(
+        "pgle_profile",
+        str,
+        "a profile of earlier steps that guides the scheduler of NVIDIA GPUs",
+        metavar="FILE",
+        modes=("train",),
+    ),
+    _option(
+        "jax_profiler_port",
+        int,
+        "where xprof or TensorBoard can ask for a trace at any time",
+        metavar="PORT",
+        modes=("train",),
+    ),
+    _option(
+        "wandb_project",
+        str,
+        "also report to this project of Weights & Biases",
+        metavar="NAME",
+        modes=("train",),
+    ),
+    Flag(
+        "print_config",
+        bool,
+        "print the configuration, every override applied, and leave; can be added to any command",
+        default=False,
+    ),
+    Flag(
+        "diff_config",
+        str,
+        "print the fields that differ from those of another experiment or of a job's folder, and"
+        " leave; exit code 0: none, 1: some",
+        metavar="OTHER",
+    ),
+    Flag("list", bool, "print every experiment and leave", default=False),
+    Flag("help", bool, "print this and leave", default=False),
+)

@@ -1,0 +1,1 @@
+"""Experiments: found by name, changed from outside, resolved to what will run, and printed."""

@@ -1,0 +1,128 @@
+"""A resolved experiment as text and as JSON: what `--mode=inspect` prints and what a run keeps.
+
+One `path = value` line for each field at any depth, defaults included; the path is the one that
+`--fdl.PATH=VALUE` takes. A config stands as the name of its class, and where the same config object
+appears again, the line says the same as which.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from layerkit.config import assigned_fields, field_names, is_config
+from layerkit_runner.configuration.overrides import ROOTS
+from layerkit_runner.configuration.resolve import (
+    NOT_SET,
+    ResolvedExperiment,
+    field_value,
+    target_name,
+)
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def config_text(resolved: ResolvedExperiment) -> str:
+    """The lines `path = value`: the experiment and its fields, then all that they resolve to."""
+    lines = [f"experiment = {resolved.name}"]
+    for name, value in _experiment_values(resolved):
+        lines.append(f"experiment.{name} = {_text(value)}")
+    lines.extend(f"{path} = {_text(value)}" for path, value in _walk(resolved))
+    return "\n".join(lines) + "\n"
+
+
+def config_json(resolved: ResolvedExperiment) -> dict[str, Any]:
+    """The same for programs, with what it takes to make it again.
+
+    Returns:
+      `experiment`: the full name; `overrides`: path to text; `arguments`: the words of the command
+      line that say both; `fields` and `config`: name or path to value, which is a number, a string,
+      a bool, None, or the text of anything else.
+    """
+    fields = {name: _text(value) for name, value in resolved.experiment.overrides.items()}
+    overrides = fields | {o.path: o.text for o in resolved.deep_overrides}
+    return {
+        "experiment": resolved.name,
+        "overrides": overrides,
+        "arguments": [
+            f"--exp={resolved.name}",
+            *(f"--fdl.{path}={text}" for path, text in overrides.items()),
+        ],
+        "fields": {name: _plain(value) for name, value in _experiment_values(resolved)},
+        "config": {path: _plain(value) for path, value in _walk(resolved)},
+    }
+
+
+class _Name(str):
+    """Text that stands for itself, without quotes: the name of a class, or where to look."""
+
+
+def _experiment_values(resolved: ResolvedExperiment) -> Iterator[tuple[str, Any]]:
+    from layerkit_runner.experiment import experiment_fields
+
+    for name in experiment_fields(type(resolved.experiment)):
+        yield name, getattr(resolved.experiment, name)
+
+
+def _walk(resolved: ResolvedExperiment) -> Iterator[tuple[str, Any]]:
+    seen: dict[int, str] = {}
+    for root in ROOTS:
+        yield from _lines(root, getattr(resolved, root), seen)
+
+
+def _lines(path: str, value: Any, seen: dict[int, str]) -> Iterator[tuple[str, Any]]:
+    if is_config(value):
+        if id(value) in seen:
+            yield path, _Name(f"the same as {seen[id(value)]}")
+            return
+        seen[id(value)] = path
+        yield path, _Name(target_name(value))
+        for name in dict.fromkeys([*field_names(value), *assigned_fields(value)]):
+            yield from _lines(f"{path}.{name}", field_value(value, name), seen)
+    elif isinstance(value, (list, tuple)) and any(_holds_config(item) for item in value):
+        for index, item in enumerate(value):
+            yield from _lines(f"{path}.{index}", item, seen)
+    elif isinstance(value, dict) and any(_holds_config(item) for item in value.values()):
+        for key, item in value.items():
+            yield from _lines(f"{path}.{key}", item, seen)
+    else:
+        yield path, _Name(value) if value is NOT_SET else value
+
+
+def _holds_config(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_holds_config(item) for item in value.values())
+    if isinstance(value, (list, tuple)):
+        return any(_holds_config(item) for item in value)
+    return is_config(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    is_finite = not isinstance(value, float) or abs(value) < float("inf")
+    if type(value) in (bool, int, float, str, type(None)) and is_finite:
+        return value
+    return _text(value)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, _Name):
+        return str(value)
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        inner = ", ".join(_text(item) for item in value)
+        if isinstance(value, list):
+            return f"[{inner}]"
+        return f"({inner},)" if len(value) == 1 else f"({inner})"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_text(k)}: {_text(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__qualname__}.{value.name}"
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    # Addresses differ from run to run and say nothing.
+    return _ADDRESS.sub("", repr(value))

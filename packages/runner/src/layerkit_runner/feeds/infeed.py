@@ -1,0 +1,173 @@
+"""Inputs in this process: which rows it feeds follows from how the batch is sharded."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+
+import jax
+
+from layerkit.config import Config, target_of
+from layerkit.nested_map import NestedMap
+from layerkit_inputs.base_input import BaseInput
+from layerkit_inputs.extras import MissingExtraError
+from layerkit_inputs.feeds import FeedPlan, plan_feeds
+from layerkit_runner.configuration.resolve import ResolvedExperiment
+from layerkit_runner.errors import UsageError
+from layerkit_runner.partitioning import Partitioner
+from layerkit_runner.processes.process_exchange import gather_values
+from layerkit_runner.processes.watchdog import progress
+
+
+def training_config(resolved: ResolvedExperiment) -> Config:
+    """The config of the input to train on.
+
+    Raises:
+      UsageError: there is not exactly one.
+    """
+    training = [config for config in resolved.datasets if config.is_training]
+    if len(training) != 1:
+        raise UsageError(
+            f"{resolved.name}.datasets() must hold one input with is_training=True to train on,"
+            f" not {len(training)}"
+        )
+    return training[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """For which process of a job an input is built.
+
+    Attributes:
+      process_index: Which.
+      num_processes: Of how many.
+      process_of: To which process a device belongs.
+    """
+
+    process_index: int
+    num_processes: int
+    process_of: Callable[[jax.Device], int]
+
+
+def this_process() -> Place:
+    """The process that asks, among those that JAX knows."""
+    return Place(jax.process_index(), jax.process_count(), lambda device: device.process_index)
+
+
+def make_input(config: Config, partitioner: Partitioner, place: Place | None = None) -> BaseInput:
+    """Builds an input with the batch size and the place of a process filled in.
+
+    Args:
+      config: Of an input that sets `batch_size` (rows on each host) or `percore_batch_size` (rows
+        per device, a fraction where several devices share a row), or has a size of its own
+        (`BaseInput.get_batch_size`).
+      partitioner: Started.
+      place: For which process; None for this one.
+
+    Raises:
+      UsageError: the batch cannot be spread evenly over the devices, or the input refuses its
+      fields.
+    """
+    place = place or this_process()
+    plan = plan_input(config, partitioner, place)
+    filled = config.clone()
+    if config.batch_size is None and config.percore_batch_size is None:
+        _check_own_size(config, plan)
+    else:
+        filled.set(batch_size=plan.batch_size)
+    filled.set(
+        num_infeed_hosts=plan.num_infeed_hosts,
+        infeed_host_index=plan.infeed_host_index(place.process_index),
+    )
+    with told_in_one_line():
+        return filled.Instantiate()
+
+
+def _check_own_size(config: Config, plan: FeedPlan) -> None:
+    """An input that makes batches of a size of its own cannot be told to make others."""
+    own = target_of(config).get_batch_size(config)
+    if own != plan.batch_size:
+        raise UsageError(
+            f"{dataset_name(config)} makes batches of {own} rows on each host, but the sharding of"
+            f" the batch asks each of {plan.num_infeed_hosts} feeds for {plan.batch_size}; change"
+            " the mesh or the input's own batch size"
+        )
+
+
+def plan_input(config: Config, partitioner: Partitioner, place: Place) -> FeedPlan:
+    """Which processes feed which rows of the batches of an input; see `make_input`."""
+    name = dataset_name(config)
+    percore = config.percore_batch_size
+    if percore is not None:
+        if config.batch_size is not None:
+            raise UsageError(
+                f"{name}: set batch_size or percore_batch_size, not both"
+                f" ({config.batch_size} and {percore})"
+            )
+        rows = percore * partitioner.mesh.size
+        if abs(rows - round(rows)) > 1e-6:  # 0.1 × 30 is not 3 in binary
+            raise UsageError(
+                f"{name}: percore_batch_size={percore} on {partitioner.mesh.size} devices is a"
+                f" global batch of {rows:g} rows, which is no whole number"
+            )
+        global_rows = round(rows)
+    elif (rows_per_host := target_of(config).get_batch_size(config)) is not None:
+        global_rows = rows_per_host * place.num_processes
+    else:
+        raise UsageError(f"{name}: set batch_size or percore_batch_size")
+    partitioner.check_batch_size(global_rows, source=name)
+    plan = feed_plan(global_rows, partitioner, place)
+    if config.batch_padding_size > 0 and not config.is_training:
+        padded_rows = (plan.batch_size + config.batch_padding_size) * plan.num_infeed_hosts
+        padding = f"{name} with batch_padding_size={config.batch_padding_size}"
+        partitioner.check_batch_size(padded_rows, source=padding)
+    return plan
+
+
+def feed_plan(global_rows: int, partitioner: Partitioner, place: Place | None = None) -> FeedPlan:
+    """Which process feeds which rows of a global batch."""
+    process_of = (place or this_process()).process_of
+    held: dict[int, list[tuple[int, int]]] = {}
+    shape = (global_rows,)
+    device: jax.Device
+    for device, (rows,) in partitioner.batch_sharding().devices_indices_map(shape).items():
+        start, stop, _ = rows.indices(global_rows)
+        held.setdefault(process_of(device), []).append((start, stop))
+    return plan_feeds(held)
+
+
+def dataset_name(config: Config) -> str:
+    """What a data set is called in outputs: its `name`, else its class."""
+    return config.name or target_of(config).__name__
+
+
+def eval_batches(dataset: BaseInput) -> Iterator[NestedMap]:
+    """The batches of one evaluation, as many on every process; all must take them.
+
+    Raises:
+      UsageError: the data cannot be read.
+    """
+    with told_in_one_line():
+        batches = dataset.eval_batches(gather_values if jax.process_count() > 1 else None)
+    name = dataset.name or type(dataset).__name__
+    for number in itertools.count(1):
+        progress(f"reading batch {number} of {name}", waits_for_others=True)
+        with told_in_one_line():
+            batch = next(batches, None)
+        if batch is None:
+            return
+        progress(
+            f"working on batch {number} of {name}", compiles=number == 1, waits_for_others=True
+        )
+        yield batch
+
+
+@contextlib.contextmanager
+def told_in_one_line() -> Iterator[None]:
+    """Faults of data, which name the file and what is wrong with it, need no traceback."""
+    try:
+        yield
+    except (MissingExtraError, OSError, ValueError) as error:
+        raise UsageError(str(error)) from error

@@ -1,0 +1,1 @@
+"""From the gradient of a loss to new weights: gradients, optimizers, schedules."""

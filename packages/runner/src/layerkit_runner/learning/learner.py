@@ -1,0 +1,278 @@
+"""Learner: gradients in, updates out.
+
+The optimizer is any Optax transformation, by config. The learner adds what belongs to a training
+run rather than to an optimizer: the learning rate that is also reported, gradient clipping, steps
+that are skipped, averaged weights, several optimizers, and which weights are trained at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from layerkit.config import Configurable, instance_field
+from layerkit_runner.errors import UsageError
+from layerkit_runner.learning.auxiliary_optimizer import make_transformation
+from layerkit_runner.learning.optimizer_groups import MAIN, NamedOptimizer, OptimizerGroups
+from layerkit_runner.learning.stacked_weights import Stacks, map_tensors
+from layerkit_runner.learning.trained_weights import TrainedWeights
+
+Schedule = Callable[[jax.Array], jax.Array]
+
+
+class Update(NamedTuple):
+    """What one step of a learner gives.
+
+    Attributes:
+      params: New weights, all of them.
+      opt_state: New state of the optimizer.
+      ema: New averaged weights.
+      scalars: To report.
+    """
+
+    params: Any
+    opt_state: Any
+    ema: Any
+    scalars: dict[str, jax.Array]
+
+
+class Learner(Configurable):
+    """Turns gradients into parameter updates.
+
+    Attributes:
+      optimizer: A `Partial` of an Optax optimizer that takes `learning_rate`, or the config of any
+        `GradientTransformation` (then `learning_rate` must be None, since it has its own).
+      learning_rate: A number, or the config of a schedule `step -> rate`.
+      auxiliary_optimizers: Configs of `AuxiliaryOptimizer`: other optimizers for some weights.
+      per_layer: Whether each layer of a repeated stack is a tensor of its own to the optimizers.
+        None: it is to those that go by whole tensors (Adafactor, LAMB, Muon, a cap on the update's
+        RMS), and makes no difference to those that go by entries (Adam). What looks across weights
+        has to say.
+      clip_global_norm: Gradients are scaled by min(1, c/‖g‖) over all weights together.
+      clip_per_tensor_norm: The same for each weight on its own, and for each layer of a stack; not
+        together with the other.
+      skip_nonfinite_gradients: A step whose gradient holds NaN or an infinity changes neither
+        weights nor the optimizer's state nor averaged weights; it counts as a step.
+      skip_step_gradient_norm_value: The same for a step whose gradient's norm, before clipping,
+        passes this limit or is not finite.
+      ema_decay: Keeps an exponential moving average of the trained weights, in float32, with decay
+        min(d, (1 + t)/(10 + t)) at step t; None keeps none.
+      grad_norm_summary: Whether `learning/applied_grad_norm` is reported, the norm of what the
+        optimizer adds to the weights; it takes another pass over them.
+      trainable: Regular expressions of the weights that are trained, such as `.*/lora_[ab]`; each
+        has to match the whole path of one weight at least. None trains all but `frozen`.
+      frozen: Those of weights that keep their values, without gradient, optimizer state or decay.
+
+    Raises:
+      ValueError: contradictory fields, or a limit that is out of range.
+      UsageError: contradictory patterns or names.
+    """
+
+    optimizer: Any = instance_field(None)
+    learning_rate: Any = None
+    auxiliary_optimizers: Sequence[Any] = ()
+    per_layer: bool | None = None
+    clip_global_norm: float | None = None
+    clip_per_tensor_norm: float | None = None
+    skip_nonfinite_gradients: bool = False
+    skip_step_gradient_norm_value: float | None = None
+    ema_decay: float | None = None
+    grad_norm_summary: bool = True
+    trainable: Sequence[str] | None = None
+    frozen: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        self._check_limits()
+        self.transformation = make_transformation(
+            self.optimizer, self.learning_rate, owner="Learner."
+        )
+        self.trained_weights = TrainedWeights(self.trainable, self.frozen)
+        names = [auxiliary.name for auxiliary in self.auxiliary_optimizers]
+        if len(set(names)) < len(names):
+            raise UsageError(f"Learner.auxiliary_optimizers: two have the same name ({names})")
+        self._optimizers = (
+            NamedOptimizer(MAIN, "Learner.optimizer", self.transformation, self.learning_rate),
+            *(
+                NamedOptimizer(
+                    auxiliary.name,
+                    f"auxiliary optimizer {auxiliary.name}",
+                    auxiliary.transformation,
+                    auxiliary.learning_rate,
+                    auxiliary.weights,
+                )
+                for auxiliary in self.auxiliary_optimizers
+            ),
+        )
+        self._groups = OptimizerGroups(self._optimizers, per_layer=self.per_layer)
+
+    def _check_limits(self) -> None:
+        if self.clip_global_norm is not None and self.clip_per_tensor_norm is not None:
+            raise ValueError(
+                "Learner: set clip_global_norm or clip_per_tensor_norm, not both"
+                f" ({self.clip_global_norm} and {self.clip_per_tensor_norm})"
+            )
+        for field, otherwise in (
+            ("clip_global_norm", "clipping"),
+            ("clip_per_tensor_norm", "clipping"),
+            ("skip_step_gradient_norm_value", "such limit"),
+        ):
+            limit = getattr(self, field)
+            if limit is not None and not limit > 0:
+                raise ValueError(
+                    f"Learner.{field}={limit} must be positive, or None for no {otherwise}"
+                )
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise ValueError(
+                f"Learner.ema_decay={self.ema_decay} must be between 0 and 1, such as 0.9999, or"
+                " None for no averaged weights"
+            )
+
+    @property
+    def skips_steps(self) -> bool:
+        """Whether a step may be skipped."""
+        return self.skip_nonfinite_gradients or self.skip_step_gradient_norm_value is not None
+
+    def init(self, params: Any, *, stacks: Stacks | None = None) -> Any:
+        """The optimizer's first state, for the trained part of `params`.
+
+        Args:
+          params: All weights, nested dicts `[...]`.
+          stacks: Which of them are stacked; see `layerkit_runner.learning.stacked_weights`.
+
+        Raises:
+          UsageError: a pattern matches no weight, or no weight is left to train.
+        """
+        return self._groups.init(self.trained_weights.take(params), stacks or {})
+
+    def init_ema(self, params: Any) -> Any:
+        """The first averaged weights: a float32 copy of the trained ones, or nothing."""
+        if self.ema_decay is None:
+            return {}
+        trained = self.trained_weights.take(params)
+        return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), trained)
+
+    def averaged(self, params: Any, ema: Any) -> Any:
+        """`params` with the averaged weights in place of the trained ones, in their dtypes."""
+        trained = self.trained_weights.take(params)
+        cast = jax.tree.map(lambda mean, leaf: mean.astype(leaf.dtype), ema, trained)
+        return self.trained_weights.put(params, cast)
+
+    def update(
+        self,
+        grads: Any,
+        opt_state: Any,
+        params: Any,
+        *,
+        step: jax.Array,
+        ema: Any = None,
+        stacks: Stacks | None = None,
+    ) -> Update:
+        """One update.
+
+        Args:
+          grads: Gradients of the global loss, shaped like the trained part of `params`.
+          opt_state: State of the optimizer.
+          params: Current weights, all of them.
+          step: int32 scalar, completed steps, for the reported learning rate and the average.
+          ema: Averaged weights, where there are any.
+          stacks: Which weights are stacked.
+        """
+        stacks = stacks or {}
+        norm = global_norm(grads)
+        scalars = {"learning/raw_grad_norm": norm}
+        is_valid = self._is_valid(norm)
+        grads, clipping = self._clip(grads, norm, stacks)
+        trained = self.trained_weights.take(params)
+        scalars |= self._rates(opt_state, trained, stacks, step)
+        updates, new_state = self._groups.update(grads, opt_state, trained, stacks)
+        new_trained = optax.apply_updates(trained, updates)
+        new_ema = self._average(ema, new_trained, step)
+        if self.grad_norm_summary:
+            scalars["learning/applied_grad_norm"] = global_norm(updates)
+        if is_valid is not None:
+            scalars["learning/is_valid_step"] = is_valid.astype(jnp.float32)
+            new_trained, new_state, new_ema = _choose(
+                is_valid, (new_trained, new_state, new_ema), (trained, opt_state, ema or {})
+            )
+            if self.grad_norm_summary:
+                applied = jnp.where(is_valid, scalars["learning/applied_grad_norm"], 0.0)
+                scalars["learning/applied_grad_norm"] = applied
+        return Update(
+            params=self.trained_weights.put(params, new_trained),
+            opt_state=new_state,
+            ema=new_ema,
+            scalars=scalars | clipping,
+        )
+
+    def _is_valid(self, norm: jax.Array) -> jax.Array | None:
+        """Whether the step is taken. One entry that is not finite makes the norm so."""
+        if not self.skips_steps:
+            return None
+        is_valid = jnp.isfinite(norm)
+        if self.skip_step_gradient_norm_value is not None:
+            is_valid &= norm <= self.skip_step_gradient_norm_value
+        return is_valid
+
+    def _clip(self, grads: Any, norm: jax.Array, stacks: Stacks) -> tuple[Any, dict[str, Any]]:
+        """Clipped gradients, and scalars to report."""
+        if self.clip_global_norm is not None:
+            scale = _scale_to(self.clip_global_norm, norm)
+            clipped = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+            return clipped, {
+                "learning/grad_scale": scale,
+                "learning/clipped_grad_norm": norm * scale,
+            }
+        if self.clip_per_tensor_norm is not None:
+            limit = self.clip_per_tensor_norm
+
+            def clip(grad: jax.Array) -> jax.Array:
+                return grad * _scale_to(limit, global_norm(grad)).astype(grad.dtype)
+
+            clipped = map_tensors(clip, grads, stacks)
+            return clipped, {"learning/clipped_grad_norm": global_norm(clipped)}
+        return grads, {}
+
+    def _average(self, ema: Any, trained: Any, step: jax.Array) -> Any:
+        if self.ema_decay is None:
+            return {}
+        count = step.astype(jnp.float32)
+        decay = jnp.minimum(self.ema_decay, (1.0 + count) / (10.0 + count))
+        return jax.tree.map(
+            lambda mean, leaf: decay * mean + (1.0 - decay) * leaf.astype(jnp.float32),
+            ema,
+            trained,
+        )
+
+    def _rates(
+        self, opt_state: Any, trained: Any, stacks: Stacks, step: jax.Array
+    ) -> dict[str, jax.Array]:
+        """The learning rates that this step applies."""
+        counts = {}
+        if self.skips_steps:
+            # An optimizer counts the steps that it took itself, and its schedule goes by those.
+            counts = self._groups.steps_taken(opt_state, trained, stacks)
+        rates = {}
+        for optimizer in self._optimizers:
+            suffix = "" if optimizer.name == MAIN else f"_{optimizer.name}"
+            rate = optimizer.rate(counts.get(optimizer.name, step))
+            if rate is not None:
+                rates[f"learning/lr{suffix}"] = rate
+        return rates
+
+
+def global_norm(tree: Any) -> jax.Array:
+    """√Σ x² over all leaves, in float32."""
+    squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
+    return jnp.sqrt(sum(squares, start=jnp.float32(0)))
+
+
+def _scale_to(limit: float, norm: jax.Array) -> jax.Array:
+    return jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-30))
+
+
+def _choose(is_valid: jax.Array, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(is_valid, a, b), new, old)

@@ -1,0 +1,72 @@
+"""`--mode=export`: the newest checkpoint of a job as a folder of Hugging Face.
+
+Adapters (LoRA) are added to the weights beside them first, so that whoever loads the folder needs
+to know nothing of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from layerkit.base_layer import PARAMS
+from layerkit.config import Config, copy_config, field_names, is_config, target_of, walk_configs
+from layerkit.interop.hugging_face import (
+    HuggingFaceWeights,
+    TensorMismatchError,
+    UnsupportedModelError,
+    export_model,
+)
+from layerkit.layers.adapters import LoraDot, merge_lora
+from layerkit_runner.command_line.flags import RunOptions
+from layerkit_runner.configuration.resolve import ResolvedExperiment
+from layerkit_runner.errors import UsageError
+from layerkit_runner.job import start_job
+from layerkit_runner.modes.train import choose_step
+
+
+def run_export(resolved: ResolvedExperiment, options: RunOptions) -> int:
+    """Writes the weights of a checkpoint, and the tokenizer of the folder that training began from.
+
+    Raises:
+      UsageError: no folder to write to, no checkpoint, or a model that no family can hold.
+    """
+    if options.export_dir is None:
+        raise UsageError("--mode=export needs a folder to write: --export_dir=DIR")
+    job = start_job("export", resolved, options)
+    with contextlib.closing(job.observers):
+        directory = options.restore_checkpoint_dir
+        with job.checkpoints(read_only=True, directory=directory) as checkpoints:
+            step = choose_step(checkpoints, options.restore_checkpoint_step)
+            state = job.restore(checkpoints, step, for_training=False).state
+        model, variables = without_adapters(resolved.task.model, {PARAMS: state.params})
+        origin = job.task.initial_weights
+        source = origin.folder if isinstance(origin, HuggingFaceWeights) else None
+        try:
+            export_model(options.export_dir, model, variables, tokenizer_folder=source)
+        except (OSError, ImportError, TensorMismatchError, UnsupportedModelError) as error:
+            raise UsageError(f"{resolved.name}: {error}") from error
+        job.observers.message(f"wrote step {step} to {options.export_dir}")
+    return 0
+
+
+def without_adapters(model: Config, variables: Any) -> tuple[Config, Any]:
+    """A model without adapters that computes the same: its config and variables `[...]`.
+
+    Raises:
+      UsageError: adapters that cannot be merged, such as those of several alphas.
+    """
+    if not any(_is_adapter(config) for config in walk_configs(model)):
+        return model, variables
+    plain = copy_config(model)
+    for owner in walk_configs(plain):
+        if "dot_tpl" in field_names(owner) and _is_adapter(owner.dot_tpl):
+            owner.dot_tpl = owner.dot_tpl.dot_tpl
+    try:
+        return plain, merge_lora(model, variables)
+    except ValueError as error:
+        raise UsageError(f"--mode=export: the adapters cannot be merged: {error}") from error
+
+
+def _is_adapter(value: Any) -> bool:
+    return is_config(value) and issubclass(target_of(value), LoraDot)

@@ -1,0 +1,114 @@
+"""What is printed before the first step: what will run, on what, how large, and where it writes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from layerkit_inputs.base_input import BaseInput
+from layerkit_inputs.prefetch import Prefetch
+from layerkit_runner.job import Job, versions
+from layerkit_runner.steps.train_state import TrainState
+from layerkit_runner.xla_flags import flag_lines
+
+
+class LayerNotes(logging.Handler):
+    """Collects what layers tell once while they are traced, such as the attention backend."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+        self._logger = logging.getLogger("layerkit")
+        self._previous_level = self._logger.level
+
+    def __enter__(self) -> LayerNotes:
+        self._logger.addHandler(self)
+        self._logger.setLevel(min(logging.INFO, self._logger.getEffectiveLevel()))
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._logger.removeHandler(self)
+        self._logger.setLevel(self._previous_level)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = record.getMessage()
+        if line not in self.lines:
+            self.lines.append(line)
+
+
+def start_lines(
+    job: Job, state: TrainState, train_input: BaseInput, *, start_step: int
+) -> Iterator[str]:
+    """The lines known before compilation.
+
+    Args:
+      job: The job.
+      state: The abstract state.
+      train_input: Whose next batch can be peeked at.
+      start_step: Steps already done.
+    """
+    device = jax.devices()[0]
+    known = versions()
+    yield (
+        f"layerkit {known['layerkit']}, jax {known['jax']}, {jax.device_count()} × "
+        f"{device.device_kind}, {jax.process_count()} process(es)"
+    )
+    yield from flag_lines(job.options)
+    yield f"experiment   {job.resolved.name} (task {job.task.name})"
+    count = num_params(state)
+    dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(state.params)})
+    yield f"parameters   {count:,} ({', '.join(dtypes)} weights)"
+    yield f"partitioner  {job.partitioner.describe()}"
+    shapes = job.partitioner.abstract_batch(train_input.peek())
+    first = shapes.get("ids", next(iter(shapes.values())))
+    yield f"batch        {' × '.join(map(str, first.shape))} ({', '.join(sorted(shapes))})"
+    yield f"input        {input_text(train_input)}"
+    yield f"state        {megabytes(bytes_per_device(state))} per device with optimizer"
+    train = job.task.train
+    yield f"steps        {start_step} → {train.num_train_steps}"
+    saves = f"checkpoint every {train.save_interval_steps} steps"
+    if not job.options.enable_checkpoint_saving:
+        saves = "no checkpoints (--noenable_checkpoint_saving)"
+    yield f"writing to   {job.given_directory}; {saves}"
+
+
+def input_text(train_input: BaseInput) -> str:
+    """`LocalText, 4 hosts of 8 rows each; its position takes 175 bytes`."""
+    inner = train_input.source if isinstance(train_input, Prefetch) else train_input
+    hosts = "1 host" if inner.num_infeed_hosts == 1 else f"{inner.num_infeed_hosts} hosts"
+    size = len(json.dumps(train_input.get_state()))
+    return (
+        f"{type(inner).__qualname__}, {hosts} of {inner.local_batch_size} rows each; its position"
+        f" takes {size:,} bytes"
+    )
+
+
+def compiled_lines(compiled: Any) -> Iterator[str]:
+    """What the compiler knows about memory."""
+    memory = compiled.memory_analysis()
+    if memory is not None and hasattr(memory, "temp_size_in_bytes"):
+        yield f"step memory  {megabytes(memory.temp_size_in_bytes)} of temporaries per device"
+
+
+def num_params(state: TrainState) -> int:
+    """Number of trained scalars."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Bytes of a tree of sharded arrays (or their shapes) on one device."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        shape = leaf.sharding.shard_shape(leaf.shape)
+        total += math.prod(shape) * leaf.dtype.itemsize
+    return total
+
+
+def megabytes(size: float) -> str:
+    """Bytes as MB or GB (powers of ten)."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

@@ -1,0 +1,290 @@
+"""`--mode=train`: trains, or goes on training, and says at the end what came of it.
+
+Start-up is arranged so that nothing waits that need not: the training step compiles on a thread
+while the first state is made (or restored), the FLOPs are counted and the data are opened.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import functools
+import importlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from layerkit_inputs.base_input import BaseInput
+from layerkit_inputs.prefetch import Prefetch
+from layerkit_runner.checkpoints import CheckpointManager
+from layerkit_runner.command_line.flags import RunOptions
+from layerkit_runner.configuration.resolve import ResolvedExperiment
+from layerkit_runner.errors import UsageError
+from layerkit_runner.executor import Executor, check_best_metric, eval_input_key
+from layerkit_runner.feeds.data_agreement import check_same_data
+from layerkit_runner.feeds.infeed import told_in_one_line
+from layerkit_runner.init_from import FirstState, plan_first_state
+from layerkit_runner.init_from.provenance import write_record
+from layerkit_runner.init_from.settings import init_from_flags
+from layerkit_runner.job import Job, start_job, versions
+from layerkit_runner.job_folder import write_config
+from layerkit_runner.modes import end_report
+from layerkit_runner.modes.start_report import LayerNotes, compiled_lines, num_params, start_lines
+from layerkit_runner.observers import RunInfo, Throughput, peak_flops
+from layerkit_runner.observers.step_profiler import StepProfiler, profiler_server
+from layerkit_runner.processes.process_exchange import gather_values
+from layerkit_runner.processes.stop_signals import StopSignals
+from layerkit_runner.programs import DecodeProgram, EvalProgram, TrainProgram
+from layerkit_runner.steps.step_flops import model_flops_per_step
+from layerkit_runner.steps.train_state import TrainState
+
+
+def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
+    """Trains to the last step, or until a signal; returns the exit code."""
+    job = start_job("train", resolved, options)
+    with contextlib.ExitStack() as stack:
+        stack.callback(job.observers.close)
+        signals = stack.enter_context(StopSignals())
+        profiler = stack.enter_context(_step_profiler(job))
+        stack.enter_context(profiler_server(options.jax_profiler_port))
+        train_input = Prefetch(source=job.train_input())
+        stack.callback(train_input.close)
+        # Built before anything is written, since they may refuse their fields.
+        eval_inputs, decode_inputs = job.eval_inputs(), job.decode_inputs()
+        check_best_metric(job.task.train, eval_inputs)
+        saves = options.enable_checkpoint_saving
+        checkpoints = stack.enter_context(job.checkpoints(read_only=not saves))
+
+        plan = None
+        if checkpoints.latest_step() is None and options.restore_checkpoint_dir is None:
+            plan = _plan_first_state(job)
+        _check_readable(train_input)
+        if jax.process_count() > 1:
+            # Prefetch tells what was delivered; its source runs ahead by another amount everywhere.
+            inputs = {"train": train_input, **eval_inputs}
+            check_same_data(inputs, gather_values)
+            check_same_data(decode_inputs, gather_values)
+        program = TrainProgram(job.task, job.partitioner, train_input)
+        first, compiled, notes, flops = _prepare(
+            job, program, train_input, eval_inputs, checkpoints, plan
+        )
+        state, step = first.state, first.step
+        if jax.process_index() == 0:
+            write_config(job.directory, resolved, report=job.observers.message)
+            if not first.is_restored:
+                write_record(job.directory, first.provenance)
+        info = _run_info(job, state, train_input, flops, start_step=step)
+        if first.provenance is not None:
+            notes = [*first.provenance.lines(), *notes]
+        _print_start(job, state, train_input, compiled, notes, step)
+        job.observers.start(info)
+        missed = job.task.train.profiler_capture_step
+        if missed is not None and missed <= step:
+            job.observers.message(
+                f"no profile: task.train.profiler_capture_step={missed} is done, and this run"
+                f" begins after step {step}"
+            )
+        throughput = Throughput(info)
+        program.start(compiled, job.observers, throughput, job.goodput)
+        if saves:
+            # The first save needs Orbax, which takes a second to import.
+            threading.Thread(target=importlib.import_module, args=("orbax.checkpoint",)).start()
+        executor = Executor(
+            train=job.task.train,
+            train_program=program,
+            eval_programs=[
+                EvalProgram(job.task, job.partitioner, dataset, name)
+                for name, dataset in eval_inputs.items()
+            ],
+            decode_programs=[
+                DecodeProgram(job.task, job.partitioner, dataset, name, job.directory / "decode")
+                for name, dataset in decode_inputs.items()
+            ],
+            checkpoints=checkpoints if saves else None,
+            metadata={"experiment": resolved.name, "versions": versions()},
+            observers=job.observers,
+            throughput=throughput,
+            signals=signals,
+            exit_after_ondemand_checkpoint=options.exit_after_ondemand_checkpoint,
+            goodput=job.goodput,
+            profiler=profiler,
+        )
+        state, step = executor.run(state, step)
+        job.goodput.outermost("other")
+        if step >= job.task.train.num_train_steps and signals.exit_code == 0:
+            end_report.finish(job, executor, state, step, token_unit=train_input.token_unit)
+        elif saves:
+            checkpoints.wait_until_finished()
+            job.observers.message(job.goodput.summary())
+            job.observers.message(f"saved at step {step}; the same command goes on from there")
+        return signals.exit_code
+
+
+def _check_readable(train_input: Prefetch) -> None:
+    """Reads the first batch, where data that are not there come to light."""
+    with told_in_one_line():
+        train_input.peek()
+
+
+def _prepare(
+    job: Job,
+    program: TrainProgram,
+    train_input: Prefetch,
+    eval_inputs: Mapping[str, BaseInput],
+    checkpoints: CheckpointManager,
+    plan: Callable[[], FirstState] | None,
+) -> tuple[FirstState, Any, list[str], float]:
+    """First state, the compiled step, what layers said while traced, model FLOPs."""
+    abstract = job.abstract_state()
+    try:
+        with LayerNotes() as notes, job.goodput.phase("compile"):
+            lowered = program.lower(abstract)
+    except ValueError as error:
+        raise UsageError(f"{job.resolved.name}: {error}") from error
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        compiling = pool.submit(lowered.compile)
+        rows = train_input.global_batch_size
+        flops = model_flops_per_step(job.resolved, train_input.peek(), rows)
+        with _source_of_state(job, checkpoints) as (source, step):
+            if source is None or step is None:
+                first = (plan or _plan_first_state(job))()
+            else:
+                restored = job.restore(source, step)
+                first = FirstState(restored.state, step, is_restored=True)
+                _set_input_states(train_input, eval_inputs, restored.input_states)
+                job.observers.message(f"goes on from step {step} of {source.directory}")
+                if job.options.init_from is not None:
+                    job.observers.message(
+                        f"--init_from={job.options.init_from} is not used: this run has begun"
+                    )
+        with job.goodput.phase("compile"):
+            compiled = compiling.result()
+        return first, compiled, notes.lines, flops
+
+
+def _step_profiler(job: Job) -> StepProfiler:
+    """What captures traces of this process's steps.
+
+    Raises:
+      UsageError: the capture that is asked for lies after the last step.
+    """
+    train = job.task.train
+    first, hosts = train.profiler_capture_step, train.profiler_max_num_hosts
+    if first is not None and first > train.num_train_steps:
+        raise UsageError(
+            f"task.train.profiler_capture_step={first} comes after the last step,"
+            f" {train.num_train_steps}"
+        )
+    speaks = jax.process_index() == 0
+    return StepProfiler(
+        job.directory,
+        capture_step=first,
+        num_steps=train.profiler_num_steps,
+        captures_by_step=hosts is None or jax.process_index() < hosts,
+        report=job.observers.message if speaks else functools.partial(print, flush=True),
+    )
+
+
+def _plan_first_state(job: Job) -> Callable[[], FirstState]:
+    """Compares what a new run is to begin with; the function that is returned reads it."""
+    job.abstract_state()  # refused fields are told in the name of the experiment
+    options, task = job.options, job.task
+    if options.init_from is not None:
+        if task.initial_weights is not None:
+            job.observers.message("--init_from takes the place of task.initial_weights")
+        task.initial_weights = init_from_flags(options.init_from, options.init_draw)
+    return plan_first_state(job.partitioner, task, report=job.observers.message)
+
+
+def _set_input_states(
+    train_input: Prefetch, eval_inputs: Mapping[str, BaseInput], states: Mapping[str, Any]
+) -> None:
+    with told_in_one_line():
+        train_input.set_state(states["train"])
+        for name, dataset in eval_inputs.items():
+            if eval_input_key(name) in states:
+                dataset.set_state(states[eval_input_key(name)])
+
+
+@contextlib.contextmanager
+def _source_of_state(
+    job: Job, checkpoints: CheckpointManager
+) -> Iterator[tuple[CheckpointManager | None, int | None]]:
+    """The checkpoint to start from: the job's own newest, else that of --restore_checkpoint_dir."""
+    options = job.options
+    if options.restore_checkpoint_step is not None and options.restore_checkpoint_dir is None:
+        raise UsageError(
+            "--restore_checkpoint_step needs --restore_checkpoint_dir: a run goes on from the"
+            " newest of its own checkpoints. To go on from an older one, give that folder as"
+            " --restore_checkpoint_dir and a new --job_log_dir."
+        )
+    own = checkpoints.newest_sound_step()
+    if own is not None:
+        if options.restore_checkpoint_dir is not None:
+            job.observers.message(
+                f"--restore_checkpoint_dir is not used: {job.given_directory} has checkpoints of"
+                " its own"
+            )
+        yield checkpoints, own
+        return
+    if options.restore_checkpoint_dir is None:
+        yield None, None
+        return
+    with job.checkpoints(read_only=True, directory=options.restore_checkpoint_dir) as other:
+        yield other, choose_step(other, options.restore_checkpoint_step)
+
+
+def choose_step(checkpoints: CheckpointManager, wanted: int | None) -> int:
+    """The step to read: the one wanted, else the newest sound one.
+
+    Raises:
+      UsageError: there is none.
+    """
+    step = checkpoints.newest_sound_step() if wanted is None else wanted
+    if step is None:
+        raise UsageError(f"no checkpoint in {checkpoints.directory}")
+    return step
+
+
+def _print_start(
+    job: Job, state: TrainState, train_input: Prefetch, compiled: Any, notes: list[str], step: int
+) -> None:
+    if jax.process_index() != 0:
+        return
+    for line in [
+        *start_lines(job, state, train_input, start_step=step),
+        *notes,
+        *compiled_lines(compiled),
+    ]:
+        job.observers.message(line)
+
+
+def _run_info(
+    job: Job, state: TrainState, train_input: Prefetch, flops: float, *, start_step: int
+) -> RunInfo:
+    batch = train_input.peek()
+    rows = train_input.global_batch_size
+    columns = batch.ids.shape[1] if "ids" in batch else 0
+    device = jax.devices()[0]
+    return RunInfo(
+        job_log_dir=job.directory,
+        experiment=job.resolved.name,
+        mode=job.mode,
+        num_params=num_params(state),
+        num_train_steps=job.task.train.num_train_steps,
+        start_step=start_step,
+        tokens_per_step=rows * columns,
+        examples_per_step=rows,
+        flops_per_step=flops,
+        num_devices=job.partitioner.mesh.size,
+        device_kind=device.device_kind,
+        peak_flops_per_device=_peak_flops(job.options, device.device_kind),
+    )
+
+
+def _peak_flops(options: RunOptions, device_kind: str) -> float | None:
+    if options.peak_tflops_per_device is not None:
+        return options.peak_tflops_per_device * 1e12
+    return peak_flops(device_kind)

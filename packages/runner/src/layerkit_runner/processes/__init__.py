@@ -1,0 +1,1 @@
+"""The processes of one job: how they meet, tell one another things, watch one another and stop."""

@@ -1,0 +1,304 @@
+"""The companion of one process: its loop.
+
+Run by `layerkit_runner.processes.companion.start`, with one argument: the fields of `Task` as JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from typing import BinaryIO
+
+from layerkit_runner.processes.companion.link import Link
+from layerkit_runner.processes.companion.log_copy import LogCopy
+from layerkit_runner.processes.companion.peers import (
+    BEAT_SECONDS,
+    ENDED,
+    FAILED,
+    SILENT,
+    SILENT_SECONDS,
+    STALLED,
+    STALLED_SECONDS,
+    Hub,
+    Loss,
+)
+
+# A process that failed is named to the others only then: it is often all that fail alike, and each
+# should say so itself.
+_SECONDS_TO_SPEAK = 3.0
+_SECONDS_TO_END = 10.0
+_SECONDS_TO_DRAIN = 2.0
+# The hub of a job of thousands hears thousands of beats a second, and reads many at a time.
+_PAUSE_SECONDS = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What a companion is told.
+
+    Attributes:
+      process: Whose companion it is.
+      num_processes: Of how many.
+      host: The name of this machine.
+      pid: Of the process.
+      control: Descriptor of the socket to the process.
+      streams: Descriptors from which its standard output and error are read.
+      log: Path of its log.
+      header: First line of this run in the log.
+      hub_address: (host, port) of the hub.
+      hub_host: The name of the machine of process 0.
+      hub_pid: Of process 0.
+      listener: Descriptor on which the hub listens, beside process 0; None elsewhere.
+    """
+
+    process: int
+    num_processes: int
+    host: str
+    pid: int
+    control: int
+    streams: tuple[int, int]
+    log: str
+    header: str
+    hub_address: tuple[str, int]
+    hub_host: str
+    hub_pid: int
+    listener: int | None
+
+
+class Companion:
+    """Runs beside a process until it ends."""
+
+    def __init__(self, task: Task) -> None:
+        now = time.monotonic()
+        self._task = task
+        self._log = LogCopy(_open_log(task))
+        self._log.note(task.header)
+        self._control = Link(socket.socket(fileno=task.control))
+        self._hub: Hub | None = None
+        if task.listener is not None:
+            self._hub = Hub(socket.socket(fileno=task.listener), task.num_processes, now)
+        self._member = self._connect()
+        self._log.follow(task.streams[0], 1 if task.process == 0 else None)
+        self._log.follow(task.streams[1], 2, errors_only=task.process != 0)
+        self._heard_hub = self._ticked = now
+        self._stopped_since: float | None = None
+        self._loss: Loss | None = None
+        self._announce_at: float | None = None
+        self._kill_at: float | None = None
+        # How the process stands.
+        self._has_spoken = self._is_done = self._is_gone = False
+
+    def run(self) -> None:
+        """Works until the process has ended, and whoever must hear of it has heard."""
+        while not (self._is_gone or self._is_done):
+            self._turn()
+        if self._is_gone and not (self._is_done or self._has_spoken):
+            self._tell_hub(ENDED)
+        if self._is_done and self._member is not None:
+            self._member.send(done=True)
+        self._log.wait(_SECONDS_TO_DRAIN)
+        if self._hub is not None:
+            self._leave_hub(self._hub)
+
+    def _turn(self) -> None:
+        waits_for: list[Link | socket.socket] = [self._control]
+        if self._member is not None:
+            waits_for.append(self._member)
+        if self._hub is not None:
+            waits_for += self._hub.waits_for()
+        self._serve(waits_for, BEAT_SECONDS / 4)
+        now = time.monotonic()
+        if self._announce_at is not None and now >= self._announce_at:
+            self._announce()
+        if self._kill_at is not None and now >= self._kill_at:
+            self._kill_at = None
+            self._kill()
+        if now - self._ticked >= BEAT_SECONDS:
+            self._tick(now)
+
+    def _serve(self, waits_for: list[Link | socket.socket], seconds: float) -> None:
+        poll = select.poll()
+        by_number = {source.fileno(): source for source in waits_for}
+        for number in by_number:
+            poll.register(number, select.POLLIN)
+        ready = poll.poll(seconds * 1000)
+        now = time.monotonic()
+        for number, _ in ready:
+            source = by_number[number]
+            if source is self._control:
+                self._hear_process(self._control)
+            elif source is self._member:
+                self._hear_hub(self._member, now)
+            elif self._hub is not None:
+                self._hub.hear(source, now)
+        if ready:
+            time.sleep(_PAUSE_SECONDS)
+
+    def _tick(self, now: float) -> None:
+        paused = now - self._ticked > 5 * BEAT_SECONDS
+        self._ticked = now
+        if self._hub is not None:
+            self._hub.check(now)
+            # Of the members, one is that of process 0 itself.
+            if self._hub.num_members <= 1:
+                self._control.send(is_last=True)
+        if os.getppid() != self._task.pid:
+            self._is_gone = True
+        if self._member is None:
+            return
+        self._member.send(beat=True)
+        if paused:
+            self._heard_hub = now
+        if now - self._heard_hub > SILENT_SECONDS:
+            self._lose_hub(SILENT)
+        if not _is_stopped(self._task.pid):
+            self._stopped_since = None
+        elif self._stopped_since is None:
+            self._stopped_since = now
+        elif now - self._stopped_since > STALLED_SECONDS:
+            self._tell_hub(STALLED)
+
+    def _hear_process(self, control: Link) -> None:
+        for message in control.receive():
+            if "failed" in message:
+                self._has_spoken = True
+                self._tell_hub(FAILED, message["failed"])
+            if message.get("done"):
+                self._is_done = True
+        if not control.is_open:
+            self._is_gone = True
+
+    def _hear_hub(self, member: Link, now: float) -> None:
+        for message in member.receive():
+            self._heard_hub = now
+            if "loss" in message:
+                self._learn(Loss(**message["loss"]))
+            if message.get("hub_leaves"):
+                member.close()
+                self._member = None
+                return
+        if not member.is_open:
+            self._lose_hub(ENDED)
+
+    def _lose_hub(self, how: str) -> None:
+        self._member = None
+        self._learn(Loss(0, self._task.hub_host, self._task.hub_pid, how))
+
+    def _tell_hub(self, how: str, text: str = "") -> None:
+        if self._member is not None:
+            self._member.send(how=how, text=text)
+
+    def _learn(self, loss: Loss) -> None:
+        if self._loss is not None:
+            return
+        self._loss = loss
+        if loss.process == self._task.process:
+            self._log.note(f"runner: {loss.sentence(self._task.num_processes)}.")
+            if loss.how in (STALLED, SILENT):
+                self._kill()
+            return
+        delay = _SECONDS_TO_SPEAK if loss.how == FAILED else 0.0
+        self._announce_at = time.monotonic() + delay
+
+    def _announce(self) -> None:
+        """Ends the process, and says who was lost, unless it ends with words of its own."""
+        assert self._loss is not None
+        self._announce_at = None
+        if self._has_spoken or self._is_gone:
+            return
+        self._has_spoken = True  # what it has to say from here on are consequences
+        self._control.send(end=True)
+        self._kill_at = time.monotonic() + _SECONDS_TO_END
+        own = f"process {self._task.process}"
+        text = (
+            f"runner: {self._loss.sentence(self._task.num_processes)}. No step can be made without"
+            f" it, so {own} ends as well; the same command in every process goes on from the newest"
+            " checkpoint."
+        )
+        self._log.note(text)
+        _tell(text)
+
+    def _kill(self) -> None:
+        """For a process that does not end by itself: it may be stopped, or stuck."""
+        if os.getppid() == self._task.pid:
+            with contextlib.suppress(OSError):
+                os.kill(self._task.pid, signal.SIGKILL)
+
+    def _leave_hub(self, hub: Hub) -> None:
+        """Lets the members hear of the end, whichever it was."""
+        if self._is_done and hub.loss is None:
+            hub.say_goodbye()
+            return
+        deadline = time.monotonic() + _SECONDS_TO_END
+        while time.monotonic() < deadline and hub.num_members > 1:
+            sources: list[Link | socket.socket] = [*hub.waits_for()]
+            if self._member is not None:
+                sources.append(self._member)
+            self._serve(sources, BEAT_SECONDS / 4)
+
+    def _connect(self) -> Link | None:
+        task = self._task
+        try:
+            link = Link(socket.create_connection(task.hub_address, timeout=_SECONDS_TO_END))
+        except OSError as error:
+            text = (
+                f"runner: process {task.process} cannot reach process 0 at"
+                f" {task.hub_address[0]}:{task.hub_address[1]} ({error}); should a process be lost,"
+                " JAX notices it, but does not name it."
+            )
+            self._log.note(text)
+            _tell(text)
+            return None
+        link.send(hello=task.process, host=task.host, pid=task.pid)
+        return link
+
+
+def _tell(text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode() + b"\n")
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal stopped the process; False where the system does not tell."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state = file.read().rpartition(b")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state in (b"T", b"t")
+
+
+def _open_log(task: Task) -> BinaryIO | None:
+    try:
+        return open(task.log, "ab")
+    except OSError as error:
+        _tell(f"runner: process {task.process} keeps no log: {error}")
+        return None
+
+
+def main() -> None:
+    """Runs the companion that the first argument describes."""
+    # What asks the process to stop may be sent to all of its kind; the companion outlives it.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    # Beside process 0, a connection for each process of the job.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    del soft
+    fields = json.loads(sys.argv[1])
+    fields["streams"] = tuple(fields["streams"])
+    fields["hub_address"] = tuple(fields["hub_address"])
+    Companion(Task(**fields)).run()
+
+
+if __name__ == "__main__":
+    main()

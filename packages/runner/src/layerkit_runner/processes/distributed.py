@@ -1,0 +1,299 @@
+"""The processes of one job: how they find one another, and that none waits for one that is gone.
+
+A job on several machines is the same command on each. What Slurm, Open MPI, torchrun, Kubernetes or
+a TPU pod says is found out; elsewhere `--coordinator_address`, `--num_processes` and `--process_id`
+say it. Beside each process runs a companion, which keeps its log and names the process that is lost
+to all others, which then end as well, since no step can be made without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+
+from layerkit_runner.checkpoints.folders import absolute
+from layerkit_runner.command_line.flags import AUTO_ADDRESS, RunOptions
+from layerkit_runner.errors import UsageError
+from layerkit_runner.processes.companion.start import Identity, StartedCompanion
+from layerkit_runner.processes.launchers import check_processes, find_launch, local_device_ids
+
+# Of a process that ends because another was lost: sysexits.h's "try again".
+LOST_PROCESS_EXIT_CODE = 75
+
+# JAX notices a lost process too, and aborts. The companions are faster and know its name.
+JAX_HEARTBEAT_SECONDS = 60
+
+_SECONDS_TO_LEARN = 6.0
+_EXCHANGE_SECONDS = 60
+_KEY = "layerkit_runner/"
+
+
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """How a process finds the others; None where JAX finds out.
+
+    Attributes:
+      address: `host:port` of the coordinator.
+      num_processes: How many there are.
+      process_id: Which this is.
+      local_device_ids: The GPUs of this process, an empty list for all that it sees.
+      found_by: Who said so.
+    """
+
+    address: str | None
+    num_processes: int | None
+    process_id: int | None
+    local_device_ids: list[int] | None
+    found_by: str
+
+
+@dataclasses.dataclass(frozen=True)
+class JoinedProcess:
+    """This process in its job.
+
+    Attributes:
+      identity: Which it is.
+      options: Of the run.
+      log: The file that keeps what it prints; None for a process that is the whole job.
+      companion: Beside it, where there are several.
+    """
+
+    identity: Identity
+    options: RunOptions
+    log: Path | None = None
+    companion: StartedCompanion | None = None
+
+    def log_file(self) -> Path:
+        """A file on this machine to append to."""
+        return self.log or log_file(self.identity, self.options)
+
+    def tell_failure(self, text: str) -> None:
+        """Tells the other processes why this one ends."""
+        if self.companion is not None:
+            self.companion.failed(text)
+
+
+@contextlib.contextmanager
+def joined(options: RunOptions) -> Iterator[JoinedProcess]:
+    """Joins the other processes of the job, if there are any; to be entered before JAX is used.
+
+    Where several processes run and this one fails, it says why and ends at once, with the exit code
+    of the failure: the others may wait for it in a step, and would wait for long.
+
+    Raises:
+      UsageError: the processes cannot find one another.
+    """
+    meeting = find_meeting(options, os.environ)
+    identity = Identity(0, 1, socket.gethostname(), os.getpid())
+    if meeting is not None:
+        identity = _initialize(meeting)
+    if meeting is None or identity.num_processes == 1:
+        yield JoinedProcess(identity, options)
+        return
+    log = log_file(identity, options)
+    companion = _start_companion(identity, log)
+    if identity.process == 0:
+        address = _coordinator_address()
+        print(
+            f"processes    {identity.num_processes}, found by {meeting.found_by};"
+            f" they meet at {address}",
+            flush=True,
+        )
+    try:
+        yield JoinedProcess(identity, options, log, companion)
+    except Exception as error:
+        _end(error, identity, companion)
+    except KeyboardInterrupt:
+        companion.failed("it was interrupted by Ctrl-C")
+        os._exit(128 + signal.SIGINT)  # the others are not waited for
+    companion.close()
+
+
+def find_meeting(options: RunOptions, environ: Mapping[str, str]) -> Meeting | None:
+    """How this process finds the others; None if it is the whole job.
+
+    Raises:
+      UsageError: flags and environment contradict each other, or nothing says where they meet.
+    """
+    check_processes(options, environ)
+    if options.num_processes == 1:
+        return None
+    launch = find_launch(environ)
+    if launch is not None and launch.num_processes == 1:
+        if options.num_processes is None:
+            return None
+        launch = None
+    address = options.coordinator_address
+    is_auto = address in (None, AUTO_ADDRESS)
+    if launch is not None:
+        return Meeting(
+            launch.address if is_auto else address,
+            launch.num_processes,
+            launch.process_id,
+            local_device_ids(launch, environ),
+            launch.name,
+        )
+    if not is_auto:
+        return Meeting(address, options.num_processes, options.process_id, None, "the flags")
+    cluster = _cluster_to_ask(environ, must_be=address == AUTO_ADDRESS)
+    if cluster is None:
+        return None
+    return Meeting(None, options.num_processes, options.process_id, None, cluster)
+
+
+def _cluster_to_ask(environ: Mapping[str, str], *, must_be: bool) -> str | None:
+    """A TPU pod or an indexed Kubernetes job of several; None if there is neither.
+
+    Every pod of Kubernetes looks alike from inside, a notebook as well, so only one that has a
+    number in a job is taken for one of several.
+    """
+    # Not public, but the public `initialize` cannot be asked how many there are.
+    from jax._src import clusters
+
+    for cluster, name in (
+        (clusters.GkeTpuCluster, "the TPU pod"),
+        (clusters.GceTpuCluster, "the TPU pod"),
+        (clusters.K8sCluster, "Kubernetes"),
+    ):
+        if cluster is clusters.K8sCluster and "JOB_COMPLETION_INDEX" not in environ:
+            continue
+        try:
+            if cluster.is_env_present():
+                return name if cluster.get_process_count() > 1 else None
+        except Exception as error:
+            raise UsageError(
+                f"{name} cannot be asked for the other processes: {error}. --num_processes=1 makes"
+                " this process a job of its own."
+            ) from error
+    if "JOB_COMPLETION_INDEX" in environ and "KUBERNETES_SERVICE_HOST" in environ:
+        raise UsageError(
+            "this is process"
+            f" {environ['JOB_COMPLETION_INDEX']} of an indexed Kubernetes job; to find the others,"
+            " pip install 'jax[k8s]', or say --coordinator_address, --num_processes and"
+            " --process_id. --num_processes=1 makes every process a job of its own."
+        )
+    if must_be:
+        raise UsageError(
+            f"--coordinator_address={AUTO_ADDRESS}: this is none of Slurm (inside srun), Open"
+            " MPI, torchrun, an indexed Kubernetes job or a TPU pod; say"
+            " --coordinator_address=HOST:PORT, --num_processes=N and --process_id=I."
+        )
+    return None
+
+
+def _initialize(meeting: Meeting) -> Identity:
+    try:
+        jax.distributed.initialize(
+            meeting.address,
+            meeting.num_processes,
+            meeting.process_id,
+            local_device_ids=meeting.local_device_ids,
+            heartbeat_timeout_seconds=JAX_HEARTBEAT_SECONDS,
+        )
+    except (RuntimeError, ValueError) as error:
+        place = f" at {meeting.address}" if meeting.address else ""
+        raise UsageError(
+            f"the processes of the job, found by {meeting.found_by}, cannot find one"
+            f" another{place}: {error}"
+        ) from error
+    # Asking jax.process_index() would start the devices, whose settings are still to be made.
+    state = _distributed_state()
+    return Identity(state.process_id, state.num_processes, socket.gethostname(), os.getpid())
+
+
+def _distributed_state() -> Any:
+    from jax._src import distributed
+
+    return distributed.global_state
+
+
+def _coordinator_address() -> str:
+    return str(_distributed_state().coordinator_address)
+
+
+def _start_companion(identity: Identity, log: Path) -> StartedCompanion:
+    """Starts the companion; the hub, beside process 0, is announced through JAX's coordinator."""
+    client = _distributed_state().client
+    listener = None
+    key = f"{_KEY}hub"
+    if identity.process == 0:
+        listener = _listen(backlog=identity.num_processes)
+        port = listener.getsockname()[1]
+        client.key_value_set(key, json.dumps([port, dataclasses.asdict(identity)]))
+    port, hub = json.loads(client.blocking_key_value_get(key, _EXCHANGE_SECONDS * 1000))
+    host = "127.0.0.1"
+    if identity.process != 0:
+        # By this name the coordinator, which is in process 0, was found.
+        host = _coordinator_address().rpartition(":")[0].strip("[]")
+    return StartedCompanion(
+        identity,
+        hub_address=(host, port),
+        hub=Identity(**hub),
+        listener=listener,
+        log=log,
+        exit_code=LOST_PROCESS_EXIT_CODE,
+    )
+
+
+def _listen(*, backlog: int) -> socket.socket:
+    with contextlib.suppress(OSError, ValueError):  # where IPv6 is off
+        return socket.create_server(
+            ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
+        )
+    return socket.create_server(("", 0), backlog=backlog)
+
+
+def log_file(identity: Identity, options: RunOptions) -> Path:
+    """`DIR/logs/process_0003.log`; on this machine if DIR cannot take it, which is said."""
+    name = f"process_{identity.process:04d}.log"
+    directory = os.fspath(absolute(options.job_log_dir or "."))
+    folder = Path(directory) / "logs"
+    reason = "a store cannot append to files" if "://" in directory else None
+    if reason is None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return folder / name
+        except OSError as error:
+            reason = str(error)
+    digest = hashlib.sha256(directory.encode()).hexdigest()[:8]
+    local = Path(tempfile.gettempdir()) / f"layerkit_logs_{os.getuid()}_{digest}"
+    local.mkdir(parents=True, exist_ok=True)
+    if identity.process == 0:
+        print(
+            f"logs         in {local} of each process's machine, not in {directory}: {reason}",
+            flush=True,
+        )
+    return local / name
+
+
+def _end(error: Exception, identity: Identity, companion: StartedCompanion) -> NoReturn:
+    """Says why this process ends, unless it is for want of another, whose companion says it."""
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        # Its connections broke, perhaps, because another process was lost.
+        time.sleep(_SECONDS_TO_LEARN)
+    if isinstance(error, UsageError):
+        print(f"runner: {error}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+    summary = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+    companion.failed(" ".join(summary.split())[:1000])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if identity.process == 0:
+        # The coordinator is in this process, and without it the others abort before they can speak.
+        companion.wait_for_others(_SECONDS_TO_LEARN)
+    os._exit(error.exit_code if isinstance(error, UsageError) else 1)

@@ -1,0 +1,128 @@
+"""TrainHParams: how a task is trained, and how often it is evaluated, decoded and saved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from layerkit.config import Configurable, instance_field
+from layerkit_runner.learning.learner import Learner
+
+_AT_LEAST_ONE = (
+    "num_train_steps",
+    "summary_interval_steps",
+    "eval_interval_steps",
+    "decode_interval_steps",
+    "save_interval_steps",
+    "save_max_to_keep",
+    "save_keep_interval_steps",
+    "save_best_to_keep",
+    "max_inflight_steps",
+    "gradient_accumulation_steps",
+    "weight_summary_interval_steps",
+    "profiler_capture_step",
+    "profiler_num_steps",
+    "profiler_max_num_hosts",
+)
+
+
+class TrainHParams(Configurable):
+    """How a task is trained.
+
+    Attributes:
+      learner: Optimizer, learning rate and clipping.
+      num_train_steps: Where training ends.
+      random_seed: Of the weights and of all random numbers of the steps.
+      summary_interval_steps: How often metrics are written.
+      eval_interval_steps: How often held-out data are evaluated; None only at the end.
+      eval_at_end: Whether held-out data are evaluated after the last step.
+      decode_interval_steps: How often decode data are run; None only at the end.
+      save_interval_steps: How often a checkpoint is written.
+      save_max_to_keep: Newest checkpoints that are kept; None keeps all.
+      save_keep_interval_hours: Besides those, one checkpoint per so many hours stays for good;
+        None keeps none besides.
+      save_keep_interval_steps: Checkpoints of the multiples of this step count are written and stay
+        for good; None keeps none besides.
+      save_keep_steps: Checkpoints of these steps are written and stay for good.
+      save_best_metric: Checkpoints that are best by this metric of an evaluation, written
+        `DATASET/METRIC` as in `heldout/loss`, stay until better ones come; None keeps none besides.
+      save_best_mode: `min` if a lower value of that metric is better, `max` if a higher one is.
+      save_best_to_keep: How many of the best stay.
+      save_step_zero: Whether a checkpoint is written before the first step.
+      max_inflight_steps: Steps that may be under way on the device before the host waits.
+      gradient_accumulation_steps: Into how many microbatches a batch is divided, whose gradients
+        are added up one after another before the one update; less memory, the same numbers.
+      eval_use_ema_states: Whether evaluation uses the averaged weights (`learner.ema_decay`).
+      decode_use_ema_states: Whether decoding does.
+      variable_norm_summary: Whether `learning/var_norm` is reported, the norm of the trained
+        weights before the step.
+      weight_summary_interval_steps: How often a norm and a histogram of every weight are written;
+        None never.
+      profiler_capture_step: The first of the steps that are traced into DIR/profile; None traces
+        none, unless the signal SIGUSR2 asks for it.
+      profiler_num_steps: How many steps a trace takes.
+      profiler_max_num_hosts: Processes that take part in it, from process 0 on; None for all.
+
+    Raises:
+      ValueError: a number below 1, no hours between checkpoints to keep, or a best checkpoint to
+        be told by evaluations that not every checkpoint has.
+    """
+
+    learner: Any = instance_field(Learner)
+    num_train_steps: int = 10_000_000
+    random_seed: int = 1234
+    summary_interval_steps: int = 100
+    eval_interval_steps: int | None = 100
+    eval_at_end: bool = True
+    decode_interval_steps: int | None = None
+    save_interval_steps: int = 5000
+    save_max_to_keep: int | None = 10
+    save_keep_interval_hours: float | None = None
+    save_keep_interval_steps: int | None = None
+    save_keep_steps: Sequence[int] = ()
+    save_best_metric: str | None = None
+    save_best_mode: str = "min"
+    save_best_to_keep: int = 1
+    save_step_zero: bool = False
+    max_inflight_steps: int = 2
+    gradient_accumulation_steps: int = 1
+    eval_use_ema_states: bool = False
+    decode_use_ema_states: bool = False
+    variable_norm_summary: bool = True
+    weight_summary_interval_steps: int | None = None
+    profiler_capture_step: int | None = None
+    profiler_num_steps: int = 3
+    profiler_max_num_hosts: int | None = 1
+
+    def __post_init__(self) -> None:
+        for name in _AT_LEAST_ONE:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"task.train.{name}={value} must be at least 1")
+        hours = self.save_keep_interval_hours
+        if hours is not None and not hours > 0:
+            raise ValueError(
+                f"task.train.save_keep_interval_hours={hours} must be more than 0, or None"
+            )
+        for name in ("eval_use_ema_states", "decode_use_ema_states"):
+            if getattr(self, name) and self.learner.ema_decay is None:
+                raise ValueError(
+                    f"task.train.{name}=True needs averaged weights; set"
+                    " task.train.learner.ema_decay, such as 0.9999"
+                )
+        if any(step < 0 for step in self.save_keep_steps):
+            raise ValueError(
+                f"task.train.save_keep_steps={tuple(self.save_keep_steps)} must hold no negative"
+                " step"
+            )
+        if self.save_best_mode not in ("min", "max"):
+            raise ValueError(
+                f"task.train.save_best_mode={self.save_best_mode!r} must be 'min' or 'max'"
+            )
+        evaluates, saves = self.eval_interval_steps, self.save_interval_steps
+        if self.save_best_metric is not None and (evaluates is None or saves % evaluates):
+            raise ValueError(
+                f"task.train.save_best_metric={self.save_best_metric!r} needs an evaluation at"
+                f" every checkpoint: save_interval_steps={saves} must be a multiple of"
+                f" eval_interval_steps={evaluates}"
+            )

@@ -1,0 +1,233 @@
+"""The flag table: every form a flag can take, and what each mistake hears."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from layerkit_runner.command_line.flags import (
+    FLAGS,
+    RunOptions,
+    check_folder,
+    help_text,
+    parse_flags,
+)
+from layerkit_runner.configuration.overrides import Override
+from layerkit_runner.errors import UsageError
+
+EXP = "--exp=lm.Small"
+
+
+def refusal(*arguments: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        parse_flags(arguments)
+    return str(caught.value)
+
+
+def test_values_after_an_equals_sign_or_a_space():
+    joined = parse_flags([EXP, "--mode=eval", "--restore_checkpoint_step=3", "--fdl.A=1"])
+    apart = parse_flags(
+        ["--exp", "lm.Small", "--mode", "eval", "--restore_checkpoint_step", "3", "--fdl.A", "1"]
+    )
+    assert joined == apart
+    assert joined.exp == "lm.Small"
+    assert joined.mode == "eval"
+    assert joined.options == RunOptions(restore_checkpoint_step=3)
+    assert joined.overrides == (Override("A", "1"),)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], True),
+        (["--enable_checkpoint_saving"], True),
+        (["--noenable_checkpoint_saving"], False),
+        (["--enable_checkpoint_saving=False"], False),
+        (["--enable_checkpoint_saving=0"], False),
+        (["--enable_checkpoint_saving=true"], True),
+    ],
+)
+def test_switches(words: list[str], *, expected: bool):
+    assert parse_flags([EXP, *words]).options.enable_checkpoint_saving is expected
+
+
+def test_fdl_config_is_exp_by_another_name():
+    assert parse_flags(["--fdl_config=lm.Small"]).exp == "lm.Small"
+    assert parse_flags([EXP, "--fdl_config=lm.Small"]).exp == "lm.Small"
+    assert refusal(EXP, "--fdl_config=lm.Big") == (
+        "--exp=lm.Small and --fdl_config=lm.Big are the same flag; keep one."
+    )
+
+
+def test_negative_values_are_values():
+    assert parse_flags([EXP, "--fdl.A", "-1"]).overrides == (Override("A", "-1"),)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--job_log_dri=x"], "there is no flag --job_log_dri; did you mean '--job_log_dir'?"),
+        (["--job-log-dir=x"], "there is no flag --job-log-dir; did you mean '--job_log_dir'?"),
+        (
+            ["--noenable_checkpoint_savin"],
+            "there is no flag --noenable_checkpoint_savin; did you mean"
+            " '--noenable_checkpoint_saving' or '--enable_checkpoint_saving'?",
+        ),
+        (["--nomode"], "there is no flag --nomode; did you mean '--mode'?"),
+        (["--zzz"], "there is no flag --zzz."),
+        (
+            ["--NUM_LAYERS=3"],
+            "there is no flag --NUM_LAYERS; experiment fields are set by --fdl.NUM_LAYERS=…",
+        ),
+        (["train"], "unexpected argument 'train'; did you mean '--mode=train'?"),
+        (
+            ["True"],
+            "unexpected argument 'True'; flags are written --name=value, and switches --name or"
+            " --noname.",
+        ),
+        (
+            ["--mode=evil"],
+            "--mode has no value 'evil'; did you mean 'eval'? It is one of train, eval,"
+            " decode_once, export, plan, inspect.",
+        ),
+        (
+            ["--mode=decode"],
+            "--mode=decode: continuous decoding is not available yet; --mode=decode_once decodes"
+            " the newest checkpoint once.",
+        ),
+        (["--mode"], "--mode needs a value: --mode=…"),
+        (["--mode", "--json"], "--mode needs a value: --mode=…"),
+        (["--fdl.NUM_LAYERS"], "--fdl.NUM_LAYERS needs a value: --fdl.NUM_LAYERS=…"),
+        (["--job_log_dir="], "--job_log_dir is empty; expected DIR."),
+        (["--json=ja"], "--json is True or False, not 'ja'."),
+        (
+            ["--restore_checkpoint_step=last"],
+            "--restore_checkpoint_step is a whole number, not 'last'.",
+        ),
+        (
+            ["--restore_checkpoint_step=-1"],
+            "--restore_checkpoint_step is not negative, so not -1.",
+        ),
+        (
+            ["--peak_tflops_per_device=0"],
+            "--peak_tflops_per_device is a number above 0, not '0'.",
+        ),
+        (
+            ["--peak_tflops_per_device=H100"],
+            "--peak_tflops_per_device is a number above 0, not 'H100'.",
+        ),
+        (["--mode=eval", "--mode=train"], "--mode is given twice, with 'eval' and 'train'."),
+        (["--json"], "--json belongs to --mode=plan or inspect, and the mode is train."),
+        (["--log_level=debug"], "there is no flag --log_level."),
+        (
+            ["--mode=plan", "--restore_checkpoint_dir=there"],
+            "--restore_checkpoint_dir belongs to --mode=train, eval, decode_once or export, and the"
+            " mode is plan.",
+        ),
+        (
+            ["--mode=inspect", "--pmap_use_tensorstore"],
+            "--pmap_use_tensorstore belongs to --mode=train, eval or decode_once, and the mode is"
+            " inspect.",
+        ),
+        (
+            ["--mode=plan", "--noenable_checkpoint_saving"],
+            "--enable_checkpoint_saving belongs to --mode=train, and the mode is plan.",
+        ),
+        (
+            ["--mode=inspect", "--inspect=batch"],
+            "--inspect has no value 'batch'; did you mean 'batches'? It is one of config,"
+            " parameters, graph, batches.",
+        ),
+        (["--inspect=batches"], "--inspect belongs to --mode=inspect, and the mode is train."),
+        (
+            ["--coordinator_address=host", "--num_processes=2", "--process_id=1"],
+            "--coordinator_address=host; expected HOST:PORT, or auto.",
+        ),
+        (
+            ["--coordinator_address=host:1", "--num_processes=2", "--process_id=2"],
+            "--process_id=2 with --num_processes=2: they are counted from 0 to 1.",
+        ),
+        (["--num_processes=0"], "--num_processes=0: a job has at least 1 process."),
+        (
+            ["--num_hosts=4", "--num_processes=2"],
+            "--num_hosts=4 and --num_processes=2 are the same flag here; keep one.",
+        ),
+        (
+            ["--server_addr=host:1", "--coordinator_address=host:2"],
+            "--coordinator_address is given twice, with 'host:1' and 'host:2'.",
+        ),
+        (
+            ["--hung_step_timeout_secs=0"],
+            "--hung_step_timeout_secs is a whole number above 0, or off, not '0'.",
+        ),
+        (
+            ["--fdl.A=1", "--fdl.A=2"],
+            "--fdl.A=1 and --fdl.A=2 contradict each other; keep one of them.",
+        ),
+    ],
+)
+def test_mistakes(words: list[str], text: str):
+    assert refusal(EXP, *words) == text
+
+
+def test_an_experiment_must_be_named_unless_it_is_not_needed():
+    assert refusal() == "which experiment? Say --exp=NAME; `runner --list` shows all."
+    assert parse_flags(["--list"]).list
+    assert parse_flags(["--help"]).help
+    assert parse_flags(["-h"]).help
+
+
+@pytest.mark.parametrize("mode", ["train", "eval", "decode_once", "export"])
+def test_modes_that_write_need_a_folder(mode: str):
+    with pytest.raises(UsageError) as caught:
+        check_folder(parse_flags([EXP, f"--mode={mode}"]))
+    assert str(caught.value) == (f"--mode={mode} needs a folder to write to: --job_log_dir=DIR")
+    check_folder(parse_flags([EXP, f"--mode={mode}", "--job_log_dir=gs://bucket/run"]))
+
+
+@pytest.mark.parametrize("mode", ["plan", "inspect"])
+def test_modes_that_only_print_need_no_folder(mode: str):
+    check_folder(parse_flags([EXP, f"--mode={mode}"]))
+
+
+def test_every_option_has_a_flag_of_its_name_and_default():
+    flags = {flag.name: flag for flag in FLAGS}
+    for option in dataclasses.fields(RunOptions):
+        assert flags[option.name].default == option.default
+        assert flags[option.name].kind.__name__ in str(option.type)
+
+
+def test_help_names_every_flag():
+    lines = help_text().splitlines()
+    for flag in FLAGS:
+        assert any(f"--{flag.name}" in line or f"--[no]{flag.name}" in line for line in lines)
+    assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--coordinator_address=auto"],
+        ["--coordinator_address=host:1", "--num_processes=2", "--process_id=1"],
+    ],
+)
+def test_processes_are_told_how_to_meet(words: list[str]):
+    options = parse_flags([EXP, *words]).options
+    assert options.coordinator_address == words[0].partition("=")[2]
+
+
+def test_the_names_of_pax():
+    words = ["--multiprocess_gpu", "--server_addr=host:1", "--num_hosts=4", "--host_idx=3"]
+    options = parse_flags([EXP, *words]).options
+    assert options.coordinator_address == "host:1"
+    assert (options.num_processes, options.process_id) == (4, 3)
+    assert parse_flags([EXP, "--multiprocess_gpu"]).options.coordinator_address == "auto"
+    options = parse_flags([EXP, "--mode=inspect", "--inspect=batches", "--num_hosts=4"]).options
+    assert (options.num_hosts, options.num_processes) == (4, None)
+
+
+def test_a_number_that_may_be_off():
+    assert parse_flags([EXP]).options.hung_step_timeout_secs == 1800
+    assert parse_flags([EXP, "--hung_step_timeout_secs=off"]).options.hung_step_timeout_secs is None
+    assert parse_flags([EXP, "--hung_step_timeout_secs=60"]).options.hung_step_timeout_secs == 60

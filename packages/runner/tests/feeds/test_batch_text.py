@@ -1,0 +1,100 @@
+"""Batches as people read them, by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from layerkit.nested_map import NestedMap
+from layerkit_inputs.base_input import BaseInput
+from layerkit_runner.feeds.batch_text import field_table, real_rows, row_lines, summary
+
+
+class Letters(BaseInput):
+    """Id 1 is a, 2 is b, …; of `src` they are capitals. 0 ends a line."""
+
+    def ids_to_strings(self, ids: Any, lengths: Any, key: str | None = None) -> list[str]:
+        first = "A" if key == "src" else "a"
+        return [
+            "".join(chr(ord(first) + i - 1) if i else "\n" for i in row[:n])
+            for row, n in zip(ids, lengths, strict=True)
+        ]
+
+
+LETTERS = Letters(batch_size=2)
+
+
+@pytest.fixture
+def packed() -> NestedMap:
+    """Two documents and padding in row 0; row 1 only fills up the batch."""
+    return NestedMap(
+        ids=np.array([[1, 2, 3, 4, 0, 0], [0] * 6], np.int32),
+        labels=np.array([[2, 0, 4, 5, 6, 0], [0] * 6], np.int32),
+        weights=np.array([[0, 1, 0, 0, 1, 0], [0] * 6], np.float32),
+        paddings=np.array([[0, 0, 0, 0, 0, 1], [1] * 6], np.float32),
+        segment_ids=np.array([[1, 1, 2, 2, 2, 0], [0] * 6], np.int32),
+        provenance=np.array([7, -1], np.int32),
+    )
+
+
+def test_summary_and_table(packed: NestedMap):
+    assert real_rows(packed).tolist() == [True, False]
+    assert summary(packed) == "1 of 2 rows hold data | 58.3% padding | weights 2"
+    del packed.labels, packed.segment_ids, packed.paddings
+    assert field_table(packed) == [
+        "field       shape   dtype    min  max",
+        "ids         [2, 6]  int32    0    4",
+        "provenance  [2]     int32    -1   7",
+        "weights     [2, 6]  float32  0    1",
+    ]
+    assert summary(packed) == "1 of 2 rows hold data | weights 2"
+
+
+def test_segments_are_told_apart_and_labels_that_do_not_count_are_marked(packed: NestedMap):
+    assert list(row_lines(LETTERS, packed, 0)) == [
+        "row 0 (example 7)",
+        "  ids[1]: “ab”",
+        r"  labels[1]: “⟦b⟧\n”",
+        r"  ids[2]: “cd\n”",
+        "  labels[2]: “⟦de⟧f”",
+    ]
+    assert list(row_lines(LETTERS, packed, 1)) == ["row 1: padding"]
+
+
+def test_both_sides_of_an_encoder_decoder_with_their_vocabularies():
+    batch = NestedMap(
+        src=NestedMap(ids=np.array([[1, 2, 0]]), paddings=np.array([[0, 0, 1]])),
+        tgt=NestedMap(
+            ids=np.array([[0, 3]]), labels=np.array([[3, 4]]), weights=np.array([[1.0, 1.0]])
+        ),
+    )
+    assert summary(batch) == "1 of 1 rows hold data | src: 33.3% padding | tgt: weights 2"
+    assert list(row_lines(LETTERS, batch, 0)) == [
+        "row 0",
+        "  src.ids: “AB”",
+        r"  tgt.ids: “\nc”",
+        "  tgt.labels: “cd”",
+    ]
+
+
+def test_prompts_end_where_they_say():
+    batch = NestedMap(ids=np.array([[1, 2, 0, 0]]), prompt_lengths=np.array([3]))
+    assert summary(batch) == "1 of 1 rows hold data | 25.0% padding"
+    assert list(row_lines(LETTERS, batch, 0))[1] == r"  ids: “ab\n”"
+
+
+def test_ids_stand_for_themselves_where_there_is_no_vocabulary_and_long_rows_are_cut():
+    batch = NestedMap(ids=np.arange(100)[None])
+    (_, line) = row_lines(BaseInput(batch_size=1), batch, 0)
+    assert line.startswith("  ids: “0 1 2 ")
+    assert line.endswith("98 99”")
+    assert " … " in line
+    assert len(line) < 180
+
+
+def test_a_batch_without_ids_has_a_table_and_no_text():
+    batch = NestedMap(image=np.zeros((2, 3, 3)), eval_sample_weights=np.array([1.0, 0.0]))
+    assert summary(batch) == "1 of 2 rows hold data"
+    assert list(row_lines(LETTERS, batch, 0)) == ["row 0"]

@@ -1,0 +1,157 @@
+"""make_input: from rows per device or per host to what each process feeds."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from layerkit_runner.errors import UsageError
+from layerkit_runner.feeds.infeed import Place, dataset_name, feed_plan, make_input
+from layerkit_runner.partitioning import Partitioner, PmapPartitioner, SpmdPartitioner
+
+
+def started(shape: list[int] | None) -> Partitioner:
+    """On eight devices; None for pmap."""
+    partitioner = PmapPartitioner() if shape is None else SpmdPartitioner(ici_mesh_shape=shape)
+    partitioner.start()
+    return partitioner
+
+
+@pytest.mark.parametrize(
+    ("shape", "percore", "rows"),
+    [
+        ([8, 1, 1], 2.0, 16),
+        (None, 2.0, 16),
+        ([2, 2, 2], 0.5, 4),
+        ([1, 1, 8], 0.125, 1),
+        ([1, 1, 8], 0.375, 3),
+    ],
+)
+def test_rows_per_device(tiny: SimpleNamespace, shape, percore: float, rows: int):
+    dataset = make_input(tiny.Points.HParams.config(percore_batch_size=percore), started(shape))
+    assert (dataset.global_batch_size, dataset.local_batch_size) == (rows, rows)
+    assert dataset.get_next().x.shape == (rows, 2)
+
+
+def test_rows_per_host(tiny: SimpleNamespace):
+    dataset = make_input(tiny.Points.HParams.config(batch_size=8), started([4, 2, 1]))
+    assert dataset.global_batch_size == 8
+
+
+def of_own_size(tiny: SimpleNamespace) -> type:
+    """A reader whose batches are made by something with a size of its own, as Lingvo's are."""
+
+    class OwnSize(tiny.Points):
+        rows: int = 8
+
+        @classmethod
+        def get_batch_size(cls, config):
+            return config.rows
+
+        def __post_init__(self):
+            assert self.batch_size is None
+            self.batch_size = self.rows
+            super().__post_init__()
+
+    return OwnSize
+
+
+def test_an_input_may_have_a_size_of_its_own(tiny: SimpleNamespace):
+    dataset = make_input(of_own_size(tiny).HParams.config(rows=16), started([4, 2, 1]))
+    assert dataset.global_batch_size == 16
+
+
+def test_hosts_that_share_rows_cannot_use_another_size(tiny: SimpleNamespace):
+    place = Place(process_index=0, num_processes=2, process_of=lambda device: device.id // 4)
+    config = of_own_size(tiny).HParams.config(name="own")
+    with pytest.raises(UsageError, match=r"^own makes batches of 8 rows on each host, .* for 16;"):
+        make_input(config, started([1, 1, 8]), place)
+
+
+def test_a_product_that_is_whole_but_for_rounding(tiny: SimpleNamespace):
+    config = tiny.Points.HParams.config(percore_batch_size=(0.1 + 0.2) / 0.3)
+    assert config.percore_batch_size == 1.0000000000000002
+    assert make_input(config, started([8, 1, 1])).global_batch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, "train: set batch_size or percore_batch_size"),
+        (
+            {"batch_size": 8, "percore_batch_size": 1.0},
+            "train: set batch_size or percore_batch_size, not both (8 and 1.0)",
+        ),
+        (
+            {"percore_batch_size": 0.3},
+            "train: percore_batch_size=0.3 on 8 devices is a global batch of 2.4 rows, which is no"
+            " whole number",
+        ),
+        (
+            {"percore_batch_size": 0.25},
+            "train: a global batch of 2 rows cannot be split evenly over data × fsdp = 4 devices;"
+            " use a multiple of 4",
+        ),
+        (
+            {"percore_batch_size": 0.0},
+            "train: a global batch of 0 rows cannot be split evenly over data × fsdp = 4 devices;"
+            " use a multiple of 4",
+        ),
+        (
+            {"percore_batch_size": 1.0, "batch_padding_size": -1},
+            "Points 'train': batch_padding_size=-1; expected >= 0.",
+        ),
+    ],
+)
+def test_batches_that_cannot_be(tiny: SimpleNamespace, fields: dict, text: str):
+    config = tiny.Points.HParams.config(name="train", **fields)
+    with pytest.raises(UsageError) as caught:
+        make_input(config, started([2, 2, 2]))
+    assert str(caught.value) == text
+
+
+def test_padding_counts_where_it_is_fed(tiny: SimpleNamespace):
+    fields = {"name": "dev", "percore_batch_size": 1.0, "batch_padding_size": 1}
+    with pytest.raises(UsageError) as caught:
+        make_input(tiny.Points.HParams.config(**fields), started([2, 2, 2]))
+    assert str(caught.value) == (
+        "dev with batch_padding_size=1: a global batch of 9 rows cannot be split evenly over"
+        " data × fsdp = 4 devices; use a multiple of 4"
+    )
+    fits = tiny.Points.HParams.config(**fields | {"batch_padding_size": 4})
+    assert make_input(fits, started([2, 2, 2])).get_next_padded().x.shape == (12, 2)
+    # Training reads batches without padding.
+    training = tiny.Points.HParams.config(**fields, is_training=True)
+    assert make_input(training, started([2, 2, 2])).get_next().x.shape == (8, 2)
+
+
+def test_the_config_given_is_not_changed(tiny: SimpleNamespace):
+    config = tiny.Points.HParams.config(percore_batch_size=1.0)
+    make_input(config, started([8, 1, 1]))
+    assert config.batch_size is None
+
+
+def test_one_process_feeds_all_rows_once():
+    plan = feed_plan(4, started([2, 2, 2]))
+    assert (plan.num_infeed_hosts, plan.batch_size, plan.infeed_host_index(0)) == (1, 4, 0)
+
+
+def test_a_batch_is_whole_again_on_the_devices(tiny: SimpleNamespace):
+    partitioner = started([2, 2, 2])
+    dataset = make_input(tiny.Points.HParams.config(percore_batch_size=1.0), partitioner)
+    batch = dataset.get_next()
+    placed = partitioner.put_batch(batch)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), batch, placed))
+    abstract = partitioner.abstract_batch(batch)
+    assert {n: (a.shape, a.dtype, a.sharding) for n, a in placed.items()} == {
+        n: (a.shape, a.dtype, a.sharding) for n, a in abstract.items()
+    }
+    # Rows over data × fsdp: each device holds 2 of 8.
+    assert {shard.data.shape for shard in placed.x.addressable_shards} == {(2, 2)}
+
+
+def test_a_data_set_without_a_name_is_called_by_its_class(tiny: SimpleNamespace):
+    assert dataset_name(tiny.Points.HParams.config()) == "Points"
+    assert dataset_name(tiny.Points.HParams.config(name="dev")) == "dev"

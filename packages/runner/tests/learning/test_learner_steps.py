@@ -1,0 +1,248 @@
+"""Steps that are skipped, averaged weights, and several optimizers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from layerkit.config import Config, Partial
+from layerkit.nested_map import NestedMap
+from layerkit_runner.errors import UsageError
+from layerkit_runner.learning.auxiliary_optimizer import AuxiliaryOptimizer
+from layerkit_runner.learning.learner import Learner
+from layerkit_runner.steps.step_context import GLOBAL_BATCH
+
+PARAMS = {"lm": {"embedding": {"w": jnp.ones(3)}, "head": {"w": jnp.full(2, 2.0)}}}
+GRADS = {"lm": {"embedding": {"w": jnp.full(3, 2.0)}, "head": {"w": jnp.array([2.0, 0.0])}}}
+NORM = 4.0
+
+
+def learner(**fields: Any) -> Learner:
+    fields = {"optimizer": Partial(optax.adam), "learning_rate": 0.1, **fields}
+    return Learner.HParams.config(**fields).Instantiate()
+
+
+def scaled(factor: float) -> Any:
+    return jax.tree.map(lambda leaf: leaf * factor, GRADS)
+
+
+def assert_equal(a: Any, b: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.mark.parametrize(
+    ("fields", "factor", "is_valid"),
+    [
+        ({"skip_nonfinite_gradients": True}, 1e6, True),
+        ({"skip_nonfinite_gradients": True}, np.nan, False),
+        ({"skip_nonfinite_gradients": True}, np.inf, False),
+        ({"skip_step_gradient_norm_value": 4.0}, 1.0, True),
+        ({"skip_step_gradient_norm_value": 4.0}, 1.01, False),
+        ({"skip_step_gradient_norm_value": 4.0}, np.nan, False),
+        # The limit is for the norm before clipping.
+        ({"skip_step_gradient_norm_value": 5.0, "clip_global_norm": 1.0}, 2.0, False),
+    ],
+)
+def test_a_bad_step_changes_nothing(fields: dict[str, Any], factor: float, is_valid: bool):
+    """The second of three steps may be bad; weights, moments and averages must not show it."""
+    ours = learner(ema_decay=0.9, **fields)
+    reference = learner(ema_decay=0.9, **{**fields, "clip_global_norm": None})
+    params, state, ema = PARAMS, ours.init(PARAMS), ours.init_ema(PARAMS)
+    first = ours.update(GRADS, state, params, step=jnp.int32(0), ema=ema)
+    second = ours.update(
+        scaled(factor), first.opt_state, first.params, step=jnp.int32(1), ema=first.ema
+    )
+    assert float(second.scalars["learning/is_valid_step"]) == is_valid
+    kept = (first.params, first.opt_state, first.ema)
+    if is_valid:
+        plain = reference.update(
+            scaled(factor), first.opt_state, first.params, step=jnp.int32(1), ema=first.ema
+        )
+        assert_equal(second.params, plain.params)
+        assert np.all(second.ema["lm"]["embedding"]["w"] != first.ema["lm"]["embedding"]["w"])
+        assert float(second.scalars["learning/applied_grad_norm"]) > 0.1
+    else:
+        assert_equal((second.params, second.opt_state, second.ema), kept)
+        assert float(second.scalars["learning/applied_grad_norm"]) == 0.0
+
+
+def test_without_a_limit_nothing_is_skipped():
+    update = learner().update(scaled(np.nan), learner().init(PARAMS), PARAMS, step=jnp.int32(0))
+    assert "learning/is_valid_step" not in update.scalars
+    assert np.isnan(update.params["lm"]["embedding"]["w"]).all()
+
+
+def test_the_reported_rate_is_that_of_the_steps_taken():
+    schedule = Config(optax.linear_schedule, 1.0, 0.0, 10)
+    fields = {"optimizer": Partial(optax.sgd), "learning_rate": schedule}
+    ours = learner(skip_nonfinite_gradients=True, **fields)
+    params, state = PARAMS, ours.init(PARAMS)
+    for count, factor in enumerate([1.0, np.nan, np.nan, 1.0]):
+        before = params
+        update = ours.update(scaled(factor), state, params, step=jnp.int32(count))
+        params, state = update.params, update.opt_state
+    applied = (before["lm"]["embedding"]["w"] - params["lm"]["embedding"]["w"])[0] / 2.0
+    assert float(update.scalars["learning/lr"]) == pytest.approx(float(applied)) == 0.9
+
+
+def test_a_skipped_step_counts_and_moving_statistics_stay_sound(tiny: SimpleNamespace):
+    config = tiny.task_config(counts=True, learner={"skip_nonfinite_gradients": True})
+    task = config.Instantiate()
+    state = task.init_state(jax.random.key(0))
+
+    def batch(value: float) -> NestedMap:
+        return NestedMap(x=np.full((2, 2), value), y=np.zeros(2), weights=np.ones(2)).transform(
+            np.float32
+        )
+
+    state, _ = task.train_step(state, batch(0.1), GLOBAL_BATCH)
+    skipped, (_, scalars) = task.train_step(state, batch(np.inf), GLOBAL_BATCH)
+    assert float(scalars["learning/is_valid_step"]) == 0.0
+    assert int(skipped.step) == 2
+    assert_equal(skipped.params, state.params)
+    assert_equal(skipped.non_trainable, state.non_trainable)
+    # A gradient that is finite but too long: what the network saw was sound, and is kept.
+    config.train.learner.skip_step_gradient_norm_value = 0.5
+    task = config.Instantiate()
+    skipped, _ = task.train_step(state, batch(3.0), GLOBAL_BATCH)
+    assert_equal(skipped.params, state.params)
+    assert float(skipped.non_trainable["counter"]["sum"]) == pytest.approx(3.1)
+
+
+def test_averages_against_numpy():
+    ours = learner(ema_decay=0.4, frozen=("lm/head/w",))
+    params, state, ema = PARAMS, ours.init(PARAMS), ours.init_ema(PARAMS)
+    assert list(ema["lm"]) == ["embedding"]
+    expected = np.ones(3)
+    for count in range(6):
+        grads = {"lm": {"embedding": GRADS["lm"]["embedding"]}}
+        update = ours.update(grads, state, params, step=jnp.int32(count), ema=ema)
+        params, state, ema = update.params, update.opt_state, update.ema
+        decay = min(0.4, (1 + count) / (10 + count))
+        expected = decay * expected + (1 - decay) * np.asarray(params["lm"]["embedding"]["w"])
+    np.testing.assert_allclose(ema["lm"]["embedding"]["w"], expected, rtol=1e-6)
+    averaged = ours.averaged(params, ema)
+    assert averaged["lm"]["embedding"]["w"] is not params["lm"]["embedding"]["w"]
+    assert_equal(averaged["lm"]["head"], PARAMS["lm"]["head"])
+
+
+def test_averages_of_bfloat16_weights_are_kept_in_float32():
+    low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), PARAMS)
+    ours = learner(ema_decay=0.9999)
+    ema = ours.init_ema(low)
+    update = ours.update(GRADS, ours.init(low), low, step=jnp.int32(100_000), ema=ema)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(update.ema)} == {"float32"}
+    # A change of a ten-thousandth, which bfloat16 does not have.
+    assert np.all(update.ema["lm"]["embedding"]["w"] != ema["lm"]["embedding"]["w"])
+    dtypes = jax.tree.map(lambda leaf: leaf.dtype.name, ours.averaged(low, update.ema))
+    assert set(jax.tree.leaves(dtypes)) == {"bfloat16"}
+
+
+@pytest.mark.parametrize("kind", ["eval", "decode"])
+def test_evaluation_and_decoding_use_the_averages_when_asked(tiny: SimpleNamespace, kind: str):
+    batch = NestedMap(x=np.ones((2, 2)), y=np.zeros(2), weights=np.ones(2)).transform(np.float32)
+    seen = {}
+    for averaged in (False, True):
+        train = {f"{kind}_use_ema_states": averaged}
+        task = tiny.task_config(learner={"ema_decay": 0.5}, train=train).Instantiate()
+        state = task.init_state(jax.random.key(0))
+        state = state.replace(ema={"linear": {"w": jnp.full((2, 1), 3.0)}})
+        if kind == "eval":
+            seen[averaged] = float(task.eval_step(state, batch, GLOBAL_BATCH)["loss"].value)
+        else:
+            seen[averaged] = float(task.decoded_state(state).params["linear"]["w"][0, 0])
+    assert seen == ({False: 2.0, True: 18.0} if kind == "eval" else {False: 1.0, True: 3.0})
+    with pytest.raises(ValueError, match=f"task.train.{kind}_use_ema_states=True needs averaged"):
+        tiny.task_config(train={f"{kind}_use_ema_states": True}).Instantiate()
+
+
+def auxiliary(name: str = "embedding", *weights: str, **fields: Any) -> Config:
+    fields = {"optimizer": Partial(optax.sgd), "learning_rate": 0.25, **fields}
+    return AuxiliaryOptimizer.HParams.config(
+        **{"name": name, "weights": weights or ("lm/embedding/.*",), **fields}
+    )
+
+
+def test_each_optimizer_updates_its_own_weights():
+    schedule = Config(optax.linear_schedule, 0.5, 0.0, 2)
+    ours = learner(auxiliary_optimizers=[auxiliary(learning_rate=schedule)])
+    params, state = PARAMS, ours.init(PARAMS)
+    adam = optax.adam(0.1)
+    head, head_state = PARAMS["lm"]["head"], adam.init(PARAMS["lm"]["head"])
+    for count, rate in enumerate([0.5, 0.25]):
+        update = ours.update(GRADS, state, params, step=jnp.int32(count))
+        np.testing.assert_allclose(
+            update.params["lm"]["embedding"]["w"],
+            params["lm"]["embedding"]["w"] - rate * GRADS["lm"]["embedding"]["w"],
+        )
+        head_updates, head_state = adam.update(GRADS["lm"]["head"], head_state)
+        head = optax.apply_updates(head, head_updates)
+        assert_equal(update.params["lm"]["head"], head)
+        assert float(update.scalars["learning/lr_embedding"]) == rate
+        assert float(update.scalars["learning/lr"]) == np.float32(0.1)
+        assert float(update.scalars["learning/raw_grad_norm"]) == NORM
+        params, state = update.params, update.opt_state
+    assert set(state) == {"main", "embedding"}
+    assert not jax.tree.leaves(jax.tree.map(jnp.ndim, state["embedding"]))[1:]  # one counter
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "text"),
+    [
+        (
+            [auxiliary("a", ".*/embedding/w"), auxiliary("b", "lm/.*/w")],
+            "auxiliary optimizer b: 'lm/.*/w' matches lm/embedding/w, which auxiliary optimizer a"
+            " updates already; patterns must not overlap",
+        ),
+        (
+            [auxiliary("a", "lm/embeding/w")],
+            "auxiliary optimizer a: 'lm/embeding/w' matches no trained weight; did you mean"
+            " 'lm/embedding/w'? A pattern has to match the whole path. Weights: lm/embedding/w,"
+            " lm/head/w.",
+        ),
+        (
+            [auxiliary("a", ".*")],
+            "Learner.optimizer: no weight is left to it, since the auxiliary optimizers update them"
+            " all",
+        ),
+        (
+            [auxiliary("a", ".*/w"), auxiliary("a", ".*/b")],
+            "Learner.auxiliary_optimizers: two have the same name (['a', 'a'])",
+        ),
+        ([auxiliary("main")], "AuxiliaryOptimizer.name='main': expected a word other than 'main'"),
+        ([auxiliary("a", weights=())], "auxiliary optimizer a: weights=(): expected at least one"),
+        ([auxiliary("a", weights="lm/.*")], "a: weights='lm/.*': expected a tuple of patterns"),
+        ([auxiliary("a", "(")], "auxiliary optimizer a: weights: '(' is not a regular expression"),
+    ],
+)
+def test_wrong_auxiliary_optimizers_are_refused(optimizers: list[Config], text: str):
+    with pytest.raises(UsageError) as caught:
+        learner(auxiliary_optimizers=optimizers).init(PARAMS)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        (
+            {"skip_step_gradient_norm_value": 0.0},
+            "Learner.skip_step_gradient_norm_value=0.0 must be positive, or None for no such limit",
+        ),
+        ({"ema_decay": 1.0}, "Learner.ema_decay=1.0 must be between 0 and 1, such as 0.9999"),
+        ({"ema_decay": 0.0}, "Learner.ema_decay=0.0 must be between 0 and 1"),
+        (
+            {"auxiliary_optimizers": [auxiliary(learning_rate=None)]},
+            "AuxiliaryOptimizer embedding: learning_rate is not set, and the optimizer needs one",
+        ),
+    ],
+)
+def test_values_out_of_range_are_refused(fields: dict[str, Any], text: str):
+    with pytest.raises(ValueError) as caught:
+        learner(**fields)
+    assert text in str(caught.value)

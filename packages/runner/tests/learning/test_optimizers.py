@@ -1,0 +1,60 @@
+"""`adam_with_update_cap` against the formulas written out in NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import optax
+import pytest
+
+from layerkit_runner.learning.optimizers import adam_with_update_cap
+
+
+def numpy_adam(params, grads_by_step, *, rate, b1, b2, eps, weight_decay, cap):
+    """Kingma and Ba's algorithm 1 per tensor, each update scaled to a root mean square of `cap`."""
+    params = {name: value.astype(np.float64) for name, value in params.items()}
+    first = {name: np.zeros_like(value) for name, value in params.items()}
+    second = {name: np.zeros_like(value) for name, value in params.items()}
+    for step, grads in enumerate(grads_by_step, start=1):
+        for name, grad in grads.items():
+            first[name] = b1 * first[name] + (1 - b1) * grad
+            second[name] = b2 * second[name] + (1 - b2) * grad**2
+            mean, square = first[name] / (1 - b1**step), second[name] / (1 - b2**step)
+            update = mean / (np.sqrt(square) + eps)
+            if cap is not None:
+                update = update / max(1.0, np.sqrt(np.mean(update**2)) / cap)
+            params[name] = params[name] - rate * (update + weight_decay * params[name])
+    return params
+
+
+@pytest.mark.parametrize("cap", [None, 1.0, 0.3])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_equals_numpy(cap: float | None, weight_decay: float):
+    rng = np.random.default_rng(0)
+    shapes = {"w": (4, 3), "b": (3,)}
+    params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    # After many small gradients a large one makes an update whose RMS passes 1.
+    grads = [
+        {name: (size * rng.normal(size=shape)).astype(np.float32) for name, shape in shapes.items()}
+        for size in [*([0.01] * 40), 10.0, 10.0]
+    ]
+    settings = {"b1": 0.5, "b2": 0.99, "eps": 1e-6, "weight_decay": weight_decay}
+    optimizer = adam_with_update_cap(0.05, update_rms_cap=cap, **settings)
+    ours, state = params, optimizer.init(params)
+    for step_grads in grads:
+        updates, state = optimizer.update(step_grads, state, ours)
+        ours = optax.apply_updates(ours, updates)
+    references = {c: numpy_adam(params, grads, rate=0.05, cap=c, **settings) for c in (cap, None)}
+    for name, value in ours.items():
+        np.testing.assert_allclose(value, references[cap][name], rtol=2e-5, atol=2e-6)
+        is_capped = np.max(np.abs(references[cap][name] - references[None][name])) > 1e-3
+        assert is_capped == (cap is not None)
+
+
+def test_a_schedule_counts_steps_from_zero():
+    optimizer = adam_with_update_cap(lambda step: 0.1 * step, update_rms_cap=None)
+    params = {"w": np.ones(2, np.float32)}
+    state = optimizer.init(params)
+    updates, state = optimizer.update(params, state, params)
+    np.testing.assert_array_equal(updates["w"], 0.0)
+    updates, state = optimizer.update(params, state, params)
+    np.testing.assert_allclose(updates["w"], -0.1, rtol=1e-4)

@@ -1,0 +1,240 @@
+"""A stack of repeated layers trains as the same layers in a row do, whatever goes by tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from layerkit.base_model import BaseModel, Metrics, WeightedScalar
+from layerkit.config import Partial, sub_config_field
+from layerkit.layers.linears import FeedForward
+from layerkit.layers.repeat import Repeat
+from layerkit.nested_map import NestedMap
+from layerkit_runner.errors import UsageError
+from layerkit_runner.learning.learner import Learner
+from layerkit_runner.learning.optimizer_reach import Reach, reach_of
+from layerkit_runner.learning.optimizers import adam_with_update_cap
+from layerkit_runner.learning.stacked_weights import map_tensors, stacks_of
+from layerkit_runner.steps.step_context import GLOBAL_BATCH
+from layerkit_runner.task import SingleTask
+from layerkit_runner.train_hparams import TrainHParams
+
+DIMS, LAYERS, STEPS = 6, 3, 20
+
+
+class Residual(FeedForward):
+    def fprop(self, x: jax.Array) -> jax.Array:
+        return x + super().fprop(x)
+
+
+class Network(BaseModel):
+    """Learns to turn its inputs around, by repeated layers or by layers in a row."""
+
+    layer_tpl: Any = sub_config_field(Residual.HParams, input_dims=DIMS, output_dims=DIMS)
+    repeated: bool = True
+
+    def setup(self) -> None:
+        if self.repeated:
+            repeat = Repeat.HParams.config(sub_tpl=self.layer_tpl, num_repeats=LAYERS)
+            self.create_child("stack", repeat)
+        else:
+            self.create_children("layers", [self.layer_tpl] * LAYERS)
+        self.create_child("last", self.layer_tpl)
+
+    def compute_predictions(self, batch: NestedMap) -> jax.Array:
+        x = batch.x
+        if self.repeated:
+            x = self.stack(x)
+        else:
+            for layer in self.layers:
+                x = layer(x)
+        return self.last(x)
+
+    def compute_loss(self, predictions: jax.Array, batch: NestedMap) -> tuple[Metrics, NestedMap]:
+        loss = jnp.mean(jnp.square(predictions - batch.x[:, ::-1]))
+        return {"loss": WeightedScalar.of(loss, len(batch.x))}, NestedMap()
+
+
+def task_of(*, repeated: bool, **fields: Any) -> SingleTask:
+    return SingleTask.HParams.config(
+        model=Network.HParams.config(repeated=repeated),
+        train=TrainHParams.HParams.config(learner=Learner.HParams.config(**fields)),
+    ).Instantiate()
+
+
+def in_a_row(params: Any) -> Any:
+    """The weights of the repeated network as those of layers in a row."""
+    layers = {
+        f"layers_{index}": jax.tree.map(lambda leaf, i=index: leaf[i], params["stack"]["sub"])
+        for index in range(LAYERS)
+    }
+    return {**layers, "last": params["last"]}
+
+
+def batch_of(step: int) -> NestedMap:
+    rng = np.random.default_rng(step)
+    return NestedMap(x=rng.normal(size=(8, DIMS))).transform(np.float32)
+
+
+def trained(task: SingleTask, params: Any) -> tuple[Any, list[float]]:
+    """Weights after the last step, and the losses of all."""
+    shapes = jax.eval_shape(task.init_state, jax.random.key(0))
+    state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    stacks = task._weight_stacks()
+    learner = task.train.learner
+    state = state.replace(params=params, opt_state=learner.init(params, stacks=stacks))
+    step_fn = jax.jit(lambda s, b: task.train_step(s, b, GLOBAL_BATCH))
+    losses = []
+    for step in range(STEPS):
+        state, (metrics, _) = step_fn(state, batch_of(step))
+        losses.append(float(metrics["loss"].value))
+    return state.params, losses
+
+
+@pytest.fixture(scope="module")
+def first_params() -> Any:
+    """Layers whose sizes differ by tens, or it would not matter what is taken together."""
+    task = task_of(repeated=True, optimizer=Partial(optax.sgd), learning_rate=1.0)
+    params = task.init_state(jax.random.key(1)).params
+    sizes = jnp.array([0.02, 0.2, 2.0])
+    params["stack"] = jax.tree.map(
+        lambda leaf: leaf * sizes.reshape(-1, *[1] * (leaf.ndim - 1)), params["stack"]
+    )
+    return params
+
+
+CASES = {
+    "clip per tensor": {"optimizer": Partial(optax.sgd), "clip_per_tensor_norm": 0.05},
+    "adam with a cap": {
+        "optimizer": Partial(adam_with_update_cap, update_rms_cap=0.3, weight_decay=0.1)
+    },
+    "adafactor": {"optimizer": Partial(optax.adafactor, min_dim_size_to_factor=2)},
+}
+MORE_CASES = {
+    "adam": {"optimizer": Partial(optax.adam)},
+    "lamb": {"optimizer": Partial(optax.lamb)},
+    "novograd": {"optimizer": Partial(optax.novograd)},
+    "muon": {"optimizer": Partial(optax.contrib.muon)},
+    "clip across": {"optimizer": Partial(optax.sgd), "clip_global_norm": 0.05},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_CASES)]
+)
+def test_repeated_layers_train_as_layers_in_a_row(first_params: Any, name: str):
+    fields = {"learning_rate": 0.05, **(CASES | MORE_CASES)[name]}
+    found, losses = trained(task_of(repeated=True, **fields), first_params)
+    expected, row_losses = trained(task_of(repeated=False, **fields), in_a_row(first_params))
+    np.testing.assert_allclose(losses, row_losses, rtol=2e-4)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-5),
+        in_a_row(found),
+        expected,
+    )
+
+
+@pytest.mark.parametrize("name", [*CASES, "lamb"])
+def test_it_would_matter_if_a_stack_were_one_tensor(name: str):
+    rng = np.random.default_rng(0)
+    params = {"w": rng.normal(size=(LAYERS, DIMS, DIMS)).astype(np.float32)}
+    sizes = np.array([0.01, 1.0, 10.0])[:, None, None]
+    grads = [rng.normal(size=params["w"].shape), sizes * rng.normal(size=params["w"].shape)]
+    fields = {"learning_rate": 0.05, **(CASES | MORE_CASES)[name]}
+    learner = Learner.HParams.config(**fields)
+
+    def steps(params: Any, grads: Any, stacks: Any) -> Any:
+        ours = learner.Instantiate()
+        state = ours.init(params, stacks=stacks)
+        for count, each in enumerate(grads):
+            update = ours.update({"w": each}, state, params, step=jnp.int32(count), stacks=stacks)
+            params, state = update.params, update.opt_state
+        return params["w"]
+
+    each_alone = np.stack(
+        [
+            jax.jit(lambda p, g: steps(p, g, {}))(
+                {"w": params["w"][layer]}, [grad[layer] for grad in grads]
+            )
+            for layer in range(LAYERS)
+        ]
+    )
+    stacked = jax.jit(lambda p, g: steps(p, g, {("w",): (LAYERS,)}))(params, grads)
+    as_one = jax.jit(lambda p, g: steps(p, g, {}))(params, grads)
+    np.testing.assert_allclose(stacked, each_alone, rtol=1e-5, atol=1e-6)
+    assert np.max(np.abs(as_one - each_alone)) > 1e-3
+
+
+def test_stacks_are_told_by_the_names_of_the_axes():
+    task = task_of(repeated=True, optimizer=Partial(optax.sgd), learning_rate=1.0)
+    boxed = jax.eval_shape(lambda: task.model.init_boxed(jax.random.key(0)))["params"]
+    stacks = stacks_of(boxed)
+    assert set(stacks.values()) == {(LAYERS,)}
+    assert {path[0] for path in stacks} == {"stack"}
+    assert ("stack", "sub", "linear", "w") in stacks
+
+
+def test_tensors_of_stacks_within_stacks():
+    tree = {"a": jnp.arange(24.0).reshape(2, 3, 4), "b": jnp.arange(4.0)}
+    found = map_tensors(lambda x: x / jnp.sum(x), tree, {("a",): (2, 3)})
+    np.testing.assert_allclose(found["a"].sum(axis=-1), np.ones((2, 3)), rtol=1e-6)
+    np.testing.assert_allclose(found["b"].sum(), 1.0)
+
+
+WEIGHTS = {"a": jnp.ones((4, 3)), "b": jnp.ones(3)}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "reach"),
+    [
+        (optax.sgd(0.1, momentum=0.9, nesterov=True), Reach.ENTRY),
+        (optax.adamw(lambda step: 0.1 * step, mask=lambda p: {"a": True, "b": False}), Reach.ENTRY),
+        (optax.chain(optax.clip(1.0), optax.lion(0.1)), Reach.ENTRY),
+        (optax.contrib.schedule_free_sgd(0.1), Reach.ENTRY),
+        (optax.adafactor(0.1), Reach.TENSOR),
+        (optax.lamb(0.1), Reach.TENSOR),
+        (optax.contrib.muon(0.1), Reach.TENSOR),
+        (optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1)), Reach.TENSOR),
+        (adam_with_update_cap(0.1), Reach.TENSOR),
+        (adam_with_update_cap(0.1, update_rms_cap=None), Reach.ENTRY),
+        (optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)), Reach.TREE),
+        (optax.apply_if_finite(optax.adam(0.1), 3), Reach.TREE),
+        (optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(), Reach.ENTRY),
+        (optax.novograd(0.1), Reach.TENSOR),
+    ],
+)
+def test_how_far_optimizers_look(optimizer: Any, reach: Reach):
+    assert reach_of(optimizer, WEIGHTS) is reach
+
+
+def test_what_looks_across_stacked_weights_has_to_say_how():
+    chain = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+    params, stacks = {"w": jnp.ones((3, 4)), "b": jnp.ones(3)}, {("w",): (3,)}
+    learner = Learner.HParams.config(optimizer=chain).Instantiate()
+    with pytest.raises(UsageError) as caught:
+        learner.init(params, stacks=stacks)
+    assert str(caught.value) == (
+        "Learner.optimizer looks across weights, as optax.clip_by_global_norm does, and w is a"
+        " stack of layers. Set Learner.per_layer=False if nothing else in it goes by whole tensors"
+        " (True would let it see one layer at a time), or clip by Learner.clip_global_norm instead"
+    )
+    learner = Learner.HParams.config(optimizer=chain, per_layer=False).Instantiate()
+    state = learner.init(params, stacks=stacks)
+    update = learner.update(params, state, params, step=jnp.int32(0), stacks=stacks)
+    np.testing.assert_allclose(update.params["w"], 1 - 0.1 / np.sqrt(15), rtol=1e-6)
+
+
+def test_the_state_of_an_optimizer_of_entries_is_its_own():
+    params, stacks = {"w": jnp.ones((3, 4))}, {("w",): (3,)}
+    adam = Learner.HParams.config(optimizer=optax.adam(0.1)).Instantiate()
+    assert jax.tree.structure(adam.init(params, stacks=stacks)) == jax.tree.structure(
+        optax.adam(0.1).init(params)
+    )
+    both = {"w": params["w"], "b": jnp.ones(2)}
+    factored = Learner.HParams.config(optimizer=optax.lamb(0.1)).Instantiate()
+    assert set(factored.init(both, stacks=stacks)) == {"main", "main-layers-3"}

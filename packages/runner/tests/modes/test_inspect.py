@@ -1,0 +1,114 @@
+"""`--mode=inspect --inspect=batches`: what each host would be fed, shown by one process."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from layerkit_runner.errors import UsageError
+from layerkit_runner.modes.inspect import input_lines, simulated_places
+from layerkit_runner.partitioning import SpmdPartitioner
+
+
+def lines_of(config: Any, *, num_hosts: int, kind: str = "eval", num_batches: int = 3) -> list[str]:
+    """On eight devices, with the times taken out."""
+    partitioner = SpmdPartitioner(ici_mesh_shape=[8, 1, 1])
+    partitioner.start()
+    places = simulated_places(jax.devices(), num_hosts)
+    lines = input_lines(config, kind, partitioner, places, num_batches)
+    return [re.sub(r"in [\d.]+ s", "in … s", line) for line in lines]
+
+
+def test_each_host_and_the_end_of_the_data(tiny: SimpleNamespace):
+    config = tiny.Points.HParams.config(name="points", num_rows=11, percore_batch_size=1.0)
+    lines = lines_of(config, num_hosts=2)
+    assert lines[:5] == [
+        "eval points (Points)",
+        "  8 rows a batch, 4 on each host that feeds some; one epoch each time",
+        "  host 0: rows 0 to 3 of each batch",
+        "  host 1: rows 4 to 7 of each batch",
+        "  batch 1, read in … s: 4 of 4 rows hold data",
+    ]
+    assert "    host 1: 4 of 4 rows hold data" in lines
+    assert "  batch 2, read in … s: 3 of 4 rows hold data" in lines
+    assert "    host 1: 0 of 4 rows hold data" in lines
+    assert lines[-2] == "  the data end after 2 batch(es)"
+    assert re.fullmatch(r"  state: \d+ bytes, scope global", lines[-1])
+    assert not any("WARNING" in line for line in lines)
+
+
+def test_hosts_that_read_the_same_rows_are_told(tiny: SimpleNamespace):
+    class Unsplit(tiny.Points):
+        """Forgets that there are other hosts."""
+
+        def _read_rows(self, rows: np.ndarray) -> Any:
+            return super()._read_rows(rows % self.local_batch_size)
+
+    config = Unsplit.HParams.config(is_training=True, shuffle=False, percore_batch_size=1.0)
+    config.num_rows = 64
+    lines = lines_of(config, num_hosts=4, kind="train", num_batches=1)
+    for host in (1, 2, 3):
+        assert f"    WARNING: hosts 0 and {host} read the same rows" in lines
+
+
+def test_records_that_were_left_out_are_told(tiny: SimpleNamespace):
+    class Holed(tiny.Points):
+        """As if two of its records could not be read."""
+
+        num_skipped = 2
+
+    lines = lines_of(Holed.HParams.config(percore_batch_size=1.0), num_hosts=1)
+    assert lines[-1] == "  Holed: 2 records could not be read so far and were left out"
+
+
+def test_devices_that_cannot_be_split():
+    with pytest.raises(UsageError, match="--num_hosts=3: the 8 device"):
+        simulated_places(jax.devices(), 3)
+
+
+def test_the_command_shows_every_input_and_writes_nothing(tmp_path: Path):
+    pytest.importorskip("layerkit_experiments")
+    for number in range(40):
+        (tmp_path / f"{number}.txt").write_text("one two three. " * 10)
+    before = sorted(tmp_path.iterdir())
+    command = [
+        *(sys.executable, "-m", "layerkit_runner.cli", "--exp=lm.quickstart.LocalText"),
+        *("--mode=inspect", "--inspect=batches", "--num_batches=1", "--num_hosts=2"),
+        "--fdl.PERCORE_BATCH_SIZE=1.0",
+        f"--fdl.TEXT_FILES=['{tmp_path}']",
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    heads = [line for line in done.stdout.splitlines() if line and line[0] != " "]
+    assert heads == [
+        "2 host(s) of 1 device(s) each are simulated; labels of weight 0 stand in ⟦brackets⟧",
+        "train train (LocalText)",
+        "eval heldout (LocalText)",
+        "decode prompts (LocalTextPrompts)",
+    ]
+    assert "one two three. one two" in done.stdout
+    assert sorted(tmp_path.iterdir()) == before
+
+    wrong = subprocess.run(
+        [*command[:-1], "--fdl.TEXT_FILES=['/nowhere/at/all']"],
+        cwd=tmp_path,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("runner: ")
+    assert "/nowhere/at/all" in wrong.stderr
+    assert wrong.stderr.count("\n") == 1

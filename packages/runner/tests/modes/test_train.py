@@ -1,0 +1,271 @@
+"""Where a training run begins: at its own newest checkpoint, at that of another job, or at step 0.
+
+What a whole run leaves behind is the business of the integration tests.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from layerkit.base_model import WeightedScalar
+from layerkit.config import Config
+from layerkit_runner import BaseExperiment, UsageError
+from layerkit_runner.command_line.flags import RunOptions
+from layerkit_runner.configuration.resolve import resolve
+from layerkit_runner.modes.inference import run_eval
+from layerkit_runner.modes.train import run_train
+from layerkit_runner.observers import read_metrics
+
+
+@pytest.fixture(scope="module")
+def experiment(tiny: SimpleNamespace) -> type[BaseExperiment]:
+    class Tiny(BaseExperiment):
+        MAX_STEPS: int = 4
+        MAX_TO_KEEP: int | None = 10
+        INIT_SCALE: float = 1.0
+        LOSS_NAME: str = "loss"
+
+        def task(self) -> Config:
+            train = {"num_train_steps": self.MAX_STEPS, "save_interval_steps": 2}
+            task = tiny.task_config(
+                learner={"learning_rate": 0.01},
+                train={**train, "summary_interval_steps": 1, "save_max_to_keep": self.MAX_TO_KEEP},
+                init_scale=self.INIT_SCALE,
+            )
+            task.set(name="line", loss_name=self.LOSS_NAME)
+            return task
+
+        def datasets(self) -> list[Config]:
+            points = tiny.Points.HParams
+            return [
+                points.config(name="train", is_training=True, percore_batch_size=1.0),
+                points.config(name="held out", percore_batch_size=1.0),
+            ]
+
+    return Tiny
+
+
+@pytest.fixture
+def train(
+    experiment: type[BaseExperiment], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Any:
+    """Trains in a folder of this name and returns what was printed."""
+
+    def run(name: str, *, max_steps: int = 4, **options: Any) -> str:
+        folders = {"job_log_dir": str(tmp_path / name), "jax_compilation_cache": "off"}
+        resolved = resolve(experiment(MAX_STEPS=max_steps))
+        assert run_train(resolved, RunOptions(**{**folders, **options})) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {record["step"]: record["loss"] for record in read_metrics(folder).train}
+
+
+def test_a_new_run_then_the_same_again(train: Any, tmp_path: Path):
+    first = train("job")
+    assert "goes on from" not in first
+    assert list(losses(tmp_path / "job")) == [1, 2, 3, 4]
+    again = train("job", max_steps=6)
+    assert f"goes on from step 4 of {tmp_path}/job/checkpoints" in again
+    straight = train("straight", max_steps=6)
+    assert losses(tmp_path / "job") == losses(tmp_path / "straight")
+    assert held_out(again) == held_out(straight) != held_out(first)
+
+
+def held_out(output: str) -> str:
+    return next(line for line in output.splitlines() if line.startswith("held out: "))
+
+
+def test_another_jobs_checkpoint(train: Any, tmp_path: Path):
+    train("job")
+    there = str(tmp_path / "job")
+    output = train("new", max_steps=5, restore_checkpoint_dir=there, restore_checkpoint_step=2)
+    assert f"goes on from step 2 of {tmp_path}/job/checkpoints" in output
+    assert list(losses(tmp_path / "new")) == [3, 4, 5]
+    # From now on the new job has checkpoints of its own.
+    output = train("new", max_steps=6, restore_checkpoint_dir=there)
+    assert f"--restore_checkpoint_dir is not used: {tmp_path}/new has checkpoints of" in output
+    assert f"goes on from step 5 of {tmp_path}/new/checkpoints" in output
+
+
+def test_no_training_input(tiny: SimpleNamespace, experiment: Any, tmp_path: Path):
+    class Untrained(experiment):
+        def datasets(self) -> list[Config]:
+            return []
+
+    with pytest.raises(UsageError, match=r"must hold one input with is_training=True .* not 0$"):
+        run_train(resolve(Untrained()), RunOptions(job_log_dir=str(tmp_path / "job")))
+    assert not (tmp_path / "job").exists()
+
+
+def test_data_sets_of_one_name(tiny: SimpleNamespace, experiment: Any, tmp_path: Path):
+    class Twice(experiment):
+        def datasets(self) -> list[Config]:
+            train, held_out = super().datasets()
+            return [train, held_out, held_out.clone()]
+
+    with pytest.raises(UsageError, match=r"^two data sets are named 'held out'; give each a name"):
+        run_train(resolve(Twice()), RunOptions(job_log_dir=str(tmp_path / "job")))
+
+
+def test_a_loss_that_is_no_number_is_told_once_and_the_run_ends_in_order(
+    experiment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    options = RunOptions(job_log_dir=str(tmp_path / "job"), jax_compilation_cache="off")
+    assert run_train(resolve(experiment(INIT_SCALE=float("nan"))), options) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (warning,) = [line for line in lines if line.startswith("WARNING")]
+    assert warning.startswith("WARNING: loss is nan at step 1; this run will hardly recover.")
+    (no_curve,) = [line for line in lines if line.startswith("no loss curve")]
+    assert no_curve.endswith("metrics.jsonl holds no finite 'loss' to draw")
+    assert lines[-4].startswith("next: ")
+
+
+def test_a_loss_that_the_model_does_not_report(experiment: Any, tmp_path: Path):
+    options = RunOptions(job_log_dir=str(tmp_path / "job"), jax_compilation_cache="off")
+    with pytest.raises(UsageError, match=r"task\.loss_name='lss' is not a metric of the model"):
+        run_train(resolve(experiment(LOSS_NAME="lss")), options)
+    assert not (tmp_path / "job").exists()
+
+
+@pytest.mark.parametrize(
+    ("hours", "kept"),
+    # The run takes no 12 hours: of those kept for their age there is the first alone.
+    [(None, ["checkpoint_00000006"]), (12.0, ["checkpoint_00000002", "checkpoint_00000006"])],
+)
+def test_which_checkpoints_stay(
+    experiment: Any, tmp_path: Path, hours: float | None, kept: list[str]
+):
+    resolved = resolve(experiment(MAX_STEPS=6, MAX_TO_KEEP=1))
+    resolved.task.train.save_keep_interval_hours = hours
+    options = RunOptions(job_log_dir=str(tmp_path / "job"), jax_compilation_cache="off")
+    assert run_train(resolved, options) == 0
+    folders = (tmp_path / "job" / "checkpoints").glob("checkpoint_*")
+    assert sorted(path.name for path in folders) == kept
+
+
+def test_an_interval_of_no_hours(experiment: Any, tmp_path: Path):
+    resolved = resolve(experiment())
+    resolved.task.train.save_keep_interval_hours = 0.0
+    with pytest.raises(UsageError, match=r"save_keep_interval_hours=0\.0 must be more than 0"):
+        run_train(resolved, RunOptions(job_log_dir=str(tmp_path / "job")))
+
+
+def test_a_job_is_in_one_folder_however_it_is_written(
+    train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    output = train("there", job_log_dir="~/job")
+    assert "writing to   ~/job; checkpoint every 2 steps" in output
+    assert "loss curve: ~/job/loss_curve.png" in output
+    assert not (tmp_path / "~").exists()
+    assert {"checkpoints", "config.json", "metrics.jsonl"} <= {
+        path.name for path in (tmp_path / "job").iterdir()
+    }
+    output = train("new", max_steps=5, restore_checkpoint_dir="~/job")
+    assert f"goes on from step 4 of {tmp_path}/job/checkpoints" in output
+
+
+def test_a_job_folder_may_be_called_checkpoints(train: Any, tmp_path: Path):
+    train("checkpoints")
+    folder = tmp_path / "checkpoints"
+    assert (folder / "checkpoints" / "checkpoint_00000004").is_dir()
+    # The place to start from may be the folder of the checkpoints itself.
+    output = train("new", max_steps=5, restore_checkpoint_dir=str(folder / "checkpoints"))
+    assert f"goes on from step 4 of {folder}/checkpoints\n" in output
+
+
+def test_what_became_of_the_time_of_all_runs(train: Any, tmp_path: Path):
+    assert "goodput: " in train("job", max_steps=5)
+    shutil.rmtree(tmp_path / "job" / "checkpoints" / "checkpoint_00000005")
+    output = train("job", max_steps=6)
+    (line,) = [line for line in output.splitlines() if line.startswith("goodput: ")]
+    assert re.search(r"lost .*; 2 runs, 0:00:\d\d between them, 1 step done again$", line)
+    record = json.loads((tmp_path / "job" / "goodput.json").read_text())
+    assert (record["step"], record["num_steps"], record["num_lost_steps"]) == (6, 6, 1)
+    spent = {name for name, seconds in record["seconds"].items() if seconds > 0}
+    assert {"steps", "compile", "save", "eval", "start", "lost", "other"} <= spent
+    for logged in read_metrics(tmp_path / "job").train:
+        shares = [value for name, value in logged.items() if name.startswith("goodput/")]
+        assert sum(shares) == pytest.approx(1)
+
+
+def test_utilisation_where_somebody_says_what_a_device_can_do(train: Any, tmp_path: Path):
+    train("unknown")
+    assert not any("mfu" in logged for logged in read_metrics(tmp_path / "unknown").train)
+    train("known", peak_tflops_per_device=2.5e-6)
+    metrics = read_metrics(tmp_path / "known")
+    # 2 FLOPs for each of 2 weights and 8 rows, three times, on 8 devices.
+    assert metrics.info["flops_per_step"] == 96
+    for logged in metrics.train[1:]:
+        expected = 96 / logged["step_time"] / 8 / 2.5e6
+        assert logged["mfu"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("option", "refusal"),
+    [
+        ({"xla_flags_preset": "gpu_latency_hiding"}, "at hand, which are cpu; for these there is"),
+        ({"wandb_project": "toy"}, "--wandb_project=toy needs wandb: pip install"),
+        ({"jax_profiler_port": 65536}, "--jax_profiler_port=65536: there are no ports above"),
+    ],
+)
+def test_what_is_refused_before_anything_is_written(
+    experiment: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    option: dict[str, Any],
+    refusal: str,
+):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    options = RunOptions(job_log_dir=str(tmp_path / "job"), jax_compilation_cache="off", **option)
+    with pytest.raises(UsageError, match=refusal):
+        run_train(resolve(experiment()), options)
+    assert not (tmp_path / "job").exists()
+
+
+def test_the_name_of_the_task_is_told(train: Any):
+    assert ".Tiny (task line)\n" in train("job")
+
+
+def test_the_loss_that_is_reported_is_the_one_that_the_model_names(
+    tiny: SimpleNamespace, experiment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    class Smoothed(tiny.Regression):
+        """Trains more than the errors that it is compared by."""
+
+        reported_metric = "error"
+
+        def compute_loss(self, predictions: Any, batch: Any) -> Any:
+            metrics, outputs = super().compute_loss(predictions, batch)
+            error = metrics["loss"]
+            return {"error": error, "total": WeightedScalar(error.value + 1, error.weight)}, outputs
+
+    class Compared(experiment):
+        LOSS_NAME = "total"
+
+        def task(self) -> Config:
+            task = super().task()
+            task.model = Smoothed.HParams.config()
+            return task
+
+    options = RunOptions(job_log_dir=str(tmp_path / "job"), jax_compilation_cache="off")
+    assert run_train(resolve(Compared()), options) == 0
+    trained = held_out(capsys.readouterr().out)
+    (record,) = read_metrics(tmp_path / "job").evals["held out"]
+    assert trained.startswith(f"held out: {record['error']:.4f} nats per token = ")
+    assert record["total"] == pytest.approx(record["error"] + 1)
+    assert run_eval(resolve(Compared()), options) == 0
+    assert held_out(capsys.readouterr().out) == trained

@@ -1,0 +1,184 @@
+"""Traces of training steps: those asked for, no others, and readable."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+from etils import epath
+
+from layerkit_runner import UsageError
+from layerkit_runner.command_line.flags import RunOptions
+from layerkit_runner.configuration.resolve import resolve
+from layerkit_runner.modes.train import run_train
+from layerkit_runner.observers.step_profiler import (
+    CAPTURE_SIGNAL,
+    STEP_EVENT,
+    StepProfiler,
+    profiler_server,
+)
+
+
+def traced_steps(folder: Path) -> list[int]:
+    """The numbers of the steps in the only trace below `folder`."""
+    (path,) = folder.glob("plugins/profile/*/*.xplane.pb")
+    planes = jax.profiler.ProfileData.from_file(str(path)).planes
+    events = [event for plane in planes for line in plane.lines for event in line.events]
+    return [dict(event.stats)["step_num"] for event in events if event.name == STEP_EVENT]
+
+
+@pytest.fixture
+def profiled(experiment_class: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Trains 6 steps with these fields and returns what was printed."""
+
+    def run(name: str = "job", *, max_steps: int = 6, **train: Any) -> str:
+        resolved = resolve(experiment_class(MAX_STEPS=max_steps))
+        for field, value in train.items():
+            setattr(resolved.task.train, field, value)
+        options = RunOptions(job_log_dir=str(tmp_path / name), jax_compilation_cache="off")
+        assert run_train(resolved, options) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def experiment_class(tiny: SimpleNamespace) -> Any:
+    from layerkit_runner import BaseExperiment
+
+    class Tiny(BaseExperiment):
+        MAX_STEPS: int = 6
+
+        def task(self) -> Any:
+            train = {"num_train_steps": self.MAX_STEPS, "save_interval_steps": 100}
+            return tiny.task_config(learner={"learning_rate": 0.01}, train=train)
+
+        def datasets(self) -> list[Any]:
+            return [tiny.Points.HParams.config(is_training=True, percore_batch_size=1.0)]
+
+    return Tiny
+
+
+def test_the_steps_that_were_asked_for(profiled: Any, tmp_path: Path):
+    output = profiled(profiler_capture_step=3, profiler_num_steps=2)
+    folder = tmp_path / "job" / "profile" / "step_00000003"
+    assert traced_steps(folder) == [3, 4]
+    assert {path.name for path in folder.glob("plugins/profile/step_00000003/*")} == {
+        "process_0000.xplane.pb",
+        "process_0000.trace.json.gz",
+    }
+    (line,) = [line for line in output.splitlines() if line.startswith("profile of")]
+    assert line.startswith("profile of steps 3 to 4 (")
+    assert line.endswith(f"look at it with: tensorboard --logdir={tmp_path}/job/profile")
+    # The run goes on from step 6, where the capture is long done.
+    again = profiled(max_steps=7, profiler_capture_step=3, profiler_num_steps=2)
+    assert "no profile: task.train.profiler_capture_step=3 is done, and this run" in again
+
+
+def test_a_step_that_never_comes(profiled: Any, tmp_path: Path):
+    with pytest.raises(UsageError, match=r"profiler_capture_step=7 comes after the last step, 6$"):
+        profiled(profiler_capture_step=7)
+    assert not (tmp_path / "job").exists()
+
+
+def test_nothing_is_traced_unasked(profiled: Any, tmp_path: Path):
+    assert "profile of" not in profiled()
+    assert not (tmp_path / "job" / "profile").exists()
+
+
+def test_a_run_that_ends_within_a_capture_writes_what_it_has(profiled: Any, tmp_path: Path):
+    profiled(profiler_capture_step=5, profiler_num_steps=100)
+    assert traced_steps(tmp_path / "job" / "profile" / "step_00000005") == [5, 6]
+
+
+@pytest.mark.parametrize(
+    "field", ["profiler_capture_step", "profiler_num_steps", "profiler_max_num_hosts"]
+)
+def test_counts_start_at_one(profiled: Any, field: str):
+    with pytest.raises(UsageError, match=rf"task\.train\.{field}=0 must be at least 1"):
+        profiled(**{field: 0})
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Any:
+    def make(**changes: Any) -> tuple[StepProfiler, list[str]]:
+        lines: list[str] = []
+        settings = {"capture_step": None, "num_steps": 2, "captures_by_step": True, **changes}
+        return StepProfiler(epath.Path(tmp_path), report=lines.append, **settings), lines
+
+    return make
+
+
+def run_steps(profiler: StepProfiler, steps: range) -> None:
+    for step in steps:
+        if profiler.starts_before(step):
+            profiler.start(step)
+        with jax.profiler.StepTraceAnnotation(STEP_EVENT, step_num=step):
+            pass
+        if profiler.ends_after(step):
+            profiler.stop(step)
+
+
+def test_a_signal_captures_the_next_steps(make: Any, tmp_path: Path):
+    profiler, lines = make()
+    before = signal.getsignal(CAPTURE_SIGNAL)
+    with profiler:
+        run_steps(profiler, range(1, 4))
+        os.kill(os.getpid(), CAPTURE_SIGNAL)
+        run_steps(profiler, range(4, 8))
+        os.kill(os.getpid(), CAPTURE_SIGNAL)
+        run_steps(profiler, range(8, 11))
+    assert signal.getsignal(CAPTURE_SIGNAL) == before
+    assert traced_steps(tmp_path / "profile" / "step_00000004") == [4, 5]
+    assert traced_steps(tmp_path / "profile" / "step_00000008") == [8, 9]
+    assert len(lines) == 2
+
+
+def test_a_process_that_takes_no_part_still_hears_its_own_signal(make: Any, tmp_path: Path):
+    profiler, _ = make(capture_step=1, captures_by_step=False)
+    with profiler:
+        run_steps(profiler, range(1, 3))
+        assert not (tmp_path / "profile").exists()
+        os.kill(os.getpid(), CAPTURE_SIGNAL)
+        run_steps(profiler, range(3, 6))
+    assert traced_steps(tmp_path / "profile" / "step_00000003") == [3, 4]
+
+
+def test_a_trace_that_cannot_be_kept_ends_no_run(make: Any, tmp_path: Path):
+    (tmp_path / "profile").write_text("a file where a folder should be")
+    profiler, lines = make(capture_step=2)
+    with profiler:
+        run_steps(profiler, range(1, 5))
+        assert not profiler.starts_before(5)
+    (line,) = lines
+    assert line.startswith("profile of steps 2 to 3 is lost: ")
+
+
+def test_a_trace_beside_another_one_ends_no_run(make: Any, tmp_path: Path):
+    profiler, lines = make(capture_step=2)
+    with profiler, jax.profiler.trace(tmp_path / "other"):
+        run_steps(profiler, range(1, 5))
+    (line,) = lines
+    assert line.startswith("no profile of step 2: ")
+    assert not (tmp_path / "profile").exists()
+
+
+def test_a_server_for_traces_at_any_time():
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        refusal = rf"^--jax_profiler_port={port}: .*in use"
+        with pytest.raises(UsageError, match=refusal), profiler_server(port):
+            pass
+    with profiler_server(port), socket.create_connection(("localhost", port), timeout=10):
+        pass
+    with (
+        pytest.raises(UsageError, match=r"--jax_profiler_port=99999: .*above 65535"),
+        profiler_server(99999),
+    ):
+        pass

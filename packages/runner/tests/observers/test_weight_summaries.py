@@ -1,0 +1,64 @@
+"""Norms and histograms of weights against NumPy, however the weights are laid out."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from layerkit_runner.observers.weight_summaries import histograms, weight_summary_fn
+from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
+
+
+@pytest.fixture(scope="module", params=["one device", "sharded", "pmap"])
+def summarize(request: pytest.FixtureRequest) -> Any:
+    """Summaries of the weights of a model, laid out in one of these ways."""
+    partitioner: Any = PmapPartitioner() if request.param == "pmap" else SpmdPartitioner()
+    partitioner.start(jax.devices()[:1] if request.param == "one device" else None)
+    spec = PartitionSpec(("data", "fsdp")) if request.param == "sharded" else PartitionSpec()
+    summary = weight_summary_fn(partitioner)
+
+    def run(**params: Any) -> Any:
+        sharding = NamedSharding(partitioner.mesh, spec)
+        return histograms(jax.device_get(summary(jax.device_put(params, sharding))))
+
+    return run
+
+
+def test_equal_to_numpy(summarize: Any):
+    w = np.random.default_rng(0).normal(size=(16, 30)).astype(np.float32)
+    found = summarize(layer={"w": w, "count": np.arange(8)}, half=jnp.asarray(w, jnp.bfloat16))
+    assert set(found) == {"vars/layer/w", "vars/half"}  # whole numbers are no weights
+    spread = found["vars/layer/w"]
+    # NumPy's buckets hold their lower edge and ours their upper one: the same, turned round.
+    counts, _ = np.histogram(-w, bins=-spread.edges[::-1])
+    np.testing.assert_array_equal(spread.counts, counts[::-1])
+    np.testing.assert_allclose(spread.edges, np.linspace(w.min(), w.max(), 65), rtol=1e-5)
+    assert spread.norm == pytest.approx(np.linalg.norm(w), rel=1e-6)
+    assert spread.sum == pytest.approx(w.sum(dtype=np.float64), rel=1e-4)
+    assert found["vars/half"].counts.sum() == w.size
+
+
+def test_of_equal_numbers_all_are_in_one_bucket(summarize: Any):
+    spread = summarize(w=np.full((8, 2), 0.5, np.float32))["vars/w"]
+    assert sorted(spread.counts)[-2:] == [0, 16]
+    assert spread.is_finite
+
+
+def test_one_number_that_is_none_leaves_no_histogram(summarize: Any):
+    w = np.ones((8, 2), np.float32)
+    w[3, 1] = np.nan
+    spread = summarize(w=w)["vars/w"]
+    assert math.isnan(spread.norm)
+    assert not spread.is_finite
+
+
+def test_an_interval_of_no_steps(tiny: SimpleNamespace):
+    with pytest.raises(ValueError, match=r"weight_summary_interval_steps=0 must be at least 1"):
+        tiny.task_config(train={"weight_summary_interval_steps": 0}).Instantiate()

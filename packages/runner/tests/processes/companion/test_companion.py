@@ -1,0 +1,248 @@
+"""Companions beside real processes, which are killed, stopped, or fail: every other one says who.
+
+The processes here do nothing but wait, so that no library of compiled code speaks first.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+EXIT_CODE = 75
+PROCESS = """
+import os, socket, sys, warnings
+from pathlib import Path
+from layerkit_runner.processes.companion.start import Identity, StartedCompanion
+
+index, count, port, fd, hub_pid = map(int, sys.argv[1:6])
+folder = sys.argv[6]
+companion = StartedCompanion(
+    Identity(index, count, f"host{index}", os.getpid()),
+    hub_address=("127.0.0.1", port),
+    hub=Identity(0, count, "host0", hub_pid),
+    listener=socket.socket(fileno=fd) if index == 0 else None,
+    log=Path(folder) / f"process_{index:04d}.log",
+    exit_code=75,
+)
+print("printed by", index)
+print("WARNING:a notice of", index, file=sys.stderr)
+warnings.warn(f"a warning of {index}")
+os.system("echo from a child of " + str(index) + " >&2")
+for word in sys.stdin:
+    word = word.strip()
+    if word == "fail":
+        print("my own words", file=sys.stderr)
+        companion.failed("its data is gone")
+        os._exit(2)
+    if word == "abort":
+        os.abort()
+    if word == "leave":
+        companion.close()
+        print("after the companion")
+        sys.exit(0)
+"""
+
+
+class Group:
+    """Processes with companions."""
+
+    def __init__(self, count: int, folder: Path) -> None:
+        self.folder = folder
+        listener = socket.create_server(("127.0.0.1", 0))
+        port, fd = listener.getsockname()[1], listener.fileno()
+        self.processes: list[subprocess.Popen[str]] = []
+        for index in range(count):
+            hub_pid = self.processes[0].pid if index else 0
+            words = [index, count, port, fd, hub_pid, folder]
+            process = subprocess.Popen(
+                [sys.executable, "-c", PROCESS, *map(str, words)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                pass_fds=[fd] if index == 0 else [],
+            )
+            self.processes.append(process)
+        listener.close()
+        for index in range(count):
+            self.wait_for_log(index, f"from a child of {index}")
+
+    def wait_for_log(self, index: int, text: str) -> None:
+        deadline = time.monotonic() + 60
+        while not (self.log(index).exists() and text in self.log(index).read_text()):
+            assert time.monotonic() < deadline, self.processes[index].poll()
+            time.sleep(0.02)
+
+    def log(self, index: int) -> Path:
+        return self.folder / f"process_{index:04d}.log"
+
+    def tell(self, index: int, word: str) -> None:
+        stdin = self.processes[index].stdin
+        assert stdin is not None
+        stdin.write(word + "\n")
+        stdin.flush()
+
+    def end(self, index: int) -> tuple[int, str, str]:
+        """Its exit code and what it printed to output and error."""
+        process = self.processes[index]
+        process.wait(timeout=60)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        return process.returncode, process.stdout.read(), process.stderr.read()
+
+    def name(self, index: int) -> str:
+        count, pid = len(self.processes), self.processes[index].pid
+        return f"process {index} of {count} (host host{index}, pid {pid})"
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[Callable[[int], Group]]:
+    groups: list[Group] = []
+
+    def make(count: int) -> Group:
+        groups.append(Group(count, tmp_path))
+        return groups[-1]
+
+    yield make
+    for made in groups:
+        for process in made.processes:
+            process.kill()
+            for stream in (process.stdin, process.stdout, process.stderr):
+                assert stream is not None
+                stream.close()
+            process.wait()
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_process_is_named_by_all_others(group: Callable[[int], Group], victim: int):
+    processes = group(4)
+    processes.processes[victim].kill()
+    for index in {0, 1, 2, 3} - {victim}:
+        code, _, error = processes.end(index)
+        assert code == EXIT_CODE
+        assert f"runner: {processes.name(victim)} ended without a word" in error
+        assert processes.name(victim) in processes.log(index).read_text()
+
+
+def test_one_that_aborts_is_named_too(group: Callable[[int], Group]):
+    processes = group(2)
+    processes.tell(0, "abort")
+    assert processes.end(0)[0] == -signal.SIGABRT
+    code, _, error = processes.end(1)
+    assert code == EXIT_CODE
+    assert f"{processes.name(0)} ended without a word" in error
+
+
+def test_what_a_process_says_of_its_failure_is_passed_on(group: Callable[[int], Group]):
+    processes = group(3)
+    processes.tell(1, "fail")
+    code, _, error = processes.end(1)
+    assert code == 2
+    assert "my own words" in error
+    assert "runner:" not in error
+    for index in (0, 2):
+        code, _, error = processes.end(index)
+        assert code == EXIT_CODE
+        assert f"runner: {processes.name(1)} failed: its data is gone. No step" in error
+
+
+def test_a_machine_that_takes_its_companion_along_is_named(group: Callable[[int], Group]):
+    processes = group(3)
+    children = Path(
+        f"/proc/{processes.processes[0].pid}/task/{processes.processes[0].pid}/children"
+    )
+    for pid in children.read_text().split():
+        os.kill(int(pid), signal.SIGKILL)
+    processes.processes[0].kill()
+    for index in (1, 2):
+        code, _, error = processes.end(index)
+        assert code == EXIT_CODE
+        assert f"runner: {processes.name(0)} ended without a word" in error
+
+
+def test_a_process_outlives_its_companion(group: Callable[[int], Group]):
+    processes = group(1)
+    children = Path(
+        f"/proc/{processes.processes[0].pid}/task/{processes.processes[0].pid}/children"
+    )
+    for pid in children.read_text().split():
+        os.kill(int(pid), signal.SIGKILL)
+    process = processes.processes[0]
+    assert process.stderr is not None
+    lines = iter(process.stderr.readline, "")
+    assert any("the companion of this process ended" in line for line in lines)
+    processes.tell(0, "leave")
+    assert processes.end(0)[0] == 0
+
+
+def test_those_that_fail_alike_speak_for_themselves(group: Callable[[int], Group]):
+    processes = group(2)
+    for index in (0, 1):
+        processes.tell(index, "fail")
+    for index in (0, 1):
+        code, _, error = processes.end(index)
+        assert code == 2
+        assert "runner:" not in error
+
+
+def test_a_stopped_process_is_named_and_ended(group: Callable[[int], Group]):
+    processes = group(3)
+    processes.processes[1].send_signal(signal.SIGSTOP)
+    for index in (0, 2):
+        code, _, error = processes.end(index)
+        assert code == EXIT_CODE
+        assert f"runner: {processes.name(1)} is stalled: it has been stopped for 15 s" in error
+    assert processes.end(1)[0] == -signal.SIGKILL
+
+
+def test_an_end_in_order_is_no_loss(group: Callable[[int], Group]):
+    processes = group(3)
+    for index in (2, 0, 1):
+        processes.tell(index, "leave")
+        code, output, error = processes.end(index)
+        assert code == 0
+        assert "runner:" not in error
+        assert output.endswith("after the companion\n")
+
+
+def test_people_see_process_0_and_the_errors_of_others(group: Callable[[int], Group]):
+    processes = group(2)
+    for index in (1, 0):
+        processes.tell(index, "leave")
+    seen = [processes.end(index) for index in (0, 1)]
+    assert seen[0][1].startswith("printed by 0\n")
+    assert seen[1][1] == "after the companion\n"
+    assert "a notice of 0" in seen[0][2]
+    assert "a warning of 0" in seen[0][2]
+    assert seen[1][2] == "from a child of 1\n"
+    for index in (0, 1):
+        lines = processes.log(index).read_text().splitlines()
+        pid = processes.processes[index].pid
+        assert f"process {index} of 2 on host{index}, pid {pid}: " in lines[0]
+        texts = {line[len("2026-01-01 00:00:00.000 ") :] for line in lines[1:]}
+        words = (f"printed by {index}", f"WARNING:a notice of {index}", f"from a child of {index}")
+        assert f"UserWarning: a warning of {index}" in processes.log(index).read_text()
+        assert texts >= set(words)
+
+
+def test_a_process_that_cannot_reach_the_hub_says_so(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    words = [1, 2, port, 0, os.getpid(), tmp_path]
+    process = subprocess.run(
+        [sys.executable, "-c", PROCESS, *map(str, words)],
+        input="leave\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert f"runner: process 1 cannot reach process 0 at 127.0.0.1:{port}" in process.stderr

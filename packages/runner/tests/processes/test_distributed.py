@@ -1,0 +1,124 @@
+"""Processes that join, each with what a launcher says in its environment and no flag at all."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROCESS = """
+import sys
+from layerkit_runner.errors import UsageError
+from layerkit_runner.command_line.flags import RunOptions
+from layerkit_runner.processes.distributed import joined
+
+with joined(RunOptions(job_log_dir=sys.argv[1])) as process:
+    print(f"I am {process.identity.process} of {process.identity.num_processes}", file=sys.stderr)
+    if len(sys.argv) > 2 and process.identity.process == 1:
+        raise UsageError("the data are gone")
+    if len(sys.argv) > 2:
+        import threading
+        threading.Event().wait()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return int(free.getsockname()[1])
+
+
+def slurm(port: int, index: int, count: int) -> dict[str, str]:
+    return {
+        "JAX_COORDINATOR_PORT": str(port),
+        "SLURM_JOB_ID": "4711",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": str(count),
+        "SLURM_PROCID": str(index),
+        "SLURM_LOCALID": str(index),
+        "SLURM_NODEID": "0",
+    }
+
+
+def open_mpi(port: int, index: int, count: int) -> dict[str, str]:
+    return {
+        "JAX_COORDINATOR_PORT": str(port),
+        "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://127.0.0.1:34911",
+        "OMPI_COMM_WORLD_SIZE": str(count),
+        "OMPI_COMM_WORLD_RANK": str(index),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(index),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": str(count),
+    }
+
+
+def torchrun(port: int, index: int, count: int) -> dict[str, str]:
+    return {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "RANK": str(index),
+        "WORLD_SIZE": str(count),
+    }
+
+
+def run(environs: list[dict[str, str]], *words: str) -> list[subprocess.CompletedProcess[str]]:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, *words],
+            env={**os.environ, **environ},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for environ in environs
+    ]
+    try:
+        ends = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [
+        subprocess.CompletedProcess(process.args, process.returncode, *end)
+        for process, end in zip(processes, ends, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "name"),
+    [
+        (slurm, "Slurm (job 4711)"),
+        pytest.param(open_mpi, "Open MPI", marks=pytest.mark.slow),
+        pytest.param(torchrun, "the launcher", marks=pytest.mark.slow),
+    ],
+)
+def test_two_processes_find_each_other(tmp_path: Path, launcher, name: str):
+    port = free_port()
+    done = run([launcher(port, index, 2) for index in (0, 1)], str(tmp_path))
+    assert [process.returncode for process in done] == [0, 0], done
+    start = f"processes    2, found by {name}; they meet at "
+    assert done[0].stdout.startswith(start)
+    assert f":{port}\n" in done[0].stdout
+    for index in (0, 1):
+        assert f"I am {index} of 2\n" in done[index].stderr
+        assert f"I am {index} of 2\n" in (tmp_path / f"logs/process_{index:04d}.log").read_text()
+
+
+def test_a_lone_task_of_slurm_stays_alone(tmp_path: Path):
+    (done,) = run([slurm(free_port(), 0, 1)], str(tmp_path))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "I am 0 of 1\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_that_refuses_ends_the_others_and_a_store_keeps_no_logs(tmp_path: Path):
+    port, folder = free_port(), "gs://bucket/run"
+    environs = [{**slurm(port, index, 2), "TMPDIR": str(tmp_path)} for index in (0, 1)]
+    done = run(environs, folder, "fails")
+    assert [process.returncode for process in done] == [75, 2], done
+    assert "runner: the data are gone\n" in done[1].stderr
+    assert "failed: the data are gone. No step can be made without it" in done[0].stderr
+    (local,) = tmp_path.glob("layerkit_logs_*")
+    assert f"logs         in {local} of each process's machine, not in {folder}" in done[0].stdout
+    assert "runner: the data are gone" in (local / "process_0001.log").read_text()

@@ -1,0 +1,124 @@
+"""Signals, sent to a real process that is in its loop."""
+
+from __future__ import annotations
+
+import io
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from layerkit_runner.processes.stop_signals import StopSignals
+
+# Says when it is ready and when it has seen a signal; stops at SIGTERM or after "leave".
+LOOP = """
+import sys, time
+from layerkit_runner.processes.stop_signals import StopSignals
+with StopSignals() as signals:
+    print("ready", flush=True)
+    while not signals.agreed(0):
+        if signals.take_save_request():
+            print("saves", flush=True)
+        time.sleep(0.01)
+    print("saw", signals.received.name, flush=True)
+    if "stubborn" in sys.argv:
+        time.sleep(60)
+sys.exit(signals.exit_code)
+"""
+
+
+@pytest.fixture
+def start() -> Iterator:
+    processes = []
+
+    def run(*arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", LOOP, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    yield run
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "hint"),
+    [(signal.SIGINT, 130, "; once more leaves at once"), (signal.SIGTERM, 143, "")],
+)
+def test_the_first_signal_lets_the_loop_finish(start, number: int, code: int, hint: str):
+    process = start()
+    process.send_signal(number)
+    stdout, stderr = process.communicate(timeout=30)
+    name = signal.Signals(number).name
+    assert (process.returncode, stdout) == (code, f"saw {name}\n")
+    assert stderr.strip() == f"{name}: finishing this step, saving, leaving{hint}"
+
+
+def test_a_second_ctrl_c_leaves_at_once(start):
+    process = start("stubborn")
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "saw SIGINT\n"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+
+
+def test_a_signal_to_save_is_seen_once_and_stops_nothing(start):
+    process = start("saves")
+    process.send_signal(signal.SIGUSR1)
+    assert process.stdout.readline() == "saves\n"
+    process.send_signal(signal.SIGUSR1)
+    assert process.stdout.readline() == "saves\n"
+    process.send_signal(signal.SIGTERM)
+    stdout, stderr = process.communicate(timeout=30)
+    assert (process.returncode, stdout) == (143, "saw SIGTERM\n")
+    assert stderr.count("SIGUSR1: saving after this step\n") == 2
+
+
+def test_a_second_sigterm_changes_nothing_and_ctrl_c_still_leaves_at_once(start):
+    process = start("stubborn")
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "saw SIGTERM\n"
+    process.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=0.5)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+
+
+def test_a_signal_inside_a_print_does_no_harm(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """Python's streams cannot be entered twice, so the handler must go past them."""
+
+    class Interrupted(io.RawIOBase):
+        def writable(self) -> bool:
+            return True
+
+        def write(self, data: bytes) -> int:
+            signal.raise_signal(signal.SIGTERM)
+            return len(data)
+
+    stream = io.TextIOWrapper(io.BufferedWriter(Interrupted()), write_through=True)
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, stream)
+    with StopSignals() as signals:
+        print("a line", flush=True)
+    assert signals.received is signal.SIGTERM
+    assert "SIGTERM: finishing this step" in capfd.readouterr().err
+
+
+def test_handlers_are_put_back():
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with StopSignals() as signals:
+        assert signal.getsignal(signal.SIGTERM) != before[1]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert (signals.received, signals.exit_code) == (None, 0)

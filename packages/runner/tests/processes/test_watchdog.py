@@ -1,0 +1,79 @@
+"""The watchdog, in real processes that stand still in different ways."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from layerkit_runner.processes.watchdog import HUNG_EXIT_CODE, progress
+
+PROCESS = """
+import sys, threading, time
+from pathlib import Path
+from layerkit_runner.processes.watchdog import progress, watched
+
+log, seconds, what = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
+
+def reads_forever():
+    threading.Event().wait()
+
+with watched(seconds, process="process 3 of 4", log=lambda: log, tell_others=print):
+    if what == "start":
+        time.sleep(2 * seconds)  # may take longer than a step
+        progress("a step")
+    if what == "busy":
+        for step in range(30):
+            progress(f"step {step}")
+            time.sleep(seconds / 10)
+    elif what == "hang":
+        progress("reading the batch of step 7")
+        threading.Thread(target=reads_forever, name="reader", daemon=True).start()
+        time.sleep(60)
+    elif what == "compile":
+        progress("compiling", compiles=True)
+        time.sleep(2 * seconds)
+        progress("a step")
+print("done")
+time.sleep(2 * seconds)  # it looks no longer
+"""
+
+
+def run(log: Path, seconds: float, what: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PROCESS, str(log), str(seconds), what],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_what_hung_is_named_and_where_each_thread_stands(tmp_path: Path):
+    log = tmp_path / "process_0003.log"
+    done = run(log, 1.0, "hang")
+    assert done.returncode == HUNG_EXIT_CODE
+    hung = "hung: reading the batch of step 7 has taken "
+    assert done.stdout.startswith(hung)
+    assert f"runner: process 3 of 4 {hung}" in done.stderr
+    assert f"{log} says where each of its threads stands" in done.stderr
+    stacks = log.read_text()
+    assert "in reads_forever" in stacks
+    assert "is reader" in stacks.splitlines()[0]
+
+
+def test_stacks_are_printed_where_no_file_can_be_written(tmp_path: Path):
+    done = run(tmp_path / "nowhere" / "log", 1.0, "hang")
+    assert done.returncode == HUNG_EXIT_CODE
+    assert "in reads_forever" in done.stderr
+
+
+@pytest.mark.parametrize("what", ["busy", "compile", "start"])
+def test_nothing_ends_what_goes_on(tmp_path: Path, what: str):
+    done = run(tmp_path / "log", 2.0 if what == "busy" else 1.0, what)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+def test_progress_without_a_watchdog_does_nothing():
+    progress("a step")

@@ -1,0 +1,295 @@
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+
+from layerkit.layers.attention.dot_product import dot_product_attention
+from layerkit.layers.masks import AttentionMask
+from layerkit_runner.steps.flops import forward_flops, training_flops
+
+
+def shape(*sizes: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+SQUARE = shape(4, 4)
+SQUARE_FLOPS = 2 * 4 * 4 * 4
+
+
+def square(x):
+    return x @ x
+
+
+@pytest.mark.parametrize(
+    ("spec", "lhs", "rhs", "expected"),
+    [
+        ("mk,kn->mn", (3, 5), (5, 7), 2 * 3 * 5 * 7),
+        ("bmk,bkn->bmn", (2, 3, 5), (2, 5, 7), 2 * 2 * 3 * 5 * 7),
+        ("btnh,bsnh->bnts", (2, 3, 4, 5), (2, 6, 4, 5), 2 * 2 * 4 * 3 * 6 * 5),
+        ("btd,dnh->btnh", (2, 3, 8), (8, 4, 5), 2 * (2 * 3) * 8 * (4 * 5)),
+        ("k,k->", (9,), (9,), 2 * 9),
+        ("m,n->mn", (3,), (5,), 2 * 3 * 5),  # einsum writes it as a contraction over nothing
+    ],
+)
+def test_contractions_cost_two_flops_for_each_multiply_add(spec, lhs, rhs, expected):
+    flops = forward_flops(lambda a, b: jnp.einsum(spec, a, b), shape(*lhs), shape(*rhs))
+    assert flops == expected
+
+
+def test_elementwise_work_counts_nothing():
+    assert forward_flops(lambda x: jax.nn.softmax(jnp.exp(x) + x), SQUARE) == 0
+
+
+def test_vmap_multiplies_by_the_mapped_axis():
+    assert forward_flops(jax.vmap(square), shape(6, 4, 4)) == 6 * SQUARE_FLOPS
+    # A shared right side is one bigger product: [6 · 4, 4] with [4, 4].
+    shared = jax.vmap(lambda a, b: a @ b, in_axes=(0, None))
+    assert forward_flops(shared, shape(6, 4, 4), SQUARE) == 6 * SQUARE_FLOPS
+
+
+def test_scans_multiply_also_when_nested():
+    def body(carry, _):
+        return lax.scan(lambda c, _: (square(c), None), carry, length=3)[0], None
+
+    assert forward_flops(lambda x: lax.scan(body, x, length=5)[0], SQUARE) == 15 * SQUARE_FLOPS
+    assert forward_flops(lambda x: lax.fori_loop(0, 7, lambda _, c: square(c), x), SQUARE) == (
+        7 * SQUARE_FLOPS
+    )
+
+
+def test_transparent_wrappers_count_once():
+    @jax.custom_vjp
+    def with_vjp(x):
+        return square(x)
+
+    with_vjp.defvjp(lambda x: (square(x), x), lambda x, g: (g,))
+
+    @jax.custom_jvp
+    def with_jvp(x):
+        return square(x)
+
+    with_jvp.defjvp(lambda p, t: (square(p[0]), t[0]))
+    for fn in (jax.jit(square), jax.checkpoint(square), with_vjp, with_jvp):
+        assert forward_flops(fn, SQUARE) == SQUARE_FLOPS
+
+
+def test_conditionals_count_their_dearest_branch_and_while_its_body_once():
+    def switched(index, x):
+        return lax.switch(index, [lambda c: square(square(c)), square, lambda c: c], x)
+
+    def unbounded(x):
+        return lax.while_loop(lambda c: c[0, 0] < 9, square, x)
+
+    assert forward_flops(switched, shape(dtype=jnp.int32), SQUARE) == 2 * SQUARE_FLOPS
+    assert forward_flops(unbounded, SQUARE) == SQUARE_FLOPS
+
+
+def test_gradients_of_a_chain_cost_two_more_forwards():
+    def loss(weights, x):
+        return sum(jnp.sum(jnp.tanh(x @ w)) for w in weights)
+
+    weights, x = [SQUARE] * 3, shape(8, 4)
+    forward = 3 * 2 * 8 * 4 * 4
+    assert forward_flops(loss, weights, x) == forward
+    assert training_flops(loss, weights, x) == 3 * forward
+    both = forward_flops(jax.grad(loss, argnums=(0, 1)), weights, x)
+    assert both == training_flops(loss, weights, x)
+
+
+def test_convolutions_count_window_times_channels_for_each_output():
+    def conv(x, kernel, **options):
+        return lax.conv_general_dilated(
+            x,
+            kernel,
+            padding="SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            **{"window_strides": (1, 1), **options},
+        )
+
+    image = shape(2, 8, 8, 6)
+    plain = forward_flops(conv, image, shape(3, 3, 6, 10))
+    assert plain == 2 * (2 * 8 * 8 * 10) * (3 * 3 * 6)
+    strided = forward_flops(
+        lambda x, k: conv(x, k, window_strides=(2, 2)), image, shape(3, 3, 6, 10)
+    )
+    assert strided == plain / 4
+    depthwise = forward_flops(
+        lambda x, k: conv(x, k, feature_group_count=6), image, shape(3, 3, 1, 6)
+    )
+    assert depthwise == 2 * (2 * 8 * 8 * 6) * (3 * 3)
+    # Stride 2 transposed: 16x16 outputs, of which a 3x3 window meets a true input in one of four.
+    transposed = forward_flops(
+        lambda x, k: lax.conv_transpose(
+            x, k, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        ),
+        image,
+        shape(3, 3, 6, 10),
+    )
+    assert transposed == plain
+
+
+def test_ragged_products_count_each_row_with_its_own_group():
+    rows, weights, sizes = shape(12, 4), shape(3, 4, 5), shape(3, dtype=jnp.int32)
+    assert forward_flops(lax.ragged_dot, rows, weights, sizes) == 2 * 12 * 4 * 5
+
+
+def test_shard_map_counts_all_shards():
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    P = jax.P
+
+    def product(in_specs, out_specs, **options):
+        return jax.shard_map(
+            lambda a, b: a @ b, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options
+        )
+
+    x, w = shape(8, 16), shape(16, 4)
+    whole = 2 * 8 * 16 * 4
+    by_both = product((P("data"), P(None, "tensor")), P("data", "tensor"))
+    by_data = product((P("data"), P()), P("data"))
+    one_axis_manual = product((P("data"), P()), P("data"), axis_names={"data"})
+    together = product((P(("data", "tensor")), P()), P(("data", "tensor")))
+    for fn in (by_both, by_data, one_axis_manual, together):
+        assert forward_flops(fn, x, w) == whole
+
+
+def test_pallas_kernels_count_each_cell_of_their_grid():
+    def kernel(a, out):
+        out[...] = a[...] @ a[...]
+
+    blocked = pl.pallas_call(
+        kernel,
+        grid=(3, 2),
+        in_specs=[pl.BlockSpec((4, 4), lambda i, j: (i, j))],
+        out_specs=pl.BlockSpec((4, 4), lambda i, j: (i, j)),
+        out_shape=jax.ShapeDtypeStruct((12, 8), jnp.float32),
+    )
+    assert forward_flops(blocked, shape(12, 8)) == 6 * SQUARE_FLOPS
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_flash_attention_counts_like_the_plain_one(platform, causal):
+    query, key = shape(2, 256, 4, 16), shape(2, 256, 2, 16)
+    mask = AttentionMask.causal_mask if causal else AttentionMask.bidirectional_mask
+
+    def flops(backend):
+        def attend(q, k):
+            return dot_product_attention(
+                q, k, k, mask=mask(2, 256), scale=1.0, backend=backend, platform=platform
+            )
+
+        return forward_flops(attend, query, key)
+
+    whole = 2 * 2 * (2 * 4) * 256 * 256 * 16
+    assert flops("pallas") == flops("xla") == (whole / 2 if causal else whole)
+
+
+def test_cudnn_attention_counts_like_the_plain_one(monkeypatch):
+    # Tracing needs no GPU, but asks for cuDNN's version; only the question is answered here.
+    fused = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
+    monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(fused, "check_compute_capability", lambda *_, **__: True)
+    query = shape(2, 64, 8, 32, dtype=jnp.bfloat16)
+    key = shape(2, 128, 2, 32, dtype=jnp.bfloat16)
+
+    def flops(implementation):
+        return forward_flops(
+            lambda q, k: jax.nn.dot_product_attention(q, k, k, implementation=implementation),
+            query,
+            key,
+        )
+
+    assert flops("cudnn") == flops("xla") == 2 * 2 * (2 * 8) * 64 * 128 * 32
+
+
+def test_block_scaled_products_count_like_plain_ones():
+    lhs, rhs = (shape(2, rows, 128, dtype=jnp.float8_e4m3fn) for rows in (64, 32))
+    scales = [shape(2, rows, 4, dtype=jnp.float8_e8m0fnu) for rows in (64, 32)]
+    assert forward_flops(jax.nn.scaled_matmul, lhs, rhs, *scales) == 2 * 2 * 64 * 128 * 32
+
+
+class TestCausalScope:
+    @staticmethod
+    def scoped(fn, name="causal_attention"):
+        def inside(x):
+            with jax.named_scope(name):
+                return fn(x)
+
+        return inside
+
+    @pytest.mark.parametrize(
+        "wrap",
+        [
+            lambda scoped, fn: scoped(fn),
+            lambda scoped, fn: jax.jit(scoped(fn)),
+            lambda scoped, fn: scoped(jax.jit(fn)),
+            lambda scoped, fn: jax.checkpoint(scoped(fn)),
+            lambda scoped, fn: scoped(jax.checkpoint(fn)),
+            lambda scoped, fn: scoped(lambda x: scoped(fn)(x)),
+        ],
+    )
+    def test_halves_through_every_wrapper(self, wrap):
+        assert forward_flops(wrap(self.scoped, square), SQUARE) == SQUARE_FLOPS / 2
+
+    def test_halves_inside_and_around_scans(self):
+        def repeated(fn):
+            return lambda x: lax.scan(lambda c, _: (fn(c), None), x, length=3)[0]
+
+        for fn in (repeated(jax.checkpoint(self.scoped(square))), self.scoped(repeated(square))):
+            assert forward_flops(fn, SQUARE) == 3 * SQUARE_FLOPS / 2
+
+    def test_halves_under_transformations(self):
+        batched = jax.vmap(self.scoped(square))
+        assert forward_flops(batched, shape(2, 4, 4)) == 2 * SQUARE_FLOPS / 2
+        gradient = jax.grad(lambda x: batched(x).sum())
+        assert forward_flops(gradient, shape(2, 4, 4)) == 3 * 2 * SQUARE_FLOPS / 2
+
+    def test_only_the_exact_name_halves(self):
+        for name in ("causal_attention_2", "non_causal_attention", "attention"):
+            assert forward_flops(self.scoped(square, name), SQUARE) == SQUARE_FLOPS
+
+    def test_what_follows_the_scope_counts_whole(self):
+        def fn(x):
+            return square(self.scoped(square)(x))
+
+        assert forward_flops(fn, SQUARE) == SQUARE_FLOPS * 1.5
+
+
+def test_a_transformer_costs_six_flops_per_weight_and_token_plus_attention():
+    layers, batch, length, dims, heads, hidden, vocab = 3, 2, 16, 8, 2, 32, 64
+    head_dim = dims // heads
+
+    def layer(x, weights):
+        q, k, v = (jnp.einsum("btd,dnh->btnh", x, weights[name]) for name in "qkv")
+        with jax.named_scope("causal_attention"):
+            scores = jnp.einsum("btnh,bsnh->bnts", q, k)
+            mask = jnp.tril(jnp.ones((length, length), bool))
+            probs = jax.nn.softmax(jnp.where(mask, scores, -1e9))
+            mixed = jnp.einsum("bnts,bsnh->btnh", probs, v)
+        x = x + jnp.einsum("btnh,nhd->btd", mixed, weights["o"])
+        return x + jax.nn.relu(x @ weights["up"]) @ weights["down"], None
+
+    def loss(weights, tokens):
+        x = weights["embedding"][tokens]
+        x, _ = lax.scan(jax.checkpoint(layer), x, weights["layers"])
+        log_probs = jax.nn.log_softmax(x @ weights["embedding"].T)
+        return -jnp.mean(jnp.take_along_axis(log_probs, tokens[..., None], axis=-1))
+
+    weights = {
+        "embedding": shape(vocab, dims),
+        "layers": {
+            **{name: shape(layers, dims, heads, head_dim) for name in "qkv"},
+            "o": shape(layers, heads, head_dim, dims),
+            "up": shape(layers, dims, hidden),
+            "down": shape(layers, hidden, dims),
+        },
+    }
+    tokens = shape(batch, length, dtype=jnp.int32)
+    num_weights = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(weights))
+    # Forward, per layer: two products of [length, length, dims], half of them masked out.
+    attention = 3 * layers * batch * (2 * 2 * length * length * dims) / 2
+    assert training_flops(loss, weights, tokens) == 6 * num_weights * batch * length + attention
