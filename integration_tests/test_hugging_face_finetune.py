@@ -162,3 +162,31 @@ def test_a_folder_that_is_none_is_refused(tmp_path: Path, capsys: pytest.Capture
     finally:
         sys.path.remove(str(tmp_path))
     assert f"{tmp_path} is no Hugging Face folder: it has no config.json" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_an_average_is_exported_with_the_tokenizer_of_the_flag(
+    gpt2_folder: Path, jobs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "begun_by_flag_of_this_test.py").write_text(EXPERIMENT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    target = tmp_path / "exported"
+    words = [
+        "--exp=begun_by_flag_of_this_test.FineTune",
+        f"--fdl.HF_FOLDER={gpt2_folder}",
+        f"--fdl.TEXT_FILES=['{jobs.text_files}']",
+        "--fdl.task.initial_weights=None",
+        "--fdl.task.train.learner.ema_decay=0.9",
+        "--fdl.task.train.decode_use_ema_states=True",
+        f"--job_log_dir={tmp_path / 'job'}",
+        f"--jax_compilation_cache={jobs.cache}",
+    ]
+    assert cli.main([*words, f"--init_from={gpt2_folder}"]) == 0
+    assert cli.main([*words, "--mode=export", f"--export_dir={target}"]) == 0
+    assert (target / "tokenizer.json").read_text() == "{}"
+    saved = jobs.read_checkpoint(SimpleNamespace(checkpoints=tmp_path / "job" / "checkpoints"), 6)
+    _, variables = import_model(target)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(variables["params"]):
+        name = jax.tree_util.keystr(path)
+        assert np.asarray(leaf).tobytes() == saved.leaves[f"['ema']{name}"].tobytes(), name
+        assert (np.asarray(leaf) != saved.leaves[f"['params']{name}"]).any(), name

@@ -33,6 +33,7 @@ PLAN = Plan(
     memory=Memory(
         weights=617_284,
         non_trainable=0,
+        averages=0,
         optimizer=1_234_572,
         batch=8_192,
         temporaries=2_500_000_000,
@@ -68,6 +69,7 @@ model FLOPs  3.200e+12 per step, 4.000e+11 per device
 memory per device
   weights           617 kB
   non-trainable        0 B
+  averages             0 B
   optimizer        1.23 MB
   batch            8.19 kB
   temporaries       2.5 GB  gradients, activations, workspace

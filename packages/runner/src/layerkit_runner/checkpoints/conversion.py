@@ -22,7 +22,6 @@ from layerkit_runner.checkpoints import (
     step_metadata,
     structure,
 )
-from layerkit_runner.checkpoints.errors import DamagedCheckpointError
 from layerkit_runner.checkpoints.formats import StateFormat, format_of
 from layerkit_runner.whole_files import write_whole
 
@@ -119,11 +118,8 @@ def read_leaves(
       DamagedCheckpointError: the step is damaged.
       KeyError: the state has no such part.
     """
-    damage = [finding for finding in integrity.verify(step_directory) if finding.is_damage]
-    if damage:
-        raise DamagedCheckpointError(
-            f"The checkpoint {step_directory} is damaged:\n  " + "\n  ".join(map(str, damage))
-        )
+    findings = integrity.verify(step_directory)
+    integrity.require_sound(f"The checkpoint {step_directory} is damaged", findings)
     stored = handlers.stored_leaves(step_directory / "state")
     chosen = {path: spec for path, spec in stored.items() if part is None or path[0] == part}
     if not chosen:

@@ -15,7 +15,6 @@ from concurrent import futures
 from etils import epath
 
 from layerkit_runner.checkpoints import evaluations, folders, integrity
-from layerkit_runner.checkpoints.errors import DamagedCheckpointError
 
 _BLOCK_BYTES = 8 * 2**20
 _COPIERS = 8
@@ -53,13 +52,11 @@ def copy_step(
                 lambda name: _copy_file(original / name, partial / name, progress), sizes
             ):
                 pass
-        damage = [finding for finding in integrity.verify(partial) if finding.is_damage]
-        if damage:
-            raise DamagedCheckpointError(
-                f"The copy of {original} is not what was saved:\n  "
-                + "\n  ".join(map(str, damage))
-                + "\nIt was deleted. Whether the original is damaged tells: verify."
-            )
+        integrity.require_sound(
+            f"The copy of {original} is not what was saved",
+            integrity.verify(partial),
+            hint="It was deleted. Whether the original is damaged tells: verify.",
+        )
     copy_evaluations(source, destination, step)
     return folders.step_folder(destination, step)
 

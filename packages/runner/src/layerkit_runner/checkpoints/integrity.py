@@ -28,6 +28,8 @@ from typing import Any
 
 from etils import epath
 
+from layerkit_runner.checkpoints.errors import DamagedCheckpointError
+
 MANIFEST_VERSION = 1
 MANIFEST_FOLDER = "integrity"
 MANIFEST_FILE = "manifest.json"
@@ -156,6 +158,23 @@ def verify(step_directory: epath.Path) -> tuple[Finding, ...]:
     return tuple(sorted(findings, key=lambda finding: finding.file))
 
 
+def require_sound(claim: str, findings: Iterable[Finding], *, hint: str = "") -> None:
+    """Refuses files of which some are damaged.
+
+    Args:
+      claim: What the error says first, as in "The checkpoint DIR is damaged".
+      findings: Of `verify` or `compare_sizes`.
+      hint: What it says last.
+
+    Raises:
+      DamagedCheckpointError: naming them.
+    """
+    damage = [str(finding) for finding in findings if finding.is_damage]
+    if damage:
+        last = f"\n{hint}" if hint else ""
+        raise DamagedCheckpointError(f"{claim}:\n  " + "\n  ".join(damage) + last)
+
+
 def compare_sizes(step_directory: epath.Path) -> tuple[Finding, ...]:
     """Like `verify`, but looks at sizes alone, and so is quick: finds what was cut or deleted.
 
@@ -184,6 +203,17 @@ def file_sizes(step_directory: epath.Path) -> dict[str, int]:
         for child in sorted(step_directory.iterdir())
         for name in sorted(_files_under(child, child.name))
     }
+
+
+def step_digest(step_directory: epath.Path) -> str | None:
+    """What tells this step from any other that was saved, one of the same number included.
+
+    Copies have it too. None where there is no manifest to read, as of a step that was deleted.
+    """
+    try:
+        return json.loads((step_directory / MANIFEST_FOLDER / MANIFEST_FILE).read_bytes())["digest"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def newest_sound(

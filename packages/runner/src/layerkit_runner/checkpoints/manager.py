@@ -33,7 +33,7 @@ from layerkit_runner.checkpoints import (
     step_metadata,
     structure,
 )
-from layerkit_runner.checkpoints.errors import DamagedCheckpointError, SaveError, save_error
+from layerkit_runner.checkpoints.errors import SaveError, save_error
 from layerkit_runner.checkpoints.formats import StateFormat
 from layerkit_runner.checkpoints.policy import CheckpointPolicy, SavedStep
 from layerkit_runner.processes.process_exchange import from_process_0
@@ -391,10 +391,12 @@ class CheckpointManager:
             evaluations.write(self._directory, self._evaluations)
 
     def _pass_over_damaged(self) -> int | None:
-        chosen = integrity.newest_sound(folders.committed_steps(self._directory), self._findings)
+        listed = folders.committed_steps(self._directory)
+        chosen = integrity.newest_sound(listed, self._findings)
         for step, findings in chosen.damaged.items():
             path = folders.step_folder(self._directory, step)
-            if not path.exists():  # deleted by the job that owns the folder, while we read it
+            # The job that owns the folder deletes a step while we read it, once a newer one is there.
+            if not path.exists() or (self._read_only and self.latest_step() != listed[-1]):
                 continue
             message = integrity.damage_message(
                 step, findings, directory=path, used_instead=chosen.step
@@ -424,13 +426,11 @@ class CheckpointManager:
                 f"{self._directory} has no checkpoint of step {step}; it has "
                 f"{', '.join(map(str, steps)) or 'none'}."
             )
-        damage = [finding for finding in self._findings(step) if finding.is_damage]
-        if damage:
-            raise DamagedCheckpointError(
-                f"The checkpoint {folders.step_folder(self._directory, step)} is damaged:\n  "
-                + "\n  ".join(map(str, damage))
-                + "\nnewest_sound_step() names the newest step that can be restored."
-            )
+        integrity.require_sound(
+            f"The checkpoint {folders.step_folder(self._directory, step)} is damaged",
+            self._findings(step),
+            hint="newest_sound_step() names the newest step that can be restored.",
+        )
         return step
 
 

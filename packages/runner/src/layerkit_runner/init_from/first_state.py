@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -230,7 +230,14 @@ def _provenance(state: TrainState, matched: Matched) -> Provenance:
         step=matched.step_from,
         converted={dtypes: tuple(names) for dtypes, names in converted.items()},
         num_opt_state=len(jax.tree.leaves(state.opt_state)),
+        hugging_face=next(_hugging_face_folders(found.values()), None),
     )
+
+
+def _hugging_face_folders(found: Iterable[Found]) -> Iterator[str]:
+    for one in found:
+        if isinstance(one.stored, StoredHuggingFace):
+            yield one.stored.label
 
 
 def _from_loader(partitioner: Partitioner, task: SingleTask) -> FirstState:

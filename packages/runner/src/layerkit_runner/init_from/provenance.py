@@ -30,6 +30,8 @@ class Provenance:
       step: `DIR:STEP` where the run counts on from there; None where it counts from 0.
       converted: Weights whose dtype differs from the stored one, by `float32 → bfloat16`.
       num_opt_state: How many values the optimizer has.
+      hugging_face: The first Hugging Face folder of which weights were taken, where there is one;
+        an export takes its tokenizer.
     """
 
     weights: Mapping[str, str]
@@ -37,6 +39,7 @@ class Provenance:
     step: str | None = None
     converted: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     num_opt_state: int = 0
+    hugging_face: str | None = None
 
     def lines(self) -> Iterator[str]:
         """What the start report says of it."""
@@ -62,7 +65,12 @@ class Provenance:
 
     def write(self, directory: epath.Path) -> None:
         """Writes the record into the folder of a job."""
-        record = {"weights": self.weights, "opt_state": self.opt_state, "step": self.step}
+        record = {
+            "weights": self.weights,
+            "opt_state": self.opt_state,
+            "step": self.step,
+            "hugging_face": self.hugging_face,
+        }
         write_whole(directory / RECORD, json.dumps(record, indent=2) + "\n")
 
 
@@ -72,6 +80,14 @@ def write_record(directory: epath.Path, provenance: Provenance | None) -> None:
         provenance.write(directory)
     elif (directory / RECORD).exists():
         (directory / RECORD).unlink()
+
+
+def recorded_hugging_face(directory: epath.Path) -> str | None:
+    """The Hugging Face folder that the weights of a job began from; None where there was none."""
+    try:
+        return json.loads((directory / RECORD).read_text()).get("hugging_face")
+    except FileNotFoundError:
+        return None
 
 
 def _weights(count: int) -> str:

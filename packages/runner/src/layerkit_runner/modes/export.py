@@ -1,13 +1,16 @@
 """`--mode=export`: the newest checkpoint of a job as a folder of Hugging Face.
 
-Adapters (LoRA) are added to the weights beside them first, so that whoever loads the folder needs
-to know nothing of them.
+The weights are those that decoding uses, averaged ones where the task says so. Adapters (LoRA) are
+added to the weights beside them first, so that whoever loads the folder needs to know nothing of
+them.
 """
 
 from __future__ import annotations
 
 import contextlib
 from typing import Any
+
+from etils import epath
 
 from layerkit.base_layer import PARAMS
 from layerkit.config import Config, copy_config, field_names, is_config, target_of, walk_configs
@@ -21,7 +24,8 @@ from layerkit.layers.adapters import LoraDot, merge_lora
 from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError
-from layerkit_runner.job import start_job
+from layerkit_runner.init_from.provenance import recorded_hugging_face
+from layerkit_runner.job import Job, start_job
 from layerkit_runner.modes.train import choose_step
 
 
@@ -37,17 +41,31 @@ def run_export(resolved: ResolvedExperiment, options: RunOptions) -> int:
     with contextlib.closing(job.observers):
         directory = options.restore_checkpoint_dir
         with job.checkpoints(read_only=True, directory=directory) as checkpoints:
-            step = choose_step(checkpoints, options.restore_checkpoint_step)
+            step = choose_step(checkpoints, options.only_restore_step)
             state = job.restore(checkpoints, step, for_training=False).state
-        model, variables = without_adapters(resolved.task.model, {PARAMS: state.params})
-        origin = job.task.initial_weights
-        source = origin.folder if isinstance(origin, HuggingFaceWeights) else None
+        weights = job.task.decoded_state(state).params
+        model, variables = without_adapters(resolved.task.model, {PARAMS: weights})
         try:
-            export_model(options.export_dir, model, variables, tokenizer_folder=source)
+            export_model(
+                options.export_dir, model, variables, tokenizer_folder=_tokenizer_folder(job)
+            )
         except (OSError, ImportError, TensorMismatchError, UnsupportedModelError) as error:
             raise UsageError(f"{resolved.name}: {error}") from error
-        job.observers.message(f"wrote step {step} to {options.export_dir}")
+        kind = "averaged weights" if job.task.train.decode_use_ema_states else "weights"
+        job.observers.message(f"wrote the {kind} of step {step} to {options.export_dir}")
     return 0
+
+
+def _tokenizer_folder(job: Job) -> str | None:
+    """The Hugging Face folder that the weights began from, by the task or by the job's record."""
+    origin = job.task.initial_weights
+    if isinstance(origin, HuggingFaceWeights):
+        return origin.folder
+    folder = recorded_hugging_face(job.directory)
+    if folder is not None and not epath.Path(folder).is_dir():
+        job.observers.message(f"{folder} is not there any more: exported without its tokenizer")
+        return None
+    return folder
 
 
 def without_adapters(model: Config, variables: Any) -> tuple[Config, Any]:

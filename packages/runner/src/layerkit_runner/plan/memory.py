@@ -14,7 +14,7 @@ import jax
 
 from layerkit_runner.steps.train_state import TrainState
 
-KINDS = ("weights", "non-trainable", "optimizer", "batch")
+KINDS = ("weights", "non-trainable", "averages", "optimizer", "batch")
 """`optimizer` has the step counter too."""
 
 
@@ -46,6 +46,7 @@ class Memory:
     Attributes:
       weights: Weights, trained and frozen.
       non_trainable: Other variables of the model.
+      averages: Moving averages of the weights (`learner.ema_decay`).
       optimizer: State of the optimizer, and the step counter.
       batch: One batch, with the fields that the step does not read.
       temporaries: Gradients, activations and workspace, by the compiler.
@@ -57,6 +58,7 @@ class Memory:
 
     weights: int
     non_trainable: int
+    averages: int
     optimizer: int
     batch: int
     temporaries: int
@@ -77,6 +79,7 @@ def tensor_memory(state: TrainState, batch: Any) -> list[TensorMemory]:
         "params": "weights",
         "non_trainable": "non-trainable",
         "overwrite_with_gradient": "non-trainable",
+        "ema": "averages",
     }
     found = [
         _tensor(path, leaf, kind=trees.get(_name(path[0]), "optimizer"))
@@ -101,6 +104,7 @@ def step_memory(tensors: Iterable[TensorMemory], compiled: Any) -> Memory:
     return Memory(
         weights=by_kind["weights"],
         non_trainable=by_kind["non-trainable"],
+        averages=by_kind["averages"],
         optimizer=by_kind["optimizer"],
         batch=by_kind["batch"],
         temporaries=temporaries,

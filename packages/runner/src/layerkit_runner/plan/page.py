@@ -68,6 +68,7 @@ def _memory_lines(memory: Memory) -> Iterator[str]:
     rows = [
         ("weights", memory.weights, ""),
         ("non-trainable", memory.non_trainable, ""),
+        ("averages", memory.averages, ""),
         ("optimizer", memory.optimizer, ""),
         ("batch", memory.batch, ""),
         ("temporaries", memory.temporaries, "gradients, activations, workspace"),
