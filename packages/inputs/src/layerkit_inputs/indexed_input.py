@@ -49,6 +49,10 @@ class IndexedInput(BaseInput):
 
     state_scope: ClassVar[Scope] = "global"
 
+    rows_in_memory: ClassVar[bool] = False
+    """Whether `_read_rows` takes no storage and refuses no row, so that a `Mixture` may read the
+    rows of a few batches at once."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         window = self.shuffle_window
@@ -107,6 +111,10 @@ class IndexedInput(BaseInput):
             batch = self._read_rows(rows)
         else:  # this host's share is used up: some row gives the shapes
             batch = self._read_rows(np.zeros(1, np.int64)).transform(lambda array: array[:0])
+        return self._finished(batch, rows)
+
+    def _finished(self, batch: NestedMap, rows: np.ndarray) -> NestedMap:
+        """`batch` as it is handed out: outside of training numbered, and always full."""
         if not self.is_training:
             if len(rows) and rows.max() >= 2**31:
                 raise self._refuse(f"row {rows.max()} has no provenance; int32 ends at 2**31 - 1.")

@@ -57,6 +57,7 @@ class _TextFilesInput(IndexedInput):
     """Fields and files that readers of local text share; the files are read when first needed."""
 
     token_unit: ClassVar[str] = "byte"
+    rows_in_memory: ClassVar[bool] = True
 
     paths: Sequence[str] | None = None
     """Files, folders or patterns. None: the running interpreter's standard library."""

@@ -1,11 +1,14 @@
-"""RowsOfLists: positions inside lists, where the end falls on one and where it does not."""
+"""Rows in lists: positions inside them, at an end and elsewhere, and how they cross processes."""
 
 from __future__ import annotations
 
 import json
+import pickle
 
+import numpy as np
 import pytest
 
+from layerkit_inputs.bad_records import BadRecordError
 from layerkit_inputs.grain_adaptor.row_lists import RowList, RowsOfLists
 
 grain = pytest.importorskip("grain")
@@ -28,3 +31,47 @@ def test_any_row_can_be_gone_on_from_and_again(num_rows, size):
         assert [next(fresh, None) for _ in range(number, num_rows)] == [*range(number, num_rows)]
         assert next(fresh, None) is None and next(fresh, None) is None
         assert next(rows, None) == (number if number < num_rows else None)
+
+
+def crossed(rows):
+    return pickle.loads(pickle.dumps(RowList(rows))).rows
+
+
+def test_alike_rows_cross_stacked_and_come_out_as_they_went_in():
+    rows = [
+        {
+            "x": np.arange(3, dtype=np.int16) + n,
+            "deep": {"y": np.array(n / 2), "z": np.ones((2, n))},
+        }
+        for n in (4, 4, 4)
+    ]
+    for row, found in zip(rows, crossed(rows), strict=True):
+        assert list(found) == ["x", "deep"] and list(found["deep"]) == ["y", "z"]
+        fields = [(row["x"], found["x"])]
+        fields += [(row["deep"][name], found["deep"][name]) for name in ("y", "z")]
+        for mine, other in fields:
+            np.testing.assert_array_equal(mine, other)
+            assert mine.dtype == other.dtype
+    many = [{"x": np.arange(8) + n} for n in range(100)]
+    assert len(pickle.dumps(RowList(many))) < 100 * 8 * 8 + 500
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        [{"x": np.arange(3)}],
+        [{"x": np.arange(3)}, {"x": np.arange(4)}],
+        [{"x": np.arange(3)}, {"x": np.arange(3, dtype=np.int32)}],
+        [{"x": np.arange(3)}, {"y": np.arange(3)}],
+        [{"x": np.arange(3)}, BadRecordError("broken")],
+        [{"x": {"y": np.arange(3)}}, {"x": np.arange(3)}],
+        [{"x": "text"}, {"x": "words"}],
+        [{"x": 1}, {"x": 2.5}],
+        [{}, {}],
+        [1, 2],
+    ],
+    ids=str,
+)
+def test_rows_that_are_not_alike_cross_as_they_are(rows):
+    assert repr(crossed(rows)) == repr(rows)

@@ -58,6 +58,10 @@ class PackedDocuments(IndexedInput):
         return lm_features(None, tokens, length=self.length, rows=segments)
 
 
+class InMemory(PackedDocuments):
+    rows_in_memory = True
+
+
 def config(first, num_rows, **fields):
     return Numbers.HParams.config(first=first, num_rows=num_rows, **fields)
 
@@ -173,6 +177,39 @@ def test_mixtures_obey_the_laws(law, reads_ahead, mode):
     law(make)
     for source in made:
         source.close()
+
+
+def two_in_memory(kind=InMemory, **fields):
+    """The second has a row less often than every batch."""
+    components = {
+        "many": kind.HParams.config(num_documents=50),
+        "few": kind.HParams.config(num_documents=11, first_token=1000),
+    }
+    given = {"batch_size": 4, "weights": {"many": 9, "few": 1}, **fields}
+    return Mixture(components=components, **given)
+
+
+MODES = [{"is_training": True}, {"eval_loop_num_batches": 2}]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
+def test_mixtures_of_rows_in_memory_obey_the_laws(law, mode):
+    law(lambda **more: two_in_memory(**{**mode, **more}))
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("num_hosts", [1, 3])
+def test_batches_are_the_same_whether_read_at_once_or_each_by_itself(mode, num_hosts):
+    for host in range(num_hosts):
+        fields = {"infeed_host_index": host, "num_infeed_hosts": num_hosts, **mode}
+        expected = laws.take(two_in_memory(PackedDocuments, **fields), 11)
+        source = two_in_memory(**fields)
+        laws.assert_same_batches(laws.take(source, 6), expected[:6])
+        state = source.get_state()
+        laws.assert_same_batches(laws.take(source, 5), expected[6:])
+        source.set_state(state)
+        laws.assert_same_batches(laws.take(source, 5), expected[6:])
 
 
 def test_a_rolling_evaluation_names_each_row():

@@ -51,8 +51,8 @@ class GrainIterInput(BaseInput):
     """Processes that make rows, each a part of them (Grain's `mp_prefetch`). 0: this one does. It
     decides the order of rows, so states fit the same number alone."""
     worker_buffer_size: int = 16
-    """Rows that a worker sends at once, while it makes as many again. It decides the order of rows
-    as `num_workers` does."""
+    """Rows that a worker sends at once; as many as make a batch wait to be taken. It decides the
+    order of rows as `num_workers` does."""
     on_bad_record: OnBadRecord = "refuse"
     """`refuse` rows that cannot be read, or `skip` and count them."""
 
@@ -179,7 +179,9 @@ class GrainIterInput(BaseInput):
             grain = require("grain", needed_by=type(self).__qualname__)
             _have_flags_parsed()
             dataset = dataset.batch(self.worker_buffer_size, batch_fn=RowList)
-            dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(self.num_workers, 1))
+            lists_ahead = -(-self.local_batch_size // self.worker_buffer_size)
+            options = grain.MultiprocessingOptions(self.num_workers, lists_ahead)
+            dataset = dataset.mp_prefetch(options)
         return dataset
 
     def _checked(self, dataset: Any) -> Any:
@@ -263,8 +265,10 @@ class GrainIterInput(BaseInput):
             self._iterator.set_state(position["iterator"])
 
     def _iterate(self) -> None:
+        from layerkit_inputs.grain_adaptor.untimed_rows import UntimedRows  # imports Grain
+
         iterator = iter(self._pipeline())
-        self._iterator = RowsOfLists(iterator) if self.num_workers else iterator
+        self._iterator = RowsOfLists(iterator) if self.num_workers else UntimedRows(iterator)
         self._close_iterator = weakref.finalize(self, _close_on_another_thread, iterator)
 
     def _close(self) -> None:

@@ -21,6 +21,7 @@ from layerkit_inputs.mixing.components import (
     checked_configs,
     merge_rows,
     number_apart,
+    rows_between,
 )
 from layerkit_inputs.mixing.composite_input import CompositeInput
 from layerkit_inputs.mixing.schedule import schedule_of
@@ -149,7 +150,7 @@ class _RowStream:
                 self._num_rows, self._num_used = num_rows_of(self._batch), 0
             start = self._num_used
             stop = self._num_used = min(start + count, self._num_rows)
-            parts.append(_rows(self._batch, start, stop))
+            parts.append(rows_between(self._batch, start, stop))
             count -= stop - start
             if stop == self._num_rows:
                 self._batch = None
@@ -222,7 +223,3 @@ class StreamMixture(_WeightedInput):
         for name, stream in self._streams.items():
             stream.set_state(states[name])
         self._set_position(position)
-
-
-def _rows(batch: NestedMap, start: int, stop: int) -> NestedMap:
-    return batch.transform(lambda array: array[start:stop])

@@ -163,8 +163,14 @@ def merge_rows(parts: Sequence[NestedMap], turns: np.ndarray) -> NestedMap:
       parts: Rows of the first component, then of the second...
       turns: int `[rows]`: the number of a component.
     """
-    order = np.argsort(np.argsort(turns, kind="stable"))
+    order = np.empty(len(turns), np.int64)
+    order[turns.argsort(kind="stable")] = np.arange(len(turns))
     return joined_rows(parts).transform(lambda array: array.take(order, axis=0))
+
+
+def rows_between(batch: NestedMap, start: int, stop: int) -> NestedMap:
+    """Rows `start` to `stop`, as views."""
+    return batch.transform(lambda array: array[start:stop])
 
 
 def joined_rows(parts: Sequence[NestedMap]) -> NestedMap:

@@ -11,8 +11,9 @@ batches of one component at a time.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,8 +26,23 @@ from layerkit_inputs.mixing.components import (
     check_alike,
     checked_configs,
     merge_rows,
+    rows_between,
 )
 from layerkit_inputs.mixing.schedule import schedule_of
+
+_BATCHES_AT_ONCE = 4
+"""How many are read of components that have their rows in memory."""
+
+
+class _Pieces(NamedTuple):
+    """A batch that is read but not yet put together."""
+
+    parts: list[NestedMap]
+    """Rows of the first component, then of the second...; of none that has no turn."""
+    turns: np.ndarray
+    """int64 `[rows]`: the number of a component."""
+    rows: np.ndarray
+    """int64 `[rows]`: their numbers in the mixture."""
 
 
 class Mixture(IndexedInput):
@@ -76,6 +92,7 @@ class Mixture(IndexedInput):
         )
         self._readers = [self._checked(name, reader) for name, reader in built.items()]
         self._are_alike = False
+        self._ahead: dict[int, _Pieces] = {}
 
     def _checked(self, name: str, reader: BaseInput) -> IndexedInput:
         kind = type(reader).__qualname__
@@ -128,6 +145,39 @@ class Mixture(IndexedInput):
                 parts.append(reader._read_rows(own_rows[here]))
         return merge_rows(parts, turns)
 
+    def _read_positions(self, positions: np.ndarray, num_rows: int | None) -> NestedMap:
+        if not all(reader.rows_in_memory for reader in self._readers):
+            return super()._read_positions(positions, num_rows)
+        first = int(positions[0])
+        if first not in self._ahead:
+            self._ahead = self._read_batches_from(first)
+        parts, turns, rows = self._ahead.pop(first)
+        return self._finished(merge_rows(parts, turns), rows)
+
+    def _read_batches_from(self, first: int) -> dict[int, _Pieces]:
+        """The next batches by their first positions; one read of all costs less than one of each.
+
+        Nothing but positions decides what they hold, so they are right whatever happens between.
+        """
+        if not self._are_alike:
+            self._check_components()
+        firsts = first + np.arange(_BATCHES_AT_ONCE) * self.global_batch_size
+        size = self.local_batch_size
+        rows = self._rows_at((firsts[:, None] + np.arange(size)).reshape(-1), None)
+        own_rows, turns = np.divmod(rows, len(self._readers))
+        parts: list[list[NestedMap]] = [[] for _ in firsts]
+        for index, reader in enumerate(self._readers):
+            places = np.flatnonzero(turns == index)
+            if not len(places):
+                continue
+            read = reader._read_rows(own_rows[places])
+            ends = places.searchsorted(np.arange(len(firsts) + 1) * size).tolist()
+            for batch, (start, stop) in zip(parts, itertools.pairwise(ends), strict=True):
+                if start < stop:
+                    batch.append(rows_between(read, start, stop))
+        batches = zip(parts, turns.reshape(-1, size), rows.reshape(-1, size), strict=True)
+        return {at: _Pieces(*batch) for at, batch in zip(firsts.tolist(), batches, strict=True)}
+
     def _check_components(self) -> None:
         """Compares a row of each, so that unlike ones are known at once and not when they meet."""
         first_row = np.zeros(1, np.int64)
@@ -157,5 +207,6 @@ class Mixture(IndexedInput):
         return sum(reader.num_skipped for reader in self._readers)
 
     def _close(self) -> None:
+        self._ahead = {}
         for reader in self._readers:
             reader.close()
