@@ -1,12 +1,13 @@
-"""First fit on several sides."""
+"""First fit on several sides; batches laid out all together, or example by example."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerkit_inputs.seqio_adaptor.converters import first_fit
+from layerkit_inputs.seqio_adaptor.converters import RowFormat, first_fit
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 7)), max_size=40))
@@ -21,3 +22,48 @@ def test_every_item_is_placed_once_in_the_first_row_with_room(sizes):
         for earlier in range(where[number]):
             held = [sizes[other] for other in rows[earlier] if other < number]
             assert not (np.sum(held, axis=0) + size <= (9, 7)).all()
+
+
+_TOKENS = st.lists(st.integers(0, 9), max_size=3)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("converter", "features"),
+    [
+        ("language_model", ("targets",)),
+        ("language_model", ("inputs", "targets")),
+        ("prefix_lm", ("inputs", "targets")),
+    ],
+)
+@given(data=st.data())
+@settings(deadline=None, max_examples=40)
+def test_int32_examples_make_the_batch_that_others_make(converter, features, packed, data):
+    example = st.fixed_dictionaries(dict.fromkeys(features, _TOKENS))
+    most = 2 if packed else 1
+    rows = data.draw(st.lists(st.lists(example, min_size=1, max_size=most), min_size=1, max_size=4))
+    on_targets = data.draw(st.booleans())
+    row_format = RowFormat(converter, dict.fromkeys(features, 6), packed, on_targets, bos_id=7)
+
+    def batch(dtype):
+        return row_format.batch(
+            [
+                [{name: np.array(ids, dtype) for name, ids in one.items()} for one in row]
+                for row in rows
+            ]
+        )
+
+    vectors, others = batch(np.int32), batch(np.int64)
+    assert vectors.keys() == others.keys()
+    for name, array in vectors.items():
+        np.testing.assert_array_equal(array, others[name], err_msg=name)
+        assert array.dtype == others[name].dtype
+
+
+def test_an_example_that_is_no_sequence_of_ids_is_named():
+    row_format = RowFormat(
+        "language_model", {"targets": 6}, packed=False, weights_on_targets_only=False, bos_id=0
+    )
+    good, bad = np.array([3], np.int32), np.array([4, -5], np.int32)
+    with pytest.raises(ValueError, match="example 1, targets: ids from -5 to 4"):
+        row_format.batch([[{"targets": good}], [{"targets": bad}]])

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 
+import numpy as np
 import pytest
 
 from layerkit_inputs.seqio_adaptor.input import SeqIOInput
@@ -174,3 +175,58 @@ def test_data_without_examples_end_or_are_refused_but_never_hang(training, make_
             source.get_next()
     else:
         assert list(source.eval_batches()) == []
+
+
+@pytest.fixture
+def four_files(c4_folder, c4_task):
+    """Training on a task of four files, and how many pipelines were made for it."""
+    made = []
+
+    def count(dataset):
+        made.append(1)
+        return dataset
+
+    def make(after=count, **fields):
+        task = c4_task(c4_folder)
+        task.preprocessors = (*task.preprocessors, after)
+        given = {"batch_size": 1, "task_feature_lengths": {"targets": 64}, "is_training": True}
+        return SeqIOInput(**given, mixture_or_task=task, use_packing=False, **fields)
+
+    return make, made
+
+
+def test_the_next_shard_is_open_while_one_is_read(four_files):
+    make, made = four_files
+    source = make()
+    source.get_next()
+    assert len(made) == 2
+    source.get_next()
+    assert len(made) == 2
+
+
+def test_a_shard_that_does_not_open_is_an_error_when_its_turn_comes(four_files):
+    make, made = four_files
+
+    def fail(dataset):
+        made.append(1)
+        if len(made) > 1:
+            raise ValueError(f"pipeline {len(made)}")
+        return dataset
+
+    source = make(fail)
+    for _ in range(10):
+        source.get_next()
+    with pytest.raises(ValueError, match="pipeline 3"):
+        source.get_next()
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc")
+def test_shards_that_were_opened_ahead_go_with_a_reset(four_files):
+    make, _ = four_files
+    source = make()
+    first = source.get_next().labels
+    before = len(os.listdir("/proc/self/task"))
+    for _ in range(20):
+        source.reset()
+        np.testing.assert_array_equal(source.get_next().labels, first)
+    assert len(os.listdir("/proc/self/task")) < before + 20

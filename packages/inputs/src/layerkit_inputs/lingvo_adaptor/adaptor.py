@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib
 import logging
 import warnings
@@ -257,9 +258,11 @@ class LingvoInputAdaptor(BaseInput):
                     f"field {path}{name} of the batch is a {type(value).__name__}; expected a "
                     "tensor, or a NestedMap of tensors."
                 )
-            elif dtype != self._tf.string:
+            elif dtype is not self._tf.string:
                 # A view of the tensor, which nobody may change: TensorFlow may give it again.
-                arrays[name] = np.asarray(value)
+                array = np.asarray(value)
+                if array.dtype.kind not in "OSU":
+                    arrays[name] = array
         return arrays
 
     def _most_reads(self) -> int | None:
@@ -284,21 +287,22 @@ class LingvoInputAdaptor(BaseInput):
 
     def _complete(self, batch: NestedMap) -> NestedMap:
         """Weights and numbers for the rows, and rows of padding up to the batch size."""
-        rows = num_rows_of(batch)
+        rows = _num_rows_of_arrays(batch)
         if rows > self.local_batch_size:
             raise self._refuse(
                 f"the Lingvo input made a batch of {rows} rows, after one of or a param for "
                 f"{self.local_batch_size}; batches must have one size."
             )
-        numbers = np.arange(self._rows_made, self._rows_made + rows)
-        self._rows_made += rows
         # Interleaved, so that no number stands for rows of two hosts.
-        return self._number(batch, numbers * self.num_infeed_hosts + self.infeed_host_index)
+        hosts = self.num_infeed_hosts
+        first = self._rows_made * hosts + self.infeed_host_index
+        self._rows_made += rows
+        return self._number(batch, range(first, first + rows * hosts, hosts))
 
-    def _number(self, batch: NestedMap, numbers: np.ndarray) -> NestedMap:
+    def _number(self, batch: NestedMap, numbers: range) -> NestedMap:
         batch.setdefault("eval_sample_weights", np.ones(len(numbers), np.float32))
         if not self.is_training:
-            batch.setdefault("provenance", numbers.astype(np.int32))
+            batch.setdefault("provenance", np.array(numbers).astype(np.int32))
         num_missing = self.local_batch_size - len(numbers)
         return pad_rows(batch, num_missing) if num_missing else batch
 
@@ -440,6 +444,12 @@ class LingvoInputAdaptorNewBatchSize(LingvoInputAdaptor):
         self._current = None
 
 
+def _num_rows_of_arrays(batch: NestedMap) -> int:
+    """As `num_rows_of`, which looks closer where this does not find one number."""
+    sizes = {array.shape[:1] for _, array in batch.flatten_items()}
+    return next(iter(sizes))[0] if len(sizes) == 1 and () not in sizes else num_rows_of(batch)
+
+
 def _add_to_checksum(batch: NestedMap, checksum: int) -> int:
     """A checksum of all batches so far: of their fields, and of the first and last row of each.
 
@@ -447,7 +457,12 @@ def _add_to_checksum(batch: NestedMap, checksum: int) -> int:
     rows that follow stand elsewhere. To read every row again would cost as much as making it.
     """
     for path, array in batch.flatten_items():
-        label = f"{path} {array.dtype.str} {array.shape}".encode()
+        label = _label(path, array.dtype, array.shape)
         ends = array if len(array) <= 2 else array[:: len(array) - 1]
         checksum = zlib.crc32(ends.tobytes(), zlib.crc32(label, checksum))
     return checksum
+
+
+@functools.lru_cache(maxsize=1024)  # the same few for every batch
+def _label(path: str, dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
+    return f"{path} {dtype.str} {shape}".encode()

@@ -113,7 +113,7 @@ class LingvoEvalAdaptor(_OneEpochOfAllHosts):
         rows = self._rows(start, start + self.local_batch_size)
         if self._rows_total is not None and self._rows_total <= global_start:
             raise StopIteration
-        return self._number(rows, np.arange(start, start + num_rows_of(rows)))
+        return self._number(rows, range(start, start + num_rows_of(rows)))
 
 
 class LingvoLazyEvalAdaptor(_OneEpochOfAllHosts):
@@ -160,7 +160,7 @@ class LingvoLazyEvalAdaptor(_OneEpochOfAllHosts):
                 f"input.num_samples={total}, but the Lingvo input ended after {self._rows_total} "
                 "rows."
             )
-        return self._number(rows, np.arange(start, start + num_rows_of(rows)))
+        return self._number(rows, range(start, start + num_rows_of(rows)))
 
 
 def _slice(batch: NestedMap, start: int, stop: int) -> NestedMap:

@@ -14,6 +14,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from layerkit_inputs.tensor_iterator import TensorIterator, has_tensors_only
+
 _MISSING = object()
 _LOCK = threading.RLock()
 
@@ -66,8 +68,42 @@ def start_over(tensorflow: Any, source: Any) -> Any:
     options.deterministic = True
     dataset = dataset.with_options(options)
     source._dataset = {source.host_id: dataset}
-    source._iterator = {source.host_id: iter(dataset)}
+    source._iterator = {source.host_id: _batches_of(tensorflow, dataset)}
     return dataset
+
+
+class _Batches:
+    """Stands in for an iterator of TensorFlow, whose Python takes as long as a batch."""
+
+    def __init__(self, tensorflow: Any, dataset: Any):
+        self._spec = dataset.element_spec
+        self._tensors = TensorIterator(tensorflow, dataset)
+
+    def get_next(self) -> Any:
+        """The next batch; raises what TensorFlow raises."""
+        return _packed(self._spec, iter(self._tensors.get_next()))
+
+
+def _batches_of(tensorflow: Any, dataset: Any) -> Any:
+    if _is_map_of_fields(dataset.element_spec) and has_tensors_only(tensorflow, dataset):
+        return _Batches(tensorflow, dataset)
+    return iter(dataset)
+
+
+def _is_map_of_fields(spec: Any) -> bool:
+    """Whether it is a dict or a NestedMap of Lingvo, and so are the maps in it."""
+    maps = (dict, importlib.import_module("lingvo.core.nested_map").NestedMap)
+    if type(spec) not in maps:
+        return False
+    return all(_is_map_of_fields(part) or hasattr(part, "dtype") for part in spec.values())
+
+
+def _packed(spec: Any, tensors: Iterator[Any]) -> Any:
+    """The tensors, which come in the order of sorted names, in the form of `spec`."""
+    if not isinstance(spec, dict):
+        return next(tensors)
+    parts = {name: _packed(spec[name], tensors) for name in sorted(spec)}
+    return type(spec)((name, parts[name]) for name in spec)
 
 
 def stop(source: Any) -> None:

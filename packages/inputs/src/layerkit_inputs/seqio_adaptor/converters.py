@@ -19,7 +19,13 @@ import numpy as np
 
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.bad_records import BadRecords
-from layerkit_inputs.features import encoder_decoder_features, lm_features, prompt_features
+from layerkit_inputs.features import (
+    encoder_decoder_features,
+    lm_features,
+    prompt_features,
+    stretch_features,
+)
+from layerkit_inputs.first_fit import OpenRows
 from layerkit_inputs.seqio_adaptor.example_stream import ExampleSource, NumberedExample
 from layerkit_inputs.seqio_adaptor.shard_pipelines import Example
 
@@ -58,6 +64,9 @@ class RowFormat(NamedTuple):
 
     def batch(self, rows: Sequence[Sequence[Example]]) -> NestedMap:
         """Arrays `[rows, ...]`, from the examples in each row."""
+        batch = self._batch_of_vectors(rows)
+        if batch is not None:
+            return batch
         examples = [example for row in rows for example in row]
         targets = [example.get("targets", ()) for example in examples]
         inputs = [example.get("inputs", ()) for example in examples]
@@ -84,6 +93,44 @@ class RowFormat(NamedTuple):
         )
         if self.converter == "language_model":
             batch.pop("inputs_indicator", None)
+        return batch
+
+    def _batch_of_vectors(self, rows: Sequence[Sequence[Example]]) -> NestedMap | None:
+        """As `batch`, for sequences of int32, looked at and laid out all together.
+
+        None for other examples, and for those that may be refused: `batch` says which, and why.
+        """
+        if self.converter not in ("language_model", "prefix_lm"):
+            return None
+        features = [name for name in ("inputs", "targets") if name in self.lengths]
+        try:
+            parts = [example[name] for row in rows for example in row for name in features]
+            tokens = np.concatenate(parts)
+        except (KeyError, ValueError):
+            return None
+        kinds = {(part.dtype, part.ndim) for part in parts}
+        if kinds != {(np.dtype(np.int32), 1)} or tokens.min(initial=0) < 0:
+            return None
+        part_sizes = np.array([len(part) for part in parts]).reshape(-1, len(features))
+        sizes = part_sizes.sum(axis=1)
+        ids = np.roll(tokens, 1)
+        ids[(np.cumsum(sizes) - sizes)[sizes > 0]] = self.bos_id
+        has_inputs = len(features) > 1
+        batch = stretch_features(
+            ids,
+            tokens,
+            rows=np.repeat(np.arange(len(rows)), [len(row) for row in rows]),
+            sizes=sizes,
+            num_rows=len(rows),
+            length=self.limits[0],
+            num_inputs=part_sizes[:, 0] * has_inputs
+            if has_inputs or self.weights_on_targets_only
+            else None,
+            has_inputs=has_inputs and self.converter == "prefix_lm",
+            weights_on_targets_only=self.weights_on_targets_only,
+        )
+        if not self.packed:
+            batch.ids[:, 1:] = batch.labels[:, :-1]
         return batch
 
 
@@ -181,14 +228,12 @@ def first_fit(sizes: Sequence[Sequence[int]], limits: Sequence[int]) -> Iterator
     Yields:
       The numbers of the items in each row.
     """
+    places = OpenRows(limits, max(len(sizes), 1))
     rows: list[list[int]] = []
-    room = np.zeros((len(sizes), len(limits)), np.int64)
     for number, size in enumerate(sizes):
-        fitting = np.flatnonzero((room[: len(rows)] >= size).all(axis=1))
-        row = int(fitting[0]) if len(fitting) else len(rows)
+        is_empty = bool(rows) and not any(size)  # goes even into a first row that is full
+        row = 0 if is_empty else places.place(size)[0]
         if row == len(rows):
             rows.append([])
-            room[row] = limits
         rows[row].append(number)
-        room[row] -= size
     yield from rows

@@ -10,6 +10,7 @@ has come, whereas skipping through the whole stream would read all of it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
@@ -48,6 +49,14 @@ class ExampleSource(Protocol):
         """The next example; raises StopIteration at the end."""
 
 
+class _Opened(NamedTuple):
+    """A shard that is open from its first example on."""
+
+    epoch: int
+    shard: int
+    iterator: Iterator[Example]
+
+
 class TaskExamples:
     """The examples of one task, epoch after epoch."""
 
@@ -60,6 +69,7 @@ class TaskExamples:
             task, options, num_shards=self.num_shards, buffer_size=self._choose_buffer_size()
         )
         self._iterator: Iterator[Example] | None = None
+        self._ahead: _Opened | None = None
         self._in_chunks = True
         self._order: np.ndarray | None = None
         self._epoch = self._shards_done = self._examples_done = 0
@@ -70,17 +80,22 @@ class TaskExamples:
 
     def set_position(self, position: list[int]) -> None:
         """Goes to where `position` was called."""
-        self._epoch, self._shards_done, self._examples_done = position
+        self._move_to(*position)
+        self._ahead = None
+
+    def _move_to(self, epoch: int, shards_done: int, examples_done: int) -> None:
+        if self._epoch != epoch:
+            self._order = None
+        self._epoch, self._shards_done, self._examples_done = epoch, shards_done, examples_done
         self._iterator = None
         self._in_chunks = True
-        self._order = None
 
     def read(self) -> Example:
         """The next example; raises StopIteration at the end of an epoch, unless endless."""
         epochs_without = 0
         while True:
             if self._order is None:
-                self._order = self._shard_order()
+                self._order = self._shard_order(self._epoch)
             order = self._order
             if self._shards_done >= len(order):
                 if not self._options.endless:
@@ -91,20 +106,20 @@ class TaskExamples:
                         f"task {self.task.name} has no examples in {self._options.split!r}, or "
                         "none in the files of this host."
                     )
-                self.set_position([self._epoch + 1, 0, 0])
+                self._move_to(self._epoch + 1, 0, 0)
                 continue
             example = self._read_from(int(order[self._shards_done]))
             if example is not None:
                 self._examples_done += 1
                 return example
-            self.set_position([self._epoch, self._shards_done + 1, 0])
+            self._move_to(self._epoch, self._shards_done + 1, 0)
 
-    def _shard_order(self) -> np.ndarray:
-        """Numbers of the shards of this epoch that fall to this host."""
+    def _shard_order(self, epoch: int) -> np.ndarray:
+        """Numbers of the shards of an epoch that fall to this host."""
         index, count = self._options.share
         if not self._options.shuffle:
             return np.arange(index, self.num_shards, count)
-        order = epoch_order(self.num_shards, seed=self._options.seed, epoch=self._epoch)
+        order = epoch_order(self.num_shards, seed=self._options.seed, epoch=epoch)
         return order[index::count]
 
     def _read_from(self, shard: int) -> Example | None:
@@ -140,14 +155,39 @@ class TaskExamples:
             return self._read_one(shard)
 
     def _read_one(self, shard: int) -> Example:
-        if self._iterator is None:
-            self._iterator = self._pipelines.open(
-                shard,
-                epoch=self._epoch,
-                start=self._examples_done,
-                in_chunks=self._in_chunks,
-            )
-        return next(self._iterator)
+        if self._iterator is not None:
+            return next(self._iterator)
+        self._iterator = self._open(shard)
+        example = next(self._iterator)
+        # Not before this shard has filled its own buffer.
+        self._open_ahead()
+        return example
+
+    def _open(self, shard: int) -> Iterator[Example]:
+        """The rest of a shard; one that was opened ahead, where it is that."""
+        ahead, self._ahead = self._ahead, None
+        is_whole = self._in_chunks and not self._examples_done
+        if is_whole and ahead is not None and ahead[:2] == (self._epoch, shard):
+            return ahead.iterator
+        return self._pipelines.open(
+            shard, epoch=self._epoch, start=self._examples_done, in_chunks=self._in_chunks
+        )
+
+    def _open_ahead(self) -> None:
+        """Has the next shard fill its buffer while this one is read, so that nobody waits for it.
+
+        A shard that does not open is an error when its turn comes.
+        """
+        assert self._order is not None
+        epoch, rest = self._epoch, self._order[self._shards_done + 1 :]
+        if not len(rest) and self._options.endless:
+            epoch += 1
+            rest = self._shard_order(epoch)
+        if self._in_chunks and len(rest):
+            with contextlib.suppress(Exception):
+                shard = int(rest[0])
+                iterator = self._pipelines.open(shard, epoch=epoch, start=0, in_chunks=True)
+                self._ahead = _Opened(epoch, shard, iterator)
 
     def _name_of(self, shard: int) -> str:
         by_file = self.num_shards <= len(self._files)
@@ -236,24 +276,27 @@ class Mixed:
 
     def __init__(self, tasks: list[TaskExamples], rates: list[float]):
         self._tasks = tasks
-        self._rates = np.array(rates, np.float64) / np.sum(rates)
-        self._counts = np.zeros(len(tasks), np.int64)
+        self._rates: list[float] = (np.array(rates, np.float64) / np.sum(rates)).tolist()
+        self._counts = [0] * len(tasks)
 
     def position(self) -> dict[str, Any]:
         """As JSON values."""
-        return {"counts": self._counts.tolist(), "at": [task.position() for task in self._tasks]}
+        return {"counts": list(self._counts), "at": [task.position() for task in self._tasks]}
 
     def set_position(self, position: dict[str, Any]) -> None:
         """Goes to where `position` was called."""
-        self._counts = np.array(position["counts"], np.int64)
+        self._counts = list(position["counts"])
         for task, at in zip(self._tasks, position["at"], strict=True):
             task.set_position(at)
 
     def read(self) -> NumberedExample:
         """The next example, of whichever task."""
-        number = int(self._counts.sum())
-        behind = self._rates * (number + 1) - self._counts
-        chosen = int(np.argmax(behind))
+        number = sum(self._counts)
+        behind = [
+            rate * (number + 1) - count
+            for rate, count in zip(self._rates, self._counts, strict=True)
+        ]
+        chosen = behind.index(max(behind))
         example = self._tasks[chosen].read()
         self._counts[chosen] += 1
         return NumberedExample(number, self._tasks[chosen].task, example)

@@ -81,7 +81,7 @@ class SeqIOInput(BaseInput):
     shuffle: bool | None = None
     """Files in a new order each epoch, examples within a buffer. None: while training."""
     shuffle_buffer_size: int | None = None
-    """Examples in that buffer. None: as the task says."""
+    """Examples in that buffer; that of the next file fills meanwhile. None: as the task says."""
     num_shards: int | None = None
     """Parts in which an epoch is read, one after the other, several files each. Fewer parts mix
     more files, and a restart reads a larger one again. None: each file is one."""

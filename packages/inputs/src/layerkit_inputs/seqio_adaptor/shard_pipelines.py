@@ -1,8 +1,9 @@
 """The `tf.data` pipelines that read the shards of a SeqIO task.
 
 What costs in reading through `tf.data` is the way out of it, example by example, and making a
-pipeline. So examples come in chunks of ragged batches, cut apart here, which `tf.data` makes ahead
-on its own threads; and a pipeline that would come out the same in every epoch is made once.
+pipeline. So examples come in chunks, cut apart here, which `tf.data` makes ahead on its own
+threads, from the opening of a shard on; and a pipeline that would come out the same in every epoch
+is made once.
 
 A chunk with a bad record is lost as a whole. Whoever reads opens the shard again where it stands,
 and goes on one by one (`in_chunks=False`), which tells the record.
@@ -21,6 +22,7 @@ import numpy as np
 
 from layerkit_inputs.bad_records import BadRecords
 from layerkit_inputs.seqio_adaptor.tasks import Refuse, import_seqio, import_tensorflow
+from layerkit_inputs.tensor_iterator import TensorIterator, has_tensors_only
 
 _CHUNK_EXAMPLES = 64
 _CHUNKS_AHEAD = 2
@@ -65,6 +67,16 @@ class ReadOptions(NamedTuple):
     refuse: Refuse
 
 
+class _Datasets(NamedTuple):
+    """Of one shard, in order."""
+
+    examples: Any
+    """As the task makes them."""
+    measured: Any
+    """Values of `features`, and their lengths; None where examples cannot come in chunks."""
+    features: Sequence[str]
+
+
 class ShardPipelines:
     """Opens the shards of one task."""
 
@@ -81,7 +93,7 @@ class ShardPipelines:
         self._options = options
         self._num_shards = num_shards
         self._buffer_size = buffer_size
-        self._kept: dict[int, Any] = {}
+        self._kept: dict[int, _Datasets] = {}
 
     def open(self, shard: int, *, epoch: int, start: int, in_chunks: bool) -> Iterator[Example]:
         """The examples of one shard in one epoch, from number `start` on; raises what tf.data does.
@@ -96,27 +108,39 @@ class ShardPipelines:
         options = self._options
         key = np.random.SeedSequence([options.seed, epoch, shard])
         seed = int(key.generate_state(1)[0] >> 1)
-        dataset = self._examples_of(shard, seed)
-        if options.shuffle:
-            dataset = dataset.shuffle(self._buffer_size, seed=seed)
+        made = self._datasets_of(shard, seed)
         skips_bad_records = options.bad_records.policy == "skip"
-        if in_chunks and not (skips_bad_records and start):
-            features = self._features_in_chunks(dataset.element_spec)
-            if features:
-                chunks = _in_chunks(dataset.skip(start), features)
-                return _examples_of_chunks(_run(chunks), features)
+        if in_chunks and made.measured is not None and not (skips_bad_records and start):
+            dataset = self._from(start, self._shuffled(made.measured, seed))
+            chunks = self._in_chunks(dataset).prefetch(_CHUNKS_AHEAD)
+            return _examples_of_chunks(_run_tensors(chunks), made.features)
+        dataset = self._shuffled(made.examples, seed)
         if skips_bad_records:
             return _skip_past_errors(_run(dataset), start)
-        return _run(dataset.skip(start))
+        return _run(self._from(start, dataset))
 
-    def _examples_of(self, shard: int, seed: int) -> Any:
-        """The task's own data set of a shard, in order."""
+    def _shuffled(self, dataset: Any, seed: int) -> Any:
+        if not self._options.shuffle:
+            return dataset
+        return dataset.shuffle(self._buffer_size, seed=seed)
+
+    def _from(self, start: int, dataset: Any) -> Any:
+        return dataset.skip(start) if start else dataset
+
+    def _in_chunks(self, dataset: Any) -> Any:
+        """Several examples as one element: padded, where their lengths have a bound."""
+        if self._options.trim_output_features:
+            return dataset.padded_batch(_CHUNK_EXAMPLES)
+        return dataset.ragged_batch(_CHUNK_EXAMPLES)
+
+    def _datasets_of(self, shard: int, seed: int) -> _Datasets:
+        """The task's own data sets of a shard, in order."""
         if shard in self._kept:
             return self._kept[shard]
         seqio, options = import_seqio(), self._options
         one_of_several = self._num_shards > 1
         with _MAKING:
-            dataset = self._checked_task(shard).get_dataset(
+            examples = self._checked_task(shard).get_dataset(
                 options.feature_lengths,
                 split=options.split,
                 shuffle=False,  # one file has no order to shuffle, and examples are shuffled later
@@ -126,9 +150,11 @@ class ShardPipelines:
                 trim_output_features=options.trim_output_features,
                 try_in_mem_cache=False,
             )
-        if len(self._kept) < _MOST_KEPT and _is_repeatable(dataset):
-            self._kept[shard] = dataset
-        return dataset
+        features = self._features_in_chunks(examples.element_spec)
+        made = _Datasets(examples, _measured(examples, features) if features else None, features)
+        if len(self._kept) < _MOST_KEPT and _is_repeatable(examples):
+            self._kept[shard] = made
+        return made
 
     def _checked_task(self, shard: int) -> Any:
         """The task, of which a source that knows how many records there are must give as many.
@@ -161,41 +187,67 @@ class ShardPipelines:
         return features
 
 
-def _in_chunks(dataset: Any, features: Sequence[str]) -> Any:
-    """Ragged batches of the features."""
-    if set(dataset.element_spec) != set(features):
-        select = import_tensorflow().autograph.experimental.do_not_convert(
-            lambda example: {name: example[name] for name in features}
-        )
-        dataset = dataset.map(select)
-    return dataset.ragged_batch(_CHUNK_EXAMPLES).prefetch(_CHUNKS_AHEAD)
+def _measured(dataset: Any, features: Sequence[str]) -> Any:
+    """The features of each example and, last, their lengths, int32 `[features]`."""
+    tf = import_tensorflow()
+
+    @tf.autograph.experimental.do_not_convert
+    def measure(example: Mapping[str, Any]) -> tuple[Any, ...]:
+        values = [example[name] for name in features]
+        return *values, tf.stack([tf.size(value) for value in values])
+
+    return dataset.map(measure)
 
 
 def _examples_of_chunks(chunks: Iterator[Any], features: Sequence[str]) -> Iterator[Example]:
-    for chunk in chunks:
-        columns = [_rows_of(chunk[name]) for name in features]
-        for values in zip(*columns, strict=True):
+    for *columns, lengths in chunks:
+        rows = map(_rows_of, columns, lengths.T.tolist())
+        for values in zip(*rows, strict=True):
             yield dict(zip(features, values, strict=True))
 
 
-def _rows_of(column: Any) -> list[np.ndarray]:
-    """The rows of a ragged batch; of one that is none, all rows being of one length, as well."""
+def _rows_of(column: Any, lengths: Sequence[int]) -> list[np.ndarray]:
+    """The rows of a padded or ragged batch."""
     if isinstance(column, np.ndarray):
-        return list(column)
+        return [row[:length] for row, length in zip(column, lengths, strict=True)]
     ends = column.row_splits.tolist()
     return [column.values[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def _run(dataset: Any) -> Iterator[Any]:
     """The elements as numpy arrays, in an order that comes again."""
+    return _in_fixed_order(dataset).as_numpy_iterator()
+
+
+def _run_tensors(dataset: Any) -> Iterator[Any]:
+    """As `_run`, begun at once, for a flat tuple of features."""
+    tf = import_tensorflow()
+    dataset = _in_fixed_order(dataset)
+    if not has_tensors_only(tf, dataset):
+        return dataset.as_numpy_iterator()
+    return _elements_of(TensorIterator(tf, dataset))
+
+
+def _elements_of(iterator: TensorIterator) -> Iterator[list[np.ndarray]]:
+    end = import_tensorflow().errors.OutOfRangeError
+    while True:
+        try:
+            tensors = iterator.get_next()
+        except end:
+            return
+        yield [np.asarray(tensor) for tensor in tensors]
+
+
+def _in_fixed_order(dataset: Any) -> Any:
     options = import_tensorflow().data.Options()
     options.deterministic = True
+    options.experimental_warm_start = True
     # Its tuner waits before it lets go of a pipeline, the longer the older that is. Without it,
     # maps with AUTOTUNE still make their calls side by side.
     options.autotune.enabled = False
     # They cost more at the opening of each shard than they gain.
     options.experimental_optimization.apply_default_optimizations = False
-    return dataset.with_options(options).as_numpy_iterator()
+    return dataset.with_options(options)
 
 
 def _is_repeatable(dataset: Any) -> bool:
