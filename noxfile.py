@@ -47,8 +47,8 @@ LIGHT_EXTRAS = "[grain,hf,text]"
 TENSORFLOW_EXTRAS = "[seqio,lingvo]"
 # The longest tests first, so that no worker is left with one of them at the end.
 ALL_SUITES = [*ROOT.glob("integration_tests"), *sorted(ROOT.glob("packages/*/tests"), reverse=True)]
-# safetensors: what the extra layerkit[hf] brings; wandb: layerkit-runner[wandb].
-TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "safetensors", "wandb")
+# safetensors: what the extra layerkit[hf] brings; wandb, optuna: layerkit-runner[wandb,sweeps].
+TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "safetensors", "wandb", "optuna")
 PARITY_TOOLS = ("torch", "transformers")
 LINT_TOOLS = ("ruff", "mypy", "import-linter")
 BUILD_TOOLS = ("hatchling",)
@@ -84,7 +84,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def slow(session: nox.Session) -> None:
     """The tests that the ordinary run leaves out: many kills, many more cases of each kind."""
-    check_wheels(session, list(PACKAGES), ALL_SUITES, marker="slow")
+    check_wheels(session, list(PACKAGES), ALL_SUITES, marker="slow and not chaos")
 
 
 @nox.session
@@ -92,6 +92,13 @@ def meshes(session: nox.Session) -> None:
     """One model on all 56 meshes of eight simulated devices; about half an hour on two cores."""
     suite = ROOT / "packages/layerkit/tests/test_all_meshes.py"
     check_wheels(session, ["layerkit"], [suite], marker="meshes")
+
+
+@nox.session
+def chaos(session: nox.Session) -> None:
+    """Fifty kills of one run under each partitioner; about an hour on two cores."""
+    suite = ROOT / "integration_tests" / "chaos"
+    check_wheels(session, list(PACKAGES), [suite], marker="chaos", doctests=False)
 
 
 @nox.session
@@ -171,7 +178,7 @@ def check_wheels(
     suites: Sequence[Path],
     *,
     extras: str = LIGHT_EXTRAS,
-    marker: str = "not slow and not meshes",
+    marker: str = "not slow and not meshes and not chaos",
     doctests: bool = True,
 ) -> None:
     """Runs `suites` and the doctests of layerkit on wheels built now from `folders`.

@@ -26,6 +26,7 @@ COMMANDS = {
     "test": ("tests", "build the four packages, install them and run their tests"),
     "slow": ("slow", "the tests that `test` leaves out: many kills, more cases of each kind"),
     "meshes": ("meshes", "one model on all 56 meshes of eight simulated devices"),
+    "chaos": ("chaos", "a run that is killed fifty times, under each partitioner"),
     "parity": ("parity", "compare with PyTorch and transformers; prints a table of errors"),
     "readers": ("readers", "test the readers on TensorFlow: SeqIO, TFDS folders and Lingvo"),
     "lingvo": ("lingvo_native", "test Lingvo's native ops, on a newer C library where needed"),

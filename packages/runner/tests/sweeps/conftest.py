@@ -1,0 +1,24 @@
+"""Study files and folders for the tests of sweeps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layerkit_runner.sweeps.study_file import StudyFile, read_study_file
+
+
+@pytest.fixture
+def study_file(tmp_path: Path) -> Callable[..., StudyFile]:
+    """Writes and reads a study file with these keys."""
+
+    def make(**document: Any) -> StudyFile:
+        path = tmp_path / "study.json"
+        path.write_text(json.dumps({"metric": "heldout/loss", **document}))
+        return read_study_file(str(path))
+
+    return make

@@ -1,0 +1,93 @@
+"""A model of one weight whose runs end well, badly or not at all, as its fields say."""
+
+from __future__ import annotations
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from layerkit.base_model import BaseModel, Metrics, WeightedScalar
+from layerkit.config import Config, Partial
+from layerkit.nested_map import NestedMap
+from layerkit.weights import WeightHParams, WeightInit
+from layerkit_inputs.indexed_input import IndexedInput
+from layerkit_runner import BaseExperiment
+from layerkit_runner.learning.learner import Learner
+from layerkit_runner.task import SingleTask
+from layerkit_runner.train_hparams import TrainHParams
+
+
+class Slope(BaseExperiment):
+    """½·(w·x − 3)² at x = 1 from w = 0: after n steps of SGD w = 3·(1 − (1 − rate)ⁿ)."""
+
+    RATE: float = 0.1
+    WIDTH: int = 1
+    KIND: str = "plain"
+    MAX_STEPS: int = 6
+    # For the data to be read slowly, from this row on.
+    SECONDS_PER_ROW: float = 0.0
+    FIRST_SLOW_ROW: int = 0
+    # A rate from which on the data cannot be read.
+    CRASH_FROM: float | None = None
+
+    def task(self) -> Config:
+        learner = Learner.HParams.config(optimizer=Partial(optax.sgd), learning_rate=self.RATE)
+        train = TrainHParams.HParams.config(
+            learner=learner,
+            num_train_steps=self.MAX_STEPS,
+            eval_interval_steps=2,
+            save_interval_steps=2,
+            summary_interval_steps=1,
+        )
+        return SingleTask.HParams.config(model=Line.HParams.config(), train=train)
+
+    def datasets(self) -> list[Config]:
+        crashes = self.CRASH_FROM is not None and self.RATE >= self.CRASH_FROM
+        return [
+            Ones.HParams.config(
+                name="train",
+                is_training=True,
+                batch_size=1,
+                seconds_per_row=self.SECONDS_PER_ROW,
+                first_slow_row=self.FIRST_SLOW_ROW,
+                crashes=crashes,
+            ),
+            Ones.HParams.config(name="heldout", batch_size=1),
+        ]
+
+
+class Line(BaseModel):
+    """w·x."""
+
+    def setup(self) -> None:
+        self.create_variable("w", WeightHParams((), (), init=WeightInit.Constant(0.0)))
+
+    def compute_predictions(self, batch: NestedMap) -> jax.Array:
+        return self.theta.w * batch.x
+
+    def compute_loss(self, predictions: jax.Array, batch: NestedMap) -> tuple[Metrics, NestedMap]:
+        errors = 0.5 * jnp.square(predictions - batch.y)
+        return {"loss": WeightedScalar.of(jnp.mean(errors), 1.0)}, NestedMap()
+
+
+class Ones(IndexedInput):
+    """x = 1, y = 3, whatever the row."""
+
+    seconds_per_row: float = 0.0
+    first_slow_row: int = 0
+    crashes: bool = False
+    num_rows: int = 4
+
+    def _num_rows(self) -> int:
+        return 1_000_000 if self.is_training else self.num_rows
+
+    def _read_rows(self, rows: np.ndarray) -> NestedMap:
+        if self.crashes:
+            raise RuntimeError("the data are gone")
+        if self.seconds_per_row and max(rows) >= self.first_slow_row:
+            time.sleep(self.seconds_per_row)
+        ones = np.ones(len(rows), np.float32)
+        return NestedMap(x=ones, y=3 * ones)

@@ -1,0 +1,163 @@
+"""Whose turn it is: studies in Optuna's own storages, without any training."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+optuna = pytest.importorskip("optuna")
+
+from layerkit_runner.errors import UsageError  # noqa: E402
+from layerkit_runner.sweeps.folder import SweepFolder  # noqa: E402
+from layerkit_runner.sweeps.study import OwnTrial, Study  # noqa: E402
+from layerkit_runner.sweeps.study_file import StudyFile  # noqa: E402
+
+SPACE = {
+    "RATE": {"low": 1e-4, "high": 1.0, "log": True},
+    "LAYERS": {"low": 1, "high": 9},
+    "KIND": {"choices": ["a", "b", None]},
+}
+Files = Callable[..., StudyFile]
+
+
+def opened(file: StudyFile, folder: Path, *, storage: str | None = "journal") -> Study:
+    if storage == "journal":
+        folder.mkdir(exist_ok=True)
+        storage = str(folder / "journal.log")
+    return Study(file, SweepFolder(str(folder)), name="toy", storage=storage)
+
+
+def loss(own: OwnTrial) -> float:
+    return float(own.values["RATE"] * own.values["LAYERS"])  # type: ignore[operator]
+
+
+def run_all(study: Study, *, at_most: int = 99) -> list[dict[str, Any]]:
+    values = []
+    while len(values) < at_most and (own := study.take()) is not None:
+        values.append(dict(own.values))
+        study.complete(own, loss(own))
+    return values
+
+
+@pytest.mark.parametrize("sampler", ["random", "tpe"])
+def test_a_study_that_was_stopped_draws_what_it_would_have_drawn(
+    study_file: Files, tmp_path: Path, sampler: str
+):
+    options = {"name": sampler, "seed": 3}
+    if sampler == "tpe":
+        options["n_startup_trials"] = 2
+    file = study_file(space=SPACE, sampler=options, num_trials=6)
+    whole = run_all(opened(file, tmp_path / "whole"))
+    parts = [run_all(opened(file, tmp_path / "parts"), at_most=2) for _ in range(3)]
+    assert list(itertools.chain(*parts)) == whole
+    assert len({values["RATE"] for values in whole}) == 6
+    other = study_file(space=SPACE, sampler={**options, "seed": 4}, num_trials=6)
+    assert run_all(opened(other, tmp_path / "other"))[0] != whole[0]
+
+
+def test_two_processes_share_the_trials_and_none_is_run_twice(study_file: Files, tmp_path: Path):
+    file = study_file(space=SPACE, sampler="random", num_trials=3)
+    first, second = (opened(file, tmp_path / "study", storage=None) for _ in range(2))
+    assert (tmp_path / "study" / "study.db").exists()
+    taken = [study.take() for study in (first, second, first)]
+    assert [own.number for own in taken if own] == [0, 1, 2]
+    assert len({own.values["RATE"] for own in taken if own}) == 3
+    assert second.take() is None
+    for study, own in zip((first, second, first), taken, strict=True):
+        assert own is not None
+        study.complete(own, 1.0)
+    assert first.take() is None
+
+
+def test_a_trial_that_lost_its_process_is_taken_up_with_its_values(
+    study_file: Files, tmp_path: Path
+):
+    file = study_file(space=SPACE, num_trials=2)
+    first, second = (opened(file, tmp_path / "study") for _ in range(2))
+    own = first.take()
+    assert own is not None and not own.is_resumed
+    assert own.report(10, 0.5)
+    own.release()  # as the operating system does for a process that is killed
+    again = second.take()
+    assert again is not None and again.is_resumed
+    assert (again.number, again.values) == (own.number, own.values)
+    # What was told before is known, and is not told again.
+    assert not again.report(10, 0.5) and again.report(20, 0.25)
+    second.complete(again, 0.25)
+    (trial,) = second.trials()
+    assert (trial.value, trial.intermediate_values) == (0.25, {10: 0.5, 20: 0.25})
+
+
+def test_a_trial_killed_before_it_had_all_its_values_draws_the_others(
+    study_file: Files, tmp_path: Path
+):
+    file = study_file(space=SPACE, num_trials=1)
+    whole = run_all(opened(file, tmp_path / "whole"))
+    study = opened(file, tmp_path / "study")
+    study._study.ask()  # and then the end
+    assert run_all(study) == whole
+
+
+def test_a_grid_is_walked_once(study_file: Files, tmp_path: Path):
+    space = {"A": {"choices": [0.1, "x"]}, "B": {"low": 1, "high": 3}}
+    file = study_file(space=space, sampler="grid")
+    found = []
+    for study in itertools.cycle([opened(file, tmp_path / "study") for _ in range(2)]):
+        own = study.take()
+        if own is None:
+            break
+        found.append((own.values["A"], own.values["B"]))
+        study.fail(own)
+    assert sorted(found, key=str) == sorted(itertools.product([0.1, "x"], [1, 2, 3]), key=str)
+
+
+def test_the_median_prunes_what_is_worse(study_file: Files, tmp_path: Path):
+    pruner = {"name": "median", "n_startup_trials": 1, "n_warmup_steps": 20}
+    study = opened(study_file(space=SPACE, pruner=pruner), tmp_path / "study")
+    good, bad = study.take(), study.take()
+    assert good is not None and bad is not None
+    for step in (10, 20, 30):
+        good.report(step, 1.0)
+    assert not good.should_prune()
+    study.complete(good, 1.0)
+    bad.report(10, 2.0)
+    assert not bad.should_prune()  # not before so many steps
+    bad.report(20, 2.0)
+    assert bad.should_prune()
+    study.prune(bad)
+    assert [trial.state.name for trial in study.trials()] == ["COMPLETE", "PRUNED"]
+
+
+@pytest.mark.parametrize(
+    "pruner",
+    [
+        "none",
+        {"name": "percentile", "percentile": 25, "n_startup_trials": 0},
+        {"name": "successive_halving", "min_resource": 10, "reduction_factor": 2},
+        {"name": "hyperband", "min_resource": 10, "max_resource": 40, "reduction_factor": 2},
+    ],
+)
+def test_each_pruner_takes_its_options_and_lets_the_best_live(
+    study_file: Files, tmp_path: Path, pruner: Any
+):
+    study = opened(study_file(space=SPACE, pruner=pruner, num_trials=8), tmp_path / "study")
+    pruned = set()
+    while (own := study.take()) is not None:
+        for step in (10, 20, 40):
+            own.report(step, own.number)
+            if own.should_prune():
+                pruned.add(own.number)
+                break
+        study.prune(own) if own.number in pruned else study.complete(own, own.number)
+    assert 0 not in pruned
+    assert bool(pruned) == (pruner != "none")
+
+
+def test_a_storage_that_cannot_be_opened_is_named(study_file: Files, tmp_path: Path):
+    file = study_file(space=SPACE)
+    with pytest.raises(UsageError, match=r"^--study_storage=nosuch://x: "):
+        opened(file, tmp_path / "study", storage="nosuch://x")

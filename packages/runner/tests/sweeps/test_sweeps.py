@@ -1,0 +1,249 @@
+"""Whole sweeps: real commands, real runs, whose losses are known beforehand."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layerkit_runner import cli
+from layerkit_runner.observers import read_metrics
+from layerkit_runner.sweeps.folder import lock, try_lock
+
+pytest.importorskip("optuna")
+
+HERE = Path(__file__).parent
+TIMEOUT = 300.0
+EXP = "slope_experiment.Slope"
+
+
+def final_loss(rate: float, steps: int = 6) -> float:
+    """½·(w − 3)² after so many steps of gradient descent from w = 0."""
+    return 4.5 * (1 - rate) ** (2 * steps)
+
+
+class Command:
+    """`runner --study=…` in one folder.
+
+    Args:
+      folder: For everything.
+      cache: Of compiled programs.
+    """
+
+    def __init__(self, folder: Path, cache: Path) -> None:
+        self.folder = folder
+        self.sweep = folder / "sweep"
+        self._cache = cache
+        self._processes: list[subprocess.Popen[str]] = []
+
+    def words(self, *more: str, **document: Any) -> list[str]:
+        """Of the command, for a study file with these keys."""
+        path = self.folder / "study.json"
+        path.write_text(json.dumps({"metric": "heldout/loss", "sampler": "grid", **document}))
+        folders = [f"--job_log_dir={self.sweep}", f"--jax_compilation_cache={self._cache}"]
+        return [f"--exp={EXP}", f"--study={path}", *folders, *more]
+
+    def start(self, words: list[str]) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "layerkit_runner.cli", *words],
+            cwd=HERE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._processes.append(process)
+        return process
+
+    def run(self, words: list[str], *, code: int = 0) -> str:
+        process = self.start(words)
+        output, _ = process.communicate(timeout=TIMEOUT)
+        assert process.returncode == code, output
+        return output
+
+    def end(self) -> None:
+        """Ends whatever still runs, trials included."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+
+    def trial(self, number: int) -> Path:
+        return self.sweep / "trials" / f"{number:04d}"
+
+    def record(self) -> dict[str, Any]:
+        return json.loads((self.sweep / "sweep.json").read_text())
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Command]:
+    one_device = "--xla_force_host_platform_device_count=1"  # the last of equal flags counts
+    monkeypatch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} {one_device}")
+    cache = tmp_path_factory.getbasetemp() / "compiled"
+    command = Command(tmp_path, cache)
+    yield command
+    command.end()
+
+
+def wait_for(process: subprocess.Popen[str], condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_sweep_from_the_file_to_the_picture(
+    command: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(HERE)
+    monkeypatch.setenv("RUNNER_COMMAND", "start runner")
+    space = {"RATE": {"choices": [0.5, 0.9]}}
+    fixed = ("--fdl.CRASH_FROM=0.9", "--noenable_checkpoint_saving")
+    words = command.words("--fdl.MAX_STEPS=4", *fixed, space=space)
+    assert cli.main(words) == 0
+    printed = capfd.readouterr().out
+    good, bad = command.record()["trials"]
+    # What went wrong is said and has not stopped the other.
+    assert (bad["state"], bad["reason"]) == ("failed", "RuntimeError: the data are gone")
+    assert f"failed: trial {bad['number']:04d}: {bad['reason']}" in printed
+    assert (good["state"], good["step"], good["parameters"]) == ("complete", 4, {"RATE": 0.5})
+    assert good["value"] == pytest.approx(final_loss(0.5, 4))
+    record = read_metrics(command.trial(good["number"]))
+    assert record.evals["heldout"][-1]["loss"] == good["value"]
+    assert (command.sweep / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    fields = "--fdl.MAX_STEPS=8 --fdl.CRASH_FROM=0.9 --fdl.RATE=0.5"
+    assert not (command.trial(good["number"]) / "checkpoints").exists()
+    longer = f"  start runner --exp={EXP} {fields} --job_log_dir={command.sweep}/best"
+    assert printed.splitlines()[-1] == longer
+
+    # All is done: the same command shows it again; another space has no place there.
+    before = os.stat(command.sweep / "study.db").st_mtime_ns
+    assert cli.main(words) == 0
+    assert capfd.readouterr().out in printed
+    assert os.stat(command.sweep / "study.db").st_mtime_ns == before
+    assert cli.main(command.words("--fdl.MAX_STEPS=5", *fixed, space=space)) == 2
+    assert 'overrides.MAX_STEPS: "4" there, "5" here' in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_what_is_worse_is_pruned_and_leaves_in_order(command: Command):
+    space = {"RATE": {"choices": [0.5, 0.01]}}
+    fields = ("--fdl.MAX_STEPS=40", "--fdl.SECONDS_PER_ROW=0.3", "--fdl.FIRST_SLOW_ROW=8")
+    pruner = {"name": "median", "n_startup_trials": 1}
+    # Of the orders in which a grid is walked, one that begins with the better.
+    printed = command.run(
+        command.words(*fields, space=space, pruner=pruner, sampler={"name": "grid", "seed": 1})
+    )
+    good, bad = command.record()["trials"]
+    assert (good["state"], good["parameters"]) == ("complete", {"RATE": 0.5})
+    assert (bad["state"], bad["parameters"]) == ("pruned", {"RATE": 0.01})
+    assert 2 <= bad["step"] < 40
+    output = (command.trial(bad["number"]) / "output.txt").read_text()
+    assert "SIGTERM" in output and "saved at step" in output
+    assert f"trial {bad['number']:04d}: pruned" in printed
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_goes_on_where_it_was(command: Command):
+    space = {"RATE": {"choices": [0.25, 0.125]}}
+    slow = ("--fdl.MAX_STEPS=12", "--fdl.SECONDS_PER_ROW=0.5", "--fdl.FIRST_SLOW_ROW=8")
+    words = command.words(*slow, space=space)
+    process = command.start(words)
+    saved = command.trial(0) / "checkpoints" / "checkpoint_00000004"
+    wait_for(process, saved.exists)
+    process.kill()
+    process.communicate()
+    # The trial's process notices, saves and leaves.
+    with lock(command.trial(0) / "process.lock"):
+        assert "SIGTERM" in (command.trial(0) / "output.txt").read_text()
+    printed = command.run(words)
+    assert "trial 0000: goes on: RATE=" in printed
+    output = (command.trial(0) / "output.txt").read_text()
+    assert "goes on from step" in output
+    trials = command.record()["trials"]
+    assert sorted(trial["number"] for trial in trials) == [0, 1]
+    for trial in trials:
+        assert trial["value"] == pytest.approx(
+            final_loss(trial["parameters"]["RATE"], 12), rel=1e-4
+        )
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_a_sweep_which_goes_on(command: Command):
+    space = {"RATE": {"choices": [0.25]}}
+    slow = ("--fdl.MAX_STEPS=12", "--fdl.SECONDS_PER_ROW=0.5", "--fdl.FIRST_SLOW_ROW=8")
+    words = command.words(*slow, space=space)
+    process = command.start(words)
+    evaluated = command.trial(0) / "metrics.jsonl"
+    wait_for(process, lambda: evaluated.exists() and "heldout" in evaluated.read_text())
+    process.send_signal(signal.SIGINT)
+    printed, _ = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 130
+    assert "trial 0000: stopped at step" in printed
+    assert printed.splitlines()[-1] == "the same command goes on with this sweep"
+    assert "saved at step" in (command.trial(0) / "output.txt").read_text()
+    assert "trial 0000: goes on: RATE=0.25" in command.run(words)
+    (trial,) = command.record()["trials"]
+    assert trial["value"] == pytest.approx(final_loss(0.25, 12), rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", ["database", "journal"])
+def test_two_commands_share_a_sweep(command: Command, storage: str):
+    space = {"RATE": {"choices": [0.1, 0.2, 0.3, 0.4]}}
+    more = ["--fdl.SECONDS_PER_ROW=0.5"]
+    if storage == "journal":
+        more.append(f"--study_storage={command.folder / 'study.log'}")
+    words = command.words(*more, space=space)
+    processes = [command.start(words) for _ in range(2)]
+    printed = [process.communicate(timeout=TIMEOUT)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], printed
+    trials = command.record()["trials"]
+    assert [trial["parameters"]["RATE"] for trial in trials] == [0.4, 0.3, 0.2, 0.1]
+    assert sorted(trial["number"] for trial in trials) == [0, 1, 2, 3]
+    for trial in trials:
+        assert trial["value"] == pytest.approx(final_loss(trial["parameters"]["RATE"]), rel=1e-4)
+        label = f"trial {trial['number']:04d}: complete"
+        assert sum(text.count(label) for text in printed) == 1
+    assert all("trial 000" in text.partition("heldout/loss")[0] for text in printed)
+    free = try_lock(command.trial(0) / "trial.lock")
+    assert free is not None
+    free.close()
+
+
+@pytest.mark.slow
+def test_a_trial_that_diverges_fails(command: Command):
+    command.run(command.words(space={"RATE": {"choices": [0.5, 1e30]}}))
+    _, bad = command.record()["trials"]
+    assert (bad["state"], bad["reason"]) == ("failed", "heldout/loss is inf at step 2")
+
+
+@pytest.mark.slow
+def test_a_sweep_whose_trials_all_crash_gives_up(command: Command):
+    space = {"RATE": {"choices": [0.1, 0.2, 0.3, 0.4]}}
+    printed = command.run(command.words("--fdl.CRASH_FROM=0", space=space), code=1)
+    assert "3 trials failed one after another; this sweep gives up" in printed
+    trials = command.record()["trials"]
+    assert [trial["reason"] for trial in trials] == ["RuntimeError: the data are gone"] * 3
+
+
+@pytest.mark.slow
+def test_a_metric_that_no_evaluation_reports_is_no_failure_of_a_trial(command: Command):
+    space = {"RATE": {"choices": [0.1]}}
+    printed = command.run(command.words(metric="heldout/los", space=space), code=2)
+    assert "metric='heldout/los' is not reported by the evaluations; did you mean" in printed
+    assert "trial 0000: goes on: RATE=0.1" in command.run(command.words(space=space))
+    (trial,) = command.record()["trials"]
+    assert trial["value"] == pytest.approx(final_loss(0.1), rel=1e-4)
