@@ -12,6 +12,7 @@ PAGES = [
     "init_from.md",
     "inputs.md",
     "optimization.md",
+    "programs.md",
     pytest.param("transformers.md", marks=pytest.mark.slow),
 ]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -123,8 +123,20 @@ def test_a_single_token_or_key_head_stays_whole_and_a_single_row_is_refused():
     assert step.sharding.shard_shape(step.shape) == (2, 1, 1, 8)
 
 
-def test_an_uneven_activation_is_refused_by_name(cube):
-    message = refusal(lambda: jax.jit(lambda x: cube.constrain(x, ("mlp",)))(jnp.ones(3)))
+def test_features_may_be_uneven_where_asked_and_rows_never(cube):
+    axes = ("batch", "mlp")
+    assert cube.spec(axes, shape=(8, 7), allow_uneven=True) == P(("data", "fsdp"), "tensor")
+    for shape in ((6, 7), (8, 1)):  # no entry for every part of mlp
+        message = refusal(lambda shape=shape: cube.spec(axes, shape=shape, allow_uneven=True))
+        assert "cannot be split evenly" in message
+
+
+def test_an_uneven_activation_is_laid_out_under_jit_alone(cube):
+    x = np.arange(8 * 7, dtype=np.float32).reshape(8, 7)
+    lowered = jax.jit(lambda x: jnp.cumsum(cube.constrain(x, ("batch", "mlp")), axis=1)).lower(x)
+    assert '"tensor"' in lowered.as_text()
+    np.testing.assert_array_equal(lowered.compile()(x), np.cumsum(x, axis=1))
+    message = refusal(lambda: cube.constrain(jnp.ones(3), ("mlp",)))
     assert message.startswith("dimension 'mlp' of size 3 cannot be split evenly")
 
 

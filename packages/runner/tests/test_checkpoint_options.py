@@ -18,7 +18,7 @@ from layerkit_runner.checkpoints import folders
 from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.configuration.resolve import ResolvedExperiment, resolve
 from layerkit_runner.job import start_job
-from layerkit_runner.modes.inference import run_eval
+from layerkit_runner.modes.inference import run_inference
 from layerkit_runner.modes.train import run_train
 
 
@@ -129,9 +129,9 @@ def test_other_dtypes_only_when_asked(
 ):
     shorter = resolve(experiment(DTYPE="bfloat16"))
     with pytest.raises(UsageError, match="or say --restore_cast_dtypes to convert these"):
-        run_eval(shorter, options(trained))
+        run_inference("eval_once", shorter, options(trained))
     capsys.readouterr()
-    assert run_eval(shorter, options(trained, restore_cast_dtypes=True)) == 0
+    assert run_inference("eval_once", shorter, options(trained, restore_cast_dtypes=True)) == 0
     assert "arrays were converted from float32 to bfloat16" in capsys.readouterr().out
     new = options(tmp_path / "new", restore_checkpoint_dir=str(trained), restore_cast_dtypes=True)
     assert run_train(resolve(experiment(DTYPE="bfloat16", MAX_STEPS=8)), new) == 0

@@ -166,8 +166,10 @@ runner trains, evaluates and inspects experiments.
 
 Modes:
   train        train; the same command again resumes
-  eval         evaluate the newest checkpoint once
-  decode_once  decode with the newest checkpoint once
+  eval         evaluate each new checkpoint of a job that trains, until its last one
+  eval_once    evaluate the newest checkpoint, or those of --restore_checkpoint_step
+  decode       decode with each new checkpoint of a job that trains, until its last one
+  decode_once  decode with the newest checkpoint, or those of --restore_checkpoint_step
   export       write the newest checkpoint as a Hugging Face folder
   plan         compile the training step without the devices; print memory and traffic
   inspect      print the configuration, every override applied, its weights, its graph, or what the
@@ -183,22 +185,31 @@ Flags:
   --job_log_dir=DIR                 folder for everything the run writes
   --mode=MODE                       what to do, see above (default train)
   --[no]enable_checkpoint_saving    train: whether to save checkpoints (default True)
-  --restore_checkpoint_dir=DIR      train, eval, decode_once, export: start from the checkpoints of
-                                    this folder
-  --restore_checkpoint_step=STEP    train, eval, decode_once, export: start from this step, not the
-                                    newest
+  --restore_checkpoint_dir=DIR      train, eval, eval_once, decode, decode_once, export: start from
+                                    the checkpoints of this folder
+  --restore_checkpoint_step=STEP    train, eval_once, decode_once, export: start from this step, not
+                                    the newest; eval_once and decode_once take several, as in
+                                    100,200
   --init_from=DIR                   train: begin with the weights of this folder: of a job, a
                                     checkpoint, or Hugging Face; a run that goes on does not read it
   --init_draw=PATTERN               train: weights that --init_from leaves to be drawn, as a regular
                                     expression
-  --restore_cast_dtypes             train, eval, decode_once, export: convert floating-point arrays
-                                    of a checkpoint whose dtype is another, as after a change of the
-                                    weights' dtype
+  --restore_cast_dtypes             train, eval, eval_once, decode, decode_once, export: convert
+                                    floating-point arrays of a checkpoint whose dtype is another, as
+                                    after a change of the weights' dtype
   --async_timeout_secs=SECONDS      train: end a job whose save takes longer (default 600)
   --exit_after_ondemand_checkpoint  train: leave after the save that SIGUSR1 asks for, instead of
                                     going on
-  --pmap_use_tensorstore            train, eval, decode_once: save pmap runs one entry per
-                                    parameter, not as one file; reading finds out by itself
+  --[no]eval_on_test                train: whether held-out data are evaluated, or left to
+                                    --mode=eval beside this job (default True)
+  --decode_during_train             train: where task.train.decode_interval_steps is None, decode as
+                                    often as is saved, not only at the end
+  --eval_during_decode              decode, decode_once: also evaluate
+  --follow_timeout_secs=SECONDS     eval, decode: end when no new checkpoint came for so long; off:
+                                    never
+  --pmap_use_tensorstore            train, eval, eval_once, decode, decode_once: save pmap runs one
+                                    entry per parameter, not as one file; reading finds out by
+                                    itself
   --target=TARGET                   plan: the devices to plan for
   --num_devices=N                   plan, inspect: how many of them
   --inspect=WHAT                    inspect: config, the configuration; parameters, a table of the
@@ -210,15 +221,18 @@ Flags:
                                     what the doctor found as JSON
   --export_dir=DIR                  export: the folder to write
   --jax_compilation_cache=DIR       folder for compiled programs, or off
-  --coordinator_address=ADDRESS     train, eval, decode_once: host:port where the processes of a job
-                                    meet, at process 0; auto: found out. Without it, what Slurm,
-                                    Open MPI, torchrun, Kubernetes or a TPU pod says
-  --num_processes=N                 train, eval, decode_once: how many processes the job has
-  --process_id=I                    train, eval, decode_once: which of them this is, from 0
-  --multiprocess_gpu                train, eval, decode_once: one of several processes; Pax's names
-                                    --server_addr, --num_hosts and --host_idx are understood
-  --hung_step_timeout_secs=SECONDS  train, eval, decode_once: end a job that made no step, batch or
-                                    save for so long; off: never (default 1800)
+  --coordinator_address=ADDRESS     train, eval, eval_once, decode, decode_once: host:port where the
+                                    processes of a job meet, at process 0; auto: found out. Without
+                                    it, what Slurm, Open MPI, torchrun, Kubernetes or a TPU pod says
+  --num_processes=N                 train, eval, eval_once, decode, decode_once: how many processes
+                                    the job has
+  --process_id=I                    train, eval, eval_once, decode, decode_once: which of them this
+                                    is, from 0
+  --multiprocess_gpu                train, eval, eval_once, decode, decode_once: one of several
+                                    processes; Pax's names --server_addr, --num_hosts and --host_idx
+                                    are understood
+  --hung_step_timeout_secs=SECONDS  train, eval, eval_once, decode, decode_once: end a job that made
+                                    no step, batch or save for so long; off: never (default 1800)
   --peak_tflops_per_device=TFLOPS   train: what one device could do at best, for MFU, where the
                                     table of known devices has no figure or another
   --xla_flags_preset=NAME           train: a set of compiler flags: gpu_latency_hiding,
@@ -229,6 +243,15 @@ Flags:
   --jax_profiler_port=PORT          train: where xprof or TensorBoard can ask for a trace at any
                                     time
   --wandb_project=NAME              train: also report to this project of Weights & Biases
+  --study=FILE                      train: search fields of the experiment as this TOML or JSON file
+                                    says, each trial a run in DIR/trials; started several times,
+                                    several trials run at once
+  --num_trials=N                    train: how many trials the study has in all, in place of what
+                                    its file says
+  --study_storage=URL               train: a database, or a journal file for a network disk, in
+                                    place of DIR/study.db
+  --[no]enable_summary_writer       train, eval, eval_once, decode, decode_once: whether to write
+                                    DIR/summaries for TensorBoard (default True)
   --print_config                    print the configuration, every override applied, and leave; can
                                     be added to any command
   --diff_config=OTHER               print the fields that differ from those of another experiment or
@@ -274,8 +297,8 @@ _WRONG = {
     ),
     "mode": (
         ["--exp=lm.Small", "--mode=trian"],
-        "--mode has no value 'trian'; did you mean 'train'? It is one of train, eval, decode_once,"
-        " export, plan, inspect.\n",
+        "--mode has no value 'trian'; did you mean 'train'? It is one of train, eval, eval_once,"
+        " decode, decode_once, export, plan, inspect.\n",
     ),
     "experiment": (
         ["--exp=lm.Smal"],
@@ -337,8 +360,8 @@ _WRONG = {
     ),
     "root of a path": (
         ["--exp=lm.Small", "--fdl.taks.model.num_layers=3"],
-        "--fdl.taks.model.num_layers: a path starts with task, datasets, decode_datasets or"
-        " partitioner, not 'taks'; did you mean 'task'?\n",
+        "--fdl.taks.model.num_layers: a path starts with task, datasets, decode_datasets,"
+        " partitioner, eval_programs or decode_programs, not 'taks'; did you mean 'task'?\n",
     ),
 }
 
@@ -418,7 +441,7 @@ def test_print_config_can_be_added_to_any_command(place: Path):
     command = ["--exp=own.Mine", "--fdl.NUM_LAYERS=7"]
     inspected = runner(place, *command, "--mode=inspect")
     # Neither a folder nor the other processes are needed for it.
-    for flags in (["--num_processes=4"], ["--mode=eval", "--restore_checkpoint_step=3"]):
+    for flags in (["--num_processes=4"], ["--mode=eval_once", "--restore_checkpoint_step=3"]):
         done = runner(place, *command, *flags, "--print_config")
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout == inspected.stdout

@@ -15,10 +15,11 @@ from layerkit_runner.checkpoints.folders import committed_steps
 from layerkit_runner.errors import UsageError
 from layerkit_runner.executor import Executor, check_best_metric, is_due
 from layerkit_runner.feeds.infeed import make_input
+from layerkit_runner.learning.early_stopping import EarlyStop, EarlyStopping, StoppingRule
 from layerkit_runner.observers import Observer, RunInfo, Throughput
 from layerkit_runner.partitioning import SpmdPartitioner
 from layerkit_runner.processes.stop_signals import StopSignals
-from layerkit_runner.programs import DecodeProgram, EvalProgram, TrainProgram
+from layerkit_runner.programs import BaseProgram, DecodeProgram, EvalProgram, TrainProgram
 from layerkit_runner.train_hparams import TrainHParams
 
 
@@ -42,7 +43,7 @@ class Recorder(Observer):
         self.messages.append(text)
 
     def eval_metrics(self, step: int, dataset: str, scalars: Any) -> None:
-        self.events.append(f"eval {step}")
+        self.events.append(f"eval {step}" if dataset == "points" else f"{dataset} {step}")
 
     def text(self, step: int, name: str, text: str) -> None:
         self.events.append(f"decode {step}")
@@ -62,6 +63,8 @@ def make(tiny: SimpleNamespace, tmp_path: Any) -> Any:
         save_at: set[int] = frozenset(),
         exits_then: bool = False,
         eval_batches: int | None = None,
+        rule: StoppingRule | None = None,
+        eval_intervals: dict[str, int] | None = None,
         **train: Any,
     ) -> Any:
         partitioner = SpmdPartitioner()
@@ -92,7 +95,10 @@ def make(tiny: SimpleNamespace, tmp_path: Any) -> Any:
         executor = Executor(
             train=task.train,
             train_program=program,
-            eval_programs=[EvalProgram(task, partitioner, points, "points")],
+            eval_programs=[
+                EvalProgram(task, partitioner, points, name, interval_steps=interval)
+                for name, interval in (eval_intervals or {"points": None}).items()
+            ],
             decode_programs=[
                 DecodeProgram(task, partitioner, dataset(tiny.Prompts), "prompts", folder)
             ],
@@ -102,6 +108,7 @@ def make(tiny: SimpleNamespace, tmp_path: Any) -> Any:
             throughput=throughput,
             signals=signals,
             exit_after_ondemand_checkpoint=exits_then,
+            early_stop=None if rule is None else EarlyStop(rule),
         )
         return SimpleNamespace(
             executor=executor,
@@ -217,17 +224,35 @@ def test_a_metric_that_no_evaluation_has(make: Any):
 
 @pytest.mark.parametrize("metric", ["pionts/loss", "loss"])
 def test_a_metric_of_no_data_set(tiny: SimpleNamespace, metric: str):
-    def train_of(metric: str | None) -> TrainHParams:
-        return tiny.task_config(train={"save_best_metric": metric}).Instantiate().train
-
-    train = train_of(metric)
     with pytest.raises(UsageError, match="names no held-out data set") as caught:
-        check_best_metric(train, ["points", "lines"])
+        check_best_metric(train_of(tiny, metric), programs(points=None, lines=None))
     assert str(caught.value).endswith(
         " It is written DATASET/METRIC, and the data sets are points, lines."
     )
-    check_best_metric(train_of("lines/loss"), ["points", "lines"])
-    check_best_metric(train_of(None), [])
+    check_best_metric(train_of(tiny, "lines/loss"), programs(points=3, lines=None))
+    check_best_metric(train_of(tiny, None), [])
+
+
+def test_the_best_is_told_by_evaluations_of_every_checkpoint(tiny: SimpleNamespace):
+    check_best_metric(train_of(tiny, "points/loss"), programs(points=50))
+    with pytest.raises(UsageError) as caught:
+        check_best_metric(train_of(tiny, "points/loss"), programs(points=30))
+    assert str(caught.value) == (
+        "task.train.save_best_metric='points/loss' needs an evaluation at every checkpoint:"
+        " save_interval_steps=5000 must be a multiple of points.interval_steps=30"
+    )
+
+
+def train_of(tiny: SimpleNamespace, metric: str | None) -> TrainHParams:
+    return tiny.task_config(train={"save_best_metric": metric}).Instantiate().train
+
+
+def programs(**intervals: int | None) -> list[BaseProgram]:
+    task, partitioner = SimpleNamespace(), SimpleNamespace()
+    return [
+        BaseProgram(task, partitioner, None, name, interval_steps=interval)
+        for name, interval in intervals.items()
+    ]
 
 
 def saved_steps(folder: Any) -> list[int]:
@@ -267,6 +292,67 @@ def test_without_a_manager_nothing_is_saved(make: Any, tmp_path: Any):
     job.executor.run(job.state, 0)
     assert job.recorder.events == ["step 1", "step 2", "step 3"]
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_evaluations_of_several_intervals(make: Any):
+    job = make(
+        num_train_steps=6, saves=False, eval_interval_steps=3, eval_intervals={"a": 2, "b": None}
+    )
+    job.executor.run(job.state, 0)
+    events = [event for event in job.recorder.events if not event.startswith("step")]
+    assert events == ["a 2", "b 3", "a 4"]
+
+
+def test_nothing_is_decoded_before_its_time(make: Any):
+    job = make(
+        num_train_steps=6, saves=False, decode_interval_steps=2, decode_start_after_n_steps=3
+    )
+    job.executor.run(job.state, 0)
+    assert [event for event in job.recorder.events if "decode" in event] == ["decode 4"]
+    assert job.executor.decode(job.state, 2) == {}
+
+
+class StopsAt(StoppingRule):
+    """Stops at a step, and keeps what it was shown."""
+
+    step: int
+    sees: str = "points/loss"
+
+    def should_stop(self, metrics: Any, step: int) -> bool:
+        assert self.sees in metrics
+        return step == self.step
+
+
+def test_early_stopping_ends_a_run_with_a_save(make: Any, tmp_path: Any):
+    job = make(
+        num_train_steps=50,
+        eval_interval_steps=2,
+        save_interval_steps=30,
+        rule=StopsAt(step=4),
+    )
+    state, step = job.executor.run(job.state, 0)
+    assert (int(state.step), step) == (4, 4)
+    assert job.executor.has_stopped_early
+    assert job.recorder.messages == ["stopped early after step 4: StopsAt says so"]
+    with job.executor.checkpoints as checkpoints:
+        checkpoints.wait_until_finished()
+        metadata = checkpoints.restore(4, job.abstract).metadata
+    assert saved_steps(tmp_path) == [4]
+    assert metadata["early_stopping"]["stopped_at"] == 4
+    # The same run again has nothing left to do.
+    again = make(num_train_steps=50, saves=False, rule=StopsAt(step=4))
+    again.executor.early_stop.restore(metadata["early_stopping"], report=print)
+    assert again.executor.run(again.state, 4)[1] == 4
+
+
+def test_early_stopping_sees_an_evaluation_of_the_model(make: Any):
+    """Every step of rate 1 makes this model worse."""
+    rule = EarlyStopping(metric="points/loss", patience=2)
+    job = make(num_train_steps=50, eval_interval_steps=1, saves=False, rule=rule)
+    _, step = job.executor.run(job.state, 0)
+    assert step == 3
+    (message,) = job.recorder.messages
+    assert message.startswith("stopped early after step 3: points/loss did not improve on")
 
 
 def test_evaluation_and_decoding_on_demand(make: Any):

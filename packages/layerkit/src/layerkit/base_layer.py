@@ -46,6 +46,7 @@ from layerkit.config import (
 from layerkit.derived_fields import derive_fields
 from layerkit.near_names import near_names
 from layerkit.sharding import BoundSharding
+from layerkit.summaries import DEFAULT_VERBOSITY, SUMMARIES, SUMMARY_ARRAYS, Kind, sow_summary
 from layerkit.weights import (
     WeightBox,
     WeightHParams,
@@ -63,13 +64,15 @@ nested_map.register_pytree()
 PARAMS = "params"
 NON_TRAINABLE = "non_trainable"
 AUX_LOSS = "aux_loss"
-SUMMARIES = "summaries"
 CACHE = "cache"
 # Flax's name for state whose "gradient" is its next value, such as the scales of fp8 products.
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 
 # All of them: what runs copies of a layer stacks these.
-COLLECTIONS = (PARAMS, NON_TRAINABLE, OVERWRITE_WITH_GRADIENT, AUX_LOSS, SUMMARIES, CACHE)
+COLLECTIONS = (
+    *(PARAMS, NON_TRAINABLE, OVERWRITE_WITH_GRADIENT),
+    *(AUX_LOSS, SUMMARIES, SUMMARY_ARRAYS, CACHE),
+)
 
 # The random stream that layers draw from while training (dropout and the like).
 RANDOM = "random"
@@ -261,10 +264,27 @@ class BaseLayer(nn.Module, kw_only=True):
             )
 
     @nn.nowrap
-    def add_summary(self, name: str, value: jax.Array) -> None:
-        """Reports a value `[...]` for the curves, where somebody collects them; all are kept."""
-        if self.is_mutable_collection(SUMMARIES):
-            self.sow(SUMMARIES, name, jax.lax.stop_gradient(value))
+    def add_summary(
+        self,
+        name: str,
+        value: jax.Array,
+        *,
+        kind: Kind = "scalar",
+        verbosity: int = DEFAULT_VERBOSITY,
+    ) -> None:
+        """Reports a value for the curves, where somebody collects them; all are kept.
+
+        Args:
+          name: Below that of the layer.
+          value: A scalar (an array counts as its mean); for `histogram` any array; for `image`
+            `[rows, height, width, channels]`, uint8 or from 0 to 1, of which a few rows are kept.
+          kind: `scalar`, `histogram` or `image`. The last two are computed at summary steps alone.
+          verbosity: Tasks with a lower `summary_verbosity` leave it out.
+
+        Raises:
+          ValueError: another kind, or an image of another shape.
+        """
+        sow_summary(self, name, value, kind=kind, verbosity=verbosity)
 
     @nn.nowrap
     def next_prng_key(self, stream: str = RANDOM) -> jax.Array:

@@ -114,6 +114,10 @@ DEFAULT_RULES = ShardingRules.of(
 # step, and the key heads of multi-query attention.
 _WHOLE_WHERE_ONE = ("length", "kv_heads", "act_kv_heads")
 
+# Dimensions that are always split evenly: data come in equal parts, rings and pipelines pass them
+# on, and each layer of a stack is one device's.
+_ALWAYS_EVEN = ("batch", "expert_batch", "length", "stage", "layers")
+
 
 @dataclasses.dataclass(frozen=True)
 class BoundSharding:
@@ -143,7 +147,12 @@ class BoundSharding:
                     )
 
     def spec(
-        self, axes: LogicalAxes, *, shape: Sequence[int] | None = None, owner: str = ""
+        self,
+        axes: LogicalAxes,
+        *,
+        shape: Sequence[int] | None = None,
+        owner: str = "",
+        allow_uneven: bool = False,
     ) -> PartitionSpec:
         """The PartitionSpec of an array with these logical axes.
 
@@ -152,6 +161,9 @@ class BoundSharding:
           shape: When given, every dimension must be divisible by its mesh axes; a single token or
             key head is left whole.
           owner: Whose array it is, for error messages.
+          allow_uneven: Whether features, such as a vocabulary, need only have an entry for each
+            part. Such an array exists inside of `jit` alone, where XLA pads it; rows, positions,
+            layers and stages must be divisible all the same.
 
         Raises:
           ValueError: an unknown name, one mesh axis used by two dimensions, a number of names that
@@ -178,9 +190,11 @@ class BoundSharding:
                     )
                 taken[axis] = str(name)
             parts = math.prod(sizes[axis] for axis in used)
-            if shape is not None and shape[position] % parts:
+            size = parts if shape is None else shape[position]
+            is_paddable = allow_uneven and name not in _ALWAYS_EVEN and size > parts
+            if size % parts and not is_paddable:
                 raise ValueError(
-                    f"{where}dimension {name!r} of size {shape[position]} cannot be split evenly"
+                    f"{where}dimension {name!r} of size {size} cannot be split evenly"
                     f" over mesh axes {used} of size {parts}; use another mesh, another size, or"
                     f" ShardingRules.replace({name}=None)"
                 )
@@ -202,10 +216,14 @@ class BoundSharding:
         return NamedSharding(self.mesh, self.spec(axes, shape=shape, owner=owner))
 
     def constrain(self, x: jax.Array, axes: LogicalAxes, *, owner: str = "") -> jax.Array:
-        """Asks the compiler to lay `x` `[...]` out by these names; the values do not change."""
+        """Asks the compiler to lay `x` `[...]` out by these names; the values do not change.
+
+        Under `jit`, features may be split unevenly; see `spec`.
+        """
         if len(axes) != x.ndim:
             raise ValueError(f"{owner}: axes {tuple(axes)} do not name the dimensions of {x.shape}")
-        spec = self.spec(axes, shape=x.shape, owner=owner)
+        is_traced = isinstance(x, jax.core.Tracer)
+        spec = self.spec(axes, shape=x.shape, owner=owner, allow_uneven=is_traced)
         if self.mesh is None:
             return x
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))

@@ -1,9 +1,11 @@
 """The command `runner`.
 
     runner --exp=lm.quickstart.LocalText --job_log_dir=DIR     train; again: resume
-    runner --exp=… --mode=eval --job_log_dir=DIR               or decode_once, export, plan, inspect
+    runner --exp=… --mode=eval --job_log_dir=DIR               beside it; or eval_once, decode,
+                                                               decode_once, export, plan, inspect
     runner --exp=… --mode=inspect --inspect=batches            what the inputs feed; or parameters,
                                                                graph
+    runner --exp=… --job_log_dir=DIR --study=FILE              many runs: search its fields
     runner --exp=… --print_config                              every field, and leave
     runner --exp=… --diff_config=OTHER                         what differs from another experiment
                                                                or a job's folder; exit code 1: some
@@ -76,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _print(_listing())
         if flags.diff_config is not None:
             return _diff_config(flags, flags.diff_config)
+        if flags.options.study is not None and not flags.print_config:
+            return _study(flags)
         resolved = _resolve(flags)
         if flags.print_config:
             return _print_config(resolved, flags.options)
@@ -89,6 +93,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _resolve(flags: ParsedFlags) -> ResolvedExperiment:
     """The experiment that the flags name, with all their overrides applied."""
+    return _load(_checked_entry(flags), flags.overrides)
+
+
+def _checked_entry(flags: ParsedFlags) -> ExperimentEntry:
+    """The experiment that the flags name, not yet imported; all is checked that needs no import."""
     # The registry reads entry points, which `--help` and a wrong flag need not wait for.
     from layerkit_runner.configuration.registry import find_experiment
 
@@ -99,14 +108,22 @@ def _resolve(flags: ParsedFlags) -> ResolvedExperiment:
     # A configuration that is only printed needs no folder, and may be looked at from anywhere.
     if not flags.only_prints:
         _check_surroundings(flags)
-    return _load(entry, flags.overrides)
+    return entry
+
+
+def _study(flags: ParsedFlags) -> int:
+    # A single run has no use for it.
+    from layerkit_runner.sweeps.command import run_study
+
+    entry = _checked_entry(flags)
+    return run_study(flags, entry, lambda overrides: _load(entry, overrides))
 
 
 def _check_surroundings(flags: ParsedFlags) -> None:
     check_folder(flags)
     if flags.mode == "export":
         check_alone(flags.mode, os.environ)
-    elif flags.mode not in ("plan", "inspect"):
+    elif flags.mode not in ("plan", "inspect") and flags.options.study is None:
         check_processes(flags.options, os.environ)
 
 
@@ -167,8 +184,9 @@ def _diff_config(flags: ParsedFlags, other: str) -> int:
         if flags.options.json
         else config_difference.difference_text
     )
-    _print(tell(here, there))
-    return 1 if config_difference.differences(here, there) else 0
+    found = config_difference.differences(here, there)
+    _print(tell(here, there, found))
+    return 1 if found else 0
 
 
 def _run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:

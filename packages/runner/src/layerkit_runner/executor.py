@@ -1,37 +1,42 @@
 """The loop of a training job.
 
-Each turn: save if due → leave if asked → train a step → evaluate if due → decode if due. At the end
-a forced save, then evaluation and decoding.
+Each turn: save if due → leave if asked → train a step → evaluate what is due → decode what is due →
+leave if the evaluations say so (early stopping). At the end a forced save; evaluation and decoding
+of the finished model are the end report's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from layerkit.near_names import near_names
 from layerkit_runner.checkpoints import CheckpointManager
 from layerkit_runner.errors import UsageError, first_names
-from layerkit_runner.observers import Goodput, Observer, Throughput
+from layerkit_runner.learning.early_stopping import EarlyStop
+from layerkit_runner.observers import DECODE_PREFIX, Goodput, Observer, Throughput
 from layerkit_runner.observers.step_profiler import StepProfiler
 from layerkit_runner.processes.stop_signals import StopSignals
 from layerkit_runner.processes.watchdog import progress
-from layerkit_runner.programs import DecodeProgram, EvalProgram, TrainProgram
+from layerkit_runner.programs import BaseProgram, TrainProgram
 from layerkit_runner.steps.train_state import TrainState
 from layerkit_runner.train_hparams import TrainHParams
+
+EARLY_STOPPING = "early_stopping"
+"""Under which the metadata of a checkpoint hold what early stopping remembers."""
 
 
 @dataclasses.dataclass
 class Executor:
-    """Runs programs in order until the last step or a signal.
+    """Runs programs in order until the last step, a signal or early stopping.
 
     Attributes:
       train: How long, and how often what is due.
       train_program: Started.
-      eval_programs: One per held-out data set.
-      decode_programs: One per decode data set.
+      eval_programs: Those that report metrics.
+      decode_programs: Those that give records.
       checkpoints: Where to save; None saves nothing.
       metadata: Kept beside each checkpoint.
       observers: Whom to report to.
@@ -40,12 +45,13 @@ class Executor:
       exit_after_ondemand_checkpoint: Whether to leave once a signal asked to save.
       goodput: What becomes of the time.
       profiler: Entered; None captures nothing.
+      early_stop: Asked after each step at which something was evaluated; None for no such end.
     """
 
     train: TrainHParams
     train_program: TrainProgram
-    eval_programs: list[EvalProgram]
-    decode_programs: list[DecodeProgram]
+    eval_programs: Sequence[BaseProgram]
+    decode_programs: Sequence[BaseProgram]
     checkpoints: CheckpointManager | None
     metadata: Mapping[str, Any]
     observers: Observer
@@ -54,12 +60,19 @@ class Executor:
     exit_after_ondemand_checkpoint: bool = False
     goodput: Goodput = dataclasses.field(default_factory=Goodput)
     profiler: StepProfiler | None = None
+    early_stop: EarlyStop | None = None
+
+    @property
+    def has_stopped_early(self) -> bool:
+        """Whether early stopping ended the run, now or before it was resumed."""
+        return self.early_stop is not None and self.early_stop.stopped_at is not None
 
     def run(self, state: TrainState, step: int) -> tuple[TrainState, int]:
         """Trains from `step` completed steps on.
 
         Returns:
-          (state, number of completed steps): all of `num_train_steps` unless a signal came.
+          (state, number of completed steps): all of `num_train_steps` unless a signal came or
+          early stopping ended the run.
         """
         with self.goodput.phase("steps"):
             return self._run(state, step)
@@ -74,7 +87,7 @@ class Executor:
                 self.observers.message(f"step {step} is the checkpoint that SIGUSR1 asked for")
             if stops or (on_demand and self.exit_after_ondemand_checkpoint):
                 break
-            if step >= self.train.num_train_steps:
+            if step >= self.train.num_train_steps or self.has_stopped_early:
                 break
             step += 1
             self._start_profile_if_due(step)
@@ -87,19 +100,30 @@ class Executor:
         self._save(state, step, force=True)
         return state, step
 
-    def evaluate(self, state: TrainState, step: int) -> dict[str, dict[str, float]]:
-        """Runs every eval program; metrics by data set."""
+    def evaluate(
+        self, state: TrainState, step: int, programs: Sequence[BaseProgram] | None = None
+    ) -> dict[str, dict[str, float]]:
+        """Runs eval programs, all of them unless told which; metrics by program."""
+        programs = self.eval_programs if programs is None else programs
         self.train_program.drain()
         with self._besides("eval"):
-            found = {p.name: p.run(state, step, self.observers) for p in self.eval_programs}
+            found = {p.name: dict(p.run(state, step, self.observers)) for p in programs}
         self._record(step, found)
         return found
 
-    def decode(self, state: TrainState, step: int) -> dict[str, list[dict[str, Any]]]:
-        """Runs every decode program; records by data set."""
+    def decode(
+        self, state: TrainState, step: int, programs: Sequence[BaseProgram] | None = None
+    ) -> dict[str, list[dict[str, Any]]]:
+        """Runs decode programs, all of them unless told which; records by program.
+
+        Before `decode_start_after_n_steps` there are none.
+        """
+        programs = self.decode_programs if programs is None else programs
+        if step < self.train.decode_start_after_n_steps or not programs:
+            return {}
         self.train_program.drain()
         with self._besides("decode"):
-            return {p.name: p.run(state, step, self.observers) for p in self.decode_programs}
+            return {p.name: p.run(state, step, self.observers) for p in programs}
 
     @contextlib.contextmanager
     def _besides(self, phase: str) -> Iterator[None]:
@@ -121,20 +145,24 @@ class Executor:
                 self.profiler.stop(step)
 
     def _run_due(self, state: TrainState, step: int) -> None:
-        if is_due(step, self.train.eval_interval_steps):
-            self.evaluate(state, step)
-        if is_due(step, self.train.decode_interval_steps):
-            self.decode(state, step)
+        """Evaluates and decodes what is due after a step, and asks whether to go on."""
+        evals = due_programs(self.eval_programs, step, self.train.eval_interval_steps)
+        decodes = due_programs(self.decode_programs, step, self.train.decode_interval_steps)
+        metrics: dict[str, float] = {}
+        if evals:
+            metrics |= by_path(self.evaluate(state, step, evals))
+        if decodes:
+            decoded = self.decode(state, step, decodes)
+            told = {DECODE_PREFIX + p.name: p.metrics for p in decodes if p.name in decoded}
+            metrics |= by_path(told)
+        if metrics and self.early_stop is not None and self.early_stop.asks_to_stop(metrics, step):
+            self.observers.message(self.early_stop.message())
 
     def _record(self, step: int, found: Mapping[str, Mapping[str, float]]) -> None:
         """Lets the checkpoints know how good the weights are."""
-        metrics = {
-            f"{dataset}/{name}": value
-            for dataset, values in found.items()
-            for name, value in values.items()
-        }
+        metrics = by_path(found)
         wanted = self.train.save_best_metric
-        if wanted is not None and wanted not in metrics:
+        if wanted is not None and wanted not in metrics and program_of(wanted, found) is not None:
             raise UsageError(
                 f"task.train.save_best_metric={wanted!r} is no metric of an evaluation"
                 f"{near_names(wanted, metrics)} There are {first_names(metrics)}."
@@ -156,41 +184,82 @@ class Executor:
         with self._besides("save"):
             self.checkpoints.save(
                 step,
-                state,
+                self.train_program.stored_state(state),
                 input_states=self._input_states(),
-                metadata=self.metadata,
+                metadata=self._metadata(),
                 force=force,
             )
+
+    def _metadata(self) -> dict[str, Any]:
+        if self.early_stop is None:
+            return dict(self.metadata)
+        return {**self.metadata, EARLY_STOPPING: self.early_stop.record()}
 
     def _input_states(self) -> dict[str, Any]:
         """Where the inputs stand; an evaluation that reads a whole epoch starts anew each time."""
         rolling = {
             eval_input_key(program.name): program.dataset.get_state()
             for program in self.eval_programs
-            if not program.dataset.reset_for_eval
+            if program.dataset is not None and not program.dataset.reset_for_eval
         }
         return {"train": self.train_program.input_state(), **rolling}
 
 
-def check_best_metric(train: TrainHParams, datasets: Iterable[str]) -> None:
-    """Whether the metric by which the best checkpoints are told can be one of these data sets.
+def check_best_metric(train: TrainHParams, programs: Iterable[BaseProgram]) -> None:
+    """Whether the metric by which the best checkpoints are told can be one of these evaluations.
+
+    Args:
+      train: Names the metric, and says how often is saved.
+      programs: The evaluations.
 
     Raises:
-      UsageError: it names none of them.
+      UsageError: it names none of them, or not every checkpoint is evaluated.
     """
-    wanted, datasets = train.save_best_metric, list(datasets)
-    if wanted is None or any(wanted.startswith(f"{name}/") for name in datasets):
+    wanted = train.save_best_metric
+    if wanted is None:
         return
-    raise UsageError(
-        f"task.train.save_best_metric={wanted!r} names no held-out data set"
-        f"{near_names(wanted.split('/')[0], datasets)} It is written DATASET/METRIC, and the data"
-        f" sets are {first_names(datasets) or 'none'}."
-    )
+    own_intervals = {program.name: program.interval_steps for program in programs}
+    name = program_of(wanted, own_intervals)
+    if name is None:
+        raise UsageError(
+            f"task.train.save_best_metric={wanted!r} names no held-out data set"
+            f"{near_names(wanted.split('/')[0], own_intervals)} It is written DATASET/METRIC, and"
+            f" the data sets are {first_names(own_intervals) or 'none'}."
+        )
+    own, saves = own_intervals[name], train.save_interval_steps
+    interval = train.eval_interval_steps if own is None else own
+    if interval is None or saves % interval:
+        field = "eval_interval_steps" if own is None else f"{name}.interval_steps"
+        raise UsageError(
+            f"task.train.save_best_metric={wanted!r} needs an evaluation at every checkpoint:"
+            f" save_interval_steps={saves} must be a multiple of {field}={interval}"
+        )
 
 
 def eval_input_key(name: str) -> str:
     """Under which a checkpoint holds the state of a held-out input."""
     return f"eval/{name}"
+
+
+def program_of(metric: str, names: Iterable[str]) -> str | None:
+    """Which of these programs a metric `NAME/METRIC` is of; None if it is of none."""
+    return next((name for name in names if metric.startswith(f"{name}/")), None)
+
+
+def by_path(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of several programs as `NAME/METRIC`."""
+    return {
+        f"{name}/{metric}": value
+        for name, metrics in found.items()
+        for metric, value in metrics.items()
+    }
+
+
+def due_programs(
+    programs: Sequence[BaseProgram], step: int, interval: int | None
+) -> list[BaseProgram]:
+    """Those that run after `step` steps; `interval` is for those with none of their own."""
+    return [p for p in programs if is_due(step, p.interval_steps or interval)]
 
 
 def is_due(step: int, interval: int | None) -> bool:

@@ -34,6 +34,15 @@ if TYPE_CHECKING:
 _FIELD_NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 
 
+# Methods of experiments elsewhere, which would be passed over in silence here.
+_NOT_OURS = {
+    "train_programs": "but a run has one training program, fed by the one training data set of"
+    " datasets(); to train on several, let one input mix them",
+    "executor": "but the order of a run is fixed (see layerkit_runner.executor); what is done"
+    " besides training is listed by eval_programs() and decode_programs()",
+}
+
+
 class BaseExperiment:
     """Base of all experiments.
 
@@ -45,6 +54,9 @@ class BaseExperiment:
 
     def __init_subclass__(cls, *, abstract: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        for name, instead in _NOT_OURS.items():
+            if name in vars(cls):
+                raise TypeError(f"{cls.__qualname__} defines {name}(), {instead}")
         cls._is_abstract = abstract or cls.__name__.startswith("_")
         declared = _annotated_fields(cls)
         assigned = [(base, name) for base in cls.__mro__ for name in vars(base)]
@@ -102,6 +114,21 @@ class BaseExperiment:
     def decode_datasets(self) -> list[Config]:
         """Configs of the inputs whose examples are decoded; none by default."""
         return []
+
+    def eval_programs(self) -> list[Config] | None:
+        """What evaluates: configs of `EvalProgram`, or of a `BaseProgram` of your own.
+
+        `Config(EvalProgram, dataset="heldout", interval_steps=50)`, where `dataset` names a
+        held-out one of `datasets()`. None, the default, evaluates each of them.
+        """
+        return None
+
+    def decode_programs(self) -> list[Config] | None:
+        """What decodes: configs of `DecodeProgram`, or of a `BaseProgram` of your own.
+
+        Their `dataset` names one of `decode_datasets()`. None, the default, decodes each of them.
+        """
+        return None
 
     def partitioner(self) -> Config:
         """How the work is laid out over devices; by default they share the rows of each batch."""

@@ -113,7 +113,7 @@ class Job:
             raise UsageError(str(error)) from error
 
     def abstract_state(self) -> TrainState:
-        """The state as shapes, dtypes and shardings.
+        """The state on the devices as shapes, dtypes and shardings.
 
         Raises:
           UsageError: a layer refuses its fields, or the mesh does not divide a weight.
@@ -138,14 +138,17 @@ class Job:
           UsageError: there is no such step, or it is damaged, or of another model.
         """
         try:
-            abstract = self.abstract_state()
-            return checkpoints.restore(
+            self.abstract_state()  # refused fields are told in the name of the experiment
+            abstract = self.partitioner.abstract_stored_state(self.task)
+            restored = checkpoints.restore(
                 step,
                 abstract if for_training else abstract.for_inference(),
                 leave_out=() if for_training else TRAINING_ONLY,
                 cast_dtypes=self.options.restore_cast_dtypes,
                 with_input_states=for_training,
             )
+            state = self.partitioner.device_state(self.task, restored.state)
+            return dataclasses.replace(restored, state=state)
         except (FileNotFoundError, DamagedCheckpointError) as error:
             raise UsageError(str(error)) from error
         except StructureMismatchError as error:
@@ -208,7 +211,8 @@ def start_job(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> J
     if jax.process_index() == 0:
         progress = Progress()
         watch = FiniteLoss(task.loss_name, report=progress.message)
-        observers = [progress, MetricsLog(), TensorBoard(), watch, GoodputLog(goodput)]
+        curves = [TensorBoard()] if options.enable_summary_writer else []
+        observers = [progress, MetricsLog(), *curves, watch, GoodputLog(goodput)]
         if options.wandb_project is not None:
             config = config_json(resolved)["config"]
             observers.append(WeightsAndBiases(options.wandb_project, config=config))

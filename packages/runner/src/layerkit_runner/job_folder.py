@@ -89,6 +89,11 @@ def recorded_overrides(directory: epath.Path) -> str:
     return shlex.join(f"--fdl.{path}={text}" for path, text in overrides.items())
 
 
+def recorded_num_train_steps(directory: epath.Path) -> int | None:
+    """The last step of the training job of this folder; None where nothing says it."""
+    return _recorded(directory).get("config", {}).get("task.train.num_train_steps")
+
+
 def command_line(
     resolved: ResolvedExperiment,
     options: RunOptions,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from layerkit_runner.command_line.flag_table import FOLLOWING_MODES, ONCE_MODES
 from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.errors import StorageError, UsageError
@@ -41,10 +43,10 @@ def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
     if mode == "train":
         check_no_automatic_profile()
     set_compiler_flags(options)
+    infer = inference_modes.run_inference
     modes: dict[str, Callable[[ResolvedExperiment, RunOptions], int]] = {
         "train": train_mode.run_train,
-        "eval": inference_modes.run_eval,
-        "decode_once": inference_modes.run_decode_once,
+        **{name: functools.partial(infer, name) for name in (*FOLLOWING_MODES, *ONCE_MODES)},
         "export": export_mode.run_export,
     }
     with joined(options) as process, _watched(process, mode):

@@ -19,18 +19,27 @@ from layerkit.base_layer import (
     PARAMS,
     RANDOM,
     SUMMARIES,
+    SUMMARY_ARRAYS,
 )
 from layerkit.base_model import BaseModel, Metrics, WeightedScalar
 from layerkit.config import Configurable, instance_field
 from layerkit.layers.quantization.fp8 import next_state
 from layerkit.nested_map import NestedMap
 from layerkit.sharding import BoundSharding
+from layerkit.summaries import DEFAULT_VERBOSITY
 from layerkit.weights import unbox
 from layerkit_runner.errors import UsageError
+from layerkit_runner.learning.early_stopping import StoppingRule
 from layerkit_runner.learning.gradients import Variables, differentiate, sum_leaves
 from layerkit_runner.learning.learner import global_norm
 from layerkit_runner.learning.stacked_weights import Stacks, stacks_of
+from layerkit_runner.steps.layer_summaries import (
+    ArraySummaries,
+    array_summaries,
+    scalars_and_marks,
+)
 from layerkit_runner.steps.step_context import StepContext
+from layerkit_runner.steps.task_metrics import named_metrics, of_examples, of_step
 from layerkit_runner.steps.train_state import TrainState
 from layerkit_runner.train_hparams import TrainHParams
 
@@ -46,6 +55,10 @@ class SingleTask(Configurable):
       loss_weights: The loss as a sum of several metrics, by their factors; it is reported as
         `loss_name`, with the weight of the first of them. None for the one metric.
       vn: Config of a `VariationalNoise`; None for none.
+      metrics: Configs of metrics besides those of the model, by name; see `steps.task_metrics`.
+      summary_verbosity: Up to which verbosity summaries of layers are reported; 0 for none.
+      early_stopping: Config of a `StoppingRule`, such as `EarlyStopping`, which may end training
+        before its last step; None for none.
       initial_weights: Where weights come from before the first step: an
         `layerkit_runner.init_from.InitFrom`, or an object with a method `load(model, like)`; those
         that it does not return, and with None all, are drawn.
@@ -57,12 +70,21 @@ class SingleTask(Configurable):
     loss_name: str = "loss"
     loss_weights: Mapping[str, float] | None = None
     vn: Any = instance_field(None)
+    metrics: Mapping[str, Any] | None = None
+    summary_verbosity: int = DEFAULT_VERBOSITY
+    early_stopping: Any = instance_field(None)
     initial_weights: Any = instance_field(None)
 
     def __post_init__(self) -> None:
         self._stacks: Stacks | None = None
         if self.loss_weights is not None:
             _check_loss_weights(self.loss_weights)
+        self.own_metrics = named_metrics(self.metrics or {})
+        if not isinstance(self.early_stopping, (StoppingRule, type(None))):
+            raise UsageError(
+                f"task.early_stopping={self.early_stopping!r} must be a StoppingRule, such as"
+                " EarlyStopping, or None"
+            )
 
     def bind_sharding(self, sharding: BoundSharding) -> None:
         """Sets the mesh and rules by which the model lays out its activations."""
@@ -101,20 +123,21 @@ class SingleTask(Configurable):
 
     def train_step(
         self, state: TrainState, batch: NestedMap, context: StepContext
-    ) -> tuple[TrainState, tuple[Metrics, dict[str, Any]]]:
+    ) -> tuple[TrainState, tuple[dict[str, Any], dict[str, Any]]]:
         """One step of gradient descent.
 
         Returns:
-          (new state, (metrics over the global batch, scalars and summaries to report)).
+          (new state, (metrics over the global batch, see `steps.metrics`; scalars and summaries to
+          report)).
         """
         model = self.model.clone(train=True)
         learner, step_key = self.train.learner, self._step_key(state.step)
 
-        def run(variables: Variables, rows: Any, key: jax.Array) -> tuple[Metrics, Any]:
+        def run(variables: Variables, rows: Any, key: jax.Array) -> tuple[dict[str, Any], Any]:
             params = learner.trained_weights.put(state.params, variables.trained)
             if self.vn is not None:
                 params = self.vn.add(params, step_key, step=state.step)
-            (metrics, _), updates = model.apply(
+            (metrics, outputs), updates = model.apply(
                 {
                     PARAMS: params,
                     NON_TRAINABLE: variables.non_trainable,
@@ -124,7 +147,7 @@ class SingleTask(Configurable):
                 rngs={RANDOM: key},
                 mutable=[AUX_LOSS, SUMMARIES, NON_TRAINABLE],
             )
-            return metrics, updates
+            return self._with_own(metrics, outputs, rows), updates
 
         trained = learner.trained_weights.take(state.params)
         found = differentiate(
@@ -150,7 +173,8 @@ class SingleTask(Configurable):
             metrics = self._add_aux(metrics, scalars["aux_loss"])
         if self.train.variable_norm_summary:
             scalars["learning/var_norm"] = global_norm(trained)
-        scalars |= _flat_summaries(found.summaries, context)
+        scalars |= scalars_and_marks(found.summaries, context, verbosity=self.summary_verbosity)
+        metrics |= of_step(self.own_metrics, metrics, scalars)
         non_trainable = _shard_mean(found.non_trainable, context)
         if learner.skips_steps:
             non_trainable = _finite(non_trainable, state.non_trainable)
@@ -166,19 +190,65 @@ class SingleTask(Configurable):
         )
         return new_state, (metrics, scalars)
 
-    def eval_step(self, state: TrainState, batch: NestedMap, context: StepContext) -> Metrics:
-        """Metrics over one global batch, nothing changed and nothing random."""
-        return self._evaluate(state, batch, context)[0]
+    def summary_step(
+        self, state: TrainState, batch: NestedMap, context: StepContext
+    ) -> ArraySummaries:
+        """The histograms and images that layers report of the training step that comes next."""
+        model, step_key = self.model.clone(train=True), self._step_key(state.step)
+        params = state.params
+        if self.vn is not None:
+            params = self.vn.add(params, step_key, step=state.step)
+
+        def run(rows: Any, key: jax.Array) -> Any:
+            _, updates = model.apply(
+                {**_variables(state), PARAMS: params},
+                rows,
+                rngs={RANDOM: key},
+                mutable=[AUX_LOSS, NON_TRAINABLE, SUMMARY_ARRAYS],
+            )
+            return updates.get(SUMMARY_ARRAYS, {})
+
+        return array_summaries(
+            run,
+            batch,
+            context.fold_shard(step_key),
+            context,
+            microbatches=self.train.gradient_accumulation_steps,
+            verbosity=self.summary_verbosity,
+        )
+
+    def eval_step(
+        self,
+        state: TrainState,
+        batch: NestedMap,
+        context: StepContext,
+        *,
+        averaged: bool | None = None,
+    ) -> Metrics:
+        """Metrics over one global batch, nothing changed and nothing random.
+
+        Args:
+          state: Whose weights to use.
+          batch: Arrays `[rows, ...]`.
+          context: How the step is spread.
+          averaged: Whether to use the averaged weights; None for `train.eval_use_ema_states`.
+        """
+        return self._evaluate(state, batch, context, averaged=averaged)[0]
 
     def score_step(
-        self, state: TrainState, batch: NestedMap, context: StepContext
+        self,
+        state: TrainState,
+        batch: NestedMap,
+        context: StepContext,
+        *,
+        averaged: bool | None = None,
     ) -> tuple[Metrics, NestedMap]:
         """`eval_step`, and the `scores` float32 and `provenance` int32 `[batch]` of the rows.
 
         Raises:
           UsageError: the model gives its examples no scores.
         """
-        metrics, outputs = self._evaluate(state, batch, context)
+        metrics, outputs = self._evaluate(state, batch, context, averaged=averaged)
         if "scores" not in outputs:
             raise UsageError(
                 f"{type(self.model).__qualname__} gives its examples no scores, which the data set"
@@ -188,16 +258,18 @@ class SingleTask(Configurable):
         return metrics, NestedMap(scores=outputs.scores, provenance=batch.provenance)
 
     def _evaluate(
-        self, state: TrainState, batch: NestedMap, context: StepContext
+        self, state: TrainState, batch: NestedMap, context: StepContext, *, averaged: bool | None
     ) -> tuple[Metrics, NestedMap]:
         model = self.model.clone(train=False)
-        variables = _variables(self.weights_of(state, averaged=self.train.eval_use_ema_states))
+        averaged = self.train.eval_use_ema_states if averaged is None else averaged
+        variables = _variables(self.weights_of(state, averaged=averaged))
         (metrics, outputs), updates = model.apply(variables, batch, mutable=[AUX_LOSS])
+        metrics = self._with_own(metrics, outputs, batch)
         metrics = self._with_loss(context.mean_metrics(metrics))
         if AUX_LOSS in updates:
             aux = context.batch_sum(sum_leaves(updates[AUX_LOSS]) / context.num_shards)
             metrics = self._add_aux(metrics, aux)
-        return metrics, outputs
+        return metrics | of_step(self.own_metrics, metrics, None), outputs
 
     def decode_step(
         self, state: TrainState, batch: NestedMap, context: StepContext, *, batch_index: jax.Array
@@ -232,11 +304,26 @@ class SingleTask(Configurable):
         """A state with the weights that decoding uses."""
         return self.weights_of(state, averaged=self.train.decode_use_ema_states)
 
-    def _step_key(self, step: jax.Array) -> jax.Array:
-        return jax.random.fold_in(jax.random.key(self.train.random_seed), step)
+    def first_key(self) -> jax.Array:
+        """The key of the weights, from which those of all steps follow."""
+        return jax.random.key(self.train.random_seed, impl=self.train.prng_impl)
 
-    def _loss_terms(self, metrics: Metrics) -> Mapping[str, float]:
-        """The metrics that make up the loss, with their factors."""
+    def _step_key(self, step: jax.Array) -> jax.Array:
+        return jax.random.fold_in(self.first_key(), step)
+
+    def _with_own(self, metrics: Metrics, outputs: NestedMap, batch: NestedMap) -> dict[str, Any]:
+        """The metrics of the model and those that the task makes of some rows."""
+        for name in self.own_metrics:
+            if name in metrics:
+                raise ValueError(
+                    f"task.metrics[{name!r}] has the name of a metric of the model; it reports"
+                    f" {', '.join(metrics)}"
+                )
+        return {**metrics, **of_examples(self.own_metrics, outputs, batch)}
+
+    def _loss_terms(self, metrics: Mapping[str, Any]) -> Mapping[str, float]:
+        """The metrics of the model that make up the loss, with their factors."""
+        metrics = {name: m for name, m in metrics.items() if name not in self.own_metrics}
         if self.loss_weights is None:
             terms, field = {self.loss_name: 1.0}, "loss_name"
         else:
@@ -254,7 +341,7 @@ class SingleTask(Configurable):
                 )
         return terms
 
-    def _with_loss(self, metrics: Metrics) -> Metrics:
+    def _with_loss(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Metrics of the global batch, and among them the loss."""
         if self.loss_weights is None:
             return metrics
@@ -269,7 +356,7 @@ class SingleTask(Configurable):
             self._stacks = stacks_of(boxed[PARAMS])
         return self._stacks
 
-    def _add_aux(self, metrics: Metrics, aux: jax.Array) -> Metrics:
+    def _add_aux(self, metrics: dict[str, Any], aux: jax.Array) -> dict[str, Any]:
         loss = metrics[self.loss_name]
         return {**metrics, self.loss_name: WeightedScalar(loss.value + aux, loss.weight)}
 
@@ -314,13 +401,3 @@ def _shard_mean(tree: Any, context: StepContext) -> Any:
         return context.batch_sum(leaf) / context.num_shards
 
     return jax.tree.map(mean, tree)
-
-
-def _flat_summaries(tree: Any, context: StepContext) -> dict[str, jax.Array]:
-    """Summaries by path; scalars are averaged over shards, and over repeated layers."""
-    flat = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        parts = [str(getattr(part, "key", getattr(part, "idx", part))) for part in path]
-        name = "/".join(parts[:-1]) + ("" if parts[-1] == "0" else f"_{parts[-1]}")
-        flat[f"summaries/{name}"] = context.batch_sum(jnp.mean(leaf) / context.num_shards)
-    return flat

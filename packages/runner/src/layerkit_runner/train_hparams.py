@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from layerkit.config import Configurable, instance_field
+from layerkit.near_names import near_names
 from layerkit_runner.learning.learner import Learner
 
+_PRNG_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
 _AT_LEAST_ONE = (
     "num_train_steps",
     "summary_interval_steps",
@@ -33,10 +35,16 @@ class TrainHParams(Configurable):
       learner: Optimizer, learning rate and clipping.
       num_train_steps: Where training ends.
       random_seed: Of the weights and of all random numbers of the steps.
+      prng_impl: Generator of those numbers: `threefry2x32`, whose numbers are the same on every
+        mesh and device; `rbg` or `unsafe_rbg`, which accelerators draw faster, and other numbers
+        on another kind of device or mesh (see `jax.random.key`).
       summary_interval_steps: How often metrics are written.
       eval_interval_steps: How often held-out data are evaluated; None only at the end.
       eval_at_end: Whether held-out data are evaluated after the last step.
+      eval_skip_train: Whether evaluations leave out the training data; False evaluates the next
+        training batch as well, under the name `train`.
       decode_interval_steps: How often decode data are run; None only at the end.
+      decode_start_after_n_steps: Before so many steps nothing is decoded.
       save_interval_steps: How often a checkpoint is written.
       save_max_to_keep: Newest checkpoints that are kept; None keeps all.
       save_keep_interval_hours: Besides those, one checkpoint per so many hours stays for good;
@@ -64,17 +72,19 @@ class TrainHParams(Configurable):
       profiler_max_num_hosts: Processes that take part in it, from process 0 on; None for all.
 
     Raises:
-      ValueError: a number below 1, no hours between checkpoints to keep, or a best checkpoint to
-        be told by evaluations that not every checkpoint has.
+      ValueError: a number below 1, or no hours between checkpoints to keep.
     """
 
     learner: Any = instance_field(Learner)
     num_train_steps: int = 10_000_000
     random_seed: int = 1234
+    prng_impl: str = "threefry2x32"
     summary_interval_steps: int = 100
     eval_interval_steps: int | None = 100
     eval_at_end: bool = True
+    eval_skip_train: bool = True
     decode_interval_steps: int | None = None
+    decode_start_after_n_steps: int = 0
     save_interval_steps: int = 5000
     save_max_to_keep: int | None = 10
     save_keep_interval_hours: float | None = None
@@ -99,6 +109,11 @@ class TrainHParams(Configurable):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"task.train.{name}={value} must be at least 1")
+        if self.prng_impl not in _PRNG_IMPLS:
+            raise ValueError(
+                f"task.train.prng_impl={self.prng_impl!r} must be one of {', '.join(_PRNG_IMPLS)}"
+                f"{near_names(self.prng_impl, _PRNG_IMPLS)}"
+            )
         hours = self.save_keep_interval_hours
         if hours is not None and not hours > 0:
             raise ValueError(
@@ -110,6 +125,11 @@ class TrainHParams(Configurable):
                     f"task.train.{name}=True needs averaged weights; set"
                     " task.train.learner.ema_decay, such as 0.9999"
                 )
+        if self.decode_start_after_n_steps < 0:
+            raise ValueError(
+                f"task.train.decode_start_after_n_steps={self.decode_start_after_n_steps} must be"
+                " at least 0"
+            )
         if any(step < 0 for step in self.save_keep_steps):
             raise ValueError(
                 f"task.train.save_keep_steps={tuple(self.save_keep_steps)} must hold no negative"
@@ -118,11 +138,4 @@ class TrainHParams(Configurable):
         if self.save_best_mode not in ("min", "max"):
             raise ValueError(
                 f"task.train.save_best_mode={self.save_best_mode!r} must be 'min' or 'max'"
-            )
-        evaluates, saves = self.eval_interval_steps, self.save_interval_steps
-        if self.save_best_metric is not None and (evaluates is None or saves % evaluates):
-            raise ValueError(
-                f"task.train.save_best_metric={self.save_best_metric!r} needs an evaluation at"
-                f" every checkpoint: save_interval_steps={saves} must be a multiple of"
-                f" eval_interval_steps={evaluates}"
             )

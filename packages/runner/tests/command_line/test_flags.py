@@ -26,14 +26,13 @@ def refusal(*arguments: str) -> str:
 
 
 def test_values_after_an_equals_sign_or_a_space():
-    joined = parse_flags([EXP, "--mode=eval", "--restore_checkpoint_step=3", "--fdl.A=1"])
-    apart = parse_flags(
-        ["--exp", "lm.Small", "--mode", "eval", "--restore_checkpoint_step", "3", "--fdl.A", "1"]
-    )
+    joined = parse_flags([EXP, "--mode=eval_once", "--restore_checkpoint_step=3", "--fdl.A=1"])
+    words = "--exp lm.Small --mode eval_once --restore_checkpoint_step 3 --fdl.A 1"
+    apart = parse_flags(words.split())
     assert joined == apart
     assert joined.exp == "lm.Small"
-    assert joined.mode == "eval"
-    assert joined.options == RunOptions(restore_checkpoint_step=3)
+    assert joined.mode == "eval_once"
+    assert joined.options == RunOptions(restore_checkpoint_step=(3,))
     assert joined.overrides == (Override("A", "1"),)
 
 
@@ -89,12 +88,7 @@ def test_negative_values_are_values():
         (
             ["--mode=evil"],
             "--mode has no value 'evil'; did you mean 'eval'? It is one of train, eval,"
-            " decode_once, export, plan, inspect.",
-        ),
-        (
-            ["--mode=decode"],
-            "--mode=decode: continuous decoding is not available yet; --mode=decode_once decodes"
-            " the newest checkpoint once.",
+            " eval_once, decode, decode_once, export, plan, inspect.",
         ),
         (["--mode"], "--mode needs a value: --mode=…"),
         (["--mode", "--json"], "--mode needs a value: --mode=…"),
@@ -103,7 +97,18 @@ def test_negative_values_are_values():
         (["--json=ja"], "--json is True or False, not 'ja'."),
         (
             ["--restore_checkpoint_step=last"],
-            "--restore_checkpoint_step is a whole number, not 'last'.",
+            "--restore_checkpoint_step is a whole number, or several with commas between, not"
+            " 'last'.",
+        ),
+        (
+            ["--mode=export", "--restore_checkpoint_step=100,200"],
+            "--restore_checkpoint_step=100,200: --mode=export reads one step; eval_once and"
+            " decode_once take several.",
+        ),
+        (
+            ["--mode=eval", "--restore_checkpoint_step=100"],
+            "--restore_checkpoint_step belongs to --mode=train, eval_once, decode_once or export,"
+            " and the mode is eval.",
         ),
         (
             ["--restore_checkpoint_step=-1"],
@@ -122,13 +127,13 @@ def test_negative_values_are_values():
         (["--log_level=debug"], "there is no flag --log_level."),
         (
             ["--mode=plan", "--restore_checkpoint_dir=there"],
-            "--restore_checkpoint_dir belongs to --mode=train, eval, decode_once or export, and the"
-            " mode is plan.",
+            "--restore_checkpoint_dir belongs to --mode=train, eval, eval_once, decode, decode_once"
+            " or export, and the mode is plan.",
         ),
         (
             ["--mode=inspect", "--pmap_use_tensorstore"],
-            "--pmap_use_tensorstore belongs to --mode=train, eval or decode_once, and the mode is"
-            " inspect.",
+            "--pmap_use_tensorstore belongs to --mode=train, eval, eval_once, decode or"
+            " decode_once, and the mode is inspect.",
         ),
         (
             ["--mode=plan", "--noenable_checkpoint_saving"],
@@ -178,7 +183,7 @@ def test_an_experiment_must_be_named_unless_it_is_not_needed():
     assert parse_flags(["-h"]).help
 
 
-@pytest.mark.parametrize("mode", ["train", "eval", "decode_once", "export"])
+@pytest.mark.parametrize("mode", ["train", "eval", "eval_once", "decode", "decode_once", "export"])
 def test_modes_that_write_need_a_folder(mode: str):
     with pytest.raises(UsageError) as caught:
         check_folder(parse_flags([EXP, f"--mode={mode}"]))
@@ -231,3 +236,22 @@ def test_a_number_that_may_be_off():
     assert parse_flags([EXP]).options.hung_step_timeout_secs == 1800
     assert parse_flags([EXP, "--hung_step_timeout_secs=off"]).options.hung_step_timeout_secs is None
     assert parse_flags([EXP, "--hung_step_timeout_secs=60"]).options.hung_step_timeout_secs == 60
+
+
+def test_several_steps():
+    words = ["--mode=decode_once", "--restore_checkpoint_step=200,100,200"]
+    options = parse_flags([EXP, *words]).options
+    assert options.restore_checkpoint_step == (200, 100)
+    options = parse_flags([EXP, "--restore_checkpoint_step=0"]).options
+    assert (options.restore_checkpoint_step, options.only_restore_step) == ((0,), 0)
+    assert parse_flags([EXP]).options.only_restore_step is None
+
+
+def test_what_is_done_beside_training():
+    options = parse_flags([EXP]).options
+    assert (options.eval_on_test, options.decode_during_train) == (True, False)
+    options = parse_flags([EXP, "--noeval_on_test", "--decode_during_train"]).options
+    assert (options.eval_on_test, options.decode_during_train) == (False, True)
+    words = ["--mode=decode", "--eval_during_decode", "--follow_timeout_secs=60"]
+    options = parse_flags([EXP, *words]).options
+    assert (options.eval_during_decode, options.follow_timeout_secs) == (True, 60)

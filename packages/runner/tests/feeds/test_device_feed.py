@@ -79,6 +79,17 @@ def test_as_many_wait_on_the_devices_as_may_and_the_state_is_of_those_given_out(
     assert again.get_next().ids[0] == 4
 
 
+def test_a_look_at_the_next_batch_takes_nothing(gated: Any):
+    feed = DeviceFeed(gated.ahead, gated.partitioner)
+    gated.source.gate.release(3)
+    assert feed.peek().ids[0] == feed.peek().ids[0] == 1
+    assert feed.state()["position"] == {"num_delivered": 0}
+    assert feed.take(lambda: True)[0].ids[0] == 1
+    assert feed.peek().ids[0] == 2
+    assert feed.state()["position"] == {"num_delivered": 1}
+    assert feed.take(lambda: True)[0].ids[0] == 2
+
+
 def test_only_the_time_in_which_the_devices_have_nothing_to_do_counts(gated: Any):
     ticks = iter([100.0, 107.5])
     feed = DeviceFeed(gated.ahead, gated.partitioner, clock=lambda: next(ticks))

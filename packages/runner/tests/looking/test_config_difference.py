@@ -57,7 +57,7 @@ def test_a_run_and_the_experiment_of_now(resolved: Any, tmp_path: Path):
 def test_the_text():
     here = Side("lm.A", {"a": 1, "only": None, "same": "x", "long": "y" * 40})
     there = Side("lm.B", {"a": None, "same": "x", "long": "z", "more": [1]})
-    assert difference_text(here, there).splitlines() == [
+    assert difference_text(here, there, differences(here, there)).splitlines() == [
         "here   lm.A",
         "there  lm.B",
         "",
@@ -71,8 +71,8 @@ def test_the_text():
         "",
         "4 of 5 fields differ",
     ]
-    assert difference_text(here, here).splitlines()[2:] == ["nothing differs"]
-    record = json.loads(difference_json(here, there))
+    assert difference_text(here, here, []).splitlines()[2:] == ["nothing differs"]
+    record = json.loads(difference_json(here, there, differences(here, there)))
     assert record["differences"]["only"] == {"here": None}
     assert record["differences"]["a"] == {"here": 1, "there": None}
 

@@ -20,7 +20,7 @@ from layerkit.config import Config
 from layerkit_runner import BaseExperiment, UsageError
 from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.configuration.resolve import resolve
-from layerkit_runner.modes.inference import run_eval
+from layerkit_runner.modes.inference import run_inference
 from layerkit_runner.modes.train import run_train
 from layerkit_runner.observers import read_metrics
 
@@ -90,7 +90,7 @@ def held_out(output: str) -> str:
 def test_another_jobs_checkpoint(train: Any, tmp_path: Path):
     train("job")
     there = str(tmp_path / "job")
-    output = train("new", max_steps=5, restore_checkpoint_dir=there, restore_checkpoint_step=2)
+    output = train("new", max_steps=5, restore_checkpoint_dir=there, restore_checkpoint_step=(2,))
     assert f"goes on from step 2 of {tmp_path}/job/checkpoints" in output
     assert list(losses(tmp_path / "new")) == [3, 4, 5]
     # From now on the new job has checkpoints of its own.
@@ -267,5 +267,11 @@ def test_the_loss_that_is_reported_is_the_one_that_the_model_names(
     (record,) = read_metrics(tmp_path / "job").evals["held out"]
     assert trained.startswith(f"held out: {record['error']:.4f} nats per token = ")
     assert record["total"] == pytest.approx(record["error"] + 1)
-    assert run_eval(resolve(Compared()), options) == 0
+    assert run_inference("eval_once", resolve(Compared()), options) == 0
     assert held_out(capsys.readouterr().out) == trained
+
+
+def test_nothing_for_tensorboard(train: Any, tmp_path: Path):
+    train("job", max_steps=1, enable_summary_writer=False)
+    assert list(losses(tmp_path / "job")) == [1]
+    assert not (tmp_path / "job" / "summaries").exists()

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import collections
+import io
 import math
+import resource
 import struct
 
 import numpy as np
 from etils import epath
 
-from layerkit_runner.observers import Histogram, Observers, Progress, TensorBoard
+from layerkit_runner.observers import Histogram, Observer, Observers, Progress, TensorBoard
 
 
 def events(folder):
@@ -90,6 +92,26 @@ def test_histograms_stand_beside_the_curves_of_norms(run_info, tmp_path):
     assert (list(histogram.bucket_limit), list(histogram.bucket)) == ([0, 2], [3, 1])
 
 
+def test_images_and_the_histograms_of_an_evaluation(run_info, tmp_path):
+    from PIL import Image
+
+    image = np.random.default_rng(0).integers(256, size=(5, 4, 3)).astype(np.uint8)
+    spread = Histogram(np.array([0.0, 1.0]), np.array([2.0]), sum=1.0, sum_of_squares=1.0)
+    board = TensorBoard()
+    board.start(run_info(job_log_dir=epath.Path(tmp_path)))
+    board.images(3, {"summaries/picture/0": image})
+    board.eval_histograms(3, "held_out", {"scores": spread})
+    board.close()
+    [shown] = [v for e in events(tmp_path / "summaries" / "train") for v in e.summary.value]
+    assert shown.tag == "summaries/picture/0"
+    decoded = Image.open(io.BytesIO(shown.image.encoded_image_string))
+    np.testing.assert_array_equal(np.asarray(decoded), image)
+    values = [
+        v for e in events(tmp_path / "summaries" / "eval_test_held_out") for v in e.summary.value
+    ]
+    assert [list(v.histo.bucket) for v in values if v.tag == "scores"] == [[2.0]]
+
+
 def test_a_resumed_run_hides_the_steps_it_does_anew(run_info, tmp_path):
     board = TensorBoard()
     board.start(run_info(job_log_dir=epath.Path(tmp_path), start_step=40))
@@ -122,3 +144,26 @@ def test_a_store_that_refuses_is_told_once_and_the_run_goes_on(run_info, tmp_pat
     told = [line for line in capsys.readouterr().out.splitlines() if "TensorBoard failed" in line]
     assert len(told) == 1
     assert "NotADirectoryError" in told[0]
+
+
+def test_a_full_disk_is_an_error_and_nobody_waits(run_info, tmp_path):
+    lines = []
+
+    class Heard(Observer):
+        def message(self, text):
+            lines.append(text)
+
+    observers = Observers([Heard(), TensorBoard()])
+    observers.start(run_info(job_log_dir=epath.Path(tmp_path)))
+    observers.train_metrics(1, {"loss": 1.0})
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:  # a disk on which files cannot grow
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**10, unlimited[1]))
+        for step in range(2, 200):
+            observers.train_metrics(step, {"loss": 1.0})
+        observers.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert len(lines) == 1
+    assert lines[0].startswith("TensorBoard failed and is left out from here on")
+    assert "File too large" in lines[0]

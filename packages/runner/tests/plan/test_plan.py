@@ -123,7 +123,16 @@ def test_under_pmap_each_gradient_is_added_over_all_devices(plan_of):
 
 
 def test_sizes_that_do_not_fit_the_mesh_are_refused_by_name(small_lm):
-    resolved = resolve(small_lm(MESH=[1, 3, 1]))
+    resolved = resolve(small_lm(MESH=[1, 1, 4]))
     with pytest.raises(UsageError) as caught:
-        make_plan(resolved, jax.devices("cpu")[:3])
-    assert "'embed' of size 16 cannot be split evenly over mesh axes ('fsdp',)" in str(caught.value)
+        make_plan(resolved, jax.devices("cpu")[:4])
+    assert "heads' of size 2 cannot be split evenly over mesh axes ('tensor',)" in str(caught.value)
+
+
+def test_padding_counts_as_memory_and_not_as_parameters(small_lm):
+    plan = make_plan(resolve(small_lm(MESH=[1, 3, 1], NUM_LAYERS=1)), jax.devices("cpu")[:3])
+    assert plan.num_params == 32 * 16 + 4 * 16 * 16 + 2 * 16 * 32 + 2 * 2 * 16 + 2 * 16
+    (embedding,) = [each for each in plan.tensors if each.path == "params/lm/softmax/w"]
+    assert (embedding.shape, embedding.bytes_per_device) == ([32, 16], 32 * 6 * 4)
+    (note,) = [note for note in plan.notes if note.startswith("padded: ")]
+    assert "embed 16 → 18 over fsdp (lm/softmax/w, " in note

@@ -6,14 +6,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 
+from layerkit.layers.linears import Linear
+from layerkit.nested_map import NestedMap
 from layerkit_inputs.prefetch import Prefetch
+from layerkit_runner.errors import UsageError
 from layerkit_runner.feeds.infeed import make_input
 from layerkit_runner.observers import Observer, RunInfo, Throughput
 from layerkit_runner.partitioning import SpmdPartitioner
 from layerkit_runner.programs import TrainProgram
+from layerkit_runner.steps.task_metrics import Histogram, Max, Mean
 
 
 class Recorder(Observer):
@@ -23,6 +28,7 @@ class Recorder(Observer):
         self.completed: list[int] = []
         self.metrics: dict[int, dict[str, float]] = {}
         self.weights: dict[int, dict[str, Any]] = {}
+        self.pictures: dict[int, dict[str, Any]] = {}
 
     def progress(self, step: int) -> None:
         self.completed.append(step)
@@ -33,12 +39,18 @@ class Recorder(Observer):
     def histograms(self, step: int, histograms: Any) -> None:
         self.weights[step] = dict(histograms)
 
+    def images(self, step: int, images: Any) -> None:
+        self.pictures[step] = dict(images)
 
-def started(tiny: SimpleNamespace, **train: Any) -> tuple[TrainProgram, Any, Recorder]:
+
+def started(
+    tiny: SimpleNamespace, *, model: Any = None, metrics: Any = None, **train: Any
+) -> tuple[TrainProgram, Any, Recorder]:
     partitioner = SpmdPartitioner(ici_mesh_shape=[1, 1, 1])
     partitioner.start(jax.devices()[:1])
     learner = {"learning_rate": 0.01}
-    task = tiny.task_config(learner=learner, train=train).Instantiate()
+    config = tiny.task_config(learner=learner, train=train, **(model or {}))
+    task = config.set(metrics=metrics).Instantiate()
     partitioner.bind(task)
     points = tiny.Points.HParams.config(batch_size=1, is_training=True, shuffle=False)
     train_input = Prefetch(source=make_input(points, partitioner))
@@ -115,3 +127,73 @@ def test_the_input_state_is_that_of_the_steps_started(tiny: SimpleNamespace):
         assert program.input_state()["position"]["rows_done"] == step - 1
         state = program.run_step(state, step)
     assert program.input_state()["position"]["rows_done"] == 3
+
+
+def test_metrics_of_the_task_cover_the_steps_since_the_last_summary(tiny: SimpleNamespace):
+    """Row n mod 7 is x = (n mod 5, 1), y = n mod 3."""
+    metrics = {
+        "smooth": Mean.HParams.config(value="metrics/loss"),
+        "worst": Max.HParams.config(value="metrics/loss"),
+        "y": Histogram.HParams.config(value="batch/y", low=-0.5, high=2.5, num_bins=3),
+    }
+    program, state, recorder = started(tiny, metrics=metrics, summary_interval_steps=1)
+    each = run(program, state, recorder, 7)["loss"]
+    program, state, recorder = started(tiny, metrics=metrics, summary_interval_steps=3)
+    found = run(program, state, recorder, 7)
+    assert list(recorder.metrics) == [1, 3, 6]
+    spans = [each[:1], each[1:3], each[3:6]]
+    assert found["smooth"] == pytest.approx([sum(span) / len(span) for span in spans])
+    assert found["worst"] == pytest.approx([max(span) for span in spans])
+    assert [list(recorder.weights[step]["y"].counts) for step in (1, 3, 6)] == [
+        [1, 0, 0],
+        [0, 1, 1],
+        [1, 1, 1],
+    ]
+
+
+def run(
+    program: TrainProgram, state: Any, recorder: Recorder, steps: int
+) -> dict[str, list[float]]:
+    """What was reported of so many steps, as a list for each metric."""
+    for step in range(1, steps + 1):
+        state = program.run_step(state, step)
+    program.drain()
+    names = recorder.metrics[1].keys() & {"loss", "smooth", "worst"}
+    return {name: [values[name] for values in recorder.metrics.values()] for name in names}
+
+
+class Drawn(Linear):
+    """Reports its inputs, and each row as an image of one line."""
+
+    def fprop(self, x: jax.Array) -> jax.Array:
+        self.add_summary("inputs", x, kind="histogram")
+        self.add_summary("rows", jnp.abs(x)[:, None, :, None], kind="image")
+        return super().fprop(x)
+
+
+def test_arrays_of_layers_come_with_the_summaries(tiny: SimpleNamespace):
+    program, state, recorder = started(
+        tiny, model={"linear_tpl": Drawn.HParams.config()}, summary_interval_steps=3
+    )
+    run(program, state, recorder, 4)
+    assert list(recorder.weights) == list(recorder.pictures) == [1, 3]
+    # The third row is (2, 1): the batch of step 3 itself.
+    (spread,) = recorder.weights[3].values()
+    assert (spread.sum, spread.counts.sum()) == (3.0, 2.0)
+    (picture,) = recorder.pictures[3].values()
+    assert picture.tolist() == [[[255], [255]]]
+
+
+def test_a_batch_of_another_shape_is_told_by_name(tiny: SimpleNamespace):
+    program, state, _ = started(tiny)
+    state = program.run_step(state, 1)
+    feed = program._feed
+    batch, _ = feed.take(lambda: True)
+    wrong = NestedMap(x=batch.x[:, :1], y=batch.y, weights=batch.weights)
+    feed._waiting.appendleft((wrong, feed.state()))
+    with pytest.raises(UsageError) as caught:
+        program.run_step(state, 2)
+    assert str(caught.value) == (
+        "the batch of training step 2 is not like the first one: x is float32[1, 1], not"
+        " float32[1, 2]"
+    )

@@ -32,6 +32,7 @@ from layerkit.base_layer import (
     PARAMS,
     RANDOM,
     SUMMARIES,
+    SUMMARY_ARRAYS,
     BaseLayer,
 )
 from layerkit.config import is_config, sub_config_field
@@ -41,9 +42,10 @@ from layerkit.layers.remat import check_remat_policy, remat_in_scan
 from layerkit.layers.repeat import check_handed_on, stacked_on
 from layerkit.layers.selections import as_float, gradient_where, take, where
 from layerkit.layers.sizes import check_sizes
+from layerkit.summaries import Summary
 from layerkit.weights import unbox
 
-_REPORTS = (AUX_LOSS, SUMMARIES)
+_REPORTS = (AUX_LOSS, SUMMARIES, SUMMARY_ARRAYS)
 
 
 class Pipeline(BaseLayer):
@@ -53,10 +55,10 @@ class Pipeline(BaseLayer):
     first axis, and then travel with their rows, or one of size 1 or none, and then all rows share
     them. What is not an array goes to every stage as it is.
 
-    Auxiliary losses and summaries are means over the microbatches, stacked `[stage]`, or `[repeats,
-    stage]` where there are repeats: those of the whole batch, where they are means over its rows.
-    Non-trainable state is updated once per microbatch. Random keys differ by stage, round and
-    microbatch.
+    Auxiliary losses and scalar summaries are means over the microbatches, stacked `[stage]`, or
+    `[repeats, stage]` where there are repeats: those of the whole batch, where they are means over
+    its rows. Histograms are added up, and images are those of the first microbatch. Non-trainable
+    state is updated once per microbatch. Random keys differ by stage, round and microbatch.
 
     Attributes:
       stage_tpl: The layer that one stage runs; its result has the shape and dtype of its first
@@ -266,7 +268,17 @@ class Pipeline(BaseLayer):
             means = jnp.mean(values[ticks, stages], axis=1)
             return means if self.circular_repeats > 1 else means[0]
 
-        for collection, tree in jax.tree.map(mean, reports).items():
+        def together(summary: Summary) -> Summary:
+            values = jax.tree.map(lambda leaf: leaf[ticks, stages], summary).merged(axis=1)
+            if self.circular_repeats > 1:
+                return values
+            return jax.tree.map(lambda leaf: leaf[0], values)
+
+        for collection, tree in reports.items():
+            if collection == SUMMARY_ARRAYS:
+                tree = jax.tree.map(together, tree, is_leaf=lambda x: isinstance(x, Summary))
+            else:
+                tree = jax.tree.map(mean, tree)
             before = self.stage.variables.get(collection, {})
             for name, value in _appended(before, tree).items():
                 self.stage.put_variable(collection, name, value)

@@ -30,6 +30,7 @@ from layerkit_runner.checkpoints import (
     folders,
     formats,
     integrity,
+    orbax_log,
     step_metadata,
     structure,
 )
@@ -185,11 +186,11 @@ class CheckpointManager:
             integrity=handlers.ManifestSave(),
         )
         try:
-            self._storage().save(step, args=items, force=True)
             self._last_saved = step
+            # First, so that a kill leaves no step without what is known of it.
             self._write_evaluations()
+            self._storage().save(step, args=items, force=True)
         except _STORAGE_ERRORS as error:
-            self._last_saved = step
             raise self._failed(error) from error
         return True
 
@@ -349,12 +350,15 @@ class CheckpointManager:
 
             from layerkit_runner.checkpoints import handlers
 
+            orbax_log.leave_out(_STORAGE_ERRORS)  # which `save_error` tells in one sentence
             options = ocp.CheckpointManagerOptions(
                 step_name_format=ocp.path.step.standard_name_format(
                     step_prefix=folders.STEP_PREFIX, step_format_fixed_length=folders.STEP_DIGITS
                 ),
                 preservation_policy=_Preservation(self._policy, self._evaluations),
                 create=not self._read_only,
+                # Of the other steps nothing is read, which may be deleted at that moment.
+                lightweight_initialize=self._read_only,
                 # Folders that cannot be made are told at once; made in the background, they would
                 # let all else wait for them for minutes.
                 async_options=ocp.AsyncOptions(
@@ -395,7 +399,7 @@ class CheckpointManager:
         chosen = integrity.newest_sound(listed, self._findings)
         for step, findings in chosen.damaged.items():
             path = folders.step_folder(self._directory, step)
-            # The job that owns the folder deletes a step while we read it, once a newer one is there.
+            # The job that owns the folder deletes old steps, whoever reads them.
             if not path.exists() or (self._read_only and self.latest_step() != listed[-1]):
                 continue
             message = integrity.damage_message(

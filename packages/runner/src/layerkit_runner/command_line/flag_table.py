@@ -17,10 +17,16 @@ class RunOptions:
     job_log_dir: str | None = None
     enable_checkpoint_saving: bool = True
     restore_checkpoint_dir: str | None = None
-    restore_checkpoint_step: int | None = None
+    # Several only in the modes that look at checkpoints once.
+    restore_checkpoint_step: tuple[int, ...] | None = None
     restore_cast_dtypes: bool = False
     async_timeout_secs: int = 600
     exit_after_ondemand_checkpoint: bool = False
+    eval_on_test: bool = True
+    decode_during_train: bool = False
+    eval_during_decode: bool = False
+    # None: for ever.
+    follow_timeout_secs: int | None = None
     init_from: str | None = None
     init_draw: str | None = None
     pmap_use_tensorstore: bool = False
@@ -47,6 +53,16 @@ class RunOptions:
     pgle_profile: str | None = None
     jax_profiler_port: int | None = None
     wandb_project: str | None = None
+    enable_summary_writer: bool = True
+    # A file that says what a sweep searches; None: one run.
+    study: str | None = None
+    num_trials: int | None = None
+    study_storage: str | None = None
+
+    @property
+    def only_restore_step(self) -> int | None:
+        """The one step of `--restore_checkpoint_step`, in modes that read one."""
+        return None if self.restore_checkpoint_step is None else self.restore_checkpoint_step[0]
 
 
 AUTO_ADDRESS = "auto"
@@ -54,8 +70,10 @@ AUTO_ADDRESS = "auto"
 
 MODES = {
     "train": "train; the same command again resumes",
-    "eval": "evaluate the newest checkpoint once",
-    "decode_once": "decode with the newest checkpoint once",
+    "eval": "evaluate each new checkpoint of a job that trains, until its last one",
+    "eval_once": "evaluate the newest checkpoint, or those of --restore_checkpoint_step",
+    "decode": "decode with each new checkpoint of a job that trains, until its last one",
+    "decode_once": "decode with the newest checkpoint, or those of --restore_checkpoint_step",
     "export": "write the newest checkpoint as a Hugging Face folder",
     "plan": "compile the training step without the devices; print memory and traffic",
     "inspect": "print the configuration, every override applied, its weights, its graph, or what"
@@ -75,11 +93,6 @@ INSPECTED = {
     "graph": (),
     "batches": ("num_batches", "num_hosts", "num_devices"),
 }
-# Modes that Pax has and this runner does not have yet, each with what to do meanwhile.
-LATER_MODES = {
-    "decode": "continuous decoding is not available yet; --mode=decode_once decodes the newest "
-    "checkpoint once",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +100,7 @@ class Flag:
     """A row of the table."""
 
     name: str
-    # One of str, int, float, bool.
+    # One of str, int, float, bool; tuple: whole numbers with commas.
     kind: type
     help: str
     default: Any = None
@@ -104,11 +117,26 @@ def _option(name: str, kind: type, text: str, **more: Any) -> Flag:
     return Flag(name, kind, text, default=getattr(RunOptions, name), **more)
 
 
-JOINING_MODES = ("train", "eval", "decode_once")
-_READING_MODES = ("train", "eval", "decode_once", "export")
+FOLLOWING_MODES = ("eval", "decode")
+ONCE_MODES = ("eval_once", "decode_once")
+JOINING_MODES = ("train", "eval", "eval_once", "decode", "decode_once")
+_READING_MODES = (*JOINING_MODES, "export")
 
 # Names of Pax; so is --num_hosts, which is --num_processes in the modes that join.
 OTHER_NAMES = {"server_addr": "coordinator_address", "host_idx": "process_id"}
+
+# Flags of Pax whose answer here is no flag of another name.
+PAX_ANSWERS = {
+    "globally_use_hardware_rng": "which numbers a run draws is part of its configuration:"
+    " --fdl.task.train.prng_impl=unsafe_rbg",
+    "enforce_restore_shape_check": "shapes are always checked when a checkpoint is read",
+    "decode_output_pickle": "outputs are JSON lines, in DIR/decode",
+    "tensorstore_use_ocdbt": "checkpoints are OCDBT where TensorStore writes them",
+    "tfds_data_dir": "where data lie is part of the configuration: see the experiment's fields by"
+    " --print_config, or set TFDS_DATA_DIR",
+    "maybe_use_persistence_checkpointing": "checkpoints are always written by TensorStore, and pmap"
+    " runs choose by --pmap_use_tensorstore",
+}
 
 FLAGS = (
     Flag("exp", str, "the experiment, such as lm.quickstart.LocalText; see --list", metavar="NAME"),
@@ -127,10 +155,11 @@ FLAGS = (
     ),
     _option(
         "restore_checkpoint_step",
-        int,
-        "start from this step, not the newest",
+        tuple,
+        "start from this step, not the newest; eval_once and decode_once take several, as in"
+        " 100,200",
         metavar="STEP",
-        modes=_READING_MODES,
+        modes=("train", *ONCE_MODES, "export"),
     ),
     _option(
         "init_from",
@@ -168,10 +197,32 @@ FLAGS = (
         modes=("train",),
     ),
     _option(
+        "eval_on_test",
+        bool,
+        "whether held-out data are evaluated, or left to --mode=eval beside this job",
+        modes=("train",),
+    ),
+    _option(
+        "decode_during_train",
+        bool,
+        "where task.train.decode_interval_steps is None, decode as often as is saved, not only"
+        " at the end",
+        modes=("train",),
+    ),
+    _option("eval_during_decode", bool, "also evaluate", modes=("decode", "decode_once")),
+    _option(
+        "follow_timeout_secs",
+        int,
+        "end when no new checkpoint came for so long; off: never",
+        metavar="SECONDS",
+        modes=FOLLOWING_MODES,
+        may_be_off=True,
+    ),
+    _option(
         "pmap_use_tensorstore",
         bool,
         "save pmap runs one entry per parameter, not as one file; reading finds out by itself",
-        modes=("train", "eval", "decode_once"),
+        modes=JOINING_MODES,
     ),
     _option("target", str, "the devices to plan for", metavar="TARGET", modes=("plan",)),
     _option("num_devices", int, "how many of them", metavar="N", modes=("plan", "inspect")),
@@ -266,6 +317,34 @@ FLAGS = (
         "also report to this project of Weights & Biases",
         metavar="NAME",
         modes=("train",),
+    ),
+    _option(
+        "study",
+        str,
+        "search fields of the experiment as this TOML or JSON file says, each trial a run in"
+        " DIR/trials; started several times, several trials run at once",
+        metavar="FILE",
+        modes=("train",),
+    ),
+    _option(
+        "num_trials",
+        int,
+        "how many trials the study has in all, in place of what its file says",
+        metavar="N",
+        modes=("train",),
+    ),
+    _option(
+        "study_storage",
+        str,
+        "a database, or a journal file for a network disk, in place of DIR/study.db",
+        metavar="URL",
+        modes=("train",),
+    ),
+    _option(
+        "enable_summary_writer",
+        bool,
+        "whether to write DIR/summaries for TensorBoard",
+        modes=JOINING_MODES,
     ),
     Flag(
         "print_config",

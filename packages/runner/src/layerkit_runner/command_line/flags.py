@@ -23,9 +23,10 @@ from layerkit_runner.command_line.flag_table import (
     FLAGS,
     INSPECTED,
     JOINING_MODES,
-    LATER_MODES,
     MODES,
+    ONCE_MODES,
     OTHER_NAMES,
+    PAX_ANSWERS,
     Flag,
     RunOptions,
 )
@@ -63,6 +64,8 @@ class ParsedFlags:
     command: str | None = None
     print_config: bool = False
     diff_config: str | None = None
+    # The flags that were given, by name, with what they were understood as.
+    given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def only_prints(self) -> bool:
@@ -108,6 +111,7 @@ def parse_flags(arguments: Sequence[str]) -> ParsedFlags:
         command=command,
         print_config=values["print_config"],
         diff_config=values["diff_config"],
+        given=given,
     )
 
 
@@ -168,6 +172,8 @@ def _unknown_flag(name: str) -> str:
     # The negated names only where one was meant: --nolist is no help to who wrote --lits.
     switches = [f"no{flag.name}" for flag in FLAGS if flag.kind is bool]
     valid = [*_BY_NAME, *(switches if name.lower().startswith("no") else ())]
+    if name in PAX_ANSWERS:
+        return f"there is no flag --{name}: {PAX_ANSWERS[name]}."
     return f"there is no flag --{name}{near_names(name, valid, prefix='--')}"
 
 
@@ -187,21 +193,27 @@ def _parse_value(flag: Flag, text: str) -> Any:
     if flag.kind is float:
         return _parse_positive(flag, text)
     if flag.kind is int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise UsageError(f"--{flag.name} is a whole number, not {text!r}.") from None
-        if value < 0:
-            raise UsageError(f"--{flag.name} is not negative, so not {value}.")
-        return value
-    if flag.name == "mode" and text in LATER_MODES:
-        raise UsageError(f"--mode={text}: {LATER_MODES[text]}.")
+        return _parse_whole(flag, text)
+    if flag.kind is tuple:
+        # One that is named twice is read once.
+        return tuple(dict.fromkeys(_parse_whole(flag, part) for part in text.split(",")))
     if flag.choices and text not in flag.choices:
         raise UsageError(
             f"--{flag.name} has no value {text!r}{near_names(text, flag.choices)}"
             f" It is one of {', '.join(flag.choices)}."
         )
     return text
+
+
+def _parse_whole(flag: Flag, text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        several = ", or several with commas between" if flag.kind is tuple else ""
+        raise UsageError(f"--{flag.name} is a whole number{several}, not {text!r}.") from None
+    if value < 0:
+        raise UsageError(f"--{flag.name} is not negative, so not {value}.")
+    return value
 
 
 def _parse_positive(flag: Flag, text: str) -> float:
@@ -228,9 +240,16 @@ def _check_together(given: Mapping[str, Any], values: Mapping[str, Any]) -> None
             *others, last = modes
             belongs = f"{', '.join(others)} or {last}" if others else last
             raise UsageError(f"--{name} belongs to --mode={belongs}, and the mode is {mode}.")
+    steps = values["restore_checkpoint_step"] or ()
+    if len(steps) > 1 and mode not in ONCE_MODES:
+        raise UsageError(
+            f"--restore_checkpoint_step={','.join(map(str, steps))}: --mode={mode} reads one step;"
+            f" {' and '.join(ONCE_MODES)} take several."
+        )
     _check_inspect(given, values)
     _check_init_from(values)
     _check_processes(values)
+    _check_study(given)
 
 
 def _check_command(command: str, given: Mapping[str, Any], overrides: Sequence[Override]) -> None:
@@ -269,6 +288,14 @@ def _check_init_from(values: Mapping[str, Any]) -> None:
         re.compile(draw)
     except re.error as error:
         raise UsageError(f"--init_draw={draw} is not a regular expression: {error}.") from None
+
+
+def _check_study(given: Mapping[str, Any]) -> None:
+    for name in ("num_trials", "study_storage"):
+        if name in given and "study" not in given:
+            raise UsageError(f"--{name} is of a study; give --study=FILE too.")
+    if given.get("num_trials") == 0:
+        raise UsageError("--num_trials=0: a study has at least 1 trial.")
 
 
 def _check_processes(values: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from layerkit.config import assigned_fields, field_names, is_config
-from layerkit_runner.configuration.overrides import ROOTS
+from layerkit_runner.configuration.overrides import PROGRAM_ROOTS, ROOTS
 from layerkit_runner.configuration.resolve import (
     NOT_SET,
     ResolvedExperiment,
@@ -69,7 +69,9 @@ def _experiment_values(resolved: ResolvedExperiment) -> Iterator[tuple[str, Any]
 def _walk(resolved: ResolvedExperiment) -> Iterator[tuple[str, Any]]:
     seen: dict[int, str] = {}
     for root in ROOTS:
-        yield from _lines(root, getattr(resolved, root), seen)
+        value = getattr(resolved, root)
+        if value is not None or root not in PROGRAM_ROOTS:
+            yield from _lines(root, value, seen)
 
 
 def _lines(path: str, value: Any, seen: dict[int, str]) -> Iterator[tuple[str, Any]]:

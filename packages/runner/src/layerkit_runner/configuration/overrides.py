@@ -19,8 +19,17 @@ from layerkit.near_names import near_names
 from layerkit_runner.configuration import field_types
 from layerkit_runner.errors import FieldError, UsageError, first_names
 
+# Lists that few experiments define; None where they do not.
+PROGRAM_ROOTS = ("eval_programs", "decode_programs")
+
 # What a deep path may start with: the parts of a resolved experiment.
-ROOTS = ("task", "datasets", "decode_datasets", "partitioner")
+ROOTS = (
+    "task",
+    "datasets",
+    "decode_datasets",
+    "partitioner",
+    *PROGRAM_ROOTS,
+)
 
 _PATH = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 

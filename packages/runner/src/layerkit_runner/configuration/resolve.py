@@ -17,7 +17,7 @@ from layerkit.config import Config, assigned_fields, copy_config, field_names, i
 from layerkit.near_names import near_names
 from layerkit_inputs.extras import MissingExtraError
 from layerkit_runner.configuration import field_types
-from layerkit_runner.configuration.overrides import ROOTS, Override, check_consistent
+from layerkit_runner.configuration.overrides import PROGRAM_ROOTS, ROOTS, Override, check_consistent
 from layerkit_runner.errors import UsageError, first_names
 from layerkit_runner.experiment import BaseExperiment
 
@@ -37,6 +37,9 @@ class ResolvedExperiment:
     # Inputs to decode.
     decode_datasets: list[Config]
     partitioner: Config
+    # What evaluates and decodes; None for one program per data set.
+    eval_programs: list[Config] | None = None
+    decode_programs: list[Config] | None = None
     deep_overrides: tuple[Override, ...] = ()
 
     @property
@@ -64,7 +67,7 @@ def resolve(
         experiment.validate()
     except (ValueError, OSError, MissingExtraError) as error:
         raise UsageError(f"{type(experiment).__qualname__} cannot run as asked: {error}") from error
-    # One copy for all four, so that configs which they share stay shared, and so that an experiment
+    # One copy for all, so that configs which they share stay shared, and so that an experiment
     # which hands out the same config twice is not changed by the overrides.
     roots = copy_config({root: _checked(experiment, root) for root in ROOTS})
     overrides = check_consistent(deep_overrides)
@@ -79,6 +82,8 @@ def _checked(experiment: BaseExperiment, root: str) -> Any:
         if not is_config(result):
             raise TypeError(f"{label} must return a Config, got {result!r}")
         return result
+    if root in PROGRAM_ROOTS and result is None:
+        return None
     if not isinstance(result, (list, tuple)) or not all(is_config(item) for item in result):
         raise TypeError(f"{label} must return a list of Configs, got {result!r}")
     return list(result)

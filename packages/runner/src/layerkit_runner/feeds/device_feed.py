@@ -64,6 +64,16 @@ class DeviceFeed:
         batch, self._state = self._waiting.popleft()
         return batch, idle_seconds
 
+    def peek(self) -> NestedMap:
+        """The global batch that `take` gives next; reading goes on as if nobody had looked.
+
+        Raises:
+          UsageError: the data cannot be read.
+        """
+        if not self._waiting:
+            self._send_next()
+        return self._waiting[0][0]
+
     def fill(self) -> None:
         """Sends the batches that are ready, as far as there is room; waits for none."""
         while len(self._waiting) < self._depth and self._source.num_ready:

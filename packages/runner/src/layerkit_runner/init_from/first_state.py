@@ -83,7 +83,7 @@ def plan_first_state(
         return lambda: FirstState(partitioner.init_fn(task)())
     if not isinstance(source, InitFrom):
         return lambda: _from_loader(partitioner, task)
-    state = partitioner.abstract_state(task)
+    state = partitioner.abstract_stored_state(task)
     try:
         opened = [_open(one, state, report) for one in source.sources]
     except UsageError as error:
@@ -127,8 +127,8 @@ def _from_match(
         }
         return _assembled(task, given, matched.step)
 
-    consumed = _consumed(matched.found, keys)
-    make = jax.jit(init, out_shardings=partitioner.state_shardings(task), donate_argnums=0)
+    consumed = _consumed(matched.found, keys, named_leaves(partitioner.abstract_state(task)))
+    make = partitioner.jit_making(task, init, donate_argnums=0)
     made = make(
         {key: value for key, value in values.items() if key in consumed},
         {key: value for key, value in values.items() if key not in consumed},
@@ -163,7 +163,11 @@ def _stored_sharding(found: Found) -> NamedSharding:
     return NamedSharding(sharding.mesh, PartitionSpec(*axes))
 
 
-def _consumed(found: Mapping[LeafPath, Found], keys: Mapping[LeafPath, list[_Key]]) -> set[_Key]:
+def _consumed(
+    found: Mapping[LeafPath, Found],
+    keys: Mapping[LeafPath, list[_Key]],
+    on_devices: Mapping[LeafPath, Any],
+) -> set[_Key]:
     """Values that become one of the state as they are, whose memory it can take over."""
     uses: dict[_Key, int] = {}
     for one in keys.values():
@@ -174,6 +178,7 @@ def _consumed(found: Mapping[LeafPath, Found], keys: Mapping[LeafPath, list[_Key
         for target, one in found.items()
         if one.origin.is_whole
         and one.stored_dtype == one.target.dtype
+        and one.target.shape == on_devices[target].shape
         and uses[keys[target][0]] == 1
     }
 
@@ -193,7 +198,7 @@ def _made(found: Found, stored: Sequence[jax.Array]) -> jax.Array:
 def _assembled(task: SingleTask, given: Mapping[LeafPath, jax.Array], step: int) -> TrainState:
     """The first state, traced: the optimizer begins from the given weights."""
     weights = {path[1:]: value for path, value in given.items() if path[0] == PARAMS}
-    key = jax.random.key(task.train.random_seed)
+    key = task.first_key()
     state = task.init_state(key, given=unflatten_dict(weights) if weights else None)
     if step:
         state = state.replace(
@@ -242,24 +247,30 @@ def _hugging_face_folders(found: Iterable[Found]) -> Iterator[str]:
 
 def _from_loader(partitioner: Partitioner, task: SingleTask) -> FirstState:
     """The first state by an object that loads weights itself: `load(model, like)`."""
-    loader, like = task.initial_weights, partitioner.abstract_state(task).params
+    loader, like = task.initial_weights, partitioner.abstract_stored_state(task).params
     try:
         given = loader.load(task.model, like)
     except (OSError, ValueError, ImportError) as error:
         raise UsageError(f"task.initial_weights: {error}") from error
     _check_given(given, like)
 
-    def init(given: Any) -> TrainState:
-        return task.init_state(jax.random.key(task.train.random_seed), given=given)
+    on_devices = flatten_dict(partitioner.abstract_state(task).params)
 
-    make = jax.jit(init, out_shardings=partitioner.state_shardings(task), donate_argnums=0)
+    def init(consumed: Any, kept: Any) -> TrainState:
+        return task.init_state(task.first_key(), given=unflatten_dict({**consumed, **kept}))
+
+    make = partitioner.jit_making(task, init, donate_argnums=0)
     loaded = flatten_dict(given, sep="/").keys()
     place = getattr(loader, "folder", None) or type(loader).__qualname__
     weights = {
         name: f"{place}:{PARAMS}/{name}" if name in loaded else RANDOM_INIT
         for name in flatten_dict(like, sep="/")
     }
-    return FirstState(make(given), provenance=Provenance(weights))
+    consumed, kept = {}, {}
+    for path, leaf in flatten_dict(given).items():
+        is_padded = leaf.shape != on_devices[path].shape
+        (kept if is_padded else consumed)[path] = leaf
+    return FirstState(make(consumed, kept), provenance=Provenance(weights))
 
 
 def _check_given(given: Any, like: Any) -> None:

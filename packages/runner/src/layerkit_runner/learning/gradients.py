@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from layerkit.base_layer import AUX_LOSS, NON_TRAINABLE, SUMMARIES
-from layerkit.base_model import Metrics, WeightedScalar
 from layerkit.layers.quantization.fp8 import accumulate_by_max
 from layerkit_runner.errors import UsageError
+from layerkit_runner.steps.metrics import Reported, over_parts
 from layerkit_runner.steps.step_context import StepContext
 
 
@@ -33,10 +33,10 @@ class Variables(NamedTuple):
     non_trainable: Any
 
 
-Run = Callable[[Variables, Any, jax.Array], tuple[Metrics, Mapping[str, Any]]]
-"""`(variables, batch, key) -> (metrics, changed collections)`."""
+Run = Callable[[Variables, Any, jax.Array], tuple[Mapping[str, Any], Mapping[str, Any]]]
+"""`(variables, batch, key) -> (what it reports, see `steps.metrics`; changed collections)`."""
 
-LossTerms = Callable[[Metrics], Mapping[str, float]]
+LossTerms = Callable[[Mapping[str, Any]], Mapping[str, float]]
 """Which metrics make up the loss, and with what factors."""
 
 
@@ -46,7 +46,7 @@ class Differentiated(NamedTuple):
     Attributes:
       gradients: Of this shard's share of the loss, shaped like `Variables.trained`.
       overwriting: Gradients by `Variables.overwritten`.
-      metrics: Means over this shard's rows.
+      metrics: Over this shard's rows.
       aux: This shard's share of the auxiliary losses; None where the model has none.
       non_trainable: Their next values.
       summaries: As the layers reported them, `[microbatches, ...]` where there were several.
@@ -54,7 +54,7 @@ class Differentiated(NamedTuple):
 
     gradients: Any
     overwriting: Any
-    metrics: Metrics
+    metrics: Mapping[str, Reported]
     aux: jax.Array | None
     non_trainable: Any
     summaries: Any
@@ -126,6 +126,11 @@ def split_rows(batch: Any, microbatches: int, *, multiple: int = 1) -> Any:
     return jax.tree.map(split, batch)
 
 
+def microbatch_keys(key: jax.Array, microbatches: int) -> jax.Array:
+    """A key `[microbatches]` for each."""
+    return jax.vmap(lambda index: jax.random.fold_in(key, index))(jnp.arange(microbatches))
+
+
 def _accumulate(
     run: Run,
     terms: LossTerms,
@@ -136,7 +141,7 @@ def _accumulate(
     microbatches: int,
 ) -> Differentiated:
     """What came of microbatches `[microbatches, rows, ...]`, one after another."""
-    keys = jax.vmap(lambda index: jax.random.fold_in(key, index))(jnp.arange(microbatches))
+    keys = microbatch_keys(key, microbatches)
 
     def weights(part: tuple[Any, jax.Array]) -> dict[str, jax.Array]:
         metrics, _ = run(variables, *part)
@@ -180,7 +185,7 @@ def _accumulate(
         gradients=jax.tree.map(
             lambda total, leaf: total.astype(leaf.dtype), found.gradients, variables.trained
         ),
-        metrics={name: _mean(metric) for name, metric in metrics.items()},
+        metrics={name: over_parts(metric) for name, metric in metrics.items()},
         aux=None if aux is None else jnp.sum(aux),
         summaries=summaries,
     )
@@ -234,11 +239,3 @@ def _differentiate(
 def sum_leaves(tree: Any) -> jax.Array:
     """Adds up auxiliary losses; those of repeated layers come stacked `[layers]`."""
     return sum((jnp.sum(leaf) for leaf in jax.tree.leaves(tree)), start=jnp.float32(0))
-
-
-def _mean(metric: WeightedScalar) -> WeightedScalar:
-    """A metric of several microbatches `[microbatches]` as one."""
-    # A microbatch of weight 0 says nothing, whatever its value is.
-    value = jnp.where(metric.weight > 0, metric.value, 0.0)
-    weight = jnp.sum(metric.weight)
-    return WeightedScalar(jnp.sum(value * metric.weight) / jnp.maximum(weight, 1e-30), weight)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from layerkit.near_names import near_names
@@ -125,15 +125,14 @@ def differences(here: Side, there: Side) -> list[Difference]:
     return found
 
 
-def difference_text(here: Side, there: Side) -> str:
+def difference_text(here: Side, there: Side, found: Sequence[Difference]) -> str:
     """The differences for people: a line for each field, or three where the values are long."""
-    return "\n".join(_lines(here, there))
+    return "\n".join(_lines(here, there, found))
 
 
-def _lines(here: Side, there: Side) -> Iterator[str]:
+def _lines(here: Side, there: Side, found: Sequence[Difference]) -> Iterator[str]:
     yield f"here   {here.name}"
     yield f"there  {there.name}"
-    found = differences(here, there)
     if not found:
         yield "nothing differs"
         return
@@ -166,12 +165,12 @@ def _shown(value: Any) -> str:
     return value if isinstance(value, str) else repr(value)
 
 
-def difference_json(here: Side, there: Side) -> str:
+def difference_json(here: Side, there: Side, found: Sequence[Difference]) -> str:
     """The same as one JSON object: `here` and `there`, and the `differences` by path."""
     return json.dumps(
         {
             "here": here.name,
             "there": there.name,
-            "differences": {each.path: dict(each.values) for each in differences(here, there)},
+            "differences": {each.path: dict(each.values) for each in found},
         }
     )

@@ -40,13 +40,13 @@ class Parameter:
 
     Attributes:
       path: Of the layer, and its name: `lm/softmax/w`.
-      shape: Of the whole.
+      shape: Of the whole, without padding.
       dtype: Its name.
       axes: A logical axis name or None for each dimension.
       sharding: For each dimension the mesh axes that split it.
       starts_as: Its first value in words; "" where nobody declared it.
       count: Entries.
-      bytes_per_device: Of one shard.
+      bytes_per_device: Of one shard, with padding.
       is_frozen: A weight that is not trained.
     """
 
@@ -84,6 +84,7 @@ class ParameterTable:
       totals: Of all weights (`weights`), those that are trained, those that are frozen, and what
         else a state holds: `non_trainable`, `optimizer`, `averages`.
       loads: What sets weights before the first step, instead of `starts_as`; None for nothing.
+      padded: Which weights the mesh does not divide, and what they take; "" for none.
     """
 
     experiment: str
@@ -94,6 +95,7 @@ class ParameterTable:
     modules: dict[str, Total]
     totals: dict[str, Total]
     loads: str | None
+    padded: str
 
 
 def describe_parameters(resolved: ResolvedExperiment, options: RunOptions) -> str:
@@ -122,12 +124,13 @@ def parameter_table(experiment: str, partitioner: Partitioner, task: SingleTask)
       UsageError: a layer refuses its fields, or the mesh does not divide a weight.
     """
     try:
-        state = partitioner.abstract_state(task)
+        on_devices = partitioner.abstract_state(task)
+        state = partitioner.abstract_stored_state(task)
         boxed = jax.eval_shape(lambda: task.model.init_boxed(jax.random.key(0)))
         trained = task.train.learner.trained_weights.take(state.params)
     except ValueError as error:
         raise UsageError(f"{experiment}: {error}") from error
-    tensors = {tensor.path: tensor for tensor in tensor_memory(state, {})}
+    tensors = {tensor.path: tensor for tensor in tensor_memory(on_devices, {}, stored=state)}
     boxes = dict(_by_path(boxed))
     paths = [path for path, _ in _by_path({PARAMS: state.params})]
     frozen_paths = set(paths) - {path for path, _ in _by_path({PARAMS: trained})}
@@ -159,6 +162,7 @@ def parameter_table(experiment: str, partitioner: Partitioner, task: SingleTask)
         modules=_module_totals(groups["weights"]),
         totals={name: _total(group) for name, group in groups.items()},
         loads=None if loads is None else type(loads).__qualname__,
+        padded=partitioner.padding_text(task),
     )
 
 
@@ -269,6 +273,8 @@ def _lines(table: ParameterTable) -> Iterator[str]:
         yield f"{name:<{width}}  {total.count:>16,}  {share:5.1f} %  {_sizes(total)}"
     yield ""
     yield from _total_lines(table.totals)
+    if table.padded:
+        yield f"padded on the devices: {table.padded}"
     if table.loads is not None:
         yield f"task.initial_weights ({table.loads}) sets weights before the first step"
 

@@ -30,10 +30,12 @@ def finish(job: Job, executor: Executor, state: TrainState, step: int, *, token_
     means = executor.evaluate(state, step) if job.task.train.eval_at_end else {}
     baselines: dict[str, float] = {}
     for program in executor.eval_programs:
-        if program.name in means:
-            loss = means[program.name][reported_metric(job.task)]
+        loss = means.get(program.name, {}).get(reported_metric(job.task))
+        if loss is not None and program.dataset is not None:
             say(held_out_line(program.name, loss, program.dataset.token_unit))
             for name, baseline in program.dataset.baselines().items():
+                if baselines.get(name) == baseline:  # told: several programs read this data set
+                    continue
                 baselines[name] = baseline
                 unit = program.dataset.token_unit
                 say(held_out_line(f"  for comparison: {name}", baseline, unit))
@@ -48,7 +50,8 @@ def finish(job: Job, executor: Executor, state: TrainState, step: int, *, token_
         say(f"speed: {speed}")
     for name, records in executor.decode(state, step).items():
         for record in records[:1]:
-            say(sample_text(name, record))
+            if "continuation" in record:
+                say(sample_text(name, record))
     if executor.checkpoints is not None:
         executor.checkpoints.wait_until_finished()
     job.observers.flush()

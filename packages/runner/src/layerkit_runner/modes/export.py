@@ -43,6 +43,7 @@ def run_export(resolved: ResolvedExperiment, options: RunOptions) -> int:
         with job.checkpoints(read_only=True, directory=directory) as checkpoints:
             step = choose_step(checkpoints, options.only_restore_step)
             state = job.restore(checkpoints, step, for_training=False).state
+        state = job.partitioner.stored_state(job.task, state)
         weights = job.task.decoded_state(state).params
         model, variables = without_adapters(resolved.task.model, {PARAMS: weights})
         try:

@@ -1,4 +1,11 @@
-"""`--mode=eval` and `--mode=decode_once`: the newest checkpoint of a job, once."""
+"""Evaluation and decoding of checkpoints, beside a training job or after it.
+
+    --mode=eval, decode              each new checkpoint, until the last; see `following.py`
+    --mode=eval_once, decode_once    the newest one, or those of --restore_checkpoint_step
+
+Nothing is done twice: evaluations leave records (`evaluation_records.py`), and finished outputs of
+decoding are kept. So a job that was killed takes up where it was.
+"""
 
 from __future__ import annotations
 
@@ -6,79 +13,68 @@ import contextlib
 
 import jax
 
+from layerkit_runner.command_line.flag_table import FOLLOWING_MODES
 from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError
 from layerkit_runner.feeds.data_agreement import check_same_data
 from layerkit_runner.job import Job, start_job
-from layerkit_runner.modes.end_report import held_out_line, reported_metric, sample_text
-from layerkit_runner.modes.start_report import num_params
-from layerkit_runner.modes.train import choose_step
-from layerkit_runner.observers import RunInfo
+from layerkit_runner.modes.checkpoint_reader import CheckpointReader
+from layerkit_runner.modes.following import follow
+from layerkit_runner.modes.programs import decode_programs, eval_programs, inputs_of
 from layerkit_runner.processes.process_exchange import gather_values
-from layerkit_runner.programs import DecodeProgram, EvalProgram
-from layerkit_runner.steps.train_state import TrainState
+from layerkit_runner.processes.stop_signals import StopSignals
 
 
-def run_eval(resolved: ResolvedExperiment, options: RunOptions) -> int:
-    """Evaluates every held-out data set."""
-    job = start_job("eval", resolved, options)
+def run_inference(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
+    """Evaluates or decodes as one of the four modes says; returns the exit code.
+
+    Raises:
+      UsageError: there is nothing to evaluate or to decode, no such checkpoint, or one of another
+        model.
+    """
+    job = start_job(mode, resolved, options)
     with contextlib.closing(job.observers):
-        inputs = job.eval_inputs()
-        if not inputs:
-            raise UsageError(f"{resolved.name}.datasets() has no held-out input to evaluate")
-        if jax.process_count() > 1:
-            check_same_data(inputs, gather_values)
-        state, step = _restore(job)
-        for name, dataset in inputs.items():
-            program = EvalProgram(job.task, job.partitioner, dataset, name)
-            means = program.run(state, step, job.observers)
-            loss = means[reported_metric(job.task)]
-            job.observers.message(held_out_line(name, loss, dataset.token_unit))
+        reader = _reader(job)
+        if mode in FOLLOWING_MODES:
+            return _follow(reader)
+        if options.restore_checkpoint_step is not None:
+            reader.look_at(options.restore_checkpoint_step)
+        else:
+            # A newest one that was deleted while it was read has made way for a newer one.
+            while reader.look_at_newest() is None:
+                reader.check_there_is_one()
     return 0
 
 
-def run_decode_once(resolved: ResolvedExperiment, options: RunOptions) -> int:
-    """Decodes every decode data set; finished outputs are not made again."""
-    job = start_job("decode_once", resolved, options)
-    with contextlib.closing(job.observers):
-        inputs = job.decode_inputs()
-        if not inputs:
-            raise UsageError(f"{resolved.name}.decode_datasets() has nothing to decode")
-        if jax.process_count() > 1:
-            check_same_data(inputs, gather_values)
-        state, step = _restore(job)
-        for name, dataset in inputs.items():
-            program = DecodeProgram(
-                job.task, job.partitioner, dataset, name, job.directory / "decode"
-            )
-            for record in program.run(state, step, job.observers)[:1]:
-                job.observers.message(sample_text(name, record))
-            job.observers.message(f"decoded step {step} to {program.output_path(step)}")
-    return 0
-
-
-def _restore(job: Job) -> tuple[TrainState, int]:
-    """The state to look at, and its step; tells the observers about the run."""
-    directory = job.options.restore_checkpoint_dir
-    with job.checkpoints(read_only=True, directory=directory) as checkpoints:
-        step = choose_step(checkpoints, job.options.restore_checkpoint_step)
-        state = job.restore(checkpoints, step, for_training=False).state
-    device_kind = jax.devices()[0].device_kind
-    job.observers.start(
-        RunInfo(
-            job_log_dir=job.directory,
-            experiment=job.resolved.name,
-            mode=job.mode,
-            num_params=num_params(state),
-            num_train_steps=step,
-            start_step=step,
-            tokens_per_step=0,
-            examples_per_step=0,
-            flops_per_step=None,
-            num_devices=job.partitioner.mesh.size,
-            device_kind=device_kind,
-            peak_flops_per_device=None,
+def _follow(reader: CheckpointReader) -> int:
+    job = reader.job
+    leaving, saving = "leaving once the work at hand is done", "there is nothing to save here"
+    with StopSignals(leaving=leaving, saving=saving) as signals:
+        reader.is_asked_to_stop = lambda: signals.agreed(0)
+        follow(
+            reader.directory,
+            reader.look_at_newest,
+            has_outputs=reader.has_outputs,
+            own_last_step=job.task.train.num_train_steps,
+            timeout_secs=job.options.follow_timeout_secs,
+            signals=signals,
+            report=job.observers.message,
         )
-    )
-    return state, step
+    return signals.exit_code
+
+
+def _reader(job: Job) -> CheckpointReader:
+    """What the mode does with a checkpoint; its data are opened, and compared among processes."""
+    name, decodes = job.resolved.name, job.mode.startswith("decode")
+    evaluates = not decodes or job.options.eval_during_decode
+    evals = eval_programs(job) if evaluates else []
+    if evaluates and not evals:
+        raise UsageError(f"{name}.datasets() has no held-out input to evaluate")
+    decodings = decode_programs(job) if decodes else []
+    if decodes and not decodings:
+        raise UsageError(f"{name}.decode_datasets() has nothing to decode")
+    if jax.process_count() > 1:
+        check_same_data(inputs_of(evals), gather_values)
+        check_same_data(inputs_of(decodings), gather_values)
+    return CheckpointReader(job, evals, decodings)

@@ -48,7 +48,7 @@ def start_lines(
 
     Args:
       job: The job.
-      state: The abstract state.
+      state: That on the devices, or its shapes.
       train_input: Whose next batch can be peeked at.
       start_step: Steps already done.
     """
@@ -60,10 +60,12 @@ def start_lines(
     )
     yield from flag_lines(job.options)
     yield f"experiment   {job.resolved.name} (task {job.task.name})"
-    count = num_params(state)
+    count = num_params(job.partitioner.abstract_stored_state(job.task))
     dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(state.params)})
     yield f"parameters   {count:,} ({', '.join(dtypes)} weights)"
     yield f"partitioner  {job.partitioner.describe()}"
+    if padded := job.partitioner.padding_text(job.task):
+        yield f"padded       {padded}"
     shapes = job.partitioner.abstract_batch(train_input.peek())
     first = shapes.get("ids", next(iter(shapes.values())))
     yield f"batch        {' × '.join(map(str, first.shape))} ({', '.join(sorted(shapes))})"

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import importlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,12 @@ from layerkit_runner.checkpoints import CheckpointManager
 from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError
-from layerkit_runner.executor import Executor, check_best_metric, eval_input_key
+from layerkit_runner.executor import (
+    EARLY_STOPPING,
+    Executor,
+    check_best_metric,
+    eval_input_key,
+)
 from layerkit_runner.feeds.data_agreement import check_same_data
 from layerkit_runner.feeds.infeed import told_in_one_line
 from layerkit_runner.init_from import FirstState, plan_first_state
@@ -30,13 +35,20 @@ from layerkit_runner.init_from.provenance import write_record
 from layerkit_runner.init_from.settings import init_from_flags
 from layerkit_runner.job import Job, start_job, versions
 from layerkit_runner.job_folder import write_config
+from layerkit_runner.learning.early_stopping import EarlyStop
 from layerkit_runner.modes import end_report
+from layerkit_runner.modes.programs import (
+    decode_programs,
+    eval_programs,
+    eval_train_programs,
+    inputs_of,
+)
 from layerkit_runner.modes.start_report import LayerNotes, compiled_lines, num_params, start_lines
-from layerkit_runner.observers import RunInfo, Throughput, peak_flops
+from layerkit_runner.observers import DECODE_PREFIX, RunInfo, Throughput, peak_flops
 from layerkit_runner.observers.step_profiler import StepProfiler, profiler_server
 from layerkit_runner.processes.process_exchange import gather_values
 from layerkit_runner.processes.stop_signals import StopSignals
-from layerkit_runner.programs import DecodeProgram, EvalProgram, TrainProgram
+from layerkit_runner.programs import BaseProgram, TrainProgram
 from layerkit_runner.steps.step_flops import model_flops_per_step
 from layerkit_runner.steps.train_state import TrainState
 
@@ -52,8 +64,13 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
         train_input = Prefetch(source=job.train_input())
         stack.callback(train_input.close)
         # Built before anything is written, since they may refuse their fields.
-        eval_inputs, decode_inputs = job.eval_inputs(), job.decode_inputs()
-        check_best_metric(job.task.train, eval_inputs)
+        job.abstract_state()  # refused fields are told in the name of the experiment
+        _decode_during_train(job)
+        program = TrainProgram(job.task, job.partitioner, train_input)
+        evals, decodes = _evaluations(job, program), decode_programs(job)
+        early_stop = _early_stop(job, evals, decodes)
+        check_best_metric(job.task.train, evals)
+        eval_inputs, decode_inputs = inputs_of(evals), inputs_of(decodes)
         saves = options.enable_checkpoint_saving
         checkpoints = stack.enter_context(job.checkpoints(read_only=not saves))
 
@@ -66,16 +83,15 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
             inputs = {"train": train_input, **eval_inputs}
             check_same_data(inputs, gather_values)
             check_same_data(decode_inputs, gather_values)
-        program = TrainProgram(job.task, job.partitioner, train_input)
         first, compiled, notes, flops = _prepare(
-            job, program, train_input, eval_inputs, checkpoints, plan
+            job, program, train_input, eval_inputs, checkpoints, plan, early_stop
         )
         state, step = first.state, first.step
         if jax.process_index() == 0:
             write_config(job.directory, resolved, report=job.observers.message)
             if not first.is_restored:
                 write_record(job.directory, first.provenance)
-        info = _run_info(job, state, train_input, flops, start_step=step)
+        info = _run_info(job, train_input, flops, start_step=step)
         if first.provenance is not None:
             notes = [*first.provenance.lines(), *notes]
         _print_start(job, state, train_input, compiled, notes, step)
@@ -94,14 +110,8 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
         executor = Executor(
             train=job.task.train,
             train_program=program,
-            eval_programs=[
-                EvalProgram(job.task, job.partitioner, dataset, name)
-                for name, dataset in eval_inputs.items()
-            ],
-            decode_programs=[
-                DecodeProgram(job.task, job.partitioner, dataset, name, job.directory / "decode")
-                for name, dataset in decode_inputs.items()
-            ],
+            eval_programs=evals,
+            decode_programs=decodes,
             checkpoints=checkpoints if saves else None,
             metadata={"experiment": resolved.name, "versions": versions()},
             observers=job.observers,
@@ -110,16 +120,39 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
             exit_after_ondemand_checkpoint=options.exit_after_ondemand_checkpoint,
             goodput=job.goodput,
             profiler=profiler,
+            early_stop=early_stop,
         )
         state, step = executor.run(state, step)
         job.goodput.outermost("other")
-        if step >= job.task.train.num_train_steps and signals.exit_code == 0:
+        is_over = step >= job.task.train.num_train_steps or executor.has_stopped_early
+        if is_over and signals.exit_code == 0:
             end_report.finish(job, executor, state, step, token_unit=train_input.token_unit)
         elif saves:
             checkpoints.wait_until_finished()
             job.observers.message(job.goodput.summary())
             job.observers.message(f"saved at step {step}; the same command goes on from there")
         return signals.exit_code
+
+
+def _evaluations(job: Job, program: TrainProgram) -> list[BaseProgram]:
+    """What evaluates; held-out data not, where --noeval_on_test leaves them to another job."""
+    wanted = job.task.train.save_best_metric
+    if job.options.eval_on_test:
+        return eval_programs(job, program)
+    if wanted is not None:
+        raise UsageError(
+            f"--noeval_on_test leaves out the evaluations by which task.train.save_best_metric="
+            f"{wanted!r} tells the best checkpoints; those of --mode=eval beside this job do not"
+            " reach it. Keep one of the two."
+        )
+    return eval_train_programs(job, program)
+
+
+def _decode_during_train(job: Job) -> None:
+    """Has --decode_during_train decode as often as is saved, where no field says how often."""
+    train = job.task.train
+    if job.options.decode_during_train and train.decode_interval_steps is None:
+        train.decode_interval_steps = train.save_interval_steps
 
 
 def _check_readable(train_input: Prefetch) -> None:
@@ -135,6 +168,7 @@ def _prepare(
     eval_inputs: Mapping[str, BaseInput],
     checkpoints: CheckpointManager,
     plan: Callable[[], FirstState] | None,
+    early_stop: EarlyStop | None,
 ) -> tuple[FirstState, Any, list[str], float]:
     """First state, the compiled step, what layers said while traced, model FLOPs."""
     abstract = job.abstract_state()
@@ -154,6 +188,8 @@ def _prepare(
                 restored = job.restore(source, step)
                 first = FirstState(restored.state, step, is_restored=True)
                 _set_input_states(train_input, eval_inputs, restored.input_states)
+                if early_stop is not None and source is checkpoints:
+                    _restore_early_stop(job, early_stop, restored.metadata)
                 job.observers.message(f"goes on from step {step} of {source.directory}")
                 if job.options.init_from is not None:
                     job.observers.message(
@@ -162,6 +198,28 @@ def _prepare(
         with job.goodput.phase("compile"):
             compiled = compiling.result()
         return first, compiled, notes.lines, flops
+
+
+def _early_stop(
+    job: Job, evals: Sequence[BaseProgram], decodes: Sequence[BaseProgram]
+) -> EarlyStop | None:
+    """The rule that may end the run, if there is one; see `StoppingRule.check`."""
+    rule, train = job.task.early_stopping, job.task.train
+    if rule is None:
+        return None
+    evaluated = [p.name for p in evals if p.interval_steps or train.eval_interval_steps]
+    decoded = [p.name for p in decodes if p.interval_steps or train.decode_interval_steps]
+    rule.check([*evaluated, *(DECODE_PREFIX + name for name in decoded)])
+    return EarlyStop(rule)
+
+
+def _restore_early_stop(job: Job, early_stop: EarlyStop, metadata: Mapping[str, Any]) -> None:
+    if EARLY_STOPPING in metadata:
+        early_stop.restore(metadata[EARLY_STOPPING], report=job.observers.message)
+    if early_stop.stopped_at is not None:
+        job.observers.message(
+            f"{early_stop.message()}; it trains on with task.early_stopping=None or other settings"
+        )
 
 
 def _step_profiler(job: Job) -> StepProfiler:
@@ -233,7 +291,7 @@ def _source_of_state(
         yield None, None
         return
     with job.checkpoints(read_only=True, directory=options.restore_checkpoint_dir) as other:
-        yield other, choose_step(other, options.restore_checkpoint_step)
+        yield other, choose_step(other, options.only_restore_step)
 
 
 def choose_step(checkpoints: CheckpointManager, wanted: int | None) -> int:
@@ -261,9 +319,7 @@ def _print_start(
         job.observers.message(line)
 
 
-def _run_info(
-    job: Job, state: TrainState, train_input: Prefetch, flops: float, *, start_step: int
-) -> RunInfo:
+def _run_info(job: Job, train_input: Prefetch, flops: float, *, start_step: int) -> RunInfo:
     batch = train_input.peek()
     rows = train_input.global_batch_size
     columns = batch.ids.shape[1] if "ids" in batch else 0
@@ -272,7 +328,7 @@ def _run_info(
         job_log_dir=job.directory,
         experiment=job.resolved.name,
         mode=job.mode,
-        num_params=num_params(state),
+        num_params=num_params(job.partitioner.abstract_stored_state(job.task)),
         num_train_steps=job.task.train.num_train_steps,
         start_step=start_step,
         tokens_per_step=rows * columns,

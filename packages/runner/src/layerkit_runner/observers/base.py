@@ -103,7 +103,13 @@ class Observer:
         """Scalars of one evaluation of the weights after `step` steps."""
 
     def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """How the weights are spread after `step` steps, by path."""
+        """How numbers of a training step are spread: metrics, weights after it, by path."""
+
+    def eval_histograms(self, step: int, dataset: str, histograms: Mapping[str, Histogram]) -> None:
+        """How metrics are spread over the examples of one evaluation, by name."""
+
+    def images(self, step: int, images: Mapping[str, np.ndarray]) -> None:
+        """What the layers drew in the training step `step`, uint8 `[height, width, channels]`."""
 
     def text(self, step: int, name: str, text: str) -> None:
         """A text the run produced, such as a sample of what was decoded of the data set `name`."""
@@ -142,6 +148,12 @@ class Observers(Observer):
 
     def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         self._tell(lambda observer: observer.histograms(step, histograms))
+
+    def eval_histograms(self, step: int, dataset: str, histograms: Mapping[str, Histogram]) -> None:
+        self._tell(lambda observer: observer.eval_histograms(step, dataset, histograms))
+
+    def images(self, step: int, images: Mapping[str, np.ndarray]) -> None:
+        self._tell(lambda observer: observer.images(step, images))
 
     def text(self, step: int, name: str, text: str) -> None:
         self._tell(lambda observer: observer.text(step, name, text))

@@ -2,7 +2,7 @@
 
 Folders below the job's folder, as Pax users know them:
 
-    summaries/train                    scalars of the training steps, histograms of the weights
+    summaries/train                    scalars, histograms and images of the training steps
     summaries/eval_train               evaluation on the training data
     summaries/eval_test_<name>         evaluation on the held-out data set <name>
     summaries/decode_test_<name>       what was decoded of the data set <name>: metrics, a sample
@@ -10,24 +10,23 @@ Folders below the job's folder, as Pax users know them:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+import numpy as np
 from etils import epath
 
 from layerkit_runner.observers.background import Background
 from layerkit_runner.observers.base import DECODE_PREFIX, Histogram, Observer, RunInfo
-
-if TYPE_CHECKING:
-    import tensorboardX
+from layerkit_runner.observers.event_file import EventFile
 
 _SECONDS_BETWEEN_FLUSHES = 30
 
 
 class TensorBoard(Observer):
-    """Writes scalars, histograms and texts as TensorBoard events, all of it in the background.
+    """Writes scalars, histograms, images and texts as TensorBoard events, in the background.
 
     A resumed run begins new event files that tell TensorBoard to hide what an earlier run logged
     after the step it resumes from. On remote stores tensorboardX needs the store's own client, such
@@ -59,6 +58,15 @@ class TensorBoard(Observer):
         if self._writers is not None:
             self._background.submit(self._writers.add_histograms, "train", step, histograms)
 
+    def eval_histograms(self, step: int, dataset: str, histograms: Mapping[str, Histogram]) -> None:
+        if self._writers is not None:
+            folder = eval_folder(dataset)
+            self._background.submit(self._writers.add_histograms, folder, step, histograms)
+
+    def images(self, step: int, images: Mapping[str, np.ndarray]) -> None:
+        if self._writers is not None:
+            self._background.submit(self._writers.add_images, "train", step, images)
+
     def text(self, step: int, name: str, text: str) -> None:
         if self._writers is not None:
             folder = eval_folder(DECODE_PREFIX + name)
@@ -71,32 +79,35 @@ class TensorBoard(Observer):
     def close(self) -> None:
         writers, self._writers = self._writers, None
         try:
-            if writers is not None:
-                self._background.submit(writers.close)
-        finally:
             self._background.close()
+        finally:
+            if writers is not None:
+                writers.close()
 
 
 class _Writers:
-    """One tensorboardX writer for each folder, made when first needed."""
+    """One event file for each folder, made when first needed."""
 
     def __init__(self, summaries: epath.Path, purge_step: int | None) -> None:
         self._summaries = summaries
         self._purge_step = purge_step
-        self._writers: dict[str, tensorboardX.SummaryWriter] = {}
+        self._files: dict[str, EventFile] = {}
 
     def add_scalars(self, folder: str, step: int, scalars: Mapping[str, float]) -> None:
-        writer = self._writer(folder)
+        from tensorboardX import summary
+
         for name, value in scalars.items():
-            writer.add_scalar(name, float(value), step)
+            self._file(folder).add(step, summary.scalar(name, float(value)))
 
     def add_histograms(self, folder: str, step: int, histograms: Mapping[str, Histogram]) -> None:
-        writer = self._writer(folder)
+        from tensorboardX import summary
+
+        file = self._file(folder)
         for name, histogram in histograms.items():
             # Not the tag of the histogram: TensorBoard shows a tag in one of its tabs only.
-            writer.add_scalar(f"{name}/norm", histogram.norm, step)
+            file.add(step, summary.scalar(f"{name}/norm", histogram.norm))
             if histogram.is_finite:
-                writer.add_histogram_raw(
+                stored = summary.histogram_raw(
                     name,
                     min=histogram.edges[0],
                     max=histogram.edges[-1],
@@ -105,32 +116,39 @@ class _Writers:
                     sum_squares=histogram.sum_of_squares,
                     bucket_limits=histogram.edges[1:],
                     bucket_counts=histogram.counts,
-                    global_step=step,
                 )
+                file.add(step, stored)
+
+    def add_images(self, folder: str, step: int, images: Mapping[str, np.ndarray]) -> None:
+        from tensorboardX import summary
+
+        for name, image in images.items():
+            self._file(folder).add(step, summary.image(name, image, dataformats="HWC"))
 
     def add_text(self, folder: str, step: int, name: str, text: str) -> None:
+        from tensorboardX import summary
+
         # TensorBoard renders Markdown: four spaces keep the text as it is.
         verbatim = "\n".join("    " + line for line in text.splitlines())
-        self._writer(folder).add_text(name, verbatim, step)
+        self._file(folder).add(step, summary.text(name, verbatim))
 
     def flush(self) -> None:
-        for writer in self._writers.values():
-            writer.flush()
+        for file in self._files.values():
+            file.flush()
 
     def close(self) -> None:
-        for writer in self._writers.values():
-            writer.close()
+        with contextlib.ExitStack() as stack:  # closes all, though one may fail
+            for file in self._files.values():
+                stack.callback(file.close)
 
-    def _writer(self, folder: str) -> tensorboardX.SummaryWriter:
-        if folder not in self._writers:
-            import tensorboardX  # up to a second, for it imports PyTorch where there is one
-
-            self._writers[folder] = tensorboardX.SummaryWriter(
+    def _file(self, folder: str) -> EventFile:
+        if folder not in self._files:
+            self._files[folder] = EventFile(
                 os.fspath(self._summaries / folder),
-                purge_step=self._purge_step,
                 flush_secs=_SECONDS_BETWEEN_FLUSHES,
+                purge_step=self._purge_step,
             )
-        return self._writers[folder]
+        return self._files[folder]
 
 
 def eval_folder(dataset: str) -> str:

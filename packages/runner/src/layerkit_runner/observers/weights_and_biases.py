@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from etils import epath
 
 from layerkit_runner.errors import UsageError
@@ -66,6 +67,13 @@ class WeightsAndBiases(Observer):
     def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         self._background.submit(self._log_histograms, step, histograms)
 
+    def eval_histograms(self, step: int, dataset: str, histograms: Mapping[str, Histogram]) -> None:
+        named = {f"eval/{dataset}/{name}": value for name, value in histograms.items()}
+        self._background.submit(self._log_histograms, step, named)
+
+    def images(self, step: int, images: Mapping[str, np.ndarray]) -> None:
+        self._background.submit(self._log_images, step, images)
+
     def text(self, step: int, name: str, text: str) -> None:
         self._background.submit(self._log_text, step, name, text)
 
@@ -112,6 +120,12 @@ class WeightsAndBiases(Observer):
             if histogram.is_finite:
                 values[name] = wandb.Histogram(np_histogram=(histogram.counts, histogram.edges))
         self._log(values)
+
+    def _log_images(self, step: int, images: Mapping[str, np.ndarray]) -> None:
+        import wandb
+
+        drawn = {f"train/{name}": wandb.Image(image) for name, image in images.items()}
+        self._log({_STEP: step, **drawn})
 
     def _log_text(self, step: int, name: str, text: str) -> None:
         import wandb

@@ -7,6 +7,8 @@ over the mesh (`_spread`).
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +20,7 @@ from layerkit.config import Configurable
 from layerkit.nested_map import NestedMap
 from layerkit.sharding import BoundSharding
 from layerkit_runner.errors import UsageError
+from layerkit_runner.partitioning import uneven
 from layerkit_runner.partitioning.state_axes import axes_by_path, map_with_axes
 from layerkit_runner.steps.train_state import TrainState
 from layerkit_runner.task import SingleTask
@@ -26,12 +29,21 @@ ROWS = "rows"
 REPLICATED = "replicated"
 
 
+@dataclasses.dataclass(frozen=True)
+class _PlacedState:
+    """Where the state of a task lives: shapes, dtypes and shardings, and what is padded there."""
+
+    task: SingleTask
+    on_devices: TrainState
+    padded: uneven.Uneven
+
+
 class Partitioner(Configurable):
     """Base of the SPMD and pmap partitioners; call `start` before anything else."""
 
     def __post_init__(self) -> None:
         self._mesh: Mesh | None = None
-        self._abstract: tuple[SingleTask, TrainState] | None = None
+        self._placed: _PlacedState | None = None
         self._evaluations: dict[str, tuple[SingleTask, Any]] = {}
 
     def start(self, devices: Any = None) -> None:
@@ -81,38 +93,82 @@ class Partitioner(Configurable):
     def bind(self, task: SingleTask) -> None:
         """Binds the task's model to this partitioner's mesh and rules."""
         task.bind_sharding(self.model_sharding())
-        self._abstract = None
+        self._placed = None
         self._evaluations.clear()
 
     def abstract_state(self, task: SingleTask) -> TrainState:
-        """The state as shapes, dtypes and shardings; nothing is computed."""
-        if self._abstract is None or self._abstract[0] is not task:
-            self._abstract = (task, self._place_state(task))
-        return self._abstract[1]
+        """The state on the devices as shapes, dtypes and shardings; nothing is computed."""
+        return self._place(task).on_devices
 
-    def _place_state(self, task: SingleTask) -> TrainState:
+    def abstract_stored_state(self, task: SingleTask) -> TrainState:
+        """The same as a checkpoint holds it: nothing is padded (`partitioning/uneven.py`)."""
+        placed = self._place(task)
+        return uneven.stored_shapes(placed.on_devices, placed.padded)
+
+    def _place(self, task: SingleTask) -> _PlacedState:
+        if self._placed is None or self._placed.task is not task:
+            self._placed = self._place_state(task)
+        return self._placed
+
+    def _place_state(self, task: SingleTask) -> _PlacedState:
         boxed, state = jax.eval_shape(lambda: task.init_boxed_state(jax.random.key(0)))
+        arrays: dict[str, uneven.UnevenArray] = {}
 
         def place(path: str, axes: Any, leaf: Any) -> jax.ShapeDtypeStruct:
             spec = self._weight_spec(path, axes, leaf.shape)
-            return jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec)
-            )
+            sharding = NamedSharding(self.mesh, spec)
+            array = uneven.UnevenArray(leaf.shape, leaf.dtype, tuple(axes), sharding)
+            if array.padded_shape != leaf.shape:
+                arrays[path] = array
+            return array.on_devices
 
-        return map_with_axes(place, state, axes_by_path(boxed))
+        on_devices = map_with_axes(place, state, axes_by_path(boxed))
+        return _PlacedState(task, on_devices, arrays)
+
+    def padding_text(self, task: SingleTask) -> str:
+        """Which weights are padded on the devices, and how; "" if the mesh divides them all."""
+        return uneven.padding_text(self._place(task).padded)
 
     def state_shardings(self, task: SingleTask) -> TrainState:
-        """The shardings of the state."""
+        """The shardings of the state on the devices."""
         return jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state(task))
+
+    def stored_state(self, task: SingleTask, state: TrainState) -> TrainState:
+        """What storage is given of a state on the devices, or of a part of one.
+
+        What the mesh divides is the very same array.
+        """
+        return uneven.to_storage(state, self._place(task).padded)
+
+    def device_state(self, task: SingleTask, stored: TrainState) -> TrainState:
+        """The state on the devices, of what storage gave for `abstract_stored_state`."""
+        return uneven.to_devices(stored, self._place(task).padded)
 
     def init_fn(self, task: SingleTask) -> Callable[[], TrainState]:
         """A jitted function that makes the first state, born sharded: no device or host ever
         holds more than its part."""
 
         def init() -> TrainState:
-            return task.init_state(jax.random.key(task.train.random_seed))
+            return task.init_state(task.first_key())
 
-        return jax.jit(init, out_shardings=self.state_shardings(task))
+        return self.jit_making(task, init)
+
+    def jit_making(
+        self, task: SingleTask, function: Callable[..., TrainState], **options: Any
+    ) -> Any:
+        """Jits a function that makes a state, which is laid out as steps take it.
+
+        Args:
+          task: Whose state it is.
+          function: Returns a state as the model knows it.
+          options: Of `jax.jit`, such as `donate_argnums`.
+        """
+        arrays = self._place(task).padded
+
+        def making(*args: Any) -> TrainState:
+            return uneven.padded(function(*args), arrays)
+
+        return jax.jit(making, out_shardings=self.state_shardings(task), **options)
 
     def first_state(self, task: SingleTask) -> TrainState:
         """The state before the first step, with the task's initial weights.
@@ -127,26 +183,41 @@ class Partitioner(Configurable):
 
     def train_step_fn(self, task: SingleTask) -> Any:
         """Jitted `(state, batch) -> (state, (metrics, scalars))`; the given state is consumed."""
-        state = self.state_shardings(task)
+        state, arrays = self.state_shardings(task), self._place(task).padded
+        step = self._spread(task.train_step, output=REPLICATED)
+
+        def train_step(state: TrainState, batch: NestedMap) -> tuple[TrainState, Any]:
+            state, reported = step(uneven.cut(state, arrays), batch)
+            return uneven.padded(state, arrays), reported
+
         return jax.jit(
-            self._spread(task.train_step, output=REPLICATED),
+            train_step,
             in_shardings=(state, self.batch_sharding()),
             out_shardings=(state, self.replicated()),
             donate_argnums=0,
         )
 
-    def eval_step_fn(self, task: SingleTask) -> Any:
-        """Jitted `(state, batch) -> metrics`; one function however often it is asked for."""
+    def eval_step_fn(self, task: SingleTask, *, averaged: bool | None = None) -> Any:
+        """Jitted `(state, batch) -> metrics`; one function however often it is asked for.
+
+        Args:
+          task: What is evaluated.
+          averaged: Whether with the averaged weights; None as the task says.
+        """
+        averaged = task.train.eval_use_ema_states if averaged is None else averaged
+        step = functools.partial(task.eval_step, averaged=averaged)
         return self._kept(
-            "eval", task, lambda: self._evaluating(task, task.eval_step, output=REPLICATED)
+            f"eval {averaged}", task, lambda: self._evaluating(task, step, output=REPLICATED)
         )
 
-    def score_step_fn(self, task: SingleTask) -> Any:
+    def score_step_fn(self, task: SingleTask, *, averaged: bool | None = None) -> Any:
         """Jitted `(state, batch) -> (metrics, rows of all examples)`; see `score_step`."""
+        averaged = task.train.eval_use_ema_states if averaged is None else averaged
+        step = functools.partial(task.score_step, averaged=averaged)
         return self._kept(
-            "score",
+            f"score {averaged}",
             task,
-            lambda: self._evaluating(task, task.score_step, output=(REPLICATED, ROWS)),
+            lambda: self._evaluating(task, step, output=(REPLICATED, ROWS)),
         )
 
     def _kept(self, name: str, task: SingleTask, make: Callable[[], Any]) -> Any:
@@ -164,12 +235,13 @@ class Partitioner(Configurable):
             return state, evaluate(state, batch, context)
 
         spread = self._spread(step, output=output)
-        jitted = jax.jit(
-            lambda state, batch: spread(state, batch)[1],
-            in_shardings=(self.state_shardings(task).for_inference(), self.batch_sharding()),
-            out_shardings=self.replicated(),
+        return self.jit_reading(
+            task, lambda state, batch: spread(state, batch)[1], self.batch_sharding()
         )
-        return lambda state, batch: jitted(state.for_inference(), batch)
+
+    def summary_step_fn(self, task: SingleTask) -> Any:
+        """Jitted `(state, batch) -> (histograms, images)`; see `summary_step`."""
+        return self._evaluating(task, task.summary_step, output=(REPLICATED, ROWS))
 
     def decode_step_fn(self, task: SingleTask) -> Any:
         """Jitted `(state, batch, batch_index) -> outputs of all examples`; see `decode_step`."""
@@ -180,13 +252,33 @@ class Partitioner(Configurable):
 
         # The index is held whole by every shard, as the state is, so it travels with it.
         spread = self._spread(step, output=ROWS)
-        weights = self.state_shardings(task).for_inference()
-        jitted = jax.jit(
+        return self.jit_reading(
+            task,
             lambda state, batch, batch_index: spread((state, batch_index), batch)[1],
-            in_shardings=(weights, self.batch_sharding(), self.replicated()),
+            self.batch_sharding(),
+            self.replicated(),
+        )
+
+    def jit_reading(self, task: SingleTask, function: Callable[..., Any], *shardings: Any) -> Any:
+        """Jits a function that reads a state, without what only training needs, and changes none.
+
+        Args:
+          task: Whose states they are.
+          function: Called with the state and as many arguments as there are `shardings`; what it
+            returns is held whole by every device.
+          shardings: Of the arguments after the state.
+        """
+        arrays = self._place(task).padded
+
+        def reading(state: TrainState, *rest: Any) -> Any:
+            return function(uneven.cut(state, arrays), *rest)
+
+        jitted = jax.jit(
+            reading,
+            in_shardings=(self.state_shardings(task).for_inference(), *shardings),
             out_shardings=self.replicated(),
         )
-        return lambda state, batch, batch_index: jitted(state.for_inference(), batch, batch_index)
+        return lambda state, *rest: jitted(state.for_inference(), *rest)
 
     def replicated(self) -> NamedSharding:
         """The sharding of what every device holds whole."""

@@ -44,7 +44,7 @@ class SpmdPartitioner(Partitioner):
         return tuple(axis for axis in self.rules.mesh_axes("batch") if axis in self.mesh.shape)
 
     def _weight_spec(self, path: str, axes: Any, shape: tuple[int, ...]) -> PartitionSpec:
-        return self.model_sharding().spec(axes, shape=shape, owner=path)
+        return self.model_sharding().spec(axes, shape=shape, owner=path, allow_uneven=True)
 
     def _spread(
         self, step: Callable[..., Any], *, output: str | tuple[str, ...]

@@ -25,10 +25,10 @@ class TensorMemory:
     Attributes:
       path: Names on the way to it, such as `params/lm/softmax/w`.
       kind: One of `KINDS`.
-      shape: Of the whole tensor.
+      shape: Of the whole tensor, without padding.
       dtype: Its name.
       sharding: For each dimension the mesh axes that split it, `[[], ["fsdp"], ["data", "fsdp"]]`.
-      bytes_per_device: Of one shard.
+      bytes_per_device: Of one shard, with padding.
     """
 
     path: str
@@ -68,12 +68,16 @@ class Memory:
     peak: int
 
 
-def tensor_memory(state: TrainState, batch: Any) -> list[TensorMemory]:
+def tensor_memory(
+    state: TrainState, batch: Any, *, stored: TrainState | None = None
+) -> list[TensorMemory]:
     """Every tensor of a state and a batch, largest first.
 
     Args:
-      state: Arrays or their shapes, with shardings.
+      state: Arrays or their shapes, with shardings; their bytes are told.
       batch: Likewise.
+      stored: The state as a checkpoint holds it, whose shapes are told; None where no weight is
+        padded.
     """
     trees = {
         "params": "weights",
@@ -81,12 +85,14 @@ def tensor_memory(state: TrainState, batch: Any) -> list[TensorMemory]:
         "overwrite_with_gradient": "non-trainable",
         "ema": "averages",
     }
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(state if stored is None else stored)]
     found = [
-        _tensor(path, leaf, kind=trees.get(_name(path[0]), "optimizer"))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+        _tensor(path, leaf, shape, kind=trees.get(_name(path[0]), "optimizer"))
+        for (path, leaf), shape in zip(leaves, shapes, strict=True)
     ]
     found += [
-        _tensor((jax.tree_util.DictKey("batch"), *path), leaf, kind="batch")
+        _tensor((jax.tree_util.DictKey("batch"), *path), leaf, leaf.shape, kind="batch")
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
     ]
     order = {kind: position for position, kind in enumerate(KINDS)}
@@ -116,13 +122,13 @@ def step_memory(tensors: Iterable[TensorMemory], compiled: Any) -> Memory:
     )
 
 
-def _tensor(path: tuple[Any, ...], leaf: Any, *, kind: str) -> TensorMemory:
+def _tensor(path: tuple[Any, ...], leaf: Any, shape: tuple[int, ...], *, kind: str) -> TensorMemory:
     spec = tuple(leaf.sharding.spec)
     entries = spec + (None,) * (leaf.ndim - len(spec))
     return TensorMemory(
         path="/".join(_name(part) for part in path),
         kind=kind,
-        shape=list(leaf.shape),
+        shape=list(shape),
         dtype=leaf.dtype.name,
         sharding=[[entry] if isinstance(entry, str) else list(entry or ()) for entry in entries],
         bytes_per_device=math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize,

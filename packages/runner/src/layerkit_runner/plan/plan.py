@@ -130,7 +130,8 @@ def make_plan(
     compiled_at = time.perf_counter()
     hlo_text = compiled.as_text()
     mesh = dict(partitioner.mesh.shape)
-    tensors = tensor_memory(state, batch)
+    tensors = tensor_memory(state, batch, stored=partitioner.abstract_stored_state(task))
+    padded = partitioner.padding_text(task)
     return Plan(
         experiment=resolved.name,
         target=devices[0].platform,
@@ -138,7 +139,7 @@ def make_plan(
         versions=versions(),
         partitioner=type(partitioner).__name__,
         mesh=mesh,
-        num_params=num_params(state),
+        num_params=num_params(partitioner.abstract_stored_state(task)),
         param_dtypes=sorted({leaf.dtype.name for leaf in jax.tree.leaves(state.params)}),
         batch=batch_plan,
         flops_per_step=flops,
@@ -146,7 +147,11 @@ def make_plan(
         memory=step_memory(tensors, compiled),
         tensors=tensors,
         collectives=collective_traffic(hlo_text, mesh),
-        notes=[*notes.lines, *_cpu_notes(lowered.as_text(), hlo_text)],
+        notes=[
+            *([f"padded: {padded}"] if padded else []),
+            *notes.lines,
+            *_cpu_notes(lowered.as_text(), hlo_text),
+        ],
         trace_seconds=traced - begun,
         compile_seconds=compiled_at - traced,
     )

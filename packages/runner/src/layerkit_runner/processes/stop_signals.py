@@ -28,12 +28,24 @@ STEPS_BETWEEN_AGREEMENTS = 20
 class StopSignals:
     """Catches signals while it is entered, on the main thread.
 
+    Args:
+      leaving: What the job does once it is asked to stop, for the message.
+      saving: What it does once it is asked to save.
+
     Attributes:
       received: The signal to stop that came first; None if none came.
       save_received: Whether a signal to save came that is not agreed on yet.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        leaving: str = "finishing this step, saving, leaving",
+        saving: str = "saving after this step",
+    ) -> None:
+        self._leaving = leaving
+        self._saving = saving
+        self._stop = threading.Event()
         self._previous: dict[signal.Signals, Any] = {}
         self._agreed: signal.Signals | None = None
         self._save_agreed = False
@@ -75,6 +87,10 @@ class StopSignals:
             self._save_agreed |= self._take_received_save()
         return self._agreed is not None
 
+    def wait(self, seconds: float) -> None:
+        """Waits so long, and no longer once this process was asked to stop."""
+        self._stop.wait(seconds)
+
     def take_save_request(self) -> bool:
         """Whether all processes save now, as `agreed` found; asked for again by another signal."""
         is_agreed, self._save_agreed = self._save_agreed, False
@@ -96,7 +112,7 @@ class StopSignals:
                     self._note(signal.Signals(number))
                 elif number == _SAVE_SIGNAL:
                     self.save_received = True
-                    _tell(f"\n{_SAVE_SIGNAL.name}: saving after this step\n")
+                    _tell(f"\n{_SAVE_SIGNAL.name}: {self._saving}\n")
 
     def _note(self, number: signal.Signals) -> None:
         if self.received is not None and number == signal.SIGINT:
@@ -104,8 +120,9 @@ class StopSignals:
             os._exit(128 + number)
         if self.received is None:
             self.received = number
+            self._stop.set()
             again = "; once more leaves at once" if number == signal.SIGINT else ""
-            _tell(f"\n{number.name}: finishing this step, saving, leaving{again}\n")
+            _tell(f"\n{number.name}: {self._leaving}{again}\n")
 
 
 def _tell(text: str) -> None:

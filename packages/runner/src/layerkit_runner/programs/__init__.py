@@ -1,7 +1,8 @@
 """What a job runs: training steps, evaluations, decoding."""
 
+from layerkit_runner.programs.base import BaseProgram
 from layerkit_runner.programs.decode import DecodeProgram
 from layerkit_runner.programs.eval import EvalProgram
 from layerkit_runner.programs.train import TrainProgram
 
-__all__ = ["DecodeProgram", "EvalProgram", "TrainProgram"]
+__all__ = ["BaseProgram", "DecodeProgram", "EvalProgram", "TrainProgram"]

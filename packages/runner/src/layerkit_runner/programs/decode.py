@@ -22,6 +22,7 @@ from layerkit_runner.feeds.skipped_records import report_skipped
 from layerkit_runner.observers import DECODE_PREFIX, Observer
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.processes.process_exchange import from_process_0
+from layerkit_runner.programs.base import BaseProgram
 from layerkit_runner.programs.made_from import (
     describe_settings,
     differences,
@@ -37,16 +38,19 @@ from layerkit_runner.task import SingleTask
 _RECORD_FORMAT = 2
 
 
-class DecodeProgram:
+class DecodeProgram(BaseProgram):
     """Decodes one data set.
 
     Args:
       task: The task, bound to the partitioner.
       partitioner: Started.
       dataset: Prompts.
-      name: What the data set is called in outputs.
+      name: What the decoding is called in outputs.
       folder: Where outputs go, in sight of every process; None keeps them in memory only.
+      interval_steps: See `BaseProgram`.
     """
+
+    dataset: BaseInput
 
     def __init__(
         self,
@@ -54,19 +58,17 @@ class DecodeProgram:
         partitioner: Partitioner,
         dataset: BaseInput,
         name: str,
-        folder: epath.Path | None,
-    ):
-        self._task = task
-        self._partitioner = partitioner
+        folder: epath.Path | None = None,
+        *,
+        interval_steps: int | None = None,
+    ) -> None:
+        super().__init__(task, partitioner, dataset, name, folder, interval_steps=interval_steps)
         self._weights_digest = weights_digest_fn(task, partitioner)
         self._step = partitioner.decode_step_fn(task)
-        self._folder = folder
-        self.dataset = dataset
-        self.name = name
 
     def output_path(self, step: int) -> epath.Path | None:
         """Where the outputs of the weights after `step` steps are kept."""
-        return None if self._folder is None else self._folder / self.name / f"step_{step:08d}.jsonl"
+        return None if self.folder is None else self.folder / self.name / f"step_{step:08d}.jsonl"
 
     def run(self, state: TrainState, step: int, observers: Observer) -> list[dict[str, Any]]:
         """Decodes with the weights after `step` steps.
@@ -84,7 +86,7 @@ class DecodeProgram:
         path = self.output_path(step)
         made_from: dict[str, Any] = {}
         if path is not None:
-            settings = describe_settings(self._task, self.dataset)
+            settings = describe_settings(self.task, self.dataset)
             weights = self._weights_digest(state)
             made_from = {"weights": weights, **settings, "record format": _RECORD_FORMAT}
             if _is_kept(path, made_from, observers):
@@ -111,6 +113,7 @@ class DecodeProgram:
             metrics |= from_process_0(
                 lambda: as_floats(self.dataset.prediction_metrics(predictions.values))
             )
+        self.metrics = metrics
         if metrics:
             observers.eval_metrics(step, DECODE_PREFIX + self.name, metrics)
 
@@ -119,7 +122,7 @@ class DecodeProgram:
         for index, batch in enumerate(eval_batches(self.dataset)):
             if self.dataset.has_prediction_metrics:
                 check_has_provenance(batch, self.name)
-            global_batch = self._partitioner.put_batch(batch)
+            global_batch = self.partitioner.put_batch(batch)
             outputs = self._step(state, global_batch, np.int32(index))
             records.extend(self._records(jax.device_get(outputs)))
         return records

@@ -10,87 +10,110 @@ import collections
 from typing import Any
 
 import jax
+from etils import epath
 
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
+from layerkit_runner.errors import UsageError
 from layerkit_runner.feeds.infeed import eval_batches
 from layerkit_runner.feeds.skipped_records import report_skipped
 from layerkit_runner.observers import Observer
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.processes.process_exchange import from_process_0
+from layerkit_runner.programs.base import BaseProgram
 from layerkit_runner.steps.by_example import ByExample, as_floats, check_has_provenance
-from layerkit_runner.steps.metrics import MeanOverBatches
+from layerkit_runner.steps.metrics import OverBatches
 from layerkit_runner.steps.train_state import TrainState
 from layerkit_runner.task import SingleTask
 
 SCORE_PREFIX = "score/"
 
 
-class EvalProgram:
+class EvalProgram(BaseProgram):
     """Evaluates one data set.
 
     Args:
       task: The task, bound to the partitioner.
       partitioner: Started.
       dataset: Held-out batches; how many one evaluation takes is the input's own affair.
-      name: What the data set is called in outputs.
+      name: What the evaluation is called in outputs.
+      folder: Not used.
+      interval_steps: See `BaseProgram`.
+      use_ema_states: Whether the averaged weights are evaluated; None as the task says.
+
+    Raises:
+      UsageError: averaged weights of a task that keeps none, or an interval below 1.
     """
 
-    def __init__(self, task: SingleTask, partitioner: Partitioner, dataset: BaseInput, name: str):
-        self._partitioner = partitioner
-        self._max_inflight = task.train.max_inflight_steps
-        self._loss_name = task.loss_name
+    dataset: BaseInput
+
+    def __init__(
+        self,
+        task: SingleTask,
+        partitioner: Partitioner,
+        dataset: BaseInput,
+        name: str,
+        folder: epath.Path | None = None,
+        *,
+        interval_steps: int | None = None,
+        use_ema_states: bool | None = None,
+    ) -> None:
+        super().__init__(task, partitioner, dataset, name, folder, interval_steps=interval_steps)
+        if use_ema_states and task.train.learner.ema_decay is None:
+            raise UsageError(
+                f"{name}: use_ema_states=True needs averaged weights; set"
+                " task.train.learner.ema_decay, such as 0.9999"
+            )
+        self.use_ema_states = use_ema_states
         self._scores_examples = dataset.has_score_metrics
-        if self._scores_examples:
-            self._step = partitioner.score_step_fn(task)
-        else:
-            self._step = partitioner.eval_step_fn(task)
-        self.dataset = dataset
-        self.name = name
+        make_step = partitioner.score_step_fn if self._scores_examples else partitioner.eval_step_fn
+        self._step = make_step(task, averaged=use_ema_states)
 
     def run(self, state: TrainState, step: int, observers: Observer) -> dict[str, float]:
         """Evaluates the weights after `step` steps, and reports and returns the metrics.
 
         Returns:
-          The model's means; `total_weight`, the weight behind the loss; and what the data set makes
-          of the scores of its examples, under `score/…`.
+          The metrics of model and task; `total_weight`, the weight behind the loss; and what the
+          data set makes of the scores of its examples, under `score/…`.
 
         Raises:
           ValueError: the data set is empty.
           UsageError: its data cannot be read, or it names an example twice that it wants a score
             of.
         """
-        mean, scores = MeanOverBatches(), ByExample[float](self.name)
+        reported, scores = OverBatches(), ByExample[float](self.name)
         pending: collections.deque[Any] = collections.deque()
 
         def collect() -> None:
             metrics, rows = pending.popleft()
-            mean.add(metrics)
+            reported.add(metrics)
             if rows is not None:
                 rows = jax.device_get(rows)
                 scores.add(rows.provenance, rows.scores.tolist())
 
         for batch in eval_batches(self.dataset):
             pending.append(self._start(state, batch))
-            if len(pending) > self._max_inflight:
+            if len(pending) > self.task.train.max_inflight_steps:
                 collect()
         while pending:
             collect()
-        metrics = mean.means()
+        metrics = reported.means()
         if not metrics:
             raise ValueError(f"the data set {self.name!r} has no batches to evaluate")
-        metrics["total_weight"] = mean.weight(self._loss_name)
+        metrics["total_weight"] = reported.weight(self.task.loss_name)
         if self._scores_examples:
             own = from_process_0(lambda: as_floats(self.dataset.score_metrics(scores.values)))
             metrics |= {f"{SCORE_PREFIX}{name}": value for name, value in own.items()}
         metrics |= report_skipped(self.dataset, self.name, observers)
         observers.eval_metrics(step, self.name, metrics)
+        if histograms := reported.histograms():
+            observers.eval_histograms(step, self.name, histograms)
         return metrics
 
     def _start(self, state: TrainState, batch: NestedMap) -> tuple[Any, Any]:
         """Metrics of a batch and, where they are wanted, scores of its rows; not yet computed."""
         if self._scores_examples:
             check_has_provenance(batch, self.name)
-            metrics, rows = self._step(state, self._partitioner.put_batch(batch))
+            metrics, rows = self._step(state, self.partitioner.put_batch(batch))
             return metrics, rows
-        return self._step(state, self._partitioner.put_batch(batch)), None
+        return self._step(state, self.partitioner.put_batch(batch)), None

@@ -41,16 +41,22 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
 
-def describe_settings(task: SingleTask, dataset: BaseInput) -> dict[str, Any]:
+def describe_settings(task: SingleTask, dataset: BaseInput | None) -> dict[str, Any]:
     """Model, seed and data set as JSON values; a data set read from its start is put there."""
+    model = {
+        "model settings": _text(task.model.clone(train=False, sharding=None)),
+        "random seed": task.train.random_seed,
+        "random numbers": task.train.prng_impl,
+    }
+    if dataset is None:
+        return model
     if dataset.reset_for_eval:
         dataset.reset()
     state = dataset.get_state()
     fields = [f.name for f in dataclasses.fields(dataset) if f.init]
     values = {name: _text(getattr(dataset, name)) for name in fields if name not in _PLACE_FIELDS}
     return {
-        "model settings": _text(task.model.clone(train=False, sharding=None)),
-        "random seed": task.train.random_seed,
+        **model,
         "data": {"class": type(dataset).__qualname__, **values, "state": state["position"]},
     }
 
@@ -68,14 +74,10 @@ def weights_digest_fn(task: SingleTask, partitioner: Partitioner) -> Callable[[T
         leaves = jax.tree.leaves(read)
         return jnp.stack([_mixed_sum(leaf) for leaf in leaves])
 
-    sums = jax.jit(
-        leaf_sums,
-        in_shardings=(partitioner.state_shardings(task).for_inference(),),
-        out_shardings=partitioner.replicated(),
-    )
+    sums = partitioner.jit_reading(task, leaf_sums)
 
     def digest(state: TrainState) -> str:
-        numbers = np.asarray(sums(state.for_inference()), "<u4")
+        numbers = np.asarray(sums(state), "<u4")
         return hashlib.sha256(numbers.tobytes()).hexdigest()[:16]
 
     return digest

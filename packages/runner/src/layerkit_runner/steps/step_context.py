@@ -8,13 +8,12 @@ batch_sum(Σ value·weight) / batch_sum(Σ weight) is right under both.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from layerkit.base_model import Metrics, WeightedScalar
+from layerkit_runner.steps.metrics import over_shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,16 +34,9 @@ class StepContext:
     num_shards: int
     row_shards: int = 1
 
-    def mean_metrics(self, metrics: Metrics) -> Metrics:
-        """Metrics of the global batch from those of each shard."""
-
-        def mean(metric: WeightedScalar) -> WeightedScalar:
-            # A shard of weight 0 says nothing, whatever its value is.
-            value = jnp.where(metric.weight > 0, metric.value, 0.0)
-            total, weight = self.batch_sum((value * metric.weight, metric.weight))
-            return WeightedScalar(total / jnp.maximum(weight, 1e-30), weight)
-
-        return {name: mean(metric) for name, metric in metrics.items()}
+    def mean_metrics(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """What is reported of the global batch, from what each shard reports; see `Reported`."""
+        return {name: over_shards(metric, self) for name, metric in metrics.items()}
 
 
 GLOBAL_BATCH = StepContext(

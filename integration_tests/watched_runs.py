@@ -1,0 +1,65 @@
+"""A run that is closely watched, as an experiment that processes of their own import."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from layerkit.config import Config
+from layerkit.models import LanguageModel
+from layerkit.nested_map import NestedMap
+from layerkit_experiments.lm.lm_cloud import LmCloudSpmdTest
+from layerkit_runner.learning.early_stopping import StoppingRule
+from layerkit_runner.steps.task_metrics import Max, Mean
+
+
+class Told(StoppingRule):
+    """Stops when process 0 says so; the others would go on."""
+
+    at_step: int
+
+    def should_stop(self, metrics: Mapping[str, float], step: int) -> bool:
+        assert "train/loss" in metrics
+        return jax.process_index() == 0 and step >= self.at_step
+
+
+class Reporting(LanguageModel):
+    """Reports its ids as a histogram and as pictures."""
+
+    def compute_predictions(self, batch: NestedMap) -> Any:
+        ids = batch.ids.astype(jnp.float32)
+        self.add_summary("ids", ids, kind="histogram")
+        self.add_summary("picture", ids[:, None, :, None] / 256, kind="image")
+        return super().compute_predictions(batch)
+
+
+class Watched(LmCloudSpmdTest):
+    """Evaluates its training batches, and stops early."""
+
+    NUM_LAYERS = 1
+    MODEL_DIMS = 16
+    HIDDEN_DIMS = 32
+    NUM_HEADS = 2
+    VOCAB_SIZE = 64
+    MAX_SEQ_LEN = 16
+    FPROP_DTYPE = "float32"
+    EVAL_INTERVAL_STEPS = 1
+    STOP_AT: int = 3
+
+    def task(self) -> Config:
+        task = super().task()
+        task.model = Reporting.HParams.config(lm_tpl=task.model.lm_tpl)
+        task.train.eval_skip_train = False
+        task.early_stopping = Told.HParams.config(at_step=self.STOP_AT)
+        task.metrics = {
+            "mean_xent": Mean.HParams.config(
+                value="outputs/per_token_xent", weight="batch/weights"
+            ),
+            "worst_xent": Max.HParams.config(
+                value="outputs/per_token_xent", weight="batch/weights"
+            ),
+        }
+        return task

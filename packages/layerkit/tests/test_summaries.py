@@ -1,0 +1,128 @@
+"""Histograms and images of layers: what is computed, and where it is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layerkit.base_layer import SUMMARIES, SUMMARY_ARRAYS, BaseLayer
+from layerkit.config import sub_config_field
+from layerkit.layers.pipeline import Pipeline
+from layerkit.layers.repeat import Repeat
+from layerkit.summaries import LOG_EDGES, BinCounts, Summary
+
+X = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+
+
+class Drawing(BaseLayer):
+    """Doubles, and reports what it was given."""
+
+    def fprop(self, x: jax.Array) -> jax.Array:
+        self.add_summary("mean", jnp.mean(x), verbosity=4)
+        self.add_summary("x", x, kind="histogram")
+        self.add_summary("picture", jnp.abs(x)[:, None, :, None], kind="image", verbosity=2)
+        return 2 * x
+
+
+def arrays_of(layer: BaseLayer) -> Any:
+    variables = layer.init(jax.random.key(0))
+    _, sown = layer.apply(variables, X, mutable=[SUMMARY_ARRAYS])
+    return sown[SUMMARY_ARRAYS]
+
+
+def assert_counts(counts: Any, values: np.ndarray) -> None:
+    expected, _ = np.histogram(values, np.asarray(LOG_EDGES, np.float32))
+    np.testing.assert_array_equal(counts, expected)
+
+
+def test_counts_are_those_of_numpy():
+    edges = (-1.0, 0.0, 0.5, 2.0)
+    found = BinCounts.of(X, edges, np.where(X > 1, 0.0, 2.0).astype(np.float32))
+    kept = X[X <= 1]
+    np.testing.assert_array_equal(found.counts, 2 * np.histogram(np.clip(kept, -1, None), edges)[0])
+    assert float(found.sum) == pytest.approx(2 * kept.sum(), rel=1e-5)
+    assert float(found.sum_of_squares) == pytest.approx(2 * np.square(kept).sum(), rel=1e-5)
+
+
+def test_an_edge_belongs_to_the_bin_below_and_the_ends_take_what_lies_beyond():
+    counts = BinCounts.of(np.array([-9.0, 0.0, 1.0, 1.5, 9.0]), (0.0, 1.0, 2.0)).counts
+    np.testing.assert_array_equal(counts, [3, 2])
+
+
+def test_where_arrays_are_collected_they_are_computed():
+    (x,), (picture,) = (arrays_of(Drawing())[name] for name in ("x", "picture"))
+    assert_counts(x.value.counts, X)
+    assert (x.kind, x.verbosity) == ("histogram", 3)
+    # At most three rows, from 0 to 1 as bytes.
+    np.testing.assert_array_equal(
+        picture.value[:, 0, :, 0], np.round(np.clip(np.abs(X[:3]), 0, 1) * 255)
+    )
+    assert picture.value.dtype == jnp.uint8
+    assert picture.verbosity == 2
+
+
+def test_elsewhere_a_mark_without_arrays_says_that_there_would_be_some():
+    _, sown = Drawing().apply({}, X, mutable=[SUMMARIES])
+    assert sown[SUMMARIES]["x"] == (Summary(None, "histogram"),)
+    assert sown[SUMMARIES]["mean"] == (Summary(X.mean(), "scalar", 4),)
+    (mean,) = jax.tree.leaves(sown)
+    assert mean == X.mean()
+    # Nothing of it is in the program: no pass over edges.
+    program = jax.make_jaxpr(lambda x: Drawing().apply({}, x, mutable=[SUMMARIES])[1])(X)
+    assert "scan" not in str(program)
+    np.testing.assert_array_equal(Drawing().apply({}, X), 2 * X)
+
+
+def test_repeated_layers_report_one_each():
+    layer = Repeat.HParams.config(sub_tpl=Drawing.HParams.config(), num_repeats=3).Instantiate()
+    (x,) = arrays_of(layer)["sub"]["x"]
+    assert x.value.counts.shape == (3, len(LOG_EDGES) - 1)
+    for depth in range(3):
+        assert_counts(x.value.counts[depth], X * 2**depth)
+
+
+@pytest.mark.parametrize("repeats", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_stages_of_a_pipeline_report_the_whole_batch(repeats: int):
+    layer = Pipeline.HParams.config(
+        stage_tpl=Drawing.HParams.config(),
+        num_stages=2,
+        num_microbatches=2,
+        circular_repeats=repeats,
+    ).Instantiate()
+    found = arrays_of(layer)["stage"]
+    counts, images = (np.asarray(jax.tree.leaves(found[name])[0]) for name in ("x", "picture"))
+    counts, images = counts.reshape(2 * repeats, -1), images.reshape(2 * repeats, 2, 1, 3, 1)
+    for depth in range(2 * repeats):
+        assert_counts(counts[depth], X * 2**depth)
+        of_first = np.clip(np.abs(X[::2] * 2**depth), 0, 1)  # microbatches take turns
+        np.testing.assert_array_equal(images[depth, :, 0, :, 0], np.round(of_first * 255))
+
+
+class Wrong(BaseLayer):
+    kind: str = "image"
+    sub_tpl: Any = sub_config_field(None)
+
+    def fprop(self, x: jax.Array) -> jax.Array:
+        self.add_summary("x", x, kind=self.kind)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("images", "Wrong().x: kind='images' must be one of scalar, histogram, image"),
+        (
+            "image",
+            "Wrong().x: an image summary of shape [4, 3]; expected [rows, height, width, channels]"
+            " with 1, 3 or 4 channels",
+        ),
+    ],
+)
+def test_what_cannot_be_reported(kind: str, text: str):
+    with pytest.raises(ValueError) as caught:
+        Wrong(kind=kind).apply({}, X, mutable=[SUMMARY_ARRAYS])
+    assert str(caught.value) == text

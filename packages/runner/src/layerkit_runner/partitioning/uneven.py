@@ -1,0 +1,186 @@
+"""Arrays of a state that their mesh axes do not divide, such as 50257 words over 8 devices.
+
+Between steps JAX holds arrays in equal parts only. So such a dimension is rounded up on the
+devices, with zeros at its end. A compiled step cuts them off first and adds them last, which costs
+no communication; what is between, the model and the optimizer, sees the array as it is, split
+unevenly by XLA. Storage holds it as it is, so that a checkpoint knows no mesh.
+
+    on the devices   [50264/tensor, 768]     equal parts, zeros at the end
+    within a step    [50257/tensor, 768]
+    in storage       [50257, 768/tensor]     equal parts of another dimension, or whole
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from layerkit_runner.byte_sizes import size_text
+from layerkit_runner.errors import first_names
+from layerkit_runner.partitioning.state_axes import Axes
+
+
+@dataclasses.dataclass(frozen=True)
+class UnevenArray:
+    """One such array, and its forms.
+
+    Attributes:
+      shape: As it is.
+      dtype: The same in all forms.
+      axes: The logical name of each dimension.
+      sharding: By the rules, which divide `shape` unevenly.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    axes: Axes
+    sharding: NamedSharding
+
+    @property
+    def padded_shape(self) -> tuple[int, ...]:
+        """On the devices: each dimension rounded up to a multiple of its parts."""
+        return tuple(
+            -(-size // parts) * parts for size, parts in zip(self.shape, self.parts, strict=True)
+        )
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Into how many parts each dimension is split."""
+        return tuple(_num_parts(axes, self.sharding) for axes in _axes(self.sharding, self.shape))
+
+    @property
+    def on_devices(self) -> jax.ShapeDtypeStruct:
+        """The form that lives on the devices between steps."""
+        return jax.ShapeDtypeStruct(self.padded_shape, self.dtype, sharding=self.sharding)
+
+    @property
+    def in_storage(self) -> jax.ShapeDtypeStruct:
+        """The form that storage reads and writes."""
+        sharding = NamedSharding(self.sharding.mesh, self._even_spec())
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=sharding)
+
+    def padded(self, x: jax.Array) -> jax.Array:
+        """Traced: `x` `[...]` with zeros at the end of uneven dimensions."""
+        x = jax.lax.with_sharding_constraint(x, self.sharding)
+        more = [(0, to - size, 0) for size, to in zip(self.shape, self.padded_shape, strict=True)]
+        return jax.lax.pad(x, jnp.zeros((), x.dtype), more)
+
+    def cut(self, x: jax.Array) -> jax.Array:
+        """Traced: `x` `[...]` without what `padded` added."""
+        x = jax.lax.slice(x, (0,) * x.ndim, self.shape)
+        return jax.lax.with_sharding_constraint(x, self.sharding)
+
+    def _even_spec(self) -> PartitionSpec:
+        """The axes of uneven dimensions go to the largest that they divide, if there is one."""
+        axes = _axes(self.sharding, self.shape)
+        uneven = [d for d, parts in enumerate(self.parts) if self.shape[d] % parts]
+        moved = tuple(axis for dim in uneven for axis in axes[dim])
+        for dim in uneven:
+            axes[dim] = ()
+        for dim in sorted(range(len(axes)), key=lambda dim: -self.shape[dim]):
+            if self.shape[dim] % _num_parts(axes[dim] + moved, self.sharding) == 0:
+                axes[dim] += moved
+                break
+        return PartitionSpec(*(entry or None for entry in axes))
+
+
+Uneven = Mapping[str, UnevenArray]
+"""By the path of the array in a state, as `jax.tree_util.keystr` writes it."""
+
+
+def stored_shapes(state: Any, uneven: Uneven) -> Any:
+    """What storage is asked for, of the shapes, dtypes and shardings on the devices."""
+    return _each(state, uneven, lambda array, _: array.in_storage)
+
+
+def cut(state: Any, uneven: Uneven) -> Any:
+    """Traced: a state as the model knows it, of one on the devices; itself if none is uneven."""
+    return _each(state, uneven, lambda array, x: array.cut(x))
+
+
+def padded(state: Any, uneven: Uneven) -> Any:
+    """Traced: the reverse of `cut`."""
+    return _each(state, uneven, lambda array, x: array.padded(x))
+
+
+def to_storage(state: Any, uneven: Uneven) -> Any:
+    """A state as storage holds it, of one on the devices; what is even is the very same array."""
+    return _each(state, uneven, lambda array, x: _cutting(array)(x))
+
+
+def to_devices(state: Any, uneven: Uneven) -> Any:
+    """The reverse of `to_storage`."""
+    return _each(state, uneven, lambda array, x: _padding(array)(x))
+
+
+def _each(state: Any, uneven: Uneven, change: Callable[[UnevenArray, Any], Any]) -> Any:
+    if not uneven:
+        return state
+
+    def visit(path: Any, x: Any) -> Any:
+        array = uneven.get(jax.tree_util.keystr(path))
+        return x if array is None else change(array, x)
+
+    return jax.tree_util.tree_map_with_path(visit, state)
+
+
+# One program for all arrays that are alike, such as a weight and its moments, and for all saves.
+@functools.lru_cache
+def _cutting(array: UnevenArray) -> Any:
+    return jax.jit(array.cut, out_shardings=array.in_storage.sharding)
+
+
+@functools.lru_cache
+def _padding(array: UnevenArray) -> Any:
+    return jax.jit(array.padded, out_shardings=array.sharding)
+
+
+def padding_text(uneven: Uneven) -> str:
+    """What is padded, from what to what, over which mesh axes, and what that takes.
+
+    `vocab 50257 → 50264 over tensor (lm/softmax/w); 16.1 kB per device`: the bytes are those of
+    the whole state, beyond what an even split would take. "" where nothing is padded.
+    """
+    changes: dict[str, list[str]] = {}
+    for path, array in uneven.items():
+        sizes = zip(array.axes, array.shape, array.padded_shape, strict=True)
+        over = _axes(array.sharding, array.shape)
+        for (name, size, to), axes in zip(sizes, over, strict=True):
+            if size != to:
+                change = f"{name} {size} → {to} over {' × '.join(axes)}"
+                changes.setdefault(change, []).append(path)
+    if not changes:
+        return ""
+    extra = sum(_extra_bytes(array) for array in uneven.values())
+    parts = [f"{change} ({_names(paths)})" for change, paths in changes.items()]
+    return f"{', '.join(parts)}; {size_text(extra)} per device"
+
+
+def _extra_bytes(array: UnevenArray) -> float:
+    more = math.prod(array.padded_shape) - math.prod(array.shape)
+    return more * array.dtype.itemsize / math.prod(array.parts)
+
+
+def _names(paths: list[str]) -> str:
+    """Those of weights, `lm/softmax/w` for `.params['lm']['softmax']['w']`; else all there are."""
+    weights = [path for path in paths if path.startswith(".params")] or paths
+    return first_names(
+        (path.partition("[")[2].strip("'[]").replace("']['", "/") for path in weights), limit=3
+    )
+
+
+def _axes(sharding: NamedSharding, shape: tuple[int, ...]) -> list[tuple[str, ...]]:
+    """For each dimension the mesh axes that split it."""
+    entries = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
+    return [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries]
+
+
+def _num_parts(axes: tuple[str, ...], sharding: NamedSharding) -> int:
+    return math.prod(sharding.mesh.shape[axis] for axis in axes)

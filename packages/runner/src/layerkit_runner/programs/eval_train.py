@@ -1,0 +1,48 @@
+"""NextBatchEvalProgram: how good the model is on the batch that it trains on next.
+
+Beside the held-out loss it tells how much of that is overfitting: the batch was not trained on in
+this epoch, but is of the data that are. Training reads the same batches as without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from layerkit.nested_map import NestedMap
+from layerkit_runner.observers import Observer
+from layerkit_runner.partitioning import Partitioner
+from layerkit_runner.programs.base import BaseProgram
+from layerkit_runner.steps.metrics import OverBatches
+from layerkit_runner.steps.train_state import TrainState
+from layerkit_runner.task import SingleTask
+
+NAME = "train"
+"""What it is called in outputs: `train/loss`, and the folder `summaries/eval_train`."""
+
+
+class NextBatchEvalProgram(BaseProgram):
+    """Evaluates the next training batch, as `eval_skip_train=False` asks.
+
+    Args:
+      task: The task, bound to the partitioner.
+      partitioner: Started.
+      next_batch: Tells the global batch that the next training step reads.
+    """
+
+    def __init__(
+        self, task: SingleTask, partitioner: Partitioner, next_batch: Callable[[], NestedMap]
+    ) -> None:
+        super().__init__(task, partitioner, None, NAME)
+        self._next_batch = next_batch
+        self._step = partitioner.eval_step_fn(task)
+
+    def run(self, state: TrainState, step: int, observers: Observer) -> dict[str, float]:
+        """Reports and returns the metrics of model and task, and `total_weight`."""
+        reported = OverBatches()
+        reported.add(self._step(state, self._next_batch()))
+        metrics = reported.means()
+        metrics["total_weight"] = reported.weight(self.task.loss_name)
+        observers.eval_metrics(step, self.name, metrics)
+        if histograms := reported.histograms():
+            observers.eval_histograms(step, self.name, histograms)
+        return metrics

@@ -1,0 +1,43 @@
+"""Errors that a SaveError tells are in no log, and all others are."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from layerkit_runner.checkpoints import orbax_log
+
+IN_ORBAX = "/site-packages/orbax/checkpoint/_src/futures/future.py"
+
+
+@pytest.fixture
+def logged():
+    """Messages that pass the logger of Orbax, as it was before and will be again."""
+    logger = logging.getLogger("absl")
+    before, messages = list(logger.filters), []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger.addHandler(handler)
+    orbax_log.leave_out((OSError,))
+    orbax_log.leave_out((OSError,))
+    assert len(logger.filters) <= len(before) + 1
+    yield messages
+    logger.removeHandler(handler)
+    logger.filters[:] = before
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "is_logged"),
+    [
+        (IN_ORBAX, PermissionError("no"), False),
+        (IN_ORBAX, RuntimeError("no"), True),
+        (IN_ORBAX, None, True),
+        ("/site-packages/another/checkpoint.py", PermissionError("no"), True),
+    ],
+)
+def test_what_is_left_out(logged, path, error, is_logged):
+    about = None if error is None else (type(error), error, None)
+    record = logging.LogRecord("absl", logging.ERROR, path, 1, "a thread failed", (), about)
+    logging.getLogger("absl").handle(record)
+    assert logged == ["a thread failed"] * is_logged

@@ -1,0 +1,126 @@
+"""When a run ends early: the rule by hand, what it remembers, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from layerkit_runner.errors import UsageError
+from layerkit_runner.learning.early_stopping import EarlyStop, EarlyStopping, StoppingRule
+
+
+def rule(**fields: Any) -> EarlyStopping:
+    return EarlyStopping(**{"metric": "heldout/loss", **fields})
+
+
+def stops_at(rule: EarlyStopping, values: list[float]) -> int | None:
+    """The number, from 1, of the value that ends the run; None if none does."""
+    for step, value in enumerate(values, start=1):
+        if rule.should_stop({"heldout/loss": value}, step):
+            return step
+    return None
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("fields", "values", "stop"),
+    [
+        ({}, [3, 2, 1, 1], 4),
+        ({"patience": 2}, [3, 4, 2, 4, 3], 5),
+        ({"patience": 3}, [3, 4, 4, 2, 4, 3], None),
+        ({"min_delta": 0.5}, [3, 2.6], 2),
+        ({"min_delta": 0.5}, [3, 2.4, 1.8], None),
+        # Slow improvements count against the best, not against the one before.
+        ({"min_delta": 0.5, "patience": 2}, [3, 2.7, 2.4, 2.1], None),
+        ({"mode": "max"}, [1, 2, 3, 2], 4),
+        ({"patience": 2}, [NAN, NAN], 2),
+        ({"patience": 2}, [3, NAN, 2, NAN, NAN], 5),
+        ({}, [math.inf, 3, 2], None),
+    ],
+)
+def test_by_hand(fields: dict[str, Any], values: list[float], stop: int | None):
+    assert stops_at(rule(**fields), values) == stop
+
+
+@pytest.mark.parametrize("cut", range(5))
+def test_interrupted_anywhere_it_decides_the_same(cut: int):
+    values = [3.0, 2.0, 2.5, 1.9, 1.95, 2.0]
+    whole, first, second = EarlyStop(rule(patience=2)), None, EarlyStop(rule(patience=2))
+    first = EarlyStop(rule(patience=2))
+    answers = [
+        whole.asks_to_stop({"heldout/loss": value}, step) for step, value in enumerate(values)
+    ]
+    told = [first.asks_to_stop({"heldout/loss": v}, s) for s, v in enumerate(values[:cut])]
+    second.restore(json.loads(json.dumps(first.record())), report=pytest.fail)
+    told += [second.asks_to_stop({"heldout/loss": v}, cut + s) for s, v in enumerate(values[cut:])]
+    assert told == answers == [False] * 5 + [True]
+    assert second.message() == whole.message()
+    assert whole.message() == (
+        "stopped early after step 5: heldout/loss did not improve on 1.9 of step 3 in 2 evaluations"
+    )
+
+
+def test_other_settings_begin_anew():
+    stopped = EarlyStop(rule())
+    assert stops_at(stopped.rule, [1, 2]) == 2
+    stopped.stopped_at = 2
+    said: list[str] = []
+    patient = EarlyStop(rule(patience=5))
+    patient.restore(stopped.record(), report=said.append)
+    assert patient.stopped_at is None
+    assert said == [
+        "early stopping begins anew: it was EarlyStopping(metric='heldout/loss', patience=1,"
+        " min_delta=0.0, mode='min')"
+    ]
+
+
+def test_a_step_without_the_data_set_says_nothing():
+    one = rule()
+    assert not one.should_stop({"heldout/loss": 1.0}, 1)
+    assert not one.should_stop({"other/loss": 5.0}, 2)
+    assert one.state()["without_improvement"] == 0
+
+
+def test_a_metric_that_the_data_set_does_not_have():
+    with pytest.raises(UsageError) as caught:
+        rule(metric="heldout/lss").should_stop({"heldout/loss": 1.0}, 1)
+    assert str(caught.value) == (
+        "task.early_stopping.metric='heldout/lss' is no metric of an evaluation; did you mean"
+        " 'heldout/loss'? There are heldout/loss."
+    )
+
+
+def test_a_data_set_that_is_not_evaluated():
+    with pytest.raises(UsageError) as caught:
+        rule().check(["held_out", "decode/prompts"])
+    assert str(caught.value) == (
+        "task.early_stopping.metric='heldout/loss' names no data set that is evaluated while"
+        " training; did you mean 'held_out'? It is written DATASET/METRIC, and these are held_out,"
+        " decode/prompts."
+    )
+    rule(metric="decode/prompts/bleu").check(["held_out", "decode/prompts"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"patience": 0}, "task.early_stopping.patience=0 must be at least 1"),
+        ({"min_delta": -1.0}, "task.early_stopping.min_delta=-1.0 must be 0 or more"),
+        ({"mode": "lower"}, "task.early_stopping.mode='lower' must be 'min' or 'max'"),
+    ],
+)
+def test_settings_that_make_no_sense(fields: dict[str, Any], text: str):
+    with pytest.raises(UsageError) as caught:
+        rule(**fields)
+    assert str(caught.value) == text
+
+
+def test_what_is_no_rule(tiny: Any):
+    with pytest.raises(UsageError, match=r"^task.early_stopping=3 must be a StoppingRule"):
+        tiny.task_config().set(early_stopping=3).Instantiate()
+    tiny.task_config().set(early_stopping=StoppingRule.HParams.config()).Instantiate()

@@ -1,0 +1,303 @@
+"""Evaluation and decoding of checkpoints: what is done, what is not done twice, when it ends.
+
+Jobs side by side are the business of `test_following.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from layerkit_runner import UsageError
+from layerkit_runner.command_line.flags import RunOptions
+from layerkit_runner.configuration.resolve import ResolvedExperiment, resolve
+from layerkit_runner.job import start_job
+from layerkit_runner.learning.early_stopping import EarlyStopping
+from layerkit_runner.modes.checkpoint_reader import CheckpointReader
+from layerkit_runner.modes.inference import run_inference
+from layerkit_runner.modes.programs import eval_programs
+from layerkit_runner.modes.train import run_train
+from layerkit_runner.observers import metrics_path, read_metrics
+
+
+@pytest.fixture(scope="module")
+def gated() -> ModuleType:
+    """The module of the experiment, as a process that starts beside it finds it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parent))
+        import gated_experiment
+
+        return gated_experiment
+
+
+@pytest.fixture(scope="module")
+def trained(gated: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished job of six steps, saved and evaluated at 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("trained") / "job"
+    assert run_train(resolve(gated.Gated()), options(folder)) == 0
+    return folder
+
+
+@pytest.fixture
+def job(trained: Path, tmp_path: Path) -> Path:
+    """The same, to be spoilt."""
+    return shutil.copytree(trained, tmp_path / "job")
+
+
+def options(folder: Path, **more: Any) -> RunOptions:
+    return RunOptions(job_log_dir=str(folder), jax_compilation_cache="off", **more)
+
+
+def checkpoint(folder: Path, step: int) -> Path:
+    return folder / "checkpoints" / f"checkpoint_{step:08d}"
+
+
+def record(folder: Path, step: int) -> Path:
+    return folder / "eval" / "heldout" / f"step_{step:08d}.json"
+
+
+def found(folder: Path, step: int) -> dict[str, float]:
+    return json.loads(record(folder, step).read_text())["metrics"]
+
+
+def found_by_training(folder: Path) -> dict[int, dict[str, float]]:
+    names = ("loss", "total_weight")
+    return {
+        line["step"]: {name: line[name] for name in names}
+        for line in read_metrics(folder).evals["heldout"]
+    }
+
+
+def test_a_finished_job_is_evaluated_once(
+    gated: ModuleType, job: Path, capsys: pytest.CaptureFixture[str]
+):
+    capsys.readouterr()
+    assert run_inference("eval", resolve(gated.Gated()), options(job)) == 0
+    said = capsys.readouterr().out
+    loss = found_by_training(job)[6]["loss"]
+    assert "step 6 is the newest; passed over: 2, 4" in said
+    assert f"heldout: {loss:.4f} nats per token" in said
+    assert found(job, 6) == found_by_training(job)[6]
+    (line,) = read_metrics(metrics_path(job, mode="eval")).evals["heldout"]
+    assert (line["step"], line["loss"]) == (6, loss)
+
+    written = record(job, 6).stat().st_mtime_ns
+    for mode in ("eval", "eval_once"):
+        assert run_inference(mode, resolve(gated.Gated()), options(job)) == 0
+        said = capsys.readouterr().out
+        assert f"step 6 was evaluated on heldout before: {record(job, 6)}" in said
+        assert f"heldout: {loss:.4f} nats per token" in said
+    assert record(job, 6).stat().st_mtime_ns == written
+    assert run_inference("eval", resolve(gated.Gated(MAX_STEPS=9)), options(job)) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "step 6 is the last: config.json of the training job has task.train.num_train_steps=6, this"
+        " command 9"
+    )
+
+
+def test_the_steps_that_are_asked_for(gated: ModuleType, job: Path):
+    with pytest.raises(UsageError, match=r"has no checkpoint of step 3; it has 2, 4, 6\.$"):
+        run_inference(
+            "eval_once", resolve(gated.Gated()), options(job, restore_checkpoint_step=(2, 3))
+        )
+    assert not (job / "eval").exists()
+    asked = options(job, restore_checkpoint_step=(4, 2))
+    assert run_inference("eval_once", resolve(gated.Gated()), asked) == 0
+    by_training = found_by_training(job)
+    assert {step: found(job, step) for step in (2, 4)} == {
+        step: by_training[step] for step in (2, 4)
+    }
+    assert not record(job, 6).exists()
+
+
+def test_a_record_counts_for_what_it_was_made_from(
+    gated: ModuleType, job: Path, capsys: pytest.CaptureFixture[str]
+):
+    resolved = resolve(gated.Gated())
+    assert run_inference("eval_once", resolved, options(job)) == 0
+    before = found(job, 6)
+    resolved.datasets[1].eval_loop_num_batches = 1
+    assert run_inference("eval_once", resolved, options(job)) == 0
+    assert found(job, 6)["total_weight"] == 8.0
+    # A step of the same number, of a training that was begun anew.
+    shutil.rmtree(job / "checkpoints")
+    again = resolve(gated.Gated())
+    again.task.train.random_seed = 7
+    assert run_train(again, options(job)) == 0
+    capsys.readouterr()
+    assert run_inference("eval_once", again, options(job)) == 0
+    assert "before" not in capsys.readouterr().out
+    assert found(job, 6) == found_by_training(job)[6] != before
+
+
+def test_a_torn_record_does_not_count(gated: ModuleType, job: Path):
+    assert run_inference("eval_once", resolve(gated.Gated()), options(job)) == 0
+    whole = record(job, 6).read_text()
+    record(job, 6).write_text(whole[: len(whole) // 2])
+    assert run_inference("eval_once", resolve(gated.Gated()), options(job)) == 0
+    assert record(job, 6).read_text() == whole
+
+
+def test_decoding_and_evaluation_with_it(
+    gated: ModuleType, job: Path, capsys: pytest.CaptureFixture[str]
+):
+    shutil.rmtree(job / "decode")
+    both = options(job, eval_during_decode=True, restore_checkpoint_step=(2, 6))
+    assert run_inference("decode_once", resolve(gated.Gated()), both) == 0
+    outputs = {step: job / f"decode/prompts/step_{step:08d}.jsonl" for step in (2, 6)}
+    scores = [json.loads(path.read_text().split("\n")[0])["log_prob"] for path in outputs.values()]
+    assert scores[0] != scores[1]
+    assert found(job, 2) == found_by_training(job)[2]
+    capsys.readouterr()
+    written = [path.stat().st_mtime_ns for path in outputs.values()]
+    assert run_inference("decode", resolve(gated.Gated()), options(job)) == 0
+    assert f"{outputs[6]} is already there" in capsys.readouterr().out
+    assert [path.stat().st_mtime_ns for path in outputs.values()] == written
+
+
+def test_no_checkpoint_in_time(gated: ModuleType, job: Path, capsys: pytest.CaptureFixture[str]):
+    folder = job / "checkpoints"
+    shutil.rmtree(checkpoint(job, 6))
+    capsys.readouterr()
+    waits = options(job, follow_timeout_secs=1)
+    # The folder says that the last step is 6, whatever this command says.
+    assert run_inference("eval", resolve(gated.Gated(MAX_STEPS=4)), waits) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2:] == [
+        f"waiting for a checkpoint after step 4 in {folder} (the last is that of step 6)",
+        f"there was no new checkpoint in {folder} within 1 s (--follow_timeout_secs); the last was"
+        " step 4",
+    ]
+    shutil.rmtree(folder)
+    (job / "config.json").unlink()
+    text = rf"^there was no checkpoint in {folder} within 1 s \(--follow_timeout_secs\)$"
+    with pytest.raises(UsageError, match=text):
+        run_inference("eval", resolve(gated.Gated()), waits)
+    assert (
+        f"waiting for the first checkpoint in {folder} (the last is that of step 6); Ctrl-C ends"
+        " this job, and the same command takes it up again"
+    ) in capsys.readouterr().out
+    with pytest.raises(UsageError, match=f"^no checkpoint in {folder}$"):
+        run_inference("eval_once", resolve(gated.Gated()), options(job))
+
+
+def test_step_0_is_a_checkpoint_too(
+    gated: ModuleType, job: Path, capsys: pytest.CaptureFixture[str]
+):
+    checkpoint(job, 2).rename(checkpoint(job, 0))
+    for step in (4, 6):
+        shutil.rmtree(checkpoint(job, step))
+    capsys.readouterr()
+    assert run_inference("eval", resolve(gated.Gated()), options(job, follow_timeout_secs=1)) == 0
+    assert "; the last was step 0" in capsys.readouterr().out
+    assert found(job, 0) == found_by_training(job)[2]
+
+
+def test_training_that_stopped_early_has_no_later_checkpoint(
+    gated: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    resolved = resolve(gated.Gated(MAX_STEPS=20))
+    resolved.task.early_stopping = EarlyStopping.HParams.config(
+        metric="heldout/loss", patience=1, min_delta=1e6
+    )
+    assert run_train(resolved, options(tmp_path / "job")) == 0
+    assert run_inference("eval", resolved, options(tmp_path / "job", follow_timeout_secs=60)) == 0
+    assert len(list((tmp_path / "job/eval/heldout").iterdir())) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "step 4 is the last: early stopping ended the training job"
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_read(
+    gated: ModuleType, job: Path, capsys: pytest.CaptureFixture[str]
+):
+    spoil(checkpoint(job, 6))
+    capsys.readouterr()
+    assert run_inference("eval", resolve(gated.Gated()), options(job, follow_timeout_secs=1)) == 0
+    said = capsys.readouterr().out
+    assert said.count("CHECKPOINT DAMAGED: step 6") == 1
+    assert "waiting for a checkpoint after step 4" in said
+    assert found(job, 4) == found_by_training(job)[4]
+    assert checkpoint(job, 6).exists()  # it is the training job's to move
+
+
+def spoil(folder: Path) -> None:
+    files = [path for path in (folder / "state").rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[0] ^= 1
+    largest.write_bytes(content)
+
+
+def test_a_checkpoint_that_goes_while_it_is_compared_with_its_checksums(
+    gated: ModuleType, job: Path, capsys: pytest.CaptureFixture[str]
+):
+    # A pipe in place of a file: who reads it waits for the other end.
+    file = next(path for path in (checkpoint(job, 4) / "state").rglob("*") if path.is_file())
+    file.unlink()
+    os.mkfifo(file)
+    newer = checkpoint(job, 6).rename(job / "newer")
+
+    def go_on_training() -> None:
+        with open(file, "wb") as pipe:
+            newer.rename(checkpoint(job, 6))
+            pipe.write(b"gone")
+
+    trainer = threading.Thread(target=go_on_training)
+    trainer.start()
+    capsys.readouterr()
+    assert run_inference("eval", resolve(gated.Gated()), options(job)) == 0
+    trainer.join()
+    assert "DAMAGED" not in capsys.readouterr().out
+    assert found(job, 6) == found_by_training(job)[6]
+
+
+def test_a_checkpoint_that_goes_while_it_is_restored(
+    gated: ModuleType, job: Path, capsys: pytest.CaptureFixture[str]
+):
+    started = start_job("eval", resolve(gated.Gated()), options(job))
+    reader = CheckpointReader(started, eval_programs(started), [])
+    with reader.open() as checkpoints:
+        shutil.rmtree(checkpoint(job, 4))
+        assert reader.look_into(checkpoints, 4) is False
+        said = "step 4 was deleted by the training job while it was read; step 6 is the newest"
+        assert said in capsys.readouterr().out
+        shutil.rmtree(checkpoint(job, 6))
+        with pytest.raises(UsageError, match="has no checkpoint of step 6; it has 2"):
+            reader.look_into(checkpoints, 6)
+    started.observers.close()
+
+
+def test_what_is_left_to_another_job_or_done_besides(gated: ModuleType, tmp_path: Path):
+    resolved: ResolvedExperiment = resolve(gated.Gated())
+    flags = {"eval_on_test": False, "decode_during_train": True}
+    assert run_train(resolved, options(tmp_path / "job", **flags)) == 0
+    assert read_metrics(tmp_path / "job").evals == {}
+    outputs = sorted(path.name for path in (tmp_path / "job/decode/prompts").glob("*.jsonl"))
+    assert outputs == [f"step_0000000{step}.jsonl" for step in (2, 4, 6)]
+    resolved.task.train.save_best_metric = "heldout/loss"
+    with pytest.raises(UsageError, match=r"^--noeval_on_test leaves out the evaluations by which"):
+        run_train(resolved, options(tmp_path / "new", **flags))
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("mode", "text"),
+    [
+        ("eval", r"Gated\.datasets\(\) has no held-out input to evaluate$"),
+        ("decode", r"Gated\.decode_datasets\(\) has nothing to decode$"),
+    ],
+)
+def test_nothing_to_do(gated: ModuleType, tmp_path: Path, mode: str, text: str):
+    resolved = resolve(gated.Gated())
+    resolved.datasets.pop()
+    resolved.decode_datasets.clear()
+    with pytest.raises(UsageError, match=text):
+        run_inference(mode, resolved, options(tmp_path / "job"))
+    assert not (tmp_path / "job").exists()

@@ -1,0 +1,220 @@
+"""What a run evaluates and decodes: by default, by configuration, of training data; early stops.
+
+Runs of a few steps of the tiny model, in this process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from layerkit.config import Config
+from layerkit_runner import BaseExperiment, UsageError
+from layerkit_runner.command_line.flags import RunOptions
+from layerkit_runner.configuration.config_text import config_text
+from layerkit_runner.configuration.overrides import Override
+from layerkit_runner.configuration.resolve import resolve
+from layerkit_runner.learning.early_stopping import EarlyStopping
+from layerkit_runner.modes.train import run_train
+from layerkit_runner.observers import Observer, read_metrics
+from layerkit_runner.programs import BaseProgram, DecodeProgram, EvalProgram
+from layerkit_runner.steps.train_state import TrainState
+
+
+class Norm(BaseProgram):
+    """A program of one's own: how large the weights are, times a factor."""
+
+    def __init__(self, *given: Any, factor: float = 1.0, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.factor = factor
+
+    def run(self, state: TrainState, step: int, observers: Observer) -> dict[str, float]:
+        weights = state.params["linear"]["w"]
+        metrics = {"largest": self.factor * float(abs(weights).max())}
+        observers.eval_metrics(step, self.name, metrics)
+        return metrics
+
+
+@pytest.fixture(scope="module")
+def experiment(tiny: SimpleNamespace) -> type[BaseExperiment]:
+    class Tiny(BaseExperiment):
+        MAX_STEPS: int = 6
+        EVAL_SKIP_TRAIN: bool = True
+        RATE: float = 0.01
+        PATIENCE: int | None = None
+        EVALS: tuple[Any, ...] | None = None
+        DECODES: tuple[Any, ...] | None = None
+
+        def task(self) -> Config:
+            train = {
+                "num_train_steps": self.MAX_STEPS,
+                "eval_interval_steps": 2,
+                "save_interval_steps": 2,
+                "summary_interval_steps": 1,
+                "eval_skip_train": self.EVAL_SKIP_TRAIN,
+            }
+            learner = {"learning_rate": self.RATE, "ema_decay": 0.99}
+            task = tiny.task_config(learner=learner, train=train)
+            if self.PATIENCE is not None:
+                task.early_stopping = EarlyStopping.HParams.config(
+                    metric="points/loss", patience=self.PATIENCE
+                )
+            return task
+
+        def datasets(self) -> list[Config]:
+            points = tiny.Points.HParams
+            return [
+                points.config(name="train", is_training=True, percore_batch_size=1.0),
+                points.config(name="points", percore_batch_size=1.0),
+            ]
+
+        def decode_datasets(self) -> list[Config]:
+            return [tiny.Prompts.HParams.config(name="prompts", percore_batch_size=1.0)]
+
+        def eval_programs(self) -> list[Config] | None:
+            return None if self.EVALS is None else list(self.EVALS)
+
+        def decode_programs(self) -> list[Config] | None:
+            return None if self.DECODES is None else list(self.DECODES)
+
+    return Tiny
+
+
+Train = Callable[..., str]
+
+
+@pytest.fixture
+def train(experiment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Train:
+    """Trains in a folder of this name; what was printed."""
+
+    def run(name: str, *, overrides: tuple[Override, ...] = (), **fields: Any) -> str:
+        options = RunOptions(job_log_dir=str(tmp_path / name), jax_compilation_cache="off")
+        assert run_train(resolve(experiment(**fields), overrides), options) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["loss"] for record in read_metrics(folder).train]
+
+
+def evaluated(folder: Path) -> dict[str, list[int]]:
+    found = read_metrics(folder).evals
+    return {name: [record["step"] for record in series] for name, series in found.items()}
+
+
+def test_programs_of_several_kinds_and_intervals(train: Train, experiment: Any, tmp_path: Path):
+    evals = (
+        Config(EvalProgram, dataset="points"),
+        Config(EvalProgram, dataset="points", name="averaged", use_ema_states=True),
+        Config(Norm, name="norm", interval_steps=3, factor=2.0),
+    )
+    decodes = (Config(DecodeProgram, dataset="prompts", name="often", interval_steps=3),)
+    fields = {"EVALS": evals, "DECODES": decodes}
+    override = Override("eval_programs.2.interval_steps", "5")
+    train("job", overrides=(override,), **fields)
+    folder = tmp_path / "job"
+    assert evaluated(folder) == {"points": [2, 4, 6], "averaged": [2, 4, 6], "norm": [5, 6]}
+    found = read_metrics(folder).evals
+    assert found["averaged"][-1]["loss"] != found["points"][-1]["loss"]
+    assert found["norm"][-1]["largest"] > 0
+    assert [path.name for path in sorted((folder / "decode" / "often").glob("*.jsonl"))] == [
+        "step_00000003.jsonl",
+        "step_00000006.jsonl",
+    ]
+    text = config_text(resolve(experiment(**fields), (override,)))
+    assert "eval_programs.2 = Norm\n" in text
+    assert "eval_programs.2.interval_steps = 5\n" in text
+    assert "\neval_programs" not in config_text(resolve(experiment()))
+
+
+def test_the_next_training_batch_is_evaluated_and_still_trained_on(train: Train, tmp_path: Path):
+    plain, looking = tmp_path / "plain", tmp_path / "looking"
+    train("plain")
+    train("looking", EVAL_SKIP_TRAIN=False, MAX_STEPS=4)
+    train("looking", EVAL_SKIP_TRAIN=False)
+    assert losses(looking) == losses(plain)
+    assert evaluated(looking) == {"points": [2, 4, 6], "train": [2, 4, 6]}
+    ahead = {record["step"]: record["loss"] for record in read_metrics(looking).evals["train"]}
+    # The loss of step n+1 is that of its batch before the update. (The model has no dropout.)
+    assert ahead[2] == pytest.approx(losses(plain)[2])
+    assert ahead[4] == pytest.approx(losses(plain)[4])
+    assert (looking / "summaries" / "eval_train").is_dir()
+
+
+def test_a_run_that_stopped_early_stays_so_unless_told_otherwise(train: Train, tmp_path: Path):
+    """Every step of rate 1 makes this model worse."""
+    settings = {"RATE": 1.0, "MAX_STEPS": 20, "PATIENCE": 1}
+    first = train("job", **settings)
+    message = "stopped early after step 4: points/loss did not improve on "
+    assert message in first
+    assert "loss curve" in first  # the end report, as of any finished run
+    again = train("job", **settings)
+    assert message in again
+    assert "it trains on with task.early_stopping=None or other settings" in again
+    assert len(losses(tmp_path / "job")) == 4
+    other = train("job", **{**settings, "PATIENCE": 2})
+    assert "early stopping begins anew: it was EarlyStopping(" in other
+    assert "stopped early after step 10: " in other
+    metadata = json.loads(
+        next((tmp_path / "job" / "checkpoints").glob("*10/metadata/metadata*")).read_text()
+    )
+    assert metadata["user"]["early_stopping"]["stopped_at"] == 10
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        (
+            {"EVALS": (Config(EvalProgram, dataset="pionts"),)},
+            "eval_programs.0.dataset='pionts' is no data set for it; did you mean 'points'? There"
+            " are points.",
+        ),
+        (
+            {"EVALS": (Config(EvalProgram, dataset="points"),) * 2},
+            "eval_programs: two programs are named 'points'; give each a name",
+        ),
+        (
+            {"DECODES": (Config(DecodeProgram, name="x"),)},
+            "decode_programs.0 needs a dataset; there are prompts for it",
+        ),
+        (
+            {"EVALS": (Config(Norm),)},
+            "eval_programs.0 needs a name, or a dataset, after which it is called",
+        ),
+        (
+            {"EVALS": (Config(EvalProgram, dataset="points", interval_steps=0),)},
+            "points: interval_steps=0 must be at least 1",
+        ),
+        (
+            {"EVALS": (Config(Norm, name="train"),), "EVAL_SKIP_TRAIN": False},
+            "the name 'train' of an evaluation is that of the training batches, which"
+            " task.train.eval_skip_train=False evaluates too; give it another name",
+        ),
+        (
+            {"EVALS": (), "PATIENCE": 1},
+            "task.early_stopping.metric='points/loss' names no data set that is evaluated while"
+            " training. It is written DATASET/METRIC, and these are none.",
+        ),
+    ],
+)
+def test_programs_that_cannot_be_are_refused_before_anything_is_written(
+    experiment: Any, tmp_path: Path, fields: dict[str, Any], text: str
+):
+    options = RunOptions(job_log_dir=str(tmp_path / "job"), jax_compilation_cache="off")
+    with pytest.raises(UsageError) as caught:
+        run_train(resolve(experiment(**fields)), options)
+    assert str(caught.value) == text
+    assert not (tmp_path / "job").exists()
+
+
+@pytest.mark.parametrize("name", ["train_programs", "executor"])
+def test_methods_that_would_do_nothing_are_refused(name: str):
+    with pytest.raises(TypeError, match=rf"Mine defines {name}\(\), but "):
+        type("Mine", (BaseExperiment,), {name: lambda self: None})

@@ -1,0 +1,433 @@
+"""Weights that the mesh does not divide: padded on the devices, and nowhere else."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from layerkit.config import Partial
+from layerkit.layers.linears import Linear
+from layerkit.layers.moe.feed_forward import MoeFeedForward
+from layerkit.layers.pipelined_transformer import PipelinedTransformer
+from layerkit.layers.stacks import StackedTransformerRepeated
+from layerkit.models import LanguageModel, TransformerLm
+from layerkit.nested_map import NestedMap
+from layerkit_runner.checkpoints import CheckpointManager
+from layerkit_runner.checkpoints.handlers import stored_leaves
+from layerkit_runner.checkpoints.structure import join, named_leaves
+from layerkit_runner.init_from import InitFrom, Source, plan_first_state
+from layerkit_runner.looking.parameter_table import parameter_table, table_text
+from layerkit_runner.partitioning import Partitioner, PmapPartitioner, SpmdPartitioner
+from layerkit_runner.partitioning.uneven import UnevenArray, padding_text
+from layerkit_runner.plan.memory import tensor_memory
+from layerkit_runner.programs.made_from import weights_digest_fn
+from layerkit_runner.task import SingleTask
+
+VOCAB, STEPS = 13, 3
+
+
+def uneven_model(**fields: Any) -> Any:
+    """13 words, 21 hidden units and 5 heads, of which a mesh of 2 divides none."""
+    sizes = {"model_dims": 20, "hidden_dims": 21, "num_layers": 1, "num_heads": 5, **fields}
+    return LanguageModel.HParams.config(
+        lm_tpl=TransformerLm.HParams.config(vocab_size=VOCAB, **sizes)
+    )
+
+
+# Of numbers that are squared and divided by. The usual ones make whole steps of the rounding in
+# gradients near 0, which differs from one mesh to another.
+EPSILON = 1e-3
+
+
+def factored_adam(learning_rate: Any) -> optax.GradientTransformation:
+    """Moments shaped like the weights (Adam's), and means over their rows and columns."""
+    return optax.chain(
+        optax.scale_by_adam(eps=EPSILON),
+        optax.scale_by_factored_rms(min_dim_size_to_factor=4, epsilon=EPSILON),
+        optax.add_decayed_weights(0.1),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def batch_of(arrangements: Any, seed: int = 0) -> NestedMap:
+    rng = np.random.default_rng(seed)
+    batch = arrangements.unequal_batch()
+    for name in ("ids", "labels"):
+        batch[name] = rng.integers(VOCAB, size=batch[name].shape).astype(np.int32)
+    return batch
+
+
+@dataclasses.dataclass
+class Run:
+    """What came of some steps; the state as storage holds it, on the host."""
+
+    task: SingleTask
+    partitioner: Partitioner
+    state: Any
+    stored: Any
+    reported: list[dict[str, float]]
+    evaluated: float
+    consumes_the_state: bool
+    aliased_bytes: int
+
+
+def start(
+    arrangements: Any,
+    shape: list[int] | None,
+    *,
+    model: Any = None,
+    optimizer: Any = factored_adam,
+    accumulation: int = 1,
+    axes: tuple[str, ...] = ("data", "fsdp", "tensor"),
+) -> tuple[Partitioner, SingleTask]:
+    """On as many devices as the mesh has; None is pmap on all of them."""
+    partitioner: Partitioner = PmapPartitioner()
+    if shape is not None:
+        partitioner = SpmdPartitioner(mesh_axis_names=axes, ici_mesh_shape=shape)
+    partitioner.start(None if shape is None else jax.devices()[: int(np.prod(shape))])
+    learner = {"clip_global_norm": 1.0, "ema_decay": 0.9, "learning_rate": 1e-2}
+    model = uneven_model() if model is None else model
+    task = arrangements.sgd_task(model, optimizer=Partial(optimizer), **learner)
+    task.train.gradient_accumulation_steps = accumulation
+    partitioner.bind(task)
+    return partitioner, task
+
+
+def train(arrangements: Any, shape: list[int] | None, **how: Any) -> Run:
+    partitioner, task = start(arrangements, shape, **how)
+    first = state = partitioner.init_fn(task)()
+    specs = partitioner.abstract_batch(batch_of(arrangements))
+    step = partitioner.train_step_fn(task).lower(state, specs).compile()
+    reported = []
+    for seed in range(STEPS):
+        batch = partitioner.put_batch(batch_of(arrangements, seed))
+        state, (metrics, scalars) = step(state, batch)
+        values = {name: float(value) for name, value in scalars.items()}
+        reported.append(values | {name: float(m.value) for name, m in metrics.items()})
+    evaluated = partitioner.eval_step_fn(task)(state, batch)["loss"].value
+    stored = jax.device_get(partitioner.stored_state(task, state))
+    return Run(
+        task,
+        partitioner,
+        state,
+        stored,
+        reported,
+        float(evaluated),
+        consumes_the_state=all(
+            leaf.is_deleted() for leaf in jax.tree.leaves(first) if leaf.shape != (1,)
+        ),
+        aliased_bytes=step.memory_analysis().alias_size_in_bytes,
+    )
+
+
+def assert_same_run(ours: Run, reference: Run) -> None:
+    jax.tree_util.tree_map_with_path(_assert_near, ours.stored, reference.stored)
+    for found, wanted in zip(ours.reported, reference.reported, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+    assert ours.evaluated == pytest.approx(reference.evaluated, rel=1e-6)
+
+
+def _assert_near(path: Any, ours: Any, reference: Any) -> None:
+    name = jax.tree_util.keystr(path)
+    np.testing.assert_allclose(ours, reference, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def alone(arrangements: Any) -> Run:
+    """The reference."""
+    return train(arrangements, [1, 1, 1])
+
+
+@pytest.fixture(scope="module")
+def spread(arrangements: Any) -> Run:
+    return train(arrangements, [2, 2, 2])
+
+
+def bits(tree: Any) -> dict[str, bytes]:
+    return {join(path): np.asarray(leaf).tobytes() for path, leaf in named_leaves(tree).items()}
+
+
+# One array.
+
+
+@pytest.fixture(scope="module")
+def cube() -> jax.sharding.Mesh:
+    return jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "padded", "stored"),
+    [
+        ((13, 16), P("tensor", "fsdp"), (14, 16), P(None, ("fsdp", "tensor"))),
+        ((13, 16, 64), P("tensor"), (14, 16, 64), P(None, None, "tensor")),
+        ((13, 9), P("tensor", None), (14, 9), P(None, None)),
+        ((13,), P(("fsdp", "tensor")), (16,), P(None)),
+        ((13, 7, 8), P("tensor", "fsdp", "data"), (14, 8, 8), P(None, None, ("data",))),
+    ],
+)
+def test_forms_of_an_array(cube: Any, shape: Any, spec: P, padded: Any, stored: P):
+    names = ("vocab", "embed", "mlp")[: len(shape)]
+    array = UnevenArray(shape, np.dtype(np.float32), names, NamedSharding(cube, spec))
+    assert array.on_devices.shape == array.padded_shape == padded
+    assert array.in_storage.shape == shape
+    if shape == (13, 7, 8):  # both axes do not fit a dimension of 8 that is in two parts
+        stored = P(None, None, ("data", "tensor", "fsdp"))
+    assert array.in_storage.sharding.is_equivalent_to(NamedSharding(cube, stored), len(shape))
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    on_devices = jax.jit(array.padded, out_shardings=array.sharding)(x)
+    here = tuple(slice(size) for size in shape)
+    np.testing.assert_array_equal(np.asarray(on_devices)[here], x)
+    assert np.count_nonzero(on_devices) == x.size
+    np.testing.assert_array_equal(jax.jit(array.cut)(on_devices), x)
+
+
+# A training run.
+
+
+def test_training_is_that_of_one_device(alone: Run, spread: Run):
+    assert alone.partitioner.padding_text(alone.task) == ""
+    assert_same_run(spread, alone)
+
+
+def test_only_the_ends_are_padded_and_only_on_the_devices(spread: Run):
+    told = spread.partitioner.abstract_state(spread.task)
+    stored = spread.partitioner.abstract_stored_state(spread.task)
+    num_padded = 0
+    for path, leaf in named_leaves(spread.state).items():
+        assert leaf.sharding == named_leaves(told)[path].sharding
+        true = named_leaves(spread.stored)[path]
+        assert true.shape == named_leaves(stored)[path].shape
+        num_padded += leaf.shape != true.shape
+        whole = np.array(leaf)
+        whole[tuple(slice(size) for size in true.shape)] = 0
+        assert not whole.any(), join(path)
+    # The embedding, 4 projections and 2 of the feed-forward, each with 2 moments and an average;
+    # what the optimizer holds in factors is whole.
+    assert num_padded == 4 * 7
+
+
+def test_the_weights_on_each_device_are_even_parts(spread: Run):
+    embedding = spread.state.params["lm"]["softmax"]["w"]
+    assert {shard.data.shape for shard in embedding.addressable_shards} == {(7, 10)}
+    moments = [leaf for leaf in jax.tree.leaves(spread.state.opt_state) if leaf.shape == (14, 20)]
+    assert [leaf.sharding.spec for leaf in moments] == [P("tensor", "fsdp")] * 2
+
+
+def test_what_is_told(spread: Run):
+    partitioner, task = spread.partitioner, spread.task
+    text = partitioner.padding_text(task)
+    assert text.startswith("vocab 13 → 14 over tensor (lm/softmax/w), ")
+    assert "heads 5 → 6 over tensor (" in text
+    assert "mlp 21 → 22 over tensor (" in text
+    on_devices = partitioner.abstract_state(task)
+    stored = partitioner.abstract_stored_state(task)
+    tensors = tensor_memory(on_devices, {}, stored=stored)
+    held = sum(tensor.bytes_per_device for tensor in tensors)
+    device = jax.devices()[3]
+    shards = [s for leaf in jax.tree.leaves(spread.state) for s in leaf.addressable_shards]
+    assert held == sum(s.data.nbytes for s in shards if s.device == device)
+    table = parameter_table("tests.Experiment", partitioner, task)
+    assert table.totals["weights"].count == sum(x.size for x in jax.tree.leaves(stored.params))
+    assert f"padded on the devices: {text}" in table_text(table).splitlines()
+    row = next(row for row in table.parameters if row.path == "lm/softmax/w")
+    assert (row.shape, row.count, row.bytes_per_device) == ([13, 20], 13 * 20, 7 * 10 * 4)
+
+
+def test_the_bytes_of_padding(cube: Any):
+    paths = (".params['lm']['w']", ".opt_state[0].mu['lm']['w']", ".params['rows']['w']")
+    sharding = NamedSharding(cube, P("tensor", "fsdp"))
+    array = UnevenArray((13, 16), np.dtype(np.float32), ("vocab", "embed"), sharding)
+    # One row more than 13, of 16 numbers, shared by 4 devices, in 3 arrays.
+    assert padding_text(dict.fromkeys(paths, array)) == (
+        "vocab 13 → 14 over tensor (lm/w, rows/w); 48 B per device"
+    )
+    assert padding_text({}) == ""
+
+
+def test_the_step_takes_over_the_memory_of_the_state(spread: Run):
+    shards = [leaf.addressable_shards[0].data for leaf in jax.tree.leaves(spread.state)]
+    # What Optax keeps in place of means that an array does not have, `[1]`, is never read.
+    assert spread.aliased_bytes == sum(s.nbytes for s in shards if s.shape != (1,))
+    assert spread.consumes_the_state
+
+
+def test_a_mesh_that_divides_everything_changes_no_program(arrangements: Any, tiny: Any):
+    partitioner, task = start(arrangements, [8, 1, 1], model=tiny.Regression.HParams.config())
+    state, shardings = partitioner.abstract_state(task), partitioner.state_shardings(task)
+    rows = NestedMap(x=np.ones((8, 2)), y=np.ones(8), weights=np.ones(8)).transform(np.float32)
+    batch = partitioner.abstract_batch(rows)
+
+    def train_step(state: Any, batch: Any) -> Any:
+        return partitioner._spread(task.train_step, output="replicated")(state, batch)
+
+    plain = jax.jit(
+        train_step,
+        in_shardings=(shardings, partitioner.batch_sharding()),
+        out_shardings=(shardings, partitioner.replicated()),
+        donate_argnums=0,
+    )
+    ours = partitioner.train_step_fn(task).lower(state, batch)
+    assert ours.as_text() == plain.lower(state, batch).as_text()
+    assert partitioner.stored_state(task, state) is state
+    assert partitioner.device_state(task, state) is state
+    assert partitioner.abstract_stored_state(task) is state
+
+
+def experts() -> Any:
+    """Three of them, over two devices."""
+    model = uneven_model(num_layers=2)
+    layer = MoeFeedForward.HParams.config(num_experts=3, capacity_factor=2.0)
+    model.lm_tpl.stack_tpl = StackedTransformerRepeated.HParams.config()
+    model.lm_tpl.stack_tpl.layer_tpl.feed_forward_tpl = layer
+    return model
+
+
+def pipeline() -> Any:
+    """Two stages of two layers; two microbatches."""
+    stack = PipelinedTransformer.HParams.config(num_stages=2, num_microbatches=2)
+    return uneven_model(num_layers=4, stack_tpl=stack)
+
+
+def repeated(**sizes: Any) -> Any:
+    stack = StackedTransformerRepeated.HParams.config()
+    return uneven_model(num_layers=2, stack_tpl=stack, **sizes)
+
+
+def adamw(learning_rate: Any) -> optax.GradientTransformation:
+    return optax.adamw(learning_rate, eps=EPSILON, weight_decay=0.1)
+
+
+def adafactor(learning_rate: Any) -> optax.GradientTransformation:
+    return optax.adafactor(learning_rate, min_dim_size_to_factor=4)
+
+
+# Vocabulary and hidden units over 8: the last devices hold padding alone.
+EIGHT = {"model_dims": 32, "hidden_dims": 21, "num_heads": 8}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "how"),
+    [
+        pytest.param([2, 2, 2], {"model": repeated, "accumulation": 2}, id="accumulation"),
+        pytest.param([2, 2, 2], {"model": repeated, "optimizer": adamw}, id="AdamW"),
+        pytest.param([1, 2, 4], {"model": repeated, "optimizer": adafactor}, id="Adafactor"),
+        pytest.param([1, 8, 1], {"model": repeated}, id="fsdp"),
+        pytest.param([1, 1, 8], {"model": lambda: repeated(**EIGHT)}, id="empty parts"),
+        pytest.param(
+            [2, 2, 2], {"model": experts, "axes": ("data", "expert", "tensor")}, id="experts"
+        ),
+        pytest.param(
+            [2, 2, 2], {"model": pipeline, "axes": ("data", "stage", "tensor")}, id="pipeline"
+        ),
+    ],
+)
+def test_models_and_optimizers(arrangements: Any, shape: list[int], how: dict[str, Any]):
+    how = {**how, "model": how["model"]()}
+    ours = train(arrangements, shape, **how)
+    assert ours.partitioner.padding_text(ours.task)
+    assert_same_run(ours, train(arrangements, [1, 1, 1], **how))
+
+
+@pytest.mark.slow
+def test_continuations_are_those_of_one_device(arrangements: Any, alone: Run):
+    rng = np.random.default_rng(3)
+    prompts = NestedMap(
+        ids=rng.integers(VOCAB, size=(8, 4)).astype(np.int32),
+        prompt_lengths=np.array([4, 3, 2, 1] * 2, np.int32),
+    )
+    found = []
+    for shape in ([1, 1, 1], [2, 2, 2]):
+        model = uneven_model()
+        model.decoder.set(max_decode_steps=5, top_k=4)
+        partitioner, task = start(arrangements, shape, model=model)
+        stored = jax.tree.map(
+            lambda leaf, like: jax.device_put(leaf, like.sharding),
+            alone.stored,
+            partitioner.abstract_stored_state(task),
+        )
+        state = partitioner.device_state(task, stored)
+        decode = partitioner.decode_step_fn(task)
+        found.append(jax.device_get(decode(state, partitioner.put_batch(prompts), np.int32(0))))
+    np.testing.assert_array_equal(found[0].ids, found[1].ids)
+    np.testing.assert_allclose(found[0].log_probs, found[1].log_probs, atol=1e-5)
+    assert len(np.unique(found[0].ids)) > 3
+
+
+# Storage.
+
+PLACES: dict[str, list[int] | None] = {"tensor 4": [1, 1, 4], "pmap": None, "one": [1, 1, 1]}
+
+
+def test_through_checkpoints_onto_other_arrangements_and_back(
+    arrangements: Any, spread: Run, tmp_path: Path
+):
+    """2 × 2 × 2 → 4 → pmap → 1 → 2 × 2 × 2, to the bit."""
+    partitioner, task, state = spread.partitioner, spread.task, spread.state
+    expected, digest = bits(spread.stored), weights_digest_fn(task, partitioner)(state)
+    for number, shape in enumerate([*PLACES.values(), [2, 2, 2]]):
+        with CheckpointManager(tmp_path / str(number)) as checkpoints:
+            stored = partitioner.stored_state(task, state)
+            checkpoints.save(0, stored, input_states={}, metadata={}, force=True)
+        folder = tmp_path / str(number) / "checkpoint_00000000" / "state"
+        embedding = stored_leaves(folder)[("params", "lm", "softmax", "w")]
+        assert embedding.shape == (13, 20)
+        partitioner, task = start(arrangements, shape)
+        with CheckpointManager(tmp_path / str(number)) as checkpoints:
+            target = partitioner.abstract_stored_state(task)
+            state = partitioner.device_state(task, checkpoints.restore(0, target).state)
+        told = jax.tree.leaves(partitioner.abstract_state(task))
+        for leaf, wanted in zip(jax.tree.leaves(state), told, strict=True):
+            assert (leaf.shape, leaf.sharding) == (wanted.shape, wanted.sharding)
+        assert bits(partitioner.stored_state(task, state)) == expected
+        assert weights_digest_fn(task, partitioner)(state) == digest
+
+
+class Given:
+    """Some of the weights, by an object that is no `InitFrom`."""
+
+    def load(self, model: Any, like: Any) -> Any:
+        del model
+        like = like["lm"]["softmax"]
+        return {
+            "lm": {"softmax": jax.tree.map(lambda x: jax.device_put(ones(x), x.sharding), like)}
+        }
+
+
+def ones(like: Any) -> jax.Array:
+    return jnp.ones(like.shape, like.dtype)
+
+
+def test_first_weights_are_read_as_they_are(arrangements: Any, alone: Run, tmp_path: Path):
+    with CheckpointManager(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(STEPS, alone.state, input_states={}, metadata={}, force=True)
+    partitioner, task = start(arrangements, [2, 2, 2])
+    task.initial_weights = InitFrom(sources=[Source(folder=str(tmp_path))])
+    first = partitioner.stored_state(task, plan_first_state(partitioner, task)().state)
+    assert bits(first.params) == bits(alone.stored.params)
+    task.initial_weights = Given()
+    state = partitioner.first_state(task)
+    shardings = partitioner.state_shardings(task)
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == shardings
+    embedding = np.asarray(state.params["lm"]["softmax"]["w"])
+    np.testing.assert_array_equal(embedding, np.pad(np.ones((13, 20)), ((0, 1), (0, 0))))
+
+
+# What is refused.
+
+
+def test_a_dimension_smaller_than_its_parts(arrangements: Any, tiny: Any):
+    model = tiny.Regression.HParams.config(dims=3)
+    model.linear_tpl = Linear.HParams.config(weight_axes=("mlp", None))
+    partitioner, task = start(arrangements, [1, 1, 8], model=model)
+    with pytest.raises(ValueError, match=r"'mlp' of size 3 cannot be split evenly over mesh axes"):
+        partitioner.abstract_state(task)

@@ -1,0 +1,201 @@
+"""Metrics of a task against NumPy: on every mesh, for any microbatches, over steps and batches."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from layerkit.nested_map import NestedMap
+from layerkit_inputs.indexed_input import IndexedInput
+from layerkit_runner.errors import UsageError
+from layerkit_runner.feeds.infeed import make_input
+from layerkit_runner.observers import Observer
+from layerkit_runner.partitioning import Partitioner, PmapPartitioner, SpmdPartitioner
+from layerkit_runner.programs import EvalProgram
+from layerkit_runner.steps.metrics import OverBatches
+from layerkit_runner.steps.task_metrics import Composite, Histogram, Max, Mean, named_metrics
+
+METRICS = {
+    "mean": Mean.HParams.config(value="outputs/errors"),
+    "weighted": Mean.HParams.config(value="outputs/errors", weight="batch/weights"),
+    "x": Composite.HParams.config(
+        parts={
+            "max": Max.HParams.config(value="batch/x", weight="batch/weights"),
+            "spread": Histogram.HParams.config(value="batch/x", low=-1.0, high=2.0, num_bins=6),
+        }
+    ),
+    "worst_loss": Max.HParams.config(value="metrics/loss"),
+    "worst_norm": Max.HParams.config(value="scalars/learning/raw_grad_norm"),
+    "smooth_loss": Mean.HParams.config(value="metrics/loss"),
+}
+
+
+def batch_of(seed: int, rows: int = 16) -> NestedMap:
+    rng = np.random.default_rng(seed)
+    weights = rng.uniform(0, 2, rows) * (rng.uniform(size=rows) < 0.6)
+    weights[:2] = 0.0  # the whole share of a device
+    return NestedMap(x=rng.normal(size=(rows, 2)), y=rng.normal(size=rows), weights=weights)
+
+
+def expected(batches: list[NestedMap]) -> dict[str, Any]:
+    """With w = (1, 1)."""
+    x, y, weights = (np.concatenate([b[name] for b in batches]) for name in ("x", "y", "weights"))
+    errors = 0.5 * np.square(x.sum(1) - y)
+    losses = [np.average(0.5 * np.square(b.x.sum(1) - b.y), weights=b.weights) for b in batches]
+    return {
+        "mean": errors.mean(),
+        "weighted": np.average(errors, weights=weights),
+        "x/max": x[weights > 0].max(),
+        "worst_loss": max(losses),
+        "smooth_loss": np.average(losses, weights=[b.weights.sum() for b in batches]),
+    }
+
+
+def partitioner_of(kind: str) -> Partitioner:
+    made: Partitioner = PmapPartitioner()
+    if kind != "pmap":
+        made = SpmdPartitioner(ici_mesh_shape=[4, 2, 1] if kind == "mesh" else [1, 1, 1])
+    made.start(jax.devices()[:1] if kind == "one device" else None)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("kind", "microbatches"),
+    [
+        pytest.param("one device", 1, marks=pytest.mark.slow),
+        ("mesh", 1),
+        pytest.param("mesh", 2, marks=pytest.mark.slow),
+        pytest.param("pmap", 1, marks=pytest.mark.slow),
+        ("pmap", 2),
+    ],
+)
+def test_over_the_rows_of_two_steps(tiny: SimpleNamespace, kind: str, microbatches: int):
+    batches = [batch_of(1), batch_of(2)]
+    partitioner = partitioner_of(kind)
+    config = tiny.task_config(
+        learner={"learning_rate": 0.0}, train={"gradient_accumulation_steps": microbatches}
+    )
+    task = config.set(metrics=METRICS).Instantiate()
+    partitioner.bind(task)
+    state = partitioner.init_fn(task)()
+    step, reported, norms = partitioner.train_step_fn(task), OverBatches(), []
+    for batch in batches:
+        placed = partitioner.put_batch(batch.transform(np.float32))
+        state, (metrics, scalars) = step(state, placed)
+        reported.add(metrics)
+        norms.append(float(scalars["learning/raw_grad_norm"]))
+    found = reported.means()
+    for name, value in expected(batches).items():
+        assert found[name] == pytest.approx(value, rel=1e-5), name
+    assert found["worst_norm"] == pytest.approx(max(norms))
+    spread = reported.histograms()["x/spread"]
+    values = np.concatenate([batch.x for batch in batches])
+    np.testing.assert_array_equal(
+        spread.counts, np.histogram(np.clip(values, -1, 2), 6, (-1, 2))[0]
+    )
+    assert spread.sum_of_squares == pytest.approx(np.square(values).sum(), rel=1e-5)
+
+
+class Recorder(Observer):
+    def __init__(self) -> None:
+        self.histograms_of: dict[str, Any] = {}
+
+    def eval_histograms(self, step: int, dataset: str, histograms: Any) -> None:
+        self.histograms_of[dataset] = dict(histograms)
+
+
+class Numbers(IndexedInput):
+    """Row n is x = (n, 0), y = 0, weight n."""
+
+    def _num_rows(self) -> int:
+        return 11
+
+    def _read_rows(self, rows: np.ndarray) -> NestedMap:
+        x = np.stack([rows, np.zeros_like(rows)], axis=1)
+        numbers = NestedMap(x=x, y=np.zeros(len(rows)), weights=rows)
+        return numbers.transform(lambda array: array.astype(np.float32))
+
+
+def test_over_the_batches_of_an_evaluation(tiny: SimpleNamespace):
+    """The last batch is filled up with 5 rows that do not count."""
+    partitioner = partitioner_of("mesh")
+    task = tiny.task_config().set(metrics=METRICS).Instantiate()
+    partitioner.bind(task)
+    numbers = Numbers.HParams.config(percore_batch_size=1.0)
+    program = EvalProgram(task, partitioner, make_input(numbers, partitioner), "numbers")
+    recorder = Recorder()
+    found = program.run(partitioner.init_fn(task)(), 0, recorder)
+    n = np.arange(11.0)
+    assert found["mean"] == pytest.approx((n**2 / 2).mean())
+    assert found["weighted"] == pytest.approx(np.average(n**2 / 2, weights=n))
+    assert found["x/max"] == 10.0
+    assert found["smooth_loss"] == pytest.approx(found["loss"])
+    # Only training steps have a gradient.
+    assert "worst_norm" not in found
+    assert recorder.histograms_of["numbers"]["x/spread"].counts.sum() == 2 * 11
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda: Mean(value="output/errors"),
+            "task.metrics: value='output/errors' must begin with outputs/, batch/, metrics/ or"
+            " scalars/; did you mean 'outputs'?",
+        ),
+        (
+            lambda: Mean(value="metrics/loss", weight="batch/weights"),
+            "task.metrics: weight='batch/weights' of value='metrics/loss': a weight is of outputs/"
+            " or batch/, both of them",
+        ),
+        (
+            lambda: Histogram(value="batch/x", low=1.0, high=1.0),
+            "task.metrics: a histogram from low=1.0 to high=1.0; expected two numbers, the lower"
+            " one first",
+        ),
+        (
+            lambda: named_metrics({"error": 3}),
+            "task.metrics['error']=3 must be a TaskMetric, such as Mean, or a Composite of them",
+        ),
+    ],
+)
+def test_settings_that_make_no_sense(make: Any, text: str):
+    with pytest.raises(UsageError) as caught:
+        make()
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "metric", "text"),
+    [
+        (
+            "error",
+            {"value": "outputs/error"},
+            "task.metrics['error']: there is no 'outputs/error'; did you mean 'outputs/errors'?"
+            " Below outputs/ there are errors, scores.",
+        ),
+        (
+            "error",
+            {"value": "batch/y", "weight": "batch/x"},
+            "task.metrics['error']: values [16] of 'batch/y' cannot be weighted by [16, 2], whose"
+            " shape does not begin theirs",
+        ),
+        (
+            "loss",
+            {"value": "batch/y"},
+            "task.metrics['loss'] has the name of a metric of the model; it reports loss",
+        ),
+    ],
+)
+def test_what_the_model_does_not_have(tiny: SimpleNamespace, name: str, metric: Any, text: str):
+    task = tiny.task_config().set(metrics={name: Mean.HParams.config(**metric)}).Instantiate()
+    partitioner = partitioner_of("one device")
+    partitioner.bind(task)
+    state = partitioner.abstract_state(task)
+    with pytest.raises((UsageError, ValueError)) as caught:
+        partitioner.eval_step_fn(task)(state, batch_of(0).transform(np.float32))
+    assert str(caught.value) == text

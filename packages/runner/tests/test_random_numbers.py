@@ -1,0 +1,41 @@
+"""Which generator draws the numbers of a run: part of its configuration, and nothing else's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from layerkit.nested_map import NestedMap
+from layerkit_runner.command_line.flags import parse_flags
+from layerkit_runner.errors import UsageError
+from layerkit_runner.steps.step_context import GLOBAL_BATCH
+
+ROWS = NestedMap(x=jnp.ones((64, 2)), y=jnp.zeros(64), weights=jnp.ones(64))
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_steps_draw_from_the_generator_of_the_task(tiny: SimpleNamespace, impl: str):
+    def loss(step: int, **train: Any) -> float:
+        task = tiny.task_config(dropout_rate=0.5, train=train).Instantiate()
+        state = task.init_state(task.first_key()).replace(step=jnp.int32(step))
+        step = jax.jit(task.train_step, static_argnums=2)
+        _, (metrics, _) = step(state, ROWS, GLOBAL_BATCH)
+        return float(metrics["loss"].value)
+
+    ours, plain = loss(3, prng_impl=impl), loss(3)
+    assert ours == loss(3, prng_impl=impl) != loss(4, prng_impl=impl)
+    assert (ours == plain) == (impl == "threefry2x32")
+
+
+def test_an_unknown_generator(tiny: SimpleNamespace):
+    with pytest.raises(ValueError, match="prng_impl='threefry' must be one of threefry2x32, rbg"):
+        tiny.task_config(train={"prng_impl": "threefry"}).Instantiate()
+
+
+def test_the_flag_of_pax_is_answered_with_the_field():
+    with pytest.raises(UsageError, match="--fdl.task.train.prng_impl=unsafe_rbg"):
+        parse_flags(["--exp=x", "--job_log_dir=d", "--globally_use_hardware_rng"])
