@@ -129,6 +129,10 @@ def test_features_may_be_uneven_where_asked_and_rows_never(cube):
     for shape in ((6, 7), (8, 1)):  # no entry for every part of mlp
         message = refusal(lambda shape=shape: cube.spec(axes, shape=shape, allow_uneven=True))
         assert "cannot be split evenly" in message
+    experts = BoundSharding(cube.mesh, RULES.extend(expert=None))
+    shape = (4, 7)
+    message = refusal(lambda: experts.spec(("expert", "mlp"), shape=shape, allow_uneven=True))
+    assert message.startswith("dimension 'mlp' of size 7 cannot be split evenly")
 
 
 def test_an_uneven_activation_is_laid_out_under_jit_alone(cube):

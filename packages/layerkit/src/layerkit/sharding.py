@@ -117,6 +117,8 @@ _WHOLE_WHERE_ONE = ("length", "kv_heads", "act_kv_heads")
 # Dimensions that are always split evenly: data come in equal parts, rings and pipelines pass them
 # on, and each layer of a stack is one device's.
 _ALWAYS_EVEN = ("batch", "expert_batch", "length", "stage", "layers")
+# So are all dimensions of what has this one: each device works out its own experts (`shard_map`).
+_EVEN_IN_ALL = "expert"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +165,7 @@ class BoundSharding:
           owner: Whose array it is, for error messages.
           allow_uneven: Whether features, such as a vocabulary, need only have an entry for each
             part. Such an array exists inside of `jit` alone, where XLA pads it; rows, positions,
-            layers and stages must be divisible all the same.
+            layers, stages and the arrays of experts must be divisible all the same.
 
         Raises:
           ValueError: an unknown name, one mesh axis used by two dimensions, a number of names that
@@ -175,6 +177,7 @@ class BoundSharding:
                 f"{where}axes {tuple(axes)} do not name the dimensions of {tuple(shape)}"
             )
         sizes: Mapping[str, int] = {} if self.mesh is None else dict(self.mesh.shape)
+        may_be_uneven = allow_uneven and _EVEN_IN_ALL not in axes
         taken: dict[str, str] = {}
         entries: list[Any] = []
         for position, name in enumerate(axes):
@@ -191,7 +194,7 @@ class BoundSharding:
                 taken[axis] = str(name)
             parts = math.prod(sizes[axis] for axis in used)
             size = parts if shape is None else shape[position]
-            is_paddable = allow_uneven and name not in _ALWAYS_EVEN and size > parts
+            is_paddable = may_be_uneven and name not in _ALWAYS_EVEN and size > parts
             if size % parts and not is_paddable:
                 raise ValueError(
                     f"{where}dimension {name!r} of size {size} cannot be split evenly"

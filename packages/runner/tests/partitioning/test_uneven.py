@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from layerkit.config import Partial
+from layerkit.config import Partial, build
+from layerkit.interop.hugging_face import export_model, model_config
 from layerkit.layers.linears import Linear
 from layerkit.layers.moe.feed_forward import MoeFeedForward
 from layerkit.layers.pipelined_transformer import PipelinedTransformer
@@ -282,15 +284,6 @@ def test_a_mesh_that_divides_everything_changes_no_program(arrangements: Any, ti
     assert partitioner.abstract_stored_state(task) is state
 
 
-def experts() -> Any:
-    """Three of them, over two devices."""
-    model = uneven_model(num_layers=2)
-    layer = MoeFeedForward.HParams.config(num_experts=3, capacity_factor=2.0)
-    model.lm_tpl.stack_tpl = StackedTransformerRepeated.HParams.config()
-    model.lm_tpl.stack_tpl.layer_tpl.feed_forward_tpl = layer
-    return model
-
-
 def pipeline() -> Any:
     """Two stages of two layers; two microbatches."""
     stack = PipelinedTransformer.HParams.config(num_stages=2, num_microbatches=2)
@@ -323,9 +316,6 @@ EIGHT = {"model_dims": 32, "hidden_dims": 21, "num_heads": 8}
         pytest.param([1, 2, 4], {"model": repeated, "optimizer": adafactor}, id="Adafactor"),
         pytest.param([1, 8, 1], {"model": repeated}, id="fsdp"),
         pytest.param([1, 1, 8], {"model": lambda: repeated(**EIGHT)}, id="empty parts"),
-        pytest.param(
-            [2, 2, 2], {"model": experts, "axes": ("data", "expert", "tensor")}, id="experts"
-        ),
         pytest.param(
             [2, 2, 2], {"model": pipeline, "axes": ("data", "stage", "tensor")}, id="pipeline"
         ),
@@ -422,6 +412,24 @@ def test_first_weights_are_read_as_they_are(arrangements: Any, alone: Run, tmp_p
     np.testing.assert_array_equal(embedding, np.pad(np.ones((13, 20)), ((0, 1), (0, 0))))
 
 
+@pytest.mark.slow
+def test_a_hugging_face_folder_comes_and_goes(arrangements: Any, tmp_path: Path):
+    """GPT-2 with 13 words, from a folder onto a mesh and back."""
+    described, written, back = (tmp_path / name for name in ("described", "written", "back"))
+    described.mkdir()
+    sizes = {"vocab_size": 13, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 17}
+    (described / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
+    config = model_config(described)
+    export_model(written, config, jax.jit(lambda: build(config).init(jax.random.key(5)))())
+    partitioner, task = start(arrangements, [2, 2, 2], model=model_config(written))
+    task.initial_weights = InitFrom(sources=[Source(folder=str(written))])
+    state = plan_first_state(partitioner, task)().state
+    assert state.params["lm"]["softmax"]["w"].shape == (14, 8)
+    export_model(back, config, {"params": partitioner.stored_state(task, state).params})
+    name = "model.safetensors"
+    assert (back / name).read_bytes() == (written / name).read_bytes()
+
+
 # What is refused.
 
 
@@ -430,4 +438,16 @@ def test_a_dimension_smaller_than_its_parts(arrangements: Any, tiny: Any):
     model.linear_tpl = Linear.HParams.config(weight_axes=("mlp", None))
     partitioner, task = start(arrangements, [1, 1, 8], model=model)
     with pytest.raises(ValueError, match=r"'mlp' of size 3 cannot be split evenly over mesh axes"):
+        partitioner.abstract_state(task)
+
+
+def test_experts_are_told_at_once_that_they_must_be_even(arrangements: Any):
+    """Evaluation runs them by `shard_map`, which training with a capacity does not."""
+    model = uneven_model(num_heads=4)
+    layer = MoeFeedForward.HParams.config(num_experts=3, capacity_factor=2.0)
+    model.lm_tpl.stack_tpl.layer_tpl.feed_forward_tpl = layer
+    axes = ("data", "expert", "tensor")
+    partitioner, task = start(arrangements, [2, 2, 2], model=model, axes=axes)
+    expected = r"\['feed_forward'\]\['down'\]: dimension 'expert' of size 3 cannot be split evenly"
+    with pytest.raises(ValueError, match=expected):
         partitioner.abstract_state(task)

@@ -266,7 +266,8 @@ def _from_loader(partitioner: Partitioner, task: SingleTask) -> FirstState:
         name: f"{place}:{PARAMS}/{name}" if name in loaded else RANDOM_INIT
         for name in flatten_dict(like, sep="/")
     }
-    consumed, kept = {}, {}
+    consumed: dict[Any, Any] = {}
+    kept: dict[Any, Any] = {}
     for path, leaf in flatten_dict(given).items():
         is_padded = leaf.shape != on_devices[path].shape
         (kept if is_padded else consumed)[path] = leaf
