@@ -96,7 +96,7 @@ def meshes(session: nox.Session) -> None:
 
 @nox.session
 def chaos(session: nox.Session) -> None:
-    """Fifty kills of one run under each partitioner; about an hour on two cores."""
+    """Fifty kills of one run under each partitioner; about half an hour of one core."""
     suite = ROOT / "integration_tests" / "chaos"
     check_wheels(session, list(PACKAGES), [suite], marker="chaos", doctests=False)
 

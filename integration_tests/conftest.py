@@ -108,7 +108,7 @@ class Job:
 
     def arguments(self, *more: str) -> list[str]:
         """The words after `runner`."""
-        fields = {**SMALL[self.exp], **self.fields}
+        fields = {**SMALL.get(self.exp, {}), **self.fields}
         words = [f"--fdl.{name}={value}" for name, value in fields.items()]
         folders = [f"--job_log_dir={self.folder}", f"--jax_compilation_cache={self.cache}"]
         return [f"--exp={self.exp}", *words, *folders, *self.flags, *more]
@@ -300,7 +300,7 @@ class Jobs:
 
     def make(self, exp: str, folder: Path, *flags: str, num_devices: int = 1, **fields: Any) -> Job:
         """A small job in `folder`."""
-        if exp == "lm.quickstart.LocalText":
+        if exp in ("lm.quickstart.LocalText", "text_anywhere.TextAnywhere"):
             fields = {"TEXT_FILES": f"['{self.text_files}']", **fields}
         return Job(exp, folder, self.cache, num_devices, fields, flags)
 
