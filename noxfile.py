@@ -47,6 +47,8 @@ DOCTESTED = ("layerkit", "runner")
 # What layerkit-inputs is installed with.
 LIGHT_EXTRAS = "[grain,hf,text]"
 TENSORFLOW_EXTRAS = "[seqio,lingvo]"
+# The named experiments read their corpora through SeqIO, Grain and files.
+CORPUS_EXTRAS = "[grain,hf,seqio,text]"
 # The longest tests first, so that no worker is left with one of them at the end.
 ALL_SUITES = [*ROOT.glob("integration_tests"), *sorted(ROOT.glob("packages/*/tests"), reverse=True)]
 # safetensors: what the extra layerkit[hf] brings; wandb, optuna: layerkit-runner[wandb,sweeps].
@@ -106,9 +108,24 @@ def chaos(session: nox.Session) -> None:
 
 @nox.session
 def experiments(session: nox.Session) -> None:
-    """Every named experiment: planned on its own target, and trained in its reduced form."""
-    suites = [ROOT / "packages/experiments/tests", ROOT / "packages/runner/tests/plan"]
-    check_wheels(session, list(PACKAGES), suites, marker="experiments", doctests=False)
+    """Every named experiment, trained in its reduced form; its data through SeqIO and Grain."""
+    check_wheels(
+        session,
+        list(PACKAGES),
+        [ROOT / "packages/experiments/tests", *ROOT.glob("integration_tests")],
+        extras=CORPUS_EXTRAS,
+        marker="experiments",
+        doctests=False,
+    )
+
+
+@nox.session
+def plans(session: nox.Session) -> None:
+    """Plans every named experiment on the devices it is made for; arguments go to the script."""
+    install_sources(session)
+    compilers = "./packages/runner[plan-tpu,plan-cuda]"
+    session.install("--constraint", str(CONSTRAINTS), "--editable", compilers)
+    session.run("python", "scripts/plan_experiments.py", *session.posargs)
 
 
 @nox.session

@@ -2,12 +2,14 @@
 
 The run goes through everything a user's run does: the input with its prefetching, metrics.jsonl,
 TensorBoard and plain lines with summaries at every step, goodput, watchdog, signals, and a
-checkpoint every 20 steps, written while training goes on. The bare program calls the same compiled
-step on batches that lie on the device. Both take turns in one process; printed is the ratio of
-speeds (1: the runner costs nothing) as the median over pairs with a 95 % interval, and how long the
-loop stood still for a save.
+checkpoint every 20 steps, written while training goes on. Before each save it stands still while 20
+steps of the bare program are timed: the same compiled step on batches that lie on the device. So
+both are timed in turns of seconds, and a machine that is now faster and now slower tells on both.
+Printed is the ratio of speeds (1: the runner costs nothing) as the median over these turns with a
+95 % interval, and how long the loop stood still for a save.
 
     python benchmarks/overhead.py                        # the quickstart's sizes
+    python benchmarks/overhead.py --dims 256             # a step that takes longer
     python benchmarks/overhead.py --memory --steps 2000  # one run, and whether its memory grows
 """
 
@@ -16,10 +18,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import os
 import platform
-import random
 import statistics
 import tempfile
 import time
@@ -37,7 +39,10 @@ from layerkit_runner.configuration.resolve import ResolvedExperiment, resolve
 from layerkit_runner.feeds.infeed import make_input, training_config
 from layerkit_runner.job import build_parts
 from layerkit_runner.modes.train import run_train
-from layerkit_runner.observers import read_metrics
+from layerkit_runner.observers import Observer, read_metrics
+from layerkit_runner.observers.metrics_log import Metrics
+from layerkit_runner.programs import BaseProgram
+from layerkit_runner.steps.train_state import TrainState
 
 SAVE_INTERVAL = 20
 
@@ -48,13 +53,63 @@ class Quickstart(LocalText):
     def datasets(self) -> list[Config]:
         return [config for config in super().datasets() if config.is_training]
 
+    def eval_programs(self) -> list[Config]:
+        return []
+
     def decode_datasets(self) -> list[Config]:
         return []
 
 
-def resolved_for(steps: int, dims: int) -> ResolvedExperiment:
+class BesideBareSteps(Quickstart):
+    """The quickstart, which stands still before each save while bare steps are timed."""
+
+    def eval_programs(self) -> list[Config]:
+        dims = self.MODEL_DIMS
+        return [Config(BareSteps, name="bare", interval_steps=SAVE_INTERVAL, dims=dims)]
+
+
+class BareSteps(BaseProgram):
+    """Runs the bare program, and reports when it began and ended."""
+
+    def __init__(self, *given: Any, dims: int, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._bare = Bare(dims)
+
+    def run(self, state: TrainState, step: int, observers: Observer) -> dict[str, float]:
+        began = time.perf_counter()
+        self._bare.run(SAVE_INTERVAL)
+        times = {"began": began, "ended": time.perf_counter()}
+        observers.eval_metrics(step, self.name, times)
+        return times
+
+
+class Bare:
+    """The same compiled step, called in a loop on batches that are on the device."""
+
+    def __init__(self, dims: int) -> None:
+        resolved = resolved_for(Quickstart, steps=1, dims=dims)
+        partitioner, task = build_parts(resolved)
+        partitioner.start()
+        partitioner.bind(task)
+        source = make_input(training_config(resolved), partitioner)
+        batches = [source.get_next() for _ in range(8)]
+        shapes = partitioner.abstract_batch(batches[0])
+        step = partitioner.train_step_fn(task)
+        self._step = step.lower(partitioner.abstract_state(task), shapes).compile()
+        self._batches = itertools.cycle([partitioner.put_batch(batch) for batch in batches])
+        self._state = partitioner.first_state(task)
+        self.run(SAVE_INTERVAL)
+
+    def run(self, steps: int) -> None:
+        """Trains for some steps, and waits for them."""
+        for batch in itertools.islice(self._batches, steps):
+            self._state, reported = self._step(self._state, batch)
+        jax.block_until_ready(reported)
+
+
+def resolved_for(experiment: type[Quickstart], *, steps: int, dims: int) -> ResolvedExperiment:
     """The experiment with everything on."""
-    resolved = resolve(Quickstart(MODEL_DIMS=dims, HIDDEN_DIMS=4 * dims))
+    resolved = resolve(experiment(MODEL_DIMS=dims, HIDDEN_DIMS=4 * dims))
     resolved.task.train.set(
         num_train_steps=steps,
         summary_interval_steps=1,
@@ -67,80 +122,47 @@ def resolved_for(steps: int, dims: int) -> ResolvedExperiment:
     return resolved
 
 
-def runner_record(steps: int, dims: int) -> list[dict[str, Any]]:
+def record_of_run(resolved: ResolvedExperiment) -> Metrics:
     """What a new run reported of each of its steps."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        options = RunOptions(job_log_dir=folder)
-        if run_train(resolved_for(steps, dims), options) != 0:
+        if run_train(resolved, RunOptions(job_log_dir=folder)) != 0:
             raise RuntimeError("the run was stopped")
-        return read_metrics(Path(folder)).train
+        return read_metrics(Path(folder))
 
 
-class Bare:
-    """The same compiled step, called in a loop on batches that are on the device."""
-
-    def __init__(self, dims: int) -> None:
-        resolved = resolved_for(1, dims)
-        self._partitioner, self._task = build_parts(resolved)
-        self._partitioner.start()
-        self._partitioner.bind(self._task)
-        source = make_input(training_config(resolved), self._partitioner)
-        batches = [source.get_next() for _ in range(8)]
-        shapes = self._partitioner.abstract_batch(batches[0])
-        abstract = self._partitioner.abstract_state(self._task)
-        step = self._partitioner.train_step_fn(self._task)
-        self._step = step.lower(abstract, shapes).compile()
-        self._batches = [self._partitioner.put_batch(batch) for batch in batches]
-
-    def seconds_per_step(self, steps: int) -> float:
-        """Of all steps but the first, as for the run."""
-        state = self._partitioner.first_state(self._task)
-        state, reported = self._step(state, self._batches[0])
-        jax.block_until_ready(reported)
-        began = time.perf_counter()
-        for number in range(1, steps):
-            state, reported = self._step(state, self._batches[number % len(self._batches)])
-        jax.block_until_ready(reported)
-        return (time.perf_counter() - began) / (steps - 1)
-
-
-def compare(*, steps: int, pairs: int, dims: int) -> dict[str, Any]:
-    """Runs both in turn, in random order within each pair."""
-    bare = Bare(dims)
-    runner_record(2 * SAVE_INTERVAL, dims)  # pays for imports and the compilation
-    ratios, stalls = [], []
-    seconds: dict[str, list[float]] = {"bare": [], "runner": []}
-    for _ in range(pairs):
-        for name in random.sample(sorted(seconds), 2):
-            if name == "bare":
-                seconds[name].append(bare.seconds_per_step(steps))
-            else:
-                record = runner_record(steps, dims)
-                seconds[name].append((record[-1]["time"] - record[0]["time"]) / (len(record) - 1))
-                stalls += save_stalls(record)
-        ratios.append(seconds["bare"][-1] / seconds["runner"][-1])
+def compare(*, steps: int, dims: int) -> dict[str, Any]:
+    """One run, in which training and bare steps take turns."""
+    record = record_of_run(resolved_for(BesideBareSteps, steps=steps, dims=dims))
+    turns = record.evals["bare"]
+    bare = np.array([turn["ended"] - turn["began"] for turn in turns[1:]])
+    # From the end of one turn to the beginning of the next: a save, and as many training steps.
+    runner = np.array([b["began"] - a["ended"] for a, b in itertools.pairwise(turns)])
+    ratios = (bare / runner).tolist()
     low, high = median_interval(ratios)
+    stalls = save_stalls(record)
     return {
         "speed_ratio": statistics.median(ratios),
         "interval_95": [low, high],
-        "pairs": pairs,
-        "steps": steps,
-        "median_seconds_per_step": {name: statistics.median(s) for name, s in seconds.items()},
+        "turns": len(ratios),
+        "median_seconds_per_step": {
+            "bare": float(np.median(bare)) / SAVE_INTERVAL,
+            "runner": float(np.median(runner)) / SAVE_INTERVAL,
+        },
         "seconds_of_stall_per_save": {"median": statistics.median(stalls), "max": max(stalls)},
     }
 
 
-def save_stalls(record: list[dict[str, Any]]) -> list[float]:
+def save_stalls(record: Metrics) -> list[float]:
     """How much longer than usual the steps took before which there was a save."""
-    times = np.array([logged["time"] for logged in record])
-    gaps = np.diff(times)  # gaps[i] ends with step i + 2
-    after_save = [i for i in range(len(gaps)) if (i + 1) % SAVE_INTERVAL == 0]
-    return [float(gaps[i] - np.median(gaps)) for i in after_save]
+    reported = {logged["step"]: logged["time"] for logged in record.train}
+    before = {turn["step"]: turn["time"] for turn in record.evals["bare"]}
+    usual = np.median([reported[n] - reported[n - 1] for n in reported if n - 1 in reported])
+    return [float(reported[step + 1] - saves - usual) for step, saves in before.items()]
 
 
 def memory(*, steps: int, dims: int) -> dict[str, Any]:
     """Resident memory of this process over one run, from its second quarter on."""
-    record = runner_record(steps, dims)
+    record = record_of_run(resolved_for(Quickstart, steps=steps, dims=dims)).train
     later = record[len(record) // 4 :]
     numbers = np.array([[logged["step"], logged["memory/host_rss_bytes"]] for logged in later])
     per_step, _ = np.polyfit(numbers[:, 0], numbers[:, 1], 1)
@@ -155,18 +177,17 @@ def memory(*, steps: int, dims: int) -> dict[str, Any]:
 def main() -> None:
     """Parses the sizes, measures, prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200, help="of each run")
-    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=1000, help="of the run")
     parser.add_argument("--dims", type=int, default=128)
     parser.add_argument("--memory", action="store_true", help="one run, and its memory")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    if args.steps <= SAVE_INTERVAL:
-        parser.error(f"--steps={args.steps} must be more than {SAVE_INTERVAL}, to see a save")
+    if args.steps < 4 * SAVE_INTERVAL:
+        parser.error(f"--steps={args.steps} must be at least {4 * SAVE_INTERVAL}, to see saves")
     if args.memory:
         result = memory(steps=args.steps, dims=args.dims)
     else:
-        result = compare(steps=args.steps, pairs=args.pairs, dims=args.dims)
+        result = compare(steps=args.steps, dims=args.dims)
     machine = f"{platform.machine()}, {os.cpu_count()} cores, {jax.devices()[0].device_kind}"
     result = {"machine": machine, "jax": jax.__version__, **result}
     if args.json:

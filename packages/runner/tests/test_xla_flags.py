@@ -61,10 +61,16 @@ def test_flags_of_a_tpu_go_where_its_compiler_reads_them():
     [
         ("gpu_latency_hiding", H100, None),
         ("gpu_latency_hiding", "cpu", "for these there is none"),
-        ("gpu_latency_hiding", V5P, "for these there is tpu_multislice$"),
-        ("tpu_v5e_collective_fusion", V5P, "which are TPU v5; for these there is tpu_multislice$"),
+        ("gpu_latency_hiding", V5P, "for these there is tpu_fsdp or tpu_multislice$"),
+        (
+            "tpu_v5e_collective_fusion",
+            V5P,
+            "which are TPU v5; for these there is tpu_fsdp or tpu_multislice$",
+        ),
         ("tpu_v5e_collective_fusion", "TPU v5 lite", None),
         ("tpu_multislice", V5P, None),
+        ("tpu_fsdp", V5P, None),
+        ("tpu_fsdp", "TPU v5 lite", "is not for the devices at hand"),
         ("tpu_multislice", H100, "for these there is gpu_latency_hiding"),
         ("tpu_v6e_moe", V6E, None),
         ("tpu_v6e_moe", V5P, "is not for the devices at hand, which are TPU v5;"),

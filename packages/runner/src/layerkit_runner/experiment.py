@@ -58,6 +58,10 @@ class BaseExperiment:
     minute, and without a download. Each base and mix-in has a say on its own fields; see
     `reduced_values`."""
 
+    trained_by: ClassVar[type[BaseExperiment] | None] = None
+    """For an experiment that only evaluates: the one that trains its model, which is named to those
+    who ask to train or to plan this one."""
+
     def __init_subclass__(cls, *, abstract: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name, instead in _NOT_OURS.items():

@@ -5,7 +5,8 @@ that (`set_compiler_flags`); whether they suit the devices is known only afterwa
 (`check_devices`). Flags of the user's own environment come last and win.
 
 Sources: JAX documentation, "GPU performance tips"; OpenXLA, "GPU optimization levels" (level O1);
-MaxText's collected flags for TPUs and its scripts for H100.
+MaxText's collected flags for TPUs and its scripts for H100; PyTorch/XLA's defaults for weights that
+are fully sharded (its pull request 6528), which Google's recipes for v5p use as well.
 """
 
 from __future__ import annotations
@@ -64,6 +65,16 @@ PRESETS: Mapping[str, FlagSet] = {
             "--xla_tpu_enable_async_collective_fusion_multiple_steps=true",
             "--xla_tpu_overlap_compute_collective_tc=true",
             "--xla_enable_async_all_gather=true",
+        ),
+    ),
+    # Weights that are sharded along one axis of a torus of three dimensions would be gathered by
+    # all-reduces, which send twice as much and keep what they gathered for the backward pass.
+    "tpu_fsdp": FlagSet(
+        _TPU,
+        r"TPU v4|TPU v5|TPU v5p",
+        (
+            "--xla_enable_async_all_gather=true",
+            "--xla_tpu_prefer_async_allgather_to_allreduce=true",
         ),
     ),
     # All-reduces of gradients between slices overlap with the backward pass.

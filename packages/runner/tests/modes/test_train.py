@@ -109,6 +109,22 @@ def test_no_training_input(tiny: SimpleNamespace, experiment: Any, tmp_path: Pat
     assert not (tmp_path / "job").exists()
 
 
+def test_an_experiment_that_only_evaluates(experiment: Any, tmp_path: Path):
+    class Asks(experiment):
+        trained_by = experiment
+
+        def datasets(self) -> list[Config]:
+            return super().datasets()[1:]
+
+    expected = (
+        r"Asks only evaluates, for none of its datasets\(\) has is_training=True: use"
+        r" --mode=eval_once or --mode=eval; to train or to plan, take .*, whose model it evaluates$"
+    )
+    with pytest.raises(UsageError, match=expected):
+        run_train(resolve(Asks()), RunOptions(job_log_dir=str(tmp_path / "job")))
+    assert not (tmp_path / "job").exists()
+
+
 def test_data_sets_of_one_name(tiny: SimpleNamespace, experiment: Any, tmp_path: Path):
     class Twice(experiment):
         def datasets(self) -> list[Config]:

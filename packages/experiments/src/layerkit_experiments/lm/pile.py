@@ -97,6 +97,8 @@ Pile175B = GPT175B
 class Lambada126M(Gpt126M, Lambada):
     """GPT-3 Small asked for LAMBADA's last words, without examples; only evaluates."""
 
+    trained_by = Pile126M
+
     PERCORE_BATCH_SIZE = 4.0
 
     def task(self) -> Config:

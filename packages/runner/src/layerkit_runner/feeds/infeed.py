@@ -28,12 +28,26 @@ def training_config(resolved: ResolvedExperiment) -> Config:
       UsageError: there is not exactly one.
     """
     training = [config for config in resolved.datasets if config.is_training]
+    if resolved.datasets and not training:
+        raise UsageError(_only_evaluates(resolved))
     if len(training) != 1:
         raise UsageError(
             f"{resolved.name}.datasets() must hold one input with is_training=True to train on,"
             f" not {len(training)}"
         )
     return training[0]
+
+
+def _only_evaluates(resolved: ResolvedExperiment) -> str:
+    text = (
+        f"{resolved.name} only evaluates, for none of its datasets() has is_training=True: use"
+        " --mode=eval_once or --mode=eval"
+    )
+    trainer = resolved.experiment.trained_by
+    if trainer is None:
+        return text
+    name = f"{trainer.__module__}.{trainer.__qualname__}"
+    return f"{text}; to train or to plan, take {name}, whose model it evaluates"
 
 
 @dataclasses.dataclass(frozen=True)

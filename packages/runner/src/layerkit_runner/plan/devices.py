@@ -13,6 +13,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -37,6 +38,9 @@ _TPU_NAMES = {"v7x": "tpu7x"}
 # libtpu ends the process when it meets a flag that it does not know.
 _FLAGS_OF_OTHERS = re.compile(r"--xla_(?:cpu|gpu|force_host)_\w+(?:=\S*)?")
 _CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+# XLA warns of programs that leave less than a fifth of the memory free, and the plan tells how much
+# is left. "1", warnings, is what JAX sets where the user has said nothing; "2" is errors.
+_LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 
 
 def planned_target(
@@ -176,7 +180,9 @@ def _tpu_devices(target: Target, kind: DeviceKind) -> list[jax.Device]:
     os.environ["XLA_FLAGS"] = _FLAGS_OF_OTHERS.sub("", os.environ.get("XLA_FLAGS", "")).strip()
     name = f"{_TPU_NAMES.get(kind.name, kind.name)}:{'x'.join(map(str, target.topology))}"
     # Both TensorCores of a v4 chip as one device, as programs see them.
-    options = {"chip_config_name": "megacore"} if kind.name == "v4" else {}
+    options: dict[str, Any] = {"chip_config_name": "megacore"} if kind.name == "v4" else {}
+    if min(target.topology[:2]) == 1:  # less than the 2 × 2 chips of a host
+        options["chips_per_host_bounds"] = [*(min(2, size) for size in target.topology[:2]), 1]
     try:
         described = topologies.get_topology_desc(
             name, platform="tpu", num_slices=target.num_slices, **options
@@ -194,6 +200,8 @@ def _gpu_devices(target: Target, kind: DeviceKind) -> list[jax.Device]:
     from jax.experimental import topologies
 
     assert target.num_devices is not None
+    if os.environ.get(_LOG_LEVEL, "1") == "1":
+        os.environ[_LOG_LEVEL] = "2"
     per_node = target.num_devices // target.num_slices
     try:
         # Nodes × processes of a node × devices of a process.

@@ -5,6 +5,7 @@
     runner --exp=… --mode=plan --target=cpux8       the same
     runner --exp=… --mode=plan --json               one JSON object, with the keys of `Plan`
     runner --exp=… --mode=plan --search             other meshes and policies, the best first
+    runner --exp=… --mode=plan --target=v5p --xla_flags_preset=tpu_fsdp    with compiler flags
 
 A plan that does not fit is followed by what would make it fit.
 Nothing is written to disk, and no accelerator of this machine is touched.
@@ -12,15 +13,21 @@ Nothing is written to disk, and no accelerator of this machine is touched.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 
 from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.configuration.resolve import ResolvedExperiment
+from layerkit_runner.feeds.infeed import training_config
 from layerkit_runner.job import build_parts
+from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.plan.alternatives.command import print_plan, print_search
 from layerkit_runner.plan.alternatives.trials import Limits
 from layerkit_runner.plan.devices import planned_target, target_devices
 from layerkit_runner.plan.plan import Plan, make_plan
+from layerkit_runner.task import SingleTask
+from layerkit_runner.xla_flags import check_devices, flag_lines, set_compiler_flags
 
 
 def run_plan(resolved: ResolvedExperiment, options: RunOptions) -> int:
@@ -29,19 +36,27 @@ def run_plan(resolved: ResolvedExperiment, options: RunOptions) -> int:
     Raises:
       UsageError: flags or fields that do not fit together, or sizes that do not fit the mesh.
     """
+    training_config(resolved)  # a plan is of training: what only evaluates has none
     parts = build_parts(resolved)
     target = planned_target(parts[0], target=options.target, num_devices=options.num_devices)
+    set_compiler_flags(options)
     devices = target_devices(target)
+    check_devices(options, devices[0].device_kind)
     # A program from the cache would cost no time to compile, and tell less about itself.
     jax.config.update("jax_enable_compilation_cache", False)  # noqa: FBT003
 
-    def make(varied: ResolvedExperiment) -> Plan:
-        return make_plan(varied, devices, target=target)
+    flags = [f"compiled with {line}" for line in flag_lines(options)]
+
+    def make(
+        varied: ResolvedExperiment, parts: tuple[Partitioner, SingleTask] | None = None
+    ) -> Plan:
+        plan = make_plan(varied, devices, parts=parts, target=target)
+        return dataclasses.replace(plan, notes=[*flags, *plan.notes])
 
     limits = Limits(options.max_compilations, options.max_seconds)
     if options.search:
         print_search(resolved, make, devices, limits=limits, as_json=options.json)
         return 0
-    plan = make_plan(resolved, devices, parts=parts, target=target)
+    plan = make(resolved, parts)
     print_plan(resolved, plan, make, devices, limits=limits, as_json=options.json)
     return 0

@@ -8,7 +8,7 @@ import pytest
 from layerkit_runner.configuration.resolve import resolve
 from layerkit_runner.errors import UsageError
 from layerkit_runner.plan.alternatives.pages import search_json, search_page
-from layerkit_runner.plan.alternatives.search import Candidate, Search, search
+from layerkit_runner.plan.alternatives.search import Candidate, Search, order, search
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +129,54 @@ def test_the_page_where_no_speed_is_known():
     assert lines[1] == "on h100x8, 8 devices; 32 rows in a batch"
     (own,) = [line for line in lines if " * 8 × 1 × 1 " in line]
     assert " ".join(own.split()) == "2 * 8 × 1 × 1 full 90 GB ? 20 MB"
+
+
+SLICED = Candidate(
+    [],
+    {"data": 2, "fsdp": 64, "tensor": 1},
+    "full",
+    across={"data": 2},
+    peak=27_700_000_000,
+    fits=True,
+    step_seconds=4.5,
+    step_seconds_no_overlap=4.75,
+    mfu=0.7,
+    limited_by="compute",
+    bytes_sent=130_000_000_000,
+    bytes_slow=1_370_000_000,
+    guessed_seconds=0.137,
+)
+# Less in all, but ten times as much to the other slice.
+ACROSS = dataclasses.replace(
+    SLICED,
+    across={"fsdp": 2},
+    step_seconds_no_overlap=4.5,
+    bytes_slow=13_700_000_000,
+    guessed_seconds=1.37,
+)
+
+
+def test_a_network_of_unknown_speed_counts_in_the_order():
+    assert sorted([ACROSS, SLICED], key=order) == [SLICED, ACROSS]
+    known = [dataclasses.replace(each, guessed_seconds=0.0) for each in (SLICED, ACROSS)]
+    assert sorted(known, key=order) == known[::-1]
+
+
+def test_the_page_tells_slices_apart():
+    found = dataclasses.replace(FOUND, ranked=[SLICED, ACROSS])
+    lines = search_page(found).splitlines()
+    (start,) = [at for at, line in enumerate(lines) if "data × fsdp × tensor" in line]
+    assert lines[start : start + 5] == [
+        "      data × fsdp × tensor       remat              peak  fits        slow"
+        "  step     none hidden  MFU",
+        "  1 * 2 × 64 × 1, data 2 across  full            27.7 GB  yes      1.37 GB"
+        "  4.5 s    4.75 s       70 %  compute",
+        "  2 * 2 × 64 × 1, fsdp 2 across  full            27.7 GB  yes      13.7 GB"
+        "  4.5 s    4.5 s        70 %  compute",
+        "* as it is",
+        "the speed of the network between slices is not known and not in these times; the order"
+        " takes it for 10 GB/s of each device",
+    ]
 
 
 @pytest.mark.slow

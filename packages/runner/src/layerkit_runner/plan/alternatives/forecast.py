@@ -42,7 +42,7 @@ RECOMPUTED = {
 _HANDED_ON = "full"
 _FIELD = re.compile(r"(\w+)\[([\d, ]*)\]")
 # For devices of which nothing is known, so that there is an order.
-_SOME_FLOPS, _SOME_FAST, _SOME_SLOW = 1e14, 1e11, 1e10
+_SOME_FLOPS, _SOME_FAST, SOME_SLOW = 1e14, 1e11, 1e10
 
 
 class Forecast:
@@ -172,7 +172,7 @@ class Forecast:
         repeated = 1 + RECOMPUTED.get(wanted.get(changes.REMAT, self.remat) or "none", 1.0) / 3
         compute = self.plan.flops_per_device * repeated / (kind.peak_flops or _SOME_FLOPS)
         sending = fast / (kind.fast_bandwidth or _SOME_FAST)
-        sending += slow / (kind.slow_bandwidth or _SOME_SLOW)
+        sending += slow / (kind.slow_bandwidth or SOME_SLOW)
         return compute + sending / 2
 
     def mesh_changes(self, mesh: MeshShape) -> dict[str, Any]:
@@ -187,6 +187,10 @@ class Forecast:
     def mesh_sizes(self, mesh: MeshShape) -> dict[str, int]:
         """Its axes by name."""
         return mesh.sizes(self._axes)
+
+    def axes_across(self, mesh: MeshShape) -> dict[str, int]:
+        """Those of them that slices lie along, and how many slices along each."""
+        return mesh.across(self._axes)
 
     def policies_that_keep_less(self) -> list[str]:
         """Those after the experiment's own, in the order in which they keep less."""

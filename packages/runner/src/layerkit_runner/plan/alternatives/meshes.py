@@ -28,6 +28,11 @@ class MeshShape:
         dcn = self.dcn or (1,) * len(self.ici)
         return {name: i * d for name, i, d in zip(axis_names, self.ici, dcn, strict=True)}
 
+    def across(self, axis_names: Sequence[str]) -> dict[str, int]:
+        """Those axes that slices lie along, and how many slices along each."""
+        dcn = self.dcn or (1,) * len(self.ici)
+        return {name: d for name, d in zip(axis_names, dcn, strict=True) if d > 1}
+
 
 def mesh_shapes(
     axis_names: Sequence[str], *, current: MeshShape, num_slices: int = 1, devices_per_slice: int

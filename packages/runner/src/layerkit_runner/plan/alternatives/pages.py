@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from layerkit_runner.byte_sizes import size_text
 from layerkit_runner.plan.alternatives.advice import Advice
+from layerkit_runner.plan.alternatives.forecast import SOME_SLOW
 from layerkit_runner.plan.alternatives.search import Candidate, Search
 from layerkit_runner.plan.page import seconds_text
 from layerkit_runner.plan.plan import Plan
@@ -83,16 +84,25 @@ def _search_lines(search: Search) -> Iterator[str]:
         yield f"ended by the limit of {search.limit}"
     yield ""
     knows_time = any(each.step_seconds is not None for each in search.ranked)
-    meshes = [" × ".join(map(str, each.mesh.values())) for each in search.ranked]
+    crosses = any(each.bytes_slow for each in search.ranked)
+    meshes = [_mesh_text(each) for each in search.ranked]
     axes = " × ".join(search.ranked[0].mesh)
     width = max(map(len, [axes, *meshes]))
     last = "step     none hidden  MFU" if knows_time else "sent by each device"
+    if crosses:
+        last = f"{'slow':>9}  {last}"
     yield f"      {axes:<{width}}  {'remat':<14}{'peak':>9}  fits   {last}"
     for number, (candidate, mesh) in enumerate(zip(search.ranked, meshes, strict=True), start=1):
         now = "*" if not candidate.flags else " "
         row = f"{number:>3} {now} {mesh:<{width}}  {candidate.remat or '':<14}"
-        yield f"{row}{_figures(candidate, knows_time=knows_time)}".rstrip()
+        figures = _figures(candidate, knows_time=knows_time, crosses=crosses)
+        yield f"{row}{figures}".rstrip()
     yield "* as it is"
+    if any(each.guessed_seconds for each in search.ranked):
+        yield (
+            "the speed of the network between slices is not known and not in these times; the order"
+            f" takes it for {size_text(round(SOME_SLOW))}/s of each device"
+        )
     yield ""
     if search.command is None:
         yield "nothing that was compiled fits"
@@ -101,11 +111,19 @@ def _search_lines(search: Search) -> Iterator[str]:
         yield f"  --exp={search.experiment} {' '.join(search.command)}".rstrip()
 
 
-def _figures(candidate: Candidate, *, knows_time: bool) -> str:
+def _mesh_text(candidate: Candidate) -> str:
+    """`2 × 64 × 1, data 2 across`."""
+    across = [f", {axis} {slices} across" for axis, slices in candidate.across.items()]
+    return "".join([" × ".join(map(str, candidate.mesh.values())), *across])
+
+
+def _figures(candidate: Candidate, *, knows_time: bool, crosses: bool) -> str:
     if candidate.reason is not None:
         return candidate.reason[:_REASON_LENGTH]
     fits = {None: "?", True: "yes", False: "no"}[candidate.fits]
     start = f"{size_text(candidate.peak or 0):>9}  {fits:<5}"
+    if crosses:
+        start += f"  {size_text(candidate.bytes_slow or 0):>9}"
     if not knows_time:
         return f"{start}  {size_text(candidate.bytes_sent or 0)}"
     if candidate.step_seconds is None or candidate.step_seconds_no_overlap is None:

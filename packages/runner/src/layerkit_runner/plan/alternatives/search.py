@@ -17,7 +17,7 @@ import jax
 from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError
 from layerkit_runner.plan.alternatives import changes
-from layerkit_runner.plan.alternatives.forecast import RECOMPUTED, Forecast
+from layerkit_runner.plan.alternatives.forecast import RECOMPUTED, SOME_SLOW, Forecast
 from layerkit_runner.plan.alternatives.meshes import MeshShape
 from layerkit_runner.plan.alternatives.trials import Trials
 from layerkit_runner.plan.plan import Plan
@@ -33,6 +33,7 @@ class Candidate:
     Attributes:
       flags: To add to the command; none for the experiment as it is.
       mesh: Size of each axis.
+      across: How many slices lie along an axis, where there are several.
       remat: The policy; None where the experiment has none to choose.
       estimated_peak: Bytes per device, before it was compiled.
       peak: Bytes per device, as compiled.
@@ -43,12 +44,16 @@ class Candidate:
       mfu_no_overlap: Likewise.
       limited_by: What takes longest.
       bytes_sent: By each device.
+      bytes_slow: Those of them that go to another slice or node.
+      guessed_seconds: What is taken for `bytes_slow` in the order alone, where nothing is known of
+        the network that they take; 0 where it is known, and so part of the times above.
       reason: Why it could not be compiled.
     """
 
     flags: list[str]
     mesh: dict[str, int]
     remat: str | None
+    across: dict[str, int] = dataclasses.field(default_factory=dict)
     estimated_peak: int | None = None
     peak: int | None = None
     fits: bool | None = None
@@ -58,6 +63,8 @@ class Candidate:
     mfu_no_overlap: float | None = None
     limited_by: str | None = None
     bytes_sent: int | None = None
+    bytes_slow: int | None = None
+    guessed_seconds: float = 0.0
     reason: str | None = None
 
 
@@ -118,7 +125,7 @@ def search(resolved: ResolvedExperiment, trials: Trials, devices: Sequence[jax.D
             f" runs under {first.plan.partitioner} on {_mesh_text(first.plan.mesh)}"
         )
     left_out: collections.Counter[str] = collections.Counter()
-    own = Candidate([], first.plan.mesh, forecast.remat, forecast.peak({}))
+    own = _candidate(forecast, [], forecast.own_mesh, forecast.remat, forecast.peak({}))
     compiled = [_measured(own, first.plan)]
     variants = _variants(forecast, left_out)
     for variant in variants:
@@ -131,7 +138,7 @@ def search(resolved: ResolvedExperiment, trials: Trials, devices: Sequence[jax.D
             if trial.plan is None
             else _measured(variant.candidate, trial.plan)
         )
-    ranked = sorted(compiled, key=_rank)
+    ranked = sorted(compiled, key=order)
     return Search(
         experiment=resolved.name,
         target=first.plan.target,
@@ -193,10 +200,21 @@ def _variant(forecast: Forecast, mesh: MeshShape, policy: str | None) -> _Varian
     except UsageError:
         return "the experiment refuses it"
     flags = changes.new_flags(forecast.resolved, varied)
-    candidate = Candidate(flags, forecast.mesh_sizes(mesh), policy, estimate.peak_bytes)
+    candidate = _candidate(forecast, flags, mesh, policy, estimate.peak_bytes)
     # What hardly fits comes after what does.
     is_large = not forecast.has(estimate.peak_bytes)
     return _Variant(candidate, varied, (is_large, forecast.seconds(wanted)))
+
+
+def _candidate(
+    forecast: Forecast,
+    flags: list[str],
+    mesh: MeshShape,
+    policy: str | None,
+    estimated_peak: int | None,
+) -> Candidate:
+    sizes, across = forecast.mesh_sizes(mesh), forecast.axes_across(mesh)
+    return Candidate(flags, sizes, policy, across, estimated_peak)
 
 
 def _measured(candidate: Candidate, plan: Plan) -> Candidate:
@@ -205,6 +223,8 @@ def _measured(candidate: Candidate, plan: Plan) -> Candidate:
     bounds = plan.bounds
     if bounds is None:  # the compiler refused it
         return found
+    assert plan.device is not None
+    slow = sum(traffic.bytes_slow for traffic in plan.collectives)
     return dataclasses.replace(
         found,
         step_seconds=bounds.step_seconds,
@@ -213,10 +233,12 @@ def _measured(candidate: Candidate, plan: Plan) -> Candidate:
         mfu_no_overlap=bounds.mfu_no_overlap,
         limited_by=bounds.limited_by,
         bytes_sent=sum(traffic.bytes_sent for traffic in plan.collectives),
+        bytes_slow=slow,
+        guessed_seconds=0.0 if plan.device.slow_bandwidth else slow / SOME_SLOW,
     )
 
 
-def _rank(candidate: Candidate) -> tuple[float, ...]:
+def order(candidate: Candidate) -> tuple[float, ...]:
     """Least first: those that fit by the time of a step, midway between both overlaps."""
     if candidate.reason is not None:
         return (2.0,)
@@ -225,7 +247,8 @@ def _rank(candidate: Candidate) -> tuple[float, ...]:
         # Nothing is known of the device's speed: first what computes least again.
         again = RECOMPUTED.get(candidate.remat or "none", 1.0)
         return (does_not_fit, again, candidate.bytes_sent or 0)
-    seconds = candidate.step_seconds + candidate.step_seconds_no_overlap
+    hidden = max(candidate.step_seconds, candidate.guessed_seconds)
+    seconds = hidden + candidate.step_seconds_no_overlap + candidate.guessed_seconds
     return (does_not_fit, seconds, candidate.peak or 0)
 
 
