@@ -11,6 +11,7 @@ import functools
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,12 +23,15 @@ from layerkit.config import target_of
 from layerkit_experiments.lm import c4_multislice, pile
 from layerkit_experiments.lm.recipes import seqio_tasks
 from layerkit_inputs import SeqIOInput
+from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.configuration.registry import find_experiment
 from layerkit_runner.configuration.resolve import ResolvedExperiment, resolve
+from layerkit_runner.errors import UsageError
 from layerkit_runner.learning.schedules import (
     linear_warmup_cosine_decay,
     linear_warmup_exponential_decay,
 )
+from layerkit_runner.plan.plan_mode import run_plan
 
 
 class Row(NamedTuple):
@@ -241,6 +245,12 @@ def test_lambada_asks_the_model_of_the_pile():
     assert data.mixture_or_task.tfds_name == "lambada:1.0.0"
     assert set(experiment.task.metrics) == {"last_word_accuracy"}
     assert experiment.task.model == resolved("pile.Pile126M").task.model
+
+
+def test_a_plan_of_lambada_names_what_to_plan():
+    expected = "to plan, take layerkit_experiments.lm.pile.Pile126M, whose model it evaluates"
+    with pytest.raises(UsageError, match=re.escape(expected)):
+        run_plan(resolved("pile.Lambada126M"), RunOptions())
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from layerkit_experiments.lm.recipes.last_words import last_word_rows, split_las
 from layerkit_inputs.testing.tfds_folders import write_tfds_folder
 from layerkit_runner.configuration.resolve import resolve
 
+pytestmark = pytest.mark.experiments  # whose session has SeqIO
+
 LONG = "All work and no play makes Jack a dull boy. " * 3
 TEXTS = {"train": ["short", LONG, "x", "another one"] * 3, "validation": ["held", "out"]}
 PASSAGES = ["A cat sat on the mat", "“Who?” he asked the ‘night’", "one two"]
@@ -37,11 +39,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def read(cls: type, folder: Path, **fields: Any) -> list[Any]:
     """The inputs of an experiment, built."""
+    return [config.Instantiate() for config in configs_of(cls, folder, **fields)]
+
+
+def configs_of(cls: type, folder: Path, **fields: Any) -> list[Any]:
+    """The configs of the inputs of an experiment, with rows that a few sentences fill."""
     fields = {"VOCAB_PATH": "bytes", "VOCAB_SIZE": 260, "MAX_SEQ_LEN": 32, **fields}
     if cls is Lambada126M:
         fields["TARGET_LENGTH"] = 8
     datasets = resolve(cls(TFDS_DATA_DIR=str(folder), **fields)).datasets
-    return [data.clone(batch_size=4, percore_batch_size=None).Instantiate() for data in datasets]
+    return [data.clone(batch_size=4, percore_batch_size=None) for data in datasets]
 
 
 def documents_of(batch: Any) -> list[list[int]]:
@@ -72,8 +79,8 @@ def test_every_token_of_a_document_is_trained_on(cls: type, folder: Path):
 
 
 def test_the_blank_batch_is_what_is_read(folder: Path):
-    (config, _) = resolve(Pile126M(TFDS_DATA_DIR=str(folder), VOCAB_PATH="bytes")).datasets
-    batch = config.clone(batch_size=4, percore_batch_size=None).Instantiate().get_next()
+    config, _ = configs_of(Pile126M, folder)
+    batch = config.Instantiate().get_next()
     blank = target_of(config).blank_batch(config, 4)
     assert {name: (a.shape, a.dtype) for name, a in batch.items()} == {
         name: (a.shape, a.dtype) for name, a in blank.items()

@@ -80,6 +80,7 @@ def fields_of(data: Path, data_format: str, grain: str) -> dict[str, Any]:
         "VOCAB_PATH": data / "vocab.model",
         "VOCAB_SIZE": VOCAB_SIZE,
         "MAX_SEQ_LEN": 128,
+        "PERCORE_BATCH_SIZE": 2.0,
     }
     return fields | ({"GRAIN_DATA_DIR": data / grain} if data_format == "grain" else {})
 

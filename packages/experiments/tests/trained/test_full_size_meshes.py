@@ -1,4 +1,7 @@
-"""Every other kind of experiment fits on the devices that it is made for, told by shapes alone."""
+"""Every other kind of experiment fits on the devices that it is made for, told by shapes alone.
+
+Those of C4 and The Pile are in lm/test_published_values.py.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,8 @@ pytestmark = pytest.mark.experiments
 
 # experiment: devices, how many
 MADE_FOR = {
+    "lm.lm_cloud.LmCloudSpmd2B": ("v4", 4),
+    "lm.lm_cloud.LmCloudSpmd2BLimitSteps": ("v4", 4),
     "lm.llama.Llama7B": ("h100", 128),
     "lm.llama.Llama13B": ("v5p", 128),
     "lm.llama.Llama70B": ("v5p", 256),
@@ -66,6 +71,17 @@ for name in sys.argv[1:]:
     }
 print(json.dumps(found))
 """
+
+
+def test_every_mesh_is_looked_at():
+    catalogue = read_catalogue(Path(layerkit_experiments.__file__).parent)
+    meshes = {
+        name
+        for name, line in catalogue.items()
+        if line.mesh not in ("pmap", "one device", "data, all devices")
+        and not name.startswith(("lm.c4.", "lm.c4_multislice.", "lm.pile."))
+    }
+    assert meshes <= set(MADE_FOR) <= set(catalogue)
 
 
 def test_weights_and_optimizer_leave_half_of_the_memory(tmp_path: Path):

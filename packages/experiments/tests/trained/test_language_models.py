@@ -35,11 +35,16 @@ TRAINED = [
 def test_the_loss_falls_in_twenty_steps(name: str, tmp_path: Path):
     folder = tmp_path / "run"
     flags = [f"--exp={name}", "--reduced", f"--job_log_dir={folder}", "--noenable_summary_writer"]
-    fields = {"MAX_STEPS": STEPS, "SUMMARY_INTERVAL_STEPS": 1, "EVAL_INTERVAL_STEPS": None}
+    fields = {
+        "MAX_STEPS": STEPS,
+        "SUMMARY_INTERVAL_STEPS": 1,
+        "EVAL_INTERVAL_STEPS": None,
+        "CHECKPOINT_EVERY_N_STEPS": STEPS,
+        "PERCORE_BATCH_SIZE": 1.0,  # on eight devices, the rows that one has
+    }
     if name.startswith("lm.c4.C4SpmdPipeline"):
         # Two stages on two of the eight devices, the rows of each split over four.
         fields["ICI_MESH_SHAPE"] = [2, 4, 1, 1]
-    fields["CHECKPOINT_EVERY_N_STEPS"] = STEPS
     words = [f"--fdl.{field}={value}" for field, value in fields.items()]
     assert cli.main([*flags, *words]) == 0
     found = {record["step"]: record["loss"] for record in read_metrics(folder).train}

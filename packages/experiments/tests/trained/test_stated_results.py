@@ -22,7 +22,7 @@ from layerkit_runner.checkpoints.handlers import stored_leaves
 
 pytestmark = pytest.mark.experiments
 
-TIMEOUT = 1800.0
+TIMEOUT = 5400.0  # seconds; a run takes minutes where nothing else runs beside it
 SIZES = ("--reduced", "--fdl.MAX_STEPS=60", "--fdl.CHECKPOINT_EVERY_N_STEPS=60")
 
 

@@ -94,3 +94,12 @@ def test_a_step_that_is_too_large_for_a_tpu_is_a_plan_that_does_not_fit(plan):
     assert found["fits"] is False
     assert "HBM" in found["refusal"]
     assert found["memory"]["peak"] > found["device"]["memory_bytes"]
+
+
+@needs_tpu
+def test_compiler_flags_are_those_that_a_run_would_have(plan):
+    flags = ["--target=v5p:2x2x2", "--fdl.MESH=[1,8,1]"]
+    plain, told = (plan(*flags, *more) for more in ([], ["--xla_flags_preset=tpu_fsdp"]))
+    note = "compiled with LIBTPU_INIT_ARGS --xla_enable_async_all_gather=true"
+    assert [line for line in told["notes"] if line.startswith(note)]
+    assert not [line for line in plain["notes"] if line.startswith("compiled with")]

@@ -55,3 +55,11 @@ def test_a_mesh_that_does_not_fit_ends_without_a_traceback(runner):
         "runner: --num_devices=4, but the mesh of this experiment has 8"
     )
     assert "Traceback" not in result.stderr
+
+
+def test_compiler_flags_for_other_devices_than_the_target_are_refused(runner):
+    result = runner("--exp=small_lm_experiment.SmallLm", "--xla_flags_preset=tpu_fsdp")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith(
+        "runner: --xla_flags_preset=tpu_fsdp is not for the devices at hand, which are cpu"
+    )
