@@ -1,0 +1,145 @@
+"""What a loss of docs/convergence.md is to be judged by, found from the data alone.
+
+All levels are nats per prediction: of each token (byte) of the held-out text and of the end of each
+document, as the models predict them.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import json
+import lzma
+import math
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from passages import Passage, draw_passages
+
+from layerkit_inputs import LocalText
+from layerkit_inputs.text_files import split_files, standard_library_files
+from layerkit_inputs.trigram import trigram_loss
+
+VOCAB_SIZE = 256
+NUM_PASSAGES = {"train": 8000, "heldout": 200, "asked": 400}
+
+
+def draw_splits(num_train: int = NUM_PASSAGES["train"]) -> dict[str, list[Passage]]:
+    """The passages to train on, those held out and those whose last word is asked for."""
+    counts = {**NUM_PASSAGES, "train": num_train}
+    drawn = {
+        name: draw_passages(count, seed=seed) for seed, (name, count) in enumerate(counts.items())
+    }
+    known = {passage.text for passage in drawn["train"]}
+    assert not any(
+        passage.text in known for name in ("heldout", "asked") for passage in drawn[name]
+    )
+    return drawn
+
+
+def write_data(folder: Path, *, num_train: int) -> None:
+    """Passages in the true format of three data sets in `tfds`, and `vocab.model` of them."""
+    import sentencepiece
+
+    from layerkit_inputs.testing.tfds_folders import write_tfds_folder
+
+    splits = draw_splits(num_train)
+    train, heldout = ([passage.text for passage in splits[name]] for name in ("train", "heldout"))
+    asked = [passage.question for passage in splits["asked"]]
+    texts = {"train": train, "validation": heldout}
+    write_tfds_folder(folder / "tfds", "c4/en:3.0.1", texts=texts)
+    write_tfds_folder(folder / "tfds", "the_pile:1.0.0", texts={**texts, "test": heldout})
+    write_tfds_folder(folder / "tfds", "lambada:1.0.0", texts={"train": heldout, "test": asked})
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(train),
+        model_prefix=str(folder / "vocab"),
+        model_type="bpe",  # every word becomes a token
+        vocab_size=VOCAB_SIZE,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        minloglevel=2,
+    )
+    (folder / "num_train.json").write_text(json.dumps(num_train))
+
+
+def of_local_text(num_read: int) -> dict[str, float]:
+    """Of Python's own sources: tables of the training files, and `xz` that has read them.
+
+    Args:
+      num_read: How many bytes the model was trained on; one table is of files of that size in all.
+    """
+    fraction = LocalText.heldout_fraction
+    files = split_files(standard_library_files(), heldout_fraction=fraction)
+    train, heldout = ([file.path.read_bytes() for file in split] for split in files)
+    before, after = b"".join(train), b"".join(heldout)
+    as_much = random.Random(0).sample(train, len(train))
+    sizes = itertools.accumulate(map(len, as_much))
+    as_much = [document for document, size in zip(as_much, sizes, strict=True) if size <= num_read]
+    added = _xz_bits(before + after) - _xz_bits(before)
+    return {
+        "frequencies of bytes": _unigram_loss(_counts(train), _counts(heldout)),
+        "trigrams of as much text as the model read": trigram_loss(as_much, heldout),
+        "trigrams of the whole training text": trigram_loss(train, heldout),
+        # A window of 64 MiB: a repetition of anything that it has read costs next to nothing.
+        "xz after the whole training text": added * math.log(2) / (len(after) + len(heldout)),
+    }
+
+
+def _counts(documents: Sequence[bytes]) -> collections.Counter[int]:
+    """How often each byte occurs, and the end of a document, which is 256."""
+    found = np.bincount(np.frombuffer(b"".join(documents), np.uint8), minlength=257)
+    found[256] = len(documents)
+    return collections.Counter(dict(enumerate(found.tolist())))
+
+
+def _xz_bits(text: bytes) -> int:
+    return 8 * len(lzma.compress(text, preset=9))
+
+
+def of_passages(folder: Path) -> dict[str, float]:
+    """Of made-up passages: frequencies of tokens, two forgetful readers, the generator itself."""
+    import sentencepiece
+
+    vocabulary = sentencepiece.SentencePieceProcessor(model_file=str(folder / "vocab.model"))
+    splits = draw_splits(json.loads((folder / "num_train.json").read_text()))
+    train, heldout = (
+        [[*vocabulary.encode(passage.text), vocabulary.eos_id()] for passage in splits[name]]
+        for name in ("train", "heldout")
+    )
+    num_predictions = sum(map(len, heldout))
+    known = {
+        "forgets what the passage said": [p.forgetful_nats for p in splits["heldout"]],
+        "does not know what belongs together": [p.unsorted_nats for p in splits["heldout"]],
+        "entropy of the generator": [p.nats for p in splits["heldout"]],
+    }
+    return {
+        "frequencies of tokens": _unigram_loss(
+            *(collections.Counter(itertools.chain(*split)) for split in (train, heldout))
+        ),
+        **{name: sum(nats) / num_predictions for name, nats in known.items()},
+    }
+
+
+def of_last_words(folder: Path) -> dict[str, float]:
+    """Shares of the last words that are found by guessing."""
+    splits = draw_splits(json.loads((folder / "num_train.json").read_text()))
+    asked = splits["asked"]
+    counts = collections.Counter(passage.last_word for passage in splits["train"])
+    likeliest = counts.most_common(1)[0][0]
+    return {
+        "most frequent word": sum(p.last_word == likeliest for p in asked) / len(asked),
+        "one of the things that the passage names": sum(1 / p.candidates for p in asked)
+        / len(asked),
+    }
+
+
+def _unigram_loss(train: Mapping[Any, int], heldout: Mapping[Any, int]) -> float:
+    """Mean -ln of the frequency in `train`, one added to each, over the symbols of `heldout`."""
+    total = math.log(sum(train.values()) + len({*train, *heldout}))
+    losses = (n * (total - math.log(train[symbol] + 1)) for symbol, n in heldout.items())
+    return sum(losses) / sum(heldout.values())

@@ -1,0 +1,95 @@
+"""The parts of docs/convergence.md that a run makes: its picture, figures and commands.
+
+A part stands between `<!-- NAME -->` and `<!-- end of NAME -->`; what is around it is written by
+hand.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+WIDTH = 110
+
+
+def with_records(page: str, folder: Path) -> str:
+    """The page with the parts of all records in `folder`; those of others stay as they are."""
+    for path in sorted(folder.glob("*.json")):
+        name = path.stem
+        part = (
+            f"<!-- {name} -->\n{section(name, json.loads(path.read_text()))}<!-- end of {name} -->"
+        )
+        pattern = re.compile(f"<!-- {name} -->\n.*<!-- end of {name} -->", re.DOTALL)
+        page = pattern.sub(lambda _, part=part: part, page)
+    return page
+
+
+def section(name: str, record: Mapping[str, Any]) -> str:
+    """What a run has to say for itself, in Markdown."""
+    blocks = [
+        f"![Loss over steps](convergence/{name}.png)",
+        table(losses(record)),
+        *([table(last_words(record))] if "guesses" in record else []),
+        *([resumed(record["resumed"])] if "resumed" in record else []),
+        "```sh\n" + "\n".join(map(folded, record["commands"])) + "\n```",
+        circumstances(record),
+    ]
+    return "\n\n".join(blocks) + "\n"
+
+
+def losses(record: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    """Held-out loss of the model and its levels; of bytes in bits."""
+    of_bytes = record["unit"] == "nats per byte"
+    step, loss = record["all_heldout"] if "all_heldout" in record else record["heldout"][-1]
+    found = {f"the model, {record['num_params']:,} weights, step {step}": loss, **record["levels"]}
+    yield f"held-out text, {'bits per byte' if of_bytes else record['unit']}", ""
+    for what, nats in sorted(found.items(), key=lambda item: -item[1]):
+        yield what, f"{nats / math.log(2) if of_bytes else nats:.3f}"
+
+
+def last_words(record: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    """Shares of last words that are right."""
+    (first, untrained), *_, (last, trained) = record["last_word_accuracy"]
+    yield "last words that are right", ""
+    yield f"the model, step {first}", f"{untrained:.1%}"
+    for what, share in record["guesses"].items():
+        yield f"guess: {what}", f"{share:.1%}"
+    yield f"the model, step {last}", f"{trained:.1%}"
+    yield f"the same by `eval_once`, step {record['eval_once'][0]}", f"{record['eval_once'][1]:.1%}"
+
+
+def resumed(found: Mapping[str, Any]) -> str:
+    """How the run that was killed compares."""
+    return (
+        f"Killed after step {found['killed_after']}, resumed from step {found['from_step']}: over"
+        f" the whole curve the largest difference to the unbroken run is"
+        f" {found['largest_difference']:g}."
+    )
+
+
+def table(rows: Iterable[tuple[str, str]]) -> str:
+    """Rows of Markdown, the first of them as head."""
+    (head, *_), *body = rows
+    return "\n".join([f"| {head} | |", "|---|---|", *(f"| {what} | {n} |" for what, n in body)])
+
+
+def folded(command: str) -> str:
+    """A command in lines of at most WIDTH."""
+    lines = [""]
+    for word in command.split(" "):
+        if len(lines[-1]) + len(word) + 3 > WIDTH and lines[-1]:
+            lines[-1] += " \\"
+            lines.append("   ")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return "\n".join(lines)
+
+
+def circumstances(record: Mapping[str, Any]) -> str:
+    """When, where and with what."""
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    tokens = f"{record['tokens']:,} {record['unit'].rpartition(' ')[2]}s trained on"
+    return f"{record['date']}; {tokens}; {record['machine']}; {versions}."

@@ -1,0 +1,143 @@
+"""Draws the records of this script: loss over steps, and the levels that it is judged by."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from layerkit_runner.observers.loss_curve import smooth
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+TRAINED, HELD_OUT, RESUMED, LEVEL = "tab:blue", "tab:orange", "black", "0.35"
+
+
+def draw(record_path: Path) -> Path:
+    """Draws a record into a PNG of 800 pixels beside it; returns its path."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    record = json.loads(record_path.read_text())
+    asks = "last_word_accuracy" in record
+    figure = Figure(figsize=(8, 6.4 if asks else 4.8), dpi=100, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    if asks:
+        losses, accuracies = figure.subplots(2, sharex=True)
+        draw_accuracy(accuracies, record)
+    else:
+        losses = accuracies = figure.add_subplot()
+    draw_losses(losses, record)
+    losses.set_title(f"{record['experiment']}, narrower")
+    accuracies.set_xlabel("steps")
+    for axes in {losses, accuracies}:
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    picture = record_path.with_suffix(".png")
+    canvas.draw()
+    colors = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(64)
+    colors.save(picture, optimize=True)  # a third of the size of all colors
+    return picture
+
+
+def draw_losses(axes: Axes, record: Mapping[str, Any]) -> None:
+    """Training and held-out loss, and levels; bits instead of nats where the record is of bytes."""
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    of_bytes = record["unit"] == "nats per byte"
+    scale = math.log(2) if of_bytes else 1.0
+    steps, raw = columns(record["train"], scale)
+    smoothed = smooth(raw, half_width=len(raw) // 40)
+    axes.plot(steps, raw, color=TRAINED, alpha=0.3, linewidth=2)
+    axes.plot(steps, smoothed, color=TRAINED, label="training text (smoothed)")
+    parts = "held out, a part at a time" if "all_heldout" in record else "held out"
+    heldout = columns(record["heldout"], scale)
+    axes.plot(*heldout, color=HELD_OUT, marker="o", markersize=4, label=parts)
+    if "all_heldout" in record:
+        step, loss = record["all_heldout"]
+        label = f"everything held out: {loss / scale:.2f}"
+        axes.plot(
+            step, loss / scale, color=HELD_OUT, marker="*", markersize=13, linestyle="", label=label
+        )
+    if "resumed" in record:
+        draw_resumed(axes, record["resumed"], scale)
+    levels = {name: loss / scale for name, loss in record["levels"].items()}
+    reached_late = {name for name, loss in levels.items() if loss < smoothed[len(smoothed) // 3]}
+    draw_levels(axes, levels, left=reached_late)
+    heights = [
+        *smoothed[len(smoothed) // 50 :],
+        *levels.values(),
+    ]
+    axes.set_yscale("log")  # levels that are near to one another at the bottom stay apart
+    axes.set_ylim(0.85 * min(heights), 1.4 * max(heights))
+    axes.yaxis.set_major_locator(FixedLocator([0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8]))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_ylabel("loss (bits per byte)" if of_bytes else f"loss ({record['unit']})")
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(0.16, 1))
+
+
+def draw_resumed(axes: Axes, resumed: Mapping[str, Any], scale: float) -> None:
+    """The run that was killed, over the unbroken one, and where it was."""
+    steps, raw = columns(resumed["train"], scale)
+    label = (
+        f"killed after step {resumed['killed_after']}, resumed from {resumed['from_step']}:\n"
+        f"largest difference {resumed['largest_difference']:g}"
+    )
+    axes.plot(steps, raw, color=RESUMED, linewidth=0.5, label=label)
+    for step in (resumed["from_step"], resumed["killed_after"]):
+        axes.axvline(step, color=RESUMED, linewidth=0.8, linestyle=":")
+
+
+def draw_accuracy(axes: Axes, record: Mapping[str, Any]) -> None:
+    """Share of last words that are right, and of those that are guessed right."""
+    steps, shares = columns(record["last_word_accuracy"], 0.01)
+    axes.plot(
+        steps, shares, color=HELD_OUT, marker="o", markersize=4, label="last words that are right"
+    )
+    guesses = {name: 100 * share for name, share in record["guesses"].items()}
+    draw_levels(axes, guesses, left={max(guesses, key=guesses.get)}, form="{:.0f} %")
+    axes.set_ylim(-8, 104)
+    axes.set_ylabel("LAMBADA, % of last words")
+    axes.legend(frameon=False, loc="upper left")
+
+
+def draw_levels(
+    axes: Axes, levels: Mapping[str, float], *, left: Collection[str], form: str = "{:.2f}"
+) -> None:
+    """Dashed lines with name and height; the lower of two near ones is named below its line.
+
+    Args:
+      axes: What to draw on.
+      levels: Heights by name.
+      left: Those to name at the left, where the curve is elsewhere; the others are at the right.
+      form: Of a height.
+    """
+    above = math.inf
+    for name, height in sorted(levels.items(), key=lambda level: -level[1]):
+        below = height == min(levels.values()) or above < 1.12 * height
+        above = height
+        axes.axhline(height, color=LEVEL, linestyle="--", linewidth=1)
+        axes.annotate(
+            f"{name} {form.format(height)}",
+            xy=(0 if name in left else 1, height),
+            xycoords=("axes fraction", "data"),
+            xytext=(4 if name in left else -4, -4 if below else 3),
+            textcoords="offset points",
+            horizontalalignment="left" if name in left else "right",
+            verticalalignment="top" if below else "bottom",
+            color="0.25",
+            fontsize=9,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.5},
+        )
+
+
+def columns(points: Sequence[Sequence[float]], scale: float) -> tuple[list[float], list[float]]:
+    """Steps, and heights divided by `scale`."""
+    return [step for step, _ in points], [height / scale for _, height in points]
