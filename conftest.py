@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
 import sysconfig
 from pathlib import Path
@@ -41,6 +42,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # wait for one another, a collective never ends and the process aborts.
 os.environ.setdefault("NPROC", "32")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Shells start what runs in the background with SIGINT ignored, and whatever the tests start would
+# inherit that: a script of bash could not even trap it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes says nothing where its first one compiles. For more of them:
 # `--hypothesis-profile=thorough`; a number at a test is its own.
