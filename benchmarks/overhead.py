@@ -53,9 +53,6 @@ class Quickstart(LocalText):
     def datasets(self) -> list[Config]:
         return [config for config in super().datasets() if config.is_training]
 
-    def eval_programs(self) -> list[Config]:
-        return []
-
     def decode_datasets(self) -> list[Config]:
         return []
 

@@ -70,10 +70,7 @@ def draw_losses(axes: Axes, record: Mapping[str, Any]) -> None:
     levels = {name: loss / scale for name, loss in record["levels"].items()}
     reached_late = {name for name, loss in levels.items() if loss < smoothed[len(smoothed) // 3]}
     draw_levels(axes, levels, left=reached_late)
-    heights = [
-        *smoothed[len(smoothed) // 50 :],
-        *levels.values(),
-    ]
+    heights = [*smoothed[len(smoothed) // 50 :], *levels.values()]
     axes.set_yscale("log")  # levels that are near to one another at the bottom stay apart
     axes.set_ylim(0.85 * min(heights), 1.4 * max(heights))
     axes.yaxis.set_major_locator(FixedLocator([0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8]))

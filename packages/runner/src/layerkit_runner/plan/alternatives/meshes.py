@@ -25,13 +25,15 @@ class MeshShape:
 
     def sizes(self, axis_names: Sequence[str]) -> dict[str, int]:
         """The size of each axis of the whole mesh."""
-        dcn = self.dcn or (1,) * len(self.ici)
-        return {name: i * d for name, i, d in zip(axis_names, self.ici, dcn, strict=True)}
+        return {name: i * d for name, i, d in zip(axis_names, self.ici, self._dcn, strict=True)}
 
     def across(self, axis_names: Sequence[str]) -> dict[str, int]:
         """Those axes that slices lie along, and how many slices along each."""
-        dcn = self.dcn or (1,) * len(self.ici)
-        return {name: d for name, d in zip(axis_names, dcn, strict=True) if d > 1}
+        return {name: d for name, d in zip(axis_names, self._dcn, strict=True) if d > 1}
+
+    @property
+    def _dcn(self) -> tuple[int, ...]:
+        return self.dcn or (1,) * len(self.ici)
 
 
 def mesh_shapes(
