@@ -13,23 +13,25 @@ from typing import Any
 import pytest
 
 EXP = "lm.quickstart.LocalText"
-STEPS = 8
+STEPS = 32
+# Long enough that a signal after the first step of a process comes before its last on any machine.
+LENGTH = {"MAX_STEPS": STEPS, "CHECKPOINT_EVERY_N_STEPS": 12, "EVAL_INTERVAL_STEPS": 16}
 
 
 @pytest.fixture(scope="module")
 def twin(jobs: Any, tmp_path_factory: Any) -> tuple[Any, str]:
     """A finished job and what it printed."""
-    job = jobs.make(EXP, tmp_path_factory.mktemp("twin") / "job")
+    job = jobs.make(EXP, tmp_path_factory.mktemp("twin") / "job", **LENGTH)
     return job, job.run()
 
 
 @pytest.fixture(scope="module")
 def disturbed(jobs: Any, tmp_path_factory: Any) -> tuple[Any, dict[str, str]]:
     """A job that was stopped by SIGTERM and by Ctrl-C, lost its newest checkpoint, and finished."""
-    job = jobs.make(EXP, tmp_path_factory.mktemp("disturbed") / "job")
+    job = jobs.make(EXP, tmp_path_factory.mktemp("disturbed") / "job", **LENGTH)
     said = {
-        "SIGTERM": stopped_by(job, signal.SIGTERM, after_step=1, code=143),
-        "SIGINT": stopped_by(job, signal.SIGINT, after_step=4, code=130),
+        "SIGTERM": stopped_by(job, signal.SIGTERM, code=143),
+        "SIGINT": stopped_by(job, signal.SIGINT, code=130),
     }
     newest = max(job.checkpoints.glob("checkpoint_*"))
     arrays = max((newest / "state" / "d").iterdir(), key=lambda path: path.stat().st_size)
@@ -41,9 +43,11 @@ def disturbed(jobs: Any, tmp_path_factory: Any) -> tuple[Any, dict[str, str]]:
     return job, said
 
 
-def stopped_by(job: Any, number: int, *, after_step: int, code: int) -> str:
+def stopped_by(job: Any, number: int, *, code: int) -> str:
+    """What a process printed that was sent a signal once it had trained a step of its own."""
+    before = len(job.steps_logged())
     process = job.start()
-    assert job.wait_for(process, lambda: max(job.steps_logged(), default=0) >= after_step)
+    assert job.wait_for(process, lambda: len(job.steps_logged()) > before)
     process.send_signal(number)
     output = process.communicate(timeout=300)[0]
     assert process.returncode == code, output
@@ -115,13 +119,13 @@ def test_what_the_folder_holds(twin: tuple[Any, str]):
         "summaries",
     }
     assert sorted(path.name for path in job.checkpoints.iterdir()) == [
-        "checkpoint_00000003",
-        "checkpoint_00000006",
-        "checkpoint_00000008",
+        "checkpoint_00000012",
+        "checkpoint_00000024",
+        "checkpoint_00000032",
         "evaluations.json",
     ]
     assert job.steps_logged() == list(range(1, STEPS + 1))
-    assert [record["step"] for record in evaluations(job)] == [4, 8]
+    assert [record["step"] for record in evaluations(job)] == [16, 32]
 
 
 def test_what_is_printed(twin: tuple[Any, str]):
@@ -206,6 +210,6 @@ def test_the_recorded_arguments_make_the_same_run(
 def test_longer_training_goes_on(twin: tuple[Any, str], tmp_path: Path, jobs: Any):
     source, _ = twin
     job = jobs.make(EXP, tmp_path / "longer", f"--restore_checkpoint_dir={source.folder}")
-    output = job.run("--restore_checkpoint_step=6", "--fdl.task.train.num_train_steps=10")
-    assert f"goes on from step 6 of {source.checkpoints}" in output
-    assert job.steps_logged() == [7, 8, 9, 10]
+    output = job.run("--restore_checkpoint_step=24", "--fdl.task.train.num_train_steps=28")
+    assert f"goes on from step 24 of {source.checkpoints}" in output
+    assert job.steps_logged() == [25, 26, 27, 28]
