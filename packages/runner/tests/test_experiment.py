@@ -7,6 +7,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from layerkit.config import Config, build
 from layerkit_runner import BaseExperiment, Override, UsageError
@@ -404,6 +406,28 @@ def test_the_arguments_in_the_json_make_the_same_configuration_again():
     second = resolve(Small(**fields), [o for o in flags.overrides if o.is_deep])
     assert config_text(second) == config_text(first)
     assert config_json(second) == config_json(first)
+
+
+class Named(Small):
+    NAME: str | None = None
+    ANYTHING: Any = None
+
+
+def text_of(**fields: Any) -> dict[str, str]:
+    return config_json(resolve(Named(**fields)))["overrides"]
+
+
+@pytest.mark.parametrize("value", ["bfloat16", "/data/c4.model", "gs://bucket/a b", "a.b"])
+def test_strings_stand_in_commands_as_they_are_typed(value: str):
+    assert text_of(NAME=value) == {"NAME": value}
+
+
+@given(st.text() | st.sampled_from(["None", "3", "True", " a", "(1,)", "nan", "'a'"]))
+def test_any_string_in_a_command_is_read_as_it_was(value: str):
+    written = text_of(NAME=value, ANYTHING=value)
+    overrides = [Override(name, text) for name, text in written.items()]
+    read = parse_fields("Named", experiment_fields(Named), overrides)
+    assert read == {"NAME": value, "ANYTHING": value}
 
 
 def test_every_base_says_how_its_own_fields_are_reduced():

@@ -7,12 +7,14 @@ appears again, the line says the same as which.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import re
 from collections.abc import Iterator
 from typing import Any
 
 from layerkit.config import assigned_fields, field_names, is_config
+from layerkit_runner.configuration import field_types
 from layerkit_runner.configuration.overrides import PROGRAM_ROOTS, ROOTS
 from layerkit_runner.configuration.resolve import (
     NOT_SET,
@@ -41,7 +43,7 @@ def config_json(resolved: ResolvedExperiment) -> dict[str, Any]:
       line that say both; `fields` and `config`: name or path to value, which is a number, a string,
       a bool, None, or the text of anything else.
     """
-    fields = {name: _text(value) for name, value in resolved.experiment.overrides.items()}
+    fields = {name: _as_typed(value) for name, value in resolved.experiment.overrides.items()}
     overrides = fields | {o.path: o.text for o in resolved.deep_overrides}
     return {
         "experiment": resolved.name,
@@ -109,6 +111,15 @@ def _plain(value: Any) -> Any:
     is_finite = not isinstance(value, float) or abs(value) < float("inf")
     if type(value) in (bool, int, float, str, type(None)) and is_finite:
         return value
+    return _text(value)
+
+
+def _as_typed(value: Any) -> str:
+    """The text of an override: without quotes where a reader takes it for a string anyway."""
+    if isinstance(value, str):
+        with contextlib.suppress(field_types.MismatchError):
+            if field_types.parse_literal(value) == value:
+                return value
     return _text(value)
 
 

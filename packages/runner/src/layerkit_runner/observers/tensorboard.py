@@ -94,10 +94,11 @@ class _Writers:
         self._files: dict[str, EventFile] = {}
 
     def add_scalars(self, folder: str, step: int, scalars: Mapping[str, float]) -> None:
-        from tensorboardX import summary
+        from tensorboardX.proto.summary_pb2 import Summary
 
-        for name, value in scalars.items():
-            self._file(folder).add(step, summary.scalar(name, float(value)))
+        # One event for all. By `tensorboardX.summary.scalar` it would take four times as long.
+        values = [Summary.Value(tag=_tag(name), simple_value=v) for name, v in scalars.items()]
+        self._file(folder).add(step, Summary(value=values))
 
     def add_histograms(self, folder: str, step: int, histograms: Mapping[str, Histogram]) -> None:
         from tensorboardX import summary
@@ -149,6 +150,11 @@ class _Writers:
                 purge_step=self._purge_step,
             )
         return self._files[folder]
+
+
+def _tag(name: str) -> str:
+    """A name with the characters that TensorBoard allows, as tensorboardX writes it."""
+    return re.sub(r"[^-/\w.]", "_", name).lstrip("/")
 
 
 def eval_folder(dataset: str) -> str:
