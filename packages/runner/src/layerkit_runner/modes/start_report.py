@@ -19,22 +19,27 @@ from layerkit_runner.xla_flags import flag_lines
 
 
 class LayerNotes(logging.Handler):
-    """Collects what layers tell once while they are traced, such as the attention backend."""
+    """Collects what layers tell once while they are traced, such as the attention backend.
+
+    Nobody else is told meanwhile: TensorFlow and others print what reaches Python's root logger.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.lines: list[str] = []
         self._logger = logging.getLogger("layerkit")
-        self._previous_level = self._logger.level
+        self._previous = self._logger.level, self._logger.propagate
 
     def __enter__(self) -> LayerNotes:
         self._logger.addHandler(self)
         self._logger.setLevel(min(logging.INFO, self._logger.getEffectiveLevel()))
+        self._logger.propagate = False
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._logger.removeHandler(self)
-        self._logger.setLevel(self._previous_level)
+        level, self._logger.propagate = self._previous
+        self._logger.setLevel(level)
 
     def emit(self, record: logging.LogRecord) -> None:
         line = record.getMessage()
