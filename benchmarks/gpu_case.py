@@ -259,7 +259,7 @@ def measured_row(
     began = time.perf_counter()
     step = traced.program.lower().compile()
     row = {"compile_seconds": time.perf_counter() - began}
-    row |= predictions(traced, measured_step(step), device)
+    row |= predictions(traced, measured_step(step, platform=devices[0].platform), device)
     if row["usable_bytes"] is not None and row["predicted_bytes"] > row["usable_bytes"]:
         return {"status": "does not fit", **row}
     partitioner, task = traced.partitioner, traced.task

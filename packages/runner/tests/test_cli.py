@@ -222,6 +222,9 @@ Flags:
                                     h100x256, v5p:8x8x4, 2xv4-128, or here for those that are; the
                                     number may be left to the mesh, as in h100
   --num_devices=N                   plan, inspect: how many of them
+  --plan_effort=EFFORT              plan: full: a TPU's program is compiled as for a run; quick:
+                                    with less effort, a third of the time, unless it needs nearly
+                                    all memory (default quick)
   --search                          plan: plan other meshes and policies of rematerialisation too,
                                     and rank those that fit
   --max_compilations=N              plan: how many plans a search compiles, or advice on one that

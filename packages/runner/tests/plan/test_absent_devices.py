@@ -55,6 +55,10 @@ def unread(found):
     return sizes["batch/paddings"]
 
 
+def is_quick(found):
+    return any("compiled with less effort" in note for note in found["notes"])
+
+
 @needs_cuda
 def test_gpus_in_two_nodes(plan):
     found = plan("--target=h100x16", "--fdl.MESH=[1,8,1]", "--fdl.SLICES=[2,1,1]")
@@ -94,6 +98,19 @@ def test_a_step_that_is_too_large_for_a_tpu_is_a_plan_that_does_not_fit(plan):
     assert found["fits"] is False
     assert "HBM" in found["refusal"]
     assert found["memory"]["peak"] > found["device"]["memory_bytes"]
+    assert not is_quick(found)  # a quick plan that refuses is not believed
+
+
+@needs_tpu
+def test_a_quick_plan_is_close_to_that_of_a_run_and_says_what_it_is(plan):
+    flags = ["--target=v5p:2x2x2", "--fdl.MESH=[1,8,1]"]
+    quick, full = (plan(*flags, *more) for more in ([], ["--plan_effort=full"]))
+    assert (is_quick(quick), is_quick(full)) == (True, False)
+    assert quick["memory"]["arguments"] == full["memory"]["arguments"]
+    assert full["memory"]["peak"] <= full["device"]["usable_bytes"]
+    assert quick["memory"]["peak"] == pytest.approx(full["memory"]["peak"], rel=0.1)
+    sent = [sum(each["bytes_sent"] for each in found["collectives"]) for found in (quick, full)]
+    assert sent[0] == pytest.approx(sent[1], rel=0.1)
 
 
 @needs_tpu

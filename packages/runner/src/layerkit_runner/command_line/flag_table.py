@@ -32,6 +32,7 @@ class RunOptions:
     pmap_use_tensorstore: bool = False
     target: str | None = None
     num_devices: int | None = None
+    plan_effort: str = "quick"
     search: bool = False
     max_compilations: int = 12
     max_seconds: float = 600.0
@@ -248,6 +249,15 @@ FLAGS = (
         modes=("plan",),
     ),
     _option("num_devices", int, "how many of them", metavar="N", modes=("plan", "inspect")),
+    _option(
+        "plan_effort",
+        str,
+        "full: a TPU's program is compiled as for a run; quick: with less effort, a third of the"
+        " time, unless it needs nearly all memory",
+        metavar="EFFORT",
+        choices=("quick", "full"),
+        modes=("plan",),
+    ),
     _option(
         "search",
         bool,

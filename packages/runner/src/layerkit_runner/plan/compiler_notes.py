@@ -28,6 +28,11 @@ def compiler_notes(
             f" ({step.unreadable}). The compiler may be newer than JAX: pip install"
             f" 'jax[tpu]=={jax.__version__}' installs the one that belongs to it"
         )
+    if step.is_quick:
+        yield (
+            "compiled with less effort than a run asks for, which takes a third of the time; memory"
+            " and traffic came within 3 % of a run's. --plan_effort=full compiles as a run does"
+        )
     if platform == "cpu":
         yield from _cpu_notes(lowered.as_text(), step.hlo_text)
     if platform == "gpu" and not is_here:

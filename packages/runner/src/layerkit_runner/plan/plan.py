@@ -6,6 +6,7 @@ The step is the one that training runs, lowered from shapes: no weight is made a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -35,6 +36,8 @@ from layerkit_runner.task import SingleTask
 
 # More than a page shows, for the JSON form.
 _TEMPORARIES = 30
+# Beyond this share of a device's memory a quick plan does not tell whether the step fits.
+_SURELY_FITS = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +131,7 @@ def make_plan(
     *,
     parts: tuple[Partitioner, SingleTask] | None = None,
     target: Target | None = None,
+    effort: str = "full",
 ) -> Plan:
     """Compiles the training step of an experiment for `devices` and measures it.
 
@@ -136,6 +140,8 @@ def make_plan(
       devices: What to compile for; they need not be able to run the step.
       parts: Partitioner and task, where they are built already; consumed.
       target: What the devices stand for; None for the devices themselves.
+      effort: Of the compiler, `quick` or `full`; see `compile_step`. What is quick is compiled
+        again in full where it needs nearly all memory of a device, or more.
 
     Raises:
       UsageError: fields that do not fit together, sizes that cannot be split over the mesh.
@@ -157,11 +163,16 @@ def make_plan(
     except ValueError as error:
         raise UsageError(f"{resolved.name}: {error}") from error
     traced = time.perf_counter()
-    step = compile_step(lowered, platform=device.platform, is_here=target.is_here)
+    tensors = tensor_memory(state, batch, stored=partitioner.abstract_stored_state(task))
+    compiled_for = functools.partial(
+        compile_step, lowered, platform=device.platform, is_here=target.is_here
+    )
+    step = compiled_for(effort=effort)
+    if step.is_quick and not _surely_fits(step_memory(tensors, step), device, step):
+        step = compiled_for(effort="full")
     compiled_at = time.perf_counter()
     mesh = dict(partitioner.mesh.shape)
     slices = _slices(partitioner.mesh, target)
-    tensors = tensor_memory(state, batch, stored=partitioner.abstract_stored_state(task))
     memory = step_memory(tensors, step)
     collectives = collective_traffic(step.hlo_text, mesh, slices=slices)
     bounds = bounds_of(
@@ -236,6 +247,11 @@ def _slices(mesh: Mesh, target: Target) -> list[int]:
 
 def _tells_its_slice(device: Any) -> bool:
     return getattr(device, "slice_index", None) is not None
+
+
+def _surely_fits(memory: Memory, device: DeviceKind, step: CompiledStep) -> bool:
+    room = device.usable_bytes
+    return step.refusal is None and (room is None or memory.peak <= _SURELY_FITS * room)
 
 
 def _fits(memory: Memory, device: DeviceKind, step: CompiledStep) -> bool | None:

@@ -5,6 +5,7 @@
     runner --exp=… --mode=plan --target=cpux8       the same
     runner --exp=… --mode=plan --json               one JSON object, with the keys of `Plan`
     runner --exp=… --mode=plan --search             other meshes and policies, the best first
+    runner --exp=… --mode=plan --target=v5p --plan_effort=full    compiled as a run does it
     runner --exp=… --mode=plan --target=v5p --xla_flags_preset=tpu_fsdp    with compiler flags
 
 A plan that does not fit is followed by what would make it fit.
@@ -50,7 +51,7 @@ def run_plan(resolved: ResolvedExperiment, options: RunOptions) -> int:
     def make(
         varied: ResolvedExperiment, parts: tuple[Partitioner, SingleTask] | None = None
     ) -> Plan:
-        plan = make_plan(varied, devices, parts=parts, target=target)
+        plan = make_plan(varied, devices, parts=parts, target=target, effort=options.plan_effort)
         return dataclasses.replace(plan, notes=[*flags, *plan.notes])
 
     limits = Limits(options.max_compilations, options.max_seconds)
