@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import types
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,27 +52,6 @@ def test_what_a_compiled_function_tells_of_itself():
     assert step.sizes is not None
     assert (step.sizes.arguments, step.sizes.outputs, step.sizes.donated) == (1024, 1024, 1024)
     assert "sine" in step.hlo_text
-
-
-def test_temporaries_of_tpus_are_what_there_is_at_one_time():
-    class Tpu:
-        def memory_analysis(self):
-            # `lm.c4.C4Spmd16BAdam32Replicas` on v4:2x4x4, which libtpu 0.0.42 fits into 33.0 GB.
-            return types.SimpleNamespace(
-                argument_size_in_bytes=6_201_625_088,
-                output_size_in_bytes=6_200_976_384,
-                alias_size_in_bytes=6_200_969_728,
-                temp_size_in_bytes=31_022_552_576,
-                peak_memory_in_bytes=29_400_133_120,
-                host_argument_size_in_bytes=0,
-                host_temp_size_in_bytes=0,
-            )
-
-        def as_text(self):
-            return ""
-
-    memory = step_memory([], measured_step(Tpu(), platform="tpu"))
-    assert memory.peak == 29_400_133_120
 
 
 def test_other_errors_of_a_compiler_are_not_taken_for_a_lack_of_memory():

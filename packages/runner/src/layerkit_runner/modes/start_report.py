@@ -14,6 +14,7 @@ from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner.job import Job, versions
 from layerkit_runner.observers import RunInfo
+from layerkit_runner.steps.step_memory import temporary_bytes
 from layerkit_runner.steps.train_state import TrainState
 from layerkit_runner.xla_flags import flag_lines
 
@@ -102,7 +103,8 @@ def compiled_lines(compiled: Any) -> Iterator[str]:
     """What the compiler knows about memory."""
     memory = compiled.memory_analysis()
     if memory is not None and hasattr(memory, "temp_size_in_bytes"):
-        yield f"step memory  {megabytes(memory.temp_size_in_bytes)} of temporaries per device"
+        temporaries = temporary_bytes(memory, platform=jax.devices()[0].platform)
+        yield f"step memory  {megabytes(temporaries)} of temporaries per device"
 
 
 def run_info(job: Job, *, start_step: int) -> RunInfo:

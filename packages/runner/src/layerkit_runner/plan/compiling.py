@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 
+from layerkit_runner.steps.step_memory import temporary_bytes
+
 # What changes the code that is made of a program, which nobody will run, and not the program.
 _CPU_OPTIONS = {"xla_backend_optimization_level": 0}
 # Without a GPU no kernel can be timed against another.
@@ -98,17 +100,11 @@ def compile_step(
 def measured_step(compiled: Any, *, platform: str) -> CompiledStep:
     """What a function that was compiled for devices of `platform` tells of itself."""
     stats = compiled.memory_analysis()
-    temporaries = stats.temp_size_in_bytes
-    if platform == "tpu":
-        # Its temporaries come to more than there are at any one time: to 31 GB, beside 6 GB of
-        # arguments, in a step that libtpu fits into 33 GB. Others allocate them for a whole step.
-        kept = stats.output_size_in_bytes - stats.alias_size_in_bytes
-        temporaries = max(0, stats.peak_memory_in_bytes - stats.argument_size_in_bytes - kept)
     sizes = Sizes(
         arguments=stats.argument_size_in_bytes,
         outputs=stats.output_size_in_bytes,
         donated=stats.alias_size_in_bytes,
-        temporaries=temporaries,
+        temporaries=temporary_bytes(stats, platform=platform),
         host_arguments=stats.host_argument_size_in_bytes,
         host_temporaries=stats.host_temp_size_in_bytes,
     )

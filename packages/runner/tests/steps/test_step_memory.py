@@ -1,0 +1,30 @@
+"""What a compiled step needs besides its arguments and results."""
+
+from __future__ import annotations
+
+import types
+
+import jax
+import jax.numpy as jnp
+
+from layerkit_runner.steps.step_memory import temporary_bytes
+
+
+def test_temporaries_of_tpus_are_what_there_is_at_one_time():
+    # `lm.c4.C4Spmd16BAdam32Replicas` on v4:2x4x4, which libtpu 0.0.42 fits into 33.0 GB.
+    stats = types.SimpleNamespace(
+        argument_size_in_bytes=6_201_625_088,
+        output_size_in_bytes=6_200_976_384,
+        alias_size_in_bytes=6_200_969_728,
+        temp_size_in_bytes=31_022_552_576,
+        peak_memory_in_bytes=29_400_133_120,
+    )
+    results = 6_200_976_384 - 6_200_969_728
+    found = temporary_bytes(stats, platform="tpu")
+    assert 6_201_625_088 + results + found == 29_400_133_120
+    assert temporary_bytes(stats, platform="gpu") == 31_022_552_576
+
+
+def test_temporaries_of_a_cpu_hold_what_is_between():
+    compiled = jax.jit(lambda x: (x @ x) @ x).lower(jnp.ones((64, 64))).compile()
+    assert temporary_bytes(compiled.memory_analysis(), platform="cpu") >= 4 * 64 * 64
