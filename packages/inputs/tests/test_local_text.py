@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 
 import numpy as np
@@ -61,6 +62,19 @@ def events(documents):
 
 def epoch(source):
     return list(source.eval_batches())
+
+
+def texts_of_splits(paths, **fields):
+    """The documents of each split."""
+    found = {}
+    for split in ("train", "heldout", "all"):
+        source = LocalTextPrompts(
+            batch_size=1, paths=paths, split=split, prompt_length=10_000, **fields
+        )
+        found[split] = [
+            source.ids_to_strings(batch.ids, batch.prompt_lengths)[0] for batch in epoch(source)
+        ]
+    return found
 
 
 @pytest.mark.parametrize("seq_length", [1, 5, 8, 64, 1000])
@@ -427,6 +441,42 @@ def test_lines_of_json_are_documents(tmp_path):
         for batch in epoch(source):
             found += source.ids_to_strings(batch.ids, batch.prompt_lengths)
     assert sorted(found) == ["", "one", "three", "two"]
+
+
+def test_the_documents_of_one_file_are_split_by_what_they_say(tmp_path):
+    def splits(texts, *, fraction=0.1):
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        paths = write(tmp_path / "text", {"all.jsonl": lines.encode()})
+        return texts_of_splits(paths, text_field="text", heldout_fraction=fraction)
+
+    texts = [f"document {number}" for number in range(300)]
+    before = splits(texts)
+    assert before["all"] == texts
+    assert sorted(before["train"] + before["heldout"]) == sorted(texts)
+    assert 10 <= len(before["heldout"]) <= 55  # binomial(300, .1): 30 +- 4 standard deviations
+    # More of them, twice the same and in another order: none goes to the other side.
+    after = splits([f"more {number}" for number in range(9)] + texts[::-1] + texts[:50])
+    assert set(before["train"]) <= set(after["train"])
+    assert set(before["heldout"]) <= set(after["heldout"])
+    few = splits(["one", "two"], fraction=1e-9)
+    assert sorted(map(len, few.values())) == [1, 1, 2]
+    with pytest.raises(ValueError, match=r"all.jsonl is the only file, and 1 document\(s\) cannot"):
+        splits(["one"])
+
+
+def test_one_text_is_held_out_from_a_line_near_its_end_on(tmp_path):
+    text = b"".join(b"line %d of a play\n" % number for number in range(100))
+    paths = write(tmp_path / "text", {"play.txt": text})
+    found = {split: one[0].encode() for split, one in texts_of_splits(paths).items()}
+    assert found["all"] == text == found["train"] + found["heldout"]
+    assert found["heldout"].startswith(b"line 95 ")
+    heldout = LocalText(batch_size=1, paths=paths, split="heldout")
+    assert heldout.baselines() == {
+        "trigram table": trigram_loss([found["train"]], [found["heldout"]])
+    }
+    (tmp_path / "text" / "play.txt").write_bytes(b"all in one line")
+    with pytest.raises(ValueError, match=r"play.txt is the only file, and a text of one line"):
+        LocalText(batch_size=1, paths=paths).get_next()
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,14 @@ import os
 import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from layerkit_inputs.text_files import (
     TextFile,
     find_text_files,
     split_files,
+    split_text,
     standard_library_files,
 )
 
@@ -99,5 +102,24 @@ def test_neither_split_is_empty(tmp_path, fraction):
 
 
 def test_one_file_cannot_be_split(tmp_path):
-    with pytest.raises(ValueError, match="at least two by `paths`"):
+    with pytest.raises(ValueError, match="^1 document"):
         split_files(make_files(tmp_path, 1), heldout_fraction=0.5)
+
+
+@given(st.binary(max_size=200), st.floats(0.01, 0.99))
+def test_a_text_is_cut_where_a_line_begins(text, fraction):
+    num_lines = text.count(b"\n") + (not text.endswith(b"\n"))
+    if num_lines < 2:
+        with pytest.raises(ValueError, match="of one line"):
+            split_text(text, heldout_fraction=fraction)
+        return
+    train, heldout = split_text(text, heldout_fraction=fraction)
+    assert train + heldout == text
+    assert train.endswith(b"\n")
+    assert heldout
+
+
+def test_about_the_share_of_a_text_is_held_out():
+    text = b"".join(b"line %d\n" % number for number in range(1000))
+    _, heldout = split_text(text, heldout_fraction=0.1)
+    assert len(heldout) == pytest.approx(0.1 * len(text), rel=0.02)

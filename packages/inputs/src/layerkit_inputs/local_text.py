@@ -31,7 +31,9 @@ from layerkit_inputs.indexed_input import IndexedInput
 from layerkit_inputs.text_files import (
     TextFile,
     find_text_files,
+    held_out,
     split_files,
+    split_text,
     standard_library_files,
 )
 from layerkit_inputs.tokenizers import ByteTokenizer, Tokenizer
@@ -63,9 +65,10 @@ class _TextFilesInput(IndexedInput):
     paths: Sequence[str] | None = None
     """Files, folders or patterns. None: the running interpreter's standard library."""
     split: str = "train"
-    """`train` or `heldout`; by file, see `heldout_fraction`. `all` takes every file."""
+    """`train` or `heldout`, see `heldout_fraction`. `all` takes everything."""
     heldout_fraction: float = 0.05
-    """Share of the files (by a hash of their names) that is held out."""
+    """Share of the files (by a hash of their names) that is held out; of one file, the share of its
+    documents (by a hash of what they say), or where it is one document, of its end."""
     max_bytes: int = 1 << 28
     """Most bytes of a split; it is kept in memory, two bytes a token, four in a vocabulary of more
     than 65,536."""
@@ -105,9 +108,13 @@ class _TextFilesInput(IndexedInput):
         """Documents and files that were left out."""
         return self._bad.num_skipped
 
+    def _found(self) -> list[TextFile]:
+        return standard_library_files() if self.paths is None else find_text_files(self.paths)
+
     def _files(self, split: str) -> list[TextFile]:
-        found = standard_library_files() if self.paths is None else find_text_files(self.paths)
-        if split == "all":
+        """Those that a split reads; one that is alone has something of each."""
+        found = self._found()
+        if split == "all" or len(found) == 1:
             return found
         return split_files(found, heldout_fraction=self.heldout_fraction)[_SPLITS.index(split)]
 
@@ -129,9 +136,11 @@ class _TextFilesInput(IndexedInput):
         self._bad, self._checksum = BadRecords(self.on_bad_record), 0
         dtype = np.uint16 if self._tokenizer.vocab_size <= 1 << 16 else np.int32
         pieces = []
+        is_alone = len(self._found()) == 1
         for file in files:
             self._update_checksum(file.name.encode("utf-8", "replace"))
-            for where, data in self._texts(file):
+            texts = self._part_of(file, self.split) if is_alone else self._texts(file)
+            for where, data in texts:
                 try:
                     tokens = self._tokenizer.encode(data)
                 except UnicodeDecodeError as error:
@@ -151,6 +160,24 @@ class _TextFilesInput(IndexedInput):
 
     def _update_checksum(self, data: bytes) -> None:
         self._checksum = zlib.crc32(data, self._checksum)
+
+    def _part_of(self, file: TextFile, split: str) -> Iterator[tuple[str, bytes]]:
+        """What a split has of the only file."""
+        texts = list(self._texts(file))
+        if split == "all":
+            yield from texts
+            return
+        try:
+            if self.text_field is None:
+                parts = split_text(texts[0][1], heldout_fraction=self.heldout_fraction)
+                yield str(file.path), parts[_SPLITS.index(split)]
+                return
+            chosen = held_out([text for _, text in texts], fraction=self.heldout_fraction)
+        except ValueError as error:
+            raise self._refuse(f"{file.path} is the only file, and {error}") from None
+        for index, text in enumerate(texts):
+            if (index in chosen) == (split == "heldout"):
+                yield text
 
     def _texts(self, file: TextFile) -> Iterator[tuple[str, bytes]]:
         """The documents of a file, and where they stand."""
@@ -223,8 +250,14 @@ class LocalText(_TextFilesInput):
         """
         if self.split != "heldout" or not self._of_bytes or self.text_field is not None:
             return {}
-        train = _first_bytes(self._files("train"), _TABLE_BYTES)
-        heldout = (file.path.read_bytes() for file in self._files("heldout"))
+        found = self._found()
+        if len(found) == 1:
+            before, after = (self._part_of(found[0], split) for split in _SPLITS[:2])
+            train: Iterator[bytes] = (text[:_TABLE_BYTES] for _, text in before)
+            heldout = (text for _, text in after)
+        else:
+            train = _first_bytes(self._files("train"), _TABLE_BYTES)
+            heldout = (file.path.read_bytes() for file in self._files("heldout"))
         return {"trigram table": trigram_loss(train, heldout)}
 
 

@@ -3,7 +3,8 @@
 Files are named relative to the place they were found in and sorted by name, so the same folder
 gives the same data wherever it lies. Whether a file is held out depends on its name alone, so that
 adding files does not move others from one split to the other; except where a split would be empty
-otherwise, as among few files.
+otherwise, as among few files. Where there is one file, its documents are split likewise, by what
+they say, and a text that is one document is held out from a line near its end on.
 """
 
 from __future__ import annotations
@@ -96,29 +97,54 @@ def _below(folder: Path, *, left_out: frozenset[str] = frozenset()) -> Iterator[
                 yield TextFile(path.relative_to(folder).as_posix(), path)
 
 
-def _share(name: str) -> float:
-    """A number in [0, 1) that depends on nothing but the name."""
-    digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2**64
-
-
 def split_files(
     files: Sequence[TextFile], *, heldout_fraction: float
 ) -> tuple[list[TextFile], list[TextFile]]:
-    """Files to train on and files held out, each in the order given.
-
-    Neither is empty: where no name's hash (or every name's) falls into the held-out share, the file
-    with the lowest hash alone is held out (the one with the highest alone is kept).
+    """Files to train on and files held out, each in the order given; see `held_out`.
 
     Raises:
       ValueError: there are fewer than two files.
     """
-    if len(files) < 2:
+    names = [file.name.encode("utf-8", "surrogateescape") for file in files]
+    chosen = held_out(names, fraction=heldout_fraction)
+    return (
+        [file for index, file in enumerate(files) if index not in chosen],
+        [file for index, file in enumerate(files) if index in chosen],
+    )
+
+
+def held_out(names: Sequence[bytes], *, fraction: float) -> set[int]:
+    """Which of these are held out, by their index: those whose hash falls into the share.
+
+    Neither part is empty: where no hash (or every one) falls into the share, the lowest alone is
+    held out (the highest alone is kept).
+
+    Raises:
+      ValueError: there are fewer than two.
+    """
+    if len(names) < 2:
         raise ValueError(
-            f"{len(files)} file(s) cannot be split into training and held-out files; name at "
-            "least two by `paths`."
+            f"{len(names)} document(s) cannot be split into training and held-out ones."
         )
-    by_share = sorted(files, key=lambda file: (_share(file.name), file))
-    count = sum(_share(file.name) < heldout_fraction for file in files)
-    heldout = set(by_share[: min(max(count, 1), len(files) - 1)])
-    return [f for f in files if f not in heldout], [f for f in files if f in heldout]
+    shares = [_share(name) for name in names]
+    by_share = sorted(range(len(names)), key=lambda index: (shares[index], index))
+    count = sum(share < fraction for share in shares)
+    return set(by_share[: min(max(count, 1), len(names) - 1)])
+
+
+def split_text(text: bytes, *, heldout_fraction: float) -> tuple[bytes, bytes]:
+    """A text up to a line near its end, and what follows, which is held out; neither is empty.
+
+    Raises:
+      ValueError: it has fewer than two lines.
+    """
+    wanted = int(len(text) * (1 - heldout_fraction))
+    cut = text.rfind(b"\n", 0, wanted) + 1 or text.find(b"\n") + 1
+    if not 0 < cut < len(text):
+        raise ValueError("a text of one line cannot be split into training and held-out text.")
+    return text[:cut], text[cut:]
+
+
+def _share(name: bytes) -> float:
+    """A number in [0, 1) that depends on nothing but the name."""
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") / 2**64
