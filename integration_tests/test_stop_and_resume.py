@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 EXP = "lm.quickstart.LocalText"
-STEPS = 32
-# Long enough that a signal after the first step of a process comes before its last on any machine.
-LENGTH = {"MAX_STEPS": STEPS, "CHECKPOINT_EVERY_N_STEPS": 12, "EVAL_INTERVAL_STEPS": 16}
+STEPS = 64
+# Long enough that a signal sent at the first step of a process comes well before its last.
+LENGTH = {"MAX_STEPS": STEPS, "CHECKPOINT_EVERY_N_STEPS": 24, "EVAL_INTERVAL_STEPS": 32}
 
 
 @pytest.fixture(scope="module")
@@ -119,13 +119,13 @@ def test_what_the_folder_holds(twin: tuple[Any, str]):
         "summaries",
     }
     assert sorted(path.name for path in job.checkpoints.iterdir()) == [
-        "checkpoint_00000012",
         "checkpoint_00000024",
-        "checkpoint_00000032",
+        "checkpoint_00000048",
+        "checkpoint_00000064",
         "evaluations.json",
     ]
     assert job.steps_logged() == list(range(1, STEPS + 1))
-    assert [record["step"] for record in evaluations(job)] == [16, 32]
+    assert [record["step"] for record in evaluations(job)] == [32, 64]
 
 
 def test_what_is_printed(twin: tuple[Any, str]):

@@ -102,21 +102,23 @@ def test_neither_split_is_empty(tmp_path, fraction):
 
 
 def test_one_file_cannot_be_split(tmp_path):
-    with pytest.raises(ValueError, match="^1 document"):
+    with pytest.raises(ValueError, match="at least two by `paths`"):
         split_files(make_files(tmp_path, 1), heldout_fraction=0.5)
 
 
-@given(st.binary(max_size=200), st.floats(0.01, 0.99))
-def test_a_text_is_cut_where_a_line_begins(text, fraction):
-    num_lines = text.count(b"\n") + (not text.endswith(b"\n"))
-    if num_lines < 2:
-        with pytest.raises(ValueError, match="of one line"):
-            split_text(text, heldout_fraction=fraction)
-        return
+@given(st.lists(st.binary(max_size=9), min_size=100), st.floats(0.1, 0.9))
+def test_a_text_is_cut_where_a_line_begins(lines, fraction):
+    text = b"".join(line + b"\n" for line in lines)
     train, heldout = split_text(text, heldout_fraction=fraction)
     assert train + heldout == text
     assert train.endswith(b"\n")
-    assert heldout
+    assert 0 < len(heldout) <= fraction * len(text) + 11
+
+
+@pytest.mark.parametrize("text", [b"", b"one line", b"title\n" + 1000 * b"x"])
+def test_a_text_without_lines_is_not_cut(text):
+    with pytest.raises(ValueError, match=f"the last 5% of its {len(text)} bytes"):
+        split_text(text, heldout_fraction=0.05)
 
 
 def test_about_the_share_of_a_text_is_held_out():

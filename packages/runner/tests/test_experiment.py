@@ -422,7 +422,9 @@ def test_strings_stand_in_commands_as_they_are_typed(value: str):
     assert text_of(NAME=value) == {"NAME": value}
 
 
-@given(st.text() | st.sampled_from(["None", "3", "True", " a", "(1,)", "nan", "'a'"]))
+@given(
+    st.text() | st.sampled_from(["None", "3", "True", "true", "false", " a", "(1,)", "nan", "'a'"])
+)
 def test_any_string_in_a_command_is_read_as_it_was(value: str):
     written = text_of(NAME=value, ANYTHING=value)
     overrides = [Override(name, text) for name, text in written.items()]

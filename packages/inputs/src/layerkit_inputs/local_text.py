@@ -41,6 +41,7 @@ from layerkit_inputs.tools.raw_documents import read_raw_documents, text_of
 from layerkit_inputs.trigram import trigram_loss
 
 _SPLITS = ("train", "heldout", "all")
+_PACKED_SUFFIXES = frozenset({".gz", ".bz2", ".xz", ".zip", ".zst", ".parquet"})
 _TABLE_BYTES = 1 << 26
 """Most bytes of training text that the table of `baselines` counts, which takes some seconds."""
 
@@ -67,8 +68,8 @@ class _TextFilesInput(IndexedInput):
     split: str = "train"
     """`train` or `heldout`, see `heldout_fraction`. `all` takes everything."""
     heldout_fraction: float = 0.05
-    """Share of the files (by a hash of their names) that is held out; of one file, the share of its
-    documents (by a hash of what they say), or where it is one document, of its end."""
+    """Share of the files (by a hash of their names) that is held out. Of a single file, with
+    `text_field` the share of its documents (by a hash of what they say), without it of its end."""
     max_bytes: int = 1 << 28
     """Most bytes of a split; it is kept in memory, two bytes a token, four in a vocabulary of more
     than 65,536."""
@@ -100,6 +101,7 @@ class _TextFilesInput(IndexedInput):
         if not self._of_bytes:
             self.token_unit = "token"  # type: ignore[misc]  # this reader's own
         self._bad = BadRecords(self.on_bad_record)
+        self._all_files: list[TextFile] | None = None
         self._documents: Documents | None = None
         self._checksum = 0
 
@@ -109,7 +111,11 @@ class _TextFilesInput(IndexedInput):
         return self._bad.num_skipped
 
     def _found(self) -> list[TextFile]:
-        return standard_library_files() if self.paths is None else find_text_files(self.paths)
+        """All files, of every split; looked for once."""
+        if self._all_files is None:
+            found = standard_library_files() if self.paths is None else find_text_files(self.paths)
+            self._all_files = found
+        return self._all_files
 
     def _files(self, split: str) -> list[TextFile]:
         """Those that a split reads; one that is alone has something of each."""
@@ -132,7 +138,7 @@ class _TextFilesInput(IndexedInput):
         return self._documents
 
     def _read_corpus(self, files: Sequence[TextFile]) -> Documents:
-        """Reads and tokenises, a document at a time."""
+        """Reads and tokenises, a document at a time, the documents of a single file together."""
         self._bad, self._checksum = BadRecords(self.on_bad_record), 0
         dtype = np.uint16 if self._tokenizer.vocab_size <= 1 << 16 else np.int32
         pieces = []
@@ -163,21 +169,36 @@ class _TextFilesInput(IndexedInput):
 
     def _part_of(self, file: TextFile, split: str) -> Iterator[tuple[str, bytes]]:
         """What a split has of the only file."""
-        texts = list(self._texts(file))
         if split == "all":
-            yield from texts
-            return
+            yield from self._texts(file)
+        elif self.text_field is None:
+            before, after = self._split_text(file)
+            where = str(file.path)
+            yield (where, before) if split == "train" else (f"{where} after {len(before)}", after)
+        elif texts := list(self._texts(file)):
+            distinct = list(dict.fromkeys(text for _, text in texts))
+            if len(distinct) < 2:
+                raise self._refuse(
+                    f"{file.path} is the only file, and all its documents ({len(texts)}) say the"
+                    " same: none can be held out."
+                )
+            chosen = held_out(distinct, fraction=self.heldout_fraction)
+            wanted = {
+                text for i, text in enumerate(distinct) if (i in chosen) == (split != "train")
+            }
+            yield from (text for text in texts if text[1] in wanted)
+
+    def _split_text(self, file: TextFile) -> tuple[bytes, bytes]:
+        """What is trained on and what is held out of the only file, which is one document."""
+        if file.path.suffix.lower() in _PACKED_SUFFIXES:
+            raise self._refuse(
+                f"{file.path} is the only file, and no text that can be split; unpack it, or name"
+                " the field of its documents by text_field."
+            )
         try:
-            if self.text_field is None:
-                parts = split_text(texts[0][1], heldout_fraction=self.heldout_fraction)
-                yield str(file.path), parts[_SPLITS.index(split)]
-                return
-            chosen = held_out([text for _, text in texts], fraction=self.heldout_fraction)
+            return split_text(file.path.read_bytes(), heldout_fraction=self.heldout_fraction)
         except ValueError as error:
             raise self._refuse(f"{file.path} is the only file, and {error}") from None
-        for index, text in enumerate(texts):
-            if (index in chosen) == (split == "heldout"):
-                yield text
 
     def _texts(self, file: TextFile) -> Iterator[tuple[str, bytes]]:
         """The documents of a file, and where they stand."""
@@ -246,18 +267,16 @@ class LocalText(_TextFilesInput):
         """For held-out files of bytes: the loss of a trigram table of the training files.
 
         In nats per byte. The table counts the first 64 MiB of training text, in the order of the
-        files' names. Files are read one at a time, so any amount of text will do.
+        files' names. Files are read one at a time, so any number of them will do.
         """
         if self.split != "heldout" or not self._of_bytes or self.text_field is not None:
             return {}
         found = self._found()
         if len(found) == 1:
-            before, after = (self._part_of(found[0], split) for split in _SPLITS[:2])
-            train: Iterator[bytes] = (text[:_TABLE_BYTES] for _, text in before)
-            heldout = (text for _, text in after)
-        else:
-            train = _first_bytes(self._files("train"), _TABLE_BYTES)
-            heldout = (file.path.read_bytes() for file in self._files("heldout"))
+            before, after = self._split_text(found[0])
+            return {"trigram table": trigram_loss([before[:_TABLE_BYTES]], [after])}
+        train = _first_bytes(self._files("train"), _TABLE_BYTES)
+        heldout = (file.path.read_bytes() for file in self._files("heldout"))
         return {"trigram table": trigram_loss(train, heldout)}
 
 

@@ -3,8 +3,8 @@
 Files are named relative to the place they were found in and sorted by name, so the same folder
 gives the same data wherever it lies. Whether a file is held out depends on its name alone, so that
 adding files does not move others from one split to the other; except where a split would be empty
-otherwise, as among few files. Where there is one file, its documents are split likewise, by what
-they say, and a text that is one document is held out from a line near its end on.
+otherwise, as among few files, and except where there is one file: its documents are split likewise,
+by what they say, and a text that is one document is held out from a line near its end on.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ _LEFT_OUT_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
 )
 _LEFT_OUT_PREFIX = "_sysconfigdata"
+# How many times the wanted share of a text is held out at most, where its lines are long.
+_MOST_HELD_OUT = 3
 
 
 class TextFile(NamedTuple):
@@ -105,6 +107,11 @@ def split_files(
     Raises:
       ValueError: there are fewer than two files.
     """
+    if len(files) < 2:
+        raise ValueError(
+            f"{len(files)} file(s) cannot be split into training and held-out files; name at "
+            "least two by `paths`."
+        )
     names = [file.name.encode("utf-8", "surrogateescape") for file in files]
     chosen = held_out(names, fraction=heldout_fraction)
     return (
@@ -114,18 +121,11 @@ def split_files(
 
 
 def held_out(names: Sequence[bytes], *, fraction: float) -> set[int]:
-    """Which of these are held out, by their index: those whose hash falls into the share.
+    """Which of two or more are held out, by their index: those whose hash falls into the share.
 
     Neither part is empty: where no hash (or every one) falls into the share, the lowest alone is
     held out (the highest alone is kept).
-
-    Raises:
-      ValueError: there are fewer than two.
     """
-    if len(names) < 2:
-        raise ValueError(
-            f"{len(names)} document(s) cannot be split into training and held-out ones."
-        )
     shares = [_share(name) for name in names]
     by_share = sorted(range(len(names)), key=lambda index: (shares[index], index))
     count = sum(share < fraction for share in shares)
@@ -133,15 +133,20 @@ def held_out(names: Sequence[bytes], *, fraction: float) -> set[int]:
 
 
 def split_text(text: bytes, *, heldout_fraction: float) -> tuple[bytes, bytes]:
-    """A text up to a line near its end, and what follows, which is held out; neither is empty.
+    """A text up to the beginning of a line near its end, and what follows, which is held out.
 
     Raises:
-      ValueError: it has fewer than two lines.
+      ValueError: no line begins where it could be cut.
     """
     wanted = int(len(text) * (1 - heldout_fraction))
-    cut = text.rfind(b"\n", 0, wanted) + 1 or text.find(b"\n") + 1
-    if not 0 < cut < len(text):
-        raise ValueError("a text of one line cannot be split into training and held-out text.")
+    lines = (text.rfind(b"\n", 0, wanted) + 1, text.find(b"\n", wanted) + 1)
+    cuts = [begin for begin in lines if 0 < begin < len(text)]
+    cut = min(cuts, key=lambda cut: abs(cut - wanted), default=0)
+    if not cut or len(text) - cut > _MOST_HELD_OUT * heldout_fraction * len(text):
+        raise ValueError(
+            f"no line begins near the last {heldout_fraction:.0%} of its {len(text)} bytes, which"
+            " are held out; give it lines, or a second file."
+        )
     return text[:cut], text[cut:]
 
 

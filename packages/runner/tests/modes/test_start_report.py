@@ -23,3 +23,14 @@ def test_notes_of_layers_are_collected_once_and_printed_by_nobody_else(
         assert caplog.messages == []
         logger.info("afterwards")
     assert caplog.messages == ["afterwards"]
+
+
+def test_notes_of_layers_that_failed_are_told_as_always(caplog: pytest.LogCaptureFixture):
+    def fail() -> None:
+        with LayerNotes():
+            logging.getLogger("layerkit.attention").warning("slow")
+            raise ValueError("shapes do not fit")
+
+    with pytest.raises(ValueError, match="shapes"):
+        fail()
+    assert caplog.messages == ["slow"]

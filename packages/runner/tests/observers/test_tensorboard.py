@@ -56,6 +56,16 @@ def test_scalars_go_to_the_folder_of_their_kind(run_info, tmp_path):
     assert len(list(summaries.iterdir())) == 3
 
 
+def test_a_step_is_one_event_with_names_that_tensorboard_allows(run_info, tmp_path):
+    board = TensorBoard()
+    board.start(run_info(job_log_dir=epath.Path(tmp_path)))
+    board.train_metrics(3, {"/loss of all": 2.5, "a/b-c.d": np.float32(0.25)})
+    board.close()
+    (event,) = (e for e in events(tmp_path / "summaries" / "train") if e.summary.value)
+    found = {value.tag: value.simple_value for value in event.summary.value}
+    assert found == {"loss_of_all": 2.5, "a/b-c.d": 0.25}
+
+
 def test_texts_are_kept_as_they_are(run_info, tmp_path):
     board = TensorBoard()
     board.start(run_info(job_log_dir=epath.Path(tmp_path)))

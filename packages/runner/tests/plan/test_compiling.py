@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,9 @@ from layerkit_runner.plan.compiling import (
     measured_step,
     refused_sizes,
 )
+from layerkit_runner.plan.hardware import device_kind
 from layerkit_runner.plan.memory import TensorMemory, step_memory
+from layerkit_runner.plan.plan import _is_in_doubt
 
 ESTIMATED = (
     "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory"
@@ -52,6 +56,47 @@ def test_what_a_compiled_function_tells_of_itself():
     assert step.sizes is not None
     assert (step.sizes.arguments, step.sizes.outputs, step.sizes.donated) == (1024, 1024, 1024)
     assert "sine" in step.hlo_text
+
+
+@pytest.mark.parametrize(
+    ("platform", "is_here", "effort", "is_quick"),
+    [
+        ("tpu", False, "quick", True),
+        ("tpu", False, "full", False),
+        ("tpu", True, "quick", False),
+        ("gpu", False, "quick", False),
+        ("cpu", False, "quick", False),
+    ],
+)
+def test_only_compilers_of_absent_tpus_do_less(platform, is_here, effort, is_quick):
+    asked = []
+
+    class Lowered:
+        def compile(self, compiler_options):
+            asked.append(compiler_options)
+            return jax.jit(jnp.sin).lower(1.0).compile()
+
+    step = compile_step(Lowered(), platform=platform, is_here=is_here, effort=effort)
+    assert step.is_quick == is_quick
+    assert ("optimization_level" in asked[0]) == is_quick
+
+
+@pytest.mark.parametrize(
+    ("peak", "refusal", "is_in_doubt"),
+    [
+        (0.9, None, False),
+        (0.96, None, True),
+        (0.9, "too large", True),
+        (1.2, "too large", True),
+        (1.4, "too large", False),
+    ],
+)
+def test_a_quick_plan_near_the_memory_is_in_doubt(peak, refusal, is_in_doubt):
+    device = device_kind("v5e")
+    assert device.usable_bytes is not None
+    nothing = step_memory([], CompiledStep(refusal=""))
+    memory = dataclasses.replace(nothing, peak=round(peak * device.usable_bytes))
+    assert _is_in_doubt(memory, device, CompiledStep(refusal=refusal)) == is_in_doubt
 
 
 def test_other_errors_of_a_compiler_are_not_taken_for_a_lack_of_memory():

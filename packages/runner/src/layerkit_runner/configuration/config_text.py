@@ -116,7 +116,7 @@ def _plain(value: Any) -> Any:
 
 def _as_typed(value: Any) -> str:
     """The text of an override: without quotes where a reader takes it for a string anyway."""
-    if isinstance(value, str):
+    if isinstance(value, str) and value not in ("true", "false"):  # asked about, not taken
         with contextlib.suppress(field_types.MismatchError):
             if field_types.parse_literal(value) == value:
                 return value

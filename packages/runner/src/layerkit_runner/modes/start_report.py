@@ -14,7 +14,7 @@ from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner.job import Job, versions
 from layerkit_runner.observers import RunInfo
-from layerkit_runner.steps.step_memory import temporary_bytes
+from layerkit_runner.steps.compiled_memory import temporary_bytes
 from layerkit_runner.steps.train_state import TrainState
 from layerkit_runner.xla_flags import flag_lines
 
@@ -28,6 +28,7 @@ class LayerNotes(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.lines: list[str] = []
+        self._records: list[logging.LogRecord] = []
         self._logger = logging.getLogger("layerkit")
         self._previous = self._logger.level, self._logger.propagate
 
@@ -41,11 +42,15 @@ class LayerNotes(logging.Handler):
         self._logger.removeHandler(self)
         level, self._logger.propagate = self._previous
         self._logger.setLevel(level)
+        if exception[0] is not None:  # and nobody will print the lines
+            for record in self._records:
+                logging.getLogger(record.name).handle(record)
 
     def emit(self, record: logging.LogRecord) -> None:
         line = record.getMessage()
         if line not in self.lines:
             self.lines.append(line)
+            self._records.append(record)
 
 
 def start_lines(

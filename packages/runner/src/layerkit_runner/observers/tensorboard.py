@@ -97,7 +97,9 @@ class _Writers:
         from tensorboardX.proto.summary_pb2 import Summary
 
         # One event for all. By `tensorboardX.summary.scalar` it would take four times as long.
-        values = [Summary.Value(tag=_tag(name), simple_value=v) for name, v in scalars.items()]
+        values = [
+            Summary.Value(tag=_tag(name), simple_value=float(scalars[name])) for name in scalars
+        ]
         self._file(folder).add(step, Summary(value=values))
 
     def add_histograms(self, folder: str, step: int, histograms: Mapping[str, Histogram]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from layerkit_runner.steps.step_memory import temporary_bytes
+from layerkit_runner.steps.compiled_memory import temporary_bytes
 
 # What changes the code that is made of a program, which nobody will run, and not the program.
 _CPU_OPTIONS = {"xla_backend_optimization_level": 0}
@@ -36,7 +36,7 @@ class Sizes:
       arguments: What the program reads of its arguments.
       outputs: All results.
       donated: The part of them that takes the place of arguments.
-      temporaries: Everything else that exists while it runs, where it takes most.
+      temporaries: Everything else that exists at the moment when there is most.
       host_temporaries: In the memory of the host, per device.
       host_arguments: Likewise.
     """

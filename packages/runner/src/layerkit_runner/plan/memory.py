@@ -122,8 +122,8 @@ def step_memory(tensors: Iterable[TensorMemory], step: CompiledStep) -> Memory:
         outputs=sizes.outputs,
         donated=sizes.donated,
         arguments=sizes.arguments,
-        # Not the compiler's own peak: on CPU that leaves the temporaries out, on TPUs `temporaries`
-        # is what it has beside the others.
+        # Not the compiler's own peak, which on CPU leaves the temporaries out. On TPUs the sum is
+        # that peak: see `temporary_bytes`.
         peak=sizes.arguments + sizes.outputs - sizes.donated + sizes.temporaries,
         host_arguments=sizes.host_arguments,
         host_temporaries=sizes.host_temporaries,

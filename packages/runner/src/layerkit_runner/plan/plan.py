@@ -36,8 +36,8 @@ from layerkit_runner.task import SingleTask
 
 # More than a page shows, for the JSON form.
 _TEMPORARIES = 30
-# Beyond this share of a device's memory a quick plan does not tell whether the step fits.
-_SURELY_FITS = 0.95
+# Shares of a device's memory between which a quick plan does not tell whether the step fits.
+_IN_DOUBT = (0.95, 1.3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +97,7 @@ class Plan:
       temporaries: The largest results that the step computes.
       bounds: The time that a step takes at least; None where there is no program to read.
       pipelines: Of the model.
+      is_quick: Whether the compiler was asked for less effort than a run asks for.
     """
 
     experiment: str
@@ -123,6 +124,7 @@ class Plan:
     temporaries: list[TemporaryTensor] = dataclasses.field(default_factory=list)
     bounds: Bounds | None = None
     pipelines: list[PipelinePlan] = dataclasses.field(default_factory=list)
+    is_quick: bool = False
 
 
 def make_plan(
@@ -141,7 +143,7 @@ def make_plan(
       parts: Partitioner and task, where they are built already; consumed.
       target: What the devices stand for; None for the devices themselves.
       effort: Of the compiler, `quick` or `full`; see `compile_step`. What is quick is compiled
-        again in full where it needs nearly all memory of a device, or more.
+        again in full where it needs nearly all memory of a device, or a little more.
 
     Raises:
       UsageError: fields that do not fit together, sizes that cannot be split over the mesh.
@@ -168,7 +170,7 @@ def make_plan(
         compile_step, lowered, platform=device.platform, is_here=target.is_here
     )
     step = compiled_for(effort=effort)
-    if step.is_quick and not _surely_fits(step_memory(tensors, step), device, step):
+    if step.is_quick and _is_in_doubt(step_memory(tensors, step), device, step):
         step = compiled_for(effort="full")
     compiled_at = time.perf_counter()
     mesh = dict(partitioner.mesh.shape)
@@ -213,6 +215,7 @@ def make_plan(
         temporaries=largest_temporaries(step.hlo_text, most=_TEMPORARIES),
         bounds=bounds if step.hlo_text else None,
         pipelines=pipeline_plans(resolved.task, rows=batch_plan.rows // batch_plan.parts),
+        is_quick=step.is_quick,
     )
 
 
@@ -249,9 +252,12 @@ def _tells_its_slice(device: Any) -> bool:
     return getattr(device, "slice_index", None) is not None
 
 
-def _surely_fits(memory: Memory, device: DeviceKind, step: CompiledStep) -> bool:
-    room = device.usable_bytes
-    return step.refusal is None and (room is None or memory.peak <= _SURELY_FITS * room)
+def _is_in_doubt(memory: Memory, device: DeviceKind, step: CompiledStep) -> bool:
+    """Whether a quick plan leaves open if the step fits."""
+    if device.usable_bytes is None:
+        return True
+    share = memory.peak / device.usable_bytes
+    return (step.refusal is not None or share > _IN_DOUBT[0]) and share <= _IN_DOUBT[1]
 
 
 def _fits(memory: Memory, device: DeviceKind, step: CompiledStep) -> bool | None:

@@ -13,6 +13,7 @@ from layerkit_runner.byte_sizes import size_text
 from layerkit_runner.plan.alternatives.advice import Advice
 from layerkit_runner.plan.alternatives.forecast import SOME_SLOW
 from layerkit_runner.plan.alternatives.search import Candidate, Search
+from layerkit_runner.plan.compiler_notes import QUICK_NOTE
 from layerkit_runner.plan.page import seconds_text
 from layerkit_runner.plan.plan import Plan
 
@@ -78,6 +79,8 @@ def _search_lines(search: Search) -> Iterator[str]:
         f"{search.num_meshes} meshes{policies}: {search.compilations} compiled in"
         f" {search.seconds:.0f} s"
     )
+    if search.is_quick:
+        yield f"compiled {QUICK_NOTE}"
     for why, count in search.left_out.items():
         yield f"  {count} left out: {why}"
     if search.limit is not None:

@@ -87,6 +87,7 @@ class Search:
       limit: Which limit ended the search, if one did.
       compilations: How many there were.
       seconds: How long it took.
+      is_quick: Whether the compiler was asked for less effort than a run asks for, at least first.
     """
 
     experiment: str
@@ -102,6 +103,7 @@ class Search:
     limit: str | None
     compilations: int
     seconds: float
+    is_quick: bool = False
 
 
 def search(resolved: ResolvedExperiment, trials: Trials, devices: Sequence[jax.Device]) -> Search:
@@ -153,6 +155,7 @@ def search(resolved: ResolvedExperiment, trials: Trials, devices: Sequence[jax.D
         limit=trials.reached if left_out["not reached"] else None,
         compilations=trials.compiled,
         seconds=trials.seconds,
+        is_quick=first.plan.is_quick,
     )
 
 

@@ -7,7 +7,7 @@ import types
 import jax
 import jax.numpy as jnp
 
-from layerkit_runner.steps.step_memory import temporary_bytes
+from layerkit_runner.steps.compiled_memory import temporary_bytes
 
 
 def test_temporaries_of_tpus_are_what_there_is_at_one_time():
@@ -23,6 +23,8 @@ def test_temporaries_of_tpus_are_what_there_is_at_one_time():
     found = temporary_bytes(stats, platform="tpu")
     assert 6_201_625_088 + results + found == 29_400_133_120
     assert temporary_bytes(stats, platform="gpu") == 31_022_552_576
+    stats.peak_memory_in_bytes = 0
+    assert temporary_bytes(stats, platform="tpu") == 31_022_552_576
 
 
 def test_temporaries_of_a_cpu_hold_what_is_between():
