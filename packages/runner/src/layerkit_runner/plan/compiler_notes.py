@@ -11,8 +11,8 @@ from layerkit.layers.attention.cudnn import has_cudnn
 from layerkit_runner.plan.compiling import CompiledStep
 
 QUICK_NOTE = (
-    "with less effort than a run asks for, which takes a third of the time; memory and traffic came"
-    " within 3 % of a run's. --plan_effort=full compiles as a run does"
+    "with less effort than a run asks for, which takes a third of the time; memory and traffic of"
+    " large steps came within 3 % of a run's. --plan_effort=full compiles as a run does"
 )
 
 
