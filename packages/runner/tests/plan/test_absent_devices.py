@@ -109,7 +109,7 @@ def test_a_quick_plan_is_close_to_that_of_a_run_and_says_what_it_is(plan):
     assert quick["memory"]["arguments"] == full["memory"]["arguments"]
     assert full["memory"]["peak"] <= full["device"]["memory_bytes"]
     assert quick["memory"]["peak"] == pytest.approx(full["memory"]["peak"], rel=0.1)
-    # A step as small as this one may send its few kilobytes in another way: a quarter more was seen.
+    # So small a step may send its kilobytes in another way: a quarter more was seen.
     sent = [sum(each["bytes_sent"] for each in found["collectives"]) for found in (quick, full)]
     assert sent[0] == pytest.approx(sent[1], rel=0.5)
 
