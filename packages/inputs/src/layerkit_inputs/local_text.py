@@ -37,11 +37,10 @@ from layerkit_inputs.text_files import (
     standard_library_files,
 )
 from layerkit_inputs.tokenizers import ByteTokenizer, Tokenizer
-from layerkit_inputs.tools.raw_documents import read_raw_documents, text_of
+from layerkit_inputs.tools.raw_documents import PACKED_SUFFIXES, read_raw_documents, text_of
 from layerkit_inputs.trigram import trigram_loss
 
 _SPLITS = ("train", "heldout", "all")
-_PACKED_SUFFIXES = frozenset({".gz", ".bz2", ".xz", ".zip", ".zst", ".parquet"})
 _TABLE_BYTES = 1 << 26
 """Most bytes of training text that the table of `baselines` counts, which takes some seconds."""
 
@@ -190,7 +189,7 @@ class _TextFilesInput(IndexedInput):
 
     def _split_text(self, file: TextFile) -> tuple[bytes, bytes]:
         """What is trained on and what is held out of the only file, which is one document."""
-        if file.path.suffix.lower() in _PACKED_SUFFIXES:
+        if file.path.suffix.lower() in {*PACKED_SUFFIXES, ".gz", ".parquet"}:
             raise self._refuse(
                 f"{file.path} is the only file, and no text that can be split; unpack it, or name"
                 " the field of its documents by text_field."

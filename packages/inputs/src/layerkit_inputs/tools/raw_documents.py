@@ -21,7 +21,8 @@ from layerkit_inputs.extras import require
 from layerkit_inputs.text_files import TextFile
 
 _JSON_SUFFIXES = frozenset({".jsonl", ".ndjson", ".json"})
-_PACKED_SUFFIXES = frozenset({".bz2", ".xz", ".zip", ".zst", ".tar", ".7z"})
+PACKED_SUFFIXES = frozenset({".bz2", ".xz", ".zip", ".zst", ".tar", ".7z"})
+"""Of files that no reader unpacks."""
 _PARQUET_ROWS = 1000
 
 
@@ -47,7 +48,7 @@ def read_raw_documents(file: TextFile, *, field: str) -> Iterator[RawDocument]:
     suffixes = [suffix.lower() for suffix in file.path.suffixes[-2:]] or [""]
     is_gzip = suffixes[-1] == ".gz"
     kind = (suffixes[:-1] or [""])[-1] if is_gzip else suffixes[-1]
-    if kind in _PACKED_SUFFIXES:
+    if kind in PACKED_SUFFIXES:
         raise BadRecordError(f"{file.path}: unpack {kind} files first; only .gz is read as it is.")
     if kind == ".parquet" and not is_gzip:
         yield from _parquet_rows(file.path, field)

@@ -11,8 +11,8 @@ from layerkit.layers.attention.cudnn import has_cudnn
 from layerkit_runner.plan.compiling import CompiledStep
 
 QUICK_NOTE = (
-    "with less effort than a run asks for, which takes a third of the time; memory and traffic of"
-    " large steps came within 3 % of a run's. --plan_effort=full compiles as a run does"
+    "compiled with less effort than a run asks for, which takes a third of the time; memory and"
+    " traffic of large steps came within 3 % of a run's. --plan_effort=full compiles as a run does"
 )
 
 
@@ -34,7 +34,7 @@ def compiler_notes(
             f" 'jax[tpu]=={jax.__version__}' installs the one that belongs to it"
         )
     if step.is_quick:
-        yield f"compiled {QUICK_NOTE}"
+        yield QUICK_NOTE
     if platform == "cpu":
         yield from _cpu_notes(lowered.as_text(), step.hlo_text)
     if platform == "gpu" and not is_here:

@@ -80,7 +80,7 @@ def _search_lines(search: Search) -> Iterator[str]:
         f" {search.seconds:.0f} s"
     )
     if search.is_quick:
-        yield f"compiled {QUICK_NOTE}"
+        yield QUICK_NOTE
     for why, count in search.left_out.items():
         yield f"  {count} left out: {why}"
     if search.limit is not None:
