@@ -36,8 +36,8 @@ from layerkit_runner.task import SingleTask
 
 # More than a page shows, for the JSON form.
 _TEMPORARIES = 30
-# Shares of a device's memory between which a quick plan does not tell whether the step fits.
-_IN_DOUBT = (0.95, 1.3)
+# Beyond this share of a device's memory a quick plan does not tell whether the step fits.
+_IN_DOUBT = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +143,7 @@ def make_plan(
       parts: Partitioner and task, where they are built already; consumed.
       target: What the devices stand for; None for the devices themselves.
       effort: Of the compiler, `quick` or `full`; see `compile_step`. What is quick is compiled
-        again in full where it needs nearly all memory of a device, or a little more.
+        again in full where it needs nearly all memory of a device, or is refused.
 
     Raises:
       UsageError: fields that do not fit together, sizes that cannot be split over the mesh.
@@ -254,10 +254,10 @@ def _tells_its_slice(device: Any) -> bool:
 
 def _is_in_doubt(memory: Memory, device: DeviceKind, step: CompiledStep) -> bool:
     """Whether a quick plan leaves open if the step fits."""
-    if device.usable_bytes is None:
+    # Compilers refuse a step before they make code of it, so asking again costs little.
+    if step.refusal is not None or device.usable_bytes is None:
         return True
-    share = memory.peak / device.usable_bytes
-    return (step.refusal is not None or share > _IN_DOUBT[0]) and share <= _IN_DOUBT[1]
+    return memory.peak > _IN_DOUBT * device.usable_bytes
 
 
 def _fits(memory: Memory, device: DeviceKind, step: CompiledStep) -> bool | None:
