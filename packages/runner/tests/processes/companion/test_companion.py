@@ -52,28 +52,34 @@ for word in sys.stdin:
 
 
 class Group:
-    """Processes with companions."""
+    """Processes with companions, of which some are started at once."""
 
-    def __init__(self, count: int, folder: Path) -> None:
+    def __init__(self, count: int, folder: Path, *, started: int) -> None:
         self.folder = folder
-        listener = socket.create_server(("127.0.0.1", 0))
-        port, fd = listener.getsockname()[1], listener.fileno()
+        self.count = count
         self.processes: list[subprocess.Popen[str]] = []
-        for index in range(count):
-            hub_pid = self.processes[0].pid if index else 0
-            words = [index, count, port, fd, hub_pid, folder]
-            process = subprocess.Popen(
-                [sys.executable, "-c", PROCESS, *map(str, words)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                pass_fds=[fd] if index == 0 else [],
-            )
-            self.processes.append(process)
-        listener.close()
-        for index in range(count):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self._port = listener.getsockname()[1]
+            self.start(listener.fileno())
+        for _ in range(1, started):
+            self.start()
+        for index in range(started):
             self.wait_for_log(index, f"from a child of {index}")
+
+    def start(self, listener: int = 0) -> None:
+        """Starts the next process; process 0 with the socket of the hub."""
+        index = len(self.processes)
+        hub_pid = self.processes[0].pid if index else 0
+        words = [index, self.count, self._port, listener, hub_pid, self.folder]
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROCESS, *map(str, words)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            pass_fds=[listener] if index == 0 else [],
+        )
+        self.processes.append(process)
 
     def wait_for_log(self, index: int, text: str) -> None:
         deadline = time.monotonic() + 60
@@ -99,16 +105,16 @@ class Group:
         return process.returncode, process.stdout.read(), process.stderr.read()
 
     def name(self, index: int) -> str:
-        count, pid = len(self.processes), self.processes[index].pid
-        return f"process {index} of {count} (host host{index}, pid {pid})"
+        pid = self.processes[index].pid
+        return f"process {index} of {self.count} (host host{index}, pid {pid})"
 
 
 @pytest.fixture
-def group(tmp_path: Path) -> Iterator[Callable[[int], Group]]:
+def group(tmp_path: Path) -> Iterator[Callable[..., Group]]:
     groups: list[Group] = []
 
-    def make(count: int) -> Group:
-        groups.append(Group(count, tmp_path))
+    def make(count: int, started: int | None = None) -> Group:
+        groups.append(Group(count, tmp_path, started=count if started is None else started))
         return groups[-1]
 
     yield make
@@ -211,6 +217,17 @@ def test_an_end_in_order_is_no_loss(group: Callable[[int], Group]):
         assert code == 0
         assert "runner:" not in error
         assert output.endswith("after the companion\n")
+
+
+def test_one_that_comes_when_process_0_is_done_is_let_in(group: Callable[..., Group]):
+    processes = group(2, started=1)
+    processes.tell(0, "leave")
+    assert processes.processes[0].wait(timeout=60) == 0
+    processes.start()
+    processes.tell(1, "leave")
+    for index in (1, 0):
+        code, _, error = processes.end(index)
+        assert (code, "runner:" in error) == (0, False), error
 
 
 def test_people_see_process_0_and_the_errors_of_others(group: Callable[[int], Group]):

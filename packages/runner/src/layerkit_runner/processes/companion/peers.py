@@ -77,6 +77,7 @@ class Hub:
         self._listener = listener
         self._num_processes = num_processes
         self._members: dict[Link, _Member] = {}
+        self._introduced: set[int] = set()
         self._checked = now
         self.loss: Loss | None = None
 
@@ -88,6 +89,11 @@ class Hub:
     def num_members(self) -> int:
         """How many are connected."""
         return len(self._members)
+
+    @property
+    def knows_all(self) -> bool:
+        """Whether every process of the job has introduced itself, be it here still or not."""
+        return len(self._introduced) == self._num_processes
 
     def say_goodbye(self) -> None:
         """Tells the members that the hub leaves because its process is done."""
@@ -134,6 +140,7 @@ class Hub:
         if "hello" in message:
             member.process = int(message["hello"])
             member.host, member.pid = str(message["host"]), int(message["pid"])
+            self._introduced.add(member.process)
         if message.get("done"):
             member.is_done = True
         if member.process is not None and message.get("how") in (ENDED, FAILED, STALLED):

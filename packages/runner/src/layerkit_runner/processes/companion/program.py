@@ -234,6 +234,10 @@ class Companion:
 
     def _leave_hub(self, hub: Hub) -> None:
         """Lets the members hear of the end, whichever it was."""
+        deadline = time.monotonic() + _SECONDS_TO_END
+        # Of a short job, a companion may not be here yet; it would take the end for a loss.
+        while self._is_done and not (hub.knows_all or hub.loss) and time.monotonic() < deadline:
+            self._serve([*hub.waits_for()], BEAT_SECONDS / 4)
         if self._is_done and hub.loss is None:
             hub.say_goodbye()
             return
