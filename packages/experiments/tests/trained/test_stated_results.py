@@ -52,7 +52,7 @@ def test_numbers_are_translated_that_were_never_seen(tmp_path: Path):
     words = ["--exp=translation.numbers.EnglishToGermanNumbers", f"--job_log_dir={tmp_path}"]
     run(*words)
     run(*words, "--mode=decode_once")
-    assert metrics(tmp_path, dataset="translations")[-1]["exact_match"] > 0.95
+    assert metrics(tmp_path, dataset="decode/translations")[-1]["exact_match"] > 0.95
 
 
 @pytest.fixture(scope="module")
