@@ -34,11 +34,10 @@ from gpu_case import DTYPES, MODELS, Case
 from layerkit.layers.attention.backends import BACKEND_NAMES
 from layerkit.layers.remat import REMAT_POLICIES
 from layerkit.near_names import near_names
+from layerkit_runner.xla_flags import set_gpu_memory_share
 
 _FOLDER = Path(__file__).parent
 _MOST_ROWS = 4096
-# What a plan counts as the memory that a program can have.
-_ENVIRONMENT = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".92", "TF_CPP_MIN_LOG_LEVEL": "2"}
 _QUICK = {
     "models": ["126m"],
     "dtypes": list(DTYPES),
@@ -143,7 +142,8 @@ def _rows(text: str) -> list[int]:
 def run(script: str, arguments: Sequence[str], *, seconds: int) -> dict[str, Any]:
     """What a script beside this one printed, in a process of its own; or how it failed."""
     command = [sys.executable, str(_FOLDER / script), *arguments]
-    environment = {**_ENVIRONMENT, **os.environ}
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ}
+    set_gpu_memory_share(environment)
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, check=False, timeout=seconds

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import io
 import itertools
 import json
@@ -25,6 +26,7 @@ import platform
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,44 @@ class BareSteps(BaseProgram):
         times = {"began": began, "ended": time.perf_counter()}
         observers.eval_metrics(step, self.name, times)
         return times
+
+
+class WithHeapReadings(Quickstart):
+    """The quickstart, whose heap is looked at half way between two saves, when none is written."""
+
+    def eval_programs(self) -> list[Config]:
+        return [Config(HeapReading, name="heap", interval_steps=SAVE_INTERVAL // 2)]
+
+
+class HeapReading(BaseProgram):
+    """Reports how many bytes of the heap hold something."""
+
+    def run(self, state: TrainState, step: int, observers: Observer) -> dict[str, float]:
+        if step % SAVE_INTERVAL:
+            observers.eval_metrics(step, self.name, {"live_bytes": live_heap_bytes()})
+        return {}
+
+
+class _MallInfo(ctypes.Structure):
+    """What glibc's mallinfo2 returns."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def live_heap_bytes() -> float:
+    """What is allocated and not freed: resident memory without the gaps that glibc keeps."""
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
+        raise RuntimeError("only glibc 2.33 or later tells what its heap holds")
+    mallinfo.restype = _MallInfo
+    info = mallinfo()
+    return float(info.uordblks + info.hblkhd)
 
 
 class Bare:
@@ -158,16 +198,21 @@ def save_stalls(record: Metrics) -> list[float]:
 
 
 def memory(*, steps: int, dims: int) -> dict[str, Any]:
-    """Resident memory of this process over one run, from its second quarter on."""
-    record = record_of_run(resolved_for(Quickstart, steps=steps, dims=dims)).train
-    later = record[len(record) // 4 :]
-    numbers = np.array([[logged["step"], logged["memory/host_rss_bytes"]] for logged in later])
+    """Of one run from its second quarter on: what the heap holds, and what is resident."""
+    record = record_of_run(resolved_for(WithHeapReadings, steps=steps, dims=dims))
+    live = {turn["step"]: turn["live_bytes"] for turn in record.evals["heap"]}
+    resident = {logged["step"]: logged["memory/host_rss_bytes"] for logged in record.train}
+    return {"steps": steps, "live_heap": _growth(live), "resident": _growth(resident)}
+
+
+def _growth(bytes_by_step: Mapping[int, float]) -> dict[str, float]:
+    """Megabytes at a quarter and at the end of the run, and the slope between."""
+    numbers = np.array(list(bytes_by_step.items()))[len(bytes_by_step) // 4 :]
     per_step, _ = np.polyfit(numbers[:, 0], numbers[:, 1], 1)
     return {
-        "steps": steps,
-        "megabytes_at_a_quarter": numbers[0, 1] / 1e6,
-        "megabytes_at_the_end": numbers[-1, 1] / 1e6,
-        "megabytes_per_1000_steps": per_step * 1000 / 1e6,
+        "megabytes_at_a_quarter": round(numbers[0, 1] / 1e6, 1),
+        "megabytes_at_the_end": round(numbers[-1, 1] / 1e6, 1),
+        "megabytes_per_1000_steps": round(per_step * 1000 / 1e6, 2),
     }
 
 

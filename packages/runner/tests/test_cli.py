@@ -255,8 +255,8 @@ Flags:
   --peak_tflops_per_device=TFLOPS   train: what one device could do at best, for MFU, where the
                                     table of known devices has no figure or another
   --xla_flags_preset=NAME           train, plan: a set of compiler flags: gpu_latency_hiding,
-                                    tpu_v5e_collective_fusion, tpu_fsdp, tpu_multislice,
-                                    tpu_v6e_dense or tpu_v6e_moe
+                                    gpu_pipelined_collectives, tpu_v5e_collective_fusion, tpu_fsdp,
+                                    tpu_multislice, tpu_v6e_dense or tpu_v6e_moe
   --pgle_profile=FILE               train: a profile of earlier steps that guides the scheduler of
                                     NVIDIA GPUs
   --jax_profiler_port=PORT          train: where xprof or TensorBoard can ask for a trace at any

@@ -9,16 +9,19 @@ from pathlib import Path
 
 import jax
 import pytest
+from jaxlib.xla_client import generate_pjrt_gpu_plugin_options
 
 from layerkit_runner import UsageError
 from layerkit_runner.command_line.flag_table import FLAGS
 from layerkit_runner.command_line.flags import RunOptions, parse_flags
+from layerkit_runner.plan.hardware import device_kind
 from layerkit_runner.xla_flags import (
     PRESETS,
     check_devices,
     check_no_automatic_profile,
     flag_lines,
     set_compiler_flags,
+    set_gpu_memory_share,
 )
 
 H100, V5P, V6E = "NVIDIA H100 80GB HBM3", "TPU v5", "TPU v6 lite"
@@ -49,6 +52,27 @@ def test_the_users_own_flags_come_last():
     assert line.startswith("XLA_FLAGS --xla_gpu_enable_latency_hiding_scheduler=true ")
 
 
+@pytest.mark.parametrize("own", [{}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}])
+def test_a_run_has_the_memory_that_plans_count_on(
+    monkeypatch: pytest.MonkeyPatch, own: dict[str, str]
+):
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    environment = dict(os.environ)
+    set_gpu_memory_share(environment)
+    with monkeypatch.context() as patch:
+        for name in environment:
+            patch.setenv(name, environment[name])
+        told = generate_pjrt_gpu_plugin_options()["memory_fraction"]
+    h100 = device_kind("h100")
+    assert h100.usable_bytes is not None
+    assert h100.memory_bytes is not None
+    planned = h100.usable_bytes / h100.memory_bytes
+    assert told == (0.5 if own else pytest.approx(planned, rel=1e-6))
+
+
 def test_flags_of_a_tpu_go_where_its_compiler_reads_them():
     environment: dict[str, str] = {}
     set_compiler_flags(RunOptions(xla_flags_preset="tpu_v6e_dense"), environment)
@@ -71,7 +95,8 @@ def test_flags_of_a_tpu_go_where_its_compiler_reads_them():
         ("tpu_multislice", V5P, None),
         ("tpu_fsdp", V5P, None),
         ("tpu_fsdp", "TPU v5 lite", "is not for the devices at hand"),
-        ("tpu_multislice", H100, "for these there is gpu_latency_hiding"),
+        ("gpu_pipelined_collectives", H100, None),
+        ("tpu_multislice", H100, "for these there is gpu_latency_hiding or gpu_pipelined_"),
         ("tpu_v6e_moe", V6E, None),
         ("tpu_v6e_moe", V5P, "is not for the devices at hand, which are TPU v5;"),
     ],
@@ -115,7 +140,7 @@ def test_the_compiler_at_hand_knows_every_gpu_flag(tmp_path: Path):
     """XLA of any platform knows the flags of GPUs, and ends the process for one it does not."""
     (tmp_path / "steps.pb").touch()
     options = RunOptions(
-        xla_flags_preset="gpu_latency_hiding", pgle_profile=str(tmp_path / "steps.pb")
+        xla_flags_preset="gpu_pipelined_collectives", pgle_profile=str(tmp_path / "steps.pb")
     )
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     set_compiler_flags(options, environment)

@@ -38,11 +38,16 @@ def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
     from layerkit_runner.modes import inference as inference_modes
     from layerkit_runner.modes import train as train_mode
     from layerkit_runner.processes.distributed import joined
-    from layerkit_runner.xla_flags import check_no_automatic_profile, set_compiler_flags
+    from layerkit_runner.xla_flags import (
+        check_no_automatic_profile,
+        set_compiler_flags,
+        set_gpu_memory_share,
+    )
 
     if mode == "train":
         check_no_automatic_profile()
     set_compiler_flags(options)
+    set_gpu_memory_share()
     infer = inference_modes.run_inference
     modes: dict[str, Callable[[ResolvedExperiment, RunOptions], int]] = {
         "train": train_mode.run_train,

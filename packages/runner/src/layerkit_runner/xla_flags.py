@@ -1,4 +1,5 @@
-"""Named sets of compiler flags for kinds of devices, and the profile that guides the GPU scheduler.
+"""What compilers and allocators are told: named sets of flags for kinds of devices, the profile that
+guides the GPU scheduler, and the share of a GPU's memory.
 
 XLA reads its flags from the environment when the first device is touched, so they are set before
 that (`set_compiler_flags`); whether they suit the devices is known only afterwards
@@ -19,8 +20,14 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from layerkit_runner.command_line.flag_table import RunOptions
 from layerkit_runner.errors import UsageError
 
+# How much of a GPU's memory a program is given, here and in plans. The rest is for CUDA's context,
+# NCCL's buffers and libraries. JAX's own default, three quarters, would end runs that fit.
+GPU_MEMORY_SHARE = 0.92
+
 _GPU = "XLA_FLAGS"
 _TPU = "LIBTPU_INIT_ARGS"
+# The name that JAX reads, and the one that it used to have; it refuses both at a time.
+_MEMORY_SHARE = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,21 +45,28 @@ class FlagSet:
     flags: tuple[str, ...]
 
 
+_LATENCY_HIDING = (
+    "--xla_gpu_enable_latency_hiding_scheduler=true",
+    "--xla_gpu_all_gather_combine_threshold_bytes=134217728",
+    "--xla_gpu_all_reduce_combine_threshold_bytes=134217728",
+    "--xla_gpu_reduce_scatter_combine_threshold_bytes=67108864",
+)
+
 PRESETS: Mapping[str, FlagSet] = {
-    # Collectives run beside the computations that do not need them yet, across the iterations of
-    # the loop over layers too; small ones are joined, up to these many bytes.
-    "gpu_latency_hiding": FlagSet(
+    # Collectives run beside the computations that do not need them yet; small ones are joined, up
+    # to these many bytes.
+    "gpu_latency_hiding": FlagSet(_GPU, r"NVIDIA .*", _LATENCY_HIDING),
+    # Across the iterations of the loop over layers too, for which the weights and gradients of a
+    # further layer are kept: what fits by its plan may not fit with these. Plan with them.
+    "gpu_pipelined_collectives": FlagSet(
         _GPU,
         r"NVIDIA .*",
         (
-            "--xla_gpu_enable_latency_hiding_scheduler=true",
+            *_LATENCY_HIDING,
             "--xla_gpu_enable_pipelined_all_gather=true",
             "--xla_gpu_enable_pipelined_all_reduce=true",
             "--xla_gpu_enable_pipelined_reduce_scatter=true",
             "--xla_gpu_enable_while_loop_double_buffering=true",
-            "--xla_gpu_all_gather_combine_threshold_bytes=134217728",
-            "--xla_gpu_all_reduce_combine_threshold_bytes=134217728",
-            "--xla_gpu_reduce_scatter_combine_threshold_bytes=67108864",
         ),
     ),
     # All-gathers of sharded weights overlap with the products around them. Later TPUs refuse it.
@@ -102,6 +116,15 @@ def set_compiler_flags(
     """
     for variable, flags in _chosen(options):
         environment[variable] = " ".join([*flags, environment.get(variable, "")]).strip()
+
+
+def set_gpu_memory_share(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Lets a program have the share of a GPU's memory that plans count on.
+
+    To be called before any device is touched; a share of the user's own stays.
+    """
+    if not any(environment.get(name) for name in _MEMORY_SHARE):
+        environment[_MEMORY_SHARE[0]] = str(GPU_MEMORY_SHARE)
 
 
 def check_devices(options: RunOptions, device_kind: str) -> None:

@@ -338,11 +338,12 @@ FLAGS = (
     _option(
         "xla_flags_preset",
         str,
-        "a set of compiler flags: gpu_latency_hiding, tpu_v5e_collective_fusion, tpu_fsdp,"
-        " tpu_multislice, tpu_v6e_dense or tpu_v6e_moe",
+        "a set of compiler flags: gpu_latency_hiding, gpu_pipelined_collectives,"
+        " tpu_v5e_collective_fusion, tpu_fsdp, tpu_multislice, tpu_v6e_dense or tpu_v6e_moe",
         metavar="NAME",
         choices=(
             "gpu_latency_hiding",
+            "gpu_pipelined_collectives",
             "tpu_v5e_collective_fusion",
             "tpu_fsdp",
             "tpu_multislice",

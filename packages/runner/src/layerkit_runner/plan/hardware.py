@@ -13,6 +13,7 @@ import re
 from layerkit.near_names import near_names
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers.device_peaks import peak_flops
+from layerkit_runner.xla_flags import GPU_MEMORY_SHARE
 
 _GIB = 2**30
 _GIGA = 10**9
@@ -83,8 +84,7 @@ def _gpu(
 ) -> DeviceKind:
     """A GPU of an eight-GPU node with NVLink switches.
 
-    Reserved are 8 %: CUDA's context, NCCL's buffers, libraries, and what fragmentation wastes; the
-    rest is what XLA_PYTHON_CLIENT_MEM_FRACTION=.92 gives to a program.
+    Reserved is what a run leaves to CUDA's context, NCCL's buffers and libraries.
     """
     return DeviceKind(
         name,
@@ -92,7 +92,7 @@ def _gpu(
         device_kind,
         pattern,
         memory_bytes=memory_bytes,
-        reserved_bytes=round(0.08 * memory_bytes),
+        reserved_bytes=round((1 - GPU_MEMORY_SHARE) * memory_bytes),
         memory_bandwidth=memory_bandwidth,
         fast_bandwidth=fast_bandwidth,
         fast_links=fast_links,
