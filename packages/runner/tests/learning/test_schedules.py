@@ -71,15 +71,33 @@ def test_peak_scales_everything():
 
 
 @pytest.mark.parametrize("schedule", [linear_warmup_cosine_decay, linear_warmup_exponential_decay])
-@pytest.mark.parametrize("steps", [(0, 5, 10), (6, 5, 10), (5, 10, 10)])
-def test_steps_out_of_order_are_refused(schedule, steps: tuple[int, int, int]):
-    warmup, start, end = steps
+@pytest.mark.parametrize(
+    ("steps", "flags"),
+    [
+        ((0, 5, 10), {"WARMUP_STEPS": 1, "DECAY_START": 1}),
+        ((6, 5, 10), {"WARMUP_STEPS": 1, "DECAY_START": 1}),
+        ((5, 10, 10), {"WARMUP_STEPS": 1, "DECAY_START": 1}),
+        ((2000, 2000, 100), {"WARMUP_STEPS": 10}),
+        ((5, 5, 1), {"WARMUP_STEPS": 1, "DECAY_END": 2}),
+    ],
+)
+def test_steps_out_of_order_are_refused(
+    schedule, steps: tuple[int, int, int], flags: dict[str, int]
+):
+    names = ("warmup_steps", "decay_start", "decay_end")
+    given = dict(zip(names, steps, strict=True))
     with pytest.raises(UsageError) as caught:
-        schedule(1.0, warmup_steps=warmup, decay_start=start, decay_end=end, min_ratio=0.1)
+        schedule(1.0, **given, min_ratio=0.1)
+    warmup, start, end = steps
+    advice = " ".join(f"--fdl.{name}={value}" for name, value in flags.items())
     assert str(caught.value) == (
         f"schedule: 0 < warmup_steps={warmup} <= decay_start={start} < decay_end={end} does not"
-        " hold; a shorter run needs a shorter warmup"
+        f" hold. A shorter run needs a shorter warmup: with the recipes' fields, {advice}"
     )
+    followed = {name.lower(): value for name, value in flags.items()}
+    if "decay_start" not in followed:  # which the recipes then take from the warmup
+        followed["decay_start"] = followed["warmup_steps"]
+    schedule(1.0, **{**given, **followed}, min_ratio=0.1)
 
 
 def test_ratios_out_of_range_are_refused():

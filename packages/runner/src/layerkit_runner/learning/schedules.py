@@ -203,11 +203,20 @@ def _after_warmup(
 
 
 def _check(warmup_steps: int, decay_start: int, decay_end: int) -> None:
-    if not 0 < warmup_steps <= decay_start < decay_end:
-        raise UsageError(
-            f"schedule: 0 < warmup_steps={warmup_steps} <= decay_start={decay_start} <"
-            f" decay_end={decay_end} does not hold; a shorter run needs a shorter warmup"
-        )
+    if 0 < warmup_steps <= decay_start < decay_end:
+        return
+    shorter = max(1, decay_end // 10)
+    fields = {"WARMUP_STEPS": shorter}
+    if decay_start != warmup_steps:
+        fields["DECAY_START"] = shorter
+    if decay_end <= shorter:
+        fields["DECAY_END"] = shorter + 1
+    flags = " ".join(f"--fdl.{name}={steps}" for name, steps in fields.items())
+    raise UsageError(
+        f"schedule: 0 < warmup_steps={warmup_steps} <= decay_start={decay_start} <"
+        f" decay_end={decay_end} does not hold. A shorter run needs a shorter warmup: with the"
+        f" recipes' fields, {flags}"
+    )
 
 
 def _check_rising(boundaries: Sequence[int]) -> None:

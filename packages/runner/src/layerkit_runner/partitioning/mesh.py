@@ -59,17 +59,22 @@ def make_mesh(
     needed = math.prod(ici_mesh_shape) * math.prod(dcn_mesh_shape)
     if needed != len(devices):
         kind = devices[0].device_kind if devices else "none"
-        # Without blanks, so that a shell takes it as one word.
-        sizes = ",".join(map(str, [len(devices), *ones]))
         raise UsageError(
             f"the mesh needs {needed} devices (ici_mesh_shape={list(ici_mesh_shape)} ×"
             f" dcn_mesh_shape={list(dcn_mesh_shape)} over {', '.join(axis_names)}), but there are"
             f" {len(devices)} ({kind}).\nFor these devices try"
-            f" --fdl.ICI_MESH_SHAPE=[{sizes}]"
-            f"{' --fdl.DCN_MESH_SHAPE=None' if math.prod(dcn_mesh_shape) > 1 else ''}"
+            f" {flags_for(len(devices), len(axis_names), dcn_mesh_shape)}"
         )
     arranged = _arrange(list(ici_mesh_shape), list(dcn_mesh_shape), devices)
     return Mesh(arranged, tuple(axis_names), axis_types=(AxisType.Auto,) * len(axis_names))
+
+
+def flags_for(num_devices: int, num_axes: int, dcn_mesh_shape: Sequence[int] | None) -> str:
+    """Flags that put all of so many devices on the first axis, where there was another mesh."""
+    # Without blanks, so that a shell takes each as one word.
+    sizes = ",".join(map(str, [num_devices, *[1] * (num_axes - 1)]))
+    one_slice = " --fdl.DCN_MESH_SHAPE=None" if math.prod(dcn_mesh_shape or ()) > 1 else ""
+    return f"--fdl.ICI_MESH_SHAPE=[{sizes}]{one_slice}"
 
 
 def num_tpu_slices(devices: Sequence[Any]) -> int:

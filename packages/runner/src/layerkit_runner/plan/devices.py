@@ -19,6 +19,7 @@ import jax
 
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import Partitioner
+from layerkit_runner.partitioning.mesh import flags_for
 from layerkit_runner.plan.gpu_targets import target_config
 from layerkit_runner.plan.hardware import DeviceKind, kind_of_device
 from layerkit_runner.plan.targets import Target, parse_target, sized
@@ -82,8 +83,8 @@ def planned_target(
         other = f"write --target={asked.kind.name}" if num_devices is None else "leave it out"
         raise UsageError(
             f"{flag}{size}, but the mesh of this experiment has {needed} devices"
-            f" ({_sizes(partitioner)}).\nGive the mesh other sizes with --fdl.ICI_MESH_SHAPE=…, or"
-            f" {other} for as many as it has"
+            f" ({_sizes(partitioner)}).\nFor these devices try"
+            f" {_mesh_flags(partitioner, asked, count)}, or {other} for as many as it has"
         )
     if asked.topology:
         _check_slices(asked, partitioner, dcn)
@@ -127,6 +128,15 @@ def _mesh_sizes(partitioner: Partitioner) -> tuple[int | None, int]:
     ici: Sequence[int] | None = getattr(partitioner, "ici_mesh_shape", None)
     dcn: Sequence[int] = getattr(partitioner, "dcn_mesh_shape", None) or ()
     return None if ici is None else math.prod(ici), max(1, math.prod(dcn))
+
+
+def _mesh_flags(partitioner: Partitioner, asked: Target, count: int) -> str:
+    num_axes = len(getattr(partitioner, "mesh_axis_names", ("data",)))
+    if asked.num_slices == 1:
+        return flags_for(count, num_axes, getattr(partitioner, "dcn_mesh_shape", None))
+    slices = ",".join(map(str, [asked.num_slices, *[1] * (num_axes - 1)]))
+    one_slice = flags_for(count // asked.num_slices, num_axes, None)
+    return f"{one_slice} --fdl.DCN_MESH_SHAPE=[{slices}]"
 
 
 def _sizes(partitioner: Partitioner) -> str:
