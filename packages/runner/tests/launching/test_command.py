@@ -132,6 +132,27 @@ def test_files_that_only_the_other_machines_have(tmp_path: Path, capsys, monkeyp
     assert err.startswith("launch: not looked at any further here: ")
 
 
+def test_data_that_nothing_names_are_told_and_stop_nothing(tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VOCAB_PATH", "here.model")  # and not where the pods run
+    words = ["--exp=lm.pile.Pile126M", "--job_log_dir=gs://b/r", "--dry_run", "--image=ours"]
+    words += ["--fdl.ICI_MESH_SHAPE=[1,8,1]", "--fdl.DCN_MESH_SHAPE=None", "--gpus_per_node=8"]
+    assert launch("kubernetes", *words) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "launch: nothing sets VOCAB_PATH where the run will be, and without a vocabulary it ends at"
+        " its first batch; give --fdl.VOCAB_PATH=…",
+        "launch: nothing sets TFDS_DATA_DIR where the run will be, and the data are looked for in"
+        " ~/tensorflow_datasets; give --tfds_data_dir=…",
+    ]
+    for more in (
+        ["--fdl.VOCAB_PATH=there.model", "--tfds_data_dir=/data/tfds"],
+        ["--env=VOCAB_PATH=there.model", "--setup=export TFDS_DATA_DIR=/data/tfds"],
+        ["--fdl.DATA_FORMAT=synthetic"],
+    ):
+        assert launch("kubernetes", *words, *more) == 0
+        assert capsys.readouterr().err == ""
+
+
 def test_a_program_that_is_not_here(tmp_path: Path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", os.fspath(tmp_path))
@@ -148,7 +169,7 @@ def documented() -> list[list[str]]:
         for block in re.findall(r"^```\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
             variables |= dict(re.findall(r'^(\w+)="(.*)"$', block, re.MULTILINE))
             for line in block.replace("\\\n", " ").splitlines():
-                for name, value in variables.items():
+                for name, value in reversed(variables.items()):  # a later one may name an earlier
                     line = line.replace(f"${name}", value)
                 if line.startswith("runner launch ") and "KIND" not in line:
                     words = shlex.split(line, comments=True)[2:]
@@ -167,5 +188,7 @@ def test_every_command_of_the_pages_prints_what_it_would_start(
 ):
     monkeypatch.chdir(tmp_path)
     assert launch(*words, "--dry_run") == 0
-    assert "# would run\n" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "# would run\n" in out
+    assert err == ""  # nor are data missing
     assert list(tmp_path.iterdir()) == []

@@ -17,7 +17,7 @@ def jobset(request_of, flags_of, folder: str, *flags: str, mesh=None) -> dict[st
     flags = flags_of("kubernetes", "--image=ours:1", *flags)
     recipe = kubernetes.make_recipe(request_of(folder, mesh=mesh), flags)
     ((path, text),) = recipe.files.items()
-    assert [*recipe.commands] == [["kubectl", "apply", f"--filename={path}"]]
+    assert recipe.commands[-1] == ["kubectl", "apply", f"--filename={path}"]
     return yaml.safe_load(text)
 
 
@@ -62,13 +62,52 @@ def test_four_machines_with_gpus(request_of, flags_of, check_bash):
     assert "--xla_flags_preset=gpu_latency_hiding" in run
 
 
-def test_a_wrong_command_ends_the_set(request_of, flags_of):
+def test_another_name(request_of, flags_of):
+    found = jobset(request_of, flags_of, STORE, "--name=second-try", "--nodes=2")
+    assert found["metadata"]["name"] == "second-try"
+    (job,) = found["spec"]["replicatedJobs"]
+    command = job["template"]["spec"]["template"]["spec"]["containers"][0]["command"][2]
+    assert "--coordinator_address=second-try-run-0-0.second-try:8476" in command
+
+
+@pytest.mark.parametrize(("folder", "flags"), [(STORE, []), ("/data/run", ["--volume=a:/data"])])
+def test_each_set_has_a_manifest_of_its_own_beside_the_command(request_of, flags_of, folder, flags):
+    for more, path in (
+        ([], "myexperiment.jobset.yaml"),
+        (["--name=other"], "other.jobset.yaml"),
+        (["--script=it.yaml"], "it.yaml"),
+    ):
+        options = flags_of("kubernetes", "--image=ours:1", *flags, *more)
+        recipe = kubernetes.make_recipe(request_of(folder), options)
+        assert list(recipe.files) == [path]
+        assert [*recipe.commands] == [["kubectl", "apply", f"--filename={path}"]]
+
+
+def test_a_set_is_replaced_when_its_pods_are_gone(request_of, flags_of):
+    flags = flags_of("kubernetes", "--image=ours:1", "--replace", "--namespace=ours")
+    recipe = kubernetes.make_recipe(request_of(STORE), flags)
+    delete = ["kubectl", "delete", "jobset", "myexperiment", "--namespace=ours"]
+    assert [*recipe.commands] == [
+        [*delete, "--ignore-not-found", "--cascade=foreground"],
+        ["kubectl", "apply", "--filename=myexperiment.jobset.yaml"],
+    ]
+    assert recipe.afterwards[0].endswith(" ".join(recipe.commands[0]))
+    assert "the same command with --replace" in recipe.afterwards[1]
+
+
+@pytest.mark.parametrize("name", ["Run", "1st", "a_b", "end-", "a" * 41])
+def test_a_name_that_no_set_can_have(flags_of, name):
+    with pytest.raises(UsageError, match=f"{name}' is not a lower-case letter followed by"):
+        flags_of("kubernetes", "--image=ours:1", f"--name={name}")
+
+
+def test_an_error_or_a_wrong_command_ends_the_set(request_of, flags_of):
     spec = jobset(request_of, flags_of, STORE)["spec"]
     (rule,) = spec["failurePolicy"]["rules"]
     assert rule == {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     job = spec["replicatedJobs"][0]["template"]["spec"]
     (rule,) = job["podFailurePolicy"]["rules"]
-    assert rule["onExitCodes"] == {"operator": "In", "values": [2]}
+    assert rule["onExitCodes"] == {"operator": "In", "values": [1, 2]}
 
 
 def test_two_slices_of_tpus(request_of, flags_of):
@@ -125,6 +164,12 @@ def test_hosts_of_a_slice(request_of, flags_of, tpu, topology, pods, chips):
             STORE,
             ["--tpu=v4", "--tpu_topology=4x4x4", "--nodes=2"],
             "--tpu says what the pods have; leave out --nodes and --gpus_per_node.",
+        ),
+        (
+            STORE,
+            ["--nodes=2"],
+            "--nodes=2 without GPUs or TPUs make 2 device(s), and the mesh of lm.some.MyExperiment"
+            " has 128; give --gpus_per_node, or set --fdl.ICI_MESH_SHAPE and --fdl.DCN_MESH_SHAPE.",
         ),
         (STORE, ["--gpus_per_node=4"], "--nodes=1 --gpus_per_node=4 make 4 devices, and the mesh"),
     ],

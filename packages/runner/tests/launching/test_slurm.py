@@ -153,9 +153,30 @@ def test_ends_that_are_not_of_time(folder, request_of, flags_of, codes, code, st
             ["--container_mounts=/a:/b"],
             "--container_mounts is for a container; give --container_image too.",
         ),
+        (
+            ["--nodes=2", "--processes_per_node=2"],
+            "--nodes=2 --processes_per_node=2 without GPUs or TPUs make 4 device(s), and the mesh"
+            " of lm.some.MyExperiment has 32; give --gpus_per_node, or set --fdl.ICI_MESH_SHAPE and"
+            " --fdl.DCN_MESH_SHAPE.",
+        ),
     ],
 )
-def test_flags_that_do_not_fit(request_of, flags_of, flags, message):
+def test_flags_that_do_not_fit(request_of, flags_of, monkeypatch, flags, message):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)  # that of the tests makes devices of the CPU
     with pytest.raises(UsageError) as error:
         slurm.make_recipe(request_of(mesh=(8, 4)), flags_of("slurm", *flags))
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--nodes=8", "--processes_per_node=4"],  # a device of CPU each
+        ["--sbatch=--gres=gpu:8", "--nodes=4"],
+        ["--sbatch=--exclusive", "--nodes=4"],
+        ["--env=XLA_FLAGS=--xla_force_host_platform_device_count=32"],
+    ],
+)
+def test_a_mesh_without_gpus_per_node(request_of, flags_of, monkeypatch, flags):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    assert slurm.make_recipe(request_of(mesh=(8, 4)), flags_of("slurm", *flags)).files

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shlex
+import signal
 import subprocess
+import time
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +20,7 @@ from layerkit_runner.xla_flags import PRESETS
 
 PLACE = ("--name=mine", "--zone=us-central2-b")
 STORE = "gs://bucket/run"
+ROOT = Path(__file__).resolve().parents[4]
 
 
 def commands(request_of, flags_of, kind: str, *flags: str, mesh=None) -> list[list[str]]:
@@ -24,7 +30,7 @@ def commands(request_of, flags_of, kind: str, *flags: str, mesh=None) -> list[li
 
 
 def test_two_slices_from_the_request_to_the_end(request_of, flags_of, check_bash):
-    create, install, start, stop, delete = commands(
+    create, make_folder, copy, install, start, stop, delete = commands(
         request_of,
         flags_of,
         "queued_resources",
@@ -40,12 +46,15 @@ def test_two_slices_from_the_request_to_the_end(request_of, flags_of, check_bash
         "--valid-until-duration=6h",
     ]
     on_all = [*gcloud, "ssh", *place, "--node=all", "--worker=all"]
-    assert install[:-1] == start[:-1] == stop[:-1] == on_all
-    assert stop[-1] == "--command=kill -TERM $(cat myexperiment.pid)"
+    for command in (make_folder, install, start, stop):
+        assert command[:-1] == on_all
+        check_bash(command[-1].removeprefix("--command="))
+    assert copy == [
+        *(*gcloud, "scp", "layerkit/packages", "layerkit/constraints.txt", "mine:layerkit-source"),
+        *(*place[1:], "--recurse", "--node=all", "--worker=all"),
+    ]
     assert delete == [*gcloud, "delete", *place, "--quiet", "--force"]
-    line = start[-1].removeprefix("--command=")
-    check_bash(line)
-    script = shlex.split(line)[2]
+    script = shlex.split(start[-1].removeprefix("--command="))[2]
     check_bash(script)
     assert "  '--fdl.NAMES=['\"'\"'a b'\"'\"', '\"'\"'c'\"'\"']'\n" in script
     assert "  --xla_flags_preset=tpu_multislice\n" in script
@@ -76,6 +85,88 @@ def test_the_line_that_starts_a_run_leaves_it_running(request_of, flags_of, tmp_
     subprocess.run(["tail", f"--pid={number}", "-f", "/dev/null"], timeout=30, check=True)
     log = (tmp_path / "myexperiment.log").read_text()
     assert log.startswith("the run: --exp=lm.some.MyExperiment --fdl.NAMES=['a b', 'c'] --job_log")
+
+
+RUN = """\
+#!/bin/bash
+# As a run that is told to stop: it takes a second to save.
+trap 'sleep 1; echo saved >> told; exit 143' TERM
+trap '' HUP
+echo $$ > run.pid
+while :; do sleep 0.05; done
+"""
+
+
+@pytest.fixture
+def host(request_of, flags_of, tmp_path):
+    """A folder where `start` was done as on a host, and the run is there; ends what is left."""
+    (tmp_path / "run.sh").write_text(RUN)
+    flags = flags_of("tpu_vm", *PLACE, "--accelerator_type=v4-8", "--runner=bash run.sh")
+    line = tpu._start_line(request_of(STORE), flags)
+    subprocess.run(["bash", "-c", line], cwd=tmp_path, check=True, timeout=30)
+    path = tmp_path / "run.pid"
+    while not (path.exists() and path.read_text()):
+        time.sleep(0.01)
+    yield tmp_path
+    for name in ("myexperiment.pid", "run.pid"):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int((tmp_path / name).read_text()), signal.SIGKILL)
+
+
+def is_running(path: Path) -> bool:
+    """Whether the process of that number is there and not only waits to be buried."""
+    status = Path("/proc", path.read_text().strip(), "cmdline")
+    return status.exists() and status.read_bytes() != b""
+
+
+def stop(request_of, host: Path) -> subprocess.CompletedProcess[str]:
+    line = tpu._stop_line(request_of(STORE))
+    words = ["bash", "-c", line]
+    return subprocess.run(words, cwd=host, timeout=60, capture_output=True, text=True)
+
+
+def test_stop_waits_until_the_run_has_saved_and_script_and_run_are_gone(host, request_of):
+    assert is_running(host / "myexperiment.pid") and is_running(host / "run.pid")
+    done = stop(request_of, host)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "launch: myexperiment has left\n"
+    assert not is_running(host / "myexperiment.pid") and not is_running(host / "run.pid")
+    assert (host / "told").read_text() == "saved\n"
+    # A second time there is nothing to stop, and what comes after, such as `delete`, may come.
+    done = stop(request_of, host)
+    assert (done.returncode, done.stdout) == (0, "launch: myexperiment does not run here\n")
+
+
+def test_stop_says_so_when_the_run_does_not_leave(host, request_of, monkeypatch):
+    monkeypatch.setattr(tpu, "_SECONDS_TO_SAVE", 1)
+    (host / "run.sh").write_text("")
+    os.kill(int((host / "run.pid").read_text()), signal.SIGSTOP)
+    done = stop(request_of, host)
+    assert done.returncode == 1  # so that `delete` does not follow
+    assert "was told to save and leave and still runs after 1 s; look at my" in done.stderr
+
+
+def test_stop_leaves_another_program_of_that_number_alone(request_of, tmp_path):
+    other = subprocess.Popen(["sleep", "60"])
+    (tmp_path / "myexperiment.pid").write_text(f"{other.pid}\n")
+    done = stop(request_of, tmp_path)
+    assert (done.returncode, other.poll()) == (0, None)
+    other.kill()
+    other.wait()
+
+
+def test_the_default_installation_is_of_a_clone_and_can_read_c4(request_of, flags_of):
+    flags = ("--accelerator_type=v4-8", "--actions=install", "--source=~/a clone/")
+    _, copy, install = commands(request_of, flags_of, "tpu_vm", *flags)
+    clone = os.path.expanduser("~/a clone")
+    assert copy[5:7] == [f"{clone}/packages", f"{clone}/constraints.txt"]
+    words = shlex.split(install[-1].removeprefix("--command="))
+    for package in re.findall(r"\./(packages/\w+)", " ".join(words)):
+        assert not (ROOT / "packages").exists() or (ROOT / package / "pyproject.toml").exists()
+    assert "./packages/inputs[grain,hf,text,seqio]" in words
+    assert not any(word.startswith("layerkit") for word in words)  # from no registry
+    (own,) = commands(request_of, flags_of, "tpu_vm", *flags, "--install_command=./mine.sh")
+    assert own[-1] == "--command=./mine.sh"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
     command.py      the command: parse, check, then print or start
     request.py      what is to be started, checked before anything is handed over
+    data_fields.py  where its data are, if anything says so
     recipe.py       files to write and commands to run: printed by a dry run, or done
     flag_values.py  what values of its flags may be
     scripts.py      the shell lines that start a run, wait for it and start it again

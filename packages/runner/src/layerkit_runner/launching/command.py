@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
+import sys
 import types
 from collections.abc import Sequence
 from typing import NoReturn
@@ -22,6 +24,7 @@ from layerkit_runner.command_line.flag_table import OTHER_NAMES
 from layerkit_runner.command_line.flags import FLAGS
 from layerkit_runner.errors import UsageError
 from layerkit_runner.launching import kubernetes, local, slurm, tpu
+from layerkit_runner.launching.data_fields import unset_data_lines
 from layerkit_runner.launching.recipe import follow, recipe_lines
 from layerkit_runner.launching.request import Resolve, make_request
 
@@ -82,6 +85,9 @@ def run_launch(words: Sequence[str], resolve: Resolve) -> int:
     _refuse_unknown(others, parser)
     request = make_request(others, resolve, runs_elsewhere=kind.runs_elsewhere)
     recipe = kind.module.make_recipe(request, options)
+    environment = {**({} if kind.runs_elsewhere else os.environ), **dict(options.env)}
+    for line in unset_data_lines(request.unset_data, environment, options.setup):
+        print(f"launch: {line}", file=sys.stderr)
     if options.dry_run:
         print("\n".join(recipe_lines(recipe)))
         return 0

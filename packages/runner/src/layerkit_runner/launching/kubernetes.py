@@ -2,8 +2,11 @@
 
 A slice of TPUs, or a group of machines with GPUs, is a job of the set; its pods are the processes.
 On GKE a TPU tells each pod which it is; elsewhere the first pod's name in the set's own network is
-where they meet. A wrong command (exit code 2) ends the set at once; a pod that is told to go away
-has time to save.
+where they meet. An error or a wrong command (exit codes 1 and 2) ends the set at once; a pod that
+is told to go away has time to save.
+
+A set cannot be changed, and one that has ended is not run again: to go on, it is deleted and made
+anew, which `--replace` does.
 
 Source: the JobSet API, jobset.x-k8s.io/v1alpha2; GKE documentation, "Deploy TPU Multislices".
 """
@@ -11,20 +14,21 @@ Source: the JobSet API, jobset.x-k8s.io/v1alpha2; GKE documentation, "Deploy TPU
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from typing import Any
 
 from layerkit_runner.errors import UsageError
 from layerkit_runner.launching import scripts
 from layerkit_runner.launching.flag_values import adder, not_negative, positive
-from layerkit_runner.launching.local import script_path
 from layerkit_runner.launching.recipe import Recipe
-from layerkit_runner.launching.request import Request, split_command
+from layerkit_runner.launching.request import LONGEST_NAME, Request, split_command
 from layerkit_runner.launching.tpu_types import TpuSlice, find_generation, parse_topology
 
 _PORT = 8476
 _JOB = "run"
-_WRONG_COMMAND = 2
+# An error and a wrong command, which would be the same again.
+_FINAL_EXIT_CODES = (1, 2)
 _CHIPS_PER_HOST = 4
 
 
@@ -50,6 +54,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=_volume,
         metavar="CLAIM:PATH",
     )
+    add(
+        "name",
+        "of the set, one for each run (default: of the experiment)",
+        type=_name,
+        metavar="NAME",
+    )
+    add(
+        "replace",
+        "delete the set of that name first; its pods save and leave, and the new ones go on",
+        action="store_true",
+    )
     add("namespace", "where the job belongs", metavar="NAME")
     add("service_account", "as whom the pods run, such as to write to a store", metavar="NAME")
     add(
@@ -66,7 +81,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=300,
         metavar="SECONDS",
     )
-    add("script", "where to write the manifest (default DIR/launch/jobset.yaml)", metavar="FILE")
+    add("script", "where to write the manifest (default ./NAME.jobset.yaml)", metavar="FILE")
+
+
+def _name(text: str) -> str:
+    # It becomes part of the names of pods, and a name in the network.
+    if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", text) or len(text) > LONGEST_NAME:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a lower-case letter followed by letters, digits and dashes, at most"
+            f" {LONGEST_NAME} in all"
+        )
+    return text
 
 
 def _volume(text: str) -> tuple[str, str]:
@@ -77,7 +102,7 @@ def _volume(text: str) -> tuple[str, str]:
 
 
 def make_recipe(request: Request, options: argparse.Namespace) -> Recipe:
-    """The manifest, and the command that hands it over.
+    """The manifest, and the commands that hand it over.
 
     Raises:
       UsageError: flags that do not fit together, or do not fit the experiment's mesh.
@@ -92,14 +117,33 @@ def make_recipe(request: Request, options: argparse.Namespace) -> Recipe:
         preset = tpu.preset(options.num_slices)
     if not options.norecommended_xla_flags:
         request = request.with_preset(preset)
-    path = options.script or _manifest_path(request)
+    # Not in the folder of the run, which may only be in sight of the pods.
+    path = options.script or f"{_set_name(request, options)}.jobset.yaml"
     text = yaml.safe_dump(manifest(request, options, tpu), sort_keys=False, width=1000)
-    return Recipe(files={path: text}, commands=[["kubectl", "apply", f"--filename={path}"]])
+    delete = _delete(request, options)
+    return Recipe(
+        files={path: text},
+        commands=[
+            *([delete] if options.replace else []),
+            ["kubectl", "apply", f"--filename={path}"],
+        ],
+        afterwards=[
+            f"to stop it, after saving: {shlex.join(delete)}",
+            "to go on, however it ended: the same command with --replace",
+        ],
+    )
 
 
-def _manifest_path(request: Request) -> str:
-    # The folder of the run may only be in sight of the pods.
-    return script_path(request, "jobset.yaml") if request.is_in_store else "jobset.yaml"
+def _set_name(request: Request, options: argparse.Namespace) -> str:
+    return options.name or request.job_name
+
+
+def _delete(request: Request, options: argparse.Namespace) -> list[str]:
+    # In the foreground it is over when the pods are gone, so that the next do not meet them.
+    words = ["kubectl", "delete", "jobset", _set_name(request, options)]
+    if options.namespace is not None:
+        words.append(f"--namespace={options.namespace}")
+    return [*words, "--ignore-not-found", "--cascade=foreground"]
 
 
 def _tpu(options: argparse.Namespace) -> TpuSlice | None:
@@ -111,6 +155,7 @@ def _tpu(options: argparse.Namespace) -> TpuSlice | None:
 
 
 def _check(request: Request, options: argparse.Namespace, tpu: TpuSlice | None) -> None:
+    _check_folder(request, options)
     if tpu is not None:
         if tpu.generation.gke_accelerator is None:
             raise UsageError(f"GKE has no {tpu.generation.name}; `runner launch tpu_vm` has.")
@@ -128,6 +173,11 @@ def _check(request: Request, options: argparse.Namespace, tpu: TpuSlice | None) 
     elif options.gpus_per_node:
         told_by = f"--nodes={options.nodes} --gpus_per_node={options.gpus_per_node}"
         request.check_devices(options.nodes * options.gpus_per_node, told_by)
+    else:
+        request.check_cpus(options.nodes, f"--nodes={options.nodes}", dict(options.env))
+
+
+def _check_folder(request: Request, options: argparse.Namespace) -> None:
     if request.is_in_store:
         return
     if options.volume is None:
@@ -143,23 +193,23 @@ def _check(request: Request, options: argparse.Namespace, tpu: TpuSlice | None) 
 def manifest(request: Request, options: argparse.Namespace, tpu: TpuSlice | None) -> dict[str, Any]:
     """The JobSet, as values."""
     pods = _pods_per_slice(tpu) if tpu is not None else options.nodes
-    metadata: dict[str, Any] = {"name": request.job_name}
+    metadata: dict[str, Any] = {"name": _set_name(request, options)}
     if options.namespace is not None:
         metadata["namespace"] = options.namespace
     if tpu is not None:
         # Each slice has a node pool to itself.
         topology = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
         metadata["annotations"] = topology
-    wrong_command = {
+    final = {
         "action": "FailJob",
-        "onExitCodes": {"operator": "In", "values": [_WRONG_COMMAND]},
+        "onExitCodes": {"operator": "In", "values": [*_FINAL_EXIT_CODES]},
     }
     job = {
         "parallelism": pods,
         "completions": pods,
         "completionMode": "Indexed",
         "backoffLimit": 0,
-        "podFailurePolicy": {"rules": [wrong_command]},
+        "podFailurePolicy": {"rules": [final]},
         "template": {"spec": _pod(request, options, tpu, num_pods=pods)},
     }
     return {
@@ -235,7 +285,8 @@ def _command(
     words += [shlex.quote(word) for word in request.words]
     if tpu is None and num_pods > 1:
         # Pods are called SET-JOB-INDEX-POD, in a network that is called as the set.
-        host = f"{request.job_name}-{_JOB}-0-0.{request.job_name}"
+        name = _set_name(request, options)
+        host = f"{name}-{_JOB}-0-0.{name}"
         words += [
             f"--coordinator_address={host}:{_PORT}",
             f"--num_processes={num_pods}",

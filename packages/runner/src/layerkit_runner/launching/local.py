@@ -33,7 +33,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="gpu: use the compiler flags that are recommended for GPUs (default other)",
     )
     parser.add_argument(
-        "--script", metavar="FILE", help="where to write the script (default DIR/launch/local.sh)"
+        "--script",
+        metavar="FILE",
+        help="where to write the script (default DIR/launch/local.sh; ./NAME.local.sh if DIR is in"
+        " a store)",
     )
 
 

@@ -8,12 +8,13 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from layerkit_runner.command_line.flag_table import JOINING_MODES
 from layerkit_runner.command_line.flags import FLAGS, ParsedFlags, RunOptions, parse_flags
 from layerkit_runner.errors import UsageError
+from layerkit_runner.launching.data_fields import unset_data_fields
 
 if TYPE_CHECKING:
     from layerkit_runner.configuration.resolve import ResolvedExperiment
@@ -23,8 +24,10 @@ Resolve = Callable[[ParsedFlags], "ResolvedExperiment"]
 # A launcher tells the processes itself.
 _TOLD_BY_LAUNCHER = ("coordinator_address", "num_processes", "process_id", "multiprocess_gpu")
 
+_SET_THE_MESH = "set --fdl.ICI_MESH_SHAPE and --fdl.DCN_MESH_SHAPE"
+
 # What a job name may hold everywhere; Kubernetes is the strictest.
-_LONGEST_NAME = 40
+LONGEST_NAME = 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Request:
       experiment: The name of the experiment, as `--list` shows it.
       mesh: How many devices its mesh has within a slice, and how many slices; None where any
         number will do, or where the experiment could not be looked at.
+      unset_data: The fields that say where its data are, and do not.
     """
 
     words: tuple[str, ...]
@@ -45,12 +49,13 @@ class Request:
     mode: str
     experiment: str
     mesh: tuple[int, int] | None = None
+    unset_data: tuple[str, ...] = ()
 
     @property
     def job_name(self) -> str:
         """A name for the job: lower-case letters, digits and dashes."""
         name = re.sub(r"[^a-z0-9]+", "-", self.experiment.rpartition(".")[2].lower())
-        return name.strip("-")[:_LONGEST_NAME].strip("-") or "run"
+        return name.strip("-")[:LONGEST_NAME].strip("-") or "run"
 
     @property
     def folder(self) -> str:
@@ -84,7 +89,7 @@ class Request:
         if self.mesh is None:
             return
         within, across = self.mesh
-        to_do = "set --fdl.ICI_MESH_SHAPE and --fdl.DCN_MESH_SHAPE, or the devices."
+        to_do = f"{_SET_THE_MESH}, or the devices."
         if within * across != count:
             raise UsageError(
                 f"{told_by} make {count} devices, and the mesh of {self.experiment} has"
@@ -94,6 +99,28 @@ class Request:
             raise UsageError(
                 f"{told_by} make {num_slices} slice(s), and the mesh of {self.experiment} spans"
                 f" {across}; {to_do}"
+            )
+
+    def check_cpus(self, num_processes: int, told_by: str, variables: Mapping[str, str]) -> None:
+        """Refuses a mesh of more devices than there are where no accelerators are asked for.
+
+        A process without them has one device, unless `variables` say that its CPU is to be more.
+
+        Args:
+          num_processes: How many there will be in all.
+          told_by: The flags that say so, for the message.
+          variables: Of the run's environment.
+
+        Raises:
+          UsageError: names both numbers.
+        """
+        if self.mesh is None or _has_several_cpu_devices(variables):
+            return
+        count = math.prod(self.mesh)
+        if count > num_processes:
+            raise UsageError(
+                f"{told_by} without GPUs or TPUs make {num_processes} device(s), and the mesh of"
+                f" {self.experiment} has {count}; give --gpus_per_node, or {_SET_THE_MESH}."
             )
 
 
@@ -129,14 +156,16 @@ def make_request(words: Sequence[str], resolve: Resolve, *, runs_elsewhere: bool
         flags, given=given, options=dataclasses.replace(flags.options, job_log_dir=folder)
     )
     mesh = None
+    unset: tuple[str, ...] = ()
     try:
-        mesh = mesh_devices(resolve(flags))
+        resolved = resolve(flags)
+        mesh, unset = mesh_devices(resolved), unset_data_fields(resolved.experiment)
     except UsageError as error:
         # What a validate() could not open here may well be there.
         if not runs_elsewhere or not isinstance(error.__cause__, (OSError, ImportError)):
             raise
         print(f"launch: not looked at any further here: {error}", file=sys.stderr)
-    return Request(_words(flags), flags.options, flags.mode, flags.exp or "", mesh)
+    return Request(_words(flags), flags.options, flags.mode, flags.exp or "", mesh, unset)
 
 
 def mesh_devices(resolved: ResolvedExperiment) -> tuple[int, int] | None:
@@ -146,6 +175,11 @@ def mesh_devices(resolved: ResolvedExperiment) -> tuple[int, int] | None:
     if within is None:
         return None
     return math.prod(within), math.prod(across or [1])
+
+
+def _has_several_cpu_devices(variables: Mapping[str, str]) -> bool:
+    in_flags = "xla_force_host_platform_device_count" in variables.get("XLA_FLAGS", "")
+    return in_flags or "JAX_NUM_CPU_DEVICES" in variables
 
 
 def _words(flags: ParsedFlags) -> tuple[str, ...]:

@@ -67,7 +67,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="OPTION",
     )
-    add("script", "where to write the script (default DIR/launch/slurm.sh)", metavar="FILE")
+    add(
+        "script",
+        "where to write the script (default DIR/launch/slurm.sh; ./NAME.slurm.sh if DIR is in a"
+        " store)",
+        metavar="FILE",
+    )
 
 
 def make_recipe(request: Request, options: argparse.Namespace) -> Recipe:
@@ -97,15 +102,23 @@ def _check(request: Request, options: argparse.Namespace) -> None:
         raise UsageError(
             f"--gpus_per_node={gpus} cannot be split evenly over --processes_per_node={processes}."
         )
-    if gpus:
-        request.check_devices(
-            options.nodes * gpus, f"--nodes={options.nodes} --gpus_per_node={gpus}"
-        )
     for option in options.sbatch:
         if not option.startswith("-") or "\n" in option:
             raise UsageError(f"--sbatch={option}: expected an option, as in --sbatch=--qos=high")
     if options.container_mounts and not options.container_image:
         raise UsageError("--container_mounts is for a container; give --container_image too.")
+    _check_time(options)
+    if gpus:
+        told_by = f"--nodes={options.nodes} --gpus_per_node={gpus}"
+        request.check_devices(options.nodes * gpus, told_by)
+    elif not any(word in option for option in options.sbatch for word in ("gpu", "exclusive")):
+        # Neither --gres=gpu:8 nor whole nodes, of which some clusters do not count the GPUs.
+        told_by = f"--nodes={options.nodes} --processes_per_node={processes}"
+        variables = {**os.environ, **dict(options.env)}  # sbatch hands them down
+        request.check_cpus(options.nodes * processes, told_by, variables)
+
+
+def _check_time(options: argparse.Namespace) -> None:
     if options.time is None:
         return
     try:

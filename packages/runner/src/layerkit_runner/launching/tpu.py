@@ -3,9 +3,9 @@
 The actions, in the order of a run's life:
 
     create    ask for the TPUs; queued resources may be waited for, for minutes or days
-    install   make an environment on every host
+    install   copy a clone of the repository to every host and make an environment of it
     start     start the run on every host; it goes on when this terminal is closed
-    stop      tell it to save and leave
+    stop      tell it to save and leave, and wait until it has
     delete    give the TPUs back; nothing on their disks is kept
 
 All hosts of all slices run the same command; a TPU tells each which it is. `--num_slices` slices of
@@ -15,7 +15,9 @@ a queued resource are one job, whose mesh spans them by `DCN_MESH_SHAPE`.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
+from collections.abc import Sequence
 
 from layerkit.near_names import near_names
 from layerkit_runner.errors import UsageError
@@ -28,11 +30,17 @@ from layerkit_runner.launching.tpu_types import TpuSlice, parse_accelerator_type
 ACTIONS = ("create", "install", "start", "stop", "delete")
 
 _ENVIRONMENT = "$HOME/layerkit"
+_SOURCE = "layerkit-source"
+# With all that the named experiments read by default; SeqIO is what C4 and The Pile come through.
 _INSTALL = (
-    "python3 -m pip install --user uv && python3 -m uv venv --python 3.12 ~/layerkit && python3 -m"
-    " uv pip install --python ~/layerkit/bin/python 'layerkit-runner[tpu]' layerkit-experiments"
-    " gcsfs"
+    "python3 -m pip install --user uv && python3 -m uv venv --clear --python 3.12 ~/layerkit"
+    f" && cd ~/{_SOURCE} && python3 -m uv pip install --python ~/layerkit/bin/python"
+    " --constraint constraints.txt ./packages/layerkit './packages/inputs[grain,hf,text,seqio]'"
+    " './packages/runner[tpu]' ./packages/experiments gcsfs"
 )
+
+# A last save of a large model to a store takes minutes; beyond this something is wrong.
+_SECONDS_TO_SAVE = 15 * 60
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +84,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=3,
         metavar="N",
     )
-    add("install_command", "what `install` runs on each host", default=_INSTALL, metavar="LINE")
+    add(
+        "source",
+        "a clone of the repository, which `install` copies to each host (default layerkit)",
+        default="layerkit",
+        metavar="FOLDER",
+    )
+    add(
+        "install_command",
+        "what `install` runs on each host instead; then nothing is copied",
+        metavar="LINE",
+    )
 
 
 def _actions(text: str) -> tuple[str, ...]:
@@ -110,13 +128,13 @@ def make_recipe(request: Request, options: argparse.Namespace) -> Recipe:
     if not options.norecommended_xla_flags:
         request = request.with_preset(tpu.preset(num_slices))
     make = {
-        "create": lambda: _create(tpu, num_slices, options),
-        "install": lambda: _on_all_hosts(options.install_command, options),
-        "start": lambda: _on_all_hosts(_start_line(request, options), options),
-        "stop": lambda: _on_all_hosts(_stop_line(request), options),
-        "delete": lambda: _delete(options),
+        "create": lambda: [_create(tpu, num_slices, options)],
+        "install": lambda: _install(options),
+        "start": lambda: [_on_all_hosts(_start_line(request, options), options)],
+        "stop": lambda: [_on_all_hosts(_stop_line(request), options)],
+        "delete": lambda: [_delete(options)],
     }
-    commands = [make[action]() for action in options.actions]
+    commands = [command for action in options.actions for command in make[action]()]
     return Recipe(commands=commands, afterwards=_afterwards(request, options))
 
 
@@ -124,12 +142,15 @@ def _is_queued(options: argparse.Namespace) -> bool:
     return bool(options.kind == "queued_resources")
 
 
-def _gcloud(options: argparse.Namespace, verb: str, *words: str) -> list[str]:
+def _gcloud(
+    options: argparse.Namespace, verb: str, *words: str, operands: Sequence[str] | None = None
+) -> list[str]:
     resource = "queued-resources" if _is_queued(options) else "tpu-vm"
     place = [f"--zone={options.zone}"]
     if options.project is not None:
         place.append(f"--project={options.project}")
-    return ["gcloud", "compute", "tpus", resource, verb, options.name, *place, *words]
+    named = operands or [options.name]
+    return ["gcloud", "compute", "tpus", resource, verb, *named, *place, *words]
 
 
 def _create(tpu: TpuSlice, num_slices: int, options: argparse.Namespace) -> list[str]:
@@ -156,23 +177,63 @@ def _delete(options: argparse.Namespace) -> list[str]:
     return _gcloud(options, "delete", "--quiet", *(["--force"] if _is_queued(options) else []))
 
 
+def _install(options: argparse.Namespace) -> list[list[str]]:
+    if options.install_command is not None:
+        return [_on_all_hosts(options.install_command, options)]
+    clone = os.path.expanduser(options.source)
+    sources = [os.path.join(clone, name) for name in ("packages", "constraints.txt")]
+    return [
+        # Into a folder that is there scp copies by name, the second time over what the first left.
+        _on_all_hosts(f"mkdir -p {_SOURCE}", options),
+        _copy_to_all_hosts(sources, options),
+        _on_all_hosts(_INSTALL, options),
+    ]
+
+
+def _hosts(options: argparse.Namespace) -> list[str]:
+    return [*(["--node=all"] if _is_queued(options) else []), "--worker=all"]
+
+
 def _on_all_hosts(line: str, options: argparse.Namespace) -> list[str]:
-    hosts = ["--node=all"] if _is_queued(options) else []
-    return _gcloud(options, "ssh", *hosts, "--worker=all", f"--command={line}")
+    return _gcloud(options, "ssh", *_hosts(options), f"--command={line}")
+
+
+def _copy_to_all_hosts(paths: list[str], options: argparse.Namespace) -> list[str]:
+    operands = [*paths, f"{options.name}:{_SOURCE}"]
+    return _gcloud(options, "scp", "--recurse", *_hosts(options), operands=operands)
 
 
 def _start_line(request: Request, options: argparse.Namespace) -> str:
     """Writes the script on the host and starts it, free of the terminal."""
     name = request.job_name
     script = shlex.quote(host_script(request, options))
+    # In braces: in the background is the script alone, and not a shell that waits for the list and
+    # would be what `stop` tells to leave.
     return (
-        f"printf '%s' {script} > {name}.sh && nohup bash {name}.sh > {name}.log 2>&1 < /dev/null &"
-        f" echo $! > {name}.pid"
+        f"printf '%s' {script} > {name}.sh && {{"
+        f" nohup bash {name}.sh > {name}.log 2>&1 < /dev/null & echo $! > {name}.pid; }}"
     )
 
 
 def _stop_line(request: Request) -> str:
-    return f"kill -TERM $(cat {request.job_name}.pid)"
+    """Tells the script to leave and waits until it has, so that `delete` does not cut off a save.
+
+    The number in the file may by now be another program's; the command line tells.
+    """
+    name = request.job_name
+    return (
+        f"pid=$(cat {name}.pid 2>/dev/null);"
+        f' runs() {{ grep -qsF {name}.sh "/proc/$pid/cmdline"; }};'
+        f' runs || {{ echo "launch: {name} does not run here"; exit 0; }};'
+        ' kill -TERM "$pid"; seconds=0;'
+        f' while runs && [ "$seconds" -lt {_SECONDS_TO_SAVE} ]; do'
+        # Silence for long would end the connection.
+        f' if [ $((seconds % 60)) -eq 59 ]; then echo "launch: {name} still saves"; fi;'
+        " sleep 1; seconds=$((seconds + 1)); done;"
+        f' if runs; then echo "launch: {name} was told to save and leave and still runs after'
+        f' {_SECONDS_TO_SAVE} s; look at {name}.log, or kill $pid" >&2; exit 1; fi;'
+        f' echo "launch: {name} has left"'
+    )
 
 
 def host_script(request: Request, options: argparse.Namespace) -> str:
