@@ -117,6 +117,21 @@ def test_the_steps_that_are_asked_for(gated: ModuleType, job: Path):
     assert not record(job, 6).exists()
 
 
+def test_each_checkpoint_is_given_the_same_few_batches(
+    gated: ModuleType, job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    resolved = resolve(gated.Gated())
+    resolved.datasets[1].eval_loop_num_batches = 1
+    several = options(job, restore_checkpoint_step=(4, 2))
+    assert run_inference("eval_once", resolved, several) == 0
+    alone = shutil.copytree(job, tmp_path / "alone", ignore=shutil.ignore_patterns("eval"))
+    assert run_inference("eval_once", resolved, options(alone, restore_checkpoint_step=(2,))) == 0
+    assert found(alone, 2) == found(job, 2)
+    capsys.readouterr()
+    assert run_inference("eval_once", resolved, several) == 0
+    assert capsys.readouterr().out.count("was evaluated on heldout before") == 2
+
+
 def test_a_record_counts_for_what_it_was_made_from(
     gated: ModuleType, job: Path, capsys: pytest.CaptureFixture[str]
 ):

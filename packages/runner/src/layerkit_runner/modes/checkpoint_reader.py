@@ -189,6 +189,7 @@ class CheckpointReader:
     def _evaluate(
         self, program: BaseProgram, state: TrainState, step: int, digest: str | None
     ) -> None:
+        _start_over(program)
         metrics = dict(program.run(state, step, self.job.observers))
         self._say(program, metrics)
         path = record_path(program, step)
@@ -202,8 +203,19 @@ class CheckpointReader:
             self.job.observers.message(held_out_line(program.name, loss, unit))
 
     def _decode(self, program: BaseProgram, state: TrainState, step: int) -> None:
+        _start_over(program)
         records = program.run(state, step, self.job.observers)
         if isinstance(program, DecodeProgram):
             for record in records[:1]:
                 self.job.observers.message(sample_text(program.name, record))
             self.job.observers.message(f"decoded step {step} to {program.output_path(step)}")
+
+
+def _start_over(program: BaseProgram) -> None:
+    """Puts the data back to their start, from which each checkpoint is given the same ones.
+
+    Data of which an evaluation takes the next few batches are read on in training alone, where what
+    has been read is kept in the checkpoint.
+    """
+    if program.dataset is not None:
+        program.dataset.reset()
