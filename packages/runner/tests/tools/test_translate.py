@@ -48,6 +48,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where files of both frameworks lie, and where modules are found."""
     (tmp_path / "model.yml").write_text(KEYS)
     (tmp_path / "theirs.py").write_text(PAX)
+    (tmp_path / "empty.py").write_text("NUM_LAYERS = 2\n")
+    (tmp_path / "latin.py").write_bytes(b'class Tiny:\n  """\xe9"""\n')
+    (tmp_path / "broken.yml").write_text("steps: [1\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -64,6 +67,33 @@ def test_the_class_is_an_experiment(folder: Path, capsys, words, name):
     (folder / f"{module}.py").write_text(text)
     assert cli.main([f"--exp={module}.{name}", "--print_config"]) == 0
     assert "task.model.lm_tpl.num_layers = 2\n" in capsys.readouterr().out
+
+
+def test_timescales_are_those_of_the_layer(folder: Path, capsys):
+    told = "task.model.lm_tpl.stack_tpl.layer_tpl.attention_tpl.rotary_tpl.max_timescale = 500000.0"
+    words = ["maxtext", "model.yml", "rope_max_timescale=500_000"]
+    assert translate.main([*words, "--name=Llama3"]) == 0
+    (folder / "translated_llama3.py").write_text(capsys.readouterr().out)
+    assert cli.main(["--exp=translated_llama3.Llama3", "--print_config"]) == 0
+    assert f"{told}\n" in capsys.readouterr().out
+    words = ["maxtext", "decoder_block=llama2", "rope_max_timescale=500_000"]
+    assert translate.main([*words, "--exp=lm.llama.Llama7B"]) == 0
+    command = shlex.split(capsys.readouterr().out.replace("\\\n", ""))
+    assert cli.main([*command[1:], "--print_config"]) == 0
+    assert f"{told}\n" in capsys.readouterr().out
+
+
+def test_classes_that_are_left_out_are_told(folder: Path, capsys):
+    registered = PAX.replace("class", "@experiment_registry.register\nclass", 1)
+    heir = "\nclass Heir(Tiny):\n  NUM_LAYERS = 3\n"
+    (folder / "theirs.py").write_text(registered + heir)
+    assert translate.main(["pax", "theirs.py"]) == 0
+    out, err = capsys.readouterr()
+    assert "class Tiny(" in out and "class Heir(" not in out
+    assert err == "translate: left out: Heir; --class=NAME writes one\n"
+    assert translate.main(["pax", "theirs.py", "--class=Heir", "--class=Tiny"]) == 0
+    out, err = capsys.readouterr()
+    assert "class Tiny(" in out and "class Heir(" in out and err == ""
 
 
 def test_its_model_can_be_built(folder: Path, capsys):
@@ -106,6 +136,12 @@ def test_what_is_left_over_is_told_and_stands_in_the_class(folder: Path, capsys)
         ),
         (["maxtext", "head_dim=8", "--ignore=heads"], "neither files nor words have it"),
         (["maxtext", "missing.yml"], "No such file or directory: 'missing.yml'"),
+        (["maxtext", "model.yml", "--name=my-class"], "--name=my-class: no class can be called"),
+        (["maxtext", "broken.yml"], "broken.yml is no YAML: expected ',' or ']'"),
+        (["maxtext", "model.yml", "--defaults=latin.py"], "latin.py: expected text in UTF-8, but"),
+        (["maxtext", "mlp_activations=[silu"], "'mlp_activations=[silu' is no YAML: expected ','"),
+        (["pax", "latin.py"], "latin.py: expected text in UTF-8, but 'utf-8' codec can't decode"),
+        (["pax", "empty.py"], "translate: there is no class in empty.py\n"),
         (["maxtext", "1=2"], "'1=2': expected KEY=VALUE"),
         (["pax", "theirs.py", "--class=Tin"], "no class 'Tin' in theirs.py; did you mean 'Tiny'?"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,13 +40,16 @@ WORDS_2XV4_128 = [
 
 
 def fields(*words: str, text: str = "{}", **more: Any) -> Mapping[str, Any]:
-    translation = translate_maxtext(read_values([text], words), **more)
+    translation = translate_maxtext(read_values({"file.yml": text}, words), **more)
     assert translation.leftovers == []
     return translation.fields
 
 
 def leftovers(*words: str, text: str = "{}", **more: Any) -> list[str]:
-    return [str(left) for left in translate_maxtext(read_values([text], words), **more).leftovers]
+    return [
+        str(left)
+        for left in translate_maxtext(read_values({"file.yml": text}, words), **more).leftovers
+    ]
 
 
 def test_the_22b_model_of_paxs_table_is_our_class():
@@ -167,15 +171,66 @@ def test_what_has_no_counterpart_is_named_with_the_reason(word, reason):
     assert told.startswith(f"{key} = ") and value in told and reason in told
 
 
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("steps=abc", "expected a whole number"),
+        ("scale=abc", "expected a whole number"),
+        ("global_parameter_scale=abc", "expected a whole number"),
+        ("base_emb_dim=abc", "expected a whole number"),
+        ("base_emb_dim=2.5", "expected a whole number"),
+        ("warmup_steps_fraction=abc", "expected a number"),
+        ("ici_fsdp_parallelism=abc", "expected a whole number"),
+        ("ici_fsdp_parallelism=0", "expected a number of devices, or -1"),
+        ("per_device_batch_size=abc", "expected a number"),
+        ("learning_rate=.nan", "expected a number"),
+        ("gradient_clipping_threshold=x", "expected a number"),
+        ("scan_layers=abc", "expected True or False"),
+        ("eval_interval=x", "expected a whole number"),
+        ("trainable_position_size=x", "expected a whole number"),
+        ("remat_policy=[1]", "expected a name"),
+        ("decoder_block={}", "expected a name"),
+        ("mlp_activations=3", "ACTIVATION is relu, gelu or silu, with or without a linear gate"),
+        ("mlp_activations=[]", "ACTIVATION is relu, gelu or silu, with or without a linear gate"),
+        ("rope_max_timescale=abc", "expected a number"),
+    ],
+)
+def test_values_of_another_kind_are_told(word, reason):
+    key, _, _ = word.partition("=")
+    value = read_values({}, [word])[key]
+    # A size beside it: an unreadable scale neither repeats a text nor passes sizes over in silence.
+    assert leftovers(word, "head_dim=8") == [f"{key} = {value!r}: {reason}"]
+
+
+def test_one_wrong_size_leaves_the_others():
+    translation = translate_maxtext({"base_emb_dim": "x", "base_mlp_dim": 8, "steps": 5})
+    assert translation.fields == {"HIDDEN_DIMS": 8, "MAX_STEPS": 5}
+
+
+def test_timescales_of_rotary_positions_are_settings():
+    words = ["rope_max_timescale=500_000", "rope_min_timescale=1"]
+    path = "task.model.lm_tpl.stack_tpl.layer_tpl.attention_tpl.rotary_tpl.max_timescale"
+    for more in (["decoder_block=llama2"], ["decoder_block=default", "logits_via_embedding=False"]):
+        translation = translate_maxtext(read_values({}, [*words, *more]))
+        assert (translation.settings, translation.leftovers) == ({path: 500_000.0}, [])
+    assert translate_maxtext({"rope_max_timescale": 10_000}).settings == {}
+    positions = translate_maxtext(read_values({}, [*words, "decoder_block=gpt3"]))
+    assert (positions.settings, positions.leftovers) == ({}, [])  # it has none that are rotary
+    (told,) = leftovers(*words)
+    assert f"a model with rotary positions takes --fdl.{path}=500000.0" in told
+
+
 def test_what_the_base_says_too_needs_no_counterpart():
-    defaults = read_values(["{quantization: intmp, some_new_key: 1, vocab_size: 32000}"], [])
+    defaults = read_values(
+        {"base.yml": "{quantization: intmp, some_new_key: 1, vocab_size: 32000}"}, []
+    )
     assert fields("some_new_key=1", defaults=defaults) == {"VOCAB_SIZE": 32000}
     assert len(leftovers("some_new_key=2", defaults=defaults)) == 1
 
 
 def test_recipes_go_with_the_model_and_the_data():
     def recipes(*words: str) -> list[str]:
-        return list(translate_maxtext(read_values([], words)).recipes)
+        return list(translate_maxtext(read_values({}, words)).recipes)
 
     assert recipes("decoder_block=llama2") == ["AdamWCosine", "Spmd", "C4", "LlamaDecoder"]
     gpt3 = ["decoder_block=gpt3", "logits_via_embedding=True", "dataset_type=synthetic"]
@@ -225,8 +280,18 @@ def test_every_recipe_is_where_the_class_imports_it_from(recipe):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("[1, 2]", "expected keys and values as MaxText has them"), ("a: [", "no YAML: ")],
+    [
+        ("[1, 2]", "file.yml: expected keys and values as MaxText has them, got [1, 2]"),
+        (
+            "a: [",
+            "file.yml is no YAML: expected the node content, but found '<stream end>'"
+            " at line 1, column 5",
+        ),
+        ("a: \0", "file.yml is no YAML: unacceptable character #x0000"),
+        ("a: 2020-99-99", "file.yml has a value that YAML cannot read: month must be in 1..12"),
+        ("1: 2", "file.yml: the key 1 is no name"),
+    ],
 )
 def test_what_is_no_configuration(text, message):
-    with pytest.raises(UsageError, match=message):
-        read_values([text], [])
+    with pytest.raises(UsageError, match=re.escape(message)):
+        read_values({"file.yml": text}, [])

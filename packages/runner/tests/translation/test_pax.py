@@ -9,7 +9,7 @@ import pytest
 
 from layerkit_runner.configuration.registry import find_experiment, load_experiment
 from layerkit_runner.errors import UsageError
-from layerkit_runner.translation.pax import translate_pax
+from layerkit_runner.translation.pax import other_classes, translate_pax
 from layerkit_runner.translation.pax_fields import COMPOSED, NEUTRAL, ONLY, RENAMED, SAME
 from layerkit_runner.translation.written import Translation
 
@@ -64,14 +64,29 @@ WeightInit = base_layer.WeightInit
 WARMUP = 600 + 36
 
 def configure(cls, task_p):
-  task_p.model.lm_tpl.softmax_tpl.soft_cap_logits = None
-  layer = task_p.model.lm_tpl.stack.layer
-  layer.ln_tpl.epsilon = cls.LAYERNORM_EPSILON
-  layer.tr_atten_tpl.internal_enable_per_dim_scale = False
+  model_p = task_p.model
+  model_p.decoder_tpl.seqlen = cls.MAX_SEQ_LEN
+  model_p.params_init = WeightInit.Gaussian(0.006)
+  model_p.lm_tpl.softmax_tpl.feed_forward_tpl.has_bias = False
+  model_p.lm_tpl.softmax_tpl.soft_cap_logits = None
   if cls.SEPARATE_EMBEDDING:
-    task_p.model.lm_tpl.never = True
+    model_p.lm_tpl.never = True
   else:
-    task_p.model.lm_tpl.softmax_tpl.scale_sqrt_depth = False
+    model_p.lm_tpl.softmax_tpl.scale_sqrt_depth = False
+    model_p.lm_tpl.softmax_tpl.lookup_style = cls.EMBEDDING_LOOKUP_STYLE
+  stacked_p = model_p.lm_tpl.stacked_transformer_tpl
+  if fdl.get_callable(stacked_p) == transformers.PipelinedTransformer:
+    stacked_p = stacked_p.pipeline_stage
+  if issubclass(fdl.get_callable(stacked_p), transformers.StackedTransformerRepeated):
+    stacked_p = stacked_p.block
+  layer = stacked_p.transformer_layer_params_tpl
+  layer.ln_tpl.epsilon = cls.LAYERNORM_EPSILON
+  layer.tr_fflayer_tpl.ln_tpl.epsilon = cls.LAYERNORM_EPSILON
+  model_p.lm_tpl.final_ln_tpl.epsilon = cls.LAYERNORM_EPSILON
+  layer.ln_tpl.reductions_in_fp32 = True
+  layer.tr_atten_tpl.internal_enable_per_dim_scale = False
+  layer.tr_atten_tpl.use_bias = True
+  layer.tr_fflayer_tpl.activation_tpl.approximate = True
   return task_p
 
 class Gpt(TransformerLmSpmdAdam, PileUnsupervisedDataset):
@@ -106,7 +121,11 @@ class Gpt(TransformerLmSpmdAdam, PileUnsupervisedDataset):
     task_p.train.num_train_steps = self.MAX_STEPS
     model_p = task_p.model
     model_p.params_init = WeightInit.Gaussian(self.INIT_STD)
-    model_p.lm_tpl.stacked_p.input_dropout_prob = 0.1
+    softmax_init = WeightInit.Gaussian(self.INIT_STD)
+    model_p.lm_tpl.softmax_tpl.params_init = softmax_init
+    model_p.lm_tpl.stacked_transformer_tpl.input_dropout_prob = 0.1
+    model_p.apply_eval_sample_weights = True
+    logging.info('a GPT of %d layers', self.NUM_LAYERS)
     return task_p
 '''
 
@@ -121,7 +140,7 @@ def told(text: str) -> list[str]:
 
 
 def test_the_two_slice_class_of_pax_is_ours():
-    translation = only(MULTISLICE)
+    translation = only(MULTISLICE, "TwoSlices")
     assert (translation.name, translation.summary) == ("TwoSlices", "Two of them.")
     assert translation.leftovers == []
     assert translation.recipes == ["AdamExponential", "Spmd", "C4", "LmExperiment"]
@@ -179,16 +198,43 @@ def test_which_classes_are_translated():
         "Slice",
         "Base",
     ]
-    both = translate_pax({"a": GPT3, "b": "class Small(Gpt):\n  NUM_LAYERS = 2"})
-    assert [(one.name, one.fields["NUM_LAYERS"]) for one in both] == [("Small", 2)]
+    registered = translate_pax({"f": MULTISLICE})
+    assert [one.name for one in registered] == ["Slice", "TwoSlices"]  # though one is inherited
+    assert other_classes({"f": MULTISLICE}) == ["Base"]
+    both = {"a": GPT3, "b": "class Small(Gpt):\n  NUM_LAYERS = 2"}
+    translated = [(one.name, one.fields["NUM_LAYERS"]) for one in translate_pax(both)]
+    assert (translated, other_classes(both)) == ([("Small", 2)], ["Gpt"])  # none is registered
     with pytest.raises(UsageError, match="no class 'TwoSlice' in f; did you mean 'TwoSlices'"):
         translate_pax({"f": MULTISLICE}, ["TwoSlice"])
     with pytest.raises(UsageError, match="f is no Python"):
         translate_pax({"f": "class"})
+    with pytest.raises(UsageError, match="there is no class in f, g"):
+        translate_pax({"f": "NUM_LAYERS = 2", "g": ""})
 
 
-def test_a_learnt_scale_is_remarked():
-    assert "per_dim_scale=True" in only(MULTISLICE).remarks[0]
+def test_a_class_may_have_the_name_of_its_base():
+    translation = only("class C4SpmdAdam(c4.C4SpmdAdam):\n  NUM_LAYERS = 3\n  MODEL_DIMS = 64")
+    assert translation.leftovers == []
+    sizes = ("NUM_LAYERS", "MODEL_DIMS", "VOCAB_SIZE")
+    assert [translation.fields[name] for name in sizes] == [3, 64, 32128]
+    assert told("class Registry(theirs.Registry): pass") == [
+        "base Registry = ?: give the file that has it as well, or write what it sets"
+    ]
+    with pytest.raises(UsageError, match="the bases of X are in no order"):
+        only("class A: pass\nclass X(object, A, A): pass", "X")
+
+
+def test_an_augmented_field_and_heads_that_follow_from_their_size():
+    body = "NUM_LAYERS = 3\n  NUM_LAYERS *= 2\n  MODEL_DIMS = 256\n  NUM_HEADS = None"
+    translation = only(f"class X(TransformerLmSpmdAdam):\n  {body}")
+    assert translation.leftovers == []
+    assert (translation.fields["NUM_LAYERS"], translation.fields["NUM_HEADS"]) == (6, 2)
+
+
+def test_what_pax_learns_besides_is_remarked():
+    scale, bias = only(MULTISLICE, "TwoSlices").remarks
+    assert "per_dim_scale=True on the attention_tpl" in scale
+    assert "use_bias=True on the softmax_tpl" in bias
 
 
 @pytest.mark.parametrize(
@@ -196,6 +242,22 @@ def test_a_learnt_scale_is_remarked():
     [
         ("OURS = 3", "OURS = 3: no field of this name is known"),
         ("NUM_LAYERS = count()", "NUM_LAYERS = count(): the source alone does not tell its value"),
+        ("NUM_LAYERS = 1 / 0", "NUM_LAYERS = 1 / 0: division by zero"),
+        ("NUM_LAYERS = [1] - 2", "NUM_LAYERS = [1] - 2: unsupported operand type(s) for -"),
+        ("NUM_LAYERS = 2.5", "NUM_LAYERS = 2.5: expected a whole number"),
+        ("NUM_LAYERS = OTHERS", "NUM_LAYERS = OTHERS: it is no plain value"),
+        ("NUM_LAYERS = 2\n  NUM_LAYERS, x = f()", "NUM_LAYERS = f(): the source alone does not"),
+        ("NUM_LAYERS = 2\n  if A:\n    NUM_LAYERS = 3", "NUM_LAYERS = if A: the source alone"),
+        ("PERCORE_BATCH_SIZE = 'a'", "PERCORE_BATCH_SIZE = 'a': expected a number"),
+        ("ATTEN_LOGIT_CAP = 'a'", "ATTEN_LOGIT_CAP = 'a': expected a number"),
+        ("USE_BIAS = 'no'", "USE_BIAS = 'no': expected True or False"),
+        ("ICI_MESH_SHAPE = 8", "ICI_MESH_SHAPE = 8: expected a list of whole numbers"),
+        ("TRAINABLE_POSITION_EMB = 2", "TRAINABLE_POSITION_EMB = 2: expected True or False"),
+        ("ACTIVATION_CLS = f()", "ACTIVATION_CLS = f(): the source alone does not tell its value"),
+        ("ACTIVATION_CLS = [1]", "ACTIVATION_CLS = [1]: ACTIVATION is one of gelu, "),
+        ("LR_SCHEDULE = [1]", "LR_SCHEDULE = [1]: recipes have linear_rampup_expon"),
+        ("LR_LRED_WARMUP = STEPS", "LR_LRED_WARMUP = STEPS: it is no plain value"),
+        ("LR_LRED_WARMUP = 0.5", "LR_LRED_WARMUP = 0.5: expected a whole number"),
         ("FPROP_DTYPE = jnp.int8", "FPROP_DTYPE = int8: it is one of float32, bfloat16, float16"),
         ("NORM_POLICY = 'post'", "NORM_POLICY = 'post': recipes normalise before each branch"),
         ("ACTIVATION_CLS = layers.Swish", "ACTIVATION_CLS = Swish: ACTIVATION is one of gelu, "),

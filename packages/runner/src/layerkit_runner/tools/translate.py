@@ -7,7 +7,7 @@
 
 Neither MaxText nor Pax needs to be installed; nothing of the files is run. Later files and words
 win. What has no counterpart is told by name on the error stream and stands as a comment in the
-class.
+class; classes of Pax that are left out are told as well.
 
 Exit codes: 0 all is translated, 1 something is left over, 2 the command line is wrong, or a command
 was asked for that cannot say all.
@@ -16,6 +16,7 @@ was asked for that cannot say all.
 from __future__ import annotations
 
 import argparse
+import keyword
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from layerkit_runner.configuration.overrides import Override, parse_fields
 from layerkit_runner.configuration.registry import find_experiment
 from layerkit_runner.errors import FieldError, UsageError
 from layerkit_runner.translation.maxtext import read_values, translate_maxtext
-from layerkit_runner.translation.pax import translate_pax
+from layerkit_runner.translation.pax import other_classes, translate_pax
 from layerkit_runner.translation.written import Translation, command_text, modules_text
 
 
@@ -72,22 +73,24 @@ def _parser() -> argparse.ArgumentParser:
         dest="classes",
         action="append",
         metavar="NAME",
-        help="which; repeatable (default: all that no other inherits)",
+        help="which; repeatable (default: the registered, or else all that no other inherits)",
     )
     return parser
 
 
 def _maxtext(options: argparse.Namespace) -> int:
+    if not options.name.isidentifier() or keyword.iskeyword(options.name):
+        raise UsageError(f"--name={options.name}: no class can be called so")
     files = [word for word in options.words if "=" not in word]
     words = [word for word in options.words if "=" in word]
-    values = read_values([Path(file).read_text() for file in files], words)
+    values = read_values(_texts(files), words)
     for key in options.ignore.split(",") if options.ignore else ():
         if key not in values:
             raise UsageError(f"--ignore={key}: neither files nor words have it")
         del values[key]
     defaults = None
     if options.defaults is not None:
-        defaults = read_values([Path(options.defaults).read_text()], [])
+        defaults = read_values(_texts([options.defaults]), [])
     translation = translate_maxtext(
         values,
         name=options.name,
@@ -117,8 +120,25 @@ def _command(translation: Translation, name: str) -> int:
 
 
 def _pax(options: argparse.Namespace) -> int:
-    texts = {file: Path(file).read_text() for file in options.files}
-    return _write(translate_pax(texts, options.classes), "Pax")
+    texts = _texts(options.files)
+    code = _write(translate_pax(texts, options.classes), "Pax")
+    others = [] if options.classes is not None else other_classes(texts)
+    if others:
+        told = f"left out: {', '.join(others)}; --class=NAME writes one"
+        print(f"translate: {told}", file=sys.stderr)
+    return code
+
+
+def _texts(files: Sequence[str]) -> dict[str, str]:
+    """What files hold, by their names; one that is named twice has its last place."""
+    texts: dict[str, str] = {}
+    for file in files:
+        texts.pop(file, None)
+        try:
+            texts[file] = Path(file).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{file}: expected text in UTF-8, but {error}") from error
+    return texts
 
 
 def _write(translations: Sequence[Translation], source: str) -> int:

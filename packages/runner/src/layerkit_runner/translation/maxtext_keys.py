@@ -1,8 +1,8 @@
 """What each key of MaxText means here.
 
 A rule takes the value of a key and all values, and returns our fields; `NotTranslatedError` says
-that this value has no counterpart. Sizes that MaxText scales, meshes and schedules are made of
-several keys and stand in `maxtext`.
+that this value has no counterpart. Sizes that MaxText scales, meshes, schedules and timescales
+depend on several keys and stand in `maxtext`.
 
 Source: MaxText's configs/base.yml, `get_individual_scales` and the remat policies of its decoder
 (AI-Hypercomputer/maxtext).
@@ -13,12 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from layerkit_runner.translation.values import (
+    NotTranslatedError,
+    Reader,
+    number,
+    positive_or_none,
+    text,
+    whole_number,
+    yes_or_no,
+)
+
 Rule = Callable[[Any, Mapping[str, Any]], dict[str, Any]]
-
-
-class NotTranslatedError(ValueError):
-    """A value that has no counterpart; the text says why, and what to do instead."""
-
 
 # Keys that say where things go or how fast they run, and change no number of the run.
 NEUTRAL = frozenset(
@@ -50,6 +55,7 @@ COMPOSED = frozenset(
     scale global_parameter_scale base_num_decoder_layers base_emb_dim base_mlp_dim
     base_num_heads base_num_query_heads base_num_kv_heads
     steps learning_rate_schedule_steps warmup_steps_fraction
+    rope_min_timescale rope_max_timescale
     """.split()  # noqa: SIM905
 )
 
@@ -97,9 +103,9 @@ _DECODERS: dict[str, dict[str, Any]] = {
 _DATA = {"c4": "C4", "the_pile": "ThePile"}
 
 
-def rename(name: str, convert: Callable[[Any], Any] = lambda value: value) -> Rule:
+def rename(name: str, read: Reader) -> Rule:
     """The same value under our name."""
-    return lambda value, values: {name: convert(value)}
+    return lambda value, values: {name: read(value)}
 
 
 def only(allowed: Collection[Any], *, because: str) -> Rule:
@@ -113,11 +119,6 @@ def only(allowed: Collection[Any], *, because: str) -> Rule:
     return rule
 
 
-def positive_or_none(value: Any) -> float | None:
-    """MaxText writes 0 for "none"."""
-    return float(value) if value else None
-
-
 def _dtype(value: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     if value not in _DTYPES:
         raise NotTranslatedError(f"FPROP_DTYPE is one of {', '.join(_DTYPES)}")
@@ -125,20 +126,20 @@ def _dtype(value: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _remat(value: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    if value in _REMAT:
+    if text(value) in _REMAT:
         return {"CHECKPOINT_POLICY": _REMAT[value]}
     near = f"; the nearest is {_NEAREST_REMAT[value]}" if value in _NEAREST_REMAT else ""
     raise NotTranslatedError(f"CHECKPOINT_POLICY has none that keeps just that{near}")
 
 
 def _attention(value: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    if value not in _ATTENTION:
+    if text(value) not in _ATTENTION:
         raise NotTranslatedError("ATTENTION_BACKEND is one of auto, xla, cudnn and pallas")
     return {"ATTENTION_BACKEND": _ATTENTION[value]}
 
 
 def _decoder_block(value: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    if value not in _DECODERS:
+    if text(value) not in _DECODERS:
         raise NotTranslatedError(
             f"recipes know {', '.join(_DECODERS)}; a model that is on Hugging Face can be imported"
             " from there (docs/hugging_face.md)"
@@ -147,35 +148,44 @@ def _decoder_block(value: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _activations(value: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    names = list(value)
-    if names[0] not in ("relu", "gelu", "silu") or names[1:] not in ([], ["linear"]):
+    names = list(value) if isinstance(value, (list, tuple)) else [value]
+    if names[:1] not in (["relu"], ["gelu"], ["silu"]) or names[1:] not in ([], ["linear"]):
         raise NotTranslatedError("ACTIVATION is relu, gelu or silu, with or without a linear gate")
     return {"ACTIVATION": names[0], "USE_GATED_ACTIVATION": len(names) == 2}
 
 
 def _dropout(value: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    return {"DROPOUT_RATE": float(value) if values.get("enable_dropout", True) else 0.0}
+    rate = number(value)
+    return {"DROPOUT_RATE": rate if values.get("enable_dropout", True) else 0.0}
 
 
 def _trainable_positions(value: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    if value <= 0:
+    length = whole_number(value)
+    if length <= 0:
         return {}
-    if value < values.get("max_target_length", value):
+    longest = values.get("max_target_length", length)
+    if isinstance(longest, (int, float)) and length < longest:
         raise NotTranslatedError("there are as many learnt positions as MAX_SEQ_LEN")
     return {"POSITIONS": "trainable"}
 
 
 def _tied(value: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     # A decoder with an embedding of its own is another recipe, which `maxtext` chooses.
-    if value and values.get("normalize_embedding_logits", True):
+    if yes_or_no(value) and values.get("normalize_embedding_logits", True):
         raise NotTranslatedError(
             "normalize_embedding_logits divides logits by √emb_dim, which ours does not"
         )
     return {}
 
 
-def _normalized_logits(value: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    return {}  # told with logits_via_embedding, without which it does nothing
+def _read_with_others(value: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """For a switch of another key, with which it is told."""
+    yes_or_no(value)
+    return {}
+
+
+def _fixed_positions(value: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {"POSITIONS": "sinusoidal"} if yes_or_no(value) else {}
 
 
 def _optimizer(value: Any, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,7 +195,8 @@ def _optimizer(value: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _steps_or_none(value: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    return {"EVAL_INTERVAL_STEPS": int(value) if value > 0 else None}
+    steps = whole_number(value)
+    return {"EVAL_INTERVAL_STEPS": steps if steps > 0 else None}
 
 
 def _data_set(value: Any, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,59 +219,53 @@ _NO_QUANTIZATION = "see docs/transformers.md for fp8 and int8: a field of layers
 _NO_EXPERTS = "see lm.moe and docs/mixture_of_experts.md"
 
 RULES: dict[str, Rule] = {
-    "head_dim": rename("DIMS_PER_HEAD", int),
-    "vocab_size": rename("VOCAB_SIZE", int),
-    "max_target_length": rename("MAX_SEQ_LEN", int),
-    "per_device_batch_size": rename("PERCORE_BATCH_SIZE", float),
+    "head_dim": rename("DIMS_PER_HEAD", whole_number),
+    "vocab_size": rename("VOCAB_SIZE", whole_number),
+    "max_target_length": rename("MAX_SEQ_LEN", whole_number),
+    "per_device_batch_size": rename("PERCORE_BATCH_SIZE", number),
     "dtype": _dtype,
     "weight_dtype": only(["float32"], because="weights are kept in float32"),
     "remat_policy": _remat,
-    "scan_layers": rename("USE_REPEATED_LAYER", bool),
+    "scan_layers": rename("USE_REPEATED_LAYER", yes_or_no),
     "attention": _attention,
     "attention_type": only(["global"], because="windows are a field of the attention layer"),
     "sliding_window_size": only([0], because="windows are a field of the attention layer"),
     "decoder_block": _decoder_block,
     "mlp_activations": _activations,
     "dropout_rate": _dropout,
-    "enable_dropout": lambda value, values: {},
+    "enable_dropout": _read_with_others,
     "trainable_position_size": _trainable_positions,
-    "use_untrainable_positional_embedding": lambda value, values: (
-        {"POSITIONS": "sinusoidal"} if value else {}
-    ),
+    "use_untrainable_positional_embedding": _fixed_positions,
     "logits_via_embedding": _tied,
-    "normalize_embedding_logits": _normalized_logits,
+    "normalize_embedding_logits": _read_with_others,
     "logits_dot_in_fp32": lambda value, values: {},
     "cast_logits_to_fp32": only([True], because="the loss is always computed in float32"),
-    "normalization_layer_epsilon": rename("NORM_EPSILON", float),
+    "normalization_layer_epsilon": rename("NORM_EPSILON", number),
     "attn_logits_soft_cap": rename("ATTENTION_LOGIT_CAP", positive_or_none),
     "final_logits_soft_cap": rename("SOFTMAX_LOGIT_CAP", positive_or_none),
-    "rope_min_timescale": only([1], because="--fdl.task.model… sets the timescales of the layer"),
-    "rope_max_timescale": only(
-        [10000], because="--fdl.task.model… sets the timescales of the layer"
-    ),
     "num_experts": only([1], because=_NO_EXPERTS),
     "num_experts_per_tok": only([1], because=_NO_EXPERTS),
     "quantization": only(["", None], because=_NO_QUANTIZATION),
     "quantize_kvcache": only([False], because=_NO_QUANTIZATION),
-    "learning_rate": rename("LEARNING_RATE", float),
-    "cosine_learning_rate_final_fraction": rename("MIN_LEARNING_RATE_RATIO", float),
-    "learning_rate_final_fraction": rename("MIN_LEARNING_RATE_RATIO", float),
+    "learning_rate": rename("LEARNING_RATE", number),
+    "cosine_learning_rate_final_fraction": rename("MIN_LEARNING_RATE_RATIO", number),
+    "learning_rate_final_fraction": rename("MIN_LEARNING_RATE_RATIO", number),
     "lr_schedule_type": only(["cosine"], because="the recipe is a cosine"),
     "opt_type": _optimizer,
-    "adam_b1": rename("ADAM_BETA1", float),
-    "adam_b2": rename("ADAM_BETA2", float),
-    "adam_eps": rename("ADAM_EPSILON", float),
+    "adam_b1": rename("ADAM_BETA1", number),
+    "adam_b2": rename("ADAM_BETA2", number),
+    "adam_eps": rename("ADAM_EPSILON", number),
     "adam_eps_root": only([0], because="Adam's other epsilon is 0"),
-    "adam_weight_decay": rename("WEIGHT_DECAY", float),
+    "adam_weight_decay": rename("WEIGHT_DECAY", number),
     "mu_dtype": only(["", None, "float32"], because="moments are kept in float32"),
     "gradient_clipping_threshold": rename("CLIP_GRADIENT_NORM", positive_or_none),
     "gradient_accumulation_steps": only(
         [1], because="add --fdl.task.train.gradient_accumulation_steps=N to the command"
     ),
-    "checkpoint_period": rename("CHECKPOINT_EVERY_N_STEPS", int),
-    "log_period": rename("SUMMARY_INTERVAL_STEPS", int),
+    "checkpoint_period": rename("CHECKPOINT_EVERY_N_STEPS", whole_number),
+    "log_period": rename("SUMMARY_INTERVAL_STEPS", whole_number),
     "eval_interval": _steps_or_none,
-    "init_weights_seed": rename("SEED", int),
+    "init_weights_seed": rename("SEED", whole_number),
     "dataset_type": _data_set,
     "dataset_name": _data_set,
     "dataset_path": only(["", None], because="where data lie is TFDS_DATA_DIR or GRAIN_DATA_DIR"),

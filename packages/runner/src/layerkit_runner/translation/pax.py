@@ -7,28 +7,33 @@ says it here, and told otherwise.
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from layerkit.near_names import near_names
 from layerkit_runner.errors import UsageError
 from layerkit_runner.translation import pax_fields
-from layerkit_runner.translation.maxtext_keys import NotTranslatedError
-from layerkit_runner.translation.pax_fields import BASES
+from layerkit_runner.translation.pax_fields import BASES, PaxBase
+from layerkit_runner.translation.pax_settings import remarks_on, with_settings
 from layerkit_runner.translation.pax_source import (
     CannotTellError,
+    PaxClass,
     PaxSource,
     Symbol,
-    evaluate,
     read_source,
 )
+from layerkit_runner.translation.pax_task import Setting, goes_on_from_base, settings_of
+from layerkit_runner.translation.values import NotTranslatedError, number, whole_number, yes_or_no
 from layerkit_runner.translation.written import Leftover, Translation, fields_of
 
-_PER_DIM_SCALE = (
-    "Pax learns a scale for each coordinate of a head; to do the same, set per_dim_scale=True on"
-    " the attention_tpl of the layers in a task() of your own"
-)
+_POSITIONS = {"USE_ROTARY_POSITION_EMB": "rotary", "TRAINABLE_POSITION_EMB": "trainable"}
+_SCHEDULE_PARTS = {
+    "WARMUP": "WARMUP_STEPS",
+    "DECAY_START": "DECAY_START",
+    "DECAY_END": "DECAY_END",
+    "MIN_RATIO": "MIN_LEARNING_RATE_RATIO",
+}
+_OWN_TASK = "it makes a task without super().task(); fields of its bases are taken over"
 _UNKNOWN_BASE = "give the file that has it as well, or write what it sets"
 
 
@@ -37,15 +42,16 @@ def translate_pax(texts: Mapping[str, str], names: list[str] | None = None) -> l
 
     Args:
       texts: The files, by their names.
-      names: Of classes; None for all that no other class of the files inherits.
+      names: Of classes; None for those that are registered, or where none is, for all that no
+        other class of the files inherits.
 
     Raises:
-      UsageError: a file is no Python, or has no such class.
+      UsageError: a file is no Python, or has no such class, or there is none at all.
     """
     source = read_source(texts)
-    if names is None:
-        inherited = {base for found in source.classes.values() for base in found.bases}
-        names = [name for name in source.classes if name not in inherited]
+    if not source.classes:
+        raise UsageError(f"there is no class in {', '.join(texts)}")
+    names = source.experiments() if names is None else names
     for name in names:
         if name not in source.classes:
             raise UsageError(
@@ -55,11 +61,20 @@ def translate_pax(texts: Mapping[str, str], names: list[str] | None = None) -> l
     return [_translate(source, name) for name in names]
 
 
+def other_classes(texts: Mapping[str, str]) -> list[str]:
+    """Those that `translate_pax` leaves out where no names are given."""
+    source = read_source(texts)
+    experiments = source.experiments()
+    return [name for name in source.classes if name not in experiments]
+
+
 def _translate(source: PaxSource, name: str) -> Translation:
     lineage, leftovers = _lineage(source, name)
-    pax: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for cls in reversed(lineage):
-        pax |= source.classes[cls].fields if cls in source.classes else BASES[cls].fields
+        values |= cls.fields
+    pax, untold = _plain(values)
+    leftovers += untold
     fields: dict[str, Any] = {}
     for field, value in pax.items():
         try:
@@ -67,18 +82,17 @@ def _translate(source: PaxSource, name: str) -> Translation:
         except NotTranslatedError as error:
             leftovers.append(Leftover(field, _shown(value), str(error)))
     recipes = _recipes(pax, lineage)
-    try:
-        fields |= _schedule(pax)
-    except NotTranslatedError as error:
-        leftovers.append(Leftover("LR_SCHEDULE", _shown(pax["LR_SCHEDULE"]), str(error)))
-    composed, untold = _composed(pax)
-    fields |= composed
+    for compose in (_schedule, _composed):
+        composed, untold = compose(pax)
+        fields |= composed
+        leftovers += untold
+    is_language_model = any(base.is_language_model for base in _bases(lineage))
+    settings, untold = _settings(
+        source, lineage, {**pax_fields.UNSET, **values} if is_language_model else values
+    )
     leftovers += untold
-    for cls in reversed(lineage):
-        if cls in source.classes:
-            found, untold = _set_by_methods(source, cls, pax)
-            fields |= found
-            leftovers += untold
+    fields, untold = with_settings(settings, fields)
+    leftovers += untold
     leftovers += _optimizer_leftovers(fields, recipes, lineage)
     return Translation(
         name=name,
@@ -86,51 +100,70 @@ def _translate(source: PaxSource, name: str) -> Translation:
         fields=fields_of(_in_our_order(fields), recipes),
         recipes=recipes,
         leftovers=leftovers,
-        remarks=[_PER_DIM_SCALE] if _learns_scales(source, lineage) else [],
+        remarks=remarks_on(settings) if is_language_model else [],
     )
 
 
-def _lineage(source: PaxSource, name: str) -> tuple[list[str], list[Leftover]]:
+def _lineage(source: PaxSource, name: str) -> tuple[list[PaxClass | PaxBase], list[Leftover]]:
     """The class and all its bases, in Python's order."""
     unknown: list[Leftover] = []
     made: dict[str, type] = {}
+    found: dict[type, PaxClass | PaxBase] = {}
 
-    def make(cls: str) -> type:
-        if cls not in made:
-            if cls in source.classes:
-                bases = source.classes[cls].bases
-            elif cls in BASES:
-                bases = BASES[cls].bases
-            else:
+    def make(cls: str, heirs: tuple[str, ...]) -> type:
+        # A class may have the name of the one that it inherits from Pax.
+        is_of_pax = cls in heirs or cls not in source.classes
+        key = f"{cls} of Pax" if is_of_pax else cls
+        if key not in made:
+            described = BASES.get(cls) if is_of_pax else source.classes[cls]
+            if described is None:
                 unknown.append(Leftover(f"base {cls}", "?", _UNKNOWN_BASE))
-                bases = ()
-            made[cls] = type(cls, tuple(make(base) for base in bases if base != "object"), {})
-        return made[cls]
+            names = () if described is None else described.bases
+            bases = (make(base, (*heirs, cls)) for base in names if base != "object")
+            made[key] = type(cls, tuple(bases), {})
+            if described is not None:
+                found[made[key]] = described
+        return made[key]
 
-    order = [cls.__name__ for cls in make(name).__mro__ if cls is not object]
-    return [cls for cls in order if cls in source.classes or cls in BASES], unknown
+    try:
+        order = make(name, ()).__mro__
+    except TypeError as error:
+        raise UsageError(f"the bases of {name} are in no order: {error}") from error
+    return [found[cls] for cls in order if cls in found], unknown
+
+
+def _bases(lineage: list[PaxClass | PaxBase]) -> list[PaxBase]:
+    return [cls for cls in lineage if isinstance(cls, PaxBase)]
+
+
+def _plain(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Leftover]]:
+    """Fields whose values the source tells, and the others."""
+    plain: dict[str, Any] = {}
+    leftovers: list[Leftover] = []
+    for name, value in values.items():
+        is_neutral = name in pax_fields.NEUTRAL
+        if isinstance(value, CannotTellError):
+            reason = value.reason
+        elif isinstance(value, Symbol) and name not in pax_fields.NAMED_BY_SYMBOLS:
+            reason = "it is no plain value"
+        else:
+            plain[name] = value
+            continue
+        if not is_neutral:
+            leftovers.append(Leftover(name, _shown(value), reason))
+    return plain, leftovers
 
 
 def _field(name: str, value: Any) -> dict[str, Any]:
-    if isinstance(value, CannotTellError):
-        raise NotTranslatedError("the source alone does not tell its value")
     if name in pax_fields.NEUTRAL or name in pax_fields.COMPOSED:
         return {}
-    if name == "FPROP_DTYPE":
-        if value not in pax_fields.DTYPES:
-            raise NotTranslatedError(f"it is one of {', '.join(pax_fields.DTYPES)}")
-        return {name: str(value)}
-    if isinstance(value, Symbol):
-        raise NotTranslatedError("it is no plain value")
-    if name == "PERCORE_BATCH_SIZE":
-        return {name: float(value)}
+    if name == "FPROP_DTYPE" and value not in pax_fields.DTYPES:
+        raise NotTranslatedError(f"it is one of {', '.join(pax_fields.DTYPES)}")
     if name in pax_fields.SAME:
-        return {name: value}
+        return {name: pax_fields.SAME[name](value)}
     if name in pax_fields.RENAMED:
-        return {pax_fields.RENAMED[name]: value}
-    if name in pax_fields.RENAMED_OR_NONE:
-        is_set = value is not None and value > 0
-        return {pax_fields.RENAMED_OR_NONE[name]: float(value) if is_set else None}
+        field, read = pax_fields.RENAMED[name]
+        return {field: read(value)}
     if name in pax_fields.ONLY:
         allowed, reason = pax_fields.ONLY[name]
         if value not in allowed:
@@ -146,10 +179,14 @@ def _composed(pax: Mapping[str, Any]) -> tuple[dict[str, Any], list[Leftover]]:
         fields["POSITIONS"] = "sinusoidal"
         fields["SCALE_EMBEDDING"] = True
         fields["FEED_FORWARD_BIAS"] = True  # whatever USE_BIAS says, which is of attention
-    if pax.get("TRAINABLE_POSITION_EMB"):
-        fields["POSITIONS"] = "trainable"
-    elif pax.get("USE_ROTARY_POSITION_EMB"):
-        fields["POSITIONS"] = "rotary"
+    if pax.get("NUM_HEADS") is None and pax.get("MODEL_DIMS") and pax.get("DIMS_PER_HEAD"):
+        fields["NUM_HEADS"] = pax["MODEL_DIMS"] // pax["DIMS_PER_HEAD"]
+    for name, positions in _POSITIONS.items():
+        try:
+            if name in pax and yes_or_no(pax[name]):
+                fields["POSITIONS"] = positions
+        except NotTranslatedError as error:
+            leftovers.append(Leftover(name, _shown(pax[name]), str(error)))
     policies = dict(pax_fields.CHECKPOINT_POLICIES)
     if not pax.get("USE_REPEATED_LAYER") and not pax.get("NUM_STAGES"):
         # Elsewhere Pax does not look at it.
@@ -159,7 +196,7 @@ def _composed(pax: Mapping[str, Any]) -> tuple[dict[str, Any], list[Leftover]]:
         ("CHECKPOINT_POLICY", "CHECKPOINT_POLICY", policies),
     ):
         value = pax.get(name)
-        if value in table:
+        if isinstance(value, str) and value in table:
             fields[field] = table[value]
         elif value is not None:
             reason = f"{field} is one of {', '.join(sorted(set(table.values())))}"
@@ -167,28 +204,33 @@ def _composed(pax: Mapping[str, Any]) -> tuple[dict[str, Any], list[Leftover]]:
     return fields, leftovers
 
 
-def _schedule(pax: Mapping[str, Any]) -> dict[str, Any]:
+def _schedule(pax: Mapping[str, Any]) -> tuple[dict[str, Any], list[Leftover]]:
     kinds = {"linear_rampup_exponential_decay": "LRED", "linear_rampup_cosine_decay": "COS"}
     name = pax.get("LR_SCHEDULE")
+    parts: dict[str, str] = {}
+    fields: dict[str, Any] = {}
+    leftovers: list[Leftover] = []
     if name is None:  # exponential, of which only the end can be chosen
-        return {"DECAY_END": pax["DECAY_END"]} if "DECAY_END" in pax else {}
-    if name not in kinds:
-        raise NotTranslatedError(f"recipes have {' and '.join(kinds)}")
-    prefix = f"LR_{kinds[name]}"
-    ours = {
-        "WARMUP": "WARMUP_STEPS",
-        "DECAY_START": "DECAY_START",
-        "DECAY_END": "DECAY_END",
-        "MIN_RATIO": "MIN_LEARNING_RATE_RATIO",
-    }
-    return {
-        field: pax[f"{prefix}_{part}"] for part, field in ours.items() if f"{prefix}_{part}" in pax
-    } | ({"DECAYED_WEIGHTS": "all"} if prefix == "LR_COS" else {})
+        parts = {"DECAY_END": "DECAY_END"}
+    elif isinstance(name, str) and name in kinds:
+        parts = {f"LR_{kinds[name]}_{part}": field for part, field in _SCHEDULE_PARTS.items()}
+        fields = {"DECAYED_WEIGHTS": "all"} if kinds[name] == "COS" else {}
+    else:
+        reason = f"recipes have {' and '.join(kinds)}"
+        leftovers.append(Leftover("LR_SCHEDULE", _shown(name), reason))
+    for part, field in parts.items():
+        if part in pax:
+            read = number if field.endswith("RATIO") else whole_number
+            try:
+                fields[field] = read(pax[part])
+            except NotTranslatedError as error:
+                leftovers.append(Leftover(part, _shown(pax[part]), str(error)))
+    return fields, leftovers
 
 
-def _recipes(pax: Mapping[str, Any], lineage: list[str]) -> list[str]:
+def _recipes(pax: Mapping[str, Any], lineage: list[PaxClass | PaxBase]) -> list[str]:
     is_cosine = pax.get("LR_SCHEDULE") == "linear_rampup_cosine_decay"
-    known = [BASES[cls].recipe for cls in lineage if cls in BASES]
+    known = [base.recipe for base in _bases(lineage)]
     given = [recipe for recipe in known if recipe is not None]
     partitioners = [recipe for recipe in given if recipe in ("Pipelined", "Pmap")]
     data = next((recipe for recipe in given if recipe not in partitioners), "C4")
@@ -201,9 +243,9 @@ def _recipes(pax: Mapping[str, Any], lineage: list[str]) -> list[str]:
 
 
 def _optimizer_leftovers(
-    fields: Mapping[str, Any], recipes: list[str], lineage: list[str]
+    fields: Mapping[str, Any], recipes: list[str], lineage: list[PaxClass | PaxBase]
 ) -> Iterator[Leftover]:
-    known = (BASES[cls].optimizer for cls in lineage if cls in BASES)
+    known = (base.optimizer for base in _bases(lineage))
     optimizer = next((name for name in known if name is not None), "Adam")
     if optimizer != "Adam":
         reason = "no recipe has it; Adam is taken instead"
@@ -214,86 +256,23 @@ def _optimizer_leftovers(
         yield Leftover("ADAM_CLIP_THRESHOLD", repr(cap), reason)
 
 
-def _set_by_methods(
-    source: PaxSource, cls: str, pax: Mapping[str, Any]
-) -> tuple[dict[str, Any], list[Leftover]]:
-    """Fields and leftovers that a class's own methods set."""
-    fields: dict[str, Any] = {}
+def _settings(
+    source: PaxSource, lineage: list[PaxClass | PaxBase], values: Mapping[str, Any]
+) -> tuple[list[tuple[str, Setting]], list[Leftover]]:
+    """What `task()` of each class sets, from the farthest base on; and its other methods."""
+    settings: list[tuple[str, Setting]] = []
     leftovers: list[Leftover] = []
-    for name, method in source.classes[cls].methods.items():
-        if name != "task":
-            reason = "a method; recipes of data and partitioners are listed in docs/experiments.md"
-            leftovers.append(Leftover(f"{cls}.{name}()", "…", reason))
-            continue
-        for statement in _assignments(method, source, pax):
-            target = ast.unparse(statement.targets[0])
-            if target.endswith(pax_fields.DONE_ANYWAY):
+    for cls in (found for found in reversed(lineage) if isinstance(found, PaxClass)):
+        for name, method in cls.methods.items():
+            if name == "task":
+                if not goes_on_from_base(method):
+                    settings.clear()
+                    leftovers.append(Leftover(f"{cls.name}.task()", "…", _OWN_TASK))
+                settings += [(cls.name, one) for one in settings_of(method, source, values)]
                 continue
-            ends = (end for end in pax_fields.SET_BY_METHODS if target.endswith(end))
-            field = next(ends, None)
-            try:
-                if field is None:
-                    raise CannotTellError
-                value = _value_of(statement.value, pax)
-                fields[pax_fields.SET_BY_METHODS[field]] = value
-            except CannotTellError:
-                reason = f"set in {cls}.task(); set it in a task() of your own"
-                leftovers.append(Leftover(target, ast.unparse(statement.value), reason))
-    return fields, leftovers
-
-
-def _value_of(node: ast.expr, pax: Mapping[str, Any]) -> Any:
-    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("WeightInit.Gaussian"):
-        node = node.args[0]
-    value = evaluate(node, pax)
-    if isinstance(value, Symbol):
-        raise CannotTellError
-    return value
-
-
-def _assignments(
-    function: ast.FunctionDef, source: PaxSource, pax: Mapping[str, Any]
-) -> Iterator[ast.Assign]:
-    """Assignments to attributes, those of functions of the files that are called with the task."""
-    for statement in _statements(function.body, pax):
-        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Attribute):
-            yield statement
-        called = getattr(statement, "value", None)
-        if isinstance(called, ast.Call) and isinstance(called.func, ast.Name):
-            helper = source.functions.get(called.func.id)
-            if helper is not None and helper is not function:
-                yield from _assignments(helper, source, pax)
-
-
-def _statements(body: list[ast.stmt], pax: Mapping[str, Any]) -> Iterator[ast.stmt]:
-    for statement in body:
-        if isinstance(statement, ast.If):
-            try:
-                condition = evaluate(statement.test, pax)
-            except CannotTellError:
-                condition = None
-            if condition is None or condition:
-                yield from _statements(statement.body, pax)
-            if not condition:
-                yield from _statements(statement.orelse, pax)
-        elif isinstance(statement, (ast.For, ast.While, ast.With)):
-            yield from _statements(statement.body, pax)
-        else:
-            yield statement
-
-
-def _learns_scales(source: PaxSource, lineage: list[str]) -> bool:
-    """Unless a method, or a function that it calls, turns it off, as those for GPT-3 do."""
-    methods = [
-        method
-        for cls in lineage
-        if cls in source.classes
-        for method in source.classes[cls].methods.values()
-    ]
-    statements = [s for method in methods for s in _assignments(method, source, {})]
-    turned_off = any("internal_enable_per_dim_scale" in ast.unparse(s) for s in statements)
-    is_language_model = any(cls.startswith("TransformerLm") and cls in BASES for cls in lineage)
-    return is_language_model and not turned_off
+            reason = "a method; recipes of data and partitioners are listed in docs/experiments.md"
+            leftovers.append(Leftover(f"{cls.name}.{name}()", "…", reason))
+    return settings, leftovers
 
 
 def _in_our_order(fields: Mapping[str, Any]) -> dict[str, Any]:

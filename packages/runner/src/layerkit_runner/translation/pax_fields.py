@@ -10,6 +10,17 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from layerkit_runner.translation.values import (
+    Reader,
+    number,
+    or_none,
+    positive_or_none,
+    text,
+    whole_number,
+    whole_numbers,
+    yes_or_no,
+)
+
 # Values of fields that are no literals, by the last part of their name.
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = {"ReLU": "relu", "GELU": "gelu", "SiLU": "silu"}
@@ -23,53 +34,50 @@ CHECKPOINT_POLICIES = {
 }
 
 # The same name and meaning.
-SAME = (
-    "NUM_LAYERS",
-    "MODEL_DIMS",
-    "HIDDEN_DIMS",
-    "NUM_HEADS",
-    "DIMS_PER_HEAD",
-    "VOCAB_SIZE",
-    "MAX_SEQ_LEN",
-    "PERCORE_BATCH_SIZE",
-    "USE_REPEATED_LAYER",
-    "USE_GATED_ACTIVATION",
-    "FPROP_DTYPE",
-    "NUM_STAGES",
-    "CIRCULAR_REPEAT",
-    "MICROBATCH_SIZE",
-    "NUM_MICROBATCHES",
-    "ICI_MESH_SHAPE",
-    "DCN_MESH_SHAPE",
-    "LEARNING_RATE",
-    "WEIGHT_DECAY",
-    "ADAM_BETA1",
-    "ADAM_BETA2",
-    "ADAM_EPSILON",
-    "INIT_STD",
-    "PACKED_INPUT",
-    "MAX_STEPS",
-    "SUMMARY_INTERVAL_STEPS",
-    "EVAL_INTERVAL_STEPS",
-    "CHECKPOINT_EVERY_N_STEPS",
-    "CHECKPOINT_MAX_TO_KEEP",
-)
-
-# Another name.
-RENAMED = {
-    "DROPOUT_PROB": "DROPOUT_RATE",
-    "INPUT_DROPOUT_PROB": "INPUT_DROPOUT_RATE",
-    "USE_BIAS": "ATTENTION_BIAS",
-    "LAYERNORM_EPSILON": "NORM_EPSILON",
-    "CHECKPOINT_SAVE_MAX_TO_KEEP": "CHECKPOINT_MAX_TO_KEEP",
+SAME: Mapping[str, Reader] = {
+    "NUM_LAYERS": whole_number,
+    "MODEL_DIMS": whole_number,
+    "HIDDEN_DIMS": or_none(whole_number),
+    "NUM_HEADS": or_none(whole_number),
+    "DIMS_PER_HEAD": or_none(whole_number),
+    "VOCAB_SIZE": whole_number,
+    "MAX_SEQ_LEN": whole_number,
+    "PERCORE_BATCH_SIZE": number,
+    "USE_REPEATED_LAYER": yes_or_no,
+    "USE_GATED_ACTIVATION": yes_or_no,
+    "FPROP_DTYPE": text,
+    "NUM_STAGES": or_none(whole_number),
+    "CIRCULAR_REPEAT": whole_number,
+    "MICROBATCH_SIZE": or_none(whole_number),
+    "NUM_MICROBATCHES": or_none(whole_number),
+    "ICI_MESH_SHAPE": or_none(whole_numbers),
+    "DCN_MESH_SHAPE": or_none(whole_numbers),
+    "LEARNING_RATE": number,
+    "WEIGHT_DECAY": number,
+    "ADAM_BETA1": number,
+    "ADAM_BETA2": number,
+    "ADAM_EPSILON": number,
+    "INIT_STD": or_none(number),
+    "PACKED_INPUT": yes_or_no,
+    "MAX_STEPS": or_none(whole_number),
+    "SUMMARY_INTERVAL_STEPS": whole_number,
+    "EVAL_INTERVAL_STEPS": or_none(whole_number),
+    "CHECKPOINT_EVERY_N_STEPS": whole_number,
+    "CHECKPOINT_MAX_TO_KEEP": or_none(whole_number),
 }
 
-# Pax writes -1 or 0 for "none".
-RENAMED_OR_NONE = {
-    "ATTEN_LOGIT_CAP": "ATTENTION_LOGIT_CAP",
-    "SOFTMAX_CAP_LOGITS": "SOFTMAX_LOGIT_CAP",
-    "CLIP_GRADIENT_NORM_TO_VALUE": "CLIP_GRADIENT_NORM",
-    "ADAM_CLIP_THRESHOLD": "UPDATE_RMS_CAP",
+# Another name.
+RENAMED: Mapping[str, tuple[str, Reader]] = {
+    "DROPOUT_PROB": ("DROPOUT_RATE", number),
+    "INPUT_DROPOUT_PROB": ("INPUT_DROPOUT_RATE", number),
+    "USE_BIAS": ("ATTENTION_BIAS", yes_or_no),
+    "LAYERNORM_EPSILON": ("NORM_EPSILON", number),
+    "CHECKPOINT_SAVE_MAX_TO_KEEP": ("CHECKPOINT_MAX_TO_KEEP", or_none(whole_number)),
+    # Pax writes -1 or 0 for "none".
+    "ATTEN_LOGIT_CAP": ("ATTENTION_LOGIT_CAP", positive_or_none),
+    "SOFTMAX_CAP_LOGITS": ("SOFTMAX_LOGIT_CAP", positive_or_none),
+    "CLIP_GRADIENT_NORM_TO_VALUE": ("CLIP_GRADIENT_NORM", positive_or_none),
+    "ADAM_CLIP_THRESHOLD": ("UPDATE_RMS_CAP", positive_or_none),
 }
 
 # How Pax's program is written, or what ours always does; no number depends on it.
@@ -99,6 +107,9 @@ ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "LR_COS_MAX": ((1, 1.0), "the highest rate is LEARNING_RATE"),
 }
 
+# Their values are names of other modules.
+NAMED_BY_SYMBOLS = ("FPROP_DTYPE", "ACTIVATION_CLS", "CHECKPOINT_POLICY")
+
 # Read together with others; see `pax`.
 COMPOSED = (
     "ACTIVATION_CLS",
@@ -113,6 +124,18 @@ COMPOSED = (
 )
 
 
+# What Pax's language models say, and what their methods ask for, where it changes nothing here.
+UNSET: Mapping[str, Any] = {
+    "PACKED_INPUT": True,
+    "SEPARATE_EMBEDDING": False,
+    "TRAINABLE_POSITION_EMB": False,
+    "USE_ROTARY_POSITION_EMB": False,
+    "RELATIVE_BIAS": False,
+    "NUM_STAGES": None,
+    "EMBEDDING_LOOKUP_STYLE": "matmul",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class PaxBase:
     """A base class of Pax's that files inherit without holding it.
@@ -122,12 +145,14 @@ class PaxBase:
       fields: What it sets, as Pax names it.
       recipe: Our recipe of its data or partitioner; None where fields tell.
       optimizer: That of its `task()`; None where it sets none.
+      is_language_model: Whether its `task()` makes one.
     """
 
     bases: tuple[str, ...] = ()
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     recipe: str | None = None
     optimizer: str | None = None
+    is_language_model: bool = False
 
 
 _SPMD_ADAFACTOR = {
@@ -218,8 +243,12 @@ _LM_CLOUD_ADAM = {
 BASES: Mapping[str, PaxBase] = {
     "object": PaxBase(),
     "BaseExperiment": PaxBase(),
-    "TransformerLmSpmdAdafactor": PaxBase(fields=_SPMD_ADAFACTOR, optimizer="ShardedAdafactor"),
-    "TransformerLmPmapAdam": PaxBase(fields=_PMAP_ADAM, recipe="Pmap", optimizer="Adam"),
+    "TransformerLmSpmdAdafactor": PaxBase(
+        fields=_SPMD_ADAFACTOR, optimizer="ShardedAdafactor", is_language_model=True
+    ),
+    "TransformerLmPmapAdam": PaxBase(
+        fields=_PMAP_ADAM, recipe="Pmap", optimizer="Adam", is_language_model=True
+    ),
     "TransformerLmSpmdAdam": PaxBase(("TransformerLmSpmdAdafactor",), _SPMD_ADAM, None, "Adam"),
     "TransformerLmSpmdPipelineAdafactor": PaxBase(
         ("TransformerLmSpmdAdafactor",), {"CIRCULAR_REPEAT": 1}, "Pipelined"
@@ -237,27 +266,4 @@ BASES: Mapping[str, PaxBase] = {
     ),
     "C4SpmdAdam": PaxBase(("TransformerLmSpmdAdam", "C4UnsupervisedDataset"), _C4_ADAM),
     "LmCloudSpmdAdam": PaxBase(("TransformerLmSpmdAdam", "SyntheticDataset"), _LM_CLOUD_ADAM),
-}
-
-# What methods set that the recipes do anyway, by the end of the target's name.
-DONE_ANYWAY = (
-    "train.num_train_steps",
-    "reductions_in_fp32",
-    "apply_eval_sample_weights",
-    "decoder_tpl.eos_id",
-    "decoder_tpl.seqlen",
-    "lm_tpl.packed_input",
-    "feed_forward_tpl.has_bias",
-    "lookup_style",
-    "activation_tpl.approximate",
-    "internal_enable_per_dim_scale",
-)
-# What methods set that is a field here, by the end of the target's name.
-SET_BY_METHODS = {
-    "input_dropout_prob": "INPUT_DROPOUT_RATE",
-    "soft_cap_logits": "SOFTMAX_LOGIT_CAP",
-    "scale_sqrt_depth": "SCALE_EMBEDDING",
-    "tr_atten_tpl.use_bias": "ATTENTION_BIAS",
-    "epsilon": "NORM_EPSILON",
-    "params_init": "INIT_STD",
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from layerkit_runner.errors import UsageError
@@ -24,8 +24,29 @@ class Symbol(str):
     """A name of another module, by its last part: `bfloat16` for `jnp.bfloat16`."""
 
 
+_PLAIN = (bool, int, float, str, list, type(None))
+_COMPARISONS: dict[type[ast.cmpop], Any] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+
+
 class CannotTellError(ValueError):
-    """An expression whose value the source alone does not tell."""
+    """An expression whose value the source alone does not tell; its text.
+
+    Attributes:
+      reason: Why.
+    """
+
+    def __init__(self, text: str, reason: str = "the source alone does not tell its value") -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,13 +59,23 @@ class PaxClass:
       summary: The first line of its docstring.
       fields: Its own UPPER_CASE attributes; `CannotTellError` where the source does not tell.
       methods: Its own, by name.
+      is_registered: Whether a decorator registers it, so that Pax can run it.
     """
 
     name: str
     bases: tuple[str, ...]
     summary: str
     fields: Mapping[str, Any]
-    methods: Mapping[str, ast.FunctionDef]
+    methods: Mapping[str, PaxFunction]
+    is_registered: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class PaxFunction:
+    """A function or method, with the values of the plain names of its file."""
+
+    node: ast.FunctionDef
+    constants: Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +83,15 @@ class PaxSource:
     """The classes and functions of files, by name."""
 
     classes: Mapping[str, PaxClass]
-    functions: Mapping[str, ast.FunctionDef]
+    functions: Mapping[str, PaxFunction]
+
+    def experiments(self) -> list[str]:
+        """The classes that can run: the registered; where none is, those that none inherits."""
+        registered = [name for name, found in self.classes.items() if found.is_registered]
+        inherited = {
+            base for name, found in self.classes.items() for base in found.bases if base != name
+        }
+        return registered or [name for name in self.classes if name not in inherited]
 
 
 def read_source(texts: Mapping[str, str]) -> PaxSource:
@@ -62,85 +101,146 @@ def read_source(texts: Mapping[str, str]) -> PaxSource:
       UsageError: a file is no Python.
     """
     classes: dict[str, PaxClass] = {}
-    functions: dict[str, ast.FunctionDef] = {}
+    functions: dict[str, PaxFunction] = {}
     for name, text in texts.items():
         try:
             tree = ast.parse(text)
-        except SyntaxError as error:
+        except (SyntaxError, ValueError) as error:  # the latter for a byte of 0
             raise UsageError(f"{name} is no Python: {error}") from error
         constants: dict[str, Any] = {}
-        for node in tree.body:
+        for node in _statements_of(tree.body):
             if isinstance(node, ast.ClassDef):
                 classes[node.name] = _read_class(node, constants)
             elif isinstance(node, ast.FunctionDef):
-                functions[node.name] = node
+                functions[node.name] = PaxFunction(node, constants)
             else:
                 _assign(node, constants, constants)
     return PaxSource(classes, functions)
 
 
+def _statements_of(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of a file; of conditional ones the classes and functions, then the rest."""
+    for node in body:
+        if not isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            inner = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.stmt)]
+            defined = (ast.ClassDef, ast.FunctionDef)
+            yield from (part for part in _statements_of(inner) if isinstance(part, defined))
+        yield node
+
+
 def _read_class(node: ast.ClassDef, constants: Mapping[str, Any]) -> PaxClass:
     fields: dict[str, Any] = {}
     for statement in node.body:
-        _assign(statement, fields, {**constants, **fields})
-    methods = {part.name: part for part in node.body if isinstance(part, ast.FunctionDef)}
+        if not isinstance(statement, (ast.ClassDef, ast.FunctionDef)):
+            _assign(statement, fields, {**constants, **fields})
+    parts = [part for part in node.body if isinstance(part, ast.FunctionDef)]
     return PaxClass(
         name=node.name,
         bases=tuple(ast.unparse(base).rpartition(".")[2] for base in node.bases),
         summary=(ast.get_docstring(node) or node.name).partition("\n")[0].strip(),
         fields={name: value for name, value in fields.items() if name.isupper()},
-        methods=methods,
+        methods={part.name: PaxFunction(part, constants) for part in parts},
+        is_registered=any(map(_registers, node.decorator_list)),
     )
 
 
+def _registers(decorator: ast.expr) -> bool:
+    function = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return ast.unparse(function).rpartition(".")[2].startswith("register")
+
+
 def _assign(node: ast.stmt, target: dict[str, Any], names: Mapping[str, Any]) -> None:
+    """Notes what a statement assigns to plain names; of those in branches it cannot tell."""
     if isinstance(node, ast.Assign):
-        places, value = node.targets, node.value
-    elif isinstance(node, ast.AnnAssign) and node.value is not None:
-        places, value = [node.target], node.value
+        pairs = [(place, node.value) for place in node.targets]
+    elif isinstance(node, ast.AnnAssign):
+        pairs = [] if node.value is None else [(node.target, node.value)]
+    elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+        before = ast.Name(node.target.id, ast.Load())
+        pairs = [(node.target, ast.BinOp(before, node.op, node.value))]
     else:
-        return
-    for place in places:
+        pairs = []
+        unknown = CannotTellError(ast.unparse(node).partition("\n")[0].rstrip(":"))
+        stored = (part for part in ast.walk(node) if isinstance(part, ast.Name))
+        target.update({part.id: unknown for part in stored if isinstance(part.ctx, ast.Store)})
+    for place, value in pairs:
         if isinstance(place, ast.Name):
-            try:
-                target[place.id] = evaluate(value, names)
-            except CannotTellError as error:
-                target[place.id] = error
+            target[place.id] = told(value, names)
+            continue
+        parts = [part for part in ast.walk(place) if isinstance(part, ast.Name)]
+        names_of = [part.id for part in parts if isinstance(part.ctx, ast.Store)]
+        target.update(dict.fromkeys(names_of, CannotTellError(ast.unparse(value))))
 
 
-def evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
+def told(node: ast.expr, names: Mapping[str, Any], fields: Mapping[str, Any] | None = None) -> Any:
+    """The value of an expression, or the `CannotTellError`; arguments as `evaluate` has them."""
+    try:
+        return evaluate(node, names, fields)
+    except CannotTellError as error:
+        return error
+
+
+def evaluate(
+    node: ast.expr, names: Mapping[str, Any], fields: Mapping[str, Any] | None = None
+) -> Any:
     """The value of an expression of literals, arithmetic and names.
 
     Args:
       node: Its tree.
-      names: Values of plain names; those of `self.X` and `cls.X` too.
+      names: Values of plain names.
+      fields: Values of `self.X` and `cls.X`.
 
     Raises:
       CannotTellError: it calls something, or does what is not known here.
     """
+
+    def of(part: ast.expr) -> Any:
+        return evaluate(part, names, fields)
+
+    def plain(part: ast.expr) -> Any:
+        value = of(part)
+        if isinstance(value, Symbol) or not isinstance(value, _PLAIN):
+            raise CannotTellError(ast.unparse(node))
+        return value
+
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, (ast.List, ast.Tuple)):
-        return [evaluate(item, names) for item in node.elts]
+        return [of(item) for item in node.elts]
     if isinstance(node, ast.Name):
-        found = names.get(node.id, Symbol(node.id))
-        if isinstance(found, CannotTellError):
-            raise found
-        return found
+        return _sound(names.get(node.id, Symbol(node.id)))
     if isinstance(node, ast.Attribute):
         of_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-        return names[node.attr] if of_self and node.attr in names else Symbol(node.attr)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_number(node.operand, names)
+        return _sound(
+            (fields or {}).get(node.attr, Symbol(node.attr)) if of_self else Symbol(node.attr)
+        )
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        return not evaluate(node.operand, names)
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_number(node.left, names), _number(node.right, names))
+        return not plain(node.operand)
+    try:
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return -_number(plain(node.operand), node)
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            left, right = (_number(plain(part), node) for part in (node.left, node.right))
+            return _OPERATORS[type(node.op)](left, right)
+        if (
+            isinstance(node, ast.Compare)
+            and len(node.ops) == 1
+            and type(node.ops[0]) in _COMPARISONS
+        ):
+            compare = _COMPARISONS[type(node.ops[0])]
+            return compare(plain(node.left), plain(node.comparators[0]))
+    except (ArithmeticError, TypeError) as error:
+        raise CannotTellError(ast.unparse(node), str(error)) from error
     raise CannotTellError(ast.unparse(node))
 
 
-def _number(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    value = evaluate(node, names)
+def _sound(value: Any) -> Any:
+    if isinstance(value, CannotTellError):
+        raise value
+    return value
+
+
+def _number(value: Any, node: ast.expr) -> Any:
     if isinstance(value, str) or value is None:
         raise CannotTellError(ast.unparse(node))
     return value

@@ -64,6 +64,7 @@ class Translation:
       recipes: What the class inherits, of `RECIPE_MODULES`.
       leftovers: What was not translated.
       remarks: What is good to know.
+      settings: Values that no field says, by their paths from `task`.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Translation:
     recipes: Sequence[str]
     leftovers: Sequence[Leftover] = ()
     remarks: Sequence[str] = ()
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def modules_text(translations: Sequence[Translation], source: str) -> str:
@@ -80,6 +82,8 @@ def modules_text(translations: Sequence[Translation], source: str) -> str:
     for translation in translations:
         for recipe in translation.recipes:
             imports.setdefault(RECIPE_MODULES[recipe], set()).add(recipe)
+        if translation.settings:
+            imports.setdefault("layerkit.config", set()).add("Config")
     lines = [f'"""Translated from {source}."""', "", "from __future__ import annotations", ""]
     lines += [f"from {name} import {', '.join(sorted(imports[name]))}" for name in sorted(imports)]
     return "\n".join(lines) + "\n\n\n" + "\n\n".join(map(class_text, translations))
@@ -95,13 +99,24 @@ def class_text(translation: Translation) -> str:
     for remark in translation.remarks:
         lines += _comment(remark)
     lines += [f"    {name} = {_source(value)}" for name, value in translation.fields.items()]
+    if translation.settings:
+        lines += ["", "    def task(self) -> Config:"]
+        lines += [
+            '        """The task, with what no field says."""',
+            "        task = super().task()",
+        ]
+        lines += [
+            f"        {path} = {_source(value)}" for path, value in translation.settings.items()
+        ]
+        lines += ["        return task"]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def command_text(translation: Translation, experiment: str) -> str:
     """The command that runs `experiment` with the translated fields."""
     words = [f"--exp={experiment}"]
-    words += [f"--fdl.{name}={_literal(value)}" for name, value in translation.fields.items()]
+    said = {**translation.fields, **translation.settings}
+    words += [f"--fdl.{name}={_literal(value)}" for name, value in said.items()]
     return " \\\n  ".join(["runner", *map(shlex.quote, words), "--job_log_dir=DIR"])
 
 
@@ -125,5 +140,10 @@ def _literal(value: Any) -> str:
 
 def _comment(text: str) -> list[str]:
     return textwrap.wrap(
-        " ".join(text.split()), 96, initial_indent="    # ", subsequent_indent="    # "
+        " ".join(text.split()),
+        96,
+        initial_indent="    # ",
+        subsequent_indent="    # ",
+        break_long_words=False,  # a flag can be copied
+        break_on_hyphens=False,
     )
