@@ -1,12 +1,14 @@
 """The fields that users override most change the planned program of Pile126M as they should.
 
 The model is that of Pile126M at a small size; what is planned is its training step, on some of the
-eight simulated devices, and what is asserted is what `--mode=plan --json` prints.
+eight simulated devices, and what is asserted is what `--mode=plan --json` prints. What a CPU would
+compute in float32 anyway, or keep anyway, is asked of the compiler of GPUs, where it is installed.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 from typing import Any
 
@@ -15,6 +17,8 @@ import pytest
 
 from layerkit_experiments.lm.pile import Pile126M
 from layerkit_runner.configuration.resolve import resolve
+from layerkit_runner.job import build_parts
+from layerkit_runner.plan.devices import planned_target, target_devices
 from layerkit_runner.plan.page import plan_json
 from layerkit_runner.plan.plan import make_plan
 
@@ -32,15 +36,26 @@ SMALL: dict[str, Any] = {
 }
 
 
-def planned(num_devices: int = 2, **fields: Any) -> dict[str, Any]:
-    return _planned(num_devices, json.dumps(fields, sort_keys=True))
+def planned(target: str = "cpux2", **fields: Any) -> dict[str, Any]:
+    return _planned(target, json.dumps(fields, sort_keys=True))
 
 
 @functools.cache
-def _planned(num_devices: int, fields: str) -> dict[str, Any]:
+def _planned(name: str, fields: str) -> dict[str, Any]:
     resolved = resolve(Pile126M(**{**SMALL, **json.loads(fields)}))
-    plan: dict[str, Any] = json.loads(plan_json(make_plan(resolved, jax.devices()[:num_devices])))
+    parts = build_parts(resolved)
+    target = planned_target(parts[0], target=name)
+    simulated = jax.devices("cpu")[: target.num_devices]
+    devices = simulated if name.startswith("cpu") else target_devices(target)
+    made = make_plan(resolved, devices, parts=parts, target=target)
+    plan: dict[str, Any] = json.loads(plan_json(made))
     return plan
+
+
+def planned_for_gpus(**fields: Any) -> dict[str, Any]:
+    if not any(map(importlib.util.find_spec, ["jax_cuda12_plugin", "jax_cuda13_plugin"])):
+        pytest.skip("JAX's CUDA plugin is not installed: pip install 'layerkit-runner[plan-cuda]'")
+    return planned("h100x2", **fields)
 
 
 def matrix(plan: dict[str, Any], path: str) -> dict[str, Any]:
@@ -80,11 +95,18 @@ def test_ici_mesh_shape():
 
 @pytest.mark.experiments
 def test_dcn_mesh_shape():
-    one, two = planned(), planned(4, DCN_MESH_SHAPE=[2, 1, 1])
+    one, two = planned(), planned("cpux4", DCN_MESH_SHAPE=[2, 1, 1])
     assert (one["mesh"]["data"], two["mesh"]["data"]) == (2, 4)
     assert (one["batch"]["rows"], two["batch"]["rows"]) == (2, 4)
     assert two["flops_per_step"] == 2 * one["flops_per_step"]
     assert two["flops_per_device"] == one["flops_per_device"]
+    # What an ICI_MESH_SHAPE of the same size does not do: gradients go from slice to slice.
+    flat = planned("cpux4", ICI_MESH_SHAPE=[4, 1, 1])
+    assert flat["mesh"] == two["mesh"]
+    assert [plan["num_slices"] for plan in (one, flat, two)] == [1, 1, 2]
+    slow = [sum(each["bytes_slow"] for each in plan["collectives"]) for plan in (flat, two)]
+    assert slow[0] == 0
+    assert slow[1] > 0
 
 
 @pytest.mark.experiments
@@ -99,23 +121,45 @@ def test_num_layers():
 
 @pytest.mark.experiments
 def test_fprop_dtype():
-    bfloat16, float32 = planned(), planned(FPROP_DTYPE="float32")
-    # On CPU, which says so, XLA computes bfloat16 in float32.
-    assert any("bfloat16" in note for note in bfloat16["notes"])
-    assert not any("bfloat16" in note for note in float32["notes"])
+    bfloat16, float32 = planned_for_gpus(), planned_for_gpus(FPROP_DTYPE="float32")
     assert bfloat16["param_dtypes"] == float32["param_dtypes"] == ["float32"]
     assert bfloat16["memory"]["weights"] == float32["memory"]["weights"]
+    assert bfloat16["memory"]["temporaries"] < float32["memory"]["temporaries"]
+    kinds = [
+        {each["shape"].partition("[")[0] for each in p["temporaries"]} for p in (bfloat16, float32)
+    ]
+    assert "bf16" in kinds[0]
+    assert "bf16" not in kinds[1]
+
+
+@pytest.mark.experiments
+def test_fprop_dtype_where_the_compiler_computes_in_float32_anyway():
+    bfloat16, float32 = planned(), planned(FPROP_DTYPE="float32")
+    assert any("bfloat16" in note for note in bfloat16["notes"])
+    assert not any("bfloat16" in note for note in float32["notes"])
 
 
 @pytest.mark.experiments
 def test_checkpoint_policy():
+    fields = {"NUM_LAYERS": 6, "PERCORE_BATCH_SIZE": 32.0, "MAX_SEQ_LEN": 128}
+    kept, recomputed, by_pax = (
+        planned_for_gpus(**fields, CHECKPOINT_POLICY=policy)
+        for policy in ("none", "full", "SAVE_NOTHING")
+    )
+    assert recomputed["memory"]["temporaries"] < 0.7 * kept["memory"]["temporaries"]
+    assert by_pax["memory"] == recomputed["memory"]
+    assert recomputed["flops_per_step"] == kept["flops_per_step"]  # those of the model
+
+
+@pytest.mark.experiments
+def test_checkpoint_policy_of_repeated_layers():
     fields = {"USE_REPEATED_LAYER": True, "NUM_LAYERS": 8, "PERCORE_BATCH_SIZE": 8.0}
     kept, recomputed, by_pax = (
         planned(**fields, CHECKPOINT_POLICY=policy) for policy in ("none", "full", "SAVE_NOTHING")
     )
     assert recomputed["memory"]["temporaries"] < 0.5 * kept["memory"]["temporaries"]
     assert by_pax["memory"] == recomputed["memory"]
-    assert recomputed["flops_per_step"] == kept["flops_per_step"]  # those of the model
+    assert recomputed["flops_per_step"] == kept["flops_per_step"]
 
 
 @pytest.mark.experiments
