@@ -42,6 +42,14 @@ TENSORFLOW_SUITES = (
     ROOT / "packages/inputs/tests/lingvo_adaptor",
     ROOT / "packages/inputs/tests/testing/test_tfds_folders.py",
 )
+# What asks the compilers of TPUs and GPUs, and is skipped where they are not installed.
+COMPILER_SUITES = (
+    "packages/layerkit/tests/layers/attention/test_kernels_compile.py",
+    "packages/runner/tests/partitioning/test_mesh.py",
+    "packages/runner/tests/plan/test_absent_devices.py",
+    "packages/experiments/tests/lm/test_planned_fields.py",
+    "integration_tests/test_gpu_benchmark.py",
+)
 # The packages whose modules can all be imported; those of inputs need its extras.
 DOCTESTED = ("layerkit", "runner")
 # What layerkit-inputs is installed with.
@@ -123,9 +131,16 @@ def experiments(session: nox.Session) -> None:
 def plans(session: nox.Session) -> None:
     """Plans every named experiment on the devices it is made for; arguments go to the script."""
     install_sources(session)
-    compilers = "./packages/runner[plan-tpu,plan-cuda]"
-    session.install("--constraint", str(CONSTRAINTS), "--editable", compilers)
+    install_compilers(session)
     session.run("python", "scripts/plan_experiments.py", *session.posargs)
+
+
+@nox.session
+def compilers(session: nox.Session) -> None:
+    """Kernels, meshes and plans by the compilers of TPUs and GPUs, which need no such device."""
+    install_sources(session, TEST_TOOLS)
+    install_compilers(session)
+    session.run("python", "-m", "pytest", *(session.posargs or COMPILER_SUITES))
 
 
 @nox.session
@@ -239,6 +254,12 @@ def install_wheels(session: nox.Session, folders: Sequence[str], *, extras: str)
         session.install("--no-deps", "--no-index", "--force-reinstall", *wheels)
         with_extras = [wheel + extras if "layerkit_inputs-" in wheel else wheel for wheel in wheels]
         session.install("--constraint", str(CONSTRAINTS), *with_extras)
+
+
+def install_compilers(session: nox.Session) -> None:
+    """The compilers of TPUs and of NVIDIA GPUs."""
+    extras = "./packages/runner[plan-tpu,plan-cuda]"
+    session.install("--constraint", str(CONSTRAINTS), "--editable", extras)
 
 
 def install_lingvo(session: nox.Session) -> None:

@@ -29,6 +29,7 @@ COMMANDS = {
     "chaos": ("chaos", "a run that is killed fifty times, under each partitioner"),
     "experiments": ("experiments", "train a reduced form of every named experiment"),
     "plans": ("plans", "plan every named experiment on the devices that it is made for"),
+    "compilers": ("compilers", "test what is compiled for TPUs and GPUs that are not here"),
     "parity": ("parity", "compare with PyTorch and transformers; prints a table of errors"),
     "readers": ("readers", "test the readers on TensorFlow: SeqIO, TFDS folders and Lingvo"),
     "lingvo": ("lingvo_native", "test Lingvo's native ops, on a newer C library where needed"),
