@@ -63,3 +63,18 @@ def test_compiler_flags_for_other_devices_than_the_target_are_refused(runner):
     assert result.stderr.startswith(
         "runner: --xla_flags_preset=tpu_fsdp is not for the devices at hand, which are cpu"
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--fdl.task.train.save_max_to_keep=0"], "save_max_to_keep=0"),
+        (["--fdl.MESH=[1,1]"], "ici_mesh_shape=[1, 1]"),
+    ],
+)
+def test_fields_that_cannot_be_are_refused_without_a_run(runner, tmp_path, flags, named):
+    result = runner("--exp=small_lm_experiment.SmallLm", *flags)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert named in result.stderr
+    assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
