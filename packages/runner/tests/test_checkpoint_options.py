@@ -82,6 +82,8 @@ def test_the_fields_say_what_is_saved_and_what_stays(trained: Path):
         ({"save_best_to_keep": 0}, "task.train.save_best_to_keep=0 must be at least 1"),
         ({"save_keep_steps": [-1]}, r"task.train.save_keep_steps=\(-1,\) must hold no negative"),
         ({"save_best_mode": "low"}, "task.train.save_best_mode='low' must be 'min' or 'max'"),
+        ({"save_best_mode": "max"}, "save_best_mode='max' tells nothing without a metric"),
+        ({"save_best_to_keep": 3}, "save_best_to_keep=3 tells nothing without a metric"),
         (
             {"save_best_metric": "heldout/loss", "eval_interval_steps": 4},
             "needs an evaluation at every checkpoint: save_interval_steps=2 must be a multiple of"

@@ -139,3 +139,10 @@ class TrainHParams(Configurable):
             raise ValueError(
                 f"task.train.save_best_mode={self.save_best_mode!r} must be 'min' or 'max'"
             )
+        if self.save_best_metric is None:
+            for name, default in (("save_best_mode", "min"), ("save_best_to_keep", 1)):
+                if getattr(self, name) != default:
+                    raise ValueError(
+                        f"task.train.{name}={getattr(self, name)!r} tells nothing without a metric;"
+                        " set task.train.save_best_metric, such as 'heldout/loss'"
+                    )

@@ -122,6 +122,15 @@ def test_negative_values_are_values():
             ["--peak_tflops_per_device=H100"],
             "--peak_tflops_per_device is a number above 0, not 'H100'.",
         ),
+        (
+            ["--exit_after_ondemand_checkpoint", "--noenable_checkpoint_saving"],
+            "--exit_after_ondemand_checkpoint leaves after a save, and --noenable_checkpoint_saving"
+            " saves nothing; keep one.",
+        ),
+        (
+            ["--jax_profiler_port=0"],
+            "--jax_profiler_port=0: nobody would know which; say one from 1 on.",
+        ),
         (["--mode=eval", "--mode=train"], "--mode is given twice, with 'eval' and 'train'."),
         (["--json"], "--json belongs to --mode=plan or inspect, and the mode is train."),
         (["--log_level=debug"], "there is no flag --log_level."),

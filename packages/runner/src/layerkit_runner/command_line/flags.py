@@ -253,6 +253,13 @@ def _check_together(given: Mapping[str, Any], values: Mapping[str, Any]) -> None
             f"--restore_checkpoint_step={','.join(map(str, steps))}: --mode={mode} reads one step;"
             f" {' and '.join(ONCE_MODES)} take several."
         )
+    if values["exit_after_ondemand_checkpoint"] and not values["enable_checkpoint_saving"]:
+        raise UsageError(
+            "--exit_after_ondemand_checkpoint leaves after a save, and --noenable_checkpoint_saving"
+            " saves nothing; keep one."
+        )
+    if values["jax_profiler_port"] == 0:
+        raise UsageError("--jax_profiler_port=0: nobody would know which; say one from 1 on.")
     _check_inspect(given, values)
     _check_init_from(values)
     _check_processes(values)
