@@ -140,7 +140,9 @@ def compilers(session: nox.Session) -> None:
     """Kernels, meshes and plans by the compilers of TPUs and GPUs, which need no such device."""
     install_sources(session, TEST_TOOLS)
     install_compilers(session)
-    session.run("python", "-m", "pytest", *(session.posargs or COMPILER_SUITES))
+    # Of every kind: most of them are slow, or of the experiments.
+    every = ["python", "-m", "pytest", "-m", "not chaos"]
+    session.run(*every, *(session.posargs or COMPILER_SUITES))
 
 
 @nox.session

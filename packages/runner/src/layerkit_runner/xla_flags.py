@@ -1,4 +1,4 @@
-"""What compilers and allocators are told: named sets of flags, profiles, the share of a GPU's memory.
+"""What compilers and allocators are told: sets of flags, profiles, the share of a GPU's memory.
 
 XLA reads its flags from the environment when the first device is touched, so they are set before
 that (`set_compiler_flags`); whether they suit the devices is known only afterwards
