@@ -140,6 +140,48 @@ def test_a_mix_in_may_assign_what_the_other_base_declares_and_nothing_else():
             pass
 
 
+@pytest.mark.parametrize(
+    ("name", "hook"),
+    [
+        ("eval_program", "eval_programs"),
+        ("evaluate_programs", "eval_programs"),
+        ("decode_dataset", "decode_datasets"),
+        ("partition", "partitioner"),
+        ("dataset", "datasets"),
+    ],
+)
+def test_a_misspelt_hook_is_refused_since_nothing_would_call_it(name: str, hook: str):
+    mix_in = type("Programs", (), {name: lambda self: None})
+    for bases, members in (((Small,), vars(mix_in)[name]), ((mix_in, Small), None)):
+        with pytest.raises(UsageError) as caught:
+            type("Programs", bases, {name: members} if members else {})
+        assert str(caught.value) == (
+            f"Programs defines {name}(), which a run never calls; did you mean {hook!r}? A method"
+            f" of your own needs a name less like it, such as _{name}."
+        )
+
+
+def test_names_that_are_only_somewhat_like_a_hook_are_your_own():
+    class Own(Small):
+        def dataset(self, split: str) -> Config:  # hooks take nothing
+            return Config(Input, batch_size=1)
+
+        def validator(self) -> None:
+            """Not as near as that."""
+
+        def decode_dataset(self) -> Config:
+            return self.dataset("decode")
+
+        def decode_datasets(self) -> list[Config]:  # beside it, so both names are meant
+            return [self.decode_dataset()]
+
+    class Below(Own):
+        def decode_dataset(self) -> Config:
+            return self.dataset("test")
+
+    assert len(Below().decode_datasets()) == 1
+
+
 def test_a_property_derives_a_field_that_can_then_not_be_set():
     class Derived(Small):
         @property

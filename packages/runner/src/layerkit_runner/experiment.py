@@ -18,6 +18,7 @@ annotated knobs can be mixed in.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import re
 import types
@@ -27,13 +28,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from layerkit.near_names import near_names
 from layerkit_runner.configuration import field_types
 from layerkit_runner.configuration.overrides import unknown_field
-from layerkit_runner.errors import FieldError
+from layerkit_runner.errors import FieldError, UsageError
 
 if TYPE_CHECKING:
     from layerkit.config import Config
 
 _FIELD_NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 
+# How near a method's name has to be to that of a hook to be taken for it: `eval_program` is, and
+# `validator` is not.
+_NEAR_ENOUGH = 0.86
 
 # Methods of experiments elsewhere, which would be passed over in silence here.
 _NOT_OURS = {
@@ -42,6 +46,10 @@ _NOT_OURS = {
     "executor": "but the order of a run is fixed (see layerkit_runner.executor); what is done"
     " besides training is listed by eval_programs() and decode_programs()",
 }
+
+
+class ExperimentClassError(UsageError, TypeError):
+    """A class whose fields or methods, as they are written, would do nothing."""
 
 
 class BaseExperiment:
@@ -64,26 +72,9 @@ class BaseExperiment:
 
     def __init_subclass__(cls, *, abstract: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name, instead in _NOT_OURS.items():
-            if name in vars(cls):
-                raise TypeError(f"{cls.__qualname__} defines {name}(), {instead}")
+        _check_methods(cls)
         cls._is_abstract = abstract or cls.__name__.startswith("_")
-        declared = _annotated_fields(cls)
-        assigned = [(base, name) for base in cls.__mro__ for name in vars(base)]
-        for base, name in assigned:
-            if is_field_name(name) and name not in declared:
-                value = vars(base)[name]
-                raise TypeError(
-                    f"{base.__qualname__} assigns {name}, which is not declared"
-                    f"{near_names(name, declared)} A new field needs an annotation, such as "
-                    f"{name}: {type(value).__name__} = {value!r}."
-                )
-        for name in reduced_values(cls):
-            if name not in declared:
-                raise TypeError(
-                    f"reduced_fields of {cls.__qualname__}: "
-                    f"{unknown_field(cls.__qualname__, name, declared)}"
-                )
+        _check_assigned(cls)
 
     def __init__(self, **overrides: Any):
         """Makes the experiment with some fields overridden.
@@ -193,6 +184,66 @@ def experiment_fields(cls: type) -> dict[str, str | None]:
     fields = _annotated_fields(cls)
     derived = {name for name in fields if isinstance(getattr(cls, name, None), property)}
     return {name: text for name, text in fields.items() if name not in derived}
+
+
+def _check_assigned(cls: type) -> None:
+    """Refuses values of fields that nobody declared."""
+    declared = _annotated_fields(cls)
+    assigned = [(base, name) for base in cls.__mro__ for name in vars(base)]
+    for base, name in assigned:
+        if is_field_name(name) and name not in declared:
+            value = vars(base)[name]
+            raise ExperimentClassError(
+                f"{base.__qualname__} assigns {name}, which is not declared"
+                f"{near_names(name, declared)} A new field needs an annotation, such as "
+                f"{name}: {type(value).__name__} = {value!r}."
+            )
+    for name in reduced_values(cls):
+        if name not in declared:
+            raise ExperimentClassError(
+                f"reduced_fields of {cls.__qualname__}: "
+                f"{unknown_field(cls.__qualname__, name, declared)}"
+            )
+
+
+def _check_methods(cls: type) -> None:
+    """Refuses methods that look as if a run called them, and are never called."""
+    for name, instead in _NOT_OURS.items():
+        if name in vars(cls):
+            raise ExperimentClassError(f"{cls.__qualname__} defines {name}(), {instead}")
+    hooks = [name for name in vars(BaseExperiment) if _is_hook_like(BaseExperiment, name)]
+    own = [base for base in cls.__mro__ if base not in (BaseExperiment, object)]
+    misspelt = [(base, name, hook) for base in own for name, hook in _near_hooks(base, hooks)]
+    # Who defines the hook beside it knows both names.
+    meant = {name for base, name, hook in misspelt if hook in vars(base)}
+    for base, name, hook in misspelt:
+        if name not in meant:
+            raise ExperimentClassError(
+                f"{base.__qualname__} defines {name}(), which a run never calls"
+                f"{near_names(name, [hook])} A method of your own needs a name less like it, such"
+                f" as _{name}."
+            )
+
+
+def _near_hooks(base: type, hooks: list[str]) -> list[tuple[str, str]]:
+    """The methods of a class that may be misspelt hooks, each with the hook."""
+    return [
+        (name, near[0])
+        for name in vars(base)
+        if name not in hooks
+        and _is_hook_like(base, name)
+        and (near := difflib.get_close_matches(name, hooks, n=1, cutoff=_NEAR_ENOUGH))
+    ]
+
+
+def _is_hook_like(base: type, name: str) -> bool:
+    """Whether it is a public method that takes nothing but `self`, as all hooks do."""
+    value = vars(base)[name]
+    return (
+        not name.startswith("_")
+        and inspect.isfunction(value)
+        and len(inspect.signature(value).parameters) == 1
+    )
 
 
 def _annotated_fields(cls: type) -> dict[str, str | None]:

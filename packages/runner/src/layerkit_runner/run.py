@@ -6,19 +6,37 @@ import contextlib
 import errno
 import functools
 import os
+import re
 import sys
+import textwrap
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from layerkit_runner.byte_sizes import size_text
 from layerkit_runner.command_line.flag_table import FOLLOWING_MODES, ONCE_MODES
 from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.errors import StorageError, UsageError
+from layerkit_runner.experiment import BaseExperiment, experiment_fields
 
 if TYPE_CHECKING:
     from layerkit_runner.processes.distributed import JoinedProcess
 
 _FULL_OR_READ_ONLY = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+# Other things than memory run out as well, such as the size of a message between processes.
+_OUT_OF_MEMORY = (
+    re.compile(r"(ran )?out of memory", re.IGNORECASE),
+    re.compile(r"RESOURCE_EXHAUSTED: [^\n]*(memory|allocat)", re.IGNORECASE),
+)
+_BYTES = re.compile(r"\b(\d+) bytes")
+
+
+class OutOfMemoryError(UsageError):
+    """The devices hold less than a run needs, which nobody could know before: exit code 1."""
+
+    exit_code = 1
 
 
 def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
@@ -32,6 +50,8 @@ def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
         return run_plan(resolved, options)
     if options.job_log_dir is None:
         raise UsageError(f"--mode={mode} needs --job_log_dir=DIR")
+    import jax
+
     from layerkit.layers.attention.backends import BackendRefusal
     from layerkit_runner import checkpoints
     from layerkit_runner.modes import export as export_mode
@@ -73,6 +93,62 @@ def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
             if isinstance(error, checkpoints.SaveError) or error.errno in _FULL_OR_READ_ONLY:
                 raise StorageError(str(error)) from error
             raise
+        except jax.errors.JaxRuntimeError as error:
+            words = memory_words(str(error))
+            if words is None:
+                raise
+            raise OutOfMemoryError(
+                f"{resolved.name} ran out of memory: {words}."
+                f"{memory_remedies(mode, resolved.experiment)}{_kept_traceback(error, process)}"
+            ) from error
+
+
+def memory_words(text: str) -> str | None:
+    """What a compiler or a device says of memory that it does not have, in one line.
+
+    Returns None if the text is about something else.
+    """
+    match = next((found for words in _OUT_OF_MEMORY if (found := words.search(text))), None)
+    if match is None:
+        return None
+    line = text[match.start() :].partition("\n")[0]
+    line = _BYTES.sub(lambda found: f"{found[0]} ({size_text(int(found[1]))})", line)
+    return textwrap.shorten(line, 200, placeholder=" …").rstrip(".")
+
+
+def memory_remedies(mode: str, experiment: BaseExperiment) -> str:
+    """What makes a run need less, by those fields that the experiment has; starts with a space."""
+    fields = experiment_fields(type(experiment))
+    is_training = mode == "train"
+    remedies = [
+        words
+        for name, words, applies in (
+            ("PERCORE_BATCH_SIZE", "a smaller --fdl.PERCORE_BATCH_SIZE", True),
+            ("CHECKPOINT_POLICY", "a --fdl.CHECKPOINT_POLICY that keeps less", is_training),
+            ("ICI_MESH_SHAPE", "a --fdl.ICI_MESH_SHAPE with more fsdp", True),
+        )
+        if applies and name in fields
+    ]
+    text = f" What takes less: {', '.join(remedies)}." if remedies else ""
+    if is_training:
+        cls = type(experiment)
+        text += (
+            f" What fits, without the devices: runner --exp={cls.__module__}.{cls.__qualname__}"
+            " --mode=plan --search, with the same --fdl flags."
+        )
+    return text
+
+
+def _kept_traceback(error: BaseException, process: JoinedProcess) -> str:
+    """Keeps the whole error in the process's log, or else prints it; says where it is."""
+    try:
+        log = process.log_file()
+        with log.open("a") as file:
+            traceback.print_exception(error, file=file)
+    except OSError:
+        traceback.print_exception(error)
+        return ""
+    return f" The whole error is in {log}."
 
 
 def _watched(process: JoinedProcess, mode: str) -> contextlib.AbstractContextManager[None]:

@@ -290,6 +290,44 @@ def test_a_missing_library_is_named_without_a_traceback(folder: Path):
     )
 
 
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ("DEPHT = 1", "Wrong assigns DEPHT, which is not declared; did you mean 'DEPTH'? A new"),
+        ("reduced_fields = {'DEPHT': 1}", "reduced_fields of Wrong: Wrong has no field 'DEPHT';"),
+        ("def eval_program(self): pass", "Wrong defines eval_program(), which a run never calls;"),
+        ("def executor(self): pass", "Wrong defines executor(), but the order of a run is fixed"),
+    ],
+)
+@pytest.mark.parametrize("name", ["Wrong", "Other", "Made"])
+def test_a_class_that_is_refused_is_named_by_file_and_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, body: str, text: str, name: str
+):
+    write(
+        folder,
+        {
+            "reg_refused.py": f"""
+                from layerkit_runner import BaseExperiment
+
+                class Other(BaseExperiment):
+                    DEPTH: int = 2
+
+                class Wrong(Other):
+                    {body}
+
+                def same(cls): return cls
+                Made = same(Other)
+            """
+        },
+    )
+    monkeypatch.chdir(folder)
+    with pytest.raises(UsageError) as caught:
+        load_experiment(find_experiment(f"reg_refused.{name}"))
+    assert str(caught.value).startswith(f"reg_refused.py:7: {text}")
+    assert isinstance(caught.value, TypeError)
+    assert caught.value.exit_code == 2
+
+
 def test_source_and_import_agree(folder: Path):
     """The sources are read by rules of our own; Python's reading of the classes is the judge."""
     write(

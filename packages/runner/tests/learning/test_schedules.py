@@ -74,7 +74,7 @@ def test_peak_scales_everything():
 @pytest.mark.parametrize(
     ("steps", "flags"),
     [
-        ((0, 5, 10), {"WARMUP_STEPS": 1, "DECAY_START": 1}),
+        ((-1, 5, 10), {"WARMUP_STEPS": 1, "DECAY_START": 1}),
         ((6, 5, 10), {"WARMUP_STEPS": 1, "DECAY_START": 1}),
         ((5, 10, 10), {"WARMUP_STEPS": 1, "DECAY_START": 1}),
         ((2000, 2000, 100), {"WARMUP_STEPS": 10}),
@@ -91,13 +91,35 @@ def test_steps_out_of_order_are_refused(
     warmup, start, end = steps
     advice = " ".join(f"--fdl.{name}={value}" for name, value in flags.items())
     assert str(caught.value) == (
-        f"schedule: 0 < warmup_steps={warmup} <= decay_start={start} < decay_end={end} does not"
+        f"schedule: 0 <= warmup_steps={warmup} <= decay_start={start} < decay_end={end} does not"
         f" hold. A shorter run needs a shorter warmup: with the recipes' fields, {advice}"
     )
     followed = {name.lower(): value for name, value in flags.items()}
     if "decay_start" not in followed:  # which the recipes then take from the warmup
         followed["decay_start"] = followed["warmup_steps"]
     schedule(1.0, **{**given, **followed}, min_ratio=0.1)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        linear_warmup_cosine_decay,
+        linear_warmup_exponential_decay,
+        linear_warmup_polynomial_decay,
+    ],
+)
+@pytest.mark.parametrize("decay_start", [0, 5])
+def test_without_warmup_the_rate_starts_at_its_peak(schedule: Any, decay_start: int):
+    rates = schedule(2.0, warmup_steps=0, decay_start=decay_start, decay_end=10, min_ratio=0.1)
+    assert [float(rates(step)) for step in (0, decay_start)] == [2.0, 2.0]
+    warmed = schedule(2.0, warmup_steps=1, decay_start=5, decay_end=10, min_ratio=0.1)
+    if decay_start == 5:
+        np.testing.assert_allclose(
+            [rates(step) for step in range(1, 12)], [warmed(step) for step in range(1, 12)]
+        )
+    assert float(rates(decay_start + 1)) < 2.0
+    assert float(rates(10)) == pytest.approx(0.2)
+    assert float(jax.jit(rates)(jnp.int32(0))) == 2.0
 
 
 def test_ratios_out_of_range_are_refused():

@@ -163,11 +163,9 @@ def test_copies_are_whole_and_know_how_good_they_are(written, tmp_path, capsys):
     )
     assert_is_step(new, 10)
     assert evaluations.read(folders.absolute(new / "checkpoints"))[10]["heldout/loss"] == 1.5
-    assert run(capsys, "copy", written, new, code=2) == (
-        f"checkpoints: {new}/checkpoints/checkpoint_00000010 is there already; nothing was"
-        " changed\n"
+    assert run(capsys, "copy", written, new) == (
+        f"{new}/checkpoints/checkpoint_00000020\nthere already, and sound: step 10\n"
     )
-    run(capsys, "copy", written, new, "--step=20")
     # A training job goes on there: it sees both, and follows its own rules.
     with CheckpointManager(new / "checkpoints") as manager:
         assert manager.newest_sound_step() == 20
@@ -180,6 +178,81 @@ def test_nothing_is_left_of_a_copy_of_a_damaged_step(job, tmp_path, capsys):
     text = run(capsys, "copy", job, tmp_path / "new", "--step=20", code=1)
     assert "checkpoint_00000020 is not what was saved:\n  state/" in text
     assert list((tmp_path / "new" / "checkpoints").iterdir()) == []
+
+
+def test_a_copy_can_be_repeated_and_goes_on_after_damage(job, tmp_path, capsys):
+    new = tmp_path / "new"
+    pristine = Path(shutil.copytree(job, tmp_path / "pristine"))
+    damage(job, 10)
+    first = run(capsys, "copy", job, new, code=1)
+    assert f"{new}/checkpoints/checkpoint_00000020\nnot copied: step 10\n" in first
+    assert "checkpoint_00000010 is not what was saved:\n  state/" in first
+    assert run(capsys, "copy", pristine, new) == (
+        f"{new}/checkpoints/checkpoint_00000010\nthere already, and sound: step 20\n"
+    )
+    # Damage of the original is no matter where a sound copy is.
+    assert run(capsys, "copy", job, new) == "there already, and sound: steps 10, 20\n"
+    flipped = damage(new, 20)
+    altered = flipped.read_bytes()
+    again = run(capsys, "copy", pristine, new, code=1)
+    assert again.startswith("there already, and sound: step 10\nnot copied: step 20\n")
+    assert "checkpoint_00000020, which is there already, is damaged:\n  state/" in again
+    assert "Nothing was changed. To copy it again, delete it." in again
+    assert flipped.read_bytes() == altered
+
+
+def test_evaluations_that_came_after_a_copy_follow(job, tmp_path, capsys):
+    there, new = (folders.absolute(folder / "checkpoints") for folder in (job, tmp_path / "new"))
+    found = evaluations.read(there)
+    evaluations.write(there, {10: found[10]})
+    run(capsys, "copy", job, tmp_path / "new")
+    assert set(evaluations.read(new)) == {10}
+    evaluations.write(there, found)
+    run(capsys, "copy", job, tmp_path / "new")
+    assert evaluations.read(new) == found
+
+
+def test_another_step_of_the_same_number_is_not_taken_for_a_copy(written, tmp_path, capsys):
+    other = tmp_path / "other"
+    with CheckpointManager(other / "checkpoints") as manager:
+        manager.save(10, {"w": jnp.ones(2)}, input_states={}, metadata={}, force=True)
+    assert run(capsys, "copy", written, other, code=2) == (
+        f"{other}/checkpoints/checkpoint_00000020\nnot copied: step 10\n"
+        f"checkpoints: {other}/checkpoints/checkpoint_00000010 is there already, and is not the"
+        f" step of {written}/checkpoints; nothing was changed\n"
+    )
+
+
+@pytest.mark.parametrize("name", ["_sharding", "_METADATA", "manifest.ocdbt"])
+def test_show_of_a_damaged_step_names_the_file(job, capsys, name):
+    path = job / "checkpoints" / "checkpoint_00000020" / "state" / name
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+    text = run(capsys, "show", job, code=1)
+    assert text.startswith(f"checkpoints: The checkpoint {path.parent.parent} is damaged:\n")
+    assert f"  state/{name}: altered, expected" in text
+    assert run(capsys, "show", job, "--step=10").endswith("step 4 B)\n")
+
+
+@pytest.mark.parametrize("content", [b"garbage", b"\xff\xfe", b"[]", b'{"version": 9}'])
+def test_evaluations_that_cannot_be_read(job, tmp_path, capsys, content):
+    path = job / "checkpoints" / "evaluations.json"
+    path.write_bytes(content)
+    new, other = tmp_path / "new", tmp_path / "other"
+    with CheckpointManager(other / "checkpoints") as manager:
+        manager.save(1, {"w": jnp.ones(2)}, input_states={}, metadata={}, force=True)
+    for words in (
+        ["list", job],
+        ["copy", job, new],
+        ["copy", other, job],
+        ["convert", job, new, "--to=msgpack"],
+    ):
+        text = run(capsys, *words, code=1)
+        assert text.startswith(f"checkpoints: {path} cannot be read (")
+        assert text.endswith("Delete it to go on without what it says.\n")
+    assert not new.exists()
+    assert folders.committed_steps(folders.absolute(path.parent)) == [10, 20]
 
 
 def test_there_and_back_again(written, tmp_path, capsys):

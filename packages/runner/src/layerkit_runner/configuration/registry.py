@@ -17,7 +17,10 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import os
 import re
+import traceback
+import types
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -31,7 +34,7 @@ from layerkit_runner.configuration.class_sources import (
     FieldSource,
     Lineage,
 )
-from layerkit_runner.errors import UsageError, first_names
+from layerkit_runner.errors import FieldError, UsageError, first_names
 
 if TYPE_CHECKING:
     from layerkit_runner.experiment import BaseExperiment
@@ -121,13 +124,27 @@ def load_experiment(entry: ExperimentEntry) -> type[BaseExperiment]:
     """Imports the experiment's class.
 
     Raises:
-      UsageError: something that its module imports is not installed.
+      UsageError: something that its module imports is not installed, or a class of an experiment
+        is refused as it is made.
     """
     try:
-        module = importlib.import_module(entry.module)
+        module = _imported(entry.module)
     except ModuleNotFoundError as error:
         raise UsageError(f"{entry.name} cannot be imported: {error} ({entry.module}).") from error
     return getattr(module, entry.class_name)
+
+
+def _imported(name: str) -> types.ModuleType:
+    """The module; a class in it that is refused is refused by file and line."""
+    from layerkit_runner import experiment
+
+    try:
+        return importlib.import_module(name)
+    except (experiment.ExperimentClassError, FieldError) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        theirs = [frame for frame in frames if frame.filename != experiment.__file__]
+        place = f"{os.path.relpath(theirs[-1].filename)}:{theirs[-1].lineno}"
+        raise experiment.ExperimentClassError(f"{place}: {error}") from error
 
 
 def _find(sources: ClassSources, dotted: str, packages: list[str]) -> ExperimentEntry | None:
@@ -169,7 +186,7 @@ def _entry_by_import(dotted: str, packages: list[str]) -> ExperimentEntry | None
 
     module_name, _, class_name = dotted.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module_name), class_name, None)
+        found = getattr(_imported(module_name), class_name, None)
     except ModuleNotFoundError:
         return None
     if not (isinstance(found, type) and issubclass(found, BaseExperiment)):

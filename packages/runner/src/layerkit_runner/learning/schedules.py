@@ -1,7 +1,8 @@
 """Learning-rate schedules that Optax has only in parts: `step -> learning rate`.
 
 Those with a linear warmup start at 0, so the first step changes nothing but the optimizer's
-statistics. What Optax has is used as it is, as in `Config(optax.linear_schedule, 0.0, 1.0, 100)`:
+statistics; `warmup_steps=0` starts at the peak instead. What Optax has is used as it
+is, as in `Config(optax.linear_schedule, 0.0, 1.0, 100)`:
 
     constant          optax.constant_schedule(value), or a plain number
     linear            optax.linear_schedule(init_value, end_value, transition_steps)
@@ -31,7 +32,7 @@ def linear_warmup_exponential_decay(
 
     Args:
       peak: The highest rate.
-      warmup_steps: Where the peak is reached.
+      warmup_steps: Where the peak is reached; 0 for no warmup.
       decay_start: Where the decay begins, at least `warmup_steps`.
       decay_end: Where the rate reaches peak·min_ratio and stays.
       min_ratio: Of the last rate to the peak, in (0, 1].
@@ -55,7 +56,7 @@ def linear_warmup_cosine_decay(
 
     Args:
       peak: The highest rate.
-      warmup_steps: Where the peak is reached.
+      warmup_steps: Where the peak is reached; 0 for no warmup.
       decay_start: Where the decay begins, at least `warmup_steps`.
       decay_end: Where the rate reaches peak·min_ratio and stays.
       min_ratio: Of the last rate to the peak, in [0, 1].
@@ -87,7 +88,7 @@ def linear_warmup_polynomial_decay(
 
     Args:
       peak: The highest rate.
-      warmup_steps: Where the peak is reached.
+      warmup_steps: Where the peak is reached; 0 for no warmup.
       decay_start: Where the decay begins, at least `warmup_steps`.
       decay_end: Where the rate reaches peak·min_ratio and stays.
       min_ratio: Of the last rate to the peak, in [0, 1].
@@ -198,12 +199,15 @@ def transformer(*, warmup_steps: int, model_dims: int, scale: float = 1.0) -> op
 def _after_warmup(
     peak: float, warmup_steps: int, decay_start: int, decay: optax.Schedule
 ) -> optax.Schedule:
-    parts = [optax.linear_schedule(0.0, peak, warmup_steps), optax.constant_schedule(peak), decay]
-    return optax.join_schedules(parts, [warmup_steps, decay_start])
+    flat = optax.constant_schedule(peak)
+    if warmup_steps == 0:  # a linear schedule without steps stays at 0
+        return optax.join_schedules([flat, decay], [decay_start])
+    warmup = optax.linear_schedule(0.0, peak, warmup_steps)
+    return optax.join_schedules([warmup, flat, decay], [warmup_steps, decay_start])
 
 
 def _check(warmup_steps: int, decay_start: int, decay_end: int) -> None:
-    if 0 < warmup_steps <= decay_start < decay_end:
+    if 0 <= warmup_steps <= decay_start < decay_end:
         return
     shorter = max(1, decay_end // 10)
     fields = {"WARMUP_STEPS": shorter}
@@ -213,7 +217,7 @@ def _check(warmup_steps: int, decay_start: int, decay_end: int) -> None:
         fields["DECAY_END"] = shorter + 1
     flags = " ".join(f"--fdl.{name}={steps}" for name, steps in fields.items())
     raise UsageError(
-        f"schedule: 0 < warmup_steps={warmup_steps} <= decay_start={decay_start} <"
+        f"schedule: 0 <= warmup_steps={warmup_steps} <= decay_start={decay_start} <"
         f" decay_end={decay_end} does not hold. A shorter run needs a shorter warmup: with the"
         f" recipes' fields, {flags}"
     )

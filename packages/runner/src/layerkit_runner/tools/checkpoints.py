@@ -8,7 +8,8 @@
     python -m layerkit_runner.tools.checkpoints convert DIR w.safetensors --to=safetensors
 
 DIR is the folder of a job, or the one that its checkpoints are in. `copy` and `convert` write a
-step in whole or not at all, and never over another one. Needs no accelerator and takes none.
+step in whole or not at all, and never over another one; `copy` passes over steps that it copied
+before. Needs no accelerator and takes none.
 
 Exit codes: 0 done, 1 a checkpoint is damaged or storage refused, 2 the command line is wrong.
 """
@@ -24,7 +25,7 @@ from typing import Any
 from etils import epath
 
 from layerkit.near_names import near_names
-from layerkit_runner.checkpoints import folders, formats, integrity, inventory
+from layerkit_runner.checkpoints import evaluations, folders, formats, integrity, inventory
 from layerkit_runner.checkpoints.errors import DamagedCheckpointError, LayoutVersionError
 from layerkit_runner.errors import StorageError, UsageError, first_names
 
@@ -45,7 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"checkpoints: {error}", file=sys.stderr)
         is_mistake = isinstance(error, FileExistsError)
         return UsageError.exit_code if is_mistake else StorageError.exit_code
-    except (UsageError, LayoutVersionError, integrity.NewerManifestError) as error:
+    except UsageError as error:
+        print(f"checkpoints: {error}", file=sys.stderr)
+        return error.exit_code
+    except (LayoutVersionError, integrity.NewerManifestError) as error:
         print(f"checkpoints: {error}", file=sys.stderr)
         return UsageError.exit_code
 
@@ -78,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         "--step", **one_or_all
     )
     add("show", "arrays by name: shape, dtype, bytes").add_argument("--step", **one_or_newest)
-    copy = add("copy", "copy steps to another folder or store, and verify the copies")
+    copy = add("copy", "copy the steps that another folder or store lacks, and verify the copies")
     copy.add_argument("destination", metavar="DEST", help="of a job, or of its checkpoints")
     copy.add_argument("--step", **one_or_all)
     convert = add("convert", "rewrite a step in another format")
@@ -93,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _list(options: argparse.Namespace) -> int:
     directory = _existing(options.directory)
+    _recorded_evaluations(directory)
     summaries = inventory.summarize(directory, read_files=options.read)
     rows = [("step", "saved (UTC)", "size", "format", "sound", "metric", "stays as")]
     for summary in summaries:
@@ -152,7 +157,9 @@ def _show(options: argparse.Namespace) -> int:
 
     directory = _existing(options.directory)
     step = _one_step(directory, options.step)
-    leaves = handlers.stored_leaves(folders.step_folder(directory, step) / "state")
+    folder = folders.step_folder(directory, step)
+    integrity.require_sound(f"The checkpoint {folder} is damaged", integrity.verify(folder))
+    leaves = handlers.stored_leaves(folder / "state")
     rows = [("array", "shape", "dtype", "bytes")]
     sizes: collections.Counter[str] = collections.Counter()
     for path, spec in leaves.items():
@@ -170,9 +177,43 @@ def _copy(options: argparse.Namespace) -> int:
 
     source = _existing(options.directory)
     destination = _checkpoints_of(options.destination)
+    _recorded_evaluations(source)
+    found = _recorded_evaluations(destination)
+    there = folders.committed_steps(destination)
+    passed_over, failed = [], []
     for step in _steps(source, options.step):
-        print(copying.copy_step(source, destination, step, report=_tell), flush=True)
-    return 0
+        try:
+            if step in there:
+                _require_copy(source, destination, step)
+                if step not in found:  # it was evaluated after it was copied
+                    copying.copy_evaluations(source, destination, step)
+                passed_over.append(step)
+            else:
+                print(copying.copy_step(source, destination, step, report=_tell), flush=True)
+        except (DamagedCheckpointError, FileExistsError) as error:
+            _tell(f"checkpoints: {error}")
+            failed.append((step, error))
+    if passed_over:
+        print(f"there already, and sound: {_step_names(passed_over)}")
+    if failed:
+        print(f"not copied: {_step_names([step for step, _ in failed])}")
+    is_mistake = all(isinstance(error, FileExistsError) for _, error in failed)
+    return (UsageError.exit_code if is_mistake else StorageError.exit_code) if failed else 0
+
+
+def _require_copy(source: epath.Path, destination: epath.Path, step: int) -> None:
+    """Refuses a step at the destination that is damaged, or another one of the same number."""
+    original, copy = (folders.step_folder(folder, step) for folder in (source, destination))
+    integrity.require_sound(
+        f"The checkpoint {copy}, which is there already, is damaged",
+        integrity.verify(copy),
+        hint="Nothing was changed. To copy it again, delete it.",
+    )
+    digest = integrity.step_digest(original)
+    if digest is not None and digest != integrity.step_digest(copy):
+        raise FileExistsError(
+            f"{copy} is there already, and is not the step of {source}; nothing was changed"
+        )
 
 
 def _convert(options: argparse.Namespace) -> int:
@@ -198,6 +239,8 @@ def _convert(options: argparse.Namespace) -> int:
         print(f"{path}: {count} arrays of step {step}")
         return 0
     destination = _checkpoints_of(options.destination)
+    for directory in (source, destination):
+        _recorded_evaluations(directory)
     state_format = formats.StateFormat(options.to)
     try:
         print(conversion.convert_step(source, destination, step, state_format=state_format))
@@ -229,6 +272,14 @@ def _existing(directory: str) -> epath.Path:
     return path
 
 
+def _recorded_evaluations(directory: epath.Path) -> evaluations.Evaluations:
+    """What evaluations found, read before anything is done that could not be finished without."""
+    try:
+        return evaluations.read(directory)
+    except ValueError as error:
+        raise StorageError(str(error)) from error
+
+
 def _steps(directory: epath.Path, wanted: int | None) -> list[int]:
     steps = folders.committed_steps(directory)
     if wanted is None:
@@ -239,6 +290,10 @@ def _steps(directory: epath.Path, wanted: int | None) -> list[int]:
             f" {first_names(map(str, steps))}"
         )
     return [wanted]
+
+
+def _step_names(steps: Sequence[int]) -> str:
+    return f"{'step' if len(steps) == 1 else 'steps'} {first_names(map(str, steps))}"
 
 
 def _one_step(directory: epath.Path, wanted: int | None) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 import optax
 
 from layerkit.config import Config, Partial
+from layerkit_runner.errors import UsageError
 from layerkit_runner.learning.learner import Learner
 from layerkit_runner.learning.optimizers import adam_with_update_cap, decays
 from layerkit_runner.learning.schedules import (
@@ -15,6 +17,15 @@ from layerkit_runner.learning.schedules import (
     linear_warmup_exponential_decay,
 )
 from layerkit_runner.train_hparams import TrainHParams
+
+_NOT_NEGATIVE = (
+    "LEARNING_RATE",
+    "LEARNING_RATE_SCALE",
+    "ADAM_EPSILON",
+    "WEIGHT_DECAY",
+    "SECOND_MOMENT_DECAY",
+)
+_BELOW_ONE = ("ADAM_BETA1", "ADAM_BETA2")
 
 
 class TrainingLength:
@@ -76,6 +87,7 @@ class AdamExponential(TrainingLength):
 
     def learner(self) -> Config:
         """The config of the learner."""
+        check_optimizer_numbers(self)
         return Learner.HParams.config(
             optimizer=Partial(
                 adam_with_update_cap,
@@ -147,7 +159,11 @@ def adamw_learner(
       fields: A recipe with the fields of Adam, WEIGHT_DECAY and CLIP_GRADIENT_NORM.
       decayed: Tells which weights decay; None for all.
       learning_rate: The config of its schedule.
+
+    Raises:
+      UsageError: a field has a number that no run can want.
     """
+    check_optimizer_numbers(fields)
     return Learner.HParams.config(
         optimizer=Partial(
             optax.adamw,
@@ -160,3 +176,22 @@ def adamw_learner(
         learning_rate=learning_rate,
         clip_global_norm=fields.CLIP_GRADIENT_NORM,
     )
+
+
+def check_optimizer_numbers(fields: Any) -> None:
+    """Refuses numbers with which an optimizer would run, and learn nothing.
+
+    Args:
+      fields: A recipe; of the fields that are checked, it need not have all.
+
+    Raises:
+      UsageError: one is out of range, by the name of its field.
+    """
+    for names, limit, expected in (
+        (_NOT_NEGATIVE, math.inf, "a finite number from 0"),
+        (_BELOW_ONE, 1.0, "from 0 to below 1"),
+    ):
+        for name in names:
+            value = getattr(fields, name, 0.0)
+            if not 0 <= value < limit:  # nor is NaN
+                raise UsageError(f"{type(fields).__qualname__}.{name}={value} must be {expected}")

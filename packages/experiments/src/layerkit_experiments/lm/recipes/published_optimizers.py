@@ -8,7 +8,11 @@ from typing import Any, ClassVar
 import optax
 
 from layerkit.config import Config, Partial
-from layerkit_experiments.lm.recipes.optimization import TrainingLength, adamw_learner
+from layerkit_experiments.lm.recipes.optimization import (
+    TrainingLength,
+    adamw_learner,
+    check_optimizer_numbers,
+)
 from layerkit_runner.learning import schedules
 from layerkit_runner.learning.learner import Learner
 from layerkit_runner.learning.optimizers import decays
@@ -61,6 +65,7 @@ class AdafactorSqrt(TrainingLength):
 
     def learner(self) -> Config:
         """The config of the learner."""
+        check_optimizer_numbers(self)
         return Learner.HParams.config(
             optimizer=Partial(
                 optax.adafactor,
@@ -100,6 +105,7 @@ class AdamInverseSqrt(TrainingLength):
 
     def learner(self) -> Config:
         """The config of the learner."""
+        check_optimizer_numbers(self)
         return Learner.HParams.config(
             optimizer=Partial(
                 optax.adam, b1=self.ADAM_BETA1, b2=self.ADAM_BETA2, eps=self.ADAM_EPSILON

@@ -1,0 +1,104 @@
+"""What `run` makes of errors that are nobody's mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from layerkit.config import Config
+from layerkit_runner import BaseExperiment
+from layerkit_runner.command_line.flags import RunOptions
+from layerkit_runner.configuration.resolve import ResolvedExperiment
+from layerkit_runner.modes import train
+from layerkit_runner.run import OutOfMemoryError, memory_remedies, memory_words, run
+
+
+class Large(BaseExperiment):
+    PERCORE_BATCH_SIZE: float = 8.0
+    CHECKPOINT_POLICY: str = "save_all"
+    ICI_MESH_SHAPE: list[int] | None = None
+
+
+class Bare(BaseExperiment):
+    """Has none of the fields that one could change."""
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 123456 bytes.",
+            "Out of memory while trying to allocate 123456 bytes (123 kB)",
+        ),
+        (
+            "INTERNAL: Error dispatching computation: %s Out of memory allocating 104857600000"
+            " bytes.\nBuffer assignment:\n  value: 1",
+            "Out of memory allocating 104857600000 bytes (105 GB)",
+        ),
+        (
+            "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory in memory space hbm."
+            " Used 17.5G of 15.75G hbm.",
+            "Ran out of memory in memory space hbm. Used 17.5G of 15.75G hbm",
+        ),
+        (
+            "RESOURCE_EXHAUSTED: Failed to allocate request for 5.86GiB on device ordinal 0",
+            "RESOURCE_EXHAUSTED: Failed to allocate request for 5.86GiB on device ordinal 0",
+        ),
+        ("RESOURCE_EXHAUSTED: Received message larger than max (5 vs. 4)", None),
+        ("INTERNAL: the driver is gone", None),
+    ],
+)
+def test_memory_that_ran_out_is_told_from_other_errors(text: str, words: str | None):
+    assert memory_words(text) == words
+
+
+def test_long_words_are_shortened():
+    words = memory_words("Out of memory: " + "buffer " * 100)
+    assert words is not None
+    assert len(words) <= 200
+    assert words.endswith(" …")
+
+
+def test_remedies_are_those_that_the_experiment_has():
+    name = f"{__name__}.Large"
+    assert memory_remedies("train", Large()) == (
+        " What takes less: a smaller --fdl.PERCORE_BATCH_SIZE, a --fdl.CHECKPOINT_POLICY that keeps"
+        " less, a --fdl.ICI_MESH_SHAPE with more fsdp. What fits, without the devices: runner"
+        f" --exp={name} --mode=plan --search, with the same --fdl flags."
+    )
+    assert memory_remedies("eval", Large()) == (
+        " What takes less: a smaller --fdl.PERCORE_BATCH_SIZE, a --fdl.ICI_MESH_SHAPE with more"
+        " fsdp."
+    )
+    assert memory_remedies("eval", Bare()) == ""
+
+
+def test_a_run_without_memory_ends_in_one_sentence(tmp_path: Path, monkeypatch: Any):
+    def fails(resolved: ResolvedExperiment, options: RunOptions) -> int:
+        raise jax.errors.JaxRuntimeError("INTERNAL: Out of memory allocating 104857600000 bytes.")
+
+    monkeypatch.setattr(train, "run_train", fails)
+    resolved = ResolvedExperiment(Bare(), Config(dict), [], [], Config(dict))
+    with pytest.raises(OutOfMemoryError) as caught:
+        run("train", resolved, RunOptions(job_log_dir=str(tmp_path)))
+    log = tmp_path / "logs" / "process_0000.log"
+    assert str(caught.value) == (
+        f"{__name__}.Bare ran out of memory: Out of memory allocating 104857600000 bytes (105 GB)."
+        f"{memory_remedies('train', Bare())} The whole error is in {log}."
+    )
+    assert caught.value.exit_code == 1
+    assert "in fails\n    raise jax.errors.JaxRuntimeError(" in log.read_text()
+
+
+def test_another_error_of_a_device_stays_as_it_is(tmp_path: Path, monkeypatch: Any):
+    def fails(resolved: ResolvedExperiment, options: RunOptions) -> int:
+        raise jax.errors.JaxRuntimeError("INTERNAL: the driver is gone")
+
+    monkeypatch.setattr(train, "run_train", fails)
+    resolved = ResolvedExperiment(Bare(), Config(dict), [], [], Config(dict))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="driver is gone"):
+        run("train", resolved, RunOptions(job_log_dir=str(tmp_path)))
+    assert not (tmp_path / "logs").exists()
