@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
+import fcntl
 import json
+import os
 import shlex
+import signal
+import socket
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -15,9 +23,11 @@ from layerkit_runner.command_line.flags import RunOptions, parse_flags
 from layerkit_runner.configuration.resolve import ResolvedExperiment, resolve
 from layerkit_runner.job_folder import (
     changed_lines,
+    check_no_sweep,
     check_same_experiment,
     check_writable,
     command_line,
+    only_trainer,
     recorded_overrides,
     write_config,
 )
@@ -57,7 +67,7 @@ def test_an_empty_folder_belongs_to_nobody(folder: epath.Path):
 
 
 def test_a_folder_belongs_to_one_experiment(folder: epath.Path):
-    write_config(folder, resolved(), report=pytest.fail)
+    write_config(folder, resolved(), RunOptions(), report=pytest.fail)
     check_same_experiment(folder, resolved(SHAPE=[1, 2, 3]))
     with pytest.raises(UsageError) as caught:
         check_same_experiment(folder, resolve(Other()))
@@ -83,9 +93,9 @@ def test_a_folder_that_cannot_be_written(folder: epath.Path):
 
 
 def test_changes_are_reported(folder: epath.Path):
-    write_config(folder, resolved(), report=pytest.fail)
+    write_config(folder, resolved(), RunOptions(), report=pytest.fail)
     lines: list[str] = []
-    write_config(folder, resolved(SHAPE=[1, 2, 3]), report=lines.append)
+    write_config(folder, resolved(SHAPE=[1, 2, 3]), RunOptions(), report=lines.append)
     assert lines == [
         "changed since this folder was last written: partitioner.ici_mesh_shape: None → [1, 2, 3]"
     ]
@@ -95,6 +105,118 @@ def test_changes_are_reported(folder: epath.Path):
         "--fdl.SHAPE=[1, 2, 3]",
         "--fdl.partitioner.dcn_mesh_shape=[1,1,2]",
     ]
+
+
+def arguments_of(folder: epath.Path) -> RunOptions:
+    return parse_flags(json.loads((folder / "config.json").read_text())["arguments"]).options
+
+
+def test_the_flags_of_a_run_are_recorded(folder: epath.Path):
+    options = RunOptions(
+        restore_checkpoint_dir="/old run",
+        restore_checkpoint_step=(20,),
+        restore_cast_dtypes=True,
+        enable_checkpoint_saving=False,
+        xla_flags_preset="gpu_latency_hiding",
+        pgle_profile="a.pb",
+        wandb_project="toy",
+        hung_step_timeout_secs=None,
+        peak_tflops_per_device=2.5,
+    )
+    here = dataclasses.replace(options, job_log_dir=str(folder), num_processes=2, process_id=0)
+    write_config(folder, resolved(), here, report=pytest.fail)
+    # Where it is to be made again, and by which processes, is for whoever does.
+    assert arguments_of(folder) == options
+
+
+def test_what_a_job_began_with_stays_on_record(folder: epath.Path):
+    begun = RunOptions(init_from="base", init_draw="head/.*", wandb_project="toy")
+    write_config(folder, resolved(), begun, report=pytest.fail)
+    later = RunOptions(hung_step_timeout_secs=5)
+    write_config(folder, resolved(), later, goes_on=True, report=pytest.fail)
+    assert arguments_of(folder) == RunOptions(
+        init_from="base", init_draw="head/.*", hung_step_timeout_secs=5
+    )
+    write_config(folder, resolved(), later, report=pytest.fail)
+    assert arguments_of(folder) == later
+
+
+def test_a_later_command_does_not_change_what_a_job_began_with(folder: epath.Path):
+    write_config(folder, resolved(), RunOptions(), report=pytest.fail)
+    later = RunOptions(init_from="base")
+    write_config(folder, resolved(), later, goes_on=True, report=pytest.fail)
+    assert arguments_of(folder) == RunOptions()
+
+
+def test_one_run_trains_in_a_folder(folder: epath.Path):
+    with only_trainer(folder / "deep"):
+        with (
+            pytest.raises(UsageError) as caught,
+            only_trainer(folder / "deep"),
+        ):
+            pytest.fail("it was let in")
+        assert str(caught.value) == (
+            f"a run trains in {folder}/deep already, process {os.getpid()} on"
+            f" {socket.gethostname()}; wait for its end or stop it, or give another --job_log_dir."
+        )
+    # It was made for this alone.
+    assert not folder.exists()
+    with only_trainer(folder):
+        (folder / "config.json").write_text("{}")
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+
+
+def test_a_killed_run_frees_its_folder_at_once(folder: epath.Path):
+    program = """
+import os, sys, time
+from etils import epath
+from layerkit_runner.job_folder import only_trainer
+with only_trainer(epath.Path(sys.argv[1])):
+    if os.fork() == 0:  # as the workers of an input, which may outlive their parent
+        time.sleep(0.5)
+        print("worker", os.getpid(), flush=True)
+        time.sleep(600)
+    time.sleep(600)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program, folder], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        worker = int(process.stdout.readline().split()[1])
+        try:
+            with (
+                pytest.raises(UsageError, match=f"process {process.pid} on "),
+                only_trainer(folder),
+            ):
+                pass
+            process.kill()
+            process.wait()
+            with only_trainer(folder):
+                assert str(os.getpid()) in (folder / ".running").read_text()
+        finally:
+            os.kill(worker, signal.SIGKILL)
+
+
+def test_where_nothing_can_be_locked_a_run_goes_on(
+    folder: epath.Path, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with only_trainer(epath.Path("gs://bucket/run")):
+        pass
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with only_trainer(folder), only_trainer(folder):
+        pass
+    assert not folder.exists()
+
+
+def test_a_sweeps_folder_is_not_trained_in(folder: epath.Path):
+    check_no_sweep(folder)
+    folder.mkdir()
+    (folder / "study.json").write_text("{}")
+    with pytest.raises(UsageError, match=r" holds a sweep \(study\.json\): --study=FILE goes on "):
+        check_no_sweep(folder)
 
 
 def test_changed_lines_tell_what_came_and_went():
@@ -107,7 +229,12 @@ def test_changed_lines_tell_what_came_and_went():
 
 def test_the_command_line_is_understood_again(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("RUNNER_COMMAND", raising=False)
-    options = RunOptions(job_log_dir="/tmp/a b", pmap_use_tensorstore=True)
+    options = RunOptions(
+        job_log_dir="/tmp/a b",
+        pmap_use_tensorstore=True,
+        enable_checkpoint_saving=False,
+        init_from="base",
+    )
     command = command_line(resolved(SHAPE=[1, 2, 3]), options)
     assert command.startswith("runner ")
     flags = parse_flags(shlex.split(command)[1:])

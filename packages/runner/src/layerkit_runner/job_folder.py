@@ -1,26 +1,44 @@
 """The folder of a job: whose run it holds, and with which configuration.
 
 `config.json` and its readable form `config.txt` are written when a training job starts. They say
-what command makes the same run again, and keep a folder from being used by two experiments.
+what command makes the same run again, and keep a folder from being used by two experiments. While
+it trains, `.running` keeps it from being used by two runs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from etils import epath
 
-from layerkit_runner.command_line.flags import RunOptions
+from layerkit_runner.command_line.flags import RunOptions, parse_flags
+from layerkit_runner.command_line.run_words import run_words
 from layerkit_runner.configuration.config_text import config_json, config_text
 from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError
-from layerkit_runner.experiment import reduced_values
+from layerkit_runner.experiment import experiment_fields, reduced_values
+from layerkit_runner.file_locks import NoLocksError, delete_and_unlock, try_lock
+from layerkit_runner.sweeps.folder import RECORD as STUDY_RECORD
 from layerkit_runner.whole_files import write_whole
+
+# Locked while a job trains here; holds its host and process.
+_RUNNING = ".running"
+# The flags that only the first start of a job reads.
+_BEGINNING = (
+    "init_from",
+    "init_draw",
+    "restore_checkpoint_dir",
+    "restore_checkpoint_step",
+    "restore_cast_dtypes",
+)
 
 
 def check_same_experiment(directory: epath.Path, resolved: ResolvedExperiment) -> None:
@@ -66,16 +84,102 @@ def check_writable(directory: epath.Path) -> None:
         missing.rmdir()
 
 
+def check_no_sweep(directory: epath.Path) -> None:
+    """Refuses to train in the folder of a sweep, which would not be taken for one afterwards.
+
+    Raises:
+      UsageError: says how the sweep goes on.
+    """
+    if (directory / STUDY_RECORD).exists():
+        raise UsageError(
+            f"{directory} holds a sweep ({STUDY_RECORD}): --study=FILE goes on with it; to train"
+            " one run, give another --job_log_dir."
+        )
+
+
+@contextlib.contextmanager
+def only_trainer(directory: epath.Path) -> Iterator[None]:
+    """Keeps other training jobs out of the folder, since each would delete the other's saves.
+
+    The operating system frees the folder when the process ends, in whatever way. Where it has no
+    locks, as in a store, the folder is not guarded. A folder that was made for this alone goes
+    again.
+
+    Raises:
+      UsageError: names the process that trains there.
+    """
+    if "://" in os.fspath(directory):
+        yield
+        return
+    path = Path(directory) / _RUNNING
+    made = [folder for folder in path.parents if not folder.exists()]
+    with contextlib.ExitStack() as stack:
+        stack.callback(_remove_empty, made)
+        try:
+            held = try_lock(path)
+        except NoLocksError:
+            path.unlink(missing_ok=True)
+            yield
+            return
+        if held is None:
+            raise UsageError(
+                f"a run trains in {directory} already, {_holder(path)}; wait for its end or stop"
+                " it, or give another --job_log_dir."
+            )
+        stack.callback(delete_and_unlock, held)
+        with contextlib.suppress(OSError):  # a full disk, which is told when something must be kept
+            held.truncate(0)
+            held.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode())
+        yield
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):  # the run has written there
+            folder.rmdir()
+
+
+def _holder(path: Path) -> str:
+    with contextlib.suppress(OSError, ValueError, KeyError):  # it is just being written, or deleted
+        holder = json.loads(path.read_text())
+        return f"process {holder['pid']} on {holder['host']}"
+    return "another process"
+
+
 def write_config(
-    directory: epath.Path, resolved: ResolvedExperiment, *, report: Callable[[str], None]
+    directory: epath.Path,
+    resolved: ResolvedExperiment,
+    options: RunOptions,
+    *,
+    goes_on: bool = False,
+    report: Callable[[str], None],
 ) -> None:
-    """Writes the configuration; reports what differs from the one that was there."""
-    config = config_json(resolved)
+    """Writes the configuration; reports what differs from the one that was there.
+
+    Args:
+      directory: The folder of the job.
+      resolved: The experiment with its overrides.
+      options: Of the run at hand.
+      goes_on: Whether the job began before; then it stays on record what it began with.
+      report: Told the differences.
+    """
     before = _recorded(directory)
+    if goes_on:
+        options = _begun_as(before, options)
+    config = config_json(resolved, options)
     for line in changed_lines(before.get("config", config["config"]), config["config"]):
         report(f"changed since this folder was last written: {line}")
     write_whole(directory / "config.txt", config_text(resolved))
     write_whole(directory / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def _begun_as(record: Mapping[str, Any], options: RunOptions) -> RunOptions:
+    """The options with what the recorded job began with, which a later command need not say."""
+    try:
+        first = parse_flags(record["arguments"]).options
+    except (KeyError, UsageError):  # none is there, or it is of another version
+        return options
+    return dataclasses.replace(options, **{name: getattr(first, name) for name in _BEGINNING})
 
 
 def changed_lines(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -95,6 +199,18 @@ def recorded_num_train_steps(directory: epath.Path) -> int | None:
     return _recorded(directory).get("config", {}).get("task.train.num_train_steps")
 
 
+def longer(resolved: ResolvedExperiment, num_steps: int) -> dict[str, str | None]:
+    """Changes that make a run of so many steps."""
+    path = "task.train.num_train_steps"
+    return {path: None, last_step_path(resolved): str(num_steps)}
+
+
+def last_step_path(resolved: ResolvedExperiment) -> str:
+    """Which override says how long a run is: MAX_STEPS, by which schedules stretch, if there is."""
+    has_field = "MAX_STEPS" in experiment_fields(type(resolved.experiment))
+    return "MAX_STEPS" if has_field else "task.train.num_train_steps"
+
+
 def command_line(
     resolved: ResolvedExperiment,
     options: RunOptions,
@@ -110,7 +226,7 @@ def command_line(
 
     Args:
       resolved: The experiment with its overrides.
-      options: Of the run at hand.
+      options: Of the run at hand; the command has those that mean something in its mode.
       mode: What the command is to do.
       changes: Override paths, each with the text that stands in place of its present one; None
         takes the override out.
@@ -126,8 +242,7 @@ def command_line(
     words.append(f"--job_log_dir={options.job_log_dir}")
     if mode != "train":
         words.append(f"--mode={mode}")
-    if options.pmap_use_tensorstore and mode == "train":
-        words.append("--pmap_use_tensorstore")
+    words += run_words(options, mode=mode)
     return " ".join([os.environ.get("RUNNER_COMMAND", "runner"), shlex.join([*words, *flags])])
 
 

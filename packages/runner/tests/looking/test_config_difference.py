@@ -12,6 +12,7 @@ from etils import epath
 
 from layerkit.config import Config
 from layerkit_runner import BaseExperiment
+from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.configuration.resolve import ResolvedExperiment, resolve
 from layerkit_runner.errors import UsageError
 from layerkit_runner.job_folder import write_config
@@ -46,7 +47,7 @@ def resolved(tiny: SimpleNamespace) -> Any:
 
 
 def test_a_run_and_the_experiment_of_now(resolved: Any, tmp_path: Path):
-    write_config(epath.Path(tmp_path), resolved(DIMS=4), report=lambda line: None)
+    write_config(epath.Path(tmp_path), resolved(DIMS=4), RunOptions(), report=lambda line: None)
     there = recorded_side(str(tmp_path))
     assert differences(resolved_side(resolved(DIMS=4)), there) == []
     found = differences(resolved_side(resolved()), there)

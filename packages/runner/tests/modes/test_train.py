@@ -14,12 +14,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from etils import epath
 
 from layerkit.base_model import WeightedScalar
 from layerkit.config import Config
 from layerkit_runner import BaseExperiment, UsageError
 from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.configuration.resolve import resolve
+from layerkit_runner.job_folder import only_trainer
 from layerkit_runner.modes.inference import run_inference
 from layerkit_runner.modes.train import run_train
 from layerkit_runner.observers import read_metrics
@@ -85,6 +87,43 @@ def test_a_new_run_then_the_same_again(train: Any, tmp_path: Path):
 
 def held_out(output: str) -> str:
     return next(line for line in output.splitlines() if line.startswith("held out: "))
+
+
+def test_fewer_steps_than_are_done(train: Any):
+    train("job")
+    output = train("job", max_steps=3)
+    assert (
+        "nothing is trained: step 4 is already beyond task.train.num_train_steps=3; to go on, give"
+        " more than 4 steps, as in --fdl.MAX_STEPS=8\n"
+    ) in output
+    assert "nothing is trained" not in train("job")
+
+
+def test_a_second_run_leaves_the_saves_of_the_first_alone(train: Any, tmp_path: Path):
+    train("job")
+    saving = tmp_path / "job" / "checkpoints" / "checkpoint_00000006.orbax-checkpoint-tmp-0"
+    saving.mkdir()
+    config = tmp_path / "job" / "config.json"
+    written = config.stat().st_mtime_ns
+    with (
+        only_trainer(epath.Path(tmp_path / "job")),
+        pytest.raises(UsageError, match=r"^a run trains in .*/job already, process \d+ on "),
+    ):
+        train("job", max_steps=6)
+    assert saving.is_dir()
+    assert config.stat().st_mtime_ns == written
+    # Nobody trains there any more, so that is a left-over.
+    train("job", max_steps=6)
+    assert not saving.exists()
+    assert not (tmp_path / "job" / ".running").exists()
+
+
+def test_a_sweeps_folder_is_not_trained_in(train: Any, tmp_path: Path):
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "study.json").write_text("{}")
+    with pytest.raises(UsageError, match="holds a sweep"):
+        train("job")
+    assert [path.name for path in (tmp_path / "job").iterdir()] == ["study.json"]
 
 
 def test_another_jobs_checkpoint(train: Any, tmp_path: Path):

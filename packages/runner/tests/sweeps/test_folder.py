@@ -11,13 +11,8 @@ import pytest
 
 from layerkit_runner.configuration.overrides import Override
 from layerkit_runner.errors import UsageError
-from layerkit_runner.sweeps.folder import (
-    SweepFolder,
-    check_same_sweep,
-    description,
-    lock,
-    try_lock,
-)
+from layerkit_runner.file_locks import lock, try_lock
+from layerkit_runner.sweeps.folder import SweepFolder, check_same_sweep, description
 from layerkit_runner.sweeps.study_file import StudyFile
 
 

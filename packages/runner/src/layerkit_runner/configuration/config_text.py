@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from layerkit.config import assigned_fields, field_names, is_config
+from layerkit_runner.command_line.flag_table import RunOptions
+from layerkit_runner.command_line.run_words import run_words
 from layerkit_runner.configuration import field_types
 from layerkit_runner.configuration.overrides import PROGRAM_ROOTS, ROOTS
 from layerkit_runner.configuration.resolve import (
@@ -35,13 +37,17 @@ def config_text(resolved: ResolvedExperiment) -> str:
     return "\n".join(lines) + "\n"
 
 
-def config_json(resolved: ResolvedExperiment) -> dict[str, Any]:
+def config_json(resolved: ResolvedExperiment, options: RunOptions | None = None) -> dict[str, Any]:
     """The same for programs, with what it takes to make it again.
+
+    Args:
+      resolved: The experiment with its overrides.
+      options: Of the training run that it is of; None where there is no run.
 
     Returns:
       `experiment`: the full name; `overrides`: path to text; `arguments`: the words of the command
-      line that say both; `fields` and `config`: name or path to value, which is a number, a string,
-      a bool, None, or the text of anything else.
+      line that say both, and the flags of the run; `fields` and `config`: name or path to value,
+      which is a number, a string, a bool, None, or the text of anything else.
     """
     fields = {name: _as_typed(value) for name, value in resolved.experiment.overrides.items()}
     overrides = fields | {o.path: o.text for o in resolved.deep_overrides}
@@ -51,6 +57,7 @@ def config_json(resolved: ResolvedExperiment) -> dict[str, Any]:
         "arguments": [
             f"--exp={resolved.name}",
             *(f"--fdl.{path}={text}" for path, text in overrides.items()),
+            *([] if options is None else run_words(options, mode="train")),
         ],
         "fields": {name: _plain(value) for name, value in _experiment_values(resolved)},
         "config": {path: _plain(value) for path, value in _walk(resolved)},

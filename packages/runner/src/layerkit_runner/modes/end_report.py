@@ -11,7 +11,7 @@ import jax
 from layerkit_runner.executor import Executor
 from layerkit_runner.experiment import experiment_fields
 from layerkit_runner.job import Job
-from layerkit_runner.job_folder import command_line
+from layerkit_runner.job_folder import command_line, longer
 from layerkit_runner.modes.start_report import megabytes
 from layerkit_runner.observers import draw_loss_curve, memory_scalars, metrics_path
 from layerkit_runner.steps.train_state import TrainState
@@ -115,17 +115,9 @@ def next_commands(job: Job, step: int) -> list[str]:
     return [
         "next: every setting and the path that sets it; twice as many steps; the same on 8 devices",
         command(mode="inspect"),
-        command(changes=_longer(job, 2 * step)),
+        command(changes=longer(job.resolved, 2 * step)),
         command(mode="plan", changes=_on_eight_devices(job), flags=["--num_devices=8"]),
     ]
-
-
-def _longer(job: Job, num_steps: int) -> dict[str, str | None]:
-    """Overrides for a run of so many steps; by MAX_STEPS, schedules that end with it stretch."""
-    path = "task.train.num_train_steps"
-    if "MAX_STEPS" not in experiment_fields(type(job.resolved.experiment)):
-        return {path: str(num_steps)}
-    return {"MAX_STEPS": str(num_steps), path: None}
 
 
 def _on_eight_devices(job: Job) -> dict[str, str | None]:

@@ -35,7 +35,12 @@ from layerkit_runner.init_from import FirstState, plan_first_state
 from layerkit_runner.init_from.provenance import write_record
 from layerkit_runner.init_from.settings import init_from_flags
 from layerkit_runner.job import Job, start_job, versions
-from layerkit_runner.job_folder import write_config
+from layerkit_runner.job_folder import (
+    check_no_sweep,
+    last_step_path,
+    only_trainer,
+    write_config,
+)
 from layerkit_runner.learning.early_stopping import EarlyStop
 from layerkit_runner.modes import end_report
 from layerkit_runner.modes.programs import (
@@ -57,7 +62,10 @@ from layerkit_runner.steps.train_state import TrainState
 def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
     """Trains to the last step, or until a signal; returns the exit code."""
     job = start_job("train", resolved, options)
+    check_no_sweep(job.given_directory)
     with contextlib.ExitStack() as stack:
+        if jax.process_index() == 0:  # the only one that writes
+            stack.enter_context(only_trainer(job.directory))
         stack.callback(job.observers.close)
         signals = stack.enter_context(StopSignals())
         profiler = stack.enter_context(_step_profiler(job))
@@ -89,13 +97,21 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
         )
         state, step = first.state, first.step
         if jax.process_index() == 0:
-            write_config(job.directory, resolved, report=job.observers.message)
+            write_config(
+                job.directory,
+                resolved,
+                options,
+                goes_on=checkpoints.latest_step() is not None,
+                report=job.observers.message,
+            )
             if not first.is_restored:
                 write_record(job.directory, first.provenance)
         info = _run_info(job, train_input, flops, start_step=step)
         if first.provenance is not None:
             notes = [*first.provenance.lines(), *notes]
         _print_start(job, state, train_input, compiled, notes, step)
+        if step > job.task.train.num_train_steps:
+            job.observers.message(_nothing_to_train(job, step))
         job.observers.start(info)
         missed = job.task.train.profiler_capture_step
         if missed is not None and missed <= step:
@@ -318,6 +334,15 @@ def _print_start(
         *compiled_lines(compiled),
     ]:
         job.observers.message(line)
+
+
+def _nothing_to_train(job: Job, step: int) -> str:
+    path = last_step_path(job.resolved)
+    return (
+        f"nothing is trained: step {step} is already beyond"
+        f" task.train.num_train_steps={job.task.train.num_train_steps}; to go on, give more than"
+        f" {step} steps, as in --fdl.{path}={2 * step}"
+    )
 
 
 def _run_info(job: Job, train_input: Prefetch, flops: float, *, start_step: int) -> RunInfo:

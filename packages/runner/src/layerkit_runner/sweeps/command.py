@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from layerkit.near_names import near_names
 from layerkit_runner.command_line.flags import ParsedFlags
+from layerkit_runner.command_line.run_words import flag_word
 from layerkit_runner.configuration.overrides import Override, parse_fields
 from layerkit_runner.errors import UsageError, first_names
 from layerkit_runner.sweeps.folder import SweepFolder, check_same_sweep, description
@@ -128,8 +129,7 @@ def trial_words(
     return [
         f"--exp={experiment}",
         *(f"--fdl.{path}={text}" for path, text in overrides.items()),
-        # None is what `off` was read as.
-        *(f"--{name}={'off' if value is None else value}" for name, value in passed.items()),
+        *(flag_word(name, value) for name, value in passed.items()),
         f"--job_log_dir={directory}",
         # Whatever started the sweep, as srun does several at once, started no processes of trials.
         "--num_processes=1",
@@ -203,16 +203,10 @@ def _dataset_of(file: StudyFile, resolved: ResolvedExperiment) -> str:
 def _longer(
     flags: ParsedFlags, resolved: ResolvedExperiment, texts: Mapping[str, str], step: int
 ) -> str:
-    from layerkit_runner.experiment import experiment_fields
-    from layerkit_runner.job_folder import command_line
+    # Loads the file system library, which no sweep needs before its end.
+    from layerkit_runner.job_folder import command_line, longer
 
-    changes: dict[str, str | None] = dict(texts)
-    path = "task.train.num_train_steps"
-    if "MAX_STEPS" in experiment_fields(type(resolved.experiment)):
-        # By this field, schedules that end with the run stretch.
-        changes |= {"MAX_STEPS": str(2 * step), path: None}
-    else:
-        changes[path] = str(2 * step)
     given = (flags.options.job_log_dir or "").rstrip("/")
     options = dataclasses.replace(flags.options, job_log_dir=f"{given}/best")
+    changes = {**texts, **longer(resolved, 2 * step)}
     return command_line(resolved, options, changes=changes)

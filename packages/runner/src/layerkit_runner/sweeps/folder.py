@@ -9,16 +9,13 @@
       output.txt         what that process printed
     DIR/sweep.json, DIR/sweep.png   the result so far
 
-Locks are the operating system's (flock): they end with the process that holds them, however it
-ends, so a trial that was under way and whose lock is free has lost its process, and whoever comes
-next takes it up. No clock is asked, on this or another machine.
+Locks (`file_locks`) end with the process that holds them, however it ends, so a trial that was
+under way and whose lock is free has lost its process, and whoever comes next takes it up.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import urllib.parse
@@ -28,10 +25,12 @@ from typing import IO, Any
 
 from layerkit_runner.configuration.overrides import Override
 from layerkit_runner.errors import UsageError
+from layerkit_runner.file_locks import lock, try_lock
 from layerkit_runner.sweeps.search_space import Choices, Parameter
 from layerkit_runner.sweeps.study_file import StudyFile
 
-_RECORD = "study.json"
+RECORD = "study.json"
+"""What is searched; a folder that holds it is a sweep's."""
 
 
 class SweepFolder:
@@ -76,53 +75,17 @@ class SweepFolder:
 
     def recorded(self) -> dict[str, Any] | None:
         """What is searched here; None in a new folder."""
-        path = self.path / _RECORD
+        path = self.path / RECORD
         return json.loads(path.read_text()) if path.exists() else None
 
     def record(self, found: Mapping[str, Any]) -> None:
         """Writes what is searched here."""
-        write_whole(self.path / _RECORD, json.dumps(found, indent=2) + "\n")
+        write_whole(self.path / RECORD, json.dumps(found, indent=2) + "\n")
 
     def forget_metric(self) -> None:
         """Lets the next command name another metric, since nothing was measured by this one."""
         with self.deciding():
             self.record({**(self.recorded() or {}), "metric": None})
-
-
-@contextlib.contextmanager
-def lock(path: Path) -> Iterator[None]:
-    """Holds a lock, and waits for it before; makes its folder."""
-    with _open(path) as file:
-        _flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def try_lock(path: Path) -> IO[bytes] | None:
-    """A lock that is held until the file is closed; None if another process holds it."""
-    file = _open(path)
-    try:
-        _flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        return None
-    return file
-
-
-def _open(path: Path) -> IO[bytes]:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return open(path, "ab")
-    except OSError as error:
-        raise UsageError(f"{path.parent} cannot be written: {error}") from error
-
-
-def _flock(file: IO[bytes], operation: int) -> None:
-    try:
-        fcntl.flock(file, operation)
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-            raise
-        raise UsageError(f"{file.name}: this file system has no locks ({error}).") from error
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

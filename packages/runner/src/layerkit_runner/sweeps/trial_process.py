@@ -16,7 +16,7 @@ import sys
 import threading
 from pathlib import Path
 
-from layerkit_runner.sweeps.folder import lock
+from layerkit_runner.file_locks import lock
 
 
 def main() -> int:
