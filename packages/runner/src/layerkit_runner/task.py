@@ -33,6 +33,7 @@ from layerkit_runner.learning.early_stopping import StoppingRule
 from layerkit_runner.learning.gradients import Variables, differentiate, sum_leaves
 from layerkit_runner.learning.learner import global_norm
 from layerkit_runner.learning.stacked_weights import Stacks, stacks_of
+from layerkit_runner.learning.variational_noise import VariationalNoise
 from layerkit_runner.steps.layer_summaries import (
     ArraySummaries,
     array_summaries,
@@ -80,6 +81,8 @@ class SingleTask(Configurable):
         if self.loss_weights is not None:
             _check_loss_weights(self.loss_weights)
         self.own_metrics = named_metrics(self.metrics or {})
+        if not isinstance(self.vn, (VariationalNoise, type(None))):
+            raise UsageError(f"task.vn={self.vn!r} must be a VariationalNoise, or None for no noise")
         if not isinstance(self.early_stopping, (StoppingRule, type(None))):
             raise UsageError(
                 f"task.early_stopping={self.early_stopping!r} must be a StoppingRule, such as"

@@ -71,3 +71,8 @@ def test_what_means_nothing_is_refused(tiny: SimpleNamespace, fields: dict[str, 
     with pytest.raises(UsageError) as caught:
         config.Instantiate().init_state(jax.random.key(0))
     assert str(caught.value) == text
+
+
+def test_what_is_no_noise_is_refused_by_name(tiny: Any):
+    with pytest.raises(UsageError, match=r"^task\.vn=3 must be a VariationalNoise, or None for"):
+        tiny.task_config().set(vn=3).Instantiate()

@@ -295,7 +295,12 @@ class Partitioner(Configurable):
     def check_batch_size(self, rows: int, *, source: str) -> None:
         """Raises UsageError when a global batch cannot be split evenly over the mesh."""
         shards = self.num_batch_shards()
-        if rows < 1 or rows % shards:
+        if rows < 1:
+            raise UsageError(
+                f"{source}: a batch of {rows} rows holds nothing; PERCORE_BATCH_SIZE, or the input's"
+                " batch_size or percore_batch_size, must come to at least one row"
+            )
+        if rows % shards:
             raise UsageError(
                 f"{source}: a global batch of {rows} rows cannot be split evenly over"
                 f" {' × '.join(self.batch_axes())} = {shards} devices; use a multiple of {shards}"
