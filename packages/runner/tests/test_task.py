@@ -6,6 +6,7 @@ With w = (1, 1) and one row x = (2, 1), y = 0 of weight 1: prediction 3, loss ½
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import jax
@@ -19,6 +20,7 @@ from layerkit.layers.linears import Linear
 from layerkit.nested_map import NestedMap
 from layerkit.weights import logical_axes
 from layerkit_runner.steps.step_context import GLOBAL_BATCH
+from layerkit_runner.train_hparams import TrainHParams
 
 
 def rows(x, y=None, weights=None) -> NestedMap:
@@ -182,3 +184,21 @@ def test_a_loss_that_the_model_does_not_report(tiny: SimpleNamespace):
 def test_intervals_below_one_are_refused(tiny: SimpleNamespace, field: str):
     with pytest.raises(ValueError, match=rf"task\.train\.{field}=0 must be at least 1"):
         tiny.task_config(train={field: 0}).Instantiate()
+
+
+def test_defaults_are_those_of_pax():
+    # Of the HParams of Paxml's SingleTask.Train.
+    of_pax = {
+        "num_train_steps": 10_000_000,
+        "save_interval_steps": 5000,
+        "save_max_to_keep": 10,
+        "summary_interval_steps": 100,
+        "eval_interval_steps": 100,
+        "decode_interval_steps": None,
+        "decode_start_after_n_steps": 0,
+        "random_seed": 1234,
+        "max_inflight_steps": 2,
+        "variable_norm_summary": True,
+    }
+    ours = {field.name: field.default for field in dataclasses.fields(TrainHParams)}
+    assert {name: ours[name] for name in of_pax} == of_pax

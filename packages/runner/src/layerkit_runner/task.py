@@ -82,7 +82,7 @@ class SingleTask(Configurable):
             _check_loss_weights(self.loss_weights)
         self.own_metrics = named_metrics(self.metrics or {})
         if not isinstance(self.vn, (VariationalNoise, type(None))):
-            raise UsageError(f"task.vn={self.vn!r} must be a VariationalNoise, or None for no noise")
+            raise UsageError(f"task.vn={self.vn!r} must be a VariationalNoise, or None for none")
         if not isinstance(self.early_stopping, (StoppingRule, type(None))):
             raise UsageError(
                 f"task.early_stopping={self.early_stopping!r} must be a StoppingRule, such as"

@@ -74,5 +74,7 @@ def test_what_means_nothing_is_refused(tiny: SimpleNamespace, fields: dict[str, 
 
 
 def test_what_is_no_noise_is_refused_by_name(tiny: Any):
-    with pytest.raises(UsageError, match=r"^task\.vn=3 must be a VariationalNoise, or None for"):
+    with pytest.raises(
+        UsageError, match=r"^task\.vn=3 must be a VariationalNoise, or None for none$"
+    ):
         tiny.task_config().set(vn=3).Instantiate()
