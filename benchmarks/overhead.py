@@ -210,9 +210,9 @@ def _growth(bytes_by_step: Mapping[int, float]) -> dict[str, float]:
     numbers = np.array(list(bytes_by_step.items()))[len(bytes_by_step) // 4 :]
     per_step, _ = np.polyfit(numbers[:, 0], numbers[:, 1], 1)
     return {
-        "megabytes_at_a_quarter": round(numbers[0, 1] / 1e6, 1),
-        "megabytes_at_the_end": round(numbers[-1, 1] / 1e6, 1),
-        "megabytes_per_1000_steps": round(per_step * 1000 / 1e6, 2),
+        "megabytes_at_a_quarter": round(float(numbers[0, 1]) / 1e6, 1),
+        "megabytes_at_the_end": round(float(numbers[-1, 1]) / 1e6, 1),
+        "megabytes_per_1000_steps": round(float(per_step) * 1000 / 1e6, 2),
     }
 
 
