@@ -104,7 +104,7 @@ def test_the_words_of_the_run(tmp_path: Path, capsys, monkeypatch):
     """Folders are absolute, Pax's names ours, and switches and values as they were."""
     monkeypatch.chdir(tmp_path)
     words = [f"--fdl_config={EXP}", "--job_log_dir", "runs/a", "--noenable_checkpoint_saving"]
-    words += ["--hung_step_timeout_secs=off", "--exit_after_ondemand_checkpoint", "--dry_run"]
+    words += ["--hung_step_timeout_secs=off", "--pmap_use_tensorstore", "--dry_run"]
     assert launch("local", *words, "--fdl.ICI_MESH_SHAPE=[1, 1, 1]") == 0
     text = capsys.readouterr().out
     run = shlex.split(text[text.index("run=(") : text.index("\n)\n")].removeprefix("run=("))
@@ -114,7 +114,7 @@ def test_the_words_of_the_run(tmp_path: Path, capsys, monkeypatch):
         f"--job_log_dir={tmp_path}/runs/a",
         "--noenable_checkpoint_saving",
         "--hung_step_timeout_secs=off",
-        "--exit_after_ondemand_checkpoint",
+        "--pmap_use_tensorstore",
     ]
     assert text.rstrip().endswith(f"bash {tmp_path}/runs/a/launch/local.sh")
     assert list(tmp_path.iterdir()) == []
