@@ -259,7 +259,7 @@ def test_a_process_that_is_killed_is_started_again_in_the_same_turn(submit):
 
 
 def test_a_wrong_field_that_only_the_run_notices_ends_the_job(submit):
-    run = submit(ICI_MESH_SHAPE="[3,1,1]")
+    run = submit(**{"task.train.save_best_metric": "held_out/loss"})
     run.wait_for_state("FAILED")
     assert run.cluster.exit_code(run.number) == 2
     assert run.steps() == []
