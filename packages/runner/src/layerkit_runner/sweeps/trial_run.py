@@ -118,14 +118,18 @@ class TrialMetrics:
             if math.isfinite(value):
                 self.values[step] = value
             else:
-                self.problem = f"{self.label} is {value} at step {step}"
+                self._lose(f"{self.label} is {value} at step {step}")
 
     def _watch_loss(self, step: int, loss: float | None) -> None:
         if loss is None:
             return
         self._lost_losses = 0 if math.isfinite(loss) else self._lost_losses + 1
         if self._lost_losses == _LOST_LOSSES:
-            self.problem = f"the loss is {loss} at step {step} and was at the last reports before"
+            self._lose(f"the loss is {loss} at step {step} and was at the last reports before")
+
+    def _lose(self, problem: str) -> None:
+        # Several may be read at a time, and those that follow are consequences.
+        self.problem = self.problem or problem
 
     def _unknown(self, record: Record) -> str:
         names = [
