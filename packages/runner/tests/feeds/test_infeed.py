@@ -104,8 +104,8 @@ def test_a_product_that_is_whole_but_for_rounding(tiny: SimpleNamespace):
         ),
         (
             {"percore_batch_size": 0.0},
-            "train: a global batch of 0 rows cannot be split evenly over data × fsdp = 4 devices;"
-            " use a multiple of 4",
+            "train: a batch of 0 rows holds nothing; PERCORE_BATCH_SIZE, or the input's batch_size"
+            " or percore_batch_size, must come to at least one row",
         ),
         (
             {"percore_batch_size": 1.0, "batch_padding_size": -1},
