@@ -217,5 +217,6 @@ def _start_over(program: BaseProgram) -> None:
     Data of which an evaluation takes the next few batches are read on in training alone, where what
     has been read is kept in the checkpoint.
     """
-    if program.dataset is not None:
-        program.dataset.reset()
+    dataset = program.dataset
+    if dataset is not None and not dataset.reset_for_eval:  # the others start over by themselves
+        dataset.reset()
