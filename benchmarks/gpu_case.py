@@ -32,7 +32,8 @@ from layerkit_runner.configuration.overrides import parse_fields, parse_override
 from layerkit_runner.configuration.resolve import ResolvedExperiment, resolve
 from layerkit_runner.errors import UsageError
 from layerkit_runner.experiment import experiment_fields
-from layerkit_runner.feeds.infeed import Place, example_batch, make_input, training_config
+from layerkit_runner.feeds.infeed import Place, example_batch, make_input
+from layerkit_runner.feeds.training_data import training_config
 from layerkit_runner.job import build_parts
 from layerkit_runner.modes.start_report import LayerNotes, num_params
 from layerkit_runner.partitioning import Partitioner

@@ -38,7 +38,8 @@ from layerkit.config import Config
 from layerkit_experiments.lm.quickstart import LocalText
 from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.configuration.resolve import ResolvedExperiment, resolve
-from layerkit_runner.feeds.infeed import make_input, training_config
+from layerkit_runner.feeds.infeed import make_input
+from layerkit_runner.feeds.training_data import training_config
 from layerkit_runner.job import build_parts
 from layerkit_runner.modes.train import run_train
 from layerkit_runner.observers import Observer, read_metrics

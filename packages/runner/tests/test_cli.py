@@ -58,6 +58,7 @@ _FILES = {
         class Base(BaseExperiment, abstract=True):
             """What all of them share."""
 
+            tags = ("lm",)
             NUM_LAYERS: int = 2
             ICI_MESH_SHAPE: tuple[int, ...] = (1, 1, 1)
 
@@ -78,6 +79,7 @@ _FILES = {
         class Small(Base):
             """A model for tests."""
 
+            tags = ("small",)
             reduced_fields = {"NUM_LAYERS": 1}
 
 
@@ -92,6 +94,8 @@ _FILES = {
 
         class Small(Base):
             """Another of that name."""
+
+            tags = ("vision",)
     ''',
     "work/own.py": '''
         from acme.lm import Base
@@ -277,6 +281,8 @@ Flags:
                                     of a job's folder, and leave; exit code 0: none, 1: some
   --list                            print every experiment with its weights, mesh and data, and
                                     leave
+  --tag=NAME                        of --list, only experiments with this tag, such as moe; given
+                                    several times, with all of them
   --help                            print this and leave
 
 VALUE is a Python literal; bare words are strings: 4, 1e-3, [1,4,1], None, bfloat16.
@@ -305,11 +311,26 @@ def test_list(place: Path):
     )
 
 
+def test_list_of_what_has_all_tags(place: Path):
+    def listed(*words: str) -> str:
+        done = runner(place, "--list", *words, before_import=True)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
+    assert listed("--tag=small") == "lm.Small  A model for tests.\n"
+    assert listed("--tag=lm") == listed()
+    assert listed("--tag=lm", "--tag=vision") == "vision.Small  Another of that name.\n"
+    both = ("--tag=small", "--tag=vision")
+    assert listed(*both) == "No experiment has all of the tags small, vision.\n"
+    assert listed(*both, "--json") == "[]\n"
+
+
 def test_list_of_a_package_with_a_catalogue(place: Path):
     lines = {
         "lm.Large": {"num_params": 1_300_000_000, "mesh": "fsdp 64, data 2 across", "data": "C4"},
-        "lm.Small": {"num_params": 12_345, "mesh": "one device", "data": "made-up tokens"},
+        "lm.Small": {"num_params": None, "mesh": "one device", "data": "made-up tokens"},
     }
+    tags = {"lm.Large": ["lm"], "lm.Small": ["lm", "small"], "vision.Small": ["lm", "vision"]}
     file = place / "site" / "acme" / "catalogue.json"
     file.write_text(json.dumps(lines))
     try:
@@ -321,14 +342,16 @@ def test_list_of_a_package_with_a_catalogue(place: Path):
         file.unlink()
     assert listed == (
         "lm.Large      1.30B  fsdp 64, data 2 across  C4              The same, but larger.\n"
-        "lm.Small      12.3K  one device              made-up tokens  A model for tests.\n"
+        "lm.Small      —      one device              made-up tokens  A model for tests.\n"
         "vision.Small                                                 Another of that name.\n"
     )
     summaries = ("The same, but larger.", "A model for tests.", "Another of that name.")
     nothing = {"num_params": None, "mesh": None, "data": None}
     assert as_json == [
-        {"name": name, "class": f"acme.{name}", "summary": summary, **lines.get(name, nothing)}
-        for name, summary in zip(("lm.Large", "lm.Small", "vision.Small"), summaries, strict=True)
+        {"name": name, "class": f"acme.{name}", "summary": summary}
+        | lines.get(name, nothing)
+        | {"tags": tags[name]}
+        for name, summary in zip(tags, summaries, strict=True)
     ]
     assert (broken.returncode, broken.stdout) == (2, "")
     assert "catalogue.json is not a catalogue of experiments: " in broken.stderr
@@ -394,6 +417,14 @@ _WRONG = {
         ["--exp=lm.Small", "--fdl.NUM_LAYERS=three"],
         "lm.Small.NUM_LAYERS: expected int, got 'three'\n",
     ),
+    "tag": (
+        ["--list", "--tag=lm", "--tag=visoin"],
+        "--tag has no value 'visoin'; did you mean 'vision'? It is one of lm, small, vision.\n",
+    ),
+    "tag without a list": (
+        ["--exp=lm.Small", "--tag=small"],
+        "--tag=small chooses among what --list shows; add --list.\n",
+    ),
     "command": (["docter"], "unexpected argument 'docter'; did you mean 'doctor'?\n"),
     "command after a flag": (
         ["--json", "doctor"],
@@ -429,7 +460,8 @@ _WRONG = {
     "root of a path": (
         ["--exp=lm.Small", "--fdl.taks.model.num_layers=3"],
         "--fdl.taks.model.num_layers: a path starts with task, datasets, decode_datasets,"
-        " partitioner, eval_programs or decode_programs, not 'taks'; did you mean 'task'?\n",
+        " partitioner, train_programs, eval_programs, decode_programs or executor, not 'taks'; did"
+        " you mean 'task'?\n",
     ),
 }
 

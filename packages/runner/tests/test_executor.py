@@ -16,10 +16,16 @@ from layerkit_runner.errors import UsageError
 from layerkit_runner.executor import Executor, check_best_metric, is_due
 from layerkit_runner.feeds.infeed import make_input
 from layerkit_runner.learning.early_stopping import EarlyStop, EarlyStopping, StoppingRule
-from layerkit_runner.observers import Observer, RunInfo, Throughput
+from layerkit_runner.observers import Goodput, Observer, RunInfo, Throughput
 from layerkit_runner.partitioning import SpmdPartitioner
 from layerkit_runner.processes.stop_signals import StopSignals
-from layerkit_runner.programs import BaseProgram, DecodeProgram, EvalProgram, TrainProgram
+from layerkit_runner.programs import (
+    BaseProgram,
+    DecodeProgram,
+    EvalProgram,
+    TrainProgram,
+    TrainPrograms,
+)
 from layerkit_runner.train_hparams import TrainHParams
 
 
@@ -94,7 +100,7 @@ def make(tiny: SimpleNamespace, tmp_path: Any) -> Any:
         folder = epath.Path(tmp_path)
         executor = Executor(
             train=task.train,
-            train_program=program,
+            train_programs=TrainPrograms([program], max_inflight_steps=1),
             eval_programs=[
                 EvalProgram(task, partitioner, points, name, interval_steps=interval)
                 for name, interval in (eval_intervals or {"points": None}).items()
@@ -107,6 +113,7 @@ def make(tiny: SimpleNamespace, tmp_path: Any) -> Any:
             observers=recorder,
             throughput=throughput,
             signals=signals,
+            goodput=Goodput(),
             exit_after_ondemand_checkpoint=exits_then,
             early_stop=None if rule is None else EarlyStop(rule),
         )
@@ -152,7 +159,7 @@ def test_what_happens_when(make: Any):
         checkpoints.wait_until_finished()
         restored = [checkpoints.restore(saved, job.abstract) for saved in (4, 6)]
     assert [int(saved.state.step) for saved in restored] == [4, 6]
-    rows = [saved.input_states["train"]["position"]["rows_done"] for saved in restored]
+    rows = [saved.input_states["train/Points"]["position"]["rows_done"] for saved in restored]
     assert rows == [8 * 4, 8 * 6]
 
 
@@ -274,7 +281,7 @@ def test_an_evaluation_of_whole_epochs_has_no_state(make: Any):
     job.executor.run(job.state, 0)
     with job.executor.checkpoints as checkpoints:
         checkpoints.wait_until_finished()
-        assert set(checkpoints.restore(2, job.abstract).input_states) == {"train"}
+        assert set(checkpoints.restore(2, job.abstract).input_states) == {"train/Points"}
 
 
 def test_a_finished_run_does_nothing_more(make: Any):

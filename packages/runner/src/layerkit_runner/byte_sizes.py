@@ -18,3 +18,8 @@ def size_text(size: float) -> str:
         if value < 999.5 or unit == "TB":
             break
     return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
+
+
+def megabytes(size: float) -> str:
+    """Bytes as MB or GB (powers of ten)."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from layerkit.config import assigned_fields, target_of
 from layerkit.near_names import near_names
 from layerkit_runner.checkpoints import CheckpointManager
+from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError, first_names
 from layerkit_runner.learning.early_stopping import EarlyStop
 from layerkit_runner.observers import DECODE_PREFIX, Goodput, Observer, Throughput
 from layerkit_runner.observers.step_profiler import StepProfiler
 from layerkit_runner.processes.stop_signals import StopSignals
 from layerkit_runner.processes.watchdog import progress
-from layerkit_runner.programs import BaseProgram, TrainProgram
+from layerkit_runner.programs import BaseProgram, TrainPrograms
 from layerkit_runner.steps.train_state import TrainState
 from layerkit_runner.train_hparams import TrainHParams
 
@@ -32,9 +35,13 @@ EARLY_STOPPING = "early_stopping"
 class Executor:
     """Runs programs in order until the last step, a signal or early stopping.
 
+    An experiment may put a class derived from this in its place, by `executor()`. What derived
+    classes change is `run_due`, which comes after each step but the last, `is_over`, `evaluate` and
+    `decode`. Fields of their own are set by the experiment.
+
     Attributes:
       train: How long, and how often what is due.
-      train_program: Started.
+      train_programs: Started.
       eval_programs: Those that report metrics.
       decode_programs: Those that give records.
       checkpoints: Where to save; None saves nothing.
@@ -42,14 +49,14 @@ class Executor:
       observers: Whom to report to.
       throughput: The clock of the steps.
       signals: Entered.
-      exit_after_ondemand_checkpoint: Whether to leave once a signal asked to save.
       goodput: What becomes of the time.
+      exit_after_ondemand_checkpoint: Whether to leave once a signal asked to save.
       profiler: Entered; None captures nothing.
       early_stop: Asked after each step at which something was evaluated; None for no such end.
     """
 
     train: TrainHParams
-    train_program: TrainProgram
+    train_programs: TrainPrograms
     eval_programs: Sequence[BaseProgram]
     decode_programs: Sequence[BaseProgram]
     checkpoints: CheckpointManager | None
@@ -57,8 +64,8 @@ class Executor:
     observers: Observer
     throughput: Throughput
     signals: StopSignals
+    goodput: Goodput
     exit_after_ondemand_checkpoint: bool = False
-    goodput: Goodput = dataclasses.field(default_factory=Goodput)
     profiler: StepProfiler | None = None
     early_stop: EarlyStop | None = None
 
@@ -87,25 +94,43 @@ class Executor:
                 self.observers.message(f"step {step} is the checkpoint that SIGUSR1 asked for")
             if stops or (on_demand and self.exit_after_ondemand_checkpoint):
                 break
-            if step >= self.train.num_train_steps or self.has_stopped_early:
+            if self.is_over(step):
                 break
             step += 1
             self._start_profile_if_due(step)
-            state = self.train_program.run_step(state, step)
+            state = self.train_programs.run_step(state, step)
             if self.profiler is not None and self.profiler.ends_after(step):
                 self._stop_profile(step)
             if step < self.train.num_train_steps:
-                self._run_due(state, step)
+                self.run_due(state, step)
         self._stop_profile(step)
         self._save(state, step, force=True)
         return state, step
+
+    def is_over(self, step: int) -> bool:
+        """Whether the job is done after `step` steps, by its last step or by early stopping."""
+        return step >= self.train.num_train_steps or self.has_stopped_early
+
+    def run_due(self, state: TrainState, step: int) -> None:
+        """Evaluates and decodes what is due after `step` steps, and asks whether to go on."""
+        evals = due_programs(self.eval_programs, step, self.train.eval_interval_steps)
+        decodes = due_programs(self.decode_programs, step, self.train.decode_interval_steps)
+        metrics: dict[str, float] = {}
+        if evals:
+            metrics |= by_path(self.evaluate(state, step, evals))
+        if decodes:
+            decoded = self.decode(state, step, decodes)
+            told = {DECODE_PREFIX + p.name: p.metrics for p in decodes if p.name in decoded}
+            metrics |= by_path(told)
+        if metrics and self.early_stop is not None and self.early_stop.asks_to_stop(metrics, step):
+            self.observers.message(self.early_stop.message())
 
     def evaluate(
         self, state: TrainState, step: int, programs: Sequence[BaseProgram] | None = None
     ) -> dict[str, dict[str, float]]:
         """Runs eval programs, all of them unless told which; metrics by program."""
         programs = self.eval_programs if programs is None else programs
-        self.train_program.drain()
+        self.train_programs.drain()
         with self._besides("eval"):
             found = {p.name: dict(p.run(state, step, self.observers)) for p in programs}
         self._record(step, found)
@@ -121,7 +146,7 @@ class Executor:
         programs = self.decode_programs if programs is None else programs
         if step < self.train.decode_start_after_n_steps or not programs:
             return {}
-        self.train_program.drain()
+        self.train_programs.drain()
         with self._besides("decode"):
             return {p.name: p.run(state, step, self.observers) for p in programs}
 
@@ -133,30 +158,16 @@ class Executor:
 
     def _start_profile_if_due(self, step: int) -> None:
         if self.profiler is not None and self.profiler.starts_before(step):
-            self.train_program.drain()
+            self.train_programs.drain()
             with self._besides("profile"):
                 self.profiler.start(step)
 
     def _stop_profile(self, step: int) -> None:
         """Waits for all steps, and writes the trace of the last ones where there is one."""
-        self.train_program.drain()
+        self.train_programs.drain()
         if self.profiler is not None:
             with self._besides("profile"):
                 self.profiler.stop(step)
-
-    def _run_due(self, state: TrainState, step: int) -> None:
-        """Evaluates and decodes what is due after a step, and asks whether to go on."""
-        evals = due_programs(self.eval_programs, step, self.train.eval_interval_steps)
-        decodes = due_programs(self.decode_programs, step, self.train.decode_interval_steps)
-        metrics: dict[str, float] = {}
-        if evals:
-            metrics |= by_path(self.evaluate(state, step, evals))
-        if decodes:
-            decoded = self.decode(state, step, decodes)
-            told = {DECODE_PREFIX + p.name: p.metrics for p in decodes if p.name in decoded}
-            metrics |= by_path(told)
-        if metrics and self.early_stop is not None and self.early_stop.asks_to_stop(metrics, step):
-            self.observers.message(self.early_stop.message())
 
     def _record(self, step: int, found: Mapping[str, Mapping[str, float]]) -> None:
         """Lets the checkpoints know how good the weights are."""
@@ -178,13 +189,13 @@ class Executor:
     def _save(self, state: TrainState, step: int, *, force: bool = False) -> None:
         if self.checkpoints is None:
             return
-        self.train_program.drain()
+        self.train_programs.drain()
         progress(f"saving step {step}", waits_for_others=True)
         self.observers.flush()
         with self._besides("save"):
             self.checkpoints.save(
                 step,
-                self.train_program.stored_state(state),
+                self.train_programs.stored_state(state),
                 input_states=self._input_states(),
                 metadata=self._metadata(),
                 force=force,
@@ -202,7 +213,31 @@ class Executor:
             for program in self.eval_programs
             if program.dataset is not None and not program.dataset.reset_for_eval
         }
-        return {"train": self.train_program.input_state(), **rolling}
+        return {**self.train_programs.input_states(), **rolling}
+
+
+def executor_class(resolved: ResolvedExperiment) -> Callable[..., Executor]:
+    """What makes the executor of a job out of the fields that `Executor` has.
+
+    Raises:
+      UsageError: the experiment's own is no `Executor`, sets fields that are the job's, or lacks
+        fields of its own.
+    """
+    config = resolved.executor
+    if config is None:
+        return Executor
+    kind = target_of(config)
+    if not (isinstance(kind, type) and issubclass(kind, Executor)):
+        raise UsageError(f"executor: {kind.__qualname__} does not derive from Executor")
+    given = {field.name for field in dataclasses.fields(Executor)}
+    assigned = set(assigned_fields(config))
+    if taken := sorted(given & assigned):
+        raise UsageError(f"executor.{taken[0]} is filled in by the job and cannot be set")
+    parameters = inspect.signature(kind).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    if missing := [name for name in needed if name not in given | assigned]:
+        raise UsageError(f"executor: {kind.__qualname__} needs a value for {first_names(missing)}")
+    return config.Instantiate
 
 
 def check_best_metric(train: TrainHParams, programs: Iterable[BaseProgram]) -> None:

@@ -39,14 +39,6 @@ _FIELD_NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 # `validator` is not.
 _NEAR_ENOUGH = 0.86
 
-# Methods of experiments elsewhere, which would be passed over in silence here.
-_NOT_OURS = {
-    "train_programs": "but a run has one training program, fed by the one training data set of"
-    " datasets(); to train on several, let one input mix them",
-    "executor": "but the order of a run is fixed (see layerkit_runner.executor); what is done"
-    " besides training is listed by eval_programs() and decode_programs()",
-}
-
 
 class ExperimentClassError(UsageError, TypeError):
     """A class whose fields or methods, as they are written, would do nothing."""
@@ -69,6 +61,10 @@ class BaseExperiment:
     trained_by: ClassVar[type[BaseExperiment] | None] = None
     """For an experiment that only evaluates: the one that trains its model, which is named to those
     who ask to train or to plan this one."""
+
+    tags: ClassVar[tuple[str, ...]] = ()
+    """Words by which `runner --list --tag=NAME` finds it, such as `moe`. An experiment has those of
+    all its bases and mix-ins. Written out, since the list is read from the source."""
 
     def __init_subclass__(cls, *, abstract: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -122,6 +118,15 @@ class BaseExperiment:
         """Configs of the inputs whose examples are decoded; none by default."""
         return []
 
+    def train_programs(self) -> list[Config] | None:
+        """What trains: configs of `TrainProgram`, which take turns, or of a class derived from it.
+
+        `[Config(TrainProgram, dataset="web", steps=3), Config(TrainProgram, dataset="code")]`
+        trains three steps on one of `datasets()`, one on another, and so on. None, the default,
+        trains on the only one with `is_training=True`.
+        """
+        return None
+
     def eval_programs(self) -> list[Config] | None:
         """What evaluates: configs of `EvalProgram`, or of a `BaseProgram` of your own.
 
@@ -134,6 +139,14 @@ class BaseExperiment:
         """What decodes: configs of `DecodeProgram`, or of a `BaseProgram` of your own.
 
         Their `dataset` names one of `decode_datasets()`. None, the default, decodes each of them.
+        """
+        return None
+
+    def executor(self) -> Config | None:
+        """What happens when: a config of a class derived from `layerkit_runner.executor.Executor`.
+
+        The job fills in the fields that `Executor` has; yours may have others. None, the default,
+        is `Executor` itself.
         """
         return None
 
@@ -208,9 +221,6 @@ def _check_assigned(cls: type) -> None:
 
 def _check_methods(cls: type) -> None:
     """Refuses methods that look as if a run called them, and are never called."""
-    for name, instead in _NOT_OURS.items():
-        if name in vars(cls):
-            raise ExperimentClassError(f"{cls.__qualname__} defines {name}(), {instead}")
     hooks = [name for name in vars(BaseExperiment) if _is_hook_like(BaseExperiment, name)]
     own = [base for base in cls.__mro__ if base not in (BaseExperiment, object)]
     misspelt = [(base, name, hook) for base in own for name, hook in _near_hooks(base, hooks)]

@@ -6,12 +6,10 @@ import dataclasses
 import datetime
 import importlib.metadata
 import os
-from typing import Any
 
 import jax
 from etils import epath
 
-from layerkit_inputs.base_input import BaseInput
 from layerkit_runner.checkpoints import (
     CheckpointManager,
     CheckpointPolicy,
@@ -26,7 +24,6 @@ from layerkit_runner.compilation_cache import cache_folder
 from layerkit_runner.configuration.config_text import config_json
 from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError
-from layerkit_runner.feeds.infeed import dataset_name, make_input, training_config
 from layerkit_runner.job_folder import check_same_experiment, check_writable, recorded_overrides
 from layerkit_runner.observers import (
     FiniteLoss,
@@ -156,32 +153,6 @@ class Job:
             overrides = recorded_overrides(folder)
             hint = f"\n{folder} was last written with {overrides}" if overrides else ""
             raise UsageError(f"{error}{hint}") from error
-
-    def train_input(self) -> BaseInput:
-        """The input to train on.
-
-        Raises:
-          UsageError: there is not exactly one.
-        """
-        return make_input(training_config(self.resolved), self.partitioner)
-
-    def eval_inputs(self) -> dict[str, BaseInput]:
-        """The inputs to evaluate on, by name."""
-        held_out = [config for config in self.resolved.datasets if not config.is_training]
-        return self._named(held_out)
-
-    def decode_inputs(self) -> dict[str, BaseInput]:
-        """The inputs to decode, by name."""
-        return self._named(self.resolved.decode_datasets)
-
-    def _named(self, configs: list[Any]) -> dict[str, BaseInput]:
-        inputs: dict[str, BaseInput] = {}
-        for config in configs:
-            name = dataset_name(config)
-            if name in inputs:
-                raise UsageError(f"two data sets are named {name!r}; give each a name of its own")
-            inputs[name] = make_input(config, self.partitioner)
-        return inputs
 
 
 def start_job(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> Job:

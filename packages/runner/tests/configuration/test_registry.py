@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -32,6 +33,8 @@ _READ_ONLY = {
         raise RuntimeError("imported")
 
         class Optimizer:
+            tags: typing.ClassVar[tuple[str, ...]] = ("adam", "lm")
+
             LEARNING_RATE: float = 1e-3
             _hidden: int = 1
             lower: int = 2
@@ -39,6 +42,7 @@ _READ_ONLY = {
         class LmBase(Optimizer, lr.BaseExperiment, typing.Generic[typing.T], abstract=True):
             """Base of the language models."""
 
+            tags = ("lm",)
             NUM_LAYERS: "int" = 2
             MESH: tuple[int, ...] | None = None
             HIDDEN_DIMS: int = 8
@@ -71,7 +75,10 @@ _READ_ONLY = {
         class Small(parts.LmBase):
             """Another small model."""
 
+            tags = ("vision", "small")
+
         class Wide(small.Small):
+            tags: tuple[str, ...]
             MESH = (1, 2)
     ''',
     "reg_acme/tests/fixtures.py": """
@@ -165,6 +172,57 @@ def test_fields_follow_bases_across_modules():
 
 
 @pytest.mark.usefixtures("folder")
+def test_tags_are_those_of_all_bases():
+    assert find_experiment("lm.small.Small").tags == ("adam", "lm")
+    assert find_experiment("vision.small.Small").tags == ("adam", "lm", "small", "vision")
+    assert find_experiment("Wide").tags == ("adam", "lm")
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_list_of_what_has_all_tags():
+    def listed(*tags: str) -> list[str]:
+        found = list_experiments(tags=tags)
+        return [entry.name for entry in found if entry.module.startswith("reg_acme")]
+
+    every = ["lm.small.Small", "lm.small.Tiny", "vision.small.Small", "vision.small.Wide"]
+    assert listed() == listed("adam") == listed("lm", "adam") == every
+    assert listed("vision") == listed("lm", "vision") == ["vision.small.Small"]
+    with pytest.raises(UsageError) as caught:
+        list_experiments(tags=("lm", "adma"))
+    text = str(caught.value)
+    assert text.startswith("--tag has no value 'adma'; did you mean 'adam'? It is one of adam, ")
+    assert text.endswith(", vision.")
+
+
+def test_tags_where_no_experiment_has_any(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("layerkit_runner.configuration.registry.experiment_packages", list)
+    with pytest.raises(UsageError) as caught:
+        list_experiments(tags=("moe",))
+    assert str(caught.value) == "--tag has no value 'moe'. There are none."
+
+
+@pytest.mark.parametrize(
+    ("written", "example"),
+    [
+        ("'moe'", "('moe',)"),
+        ("('moe', 1)", "('moe', 'pipeline')"),
+        ("Small.tags + ('moe',)", "('moe', 'pipeline')"),
+    ],
+)
+def test_tags_that_are_no_written_out_strings_are_refused(folder: Path, written: str, example: str):
+    source = f"""
+        from reg_acme.lm.small import Small
+        class Own(Small):
+            tags = {written}
+    """
+    write(folder, {"reg_tagged.py": source})
+    assert refusal("reg_tagged.Own") == (
+        f"reg_tagged.Own, line 4: tags = {written}; expected strings, written out, such as"
+        f" tags = {example}"
+    )
+
+
+@pytest.mark.usefixtures("folder")
 def test_the_list_holds_what_can_run():
     listed = {e.name: e.summary for e in list_experiments() if e.module.startswith("reg_acme")}
     assert listed == {
@@ -245,6 +303,7 @@ def test_where_the_source_cannot_tell_the_module_is_imported(folder: Path):
                 def make(layers):
                     class Made(BaseExperiment):
                         '''Made by a call.'''
+                        tags = ("made",)
                         NUM_LAYERS: int = layers
                     return Made
 
@@ -262,8 +321,9 @@ def test_where_the_source_cannot_tell_the_module_is_imported(folder: Path):
         },
     )
     made = find_experiment("reg_made.Made")
-    assert (made.summary, dict(made.fields)) == (
+    assert (made.summary, made.tags, dict(made.fields)) == (
         "Made by a call.",
+        ("made",),
         {"NUM_LAYERS": FieldSource("int", None)},
     )
     assert load_experiment(made)().NUM_LAYERS == 3
@@ -296,7 +356,7 @@ def test_a_missing_library_is_named_without_a_traceback(folder: Path):
         ("DEPHT = 1", "Wrong assigns DEPHT, which is not declared; did you mean 'DEPTH'? A new"),
         ("reduced_fields = {'DEPHT': 1}", "reduced_fields of Wrong: Wrong has no field 'DEPHT';"),
         ("def eval_program(self): pass", "Wrong defines eval_program(), which a run never calls;"),
-        ("def executor(self): pass", "Wrong defines executor(), but the order of a run is fixed"),
+        ("def executors(self): pass", "Wrong defines executors(), which a run never calls; did"),
     ],
 )
 @pytest.mark.parametrize("name", ["Wrong", "Other", "Made"])
@@ -337,6 +397,7 @@ def test_source_and_import_agree(folder: Path):
                 from layerkit_runner.experiment import BaseExperiment
 
                 class Top(BaseExperiment, abstract=True):
+                    tags = ("top", "all")
                     DEPTH: int = 1
                     WIDTH: int = 1
             """,
@@ -353,6 +414,7 @@ def test_source_and_import_agree(folder: Path):
                     '''
                     Right of the diamond.
                     '''
+                    tags = ["right"]
                     DEPTH: str = "3"
                     WIDTH = 4
 
@@ -369,5 +431,7 @@ def test_source_and_import_agree(folder: Path):
         if entry.complete:
             told = {name: field.annotation for name, field in entry.fields.items()}
             assert told == experiment_fields(cls)
+            said = [vars(base).get("tags", ()) for base in cls.__mro__]
+            assert set(entry.tags) == set(itertools.chain(*said))
         if not entry.summary.startswith("The same as "):
             assert entry.summary == inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]

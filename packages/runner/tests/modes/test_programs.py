@@ -212,9 +212,3 @@ def test_programs_that_cannot_be_are_refused_before_anything_is_written(
         run_train(resolve(experiment(**fields)), options)
     assert str(caught.value) == text
     assert not (tmp_path / "job").exists()
-
-
-@pytest.mark.parametrize("name", ["train_programs", "executor"])
-def test_methods_that_would_do_nothing_are_refused(name: str):
-    with pytest.raises(TypeError, match=rf"Mine defines {name}\(\), but "):
-        type("Mine", (BaseExperiment,), {name: lambda self: None})

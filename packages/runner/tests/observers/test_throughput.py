@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from layerkit_runner.observers import Throughput
+from layerkit_runner.observers import StepWork, Throughput
 
 
 class Clock:
@@ -54,6 +54,19 @@ def test_rates_by_hand(timed, clock):
         }
     )
     assert throughput.rates() == {}  # nothing since
+
+
+def test_steps_of_several_sizes(timed, clock):
+    throughput = timed()
+    run_steps(throughput, clock, [1], seconds=60)
+    large, small = StepWork(30, 3000, 12e12), StepWork(10, 0, 2e12)
+    for step, work in ((2, large), (3, small), (4, small)):
+        clock.now += 0.5
+        throughput.completed(step, work)
+    rates = throughput.rates()
+    assert rates["examples_per_sec"] == pytest.approx(50 / 1.5)
+    assert rates["tokens_per_sec"] == pytest.approx(3000 / 1.5)
+    assert rates["tflops_per_sec_per_device"] == pytest.approx(16 / 1.5 / 4)
 
 
 def test_unknown_quantities_are_left_out(timed, clock):

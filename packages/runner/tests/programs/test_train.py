@@ -17,7 +17,7 @@ from layerkit_runner.errors import UsageError
 from layerkit_runner.feeds.infeed import make_input
 from layerkit_runner.observers import Observer, RunInfo, Throughput
 from layerkit_runner.partitioning import SpmdPartitioner
-from layerkit_runner.programs import TrainProgram
+from layerkit_runner.programs import TrainProgram, TrainPrograms
 from layerkit_runner.steps.task_metrics import Histogram, Max, Mean
 
 
@@ -45,7 +45,7 @@ class Recorder(Observer):
 
 def started(
     tiny: SimpleNamespace, *, model: Any = None, metrics: Any = None, **train: Any
-) -> tuple[TrainProgram, Any, Recorder]:
+) -> tuple[TrainPrograms, Any, Recorder]:
     partitioner = SpmdPartitioner(ici_mesh_shape=[1, 1, 1])
     partitioner.start(jax.devices()[:1])
     learner = {"learning_rate": 0.01}
@@ -73,7 +73,8 @@ def started(
     )
     compiled = program.lower(partitioner.abstract_state(task)).compile()
     program.start(compiled, recorder, Throughput(info))
-    return program, state, recorder
+    inflight = task.train.max_inflight_steps
+    return TrainPrograms([program], max_inflight_steps=inflight), state, recorder
 
 
 def test_losses_by_hand(tiny: SimpleNamespace):
@@ -124,9 +125,9 @@ def test_metrics_come_at_the_first_the_last_and_every_interval(tiny: SimpleNames
 def test_the_input_state_is_that_of_the_steps_started(tiny: SimpleNamespace):
     program, state, _ = started(tiny)
     for step in (1, 2, 3):
-        assert program.input_state()["position"]["rows_done"] == step - 1
+        assert program.input_states()["train/Points"]["position"]["rows_done"] == step - 1
         state = program.run_step(state, step)
-    assert program.input_state()["position"]["rows_done"] == 3
+    assert program.input_states()["train/Points"]["position"]["rows_done"] == 3
 
 
 def test_metrics_of_the_task_cover_the_steps_since_the_last_summary(tiny: SimpleNamespace):
@@ -152,7 +153,7 @@ def test_metrics_of_the_task_cover_the_steps_since_the_last_summary(tiny: Simple
 
 
 def run(
-    program: TrainProgram, state: Any, recorder: Recorder, steps: int
+    program: TrainPrograms, state: Any, recorder: Recorder, steps: int
 ) -> dict[str, list[float]]:
     """What was reported of so many steps, as a list for each metric."""
     for step in range(1, steps + 1):
@@ -187,7 +188,7 @@ def test_arrays_of_layers_come_with_the_summaries(tiny: SimpleNamespace):
 def test_a_batch_of_another_shape_is_told_by_name(tiny: SimpleNamespace):
     program, state, _ = started(tiny)
     state = program.run_step(state, 1)
-    feed = program._feed
+    feed = program.programs[0]._feed
     batch, _ = feed.take(lambda: True)
     wrong = NestedMap(x=batch.x[:, :1], y=batch.y, weights=batch.weights)
     feed._waiting.appendleft((wrong, feed.state()))

@@ -17,7 +17,7 @@ from layerkit.config import assigned_fields, field_names, is_config
 from layerkit_runner.command_line.flag_table import RunOptions
 from layerkit_runner.command_line.run_words import run_words
 from layerkit_runner.configuration import field_types
-from layerkit_runner.configuration.overrides import PROGRAM_ROOTS, ROOTS
+from layerkit_runner.configuration.overrides import OPTIONAL_ROOTS, ROOTS
 from layerkit_runner.configuration.resolve import (
     NOT_SET,
     ResolvedExperiment,
@@ -79,7 +79,7 @@ def _walk(resolved: ResolvedExperiment) -> Iterator[tuple[str, Any]]:
     seen: dict[int, str] = {}
     for root in ROOTS:
         value = getattr(resolved, root)
-        if value is not None or root not in PROGRAM_ROOTS:
+        if value is not None or root not in OPTIONAL_ROOTS:
             yield from _lines(root, value, seen)
 
 

@@ -20,7 +20,10 @@ from layerkit_runner.configuration import field_types
 from layerkit_runner.errors import FieldError, UsageError, first_names
 
 # Lists that few experiments define; None where they do not.
-PROGRAM_ROOTS = ("eval_programs", "decode_programs")
+PROGRAM_ROOTS = ("train_programs", "eval_programs", "decode_programs")
+
+# What may be None.
+OPTIONAL_ROOTS = (*PROGRAM_ROOTS, "executor")
 
 # What a deep path may start with: the parts of a resolved experiment.
 ROOTS = (
@@ -28,7 +31,7 @@ ROOTS = (
     "datasets",
     "decode_datasets",
     "partitioner",
-    *PROGRAM_ROOTS,
+    *OPTIONAL_ROOTS,
 )
 
 _PATH = re.compile(r"[A-Za-z_]\w*(\.\w+)*")

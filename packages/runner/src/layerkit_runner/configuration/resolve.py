@@ -17,7 +17,12 @@ from layerkit.config import Config, assigned_fields, copy_config, field_names, i
 from layerkit.near_names import near_names
 from layerkit_inputs.extras import MissingExtraError
 from layerkit_runner.configuration import field_types
-from layerkit_runner.configuration.overrides import PROGRAM_ROOTS, ROOTS, Override, check_consistent
+from layerkit_runner.configuration.overrides import (
+    OPTIONAL_ROOTS,
+    ROOTS,
+    Override,
+    check_consistent,
+)
 from layerkit_runner.errors import UsageError, first_names
 from layerkit_runner.experiment import BaseExperiment
 
@@ -37,9 +42,12 @@ class ResolvedExperiment:
     # Inputs to decode.
     decode_datasets: list[Config]
     partitioner: Config
-    # What evaluates and decodes; None for one program per data set.
+    # What trains, evaluates and decodes; None for one program per data set.
+    train_programs: list[Config] | None = None
     eval_programs: list[Config] | None = None
     decode_programs: list[Config] | None = None
+    # In what order they run; None for that of `layerkit_runner.executor`.
+    executor: Config | None = None
     deep_overrides: tuple[Override, ...] = ()
 
     @property
@@ -78,12 +86,12 @@ def resolve(
 def _checked(experiment: BaseExperiment, root: str) -> Any:
     result = getattr(experiment, root)()
     label = f"{type(experiment).__qualname__}.{root}()"
-    if root in ("task", "partitioner"):
+    if root in OPTIONAL_ROOTS and result is None:
+        return None
+    if root in ("task", "partitioner", "executor"):
         if not is_config(result):
             raise TypeError(f"{label} must return a Config, got {result!r}")
         return result
-    if root in PROGRAM_ROOTS and result is None:
-        return None
     if not isinstance(result, (list, tuple)) or not all(is_config(item) for item in result):
         raise TypeError(f"{label} must return a list of Configs, got {result!r}")
     return list(result)

@@ -14,40 +14,10 @@ from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.extras import MissingExtraError
 from layerkit_inputs.feeds import FeedPlan, plan_feeds
-from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.processes.process_exchange import gather_values
 from layerkit_runner.processes.watchdog import progress
-
-
-def training_config(resolved: ResolvedExperiment) -> Config:
-    """The config of the input to train on.
-
-    Raises:
-      UsageError: there is not exactly one.
-    """
-    training = [config for config in resolved.datasets if config.is_training]
-    if resolved.datasets and not training:
-        raise UsageError(_only_evaluates(resolved))
-    if len(training) != 1:
-        raise UsageError(
-            f"{resolved.name}.datasets() must hold one input with is_training=True to train on,"
-            f" not {len(training)}"
-        )
-    return training[0]
-
-
-def _only_evaluates(resolved: ResolvedExperiment) -> str:
-    text = (
-        f"{resolved.name} only evaluates, for none of its datasets() has is_training=True: use"
-        " --mode=eval_once or --mode=eval"
-    )
-    trainer = resolved.experiment.trained_by
-    if trainer is None:
-        return text
-    name = f"{trainer.__module__}.{trainer.__qualname__}"
-    return f"{text}; to train or to plan, take {name}, whose model it evaluates"
 
 
 @dataclasses.dataclass(frozen=True)

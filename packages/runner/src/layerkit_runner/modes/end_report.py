@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 
+from layerkit_runner.byte_sizes import megabytes
 from layerkit_runner.executor import Executor
 from layerkit_runner.experiment import experiment_fields
 from layerkit_runner.job import Job
 from layerkit_runner.job_folder import command_line, longer
-from layerkit_runner.modes.start_report import megabytes
 from layerkit_runner.observers import draw_loss_curve, memory_scalars, metrics_path
 from layerkit_runner.steps.train_state import TrainState
 from layerkit_runner.task import SingleTask
@@ -20,12 +20,8 @@ from layerkit_runner.task import SingleTask
 _SAMPLE_CHARACTERS = 600
 
 
-def finish(job: Job, executor: Executor, state: TrainState, step: int, *, token_unit: str) -> None:
-    """Evaluates and decodes the finished model and reports both.
-
-    Args:
-      token_unit: What the training data call one predicted token.
-    """
+def finish(job: Job, executor: Executor, state: TrainState, step: int) -> None:
+    """Evaluates and decodes the finished model and reports both."""
     say = job.observers.message
     means = executor.evaluate(state, step) if job.task.train.eval_at_end else {}
     baselines: dict[str, float] = {}
@@ -59,7 +55,7 @@ def finish(job: Job, executor: Executor, state: TrainState, step: int, *, token_
     for line in memory_lines(memory_scalars()):
         say(line)
     if jax.process_index() == 0:
-        say(_draw(job, baselines, token_unit))
+        say(_draw(job, baselines, executor.train_programs.programs[0].dataset.token_unit))
         for line in next_commands(job, step):
             say(line)
 

@@ -9,21 +9,48 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from layerkit.config import Config, assigned_fields, target_of
-from layerkit.near_names import near_names
 from layerkit_inputs.base_input import BaseInput
+from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner.errors import UsageError, first_names
-from layerkit_runner.feeds.infeed import dataset_name, make_input
+from layerkit_runner.feeds.infeed import make_input
+from layerkit_runner.feeds.training_data import chosen_dataset, datasets_by_name, training_configs
 from layerkit_runner.job import Job
 from layerkit_runner.programs import (
     BaseProgram,
     DecodeProgram,
     EvalProgram,
     TrainProgram,
+    TrainPrograms,
     eval_train,
 )
 
 
-def eval_programs(job: Job, training: TrainProgram | None = None) -> list[BaseProgram]:
+def train_programs(job: Job) -> TrainPrograms:
+    """What trains: as the experiment lists it, else one program on the one training data set.
+
+    Raises:
+      UsageError: data sets and programs that do not go together, or fields that are refused.
+    """
+    by_name, configs = training_configs(job.resolved), job.resolved.train_programs
+    # The programs are in the order of their data sets.
+    pairs = zip(by_name.items(), configs or [Config(TrainProgram)], strict=True)
+    programs = []
+    for (name, dataset), config in pairs:
+        kind = target_of(config)
+        if not (isinstance(kind, type) and issubclass(kind, TrainProgram)):
+            raise UsageError(f"train_programs: {name!r} is a {kind.__qualname__}, no TrainProgram")
+        programs.append(
+            config.Instantiate(
+                task=job.task,
+                partitioner=job.partitioner,
+                dataset=Prefetch(source=make_input(dataset, job.partitioner)),
+                name=name if len(by_name) > 1 else None,
+            )
+        )
+    return TrainPrograms(programs, max_inflight_steps=job.task.train.max_inflight_steps)
+
+
+def eval_programs(job: Job, training: TrainPrograms | None = None) -> list[BaseProgram]:
     """What evaluates: as the experiment lists it, else one program per held-out data set.
 
     Args:
@@ -36,20 +63,25 @@ def eval_programs(job: Job, training: TrainProgram | None = None) -> list[BasePr
     held_out = [config for config in job.resolved.datasets if not config.is_training]
     programs = _programs(job, "eval_programs", held_out, EvalProgram)
     of_training = [] if training is None else eval_train_programs(job, training)
-    if of_training and any(program.name == eval_train.NAME for program in programs):
+    taken = {program.name for program in of_training}
+    for name in (program.name for program in programs if program.name in taken):
         raise UsageError(
-            f"the name {eval_train.NAME!r} of an evaluation is that of the training batches, which"
+            f"the name {name!r} of an evaluation is that of the training batches, which"
             " task.train.eval_skip_train=False evaluates too; give it another name"
         )
     return [*of_training, *programs]
 
 
-def eval_train_programs(job: Job, training: TrainProgram) -> list[BaseProgram]:
-    """What evaluates the next training batch: one program, or none with `eval_skip_train`."""
+def eval_train_programs(job: Job, training: TrainPrograms) -> list[BaseProgram]:
+    """What evaluates the next batch of each training program; nothing with `eval_skip_train`."""
     if job.task.train.eval_skip_train:
         return []
-    next_batch = training.next_batch
-    return [eval_train.NextBatchEvalProgram(job.task, job.partitioner, next_batch)]
+    return [
+        eval_train.NextBatchEvalProgram(
+            job.task, job.partitioner, program.next_batch, eval_train.name_beside(program.name)
+        )
+        for program in training.programs
+    ]
 
 
 def decode_programs(job: Job) -> list[BaseProgram]:
@@ -69,12 +101,7 @@ def inputs_of(programs: Iterable[BaseProgram]) -> dict[str, BaseInput]:
 def _programs(
     job: Job, root: str, datasets: Sequence[Config], default: type[BaseProgram]
 ) -> list[BaseProgram]:
-    by_name: dict[str, Config] = {}
-    for dataset in datasets:
-        name = dataset_name(dataset)
-        if name in by_name:
-            raise UsageError(f"two data sets are named {name!r}; give each a name of its own")
-        by_name[name] = dataset
+    by_name = datasets_by_name(datasets)
     configs = getattr(job.resolved, root)
     if configs is None:
         configs = [Config(default, dataset=name) for name in by_name]
@@ -90,18 +117,12 @@ def _programs(
 
 def _name(config: Config, path: str, datasets: Iterable[str]) -> str:
     """What a program is called; refuses a data set that is not there."""
-    fields = assigned_fields(config)
-    dataset = fields.get("dataset")
-    if dataset is not None and dataset not in datasets:
-        raise UsageError(
-            f"{path}.dataset={dataset!r} is no data set for it{near_names(str(dataset), datasets)}"
-            f" There are {first_names(datasets) or 'none'}."
-        )
+    dataset = chosen_dataset(config, path, datasets)
     if dataset is None and issubclass(target_of(config), (EvalProgram, DecodeProgram)):
         raise UsageError(
             f"{path} needs a dataset; there are {first_names(datasets) or 'none'} for it"
         )
-    name = fields.get("name", dataset)
+    name = assigned_fields(config).get("name", dataset)
     if name is None:
         raise UsageError(f"{path} needs a name, or a dataset, after which it is called")
     return str(name)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.prefetch import Prefetch
+from layerkit_runner.byte_sizes import megabytes
 from layerkit_runner.job import Job, versions
 from layerkit_runner.observers import RunInfo
+from layerkit_runner.programs import TrainPrograms
 from layerkit_runner.steps.compiled_memory import temporary_bytes
 from layerkit_runner.steps.train_state import TrainState
 from layerkit_runner.xla_flags import flag_lines
@@ -54,14 +56,14 @@ class LayerNotes(logging.Handler):
 
 
 def start_lines(
-    job: Job, state: TrainState, train_input: BaseInput, *, start_step: int
+    job: Job, state: TrainState, programs: TrainPrograms, *, start_step: int
 ) -> Iterator[str]:
     """The lines known before compilation.
 
     Args:
       job: The job.
       state: That on the devices, or its shapes.
-      train_input: Whose next batch can be peeked at.
+      programs: Whose next batches can be peeked at.
       start_step: Steps already done.
     """
     device = jax.devices()[0]
@@ -78,12 +80,14 @@ def start_lines(
     yield f"partitioner  {job.partitioner.describe()}"
     if padded := job.partitioner.padding_text(job.task):
         yield f"padded       {padded}"
-    # Fields may be nested, as the two sides of a translation are.
-    shapes = dict(job.partitioner.abstract_batch(train_input.peek()).flatten_items())
-    ids = (leaf for path, leaf in shapes.items() if path.split(".")[-1] == "ids")
-    first = next(ids, next(iter(shapes.values())))
-    yield f"batch        {' × '.join(map(str, first.shape))} ({', '.join(shapes)})"
-    yield f"input        {input_text(train_input)}"
+    for program in programs.programs:
+        if program.name is not None:
+            yield (
+                f"program      {program.name}, {program.steps} of every {programs.num_turn_steps}"
+                " steps"
+            )
+        yield f"batch        {batch_text(job.partitioner.abstract_batch(program.dataset.peek()))}"
+        yield f"input        {input_text(program.dataset)}"
     yield f"state        {megabytes(bytes_per_device(state))} per device with optimizer"
     train = job.task.train
     yield f"steps        {start_step} → {train.num_train_steps}"
@@ -91,6 +95,15 @@ def start_lines(
     if not job.options.enable_checkpoint_saving:
         saves = "no checkpoints (--noenable_checkpoint_saving)"
     yield f"writing to   {job.given_directory}; {saves}"
+
+
+def batch_text(batch: Any) -> str:
+    """`8 × 128 (ids, labels)`, given the shapes of a batch."""
+    # Fields may be nested, as the two sides of a translation are.
+    shapes = dict(batch.flatten_items())
+    ids = (leaf for path, leaf in shapes.items() if path.split(".")[-1] == "ids")
+    first = next(ids, next(iter(shapes.values())))
+    return f"{' × '.join(map(str, first.shape))} ({', '.join(shapes)})"
 
 
 def input_text(train_input: BaseInput) -> str:
@@ -104,12 +117,17 @@ def input_text(train_input: BaseInput) -> str:
     )
 
 
-def compiled_lines(compiled: Any) -> Iterator[str]:
-    """What the compiler knows about memory."""
-    memory = compiled.memory_analysis()
-    if memory is not None and hasattr(memory, "temp_size_in_bytes"):
-        temporaries = temporary_bytes(memory, platform=jax.devices()[0].platform)
-        yield f"step memory  {megabytes(temporaries)} of temporaries per device"
+def compiled_lines(compiled: Sequence[Any]) -> Iterator[str]:
+    """What the compiler knows about memory, of the step that takes most."""
+    platform = jax.devices()[0].platform
+    analyses = [memory for step in compiled if (memory := step.memory_analysis()) is not None]
+    temporaries = [
+        temporary_bytes(memory, platform=platform)
+        for memory in analyses
+        if hasattr(memory, "temp_size_in_bytes")
+    ]
+    if temporaries:
+        yield f"step memory  {megabytes(max(temporaries))} of temporaries per device"
 
 
 def run_info(job: Job, *, start_step: int) -> RunInfo:
@@ -142,8 +160,3 @@ def bytes_per_device(tree: Any) -> int:
         shape = leaf.sharding.shard_shape(leaf.shape)
         total += math.prod(shape) * leaf.dtype.itemsize
     return total
-
-
-def megabytes(size: float) -> str:
-    """Bytes as MB or GB (powers of ten)."""
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

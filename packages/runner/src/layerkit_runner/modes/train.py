@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,9 +26,9 @@ from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError
 from layerkit_runner.executor import (
     EARLY_STOPPING,
-    Executor,
     check_best_metric,
     eval_input_key,
+    executor_class,
 )
 from layerkit_runner.feeds.data_agreement import check_same_data
 from layerkit_runner.feeds.infeed import told_in_one_line
@@ -48,13 +49,14 @@ from layerkit_runner.modes.programs import (
     eval_programs,
     eval_train_programs,
     inputs_of,
+    train_programs,
 )
 from layerkit_runner.modes.start_report import LayerNotes, compiled_lines, run_info, start_lines
-from layerkit_runner.observers import DECODE_PREFIX, RunInfo, Throughput, peak_flops
+from layerkit_runner.observers import DECODE_PREFIX, RunInfo, StepWork, Throughput, peak_flops
 from layerkit_runner.observers.step_profiler import StepProfiler, profiler_server
 from layerkit_runner.processes.process_exchange import gather_values
 from layerkit_runner.processes.stop_signals import StopSignals
-from layerkit_runner.programs import BaseProgram, TrainProgram
+from layerkit_runner.programs import BaseProgram, TrainPrograms
 from layerkit_runner.steps.step_flops import model_flops_per_step
 from layerkit_runner.steps.train_state import TrainState
 
@@ -70,13 +72,13 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
         signals = stack.enter_context(StopSignals())
         profiler = stack.enter_context(_step_profiler(job))
         stack.enter_context(profiler_server(options.jax_profiler_port))
-        train_input = Prefetch(source=job.train_input())
-        stack.callback(train_input.close)
         # Built before anything is written, since they may refuse their fields.
+        make_executor = executor_class(resolved)
+        programs = train_programs(job)
+        stack.callback(programs.close)
         job.abstract_state()  # refused fields are told in the name of the experiment
         _decode_during_train(job)
-        program = TrainProgram(job.task, job.partitioner, train_input)
-        evals, decodes = _evaluations(job, program), decode_programs(job)
+        evals, decodes = _evaluations(job, programs), decode_programs(job)
         early_stop = _early_stop(job, evals, decodes)
         check_best_metric(job.task.train, evals)
         eval_inputs, decode_inputs = inputs_of(evals), inputs_of(decodes)
@@ -86,14 +88,14 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
         plan = None
         if checkpoints.latest_step() is None and options.restore_checkpoint_dir is None:
             plan = _plan_first_state(job)
-        _check_readable(train_input)
+        _check_readable(programs)
         if jax.process_count() > 1:
             # Prefetch tells what was delivered; its source runs ahead by another amount everywhere.
-            inputs = {"train": train_input, **eval_inputs}
-            check_same_data(inputs, gather_values)
+            trained = {programs.input_key(each): each.dataset for each in programs.programs}
+            check_same_data({**trained, **eval_inputs}, gather_values)
             check_same_data(decode_inputs, gather_values)
-        first, compiled, notes, flops = _prepare(
-            job, program, train_input, eval_inputs, checkpoints, plan, early_stop
+        first, compiled, notes, works = _prepare(
+            job, programs, eval_inputs, checkpoints, plan, early_stop
         )
         state, step = first.state, first.step
         if jax.process_index() == 0:
@@ -106,10 +108,10 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
             )
             if not first.is_restored:
                 write_record(job.directory, first.provenance)
-        info = _run_info(job, train_input, flops, start_step=step)
+        info = _run_info(job, programs, works, start_step=step)
         if first.provenance is not None:
             notes = [*first.provenance.lines(), *notes]
-        _print_start(job, state, train_input, compiled, notes, step)
+        _print_start(job, state, programs, compiled, notes, step)
         if step > job.task.train.num_train_steps:
             job.observers.message(_nothing_to_train(job, step))
         job.observers.start(info)
@@ -120,13 +122,14 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
                 f" begins after step {step}"
             )
         throughput = Throughput(info)
-        program.start(compiled, job.observers, throughput, job.goodput)
+        for program, step_of, work in zip(programs.programs, compiled, works, strict=True):
+            program.start(step_of, job.observers, throughput, job.goodput, work)
         if saves:
             # The first save needs Orbax, which takes a second to import.
             threading.Thread(target=importlib.import_module, args=("orbax.checkpoint",)).start()
-        executor = Executor(
+        executor = make_executor(
             train=job.task.train,
-            train_program=program,
+            train_programs=programs,
             eval_programs=evals,
             decode_programs=decodes,
             checkpoints=checkpoints if saves else None,
@@ -141,9 +144,8 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
         )
         state, step = executor.run(state, step)
         job.goodput.outermost("other")
-        is_over = step >= job.task.train.num_train_steps or executor.has_stopped_early
-        if is_over and signals.exit_code == 0:
-            end_report.finish(job, executor, state, step, token_unit=train_input.token_unit)
+        if executor.is_over(step) and signals.exit_code == 0:
+            end_report.finish(job, executor, state, step)
         elif saves:
             checkpoints.wait_until_finished()
             job.observers.message(job.goodput.summary())
@@ -151,18 +153,18 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
         return signals.exit_code
 
 
-def _evaluations(job: Job, program: TrainProgram) -> list[BaseProgram]:
+def _evaluations(job: Job, programs: TrainPrograms) -> list[BaseProgram]:
     """What evaluates; held-out data not, where --noeval_on_test leaves them to another job."""
     wanted = job.task.train.save_best_metric
     if job.options.eval_on_test:
-        return eval_programs(job, program)
+        return eval_programs(job, programs)
     if wanted is not None:
         raise UsageError(
             f"--noeval_on_test leaves out the evaluations by which task.train.save_best_metric="
             f"{wanted!r} tells the best checkpoints; those of --mode=eval beside this job do not"
             " reach it. Keep one of the two."
         )
-    return eval_train_programs(job, program)
+    return eval_train_programs(job, programs)
 
 
 def _decode_during_train(job: Job) -> None:
@@ -172,39 +174,38 @@ def _decode_during_train(job: Job) -> None:
         train.decode_interval_steps = train.save_interval_steps
 
 
-def _check_readable(train_input: Prefetch) -> None:
-    """Reads the first batch, where data that are not there come to light."""
+def _check_readable(programs: TrainPrograms) -> None:
+    """Reads the first batches, where data that are not there come to light."""
     with told_in_one_line():
-        train_input.peek()
+        for program in programs.programs:
+            program.dataset.peek()
 
 
 def _prepare(
     job: Job,
-    program: TrainProgram,
-    train_input: Prefetch,
+    programs: TrainPrograms,
     eval_inputs: Mapping[str, BaseInput],
     checkpoints: CheckpointManager,
     plan: Callable[[], FirstState] | None,
     early_stop: EarlyStop | None,
-) -> tuple[FirstState, Any, list[str], float]:
-    """First state, the compiled step, what layers said while traced, model FLOPs."""
+) -> tuple[FirstState, list[Any], list[str], list[StepWork]]:
+    """First state, the compiled steps, what layers said while traced, what each step comes to."""
     abstract = job.abstract_state()
     try:
         with LayerNotes() as notes, job.goodput.phase("compile"):
-            lowered = program.lower(abstract)
+            lowered = [program.lower(abstract) for program in programs.programs]
     except ValueError as error:
         raise UsageError(f"{job.resolved.name}: {error}") from error
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        compiling = pool.submit(lowered.compile)
-        rows = train_input.global_batch_size
-        flops = model_flops_per_step(job.resolved, train_input.peek(), rows)
+        compiling = [pool.submit(each.compile) for each in lowered]
+        works = [_step_work(job, program.dataset) for program in programs.programs]
         with _source_of_state(job, checkpoints) as (source, step):
             if source is None or step is None:
                 first = (plan or _plan_first_state(job))()
             else:
                 restored = job.restore(source, step)
                 first = FirstState(restored.state, step, is_restored=True)
-                _set_input_states(train_input, eval_inputs, restored.input_states)
+                _set_input_states(job, programs, eval_inputs, restored.input_states)
                 if early_stop is not None and source is checkpoints:
                     _restore_early_stop(job, early_stop, restored.metadata)
                 job.observers.message(f"goes on from step {step} of {source.directory}")
@@ -213,8 +214,15 @@ def _prepare(
                         f"--init_from={job.options.init_from} is not used: this run has begun"
                     )
         with job.goodput.phase("compile"):
-            compiled = compiling.result()
-        return first, compiled, notes.lines, flops
+            compiled = [each.result() for each in compiling]
+        return first, compiled, notes.lines, works
+
+
+def _step_work(job: Job, dataset: Prefetch) -> StepWork:
+    batch, rows = dataset.peek(), dataset.global_batch_size
+    columns = batch.ids.shape[1] if "ids" in batch else 0
+    flops = model_flops_per_step(job.resolved, batch, rows)
+    return StepWork(examples=rows, tokens=rows * columns, flops=flops)
 
 
 def _early_stop(
@@ -274,10 +282,17 @@ def _plan_first_state(job: Job) -> Callable[[], FirstState]:
 
 
 def _set_input_states(
-    train_input: Prefetch, eval_inputs: Mapping[str, BaseInput], states: Mapping[str, Any]
+    job: Job,
+    programs: TrainPrograms,
+    eval_inputs: Mapping[str, BaseInput],
+    states: Mapping[str, Any],
 ) -> None:
     with told_in_one_line():
-        train_input.set_state(states["train"])
+        for program in programs.set_input_states(states):
+            job.observers.message(
+                "the checkpoint does not tell a position of"
+                f" {programs.input_key(program)}, which is read from its start"
+            )
         for name, dataset in eval_inputs.items():
             if eval_input_key(name) in states:
                 dataset.set_state(states[eval_input_key(name)])
@@ -324,12 +339,17 @@ def choose_step(checkpoints: CheckpointManager, wanted: int | None) -> int:
 
 
 def _print_start(
-    job: Job, state: TrainState, train_input: Prefetch, compiled: Any, notes: list[str], step: int
+    job: Job,
+    state: TrainState,
+    programs: TrainPrograms,
+    compiled: list[Any],
+    notes: list[str],
+    step: int,
 ) -> None:
     if jax.process_index() != 0:
         return
     for line in [
-        *start_lines(job, state, train_input, start_step=step),
+        *start_lines(job, state, programs, start_step=step),
         *notes,
         *compiled_lines(compiled),
     ]:
@@ -345,16 +365,21 @@ def _nothing_to_train(job: Job, step: int) -> str:
     )
 
 
-def _run_info(job: Job, train_input: Prefetch, flops: float, *, start_step: int) -> RunInfo:
-    batch = train_input.peek()
-    rows = train_input.global_batch_size
-    columns = batch.ids.shape[1] if "ids" in batch else 0
+def _run_info(
+    job: Job, programs: TrainPrograms, works: list[StepWork], *, start_step: int
+) -> RunInfo:
+    """What is known of the run; of several programs, the mean over their turns."""
     known = run_info(job, start_step=start_step)
+    shares = [programs.share(program) for program in programs.programs]
+
+    def mean(values: list[Any]) -> Any:
+        return values[0] if len(values) == 1 else sum(map(operator.mul, shares, values))
+
     return dataclasses.replace(
         known,
-        tokens_per_step=rows * columns,
-        examples_per_step=rows,
-        flops_per_step=flops,
+        tokens_per_step=mean([work.tokens for work in works]),
+        examples_per_step=mean([work.examples for work in works]),
+        flops_per_step=mean([work.flops for work in works]),
         peak_flops_per_device=_peak_flops(job.options, known.device_kind),
     )
 

@@ -19,7 +19,7 @@ from layerkit_runner.observers.memory import memory_scalars
 from layerkit_runner.observers.metrics_log import Metrics, MetricsLog, metrics_path, read_metrics
 from layerkit_runner.observers.progress import Progress
 from layerkit_runner.observers.tensorboard import TensorBoard
-from layerkit_runner.observers.throughput import Throughput
+from layerkit_runner.observers.throughput import StepWork, Throughput
 from layerkit_runner.observers.weights_and_biases import WeightsAndBiases
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "Observers",
     "Progress",
     "RunInfo",
+    "StepWork",
     "TensorBoard",
     "Throughput",
     "WeightsAndBiases",

@@ -30,8 +30,9 @@ class RunInfo:
       num_params: number of trained scalars.
       num_train_steps: the step at which training ends.
       start_step: steps already done; above 0 when a run is resumed.
-      tokens_per_step: tokens of one global batch; 0 when the notion does not apply.
-      examples_per_step: examples of one global batch.
+      tokens_per_step: tokens of one global batch, the mean where several data sets take turns; 0
+        when the notion does not apply.
+      examples_per_step: examples of one global batch, likewise.
       flops_per_step: model FLOPs of one global training step (see `layerkit_runner.steps.flops`).
       num_devices: devices that share a step.
       device_kind: as JAX names it, such as 'TPU v5 lite'.
@@ -44,8 +45,8 @@ class RunInfo:
     num_params: int
     num_train_steps: int
     start_step: int
-    tokens_per_step: int
-    examples_per_step: int
+    tokens_per_step: float
+    examples_per_step: float
     flops_per_step: float | None
     num_devices: int
     device_kind: str

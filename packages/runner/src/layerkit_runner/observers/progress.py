@@ -240,7 +240,11 @@ def _highlights(scalars: Mapping[str, float]) -> list[str]:
     """The few scalars that people watch, where the run reports them."""
     shown = []
     if "loss" in scalars:
-        shown.append(f"loss {scalars['loss']:.4f}")
+        # Where several data sets take turns, the loss is there under the name of its own as well.
+        loss = scalars["loss"]
+        names = [name for name in scalars if name.endswith("/loss") and scalars[name] == loss]
+        of_set = f" ({names[0].removesuffix('/loss')})" if names else ""
+        shown.append(f"loss {loss:.4f}{of_set}")
     if "tokens_per_sec" in scalars:
         shown.append(f"{scalars['tokens_per_sec']:,.0f} tokens/s")
     elif "steps_per_sec" in scalars:

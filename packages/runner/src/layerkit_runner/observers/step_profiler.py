@@ -22,8 +22,8 @@ from typing import Any
 import jax
 from etils import epath
 
+from layerkit_runner.byte_sizes import megabytes
 from layerkit_runner.errors import UsageError
-from layerkit_runner.modes.start_report import megabytes
 
 CAPTURE_SIGNAL = signal.SIGUSR2
 STEP_EVENT = "train"

@@ -7,11 +7,28 @@ work (evaluation, a blocking save) is taken out by `pause()`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import operator
 import time
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from layerkit_runner.observers.base import RunInfo
+
+
+@dataclasses.dataclass(frozen=True)
+class StepWork:
+    """What one training step comes to; several data sets may have batches of several sizes.
+
+    Attributes:
+      examples: Examples of the global batch.
+      tokens: Tokens of the global batch; 0 when the notion does not apply.
+      flops: Model FLOPs of all devices; None if they are not known.
+    """
+
+    examples: float
+    tokens: float
+    flops: float | None
 
 
 class Throughput:
@@ -33,32 +50,45 @@ class Throughput:
 
     def __init__(self, info: RunInfo, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self._info = info
+        self._usual = StepWork(info.examples_per_step, info.tokens_per_step, info.flops_per_step)
         self._clock = clock
         self._mark: tuple[int, float] | None = None  # step, time up to which all is counted
         self._pause_depth = 0
-        # Steps, seconds, and seconds of waiting for data, since `rates` was last asked.
-        self._window: tuple[float, ...] = (0, 0.0, 0.0)
-        self._total: tuple[float, ...] = (0, 0.0, 0.0)
+        # Since `rates` was last asked.
+        self._window = self._total = _Timed()
 
-    def completed(self, step: int) -> None:
+    def completed(self, step: int, work: StepWork | None = None) -> None:
         """Says that `step` has ended on the device, now.
 
         A step that ends within a pause counts neither as a step nor as time, for it shared its time
         with the work that the pause stands for.
+
+        Args:
+          step: Its number.
+          work: What it came to; None for what `info` says of a step.
         """
         now = self._clock()
         if self._mark is not None and self._pause_depth == 0:
-            self._add(step - self._mark[0], now - self._mark[1], 0.0)
+            work, steps = work or self._usual, step - self._mark[0]
+            self._add(
+                _Timed(
+                    steps=steps,
+                    seconds=now - self._mark[1],
+                    examples=steps * work.examples,
+                    tokens=steps * work.tokens,
+                    flops=steps * (work.flops or 0.0),
+                )
+            )
         self._mark = (step, now)
 
     def waited(self, seconds: float) -> None:
         """Says that the devices stood still for so long, because there was no batch for them."""
         if self._mark is not None and self._pause_depth == 0:
-            self._add(0, 0.0, seconds)
+            self._add(_Timed(waited=seconds))
 
-    def _add(self, *amounts: float) -> None:
-        self._window = tuple(map(operator.add, self._window, amounts))
-        self._total = tuple(map(operator.add, self._total, amounts))
+    def _add(self, more: _Timed) -> None:
+        self._window = _Timed(*map(operator.add, self._window, more))
+        self._total = _Timed(*map(operator.add, self._total, more))
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -82,28 +112,39 @@ class Throughput:
           stood still for want of a batch) and examples_per_sec always; tokens_per_sec,
           tflops_per_sec_per_device (model FLOPs, 1e12) and mfu (a fraction) where known.
         """
-        window, self._window = self._window, (0, 0.0, 0.0)
-        return _rates(self._info, *window)
+        window, self._window = self._window, _Timed()
+        return _rates(self._info, window)
 
     def overall(self) -> dict[str, float]:
         """The same rates over all timed steps of this run."""
-        return _rates(self._info, *self._total)
+        return _rates(self._info, self._total)
 
 
-def _rates(info: RunInfo, steps: float, seconds: float, waited: float) -> dict[str, float]:
-    if steps <= 0 or seconds <= 0:
+class _Timed(NamedTuple):
+    """What was done in some stretch of time."""
+
+    steps: float = 0
+    seconds: float = 0.0
+    # Seconds of waiting for data.
+    waited: float = 0.0
+    examples: float = 0.0
+    tokens: float = 0.0
+    flops: float = 0.0
+
+
+def _rates(info: RunInfo, done: _Timed) -> dict[str, float]:
+    if done.steps <= 0 or done.seconds <= 0:
         return {}
-    steps_per_sec = steps / seconds
     rates = {
-        "step_time": seconds / steps,
-        "steps_per_sec": steps_per_sec,
-        "input_wait": min(1.0, waited / seconds),
-        "examples_per_sec": steps_per_sec * info.examples_per_step,
+        "step_time": done.seconds / done.steps,
+        "steps_per_sec": done.steps / done.seconds,
+        "input_wait": min(1.0, done.waited / done.seconds),
+        "examples_per_sec": done.examples / done.seconds,
     }
-    if info.tokens_per_step > 0:
-        rates["tokens_per_sec"] = steps_per_sec * info.tokens_per_step
+    if done.tokens > 0:
+        rates["tokens_per_sec"] = done.tokens / done.seconds
     if info.flops_per_step is not None:
-        flops_per_sec_per_device = steps_per_sec * info.flops_per_step / info.num_devices
+        flops_per_sec_per_device = done.flops / done.seconds / info.num_devices
         rates["tflops_per_sec_per_device"] = flops_per_sec_per_device / 1e12
         if info.peak_flops_per_device is not None:
             rates["mfu"] = flops_per_sec_per_device / info.peak_flops_per_device

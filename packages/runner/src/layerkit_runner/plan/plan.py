@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,9 +15,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from layerkit.config import Config
 from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError
-from layerkit_runner.feeds.infeed import Place, example_batch, plan_input, training_config
+from layerkit_runner.feeds.infeed import Place, example_batch, plan_input
+from layerkit_runner.feeds.training_data import training_configs
 from layerkit_runner.job import build_parts, versions
 from layerkit_runner.modes.start_report import LayerNotes, num_params
 from layerkit_runner.partitioning import Partitioner
@@ -156,7 +159,7 @@ def make_plan(
         partitioner.start(devices)
         partitioner.bind(task)
         state = partitioner.abstract_state(task)
-        batch = _abstract_batch(resolved, partitioner)
+        batch, turns = _largest_batch(resolved, partitioner)
         with LayerNotes() as notes:
             program = partitioner.train_step_fn(task).trace(state, batch)
             lowered = program.lower()
@@ -202,6 +205,7 @@ def make_plan(
         tensors=tensors,
         collectives=collectives,
         notes=[
+            *turns,
             *([f"padded: {padded}"] if padded else []),
             *notes.lines,
             *compiler_notes(lowered, step, platform=device.platform, is_here=target.is_here),
@@ -219,9 +223,26 @@ def make_plan(
     )
 
 
-def _abstract_batch(resolved: ResolvedExperiment, partitioner: Partitioner) -> Any:
-    """Shapes, dtypes and sharding of the global batch, as all processes put it together."""
-    config = training_config(resolved)
+def _largest_batch(resolved: ResolvedExperiment, partitioner: Partitioner) -> tuple[Any, list[str]]:
+    """Shapes, dtypes and sharding of the global batch, as all processes put it together.
+
+    Where several data sets take turns it is the one of most bytes, whose step needs most memory; a
+    note says which.
+    """
+    configs = training_configs(resolved)
+    batches = {n: _abstract_batch(config, partitioner) for n, config in configs.items()}
+    name = max(batches, key=lambda name: _num_bytes(batches[name]))
+    if len(batches) == 1:
+        return batches[name], []
+    others = ", ".join(other for other in batches if other != name)
+    return batches[name], [f"the step on {name}, the largest batch; it takes turns with {others}"]
+
+
+def _num_bytes(batch: Any) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(batch))
+
+
+def _abstract_batch(config: Config, partitioner: Partitioner) -> Any:
     # Devices that are elsewhere belong to processes that are elsewhere.
     processes = sorted({device.process_index for device in partitioner.mesh.devices.flat})
     place = Place(processes[0], len(processes), lambda device: device.process_index)

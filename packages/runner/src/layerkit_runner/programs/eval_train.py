@@ -20,6 +20,11 @@ NAME = "train"
 """What it is called in outputs: `train/loss`, and the folder `summaries/eval_train`."""
 
 
+def name_beside(program: str | None) -> str:
+    """What the evaluation of a training program's batches is called: `train`, or `train_web`."""
+    return NAME if program is None else f"{NAME}_{program}"
+
+
 class NextBatchEvalProgram(BaseProgram):
     """Evaluates the next training batch, as `eval_skip_train=False` asks.
 
@@ -27,12 +32,17 @@ class NextBatchEvalProgram(BaseProgram):
       task: The task, bound to the partitioner.
       partitioner: Started.
       next_batch: Tells the global batch that the next training step reads.
+      name: What it is called in outputs.
     """
 
     def __init__(
-        self, task: SingleTask, partitioner: Partitioner, next_batch: Callable[[], NestedMap]
+        self,
+        task: SingleTask,
+        partitioner: Partitioner,
+        next_batch: Callable[[], NestedMap],
+        name: str = NAME,
     ) -> None:
-        super().__init__(task, partitioner, None, NAME)
+        super().__init__(task, partitioner, None, name)
         self._next_batch = next_batch
         self._step = partitioner.eval_step_fn(task)
 

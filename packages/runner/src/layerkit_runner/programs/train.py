@@ -1,14 +1,14 @@
-"""TrainProgram: runs training steps and reports them without making the device wait.
+"""TrainProgram: the training steps on one data set; `TrainPrograms` says when each is started.
 
-The host runs at most `max_inflight_steps` ahead, and the batches of the next steps are sent while
-one runs. What a step reports is fetched only after later steps have been started, so metrics never
-stall the device.
+The batches of the next steps are sent while one runs. What a step reports is fetched only after
+later steps have been started, so metrics never stall the device.
 """
 
 from __future__ import annotations
 
 import collections
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 
@@ -18,7 +18,7 @@ from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner.errors import UsageError
 from layerkit_runner.feeds.device_feed import DeviceFeed
 from layerkit_runner.feeds.skipped_records import SkippedRecords
-from layerkit_runner.observers import Goodput, Observer, Throughput, memory_scalars
+from layerkit_runner.observers import Goodput, Observer, StepWork, Throughput, memory_scalars
 from layerkit_runner.observers.step_profiler import STEP_EVENT
 from layerkit_runner.observers.weight_summaries import histograms as weight_histograms
 from layerkit_runner.observers.weight_summaries import weight_summary_fn
@@ -30,21 +30,51 @@ from layerkit_runner.steps.train_state import TrainState
 from layerkit_runner.task import SingleTask
 
 
+class _StartedStep(NamedTuple):
+    """A step that is not reported yet."""
+
+    step: int
+    is_summarized: bool
+    # Metrics and scalars of the step, what the weights are like, what layers tell; on the devices.
+    reported: Any
+
+
 class TrainProgram:
     """The compiled training step, fed by one input.
+
+    An experiment that trains on several lists a config for each, and they take turns:
+    `[Config(TrainProgram, dataset="web", steps=3), Config(TrainProgram, dataset="code")]` trains
+    three steps on the one, one on the other, and so on.
 
     Args:
       task: What is trained.
       partitioner: Started, and the task bound to it.
-      train_input: Endless batches; from the first step on, this program's alone.
+      dataset: Endless batches; from the first step on, this program's alone.
+      name: What it is called beside others; None for the only one of a job.
+      steps: How many steps its turn has.
+
+    Raises:
+      UsageError: a turn without steps.
     """
 
-    def __init__(self, task: SingleTask, partitioner: Partitioner, train_input: Prefetch):
+    def __init__(
+        self,
+        task: SingleTask,
+        partitioner: Partitioner,
+        dataset: Prefetch,
+        name: str | None = None,
+        *,
+        steps: int = 1,
+    ) -> None:
+        if steps < 1:
+            raise UsageError(f"{name}: steps={steps} must be at least 1")
+        self.dataset = dataset
+        self.name = name
+        self.steps = steps
         self._task = task
         self._partitioner = partitioner
-        self._input = train_input
-        self._feed = DeviceFeed(train_input, partitioner)
-        self._pending: collections.deque[tuple[int, Any]] = collections.deque()
+        self._feed = DeviceFeed(dataset, partitioner)
+        self._pending: collections.deque[_StartedStep] = collections.deque()
         self._compiled: Any = None
         self._summarize_weights = weight_summary_fn(partitioner)
         self._since_summary = OverBatches()
@@ -53,7 +83,7 @@ class TrainProgram:
 
     def lower(self, abstract_state: TrainState) -> Any:
         """The step for these shapes, traced and ready to compile."""
-        batch = self._specs = self._partitioner.abstract_batch(self._input.peek())
+        batch = self._specs = self._partitioner.abstract_batch(self.dataset.peek())
         lowered = self._partitioner.train_step_fn(self._task).lower(abstract_state, batch)
         _, (_, scalars) = lowered.out_info
         if has_arrays(scalars):
@@ -66,24 +96,37 @@ class TrainProgram:
         observers: Observer,
         throughput: Throughput,
         goodput: Goodput | None = None,
+        work: StepWork | None = None,
     ) -> None:
-        """Takes the compiled step, and whom to report to."""
+        """Takes the compiled step, whom to report to, and what a step comes to."""
         self._compiled = compiled
         self._observers = observers
         self._throughput = throughput
         self._goodput = goodput or Goodput()
-        self._skipped = SkippedRecords(self._input, "train", observers)
-        self._first_step: int | None = None
+        self._work = work
+        self._skipped = SkippedRecords(self.dataset, self.name or "train", observers)
+        self._last_step: int | None = None
 
-    def run_step(self, state: TrainState, step: int) -> TrainState:
-        """Starts step number `step` (from 1) and returns its state, not yet computed."""
+    def start_step(self, state: TrainState, step: int, is_idle: Callable[[], bool]) -> TrainState:
+        """Starts step number `step` (from 1) and returns its state, not yet computed.
+
+        Args:
+          state: Consumed.
+          step: Steps that are not this program's are left out.
+          is_idle: Whether every step that was started, by any program, has ended.
+
+        Raises:
+          UsageError: the data cannot be read, or the batch is not like the first one.
+        """
         progress(f"reading the batch of step {step}")
-        batch, idle_seconds = self._feed.take(self._is_idle)
+        batch, idle_seconds = self._feed.take(is_idle)
         progress(f"starting step {step}", waits_for_others=True)
         self._throughput.waited(idle_seconds)
         self._goodput.moved("input_wait", idle_seconds)
+        is_summarized = self._is_summarized(step)
+        self._last_step = step
         layers = None
-        if self._summarize_layers is not None and self._is_summarized(step):
+        if self._summarize_layers is not None and is_summarized:
             # Before the step, which consumes the state.
             layers = self._summarize_layers(state, batch)
         with jax.profiler.StepTraceAnnotation(STEP_EVENT, step_num=step):
@@ -96,23 +139,22 @@ class TrainProgram:
         if every is not None and step % every == 0:
             # Now, as the next step consumes the state.
             weights = self._summarize_weights(self.stored_state(state.for_inference()).params)
-        self._pending.append((step, (*reported, weights, layers)))
-        self._feed.fill()
-        # The first step is waited for, so that its loss is seen as soon as there is one.
-        limit = 0 if self._first_step is None else self._task.train.max_inflight_steps
-        self._first_step = self._first_step or step
-        while len(self._pending) > limit:
-            self._collect()
+        self._pending.append(_StartedStep(step, is_summarized, (*reported, weights, layers)))
         return state
-
-    def drain(self) -> None:
-        """Waits for all steps and reports them."""
-        while self._pending:
-            self._collect()
 
     def stored_state(self, state: TrainState) -> TrainState:
         """What a checkpoint holds of a state, as it is without what the mesh asks for."""
         return self._partitioner.stored_state(self._task, state)
+
+    def fill_feed(self) -> None:
+        """Sends the batches that are ready, as far as there is room; waits for none."""
+        self._feed.fill()
+
+    def is_idle(self) -> bool:
+        """Whether every step that was started has ended."""
+        return all(
+            x.is_ready() for started in self._pending for x in jax.tree.leaves(started.reported)
+        )
 
     def next_batch(self) -> NestedMap:
         """The global batch that the next step reads; it is still there for it."""
@@ -122,29 +164,30 @@ class TrainProgram:
         """Where the input stands after the steps that were started."""
         return self._feed.state()
 
-    def _is_idle(self) -> bool:
-        """Whether every step that was started has ended."""
-        return all(leaf.is_ready() for _, step in self._pending for leaf in jax.tree.leaves(step))
-
-    def _collect(self) -> None:
-        step, (metrics, scalars, weights, layers) = self._pending.popleft()
+    def report_oldest(self) -> None:
+        """Waits for the oldest step that is not reported yet, and reports it."""
+        step, is_summarized, (metrics, scalars, weights, layers) = self._pending.popleft()
         progress(f"waiting for the devices to end step {step}", waits_for_others=True)
         jax.block_until_ready(metrics)
         progress(f"reporting step {step}")
-        self._throughput.completed(step)
+        self._throughput.completed(step, self._work)
         self._observers.progress(step)
         if own := self._task.own_metrics:
             self._since_summary.add({name: metrics.pop(name) for name in own})
-        if self._is_summarized(step):
+        if is_summarized:
             metrics, scalars = jax.device_get((metrics, scalars))
             values = {name: float(metric.value) for name, metric in metrics.items()}
             values |= self._since_summary.means()
+            if self.name is not None:
+                values |= {f"{self.name}/{metric}": value for metric, value in values.items()}
             values |= {n: float(v) for n, v in scalars.items() if not isinstance(v, Summary)}
             values |= self._throughput.rates() | self._skipped.scalars()
             values |= self._goodput.shares() | memory_scalars()
             self._observers.train_metrics(step, values)
             if histograms := self._since_summary.histograms():
-                self._observers.histograms(step, histograms)
+                prefix = "" if self.name is None else f"{self.name}/"
+                found = {prefix + name: histogram for name, histogram in histograms.items()}
+                self._observers.histograms(step, found)
             self._since_summary = OverBatches()
         if weights is not None:
             self._observers.histograms(step, weight_histograms(jax.device_get(weights)))
@@ -170,7 +213,13 @@ class TrainProgram:
             )
 
     def _is_summarized(self, step: int) -> bool:
-        """Whether what a step reports is written: the first, the last, and every so many."""
+        """Whether what a step reports is written.
+
+        It is of this program's first and of the last one, and of its first in every so many.
+        """
         train = self._task.train
-        is_due = step % train.summary_interval_steps == 0
-        return is_due or step in (self._first_step or step, train.num_train_steps)
+        if self._last_step is None or step == train.num_train_steps:
+            return True
+        return (
+            step // train.summary_interval_steps > self._last_step // train.summary_interval_steps
+        )

@@ -1,0 +1,288 @@
+"""Several training programs that take turns, and an executor of the experiment's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from layerkit.config import Config
+from layerkit_runner import BaseExperiment, UsageError
+from layerkit_runner.command_line.flags import RunOptions
+from layerkit_runner.configuration.overrides import Override
+from layerkit_runner.configuration.resolve import resolve
+from layerkit_runner.executor import Executor
+from layerkit_runner.modes.train import run_train
+from layerkit_runner.observers import read_metrics
+from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
+from layerkit_runner.plan.plan import make_plan
+from layerkit_runner.programs import EvalProgram, TrainProgram
+from layerkit_runner.steps.train_state import TrainState
+
+ROWS = {"few": 8, "many": 16}
+"""Of a global batch."""
+NUM_ROWS = {"few": 7, "many": 5}
+"""Of a data set."""
+LEARNING_RATE = 0.05
+
+
+class Counting(TrainProgram):
+    """A training program of one's own, which keeps the numbers of its steps."""
+
+    started: dict[str, list[int]] = {}
+
+    def __init__(self, *given: Any, key: str = "", **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._key = key
+
+    def start_step(self, state: TrainState, step: int, *rest: Any) -> TrainState:
+        self.started.setdefault(self._key, []).append(step)
+        return super().start_step(state, step, *rest)
+
+
+@dataclasses.dataclass
+class Patient(Executor):
+    """Evaluates before the first step too, and ends once a loss is small enough."""
+
+    good_enough: float = 0.0
+    loss: float = float("inf")
+
+    def run(self, state: TrainState, step: int) -> tuple[TrainState, int]:
+        if step == 0:
+            self.run_due(state, 0)
+        return super().run(state, step)
+
+    def evaluate(self, state: TrainState, step: int, programs: Any = None) -> Any:
+        found = super().evaluate(state, step, programs)
+        self.loss = found["held"]["loss"]
+        return found
+
+    def is_over(self, step: int) -> bool:
+        return super().is_over(step) or self.loss < self.good_enough
+
+
+@pytest.fixture(scope="module")
+def experiment(tiny: SimpleNamespace) -> type[BaseExperiment]:
+    class TakingTurns(BaseExperiment):
+        """Two steps on few rows, one on many, and so on."""
+
+        MAX_STEPS: int = 7
+        SUMMARY_INTERVAL_STEPS: int = 1
+        EVAL_SKIP_TRAIN: bool = True
+        TRAINED_ON: tuple[str, ...] = ("few", "many")
+        PROGRAMS: tuple[Any, ...] | None = (
+            Config(TrainProgram, dataset="few", steps=2),
+            Config(TrainProgram, dataset="many"),
+        )
+        EXECUTOR: Any = None
+        PMAP: bool = False
+
+        def task(self) -> Config:
+            train = {
+                "num_train_steps": self.MAX_STEPS,
+                "eval_interval_steps": 2,
+                "save_interval_steps": 100,
+                "summary_interval_steps": self.SUMMARY_INTERVAL_STEPS,
+                "eval_skip_train": self.EVAL_SKIP_TRAIN,
+                "save_max_to_keep": None,
+            }
+            return tiny.task_config(learner={"learning_rate": LEARNING_RATE}, train=train)
+
+        def datasets(self) -> list[Config]:
+            training = [
+                tiny.Points.HParams.config(
+                    name=name,
+                    num_rows=NUM_ROWS[name],
+                    is_training=True,
+                    shuffle=False,
+                    percore_batch_size=ROWS[name] / 8,
+                )
+                for name in self.TRAINED_ON
+            ]
+            return [*training, tiny.Points.HParams.config(name="held", percore_batch_size=1.0)]
+
+        def train_programs(self) -> list[Config] | None:
+            return None if self.PROGRAMS is None else list(self.PROGRAMS)
+
+        def executor(self) -> Config | None:
+            return self.EXECUTOR
+
+        def partitioner(self) -> Config:
+            return (PmapPartitioner if self.PMAP else SpmdPartitioner).HParams.config()
+
+    return TakingTurns
+
+
+@pytest.fixture
+def train(
+    experiment: type[BaseExperiment], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Trains in a folder of this name and returns what was printed."""
+
+    def run(name: str, *, changes: tuple[Override, ...] = (), **fields: Any) -> str:
+        options = RunOptions(job_log_dir=str(tmp_path / name), jax_compilation_cache="off")
+        assert run_train(resolve(experiment(**fields), changes), options) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def reference(num_steps: int, turns: tuple[str, ...]) -> list[tuple[str, float]]:
+    """The data set and the loss of each step, by NumPy."""
+    w, read, found = np.ones(2), dict.fromkeys(ROWS, 0), []
+    for step in range(num_steps):
+        name = turns[step % len(turns)]
+        rows = np.arange(read[name], read[name] + ROWS[name]) % NUM_ROWS[name]
+        read[name] += ROWS[name]
+        x, y = np.stack([rows % 5, np.ones_like(rows)], axis=1), rows % 3
+        errors = x @ w - y
+        found.append((name, float(np.mean(0.5 * errors**2))))
+        w = w - LEARNING_RATE * errors @ x / len(rows)
+    return found
+
+
+TURNS = ("few", "few", "many")
+
+
+def records(folder: Path) -> dict[int, dict[str, Any]]:
+    return {record["step"]: record for record in read_metrics(folder).train}
+
+
+@pytest.mark.parametrize("pmap", [False, True])
+def test_losses_are_those_of_a_plain_loop(train: Any, tmp_path: Path, pmap: bool):
+    output = train("job", PMAP=pmap)
+    for step, (name, loss) in enumerate(reference(7, TURNS), start=1):
+        record = records(tmp_path / "job")[step]
+        assert record["loss"] == record[f"{name}/loss"] == pytest.approx(loss, rel=1e-5)
+        (other,) = ROWS.keys() - {name}
+        assert f"{other}/loss" not in record
+    assert re.search(r"^step 1/7 \| loss \d\.\d{4} \(few\)", output, re.MULTILINE)
+    assert "program      few, 2 of every 3 steps\n" in output
+    assert "program      many, 1 of every 3 steps\n" in output
+    assert read_metrics(tmp_path / "job").info["examples_per_step"] == pytest.approx(32 / 3)
+
+
+def test_interrupted_within_a_turn_it_goes_on_as_if_it_had_not_been(train: Any, tmp_path: Path):
+    train("straight")
+    for steps in (1, 4, 5, 7):
+        train("job", MAX_STEPS=steps)
+    one, other = records(tmp_path / "straight"), records(tmp_path / "job")
+    assert one.keys() == other.keys() == set(range(1, 8))
+    assert [one[step]["loss"] for step in one] == [other[step]["loss"] for step in one]
+
+
+def test_every_program_is_summarized_whatever_the_interval(train: Any, tmp_path: Path):
+    """Every third step is that of one program, so the other is told by the next of its steps."""
+    train("job", MAX_STEPS=10, SUMMARY_INTERVAL_STEPS=3)
+    seen = records(tmp_path / "job")
+    told = {step: "few" if "few/loss" in record else "many" for step, record in seen.items()}
+    names = {1: "few", 3: "many", 4: "few", 6: "many", 7: "few", 9: "many", 10: "few"}
+    assert told == names
+
+
+def test_the_next_batches_of_each_program_are_evaluated(train: Any, tmp_path: Path):
+    train("job", EVAL_SKIP_TRAIN=False)
+    seen = read_metrics(tmp_path / "job")
+    at_2 = {n: r["loss"] for n, found in seen.evals.items() for r in found if r["step"] == 2}
+    # The third step is the first on many; it is trained on what was looked at.
+    assert at_2["train_many"] == pytest.approx(records(tmp_path / "job")[3]["loss"])
+    assert at_2.keys() == {"train_few", "train_many", "held"}
+
+
+def test_a_data_set_may_come_later_and_go(train: Any, tmp_path: Path):
+    train("job", MAX_STEPS=3, TRAINED_ON=("few",), PROGRAMS=None)
+    output = train("job", MAX_STEPS=7)
+    told = "the checkpoint does not tell a position of train/many, which is read from its start\n"
+    assert told in output
+    assert positions(tmp_path / "job", 7) == {"train/few": 8 * (3 + 3), "train/many": 16 * 1}
+    output = train("job", MAX_STEPS=9, TRAINED_ON=("few",), PROGRAMS=None)
+    assert "read from its start" not in output
+    assert positions(tmp_path / "job", 9) == {"train/few": 8 * (3 + 3 + 2)}
+
+
+def positions(folder: Path, step: int) -> dict[str, int]:
+    """How many rows of each data set a checkpoint says to be read."""
+    states = folder / "checkpoints" / f"checkpoint_{step:08d}" / "input_states"
+    stored = json.loads((states / "process_00000_of_00001.json").read_text())
+    return {name: state["position"]["rows_done"] for name, state in stored.items()}
+
+
+def test_a_program_of_ones_own(train: Any):
+    Counting.started.clear()
+    own = Config(Counting, dataset="many", key="mine")
+    train("job", PROGRAMS=(Config(TrainProgram, dataset="few", steps=2), own))
+    assert Counting.started == {"mine": [3, 6]}
+
+
+def test_fields_of_programs_are_set_from_outside(train: Any, tmp_path: Path):
+    train("job", changes=(Override("train_programs.1.steps", "3"),))
+    for step, record in records(tmp_path / "job").items():
+        assert f"{'many' if step in (3, 4, 5) else 'few'}/loss" in record
+
+
+def test_an_executor_of_ones_own(train: Any, tmp_path: Path):
+    train("job", MAX_STEPS=50, EXECUTOR=Config(Patient, good_enough=0.55))
+    losses = {r["step"]: r["loss"] for r in read_metrics(tmp_path / "job").evals["held"]}
+    last = max(losses)
+    assert min(losses) == 0
+    assert losses[last] < 0.55 <= min(loss for step, loss in losses.items() if step < last)
+    assert max(records(tmp_path / "job")) == last < 50
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"PROGRAMS": None}, r"must hold one input .* not 2; several take turns where train_prog"),
+        ({"PROGRAMS": ()}, r"^no training program reads few, many; train_programs\(\) lists"),
+        (
+            {"PROGRAMS": (Config(TrainProgram, dataset="few"),)},
+            r"^no training program reads many; ",
+        ),
+        (
+            {"PROGRAMS": (Config(TrainProgram, dataset="fwe"),)},
+            r"^train_programs\.0\.dataset='fwe' is no data set for it; did you mean 'few'\?",
+        ),
+        (
+            {"PROGRAMS": (Config(TrainProgram),)},
+            r"^train_programs\.0 needs a dataset; there are f",
+        ),
+        (
+            {"PROGRAMS": (Config(TrainProgram, dataset="few"),) * 2},
+            r"^train_programs\.1\.dataset='few' is that of another training program",
+        ),
+        (
+            {"PROGRAMS": tuple(Config(TrainProgram, dataset=name, steps=0) for name in ROWS)},
+            r"^few: steps=0 must be at least 1",
+        ),
+        (
+            {"PROGRAMS": tuple(Config(EvalProgram, dataset=name) for name in ROWS)},
+            r"^train_programs: 'few' is a EvalProgram, no TrainProgram",
+        ),
+        ({"EXECUTOR": Config(TrainProgram)}, r"^executor: TrainProgram does not derive from Exec"),
+        (
+            {"EXECUTOR": Config(Patient, metadata={})},
+            r"^executor\.metadata is filled in by the job and cannot be set",
+        ),
+    ],
+)
+def test_refused_before_a_file_is_written(
+    train: Any, tmp_path: Path, fields: dict[str, Any], words: str
+):
+    with pytest.raises(UsageError, match=words):
+        train("job", **fields)
+    assert not (tmp_path / "job" / "config.json").exists()
+    assert not (tmp_path / "job" / "checkpoints").exists()
+
+
+def test_a_plan_is_of_the_largest_batch(experiment: type[BaseExperiment]):
+    plan = make_plan(resolve(experiment()), jax.devices())
+    assert plan.batch.rows == ROWS["many"]
+    assert "the step on many, the largest batch; it takes turns with few" in plan.notes
