@@ -8,6 +8,7 @@ A golden changes only on purpose: look at the difference, then write them all an
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import pkgutil
 from pathlib import Path
@@ -24,39 +25,78 @@ from layerkit_runner.configuration.catalogue import (
 from layerkit_runner.configuration.config_text import config_text
 from layerkit_runner.configuration.registry import list_experiments
 from layerkit_runner.configuration.resolve import resolve
-from layerkit_runner.experiment import experiment_fields
-from layerkit_runner.tools.catalogue import catalogue_line
+from layerkit_runner.tools.catalogue import catalogue_line, fields_without_value
 
 GOLDENS = Path(__file__).parent / "goldens"
 PACKAGE = Path(layerkit_experiments.__file__).parent
 REWRITE = bool(os.environ.get("REWRITE_GOLDENS"))
 # Building the others takes longer than the ordinary run has.
-SAMPLES = ("lm.c4_multislice.C4Spmd22BAdam2xv4_128", "lm.quickstart.LocalText")
+SAMPLES = (
+    "lm.c4_multislice.C4Spmd22BAdam2xv4_128",
+    "lm.fine_tune.FineTune",
+    "lm.fine_tune.FineTuneLora",
+    "lm.quickstart.LocalText",
+)
+PREFIX = f"{layerkit_experiments.__name__}."
 
 
 def all_experiments() -> dict[str, type[BaseExperiment]]:
-    """Every experiment that can run as it is, by its name within the package.
-
-    One with a field that has no value, such as the folder of a model, is another with each value.
-    """
-    prefix = f"{layerkit_experiments.__name__}."
+    """Every experiment that can run, by its name within the package."""
     found = {}
-    for module in pkgutil.walk_packages(layerkit_experiments.__path__, prefix):
+    for module in pkgutil.walk_packages(layerkit_experiments.__path__, PREFIX):
         for value in vars(importlib.import_module(module.name)).values():
             is_experiment = isinstance(value, type) and issubclass(value, BaseExperiment)
-            if not is_experiment or value.__module__ != module.name or value._is_abstract:
-                continue
-            if all(hasattr(value, field) for field in experiment_fields(value)):
-                found[f"{module.name}.{value.__qualname__}".removeprefix(prefix)] = value
+            if is_experiment and value.__module__ == module.name and not value._is_abstract:
+                found[f"{module.name}.{value.__qualname__}".removeprefix(PREFIX)] = value
     return found
 
 
 EXPERIMENTS = all_experiments()
 
 
+@pytest.fixture
+def hf_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A folder as Hugging Face writes it, without the weights, which only a run reads.
+
+    In the current folder, so that goldens do not tell where that is.
+    """
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = tmp_path / "tiny-llama"
+    folder.mkdir()
+    words = {"<s>": 0, "</s>": 1, "once": 2}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<s>"))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    contents = {
+        "config.json": {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": 320,
+            "hidden_size": 64,
+            "intermediate_size": 160,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 256,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+        },
+        "generation_config.json": {"bos_token_id": 0, "eos_token_id": 1},
+        "tokenizer_config.json": {"bos_token": "<s>", "eos_token": "</s>"},
+    }
+    for name, content in contents.items():
+        (folder / name).write_text(json.dumps(content))
+    monkeypatch.chdir(tmp_path)
+    return folder.name
+
+
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_configuration_is_as_it_was(name: str):
-    text = config_text(resolve(EXPERIMENTS[name]()))
+def test_configuration_is_as_it_was(name: str, request: pytest.FixtureRequest):
+    cls = EXPERIMENTS[name]
+    # A field that has no value is given that of the fixture of its name.
+    fields = {f: request.getfixturevalue(f.lower()) for f in fields_without_value(cls)}
+    text = config_text(resolve(cls(**fields)))
     golden = GOLDENS / f"{name}.txt"
     if REWRITE:
         GOLDENS.mkdir(exist_ok=True)
@@ -70,8 +110,8 @@ def test_every_golden_is_of_an_experiment():
 
 
 def test_the_command_line_lists_the_same_experiments():
-    listed = {entry.name for entry in list_experiments()}
-    assert {name for name in listed if name in EXPERIMENTS} == set(EXPERIMENTS)
+    listed = {entry.dotted for entry in list_experiments() if entry.module.startswith(PREFIX)}
+    assert {dotted.removeprefix(PREFIX) for dotted in listed} == set(EXPERIMENTS)
 
 
 def test_the_catalogue_has_every_experiment():
@@ -97,5 +137,4 @@ def test_the_catalogue_tells_the_truth(name: str):
 def test_the_list_tells_what_the_catalogue_does():
     catalogue = read_catalogue(PACKAGE)
     lines = {entry.dotted: entry.line for entry in list_experiments()}
-    prefix = f"{layerkit_experiments.__name__}."
-    assert {name: lines[prefix + name] for name in catalogue} == catalogue
+    assert {name: lines[PREFIX + name] for name in catalogue} == catalogue

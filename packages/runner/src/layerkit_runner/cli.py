@@ -12,7 +12,8 @@
     runner --exp=… --fdl.NUM_LAYERS=2                          set a field of the experiment
     runner --exp=… --fdl.task.model.lm_tpl.num_layers=2        or any field, by its path
     runner --exp=… --reduced                                   at a size for this machine
-    runner --list                                              every experiment
+    runner --list                                              every experiment; --tag=moe: those
+                                                               with that tag
     runner doctor                                              what is wrong with this machine;
                                                                exit code 1: something
     runner launch KIND --exp=… --job_log_dir=DIR               start it on Slurm, TPUs, Kubernetes
@@ -81,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return _reader_left()
         _let_own_modules_be_found()
         if flags.list:
-            return _print(_listing(flags.options))
+            return _print(_listing(flags))
         if flags.diff_config is not None:
             return _diff_config(flags, flags.diff_config)
         if flags.options.study is not None and not flags.print_config:
@@ -232,13 +233,15 @@ _RUN_MODE: dict[str, Callable[[str, ResolvedExperiment, RunOptions], int]] = {
 }
 
 
-def _listing(options: RunOptions) -> str:
+def _listing(flags: ParsedFlags) -> str:
     from layerkit_runner.configuration.catalogue import catalogue_json, catalogue_text
     from layerkit_runner.configuration.registry import list_experiments
 
-    entries = list_experiments()
-    if options.json:
+    entries = list_experiments(tags=flags.tags)
+    if flags.options.json:
         return json.dumps(catalogue_json(entries))
+    if not entries and flags.tags:
+        return f"No experiment has all of the tags {', '.join(flags.tags)}."
     if not entries:
         return "No installed package offers experiments (entry-point group layerkit.experiments)."
     return catalogue_text(entries)

@@ -188,6 +188,7 @@ def test_mistakes(words: list[str], text: str):
 def test_an_experiment_must_be_named_unless_it_is_not_needed():
     assert refusal() == "which experiment? Say --exp=NAME; `runner --list` shows all."
     assert parse_flags(["--list"]).list
+    assert refusal("--tag=moe") == "--tag=moe chooses among what --list shows; add --list."
     assert parse_flags(["--help"]).help
     assert parse_flags(["-h"]).help
 
@@ -249,6 +250,13 @@ def test_a_reduced_form():
     assert not parse_flags([EXP]).reduced
     assert parse_flags([EXP, "--reduced"]).reduced
     assert not parse_flags([EXP, "--noreduced"]).reduced
+
+
+def test_a_flag_that_may_be_given_several_times():
+    assert parse_flags(["--list"]).tags == ()
+    assert parse_flags(["--list", "--tag=moe"]).tags == ("moe",)
+    assert parse_flags(["--tag=moe", "--list", "--tag", "lm"]).tags == ("moe", "lm")
+    assert refusal("--list", "--tag=") == "--tag is empty; expected NAME."
 
 
 def test_a_number_that_may_be_off():

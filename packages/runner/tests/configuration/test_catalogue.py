@@ -18,6 +18,7 @@ from layerkit_runner.errors import UsageError
 LINES = {
     "lm.B": CatalogueLine(num_params=2, mesh="data 2 × fsdp 4", data="C4"),
     "lm.A": CatalogueLine(num_params=1, mesh="one device", data="made-up tokens"),
+    "lm.C": CatalogueLine(num_params=None, mesh="one device", data="your own text"),
 }
 
 
@@ -27,7 +28,8 @@ def test_what_was_written_is_read(tmp_path: Path):
     assert text == (
         "{\n"
         '  "lm.A": {"num_params": 1, "mesh": "one device", "data": "made-up tokens"},\n'
-        '  "lm.B": {"num_params": 2, "mesh": "data 2 × fsdp 4", "data": "C4"}\n'
+        '  "lm.B": {"num_params": 2, "mesh": "data 2 × fsdp 4", "data": "C4"},\n'
+        '  "lm.C": {"num_params": null, "mesh": "one device", "data": "your own text"}\n'
         "}\n"
     )
     (tmp_path / FILE_NAME).write_text(text, encoding="utf-8")

@@ -11,7 +11,7 @@ from layerkit.config import Config
 from layerkit_runner.configuration.catalogue import CatalogueLine
 from layerkit_runner.experiment import BaseExperiment
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
-from layerkit_runner.tools.catalogue import catalogue_line, mesh_summary
+from layerkit_runner.tools.catalogue import catalogue_line, fields_without_value, mesh_summary
 
 
 def test_an_experiment(tiny: SimpleNamespace):
@@ -26,7 +26,35 @@ def test_an_experiment(tiny: SimpleNamespace):
         def datasets(self) -> list[Config]:
             return [tiny.Points.HParams.config(is_training=True, batch_size=1)]
 
+    assert fields_without_value(Wide) == []
     assert catalogue_line(Wide) == CatalogueLine(5, "data, all devices", "Points")
+
+
+def test_an_experiment_whose_model_only_a_folder_of_the_users_tells():
+    class Tuned(BaseExperiment):
+        """A model of somebody's own."""
+
+        FOLDER: str
+        SHARDS: int = 4
+
+        def task(self) -> Config:
+            raise FileNotFoundError(self.FOLDER)
+
+        def partitioner(self) -> Config:
+            return SpmdPartitioner.HParams.config(ici_mesh_shape=[1, self.SHARDS, 1])
+
+        def data_summary(self) -> str:
+            return "your own text"
+
+    class OfThisFolder(Tuned):
+        """The same, and its folder is known; so it must be there."""
+
+        FOLDER = "here"
+
+    assert fields_without_value(Tuned) == ["FOLDER"]
+    assert catalogue_line(Tuned) == CatalogueLine(None, "fsdp 4", "your own text")
+    with pytest.raises(FileNotFoundError, match="here"):
+        catalogue_line(OfThisFolder)
 
 
 @pytest.mark.parametrize(

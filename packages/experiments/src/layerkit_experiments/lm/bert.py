@@ -25,6 +25,8 @@ _INIT_STD = 0.02
 class MaskedLm(LmExperiment, abstract=True):
     """A Transformer that reads both ways, norms after the residual, as a BertModel."""
 
+    tags: ClassVar[tuple[str, ...]] = ("masked_lm",)
+
     POSITIONS = "trainable"
     NORM_EPSILON = 1e-12
     ACTIVATION = "gelu_exact"

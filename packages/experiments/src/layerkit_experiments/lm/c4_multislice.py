@@ -27,11 +27,15 @@ class C4Spmd22BAdam1xv4_128(C4SpmdAdam):  # noqa: N801 - the name that it is kno
 class C4Spmd22BAdam2xv4_128(C4Spmd22BAdam1xv4_128):  # noqa: N801
     """22 billion weights on two slices of 64 chips (v4:4x4x4*2)."""
 
+    tags = ("multislice",)
+
     DCN_MESH_SHAPE = [2, 1, 1]
 
 
 class C4Spmd22BAdam4xv4_128(C4Spmd22BAdam1xv4_128):  # noqa: N801
     """22 billion weights on four slices of 64 chips (v4:4x4x4*4)."""
+
+    tags = ("multislice",)
 
     DCN_MESH_SHAPE = [4, 1, 1]
 
@@ -50,6 +54,8 @@ class C4Spmd22BAdam1xv4_384(C4Spmd22BAdam1xv4_128):  # noqa: N801
 class C4Spmd22BAdam2xv4_384(C4Spmd22BAdam1xv4_384):  # noqa: N801
     """Half as deep and wider, on two slices of 192 chips (v4:4x4x12*2)."""
 
+    tags = ("multislice",)
+
     DCN_MESH_SHAPE = [2, 1, 1]
 
 
@@ -66,11 +72,15 @@ class C4Spmd22BAdam1xv4_8(C4Spmd22BAdam1xv4_128):  # noqa: N801
 class C4Spmd22BAdam2xv4_8(C4Spmd22BAdam1xv4_8):  # noqa: N801
     """The smallest run over two slices, of 4 chips each (v4:2x2x1*2)."""
 
+    tags = ("multislice",)
+
     DCN_MESH_SHAPE = [2, 1, 1]
 
 
 class C4Spmd22BAdam4xv4_8(C4Spmd22BAdam1xv4_8):  # noqa: N801
     """The smallest run over four slices, of 4 chips each (v4:2x2x1*4)."""
+
+    tags = ("multislice",)
 
     DCN_MESH_SHAPE = [4, 1, 1]
 
@@ -89,5 +99,7 @@ class C4Spmd32BAdam1xv5_256(C4Spmd22BAdam1xv4_128):  # noqa: N801
 
 class C4Spmd32BAdam2xv5_256(C4Spmd32BAdam1xv5_256):  # noqa: N801
     """32 billion weights on two slices of 128 chips (v5p:4x4x8*2)."""
+
+    tags = ("multislice",)
 
     DCN_MESH_SHAPE = [2, 1, 1]

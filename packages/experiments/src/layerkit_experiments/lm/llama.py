@@ -92,6 +92,8 @@ class Sizes70B(LlamaDecoder, abstract=True):
 class Llama7B(Sizes7B, Llama2):
     """LLaMA 2 7B on 16 nodes of 8 GPUs (h100x128)."""
 
+    tags = ("multislice",)
+
     PERCORE_BATCH_SIZE = 8.0
     ICI_MESH_SHAPE = [1, 8, 1]
     DCN_MESH_SHAPE = [1, 16, 1]

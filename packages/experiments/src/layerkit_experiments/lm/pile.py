@@ -37,6 +37,8 @@ class Gpt126M(Gpt3Schedule, Spmd, Gpt3Decoder, abstract=True):
 class Pile126M(Gpt126M, ThePile):
     """GPT-3 Small on 8 nodes of 8 GPUs (h100x64), split by data alone."""
 
+    tags = ("multislice",)
+
     PERCORE_BATCH_SIZE = 4.0
     ICI_MESH_SHAPE = [8, 1, 1]
     DCN_MESH_SHAPE = [8, 1, 1]

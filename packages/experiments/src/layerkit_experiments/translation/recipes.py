@@ -31,6 +31,8 @@ class TranslationExperiment(TrainingLength, BaseExperiment, abstract=True):
     Add one class each of optimization, parallelism and data.
     """
 
+    tags: ClassVar[tuple[str, ...]] = ("translation",)
+
     NUM_ENCODER_LAYERS: int = 6
     NUM_DECODER_LAYERS: int = 6
     MODEL_DIMS: int = 512

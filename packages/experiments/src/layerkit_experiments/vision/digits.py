@@ -43,6 +43,8 @@ class SmallConvNet(nn.Module):
 class DigitClassifier(AdamWCosine, Spmd, BaseExperiment, abstract=True):
     """Ten classes of 28 × 28 pixels."""
 
+    tags: ClassVar[tuple[str, ...]] = ("vision",)
+
     DATA_FORMAT: Literal["generated", "idx"] = "generated"
     """`generated`: drawn on the fly; `idx`: the files of MNIST and its kin."""
     DATA_FOLDER: str = "mnist"

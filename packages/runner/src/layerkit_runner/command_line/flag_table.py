@@ -117,6 +117,8 @@ class Flag:
     modes: tuple[str, ...] = tuple(MODES)
     # Whether it may be "off", which is None; a number must then be above 0.
     may_be_off: bool = False
+    # Whether it may be given several times, each with another value; they are kept as a tuple.
+    repeats: bool = False
 
 
 def _option(name: str, kind: type, text: str, **more: Any) -> Flag:
@@ -419,6 +421,14 @@ FLAGS = (
         bool,
         "print every experiment with its weights, mesh and data, and leave",
         default=False,
+    ),
+    Flag(
+        "tag",
+        str,
+        "of --list, only experiments with this tag, such as moe; given several times, with all of"
+        " them",
+        metavar="NAME",
+        repeats=True,
     ),
     Flag("help", bool, "print this and leave", default=False),
 )

@@ -64,6 +64,8 @@ class ParsedFlags:
     command: str | None = None
     print_config: bool = False
     diff_config: str | None = None
+    # What the experiments of `list` must have, all of them.
+    tags: tuple[str, ...] = ()
     # The flags that were given, by name, with what they were understood as.
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -95,7 +97,9 @@ def parse_flags(arguments: Sequence[str]) -> ParsedFlags:
             overrides.append(parse_override(path, _required(name, text, words)))
             continue
         flag, value = _read(OTHER_NAMES.get(name, name), text, words)
-        if given.setdefault(flag.name, value) != value:
+        if flag.repeats:
+            given[flag.name] = (*given.get(flag.name, ()), value)
+        elif given.setdefault(flag.name, value) != value:
             raise UsageError(
                 f"--{flag.name} is given twice, with {given[flag.name]!r} and {value!r}."
             )
@@ -118,6 +122,7 @@ def parse_flags(arguments: Sequence[str]) -> ParsedFlags:
         command=command,
         print_config=values["print_config"],
         diff_config=values["diff_config"],
+        tags=values["tag"] or (),
         given=given,
     )
 
@@ -234,6 +239,8 @@ def _parse_positive(flag: Flag, text: str) -> float:
 
 
 def _check_together(given: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    if "tag" in given:
+        raise UsageError(f"--tag={given['tag'][0]} chooses among what --list shows; add --list.")
     exp, alias, mode = given.get("exp"), given.get("fdl_config"), values["mode"]
     if exp and alias and exp != alias:
         raise UsageError(f"--exp={exp} and --fdl_config={alias} are the same flag; keep one.")

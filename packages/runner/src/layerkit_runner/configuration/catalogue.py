@@ -6,6 +6,7 @@ answers in a fraction of one. So a package may keep a file `catalogue.json` besi
 
     {"lm.c4.C4Spmd1BAdam4Replicas": {"num_params": 1104652800, "mesh": "fsdp 4", "data": "…"}}
 
+An experiment whose model is that of a folder of the user's has `null` for its weights.
 `layerkit_runner.tools.catalogue` writes it, and tells in a test when it is out of date. A package
 without one is listed by names and summaries alone.
 """
@@ -31,12 +32,12 @@ class CatalogueLine:
     """What is told of one experiment.
 
     Attributes:
-      num_params: Scalars of its weights.
+      num_params: Scalars of its weights; None where only a folder of the user's tells.
       mesh: Its mesh axes of more than one device, such as `fsdp 64, data 2 across slices`.
       data: Where its data come from, in a few words.
     """
 
-    num_params: int
+    num_params: int | None
     mesh: str
     data: str
 
@@ -90,6 +91,7 @@ def catalogue_json(entries: Sequence[ExperimentEntry]) -> list[dict[str, Any]]:
             "num_params": entry.line and entry.line.num_params,
             "mesh": entry.line and entry.line.mesh,
             "data": entry.line and entry.line.data,
+            "tags": list(entry.tags),
         }
         for entry in entries
     ]
@@ -99,7 +101,8 @@ def _row(entry: ExperimentEntry) -> tuple[str, str, str, str, str]:
     line = entry.line
     if line is None:
         return entry.name, "", "", "", entry.summary
-    return entry.name, short_count(line.num_params), line.mesh, line.data, entry.summary
+    count = "—" if line.num_params is None else short_count(line.num_params)
+    return entry.name, count, line.mesh, line.data, entry.summary
 
 
 def short_count(count: int) -> str:

@@ -79,6 +79,32 @@ class ClassSource:
             for keyword in self.node.keywords
         )
 
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """What the class's own body says by `tags = …`, without its bases.
+
+        Raises:
+          UsageError: not strings, or only running the class would tell which.
+        """
+        tags: tuple[str, ...] = ()
+        for statement in self.node.body:
+            if "tags" in _assigned(statement) and (value := getattr(statement, "value", None)):
+                tags = self._written_tags(value)
+        return tags
+
+    def _written_tags(self, value: ast.expr) -> tuple[str, ...]:
+        try:
+            tags = ast.literal_eval(value)
+        except (ValueError, TypeError):
+            tags = None
+        if isinstance(tags, (tuple, list)) and all(isinstance(tag, str) for tag in tags):
+            return tuple(tags)
+        example = (tags,) if isinstance(tags, str) else ("moe", "pipeline")
+        raise UsageError(
+            f"{self.dotted}, line {value.lineno}: tags = {ast.unparse(value)}; expected strings,"
+            f" written out, such as tags = {example}"
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class FieldSource:
@@ -104,26 +130,35 @@ class Lineage:
                 _read_field(statement, fields)
         return {name: field for name, field in fields.items() if field.annotation is not None}
 
+    def tags(self) -> tuple[str, ...]:
+        """The tags of all the classes, each once, in the order of the alphabet."""
+        return tuple(sorted({tag for cls in self.classes for tag in cls.tags}))
+
 
 def _read_field(statement: ast.stmt, fields: dict[str, FieldSource]) -> None:
     if isinstance(statement, ast.FunctionDef):
         # A property of that name: a derived value takes the place of the field.
         fields.pop(statement.name, None)
         return
-    if isinstance(statement, ast.AnnAssign):
-        targets: list[ast.expr] = [statement.target]
-        annotation: str | None = ast.unparse(statement.annotation)
-    elif isinstance(statement, ast.Assign):
-        targets, annotation = statement.targets, None
-    else:
+    if not isinstance(statement, (ast.Assign, ast.AnnAssign)):
         return
+    hint = statement.annotation if isinstance(statement, ast.AnnAssign) else None
+    annotation = ast.unparse(hint) if hint is not None else None
     default = ast.unparse(statement.value) if statement.value is not None else None
-    for target in targets:
-        if isinstance(target, ast.Name) and _FIELD_NAME.fullmatch(target.id):
-            earlier = fields.get(target.id, FieldSource(None, None))
-            fields[target.id] = FieldSource(
-                annotation or earlier.annotation, default or earlier.default
-            )
+    for name in _assigned(statement):
+        if _FIELD_NAME.fullmatch(name):
+            earlier = fields.get(name, FieldSource(None, None))
+            fields[name] = FieldSource(annotation or earlier.annotation, default or earlier.default)
+
+
+def _assigned(statement: ast.stmt) -> list[str]:
+    """The names that a statement assigns to, or annotates."""
+    targets: list[ast.expr] = []
+    if isinstance(statement, ast.AnnAssign):
+        targets = [statement.target]
+    elif isinstance(statement, ast.Assign):
+        targets = statement.targets
+    return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
 class ClassSources:

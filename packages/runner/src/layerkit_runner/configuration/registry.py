@@ -21,7 +21,7 @@ import os
 import re
 import traceback
 import types
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from layerkit.near_names import near_names
@@ -64,6 +64,8 @@ class ExperimentEntry:
     # Whether `fields` are all there are; False where only an import would tell.
     complete: bool
     is_abstract: bool = False
+    # Its own and those of its bases, as far as `complete` goes.
+    tags: tuple[str, ...] = ()
     # What the package's catalogue tells of it; known where experiments are listed.
     line: CatalogueLine | None = None
 
@@ -84,8 +86,15 @@ def experiment_packages() -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def list_experiments() -> list[ExperimentEntry]:
-    """Every experiment that the packages offer, by name; abstract ones are left out."""
+def list_experiments(*, tags: Collection[str] = ()) -> list[ExperimentEntry]:
+    """Every experiment that the packages offer, by name; abstract ones are left out.
+
+    Args:
+      tags: What an experiment must have to be listed, all of them.
+
+    Raises:
+      UsageError: a tag that no experiment has.
+    """
     sources, packages = ClassSources(), experiment_packages()
     lines = {
         f"{package}.{name}": line
@@ -97,7 +106,16 @@ def list_experiments() -> list[ExperimentEntry]:
         dataclasses.replace(entry, line=lines.get(entry.dotted))
         for entry in _offered(sources, packages).values()
     ]
+    _check_tags(tags, sorted({tag for entry in entries for tag in entry.tags}))
+    entries = [entry for entry in entries if set(tags) <= set(entry.tags)]
     return sorted(entries, key=lambda entry: entry.name)
+
+
+def _check_tags(tags: Collection[str], known: Collection[str]) -> None:
+    for tag in tags:
+        if tag not in known:
+            all_tags = f"It is one of {', '.join(known)}." if known else "There are none."
+            raise UsageError(f"--tag has no value {tag!r}{near_names(tag, known)} {all_tags}")
 
 
 def find_experiment(name: str) -> ExperimentEntry:
@@ -177,6 +195,7 @@ def _entry(cls: ClassSource, lineage: Lineage, packages: list[str]) -> Experimen
         fields=lineage.fields(),
         complete=lineage.complete,
         is_abstract=cls.is_abstract,
+        tags=lineage.tags(),
     )
 
 
@@ -199,6 +218,7 @@ def _entry_by_import(dotted: str, packages: list[str]) -> ExperimentEntry | None
         fields={n: FieldSource(text, None) for n, text in experiment_fields(found).items()},
         complete=True,
         is_abstract=found._is_abstract,
+        tags=tuple(sorted({tag for base in found.__mro__ for tag in vars(base).get("tags", ())})),
     )
 
 

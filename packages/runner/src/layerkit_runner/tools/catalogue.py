@@ -17,16 +17,24 @@ from layerkit.base_layer import PARAMS
 from layerkit.config import target_of
 from layerkit_runner.configuration.catalogue import CatalogueLine
 from layerkit_runner.configuration.resolve import resolve
-from layerkit_runner.experiment import BaseExperiment
+from layerkit_runner.experiment import BaseExperiment, experiment_fields
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 
 
 def catalogue_line(cls: type[BaseExperiment]) -> CatalogueLine:
     """What `--list` tells of an experiment, from shapes alone.
 
+    One with a field that has no value, such as the folder of a model, is another model with each
+    value: then the number of weights is None, and the rest is told by the fields that have one.
+
     Raises:
       UsageError: the experiment refuses its own fields.
     """
+    if fields_without_value(cls):
+        # Made by a call, it would ask for the values.
+        experiment = cls.__new__(cls)
+        mesh = mesh_summary(experiment.partitioner())
+        return CatalogueLine(None, mesh, experiment.data_summary())
     experiment = cls()
     resolved = resolve(experiment)
     return CatalogueLine(
@@ -34,6 +42,11 @@ def catalogue_line(cls: type[BaseExperiment]) -> CatalogueLine:
         mesh=mesh_summary(resolved.partitioner),
         data=experiment.data_summary(),
     )
+
+
+def fields_without_value(cls: type[BaseExperiment]) -> list[str]:
+    """The fields that whoever runs the experiment has to give."""
+    return [name for name in experiment_fields(cls) if not hasattr(cls, name)]
 
 
 def num_params(task: Any) -> int:

@@ -162,6 +162,8 @@ class Lambada(Corpus, abstract=True):
     There is nothing to train on: evaluate a model with `--mode=eval_once` or `--mode=eval`.
     """
 
+    tags: ClassVar[tuple[str, ...]] = ("eval_only",)
+
     TARGET_LENGTH: int = 64
     """Positions for the last word; the others are for the passage before it."""
     EVAL_NUM_BATCHES = None

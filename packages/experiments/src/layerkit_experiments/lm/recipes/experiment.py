@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import jax.numpy as jnp
 
 from layerkit.config import Config
@@ -14,6 +16,8 @@ from layerkit_runner.task import SingleTask
 
 class LmExperiment(TransformerLmModel, TrainingLength, BaseExperiment, abstract=True):
     """Inherit this, one class each of optimization, parallelism and data, and set values."""
+
+    tags: ClassVar[tuple[str, ...]] = ("lm",)
 
     def validate(self) -> None:
         """Refuses fields that name what does not exist, or that do not fit together."""

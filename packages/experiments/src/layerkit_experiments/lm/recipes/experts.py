@@ -14,6 +14,8 @@ from layerkit_runner.partitioning import SpmdPartitioner
 class MixtureOfExperts(TransformerLmModel):
     """Experts in place of the feed-forward, in every layer or in every second, third, …"""
 
+    tags: ClassVar[tuple[str, ...]] = ("moe",)
+
     NUM_EXPERTS: int = 8
     NUM_EXPERTS_PER_TOKEN: int = 2
     NUM_SHARED_EXPERTS: int = 0

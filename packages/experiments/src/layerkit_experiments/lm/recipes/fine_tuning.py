@@ -16,6 +16,8 @@ from layerkit_runner.init_from import InitFrom, Source
 class InitialWeights:
     """First values from a folder, whose model is the one that the experiment describes."""
 
+    tags: ClassVar[tuple[str, ...]] = ("fine_tune",)
+
     INIT_FROM: str | None = None
     """Of Hugging Face, of a job, or of its checkpoints; looked at when training begins. None draws
     all weights, to try things out. `--init_from` takes its place."""
@@ -43,6 +45,8 @@ class Lora:
 
     `--mode=export` adds them to the weights beside them.
     """
+
+    tags: ClassVar[tuple[str, ...]] = ("lora",)
 
     LORA_RANK: int = 8
     LORA_ALPHA: float = 16.0

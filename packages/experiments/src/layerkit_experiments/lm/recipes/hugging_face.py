@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from layerkit.config import Config, field_names, target_of
 from layerkit.decoding import SampleDecoder
 from layerkit_experiments.lm.recipes.model import remat_policy
@@ -15,6 +17,8 @@ class HuggingFaceLm(TrainingLength, BaseExperiment, abstract=True):
 
     `--mode=export --export_dir=DIR` writes what was trained as such a folder again.
     """
+
+    tags: ClassVar[tuple[str, ...]] = ("lm", "fine_tune")
 
     HF_FOLDER: str
     """With config.json and safetensors files."""

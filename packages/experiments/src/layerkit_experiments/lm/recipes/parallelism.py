@@ -35,6 +35,8 @@ class Pipelined(TransformerLmModel):
     CHECKPOINT_POLICY says what a stage keeps of each microbatch.
     """
 
+    tags: ClassVar[tuple[str, ...]] = ("pipeline",)
+
     NUM_STAGES: int = 1
     """Runs of layers side by side; the first size of the mesh."""
     CIRCULAR_REPEAT: int = 1
@@ -83,6 +85,8 @@ class Pipelined(TransformerLmModel):
 
 class Pmap:
     """The whole state on every device, the batch split over all of them."""
+
+    tags: ClassVar[tuple[str, ...]] = ("pmap",)
 
     def partitioner(self) -> Config:
         """The config of the partitioner."""

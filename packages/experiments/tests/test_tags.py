@@ -1,0 +1,54 @@
+"""Tags tell the truth: each is held against what the experiment turned out to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import layerkit_experiments
+from layerkit_runner.configuration.registry import (
+    ExperimentEntry,
+    list_experiments,
+    load_experiment,
+)
+
+GOLDENS = Path(__file__).parent / "goldens"
+PREFIX = f"{layerkit_experiments.__name__}."
+ENTRIES = [entry for entry in list_experiments() if entry.module.startswith(PREFIX)]
+
+
+def mesh(entry: ExperimentEntry) -> str:
+    assert entry.line is not None
+    return entry.line.mesh
+
+
+def golden(entry: ExperimentEntry) -> str:
+    return (GOLDENS / f"{entry.dotted.removeprefix(PREFIX)}.txt").read_text()
+
+
+IS_SO: dict[str, Callable[[ExperimentEntry], bool]] = {
+    "eval_only": lambda entry: load_experiment(entry).trained_by is not None,
+    "fine_tune": lambda entry: "\ntask.initial_weights = None\n" not in golden(entry),
+    "lm": lambda entry: entry.name.startswith("lm."),
+    "lora": lambda entry: " = LoraDot\n" in golden(entry),
+    "masked_lm": lambda entry: "\ntask.model = BertModel\n" in golden(entry),
+    "moe": lambda entry: "feed_forward_tpl = MoeFeedForward\n" in golden(entry),
+    "multislice": lambda entry: mesh(entry).endswith(" across"),
+    "pipeline": lambda entry: "stage " in mesh(entry),
+    "pmap": lambda entry: mesh(entry) == "pmap",
+    "translation": lambda entry: "\ntask.model = SequenceModel\n" in golden(entry),
+    "vision": lambda entry: "\ntask.model = ClassificationModel\n" in golden(entry),
+}
+
+
+@pytest.mark.parametrize("tag", IS_SO)
+def test_a_tag_is_on_all_that_it_is_true_of(tag: str):
+    tagged = {entry.name for entry in ENTRIES if tag in entry.tags}
+    assert tagged == {entry.name for entry in ENTRIES if IS_SO[tag](entry)}
+    assert tagged
+
+
+def test_no_other_tags():
+    assert {tag for entry in ENTRIES for tag in entry.tags} == set(IS_SO)
