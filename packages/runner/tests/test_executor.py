@@ -13,9 +13,10 @@ from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner.checkpoints import CheckpointManager, CheckpointPolicy, evaluations
 from layerkit_runner.checkpoints.folders import committed_steps
 from layerkit_runner.errors import UsageError
-from layerkit_runner.executor import Executor, check_best_metric, is_due
+from layerkit_runner.executor import Executor, is_due
 from layerkit_runner.feeds.infeed import make_input
 from layerkit_runner.learning.early_stopping import EarlyStop, EarlyStopping, StoppingRule
+from layerkit_runner.modes.wanted_metrics import check_best_metric
 from layerkit_runner.observers import Goodput, Observer, RunInfo, Throughput
 from layerkit_runner.partitioning import SpmdPartitioner
 from layerkit_runner.processes.stop_signals import StopSignals
@@ -227,6 +228,16 @@ def test_a_metric_that_no_evaluation_has(make: Any):
         "task.train.save_best_metric='points/lss' is no metric of an evaluation; did you mean"
         " 'points/loss'? There are points/loss, points/total_weight."
     )
+
+
+def test_the_names_of_metrics_are_known_without_an_evaluation(make: Any):
+    job = make()
+    (program,) = job.executor.eval_programs
+    told = program.metric_names(job.abstract)
+    reported = program.run(job.state, 0, job.recorder)
+    # Records are left out where some cannot be read.
+    assert told == reported.keys() | {"skipped_records"}
+    assert program.metric_names(job.abstract) is None  # the data are read up
 
 
 @pytest.mark.parametrize("metric", ["pionts/loss", "loss"])

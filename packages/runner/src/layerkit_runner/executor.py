@@ -240,37 +240,6 @@ def executor_class(resolved: ResolvedExperiment) -> Callable[..., Executor]:
     return config.Instantiate
 
 
-def check_best_metric(train: TrainHParams, programs: Iterable[BaseProgram]) -> None:
-    """Whether the metric by which the best checkpoints are told can be one of these evaluations.
-
-    Args:
-      train: Names the metric, and says how often is saved.
-      programs: The evaluations.
-
-    Raises:
-      UsageError: it names none of them, or not every checkpoint is evaluated.
-    """
-    wanted = train.save_best_metric
-    if wanted is None:
-        return
-    own_intervals = {program.name: program.interval_steps for program in programs}
-    name = program_of(wanted, own_intervals)
-    if name is None:
-        raise UsageError(
-            f"task.train.save_best_metric={wanted!r} names no held-out data set"
-            f"{near_names(wanted.split('/')[0], own_intervals)} It is written DATASET/METRIC, and"
-            f" the data sets are {first_names(own_intervals) or 'none'}."
-        )
-    own, saves = own_intervals[name], train.save_interval_steps
-    interval = train.eval_interval_steps if own is None else own
-    if interval is None or saves % interval:
-        field = "eval_interval_steps" if own is None else f"{name}.interval_steps"
-        raise UsageError(
-            f"task.train.save_best_metric={wanted!r} needs an evaluation at every checkpoint:"
-            f" save_interval_steps={saves} must be a multiple of {field}={interval}"
-        )
-
-
 def eval_input_key(name: str) -> str:
     """Under which a checkpoint holds the state of a held-out input."""
     return f"eval/{name}"

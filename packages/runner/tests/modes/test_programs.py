@@ -23,6 +23,7 @@ from layerkit_runner.learning.early_stopping import EarlyStopping
 from layerkit_runner.modes.train import run_train
 from layerkit_runner.observers import Observer, read_metrics
 from layerkit_runner.programs import BaseProgram, DecodeProgram, EvalProgram
+from layerkit_runner.steps.task_metrics import Histogram, Max
 from layerkit_runner.steps.train_state import TrainState
 
 
@@ -211,4 +212,23 @@ def test_programs_that_cannot_be_are_refused_before_anything_is_written(
     with pytest.raises(UsageError) as caught:
         run_train(resolve(experiment(**fields)), options)
     assert str(caught.value) == text
+    assert not (tmp_path / "job").exists()
+
+
+@pytest.mark.parametrize("field", ["task.train.save_best_metric", "task.early_stopping.metric"])
+def test_metrics_that_nobody_reports_are_told_before_the_first_step(
+    experiment: Any, tmp_path: Path, field: str
+):
+    options = RunOptions(job_log_dir=str(tmp_path / "job"), jax_compilation_cache="off")
+    resolved = resolve(experiment(PATIENCE=1), [Override(field, "points/lss")])
+    resolved.task.metrics = {
+        "spread": Histogram.HParams.config(value="batch/y", low=0.0, high=2.0),
+        "worst": Max.HParams.config(value="metrics/loss"),
+    }
+    with pytest.raises(UsageError) as caught:
+        run_train(resolved, options)
+    assert str(caught.value) == (
+        f"{field}='points/lss' is no metric of an evaluation; did you mean 'points/loss'? There"
+        " are points/loss, points/skipped_records, points/total_weight, points/worst."
+    )
     assert not (tmp_path / "job").exists()

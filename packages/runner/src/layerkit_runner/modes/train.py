@@ -26,7 +26,6 @@ from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError
 from layerkit_runner.executor import (
     EARLY_STOPPING,
-    check_best_metric,
     eval_input_key,
     executor_class,
 )
@@ -52,6 +51,7 @@ from layerkit_runner.modes.programs import (
     train_programs,
 )
 from layerkit_runner.modes.start_report import LayerNotes, compiled_lines, run_info, start_lines
+from layerkit_runner.modes.wanted_metrics import check_best_metric, check_metric_names
 from layerkit_runner.observers import DECODE_PREFIX, RunInfo, StepWork, Throughput, peak_flops
 from layerkit_runner.observers.step_profiler import StepProfiler, profiler_server
 from layerkit_runner.processes.process_exchange import gather_values
@@ -81,6 +81,7 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
         evals, decodes = _evaluations(job, programs), decode_programs(job)
         early_stop = _early_stop(job, evals, decodes)
         check_best_metric(job.task.train, evals)
+        check_metric_names(job.task, evals, job.abstract_state())
         eval_inputs, decode_inputs = inputs_of(evals), inputs_of(decodes)
         saves = options.enable_checkpoint_saving
         checkpoints = stack.enter_context(job.checkpoints(read_only=not saves))

@@ -69,3 +69,14 @@ class BaseProgram:
           of the best checkpoint know them as `NAME/METRIC`. Of a decoding, a list of records.
         """
         raise NotImplementedError(f"{type(self).__qualname__} must define run")
+
+    def metric_names(self, abstract_state: TrainState) -> set[str] | None:
+        """Names of the metrics that an evaluation reports, told without running it.
+
+        Args:
+          abstract_state: Shapes, dtypes and shardings of the state.
+
+        Returns:
+          None where only running it tells.
+        """
+        return None

@@ -13,10 +13,11 @@ import jax
 from etils import epath
 
 from layerkit.nested_map import NestedMap
+from layerkit.summaries import BinCounts
 from layerkit_inputs.base_input import BaseInput
 from layerkit_runner.errors import UsageError
-from layerkit_runner.feeds.infeed import eval_batches
-from layerkit_runner.feeds.skipped_records import report_skipped
+from layerkit_runner.feeds.infeed import eval_batches, told_in_one_line
+from layerkit_runner.feeds.skipped_records import SKIPPED_RECORDS, report_skipped
 from layerkit_runner.observers import Observer
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.processes.process_exchange import from_process_0
@@ -109,6 +110,19 @@ class EvalProgram(BaseProgram):
         if histograms := reported.histograms():
             observers.eval_histograms(step, self.name, histograms)
         return metrics
+
+    def metric_names(self, abstract_state: TrainState) -> set[str] | None:
+        """Of what `run` reports; None where the data set is read up, or makes metrics of scores."""
+        if self._scores_examples:
+            return None
+        try:
+            with told_in_one_line():
+                batch = self.partitioner.abstract_batch(self.dataset.peek())
+        except StopIteration:
+            return None
+        reported = jax.eval_shape(self._step, abstract_state, batch)
+        numbers = {name for name, it in reported.items() if not isinstance(it, BinCounts)}
+        return numbers | {"total_weight", SKIPPED_RECORDS}
 
     def _start(self, state: TrainState, batch: NestedMap) -> tuple[Any, Any]:
         """Metrics of a batch and, where they are wanted, scores of its rows; not yet computed."""
