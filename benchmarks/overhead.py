@@ -10,6 +10,7 @@ Printed is the ratio of speeds (1: the runner costs nothing) as the median over 
 
     python benchmarks/overhead.py                        # the quickstart's sizes
     python benchmarks/overhead.py --dims 256             # a step that takes longer
+    python benchmarks/overhead.py --all                  # Weights & Biases, histograms of weights
     python benchmarks/overhead.py --memory --steps 2000  # one run, and whether its memory grows
 """
 
@@ -145,8 +146,10 @@ class Bare:
         jax.block_until_ready(reported)
 
 
-def resolved_for(experiment: type[Quickstart], *, steps: int, dims: int) -> ResolvedExperiment:
-    """The experiment with everything on."""
+def resolved_for(
+    experiment: type[Quickstart], *, steps: int, dims: int, histograms: bool = False
+) -> ResolvedExperiment:
+    """The experiment with a summary at every step; histograms of weights before each save."""
     resolved = resolve(experiment(MODEL_DIMS=dims, HIDDEN_DIMS=4 * dims))
     resolved.task.train.set(
         num_train_steps=steps,
@@ -156,21 +159,26 @@ def resolved_for(experiment: type[Quickstart], *, steps: int, dims: int) -> Reso
         eval_interval_steps=None,
         eval_at_end=False,
         decode_interval_steps=None,
+        weight_summary_interval_steps=SAVE_INTERVAL if histograms else None,
     )
     return resolved
 
 
-def record_of_run(resolved: ResolvedExperiment) -> Metrics:
-    """What a new run reported of each of its steps."""
+def record_of_run(resolved: ResolvedExperiment, *, wandb: bool = False) -> Metrics:
+    """What a new run reported of each of its steps; to Weights & Biases too, without a network."""
+    if wandb:
+        os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true")
+    project = "overhead" if wandb else None
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        if run_train(resolved, RunOptions(job_log_dir=folder)) != 0:
+        if run_train(resolved, RunOptions(job_log_dir=folder, wandb_project=project)) != 0:
             raise RuntimeError("the run was stopped")
         return read_metrics(Path(folder))
 
 
-def compare(*, steps: int, dims: int) -> dict[str, Any]:
+def compare(*, steps: int, dims: int, all_observers: bool) -> dict[str, Any]:
     """One run, in which training and bare steps take turns."""
-    record = record_of_run(resolved_for(BesideBareSteps, steps=steps, dims=dims))
+    resolved = resolved_for(BesideBareSteps, steps=steps, dims=dims, histograms=all_observers)
+    record = record_of_run(resolved, wandb=all_observers)
     turns = record.evals["bare"]
     bare = np.array([turn["ended"] - turn["began"] for turn in turns[1:]])
     # From the end of one turn to the beginning of the next: a save, and as many training steps.
@@ -222,6 +230,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=1000, help="of the run")
     parser.add_argument("--dims", type=int, default=128)
+    parser.add_argument("--all", action="store_true", help="every observer there is")
     parser.add_argument("--memory", action="store_true", help="one run, and its memory")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -230,7 +239,7 @@ def main() -> None:
     if args.memory:
         result = memory(steps=args.steps, dims=args.dims)
     else:
-        result = compare(steps=args.steps, dims=args.dims)
+        result = compare(steps=args.steps, dims=args.dims, all_observers=args.all)
     machine = f"{platform.machine()}, {os.cpu_count()} cores, {jax.devices()[0].device_kind}"
     result = {"machine": machine, "jax": jax.__version__, **result}
     if args.json:

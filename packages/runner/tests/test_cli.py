@@ -178,8 +178,8 @@ Modes:
   decode_once  decode with the newest checkpoint, or those of --restore_checkpoint_step
   export       write the newest checkpoint as a Hugging Face folder
   plan         compile the training step without the devices; print memory and traffic
-  inspect      print the configuration, every override applied, its weights, its graph, or what the
-               inputs feed; writes nothing
+  inspect      print the configuration, every override applied, its layers, its weights, its graph,
+               or what the inputs feed; writes nothing
 
 Commands:
   doctor  look at this machine: devices, packages, storage; exit code 1: something does not work
@@ -235,13 +235,15 @@ Flags:
                                     does not fit; 0: no advice (default 12)
   --max_seconds=SECONDS             plan: after so long, a search or advice compiles nothing more
                                     (default 600.0)
-  --inspect=WHAT                    inspect: config, the configuration; parameters, a table of the
-                                    weights; graph, the configuration as a Mermaid diagram; or
-                                    batches, a few of each input (default config)
+  --inspect=WHAT                    inspect: config, the configuration; layers, each with the values
+                                    that it is built with; parameters, a table of the weights;
+                                    graph, the configuration as a Mermaid diagram; or batches, a few
+                                    of each input (default config)
   --num_batches=N                   inspect: batches of each input (default 2)
   --num_hosts=N                     inspect: hosts among which inputs are split (default 1)
-  --json                            plan, inspect: print the plan, the configuration, the weights,
-                                    the list of experiments or what the doctor found as JSON
+  --json                            plan, inspect: print the plan, the configuration, the layers,
+                                    the weights, the list of experiments or what the doctor found as
+                                    JSON
   --export_dir=DIR                  export: the folder to write
   --jax_compilation_cache=DIR       folder for compiled programs, or off
   --coordinator_address=ADDRESS     train, eval, eval_once, decode, decode_once: host:port where the
@@ -547,6 +549,28 @@ def test_print_config_can_be_added_to_any_command(place: Path):
         assert done.stdout == inspected.stdout
     done = runner(place, *command, "--print_config", "--json")
     assert json.loads(done.stdout)["config"]["task.model.num_layers"] == 7
+
+
+@pytest.mark.parametrize(
+    ("flags", "kept"),
+    [
+        ([], []),
+        (["--init_from=/models/a b", "--init_draw=.*/norm", "--noenable_checkpoint_saving"], None),
+        # The folder is for whoever runs it to say, and `--json` is about the printing.
+        (["--job_log_dir=/runs/1", "--restore_cast_dtypes"], ["--restore_cast_dtypes"]),
+        (["--mode=eval_once", "--restore_checkpoint_step=3,4"], None),
+        (["--mode=inspect"], []),
+    ],
+)
+def test_the_printed_arguments_hold_the_flags_of_the_run(
+    place: Path, flags: list[str], kept: list[str] | None
+):
+    command = ["--exp=own.Mine", "--fdl.NUM_LAYERS=7"]
+    done = runner(place, *command, *flags, "--print_config", "--json")
+    assert done.stderr == ""
+    printed = json.loads(done.stdout)["arguments"]
+    assert printed[:2] == command
+    assert sorted(printed[2:]) == sorted(flags if kept is None else kept)
 
 
 def test_diff_config(place: Path):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from layerkit.config import Config
 from layerkit_runner import BaseExperiment
 from layerkit_runner.command_line.flags import RunOptions
-from layerkit_runner.configuration.resolve import ResolvedExperiment
+from layerkit_runner.configuration.resolve import ResolvedExperiment, resolve
 from layerkit_runner.modes import train
 from layerkit_runner.run import OutOfMemoryError, memory_remedies, memory_words, run
 
@@ -102,3 +104,36 @@ def test_another_error_of_a_device_stays_as_it_is(tmp_path: Path, monkeypatch: A
     with pytest.raises(jax.errors.JaxRuntimeError, match="driver is gone"):
         run("train", resolved, RunOptions(job_log_dir=str(tmp_path)))
     assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize("text", ["NumPy", "Python"])
+def test_a_host_without_memory_ends_in_one_sentence(
+    tmp_path: Path, tiny: SimpleNamespace, text: str
+):
+    class Enormous(tiny.Points):
+        def _read_rows(self, rows: np.ndarray) -> Any:
+            if text == "Python":
+                return [None] * 2**60
+            return np.zeros((2**20, 2**38))  # more than an address can be of
+
+    class OfOneInput(BaseExperiment):
+        def task(self) -> Config:
+            return tiny.task_config()
+
+        def datasets(self) -> list[Config]:
+            return [Enormous.HParams.config(name="train", is_training=True, percore_batch_size=1.0)]
+
+    resolved = resolve(OfOneInput())
+    with pytest.raises(OutOfMemoryError) as caught:
+        run("train", resolved, RunOptions(job_log_dir=str(tmp_path), jax_compilation_cache="off"))
+    log = tmp_path / "logs" / "process_0000.log"
+    words = {
+        "NumPy": "Unable to allocate 2.00 EiB for an array with shape (1048576, 274877906944) and"
+        " data type float64",
+        "Python": "Python could not allocate what it needed",
+    }
+    assert str(caught.value) == (
+        f"{resolved.name} ran out of memory of the host, not of a device: {words[text]}. The whole"
+        f" error is in {log}."
+    )
+    assert "in _read_rows\n" in log.read_text()

@@ -3,8 +3,8 @@
     runner --exp=lm.quickstart.LocalText --job_log_dir=DIR     train; again: resume
     runner --exp=… --mode=eval --job_log_dir=DIR               beside it; or eval_once, decode,
                                                                decode_once, export, plan, inspect
-    runner --exp=… --mode=inspect --inspect=batches            what the inputs feed; or parameters,
-                                                               graph
+    runner --exp=… --mode=inspect --inspect=batches            what the inputs feed; or layers,
+                                                               parameters, graph
     runner --exp=… --job_log_dir=DIR --study=FILE              many runs: search its fields
     runner --exp=… --print_config                              every field, and leave
     runner --exp=… --diff_config=OTHER                         what differs from another experiment
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _study(flags)
         resolved = _resolve(flags)
         if flags.print_config:
-            return _print_config(resolved, flags.options)
+            return _print_config(resolved, flags.options, flags.mode)
         return _RUN_MODE[flags.mode](flags.mode, resolved, flags.options)
     except UsageError as error:
         print(f"runner: {error}", file=sys.stderr)
@@ -176,6 +176,11 @@ def _inspect(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> in
         from layerkit_runner.modes.inspect import run_inspect
 
         return run_inspect(resolved, options)
+    if options.inspect == "layers":
+        # Likewise, and the model is built of shapes.
+        from layerkit_runner.looking.built_layers import describe_layers
+
+        return _print(describe_layers(resolved, options))
     if options.inspect == "parameters":
         # Loads JAX, and the model is built of shapes.
         from layerkit_runner.looking.parameter_table import describe_parameters
@@ -185,15 +190,17 @@ def _inspect(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> in
         from layerkit_runner.looking.config_graph import config_graph, mermaid
 
         return _print(mermaid(config_graph(resolved)))
-    return _print_config(resolved, options)
+    return _print_config(resolved, options, mode)
 
 
-def _print_config(resolved: ResolvedExperiment, options: RunOptions) -> int:
+def _print_config(resolved: ResolvedExperiment, options: RunOptions, mode: str) -> int:
     # Only here is the text of a configuration needed.
     from layerkit_runner.configuration.config_text import config_json, config_text
 
     if options.json:
-        return _print(json.dumps(config_json(resolved)))
+        # What only looks is no run, whose flags would be worth keeping.
+        run = None if mode == "inspect" else options
+        return _print(json.dumps(config_json(resolved, run, mode=mode)))
     return _print(config_text(resolved).rstrip("\n"))
 
 

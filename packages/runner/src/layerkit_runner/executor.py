@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from layerkit.config import assigned_fields, target_of
+from layerkit.config import target_of
 from layerkit.near_names import near_names
 from layerkit_runner.checkpoints import CheckpointManager
+from layerkit_runner.configuration.filled_in import check_filled_in
 from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError, first_names
 from layerkit_runner.learning.early_stopping import EarlyStop
@@ -29,6 +29,9 @@ from layerkit_runner.train_hparams import TrainHParams
 
 EARLY_STOPPING = "early_stopping"
 """Under which the metadata of a checkpoint hold what early stopping remembers."""
+
+ENDED = "ended"
+"""Under which the metadata of a checkpoint say that the job ended with it before its last step."""
 
 
 @dataclasses.dataclass
@@ -68,6 +71,10 @@ class Executor:
     exit_after_ondemand_checkpoint: bool = False
     profiler: StepProfiler | None = None
     early_stop: EarlyStop | None = None
+    # Metrics by program, and after which step.
+    _evaluated: tuple[int, dict[str, dict[str, float]]] = dataclasses.field(
+        default=(-1, {}), init=False
+    )
 
     @property
     def has_stopped_early(self) -> bool:
@@ -133,8 +140,15 @@ class Executor:
         self.train_programs.drain()
         with self._besides("eval"):
             found = {p.name: dict(p.run(state, step, self.observers)) for p in programs}
+        self._evaluated = (step, self._evaluated_after(step) | found)
         self._record(step, found)
         return found
+
+    def evaluate_rest(self, state: TrainState, step: int) -> dict[str, dict[str, float]]:
+        """Runs the eval programs that did not run after this step; metrics of all by program."""
+        done = self._evaluated_after(step)
+        rest = [program for program in self.eval_programs if program.name not in done]
+        return done | (self.evaluate(state, step, rest) if rest else {})
 
     def decode(
         self, state: TrainState, step: int, programs: Sequence[BaseProgram] | None = None
@@ -197,14 +211,21 @@ class Executor:
                 step,
                 self.train_programs.stored_state(state),
                 input_states=self._input_states(),
-                metadata=self._metadata(),
+                metadata=self._metadata(step),
                 force=force,
             )
 
-    def _metadata(self) -> dict[str, Any]:
-        if self.early_stop is None:
-            return dict(self.metadata)
-        return {**self.metadata, EARLY_STOPPING: self.early_stop.record()}
+    def _metadata(self, step: int) -> dict[str, Any]:
+        metadata = dict(self.metadata)
+        if self.early_stop is not None:
+            metadata[EARLY_STOPPING] = self.early_stop.record()
+        if step < self.train.num_train_steps and self.is_over(step):
+            metadata[ENDED] = True
+        return metadata
+
+    def _evaluated_after(self, step: int) -> dict[str, dict[str, float]]:
+        evaluated_at, found = self._evaluated
+        return found if evaluated_at == step else {}
 
     def _input_states(self) -> dict[str, Any]:
         """Where the inputs stand; an evaluation that reads a whole epoch starts anew each time."""
@@ -229,14 +250,8 @@ def executor_class(resolved: ResolvedExperiment) -> Callable[..., Executor]:
     kind = target_of(config)
     if not (isinstance(kind, type) and issubclass(kind, Executor)):
         raise UsageError(f"executor: {kind.__qualname__} does not derive from Executor")
-    given = {field.name for field in dataclasses.fields(Executor)}
-    assigned = set(assigned_fields(config))
-    if taken := sorted(given & assigned):
-        raise UsageError(f"executor.{taken[0]} is filled in by the job and cannot be set")
-    parameters = inspect.signature(kind).parameters.values()
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
-    if missing := [name for name in needed if name not in given | assigned]:
-        raise UsageError(f"executor: {kind.__qualname__} needs a value for {first_names(missing)}")
+    given = {field.name for field in dataclasses.fields(Executor) if field.init}
+    check_filled_in(config, "executor", by_job=given)
     return config.Instantiate
 
 
@@ -247,7 +262,8 @@ def eval_input_key(name: str) -> str:
 
 def program_of(metric: str, names: Iterable[str]) -> str | None:
     """Which of these programs a metric `NAME/METRIC` is of; None if it is of none."""
-    return next((name for name in names if metric.startswith(f"{name}/")), None)
+    # One program may be called as the beginning of another: `heldout` and `heldout/averaged`.
+    return max((name for name in names if metric.startswith(f"{name}/")), key=len, default=None)
 
 
 def by_path(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

@@ -162,7 +162,8 @@ class BaseExperiment:
         from layerkit.config import target_of
 
         datasets = self.datasets()
-        return target_of(datasets[0]).__name__ if datasets else ""
+        training = [config for config in datasets if config.is_training] or datasets[:1]
+        return ", ".join(dict.fromkeys(target_of(config).__name__ for config in training))
 
     def validate(self) -> None:
         """Cheap checks of the fields against each other, after overrides, before anything is made.

@@ -10,7 +10,7 @@ import re
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from layerkit_runner.byte_sizes import size_text
@@ -34,7 +34,7 @@ _BYTES = re.compile(r"\b(\d+) bytes")
 
 
 class OutOfMemoryError(UsageError):
-    """The devices hold less than a run needs, which nobody could know before: exit code 1."""
+    """Devices or hosts hold less than a run needs, which nobody could know before: exit code 1."""
 
     exit_code = 1
 
@@ -50,10 +50,6 @@ def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
         return run_plan(resolved, options)
     if options.job_log_dir is None:
         raise UsageError(f"--mode={mode} needs --job_log_dir=DIR")
-    import jax
-
-    from layerkit.layers.attention.backends import BackendRefusal
-    from layerkit_runner import checkpoints
     from layerkit_runner.modes import export as export_mode
     from layerkit_runner.modes import inference as inference_modes
     from layerkit_runner.modes import train as train_mode
@@ -74,33 +70,57 @@ def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
         **{name: functools.partial(infer, name) for name in (*FOLLOWING_MODES, *ONCE_MODES)},
         "export": export_mode.run_export,
     }
-    with joined(options) as process, _watched(process, mode):
-        try:
-            return modes[mode](resolved, options)
-        except (
-            BackendRefusal,
-            checkpoints.LayoutVersionError,
-            checkpoints.NewerManifestError,
-            checkpoints.ProcessCountError,
-        ) as error:
-            raise UsageError(f"{resolved.name}: {error}") from error
-        except checkpoints.SaveTimeoutError as error:
-            # Its threads may never end, and the interpreter would wait for them.
-            print(f"runner: {error}", file=sys.stderr, flush=True)
-            process.tell_failure(str(error))
-            os._exit(StorageError.exit_code)
-        except OSError as error:
-            if isinstance(error, checkpoints.SaveError) or error.errno in _FULL_OR_READ_ONLY:
-                raise StorageError(str(error)) from error
+    with (
+        joined(options) as process,
+        _watched(process, mode),
+        _in_one_sentence(mode, resolved, process),
+    ):
+        return modes[mode](resolved, options)
+
+
+@contextlib.contextmanager
+def _in_one_sentence(
+    mode: str, resolved: ResolvedExperiment, process: JoinedProcess
+) -> Iterator[None]:
+    """Makes of errors that a person can do something about what the command line prints."""
+    import jax
+
+    from layerkit.layers.attention.backends import BackendRefusal
+    from layerkit_runner import checkpoints
+
+    try:
+        yield
+    except (
+        BackendRefusal,
+        checkpoints.LayoutVersionError,
+        checkpoints.NewerManifestError,
+        checkpoints.ProcessCountError,
+    ) as error:
+        raise UsageError(f"{resolved.name}: {error}") from error
+    except checkpoints.SaveTimeoutError as error:
+        # Its threads may never end, and the interpreter would wait for them.
+        print(f"runner: {error}", file=sys.stderr, flush=True)
+        process.tell_failure(str(error))
+        os._exit(StorageError.exit_code)
+    except OSError as error:
+        if isinstance(error, checkpoints.SaveError) or error.errno in _FULL_OR_READ_ONLY:
+            raise StorageError(str(error)) from error
+        raise
+    except jax.errors.JaxRuntimeError as error:
+        words = memory_words(str(error))
+        if words is None:
             raise
-        except jax.errors.JaxRuntimeError as error:
-            words = memory_words(str(error))
-            if words is None:
-                raise
-            raise OutOfMemoryError(
-                f"{resolved.name} ran out of memory: {words}."
-                f"{memory_remedies(mode, resolved.experiment)}{_kept_traceback(error, process)}"
-            ) from error
+        raise OutOfMemoryError(
+            f"{resolved.name} ran out of memory: {words}."
+            f"{memory_remedies(mode, resolved.experiment)}{_kept_traceback(error, process)}"
+        ) from error
+    except MemoryError as error:
+        # NumPy says how much it was asked for, Python nothing.
+        words = str(error).rstrip(".") or "Python could not allocate what it needed"
+        raise OutOfMemoryError(
+            f"{resolved.name} ran out of memory of the host, not of a device: {words}."
+            f"{_kept_traceback(error, process)}"
+        ) from error
 
 
 def memory_words(text: str) -> str | None:

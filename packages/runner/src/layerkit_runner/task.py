@@ -5,6 +5,7 @@ The steps know neither a mesh nor a partitioner; see `layerkit_runner.steps.step
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -80,6 +81,8 @@ class SingleTask(Configurable):
         self._stacks: Stacks | None = None
         if self.loss_weights is not None:
             _check_loss_weights(self.loss_weights)
+        if not self.summary_verbosity >= 0:
+            raise ValueError(f"task.summary_verbosity={self.summary_verbosity} must be at least 0")
         self.own_metrics = named_metrics(self.metrics or {})
         if not isinstance(self.vn, (VariationalNoise, type(None))):
             raise UsageError(f"task.vn={self.vn!r} must be a VariationalNoise, or None for none")
@@ -374,6 +377,9 @@ def _variables(state: TrainState) -> dict[str, Any]:
 
 
 def _check_loss_weights(weights: Mapping[str, float]) -> None:
+    for name, factor in weights.items():
+        if not math.isfinite(factor):
+            raise ValueError(f"task.loss_weights[{name!r}]={factor} must be a finite number")
     if not weights or not any(weights.values()):
         raise ValueError(
             f"task.loss_weights={dict(weights)}: expected a factor other than 0 for one metric at"

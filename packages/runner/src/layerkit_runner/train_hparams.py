@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ _AT_LEAST_ONE = (
     "profiler_num_steps",
     "profiler_max_num_hosts",
 )
+_MOST_HOURS = datetime.timedelta.max // datetime.timedelta(hours=1)
 
 
 class TrainHParams(Configurable):
@@ -72,7 +74,7 @@ class TrainHParams(Configurable):
       profiler_max_num_hosts: Processes that take part in it, from process 0 on; None for all.
 
     Raises:
-      ValueError: a number below 1, or no hours between checkpoints to keep.
+      ValueError: a number out of range, or fields that contradict each other.
     """
 
     learner: Any = instance_field(Learner)
@@ -105,19 +107,11 @@ class TrainHParams(Configurable):
     profiler_max_num_hosts: int | None = 1
 
     def __post_init__(self) -> None:
-        for name in _AT_LEAST_ONE:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"task.train.{name}={value} must be at least 1")
+        self._check_numbers()
         if self.prng_impl not in _PRNG_IMPLS:
             raise ValueError(
                 f"task.train.prng_impl={self.prng_impl!r} must be one of {', '.join(_PRNG_IMPLS)}"
                 f"{near_names(self.prng_impl, _PRNG_IMPLS)}"
-            )
-        hours = self.save_keep_interval_hours
-        if hours is not None and not hours > 0:
-            raise ValueError(
-                f"task.train.save_keep_interval_hours={hours} must be more than 0, or None"
             )
         for name in ("eval_use_ema_states", "decode_use_ema_states"):
             if getattr(self, name) and self.learner.ema_decay is None:
@@ -125,16 +119,33 @@ class TrainHParams(Configurable):
                     f"task.train.{name}=True needs averaged weights; set"
                     " task.train.learner.ema_decay, such as 0.9999"
                 )
-        if self.decode_start_after_n_steps < 0:
+        self._check_best()
+
+    def _check_numbers(self) -> None:
+        for name in _AT_LEAST_ONE:
+            value = getattr(self, name)
+            if value is not None and not value >= 1:  # nor is NaN
+                raise ValueError(f"task.train.{name}={value} must be at least 1")
+        if not -(2**63) <= self.random_seed < 2**63:
+            raise ValueError(f"task.train.random_seed={self.random_seed} must fit into 64 bits")
+        hours = self.save_keep_interval_hours
+        if hours is not None and not 0 < hours <= _MOST_HOURS:
+            raise ValueError(
+                f"task.train.save_keep_interval_hours={hours} must be more than 0 and at most"
+                f" {_MOST_HOURS}, or None"
+            )
+        if not self.decode_start_after_n_steps >= 0:
             raise ValueError(
                 f"task.train.decode_start_after_n_steps={self.decode_start_after_n_steps} must be"
                 " at least 0"
             )
-        if any(step < 0 for step in self.save_keep_steps):
+        if not all(step >= 0 for step in self.save_keep_steps):
             raise ValueError(
                 f"task.train.save_keep_steps={tuple(self.save_keep_steps)} must hold no negative"
                 " step"
             )
+
+    def _check_best(self) -> None:
         if self.save_best_mode not in ("min", "max"):
             raise ValueError(
                 f"task.train.save_best_mode={self.save_best_mode!r} must be 'min' or 'max'"

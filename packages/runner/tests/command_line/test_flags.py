@@ -151,7 +151,7 @@ def test_negative_values_are_values():
         (
             ["--mode=inspect", "--inspect=batch"],
             "--inspect has no value 'batch'; did you mean 'batches'? It is one of config,"
-            " parameters, graph, batches.",
+            " layers, parameters, graph, batches.",
         ),
         (["--inspect=batches"], "--inspect belongs to --mode=inspect, and the mode is train."),
         (

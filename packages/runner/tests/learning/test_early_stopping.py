@@ -110,7 +110,7 @@ def test_a_data_set_that_is_not_evaluated():
     ("fields", "text"),
     [
         ({"patience": 0}, "task.early_stopping.patience=0 must be at least 1"),
-        ({"min_delta": -1.0}, "task.early_stopping.min_delta=-1.0 must be 0 or more"),
+        ({"min_delta": -1.0}, "task.early_stopping.min_delta=-1.0 must be a finite number from 0"),
         ({"mode": "lower"}, "task.early_stopping.mode='lower' must be 'min' or 'max'"),
     ],
 )

@@ -188,7 +188,7 @@ def test_cycles_begin_again():
         ),
         (
             lambda: linear_warmup_polynomial_decay(1.0, **COSINE, power=0.0),
-            "schedule: power=0.0 must be above 0",
+            "schedule: power=0.0 must be above 0 and finite",
         ),
         (
             lambda: linear_warmup_polynomial_decay(1.0, **{**COSINE, "min_ratio": 2}),

@@ -1,4 +1,4 @@
-"""`--inspect=parameters` as a process of its own, which sees no accelerator."""
+"""`--inspect=parameters` and `--inspect=layers` as processes that see no accelerator."""
 
 from __future__ import annotations
 
@@ -7,24 +7,31 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 EXPERIMENTS = Path(__file__).parent.parent / "plan"
 
 
-def test_the_weights_of_an_experiment(tmp_path: Path):
+def inspected(what: str, folder: Path) -> dict[str, Any]:
+    """What is told of an experiment, from a folder where nothing may be written."""
     done = subprocess.run(
         [
             *(sys.executable, "-m", "layerkit_runner.cli", "--exp=small_lm_experiment.SmallLm"),
-            *("--mode=inspect", "--inspect=parameters", "--json", "--fdl.MESH=[2,4,2]"),
+            *("--mode=inspect", f"--inspect={what}", "--json", "--fdl.MESH=[2,4,2]"),
         ],
-        cwd=tmp_path,
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": f"{EXPERIMENTS}:{os.environ.get('PYTHONPATH', '')}"},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    table = json.loads(done.stdout)
+    assert list(folder.iterdir()) == []
+    return json.loads(done.stdout)
+
+
+def test_the_weights_of_an_experiment(tmp_path: Path):
+    table = inspected("parameters", tmp_path)
     # The environment of the tests says 8 devices, which must not matter.
     assert (table["num_devices"], table["mesh"]["fsdp"]) == (16, 4)
     weights = {row["path"]: row for row in table["parameters"]}
@@ -33,4 +40,16 @@ def test_the_weights_of_an_experiment(tmp_path: Path):
     assert query["shape"] == [3, 16, 2, 8]
     assert query["sharding"] == [[], ["fsdp"], ["tensor"], []]
     assert query["bytes_per_device"] == 3 * 16 * 16 * 4 // 8
-    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_layers_of_an_experiment(tmp_path: Path):
+    told = inspected("layers", tmp_path)
+    assert told["mesh"]["fsdp"] == 4
+    layers = {layer["path"]: layer for layer in told["layers"]}
+    # Nobody says the size of a head, and the three layers are one in a loop.
+    assert layers["lm"]["fields"]["dim_per_head"] is None
+    query = layers["lm/stack/repeat/sub/attention/query"]
+    sizes = [query["fields"][name] for name in ("input_dims", "num_heads", "head_dim")]
+    assert sizes == [16, 2, 8]
+    assert query["class"].endswith(".HeadProjection")
+    assert {"input_dims", "num_heads", "head_dim"} <= set(query["changed"])

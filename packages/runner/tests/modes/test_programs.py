@@ -215,6 +215,35 @@ def test_programs_that_cannot_be_are_refused_before_anything_is_written(
     assert not (tmp_path / "job").exists()
 
 
+class Twice(EvalProgram):
+    """Reports one metric more than what it derives from."""
+
+    def run(self, *given: Any) -> dict[str, float]:
+        metrics = super().run(*given)
+        return {**metrics, "twice": 2 * metrics["loss"]}
+
+
+@pytest.mark.parametrize(
+    ("evals", "metric"),
+    [
+        ((Config(Twice, dataset="points"),), "points/twice"),
+        (
+            (
+                Config(EvalProgram, dataset="points"),
+                Config(EvalProgram, dataset="points", name="points/again"),
+            ),
+            "points/again/loss",
+        ),
+    ],
+)
+def test_metrics_of_evaluations_of_ones_own(
+    experiment: Any, tmp_path: Path, evals: tuple[Any, ...], metric: str
+):
+    options = RunOptions(job_log_dir=str(tmp_path / "job"), jax_compilation_cache="off")
+    best = Override("task.train.save_best_metric", metric)
+    assert run_train(resolve(experiment(EVALS=evals), [best]), options) == 0
+
+
 @pytest.mark.parametrize("field", ["task.train.save_best_metric", "task.early_stopping.metric"])
 def test_metrics_that_nobody_reports_are_told_before_the_first_step(
     experiment: Any, tmp_path: Path, field: str

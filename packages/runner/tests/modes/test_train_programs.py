@@ -20,11 +20,13 @@ from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.configuration.overrides import Override
 from layerkit_runner.configuration.resolve import resolve
 from layerkit_runner.executor import Executor
+from layerkit_runner.modes.inference import run_inference
 from layerkit_runner.modes.train import run_train
 from layerkit_runner.observers import read_metrics
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 from layerkit_runner.plan.plan import make_plan
 from layerkit_runner.programs import EvalProgram, TrainProgram
+from layerkit_runner.steps.task_metrics import Max
 from layerkit_runner.steps.train_state import TrainState
 
 ROWS = {"few": 8, "many": 16}
@@ -46,6 +48,13 @@ class Counting(TrainProgram):
     def start_step(self, state: TrainState, step: int, *rest: Any) -> TrainState:
         self.started.setdefault(self._key, []).append(step)
         return super().start_step(state, step, *rest)
+
+
+class Needing(TrainProgram):
+    """One with a field that has no default."""
+
+    def __init__(self, *given: Any, factor: float, **named: Any) -> None:
+        super().__init__(*given, **named)
 
 
 @dataclasses.dataclass
@@ -94,7 +103,8 @@ def experiment(tiny: SimpleNamespace) -> type[BaseExperiment]:
                 "eval_skip_train": self.EVAL_SKIP_TRAIN,
                 "save_max_to_keep": None,
             }
-            return tiny.task_config(learner={"learning_rate": LEARNING_RATE}, train=train)
+            task = tiny.task_config(learner={"learning_rate": LEARNING_RATE}, train=train)
+            return task.set(metrics={"worst": Max.HParams.config(value="metrics/loss")})
 
         def datasets(self) -> list[Config]:
             training = [
@@ -164,6 +174,9 @@ def test_losses_are_those_of_a_plain_loop(train: Any, tmp_path: Path, pmap: bool
         assert record["loss"] == record[f"{name}/loss"] == pytest.approx(loss, rel=1e-5)
         (other,) = ROWS.keys() - {name}
         assert f"{other}/loss" not in record
+        # All that is of a data set is told under its name, and only the loss as "loss" too.
+        assert f"{name}/worst" in record
+        assert "worst" not in record
     assert re.search(r"^step 1/7 \| loss \d\.\d{4} \(few\)", output, re.MULTILINE)
     assert "program      few, 2 of every 3 steps\n" in output
     assert "program      many, 1 of every 3 steps\n" in output
@@ -193,8 +206,10 @@ def test_the_next_batches_of_each_program_are_evaluated(train: Any, tmp_path: Pa
     seen = read_metrics(tmp_path / "job")
     at_2 = {n: r["loss"] for n, found in seen.evals.items() for r in found if r["step"] == 2}
     # The third step is the first on many; it is trained on what was looked at.
-    assert at_2["train_many"] == pytest.approx(records(tmp_path / "job")[3]["loss"])
-    assert at_2.keys() == {"train_few", "train_many", "held"}
+    assert at_2["train/many"] == pytest.approx(records(tmp_path / "job")[3]["loss"])
+    assert at_2.keys() == {"train/few", "train/many", "held"}
+    folders = {path.name for path in (tmp_path / "job" / "summaries").iterdir()}
+    assert folders == {"train", "eval_train_few", "eval_train_many", "eval_test_held"}
 
 
 def test_a_data_set_may_come_later_and_go(train: Any, tmp_path: Path):
@@ -228,13 +243,28 @@ def test_fields_of_programs_are_set_from_outside(train: Any, tmp_path: Path):
         assert f"{'many' if step in (3, 4, 5) else 'few'}/loss" in record
 
 
-def test_an_executor_of_ones_own(train: Any, tmp_path: Path):
+def test_an_executor_of_ones_own(
+    train: Any,
+    experiment: type[BaseExperiment],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
     train("job", MAX_STEPS=50, EXECUTOR=Config(Patient, good_enough=0.55))
     losses = {r["step"]: r["loss"] for r in read_metrics(tmp_path / "job").evals["held"]}
     last = max(losses)
     assert min(losses) == 0
     assert losses[last] < 0.55 <= min(loss for step, loss in losses.items() if step < last)
     assert max(records(tmp_path / "job")) == last < 50
+    # The end is after an evaluation, which is not done twice.
+    lines = (tmp_path / "job" / "metrics.jsonl").read_text().splitlines()
+    assert sum('"dataset": "held"' in line for line in lines) == len(losses)
+    # Who follows the job knows that it is over.
+    options = RunOptions(
+        job_log_dir=str(tmp_path / "job"), jax_compilation_cache="off", follow_timeout_secs=600.0
+    )
+    assert run_inference("eval", resolve(experiment(MAX_STEPS=50)), options) == 0
+    told = capsys.readouterr().out
+    assert f"step {last} is the last: the training job ended early\n" in told
 
 
 @pytest.mark.parametrize(
@@ -260,11 +290,19 @@ def test_an_executor_of_ones_own(train: Any, tmp_path: Path):
         ),
         (
             {"PROGRAMS": tuple(Config(TrainProgram, dataset=name, steps=0) for name in ROWS)},
-            r"^few: steps=0 must be at least 1",
+            r"^train_programs\.0\.steps=0 must be a whole number of at least 1",
+        ),
+        (
+            {"PROGRAMS": tuple(Config(TrainProgram, dataset=name, name="x") for name in ROWS)},
+            r"^train_programs\.0\.name is filled in by the job and cannot be set",
+        ),
+        (
+            {"PROGRAMS": tuple(Config(Needing, dataset=name) for name in ROWS)},
+            r"^train_programs\.0: Needing needs a value for factor",
         ),
         (
             {"PROGRAMS": tuple(Config(EvalProgram, dataset=name) for name in ROWS)},
-            r"^train_programs: 'few' is a EvalProgram, no TrainProgram",
+            r"^train_programs\.0 is a EvalProgram, no TrainProgram",
         ),
         ({"EXECUTOR": Config(TrainProgram)}, r"^executor: TrainProgram does not derive from Exec"),
         (
@@ -282,7 +320,13 @@ def test_refused_before_a_file_is_written(
     assert not (tmp_path / "job" / "checkpoints").exists()
 
 
-def test_a_plan_is_of_the_largest_batch(experiment: type[BaseExperiment]):
-    plan = make_plan(resolve(experiment()), jax.devices())
-    assert plan.batch.rows == ROWS["many"]
-    assert "the step on many, the largest batch; it takes turns with few" in plan.notes
+@pytest.mark.parametrize(("index", "name"), [(0, "few"), (1, "many")])
+def test_a_plan_is_of_the_step_that_needs_most_memory(
+    experiment: type[BaseExperiment], index: int, name: str
+):
+    large = Override(f"datasets.{index}.percore_batch_size", "4096.0")
+    plan = make_plan(resolve(experiment(), [large]), jax.devices())
+    assert plan.batch.rows == 8 * 4096
+    (other,) = ROWS.keys() - {name}
+    note = f"the step on {name}, which needs most memory; it takes turns with {other}"
+    assert note in plan.notes

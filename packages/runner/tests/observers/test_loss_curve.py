@@ -50,6 +50,22 @@ def test_short_runs_can_be_drawn(tmp_path, steps):
     assert png_size(draw_loss_curve(write_record(tmp_path, steps=steps))) == (960, 576)
 
 
+def test_training_programs_have_curves_of_their_own(tmp_path):
+    path = write_record(tmp_path, steps=range(1, 5))
+    mixed = draw_loss_curve(path).read_bytes()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[0]["train_programs"] = ["web", "code"]
+    for line in lines[1:]:
+        if "dataset" not in line:
+            line[f"{'web' if line['step'] % 2 else 'code'}/loss"] = line["loss"]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    apart = draw_loss_curve(path).read_bytes()
+    assert apart != mixed
+    lines[0]["train_programs"] = ["code"]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert draw_loss_curve(path).read_bytes() not in (apart, mixed)
+
+
 def test_losses_that_are_not_finite_are_left_out(tmp_path):
     path = write_record(tmp_path, steps=range(1, 60))
     expected = draw_loss_curve(path, tmp_path / "expected.png").read_bytes()

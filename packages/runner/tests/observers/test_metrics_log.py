@@ -47,6 +47,7 @@ def test_lines_as_written(train, tmp_path):
             "num_devices": 1,
             "device_kind": "cpu",
             "peak_flops_per_device": None,
+            "train_programs": [],
         },
         {"step": 10, "time": 1_700_000_000.123, "loss": 0.1, "tokens_per_sec": 100.0},
         {"step": 10, "time": 1_700_000_000.123, "dataset": "held_out", "loss": 1.1},

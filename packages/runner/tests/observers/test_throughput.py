@@ -38,11 +38,12 @@ def run_steps(throughput, clock, steps, *, seconds):
 
 def test_rates_by_hand(timed, clock):
     throughput = timed()
+    rates = throughput.rates_since_asked()
     run_steps(throughput, clock, [1], seconds=60)  # with compilation
-    assert throughput.rates() == {}
+    assert rates() == {}
     run_steps(throughput, clock, range(2, 12), seconds=0.5)
     # 2 steps/s x 6 TFLOP on 4 devices = 3 TFLOP/s each, of 10.
-    assert throughput.rates() == pytest.approx(
+    assert rates() == pytest.approx(
         {
             "step_time": 0.5,
             "steps_per_sec": 2.0,
@@ -53,44 +54,58 @@ def test_rates_by_hand(timed, clock):
             "mfu": 0.3,
         }
     )
-    assert throughput.rates() == {}  # nothing since
+    assert rates() == {}  # nothing since
 
 
 def test_steps_of_several_sizes(timed, clock):
     throughput = timed()
+    rates = throughput.rates_since_asked()
     run_steps(throughput, clock, [1], seconds=60)
     large, small = StepWork(30, 3000, 12e12), StepWork(10, 0, 2e12)
     for step, work in ((2, large), (3, small), (4, small)):
         clock.now += 0.5
         throughput.completed(step, work)
-    rates = throughput.rates()
-    assert rates["examples_per_sec"] == pytest.approx(50 / 1.5)
-    assert rates["tokens_per_sec"] == pytest.approx(3000 / 1.5)
-    assert rates["tflops_per_sec_per_device"] == pytest.approx(16 / 1.5 / 4)
+    found = rates()
+    assert found["examples_per_sec"] == pytest.approx(50 / 1.5)
+    assert found["tokens_per_sec"] == pytest.approx(3000 / 1.5)
+    assert found["tflops_per_sec_per_device"] == pytest.approx(16 / 1.5 / 4)
+
+
+def test_each_who_asks_has_a_window_of_its_own(timed, clock):
+    throughput = timed()
+    one, other = throughput.rates_since_asked(), throughput.rates_since_asked()
+    run_steps(throughput, clock, [1, 2], seconds=1)
+    assert one()["step_time"] == 1
+    run_steps(throughput, clock, [3], seconds=4)
+    assert one()["step_time"] == 4
+    assert other()["step_time"] == 2.5
 
 
 def test_unknown_quantities_are_left_out(timed, clock):
     throughput = timed(tokens_per_step=0, flops_per_step=None)
+    rates = throughput.rates_since_asked()
     run_steps(throughput, clock, [1, 2], seconds=1)
-    assert set(throughput.rates()) == {
+    assert set(rates()) == {
         "step_time",
         "steps_per_sec",
         "input_wait",
         "examples_per_sec",
     }
     throughput = timed(peak_flops_per_device=None)
+    rates = throughput.rates_since_asked()
     run_steps(throughput, clock, [1, 2], seconds=1)
-    rates = throughput.rates()
-    assert "tflops_per_sec_per_device" in rates
-    assert "mfu" not in rates
+    found = rates()
+    assert "tflops_per_sec_per_device" in found
+    assert "mfu" not in found
 
 
 def test_each_window_stands_alone_and_overall_joins_them(timed, clock):
     throughput = timed()
+    rates = throughput.rates_since_asked()
     run_steps(throughput, clock, [1, 2, 3], seconds=1)
-    assert throughput.rates()["step_time"] == 1
+    assert rates()["step_time"] == 1
     run_steps(throughput, clock, [4, 5], seconds=4)
-    assert throughput.rates()["step_time"] == 4
+    assert rates()["step_time"] == 4
     assert throughput.overall()["step_time"] == (1 + 1 + 4 + 4) / 4
 
 
@@ -103,26 +118,28 @@ def test_a_resumed_run_does_not_count_the_steps_before_it(timed, clock):
 
 def test_pauses_take_no_time_even_nested_and_between_windows(timed, clock):
     throughput = timed()
+    rates = throughput.rates_since_asked()
     run_steps(throughput, clock, [1, 2], seconds=1)
-    throughput.rates()
+    rates()
     with throughput.pause():
         clock.now += 100
         with throughput.pause():
             clock.now += 100
         clock.now += 100
     run_steps(throughput, clock, [3, 4], seconds=1)
-    assert throughput.rates()["step_time"] == 1
+    assert rates()["step_time"] == 1
 
 
 def test_the_part_of_a_step_before_a_pause_still_counts(timed, clock):
     throughput = timed()
+    rates = throughput.rates_since_asked()
     throughput.completed(1)
     clock.now += 0.75
     with throughput.pause():
         clock.now += 40
     clock.now += 0.25
     throughput.completed(2)
-    assert throughput.rates()["step_time"] == 1
+    assert rates()["step_time"] == 1
 
 
 def test_steps_that_end_within_a_pause_count_neither_way(timed, clock):
@@ -145,13 +162,14 @@ def test_a_pause_before_the_first_step_is_harmless(timed, clock):
 
 def test_waiting_for_input_is_a_share_of_the_time_of_the_steps(timed, clock):
     throughput = timed()
+    rates = throughput.rates_since_asked()
     throughput.waited(30)  # for the first batch, which no step is timed with
     run_steps(throughput, clock, [1], seconds=60)
     throughput.waited(0.5)
     with throughput.pause():
         throughput.waited(9)
     run_steps(throughput, clock, [2, 3], seconds=1)
-    assert throughput.rates()["input_wait"] == 0.25
+    assert rates()["input_wait"] == 0.25
     run_steps(throughput, clock, [4, 5], seconds=1)
-    assert throughput.rates()["input_wait"] == 0
+    assert rates()["input_wait"] == 0
     assert throughput.overall()["input_wait"] == 0.125

@@ -80,8 +80,8 @@ MODES = {
     "decode_once": "decode with the newest checkpoint, or those of --restore_checkpoint_step",
     "export": "write the newest checkpoint as a Hugging Face folder",
     "plan": "compile the training step without the devices; print memory and traffic",
-    "inspect": "print the configuration, every override applied, its weights, its graph, or what"
-    " the inputs feed; writes nothing",
+    "inspect": "print the configuration, every override applied, its layers, its weights, its"
+    " graph, or what the inputs feed; writes nothing",
 }
 # Words that stand in place of an experiment, before all flags, and the flags that each takes.
 COMMANDS = {
@@ -95,6 +95,7 @@ COMMAND_FLAGS = {"doctor": ("job_log_dir", "jax_compilation_cache", "json", "hel
 # What --inspect shows, each with the flags of its mode that mean something for it.
 INSPECTED = {
     "config": ("json",),
+    "layers": ("num_devices", "json"),
     "parameters": ("num_devices", "json"),
     "graph": (),
     "batches": ("num_batches", "num_hosts", "num_devices"),
@@ -283,8 +284,9 @@ FLAGS = (
     _option(
         "inspect",
         str,
-        "config, the configuration; parameters, a table of the weights; graph, the configuration as"
-        " a Mermaid diagram; or batches, a few of each input",
+        "config, the configuration; layers, each with the values that it is built with; parameters,"
+        " a table of the weights; graph, the configuration as a Mermaid diagram; or batches, a few"
+        " of each input",
         metavar="WHAT",
         choices=tuple(INSPECTED),
         modes=("inspect",),
@@ -296,8 +298,8 @@ FLAGS = (
     _option(
         "json",
         bool,
-        "print the plan, the configuration, the weights, the list of experiments or what the doctor"
-        " found as JSON",
+        "print the plan, the configuration, the layers, the weights, the list of experiments or"
+        " what the doctor found as JSON",
         modes=("plan", "inspect"),
     ),
     _option("export_dir", str, "the folder to write", metavar="DIR", modes=("export",)),

@@ -32,17 +32,20 @@ def config_text(resolved: ResolvedExperiment) -> str:
     """The lines `path = value`: the experiment and its fields, then all that they resolve to."""
     lines = [f"experiment = {resolved.name}"]
     for name, value in _experiment_values(resolved):
-        lines.append(f"experiment.{name} = {_text(value)}")
-    lines.extend(f"{path} = {_text(value)}" for path, value in _walk(resolved))
+        lines.append(f"experiment.{name} = {value_text(value)}")
+    lines.extend(f"{path} = {value_text(value)}" for path, value in _walk(resolved))
     return "\n".join(lines) + "\n"
 
 
-def config_json(resolved: ResolvedExperiment, options: RunOptions | None = None) -> dict[str, Any]:
+def config_json(
+    resolved: ResolvedExperiment, options: RunOptions | None = None, *, mode: str = "train"
+) -> dict[str, Any]:
     """The same for programs, with what it takes to make it again.
 
     Args:
       resolved: The experiment with its overrides.
-      options: Of the training run that it is of; None where there is no run.
+      options: Of the run that it is of; None where there is no run.
+      mode: What that run does.
 
     Returns:
       `experiment`: the full name; `overrides`: path to text; `arguments`: the words of the command
@@ -57,14 +60,19 @@ def config_json(resolved: ResolvedExperiment, options: RunOptions | None = None)
         "arguments": [
             f"--exp={resolved.name}",
             *(f"--fdl.{path}={text}" for path, text in overrides.items()),
-            *([] if options is None else run_words(options, mode="train")),
+            *([] if options is None else _run_arguments(options, mode)),
         ],
-        "fields": {name: _plain(value) for name, value in _experiment_values(resolved)},
-        "config": {path: _plain(value) for path, value in _walk(resolved)},
+        "fields": {name: plain_value(value) for name, value in _experiment_values(resolved)},
+        "config": {path: plain_value(value) for path, value in _walk(resolved)},
     }
 
 
-class _Name(str):
+def _run_arguments(options: RunOptions, mode: str) -> list[str]:
+    named = [] if mode == "train" else [f"--mode={mode}"]
+    return [*named, *run_words(options, mode=mode)]
+
+
+class Name(str):
     """Text that stands for itself, without quotes: the name of a class, or where to look."""
 
 
@@ -86,10 +94,10 @@ def _walk(resolved: ResolvedExperiment) -> Iterator[tuple[str, Any]]:
 def _lines(path: str, value: Any, seen: dict[int, str]) -> Iterator[tuple[str, Any]]:
     if is_config(value):
         if id(value) in seen:
-            yield path, _Name(f"the same as {seen[id(value)]}")
+            yield path, Name(f"the same as {seen[id(value)]}")
             return
         seen[id(value)] = path
-        yield path, _Name(target_name(value))
+        yield path, Name(target_name(value))
         for name in dict.fromkeys([*field_names(value), *assigned_fields(value)]):
             yield from _lines(f"{path}.{name}", field_value(value, name), seen)
     elif isinstance(value, (list, tuple)) and any(_holds_config(item) for item in value):
@@ -99,7 +107,7 @@ def _lines(path: str, value: Any, seen: dict[int, str]) -> Iterator[tuple[str, A
         for key, item in value.items():
             yield from _lines(f"{path}.{key}", item, seen)
     else:
-        yield path, _Name(value) if value is NOT_SET else value
+        yield path, Name(value) if value is NOT_SET else value
 
 
 def _holds_config(value: Any) -> bool:
@@ -110,15 +118,16 @@ def _holds_config(value: Any) -> bool:
     return is_config(value)
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
+    """A value as JSON has it: as it is, or else its text."""
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain_value(item) for item in value]
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain_value(item) for key, item in value.items()}
     is_finite = not isinstance(value, float) or abs(value) < float("inf")
     if type(value) in (bool, int, float, str, type(None)) and is_finite:
         return value
-    return _text(value)
+    return value_text(value)
 
 
 def _as_typed(value: Any) -> str:
@@ -127,19 +136,20 @@ def _as_typed(value: Any) -> str:
         with contextlib.suppress(field_types.MismatchError):
             if field_types.parse_literal(value) == value:
                 return value
-    return _text(value)
+    return value_text(value)
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, _Name):
+def value_text(value: Any) -> str:
+    """A value as one line holds it."""
+    if isinstance(value, Name):
         return str(value)
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        inner = ", ".join(_text(item) for item in value)
+        inner = ", ".join(value_text(item) for item in value)
         if isinstance(value, list):
             return f"[{inner}]"
         return f"({inner},)" if len(value) == 1 else f"({inner})"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_text(k)}: {_text(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{value_text(k)}: {value_text(v)}" for k, v in value.items()) + "}"
     if isinstance(value, enum.Enum):
         return f"{type(value).__qualname__}.{value.name}"
     if callable(value) and hasattr(value, "__qualname__"):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import optax
 
 from layerkit.config import Configurable, instance_field
@@ -25,7 +28,7 @@ class AuxiliaryOptimizer(Configurable):
 
     Raises:
       UsageError: no name or no weights.
-      ValueError: contradictory fields.
+      ValueError: contradictory fields, or a rate that is out of range.
     """
 
     name: str = ""
@@ -59,7 +62,7 @@ def make_transformation(
       owner: Whose fields they are, for messages.
 
     Raises:
-      ValueError: one of them is missing, or both say the rate.
+      ValueError: one of them is missing, both say the rate, or it is none.
     """
     if optimizer is None:
         raise ValueError(f"{owner}optimizer is not set; for example Partial(optax.adamw)")
@@ -72,4 +75,14 @@ def make_transformation(
         return optimizer
     if learning_rate is None:
         raise ValueError(f"{owner}learning_rate is not set, and the optimizer needs one")
+    if not _is_rate(learning_rate):
+        raise ValueError(
+            f"{owner}learning_rate={learning_rate!r} must be a finite number from 0, or a schedule"
+        )
     return optimizer(learning_rate=learning_rate)
+
+
+def _is_rate(value: Any) -> bool:
+    if isinstance(value, numbers.Real):
+        return 0 <= float(value) < math.inf  # nor is NaN
+    return callable(value) or isinstance(value, jax.Array)

@@ -79,10 +79,10 @@ class EarlyStopping(StoppingRule):
 
     def __post_init__(self) -> None:
         path = "task.early_stopping"
-        if self.patience < 1:
+        if not self.patience >= 1:
             raise UsageError(f"{path}.patience={self.patience} must be at least 1")
         if not 0 <= self.min_delta < math.inf:
-            raise UsageError(f"{path}.min_delta={self.min_delta} must be 0 or more")
+            raise UsageError(f"{path}.min_delta={self.min_delta} must be a finite number from 0")
         if self.mode not in ("min", "max"):
             raise UsageError(f"{path}.mode={self.mode!r} must be 'min' or 'max'")
         self._best: float | None = None

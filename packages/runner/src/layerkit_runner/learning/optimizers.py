@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import optax
+
+from layerkit_runner.errors import UsageError
 
 
 def adam_with_update_cap(
@@ -30,7 +33,23 @@ def adam_with_update_cap(
         decay and learning rate; None for no cap. Each layer of a stack is a tensor.
       mu_dtype: Of the first moment, such as bfloat16, which halves its memory; None for that of the
         weights. The second moment grows by too little a step for that.
+
+    Raises:
+      UsageError: a number with which nothing would be learnt.
     """
+    for name, value, limit, expected in (
+        ("b1", b1, 1.0, "from 0 to below 1"),
+        ("b2", b2, 1.0, "from 0 to below 1"),
+        ("eps", eps, math.inf, "a finite number from 0"),
+        ("weight_decay", weight_decay, math.inf, "a finite number from 0"),
+    ):
+        if not 0 <= value < limit:  # nor is NaN
+            raise UsageError(f"adam_with_update_cap: {name}={value} must be {expected}")
+    if update_rms_cap is not None and not update_rms_cap > 0:
+        raise UsageError(
+            f"adam_with_update_cap: update_rms_cap={update_rms_cap} must be positive, or None for"
+            " no cap"
+        )
     cap = optax.identity() if update_rms_cap is None else optax.clip_by_block_rms(update_rms_cap)
     return optax.chain(
         optax.scale_by_adam(b1=b1, b2=b2, eps=eps, mu_dtype=mu_dtype),

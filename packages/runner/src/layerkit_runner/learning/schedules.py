@@ -16,6 +16,7 @@ is, as in `Config(optax.linear_schedule, 0.0, 1.0, 100)`:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -23,6 +24,9 @@ import jax.numpy as jnp
 import optax
 
 from layerkit_runner.errors import UsageError
+
+# Of the int32 in which a training state counts its steps.
+_LAST_STEP = 2**31 - 1
 
 
 def linear_warmup_exponential_decay(
@@ -38,9 +42,10 @@ def linear_warmup_exponential_decay(
       min_ratio: Of the last rate to the peak, in (0, 1].
 
     Raises:
-      UsageError: steps out of order or a ratio out of range.
+      UsageError: steps out of order or a number out of range.
     """
-    _check(warmup_steps, decay_start, decay_end)
+    _check_rate("peak", peak)
+    _check_steps(warmup_steps, decay_start, decay_end)
     if not 0 < min_ratio <= 1:
         raise UsageError(f"schedule: min_ratio={min_ratio} must be above 0 and at most 1")
     decay = optax.exponential_decay(
@@ -62,9 +67,10 @@ def linear_warmup_cosine_decay(
       min_ratio: Of the last rate to the peak, in [0, 1].
 
     Raises:
-      UsageError: steps out of order or a ratio out of range.
+      UsageError: steps out of order or a number out of range.
     """
-    _check(warmup_steps, decay_start, decay_end)
+    _check_rate("peak", peak)
+    _check_steps(warmup_steps, decay_start, decay_end)
     if not 0 <= min_ratio <= 1:
         raise UsageError(f"schedule: min_ratio={min_ratio} must be from 0 to 1")
     decay = optax.cosine_decay_schedule(peak, decay_end - decay_start, alpha=min_ratio)
@@ -97,11 +103,12 @@ def linear_warmup_polynomial_decay(
     Raises:
       UsageError: steps out of order or a number out of range.
     """
-    _check(warmup_steps, decay_start, decay_end)
+    _check_rate("peak", peak)
+    _check_steps(warmup_steps, decay_start, decay_end)
     if not 0 <= min_ratio <= 1:
         raise UsageError(f"schedule: min_ratio={min_ratio} must be from 0 to 1")
-    if not power > 0:
-        raise UsageError(f"schedule: power={power} must be above 0")
+    if not 0 < power < math.inf:
+        raise UsageError(f"schedule: power={power} must be above 0 and finite")
     decay = optax.polynomial_schedule(peak, peak * min_ratio, power, decay_end - decay_start)
     return _after_warmup(peak, warmup_steps, decay_start, decay)
 
@@ -114,10 +121,11 @@ def linear_warmup_sqrt_decay(peak: float, *, warmup_steps: int) -> optax.Schedul
       warmup_steps: Where it is reached, at least 1.
 
     Raises:
-      UsageError: no steps of warmup.
+      UsageError: no steps of warmup, or a number out of range.
     """
-    if warmup_steps < 1:
-        raise UsageError(f"schedule: warmup_steps={warmup_steps} must be at least 1")
+    _check_rate("peak", peak)
+    _check_at_least_one("warmup_steps", warmup_steps)
+    _check_last("warmup_steps", warmup_steps)
 
     def rate(step: jax.typing.ArrayLike) -> jax.Array:
         part = jnp.asarray(step, jnp.float32) / warmup_steps
@@ -136,11 +144,13 @@ def piecewise_constant(*, boundaries: Sequence[int], values: Sequence[float]) ->
       values: One more than boundaries.
 
     Raises:
-      UsageError: boundaries out of order, or another number of values.
+      UsageError: boundaries out of order, another number of values, or one out of range.
     """
     boundaries, values = tuple(boundaries), tuple(values)
     if len(values) != len(boundaries) + 1:
         raise UsageError(f"schedule: values={values} must be one more than boundaries={boundaries}")
+    for index, value in enumerate(values):
+        _check_rate(f"values[{index}]", value)
     _check_rising(boundaries)
 
     def rate(step: jax.typing.ArrayLike) -> jax.Array:
@@ -183,11 +193,11 @@ def transformer(*, warmup_steps: int, model_dims: int, scale: float = 1.0) -> op
       scale: Multiplies the rate.
 
     Raises:
-      UsageError: sizes below one.
+      UsageError: sizes below one, or a scale out of range.
     """
-    for name, size in (("warmup_steps", warmup_steps), ("model_dims", model_dims)):
-        if size < 1:
-            raise UsageError(f"schedule: {name}={size} must be at least 1")
+    _check_at_least_one("warmup_steps", warmup_steps)
+    _check_at_least_one("model_dims", model_dims)
+    _check_rate("scale", scale)
 
     def rate(step: jax.typing.ArrayLike) -> jax.Array:
         count = jnp.asarray(step, jnp.float32) + 1.0
@@ -206,8 +216,9 @@ def _after_warmup(
     return optax.join_schedules([warmup, flat, decay], [warmup_steps, decay_start])
 
 
-def _check(warmup_steps: int, decay_start: int, decay_end: int) -> None:
+def _check_steps(warmup_steps: int, decay_start: int, decay_end: int) -> None:
     if 0 <= warmup_steps <= decay_start < decay_end:
+        _check_last("decay_start", decay_start)
         return
     shorter = max(1, decay_end // 10)
     fields = {"WARMUP_STEPS": shorter}
@@ -224,5 +235,25 @@ def _check(warmup_steps: int, decay_start: int, decay_end: int) -> None:
 
 
 def _check_rising(boundaries: Sequence[int]) -> None:
-    if any(a >= b for a, b in zip((0, *boundaries), boundaries, strict=False)):
+    if not all(a < b for a, b in zip((0, *boundaries), boundaries, strict=False)):
         raise UsageError(f"schedule: boundaries={tuple(boundaries)} must rise from above 0")
+    for index, boundary in enumerate(boundaries):
+        _check_last(f"boundaries[{index}]", boundary)
+
+
+def _check_rate(name: str, value: float) -> None:
+    if not 0 <= value < math.inf:  # nor is NaN
+        raise UsageError(f"schedule: {name}={value} must be a finite number from 0")
+
+
+def _check_at_least_one(name: str, value: float) -> None:
+    if not value >= 1:
+        raise UsageError(f"schedule: {name}={value} must be at least 1")
+
+
+def _check_last(name: str, step: int) -> None:
+    """Refuses a step that no run comes to, and that JAX could not compare with those of one."""
+    if not step <= _LAST_STEP:
+        raise UsageError(
+            f"schedule: {name}={step} must be at most {_LAST_STEP}, the last step that a run counts"
+        )

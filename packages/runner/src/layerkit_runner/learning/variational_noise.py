@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from collections.abc import Sequence
@@ -41,9 +42,11 @@ class VariationalNoise(Configurable):
     start_step: int = 0
 
     def __post_init__(self) -> None:
-        if not self.scale > 0:
-            raise UsageError(f"task.vn.scale={self.scale} must be positive; for no noise, vn=None")
-        if self.start_step < 0:
+        if not 0 < self.scale < math.inf:
+            raise UsageError(
+                f"task.vn.scale={self.scale} must be positive and finite; for no noise, vn=None"
+            )
+        if not self.start_step >= 0:
             raise UsageError(f"task.vn.start_step={self.start_step} must be at least 0")
         check_patterns(self.weights, field="task.vn.weights")
 

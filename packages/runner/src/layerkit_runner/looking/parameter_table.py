@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,13 +24,11 @@ from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError
 from layerkit_runner.job import build_parts
+from layerkit_runner.looking.numbered_layers import joint_path, without_number
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.plan.devices import num_planned_devices, simulated_devices
 from layerkit_runner.plan.memory import TensorMemory, tensor_memory
 from layerkit_runner.task import SingleTask
-
-# Of a layer in a list: the 3 of `layers_3`.
-_NUMBER = re.compile(r"(?<=_)\d+(?=/|$)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,11 +298,20 @@ def _rows(parameters: Sequence[Parameter]) -> Iterator[str]:
     groups: dict[tuple[str, ...], list[Parameter]] = {}
     for row in parameters:
         starts_as = f"{row.starts_as}{' (frozen)' if row.is_frozen else ''}"
-        alike = row.path if len(_NUMBER.findall(row.path)) > 1 else _NUMBER.sub("#", row.path)
-        key = (alike, f"{row.count:,}", row.dtype, dimensions_text(row), starts_as)
+        key = (
+            without_number(row.path),
+            f"{row.count:,}",
+            row.dtype,
+            dimensions_text(row),
+            starts_as,
+        )
         groups.setdefault(key, []).append(row)
     cells = [
-        (_joint_path(group), f"{len(group)} × {count}" if len(group) > 1 else count, *others)
+        (
+            joint_path([row.path for row in group]),
+            f"{len(group)} × {count}" if len(group) > 1 else count,
+            *others,
+        )
         for (_, count, *others), group in groups.items()
     ]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -314,18 +320,6 @@ def _rows(parameters: Sequence[Parameter]) -> Iterator[str]:
             f"{path:<{widths[0]}}  {count:>{widths[1]}}  {dtype:<{widths[2]}}"
             f"  {dimensions:<{widths[3]}}  {starts_as}"
         ).rstrip()
-
-
-def _joint_path(group: Sequence[Parameter]) -> str:
-    """`stack/layers_0…9/w` for the layers from 0 to 9, `stack/layers_0,2/w` for two of them."""
-    first = group[0].path
-    if len(group) == 1:
-        return first
-    numbers = sorted(int(_NUMBER.findall(row.path)[0]) for row in group)
-    lowest, highest = numbers[0], numbers[-1]
-    is_range = numbers == list(range(lowest, highest + 1))
-    text = f"{lowest}…{highest}" if is_range else ",".join(map(str, numbers))
-    return _NUMBER.sub(text, first)
 
 
 def dimensions_text(row: Parameter) -> str:

@@ -23,7 +23,7 @@ _SAMPLE_CHARACTERS = 600
 def finish(job: Job, executor: Executor, state: TrainState, step: int) -> None:
     """Evaluates and decodes the finished model and reports both."""
     say = job.observers.message
-    means = executor.evaluate(state, step) if job.task.train.eval_at_end else {}
+    means = executor.evaluate_rest(state, step) if job.task.train.eval_at_end else {}
     baselines: dict[str, float] = {}
     for program in executor.eval_programs:
         loss = means.get(program.name, {}).get(reported_metric(job.task))

@@ -17,7 +17,7 @@ from layerkit_runner.checkpoints import step_metadata
 from layerkit_runner.checkpoints.folders import committed_steps, step_folder
 from layerkit_runner.checkpoints.new_steps import NewSteps
 from layerkit_runner.errors import UsageError, first_names
-from layerkit_runner.executor import EARLY_STOPPING
+from layerkit_runner.executor import ENDED
 from layerkit_runner.job_folder import recorded_num_train_steps
 from layerkit_runner.processes.process_exchange import from_process_0
 from layerkit_runner.processes.stop_signals import StopSignals
@@ -124,22 +124,22 @@ def _end(directory: epath.Path, done: int | None, own_last_step: int) -> dict[st
                 f"config.json of the training job has task.train.num_train_steps={last}, this"
                 f" command {own_last_step}"
             )
-        elif done is not None and not is_last and _stopped_early(directory, done):
-            is_last, why = True, "early stopping ended the training job"
+        elif done is not None and not is_last and _ended_early(directory, done):
+            is_last, why = True, "the training job ended early"
         return {"last_step": last, "is_last": is_last, "why": why}
 
     return from_process_0(look)
 
 
-def _stopped_early(directory: epath.Path, step: int) -> bool:
-    """Whether early stopping ended the training job with this checkpoint."""
+def _ended_early(directory: epath.Path, step: int) -> bool:
+    """Whether early stopping, or what else it has, ended the training job with this checkpoint."""
     if step not in committed_steps(directory):
         return False
     try:
         user = step_metadata.read(step_folder(directory, step))["user"]
     except (OSError, ValueError, KeyError):
         return False  # deleted meanwhile: the job goes on
-    return (user.get(EARLY_STOPPING) or {}).get("stopped_at") is not None
+    return bool(user.get(ENDED))
 
 
 def _wait(

@@ -11,6 +11,8 @@ from typing import Any
 from layerkit.config import Config, assigned_fields, target_of
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.prefetch import Prefetch
+from layerkit_runner.configuration.filled_in import check_filled_in
+from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError, first_names
 from layerkit_runner.feeds.infeed import make_input
 from layerkit_runner.feeds.training_data import chosen_dataset, datasets_by_name, training_configs
@@ -24,6 +26,9 @@ from layerkit_runner.programs import (
     eval_train,
 )
 
+# Of a training program, besides its data set: an experiment names that and job makes it.
+_FILLED_IN = ("task", "partitioner", "name")
+
 
 def train_programs(job: Job) -> TrainPrograms:
     """What trains: as the experiment lists it, else one program on the one training data set.
@@ -31,23 +36,33 @@ def train_programs(job: Job) -> TrainPrograms:
     Raises:
       UsageError: data sets and programs that do not go together, or fields that are refused.
     """
-    by_name, configs = training_configs(job.resolved), job.resolved.train_programs
-    # The programs are in the order of their data sets.
-    pairs = zip(by_name.items(), configs or [Config(TrainProgram)], strict=True)
-    programs = []
-    for (name, dataset), config in pairs:
+    by_name = check_train_programs(job.resolved)
+    configs = job.resolved.train_programs or [Config(TrainProgram)]
+    programs = [
+        config.Instantiate(
+            task=job.task,
+            partitioner=job.partitioner,
+            dataset=Prefetch(source=make_input(dataset, job.partitioner)),
+            name=name if len(by_name) > 1 else None,
+        )
+        for (name, dataset), config in zip(by_name.items(), configs, strict=True)
+    ]
+    return TrainPrograms(programs, max_inflight_steps=job.task.train.max_inflight_steps)
+
+
+def check_train_programs(resolved: ResolvedExperiment) -> dict[str, Config]:
+    """The configs of the data sets to train on by name, in the order of the training programs.
+
+    Raises:
+      UsageError: they do not go together, or what is listed is no training program.
+    """
+    by_name = training_configs(resolved)
+    for index, config in enumerate(resolved.train_programs or []):
         kind = target_of(config)
         if not (isinstance(kind, type) and issubclass(kind, TrainProgram)):
-            raise UsageError(f"train_programs: {name!r} is a {kind.__qualname__}, no TrainProgram")
-        programs.append(
-            config.Instantiate(
-                task=job.task,
-                partitioner=job.partitioner,
-                dataset=Prefetch(source=make_input(dataset, job.partitioner)),
-                name=name if len(by_name) > 1 else None,
-            )
-        )
-    return TrainPrograms(programs, max_inflight_steps=job.task.train.max_inflight_steps)
+            raise UsageError(f"train_programs.{index} is a {kind.__qualname__}, no TrainProgram")
+        check_filled_in(config, f"train_programs.{index}", by_job=_FILLED_IN)
+    return by_name
 
 
 def eval_programs(job: Job, training: TrainPrograms | None = None) -> list[BaseProgram]:

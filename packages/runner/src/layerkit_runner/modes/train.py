@@ -192,11 +192,14 @@ def _prepare(
 ) -> tuple[FirstState, list[Any], list[str], list[StepWork]]:
     """First state, the compiled steps, what layers said while traced, what each step comes to."""
     abstract = job.abstract_state()
-    try:
-        with LayerNotes() as notes, job.goodput.phase("compile"):
-            lowered = [program.lower(abstract) for program in programs.programs]
-    except ValueError as error:
-        raise UsageError(f"{job.resolved.name}: {error}") from error
+    lowered = []
+    with LayerNotes() as notes, job.goodput.phase("compile"):
+        for program in programs.programs:
+            try:
+                lowered.append(program.lower(abstract))
+            except ValueError as error:
+                on = "" if program.name is None else f" on {program.name}"
+                raise UsageError(f"{job.resolved.name}{on}: {error}") from error
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         compiling = [pool.submit(each.compile) for each in lowered]
         works = [_step_work(job, program.dataset) for program in programs.programs]
@@ -382,6 +385,7 @@ def _run_info(
         examples_per_step=mean([work.examples for work in works]),
         flops_per_step=mean([work.flops for work in works]),
         peak_flops_per_device=_peak_flops(job.options, known.device_kind),
+        train_programs=tuple(program.name for program in programs.programs if program.name),
     )
 
 

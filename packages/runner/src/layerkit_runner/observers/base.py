@@ -37,6 +37,7 @@ class RunInfo:
       num_devices: devices that share a step.
       device_kind: as JAX names it, such as 'TPU v5 lite'.
       peak_flops_per_device: dense bfloat16 FLOP/s (see `device_peaks`).
+      train_programs: names of the training programs, where there are several.
     """
 
     job_log_dir: epath.Path | None
@@ -51,6 +52,7 @@ class RunInfo:
     num_devices: int
     device_kind: str
     peak_flops_per_device: float | None
+    train_programs: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,6 +33,8 @@ def encode(record: Mapping[str, Any]) -> str:
 def _plain(value: Any) -> Any:
     if value is None or isinstance(value, (str, bool, int)):
         return value
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
     number = float(value)
     if math.isnan(number):
         return "NaN"

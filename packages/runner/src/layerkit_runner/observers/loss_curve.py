@@ -18,7 +18,7 @@ from layerkit_runner.observers.metrics_log import Metrics, Record, read_metrics
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_TRAIN_COLOR = "tab:blue"
+_TRAIN_COLORS = ("tab:blue", "tab:cyan", "tab:olive", "tab:gray")
 _EVAL_COLORS = ("tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown")
 _POINTS_PER_HALF_WIDTH = 40
 
@@ -58,7 +58,7 @@ def draw_loss_curve(
     figure = Figure(figsize=(8, 4.8), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    heights = _draw_train(axes, metrics.train, key, scale) + _draw_evals(axes, metrics, key, scale)
+    heights = _draw_training(axes, metrics, key, scale) + _draw_evals(axes, metrics, key, scale)
     if not heights:
         raise ValueError(f"{record_path} holds no finite {key!r} to draw")
     _draw_baselines(axes, baselines or {})
@@ -109,17 +109,30 @@ def _points(records: Sequence[Record], key: str, scale: int) -> tuple[list[float
     return [x for x, _ in found], [y for _, y in found]
 
 
-def _draw_train(axes: Axes, records: Sequence[Record], key: str, scale: int) -> list[float]:
-    xs, ys = _points(records, key, scale)
+def _draw_training(axes: Axes, metrics: Metrics, key: str, scale: int) -> list[float]:
+    """A curve for each training program, where there are several, else one."""
+    names = metrics.info.get("train_programs") or []
+    curves = {f"train {name}": f"{name}/{key}" for name in names} or {"train": key}
+    heights = []
+    for index, (label, path) in enumerate(curves.items()):
+        points = _points(metrics.train, path, scale)
+        heights += _draw_train(axes, points, label, color=_TRAIN_COLORS[index % len(_TRAIN_COLORS)])
+    return heights
+
+
+def _draw_train(
+    axes: Axes, points: tuple[list[float], list[float]], label: str, *, color: str
+) -> list[float]:
+    xs, ys = points
     if not xs:
         return []
     half_width = len(ys) // _POINTS_PER_HALF_WIDTH
     if half_width == 0:
-        axes.plot(xs, ys, color=_TRAIN_COLOR, label="train", marker="." if len(xs) < 3 else "")
+        axes.plot(xs, ys, color=color, label=label, marker="." if len(xs) < 3 else "")
         return ys
     smoothed = smooth(ys, half_width=half_width)
-    axes.plot(xs, ys, color=_TRAIN_COLOR, alpha=0.25, linewidth=0.8)
-    axes.plot(xs, smoothed, color=_TRAIN_COLOR, label="train (smoothed)")
+    axes.plot(xs, ys, color=color, alpha=0.25, linewidth=0.8)
+    axes.plot(xs, smoothed, color=color, label=f"{label} (smoothed)")
     return smoothed
 
 

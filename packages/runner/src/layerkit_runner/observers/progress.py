@@ -11,7 +11,7 @@ import datetime
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from layerkit_runner.observers.base import Observer, RunInfo
@@ -165,7 +165,7 @@ class _Lines:
         parts = [f"step {step}/{self._info.num_train_steps}"]
         if self._metrics is not None:
             metrics_step, scalars = self._metrics
-            parts += _highlights(scalars)
+            parts += _highlights(scalars, self._info.train_programs)
             if metrics_step != step:
                 parts.append(f"(as of step {metrics_step})")
         left = self._seconds_left(step)
@@ -187,6 +187,7 @@ class _Bar:
         import tqdm  # only a terminal needs it
 
         self._stream = stream
+        self._programs = info.train_programs
         self._started = False
         fixed_width = _width_if_unknown(stream)
         self._bar: tqdm.tqdm[None] = tqdm.tqdm(
@@ -202,7 +203,7 @@ class _Bar:
 
     def train_metrics(self, step: int, scalars: Mapping[str, float]) -> None:
         del step
-        self._bar.set_postfix_str(", ".join(_highlights(scalars)), refresh=False)
+        self._bar.set_postfix_str(", ".join(_highlights(scalars, self._programs)), refresh=False)
 
     def progress(self, step: int) -> None:
         if not self._started:
@@ -236,15 +237,12 @@ def _width_if_unknown(stream: TextIO) -> int | None:
         return None
 
 
-def _highlights(scalars: Mapping[str, float]) -> list[str]:
-    """The few scalars that people watch, where the run reports them."""
+def _highlights(scalars: Mapping[str, float], programs: Sequence[str]) -> list[str]:
+    """The few scalars that people watch, and of which training program, where there are several."""
     shown = []
     if "loss" in scalars:
-        # Where several data sets take turns, the loss is there under the name of its own as well.
-        loss = scalars["loss"]
-        names = [name for name in scalars if name.endswith("/loss") and scalars[name] == loss]
-        of_set = f" ({names[0].removesuffix('/loss')})" if names else ""
-        shown.append(f"loss {loss:.4f}{of_set}")
+        of = next((f" ({name})" for name in programs if f"{name}/loss" in scalars), "")
+        shown.append(f"loss {scalars['loss']:.4f}{of}")
     if "tokens_per_sec" in scalars:
         shown.append(f"{scalars['tokens_per_sec']:,.0f} tokens/s")
     elif "steps_per_sec" in scalars:

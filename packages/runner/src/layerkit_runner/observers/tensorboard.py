@@ -160,16 +160,18 @@ def _tag(name: str) -> str:
 
 
 def eval_folder(dataset: str) -> str:
-    """The summary folder of an evaluated data set; 'train' means the training data.
+    """The summary folder of an evaluated data set; 'train' and 'train/…' mean training data.
 
     >>> eval_folder('train'), eval_folder('held_out'), eval_folder('c4/en')
     ('eval_train', 'eval_test_held_out', 'eval_test_c4_en')
+    >>> eval_folder('train/web')
+    'eval_train_web'
     >>> eval_folder('decode/prompts')
     'decode_test_prompts'
     """
-    if dataset == "train":
-        return "eval_train"
-    kind, name = "eval", dataset
+    kind, name = "eval_test", dataset
     if dataset.startswith(DECODE_PREFIX):
-        kind, name = "decode", dataset.removeprefix(DECODE_PREFIX)
-    return f"{kind}_test_" + re.sub(r"[^\w.-]", "_", name)
+        kind, name = "decode_test", dataset.removeprefix(DECODE_PREFIX)
+    elif dataset == "train" or dataset.startswith("train/"):
+        kind, name = "eval", dataset
+    return f"{kind}_" + re.sub(r"[^\w.-]", "_", name)

@@ -41,9 +41,10 @@ class Throughput:
     ...     num_devices=1, device_kind='cpu', peak_flops_per_device=None)
     >>> ticks = iter([100.0, 100.5, 101.0])
     >>> throughput = Throughput(info, clock=lambda: next(ticks))
+    >>> rates_since_asked = throughput.rates_since_asked()
     >>> for step in (1, 2, 3):
     ...     throughput.completed(step)
-    >>> rates = throughput.rates()
+    >>> rates = rates_since_asked()
     >>> rates['step_time'], rates['examples_per_sec'], rates['tokens_per_sec']
     (0.5, 8.0, 128.0)
     """
@@ -54,8 +55,7 @@ class Throughput:
         self._clock = clock
         self._mark: tuple[int, float] | None = None  # step, time up to which all is counted
         self._pause_depth = 0
-        # Since `rates` was last asked.
-        self._window = self._total = _Timed()
+        self._total = _Timed()
 
     def completed(self, step: int, work: StepWork | None = None) -> None:
         """Says that `step` has ended on the device, now.
@@ -87,7 +87,6 @@ class Throughput:
             self._add(_Timed(waited=seconds))
 
     def _add(self, more: _Timed) -> None:
-        self._window = _Timed(*map(operator.add, self._window, more))
         self._total = _Timed(*map(operator.add, self._total, more))
 
     @contextlib.contextmanager
@@ -104,16 +103,23 @@ class Throughput:
                 # What passed between the mark and the pause belongs to the step under way.
                 self._mark = (step, self._clock() - max(0.0, began - marked))
 
-    def rates(self) -> dict[str, float]:
-        """Rates since this was last asked; empty when no timed step ended since then.
+    def rates_since_asked(self) -> Callable[[], dict[str, float]]:
+        """A function that tells the rates since it was last called, at first since now.
 
         Returns:
-          step_time (seconds), steps_per_sec, input_wait (the share of the time in which the devices
-          stood still for want of a batch) and examples_per_sec always; tokens_per_sec,
-          tflops_per_sec_per_device (model FLOPs, 1e12) and mfu (a fraction) where known.
+          Of the function, nothing when no timed step ended since then. Else step_time (seconds),
+          steps_per_sec, input_wait (the share of the time in which the devices stood still for want
+          of a batch) and examples_per_sec always; tokens_per_sec, tflops_per_sec_per_device (model
+          FLOPs, 1e12) and mfu (a fraction) where known.
         """
-        window, self._window = self._window, _Timed()
-        return _rates(self._info, window)
+        told = self._total
+
+        def rates() -> dict[str, float]:
+            nonlocal told
+            before, told = told, self._total
+            return _rates(self._info, _Timed(*map(operator.sub, told, before)))
+
+        return rates
 
     def overall(self) -> dict[str, float]:
         """The same rates over all timed steps of this run."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -140,6 +139,9 @@ def make_plan(
 ) -> Plan:
     """Compiles the training step of an experiment for `devices` and measures it.
 
+    Where several data sets take turns, each has a step of its own; that which needs most memory is
+    planned, and a note says so.
+
     Args:
       resolved: The experiment.
       devices: What to compile for; they need not be able to run the step.
@@ -152,14 +154,40 @@ def make_plan(
       UsageError: fields that do not fit together, sizes that cannot be split over the mesh.
     """
     partitioner, task = build_parts(resolved) if parts is None else parts
-    target = Target(None) if target is None else target
-    device = described_kind(target, devices)
-    begun = time.perf_counter()
     try:
         partitioner.start(devices)
         partitioner.bind(task)
+        configs = training_configs(resolved)
+        batches = {name: _abstract_batch(config, partitioner) for name, config in configs.items()}
+    except ValueError as error:
+        raise UsageError(f"{resolved.name}: {error}") from error
+    target = Target(None) if target is None else target
+    plans = {
+        name: _plan_step(resolved, devices, partitioner, task, batch, target, effort)
+        for name, batch in batches.items()
+    }
+    largest = max(plans, key=lambda name: (plans[name].fits is False, plans[name].memory.peak))
+    plan = plans[largest]
+    if len(plans) == 1:
+        return plan
+    others = ", ".join(name for name in plans if name != largest)
+    note = f"the step on {largest}, which needs most memory; it takes turns with {others}"
+    return dataclasses.replace(plan, notes=[note, *plan.notes])
+
+
+def _plan_step(
+    resolved: ResolvedExperiment,
+    devices: Sequence[jax.Device],
+    partitioner: Partitioner,
+    task: SingleTask,
+    batch: Any,
+    target: Target,
+    effort: str,
+) -> Plan:
+    device = described_kind(target, devices)
+    begun = time.perf_counter()
+    try:
         state = partitioner.abstract_state(task)
-        batch, turns = _largest_batch(resolved, partitioner)
         with LayerNotes() as notes:
             program = partitioner.train_step_fn(task).trace(state, batch)
             lowered = program.lower()
@@ -205,7 +233,6 @@ def make_plan(
         tensors=tensors,
         collectives=collectives,
         notes=[
-            *turns,
             *([f"padded: {padded}"] if padded else []),
             *notes.lines,
             *compiler_notes(lowered, step, platform=device.platform, is_here=target.is_here),
@@ -223,26 +250,8 @@ def make_plan(
     )
 
 
-def _largest_batch(resolved: ResolvedExperiment, partitioner: Partitioner) -> tuple[Any, list[str]]:
-    """Shapes, dtypes and sharding of the global batch, as all processes put it together.
-
-    Where several data sets take turns it is the one of most bytes, whose step needs most memory; a
-    note says which.
-    """
-    configs = training_configs(resolved)
-    batches = {n: _abstract_batch(config, partitioner) for n, config in configs.items()}
-    name = max(batches, key=lambda name: _num_bytes(batches[name]))
-    if len(batches) == 1:
-        return batches[name], []
-    others = ", ".join(other for other in batches if other != name)
-    return batches[name], [f"the step on {name}, the largest batch; it takes turns with {others}"]
-
-
-def _num_bytes(batch: Any) -> int:
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(batch))
-
-
 def _abstract_batch(config: Config, partitioner: Partitioner) -> Any:
+    """Shapes, dtypes and sharding of the global batch, as all processes put it together."""
     # Devices that are elsewhere belong to processes that are elsewhere.
     processes = sorted({device.process_index for device in partitioner.mesh.devices.flat})
     place = Place(processes[0], len(processes), lambda device: device.process_index)

@@ -20,8 +20,8 @@ import jax
 
 from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.configuration.resolve import ResolvedExperiment
-from layerkit_runner.feeds.training_data import training_configs
 from layerkit_runner.job import build_parts
+from layerkit_runner.modes.programs import check_train_programs
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.plan.alternatives.command import print_plan, print_search
 from layerkit_runner.plan.alternatives.trials import Limits
@@ -37,7 +37,7 @@ def run_plan(resolved: ResolvedExperiment, options: RunOptions) -> int:
     Raises:
       UsageError: flags or fields that do not fit together, or sizes that do not fit the mesh.
     """
-    training_configs(resolved)  # a plan is of training: what only evaluates has none
+    check_train_programs(resolved)  # a plan is of training: what only evaluates has none
     parts = build_parts(resolved)
     target = planned_target(parts[0], target=options.target, num_devices=options.num_devices)
     set_compiler_flags(options)

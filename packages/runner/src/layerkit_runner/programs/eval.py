@@ -13,7 +13,6 @@ import jax
 from etils import epath
 
 from layerkit.nested_map import NestedMap
-from layerkit.summaries import BinCounts
 from layerkit_inputs.base_input import BaseInput
 from layerkit_runner.errors import UsageError
 from layerkit_runner.feeds.infeed import eval_batches, told_in_one_line
@@ -23,7 +22,7 @@ from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.processes.process_exchange import from_process_0
 from layerkit_runner.programs.base import BaseProgram
 from layerkit_runner.steps.by_example import ByExample, as_floats, check_has_provenance
-from layerkit_runner.steps.metrics import OverBatches
+from layerkit_runner.steps.metrics import TOTAL_WEIGHT, OverBatches, names_of_numbers
 from layerkit_runner.steps.train_state import TrainState
 from layerkit_runner.task import SingleTask
 
@@ -101,7 +100,7 @@ class EvalProgram(BaseProgram):
         metrics = reported.means()
         if not metrics:
             raise ValueError(f"the data set {self.name!r} has no batches to evaluate")
-        metrics["total_weight"] = reported.weight(self.task.loss_name)
+        metrics[TOTAL_WEIGHT] = reported.weight(self.task.loss_name)
         if self._scores_examples:
             own = from_process_0(lambda: as_floats(self.dataset.score_metrics(scores.values)))
             metrics |= {f"{SCORE_PREFIX}{name}": value for name, value in own.items()}
@@ -112,8 +111,12 @@ class EvalProgram(BaseProgram):
         return metrics
 
     def metric_names(self, abstract_state: TrainState) -> set[str] | None:
-        """Of what `run` reports; None where the data set is read up, or makes metrics of scores."""
-        if self._scores_examples:
+        """Of what `run` reports.
+
+        None where a derived class has a `run` of its own, the data set is read up, or it makes
+        metrics of scores.
+        """
+        if type(self).run is not EvalProgram.run or self._scores_examples:
             return None
         try:
             with told_in_one_line():
@@ -121,8 +124,7 @@ class EvalProgram(BaseProgram):
         except StopIteration:
             return None
         reported = jax.eval_shape(self._step, abstract_state, batch)
-        numbers = {name for name, it in reported.items() if not isinstance(it, BinCounts)}
-        return numbers | {"total_weight", SKIPPED_RECORDS}
+        return names_of_numbers(reported) | {SKIPPED_RECORDS}
 
     def _start(self, state: TrainState, batch: NestedMap) -> tuple[Any, Any]:
         """Metrics of a batch and, where they are wanted, scores of its rows; not yet computed."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import jax
+
 from layerkit.nested_map import NestedMap
 from layerkit_runner.observers import Observer
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.programs.base import BaseProgram
-from layerkit_runner.steps.metrics import OverBatches
+from layerkit_runner.steps.metrics import TOTAL_WEIGHT, OverBatches, names_of_numbers
 from layerkit_runner.steps.train_state import TrainState
 from layerkit_runner.task import SingleTask
 
@@ -21,8 +23,8 @@ NAME = "train"
 
 
 def name_beside(program: str | None) -> str:
-    """What the evaluation of a training program's batches is called: `train`, or `train_web`."""
-    return NAME if program is None else f"{NAME}_{program}"
+    """What the evaluation of a training program's batches is called: `train`, or `train/web`."""
+    return NAME if program is None else f"{NAME}/{program}"
 
 
 class NextBatchEvalProgram(BaseProgram):
@@ -51,8 +53,12 @@ class NextBatchEvalProgram(BaseProgram):
         reported = OverBatches()
         reported.add(self._step(state, self._next_batch()))
         metrics = reported.means()
-        metrics["total_weight"] = reported.weight(self.task.loss_name)
+        metrics[TOTAL_WEIGHT] = reported.weight(self.task.loss_name)
         observers.eval_metrics(step, self.name, metrics)
         if histograms := reported.histograms():
             observers.eval_histograms(step, self.name, histograms)
         return metrics
+
+    def metric_names(self, abstract_state: TrainState) -> set[str]:
+        """Of what `run` reports."""
+        return names_of_numbers(jax.eval_shape(self._step, abstract_state, self._next_batch()))

@@ -7,8 +7,8 @@ later steps have been started, so metrics never stall the device.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -28,6 +28,8 @@ from layerkit_runner.steps.layer_summaries import for_observers, has_arrays
 from layerkit_runner.steps.metrics import OverBatches
 from layerkit_runner.steps.train_state import TrainState
 from layerkit_runner.task import SingleTask
+
+T = TypeVar("T")
 
 
 class _StartedStep(NamedTuple):
@@ -52,9 +54,6 @@ class TrainProgram:
       dataset: Endless batches; from the first step on, this program's alone.
       name: What it is called beside others; None for the only one of a job.
       steps: How many steps its turn has.
-
-    Raises:
-      UsageError: a turn without steps.
     """
 
     def __init__(
@@ -66,8 +65,6 @@ class TrainProgram:
         *,
         steps: int = 1,
     ) -> None:
-        if steps < 1:
-            raise UsageError(f"{name}: steps={steps} must be at least 1")
         self.dataset = dataset
         self.name = name
         self.steps = steps
@@ -80,6 +77,12 @@ class TrainProgram:
         self._since_summary = OverBatches()
         self._summarize_layers: Any = None
         self._specs: Any = None
+
+    @property
+    def dataset_name(self) -> str:
+        """What its data set is called."""
+        source = self.dataset.source
+        return source.name or type(source).__name__
 
     def lower(self, abstract_state: TrainState) -> Any:
         """The step for these shapes, traced and ready to compile."""
@@ -102,6 +105,7 @@ class TrainProgram:
         self._compiled = compiled
         self._observers = observers
         self._throughput = throughput
+        self._rates = throughput.rates_since_asked()
         self._goodput = goodput or Goodput()
         self._work = work
         self._skipped = SkippedRecords(self.dataset, self.name or "train", observers)
@@ -177,17 +181,14 @@ class TrainProgram:
         if is_summarized:
             metrics, scalars = jax.device_get((metrics, scalars))
             values = {name: float(metric.value) for name, metric in metrics.items()}
-            values |= self._since_summary.means()
-            if self.name is not None:
-                values |= {f"{self.name}/{metric}": value for metric, value in values.items()}
+            values |= self._since_summary.means() | self._skipped.scalars()
+            values = self._of_this_program(values)
             values |= {n: float(v) for n, v in scalars.items() if not isinstance(v, Summary)}
-            values |= self._throughput.rates() | self._skipped.scalars()
+            values |= self._rates()
             values |= self._goodput.shares() | memory_scalars()
             self._observers.train_metrics(step, values)
             if histograms := self._since_summary.histograms():
-                prefix = "" if self.name is None else f"{self.name}/"
-                found = {prefix + name: histogram for name, histogram in histograms.items()}
-                self._observers.histograms(step, found)
+                self._observers.histograms(step, self._of_this_program(histograms))
             self._since_summary = OverBatches()
         if weights is not None:
             self._observers.histograms(step, weight_histograms(jax.device_get(weights)))
@@ -195,6 +196,17 @@ class TrainProgram:
             found, images = for_observers(jax.device_get(layers))
             self._observers.histograms(step, found)
             self._observers.images(step, images)
+
+    def _of_this_program(self, found: Mapping[str, T]) -> dict[str, T]:
+        """What was found by name; beside other programs, as `PROGRAM/NAME`, and the loss as both.
+
+        So a curve is of one data set, and the loss is where everything looks for it.
+        """
+        if self.name is None:
+            return dict(found)
+        loss = self._task.loss_name
+        both = {loss: found[loss]} if loss in found else {}
+        return both | {f"{self.name}/{name}": value for name, value in found.items()}
 
     def _check_like_first(self, batch: NestedMap, step: int) -> None:
         """Raises UsageError where a batch has other fields, shapes or dtypes than the first had."""

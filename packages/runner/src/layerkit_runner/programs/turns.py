@@ -84,7 +84,8 @@ class TrainPrograms:
         Returns:
           The programs of whose data the checkpoint says nothing; they begin at their start.
         """
-        known = [key for key in states if key.startswith(_TRAINING)]
+        # Without a name: what there was before there were several.
+        known = [key for key in states if key == "train" or key.startswith(_TRAINING)]
         if len(known) == len(self.programs) == 1:
             # It may have got another name since.
             self.programs[0].dataset.set_state(states[known[0]])
@@ -100,8 +101,7 @@ class TrainPrograms:
 
     def input_key(self, program: TrainProgram) -> str:
         """Under which a checkpoint holds where the data set of a program stands."""
-        source = program.dataset.source
-        return f"{_TRAINING}{program.name or source.name or type(source).__name__}"
+        return _TRAINING + program.dataset_name
 
     def close(self) -> None:
         """Ends the reading."""

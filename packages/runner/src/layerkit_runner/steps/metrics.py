@@ -63,6 +63,16 @@ def over_shards(metric: Reported, context: StepContext) -> Reported:
     return context.batch_sum(metric)
 
 
+TOTAL_WEIGHT = "total_weight"
+"""What an evaluation calls the weight behind its loss."""
+
+
+def names_of_numbers(reported: Mapping[str, Reported]) -> set[str]:
+    """The metrics of an evaluation that are one number each, given what its step reports."""
+    numbers = {name for name, metric in reported.items() if not isinstance(metric, BinCounts)}
+    return numbers | {TOTAL_WEIGHT}
+
+
 class OverBatches:
     """Everything that was reported of several global batches, each metric as one."""
 

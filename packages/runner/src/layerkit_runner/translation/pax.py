@@ -34,6 +34,11 @@ _SCHEDULE_PARTS = {
     "MIN_RATIO": "MIN_LEARNING_RATE_RATIO",
 }
 _OWN_TASK = "it makes a task without super().task(); fields of its bases are taken over"
+_OTHER_METHOD = "a method; recipes of data and partitioners are listed in docs/experiments.md"
+_PROGRAMS = "write it anew; what programs and executors look like here is in docs/programs.md"
+_METHODS = dict.fromkeys(
+    ("train_programs", "eval_programs", "decode_programs", "executor"), _PROGRAMS
+)
 _UNKNOWN_BASE = "give the file that has it as well, or write what it sets"
 
 
@@ -270,7 +275,7 @@ def _settings(
                     leftovers.append(Leftover(f"{cls.name}.task()", "…", _OWN_TASK))
                 settings += [(cls.name, one) for one in settings_of(method, source, values)]
                 continue
-            reason = "a method; recipes of data and partitioners are listed in docs/experiments.md"
+            reason = _METHODS.get(name, _OTHER_METHOD)
             leftovers.append(Leftover(f"{cls.name}.{name}()", "…", reason))
     return settings, leftovers
 

@@ -123,47 +123,66 @@ class _Frame:
         for part in _considered(node):
             self._tell_calls(part)
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if node.value is not None:
-                value = self._value(node.value, tells=not _is_place(targets[0]))
-                for target in targets:
-                    self._bind(target, node.value, value)
+            self._assignment(node)
         elif isinstance(node, ast.AugAssign):
-            unknown = ast.BinOp(ast.Name("_"), node.op, node.value)
-            text = f"{ast.unparse(node.target)}{ast.unparse(unknown)[1:]}"
-            if _is_place(node.target):
-                self._tell(None, ast.unparse(node.target), text, CannotTellError(text))
-            else:
-                self._bind(node.target, node.value, CannotTellError(text))
+            self._augmented_assignment(node)
         elif isinstance(node, ast.Expr):
-            self._value(node.value)
-            if not isinstance(node.value, ast.Call) and self._reaches(node.value):
-                self._tell(None, ast.unparse(node), "…", CannotTellError(ast.unparse(node)))
+            self._expression(node)
         elif isinstance(node, ast.Return):
-            value = None if node.value is None else self._value(node.value)
-            if not self._may_have_ended:
-                self.returned = value
-            elif self.returned != value:
-                self.returned = CannotTellError(ast.unparse(node))
-            self._may_have_ended = True
-            return self._is_certain
+            return self._return(node)
         elif isinstance(node, ast.If):
             return self._branch(node)
         elif isinstance(node, ast.With):
             return self.run(node.body)
         elif isinstance(node, (ast.For, ast.While)):
-            if isinstance(node, ast.For):
-                self._bind(node.target, node.iter, CannotTellError(ast.unparse(node.iter)))
-            self._run_perhaps(node.body)
-            self._run_perhaps(node.orelse)
+            self._loop(node)
         elif isinstance(node, ast.Try):
-            caught = [statement for handler in node.handlers for statement in handler.body]
-            self._run_perhaps([*node.body, *caught, *node.orelse])
-            return self.run(node.finalbody)
+            return self._try(node)
         elif not isinstance(node, _SETS_NOTHING):
             text = ast.unparse(node).partition("\n")[0].rstrip(":")
             self._tell(None, text, "…", CannotTellError(text))
         return False
+
+    def _assignment(self, node: ast.Assign | ast.AnnAssign) -> None:
+        if node.value is None:
+            return
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        value = self._value(node.value, tells=not _is_place(targets[0]))
+        for target in targets:
+            self._bind(target, node.value, value)
+
+    def _augmented_assignment(self, node: ast.AugAssign) -> None:
+        unknown = ast.BinOp(ast.Name("_"), node.op, node.value)
+        text = f"{ast.unparse(node.target)}{ast.unparse(unknown)[1:]}"
+        if _is_place(node.target):
+            self._tell(None, ast.unparse(node.target), text, CannotTellError(text))
+        else:
+            self._bind(node.target, node.value, CannotTellError(text))
+
+    def _expression(self, node: ast.Expr) -> None:
+        self._value(node.value)
+        if not isinstance(node.value, ast.Call) and self._reaches(node.value):
+            self._tell(None, ast.unparse(node), "…", CannotTellError(ast.unparse(node)))
+
+    def _return(self, node: ast.Return) -> bool:
+        value = None if node.value is None else self._value(node.value)
+        if not self._may_have_ended:
+            self.returned = value
+        elif self.returned != value:
+            self.returned = CannotTellError(ast.unparse(node))
+        self._may_have_ended = True
+        return self._is_certain
+
+    def _loop(self, node: ast.For | ast.While) -> None:
+        if isinstance(node, ast.For):
+            self._bind(node.target, node.iter, CannotTellError(ast.unparse(node.iter)))
+        self._run_perhaps(node.body)
+        self._run_perhaps(node.orelse)
+
+    def _try(self, node: ast.Try) -> bool:
+        caught = [statement for handler in node.handlers for statement in handler.body]
+        self._run_perhaps([*node.body, *caught, *node.orelse])
+        return self.run(node.finalbody)
 
     def _branch(self, node: ast.If) -> bool:
         condition = told(node.test, self._names, self._fields)

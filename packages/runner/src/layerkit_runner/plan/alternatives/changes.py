@@ -131,11 +131,13 @@ def _flag(name: str, text: str) -> str:
 def _paths(resolved: ResolvedExperiment, name: str) -> list[str]:
     """The deep paths of what a change sets; nothing where there is no such field."""
     if name == ROWS:
-        return [
+        rows = [
             f"datasets.{index}.percore_batch_size"
             for index, dataset in enumerate(resolved.datasets)
             if dataset.is_training and dataset.percore_batch_size is not None
         ]
+        # Several data sets that take turns have numbers of rows of their own.
+        return rows if len(rows) == 1 else []
     if name == REMAT:
         return list(_paths_of_policies(resolved.task, "task"))
     return [path for path in _PATHS.get(name, ()) if _has(resolved, path)]

@@ -1,0 +1,180 @@
+"""`--mode=inspect --inspect=layers`: every layer of a model with the values that it is built with.
+
+    runner --exp=… --mode=inspect --inspect=layers                  on the experiment's mesh
+    runner --exp=… --mode=inspect --inspect=layers --num_devices=8  on as many as there will be
+    runner --exp=… --mode=inspect --inspect=layers --json           for programs
+
+The configuration has templates; what stands here is what became of them: with the sizes that a
+layer hands on to those inside it, and the dtypes that they inherit. Only `train` is for each
+program to say, and None where no layer insists. Devices are simulated, and no weight is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from flax import linen as nn
+
+from layerkit.base_layer import INHERITED_FIELDS, BaseLayer
+from layerkit.base_model import BaseModel
+from layerkit.config import field_names, is_config
+from layerkit.sharding import BoundSharding
+from layerkit.weights import check_init, floating_dtype
+from layerkit_runner.command_line.flags import RunOptions
+from layerkit_runner.configuration.config_text import Name, plain_value, value_text
+from layerkit_runner.configuration.resolve import ResolvedExperiment, target_name
+from layerkit_runner.errors import UsageError
+from layerkit_runner.job import build_parts
+from layerkit_runner.looking.numbered_layers import joint_path, without_number
+from layerkit_runner.plan.devices import num_planned_devices, simulated_devices
+
+# Fields of every layer, but for that which its path says already.
+_COMMON = [name for name in field_names(BaseLayer) if name != "name"]
+
+
+@dataclasses.dataclass(frozen=True)
+class BuiltLayer:
+    """A layer of a model.
+
+    Attributes:
+      path: Of the names that lead to it, as in `lm/softmax`; "" is the model itself.
+      cls: Its class.
+      fields: The values that it has: its own fields, and then those of every layer. `sharding` is
+        left out where it is that of the model. A layer or a template stands as the name of its
+        class.
+      changed: The names of those that are not what its class has where nobody sets them.
+    """
+
+    path: str
+    cls: type[BaseLayer]
+    fields: dict[str, Any]
+    changed: frozenset[str]
+
+
+def describe_layers(resolved: ResolvedExperiment, options: RunOptions) -> str:
+    """The layers of an experiment as text, or as one JSON object where `options.json` is set.
+
+    Raises:
+      UsageError: fields or flags that do not fit together.
+    """
+    partitioner, task = build_parts(resolved)
+    count = num_planned_devices(partitioner, num_devices=options.num_devices)
+    partitioner.start(simulated_devices(count))
+    partitioner.bind(task)
+    try:
+        layers = built_layers(task.model)
+    except ValueError as error:
+        raise UsageError(f"{resolved.name}: {error}") from error
+    mesh = {str(axis): size for axis, size in partitioner.mesh.shape.items()}
+    if options.json:
+        described = [_as_json(layer) for layer in layers]
+        return json.dumps({"experiment": resolved.name, "mesh": mesh, "layers": described})
+    return "\n".join(_lines(resolved.name, mesh, layers))
+
+
+def built_layers(model: BaseModel) -> list[BuiltLayer]:
+    """The layers of a model, each before those inside it; of a repeated body there is one.
+
+    Raises:
+      ValueError: a layer refuses its fields.
+    """
+    found: dict[str, BaseLayer] = {}
+
+    def look(
+        call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
+    ) -> Any:
+        layer = context.module
+        # Called on every layer, within whatever runs copies of it.
+        if isinstance(layer, BaseLayer) and context.method_name == "create_weights":
+            found.setdefault("/".join(layer.path), layer)
+        return call(*args, **kwargs)
+
+    with nn.intercept_methods(look):
+        jax.eval_shape(lambda: model.init_boxed(jax.random.key(0)))
+    return [_built_layer(path, layer, model.sharding) for path, layer in found.items()]
+
+
+def _built_layer(path: str, layer: BaseLayer, sharding: BoundSharding | None) -> BuiltLayer:
+    cls = type(layer)
+    defaults = {field.name: _default(field) for field in dataclasses.fields(cls)}
+    names = [name for name in field_names(cls) if name not in (*_COMMON, "name")]
+    fields = {name: getattr(layer, name) for name in (*names, *_COMMON)}
+    for name in INHERITED_FIELDS:
+        # What no layer above it sets either still means something.
+        fields[name] = _effective(name, layer.inherited(name), owner=layer.path_name)
+        defaults[name] = _effective(name, defaults[name], owner=layer.path_name)
+    if path and fields["sharding"] == sharding:
+        del fields["sharding"]
+    changed = frozenset(name for name in fields if _differ(fields[name], defaults[name]))
+    named = {name: _named(value) for name, value in fields.items()}
+    return BuiltLayer(path, cls, named, changed)
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _differ(value: Any, default: Any) -> bool:
+    if isinstance(value, nn.Module):  # whose fields are told on their own
+        return type(value) is not type(default)
+    return bool(value != default)
+
+
+def _effective(name: str, value: Any, *, owner: str) -> Any:
+    """What an inherited field means to a layer, None included."""
+    if name in ("dtype", "fprop_dtype"):
+        return floating_dtype(value, field=name, owner=owner).name
+    return check_init(value, owner=owner) if name == "params_init" else value
+
+
+def _named(value: Any) -> Any:
+    """The value, with the names of classes in place of what is told elsewhere."""
+    if is_config(value):
+        return Name(target_name(value))
+    if isinstance(value, (nn.Module, BoundSharding)):
+        return Name(type(value).__qualname__)
+    if isinstance(value, dict):
+        return {key: _named(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(_named(item) for item in value)
+    return value
+
+
+def _as_json(layer: BuiltLayer) -> dict[str, Any]:
+    return {
+        "path": layer.path,
+        "class": f"{layer.cls.__module__}.{layer.cls.__qualname__}",
+        "fields": {name: plain_value(value) for name, value in layer.fields.items()},
+        "changed": [name for name in layer.fields if name in layer.changed],
+    }
+
+
+def _lines(experiment: str, mesh: dict[str, int], layers: Sequence[BuiltLayer]) -> Iterator[str]:
+    yield f"layers of {experiment}, as they are built"
+    yield f"on a mesh of {' × '.join(f'{axis} {size}' for axis, size in mesh.items())}"
+    yield "`*`: not what the class has where nobody sets it"
+    for group in _alike(layers):
+        layer = group[0]
+        depth = "  " * (len(layer.path.split("/")) if layer.path else 0)
+        yield ""
+        path = joint_path([each.path for each in group])
+        yield f"{depth}{path or 'task.model'}: {layer.cls.__qualname__}"
+        for name, value in layer.fields.items():
+            mark = "*" if name in layer.changed else " "
+            yield f"{depth}  {mark} {name} = {value_text(value)}"
+
+
+def _alike(layers: Sequence[BuiltLayer]) -> list[list[BuiltLayer]]:
+    """Numbered layers that have the same values, where the first of them is."""
+    groups: dict[tuple[Any, ...], list[BuiltLayer]] = {}
+    for layer in layers:
+        values = tuple(map(value_text, layer.fields.values()))
+        key = (without_number(layer.path), layer.cls, values, layer.changed)
+        groups.setdefault(key, []).append(layer)
+    return list(groups.values())
