@@ -58,7 +58,6 @@ from layerkit_runner.processes.process_exchange import gather_values
 from layerkit_runner.processes.stop_signals import StopSignals
 from layerkit_runner.programs import BaseProgram, TrainPrograms
 from layerkit_runner.steps.step_flops import model_flops_per_step
-from layerkit_runner.steps.train_state import TrainState
 
 
 def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
@@ -95,36 +94,13 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
             trained = {programs.input_key(each): each.dataset for each in programs.programs}
             check_same_data({**trained, **eval_inputs}, gather_values)
             check_same_data(decode_inputs, gather_values)
-        first, compiled, notes, works = _prepare(
-            job, programs, eval_inputs, checkpoints, plan, early_stop
-        )
-        state, step = first.state, first.step
-        if jax.process_index() == 0:
-            write_config(
-                job.directory,
-                resolved,
-                options,
-                goes_on=checkpoints.latest_step() is not None,
-                report=job.observers.message,
-            )
-            if not first.is_restored:
-                write_record(job.directory, first.provenance)
-        info = _run_info(job, programs, works, start_step=step)
-        if first.provenance is not None:
-            notes = [*first.provenance.lines(), *notes]
-        _print_start(job, state, programs, compiled, notes, step)
-        if step > job.task.train.num_train_steps:
-            job.observers.message(_nothing_to_train(job, step))
-        job.observers.start(info)
-        missed = job.task.train.profiler_capture_step
-        if missed is not None and missed <= step:
-            job.observers.message(
-                f"no profile: task.train.profiler_capture_step={missed} is done, and this run"
-                f" begins after step {step}"
-            )
-        throughput = Throughput(info)
-        for program, step_of, work in zip(programs.programs, compiled, works, strict=True):
-            program.start(step_of, job.observers, throughput, job.goodput, work)
+        prepared = _prepare(job, programs, eval_inputs, checkpoints, plan, early_stop)
+        _write_start(job, prepared.first, goes_on=checkpoints.latest_step() is not None)
+        throughput = Throughput(_tell_start(job, programs, prepared))
+        for program, compiled, work in zip(
+            programs.programs, prepared.compiled, prepared.works, strict=True
+        ):
+            program.start(compiled, job.observers, throughput, job.goodput, work)
         if saves:
             # The first save needs Orbax, which takes a second to import.
             threading.Thread(target=importlib.import_module, args=("orbax.checkpoint",)).start()
@@ -143,7 +119,7 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
             profiler=profiler,
             early_stop=early_stop,
         )
-        state, step = executor.run(state, step)
+        state, step = executor.run(prepared.first.state, prepared.first.step)
         job.goodput.outermost("other")
         if executor.is_over(step) and signals.exit_code == 0:
             end_report.finish(job, executor, state, step)
@@ -182,6 +158,17 @@ def _check_readable(programs: TrainPrograms) -> None:
             program.dataset.peek()
 
 
+@dataclasses.dataclass(frozen=True)
+class _Prepared:
+    """What a run begins with; of each training program, in their order, a step and its work."""
+
+    first: FirstState
+    compiled: list[Any]
+    # What layers said while they were traced.
+    notes: list[str]
+    works: list[StepWork]
+
+
 def _prepare(
     job: Job,
     programs: TrainPrograms,
@@ -189,8 +176,8 @@ def _prepare(
     checkpoints: CheckpointManager,
     plan: Callable[[], FirstState] | None,
     early_stop: EarlyStop | None,
-) -> tuple[FirstState, list[Any], list[str], list[StepWork]]:
-    """First state, the compiled steps, what layers said while traced, what each step comes to."""
+) -> _Prepared:
+    """Compiles the steps while the first state is read or made."""
     abstract = job.abstract_state()
     lowered = []
     with LayerNotes() as notes, job.goodput.phase("compile"):
@@ -219,7 +206,7 @@ def _prepare(
                     )
         with job.goodput.phase("compile"):
             compiled = [each.result() for each in compiling]
-        return first, compiled, notes.lines, works
+        return _Prepared(first, compiled, notes.lines, works)
 
 
 def _step_work(job: Job, dataset: Prefetch) -> StepWork:
@@ -342,22 +329,38 @@ def choose_step(checkpoints: CheckpointManager, wanted: int | None) -> int:
     return step
 
 
-def _print_start(
-    job: Job,
-    state: TrainState,
-    programs: TrainPrograms,
-    compiled: list[Any],
-    notes: list[str],
-    step: int,
-) -> None:
+def _write_start(job: Job, first: FirstState, *, goes_on: bool) -> None:
+    """Records in the folder of the job what runs, and where its weights come from."""
     if jax.process_index() != 0:
         return
-    for line in [
-        *start_lines(job, state, programs, start_step=step),
-        *notes,
-        *compiled_lines(compiled),
-    ]:
-        job.observers.message(line)
+    report = job.observers.message
+    write_config(job.directory, job.resolved, job.options, goes_on=goes_on, report=report)
+    if not first.is_restored:
+        write_record(job.directory, first.provenance)
+
+
+def _tell_start(job: Job, programs: TrainPrograms, prepared: _Prepared) -> RunInfo:
+    """Says what will run, and lets the observers begin."""
+    first, train = prepared.first, job.task.train
+    if jax.process_index() == 0:
+        for line in [
+            *start_lines(job, first.state, programs, start_step=first.step),
+            *(first.provenance.lines() if first.provenance is not None else []),
+            *prepared.notes,
+            *compiled_lines(prepared.compiled),
+        ]:
+            job.observers.message(line)
+    if first.step > train.num_train_steps:
+        job.observers.message(_nothing_to_train(job, first.step))
+    info = _run_info(job, programs, prepared.works, start_step=first.step)
+    job.observers.start(info)
+    missed = train.profiler_capture_step
+    if missed is not None and missed <= first.step:
+        job.observers.message(
+            f"no profile: task.train.profiler_capture_step={missed} is done, and this run begins"
+            f" after step {first.step}"
+        )
+    return info
 
 
 def _nothing_to_train(job: Job, step: int) -> str:
