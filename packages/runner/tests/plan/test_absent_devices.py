@@ -115,10 +115,16 @@ def test_a_quick_plan_is_close_to_that_of_a_run_and_says_what_it_is(plan):
 
 
 @needs_tpu
-def test_compiler_flags_are_those_that_a_run_would_have(plan):
-    flags = ["--target=v5p:2x2x2", "--fdl.MESH=[1,8,1]"]
+def test_compiler_flags_are_those_of_a_run_and_change_the_program(plan):
+    # One axis over all of a torus of three dimensions, and weights that are worth gathering.
+    flags = ["--target=v5p:4x4x4", "--fdl.MESH=[1,64,1]", "--fdl.MODEL_DIMS=1024"]
     plain, told = (plan(*flags, *more) for more in ([], ["--xla_flags_preset=tpu_fsdp"]))
     begin = "compiled with LIBTPU_INIT_ARGS "
     note = begin + "--xla_enable_async_all_gather=true"
     assert [line for line in told["notes"] if line.startswith(note)]
     assert not [line for line in plain["notes"] if line.startswith(begin)]
+    # Weights are gathered by all-gathers, which send half of what all-reduces send.
+    before, after = ({each["kind"] for each in found["collectives"]} for found in (plain, told))
+    assert (before, after) == ({"all-reduce"}, {"all-reduce", "all-gather"})
+    sent = [sum(each["bytes_sent"] for each in found["collectives"]) for found in (plain, told)]
+    assert sent[1] < 0.75 * sent[0]

@@ -118,6 +118,24 @@ def test_asynchronous_collectives_count_once_by_their_result():
     ]
 
 
+def test_an_all_gather_in_links_beside_products_counts_once():
+    """As libtpu 0.0.42 writes those of Llama13B, shortened: the links are in several fusions."""
+    link = (
+        "f32[16]{{0}} all-gather(%x), channel_id={channel}, replica_groups=[1,4]<=[4],"
+        ' dimensions={{0}}, frontend_attributes={{chain_id="{chain}"}}'
+    )
+    links = [(3, 9), (3, 9), (3, 9), (4, 9), (4, 10), (4, 10)]
+    lines = [
+        f"  %g.{n} = {link.format(channel=channel, chain=chain)}"
+        for n, (channel, chain) in enumerate(links)
+    ]
+    text = "\n".join(
+        ["ENTRY %main (x: f32[4]) -> f32[4] {", "  %x = f32[4]{0} parameter(0)", *lines, "}"]
+    )
+    gathers = Traffic("all-gather", "data+fsdp", 3, 3 * 48, is_exact=True)
+    assert collective_traffic(text, {"data": 2, "fsdp": 2}) == [gathers]
+
+
 TWO_SLICES = [0, 0, 0, 0, 1, 1, 1, 1]
 
 

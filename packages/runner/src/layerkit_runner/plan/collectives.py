@@ -87,6 +87,7 @@ _GROUPS = re.compile(
 )
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)+)\}")
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+_CHAIN = re.compile(r'channel_id=(\d+),.*\bchain_id="(\d+)"')
 _OPERAND = re.compile(r"%([\w.\-]+)\)")
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d\w*)\[([^\]]*)\]")
 _NUMBERS = re.compile(r"\d+")
@@ -158,8 +159,12 @@ def collective_traffic(
 
 
 def _collectives(hlo_text: str) -> Iterator[tuple[str, Instruction]]:
-    """Collectives by kind; an asynchronous one once, with the type that its `-done` returns."""
+    """Collectives by kind; an asynchronous one once, with the type that its `-done` returns.
+
+    What TPUs do in steps beside several products stands in each of them again, as links of a chain.
+    """
     started: dict[str, Instruction] = {}
+    chains: set[tuple[str, str]] = set()
     for instruction in instructions(hlo_text):
         kind = instruction.opcode.removesuffix("-start").removesuffix("-done")
         if kind == "send" and (between := _BETWEEN_SLICES.search(instruction.rest)):
@@ -168,6 +173,10 @@ def _collectives(hlo_text: str) -> Iterator[tuple[str, Instruction]]:
             continue
         if kind not in _SENT:
             continue
+        if chain := _CHAIN.search(instruction.rest):
+            if (chain[1], chain[2]) in chains:
+                continue
+            chains.add((chain[1], chain[2]))
         if kind == "all-reduce" and instruction.computation.startswith("all-reduce-scatter"):
             kind = "reduce-scatter"
         if instruction.opcode.endswith("-start"):

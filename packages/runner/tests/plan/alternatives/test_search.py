@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from layerkit.sharding import DEFAULT_RULES
 from layerkit_runner.configuration.resolve import resolve
 from layerkit_runner.errors import UsageError
 from layerkit_runner.plan.alternatives.pages import search_json, search_page
@@ -44,6 +45,31 @@ def test_the_same_search_finds_the_same(resolved, trials_for, devices):
     first, second = (search(resolved, trials_for(compilations=3), devices) for _ in range(2))
     assert first.ranked == second.ranked
     assert first.command == second.command
+
+
+@pytest.mark.slow
+def test_an_axis_that_splits_nothing_is_not_chosen_for_sending_nothing(
+    tunable_lm, trials_for, devices
+):
+    class Unsplit(tunable_lm):
+        """All devices of `tensor` do the same, on enough rows that this takes longer than sums."""
+
+        PERCORE_BATCH_SIZE = 4096
+
+        def partitioner(self):
+            partitioner = super().partitioner()
+            names = [name for name, axes in DEFAULT_RULES.table if axes == "tensor"]
+            partitioner.rules = DEFAULT_RULES.replace(**dict.fromkeys(names))
+            return partitioner
+
+    found = search(resolve(Unsplit()), trials_for(compilations=2), devices)
+    assert [each.mesh["tensor"] for each in found.ranked] == [1, 8]
+    assert found.ranked[0].bytes_sent > found.ranked[1].bytes_sent == 0
+    # None of its speeds is told, since none is known; what stands in for them is.
+    assert found.ranked[0].step_seconds is None
+    assert set(found.assumed) == {
+        *("peak FLOP/s", "memory bandwidth", "bandwidth within a slice", "latency")
+    }
 
 
 FOUND = Search(
@@ -121,14 +147,33 @@ def test_the_page():
 def test_the_page_where_no_speed_is_known():
     ranked = [
         dataclasses.replace(
-            each, step_seconds=None, step_seconds_no_overlap=None, mfu=None, fits=None
+            each,
+            step_seconds=None,
+            step_seconds_no_overlap=None,
+            mfu=None,
+            fits=None,
+            order_seconds=None if each.reason else seconds,
         )
-        for each in FOUND.ranked
+        for each, seconds in zip(FOUND.ranked, (2.0, 2.5, 3.0), strict=True)
     ]
-    lines = search_page(dataclasses.replace(FOUND, ranked=ranked, usable_bytes=None)).splitlines()
+    assumed = {"peak FLOP/s": 1.97e14, "memory bandwidth": 8.19e11, "latency": 1e-6}
+    lines = search_page(
+        dataclasses.replace(FOUND, ranked=ranked, usable_bytes=None, assumed=assumed)
+    ).splitlines()
     assert lines[1] == "on h100x8, 8 devices; 32 rows in a batch"
-    (own,) = [line for line in lines if " * 8 × 1 × 1 " in line]
-    assert " ".join(own.split()) == "2 * 8 × 1 × 1 full 90 GB ? 20 MB"
+    (start,) = [at for at, line in enumerate(lines) if "data × fsdp × tensor" in line]
+    assert lines[start : start + 7] == [
+        "      data × fsdp × tensor  remat              peak  fits   sent by each device"
+        "  nominal time",
+        "  1   1 × 8 × 1             dots            61.2 GB  ?      10 MB              "
+        "  1.00 × the best",
+        "  2 * 8 × 1 × 1             full              90 GB  ?      20 MB              "
+        "  1.25 × the best",
+        "  3   2 × 2 × 2             full          the compiler: something that nobody knows",
+        "* as it is",
+        "not known of these devices, in no time above, and taken in the order alone for:",
+        "  peak 197 TFLOP/s, memory bandwidth 819 GB/s, latency of a collective 1 µs",
+    ]
 
 
 SLICED = Candidate(
@@ -144,7 +189,7 @@ SLICED = Candidate(
     limited_by="compute",
     bytes_sent=130_000_000_000,
     bytes_slow=1_370_000_000,
-    guessed_seconds=0.137,
+    order_seconds=9.387,
 )
 # Less in all, but ten times as much to the other slice.
 ACROSS = dataclasses.replace(
@@ -152,21 +197,32 @@ ACROSS = dataclasses.replace(
     across={"fsdp": 2},
     step_seconds_no_overlap=4.5,
     bytes_slow=13_700_000_000,
-    guessed_seconds=1.37,
+    order_seconds=10.37,
 )
 
 
-def test_a_network_of_unknown_speed_counts_in_the_order():
-    assert sorted([ACROSS, SLICED], key=order) == [SLICED, ACROSS]
-    known = [dataclasses.replace(each, guessed_seconds=0.0) for each in (SLICED, ACROSS)]
-    assert sorted(known, key=order) == known[::-1]
+def test_the_order_goes_by_what_fits_then_by_time_then_by_memory():
+    late = dataclasses.replace(SLICED, order_seconds=12.0)
+    large = dataclasses.replace(SLICED, peak=SLICED.peak + 1)
+    too_large = dataclasses.replace(SLICED, fits=False, order_seconds=1.0)
+    failed = dataclasses.replace(SLICED, reason="the compiler: something", order_seconds=0.5)
+    wanted = [SLICED, large, ACROSS, late, too_large, failed]
+    found = [failed, late, large, ACROSS, too_large, SLICED]
+    assert sorted(found, key=order) == wanted
+
+
+def test_of_what_has_no_program_first_what_computes_least_again():
+    full = dataclasses.replace(SLICED, fits=False, order_seconds=None)
+    dots = dataclasses.replace(full, remat="dots")
+    assert sorted([full, dots, SLICED], key=order) == [SLICED, dots, full]
 
 
 def test_the_page_tells_slices_apart():
-    found = dataclasses.replace(FOUND, ranked=[SLICED, ACROSS])
+    assumed = {"bandwidth between slices": 1e10}
+    found = dataclasses.replace(FOUND, ranked=[SLICED, ACROSS], assumed=assumed)
     lines = search_page(found).splitlines()
     (start,) = [at for at, line in enumerate(lines) if "data × fsdp × tensor" in line]
-    assert lines[start : start + 5] == [
+    assert lines[start : start + 6] == [
         "      data × fsdp × tensor       remat              peak  fits        slow"
         "  step     none hidden  MFU",
         "  1 * 2 × 64 × 1, data 2 across  full            27.7 GB  yes      1.37 GB"
@@ -174,8 +230,8 @@ def test_the_page_tells_slices_apart():
         "  2 * 2 × 64 × 1, fsdp 2 across  full            27.7 GB  yes      13.7 GB"
         "  4.5 s    4.5 s        70 %  compute",
         "* as it is",
-        "the speed of the network between slices is not known and not in these times; the order"
-        " takes it for 10 GB/s of each device",
+        "not known of these devices, in no time above, and taken in the order alone for:",
+        "  bandwidth between slices 10 GB/s",
     ]
 
 

@@ -18,6 +18,7 @@ from layerkit_runner.errors import UsageError
 from layerkit_runner.job import build_parts
 from layerkit_runner.partitioning import Partitioner, SpmdPartitioner
 from layerkit_runner.plan.alternatives import changes
+from layerkit_runner.plan.alternatives.assumed_speeds import assumed_speeds
 from layerkit_runner.plan.alternatives.changes import Changes
 from layerkit_runner.plan.alternatives.estimates import (
     Estimate,
@@ -41,8 +42,6 @@ RECOMPUTED = {
 }
 _HANDED_ON = "full"
 _FIELD = re.compile(r"(\w+)\[([\d, ]*)\]")
-# For devices of which nothing is known, so that there is an order.
-_SOME_FLOPS, _SOME_FAST, SOME_SLOW = 1e14, 1e11, 1e10
 
 
 class Forecast:
@@ -52,6 +51,7 @@ class Forecast:
       resolved: The experiment as it is.
       plan: Of it, compiled.
       kind: Of the devices.
+      speeds: Theirs, as far as they are known, and assumed ones for the rest.
       remat: Its policy of rematerialisation; None where it has none to choose.
       meshes: All that its devices can be arranged in; none where it has no mesh to choose.
     """
@@ -73,6 +73,7 @@ class Forecast:
         self.resolved = resolved
         self.plan = plan
         self.kind: DeviceKind = plan.device
+        self.speeds = assumed_speeds(plan.device)
         partitioner, task = build_parts(resolved)
         self._devices = devices
         self._batch = abstract_batch(plan.batch)
@@ -157,12 +158,12 @@ class Forecast:
             return None
 
     def seconds(self, wanted: Changes) -> float:
-        """The time of a step; of devices of which nothing is known, an order and no time.
+        """The time of a step; of devices whose speed is not known, an order and no time.
 
         Raises:
           ValueError: the mesh does not divide the model or the batch.
         """
-        kind, mesh = self.kind, self._mesh(wanted)
+        kind, speeds, mesh = self.kind, self.speeds, self._mesh(wanted)
         fast, slow = split_of_networks(
             self.estimate(wanted).sent_bytes,
             mesh,
@@ -170,9 +171,8 @@ class Forecast:
             devices_per_node=kind.devices_per_host if kind.platform == "gpu" else None,
         )
         repeated = 1 + RECOMPUTED.get(wanted.get(changes.REMAT, self.remat) or "none", 1.0) / 3
-        compute = self.plan.flops_per_device * repeated / (kind.peak_flops or _SOME_FLOPS)
-        sending = fast / (kind.fast_bandwidth or _SOME_FAST)
-        sending += slow / (kind.slow_bandwidth or SOME_SLOW)
+        compute = self.plan.flops_per_device * repeated / speeds.peak_flops
+        sending = fast / speeds.fast_bandwidth + slow / speeds.slow_bandwidth
         return compute + sending / 2
 
     def mesh_changes(self, mesh: MeshShape) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from layerkit_runner.byte_sizes import size_text
 from layerkit_runner.plan.alternatives.advice import Advice
-from layerkit_runner.plan.alternatives.forecast import SOME_SLOW
 from layerkit_runner.plan.alternatives.search import Candidate, Search
 from layerkit_runner.plan.compiler_notes import QUICK_NOTE
 from layerkit_runner.plan.page import seconds_text
@@ -91,21 +90,19 @@ def _search_lines(search: Search) -> Iterator[str]:
     meshes = [_mesh_text(each) for each in search.ranked]
     axes = " × ".join(search.ranked[0].mesh)
     width = max(map(len, [axes, *meshes]))
-    last = "step     none hidden  MFU" if knows_time else "sent by each device"
+    last = "step     none hidden  MFU" if knows_time else "sent by each device  nominal time"
     if crosses:
         last = f"{'slow':>9}  {last}"
     yield f"      {axes:<{width}}  {'remat':<14}{'peak':>9}  fits   {last}"
     for number, (candidate, mesh) in enumerate(zip(search.ranked, meshes, strict=True), start=1):
         now = "*" if not candidate.flags else " "
         row = f"{number:>3} {now} {mesh:<{width}}  {candidate.remat or '':<14}"
-        figures = _figures(candidate, knows_time=knows_time, crosses=crosses)
+        figures = _figures(candidate, search.ranked[0], knows_time=knows_time, crosses=crosses)
         yield f"{row}{figures}".rstrip()
     yield "* as it is"
-    if any(each.guessed_seconds for each in search.ranked):
-        yield (
-            "the speed of the network between slices is not known and not in these times; the order"
-            f" takes it for {size_text(round(SOME_SLOW))}/s of each device"
-        )
+    if search.assumed:
+        yield "not known of these devices, in no time above, and taken in the order alone for:"
+        yield "  " + ", ".join(_speed_text(name, each) for name, each in search.assumed.items())
     yield ""
     if search.command is None:
         yield "nothing that was compiled fits"
@@ -120,7 +117,16 @@ def _mesh_text(candidate: Candidate) -> str:
     return "".join([" × ".join(map(str, candidate.mesh.values())), *across])
 
 
-def _figures(candidate: Candidate, *, knows_time: bool, crosses: bool) -> str:
+def _speed_text(name: str, figure: float) -> str:
+    """`memory bandwidth 819 GB/s`, `peak 197 TFLOP/s`, `latency 1 µs`."""
+    if name == "latency":
+        return f"{name} of a collective {seconds_text(figure)}"
+    if name == "peak FLOP/s":
+        return f"peak {figure / 1e12:.4g} TFLOP/s"
+    return f"{name} {size_text(figure)}/s"
+
+
+def _figures(candidate: Candidate, best: Candidate, *, knows_time: bool, crosses: bool) -> str:
     if candidate.reason is not None:
         return candidate.reason[:_REASON_LENGTH]
     fits = {None: "?", True: "yes", False: "no"}[candidate.fits]
@@ -128,7 +134,11 @@ def _figures(candidate: Candidate, *, knows_time: bool, crosses: bool) -> str:
     if crosses:
         start += f"  {size_text(candidate.bytes_slow or 0):>9}"
     if not knows_time:
-        return f"{start}  {size_text(candidate.bytes_sent or 0)}"
+        # Of a typical device; how candidates compare is all that it tells.
+        time = ""
+        if candidate.order_seconds is not None and best.order_seconds:
+            time = f"{candidate.order_seconds / best.order_seconds:.2f} × the best"
+        return f"{start}  {size_text(candidate.bytes_sent or 0):<19}  {time}"
     if candidate.step_seconds is None or candidate.step_seconds_no_overlap is None:
         return start
     mfu = "" if candidate.mfu is None else f"{100 * candidate.mfu:.0f} %"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import jax
@@ -17,7 +18,8 @@ import jax
 from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError
 from layerkit_runner.plan.alternatives import changes
-from layerkit_runner.plan.alternatives.forecast import RECOMPUTED, SOME_SLOW, Forecast
+from layerkit_runner.plan.alternatives.assumed_speeds import AssumedSpeeds
+from layerkit_runner.plan.alternatives.forecast import RECOMPUTED, Forecast
 from layerkit_runner.plan.alternatives.meshes import MeshShape
 from layerkit_runner.plan.alternatives.trials import Trials
 from layerkit_runner.plan.plan import Plan
@@ -45,8 +47,9 @@ class Candidate:
       limited_by: What takes longest.
       bytes_sent: By each device.
       bytes_slow: Those of them that go to another slice or node.
-      guessed_seconds: What is taken for `bytes_slow` in the order alone, where nothing is known of
-        the network that they take; 0 where it is known, and so part of the times above.
+      unknown: Speeds of the device that these times would need, and that are not known.
+      order_seconds: What the order goes by: `step_seconds` and `step_seconds_no_overlap` together,
+        with assumed speeds in the place of the unknown ones; None where there is no program.
       reason: Why it could not be compiled.
     """
 
@@ -64,7 +67,8 @@ class Candidate:
     limited_by: str | None = None
     bytes_sent: int | None = None
     bytes_slow: int | None = None
-    guessed_seconds: float = 0.0
+    unknown: list[str] = dataclasses.field(default_factory=list)
+    order_seconds: float | None = None
     reason: str | None = None
 
 
@@ -88,6 +92,7 @@ class Search:
       compilations: How many there were.
       seconds: How long it took.
       is_quick: Whether the compiler was asked for less effort than a run asks for, at least first.
+      assumed: Speeds that the order takes the unknown ones for, by name.
     """
 
     experiment: str
@@ -104,6 +109,7 @@ class Search:
     compilations: int
     seconds: float
     is_quick: bool = False
+    assumed: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 def search(resolved: ResolvedExperiment, trials: Trials, devices: Sequence[jax.Device]) -> Search:
@@ -128,7 +134,7 @@ def search(resolved: ResolvedExperiment, trials: Trials, devices: Sequence[jax.D
         )
     left_out: collections.Counter[str] = collections.Counter()
     own = _candidate(forecast, [], forecast.own_mesh, forecast.remat, forecast.peak({}))
-    compiled = [_measured(own, first.plan)]
+    compiled = [_measured(own, first.plan, forecast.speeds)]
     variants = _variants(forecast, left_out)
     for variant in variants:
         if trials.reached is not None:
@@ -138,7 +144,7 @@ def search(resolved: ResolvedExperiment, trials: Trials, devices: Sequence[jax.D
         compiled.append(
             dataclasses.replace(variant.candidate, reason=trial.reason)
             if trial.plan is None
-            else _measured(variant.candidate, trial.plan)
+            else _measured(variant.candidate, trial.plan, forecast.speeds)
         )
     ranked = sorted(compiled, key=order)
     return Search(
@@ -156,6 +162,7 @@ def search(resolved: ResolvedExperiment, trials: Trials, devices: Sequence[jax.D
         compilations=trials.compiled,
         seconds=trials.seconds,
         is_quick=first.plan.is_quick,
+        assumed=forecast.speeds.figures(name for each in ranked for name in each.unknown),
     )
 
 
@@ -220,14 +227,12 @@ def _candidate(
     return Candidate(flags, sizes, policy, across, estimated_peak)
 
 
-def _measured(candidate: Candidate, plan: Plan) -> Candidate:
+def _measured(candidate: Candidate, plan: Plan, speeds: AssumedSpeeds) -> Candidate:
     """A candidate with what its plan says."""
     found = dataclasses.replace(candidate, peak=plan.memory.peak, fits=plan.fits)
     bounds = plan.bounds
     if bounds is None:  # the compiler refused it
         return found
-    assert plan.device is not None
-    slow = sum(traffic.bytes_slow for traffic in plan.collectives)
     return dataclasses.replace(
         found,
         step_seconds=bounds.step_seconds,
@@ -236,23 +241,22 @@ def _measured(candidate: Candidate, plan: Plan) -> Candidate:
         mfu_no_overlap=bounds.mfu_no_overlap,
         limited_by=bounds.limited_by,
         bytes_sent=sum(traffic.bytes_sent for traffic in plan.collectives),
-        bytes_slow=slow,
-        guessed_seconds=0.0 if plan.device.slow_bandwidth else slow / SOME_SLOW,
+        bytes_slow=sum(traffic.bytes_slow for traffic in plan.collectives),
+        unknown=bounds.unknown,
+        order_seconds=speeds.order_seconds(bounds.work, plan.collectives),
     )
 
 
 def order(candidate: Candidate) -> tuple[float, ...]:
-    """Least first: those that fit by the time of a step, midway between both overlaps."""
+    """Least first: those that fit by the time of a step, midway between both overlaps, and those
+    of like time by memory."""
     if candidate.reason is not None:
         return (2.0,)
     does_not_fit = float(candidate.fits is False)
-    if candidate.step_seconds is None or candidate.step_seconds_no_overlap is None:
-        # Nothing is known of the device's speed: first what computes least again.
-        again = RECOMPUTED.get(candidate.remat or "none", 1.0)
-        return (does_not_fit, again, candidate.bytes_sent or 0)
-    hidden = max(candidate.step_seconds, candidate.guessed_seconds)
-    seconds = hidden + candidate.step_seconds_no_overlap + candidate.guessed_seconds
-    return (does_not_fit, seconds, candidate.peak or 0)
+    if candidate.order_seconds is None:
+        # There is no program to tell its time by: first what computes least again.
+        return (does_not_fit, math.inf, RECOMPUTED.get(candidate.remat or "none", 1.0))
+    return (does_not_fit, candidate.order_seconds, candidate.peak or 0)
 
 
 def _command(resolved: ResolvedExperiment, best: Candidate) -> list[str] | None:
