@@ -10,6 +10,7 @@ import pytest
 from layerkit_runner.observers import read_metrics
 
 EXP = "watched_runs.Watched"
+TURNS = "watched_runs.TakingTurns"
 REPORTED = ("loss", "mean_xent", "worst_xent")
 
 
@@ -37,6 +38,30 @@ def test_two_processes_are_watched_as_one_is(jobs: Any, tmp_path: Path):
     # The same command again trains no further.
     assert "stopped early after step 3: Told says so" in together.run_as(2)[0]
     assert together.steps_logged() == [1, 2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [4, 5])
+def test_two_processes_take_turns_as_one_does(jobs: Any, tmp_path: Path, steps: int):
+    """Also where they are stopped within a turn, and go on as one process."""
+    fields = {"ICI_MESH_SHAPE": "[2,2,2]", "PERCORE_BATCH_SIZE": 1.0}
+    alone = jobs.make(TURNS, tmp_path / "alone", num_devices=8, **fields)
+    alone.run()
+    together = jobs.make(TURNS, tmp_path / "together", num_devices=4, **fields)
+    told = together.run_as(2, f"--fdl.MAX_STEPS={steps}")[0]
+    assert "program      short, 2 of every 3 steps" in told
+    resumed = jobs.make(TURNS, tmp_path / "together", num_devices=8, **fields)
+    assert f"goes on from step {steps} " in resumed.run()
+    ours, reference = (read_metrics(job.folder).train for job in (resumed, alone))
+    assert [record["step"] for record in ours] == list(range(1, 9))
+    turns = {"short/loss": [1, 2, 4, 5, 7, 8], "long/loss": [3, 6], "loss": list(range(1, 9))}
+    for name, at in turns.items():
+        mine, other = (
+            {record["step"]: record[name] for record in records if name in record}
+            for records in (ours, reference)
+        )
+        assert list(mine) == at
+        assert mine == pytest.approx(other, rel=1e-5)
 
 
 def summaries(folder: Path) -> bytes:

@@ -13,6 +13,7 @@ from layerkit.models import LanguageModel
 from layerkit.nested_map import NestedMap
 from layerkit_experiments.lm.lm_cloud import LmCloudSpmdTest
 from layerkit_runner.learning.early_stopping import StoppingRule
+from layerkit_runner.programs import TrainProgram
 from layerkit_runner.steps.task_metrics import Max, Mean
 
 
@@ -63,3 +64,28 @@ class Watched(LmCloudSpmdTest):
             ),
         }
         return task
+
+
+class TakingTurns(Watched):
+    """Trains two steps on rows of one length, then one on longer ones, to its last step."""
+
+    MAX_STEPS = 8
+    STOP_AT = 100
+    CHECKPOINT_EVERY_N_STEPS = 2
+
+    def task(self) -> Config:
+        task = super().task()
+        task.early_stopping = None
+        task.metrics = None
+        return task
+
+    def datasets(self) -> list[Config]:
+        (short,) = super().datasets()
+        long = short.clone().set(name="long", seq_length=2 * self.MAX_SEQ_LEN)
+        return [short.set(name="short"), long]
+
+    def train_programs(self) -> list[Config]:
+        return [
+            Config(TrainProgram, dataset="short", steps=2),
+            Config(TrainProgram, dataset="long"),
+        ]
