@@ -90,7 +90,7 @@ def _targets(names: Sequence[str], *, otherwise: str) -> Iterator[tuple[str, str
         summary = entry["summary"]
         if entry["num_params"] is None or summary.startswith("The same as "):
             continue
-        if "only evaluates" in summary:
+        if "eval_only" in entry["tags"]:
             continue
         found = _TARGET.search(summary)
         yield entry["name"], found[1] if found else otherwise
