@@ -6,6 +6,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -240,3 +243,21 @@ def test_a_number_given_in_python_is_refused(make: Callable[[], Any], message: s
 @pytest.mark.parametrize("rate", [0, 0.1, optax.constant_schedule(1.0)])
 def test_rates_that_are_right_are_taken(rate: Any):
     assert Learner(optimizer=optax.sgd, learning_rate=rate).learning_rate is rate
+
+
+@pytest.mark.parametrize("rate", [0, 1e-3, np.float32(1e-3), np.array(1e-3), jnp.bfloat16(1e-3)])
+def test_numbers_of_any_kind_are_taken(rate: Any):
+    adam_with_update_cap(learning_rate=rate, weight_decay=rate)
+    AuxiliaryOptimizer(name="own", weights=["w"], optimizer=optax.adamw, learning_rate=rate)
+
+
+@pytest.mark.parametrize("rate", [np.array(NAN), jnp.float32(-1), "0.1", np.ones(2)])
+def test_rates_of_any_kind_are_looked_at(rate: Any):
+    with pytest.raises(ValueError, match=r"learning_rate=.* must be a finite number from 0"):
+        AuxiliaryOptimizer(name="own", weights=["w"], optimizer=optax.adamw, learning_rate=rate)
+
+
+def test_numbers_that_only_a_step_knows_are_left_alone():
+    optimizer = optax.inject_hyperparams(adam_with_update_cap)(learning_rate=0.1, b1=0.5)
+    params = {"w": jnp.ones(2)}
+    jax.jit(optimizer.update)(params, optimizer.init(params), params)

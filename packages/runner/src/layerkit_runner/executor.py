@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from layerkit.config import target_of
@@ -19,6 +19,7 @@ from layerkit_runner.configuration.filled_in import check_filled_in
 from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError, first_names
 from layerkit_runner.learning.early_stopping import EarlyStop
+from layerkit_runner.metric_paths import by_path, program_of
 from layerkit_runner.observers import DECODE_PREFIX, Goodput, Observer, Throughput
 from layerkit_runner.observers.step_profiler import StepProfiler
 from layerkit_runner.processes.stop_signals import StopSignals
@@ -73,7 +74,7 @@ class Executor:
     early_stop: EarlyStop | None = None
     # Metrics by program, and after which step.
     _evaluated: tuple[int, dict[str, dict[str, float]]] = dataclasses.field(
-        default=(-1, {}), init=False
+        default_factory=lambda: (-1, {}), init=False
     )
 
     @property
@@ -187,10 +188,12 @@ class Executor:
         """Lets the checkpoints know how good the weights are."""
         metrics = by_path(found)
         wanted = self.train.save_best_metric
-        if wanted is not None and wanted not in metrics and program_of(wanted, found) is not None:
+        names = {program.name for program in self.eval_programs}
+        name = None if wanted is None else program_of(wanted, names | found.keys())
+        if name in found and wanted not in metrics:
             raise UsageError(
                 f"task.train.save_best_metric={wanted!r} is no metric of an evaluation"
-                f"{near_names(wanted, metrics)} There are {first_names(metrics)}."
+                f"{near_names(str(wanted), metrics)} There are {first_names(metrics)}."
             )
         if self.checkpoints is not None:
             self.checkpoints.record_evaluation(step, metrics)
@@ -258,21 +261,6 @@ def executor_class(resolved: ResolvedExperiment) -> Callable[..., Executor]:
 def eval_input_key(name: str) -> str:
     """Under which a checkpoint holds the state of a held-out input."""
     return f"eval/{name}"
-
-
-def program_of(metric: str, names: Iterable[str]) -> str | None:
-    """Which of these programs a metric `NAME/METRIC` is of; None if it is of none."""
-    # One program may be called as the beginning of another: `heldout` and `heldout/averaged`.
-    return max((name for name in names if metric.startswith(f"{name}/")), key=len, default=None)
-
-
-def by_path(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of several programs as `NAME/METRIC`."""
-    return {
-        f"{name}/{metric}": value
-        for name, metrics in found.items()
-        for metric, value in metrics.items()
-    }
 
 
 def due_programs(

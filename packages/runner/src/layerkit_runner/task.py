@@ -30,6 +30,7 @@ from layerkit.sharding import BoundSharding
 from layerkit.summaries import DEFAULT_VERBOSITY
 from layerkit.weights import unbox
 from layerkit_runner.errors import UsageError
+from layerkit_runner.learning.concrete_numbers import concrete_number
 from layerkit_runner.learning.early_stopping import StoppingRule
 from layerkit_runner.learning.gradients import Variables, differentiate, sum_leaves
 from layerkit_runner.learning.learner import global_norm
@@ -378,8 +379,9 @@ def _variables(state: TrainState) -> dict[str, Any]:
 
 def _check_loss_weights(weights: Mapping[str, float]) -> None:
     for name, factor in weights.items():
-        if not math.isfinite(factor):
-            raise ValueError(f"task.loss_weights[{name!r}]={factor} must be a finite number")
+        number = concrete_number(factor)
+        if number is None or not math.isfinite(number):
+            raise ValueError(f"task.loss_weights[{name!r}]={factor!r} must be a finite number")
     if not weights or not any(weights.values()):
         raise ValueError(
             f"task.loss_weights={dict(weights)}: expected a factor other than 0 for one metric at"

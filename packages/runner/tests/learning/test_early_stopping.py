@@ -124,3 +124,11 @@ def test_what_is_no_rule(tiny: Any):
     with pytest.raises(UsageError, match=r"^task.early_stopping=3 must be a StoppingRule"):
         tiny.task_config().set(early_stopping=3).Instantiate()
     tiny.task_config().set(early_stopping=StoppingRule.HParams.config()).Instantiate()
+
+
+def test_a_program_may_be_called_as_the_beginning_of_another():
+    rule = EarlyStopping(metric="points/again/loss")
+    rule.check(["points", "points/again"])
+    assert not rule.should_stop({"points/loss": 1.0}, 1)  # the other was not due
+    with pytest.raises(UsageError, match="is no metric of an evaluation"):
+        rule.should_stop({"points/again/lss": 1.0}, 2)

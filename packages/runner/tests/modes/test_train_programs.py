@@ -71,7 +71,7 @@ class Patient(Executor):
 
     def evaluate(self, state: TrainState, step: int, programs: Any = None) -> Any:
         found = super().evaluate(state, step, programs)
-        self.loss = found["held"]["loss"]
+        self.loss = found.get("held", {}).get("loss", self.loss)
         return found
 
     def is_over(self, step: int) -> bool:
@@ -210,6 +210,20 @@ def test_the_next_batches_of_each_program_are_evaluated(train: Any, tmp_path: Pa
     assert at_2.keys() == {"train/few", "train/many", "held"}
     folders = {path.name for path in (tmp_path / "job" / "summaries").iterdir()}
     assert folders == {"train", "eval_train_few", "eval_train_many", "eval_test_held"}
+
+
+def test_a_resumed_run_whose_metric_is_that_of_its_next_batches(train: Any, tmp_path: Path):
+    """The names of its metrics are looked up before the data stand where they stood."""
+    fields = {"EVAL_SKIP_TRAIN": False}
+    best = (
+        Override("task.train.save_best_metric", "train/few/loss"),
+        Override("task.train.save_interval_steps", "2"),
+    )
+    train("straight", changes=best, **fields)
+    train("job", changes=best, MAX_STEPS=4, **fields)
+    train("job", changes=best, **fields)
+    one, other = records(tmp_path / "straight"), records(tmp_path / "job")
+    assert [one[step]["loss"] for step in one] == [other[step]["loss"] for step in one]
 
 
 def test_a_data_set_may_come_later_and_go(train: Any, tmp_path: Path):

@@ -8,6 +8,7 @@ appears again, the line says the same as which.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import re
 from collections.abc import Iterator
@@ -69,7 +70,8 @@ def config_json(
 
 def _run_arguments(options: RunOptions, mode: str) -> list[str]:
     named = [] if mode == "train" else [f"--mode={mode}"]
-    return [*named, *run_words(options, mode=mode)]
+    # How this is printed is no flag of the run.
+    return [*named, *run_words(dataclasses.replace(options, json=False), mode=mode)]
 
 
 class Name(str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterable
 from typing import Any
 
@@ -69,7 +70,7 @@ def training_configs(resolved: ResolvedExperiment) -> dict[str, Config]:
     for index, program in enumerate(resolved.train_programs):
         path = f"train_programs.{index}"
         steps: Any = assigned_fields(program).get("steps", 1)
-        if not isinstance(steps, int) or steps < 1:
+        if not isinstance(steps, numbers.Integral) or steps < 1:
             raise UsageError(f"{path}.steps={steps!r} must be a whole number of at least 1")
         name = chosen_dataset(program, path, by_name)
         if name is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import optax
 
 from layerkit.config import Configurable, instance_field
 from layerkit_runner.errors import UsageError
+from layerkit_runner.learning.concrete_numbers import concrete_number
 from layerkit_runner.learning.optimizer_groups import MAIN
 from layerkit_runner.learning.trained_weights import check_patterns
 
@@ -83,6 +83,7 @@ def make_transformation(
 
 
 def _is_rate(value: Any) -> bool:
-    if isinstance(value, numbers.Real):
-        return 0 <= float(value) < math.inf  # nor is NaN
-    return callable(value) or isinstance(value, jax.Array)
+    number = concrete_number(value)
+    if number is None:
+        return callable(value) or isinstance(value, jax.core.Tracer)
+    return 0 <= number < math.inf  # nor is NaN

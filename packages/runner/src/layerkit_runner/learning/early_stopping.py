@@ -15,6 +15,7 @@ from typing import Any
 from layerkit.config import Configurable
 from layerkit.near_names import near_names
 from layerkit_runner.errors import UsageError, first_names
+from layerkit_runner.metric_paths import program_of
 from layerkit_runner.processes.process_exchange import from_process_0
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -88,19 +89,23 @@ class EarlyStopping(StoppingRule):
         self._best: float | None = None
         self._best_step = 0
         self._without_improvement = 0
+        # All that may be evaluated, where that is known.
+        self._datasets: tuple[str, ...] = ()
 
     def check(self, datasets: Iterable[str]) -> None:
-        datasets = list(datasets)
-        if self._dataset_of(datasets) is None:
+        self._datasets = tuple(datasets)
+        if program_of(self.metric, self._datasets) is None:
             raise UsageError(
                 f"task.early_stopping.metric={self.metric!r} names no data set that is evaluated"
-                f" while training{near_names(self.metric.split('/')[0], datasets)} It is written"
-                f" DATASET/METRIC, and these are {first_names(datasets) or 'none'}."
+                f" while training{near_names(self.metric.split('/')[0], self._datasets)} It is"
+                f" written DATASET/METRIC, and these are {first_names(self._datasets) or 'none'}."
             )
 
     def should_stop(self, metrics: Mapping[str, float], step: int) -> bool:
         if self.metric not in metrics:
-            if self._dataset_of(name.rpartition("/")[0] for name in metrics) is not None:
+            names = self._datasets or {name.rpartition("/")[0] for name in metrics}
+            evaluated = {program_of(name, names) for name in metrics}
+            if program_of(self.metric, names) in evaluated - {None}:
                 raise UsageError(
                     f"task.early_stopping.metric={self.metric!r} is no metric of an evaluation"
                     f"{near_names(self.metric, metrics)} There are {first_names(metrics)}."
@@ -142,10 +147,6 @@ class EarlyStopping(StoppingRule):
             return True
         gain = self._best - value if self.mode == "min" else value - self._best
         return gain > self.min_delta
-
-    def _dataset_of(self, datasets: Iterable[str]) -> str | None:
-        """The data set that the metric is of, if it is among these."""
-        return next((name for name in datasets if self.metric.startswith(f"{name}/")), None)
 
 
 class EarlyStop:

@@ -9,6 +9,7 @@ import jax
 import optax
 
 from layerkit_runner.errors import UsageError
+from layerkit_runner.learning.concrete_numbers import concrete_number
 
 
 def adam_with_update_cap(
@@ -43,9 +44,11 @@ def adam_with_update_cap(
         ("eps", eps, math.inf, "a finite number from 0"),
         ("weight_decay", weight_decay, math.inf, "a finite number from 0"),
     ):
-        if not 0 <= value < limit:  # nor is NaN
+        number = concrete_number(value)
+        if number is not None and not 0 <= number < limit:  # nor is NaN
             raise UsageError(f"adam_with_update_cap: {name}={value} must be {expected}")
-    if update_rms_cap is not None and not update_rms_cap > 0:
+    cap_number = concrete_number(update_rms_cap)
+    if cap_number is not None and not cap_number > 0:
         raise UsageError(
             f"adam_with_update_cap: update_rms_cap={update_rms_cap} must be positive, or None for"
             " no cap"

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import optax
 
 from layerkit_runner.errors import UsageError
+from layerkit_runner.learning.concrete_numbers import concrete_number
 
 # Of the int32 in which a training state counts its steps.
 _LAST_STEP = 2**31 - 1
@@ -242,7 +243,8 @@ def _check_rising(boundaries: Sequence[int]) -> None:
 
 
 def _check_rate(name: str, value: float) -> None:
-    if not 0 <= value < math.inf:  # nor is NaN
+    number = concrete_number(value)
+    if number is not None and not 0 <= number < math.inf:  # nor is NaN
         raise UsageError(f"schedule: {name}={value} must be a finite number from 0")
 
 

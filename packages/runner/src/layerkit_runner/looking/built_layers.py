@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from flax import linen as nn
 
 from layerkit.base_layer import INHERITED_FIELDS, BaseLayer
@@ -123,6 +124,8 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 def _differ(value: Any, default: Any) -> bool:
     if isinstance(value, nn.Module):  # whose fields are told on their own
         return type(value) is not type(default)
+    if isinstance(value, (np.ndarray, jax.Array)):
+        return not np.array_equal(value, default)
     return bool(value != default)
 
 

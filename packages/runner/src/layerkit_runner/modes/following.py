@@ -17,7 +17,7 @@ from layerkit_runner.checkpoints import step_metadata
 from layerkit_runner.checkpoints.folders import committed_steps, step_folder
 from layerkit_runner.checkpoints.new_steps import NewSteps
 from layerkit_runner.errors import UsageError, first_names
-from layerkit_runner.executor import ENDED
+from layerkit_runner.executor import EARLY_STOPPING, ENDED
 from layerkit_runner.job_folder import recorded_num_train_steps
 from layerkit_runner.processes.process_exchange import from_process_0
 from layerkit_runner.processes.stop_signals import StopSignals
@@ -139,7 +139,8 @@ def _ended_early(directory: epath.Path, step: int) -> bool:
         user = step_metadata.read(step_folder(directory, step))["user"]
     except (OSError, ValueError, KeyError):
         return False  # deleted meanwhile: the job goes on
-    return bool(user.get(ENDED))
+    stopped_at = (user.get(EARLY_STOPPING) or {}).get("stopped_at")
+    return bool(user.get(ENDED)) or stopped_at is not None
 
 
 def _wait(

@@ -93,7 +93,11 @@ def eval_train_programs(job: Job, training: TrainPrograms) -> list[BaseProgram]:
         return []
     return [
         eval_train.NextBatchEvalProgram(
-            job.task, job.partitioner, program.next_batch, eval_train.name_beside(program.name)
+            job.task,
+            job.partitioner,
+            program.next_batch,
+            program.abstract_batch,
+            eval_train.name_beside(program.name),
         )
         for program in training.programs
     ]

@@ -86,7 +86,7 @@ def start_lines(
                 f"program      {program.name}, {program.steps} of every {programs.num_turn_steps}"
                 " steps"
             )
-        yield f"batch        {batch_text(job.partitioner.abstract_batch(program.dataset.peek()))}"
+        yield f"batch        {batch_text(program.abstract_batch())}"
         yield f"input        {input_text(program.dataset)}"
     yield f"state        {megabytes(bytes_per_device(state))} per device with optimizer"
     train = job.task.train

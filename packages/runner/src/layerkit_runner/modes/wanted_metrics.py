@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from layerkit.near_names import near_names
 from layerkit_runner.errors import UsageError, first_names
-from layerkit_runner.executor import program_of
 from layerkit_runner.learning.early_stopping import EarlyStopping
+from layerkit_runner.metric_paths import program_of
 from layerkit_runner.programs import BaseProgram
 from layerkit_runner.steps.train_state import TrainState
 from layerkit_runner.task import SingleTask

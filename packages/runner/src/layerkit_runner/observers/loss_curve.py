@@ -111,11 +111,14 @@ def _points(records: Sequence[Record], key: str, scale: int) -> tuple[list[float
 
 def _draw_training(axes: Axes, metrics: Metrics, key: str, scale: int) -> list[float]:
     """A curve for each training program, where there are several, else one."""
-    names = metrics.info.get("train_programs") or []
-    curves = {f"train {name}": f"{name}/{key}" for name in names} or {"train": key}
+    paths = {name: f"{name}/{key}" for name in metrics.info.get("train_programs") or []}
+    # There may have been one data set before there were several.
+    alone = [each for each in metrics.train if not any(path in each for path in paths.values())]
+    curves = {f"train {name}": _points(metrics.train, path, scale) for name, path in paths.items()}
     heights = []
-    for index, (label, path) in enumerate(curves.items()):
-        points = _points(metrics.train, path, scale)
+    for index, (label, points) in enumerate(
+        {"train": _points(alone, key, scale), **curves}.items()
+    ):
         heights += _draw_train(axes, points, label, color=_TRAIN_COLORS[index % len(_TRAIN_COLORS)])
     return heights
 

@@ -100,6 +100,7 @@ class Plan:
       bounds: The time that a step takes at least; None where there is no program to read.
       pipelines: Of the model.
       is_quick: Whether the compiler was asked for less effort than a run asks for.
+      dataset: Whose step this is, where several data sets take turns.
     """
 
     experiment: str
@@ -127,6 +128,7 @@ class Plan:
     bounds: Bounds | None = None
     pipelines: list[PipelinePlan] = dataclasses.field(default_factory=list)
     is_quick: bool = False
+    dataset: str | None = None
 
 
 def make_plan(
@@ -136,6 +138,7 @@ def make_plan(
     parts: tuple[Partitioner, SingleTask] | None = None,
     target: Target | None = None,
     effort: str = "full",
+    dataset: str | None = None,
 ) -> Plan:
     """Compiles the training step of an experiment for `devices` and measures it.
 
@@ -147,6 +150,8 @@ def make_plan(
       devices: What to compile for; they need not be able to run the step.
       parts: Partitioner and task, where they are built already; consumed.
       target: What the devices stand for; None for the devices themselves.
+      dataset: Of several that take turns, the one whose step is planned; None for that which needs
+        most memory.
       effort: Of the compiler, `quick` or `full`; see `compile_step`. What is quick is compiled
         again in full where it needs nearly all memory of a device, or is refused.
 
@@ -158,7 +163,11 @@ def make_plan(
         partitioner.start(devices)
         partitioner.bind(task)
         configs = training_configs(resolved)
-        batches = {name: _abstract_batch(config, partitioner) for name, config in configs.items()}
+        batches = {
+            name: _abstract_batch(config, partitioner)
+            for name, config in configs.items()
+            if dataset is None or name == dataset
+        }
     except ValueError as error:
         raise UsageError(f"{resolved.name}: {error}") from error
     target = Target(None) if target is None else target
@@ -168,11 +177,17 @@ def make_plan(
     }
     largest = max(plans, key=lambda name: (plans[name].fits is False, plans[name].memory.peak))
     plan = plans[largest]
-    if len(plans) == 1:
+    if len(configs) == 1:
         return plan
-    others = ", ".join(name for name in plans if name != largest)
-    note = f"the step on {largest}, which needs most memory; it takes turns with {others}"
-    return dataclasses.replace(plan, notes=[note, *plan.notes])
+    others = ", ".join(name for name in configs if name != largest)
+    why = ", which needs most memory" if dataset is None else ""
+    return dataclasses.replace(
+        plan,
+        dataset=largest,
+        notes=[f"the step on {largest}{why}; it takes turns with {others}", *plan.notes],
+        trace_seconds=sum(each.trace_seconds for each in plans.values()),
+        compile_seconds=sum(each.compile_seconds for each in plans.values()),
+    )
 
 
 def _plan_step(

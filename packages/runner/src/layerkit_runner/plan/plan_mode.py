@@ -48,10 +48,22 @@ def run_plan(resolved: ResolvedExperiment, options: RunOptions) -> int:
 
     flags = [f"compiled with {line}" for line in flag_lines(options)]
 
+    # Whose step is planned, once that is known: what is compared is of one data set.
+    dataset: str | None = None
+
     def make(
         varied: ResolvedExperiment, parts: tuple[Partitioner, SingleTask] | None = None
     ) -> Plan:
-        plan = make_plan(varied, devices, parts=parts, target=target, effort=options.plan_effort)
+        nonlocal dataset
+        plan = make_plan(
+            varied,
+            devices,
+            parts=parts,
+            target=target,
+            effort=options.plan_effort,
+            dataset=dataset,
+        )
+        dataset = plan.dataset
         return dataclasses.replace(plan, notes=[*flags, *plan.notes])
 
     limits = Limits(options.max_compilations, options.max_seconds)

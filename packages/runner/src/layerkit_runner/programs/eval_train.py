@@ -34,6 +34,7 @@ class NextBatchEvalProgram(BaseProgram):
       task: The task, bound to the partitioner.
       partitioner: Started.
       next_batch: Tells the global batch that the next training step reads.
+      abstract_batch: Tells its shapes, dtypes and shardings, also before data are restored.
       name: What it is called in outputs.
     """
 
@@ -42,10 +43,12 @@ class NextBatchEvalProgram(BaseProgram):
         task: SingleTask,
         partitioner: Partitioner,
         next_batch: Callable[[], NestedMap],
+        abstract_batch: Callable[[], NestedMap],
         name: str = NAME,
     ) -> None:
         super().__init__(task, partitioner, None, name)
         self._next_batch = next_batch
+        self._abstract_batch = abstract_batch
         self._step = partitioner.eval_step_fn(task)
 
     def run(self, state: TrainState, step: int, observers: Observer) -> dict[str, float]:
@@ -61,4 +64,5 @@ class NextBatchEvalProgram(BaseProgram):
 
     def metric_names(self, abstract_state: TrainState) -> set[str]:
         """Of what `run` reports."""
-        return names_of_numbers(jax.eval_shape(self._step, abstract_state, self._next_batch()))
+        # Not of the next batch itself: to send it is to begin with the data where they stand now.
+        return names_of_numbers(jax.eval_shape(self._step, abstract_state, self._abstract_batch()))

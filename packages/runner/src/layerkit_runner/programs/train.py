@@ -17,6 +17,7 @@ from layerkit.summaries import Summary
 from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner.errors import UsageError
 from layerkit_runner.feeds.device_feed import DeviceFeed
+from layerkit_runner.feeds.infeed import told_in_one_line
 from layerkit_runner.feeds.skipped_records import SkippedRecords
 from layerkit_runner.observers import Goodput, Observer, StepWork, Throughput, memory_scalars
 from layerkit_runner.observers.step_profiler import STEP_EVENT
@@ -86,12 +87,17 @@ class TrainProgram:
 
     def lower(self, abstract_state: TrainState) -> Any:
         """The step for these shapes, traced and ready to compile."""
-        batch = self._specs = self._partitioner.abstract_batch(self.dataset.peek())
+        batch = self._specs = self.abstract_batch()
         lowered = self._partitioner.train_step_fn(self._task).lower(abstract_state, batch)
         _, (_, scalars) = lowered.out_info
         if has_arrays(scalars):
             self._summarize_layers = self._partitioner.summary_step_fn(self._task)
         return lowered
+
+    def abstract_batch(self) -> NestedMap:
+        """Shapes, dtypes and shardings of a global batch; data may still be put elsewhere."""
+        with told_in_one_line():
+            return self._partitioner.abstract_batch(self.dataset.peek())
 
     def start(
         self,

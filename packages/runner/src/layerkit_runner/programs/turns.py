@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from layerkit_runner.errors import UsageError
 from layerkit_runner.programs.train import TrainProgram
 from layerkit_runner.steps.train_state import TrainState
 
@@ -28,9 +29,17 @@ class TrainPrograms:
       programs: At least one; the first begins. Each trains as many steps in a row as its `steps`
         says, then the next has its turn, and after the last the first again.
       max_inflight_steps: How many steps may be started and not reported.
+
+    Raises:
+      UsageError: a turn without steps.
     """
 
     def __init__(self, programs: Sequence[TrainProgram], *, max_inflight_steps: int) -> None:
+        for program in programs:
+            if program.steps < 1:
+                raise UsageError(
+                    f"{program.dataset_name}: steps={program.steps} must be at least 1"
+                )
         self.programs = tuple(programs)
         self._turns = [*itertools.accumulate(program.steps for program in programs)]
         self._max_inflight_steps = max_inflight_steps
