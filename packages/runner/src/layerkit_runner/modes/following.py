@@ -124,23 +124,25 @@ def _end(directory: epath.Path, done: int | None, own_last_step: int) -> dict[st
                 f"config.json of the training job has task.train.num_train_steps={last}, this"
                 f" command {own_last_step}"
             )
-        elif done is not None and not is_last and _ended_early(directory, done):
-            is_last, why = True, "the training job ended early"
+        elif done is not None and not is_last:
+            why = _early_end(directory, done)
+            is_last = bool(why)
         return {"last_step": last, "is_last": is_last, "why": why}
 
     return from_process_0(look)
 
 
-def _ended_early(directory: epath.Path, step: int) -> bool:
-    """Whether early stopping, or what else it has, ended the training job with this checkpoint."""
+def _early_end(directory: epath.Path, step: int) -> str:
+    """What ended the training job with this checkpoint before its last step; "" if nothing did."""
     if step not in committed_steps(directory):
-        return False
+        return ""
     try:
         user = step_metadata.read(step_folder(directory, step))["user"]
     except (OSError, ValueError, KeyError):
-        return False  # deleted meanwhile: the job goes on
-    stopped_at = (user.get(EARLY_STOPPING) or {}).get("stopped_at")
-    return bool(user.get(ENDED)) or stopped_at is not None
+        return ""  # deleted meanwhile: the job goes on
+    if (user.get(EARLY_STOPPING) or {}).get("stopped_at") is not None:
+        return "early stopping ended the training job"
+    return "the training job ended early" if user.get(ENDED) else ""
 
 
 def _wait(
