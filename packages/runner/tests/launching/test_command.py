@@ -50,7 +50,8 @@ def launch(*words: str) -> int:
             "--mode=plan needs no launcher; those that do are train, eval,",
         ),
         (["slurm", "--list"], "`runner launch` starts a run; this command only prints."),
-        (["local", "--env=A"], "launch local: argument --env: 'A' is not NAME=VALUE"),
+        (["slurm", f"--exp={EXP}", "--job_log_dir=a\nb"], "--job_log_dir='"),
+        (["local", "--env=A-B"], "launch local: argument --env: 'A-B' is not NAME=VALUE, nor NAME"),
         (
             ["tpu_vm", "--actions=stpo"],
             "there is no action 'stpo'; did you mean 'stop'? It is one of create, install, start,",

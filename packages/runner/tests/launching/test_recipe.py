@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -43,8 +43,25 @@ def test_what_is_printed_is_what_is_done(tmp_path: Path, capfd):
         "ran with 0",
         "ran with 3",
     ]
-    assert os.access(script, os.X_OK) and not os.access(f"{tmp_path}/values.yaml", os.X_OK)
     assert (tmp_path / "logs").is_dir()
+
+
+def test_files_are_readable_by_their_owner_alone(tmp_path: Path):
+    script, manifest = tmp_path / "run.sh", tmp_path / "values.yaml"
+    for path in (script, manifest):
+        path.write_text("before")
+        path.chmod(0o777)
+    assert follow(Recipe(files={f"{script}": "exit 0", f"{manifest}": "a: 1"}, commands=[])) == 0
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (script, manifest)] == [0o700, 0o600]
+    assert {path.name for path in tmp_path.iterdir()} == {"run.sh", "values.yaml"}
+
+
+def test_link_in_place_of_a_file_is_replaced_and_not_followed(tmp_path: Path):
+    (tmp_path / "other").write_text("theirs")
+    (tmp_path / "run.sh").symlink_to("other")
+    follow(Recipe(files={f"{tmp_path}/run.sh": "exit 0"}, commands=[]))
+    assert (tmp_path / "other").read_text() == "theirs"
+    assert not (tmp_path / "run.sh").is_symlink()
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path):

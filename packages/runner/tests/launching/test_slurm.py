@@ -69,7 +69,7 @@ def test_the_whole_script(request_of, flags_of, check_bash):
     assert [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")] == [
         "--job-name=myexperiment",
         f"--chdir={os.getcwd()}",
-        "--output='/runs/it'\"'\"'s here/launch/slurm-%j.log'",
+        '--output="/runs/it\'s here/launch/slurm-%j.log"',
         "--open-mode=append",
         "--nodes=4",
         "--ntasks-per-node=8",

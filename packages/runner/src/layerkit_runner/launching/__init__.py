@@ -5,6 +5,8 @@
     data_fields.py  where its data are, if anything says so
     recipe.py       files to write and commands to run: printed by a dry run, or done
     flag_values.py  what values of its flags may be
+    values.py       checks of all values, before anything is made from them
+    environment.py  environment variables, with their values or by reference
     scripts.py      the shell lines that start a run, wait for it and start it again
     local.py        a script for this machine
     slurm.py        a batch script

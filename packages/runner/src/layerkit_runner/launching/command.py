@@ -25,8 +25,10 @@ from layerkit_runner.command_line.flags import FLAGS
 from layerkit_runner.errors import UsageError
 from layerkit_runner.launching import kubernetes, local, slurm, tpu
 from layerkit_runner.launching.data_fields import unset_data_lines
-from layerkit_runner.launching.recipe import follow, recipe_lines
-from layerkit_runner.launching.request import Resolve, make_request
+from layerkit_runner.launching.environment import variable
+from layerkit_runner.launching.recipe import Recipe, follow, recipe_lines
+from layerkit_runner.launching.request import Request, Resolve, make_request
+from layerkit_runner.launching.values import check_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,14 +86,29 @@ def run_launch(words: Sequence[str], resolve: Resolve) -> int:
     options, others = parser.parse_known_args(rest)
     _refuse_unknown(others, parser)
     request = make_request(others, resolve, runs_elsewhere=kind.runs_elsewhere)
-    recipe = kind.module.make_recipe(request, options)
-    environment = {**({} if kind.runs_elsewhere else os.environ), **dict(options.env)}
+    recipe = make_recipe(request, options)
+    environment = {*(() if kind.runs_elsewhere else os.environ), *dict(options.env)}
     for line in unset_data_lines(request.unset_data, environment, options.setup):
         print(f"launch: {line}", file=sys.stderr)
     if options.dry_run:
         print("\n".join(recipe_lines(recipe)))
         return 0
     return follow(recipe)
+
+
+def make_recipe(request: Request, options: argparse.Namespace) -> Recipe:
+    """Return the files and commands that launch a request; every value is checked before.
+
+    Args:
+      request: Command that is launched.
+      options: Parsed flags of a kind.
+
+    Raises:
+      UsageError: A value cannot be written, or flags do not fit together or the experiment's mesh.
+    """
+    check_values(request, options)
+    recipe: Recipe = KINDS[options.kind].module.make_recipe(request, options)
+    return recipe
 
 
 class _Parser(argparse.ArgumentParser):
@@ -115,9 +132,10 @@ def _parser(name: str, kind: Kind) -> argparse.ArgumentParser:
         "--env",
         action="append",
         default=[],
-        metavar="NAME=VALUE",
+        metavar="NAME[=VALUE]",
         type=variable,
-        help="an environment variable of the run; repeatable",
+        help="an environment variable of the run; repeatable. NAME alone: its value is not written,"
+        " but taken from this environment, or on Kubernetes from --env_secret",
     )
     parser.add_argument(
         "--setup",
@@ -136,18 +154,6 @@ def _parser(name: str, kind: Kind) -> argparse.ArgumentParser:
         "--dry_run", action="store_true", help="print what would be written and run, and leave"
     )
     return parser
-
-
-def variable(text: str) -> tuple[str, str]:
-    """Reads `NAME=VALUE`.
-
-    Raises:
-      argparse.ArgumentTypeError: it is not of that form.
-    """
-    name, equals, value = text.partition("=")
-    if not equals or not name.isidentifier():
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
-    return name, value
 
 
 def _refuse_unknown(words: Sequence[str], parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ ends the run when the first batch is read, which may be hours later in a queue.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 # Fields of what is read through SeqIO. Environment variables of the same names are read as well
 # where a field is None: how each is given, and what follows where nothing does.
@@ -24,13 +24,13 @@ def unset_data_fields(experiment: object) -> tuple[str, ...]:
 
 
 def unset_data_lines(
-    fields: Sequence[str], environment: Mapping[str, str], setup: Sequence[str]
+    fields: Sequence[str], environment: Collection[str], setup: Sequence[str]
 ) -> Iterator[str]:
     """A line for each field that the environment of the run does not set either.
 
     Args:
       fields: From `unset_data_fields`.
-      environment: Variables that the run is known to have.
+      environment: Names of the variables that the run is known to have.
       setup: Lines of shell before it, which may set them.
     """
     for name in fields:

@@ -20,6 +20,7 @@ from typing import Any
 
 from layerkit_runner.errors import UsageError
 from layerkit_runner.launching import scripts
+from layerkit_runner.launching.environment import referenced_variables, written_variables
 from layerkit_runner.launching.flag_values import adder, not_negative, positive
 from layerkit_runner.launching.recipe import Recipe
 from layerkit_runner.launching.request import LONGEST_NAME, Request, split_command
@@ -66,6 +67,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
     )
     add("namespace", "where the job belongs", metavar="NAME")
+    add(
+        "env_secret",
+        "the Kubernetes secret with the variables that --env=NAME gives without a value",
+        metavar="SECRET",
+    )
     add("service_account", "as whom the pods run, such as to write to a store", metavar="NAME")
     add(
         "max_restarts",
@@ -156,6 +162,7 @@ def _tpu(options: argparse.Namespace) -> TpuSlice | None:
 
 def _check(request: Request, options: argparse.Namespace, tpu: TpuSlice | None) -> None:
     _check_folder(request, options)
+    _check_secret(options)
     if tpu is not None:
         if tpu.generation.gke_accelerator is None:
             raise UsageError(f"GKE has no {tpu.generation.name}; `runner launch tpu_vm` has.")
@@ -174,7 +181,17 @@ def _check(request: Request, options: argparse.Namespace, tpu: TpuSlice | None) 
         told_by = f"--nodes={options.nodes} --gpus_per_node={options.gpus_per_node}"
         request.check_devices(options.nodes * options.gpus_per_node, told_by)
     else:
-        request.check_cpus(options.nodes, f"--nodes={options.nodes}", dict(options.env))
+        request.check_cpus(options.nodes, f"--nodes={options.nodes}", written_variables(options))
+
+
+def _check_secret(options: argparse.Namespace) -> None:
+    for name in referenced_variables(options):
+        if options.env_secret is None:
+            raise UsageError(
+                f"--env={name}: expected --env_secret=SECRET with it, the Kubernetes secret that"
+                f" holds {name}. Make one: kubectl create secret generic SECRET"
+                f" --from-file={name}=FILE"
+            )
 
 
 def _check_folder(request: Request, options: argparse.Namespace) -> None:
@@ -241,12 +258,11 @@ def _chips_per_host(tpu: TpuSlice) -> int:
 def _pod(
     request: Request, options: argparse.Namespace, tpu: TpuSlice | None, *, num_pods: int
 ) -> dict[str, Any]:
-    variables = {**scripts.VARIABLES, **dict(options.env)}
     container: dict[str, Any] = {
         "name": "runner",
         "image": options.image,
-        "command": ["bash", "-c", _command(request, options, tpu, num_pods=num_pods)],
-        "env": [{"name": name, "value": value} for name, value in variables.items()],
+        "command": ["bash", "-c", _verbatim(_command(request, options, tpu, num_pods=num_pods))],
+        "env": _environment(options),
         "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
     }
     pod: dict[str, Any] = {
@@ -276,6 +292,24 @@ def _pod(
     if options.service_account is not None:
         pod["serviceAccountName"] = options.service_account
     return pod
+
+
+def _environment(options: argparse.Namespace) -> list[dict[str, Any]]:
+    variables = {**scripts.VARIABLES, **written_variables(options)}
+    written = [{"name": name, "value": _verbatim(value)} for name, value in variables.items()]
+    secret = options.env_secret
+    return [
+        *written,
+        *(
+            {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": name}}}
+            for name in referenced_variables(options)
+        ),
+    ]
+
+
+def _verbatim(text: str) -> str:
+    """Escape what Kubernetes would expand in commands and variables: `$(NAME)`, and `$$`."""
+    return re.sub(r"\$(?=[$(])", "$$", text)
 
 
 def _command(

@@ -10,6 +10,7 @@ import os
 import shlex
 
 from layerkit_runner.launching import scripts
+from layerkit_runner.launching.environment import inherited_variables, written_variables
 from layerkit_runner.launching.flag_values import not_negative
 from layerkit_runner.launching.recipe import Recipe
 from layerkit_runner.launching.request import Request, own_command, split_command
@@ -44,13 +45,22 @@ def make_recipe(request: Request, options: argparse.Namespace) -> Recipe:
     """The script, and a command that runs it."""
     preset = None if options.norecommended_xla_flags else _PRESETS[options.devices]
     request = request.with_preset(preset)
-    path = options.script or script_path(request, "local.sh")
+    path = script_path(request, "local.sh", options.script)
     files = {path: script(request, options)}
     return Recipe(files=files, commands=[["bash", path]], hands_over=True)
 
 
-def script_path(request: Request, name: str) -> str:
-    """Where a script is written unless told otherwise: with the run, or here if that is a store."""
+def script_path(request: Request, name: str, chosen: str | None) -> str:
+    """Return the absolute path of a script.
+
+    Args:
+      request: Command that is launched.
+      name: File name, where no path was chosen. The file lies in the folder of the run, or in the
+        working directory if that folder is in a store.
+      chosen: Value of `--script`.
+    """
+    if chosen is not None:
+        return os.path.abspath(chosen)
     if request.is_in_store:
         return os.path.abspath(f"{request.job_name}.{name}")
     return os.path.join(request.folder, "launch", name)
@@ -65,7 +75,9 @@ def script(request: Request, options: argparse.Namespace) -> str:
             f"# {request.experiment} on this machine; runs until it is done or fails for good.",
             "set -u",
             f"cd {shlex.quote(os.getcwd())}",
-            scripts.environment_lines(dict(options.env), options.setup),
+            scripts.environment_lines(
+                written_variables(options), options.setup, inherited=inherited_variables(options)
+            ),
             scripts.FORWARD_SIGNALS,
             scripts.words_array("run", [*command, *request.words]),
             scripts.start_and_wait('"${run[@]}"', max_restarts=options.max_restarts),

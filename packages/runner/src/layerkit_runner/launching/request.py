@@ -212,5 +212,17 @@ def own_command() -> list[str]:
 
 
 def split_command(text: str | None, default: list[str]) -> list[str]:
-    """The words of `--runner`, or the default."""
-    return default if text is None else shlex.split(text)
+    """Return the words of `--runner`, or the default where it is None.
+
+    Raises:
+      UsageError: The text is no command, as of an unmatched quote.
+    """
+    if text is None:
+        return default
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"--runner={text}: expected a command. {error}.") from None
+    if not words:
+        raise UsageError("--runner is empty: expected a command, such as `python -m mine`.")
+    return words

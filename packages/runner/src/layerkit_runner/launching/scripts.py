@@ -34,11 +34,20 @@ trap 'forward INT' INT
 """
 
 
-def environment_lines(variables: Mapping[str, str], setup: Sequence[str]) -> str:
-    """Sets variables, then runs what was asked for, such as activating an environment."""
+def environment_lines(
+    variables: Mapping[str, str], setup: Sequence[str], *, inherited: Sequence[str] = ()
+) -> str:
+    """Return lines that set variables and then run the setup, such as activating an environment.
+
+    Args:
+      variables: Variables with their values.
+      setup: Lines of shell.
+      inherited: Variables without which the script ends; it must be started with them.
+    """
     variables = {**VARIABLES, **variables}
-    lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
-    return "".join(f"{line}\n" for line in [*lines, *setup])
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+    checks = [f': "${{{name}:?is not set where this script was started}}"' for name in inherited]
+    return "".join(f"{line}\n" for line in [*exports, *checks, *setup])
 
 
 def words_array(name: str, words: Sequence[str]) -> str:

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
+import re
 
 from layerkit_runner.errors import UsageError
 from layerkit_runner.launching import scripts
+from layerkit_runner.launching.environment import inherited_variables, written_variables
 from layerkit_runner.launching.flag_values import adder, not_negative, positive, slurm_seconds
 from layerkit_runner.launching.local import script_path
 from layerkit_runner.launching.recipe import Recipe
@@ -84,10 +85,10 @@ def make_recipe(request: Request, options: argparse.Namespace) -> Recipe:
     _check(request, options)
     if options.gpus_per_node and not options.norecommended_xla_flags:
         request = request.with_preset("gpu_latency_hiding")
-    path = options.script or script_path(request, "slurm.sh")
+    path = script_path(request, "slurm.sh", options.script)
     return Recipe(
         files={path: batch_script(request, options)},
-        folders=[] if request.is_in_store else [os.path.dirname(_output(request))],
+        folders=[] if request.is_in_store else [os.path.join(request.folder, "launch")],
         commands=[["sbatch", path]],
         afterwards=[
             f"output: {_output(request)} (%j is the number of the job)",
@@ -103,7 +104,7 @@ def _check(request: Request, options: argparse.Namespace) -> None:
             f"--gpus_per_node={gpus} cannot be split evenly over --processes_per_node={processes}."
         )
     for option in options.sbatch:
-        if not option.startswith("-") or "\n" in option:
+        if not option.startswith("-"):
             raise UsageError(f"--sbatch={option}: expected an option, as in --sbatch=--qos=high")
     if options.container_mounts and not options.container_image:
         raise UsageError("--container_mounts is for a container; give --container_image too.")
@@ -114,7 +115,7 @@ def _check(request: Request, options: argparse.Namespace) -> None:
     elif not any(word in option for option in options.sbatch for word in ("gpu", "exclusive")):
         # Neither --gres=gpu:8 nor whole nodes, of which some clusters do not count the GPUs.
         told_by = f"--nodes={options.nodes} --processes_per_node={processes}"
-        variables = {**os.environ, **dict(options.env)}  # sbatch hands them down
+        variables = {**os.environ, **written_variables(options)}  # sbatch hands them down
         request.check_cpus(options.nodes * processes, told_by, variables)
 
 
@@ -135,7 +136,10 @@ def _check_time(options: argparse.Namespace) -> None:
 def _output(request: Request) -> str:
     # A job that queues again keeps its number, and appends.
     name = "slurm-%j.log"
-    return name if request.is_in_store else os.path.join(request.folder, "launch", name)
+    if request.is_in_store:
+        return name
+    # Slurm replaces %-patterns in the whole path.
+    return os.path.join(request.folder.replace("%", "%%"), "launch", name)
 
 
 def batch_script(request: Request, options: argparse.Namespace) -> str:
@@ -164,7 +168,9 @@ requeue() {{
             "set -u",
             "",
             trap,
-            scripts.environment_lines(dict(options.env), options.setup),
+            scripts.environment_lines(
+                written_variables(options), options.setup, inherited=inherited_variables(options)
+            ),
             scripts.words_array("srun", _srun_options(options)),
             scripts.words_array("run", [*command, *request.words]),
             scripts.start_and_wait(
@@ -180,8 +186,8 @@ requeue() {{
 def _options(request: Request, options: argparse.Namespace) -> list[str]:
     given = {
         "job-name": request.job_name,
-        "chdir": shlex.quote(os.getcwd()),  # where experiments of one's own are found
-        "output": shlex.quote(_output(request)),
+        "chdir": os.getcwd(),  # the run finds experiments of the working directory
+        "output": _output(request),
         "open-mode": "append",
         "nodes": options.nodes,
         "ntasks-per-node": options.processes_per_node,
@@ -192,8 +198,18 @@ def _options(request: Request, options: argparse.Namespace) -> list[str]:
         "account": options.account,
         "signal": f"B:USR1@{options.save_before_end}",
     }
-    lines = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    lines = [f"--{name}={_quoted(str(v))}" for name, v in given.items() if v is not None]
     return [*lines, "--requeue", *options.sbatch]
+
+
+def _quoted(text: str) -> str:
+    """Quote a value for a `#SBATCH` line, whose rules are Slurm's and not those of a shell.
+
+    Source: `get_argument` in src/sbatch/opt.c of Slurm.
+    """
+    if re.fullmatch(r"[\w@%+=:,./-]*", text, re.ASCII):
+        return text
+    return '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'
 
 
 def _srun_options(options: argparse.Namespace) -> list[str]:

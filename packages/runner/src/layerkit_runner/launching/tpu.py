@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from layerkit.near_names import near_names
 from layerkit_runner.errors import UsageError
 from layerkit_runner.launching import scripts
+from layerkit_runner.launching.environment import referenced_variables, written_variables
 from layerkit_runner.launching.flag_values import adder, not_negative, positive
 from layerkit_runner.launching.recipe import Recipe
 from layerkit_runner.launching.request import Request, split_command
@@ -124,6 +125,12 @@ def make_recipe(request: Request, options: argparse.Namespace) -> Recipe:
         raise UsageError(
             f"--job_log_dir={request.folder} would be on the disks of the TPU's hosts, which do not"
             " see one another's and are gone with the TPU; give a store: --job_log_dir=gs://…"
+        )
+    for name in referenced_variables(options):
+        raise UsageError(
+            f"--env={name}: expected {name}=VALUE, since the hosts of a TPU do not see this"
+            " environment. Read a secret on the hosts instead:"
+            f" --setup='export {name}=$(gcloud secrets versions access latest --secret=NAME)'"
         )
     if not options.norecommended_xla_flags:
         request = request.with_preset(tpu.preset(num_slices))
@@ -243,7 +250,7 @@ def host_script(request: Request, options: argparse.Namespace) -> str:
     return "\n".join(
         [
             "set -u",
-            scripts.environment_lines(dict(options.env), options.setup),
+            scripts.environment_lines(written_variables(options), options.setup),
             scripts.FORWARD_SIGNALS,
             scripts.words_array("run", [*command, *request.words]),
             scripts.start_and_wait(run, max_restarts=options.max_restarts),
