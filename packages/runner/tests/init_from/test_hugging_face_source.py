@@ -81,6 +81,20 @@ def test_another_size(folder: tuple[Path, dict[str, Any]], begin: Any):
         plan_first_state(partitioner, task)
 
 
+def test_a_truncated_file_is_a_usage_error_with_both_sizes(
+    folder: tuple[Path, dict[str, Any]], begin: Any, tmp_path: Path
+):
+    for file in folder[0].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = tmp_path / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-100])
+    partitioner, task = begin.bound(model_config(folder[0]), begin=begin.init_from(tmp_path))
+    expected = f"{weights} is truncated: {len(whole) - 100} bytes. Expected {len(whole)}"
+    with pytest.raises(UsageError, match=re.escape(expected)):
+        plan_first_state(partitioner, task)
+
+
 def test_a_model_that_is_not_supported(tmp_path: Path, begin: Any):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt3"}))
     (tmp_path / "model.safetensors").touch()

@@ -10,6 +10,7 @@ tensors lie. Both are used in both directions.
 
 from layerkit.interop.hugging_face.exporting import export_model as export_model
 from layerkit.interop.hugging_face.families import FAMILIES as FAMILIES
+from layerkit.interop.hugging_face.folder import TensorFileError as TensorFileError
 from layerkit.interop.hugging_face.folder import eos_id as eos_id
 from layerkit.interop.hugging_face.importing import HuggingFaceWeights as HuggingFaceWeights
 from layerkit.interop.hugging_face.importing import TensorMismatchError as TensorMismatchError

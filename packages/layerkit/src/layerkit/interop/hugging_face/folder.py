@@ -9,7 +9,9 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+import stat
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +23,11 @@ from layerkit.interop.hugging_face.layouts import Ranges
 CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+# Far above what published folders have, and read within seconds.
+_MAX_HEADER_BYTES = 32 << 20
+_MAX_INDEX_BYTES = 64 << 20
+_MAX_CONFIG_BYTES = 4 << 20
+_MAX_TENSORS = 1 << 18
 # What a tokenizer is made of, and the defaults of generation: carried from folder to folder as is.
 COMPANIONS = (
     "added_tokens.json",
@@ -68,24 +75,37 @@ class TensorSource(Protocol):
         """The block of a tensor within `ranges`, one (start, stop) a dimension."""
 
 
+class TensorFileError(ValueError):
+    """A safetensors file, or an index of such files, that is damaged or contradicts itself."""
+
+
 class SafetensorsFolder:
     """The tensors of a folder, open for reading.
 
     Args:
-      folder: With `model.safetensors`, or with several files and their index.
+      folder: With `model.safetensors`, or with several files and their index. Each tensor is read
+        from the file that the index names for it.
 
     Raises:
       FileNotFoundError: no such files.
+      TensorFileError: a file that is truncated or too large to be true, or an index that names
+        files outside the folder or tensors that its files lack.
       ImportError: the package safetensors is not installed.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
         safetensors = _import_safetensors()
-        self._files = contextlib.ExitStack()
         self._slices: dict[str, Any] = {}
-        for path in _weight_files(Path(folder)):
-            file = self._files.enter_context(safetensors.safe_open(path, framework="np"))
-            self._slices |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        with contextlib.ExitStack() as files:
+            for path, wanted in _weight_files(Path(folder)).items():
+                _check_file_sizes(path)
+                with _as_tensor_file_error(path):
+                    file = files.enter_context(safetensors.safe_open(path, framework="np"))
+                held = list(file.keys())
+                _check_names(path, held, wanted, num_before=len(self._slices))
+                names = held if wanted is None else wanted
+                self._slices |= {name: file.get_slice(name) for name in names}
+            self._files = files.pop_all()
 
     def __enter__(self) -> SafetensorsFolder:
         return self
@@ -118,28 +138,164 @@ class SafetensorsFolder:
         return self._slices[name][tuple(slice(*bounds) for bounds in ranges)]
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def _weight_files(folder: Path) -> dict[Path, list[str] | None]:
+    """Return the tensors that each file of a folder is to give; None is all that it holds."""
     if (folder / _WEIGHTS).is_file():
-        return [folder / _WEIGHTS]
+        return {folder / _WEIGHTS: None}
     if (folder / _INDEX).is_file():
-        weight_map = json.loads((folder / _INDEX).read_text())["weight_map"]
-        return [folder / name for name in sorted(set(weight_map.values()))]
+        files: dict[Path, list[str] | None] = {}
+        for file, names in _read_index(folder).items():
+            files[_plain_file(folder, file)] = names
+        return files
     hint = ""
     if any(folder.glob("pytorch_model*.bin")):
         hint = "; pytorch_model.bin is not read: save the model anew, which writes safetensors"
     raise FileNotFoundError(f"{folder} has neither {_WEIGHTS} nor {_INDEX}{hint}")
 
 
+def _read_index(folder: Path) -> dict[str, list[str]]:
+    """Return the names of the tensors in each file that the index of a folder names."""
+    weight_map = read_json(folder, _INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise TensorFileError(
+            f"{folder / _INDEX}: weight_map={weight_map!r:.100}. Expected the file of each tensor."
+        )
+    _check_count(folder / _INDEX, len(weight_map))
+    files: dict[str, list[str]] = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or file in ("", ".", "..") or set(file) & {"/", "\\", "\0"}:
+            raise TensorFileError(
+                f"{folder / _INDEX}: weight_map[{name!r:.100}]={file!r:.200}. Expected the name of"
+                " a file in the same folder."
+            )
+        files.setdefault(file, []).append(name)
+    return files
+
+
+def _plain_file(folder: Path, name: str) -> Path:
+    """Return the path of a regular file; symbolic links are followed, as caches consist of them."""
+    path = folder / name
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise FileNotFoundError(
+            f"{folder} has no {name}, which its {_INDEX} names. Download the folder again."
+        ) from error
+    if not stat.S_ISREG(mode):
+        raise TensorFileError(f"{path}: expected a regular file, as {_INDEX} names it")
+    return path
+
+
+def _check_file_sizes(path: Path) -> None:
+    """Raise TensorFileError for a header that is too long or longer than its file."""
+    size = path.stat().st_size
+    if size < 8:
+        raise TensorFileError(f"{path} is truncated: {size} bytes. Expected at least 8.")
+    header = _header_bytes(path)
+    if header > _MAX_HEADER_BYTES:
+        raise TensorFileError(
+            f"{path}: the header has {header} bytes. Expected at most {_MAX_HEADER_BYTES} in a"
+            " safetensors file."
+        )
+    if 8 + header > size:
+        raise TensorFileError(
+            f"{path} is truncated: {size} bytes. Expected more than {8 + header}, the end of its"
+            " header. Download or copy it again."
+        )
+
+
+def _header_bytes(path: Path) -> int:
+    with path.open("rb") as file:
+        return int(struct.unpack("<Q", file.read(8))[0])
+
+
+@contextlib.contextmanager
+def _as_tensor_file_error(path: Path) -> Iterator[None]:
+    """Name the file, and for a truncated one both sizes, in the errors of safetensors."""
+    try:
+        yield
+    except _import_safetensors().SafetensorError as error:
+        size, expected = path.stat().st_size, _expected_bytes(path)
+        if expected is not None and size != expected:
+            state = "is truncated" if size < expected else "is too long"
+            reason = f"{state}: {size} bytes. Expected {expected}, as its header says"
+        else:
+            reason = f"is no sound safetensors file: {error}"
+        raise TensorFileError(f"{path} {reason}. Download or copy it again.") from error
+
+
+def _expected_bytes(path: Path) -> int | None:
+    """Return the size of a file by its header; None if the header cannot be read."""
+    length = _header_bytes(path)
+    with path.open("rb") as file:
+        file.seek(8)
+        try:
+            tensors = json.loads(file.read(length))
+            ends = [t["data_offsets"][1] for name, t in tensors.items() if name != "__metadata__"]
+            return 8 + length + int(max(ends, default=0))
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+            return None
+
+
+def _check_names(
+    path: Path, held: Sequence[str], wanted: Sequence[str] | None, *, num_before: int
+) -> None:
+    """Raise TensorFileError for too many tensors, or others than the index expects in a file."""
+    _check_count(path, num_before + len(held))
+    if wanted is None:
+        return
+    missing = sorted(set(wanted) - set(held))
+    if missing:
+        raise TensorFileError(
+            f"{path} has no tensor {missing[0]!r:.200}, which {_INDEX} expects there"
+            f"{_and_others(missing)}. Download the folder again."
+        )
+
+
+def _check_count(path: Path, number: int) -> None:
+    if number > _MAX_TENSORS:
+        raise TensorFileError(f"{path}: {number} tensors. Expected at most {_MAX_TENSORS}.")
+
+
+def _and_others(names: Sequence[str]) -> str:
+    return f" (and {len(names) - 1} others)" if len(names) > 1 else ""
+
+
+def tensor_count(folder: str | os.PathLike[str]) -> int | None:
+    """Return how many tensors a folder declares; None for a folder without any.
+
+    Raises:
+      TensorFileError: as `SafetensorsFolder`.
+    """
+    folder = Path(folder)
+    if (folder / _WEIGHTS).is_file():
+        with SafetensorsFolder(folder) as source:
+            return len(source.names())
+    if (folder / _INDEX).is_file():
+        return sum(len(names) for names in _read_index(folder).values())
+    return None
+
+
 def read_json(folder: str | os.PathLike[str], name: str = CONFIG) -> dict[str, Any]:
-    """A JSON file of a folder.
+    """Read a JSON object from a file of a folder.
 
     Raises:
       FileNotFoundError: there is none.
+      ValueError: the file is too long, or holds something else; names the file.
     """
     path = Path(folder) / name
     if not path.is_file():
         raise FileNotFoundError(f"{folder} is no Hugging Face folder: it has no {name}")
-    return json.loads(path.read_text())
+    limit = _MAX_INDEX_BYTES if name == _INDEX else _MAX_CONFIG_BYTES
+    if path.stat().st_size > limit:
+        raise ValueError(f"{path}: {path.stat().st_size} bytes. Expected at most {limit}.")
+    try:
+        content = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(content).__name__}")
+    return content
 
 
 def eos_id(folder: str | os.PathLike[str]) -> int | tuple[int, ...] | None:

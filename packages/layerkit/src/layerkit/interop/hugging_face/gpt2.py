@@ -109,4 +109,5 @@ GPT2 = Family(
         Row("transformer.ln_f.weight", "lm/final_norm/scale"),
         Row("transformer.ln_f.bias", "lm/final_norm/bias"),
     ),
+    counts=(("n_layer",),),
 )

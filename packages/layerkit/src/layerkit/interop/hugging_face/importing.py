@@ -24,6 +24,7 @@ from layerkit.interop.hugging_face.folder import (
     TensorSource,
     read_json,
     same_tensor,
+    tensor_count,
 )
 from layerkit.interop.hugging_face.layouts import Ranges
 from layerkit.interop.hugging_face.tensors import (
@@ -43,6 +44,9 @@ from layerkit.layers.residual_adapters import RESIDUAL_ADAPTER_WEIGHTS
 from layerkit.layers.stacks import StackedTransformer
 from layerkit.near_names import near_names
 from layerkit.weights import canonical_dtype
+
+# How many differences between a folder and a model are listed.
+_MOST_PROBLEMS = 50
 
 
 class TensorMismatchError(ValueError):
@@ -66,10 +70,14 @@ def model_config(
 
     Raises:
       FileNotFoundError: no config.json.
-      UnsupportedModelError: a family or an option that we do not have.
+      UnsupportedModelError: a family or an option that we do not have, or more layers than the
+        folder has tensors for.
     """
     content = read_json(folder)
     family = family_of(content.get("model_type"))
+    num_tensors = tensor_count(folder)
+    if num_tensors is not None:
+        family.check_counts(content, num_tensors=num_tensors)
     model = family.read_config(content)
     if not repeated:
         _unroll(getattr(model, family.network_field))
@@ -129,7 +137,8 @@ def load_weights(
 
     Raises:
       FileNotFoundError: files that are missing.
-      TensorMismatchError: tensors that are missing, surplus, or of another shape: all of them.
+      TensorMismatchError: tensors that are missing, surplus, of another shape, or not of a floating
+        dtype, or numbers among them that are not finite.
     """
     family = family_of(read_json(folder).get("model_type"))
     anatomy = dissect(model, family.rows)
@@ -233,9 +242,20 @@ class _WeightReader:
                 axis, moved = piece.joined_axis, list(theirs)
                 moved[axis] = (theirs[axis][0] + piece.offset, theirs[axis][1] + piece.offset)
                 theirs = tuple(moved)
-            return self._source.read(piece.name, theirs)
+            return _finite(self._source.read(piece.name, theirs), piece.name)
 
         return piece.layout.read(read_theirs, piece.shape, ranges)
+
+
+def _finite(block: np.ndarray, name: str) -> np.ndarray:
+    """Return a block of a tensor, or raise TensorMismatchError if a number in it is not finite."""
+    finite = np.isfinite(block)
+    if not finite.all():
+        raise TensorMismatchError(
+            f"tensor {name} holds {block[~finite][0]}. Expected finite numbers; such a model gives"
+            " NaN for every input."
+        )
+    return block
 
 
 def _in_names_of(source: TensorSource, family: Family, pieces: list[Piece]) -> list[Piece]:
@@ -253,7 +273,7 @@ def _check_tensors(
     """Compares what the model needs with what the folder has.
 
     Raises:
-      TensorMismatchError: naming every difference.
+      TensorMismatchError: naming every difference, up to a limit.
     """
     problems = []
     needed = their_shapes(pieces)
@@ -265,10 +285,15 @@ def _check_tensors(
     surplus = sorted(present - set(needed))
     for name, shape in needed.items():
         if name not in present:
-            problems.append(f"missing {name} {list(shape)}{near_names(name, surplus).rstrip('.')}")
-        elif source.shape(name) != shape:
+            # The search for near names takes as long as there are names.
+            near = near_names(name, surplus) if len(problems) < _MOST_PROBLEMS else ""
+            problems.append(f"missing {name} {list(shape)}{near.rstrip('.')}")
+            continue
+        if source.shape(name) != shape:
             found = list(source.shape(name))
             problems.append(f"{name} has the shape {found}, expected {list(shape)}")
+        if not jax.numpy.issubdtype(source.dtype(name), jax.numpy.floating):
+            problems.append(f"{name} is stored as {source.dtype(name)}, expected a floating dtype")
     for name in surplus:
         original = family.copies.get(name)
         if re.search(family.buffers, name):
@@ -278,7 +303,9 @@ def _check_tensors(
         elif not same_tensor(source, name, original):
             problems.append(f"{name} should repeat {original}, but differs from it")
     if problems:
-        raise TensorMismatchError("the tensors do not fit the model:\n  " + "\n  ".join(problems))
+        more = len(problems) - _MOST_PROBLEMS
+        listed = problems[:_MOST_PROBLEMS] + ([f"… and {more} more"] if more > 0 else [])
+        raise TensorMismatchError("the tensors do not fit the model:\n  " + "\n  ".join(listed))
 
 
 def _unroll(network: Config) -> None:

@@ -18,6 +18,8 @@ from layerkit.config import Config, field_names, is_config
 from layerkit.near_names import near_names
 
 REQUIRED = object()
+# The largest size of an axis in JAX.
+_LARGEST_SIZE = 2**31 - 1
 
 # Keys of any config.json that say nothing about the computation of logits: names, token ids,
 # initialisation, and how to generate.
@@ -70,7 +72,7 @@ class ConfigFile:
         """The value of a key; `default`, as Transformers has it, where the file leaves it out.
 
         Raises:
-          UnsupportedModelError: left out and without default.
+          UnsupportedModelError: left out and without default, or a number that no size can be.
         """
         self._unread.discard(key)
         value = self._content.get(key, default)
@@ -79,6 +81,8 @@ class ConfigFile:
                 f"config.json of a {self.model_type} model has no {key!r}"
                 f"{near_names(key, self._content)}"
             )
+        if isinstance(value, int) and abs(value) > _LARGEST_SIZE:
+            raise self.refuse(key, f"is too large. Expected at most {_LARGEST_SIZE}.")
         return value
 
     def refuse(self, key: str, reason: str) -> UnsupportedModelError:

@@ -82,8 +82,13 @@ class LayerTypes:
 
 
 def shortest_period(types: Sequence[str]) -> list[str]:
-    """The shortest pattern that, repeated and cut, gives `types`."""
-    for period in range(1, len(types)):
-        if all(kind == types[layer % period] for layer, kind in enumerate(types)):
-            return list(types[:period])
-    return list(types)
+    """Return the shortest pattern that, repeated and cut, gives `types`."""
+    # Knuth, Morris and Pratt: border[i] is the length of the longest proper prefix of types[:i + 1]
+    # that also ends it.
+    border = [0] * len(types)
+    for i in range(1, len(types)):
+        length = border[i - 1]
+        while length and types[i] != types[length]:
+            length = border[length - 1]
+        border[i] = length + (types[i] == types[length])
+    return list(types[: len(types) - border[-1]]) if types else []

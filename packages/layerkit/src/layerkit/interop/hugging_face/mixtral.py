@@ -94,4 +94,5 @@ MIXTRAL = Family(
     prefix="model.",
     copies=LLAMA_COPIES,
     buffers=LLAMA_BUFFERS,
+    counts=(("num_hidden_layers", "num_local_experts"),),
 )

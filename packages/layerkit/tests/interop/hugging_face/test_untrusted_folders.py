@@ -1,0 +1,258 @@
+"""Folders that are damaged, or made to read other files or to take long, are refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from layerkit.interop.hugging_face import (
+    TensorFileError,
+    TensorMismatchError,
+    UnsupportedModelError,
+    import_model,
+    model_config,
+)
+from layerkit.interop.hugging_face.layer_types import shortest_period
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def make_shards(make_folder: Any, read_tensors: Any) -> Callable[..., Path]:
+    """Writes a Llama in two shards; `edit` changes (tensors by shard, weight_map)."""
+    numpy = pytest.importorskip("safetensors.numpy")
+
+    def make(edit: Callable[[dict[str, Any], dict[str, str]], None] | None = None) -> Path:
+        folder = make_folder("llama")
+        tensors = read_tensors(folder)
+        (folder / "model.safetensors").unlink()
+        names = sorted(tensors)
+        shards: dict[str, Any] = {
+            "a.safetensors": {name: tensors[name] for name in names[:10]},
+            "b.safetensors": {name: tensors[name] for name in names[10:]},
+        }
+        weight_map = {name: shard for shard, held in shards.items() for name in held}
+        if edit is not None:
+            edit(shards, weight_map)
+        for shard, held in shards.items():
+            numpy.save_file(held, folder / shard)
+        (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+        return folder
+
+    return make
+
+
+def write_header(path: Path, header: bytes, *, declared: int | None = None) -> None:
+    path.write_bytes(struct.pack("<Q", len(header) if declared is None else declared) + header)
+
+
+def test_each_tensor_is_read_from_the_shard_that_the_index_names(make_shards: Any):
+    name = "model.norm.weight"
+
+    def add_stale_copies(shards: dict[str, Any], weight_map: dict[str, str]) -> None:
+        for held in shards.values():
+            held[name] = held.get(name, np.zeros(8, np.float32))
+        shards["a.safetensors"][name] = np.full(8, 2.0, np.float32)
+        weight_map[name] = "a.safetensors"
+
+    variables = import_model(make_shards(add_stale_copies))[1]
+    np.testing.assert_array_equal(variables["params"]["lm"]["final_norm"]["scale"], 2.0)
+
+
+def test_a_tensor_that_its_shard_lacks_is_an_error_though_another_shard_has_it(make_shards: Any):
+    def swap(shards: dict[str, Any], weight_map: dict[str, str]) -> None:
+        weight_map["model.norm.weight"] = "a.safetensors"
+
+    with pytest.raises(TensorFileError, match=r"a\.safetensors has no tensor 'model\.norm\.weigh"):
+        import_model(make_shards(swap))
+
+
+def test_a_shard_that_is_missing_is_named(make_shards: Any):
+    folder = make_shards()
+    (folder / "b.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"has no b\.safetensors"):
+        import_model(folder)
+
+
+@pytest.mark.parametrize("kind", ["parent", "absolute", "backslash", "empty", "dots", "number"])
+def test_files_outside_the_folder_are_refused_before_they_are_opened(make_shards: Any, kind: str):
+    folder = make_shards()
+    (folder / "b.safetensors").rename(folder.parent / "b.safetensors")
+    named = {
+        "parent": "../b.safetensors",
+        "absolute": str(folder.parent / "b.safetensors"),
+        "backslash": "..\\b.safetensors",
+        "empty": "",
+        "dots": "..",
+        "number": 1,
+    }[kind]
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["model.norm.weight"] = named
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(TensorFileError, match=re.escape("weight_map['model.norm.weight']=")):
+        import_model(folder)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "dangling"])
+def test_shards_that_are_no_regular_files_are_refused_at_once(make_shards: Any, kind: str):
+    folder = make_shards()
+    shard = folder / "b.safetensors"
+    shard.unlink()
+    if kind == "fifo":
+        os.mkfifo(shard)  # opened, it would wait for a writer for ever
+    elif kind == "folder":
+        shard.mkdir()
+    else:
+        shard.symlink_to(folder / "nowhere")
+    with pytest.raises((TensorFileError, FileNotFoundError), match=r"b\.safetensors"):
+        import_model(folder)
+
+
+def test_symbolic_links_as_in_the_cache_of_the_hub_are_followed(make_shards: Any):
+    folder = make_shards()
+    expected = import_model(folder)[1]
+    blobs = folder.parent / "blobs"
+    blobs.mkdir()
+    for number, file in enumerate(sorted(folder.iterdir())):
+        file.rename(blobs / str(number))
+        file.symlink_to(Path("..") / "blobs" / str(number))
+    jax.tree.map(np.testing.assert_array_equal, import_model(folder)[1], expected)
+
+
+@pytest.mark.parametrize("kept", [4, 100, 0.5, -1], ids=["length", "header", "half", "last byte"])
+def test_a_truncated_file_is_named_with_both_sizes(make_folder: Any, kept: float):
+    file = make_folder("llama") / "model.safetensors"
+    content = file.read_bytes()
+    cut = content[: int(kept * len(content)) if isinstance(kept, float) else kept]
+    file.write_bytes(cut)
+    with pytest.raises(TensorFileError) as raised:
+        import_model(file.parent)
+    assert str(file) in str(raised.value)
+    assert f"truncated: {len(cut)} bytes. Expected" in str(raised.value)
+    if len(cut) > 1000:
+        assert f"Expected {len(content)}," in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("header", "declared"),
+    [(b"[" * 100_000, None), (b"no json", None), (b"", 2**63), (b"x" * 100, 33 << 20)],
+    ids=["nested", "text", "huge", "long"],
+)
+def test_a_header_that_is_none_is_refused(make_folder: Any, header: bytes, declared: int | None):
+    file = make_folder("llama") / "model.safetensors"
+    write_header(file, header, declared=declared)
+    with pytest.raises(TensorFileError, match=re.escape(str(file))):
+        import_model(file.parent)
+
+
+def test_too_many_tensors_are_refused(make_folder: Any):
+    file = make_folder("llama") / "model.safetensors"
+    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps({f"t{i}": empty for i in range(300_000)}, separators=(",", ":"))
+    write_header(file, header.encode())
+    with pytest.raises(TensorFileError, match="300000 tensors. Expected at most"):
+        model_config(file.parent)
+
+
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("llama", "num_hidden_layers"),
+        ("gemma3_text", "num_hidden_layers"),
+        ("mixtral", "num_local_experts"),
+        ("gpt2", "n_layer"),
+        ("t5", "num_layers"),
+        ("t5", "num_decoder_layers"),
+    ],
+)
+@pytest.mark.parametrize("value", [10**9, 10**18])
+def test_more_layers_than_tensors_are_refused(make_folder: Any, family: str, key: str, value: int):
+    folder = make_folder(family)
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, key: value}))
+    with pytest.raises(UnsupportedModelError, match=f"{key}={value}"):
+        import_model(folder, repeated=False)
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_attention_heads", "vocab_size"])
+def test_sizes_that_no_array_has_are_refused(make_folder: Any, key: str):
+    folder = make_folder("llama")
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, key: 10**18}))
+    with pytest.raises(UnsupportedModelError, match=f"{key}={10**18} is too large"):
+        import_model(folder)
+
+
+@pytest.mark.parametrize("value", ["8", [8], {"a": 1}, 0], ids=str)
+@pytest.mark.parametrize("key", ["hidden_size", "num_attention_heads", "num_hidden_layers"])
+def test_values_of_a_wrong_type_are_errors_of_the_config(make_folder: Any, key: str, value: Any):
+    folder = make_folder("llama")
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, key: value}))
+    with pytest.raises(ValueError):
+        import_model(folder)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 200_000])
+def test_a_garbled_config_is_named(tmp_path: Path, text: str):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path / "config.json"))):
+        model_config(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.bool_])
+def test_tensors_of_integers_are_refused_by_name(make_folder: Any, dtype: Any):
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        tensors["model.norm.weight"] = np.ones(8, dtype)
+
+    expected = f"model.norm.weight is stored as {np.dtype(dtype)}, expected a floating dtype"
+    with pytest.raises(TensorMismatchError, match=expected):
+        import_model(make_folder("llama", change=change), dtype="float32")
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_tensors_with_numbers_that_are_not_finite_are_refused(
+    make_folder: Any, number: float, dtype: Any
+):
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        tensors["model.layers.1.mlp.up_proj.weight"][2, 3] = number
+
+    folder = make_folder("llama", change=change, dtype=dtype)
+    with pytest.raises(
+        TensorMismatchError, match=rf"layers\.1\.mlp\.up_proj\.weight holds {number}"
+    ):
+        import_model(folder)
+
+
+def test_a_long_list_of_differences_is_cut(make_folder: Any):
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        tensors |= {f"surplus.{i}": np.zeros(1, np.float32) for i in range(200)}
+
+    with pytest.raises(TensorMismatchError, match="and 150 more") as raised:
+        import_model(make_folder("llama", change=change))
+    assert len(str(raised.value).splitlines()) == 52
+
+
+@pytest.mark.parametrize(
+    ("types", "period"),
+    [("", ""), ("a", "a"), ("aaaa", "a"), ("aabaabaa", "aab"), ("aaab", "aaab"), ("aba", "ab")],
+)
+def test_shortest_period_repeats_to_the_whole(types: str, period: str):
+    assert "".join(shortest_period(list(types))) == period
+
+
+def test_shortest_period_takes_linear_time():
+    # All prefixes but the last letter agree, which takes n² comparisons letter by letter.
+    types = ["a"] * 100_000 + ["b"] + ["a"] * 100_000 + ["c"]
+    assert shortest_period(types) == types
