@@ -11,16 +11,32 @@ from pathlib import Path
 import pytest
 
 PROCESS = """
-import sys
+import os, sys
+from pathlib import Path
 from layerkit_runner.errors import UsageError
 from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.processes.distributed import joined
 
+def print_surroundings():
+    own = os.getpid()
+    children = Path(f"/proc/{own}/task/{own}/children").read_text().split()
+    for pid in [own, *children]:
+        links = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()]
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                words = line.split()
+                if words[3] == "0A" and f"socket:[{words[9]}]" in links:
+                    print("listens", words[1].partition(":")[0], file=sys.stderr)
+    for pid in children:
+        print("arguments", Path(f"/proc/{pid}/cmdline").read_bytes(), file=sys.stderr)
+
 with joined(RunOptions(job_log_dir=sys.argv[1])) as process:
+    if process.identity.process == 0 and "--listeners" in sys.argv:
+        print_surroundings()
     print(f"I am {process.identity.process} of {process.identity.num_processes}", file=sys.stderr)
-    if len(sys.argv) > 2 and process.identity.process == 1:
+    if "fails" in sys.argv and process.identity.process == 1:
         raise UsageError("the data are gone")
-    if len(sys.argv) > 2:
+    if "fails" in sys.argv:
         import threading
         threading.Event().wait()
 """
@@ -104,6 +120,19 @@ def test_two_processes_find_each_other(tmp_path: Path, launcher, name: str):
     for index in (0, 1):
         assert f"I am {index} of 2\n" in done[index].stderr
         assert f"I am {index} of 2\n" in (tmp_path / f"logs/process_{index:04d}.log").read_text()
+
+
+def test_job_on_one_machine_listens_at_loopback_alone_and_keeps_its_key_to_itself(tmp_path: Path):
+    port = free_port()
+    environs = [torchrun(port, index, 2) for index in (0, 1)]
+    done = run(environs, str(tmp_path), "--listeners")
+    assert [process.returncode for process in done] == [0, 0], done
+    lines = done[0].stderr.splitlines()
+    # JAX's coordinator and the hub, as the kernel writes 127.0.0.1, in IPv4 or mapped to IPv6.
+    listening = {line.split()[1][-8:] for line in lines if line.startswith("listens")}
+    assert listening == {"0100007F"}
+    (arguments,) = [line for line in lines if line.startswith("arguments")]
+    assert "key" not in arguments
 
 
 def test_a_lone_task_of_slurm_stays_alone(tmp_path: Path):

@@ -11,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import ipaddress
 import json
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -30,6 +32,7 @@ from layerkit_runner.command_line.flags import AUTO_ADDRESS, RunOptions
 from layerkit_runner.errors import UsageError
 from layerkit_runner.processes.companion.start import Identity, StartedCompanion
 from layerkit_runner.processes.launchers import check_processes, find_launch, local_device_ids
+from layerkit_runner.processes.listening import bind_address, listen
 
 # Of a process that ends because another was lost: sysexits.h's "try again".
 LOST_PROCESS_EXIT_CODE = 75
@@ -40,6 +43,7 @@ JAX_HEARTBEAT_SECONDS = 60
 _SECONDS_TO_LEARN = 6.0
 _EXCHANGE_SECONDS = 60
 _KEY = "layerkit_runner/"
+_BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"  # which JAX reads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,6 +206,7 @@ def _initialize(meeting: Meeting) -> Identity:
             meeting.num_processes,
             meeting.process_id,
             local_device_ids=meeting.local_device_ids,
+            coordinator_bind_address=_coordinator_bind_address(meeting),
             heartbeat_timeout_seconds=JAX_HEARTBEAT_SECONDS,
         )
     except (RuntimeError, ValueError) as error:
@@ -213,6 +218,15 @@ def _initialize(meeting: Meeting) -> Identity:
     # Asking jax.process_index() would start the devices, whose settings are still to be made.
     state = _distributed_state()
     return Identity(state.process_id, state.num_processes, socket.gethostname(), os.getpid())
+
+
+def _coordinator_bind_address(meeting: Meeting) -> str | None:
+    """Return where JAX's coordinator, in process 0, listens; None where JAX decides."""
+    if meeting.address is None or meeting.process_id != 0 or _BIND_VARIABLE in os.environ:
+        return None
+    host, _, port = meeting.address.rpartition(":")
+    address = bind_address(host.strip("[]"))
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def _distributed_state() -> Any:
@@ -229,32 +243,30 @@ def _start_companion(identity: Identity, log: Path) -> StartedCompanion:
     """Starts the companion; the hub, beside process 0, is announced through JAX's coordinator."""
     client = _distributed_state().client
     listener = None
-    key = f"{_KEY}hub"
+    entry = f"{_KEY}hub"
+    # By this name the coordinator, which is in process 0, is found.
+    host = _coordinator_address().rpartition(":")[0].strip("[]")
     if identity.process == 0:
-        listener = _listen(backlog=identity.num_processes)
-        port = listener.getsockname()[1]
-        client.key_value_set(key, json.dumps([port, dataclasses.asdict(identity)]))
-    port, hub = json.loads(client.blocking_key_value_get(key, _EXCHANGE_SECONDS * 1000))
-    host = "127.0.0.1"
-    if identity.process != 0:
-        # By this name the coordinator, which is in process 0, was found.
-        host = _coordinator_address().rpartition(":")[0].strip("[]")
+        listener = listen(host, backlog=identity.num_processes)
+        about = {
+            "port": listener.getsockname()[1],
+            "identity": dataclasses.asdict(identity),
+            "key": secrets.token_hex(32),
+        }
+        client.key_value_set(entry, json.dumps(about))
+    about = json.loads(client.blocking_key_value_get(entry, _EXCHANGE_SECONDS * 1000))
+    if listener is not None:
+        bound = listener.getsockname()[0]
+        host = "127.0.0.1" if ipaddress.ip_address(bound).is_unspecified else bound
     return StartedCompanion(
         identity,
-        hub_address=(host, port),
-        hub=Identity(**hub),
+        hub_address=(host, about["port"]),
+        hub=Identity(**about["identity"]),
         listener=listener,
+        key=bytes.fromhex(about["key"]),
         log=log,
         exit_code=LOST_PROCESS_EXIT_CODE,
     )
-
-
-def _listen(*, backlog: int) -> socket.socket:
-    with contextlib.suppress(OSError, ValueError):  # where IPv6 is off
-        return socket.create_server(
-            ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
-        )
-    return socket.create_server(("", 0), backlog=backlog)
 
 
 def log_file(identity: Identity, options: RunOptions) -> Path:

@@ -29,6 +29,7 @@ companion = StartedCompanion(
     hub_address=("127.0.0.1", port),
     hub=Identity(0, count, "host0", hub_pid),
     listener=socket.socket(fileno=fd) if index == 0 else None,
+    key=b"secret of the job",
     log=Path(folder) / f"process_{index:04d}.log",
     exit_code=75,
 )
@@ -42,6 +43,8 @@ for word in sys.stdin:
         print("my own words", file=sys.stderr)
         companion.failed("its data is gone")
         os._exit(2)
+    if word == "print":
+        print("printed late")
     if word == "abort":
         os.abort()
     if word == "leave":
@@ -86,6 +89,11 @@ class Group:
         while not (self.log(index).exists() and text in self.log(index).read_text()):
             assert time.monotonic() < deadline, self.processes[index].poll()
             time.sleep(0.02)
+
+    def kill_companion(self, index: int) -> None:
+        pid = self.processes[index].pid
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            os.kill(int(child), signal.SIGKILL)
 
     def log(self, index: int) -> Path:
         return self.folder / f"process_{index:04d}.log"
@@ -162,11 +170,7 @@ def test_what_a_process_says_of_its_failure_is_passed_on(group: Callable[[int], 
 
 def test_a_machine_that_takes_its_companion_along_is_named(group: Callable[[int], Group]):
     processes = group(3)
-    children = Path(
-        f"/proc/{processes.processes[0].pid}/task/{processes.processes[0].pid}/children"
-    )
-    for pid in children.read_text().split():
-        os.kill(int(pid), signal.SIGKILL)
+    processes.kill_companion(0)
     processes.processes[0].kill()
     for index in (1, 2):
         code, _, error = processes.end(index)
@@ -174,19 +178,40 @@ def test_a_machine_that_takes_its_companion_along_is_named(group: Callable[[int]
         assert f"runner: {processes.name(0)} ended without a word" in error
 
 
-def test_a_process_outlives_its_companion(group: Callable[[int], Group]):
-    processes = group(1)
-    children = Path(
-        f"/proc/{processes.processes[0].pid}/task/{processes.processes[0].pid}/children"
+@pytest.mark.parametrize("victim", [0, 1])
+def test_killed_companion_ends_its_process_and_all_others(
+    group: Callable[[int], Group], victim: int
+):
+    processes = group(3)
+    processes.kill_companion(victim)
+    code, _, error = processes.end(victim)
+    assert code == EXIT_CODE
+    assert (
+        f"runner: {processes.name(victim)} lost its companion, which ended with signal 9" in error
     )
-    for pid in children.read_text().split():
-        os.kill(int(pid), signal.SIGKILL)
+    assert "lost its companion" in processes.log(victim).read_text()
+    for index in {0, 1, 2} - {victim}:
+        code, _, error = processes.end(index)
+        assert code == EXIT_CODE
+        assert f"runner: {processes.name(victim)} ended without a word" in error
+
+
+def test_output_of_a_process_is_complete_when_its_companion_is_killed(
+    group: Callable[[int], Group],
+):
+    processes = group(1)
     process = processes.processes[0]
-    assert process.stderr is not None
-    lines = iter(process.stderr.readline, "")
-    assert any("the companion of this process ended" in line for line in lines)
-    processes.tell(0, "leave")
-    assert processes.end(0)[0] == 0
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    for pid in map(int, children):
+        os.kill(pid, signal.SIGSTOP)
+    processes.tell(0, "print")
+    time.sleep(0.5)  # for the line to lie in the pipe
+    for pid in map(int, children):
+        os.kill(pid, signal.SIGKILL)
+    code, output, error = processes.end(0)
+    assert code == EXIT_CODE
+    assert "printed late" in output
+    assert "Traceback" not in error
 
 
 def test_those_that_fail_alike_speak_for_themselves(group: Callable[[int], Group]):

@@ -11,11 +11,15 @@ import pytest
 from layerkit_runner.processes.companion.link import Link
 from layerkit_runner.processes.companion.peers import (
     FAILED,
+    HUB,
+    MEMBER,
     SILENT,
     SILENT_SECONDS,
     Hub,
     Loss,
 )
+
+KEY = b"secret of the job"
 
 
 class Members:
@@ -23,13 +27,17 @@ class Members:
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.hub = Hub(self._listener, 3, 0.0)
-        self.links = [Link(socket.create_connection(self._listener.getsockname())) for _ in "012"]
+        self.hub = Hub(self._listener, 3, 0.0, key=KEY)
+        self.links = [self.connect() for _ in "012"]
         for process, link in enumerate(self.links):
             link.send(hello=process, host=f"host{process}", pid=100 + process)
         while self.hub.num_members < 3:
             self.hear(0.0)
-        self.hear(0.0)
+
+    def connect(self, *, key: bytes | None = KEY) -> Link:
+        """Connect to the hub, as a member unless the key is another."""
+        connection = socket.create_connection(self._listener.getsockname())
+        return Link(connection, key=key, sends_as=MEMBER, hears_from=HUB)
 
     def hear(self, now: float) -> None:
         """Lets the hub read whatever has arrived."""
@@ -102,11 +110,118 @@ def test_who_is_done_may_leave(members: Members):
     assert (members.hub.num_members, members.hub.loss) == (2, None)
 
 
-def test_strangers_are_not_listened_to(members: Members):
-    stranger = socket.create_connection(members.hub.waits_for()[0].getsockname())
-    stranger.sendall(b'GET / HTTP/1.1\r\n\r\n[1]\n{"how": "failed"}\n')
-    for now in (1.0, 2.0):
+def is_closed(link: Link) -> bool:
+    """Whether the hub has closed the connection."""
+    link.socket.settimeout(10.0)
+    try:
+        return not link.socket.recv(1 << 16)
+    except ConnectionError:
+        return True
+
+
+LINES = {
+    "another protocol": b"GET / HTTP/1.1\r\n\r\n",
+    "unsigned loss": b'{"hello": 1, "host": "x", "pid": 1}\n{"how": "failed"}\n',
+    "no number": b'{"hello": "x", "host": "x", "pid": 1}\n',
+    "deeply nested": b"[" * 10_000 + b"\n",
+    "no end of line": b"0" * 100_000,
+}
+
+
+@pytest.mark.parametrize("line", LINES.values(), ids=LINES.keys())
+def test_unsigned_input_closes_the_connection_and_changes_nothing(members: Members, line: bytes):
+    stranger = members.connect(key=None)
+    stranger.socket.settimeout(10.0)
+    stranger.socket.sendall(line)
+    for now in (1.0, 1.1, 1.2):
         members.hear(now)
+    assert is_closed(stranger)
     stranger.close()
-    members.hear(3.0)
+    assert (members.hub.num_members, members.hub.loss) == (3, None)
+
+
+def test_message_with_another_key_is_not_heard(members: Members):
+    stranger = members.connect(key=b"another")
+    stranger.send(hello=1, host="host1", pid=101)
+    stranger.send(how=FAILED, text="no data")
+    for now in (1.0, 1.1):
+        members.hear(now)
+    assert is_closed(stranger)
+    stranger.close()
     assert members.hub.loss is None
+
+
+def test_recorded_introduction_is_not_accepted_again(members: Members):
+    replay = members.connect()
+    replay.send(hello=1, host="host1", pid=101)
+    replay.send(how=FAILED, text="no data")
+    for now in (1.0, 1.1):
+        members.hear(now)
+    assert is_closed(replay)
+    replay.close()
+    assert (members.hub.num_members, members.hub.loss) == (3, None)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"hello": "x", "host": "h", "pid": 1},
+        {"hello": 7, "host": "h", "pid": 1},
+        {"hello": -1, "host": "h", "pid": 1},
+        {"hello": 1},
+        {"how": FAILED},
+    ],
+)
+def test_signed_message_that_is_no_introduction_closes_the_connection(
+    members: Members, message: dict[str, object]
+):
+    stranger = members.connect()
+    stranger.send(**message)
+    for now in (1.0, 1.1):
+        members.hear(now)
+    assert is_closed(stranger)
+    stranger.close()
+    assert (members.hub.num_members, members.hub.loss) == (3, None)
+
+
+def test_connection_without_introduction_is_closed_after_a_while(members: Members):
+    idle = members.connect()
+    members.hear(1.0)
+    for second in range(2, 14):
+        members.beat(float(second), 0, 1, 2)
+    assert is_closed(idle)
+    idle.close()
+    assert members.hub.num_members == 3
+
+
+def test_connections_without_introduction_are_bounded(members: Members):
+    idle = [members.connect() for _ in range(80)]
+    for _ in range(2 * len(idle)):
+        members.hear(1.0)
+    assert len(members.hub.waits_for()) < 1 + 3 + len(idle)
+    assert is_closed(idle[0])
+    for link in idle:
+        link.close()
+    for _ in range(2 * len(idle)):
+        members.hear(1.0)
+    assert (members.hub.num_members, members.hub.loss) == (3, None)
+
+
+def test_hub_with_another_key_is_not_heard():
+    ours, theirs = socket.socketpair()
+    hub = Link(theirs, key=b"another", sends_as=HUB, hears_from=MEMBER)
+    member = Link(ours, key=KEY, sends_as=MEMBER, hears_from=HUB)
+    hub.send(hub_leaves=True)
+    assert member.receive() == []
+    assert not member.is_open
+    hub.close()
+    member.close()
+
+
+def test_deeply_nested_message_of_a_trusted_sender_is_dropped():
+    ours, theirs = socket.socketpair()
+    theirs.sendall(b"[" * 10_000 + b'\n{"end": true}\n')
+    link = Link(ours)
+    assert link.receive() == [{"end": True}]
+    link.close()
+    theirs.close()

@@ -1,7 +1,8 @@
 """What a process prints, line by line: into its log with the time, and on to where people read.
 
 People read process 0. Of the others they see only what is written to the error stream and is no
-mere notice; everything is in the logs.
+mere notice; everything is in the logs. The log is opened and written on a thread of its own, so
+that lines are passed on even while the disk does not answer.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import queue
 import re
 import threading
+import time
+from collections.abc import Callable
 from typing import BinaryIO
 
 # As Python's logging and warnings, absl and XLA begin the lines of notices.
@@ -19,19 +23,22 @@ _NOTICE = re.compile(
 )
 _CONTINUED = b"  "
 _CHUNK = 1 << 16
+# Further lines that a slow disk would have to take are lost.
+_MAX_WAITING_LINES = 100_000
 
 
 class LogCopy:
-    """Copies the streams of a process.
+    """A copier of the streams of a process.
 
     Args:
-      log: The file, open for appending; None keeps no log.
+      open_log: Opens the log, unbuffered, for appending, and reports if it cannot; returns None
+        then, which keeps no log.
     """
 
-    def __init__(self, log: BinaryIO | None) -> None:
-        self._log = log
-        self._lock = threading.Lock()
+    def __init__(self, open_log: Callable[[], BinaryIO | None]) -> None:
+        self._lines: queue.Queue[bytes] = queue.Queue(_MAX_WAITING_LINES)
         self._threads: list[threading.Thread] = []
+        threading.Thread(target=self._write_log, args=(open_log,), daemon=True).start()
 
     def follow(self, source: int, target: int | None, *, errors_only: bool = False) -> None:
         """Copies a descriptor to its end, on a thread: to the log and to `target` (None: nowhere).
@@ -49,13 +56,18 @@ class LogCopy:
         self._threads.append(thread)
 
     def note(self, text: str) -> None:
-        """Writes a line of the companion's own into the log."""
-        self._write_log(text.encode() + b"\n")
+        """Write a line of the companion's own into the log."""
+        self._keep(text.encode() + b"\n")
 
     def wait(self, seconds: float) -> None:
-        """Waits until all streams have ended, at most so long."""
+        """Wait until all streams have ended and the log is written, for at most `seconds`."""
+        deadline = time.monotonic() + seconds
         for thread in self._threads:
-            thread.join(seconds)
+            thread.join(max(0.0, deadline - time.monotonic()))
+        lines = self._lines
+        with lines.all_tasks_done:
+            left = max(0.0, deadline - time.monotonic())
+            lines.all_tasks_done.wait_for(lambda: not lines.unfinished_tasks, left)
 
     def _copy(self, source: int, target: int | None, notice: re.Pattern[bytes] | None) -> None:
         unfinished, in_notice = b"", False
@@ -65,7 +77,7 @@ class LogCopy:
             if unfinished and not data:  # the process ended in the middle of a line
                 lines, unfinished = [*lines, unfinished], b""
             for line in lines:
-                self._write_log(line + b"\n")
+                self._keep(line + b"\n")
                 if notice is not None and not (in_notice and line.startswith(_CONTINUED)):
                     in_notice = notice.match(line) is not None
                 if target is not None and not in_notice:
@@ -73,14 +85,20 @@ class LogCopy:
             if not data:
                 return
 
-    def _write_log(self, line: bytes) -> None:
-        if self._log is None:
-            return
+    def _keep(self, line: bytes) -> None:
         now = datetime.datetime.now().isoformat(sep=" ", timespec="milliseconds")
-        # A full disk must not keep the process from printing.
-        with self._lock, contextlib.suppress(OSError):
-            self._log.write(now.encode() + b" " + line)
-            self._log.flush()
+        with contextlib.suppress(queue.Full):
+            self._lines.put_nowait(now.encode() + b" " + line)
+
+    def _write_log(self, open_log: Callable[[], BinaryIO | None]) -> None:
+        log = open_log()
+        while True:
+            line = self._lines.get()
+            # A full disk must not keep the process from printing.
+            with contextlib.suppress(OSError):
+                if log is not None:
+                    log.write(line)
+            self._lines.task_done()
 
 
 def _pass_on(target: int, data: bytes) -> int | None:

@@ -17,6 +17,13 @@ BEAT_SECONDS = 1.0
 SILENT_SECONDS = 20.0
 STALLED_SECONDS = 15.0
 
+# Roles in the signatures of messages.
+HUB, MEMBER = "hub", "member"
+
+# A connection that is not yet that of a member: for how long, and how many beyond one a process.
+_SECONDS_TO_INTRODUCE = 10.0
+_MAX_STRANGERS = 64
+
 # How a process was lost.
 ENDED, FAILED, STALLED, SILENT = "ended", "failed", "stalled", "silent"
 
@@ -44,8 +51,8 @@ class Loss:
         place = f" (host {self.host}, pid {self.pid})" if self.host else ""
         name = f"process {self.process} of {num_processes}{place}"
         return {
-            ENDED: f"{name} ended without a word: it was killed or ran out of memory, or"
-            f" logs/process_{self.process:04d}.log says why",
+            ENDED: f"{name} ended without a word: it or its companion was killed or ran out of"
+            f" memory, or logs/process_{self.process:04d}.log says why",
             FAILED: f"{name} failed: {self.text}",
             STALLED: f"{name} is stalled: it has been stopped for {STALLED_SECONDS:.0f} s",
             SILENT: f"{name} is silent: nothing was heard of it for {SILENT_SECONDS:.0f} s, so its"
@@ -57,6 +64,7 @@ class Loss:
 class _Member:
     link: Link
     heard: float
+    # None until it has introduced itself.
     process: int | None = None
     host: str = ""
     pid: int = 0
@@ -64,92 +72,125 @@ class _Member:
 
 
 class Hub:
-    """Listens to the members and finds the first loss.
+    """The hub of a job, which listens to the members and finds the first loss.
+
+    Members introduce themselves by a message that is signed with the key of the job, each process
+    once. A connection that does not is closed after some seconds, and earlier where there are many.
 
     Args:
-      listener: Listening; members connect to it.
-      num_processes: How many will.
-      now: Seconds of a clock that never goes back.
+      listener: Listening socket that the members connect to.
+      num_processes: Number of processes of the job.
+      now: Seconds of a monotonic clock.
+      key: Secret of the job, for the signatures.
     """
 
-    def __init__(self, listener: socket.socket, num_processes: int, now: float) -> None:
+    def __init__(
+        self, listener: socket.socket, num_processes: int, now: float, *, key: bytes
+    ) -> None:
         listener.settimeout(0)
         self._listener = listener
         self._num_processes = num_processes
+        self._key = key
         self._members: dict[Link, _Member] = {}
         self._introduced: set[int] = set()
         self._checked = now
         self.loss: Loss | None = None
 
     def waits_for(self) -> list[Link | socket.socket]:
-        """Whatever `hear` should be called for when it can be read."""
+        """Return what `hear` should be called for when it can be read."""
         return [self._listener, *self._members]
 
     @property
     def num_members(self) -> int:
-        """How many are connected."""
-        return len(self._members)
+        """Number of members that are connected and have introduced themselves."""
+        return len(self._known())
 
     @property
     def knows_all(self) -> bool:
-        """Whether every process of the job has introduced itself, be it here still or not."""
+        """Whether every process of the job has introduced itself, connected still or not."""
         return len(self._introduced) == self._num_processes
 
     def say_goodbye(self) -> None:
-        """Tells the members that the hub leaves because its process is done."""
-        for member in self._members.values():
+        """Tell the members that the hub leaves because its process is done."""
+        for member in self._known():
             member.link.send(hub_leaves=True)
 
     def hear(self, source: Link | socket.socket, now: float) -> None:
-        """Takes in what came from one of `waits_for`."""
+        """Receive what came from one of `waits_for`."""
         if source is self._listener:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return  # it left before it was let in
-            link = Link(connection)
-            self._members[link] = _Member(link, now)
-            if self.loss is not None:
-                link.send(loss=dataclasses.asdict(self.loss))
+            self._let_in(now)
             return
         assert isinstance(source, Link)
-        member = self._members[source]
+        member = self._members.get(source)
+        if member is None:
+            return  # closed since it was found ready
         for message in source.receive():
             self._take(member, message, now)
-        if not source.is_open:
-            del self._members[source]
-            source.close()
+        if not member.link.is_open:
+            self._drop(member)
             if member.process is not None and not member.is_done:
                 self._lose(member, ENDED)
 
     def check(self, now: float) -> None:
-        """Looks for silence, and lets the members hear that the hub is there; each second."""
+        """Find silent members and close idle connections; to be called each second."""
         if now - self._checked > 5 * BEAT_SECONDS:
             # It was this process that stood still, and what the others said waits to be read.
             for member in self._members.values():
                 member.heard = now
         self._checked = now
-        for member in self._members.values():
+        for member in [*self._members.values()]:
+            if member.process is None and now - member.heard > _SECONDS_TO_INTRODUCE:
+                self._drop(member)
+        for member in self._known():
             member.link.send(beat=True)
-            is_known = member.process is not None and not member.is_done
-            if is_known and now - member.heard > SILENT_SECONDS:
+            if not member.is_done and now - member.heard > SILENT_SECONDS:
                 self._lose(member, SILENT)
+
+    def _known(self) -> list[_Member]:
+        return [member for member in self._members.values() if member.process is not None]
+
+    def _let_in(self, now: float) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return  # it left before it was let in
+        link = Link(connection, key=self._key, sends_as=HUB, hears_from=MEMBER)
+        self._members[link] = _Member(link, now)
+        strangers = [member for member in self._members.values() if member.process is None]
+        if len(strangers) > self._num_processes + _MAX_STRANGERS:
+            self._drop(strangers[0])
+
+    def _drop(self, member: _Member) -> None:
+        del self._members[member.link]
+        member.link.close()
 
     def _take(self, member: _Member, message: dict[str, Any], now: float) -> None:
         member.heard = now
-        if "hello" in message:
-            member.process = int(message["hello"])
-            member.host, member.pid = str(message["host"]), int(message["pid"])
-            self._introduced.add(member.process)
+        if member.process is None:
+            self._introduce(member, message)
+            return
         if message.get("done"):
             member.is_done = True
-        if member.process is not None and message.get("how") in (ENDED, FAILED, STALLED):
+        if message.get("how") in (ENDED, FAILED, STALLED):
             self._lose(member, message["how"], str(message.get("text", "")))
+
+    def _introduce(self, member: _Member, message: dict[str, Any]) -> None:
+        process, host, pid = (message.get(name) for name in ("hello", "host", "pid"))
+        if not (isinstance(process, int) and isinstance(pid, int)) or (
+            process in self._introduced or process not in range(self._num_processes)
+        ):
+            # Signed, but no introduction, or a recorded one that is sent again.
+            member.link.is_open = False
+            return
+        member.process, member.host, member.pid = process, str(host), pid
+        self._introduced.add(process)
+        if self.loss is not None:
+            member.link.send(loss=dataclasses.asdict(self.loss))
 
     def _lose(self, member: _Member, how: str, text: str = "") -> None:
         if self.loss is not None:
             return  # those that follow are consequences
         assert member.process is not None
         self.loss = Loss(member.process, member.host, member.pid, how, text)
-        for other in self._members.values():
+        for other in self._known():
             other.link.send(loss=dataclasses.asdict(self.loss))

@@ -1,6 +1,8 @@
 """The companion of one process: its loop.
 
-Run by `layerkit_runner.processes.companion.start`, with one argument: the fields of `Task` as JSON.
+Run by `layerkit_runner.processes.companion.start`, which writes the fields of `Task` as JSON to its
+standard input: the arguments of a command are visible to other users, and one of the fields is
+secret.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from layerkit_runner.processes.companion.peers import (
     BEAT_SECONDS,
     ENDED,
     FAILED,
+    HUB,
+    MEMBER,
     SILENT,
     SILENT_SECONDS,
     STALLED,
@@ -30,6 +34,7 @@ from layerkit_runner.processes.companion.peers import (
     Hub,
     Loss,
 )
+from layerkit_runner.processes.time_limit import finished_within
 
 # A process that failed is named to the others only then: it is often all that fail alike, and each
 # should say so itself.
@@ -57,6 +62,7 @@ class Task:
       hub_host: The name of the machine of process 0.
       hub_pid: Of process 0.
       listener: Descriptor on which the hub listens, beside process 0; None elsewhere.
+      key: Secret of the job, hexadecimal, that signs the messages between companions.
     """
 
     process: int
@@ -71,6 +77,7 @@ class Task:
     hub_host: str
     hub_pid: int
     listener: int | None
+    key: str
 
 
 class Companion:
@@ -79,12 +86,13 @@ class Companion:
     def __init__(self, task: Task) -> None:
         now = time.monotonic()
         self._task = task
-        self._log = LogCopy(_open_log(task))
+        self._log = LogCopy(lambda: _open_log(task))
         self._log.note(task.header)
         self._control = Link(socket.socket(fileno=task.control))
         self._hub: Hub | None = None
         if task.listener is not None:
-            self._hub = Hub(socket.socket(fileno=task.listener), task.num_processes, now)
+            listener = socket.socket(fileno=task.listener)
+            self._hub = Hub(listener, task.num_processes, now, key=bytes.fromhex(task.key))
         self._member = self._connect()
         self._log.follow(task.streams[0], 1 if task.process == 0 else None)
         self._log.follow(task.streams[1], 2, errors_only=task.process != 0)
@@ -107,6 +115,7 @@ class Companion:
         self._log.wait(_SECONDS_TO_DRAIN)
         if self._hub is not None:
             self._leave_hub(self._hub)
+            self._log.wait(_SECONDS_TO_DRAIN)
 
     def _turn(self) -> None:
         waits_for: list[Link | socket.socket] = [self._control]
@@ -251,7 +260,7 @@ class Companion:
     def _connect(self) -> Link | None:
         task = self._task
         try:
-            link = Link(socket.create_connection(task.hub_address, timeout=_SECONDS_TO_END))
+            connection = socket.create_connection(task.hub_address, timeout=_SECONDS_TO_END)
         except OSError as error:
             text = (
                 f"runner: process {task.process} cannot reach process 0 at"
@@ -261,13 +270,15 @@ class Companion:
             self._log.note(text)
             _tell(text)
             return None
+        key = bytes.fromhex(task.key)
+        link = Link(connection, key=key, sends_as=MEMBER, hears_from=HUB)
         link.send(hello=task.process, host=task.host, pid=task.pid)
         return link
 
 
 def _tell(text: str) -> None:
-    with contextlib.suppress(OSError):
-        os.write(2, text.encode() + b"\n")
+    # Standard error may be a file, on a disk that does not answer.
+    finished_within(_SECONDS_TO_DRAIN, lambda: os.write(2, text.encode() + b"\n"))
 
 
 def _is_stopped(pid: int) -> bool:
@@ -282,14 +293,14 @@ def _is_stopped(pid: int) -> bool:
 
 def _open_log(task: Task) -> BinaryIO | None:
     try:
-        return open(task.log, "ab")
+        return open(task.log, "ab", buffering=0)
     except OSError as error:
         _tell(f"runner: process {task.process} keeps no log: {error}")
         return None
 
 
 def main() -> None:
-    """Runs the companion that the first argument describes."""
+    """Run the companion that the standard input describes."""
     # What asks the process to stop may be sent to all of its kind; the companion outlives it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -298,7 +309,7 @@ def main() -> None:
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     del soft
-    fields = json.loads(sys.argv[1])
+    fields = json.load(sys.stdin)
     fields["streams"] = tuple(fields["streams"])
     fields["hub_address"] = tuple(fields["hub_address"])
     Companion(Task(**fields)).run()

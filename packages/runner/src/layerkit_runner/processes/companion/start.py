@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import shlex
@@ -11,13 +12,17 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import layerkit_runner
 from layerkit_runner.processes.companion.link import Link
 from layerkit_runner.processes.companion.program import Task
+from layerkit_runner.processes.time_limit import finished_within
 
 _SECONDS_FOR_LAST_LINES = 3.0
+_SECONDS_TO_WRITE = 2.0
+_MAX_TEXT = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +53,9 @@ class StartedCompanion:
       hub_address: (host, port) at which the hub is reached.
       hub: The process beside which the hub is.
       listener: Listening there, in process 0; None elsewhere.
+      key: Secret of the job, the same in all processes.
       log: The file to append to.
-      exit_code: With which this process ends at once when another was lost.
+      exit_code: With which this process ends at once when another, or its companion, was lost.
     """
 
     def __init__(
@@ -59,6 +65,7 @@ class StartedCompanion:
         hub_address: tuple[str, int],
         hub: Identity,
         listener: socket.socket | None,
+        key: bytes,
         log: Path,
         exit_code: int,
     ) -> None:
@@ -80,30 +87,39 @@ class StartedCompanion:
             hub_host=hub.host,
             hub_pid=hub.pid,
             listener=None if listener is None else listener.fileno(),
+            key=key.hex(),
         )
         inherited = [task.control, *streams, *([] if listener is None else [listener.fileno()])]
         self._program = subprocess.Popen(
-            [sys.executable, "-S", "-m", program_module(), json.dumps(dataclasses.asdict(task))],
+            [sys.executable, "-S", "-m", program_module()],
             env={**os.environ, "PYTHONPATH": os.fspath(Path(layerkit_runner.__file__).parents[1])},
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             pass_fds=inherited,
             start_new_session=True,
         )
+        assert self._program.stdin is not None
+        with self._program.stdin as stdin:
+            stdin.write(json.dumps(dataclasses.asdict(task)).encode())
         theirs.close()
         if listener is not None:
             listener.close()
+        self._identity = identity
+        self._log = log
         self._exit_code = exit_code
+        self._is_closing = False
+        # Kept open, so that what this process prints meets no broken pipe if the companion ends.
+        self._streams = streams
         self._control = Link(ours)
         ours.settimeout(None)  # a thread waits for it
         self._is_last = threading.Event()
         self._saved = _redirect([pipe[1] for pipe in pipes])
-        for number in (*streams, *(pipe[1] for pipe in pipes)):
-            os.close(number)
+        for _, writer in pipes:
+            os.close(writer)
         threading.Thread(target=self._listen, name="companion", daemon=True).start()
 
     def failed(self, text: str) -> None:
-        """Tells the other processes why this one ends."""
-        self._control.send(failed=text)
+        """Tell the other processes why this one ends."""
+        self._control.send(failed=text[:_MAX_TEXT])
 
     def wait_for_others(self, seconds: float) -> None:
         """In process 0, waits until no other process is there, at most so long."""
@@ -111,7 +127,8 @@ class StartedCompanion:
         self._is_last.wait(seconds)
 
     def close(self) -> None:
-        """Says that this process is done, and lets it print for itself again."""
+        """Tell the companion that this process is done, and print without it again."""
+        self._is_closing = True
         self._control.send(done=True)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -128,15 +145,46 @@ class StartedCompanion:
                     os._exit(self._exit_code)
                 if message.get("is_last"):
                     self._is_last.set()
-        if self._saved:  # the companion ended before it was told to
-            self._print_directly()
-            print("runner: the companion of this process ended; so does its log", file=sys.stderr)
+        if not self._is_closing:
+            self._end_without_companion()
+
+    def _end_without_companion(self) -> None:
+        """End this process, which the others take for lost, and end for, at the same moment."""
+        code = self._program.wait()
+        name = f"signal {-code}" if code < 0 else f"exit code {code}"
+        text = (
+            f"runner: {self._identity} lost its companion, which ended with {name}. No other"
+            " process hears of this one any more, so it ends as well; the same command in every"
+            " process resumes from the newest checkpoint.\n"
+        ).encode()
+        self._print_directly()
+        for stream, target in zip(self._streams, (1, 2), strict=True):
+            finished_within(_SECONDS_TO_WRITE, functools.partial(_pass_on_rest, stream, target))
+        finished_within(_SECONDS_TO_WRITE, lambda: os.write(2, text))
+        finished_within(_SECONDS_TO_WRITE, lambda: _append(self._log, text))
+        if self._identity.process == 0:
+            # The coordinator is in this process; without it the others abort before they can speak.
+            time.sleep(_SECONDS_FOR_LAST_LINES)
+        os._exit(self._exit_code)
 
     def _print_directly(self) -> None:
         saved, self._saved = self._saved, {}
         for target, descriptor in saved.items():
             os.dup2(descriptor, target)
             os.close(descriptor)
+
+
+def _pass_on_rest(stream: int, target: int) -> None:
+    """Copy what the companion left unread in a pipe."""
+    os.set_blocking(stream, False)
+    with contextlib.suppress(BlockingIOError):
+        while data := os.read(stream, 1 << 16):
+            os.write(target, data)
+
+
+def _append(log: Path, text: bytes) -> None:
+    with log.open("ab") as file:
+        file.write(text)
 
 
 def program_module() -> str:
