@@ -342,3 +342,14 @@ def test_a_reader_has_no_metrics_and_has_skipped_nothing_unless_it_says_so():
     assert not source.has_score_metrics and not source.has_prediction_metrics
     assert source.score_metrics({0: 1.0}) == source.prediction_metrics({0: "text"}) == {}
     assert source.num_skipped == 0
+
+
+@pytest.mark.parametrize("read", ["get_next", "peek", "get_next_padded"])
+@pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit()])
+def test_exit_within_an_input_is_an_error_that_names_it(error, read):
+    class Exiting(Counting):
+        def _next(self):
+            raise error
+
+    with pytest.raises(RuntimeError, match=rf"Exiting 'web': .*{type(error).__name__}"):
+        getattr(Exiting(batch_size=2, name="web"), read)()

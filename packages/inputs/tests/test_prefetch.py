@@ -197,3 +197,42 @@ def test_metrics_and_skipped_records_are_those_of_the_source():
     assert ahead.has_score_metrics and ahead.has_prediction_metrics and ahead.num_skipped == 3
     assert ahead.score_metrics({0: 1.0, 5: 2.5}) == {"total": 3.5}
     assert ahead.prediction_metrics({3: "yes"}) == {"examples": 1.0}
+
+
+class Exiting(Gated):
+    """Raises what it is given instead of its second batch, or of the state after it."""
+
+    error: BaseException = SystemExit(0)
+    fails_in_state: bool = False
+
+    def get_next(self) -> NestedMap:
+        if self.at == 1 and not self.fails_in_state:
+            raise self.error
+        return super().get_next()
+
+    def _reader_state(self) -> dict[str, int]:
+        if self.at == 2 and self.fails_in_state:
+            raise self.error
+        return super()._reader_state()
+
+
+@pytest.mark.parametrize("fails_in_state", [False, True])
+@pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit()])
+def test_exit_of_source_is_an_error_that_names_the_input(error, fails_in_state):
+    source = Exiting(
+        batch_size=1, is_training=True, name="web", error=error, fails_in_state=fails_in_state
+    )
+    ahead = Prefetch(source=source)
+    ahead.get_next()
+    assert ahead.wait(30)
+    with pytest.raises(RuntimeError, match=rf"^Exiting 'web': .*{type(error).__name__}") as caught:
+        ahead.get_next()
+    assert caught.value.__cause__ is error
+
+
+def test_interrupt_of_source_reaches_the_reader_of_the_batches():
+    ahead = Prefetch(source=Exiting(batch_size=1, is_training=True, error=KeyboardInterrupt()))
+    ahead.get_next()
+    assert ahead.wait(30)
+    with pytest.raises(KeyboardInterrupt):
+        ahead.get_next()

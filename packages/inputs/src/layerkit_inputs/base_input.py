@@ -33,6 +33,29 @@ from layerkit_inputs import state as state_lib
 from layerkit_inputs.eval_padding import AllGather, end_together, pad_rows
 
 
+def exit_as_error(source: BaseInput, error: BaseException) -> BaseException:
+    """Return an error that names the input in place of SystemExit and GeneratorExit.
+
+    Python gives these two a meaning of their own: the first ends a process with an exit code, the
+    second ends a generator. Raised by an input, they are faults of the input.
+
+    Args:
+      source: Input that raised `error`.
+      error: Any exception.
+
+    Returns:
+      A RuntimeError for these two, `error` itself otherwise.
+    """
+    if not isinstance(error, (SystemExit, GeneratorExit)):
+        return error
+    wrapped = RuntimeError(
+        f"{source._label}: reading the next batch raised {error!r}. Expected a batch, "
+        "StopIteration or an error. Raise an error that says what is wrong with the data."
+    )
+    wrapped.__cause__ = error
+    return wrapped
+
+
 def _delivers(get_next: Callable[..., NestedMap]) -> Callable[..., NestedMap]:
     """Makes the outermost of a chain of `get_next` calls serve and count what is delivered."""
 
@@ -52,6 +75,8 @@ def _delivers(get_next: Callable[..., NestedMap]) -> Callable[..., NestedMap]:
             if not self.endless:
                 raise
             batch = self._begin_again(get_next)
+        except (SystemExit, GeneratorExit) as error:
+            raise exit_as_error(self, error) from error
         finally:
             self._is_delivering = False
         self._num_delivered += 1
@@ -352,9 +377,13 @@ class BaseInput(Configurable):
 
     # Field values that cannot work are refused when the input is built.
 
+    @property
+    def _label(self) -> str:
+        """Class and name, as error messages show them: `LocalText 'train'`."""
+        return type(self).__qualname__ + (f" {self.name!r}" if self.name else "")
+
     def _refuse(self, problem: str) -> ValueError:
-        label = type(self).__qualname__ + (f" {self.name!r}" if self.name else "")
-        return ValueError(f"{label}: {problem}")
+        return ValueError(f"{self._label}: {problem}")
 
     def _check_at_least(self, least: int, *fields: str) -> None:
         """Refuses fields that are set, to less than `least`."""

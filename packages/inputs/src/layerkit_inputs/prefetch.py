@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.base_input import BaseInput
+from layerkit_inputs.base_input import BaseInput, exit_as_error
 from layerkit_inputs.state import Scope
 
 _EXIT_SECONDS = 1.0
@@ -32,7 +32,7 @@ class _Worker:
         self._source = source
         self._depth = depth
         self._ready: collections.deque[tuple[NestedMap, dict[str, Any]]] = collections.deque()
-        self._end: Exception | None = None
+        self._end: BaseException | None = None
         self._is_stopped = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="layerkit-prefetch", daemon=True)
@@ -42,9 +42,9 @@ class _Worker:
         while self._wait_for_room():
             try:
                 item = (self._source.get_next(), self._source.get_state())
-            except Exception as error:  # handed to whoever takes the next batch
+            except BaseException as error:  # a thread that ends in silence would hang `take`
                 with self._changed:
-                    self._end = error
+                    self._end = exit_as_error(self._source, error)
                     self._changed.notify_all()
                 return
             with self._changed:

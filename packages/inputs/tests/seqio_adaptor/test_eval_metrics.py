@@ -161,3 +161,30 @@ def test_metrics_that_return_nothing_or_the_same_name_are_errors(make_text_input
         make_text_input(metric_fns=[total_score, total_score]).score_metrics(scores)
     assert make_text_input(metric_fns=[with_text]).score_metrics(scores) == {"mean": 2.0}
     assert "metric 'best' is a str, no number, and is left out" in caplog.text
+
+
+@pytest.mark.parametrize("converter", ["language_model", "prefix_lm"])
+@pytest.mark.parametrize("weights_on_targets_only", [None, False, True])
+def test_scores_that_would_include_the_inputs_raise(make_task, converter, weights_on_targets_only):
+    fields = {
+        "batch_size": 1,
+        "mixture_or_task": make_task(
+            [{"inputs": [7, 8], "targets": [5, 1]}], metric_fns=[total_score]
+        ),
+        "split_name": "validation",
+        "task_feature_lengths": {"inputs": 3, "targets": 3},
+        "feature_converter": converter,
+        "weights_on_targets_only": weights_on_targets_only,
+    }
+    if weights_on_targets_only or (weights_on_targets_only is None and converter == "prefix_lm"):
+        batch = SeqIOInput(**fields).get_next()
+        assert batch.weights.sum() == 2  # the targets
+    else:
+        with pytest.raises(ValueError, match=r"weights_on_targets_only=False.*\['task'\]"):
+            SeqIOInput(**fields)
+        for other in ({"use_task_metrics": False}, {"is_training": True}):
+            assert SeqIOInput(**{**fields, **other}).get_next().weights.sum() > 2
+
+
+def test_scores_of_targets_alone_need_no_weights_on_targets(make_text_input):
+    assert make_text_input(metric_fns=[total_score]).has_score_metrics

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -65,37 +66,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
       The exit code.
     """
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        words = list(sys.argv[1:] if arguments is None else arguments)
-        if words[:1] == ["launch"]:
-            return _launch(words[1:])
-        flags = parse_flags(words)
-        if flags.help:
-            return _print(help_text())
-        if flags.command == "doctor":
-            # Nothing else needs it; and it loads neither JAX nor any experiment itself.
-            from layerkit_runner.doctor import run_doctor
-
-            try:
-                return run_doctor(flags.options)
-            except BrokenPipeError:
-                return _reader_left()
-        _let_own_modules_be_found()
-        if flags.list:
-            return _print(_listing(flags))
-        if flags.diff_config is not None:
-            return _diff_config(flags, flags.diff_config)
-        if flags.options.study is not None and not flags.print_config:
-            return _study(flags)
-        resolved = _resolve(flags)
-        if flags.print_config:
-            return _print_config(resolved, flags.options, flags.mode)
-        return _RUN_MODE[flags.mode](flags.mode, resolved, flags.options)
+        return _command(words)
     except UsageError as error:
         print(f"runner: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # A connection to another machine may break as well, which is a fault of the run.
+        if not _stdout_is_broken():
+            raise
+        # The interpreter would flush to the broken pipe again on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if words[:1] == ["launch"] or not _is_run(words):
+            return 0
+        print(
+            "runner: standard output was closed by its reader, so the run has stopped.",
+            file=sys.stderr,
+        )
+        return 1
+
+
+def _command(words: Sequence[str]) -> int:
+    """Do what the words of the command line say; returns the exit code."""
+    if words[:1] == ["launch"]:
+        return _launch(words[1:])
+    flags = parse_flags(words)
+    if flags.help:
+        return _print(help_text())
+    if flags.command == "doctor":
+        # Nothing else needs it; and it loads neither JAX nor any experiment itself.
+        from layerkit_runner.doctor import run_doctor
+
+        return run_doctor(flags.options)
+    _let_own_modules_be_found()
+    if flags.list:
+        return _print(_listing(flags))
+    if flags.diff_config is not None:
+        return _diff_config(flags, flags.diff_config)
+    if flags.options.study is not None and not flags.print_config:
+        return _study(flags)
+    resolved = _resolve(flags)
+    if flags.print_config:
+        return _print_config(resolved, flags.options, flags.mode)
+    return _RUN_MODE[flags.mode](flags.mode, resolved, flags.options)
 
 
 def _launch(words: Sequence[str]) -> int:
@@ -103,10 +119,7 @@ def _launch(words: Sequence[str]) -> int:
     from layerkit_runner.launching import run_launch
 
     _let_own_modules_be_found()
-    try:
-        return run_launch(words, _resolve)
-    except BrokenPipeError:
-        return _reader_left()
+    return run_launch(words, _resolve)
 
 
 def _resolve(flags: ParsedFlags) -> ResolvedExperiment:
@@ -261,18 +274,25 @@ def _let_own_modules_be_found() -> None:
 
 
 def _print(text: str) -> int:
+    print(text, flush=True)
+    return 0
+
+
+def _is_run(words: Sequence[str]) -> bool:
+    """Return whether the command line asks for a job, which is not done once it has printed."""
+    flags = parse_flags(words)
+    prints = flags.help or flags.list or flags.only_prints or flags.command == "doctor"
+    return not prints and flags.mode not in ("plan", "inspect")
+
+
+def _stdout_is_broken() -> bool:
+    """Return whether standard output is a pipe that its reader has closed, as `head` does."""
     try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        return _reader_left()
-    return 0
-
-
-def _reader_left() -> int:
-    """`runner --list | head`: the reader has had enough, which is no error."""
-    # The interpreter would flush to the descriptor again on its way out.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)  # errors are reported without being asked for
+        return any(event & select.POLLERR for _, event in poll.poll(0))
+    except (OSError, ValueError):  # not a file of the operating system
+        return False
 
 
 if __name__ == "__main__":

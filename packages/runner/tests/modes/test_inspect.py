@@ -112,3 +112,35 @@ def test_the_command_shows_every_input_and_writes_nothing(tmp_path: Path):
     assert wrong.stderr.startswith("runner: ")
     assert "/nowhere/at/all" in wrong.stderr
     assert wrong.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "exit_code", "error"),
+    [
+        (["--list"], 0, ""),
+        (["--exp=lm.quickstart.LocalText", "--mode=inspect", "--inspect=batches"], 0, ""),
+        pytest.param(
+            ["--exp=lm.quickstart.LocalText", "--reduced", "--job_log_dir=job"],
+            1,
+            "runner: standard output was closed by its reader, so the run has stopped.\n",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_commands_end_without_a_traceback_when_nobody_reads_their_output(
+    tmp_path: Path, words: list[str], exit_code: int, error: str
+):
+    pytest.importorskip("layerkit_experiments")
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "layerkit_runner.cli", *words],
+        cwd=tmp_path,
+        env=os.environ,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=180,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (exit_code, error)

@@ -227,10 +227,6 @@ class GrainIterInput(BaseInput):
         """Rows that this host could not read and left out so far."""
         return self._bad.num_skipped
 
-    @property
-    def _label(self) -> str:
-        return f"{type(self).__qualname__} {self.name!r}" if self.name else type(self).__qualname__
-
     def _begin_epoch(self, epoch: int) -> None:
         self._close()
         self._epoch, self._rows_done = epoch, 0

@@ -146,10 +146,6 @@ class GrainMapInput(IndexedInput):
             found.append(None)
         return found
 
-    @property
-    def _label(self) -> str:
-        return f"{type(self).__qualname__} {self.name!r}" if self.name else type(self).__qualname__
-
     def _try_to_read(self, place: tuple[int, int]) -> NestedMap | ValueError | OSError:
         """A row, or why there is none."""
         row, epoch = place

@@ -402,6 +402,18 @@ class SeqIOInput(BaseInput):
             return
         for task in self._task_list:
             eval_metrics.check_metrics(task, self._refuse)
+        counts_inputs = (
+            self.feature_converter in ("language_model", "prefix_lm")
+            and "inputs" in self._format.lengths
+            and not self.weights_on_targets_only
+        )
+        if counts_inputs and self.has_score_metrics:
+            names = [task.name for task in self._task_list if task.score_metric_fns]
+            raise self._refuse(
+                f"weights_on_targets_only=False, but tasks {names} have metrics of scores, which "
+                "would include the tokens of the inputs. Expected True. Set "
+                "weights_on_targets_only=True, or use_task_metrics=False."
+            )
         if self.use_packing and (self.has_score_metrics or self.has_prediction_metrics):
             raise self._refuse(
                 "use_packing=True outside of training, but the tasks have metrics, which need one "

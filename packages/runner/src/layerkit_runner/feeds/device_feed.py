@@ -14,6 +14,7 @@ from typing import Any
 
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.prefetch import Prefetch
+from layerkit_runner.feeds.batch_checks import check_batch
 from layerkit_runner.feeds.infeed import told_in_one_line
 from layerkit_runner.partitioning import Partitioner
 
@@ -87,7 +88,7 @@ class DeviceFeed:
         if self._state is None:
             self._state = self._source.get_state()
         with told_in_one_line():
-            batch = self._source.get_next()
+            batch = check_batch(self._source, self._source.get_next())
         self._waiting.append((self._partitioner.put_batch(batch), self._source.get_state()))
 
     def _wait(self, is_idle: Callable[[], bool]) -> float:

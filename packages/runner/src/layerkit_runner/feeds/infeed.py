@@ -15,6 +15,7 @@ from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.extras import MissingExtraError
 from layerkit_inputs.feeds import FeedPlan, plan_feeds
 from layerkit_runner.errors import UsageError
+from layerkit_runner.feeds.batch_checks import check_batch
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.processes.process_exchange import gather_values
 from layerkit_runner.processes.watchdog import progress
@@ -129,8 +130,8 @@ def example_batch(
     if blank is not None:
         return blank
     train_input = make_input(config, partitioner, place)
-    with contextlib.closing(train_input), told_in_one_line():
-        return train_input.peek()
+    with contextlib.closing(train_input):
+        return peek_batch(train_input)
 
 
 def feed_plan(global_rows: int, partitioner: Partitioner, place: Place | None = None) -> FeedPlan:
@@ -168,7 +169,18 @@ def eval_batches(dataset: BaseInput) -> Iterator[NestedMap]:
         progress(
             f"working on batch {number} of {name}", compiles=number == 1, waits_for_others=True
         )
-        yield batch
+        yield check_batch(dataset, batch, is_padded=True)
+
+
+def peek_batch(dataset: BaseInput) -> NestedMap:
+    """Return the next batch of an input without consuming it.
+
+    Raises:
+      StopIteration: the data have ended.
+      UsageError: the data cannot be read, or the batch is not what the input declares.
+    """
+    with told_in_one_line():
+        return check_batch(dataset, dataset.peek())
 
 
 @contextlib.contextmanager

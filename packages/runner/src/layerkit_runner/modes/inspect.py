@@ -23,6 +23,7 @@ from layerkit_inputs.base_input import BaseInput
 from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError
+from layerkit_runner.feeds.batch_checks import check_batch
 from layerkit_runner.feeds.batch_text import UNWEIGHTED, field_table, real_rows, row_lines, summary
 from layerkit_runner.feeds.infeed import (
     Place,
@@ -131,7 +132,9 @@ def _reads(dataset: BaseInput) -> str:
 def _next(dataset: BaseInput) -> NestedMap | None:
     with told_in_one_line():
         try:
-            return dataset.get_next() if dataset.is_training else dataset.get_next_padded()
+            if dataset.is_training:
+                return check_batch(dataset, dataset.get_next())
+            return check_batch(dataset, dataset.get_next_padded(), is_padded=True)
         except StopIteration:
             return None
 

@@ -30,7 +30,7 @@ from layerkit_runner.executor import (
     executor_class,
 )
 from layerkit_runner.feeds.data_agreement import check_same_data
-from layerkit_runner.feeds.infeed import told_in_one_line
+from layerkit_runner.feeds.infeed import peek_batch, told_in_one_line
 from layerkit_runner.init_from import FirstState, plan_first_state
 from layerkit_runner.init_from.provenance import write_record
 from layerkit_runner.init_from.settings import init_from_flags
@@ -153,9 +153,8 @@ def _decode_during_train(job: Job) -> None:
 
 def _check_readable(programs: TrainPrograms) -> None:
     """Reads the first batches, where data that are not there come to light."""
-    with told_in_one_line():
-        for program in programs.programs:
-            program.dataset.peek()
+    for program in programs.programs:
+        peek_batch(program.dataset)
 
 
 @dataclasses.dataclass(frozen=True)

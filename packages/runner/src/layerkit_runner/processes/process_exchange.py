@@ -39,11 +39,12 @@ def from_process_0(make: Callable[[], Any]) -> Any:
     Raises:
       Exception: what `make` raised; a ValueError with its text on the other processes.
     """
-    value, error = None, None
+    value: Any = None
+    error: BaseException | None = None
     if jax.process_index() == 0:
         try:
             value = make()
-        except Exception as problem:  # told to the others, who would wait in vain, then raised
+        except BaseException as problem:  # the other processes would wait for this one
             error = problem
     told = gather_values([value, error and f"process 0: {type(error).__name__}: {error}"])[0]
     if error is not None:

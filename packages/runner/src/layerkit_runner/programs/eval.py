@@ -15,7 +15,7 @@ from etils import epath
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
 from layerkit_runner.errors import UsageError
-from layerkit_runner.feeds.infeed import eval_batches, told_in_one_line
+from layerkit_runner.feeds.infeed import eval_batches, peek_batch
 from layerkit_runner.feeds.skipped_records import SKIPPED_RECORDS, report_skipped
 from layerkit_runner.observers import Observer
 from layerkit_runner.partitioning import Partitioner
@@ -119,8 +119,7 @@ class EvalProgram(BaseProgram):
         if type(self).run is not EvalProgram.run or self._scores_examples:
             return None
         try:
-            with told_in_one_line():
-                batch = self.partitioner.abstract_batch(self.dataset.peek())
+            batch = self.partitioner.abstract_batch(peek_batch(self.dataset))
         except StopIteration:
             return None
         reported = jax.eval_shape(self._step, abstract_state, batch)

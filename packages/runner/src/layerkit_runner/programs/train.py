@@ -17,7 +17,7 @@ from layerkit.summaries import Summary
 from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner.errors import UsageError
 from layerkit_runner.feeds.device_feed import DeviceFeed
-from layerkit_runner.feeds.infeed import told_in_one_line
+from layerkit_runner.feeds.infeed import peek_batch
 from layerkit_runner.feeds.skipped_records import SkippedRecords
 from layerkit_runner.observers import Goodput, Observer, StepWork, Throughput, memory_scalars
 from layerkit_runner.observers.step_profiler import STEP_EVENT
@@ -96,8 +96,7 @@ class TrainProgram:
 
     def abstract_batch(self) -> NestedMap:
         """Shapes, dtypes and shardings of a global batch; data may still be put elsewhere."""
-        with told_in_one_line():
-            return self._partitioner.abstract_batch(self.dataset.peek())
+        return self._partitioner.abstract_batch(peek_batch(self.dataset))
 
     def start(
         self,
