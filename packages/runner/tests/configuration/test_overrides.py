@@ -188,3 +188,18 @@ def test_of_many_fields_a_dozen_is_shown():
         + ", ".join(f"FIELD_{i}" for i in range(12))
         + ", … (8 more)."
     )
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["-" * 100_000 + "1", "[" + "-" * 3_000 + "1]", "a" + ".b" * 100_000, "1" + "+1j" * 50_000],
+    ids=lambda text: text[:6],
+)
+def test_deeply_nested_literal_is_refused(text):
+    with pytest.raises(MismatchError, match="deep"):
+        parse_value(text)
+
+
+@pytest.mark.parametrize("text", ["9**9**9", "2**10"])
+def test_arithmetic_is_not_computed(text):
+    assert parse_value(text) == text

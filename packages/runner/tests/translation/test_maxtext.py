@@ -288,7 +288,8 @@ def test_every_recipe_is_where_the_class_imports_it_from(recipe):
             " at line 1, column 5",
         ),
         ("a: \0", "file.yml is no YAML: unacceptable character #x0000"),
-        ("a: 2020-99-99", "file.yml has a value that YAML cannot read: month must be in 1..12"),
+        ("a: 2020-99-99", "month must be in 1..12"),
+        ("a: &a [*a]", "file.yml is no YAML: an alias repeats the value that it is in"),
         ("1: 2", "file.yml: the key 1 is no name"),
     ],
 )

@@ -294,3 +294,66 @@ def test_an_unknown_base_and_another_optimizer_are_told():
 def test_each_field_is_treated_in_one_way():
     kinds = [set(SAME), set(RENAMED), set(NEUTRAL), set(ONLY), set(COMPOSED)]
     assert sum(map(len, kinds)) == len(set.union(*kinds))
+
+
+HUGE = [
+    "9**9**9",
+    "-9**9**9",
+    "10**100000 // 3",
+    "(((9**99)**99)**99)",
+    "[0] * 10**10",
+    "10**10 * [0]",
+    "[[0] * 900] * 900",
+    "'a' * 10**9",
+    "1 << 10**9",
+    f"0x{'f' * 1_000}",
+    f"'{'a' * 100_000}'",
+]
+
+
+@pytest.mark.parametrize("expression", HUGE, ids=lambda text: text[:20])
+def test_expression_with_huge_value_is_not_computed(expression):
+    translation = only(f"class A:\n  NUM_LAYERS = {expression}\n")
+    assert translation.fields.get("NUM_LAYERS") is None
+    assert [left.name for left in translation.leftovers] == ["NUM_LAYERS"]
+
+
+def test_value_that_doubles_with_each_name_is_not_computed():
+    lines = [f"  X{n + 1} = [X{n}, X{n}]\n" for n in range(60)]
+    leftovers = told("class A:\n  X0 = [1, 1]\n" + "".join(lines))
+    assert max(map(len, leftovers)) < 10_000
+
+
+def test_value_within_the_bounds_is_computed():
+    assert only("class A:\n  MAX_STEPS = 2**40\n").fields["MAX_STEPS"] == 2**40
+    assert only("class A:\n  ICI_MESH_SHAPE = [1] * 3\n").fields["ICI_MESH_SHAPE"] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"class A:\n  X = {'1+' * 2_500}1\n",
+        f"class A:\n  X = {'-' * 100_000}1\n",
+        f"class A:\n  X = 0x{'f' * 10_000}\n",
+        "class A0:\n  X = 1\n" + "".join(f"class A{n + 1}(A{n}):\n  pass\n" for n in range(3_000)),
+        f"class A:\n  X = {'[' * 5_000}{']' * 5_000}\n",
+    ],
+    ids=["sum", "minus", "integer", "classes", "lists"],
+)
+def test_code_that_is_too_deep_or_too_long_is_refused(text):
+    with pytest.raises(UsageError, match=r"file\.py"):
+        translate_pax({"file.py": text})
+
+
+def test_functions_whose_calls_double_are_refused():
+    functions = "".join(f"def f{n}(t):\n  f{n + 1}(t)\n  f{n + 1}(t)\n" for n in range(40))
+    task = "  def task(self):\n    t = super().task()\n    f0(t)\n    return t\n"
+    with pytest.raises(UsageError, match="nodes"):
+        translate_pax({"file.py": f"{functions}def f40(t):\n  t.a = 1\nclass A:\n{task}"})
+
+
+def test_sizes_of_another_kind_are_told():
+    names = [
+        left.split(" ")[0] for left in told("class A:\n  MODEL_DIMS = [8]\n  DIMS_PER_HEAD = 2\n")
+    ]
+    assert names == ["MODEL_DIMS"]

@@ -79,7 +79,7 @@ def parse_literal(text: str) -> Any:
     """A Python literal in which bare words are strings.
 
     Raises:
-      MismatchError: `text` opens a bracket or a quote and is not a literal.
+      MismatchError: `text` opens a bracket or a quote and is not a literal, or nests too deeply.
     """
     text = text.strip()
     if text in ("inf", "-inf", "nan"):
@@ -93,6 +93,8 @@ def parse_literal(text: str) -> Any:
         if text[:1] in tuple("[({'\""):
             raise MismatchError("is not a complete Python literal") from None
         return text
+    except (RecursionError, MemoryError):  # the parser raises either
+        raise MismatchError("is nested too deeply") from None
 
 
 class _WordsToStrings(ast.NodeTransformer):

@@ -20,14 +20,13 @@ answered at once.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from layerkit.near_names import near_names
+from layerkit_runner.bounded_documents import DocumentError, parse_json, parse_toml, read_text
 from layerkit_runner.configuration.overrides import Override, parse_fields, parse_override
 from layerkit_runner.errors import UsageError, first_names
 from layerkit_runner.sweeps.search_space import Parameter, override_text, parse_space
@@ -35,6 +34,8 @@ from layerkit_runner.sweeps.search_space import Parameter, override_text, parse_
 _KEYS = ("metric", "space", "direction", "num_trials", "sampler", "pruner")
 Direction = Literal["minimize", "maximize"]
 _DIRECTIONS: tuple[Direction, ...] = ("minimize", "maximize")
+# A study is a page at most.
+_MAX_BYTES = 100_000
 # Where nobody says how many: enough for the sampler to learn from.
 _NUM_TRIALS = 20
 
@@ -162,15 +163,15 @@ def _document(path: str) -> dict[str, Any]:
     if file.suffix not in (".toml", ".json"):
         raise UsageError("a study file ends in .toml or .json.")
     try:
-        text = file.read_text()
+        text = read_text(file, max_bytes=_MAX_BYTES)
     except FileNotFoundError:
         beside = [other.name for other in file.parent.iterdir()] if file.parent.is_dir() else []
         raise UsageError(f"there is no such file{near_names(file.name, beside)}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, DocumentError) as error:
         raise UsageError(f"cannot be read: {error}") from error
     try:
-        document = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
-    except ValueError as error:  # of which both kinds of syntax errors are
+        document = parse_toml(text) if file.suffix == ".toml" else parse_json(text)
+    except DocumentError as error:
         raise UsageError(f"is not {file.suffix[1:].upper()}: {error}") from error
     if not isinstance(document, dict):
         raise UsageError(f"expected an object with {', '.join(_KEYS)}.")

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from layerkit_runner.bounded_documents import DocumentError, read_text
 from layerkit_runner.configuration.overrides import Override, parse_fields
 from layerkit_runner.configuration.registry import find_experiment
 from layerkit_runner.errors import FieldError, UsageError
@@ -135,9 +136,9 @@ def _texts(files: Sequence[str]) -> dict[str, str]:
     for file in files:
         texts.pop(file, None)
         try:
-            texts[file] = Path(file).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise UsageError(f"{file}: expected text in UTF-8, but {error}") from error
+            texts[file] = read_text(Path(file))
+        except DocumentError as error:
+            raise UsageError(f"{file}: {error}") from error
     return texts
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from layerkit.near_names import near_names
+from layerkit_runner.bounded_documents import DocumentError, parse_yaml
 from layerkit_runner.errors import UsageError
 from layerkit_runner.translation.maxtext_keys import (
     COMPOSED,
@@ -76,18 +77,10 @@ def read_values(texts: Mapping[str, str], words: Sequence[str]) -> dict[str, Any
 
 
 def _yaml(text: str, name: str) -> Any:
-    import yaml
-
     try:
-        return yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        place = "" if mark is None else f" at line {mark.line + 1}, column {mark.column + 1}"
-        raise UsageError(f"{name} is no YAML: {error.problem}{place}") from error
-    except yaml.YAMLError as error:
-        raise UsageError(f"{name} is no YAML: {' '.join(str(error).split())}") from error
-    except ValueError as error:  # of a date that no calendar has
-        raise UsageError(f"{name} has a value that YAML cannot read: {error}") from error
+        return parse_yaml(text)
+    except DocumentError as error:
+        raise UsageError(f"{name} is no YAML: {error}") from error
 
 
 def _number(value: Any) -> Any:

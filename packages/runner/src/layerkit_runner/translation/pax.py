@@ -43,7 +43,7 @@ _UNKNOWN_BASE = "give the file that has it as well, or write what it sets"
 
 
 def translate_pax(texts: Mapping[str, str], names: list[str] | None = None) -> list[Translation]:
-    """The experiments that classes of Pax files describe.
+    """Return the experiments that classes of Pax files describe.
 
     Args:
       texts: The files, by their names.
@@ -51,8 +51,18 @@ def translate_pax(texts: Mapping[str, str], names: list[str] | None = None) -> l
         other class of the files inherits.
 
     Raises:
-      UsageError: a file is no Python, or has no such class, or there is none at all.
+      UsageError: A file is no Python or too deeply nested, or has no such class, or there is none
+        at all.
     """
+    try:
+        return _translations(texts, names)
+    except RecursionError:
+        raise UsageError(
+            f"{', '.join(texts)}: expected expressions that are less deeply nested."
+        ) from None
+
+
+def _translations(texts: Mapping[str, str], names: list[str] | None) -> list[Translation]:
     source = read_source(texts)
     if not source.classes:
         raise UsageError(f"there is no class in {', '.join(texts)}")
@@ -184,8 +194,9 @@ def _composed(pax: Mapping[str, Any]) -> tuple[dict[str, Any], list[Leftover]]:
         fields["POSITIONS"] = "sinusoidal"
         fields["SCALE_EMBEDDING"] = True
         fields["FEED_FORWARD_BIAS"] = True  # whatever USE_BIAS says, which is of attention
-    if pax.get("NUM_HEADS") is None and pax.get("MODEL_DIMS") and pax.get("DIMS_PER_HEAD"):
-        fields["NUM_HEADS"] = pax["MODEL_DIMS"] // pax["DIMS_PER_HEAD"]
+    dims, per_head = pax.get("MODEL_DIMS"), pax.get("DIMS_PER_HEAD")
+    if pax.get("NUM_HEADS") is None and type(dims) is type(per_head) is int and per_head:
+        fields["NUM_HEADS"] = dims // per_head
     for name, positions in _POSITIONS.items():
         try:
             if name in pax and yes_or_no(pax[name]):

@@ -20,6 +20,14 @@ _OPERATORS: dict[type[ast.operator], Any] = {
 }
 
 
+# Bounds of what is computed. The values of a configuration are far below them, and an expression
+# of a few characters, such as 9**9**9, can be far beyond what fits in memory.
+_MAX_BITS = 128
+_MAX_ITEMS = 1_000
+# Of an integer as it is written, about 3,000 digits.
+_MAX_LITERAL_BITS = 10_000
+
+
 class Symbol(str):
     """A name of another module, by its last part: `bfloat16` for `jnp.bfloat16`."""
 
@@ -107,6 +115,9 @@ def read_source(texts: Mapping[str, str]) -> PaxSource:
             tree = ast.parse(text)
         except (SyntaxError, ValueError) as error:  # the latter for a byte of 0
             raise UsageError(f"{name} is no Python: {error}") from error
+        except (RecursionError, MemoryError):  # the parser raises either
+            raise UsageError(f"{name}: expected code that is less deeply nested.") from None
+        _check_integers(name, tree)
         constants: dict[str, Any] = {}
         for node in _statements_of(tree.body):
             if isinstance(node, ast.ClassDef):
@@ -116,6 +127,15 @@ def read_source(texts: Mapping[str, str]) -> PaxSource:
             else:
                 _assign(node, constants, constants)
     return PaxSource(classes, functions)
+
+
+def _check_integers(name: str, tree: ast.Module) -> None:
+    """Refuse integers that Python cannot write in decimal, as a message would."""
+    for node in ast.walk(tree):
+        value = node.value if isinstance(node, ast.Constant) else None
+        if isinstance(value, int) and value.bit_length() > _MAX_LITERAL_BITS:
+            line = getattr(node, "lineno", "?")
+            raise UsageError(f"{name}: line {line} has an integer of over 3,000 digits.")
 
 
 def _statements_of(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -191,9 +211,12 @@ def evaluate(
       fields: Values of `self.X` and `cls.X`.
 
     Raises:
-      CannotTellError: it calls something, or does what is not known here.
+      CannotTellError: it calls something, does what is not known here, or exceeds the bounds.
     """
+    return _bounded(_evaluate(node, names, fields), node)
 
+
+def _evaluate(node: ast.expr, names: Mapping[str, Any], fields: Mapping[str, Any] | None) -> Any:
     def of(part: ast.expr) -> Any:
         return evaluate(part, names, fields)
 
@@ -221,6 +244,7 @@ def evaluate(
             return -_number(plain(node.operand), node)
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
             left, right = (_number(plain(part), node) for part in (node.left, node.right))
+            _check_growth(node, left, right)
             return _OPERATORS[type(node.op)](left, right)
         if (
             isinstance(node, ast.Compare)
@@ -238,6 +262,35 @@ def _sound(value: Any) -> Any:
     if isinstance(value, CannotTellError):
         raise value
     return value
+
+
+def _check_growth(node: ast.BinOp, left: Any, right: Any) -> None:
+    """Raise `CannotTellError` before an operation whose result alone would fill the memory."""
+    if isinstance(node.op, ast.Mult) and isinstance(left, list) != isinstance(right, list):
+        items, times = (left, right) if isinstance(left, list) else (right, left)
+        if isinstance(times, int) and len(items) * times > _MAX_ITEMS:
+            raise _too_large(node)
+    are_ints = isinstance(left, int) and isinstance(right, int)
+    if isinstance(node.op, ast.Pow) and are_ints and (left.bit_length() - 1) * right > _MAX_BITS:
+        raise _too_large(node)
+
+
+def _bounded(value: Any, node: ast.expr) -> Any:
+    """Return a value within the bounds; parts that are shared count each time, as in its text."""
+    items, parts = 0, [value]
+    while parts:
+        part = parts.pop()
+        # Text is counted by its length: the value is written out where it is not translated.
+        items += 1 + (len(part) // 16 if isinstance(part, str) else 0)
+        if items > _MAX_ITEMS or (isinstance(part, int) and part.bit_length() > _MAX_BITS):
+            raise _too_large(node)
+        if isinstance(part, list):
+            parts += part
+    return value
+
+
+def _too_large(node: ast.expr) -> CannotTellError:
+    return CannotTellError(ast.unparse(node), "its value is larger than that of any field")
 
 
 def _number(value: Any, node: ast.expr) -> Any:

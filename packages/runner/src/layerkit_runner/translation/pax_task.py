@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from layerkit_runner.errors import UsageError
 from layerkit_runner.translation.pax_source import (
     CannotTellError,
     PaxFunction,
@@ -22,6 +23,10 @@ from layerkit_runner.translation.pax_source import (
     Symbol,
     told,
 )
+
+# Nodes of the syntax trees that are followed in one method; functions that call one another twice
+# each would take time that doubles with every function.
+_MAX_NODES = 500_000
 
 # Steps of a path that depend on how layers are arranged, and not on what they compute.
 _ARRANGEMENT = ("block", "pipeline_stage")
@@ -79,9 +84,12 @@ def settings_of(method: PaxFunction, source: PaxSource, fields: Mapping[str, Any
       method: A `task()`.
       source: Its files, for the functions that it calls.
       fields: The class's, with inherited ones.
+
+    Raises:
+      UsageError: Its calls lead to more code than is followed.
     """
     settings: list[Setting] = []
-    _Frame(method, {}, source, fields, settings).run(method.node.body)
+    _Frame(method, {}, source, fields, settings, budget=_Budget()).run(method.node.body)
     return settings
 
 
@@ -89,6 +97,22 @@ def goes_on_from_base(method: PaxFunction) -> bool:
     """Whether a `task()` begins with that of a base."""
     calls = (part.func for part in ast.walk(method.node) if isinstance(part, ast.Call))
     return any(isinstance(called, ast.Attribute) and called.attr == "task" for called in calls)
+
+
+class _Budget:
+    """Count of the nodes that the frames of one method may still follow."""
+
+    def __init__(self) -> None:
+        self._num_nodes = _MAX_NODES
+
+    def spend(self, node: ast.AST) -> None:
+        """Count a statement, and raise an error if it is one too many."""
+        self._num_nodes -= sum(1 for _ in ast.walk(node))
+        if self._num_nodes < 0:
+            raise UsageError(
+                "task() calls functions of the files too often to be followed:"
+                f" expected at most {_MAX_NODES:,} nodes of code in all."
+            )
 
 
 class _Frame:
@@ -102,6 +126,7 @@ class _Frame:
         fields: Mapping[str, Any],
         settings: list[Setting],
         *,
+        budget: _Budget,
         callers: tuple[ast.FunctionDef, ...] = (),
         is_certain: bool = True,
     ) -> None:
@@ -110,6 +135,7 @@ class _Frame:
         self._source = source
         self._fields = fields
         self._settings = settings
+        self._budget = budget
         self._callers = (*callers, function.node)
         self._is_certain = is_certain
         self._may_have_ended = False
@@ -120,6 +146,7 @@ class _Frame:
         return any(self._statement(statement) for statement in body)
 
     def _statement(self, node: ast.stmt) -> bool:
+        self._budget.spend(node)
         for part in _considered(node):
             self._tell_calls(part)
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
@@ -299,6 +326,7 @@ class _Frame:
             self._source,
             self._fields,
             self._settings,
+            budget=self._budget,
             callers=self._callers,
             is_certain=self._is_certain,
         )

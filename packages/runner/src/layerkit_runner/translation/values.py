@@ -17,18 +17,28 @@ class NotTranslatedError(ValueError):
     """A value that has no counterpart; the text says why, and what to do instead."""
 
 
+# Beyond any size, step or rate; a larger integer need not even have a float.
+_LARGEST = 2**63
+
+
 def number(value: Any) -> float:
-    """A finite number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    """Return a finite number as a float."""
+    if not _is_number(value) or not abs(value) < math.inf:
         raise NotTranslatedError("expected a number")
     return float(value)
 
 
 def whole_number(value: Any) -> int:
-    """A number without a fraction; 1e5 is one."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1:
+    """Return a number without a fraction, such as 1e5, as an integer."""
+    if not _is_number(value) or not abs(value) <= _LARGEST or value != value // 1:
         raise NotTranslatedError("expected a whole number")
     return int(value)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return isinstance(value, float) or abs(value) <= _LARGEST
 
 
 def yes_or_no(value: Any) -> bool:
