@@ -16,6 +16,7 @@ from layerkit_inputs.eval_padding import (
     agreed_num_batches,
     empty_batch,
     end_together,
+    mark_rows,
     num_rows_of,
     pad_epoch,
     pad_rows,
@@ -199,3 +200,24 @@ def test_hosts_with_batches_of_unlike_shapes_all_hear_of_it():
         "{'provenance': [[2], 'int32']}."
     )
     assert made == [text] * 3
+
+
+def test_rows_that_a_reader_does_not_mark_are_marked_where_hosts_end_apart():
+    def all_gather(value):
+        """The other host has a batch more."""
+        return [value, value if value is not None or len(made) > 1 else {"x": [[2, 3], "float32"]}]
+
+    made = []
+    own = NestedMap(x=np.ones((2, 3), np.float32))
+    for batch in end_together([own], all_gather):
+        made.append(batch)
+        if len(made) == 2:
+            break
+    assert [batch.eval_sample_weights.tolist() for batch in made] == [[1, 1], [0, 0]]
+
+
+@pytest.mark.parametrize("mark", ["provenance", "eval_sample_weights"])
+def test_marks_of_a_reader_stay_as_they_are(mark):
+    batch = NestedMap({"x": np.ones((2, 3)), mark: np.array([0, -1])})
+    assert mark_rows(batch, 1) is batch
+    assert mark_rows(NestedMap(x=batch.x), 1).eval_sample_weights.tolist() == [1, 0]

@@ -30,7 +30,7 @@ import numpy as np
 from layerkit.config import Configurable
 from layerkit.nested_map import NestedMap
 from layerkit_inputs import state as state_lib
-from layerkit_inputs.eval_padding import AllGather, end_together, pad_rows
+from layerkit_inputs.eval_padding import AllGather, end_together, mark_rows, pad_rows
 
 
 def exit_as_error(source: BaseInput, error: BaseException) -> BaseException:
@@ -260,6 +260,10 @@ class BaseInput(Configurable):
           all_gather: Takes a JSON value of this host and returns those of all hosts, in order. With
             it, epochs of readers whose shares are not planned from an index (`state_scope` is
             `host`) end together: a host whose data have ended goes on with batches of padding.
+
+        Returns:
+          The batches. Where there may be rows of padding, `eval_sample_weights` marks them, unless
+          the reader marks them itself (by `provenance` or `eval_sample_weights`).
         """
         if self.reset_for_eval:
             self.reset()
@@ -275,7 +279,8 @@ class BaseInput(Configurable):
                 batch = self.get_next_padded()
             except StopIteration:  # the end of an epoch; a stream that repeats has none
                 return
-            yield batch
+            has_padding = self.batch_padding_size > 0
+            yield mark_rows(batch, self.batch_padding_size) if has_padding else batch
 
     # Metrics that belong to the data, such as those of a SeqIO task.
 

@@ -48,6 +48,20 @@ def pad_rows(batch: NestedMap, num_rows: int, *, copy: bool = True) -> NestedMap
     return NestedMap({name: pad(name, value) for name, value in batch.items()})
 
 
+def mark_rows(batch: NestedMap, num_padding: int) -> NestedMap:
+    """Return `batch` with `eval_sample_weights` float32 `[batch]`, unless its rows are marked.
+
+    Args:
+      batch: Rows, the last of which are padding.
+      num_padding: How many are.
+    """
+    if "provenance" in batch or "eval_sample_weights" in batch:
+        return batch
+    weights = np.ones(num_rows_of(batch), np.float32)
+    weights[len(weights) - num_padding :] = 0.0
+    return NestedMap({**batch, "eval_sample_weights": weights})
+
+
 def empty_batch(template: NestedMap, num_rows: int) -> NestedMap:
     """A batch of `num_rows` rows of padding, shaped like `template`."""
     return pad_rows(template.transform(lambda array: np.asarray(array)[:0]), num_rows)
@@ -124,7 +138,7 @@ def end_together(batches: Iterable[NestedMap], all_gather: AllGather) -> Iterato
 
     For readers that do not know before how many batches they will make. Before each batch the hosts
     ask one another who has one; what they tell is its shapes, so that even a host that never had a
-    batch knows what to pad with.
+    batch knows what to pad with. Rows are marked; see `mark_rows`.
 
     Args:
       batches: Those of this host, all of the same shapes.
@@ -147,7 +161,11 @@ def end_together(batches: Iterable[NestedMap], all_gather: AllGather) -> Iterato
                     f"hosts {having[0]} and {host} have batches of unlike shapes: {first} and "
                     f"{specs[host]}."
                 )
-        yield _padding_like(first) if batch is None else batch
+        if batch is not None:
+            yield mark_rows(batch, 0)
+        else:
+            padding = _padding_like(first)
+            yield mark_rows(padding, num_rows_of(padding))
 
 
 def _describe(batch: NestedMap) -> dict[str, Any]:

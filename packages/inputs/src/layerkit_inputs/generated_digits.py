@@ -82,7 +82,6 @@ class GeneratedDigits(IndexedInput):
     noise: float = 0.1
     """Standard deviation of what is added to each pixel."""
 
-    token_unit: ClassVar[str] = "image"
     rows_in_memory: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

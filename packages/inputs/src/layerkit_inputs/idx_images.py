@@ -63,7 +63,6 @@ class IdxImages(IndexedInput):
     image_size: Sequence[int] = (28, 28)
     """Height and width of the pictures."""
 
-    token_unit: ClassVar[str] = "image"
     rows_in_memory: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

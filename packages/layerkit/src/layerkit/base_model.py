@@ -6,6 +6,7 @@ and, where it can, a prompt into a continuation.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -15,6 +16,12 @@ from flax import struct
 
 from layerkit.base_layer import BaseLayer
 from layerkit.nested_map import NestedMap
+
+NATS_PER_TOKEN = "nats per token"
+"""Unit of a mean cross-entropy over tokens.
+
+Reports replace "token" by the data set's word, such as "byte", and print bits as well.
+"""
 
 
 class WeightedScalar(struct.PyTreeNode):
@@ -48,6 +55,9 @@ class BaseModel(BaseLayer):
     reported_metric: ClassVar[str | None] = None
     """The metric by which people compare models; None for the one that is trained, which may hold
     more than that, such as label smoothing or auxiliary losses."""
+
+    metric_units: ClassVar[Mapping[str, str]] = {}
+    """Units of the metrics that have one, by the metric's name, such as `NATS_PER_TOKEN`."""
 
     @property
     @nn.nowrap

@@ -46,6 +46,9 @@ from layerkit_runner.steps.task_metrics import named_metrics, of_examples, of_st
 from layerkit_runner.steps.train_state import TrainState
 from layerkit_runner.train_hparams import TrainHParams
 
+# Fields of a batch that say which rows of decoded outputs are examples.
+_KEPT_FOR_RECORDS = ("prompt_lengths", "provenance", "eval_sample_weights")
+
 
 class SingleTask(Configurable):
     """A model and how it is trained.
@@ -290,15 +293,24 @@ class SingleTask(Configurable):
           batch_index: int32, which batch of the data set this is; each draws its own numbers.
 
         Returns:
-          What the model's `decode` returns, and the `prompt_lengths` and `provenance` of the batch
-          where it has them: who reads the outputs of all rows may hold only a share of the batch.
+          What the model's `decode` returns, and the `prompt_lengths`, `provenance` and
+          `eval_sample_weights` of the batch where it has them: who reads the outputs of all rows
+          may hold only a share of the batch.
+
+        Raises:
+          UsageError: the model does not return arrays by name.
         """
         model = self.model.clone(train=False)
         key = jax.random.fold_in(self._step_key(state.step), batch_index)
         rngs = {RANDOM: context.fold_shard(key)}
         variables = _variables(self.decoded_state(state))
         outputs = model.apply(variables, batch, rngs=rngs, method="decode")
-        kept = {name: batch[name] for name in ("prompt_lengths", "provenance") if name in batch}
+        if not isinstance(outputs, Mapping):
+            raise UsageError(
+                f"{type(model).__qualname__}.decode() returned {type(outputs).__qualname__}."
+                " Expected a NestedMap of arrays [batch, …]. Give each output a name."
+            )
+        kept = {name: batch[name] for name in _KEPT_FOR_RECORDS if name in batch}
         return NestedMap({**kept, **outputs})
 
     def weights_of(self, state: TrainState, *, averaged: bool) -> TrainState:

@@ -1,6 +1,199 @@
+"""The report at the end of training, and what is left of it where a part of it fails."""
+
 from __future__ import annotations
 
-from layerkit_runner.modes.end_report import memory_lines
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layerkit.base_model import BaseModel, WeightedScalar
+from layerkit.config import Config
+from layerkit.nested_map import NestedMap
+from layerkit_runner import BaseExperiment
+from layerkit_runner.command_line.flags import RunOptions
+from layerkit_runner.configuration.resolve import ResolvedExperiment, resolve
+from layerkit_runner.modes.end_report import ERRORS_FILE, memory_lines
+from layerkit_runner.modes.inference import run_inference
+from layerkit_runner.modes.train import run_train
+from layerkit_runner.observers import draw_loss_curve
+
+NUM_ROWS = 7  # one less than devices, so one row of each batch is padding
+TIMEOUT = 120.0
+
+
+class Measuring(BaseModel):
+    """½·(x·w − y)², reported as `error`; decoding gives numbers and no ids."""
+
+    reported_metric = "error"
+    fails: bool = False
+
+    def setup(self) -> None:
+        from layerkit.layers.linears import Linear
+
+        self.create_child("linear", Linear.HParams.config(input_dims=2, output_dims=1))
+
+    def compute_predictions(self, batch: NestedMap) -> Any:
+        return self.linear(batch.x)[:, 0]
+
+    def compute_loss(self, predictions: Any, batch: NestedMap) -> Any:
+        errors = 0.5 * jnp.square(predictions - batch.y)
+        weight = jnp.sum(batch.weights)
+        loss = WeightedScalar.of(jnp.sum(errors * batch.weights) / jnp.maximum(weight, 1), weight)
+        return {"loss": loss, "error": loss}, NestedMap(scores=-errors)
+
+    def decode(self, batch: NestedMap) -> NestedMap:
+        if self.fails:
+            raise KeyError("no such output")
+        predictions = self.compute_predictions(batch)
+        return NestedMap(
+            y=batch.y,
+            image=jnp.broadcast_to(batch.x[:, :1], (len(predictions), 2000)),
+            of=NestedMap(double=2 * batch.x),
+        )
+
+
+@pytest.fixture(scope="module")
+def experiment(tiny: SimpleNamespace) -> type[BaseExperiment]:
+    class Unscored(tiny.Points):
+        """Points whose metric over scores fails."""
+
+        has_score_metrics = True
+
+        def score_metrics(self, scores: Any) -> dict[str, float]:
+            raise KeyError("no such score")
+
+    class Measured(BaseExperiment):
+        FAILS: str = ""
+
+        def task(self) -> Config:
+            train = {"num_train_steps": 3, "summary_interval_steps": 1, "save_interval_steps": 10}
+            task = tiny.task_config(learner={"learning_rate": 0.01}, train=train)
+            return task.set(model=Measuring.HParams.config(fails=self.FAILS == "decoding"))
+
+        def datasets(self) -> list[Config]:
+            held_out = Unscored if self.FAILS == "evaluation" else tiny.Points
+            rows = {"num_rows": NUM_ROWS, "percore_batch_size": 1.0}
+            return [
+                tiny.Points.HParams.config(name="train", is_training=True, **rows),
+                held_out.HParams.config(name="heldout", **rows),
+            ]
+
+        def decode_datasets(self) -> list[Config]:
+            rows = {"num_rows": NUM_ROWS, "percore_batch_size": 1.0}
+            return [tiny.Points.HParams.config(name="points", **rows)]
+
+    return Measured
+
+
+def options(folder: Path) -> RunOptions:
+    return RunOptions(job_log_dir=str(folder), jax_compilation_cache="off")
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    (path,) = folder.glob("decode/points/*.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def check_records(folder: Path) -> None:
+    """Row n is x = (n mod 5, 1), y = n mod 3; the large array is in the file beside."""
+    found = records(folder)
+    assert [record["example"] for record in found] == list(range(NUM_ROWS))
+    assert [record["y"] for record in found] == [n % 3 for n in range(NUM_ROWS)]
+    assert [record["of.double"] for record in found] == [[2 * (n % 5), 2] for n in range(NUM_ROWS)]
+    place = found[-1]["image"]
+    arrays = np.load(folder / "decode" / "points" / place["npz"])
+    assert arrays[place["array"]][place["row"]].tolist() == [(NUM_ROWS - 1) % 5] * 2000
+
+
+def test_a_model_without_ids_is_decoded_at_the_end_and_from_its_checkpoint(
+    experiment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = tmp_path / "job"
+    assert run_train(resolve(experiment()), options(folder)) == 0
+    check_records(folder)
+    out = capsys.readouterr().out
+    assert 'sample (points): {"example": 0, ' in out
+    for mode in ("decode", "decode_once"):
+        (path,) = folder.glob("decode/points/*.jsonl")
+        path.unlink()
+        assert run_inference(mode, resolve(experiment()), options(folder)) == 0
+        check_records(folder)
+        assert 'sample (points): {"example": 0, ' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("part", ["evaluation", "decoding"])
+def test_a_part_that_fails_is_reported_and_the_others_are_made(
+    experiment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str
+):
+    folder = tmp_path / "job"
+    resolved: ResolvedExperiment = resolve(experiment(FAILS=part))
+    assert run_train(resolved, options(folder)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (failure,) = [line for line in lines if line.startswith(f"{part} failed: ")]
+    assert "KeyError" in failure and "no such" in failure
+    assert f"--mode={'eval' if part == 'evaluation' else 'decode'}_once" in failure
+    assert str(folder / ERRORS_FILE) in failure
+    assert "raise KeyError(" in (folder / ERRORS_FILE).read_text()
+    assert f"loss curve: {folder / 'loss_curve.png'}" in lines
+    assert lines[-4].startswith("next: ")
+    other = "sample (points): " if part == "evaluation" else "heldout: error "
+    assert any(line.startswith(other) for line in lines)
+    # The same command neither trains nor fails.
+    assert run_train(resolved, options(folder)) == 0
+
+
+def test_the_picture_has_the_name_of_the_metric_on_its_axis(experiment: Any, tmp_path: Path):
+    folder = tmp_path / "job"
+    assert run_train(resolve(experiment()), options(folder)) == 0
+    drawn = (folder / "loss_curve.png").read_bytes()
+    expected = draw_loss_curve(folder, tmp_path / "expected.png", key="error", y_label="error")
+    assert drawn == expected.read_bytes()
+    other = draw_loss_curve(folder, tmp_path / "other.png", key="error", y_label="loss")
+    assert drawn != other.read_bytes()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_the_last_decoding_ends_the_job_with_its_checkpoint(
+    tmp_path: Path, number: signal.Signals
+):
+    folder = tmp_path / "job"
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "layerkit_runner.cli"),
+            "--exp=endless_decoding.EndlessDecoding",
+            f"--job_log_dir={folder}",
+            "--jax_compilation_cache=off",
+        ],
+        cwd=Path(__file__).parent,  # where the experiment is found
+        env={**os.environ, "XLA_FLAGS": os.environ.get("XLA_FLAGS", "")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "decoding begins" in line:
+                break
+        process.send_signal(number)
+        rest, _ = process.communicate(timeout=TIMEOUT)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 128 + number
+    assert f"{number.name}: leaving at once" in rest
+    assert (folder / "checkpoints" / "checkpoint_00000002").is_dir()
+    assert not list(folder.glob("decode/*/*.jsonl"))
+    assert (folder / "metrics.jsonl").read_text().endswith("\n")
 
 
 def test_memory_is_told_where_it_is_known():

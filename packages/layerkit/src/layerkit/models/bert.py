@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from layerkit.base_model import BaseModel, Metrics
+from layerkit.base_model import NATS_PER_TOKEN, BaseModel, Metrics
 from layerkit.config import sub_config_field
 from layerkit.layers.masked_lm import MaskedLmAugmenter
 from layerkit.models.token_metrics import token_metrics
@@ -32,6 +33,7 @@ class BertModel(BaseModel):
     """
 
     reported_metric: ClassVar[str | None] = "xent"
+    metric_units: ClassVar[Mapping[str, str]] = {"xent": NATS_PER_TOKEN}
 
     lm_tpl: Any = sub_config_field(TransformerLm.HParams, is_causal=False)
     augmenter_tpl: Any = sub_config_field(MaskedLmAugmenter.HParams)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -36,6 +37,7 @@ class ClassificationModel(BaseModel):
     """
 
     reported_metric: ClassVar[str | None] = "xent"
+    metric_units: ClassVar[Mapping[str, str]] = {"xent": "nats per example"}
 
     network_tpl: Any = sub_config_field(None)
     softmax_tpl: Any = sub_config_field(

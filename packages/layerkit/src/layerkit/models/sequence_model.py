@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from layerkit.base_model import BaseModel, Metrics
+from layerkit.base_model import NATS_PER_TOKEN, BaseModel, Metrics
 from layerkit.config import instance_field, sub_config_field
 from layerkit.decoding.cached_network import decode_with_cache
 from layerkit.decoding.loop import SampleDecoder
@@ -34,6 +35,7 @@ class SequenceModel(BaseModel):
     """
 
     reported_metric: ClassVar[str | None] = "xent"
+    metric_units: ClassVar[Mapping[str, str]] = {"xent": NATS_PER_TOKEN}
 
     model_tpl: Any = sub_config_field(TransformerEncoderDecoder.HParams)
     decoder: Any = instance_field(SampleDecoder.HParams)

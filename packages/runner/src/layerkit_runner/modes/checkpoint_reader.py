@@ -15,13 +15,14 @@ from layerkit_runner.checkpoints.integrity import step_digest
 from layerkit_runner.errors import UsageError
 from layerkit_runner.job import Job
 from layerkit_runner.job_folder import check_same_experiment
-from layerkit_runner.modes.end_report import held_out_line, reported_metric, sample_text
+from layerkit_runner.modes.end_report import sample_text
 from layerkit_runner.modes.evaluation_records import (
     program_settings,
     read_record,
     record_path,
     write_record,
 )
+from layerkit_runner.modes.reported_metric import ReportedMetric
 from layerkit_runner.modes.start_report import run_info
 from layerkit_runner.modes.train import choose_step
 from layerkit_runner.processes.process_exchange import from_process_0, gather_values
@@ -197,10 +198,11 @@ class CheckpointReader:
             write_record(path, step, metrics, self._made_from(program, digest))
 
     def _say(self, program: BaseProgram, metrics: dict[str, float]) -> None:
-        loss = metrics.get(reported_metric(self.job.task))
-        if loss is not None and program.dataset is not None:
-            unit = program.dataset.token_unit
-            self.job.observers.message(held_out_line(program.name, loss, unit))
+        if program.dataset is None:
+            return
+        metric = ReportedMetric.of(self.job.task, token_unit=program.dataset.token_unit)
+        if metric.name in metrics:
+            self.job.observers.message(metric.line(program.name, metrics[metric.name]))
 
     def _decode(self, program: BaseProgram, state: TrainState, step: int) -> None:
         _start_over(program)

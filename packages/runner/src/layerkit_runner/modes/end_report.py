@@ -1,100 +1,204 @@
-"""What a training job says when it is done: held-out losses, a sample, a picture, what next."""
+"""The report at the end of training: held-out metrics, a sample, a picture and commands to try.
+
+Training is complete and saved by then. The parts of the report are independent of one another: a
+part that fails is reported, the others are made, and the exit code stays that of the training.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+import sys
+import traceback
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from layerkit_runner.byte_sizes import megabytes
+from layerkit_runner.errors import UsageError
 from layerkit_runner.executor import Executor
 from layerkit_runner.experiment import experiment_fields
 from layerkit_runner.job import Job
 from layerkit_runner.job_folder import command_line, longer
+from layerkit_runner.modes.reported_metric import ReportedMetric
 from layerkit_runner.observers import draw_loss_curve, memory_scalars, metrics_path
+from layerkit_runner.observers.json_lines import encode
+from layerkit_runner.processes.distributed import all_arrive
 from layerkit_runner.steps.train_state import TrainState
-from layerkit_runner.task import SingleTask
+from layerkit_runner.whole_files import write_whole
+
+ERRORS_FILE = "end_report_errors.txt"
+"""Name of the file in the job folder that holds the tracebacks of failed parts."""
 
 _SAMPLE_CHARACTERS = 600
+_ERROR_CHARACTERS = 300
 
 
 def finish(job: Job, executor: Executor, state: TrainState, step: int) -> None:
-    """Evaluates and decodes the finished model and reports both."""
-    say = job.observers.message
-    means = executor.evaluate_rest(state, step) if job.task.train.eval_at_end else {}
+    """Evaluate and decode the finished model and report both.
+
+    Raises:
+      Exception: a part failed on this process and not on all others, which wait for it inside.
+    """
+    parts = _Parts(job)
     baselines: dict[str, float] = {}
-    for program in executor.eval_programs:
-        loss = means.get(program.name, {}).get(reported_metric(job.task))
-        if loss is not None and program.dataset is not None:
-            say(held_out_line(program.name, loss, program.dataset.token_unit))
-            for name, baseline in program.dataset.baselines().items():
-                if baselines.get(name) == baseline:  # told: several programs read this data set
-                    continue
-                baselines[name] = baseline
-                unit = program.dataset.token_unit
-                say(held_out_line(f"  for comparison: {name}", baseline, unit))
-    rates = executor.throughput.overall()
-    if "tokens_per_sec" in rates:
-        speed = (
-            f"{rates['tokens_per_sec']:,.0f} tokens/s, {rates['step_time'] * 1e3:.1f} ms per step"
+    parts.make(
+        "evaluation",
+        lambda: _report_evaluation(job, executor, state, step, baselines),
+        again_by="eval_once",
+    )
+    parts.make("speed", lambda: _report_speed(job, executor))
+    parts.make(
+        "decoding", lambda: _report_decoding(job, executor, state, step), again_by="decode_once"
+    )
+    job.observers.flush()
+    parts.make("summary", lambda: _report_summary(job))
+    if jax.process_index() == 0:
+        token_unit = executor.train_programs.programs[0].dataset.token_unit
+        parts.make("loss curve", lambda: _draw(job, baselines, token_unit))
+        parts.make("commands to try next", lambda: _suggest(job, step))
+    parts.end()
+
+
+class _Parts:
+    """Parts of one report, made one after the other; a failure of one does not end the others.
+
+    Args:
+      job: The job that reports.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._tracebacks: list[str] = []
+        # Of a part inside which other processes may be waiting.
+        self._not_shared: Exception | None = None
+
+    def make(self, name: str, part: Callable[[], None], *, again_by: str | None = None) -> None:
+        """Make a part, and report its failure instead of raising it.
+
+        Args:
+          name: Name of the part, for the message.
+          part: Makes and reports it.
+          again_by: Mode of the command that makes it again, for a part that all processes make
+            together; None for one that each process makes by itself.
+        """
+        is_shared = again_by is not None
+        if is_shared and self._not_shared is not None:
+            return  # not all processes would begin it
+        try:
+            part()
+        except Exception as error:
+            self._report(name, error, again_by)
+            if is_shared and not all_arrive(f"the {name} of the end report failed"):
+                self._not_shared = error
+
+    def end(self) -> None:
+        """Raise the failure of a part inside which other processes wait, if there is one."""
+        if self._not_shared is not None:
+            raise self._not_shared
+
+    def _report(self, name: str, error: Exception, again_by: str | None) -> None:
+        what = " ".join(str(error).split())[:_ERROR_CHARACTERS].rstrip(".")
+        if not isinstance(error, UsageError):
+            what = f"{type(error).__name__}: {what}"
+        job = self._job
+        again = command_line(job.resolved, job.options, **({"mode": again_by} if again_by else {}))
+        job.observers.message(
+            f"{name} failed: {what}. The training is complete, and this failure does not change"
+            f" its exit code. {self._keep(name, error)} To try again: {again}"
         )
-        if "tflops_per_sec_per_device" in rates:
-            speed += f", {rates['tflops_per_sec_per_device'] * 1e3:,.1f} model GFLOP/s per device"
-        speed += f", {rates['input_wait']:.1%} of the time waiting for input"
-        say(f"speed: {speed}")
+
+    def _keep(self, name: str, error: Exception) -> str:
+        """Write the traceback to the job folder, or else print it; return where it is."""
+        text = "".join(traceback.format_exception(error))
+        self._tracebacks.append(f"{name}\n{text}")
+        if jax.process_index() == 0:
+            try:
+                write_whole(self._job.directory / ERRORS_FILE, "\n".join(self._tracebacks))
+                return f"The traceback is in {self._job.given_directory / ERRORS_FILE}."
+            except OSError:
+                pass  # a full disk, perhaps; standard error is left
+        print(text, file=sys.stderr, flush=True)
+        return "The traceback is above."
+
+
+def _report_evaluation(
+    job: Job, executor: Executor, state: TrainState, step: int, baselines: dict[str, float]
+) -> None:
+    """Evaluate what was not evaluated yet and report each data set; adds to `baselines`."""
+    means = executor.evaluate_rest(state, step) if job.task.train.eval_at_end else {}
+    for program in executor.eval_programs:
+        if program.dataset is None:
+            continue
+        metric = ReportedMetric.of(job.task, token_unit=program.dataset.token_unit)
+        value = means.get(program.name, {}).get(metric.name)
+        if value is None:
+            continue
+        job.observers.message(metric.line(program.name, value))
+        if not metric.is_cross_entropy:
+            continue  # baselines are cross-entropies
+        for name, baseline in program.dataset.baselines().items():
+            if baselines.get(name) == baseline:  # several programs read this data set
+                continue
+            baselines[name] = baseline
+            job.observers.message(f"  for comparison: {name}: {metric.value_text(baseline)}")
+
+
+def _report_speed(job: Job, executor: Executor) -> None:
+    rates = executor.throughput.overall()
+    if "tokens_per_sec" not in rates:
+        return
+    speed = f"{rates['tokens_per_sec']:,.0f} tokens/s, {rates['step_time'] * 1e3:.1f} ms per step"
+    if "tflops_per_sec_per_device" in rates:
+        speed += f", {rates['tflops_per_sec_per_device'] * 1e3:,.1f} model GFLOP/s per device"
+    speed += f", {rates['input_wait']:.1%} of the time waiting for input"
+    job.observers.message(f"speed: {speed}")
+
+
+def _report_decoding(job: Job, executor: Executor, state: TrainState, step: int) -> None:
     for name, records in executor.decode(state, step).items():
         for record in records[:1]:
-            if "continuation" in record:
-                say(sample_text(name, record))
-    if executor.checkpoints is not None:
-        executor.checkpoints.wait_until_finished()
-    job.observers.flush()
-    say(job.goodput.summary())
+            job.observers.message(sample_text(name, record))
+
+
+def _report_summary(job: Job) -> None:
+    job.observers.message(job.goodput.summary())
     for line in memory_lines(memory_scalars()):
-        say(line)
-    if jax.process_index() == 0:
-        say(_draw(job, baselines, executor.train_programs.programs[0].dataset.token_unit))
-        for line in next_commands(job, step):
-            say(line)
+        job.observers.message(line)
 
 
 def memory_lines(scalars: Mapping[str, float]) -> list[str]:
-    """How full the devices were at most, where they tell."""
+    """Return how full the devices were at most, where that is known."""
     peak = scalars.get("memory/device_peak_bytes_in_use")
     return [] if peak is None else [f"memory: {megabytes(peak)} at most on one device"]
 
 
-def _draw(job: Job, baselines: dict[str, float], token_unit: str) -> str:
-    """Draws the loss curve; returns where it is, or why there is none."""
+def _draw(job: Job, baselines: dict[str, float], token_unit: str) -> None:
+    """Draw the loss curve and report where it is, or why there is none."""
     name = "loss_curve.png"
+    metric = ReportedMetric.of(job.task, token_unit=token_unit)
     try:
         draw_loss_curve(
             metrics_path(job.directory),
             job.directory / name,
             baselines=baselines,
-            key=reported_metric(job.task),
-            y_label=f"loss (nats per {token_unit})",
+            key=metric.name,
+            y_label=metric.axis_label,
         )
-    except ValueError as error:
-        # The run is done and saved; that its losses cannot be drawn must not make it fail.
-        return f"no loss curve: {error}"
-    return f"loss curve: {job.given_directory / name}"
+    except ValueError as error:  # no finite value
+        job.observers.message(f"no loss curve: {error}")
+        return
+    job.observers.message(f"loss curve: {job.given_directory / name}")
 
 
-def reported_metric(task: SingleTask) -> str:
-    """Which metric is called the loss where people compare: the model's choice, else the loss."""
-    return task.model.reported_metric or task.loss_name
+def sample_text(name: str, record: Mapping[str, Any]) -> str:
+    """Return what a report shows of a record: a prompt and its continuation, or the outputs.
 
-
-def held_out_line(name: str, loss: float, unit: str) -> str:
-    """`heldout: 1.534 nats per byte = 2.213 bits per byte`."""
-    return f"{name}: {loss:.4f} nats per {unit} = {loss / math.log(2):.4f} bits per {unit}"
-
-
-def sample_text(name: str, record: dict[str, Any]) -> str:
-    """A prompt and what the model wrote after it."""
+    Args:
+      name: Name of the decoding.
+      record: See `DecodeProgram.run`.
+    """
+    if "prompt" not in record or "continuation" not in record:
+        return f"sample ({name}): {encode(record)[:_SAMPLE_CHARACTERS]}"
     continuation = record["continuation"][:_SAMPLE_CHARACTERS]
     return (
         f"sample ({name}, {record['num_tokens']} tokens after the mark):\n"
@@ -102,8 +206,13 @@ def sample_text(name: str, record: dict[str, Any]) -> str:
     )
 
 
+def _suggest(job: Job, step: int) -> None:
+    for line in next_commands(job, step):
+        job.observers.message(line)
+
+
 def next_commands(job: Job, step: int) -> list[str]:
-    """Three commands to try next."""
+    """Return three commands to try next, below a line that explains them."""
 
     def command(**more: Any) -> str:
         return "  " + command_line(job.resolved, job.options, **more)

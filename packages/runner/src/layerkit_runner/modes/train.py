@@ -54,6 +54,7 @@ from layerkit_runner.modes.start_report import LayerNotes, compiled_lines, run_i
 from layerkit_runner.modes.wanted_metrics import check_best_metric, check_metric_names
 from layerkit_runner.observers import DECODE_PREFIX, RunInfo, StepWork, Throughput, peak_flops
 from layerkit_runner.observers.step_profiler import StepProfiler, profiler_server
+from layerkit_runner.processes.forced_exit import before_forced_exit
 from layerkit_runner.processes.process_exchange import gather_values
 from layerkit_runner.processes.stop_signals import StopSignals
 from layerkit_runner.programs import BaseProgram, TrainPrograms
@@ -68,6 +69,7 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
         if jax.process_index() == 0:  # the only one that writes
             stack.enter_context(only_trainer(job.directory))
         stack.callback(job.observers.close)
+        stack.enter_context(before_forced_exit(lambda _: job.observers.close()))
         signals = stack.enter_context(StopSignals())
         profiler = stack.enter_context(_step_profiler(job))
         stack.enter_context(profiler_server(options.jax_profiler_port))
@@ -122,7 +124,12 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
         state, step = executor.run(prepared.first.state, prepared.first.step)
         job.goodput.outermost("other")
         if executor.is_over(step) and signals.exit_code == 0:
-            end_report.finish(job, executor, state, step)
+            if saves:
+                checkpoints.wait_until_finished()
+            with signals.leaving_at_once(
+                f"step {step} was the last; the same command makes the rest of the report"
+            ):
+                end_report.finish(job, executor, state, step)
         elif saves:
             checkpoints.wait_until_finished()
             job.observers.message(job.goodput.summary())

@@ -33,8 +33,10 @@ def encode(record: Mapping[str, Any]) -> str:
 def _plain(value: Any) -> Any:
     if value is None or isinstance(value, (str, bool, int)):
         return value
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, list)):
         return [_plain(each) for each in value]
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
     number = float(value)
     if math.isnan(number):
         return "NaN"

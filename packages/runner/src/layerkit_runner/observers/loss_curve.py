@@ -30,7 +30,7 @@ def draw_loss_curve(
     x: Literal["steps", "tokens"] = "steps",
     baselines: Mapping[str, float] | None = None,
     key: str = "loss",
-    y_label: str = "loss (nats per token)",
+    y_label: str | None = None,
     title: str | None = None,
 ) -> epath.Path:
     """Draws training loss (raw and smoothed) and held-out loss, and returns the picture's path.
@@ -41,7 +41,7 @@ def draw_loss_curve(
       x: what runs along the x axis; tokens need the record's `tokens_per_step`.
       baselines: losses to compare with, by name, each drawn as a dashed line with name and value.
       key: the scalar to draw.
-      y_label: label of the y axis.
+      y_label: label of the y axis; None means `key`.
       title: None means the experiment's name.
 
     Raises:
@@ -65,7 +65,7 @@ def draw_loss_curve(
     _finish(axes, heights, baselines or {})
     axes.set_xlabel(x)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 2k steps, 16M tokens
-    axes.set_ylabel(y_label)
+    axes.set_ylabel(key if y_label is None else y_label)
     axes.set_title(title if title is not None else str(metrics.info.get("experiment", "")))
     png = io.BytesIO()
     figure.savefig(png, format="png")

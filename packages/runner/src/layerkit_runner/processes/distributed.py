@@ -31,6 +31,7 @@ from layerkit_runner.checkpoints.folders import absolute
 from layerkit_runner.command_line.flags import AUTO_ADDRESS, RunOptions
 from layerkit_runner.errors import UsageError
 from layerkit_runner.processes.companion.start import Identity, StartedCompanion
+from layerkit_runner.processes.forced_exit import before_forced_exit
 from layerkit_runner.processes.launchers import check_processes, find_launch, local_device_ids
 from layerkit_runner.processes.listening import bind_address, listen
 
@@ -42,6 +43,7 @@ JAX_HEARTBEAT_SECONDS = 60
 
 _SECONDS_TO_LEARN = 6.0
 _EXCHANGE_SECONDS = 60
+_SECONDS_TO_ARRIVE = 30
 _KEY = "layerkit_runner/"
 _BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"  # which JAX reads
 
@@ -117,8 +119,15 @@ def joined(options: RunOptions) -> Iterator[JoinedProcess]:
             f" they meet at {address}",
             flush=True,
         )
+
+    def leave(reason: str) -> None:
+        companion.failed(reason)
+        if identity.process == 0:  # the coordinator is in this process
+            companion.wait_for_others(_SECONDS_TO_LEARN)
+
     try:
-        yield JoinedProcess(identity, options, log, companion)
+        with before_forced_exit(leave):
+            yield JoinedProcess(identity, options, log, companion)
     except Exception as error:
         _end(error, identity, companion)
     except KeyboardInterrupt:
@@ -227,6 +236,22 @@ def _coordinator_bind_address(meeting: Meeting) -> str | None:
     host, _, port = meeting.address.rpartition(":")
     address = bind_address(host.strip("[]"))
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def all_arrive(name: str) -> bool:
+    """Return whether all processes of the job call this with the same name at about the same time.
+
+    Processes meet at the coordinator, not on their devices. So a process can ask this while others
+    wait in a collective that it never enters.
+    """
+    client = _distributed_state().client
+    if client is None:
+        return True
+    try:
+        client.wait_at_barrier(f"{_KEY}{name}", _SECONDS_TO_ARRIVE * 1000)
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
 
 
 def _distributed_state() -> Any:

@@ -2,7 +2,8 @@
 
 The first signal only sets a flag, which the loop looks at between steps. A second Ctrl-C leaves at
 once, without saving. Where several processes train together, a signal to any of them is one to all,
-at the same step: they ask each other every few steps.
+at the same step: they ask each other every few steps. Work that a signal may cut off, such as the
+report at the end of training, is done inside `StopSignals.leaving_at_once`.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
+
+from layerkit_runner.processes.forced_exit import forced_exit
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SAVE_SIGNAL = signal.SIGUSR1
@@ -49,6 +53,7 @@ class StopSignals:
         self._previous: dict[signal.Signals, Any] = {}
         self._agreed: signal.Signals | None = None
         self._save_agreed = False
+        self._at_once: str | None = None
         self.received: signal.Signals | None = None
         self.save_received = False
 
@@ -87,6 +92,25 @@ class StopSignals:
             self._save_agreed |= self._take_received_save()
         return self._agreed is not None
 
+    @contextlib.contextmanager
+    def leaving_at_once(self, what: str) -> Iterator[None]:
+        """End the process on a signal to stop, while this is entered, without waiting for anything.
+
+        It is for work that a signal may cut off at any point. A signal that came before and was not
+        acted on ends the process, too.
+
+        Args:
+          what: What the process leaves out and what to do about it, for the message.
+        """
+        self._at_once = what
+        if self.received is not None:
+            _tell(f"\n{self.received.name}: leaving at once; {what}\n")
+            self._leave(self.received)
+        try:
+            yield
+        finally:
+            self._at_once = None
+
     def wait(self, seconds: float) -> None:
         """Waits so long, and no longer once this process was asked to stop."""
         self._stop.wait(seconds)
@@ -121,8 +145,16 @@ class StopSignals:
         if self.received is None:
             self.received = number
             self._stop.set()
+            if (what := self._at_once) is not None:
+                _tell(f"\n{number.name}: leaving at once; {what}\n")
+                # On a thread, so that a second Ctrl-C is still seen.
+                threading.Thread(target=self._leave, args=(number,), name="leaving").start()
+                return
             again = "; once more leaves at once" if number == signal.SIGINT else ""
             _tell(f"\n{number.name}: {self._leaving}{again}\n")
+
+    def _leave(self, number: signal.Signals) -> None:
+        forced_exit(128 + number, f"it was stopped by {number.name}")
 
 
 def _tell(text: str) -> None:

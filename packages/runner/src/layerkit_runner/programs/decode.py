@@ -1,4 +1,4 @@
-"""DecodeProgram: continues the prompts of one data set and keeps them as JSON lines.
+"""DecodeProgram: decodes one data set and keeps a record of each example as JSON lines.
 
 With several processes each feeds its own rows, gets the outputs of all rows and makes the same
 records. Process 0 writes them, decides for all whether finished ones are read instead, and makes
@@ -15,17 +15,20 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
+from layerkit_runner.errors import UsageError
 from layerkit_runner.feeds.infeed import eval_batches
 from layerkit_runner.feeds.skipped_records import report_skipped
 from layerkit_runner.observers import DECODE_PREFIX, Observer
+from layerkit_runner.observers.json_lines import encode
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.processes.process_exchange import from_process_0
 from layerkit_runner.programs.base import BaseProgram
+from layerkit_runner.programs.decode_records import DecodedRecords, sample_text
 from layerkit_runner.programs.made_from import (
     describe_settings,
     differences,
+    npz_beside,
     read_made_from,
     weights_digest_fn,
     write_with_made_from,
@@ -77,11 +80,17 @@ class DecodeProgram(BaseProgram):
         settings and prompts.
 
         Returns:
-          One record per prompt of the global batches: `example` (its provenance, where the data
-          set gives one), `prompt` (the source, of a model that reads one), `continuation`,
-          `log_prob` (sum over what was drawn, in nats), `num_tokens` and, where the model ranks
-          continuations, `score`. Where several were asked for, `candidates` holds those that were
-          found, best first, each with the last four.
+          One record per example of the global batches, with `example` (its provenance) where the
+          data set gives one. Of a model that continues prompts it has `prompt` (the source, of a
+          model that reads one), `continuation`, `log_prob` (sum over what was drawn, in nats),
+          `num_tokens` and, where the model ranks continuations, `score`. Where several were asked
+          for, `candidates` holds those that were found, best first, each with the last four. A data
+          set without a vocabulary has `prompt_ids` and `continuation_ids` instead of the texts. All
+          other outputs of the model are in the record by their names; see `DecodedRecords`.
+
+        Raises:
+          UsageError: the data set has metrics over texts, and the records hold none; or an output
+            does not have one entry for each row.
         """
         path = self.output_path(step)
         made_from: dict[str, Any] = {}
@@ -93,18 +102,25 @@ class DecodeProgram(BaseProgram):
                 records = [json.loads(line) for line in path.read_text().splitlines()]
                 self._report(records, step, observers)
                 return records
-        records = self._decode(state)
+        decoded = self._decode(state, path)
+        records = decoded.records
         if path is not None and jax.process_index() == 0:
-            lines = "".join(json.dumps(record) + "\n" for record in records)
-            write_with_made_from(path, lines, made_from)
+            lines = "".join(encode(record) + "\n" for record in records)
+            write_with_made_from(path, lines, made_from, npz=decoded.npz())
         self._report(records, step, observers)
         for record in records[:1]:
-            observers.text(step, self.name, f"{record['prompt']}⟫{record['continuation']}")
+            observers.text(step, self.name, sample_text(record) or encode(record))
         return records
 
     def _report(self, records: list[dict[str, Any]], step: int, observers: Observer) -> None:
         metrics = report_skipped(self.dataset, self.name, observers)
         if self.dataset.has_prediction_metrics:
+            if records and "continuation" not in records[0]:
+                raise UsageError(
+                    f"{self.name}: the data set has metrics over predicted texts, but the records"
+                    f" hold {', '.join(records[0])}. Expected a continuation. Let decode() of the"
+                    " model return ids, lengths and log_probs, or decode data without such metrics."
+                )
             predictions = ByExample[str](self.name)
             predictions.add(
                 [record["example"] for record in records],
@@ -117,69 +133,17 @@ class DecodeProgram(BaseProgram):
         if metrics:
             observers.eval_metrics(step, DECODE_PREFIX + self.name, metrics)
 
-    def _decode(self, state: TrainState) -> list[dict[str, Any]]:
-        records: list[dict[str, Any]] = []
+    def _decode(self, state: TrainState, path: epath.Path | None) -> DecodedRecords:
+        npz_name = None if path is None else npz_beside(path).name
+        decoded = DecodedRecords(self.dataset, self.name, npz_name=npz_name)
         for index, batch in enumerate(eval_batches(self.dataset)):
             if self.dataset.has_prediction_metrics:
                 check_has_provenance(batch, self.name)
             global_batch = self.partitioner.put_batch(batch)
             outputs = self._step(state, global_batch, np.int32(index))
-            records.extend(self._records(jax.device_get(outputs)))
-        return records
-
-    def _records(self, outputs: NestedMap) -> list[dict[str, Any]]:
-        prompt_lengths = np.asarray(outputs.prompt_lengths)
-        if "source" in outputs:
-            source, key = outputs.source, "tgt"
-            prompts = self.dataset.ids_to_strings(source.ids, source.lengths, key="src")
-        else:
-            key = None
-            prompts = self.dataset.ids_to_strings(np.asarray(outputs.ids), prompt_lengths)
-        best = self._continuations(outputs, prompt_lengths, key=key)
-        records = [{"prompt": prompt, **own} for prompt, own in zip(prompts, best, strict=True)]
-        if "candidates" in outputs:
-            count = outputs.candidates.lengths.shape[1]
-            flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs.candidates)
-            found = self._continuations(flat, np.repeat(prompt_lengths, count), key=key)
-            for row, record in enumerate(records):
-                own = found[row * count : (row + 1) * count]
-                # A search may find fewer than it was asked for; the others have no score.
-                record["candidates"] = [one for one in own if one["score"] is not None]
-        if "provenance" not in outputs:
-            # Rows of padding fill up the last batch; they have no prompt.
-            return [record for record, n in zip(records, prompt_lengths, strict=True) if n > 0]
-        numbered = zip(np.asarray(outputs.provenance).tolist(), records, strict=True)
-        return [{"example": number, **record} for number, record in numbered if number >= 0]
-
-    def _continuations(
-        self, outputs: NestedMap, prompt_lengths: np.ndarray, *, key: str | None
-    ) -> list[dict[str, Any]]:
-        """What each row says after its prompt.
-
-        Args:
-          outputs: `ids` and `log_probs` `[rows, length]`, `lengths` and, where there are any,
-            `scores` `[rows]`.
-          prompt_lengths: int32 `[rows]`.
-          key: Which vocabulary; see `BaseInput.ids_to_strings`.
-        """
-        ids, lengths = np.asarray(outputs.ids), np.asarray(outputs.lengths)
-        tails = [ids[row, prompt_lengths[row] : lengths[row]] for row in range(len(ids))]
-        width = max((len(tail) for tail in tails), default=0)
-        padded = np.stack([np.pad(tail, (0, width - len(tail))) for tail in tails])
-        texts = self.dataset.ids_to_strings(padded, lengths - prompt_lengths, key=key)
-        records: list[dict[str, Any]] = [
-            {
-                "continuation": texts[row],
-                "log_prob": float(np.sum(outputs.log_probs[row])),
-                "num_tokens": len(tails[row]),
-            }
-            for row in range(len(ids))
-        ]
-        if "scores" in outputs:
-            for record, score in zip(records, outputs.scores, strict=True):
-                # JSON has no infinity.
-                record["score"] = float(score) if np.isfinite(score) else None
-        return records
+            num_rows = jax.tree.leaves(global_batch)[0].shape[0]
+            decoded.add(jax.device_get(outputs), num_rows)
+        return decoded
 
 
 def _is_kept(path: epath.Path, made_from: dict[str, Any], observers: Observer) -> bool:

@@ -89,9 +89,22 @@ def read_made_from(outputs: epath.Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def write_with_made_from(outputs: epath.Path, text: str, made_from: dict[str, Any]) -> None:
-    """Writes outputs and what they were made from; killed in between, outputs of unknown origin."""
+def write_with_made_from(
+    outputs: epath.Path, text: str, made_from: dict[str, Any], *, npz: bytes | None = None
+) -> None:
+    """Write outputs and what they were made from; killed in between, outputs of unknown origin.
+
+    Args:
+      outputs: The file of the records.
+      text: Its content.
+      made_from: What decides the content.
+      npz: Content of the file of arrays beside it; None for no such file.
+    """
     _path_beside(outputs).unlink(missing_ok=True)
+    if npz is None:
+        npz_beside(outputs).unlink(missing_ok=True)
+    else:
+        write_whole(npz_beside(outputs), npz)
     write_whole(outputs, text)
     write_whole(_path_beside(outputs), json.dumps(made_from, indent=2) + "\n")
 
@@ -101,6 +114,11 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     # Through JSON, since what was read has lists where there were tuples.
     now = json.loads(json.dumps(now))
     return [name for name in now if before.get(name) != now[name]]
+
+
+def npz_beside(outputs: epath.Path) -> epath.Path:
+    """Return the path of the large arrays that belong to a file of records."""
+    return outputs.parent / f"{outputs.stem}.npz"
 
 
 def _path_beside(outputs: epath.Path) -> epath.Path:
