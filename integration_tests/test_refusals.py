@@ -189,7 +189,7 @@ def test_what_a_run_recommends_is_not_refused(
     # What is reported is the cross-entropy, and not the objective.
     (record,) = read_metrics(job.folder).evals["heldout"]
     assert record["loss"] > record["xent"] + 0.1
-    assert f"heldout: {record['xent']:.4f} nats per byte = " in output
+    assert f"heldout: xent {record['xent']:.4f} nats per byte = " in output
     inspect, longer, plan = (shlex.split(line)[1:] for line in output.splitlines()[-3:])
     assert cli.main(inspect) == 0
     assert "task.train.num_train_steps = 2\n" in capsys.readouterr().out
