@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,6 +94,21 @@ def test_a_run_without_memory_ends_in_one_sentence(tmp_path: Path, monkeypatch: 
     )
     assert caught.value.exit_code == 1
     assert "in fails\n    raise jax.errors.JaxRuntimeError(" in log.read_text()
+
+
+def test_run_without_memory_ends_although_its_log_does_not_answer(
+    tmp_path: Path, monkeypatch: Any, capfd: pytest.CaptureFixture[str]
+):
+    def fails(resolved: ResolvedExperiment, options: RunOptions) -> int:
+        raise jax.errors.JaxRuntimeError("INTERNAL: Out of memory allocating 104857600000 bytes.")
+
+    monkeypatch.setattr(train, "run_train", fails)
+    (tmp_path / "logs").mkdir()
+    os.mkfifo(tmp_path / "logs" / "process_0000.log")
+    resolved = ResolvedExperiment(Bare(), Config(dict), [], [], Config(dict))
+    with pytest.raises(OutOfMemoryError):
+        run("train", resolved, RunOptions(job_log_dir=str(tmp_path)))
+    assert "in fails\n    raise jax.errors.JaxRuntimeError(" in capfd.readouterr().err
 
 
 def test_another_error_of_a_device_stays_as_it_is(tmp_path: Path, monkeypatch: Any):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import os
 import re
 import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from layerkit_runner.byte_sizes import size_text
@@ -97,11 +97,6 @@ def _in_one_sentence(
         checkpoints.ProcessCountError,
     ) as error:
         raise UsageError(f"{resolved.name}: {error}") from error
-    except checkpoints.SaveTimeoutError as error:
-        # Its threads may never end, and the interpreter would wait for them.
-        print(f"runner: {error}", file=sys.stderr, flush=True)
-        process.tell_failure(str(error))
-        os._exit(StorageError.exit_code)
     except OSError as error:
         if isinstance(error, checkpoints.SaveError) or error.errno in _FULL_OR_READ_ONLY:
             raise StorageError(str(error)) from error
@@ -160,15 +155,23 @@ def memory_remedies(mode: str, experiment: BaseExperiment) -> str:
 
 
 def _kept_traceback(error: BaseException, process: JoinedProcess) -> str:
-    """Keeps the whole error in the process's log, or else prints it; says where it is."""
-    try:
+    """Append the whole error to the process's log, or else print it; return where it is."""
+    from layerkit_runner.processes.last_words import SECONDS_TO_WRITE
+    from layerkit_runner.processes.time_limit import finished_within
+
+    text = "".join(traceback.format_exception(error))
+    logs: list[Path] = []
+
+    def append() -> None:
         log = process.log_file()
         with log.open("a") as file:
-            traceback.print_exception(error, file=file)
-    except OSError:
-        traceback.print_exception(error)
+            file.write(text)
+        logs.append(log)
+
+    if not finished_within(SECONDS_TO_WRITE, append):
+        print(text, end="", file=sys.stderr)
         return ""
-    return f" The whole error is in {log}."
+    return f" The whole error is in {logs[0]}."
 
 
 def _watched(process: JoinedProcess, mode: str) -> contextlib.AbstractContextManager[None]:
@@ -180,5 +183,4 @@ def _watched(process: JoinedProcess, mode: str) -> contextlib.AbstractContextMan
         seconds,
         process=str(process.identity),
         log=process.log_file,
-        tell_others=process.tell_failure,
     )

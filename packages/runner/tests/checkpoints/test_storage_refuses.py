@@ -107,19 +107,20 @@ def test_a_full_disk_and_a_read_only_folder(tmp_path: Path):
 
 
 class HangingStore(MemoryFileSystem):
-    """Keeps `s3://bucket/…` in memory; writing a state waits until it is let go."""
+    """Keeps `s3://bucket/…` in memory; writing a file of one name waits until it is let go."""
 
     protocol = "s3"
     store: dict = {}
     pseudo_dirs = [""]
     let_go = threading.Event()
+    hangs_at = "state.msgpack"
 
     @classmethod
     def _strip_protocol(cls, path):
         return MemoryFileSystem._strip_protocol(path.removeprefix("s3:/"))
 
     def _open(self, path, mode="rb", **options):
-        if "w" in mode and path.endswith("state.msgpack"):
+        if "w" in mode and path.endswith(self.hangs_at):
             self.let_go.wait()
         return super()._open(path, mode, **options)
 
@@ -130,6 +131,7 @@ def bucket(monkeypatch):
     monkeypatch.setattr("etils.epath.gpath._is_tf_installed", lambda: False)
     epath.backend.fsspec_backend._get_filesystem.cache_clear()
     HangingStore.store.clear()
+    HangingStore.pseudo_dirs[:] = [""]
     folder = epath.Path("s3://bucket/job")
     folder.mkdir(parents=True)
     yield folder
@@ -138,7 +140,9 @@ def bucket(monkeypatch):
     epath.backend.fsspec_backend._get_filesystem.cache_clear()
 
 
-def test_a_save_that_hangs_is_named(bucket):
+@pytest.mark.parametrize("name", ["state.msgpack", "manifest.json"])
+def test_a_save_that_hangs_is_named(bucket, monkeypatch: pytest.MonkeyPatch, name: str):
+    monkeypatch.setattr(HangingStore, "hangs_at", name)
     policy = CheckpointPolicy(save_interval_steps=1)
     manager = CheckpointManager(
         bucket, policy=policy, state_format=StateFormat.MSGPACK, async_timeout_secs=1

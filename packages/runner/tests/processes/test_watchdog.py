@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ from layerkit_runner.processes.watchdog import HUNG_EXIT_CODE, progress
 PROCESS = """
 import sys, threading, time
 from pathlib import Path
+from layerkit_runner.processes.last_words import told_to_others
 from layerkit_runner.processes.watchdog import progress, watched
 
 log, seconds, what = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
@@ -20,7 +23,10 @@ log, seconds, what = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
 def reads_forever():
     threading.Event().wait()
 
-with watched(seconds, process="process 3 of 4", log=lambda: log, tell_others=print):
+def tell(reason):
+    print(reason, flush=True)
+
+with told_to_others(tell), watched(seconds, process="process 3 of 4", log=lambda: log):
     if what == "start":
         time.sleep(2 * seconds)  # may take longer than a step
         progress("a step")
@@ -67,6 +73,40 @@ def test_stacks_are_printed_where_no_file_can_be_written(tmp_path: Path):
     done = run(tmp_path / "nowhere" / "log", 1.0, "hang")
     assert done.returncode == HUNG_EXIT_CODE
     assert "in reads_forever" in done.stderr
+
+
+def test_process_ends_and_speaks_although_its_log_does_not_answer(tmp_path: Path):
+    log = tmp_path / "log"
+    os.mkfifo(log)  # to open it waits for a reader, as a frozen file system lets all wait
+    done = run(log, 1.0, "hang")
+    assert done.returncode == HUNG_EXIT_CODE
+    hung = "hung: reading the batch of step 7 has taken "
+    assert done.stdout.startswith(hung)
+    assert f"runner: process 3 of 4 {hung}" in done.stderr
+    assert "in reads_forever" in done.stderr
+
+
+def test_process_ends_although_its_standard_error_does_not_answer(tmp_path: Path):
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"x" * 4096)
+    os.set_blocking(writer, True)
+    log = tmp_path / "log"
+    process = subprocess.run(
+        [sys.executable, "-c", PROCESS, str(log), "1.0", "hang"],
+        stdout=subprocess.PIPE,
+        stderr=writer,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    os.close(reader)
+    os.close(writer)
+    assert process.returncode == HUNG_EXIT_CODE
+    assert process.stdout.startswith("hung: reading the batch of step 7")
+    assert "in reads_forever" in log.read_text()
 
 
 @pytest.mark.parametrize("what", [pytest.param("busy", marks=pytest.mark.slow), "compile", "start"])

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,11 @@ _LOG = logging.getLogger(__name__)
 
 # What storage raises: the file system's errors, and TensorStore's, which are ValueErrors.
 _STORAGE_ERRORS = (OSError, ValueError)
+
+
+_POLL_SECONDS = 0.005
+# Orbax, whose time limit is the same, says more of what it waits for.
+_SECONDS_BEYOND_DEADLINE = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +113,7 @@ class CheckpointManager:
         self._report = report
         self._orbax: ocp.CheckpointManager | None = None
         self._sound: set[int] = set()
+        self._deadline = 0.0  # of the save in progress
         self._evaluations: evaluations.Evaluations = {}
         if not read_only:
             self._evaluations.update(evaluations.read(self._directory))
@@ -124,7 +131,9 @@ class CheckpointManager:
         Raises:
           SaveError: the save in progress has failed; see `wait_until_finished`.
         """
-        if self._orbax is not None and not self._orbax.is_saving_in_progress():
+        if self._orbax is not None and (
+            self._is_overdue() or not self._orbax.is_saving_in_progress()
+        ):
             self.wait_until_finished()  # waits for nothing; Orbax tells of errors here alone
         return not self._read_only and self._policy.should_save(step, last_saved=self._last_saved)
 
@@ -189,7 +198,9 @@ class CheckpointManager:
             self._last_saved = step
             # First, so that a kill leaves no step without what is known of it.
             self._write_evaluations()
-            self._storage().save(step, args=items, force=True)
+            storage = self._storage()
+            self._deadline = time.monotonic() + self._async_timeout_secs
+            storage.save(step, args=items, force=True)
         except _STORAGE_ERRORS as error:
             raise self._failed(error) from error
         return True
@@ -308,9 +319,17 @@ class CheckpointManager:
         if self._orbax is None:
             return
         try:
+            # Orbax has a time limit for some of the work alone.
+            while self._orbax.is_saving_in_progress():
+                if self._is_overdue():
+                    raise TimeoutError
+                time.sleep(_POLL_SECONDS)
             self._orbax.wait_until_finished()
         except _STORAGE_ERRORS as error:
             raise self._failed(error) from error
+
+    def _is_overdue(self) -> bool:
+        return time.monotonic() >= self._deadline + _SECONDS_BEYOND_DEADLINE
 
     def _failed(self, error: Exception) -> SaveError:
         """What to raise for the failed save in progress, which is given up."""

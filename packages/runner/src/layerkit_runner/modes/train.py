@@ -20,10 +20,10 @@ import jax
 
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.prefetch import Prefetch
-from layerkit_runner.checkpoints import CheckpointManager
+from layerkit_runner.checkpoints import CheckpointManager, SaveTimeoutError
 from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.configuration.resolve import ResolvedExperiment
-from layerkit_runner.errors import UsageError
+from layerkit_runner.errors import StorageError, UsageError
 from layerkit_runner.executor import (
     EARLY_STOPPING,
     eval_input_key,
@@ -55,6 +55,7 @@ from layerkit_runner.modes.wanted_metrics import check_best_metric, check_metric
 from layerkit_runner.observers import DECODE_PREFIX, RunInfo, StepWork, Throughput, peak_flops
 from layerkit_runner.observers.step_profiler import StepProfiler, profiler_server
 from layerkit_runner.processes.forced_exit import before_forced_exit
+from layerkit_runner.processes.last_words import leaving_at_once
 from layerkit_runner.processes.process_exchange import gather_values
 from layerkit_runner.processes.stop_signals import StopSignals
 from layerkit_runner.programs import BaseProgram, TrainPrograms
@@ -85,6 +86,7 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
         check_metric_names(job.task, evals, job.abstract_state())
         eval_inputs, decode_inputs = inputs_of(evals), inputs_of(decodes)
         saves = options.enable_checkpoint_saving
+        stack.enter_context(leaving_at_once(SaveTimeoutError, exit_code=StorageError.exit_code))
         checkpoints = stack.enter_context(job.checkpoints(read_only=not saves))
 
         plan = None

@@ -32,6 +32,7 @@ from layerkit_runner.command_line.flags import AUTO_ADDRESS, RunOptions
 from layerkit_runner.errors import UsageError
 from layerkit_runner.processes.companion.start import Identity, StartedCompanion
 from layerkit_runner.processes.forced_exit import before_forced_exit
+from layerkit_runner.processes.last_words import told_to_others
 from layerkit_runner.processes.launchers import check_processes, find_launch, local_device_ids
 from layerkit_runner.processes.listening import bind_address, listen
 
@@ -75,22 +76,15 @@ class JoinedProcess:
       identity: Which it is.
       options: Of the run.
       log: The file that keeps what it prints; None for a process that is the whole job.
-      companion: Beside it, where there are several.
     """
 
     identity: Identity
     options: RunOptions
     log: Path | None = None
-    companion: StartedCompanion | None = None
 
     def log_file(self) -> Path:
         """A file on this machine to append to."""
         return self.log or log_file(self.identity, self.options)
-
-    def tell_failure(self, text: str) -> None:
-        """Tells the other processes why this one ends."""
-        if self.companion is not None:
-            self.companion.failed(text)
 
 
 @contextlib.contextmanager
@@ -126,8 +120,8 @@ def joined(options: RunOptions) -> Iterator[JoinedProcess]:
             companion.wait_for_others(_SECONDS_TO_LEARN)
 
     try:
-        with before_forced_exit(leave):
-            yield JoinedProcess(identity, options, log, companion)
+        with before_forced_exit(leave), told_to_others(companion.failed):
+            yield JoinedProcess(identity, options, log)
     except Exception as error:
         _end(error, identity, companion)
     except KeyboardInterrupt:

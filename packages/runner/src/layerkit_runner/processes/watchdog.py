@@ -13,11 +13,13 @@ import contextlib
 import dataclasses
 import faulthandler
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from layerkit_runner.processes.last_words import SECONDS_TO_WRITE, say, say_and_tell
+from layerkit_runner.processes.time_limit import finished_within
 
 # Of a process that ends itself because nothing moved: sysexits.h's "internal software error".
 HUNG_EXIT_CODE = 70
@@ -75,7 +77,6 @@ def watched(
     *,
     process: str,
     log: Callable[[], Path],
-    tell_others: Callable[[str], None],
 ) -> Iterator[None]:
     """Ends the process, with `HUNG_EXIT_CODE`, if nothing says `progress` for long inside.
 
@@ -85,7 +86,6 @@ def watched(
       seconds: How long one thing may take; None for ever.
       process: How this process is named to people.
       log: Where to append the stacks of all threads.
-      tell_others: Called with what hung, before the end.
     """
     global _last_word
     if seconds is None:
@@ -93,9 +93,7 @@ def watched(
         return
     _last_word = _Word("starting", time.monotonic(), compiles=True, waits_for_others=True)
     ended = threading.Event()
-    thread = threading.Thread(
-        target=_watch, args=(seconds, ended, process, log, tell_others), daemon=True
-    )
+    thread = threading.Thread(target=_watch, args=(seconds, ended, process, log), daemon=True)
     thread.name = "watchdog"
     thread.start()
     try:
@@ -111,7 +109,6 @@ def _watch(
     ended: threading.Event,
     process: str,
     log: Callable[[], Path],
-    tell_others: Callable[[str], None],
 ) -> None:
     global _last_word
     pause = min(10.0, seconds / 10)
@@ -128,30 +125,32 @@ def _watch(
             if word is not None and looked - before > pause + _STOOD_STILL_SECONDS:
                 _last_word = dataclasses.replace(word, since=looked)  # Ctrl-Z, and back
             elif word is not None and time.monotonic() - word.since > word.limit(seconds):
-                _end(word, process, log, tell_others)
+                _end(word, process, log)
     finally:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _end(
-    word: _Word, process: str, log: Callable[[], Path], tell_others: Callable[[str], None]
-) -> None:
+def _end(word: _Word, process: str, log: Callable[[], Path]) -> None:
     lasted = time.monotonic() - word.since
     hung = f"hung: {word.phase} has taken {lasted:.0f} s"
-    path = log()
-    try:
-        _write_stacks(path, f"{process} {hung}; its threads stand here")
-        place = f"{path} says where each of its threads stands"
-    except OSError as error:
-        faulthandler.dump_traceback(_STDERR, all_threads=True)
-        place = f"where its threads stand is above, since {path} cannot be written ({error})"
-    print(
-        f"runner: {process} {hung}, and nothing else was done. {place}. The same command goes on"
-        " from the newest checkpoint; --hung_step_timeout_secs sets how long to wait.",
-        file=sys.stderr,
-        flush=True,
+    say_and_tell(
+        f"runner: {process} {hung}, and nothing else was done. The same command resumes from the"
+        " newest checkpoint; --hung_step_timeout_secs sets how long to wait.",
+        reason=hung,
     )
-    tell_others(hung)
+    written: list[Path] = []
+
+    def write() -> None:
+        path = log()
+        _write_stacks(path, f"{process} {hung}; its threads stand here")
+        written.append(path)
+
+    # What hangs may be the disk of the log.
+    if finished_within(SECONDS_TO_WRITE, write):
+        say(f"runner: {written[0]} says where each of its threads stands.")
+    else:
+        finished_within(SECONDS_TO_WRITE, lambda: faulthandler.dump_traceback(_STDERR))
+        say("runner: where its threads stand is above, since its log cannot be written.")
     os._exit(HUNG_EXIT_CODE)
 
 

@@ -275,6 +275,31 @@ def test_people_see_process_0_and_the_errors_of_others(group: Callable[[int], Gr
         assert texts >= set(words)
 
 
+def test_log_that_does_not_answer_keeps_nothing_from_being_passed_on(tmp_path: Path):
+    os.mkfifo(tmp_path / "process_0000.log")
+    os.mkfifo(tmp_path / "process_0001.log")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        words = [2, listener.getsockname()[1], listener.fileno(), os.getpid(), tmp_path]
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", PROCESS, str(index), *map(str, words)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                pass_fds=[listener.fileno()],
+            )
+            for index in (0, 1)
+        ]
+    assert processes[0].stdout is not None
+    assert processes[0].stdout.readline() == "printed by 0\n"
+    output, error = processes[1].communicate("fail\n", timeout=60)
+    assert (processes[1].returncode, output) == (2, "")
+    assert "my own words" in error
+    assert processes[0].wait(timeout=60) == EXIT_CODE
+    assert "failed: its data is gone" in processes[0].communicate()[1]
+
+
 def test_a_process_that_cannot_reach_the_hub_says_so(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
