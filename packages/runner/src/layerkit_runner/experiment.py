@@ -165,6 +165,10 @@ class BaseExperiment:
         training = [config for config in datasets if config.is_training] or datasets[:1]
         return ", ".join(dict.fromkeys(target_of(config).__name__ for config in training))
 
+    def start_notes(self) -> list[str]:
+        """Return lines for the start report, such as values that were adjusted; none by default."""
+        return []
+
     def validate(self) -> None:
         """Cheap checks of the fields against each other, after overrides, before anything is made.
 
@@ -183,6 +187,38 @@ def reduced_values(cls: type) -> dict[str, Any]:
     for base in reversed(cls.__mro__):
         values |= vars(base).get("reduced_fields", {})
     return values
+
+
+def reduced_overrides(experiment: BaseExperiment) -> set[str]:
+    """Return the overrides that `--reduced` made, by their values.
+
+    There are none where `--reduced` would set fields that were not overridden.
+    """
+    given, reduced = experiment.overrides, reduced_values(type(experiment))
+    if not reduced.keys() <= given.keys():
+        return set()
+    return {name for name, value in reduced.items() if given[name] == value}
+
+
+def is_set_before(experiment: BaseExperiment, name: str, other: str) -> bool:
+    """Return whether a field has an older value than another one, which was changed after it.
+
+    The values of an experiment come, one replacing the other, from its bases, from its own class,
+    from `--reduced`, and from who makes it, such as the flag `--fdl.NAME`.
+
+    Args:
+      experiment: The experiment.
+      name: Name of the field that may be older.
+      other: Name of the field to compare with.
+    """
+    return _order_of_setting(experiment, name) < _order_of_setting(experiment, other)
+
+
+def _order_of_setting(experiment: BaseExperiment, name: str) -> int:
+    classes = list(reversed(type(experiment).__mro__))
+    if name in experiment.overrides:
+        return len(classes) + (name not in reduced_overrides(experiment))
+    return max((i for i, cls in enumerate(classes) if name in vars(cls)), default=-1)
 
 
 def is_field_name(name: str) -> bool:

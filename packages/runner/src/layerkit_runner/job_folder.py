@@ -24,7 +24,7 @@ from layerkit_runner.command_line.run_words import run_words
 from layerkit_runner.configuration.config_text import config_json, config_text
 from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError
-from layerkit_runner.experiment import experiment_fields, reduced_values
+from layerkit_runner.experiment import experiment_fields, reduced_overrides, reduced_values
 from layerkit_runner.file_locks import NoLocksError, delete_and_unlock, try_lock
 from layerkit_runner.sweeps.folder import RECORD as STUDY_RECORD
 from layerkit_runner.whole_files import write_whole
@@ -248,12 +248,11 @@ def command_line(
 
 def _reduced_fields(resolved: ResolvedExperiment, changes: Mapping[str, str | None]) -> set[str]:
     """The fields that `--reduced` sets to what they have; none where it would set others too."""
-    given = resolved.experiment.overrides
-    reduced = reduced_values(type(resolved.experiment))
+    experiment = resolved.experiment
     taken_out = {path for path, text in changes.items() if text is None}
-    if not set(reduced) <= set(given) - taken_out:
+    if taken_out & reduced_values(type(experiment)).keys():
         return set()
-    return {n for n, value in reduced.items() if given[n] == value and n not in changes}
+    return reduced_overrides(experiment) - changes.keys()
 
 
 def _recorded(directory: epath.Path) -> dict[str, Any]:

@@ -207,6 +207,11 @@ def transformer(*, warmup_steps: int, model_dims: int, scale: float = 1.0) -> op
     return rate
 
 
+def longest_warmup(num_steps: int) -> int:
+    """Return the steps of warmup that suit a run of `num_steps`: a tenth, and fewer than all."""
+    return min(max(1, num_steps // 10), num_steps - 1)
+
+
 def _after_warmup(
     peak: float, warmup_steps: int, decay_start: int, decay: optax.Schedule
 ) -> optax.Schedule:

@@ -101,7 +101,7 @@ class _Parts:
         if not isinstance(error, UsageError):
             what = f"{type(error).__name__}: {what}"
         job = self._job
-        again = command_line(job.resolved, job.options, **({"mode": again_by} if again_by else {}))
+        again = command_line(job.resolved, job.options, mode=again_by or "train")
         job.observers.message(
             f"{name} failed: {what}. The training is complete, and this failure does not change"
             f" its exit code. {self._keep(name, error)} To try again: {again}"

@@ -91,6 +91,7 @@ def start_lines(
     yield f"state        {megabytes(bytes_per_device(state))} per device with optimizer"
     train = job.task.train
     yield f"steps        {start_step} → {train.num_train_steps}"
+    yield from job.resolved.experiment.start_notes()
     saves = f"checkpoint every {train.save_interval_steps} steps"
     if not job.options.enable_checkpoint_saving:
         saves = "no checkpoints (--noenable_checkpoint_saving)"

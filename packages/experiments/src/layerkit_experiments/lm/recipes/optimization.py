@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import optax
 
 from layerkit.config import Config, Partial
 from layerkit_runner.errors import UsageError
+from layerkit_runner.experiment import is_set_before
 from layerkit_runner.learning.learner import Learner
 from layerkit_runner.learning.optimizers import adam_with_update_cap, decays
 from layerkit_runner.learning.schedules import (
     linear_warmup_cosine_decay,
     linear_warmup_exponential_decay,
+    longest_warmup,
 )
 from layerkit_runner.train_hparams import TrainHParams
 
@@ -63,6 +65,63 @@ class TrainingLength:
         )
 
 
+class ScheduleSteps(NamedTuple):
+    """Steps at which the parts of a schedule end.
+
+    Attributes:
+      warmup: Last step of the warmup.
+      decay_start: Step at which the decay begins.
+      decay_end: Step at which the decay ends.
+    """
+
+    warmup: int
+    decay_start: int
+    decay_end: int
+
+
+class ScheduleOverRun(TrainingLength):
+    """A warmup and a decay over the rest of the run.
+
+    A recipe derived from this has WARMUP_STEPS and may have DECAY_START and DECAY_END.
+    """
+
+    def schedule_steps(self) -> ScheduleSteps:
+        """Return the steps of the schedule, shortened where they do not fit into the run.
+
+        A length is shortened where the schedule would be refused and MAX_STEPS was set after it,
+        such as by `--fdl.MAX_STEPS=60` alone. A length that was set with MAX_STEPS stays.
+        """
+        fields: Any = self
+        warmup: int = fields.WARMUP_STEPS
+        start: int | None = getattr(fields, "DECAY_START", None)
+        end: int | None = getattr(fields, "DECAY_END", None)
+        decay_start = warmup if start is None else start
+        if end is not None or warmup <= decay_start < self.MAX_STEPS:
+            return ScheduleSteps(warmup, decay_start, self.MAX_STEPS if end is None else end)
+        most = longest_warmup(self.MAX_STEPS)
+        if is_set_before(fields, "WARMUP_STEPS", "MAX_STEPS"):
+            warmup = min(warmup, most)
+        if start is None:
+            decay_start = warmup
+        elif is_set_before(fields, "DECAY_START", "MAX_STEPS"):
+            decay_start = min(start, max(warmup, most))
+        return ScheduleSteps(warmup, decay_start, self.MAX_STEPS)
+
+    def start_notes(self) -> list[str]:
+        """Return which lengths were shortened because only the number of steps was changed."""
+        steps = self.schedule_steps()
+        lengths = {"WARMUP_STEPS": steps.warmup, "DECAY_START": steps.decay_start}
+        given = {name: getattr(self, name, None) for name in lengths}
+        shortened = [name for name in lengths if given[name] not in (None, lengths[name])]
+        if not shortened:
+            return []
+        changes = ", ".join(f"{name} {given[name]} → {lengths[name]}" for name in shortened)
+        return [
+            f"schedule     {changes}, to fit into MAX_STEPS={self.MAX_STEPS}; set"
+            f" {' and '.join(shortened)} for other lengths"
+        ]
+
+
 class AdamExponential(TrainingLength):
     """Adam with an update cap; linear warmup, then exponential decay to a tenth."""
 
@@ -109,7 +168,7 @@ class AdamExponential(TrainingLength):
         )
 
 
-class AdamWCosine(TrainingLength):
+class AdamWCosine(ScheduleOverRun):
     """AdamW; linear warmup, then a cosine over the rest of the run."""
 
     LEARNING_RATE: float = 1e-3
@@ -136,15 +195,16 @@ class AdamWCosine(TrainingLength):
 
     def learner(self) -> Config:
         """The config of the learner."""
+        steps = self.schedule_steps()
         return adamw_learner(
             self,
             decayed=decays if self.DECAYED_WEIGHTS == "matrices" else None,
             learning_rate=Config(
                 linear_warmup_cosine_decay,
                 self.LEARNING_RATE,
-                warmup_steps=self.WARMUP_STEPS,
-                decay_start=self.WARMUP_STEPS if self.DECAY_START is None else self.DECAY_START,
-                decay_end=self.MAX_STEPS if self.DECAY_END is None else self.DECAY_END,
+                warmup_steps=steps.warmup,
+                decay_start=steps.decay_start,
+                decay_end=steps.decay_end,
                 min_ratio=self.MIN_LEARNING_RATE_RATIO,
             ),
         )

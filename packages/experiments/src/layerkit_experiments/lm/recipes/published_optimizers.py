@@ -9,6 +9,7 @@ import optax
 
 from layerkit.config import Config, Partial
 from layerkit_experiments.lm.recipes.optimization import (
+    ScheduleOverRun,
     TrainingLength,
     adamw_learner,
     check_optimizer_numbers,
@@ -18,7 +19,7 @@ from layerkit_runner.learning.learner import Learner
 from layerkit_runner.learning.optimizers import decays
 
 
-class AdamWLinear(TrainingLength):
+class AdamWLinear(ScheduleOverRun):
     """AdamW on the matrices; linear warmup, then a straight line to 0 (Devlin et al., 2018)."""
 
     LEARNING_RATE: float = 1e-4
@@ -33,15 +34,16 @@ class AdamWLinear(TrainingLength):
 
     def learner(self) -> Config:
         """The config of the learner."""
+        steps = self.schedule_steps()
         return adamw_learner(
             self,
             decayed=decays,
             learning_rate=Config(
                 schedules.linear_warmup_polynomial_decay,
                 self.LEARNING_RATE,
-                warmup_steps=self.WARMUP_STEPS,
-                decay_start=self.WARMUP_STEPS,
-                decay_end=self.MAX_STEPS,
+                warmup_steps=steps.warmup,
+                decay_start=steps.decay_start,
+                decay_end=steps.decay_end,
             ),
         )
 

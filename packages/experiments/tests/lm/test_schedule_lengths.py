@@ -1,0 +1,82 @@
+"""Schedules that end with the run: which lengths are shortened where it is made shorter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from layerkit_experiments.lm.bert import BertBase
+from layerkit_experiments.lm.quickstart import LocalText
+from layerkit_experiments.vision.digits import Digits
+from layerkit_runner.configuration.resolve import ResolvedExperiment, resolve
+from layerkit_runner.errors import UsageError
+from layerkit_runner.experiment import BaseExperiment, reduced_values
+
+
+def schedule(resolved: ResolvedExperiment) -> tuple[int, int, int]:
+    config = resolved.task.train.learner.learning_rate
+    config.Instantiate()  # refuses steps that are out of order
+    return config.warmup_steps, config.decay_start, config.decay_end
+
+
+class Ending(LocalText):
+    """Flat until the last steps."""
+
+    DECAY_START = 1500
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 9, 60, 200])
+@pytest.mark.parametrize("experiment", [LocalText, Digits, BertBase, Ending])
+def test_a_shorter_run_has_a_schedule_that_fits(experiment: type[BaseExperiment], num_steps: int):
+    made = experiment(MAX_STEPS=num_steps)
+    warmup, decay_start, decay_end = schedule(resolve(made))
+    assert 0 <= warmup <= decay_start < decay_end == num_steps
+    if num_steps < experiment.WARMUP_STEPS:
+        (note,) = made.start_notes()
+        assert f"WARMUP_STEPS {experiment.WARMUP_STEPS} → {warmup}" in note
+        assert f"MAX_STEPS={num_steps}" in note
+
+
+@pytest.mark.parametrize("fields", [{}, {"MAX_STEPS": 201}, {"MAX_STEPS": 4000}, {"SEED": 2}])
+def test_a_schedule_that_fits_is_left_alone(fields: dict[str, Any]):
+    made = LocalText(**fields)
+    assert schedule(resolve(made)) == (200, 200, fields.get("MAX_STEPS", 2000))
+    assert made.start_notes() == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"MAX_STEPS": 60, "WARMUP_STEPS": 60},
+        {"MAX_STEPS": 60, "WARMUP_STEPS": 5, "DECAY_START": 60},
+        {"WARMUP_STEPS": 2000},
+        {"MAX_STEPS": 60, "DECAY_END": 60},
+    ],
+)
+def test_lengths_that_were_asked_for_and_contradict_each_other_are_refused(fields: dict[str, Any]):
+    with pytest.raises(UsageError, match="does not hold"):
+        schedule(resolve(LocalText(**fields)))
+
+
+def test_a_class_that_changes_only_the_number_of_steps_has_a_shorter_warmup():
+    class Short(LocalText):
+        MAX_STEPS = 50
+
+    class Both(LocalText):
+        MAX_STEPS = 50
+        WARMUP_STEPS = 50
+
+    assert schedule(resolve(Short())) == (5, 5, 50)
+    with pytest.raises(UsageError, match="does not hold"):
+        schedule(resolve(Both()))
+    # Whoever makes an experiment comes after its class.
+    assert schedule(resolve(Both(MAX_STEPS=40))) == (4, 4, 40)
+
+
+def test_what_reduced_sets_gives_way_to_a_shorter_run():
+    reduced = reduced_values(LocalText)
+    assert reduced["WARMUP_STEPS"] == 5
+    assert schedule(resolve(LocalText(**{**reduced, "MAX_STEPS": 4})))[0] == 1
+    with pytest.raises(UsageError, match="does not hold"):
+        schedule(resolve(LocalText(**{**reduced, "MAX_STEPS": 4, "WARMUP_STEPS": 6})))
