@@ -18,6 +18,7 @@ from layerkit.layers.activations import Tanh as Tanh
 from layerkit.layers.adapters import merge_lora as merge_lora
 from layerkit.layers.adapters import unmerge_lora as unmerge_lora
 from layerkit.layers.adapters import with_lora as with_lora
+from layerkit.layers.adapters import without_lora as without_lora
 from layerkit.layers.attention.biases import Alibi as Alibi
 from layerkit.layers.attention.biases import RelativeBias as RelativeBias
 from layerkit.layers.attention.cross import CrossAttention as CrossAttention

@@ -14,7 +14,8 @@ adapters holds just what is missing here, and the other way round.
     config = with_lora(config, rank=8, only=".*(query|value)_tpl")
 
 Training the adapters alone is the learner's business: the pattern `LORA_WEIGHTS` names them.
-`merge_lora` turns what was trained into weights of the model as it was.
+`merge_lora` turns what was trained into weights of the model as it was, and `without_lora` gives
+the config of that model too.
 """
 
 from __future__ import annotations
@@ -28,7 +29,15 @@ from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from layerkit.base_layer import PARAMS
-from layerkit.config import Config, is_config, sub_config_field, target_of, walk_configs
+from layerkit.config import (
+    Config,
+    copy_config,
+    field_names,
+    is_config,
+    sub_config_field,
+    target_of,
+    walk_configs,
+)
 from layerkit.layers.products import Dot, edit_products, weight_of_dot
 from layerkit.layers.sizes import check_sizes
 from layerkit.layers.stochastic import Dropout
@@ -186,6 +195,29 @@ def merge_lora(config: Config, variables: Any) -> Any:
         for path in [p for p in merged if p[1 : len(dot) + 2] == (*dot, "base")]:
             merged[path[0], *dot, *path[len(dot) + 2 :]] = merged.pop(path)
     return unflatten_dict(merged)
+
+
+def without_lora(config: Config, variables: Any) -> tuple[Config, Any]:
+    """Return a model without adapters that computes the same.
+
+    Args:
+      config: Config of a layer or a model; it is not changed.
+      variables: Its variables, `{collection: …}` of nested dicts of arrays `[...]`.
+
+    Returns:
+      (config, variables), with every adapter added to the weight beside it; the arguments where
+      there is none.
+
+    Raises:
+      ValueError: The adapters have several values of alpha, or their weights are missing.
+    """
+    if not any(map(_is_lora, walk_configs(config))):
+        return config, variables
+    plain = copy_config(config)
+    for owner in walk_configs(plain):
+        if "dot_tpl" in field_names(owner) and _is_lora(owner.dot_tpl):
+            owner.dot_tpl = owner.dot_tpl.dot_tpl
+    return plain, merge_lora(config, variables)
 
 
 def unmerge_lora(config: Config, merged: Any, variables: Any) -> Any:

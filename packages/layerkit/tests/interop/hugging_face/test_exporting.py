@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from layerkit.config import build
@@ -29,12 +31,15 @@ from layerkit.layers import (
     RotaryPositionalEmbedding,
     SiLU,
 )
+from layerkit.layers.adapters import with_lora
 from layerkit.layers.pipelined_transformer import PipelinedTransformer
 from layerkit.layers.products import with_dots
 from layerkit.layers.quantization.fp8 import Fp8Dot
-from layerkit.models import LanguageModel, TransformerLm
+from layerkit.models import DpoModel, LanguageModel, TransformerLm
 
 pytest.importorskip("safetensors")
+
+NAMES = [family.model_type for family in exporting.FAMILIES]
 
 
 def llama_by_hand(**attention: Any) -> Any:
@@ -80,16 +85,69 @@ def test_a_window_makes_it_a_mistral(tmp_path: Path):
     assert (content["model_type"], content["sliding_window"]) == ("mistral", 4)
 
 
-def test_a_model_that_nobody_has_is_refused_with_the_reason(tmp_path: Path):
+def test_model_of_no_family_is_refused_as_the_nearest(tmp_path: Path):
     model = llama_by_hand(per_dim_scale=True)
     variables = jax.jit(build(model).init)(jax.random.key(0))
-    expected = (
-        "as llama: lm_tpl.stack_tpl.layer_tpl.attention_tpl.per_dim_scale is True, but would be"
-        " read as False"
-    )
-    with pytest.raises(UnsupportedModelError, match=re.escape(expected)):
+    with pytest.raises(UnsupportedModelError) as error:
         export_model(tmp_path, model, variables)
+    path = "lm_tpl.stack_tpl.layer_tpl.attention_tpl.per_dim_scale"
+    assert f"llama: {path} is True, but would be read as False" in str(error.value)
+    assert [name for name in NAMES if f" {name}:" in str(error.value)] == ["llama"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_model_without_a_network_is_refused_with_what_is_expected(tmp_path: Path):
+    with pytest.raises(UnsupportedModelError, match=r"RmsNorm: expected a LanguageModel"):
+        export_model(tmp_path, RmsNorm.HParams.config(dims=4), {"params": {}})
+
+
+def lora_of_two_alphas() -> Any:
+    once = with_lora(llama_by_hand(), rank=2, alpha=4.0, only=".*query_tpl")
+    return with_lora(once, rank=2, alpha=8.0, only=".*value_tpl")
+
+
+def test_adapters_that_cannot_be_merged_are_refused(tmp_path: Path):
+    model = lora_of_two_alphas()
+    variables = jax.jit(build(model).init)(jax.random.key(0))
+    with pytest.raises(UnsupportedModelError, match=r"adapters.*alpha"):
+        export_model(tmp_path, model, variables)
+
+
+def dpo(lm: Any, reference: str) -> Any:
+    return DpoModel.HParams.config(lm_tpl=lm, reference=reference)
+
+
+SETUPS = {
+    "bare": llama_by_hand().lm_tpl,
+    "lora": with_lora(llama_by_hand(), rank=2, only=".*(query|value|up)_tpl"),
+    "bare_lora": with_lora(llama_by_hand().lm_tpl, rank=2),
+    "dpo_frozen": dpo(llama_by_hand().lm_tpl, "frozen"),
+    "dpo_batch": dpo(llama_by_hand().lm_tpl, "batch"),
+    "dpo_lora": dpo(with_lora(llama_by_hand().lm_tpl, rank=2), "frozen"),
+}
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_export_of_a_training_setup_gives_its_model(name, tmp_path: Path):
+    model, ids = build(SETUPS[name]), np.arange(10)[None] % 12
+    variables = nn.unbox(jax.jit(model.init)(jax.random.key(0)))
+    # Adapters start at 0, and a policy as its reference.
+    leaves, structure = jax.tree.flatten(variables)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    noise = [0.1 * jax.random.normal(k, leaf.shape) for k, leaf in zip(keys, leaves, strict=True)]
+    variables = jax.tree.map(jnp.add, variables, jax.tree.unflatten(structure, noise))
+
+    def logits(model: Any, variables: Any) -> np.ndarray:
+        def network(each: Any) -> Any:
+            return each if isinstance(each, TransformerLm) else each.lm
+
+        run = jax.jit(lambda v: model.apply(v, ids, method=lambda m, x: network(m).logits(x)))
+        return np.asarray(run(variables))
+
+    export_model(tmp_path, SETUPS[name], variables)
+    config, read = import_model(tmp_path)
+    expected = logits(model, variables)
+    np.testing.assert_allclose(logits(build(config), read), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_family_can_be_named(make_folder: Any, tmp_path: Path):

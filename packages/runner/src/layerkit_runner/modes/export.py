@@ -1,26 +1,23 @@
 """`--mode=export`: the newest checkpoint of a job as a folder of Hugging Face.
 
-The weights are those that decoding uses, averaged ones where the task says so. Adapters (LoRA) are
-added to the weights beside them first, so that whoever loads the folder needs to know nothing of
-them.
+The weights are those that decoding uses, averaged ones where the task says so. The folder holds the
+model as others load it: adapters (LoRA) are added to the weights beside them, and of a model that
+was trained on preferences (DPO) the policy is written.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 from etils import epath
 
 from layerkit.base_layer import PARAMS
-from layerkit.config import Config, copy_config, field_names, is_config, target_of, walk_configs
 from layerkit.interop.hugging_face import (
     HuggingFaceWeights,
     TensorMismatchError,
     UnsupportedModelError,
     export_model,
 )
-from layerkit.layers.adapters import LoraDot, merge_lora
 from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError
@@ -45,10 +42,12 @@ def run_export(resolved: ResolvedExperiment, options: RunOptions) -> int:
             state = job.restore(checkpoints, step, for_training=False).state
         state = job.partitioner.stored_state(job.task, state)
         weights = job.task.decoded_state(state).params
-        model, variables = without_adapters(resolved.task.model, {PARAMS: weights})
         try:
             export_model(
-                options.export_dir, model, variables, tokenizer_folder=_tokenizer_folder(job)
+                options.export_dir,
+                resolved.task.model,
+                {PARAMS: weights},
+                tokenizer_folder=_tokenizer_folder(job),
             )
         except (OSError, ImportError, TensorMismatchError, UnsupportedModelError) as error:
             raise UsageError(f"{resolved.name}: {error}") from error
@@ -67,25 +66,3 @@ def _tokenizer_folder(job: Job) -> str | None:
         job.observers.message(f"{folder} is not there any more: exported without its tokenizer")
         return None
     return folder
-
-
-def without_adapters(model: Config, variables: Any) -> tuple[Config, Any]:
-    """A model without adapters that computes the same: its config and variables `[...]`.
-
-    Raises:
-      UsageError: adapters that cannot be merged, such as those of several alphas.
-    """
-    if not any(_is_adapter(config) for config in walk_configs(model)):
-        return model, variables
-    plain = copy_config(model)
-    for owner in walk_configs(plain):
-        if "dot_tpl" in field_names(owner) and _is_adapter(owner.dot_tpl):
-            owner.dot_tpl = owner.dot_tpl.dot_tpl
-    try:
-        return plain, merge_lora(model, variables)
-    except ValueError as error:
-        raise UsageError(f"--mode=export: the adapters cannot be merged: {error}") from error
-
-
-def _is_adapter(value: Any) -> bool:
-    return is_config(value) and issubclass(target_of(value), LoraDot)

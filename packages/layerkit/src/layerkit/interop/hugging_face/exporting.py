@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from layerkit.base_layer import PARAMS
 from layerkit.config import Config, build, field_names, is_config, target_of
+from layerkit.interop.hugging_face.deployed import deployed_model
 from layerkit.interop.hugging_face.families import FAMILIES, family_of
 from layerkit.interop.hugging_face.family import Family
 from layerkit.interop.hugging_face.folder import (
@@ -50,6 +51,8 @@ _NO_EFFECT = frozenset({
     "z_loss_weight",
 })
 # fmt: on
+# Differences that a message names.
+_MAX_SHOWN = 4
 # What Hugging Face folders say that our configs do not, and that is carried over.
 _CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
@@ -63,9 +66,11 @@ def export_model(
     tokenizer_folder: str | os.PathLike[str] | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Writes a model as a Hugging Face folder.
+    """Write a model as a Hugging Face folder.
 
-    Over several processes all of them call it, and the first one writes.
+    What is written is the model as others load it: of a `DpoModel` its policy, of adapters (LoRA)
+    the weights with the adapters added. Over several processes all of them call it, and the first
+    one writes.
 
     Args:
       folder: To be made; files of the same names, and all tensors that lie there, are replaced.
@@ -86,6 +91,7 @@ def export_model(
             f"{folder} is the folder that the tokenizer comes from, and the model in it would be"
             " lost; write to another one"
         )
+    model, variables = deployed_model(model, variables)
     chosen, content = _describe(model, _candidates(family, tokenizer_folder))
     pieces = pieces_of(dissect(build(model), chosen.rows), chosen.rows)
     leaves = {path: leaf for path, leaf in flatten(variables).items() if path[0] == PARAMS}
@@ -120,18 +126,36 @@ def _candidates(
 
 
 def _describe(model: Config, candidates: list[Family]) -> tuple[Family, dict[str, Any]]:
-    """The family that can hold the model, and its config.json."""
-    reasons = []
+    """Return the first family that can hold the model, and its config.json.
+
+    Raises:
+      UnsupportedModelError: None can; says why the nearest cannot.
+    """
+    if not {candidate.network_field for candidate in candidates} & set(field_names(model)):
+        kinds = " or a ".join(dict.fromkeys(each.model_class.__name__ for each in candidates))
+        raise UnsupportedModelError(
+            f"the model is a {target_of(model).__name__}: expected a {kinds}. Put its network into"
+            " one."
+        )
+    refusals = []
     for candidate in candidates:
         try:
             content = candidate.write_config(model)
             differences = _differences(model, candidate.read_config(content))
+            is_whole = True
         except (UnsupportedModelError, AttributeError) as error:
-            differences = [str(error)]
+            # How many more differences there are is unknown.
+            differences, is_whole = [str(error)], False
         if not differences:
             return candidate, content
-        reasons.append(f"as {candidate.model_type}: {'; '.join(differences[:4])}")
-    raise UnsupportedModelError("the model cannot be written\n  " + "\n  ".join(reasons))
+        refusals.append((not is_whole, len(differences), candidate.model_type, differences))
+    *_, nearest, differences = min(refusals, key=lambda refusal: refusal[:2])
+    shown = "; ".join(differences[:_MAX_SHOWN])
+    more = len(differences) - _MAX_SHOWN
+    raise UnsupportedModelError(
+        f"no family can hold the model. The nearest is {nearest}: {shown}"
+        f"{f'; and {more} more differences' if more > 0 else ''}"
+    )
 
 
 def _differences(model: Config, read_back: Config) -> list[str]:

@@ -1,0 +1,40 @@
+"""The model that remains of a training setup once it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from layerkit.base_layer import PARAMS
+from layerkit.config import Config, target_of
+from layerkit.interop.hugging_face.keys import UnsupportedModelError
+from layerkit.layers.adapters import without_lora
+from layerkit.models.language_model import LanguageModel
+from layerkit.models.preference_model import DpoModel
+from layerkit.models.transformer_lm import TransformerLm
+
+
+def deployed_model(model: Config, variables: Mapping[str, Any]) -> tuple[Config, Mapping[str, Any]]:
+    """Return the model that others load, and its weights.
+
+    A `DpoModel` becomes a `LanguageModel` of its policy, without the reference. A bare
+    `TransformerLm` becomes the network of a `LanguageModel`. LoRA adapters are added to the weights
+    beside them.
+
+    Args:
+      model: Config of a model or of a network.
+      variables: Its variables, `{'params': …}`.
+
+    Raises:
+      UnsupportedModelError: The adapters cannot be merged, such as those with several alphas.
+    """
+    if issubclass(target_of(model), DpoModel):
+        model, params = model.lm_tpl, variables[PARAMS]["lm"]
+        variables = {PARAMS: params}
+    if issubclass(target_of(model), TransformerLm):
+        model = LanguageModel.HParams.config(lm_tpl=model)
+        variables = {PARAMS: {"lm": variables[PARAMS]}}
+    try:
+        return without_lora(model, variables)
+    except ValueError as error:
+        raise UnsupportedModelError(f"the adapters cannot be merged: {error}") from error
