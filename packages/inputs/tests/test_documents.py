@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerkit_inputs.documents import Documents, PiecewiseStream, framed
+from layerkit_inputs.documents import DocumentBuilder, Documents, PiecewiseStream, framed
 from layerkit_inputs.features import lm_features, segment_features
 from layerkit_inputs.tokenizers import ByteTokenizer
 
@@ -136,3 +136,19 @@ def test_predictions_of_some_documents_are_counted():
     np.testing.assert_array_equal(
         documents.num_predictions_of(numbers), documents.num_predictions[numbers]
     )
+
+
+def test_builder_frames_documents_and_drops_one_whose_parts_fail():
+    def failing():
+        yield np.array([5])
+        raise ValueError("broken")
+
+    builder = DocumentBuilder(ByteTokenizer())
+    builder.add([np.array([7, 8]), np.array([9])])
+    with pytest.raises(ValueError, match="broken"):
+        builder.add(failing())
+    builder.add([])
+    documents = builder.build()
+    assert documents.ids[0:None].tolist() == [1, 7, 8, 9, 2, 1, 2]
+    assert documents.begins.tolist() == [0, 5]
+    assert documents.num_predictions.tolist() == [4, 1]

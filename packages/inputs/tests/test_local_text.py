@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import re
+import tracemalloc
+import zlib
 
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerkit_inputs import LocalText, LocalTextPrompts
-from layerkit_inputs.bad_records import BadRecordError
+from layerkit_inputs.bad_records import BadRecordError, UnfitFieldError
 from layerkit_inputs.byte_vocabulary import BOS_ID, EOS_ID, FIRST_BYTE_ID, VOCAB_SIZE, decode
 from layerkit_inputs.local_text import _first_bytes
 from layerkit_inputs.specs import spec_of
@@ -311,12 +314,11 @@ def test_wrong_fields_are_refused_when_built(fields, text):
 def test_more_text_than_fits_is_refused_before_it_is_read(paths):
     source = LocalText(batch_size=1, paths=paths, max_bytes=10)
     total = sum(map(len, split_of(paths)["train"]))
-    whole = (
-        f"LocalText: the train files hold {total} bytes, more than max_bytes=10; the text is kept "
-        "in memory. Name fewer files by paths, or raise max_bytes."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(whole)}$"):
+    with pytest.raises(UnfitFieldError, match=f"train files hold {total} bytes") as caught:
         source.get_next()
+    assert "max_bytes=10." in str(caught.value)
+    assert caught.value.remedies == {"max_bytes": total}
+    LocalText(batch_size=1, paths=paths, max_bytes=total).get_next()
 
 
 def test_the_baseline_does_not_mind_how_much_text_there_is(paths):
@@ -410,8 +412,8 @@ def test_text_that_is_not_utf_8_is_refused_by_file_and_byte_or_counted(
     with pytest.raises(BadRecordError) as caught:
         LocalText(**fields).get_next()
     assert str(caught.value) == (
-        f"{folder}/a.txt: byte 3 is 0xff, which is not UTF-8. To go on without such records, set "
-        "on_bad_record='skip'; they are then counted."
+        f"{folder}/a.txt: byte 3 is 0xff, which is not UTF-8. Set on_bad_record='skip' to leave "
+        "such records out and count them."
     )
     # The same bytes are fine where bytes are the tokens.
     LocalText(batch_size=1, paths=paths).get_next()
@@ -482,7 +484,7 @@ def test_one_text_is_held_out_from_a_line_near_its_end_on(tmp_path):
     with pytest.raises(ValueError, match=r"play.txt is the only file, and no line begins near"):
         LocalText(batch_size=1, paths=paths).get_next()
     (tmp_path / "text" / "play.txt").rename(tmp_path / "text" / "play.txt.gz")
-    with pytest.raises(ValueError, match=r"play.txt.gz is the only file, and no text that can"):
+    with pytest.raises(ValueError, match=r"play.txt.gz is no plain text: text_field=None"):
         LocalText(batch_size=1, paths=paths).get_next()
 
 
@@ -536,3 +538,115 @@ def test_a_blank_batch_looks_like_one_that_is_read_of_text_that_need_not_be_ther
     config = LocalText.HParams.config(paths=["nowhere"], seq_length=7, is_training=True)
     batch = LocalText(batch_size=3, paths=paths, seq_length=7, is_training=True).get_next()
     assert spec_of(LocalText.blank_batch(config, 3)) == spec_of(batch)
+
+
+# What is text, and how much of it.
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt"])
+@pytest.mark.parametrize("alone", [True, False])
+def test_json_lines_without_text_field_raise_and_name_their_fields(tmp_path, name, alone):
+    lines = b'\n{"text": "one", "id": 1}\n{"text": "two", "source": "web"}\n'
+    others = {} if alone else dict.fromkeys("bcd", b"plain text\n")
+    paths = write(tmp_path / "text", {name: lines, **others})
+    fields = {"batch_size": 1, "paths": paths, "seq_length": 64}
+    for split in ("train", "heldout", "all"):
+        if name not in [file.name for file in LocalText(split=split, **fields)._files(split)]:
+            continue
+        for source in (LocalText, LocalTextPrompts):
+            kept = {key: value for key, value in fields.items() if key != "seq_length"}
+            with pytest.raises(UnfitFieldError) as caught:
+                source(split=split, **kept).get_next()
+            for fact in (name, "text_field=None", "'text', 'id', 'source'", "json_as_text=True"):
+                assert fact in str(caught.value)
+            assert caught.value.remedies == {"text_field": "text", "json_as_text": True}
+    raw = LocalText(split="all", json_as_text=True, **fields)
+    assert '{"text": "one"' in raw.ids_to_strings(raw.get_next().ids, [64])[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{\n  "pretty": "printed"\n}\n',
+        b'{"a": 1}\nbut then words\n',
+        b"[1, 2]\n[3]\n",
+        b"{% template %}\n",
+        b"{" * 5000 + b"\n",
+        b"words\nand more\n",
+    ],
+)
+def test_text_that_is_no_json_lines_is_read(tmp_path, text):
+    paths = write(tmp_path / "text", {"a.txt": text, "b.txt": b"words\n"})
+    batch = LocalText(batch_size=1, paths=paths, split="all").get_next()
+    assert batch.weights.sum() > 0
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl.gz", "a.txt.zst"])
+def test_packed_files_are_no_text(tmp_path, name):
+    paths = write(tmp_path / "text", {name: b"\x00\x01\n" * 99, "b.txt": b"words\n"})
+    with pytest.raises(ValueError, match=rf"{name} is no plain text: text_field=None"):
+        LocalText(batch_size=1, paths=paths, split="all").get_next()
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("kind", ["lines", "one line", "text"])
+def test_compressed_text_counts_unpacked(tmp_path, kind, alone):
+    line = json.dumps({"text": "x" * 1000, "n": 0}).encode() + b"\n"
+    data = {
+        "lines": line * 99 + line.replace(b"xx", b"yy"),
+        "one line": json.dumps({"text": "x" * 100_000}).encode(),
+        "text": b"x" * 100_000,
+    }[kind]
+    name = "a.txt.gz" if kind == "text" else "a.jsonl.gz"
+    files = {name: gzip.compress(data), **({} if alone else {"b.jsonl": line})}
+    paths = write(tmp_path / "text", files)
+    fields = {"batch_size": 1, "paths": paths, "split": "all", "text_field": "text"}
+    with pytest.raises(UnfitFieldError, match="max_bytes=50000"):
+        LocalText(max_bytes=50_000, on_bad_record="skip", **fields).get_next()
+    whole = LocalText(max_bytes=200_000, **fields)
+    assert whole._corpus().num_predictions.sum() > 99_000
+
+
+def test_rows_of_parquet_count_before_they_are_read(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for text, count in (("", 9000), ("x" * 1000, 20)):
+        parquet.write_table(arrow.table({"text": [text] * count}), tmp_path / "a.parquet")
+        assert (tmp_path / "a.parquet").stat().st_size < 6000
+        fields = {"batch_size": 1, "paths": [str(tmp_path)], "split": "all", "text_field": "text"}
+        with pytest.raises(UnfitFieldError, match="max_bytes=8000"):
+            LocalText(max_bytes=8000, **fields).get_next()
+        LocalText(max_bytes=30_000, **fields).get_next()
+
+
+@pytest.mark.parametrize("text_field", [None, "text"])
+def test_reading_takes_little_more_than_the_ids(tmp_path, text_field):
+    words = "".join(f"line {number} of a long text\n" for number in range(400))
+    if text_field is None:
+        data = (words * 512).encode()
+    else:
+        data = "".join(json.dumps({"text": f"{n} {words}"}) + "\n" for n in range(512)).encode()
+    name = "a.jsonl" if text_field else "a.txt"
+    paths = write(tmp_path / "text", {name: data})
+    source = LocalText(batch_size=1, paths=paths, text_field=text_field)
+    warm = write(tmp_path / "warm", {name: data[:100_000] + b"\n"})
+    LocalText(batch_size=1, paths=warm, json_as_text=True).get_next()  # imports
+    tracemalloc.start()
+    try:
+        corpus = source._corpus()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert corpus.num_predictions.sum() > 0.9 * 512 * len(words)
+    assert peak < 2.0 * len(data) + (10 << 20)  # 2 bytes an id of 95%, 1/8 of room, a part
+
+
+def test_ids_and_states_do_not_depend_on_how_a_file_is_read(tmp_path):
+    data = np.random.default_rng(0).integers(0, 256, (5 << 20) + 7, np.uint8).tobytes()
+    paths = write(tmp_path / "text", {"a.bin": data})
+    source = LocalText(batch_size=1, paths=paths, split="all")
+    expected = [BOS_ID, *(np.frombuffer(data, np.uint8).astype(int) + FIRST_BYTE_ID), EOS_ID]
+    np.testing.assert_array_equal(source._corpus().ids[0:None], expected)
+    assert source._corpus().ids[0:None].dtype == np.uint16
+    checksum = source.get_state()["position"]["data"]["text_crc32"]
+    assert checksum == zlib.crc32(b"a.bin" + data)

@@ -14,7 +14,8 @@ from layerkit_inputs.text_files import (
     TextFile,
     find_text_files,
     split_files,
-    split_text,
+    split_position,
+    split_position_of_file,
     standard_library_files,
 )
 
@@ -109,19 +110,36 @@ def test_one_file_cannot_be_split(tmp_path):
 @given(st.lists(st.binary(max_size=9), min_size=100), st.floats(0.1, 0.9))
 def test_a_text_is_cut_where_a_line_begins(lines, fraction):
     text = b"".join(line + b"\n" for line in lines)
-    train, heldout = split_text(text, heldout_fraction=fraction)
-    assert train + heldout == text
+    cut = split_position(text, heldout_fraction=fraction)
+    train, heldout = text[:cut], text[cut:]
     assert train.endswith(b"\n")
     assert 0 < len(heldout) <= fraction * len(text) + 11
 
 
-@pytest.mark.parametrize("text", [b"", b"one line", b"title\n" + 1000 * b"x"])
+@pytest.mark.parametrize("text", [b"one line", b"title\n" + 1000 * b"x"])
 def test_a_text_without_lines_is_not_cut(text):
     with pytest.raises(ValueError, match=f"the last 5% of its {len(text)} bytes"):
-        split_text(text, heldout_fraction=0.05)
+        split_position(text, heldout_fraction=0.05)
+
+
+def test_empty_text_is_said_to_be_empty(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(ValueError, match=r"is empty \(0 bytes\)"):
+        split_position(b"", heldout_fraction=0.05)
+    with pytest.raises(ValueError, match=r"is empty \(0 bytes\)"):
+        split_position_of_file(tmp_path / "empty.txt", heldout_fraction=0.05)
+
+
+def test_file_is_split_where_its_contents_are(tmp_path):
+    text = b"".join(b"line %d\n" % number for number in range(1000))
+    (tmp_path / "text").write_bytes(text)
+    for fraction in (0.01, 0.05, 0.5):
+        assert split_position_of_file(
+            tmp_path / "text", heldout_fraction=fraction
+        ) == split_position(text, heldout_fraction=fraction)
 
 
 def test_about_the_share_of_a_text_is_held_out():
     text = b"".join(b"line %d\n" % number for number in range(1000))
-    _, heldout = split_text(text, heldout_fraction=0.1)
+    heldout = text[split_position(text, heldout_fraction=0.1) :]
     assert len(heldout) == pytest.approx(0.1 * len(text), rel=0.02)

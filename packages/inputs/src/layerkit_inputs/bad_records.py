@@ -8,7 +8,8 @@ then it counts, and keeps the first few to be shown.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 OnBadRecord = Literal["refuse", "skip"]
 """What a reader does with a record that it cannot read."""
@@ -16,7 +17,30 @@ OnBadRecord = Literal["refuse", "skip"]
 _MOST_KEPT = 8
 
 
-class BadRecordError(ValueError):
+class UnfitFieldError(ValueError):
+    """A field of a reader that does not fit the data.
+
+    Attributes:
+      remedies: Fields of the reader, each with a value that would let the data be read. Programs
+        that know how fields are set, such as the runner, add the flags to the message.
+    """
+
+    def __init__(self, message: str, *, remedies: Mapping[str, Any] | None = None):
+        super().__init__(message)
+        self.remedies: Mapping[str, Any] = {} if remedies is None else dict(remedies)
+
+    def __reduce__(self) -> Any:
+        """Pickle the remedies too; errors cross from worker processes."""
+        return _unpickled, (type(self), str(self), dict(self.remedies))
+
+
+def _unpickled(
+    kind: type[UnfitFieldError], message: str, remedies: Mapping[str, Any]
+) -> UnfitFieldError:
+    return kind(message, remedies=remedies)
+
+
+class BadRecordError(UnfitFieldError):
     """A record cannot be read; the message names the file, the record and what is wrong."""
 
 
@@ -48,8 +72,9 @@ class BadRecords:
         where = file if record is None else f"{file}, record {record}"
         if self.policy == "refuse":
             raise BadRecordError(
-                f"{where}: {problem} To go on without such records, set on_bad_record='skip'; "
-                "they are then counted."
+                f"{where}: {problem} Set on_bad_record='skip' to leave such records out and count "
+                "them.",
+                remedies={"on_bad_record": "skip"},
             )
         self.num_skipped += 1
         if len(self.first) < _MOST_KEPT:

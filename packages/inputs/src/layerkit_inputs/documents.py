@@ -7,9 +7,11 @@ lie (in memory, in a mapped file); how rows are made of them is here.
 
 from __future__ import annotations
 
+import array
 import bisect
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -201,8 +203,48 @@ def ids_and_labels(tokens: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, n
     return tokens[is_followed], tokens[1:][is_followed[:-1]]
 
 
+class DocumentBuilder:
+    """Documents added one after the other, in one buffer that grows in place.
+
+    Each is framed as a stream has it: start id, tokens, and the end id where there is one. The
+    buffer takes two bytes an id, or four in a vocabulary of more than 65,536.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32)
+        self._start = np.array([tokenizer.start_id])
+        eos_id = tokenizer.eos_id
+        self._end = np.array([] if eos_id is None else [eos_id], np.int64)
+        # Grows by the system's realloc, which moves pages and copies nothing.
+        self._data = bytearray()
+        self._sizes = array.array("q")
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def add(self, parts: Iterable[np.ndarray]) -> None:
+        """Append a document; where `parts` raises, nothing is appended.
+
+        Args:
+          parts: Its tokens, int `[tokens]` each, end to end.
+        """
+        begin = len(self._data)
+        try:
+            for part in itertools.chain([self._start], parts, [self._end]):
+                self._data += part.astype(self._dtype, copy=False).data
+        except BaseException:
+            del self._data[begin:]
+            raise
+        self._sizes.append((len(self._data) - begin) // self._dtype.itemsize)
+
+    def build(self) -> Documents:
+        """Return the documents; nothing can be added afterwards."""
+        ids = np.frombuffer(self._data, self._dtype)
+        return Documents.of(ids, np.frombuffer(self._sizes, np.int64))
+
+
 def framed(tokens: Sequence[np.ndarray], tokenizer: Tokenizer) -> np.ndarray:
-    """A document as it stands in a stream: start id, `tokens` (laid end to end), end id; int32."""
+    """Return a document as a stream has it: start id, `tokens` (end to end), end id; int32."""
     end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     parts = [[tokenizer.start_id], *tokens, end]
     return np.concatenate([np.asarray(part, np.int32) for part in parts])

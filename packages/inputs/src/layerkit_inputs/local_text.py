@@ -10,39 +10,57 @@ end to end and cut into rows, so an epoch predicts every token and every end exa
 that begins inside a document begins with the true token before it, and that token is all its
 context: nothing is predicted twice to warm up.
 
-The files are tokenised when first needed and kept in memory. For more text than that allows, build
-token records once (`layerkit_inputs.tools.build_token_records`) and read them by TokenRecords.
+The files are tokenised when first needed, and their ids are kept in memory: with bytes as tokens
+two bytes an id, and while they are read little more. For more text than that allows, build token
+records once (`layerkit_inputs.tools.build_token_records`) and read them by TokenRecords.
 """
 
 from __future__ import annotations
 
+import hashlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, get_args
 
 import numpy as np
 
 from layerkit.near_names import near_names
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.bad_records import BadRecordError, BadRecords, OnBadRecord
-from layerkit_inputs.documents import Documents, framed
+from layerkit_inputs.bad_records import (
+    BadRecordError,
+    BadRecords,
+    OnBadRecord,
+    UnfitFieldError,
+)
+from layerkit_inputs.documents import DocumentBuilder, Documents
 from layerkit_inputs.features import stretch_features
 from layerkit_inputs.indexed_input import IndexedInput
 from layerkit_inputs.text_files import (
     TextFile,
     find_text_files,
-    held_out,
+    held_out_shares,
+    share_of,
     split_files,
-    split_text,
+    split_position_of_file,
     standard_library_files,
 )
 from layerkit_inputs.tokenizers import ByteTokenizer, Tokenizer
-from layerkit_inputs.tools.raw_documents import PACKED_SUFFIXES, read_raw_documents, text_of
+from layerkit_inputs.tools.raw_documents import (
+    DocumentSizeError,
+    is_packed,
+    json_line_fields,
+    num_declared_documents,
+    read_raw_documents,
+    text_of,
+)
 from layerkit_inputs.trigram import trigram_loss
 
 _SPLITS = ("train", "heldout", "all")
 _TABLE_BYTES = 1 << 26
 """Most bytes of training text that the table of `baselines` counts, which takes some seconds."""
+_PART_BYTES = 1 << 20
+"""Bytes of a file that are read at once where bytes are the tokens."""
 
 
 def _first_bytes(files: Sequence[TextFile], limit: int) -> Iterator[bytes]:
@@ -54,6 +72,10 @@ def _first_bytes(files: Sequence[TextFile], limit: int) -> Iterator[bytes]:
             data = opened.read(limit)
         limit -= len(data)
         yield data
+
+
+def _digest(text: bytes) -> bytes:
+    return hashlib.blake2b(text, digest_size=16).digest()
 
 
 class _TextFilesInput(IndexedInput):
@@ -70,13 +92,15 @@ class _TextFilesInput(IndexedInput):
     """Share of the files (by a hash of their names) that is held out. Of a single file, with
     `text_field` the share of its documents (by a hash of what they say), without it of its end."""
     max_bytes: int = 1 << 28
-    """Most bytes of a split; it is kept in memory, two bytes a token, four in a vocabulary of more
-    than 65,536."""
+    """Most bytes that the files of a split may hold, unpacked where they are packed. Their tokens
+    are kept in memory, two bytes a token, four in a vocabulary of more than 65,536."""
     tokenizer: Tokenizer | None = None
     """What turns text into ids. None: bytes."""
     text_field: str | None = None
     """Files are JSON lines (or Parquet), each a document, with the text in this field. None: each
     file is a document."""
+    json_as_text: bool = False
+    """With `text_field` None, read JSON lines as they are, braces included. False: raise."""
     on_bad_record: OnBadRecord = "refuse"
     """`refuse` documents that cannot be read, such as broken UTF-8 where the tokenizer needs text,
     or `skip` and count them."""
@@ -103,6 +127,7 @@ class _TextFilesInput(IndexedInput):
         self._all_files: list[TextFile] | None = None
         self._documents: Documents | None = None
         self._checksum = 0
+        self._bytes_left = self.max_bytes
 
     @property
     def num_skipped(self) -> int:
@@ -126,90 +151,156 @@ class _TextFilesInput(IndexedInput):
     def _corpus(self) -> Documents:
         if self._documents is None:
             files = self._files(self.split)
-            total = sum(file.path.stat().st_size for file in files)
-            if total > self.max_bytes:
-                raise self._refuse(
-                    f"the {self.split} files hold {total} bytes, more than max_bytes="
-                    f"{self.max_bytes}; the text is kept in memory. Name fewer files by paths, or "
-                    "raise max_bytes."
-                )
+            plain = sum(file.path.stat().st_size for file in files if not is_packed(file))
+            packed = sum(num_declared_documents(file) for file in files if is_packed(file))
+            if plain + packed > self.max_bytes:
+                raise self._too_large(plain + packed)
+            self._bytes_left = self.max_bytes - plain
             self._documents = self._read_corpus(files)
         return self._documents
 
+    def _too_large(self, size: int | None) -> UnfitFieldError:
+        """Return the error of too much text; `size` is None where it is not known before."""
+        given = "unpack to more" if size is None else f"hold {size} bytes"
+        return UnfitFieldError(
+            f"{self._label}: the {self.split} files {given}: max_bytes={self.max_bytes}. Their "
+            "tokens are kept in memory. Name fewer files by paths, or raise max_bytes.",
+            remedies={} if size is None else {"max_bytes": size},
+        )
+
     def _read_corpus(self, files: Sequence[TextFile]) -> Documents:
-        """Reads and tokenises, a document at a time, the documents of a single file together."""
+        """Read and tokenise the files, a document, or with bytes as tokens a part, at a time."""
         self._bad, self._checksum = BadRecords(self.on_bad_record), 0
-        dtype = np.uint16 if self._tokenizer.vocab_size <= 1 << 16 else np.int32
-        pieces = []
+        builder = DocumentBuilder(self._tokenizer)
         is_alone = len(self._found()) == 1
         for file in files:
             self._update_checksum(file.name.encode("utf-8", "replace"))
-            texts = self._part_of(file, self.split) if is_alone else self._texts(file)
-            for where, data in texts:
-                try:
-                    tokens = self._tokenizer.encode(data)
-                except UnicodeDecodeError as error:
-                    byte = error.object[error.start]
-                    problem = f"byte {error.start} is 0x{byte:02x}, which is not UTF-8."
-                    self._bad.report(file=where, record=None, problem=problem)
-                    continue
-                self._update_checksum(data)
-                pieces.append(framed([tokens], self._tokenizer).astype(dtype))
-        if not pieces:
+            if self.text_field is not None:
+                texts = self._split_texts(file) if is_alone else self._texts(file)
+                documents: Iterable[tuple[str, Iterable[bytes]]]
+                documents = ((where, [text]) for where, text in texts)
+            else:
+                self._check_plain(file)
+                documents = [self._whole_file(file, is_alone=is_alone)]
+            for where, parts in documents:
+                self._add(builder, where, parts)
+        if not builder:
             raise self._refuse(
                 f"no document of the {self.split} files can be read; {self.num_skipped} were left "
                 f"out{': ' + self._bad.first[0] if self._bad.first else '.'}"
             )
-        sizes = np.array([len(piece) for piece in pieces])
-        return Documents.of(np.concatenate(pieces), sizes)
+        return builder.build()
+
+    def _add(self, builder: DocumentBuilder, where: str, parts: Iterable[bytes]) -> None:
+        checksum = self._checksum
+
+        def tokens() -> Iterator[np.ndarray]:
+            for part in parts:
+                yield self._tokenizer.encode(part)
+                self._update_checksum(part)
+
+        try:
+            builder.add(tokens())
+        except UnicodeDecodeError as error:
+            self._checksum = checksum
+            byte = error.object[error.start]
+            problem = f"byte {error.start} is 0x{byte:02x}, which is not UTF-8."
+            self._bad.report(file=where, record=None, problem=problem)
 
     def _update_checksum(self, data: bytes) -> None:
         self._checksum = zlib.crc32(data, self._checksum)
 
-    def _part_of(self, file: TextFile, split: str) -> Iterator[tuple[str, bytes]]:
-        """What a split has of the only file."""
-        if split == "all":
-            yield from self._texts(file)
-        elif self.text_field is None:
-            before, after = self._split_text(file)
-            where = str(file.path)
-            yield (where, before) if split == "train" else (f"{where} after {len(before)}", after)
-        elif texts := list(self._texts(file)):
-            distinct = list(dict.fromkeys(text for _, text in texts))
-            if len(distinct) < 2:
-                raise self._refuse(
-                    f"{file.path} is the only file, and all its documents ({len(texts)}) say the"
-                    " same: none can be held out."
-                )
-            chosen = held_out(distinct, fraction=self.heldout_fraction)
-            wanted = {
-                text for i, text in enumerate(distinct) if (i in chosen) == (split != "train")
-            }
-            yield from (text for text in texts if text[1] in wanted)
+    def _whole_file(self, file: TextFile, *, is_alone: bool) -> tuple[str, Iterator[bytes]]:
+        """Return where a document that is a file stands, and its bytes in parts.
 
-    def _split_text(self, file: TextFile) -> tuple[bytes, bytes]:
-        """What is trained on and what is held out of the only file, which is one document."""
-        if file.path.suffix.lower() in {*PACKED_SUFFIXES, ".gz", ".parquet"}:
+        Of the only file, a split has the part before or after a line near its end.
+        """
+        where = str(file.path)
+        if not is_alone or self.split == "all":
+            return where, self._parts(file.path)
+        cut = self._split_position(file)
+        if self.split == "train":
+            return where, self._parts(file.path, stop=cut)
+        return f"{where} after {cut}", self._parts(file.path, start=cut)
+
+    def _parts(self, path: Path, *, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
+        """Yield bytes of a file; as one, where a token may span two parts."""
+        left = (path.stat().st_size if stop is None else stop) - start
+        size = _PART_BYTES if self._of_bytes else max(left, 1)
+        with path.open("rb") as file:
+            file.seek(start)
+            while part := file.read(min(size, left)):
+                left -= len(part)
+                yield part
+
+    def _check_plain(self, file: TextFile) -> None:
+        """Raise for a file whose bytes are not its text."""
+        if is_packed(file):
             raise self._refuse(
-                f"{file.path} is the only file, and no text that can be split; unpack it, or name"
-                " the field of its documents by text_field."
+                f"{file.path} is no plain text: text_field={self.text_field}. Unpack it, or set "
+                "text_field to the field of its documents."
             )
+        if self.json_as_text or not (fields := json_line_fields(file.path)):
+            return
+        raise UnfitFieldError(
+            f"{self._label}: {file.path} holds a JSON object on each line: text_field=None. "
+            f"Expected the field that holds the text, one of {', '.join(map(repr, fields))}. Set "
+            "text_field to it, or json_as_text=True to read the lines as they are, braces "
+            "included.",
+            remedies={"text_field": fields[0], "json_as_text": True},
+        )
+
+    def _split_position(self, file: TextFile) -> int:
+        """Return where the held-out part of the only file, which is one document, begins."""
+        self._check_plain(file)
         try:
-            return split_text(file.path.read_bytes(), heldout_fraction=self.heldout_fraction)
+            return split_position_of_file(file.path, heldout_fraction=self.heldout_fraction)
         except ValueError as error:
             raise self._refuse(f"{file.path} is the only file, and {error}") from None
 
-    def _texts(self, file: TextFile) -> Iterator[tuple[str, bytes]]:
-        """The documents of a file, and where they stand."""
-        if self.text_field is None:
-            yield str(file.path), file.path.read_bytes()
+    def _split_texts(self, file: TextFile) -> Iterator[tuple[str, bytes]]:
+        """Yield the documents that a split has of the only file, which is read twice."""
+        if self.split == "all":
+            yield from self._texts(file)
             return
+        bad, bytes_left = self._bad, self._bytes_left
+        self._bad = BadRecords(self.on_bad_record)
+        shares: dict[bytes, float] = {}
+        count = 0
+        for _, text in self._texts(file):
+            count += 1
+            shares.setdefault(_digest(text), share_of(text))
+        self._bad, self._bytes_left = bad, bytes_left
+        if count and len(shares) < 2:
+            raise self._refuse(
+                f"{file.path} is the only file, and all its documents ({count}) say the same: none"
+                " can be held out."
+            )
+        chosen = held_out_shares(list(shares.values()), fraction=self.heldout_fraction)
+        wanted = {
+            digest
+            for index, digest in enumerate(shares)
+            if (index in chosen) == (self.split != "train")
+        }
+        yield from (text for text in self._texts(file) if _digest(text[1]) in wanted)
+
+    def _texts(self, file: TextFile) -> Iterator[tuple[str, bytes]]:
+        """Yield the documents of a file by `text_field`, and where they stand."""
+        assert self.text_field is not None
+        size = self._bytes_left if is_packed(file) else self.max_bytes
+        documents = read_raw_documents(file, field=self.text_field, max_document_bytes=size)
         try:
-            for document in read_raw_documents(file, field=self.text_field):
+            for document in documents:
+                if is_packed(file):
+                    self._bytes_left -= len(document.data or b"") + 1
+                if self._bytes_left < 0:
+                    raise self._too_large(None)
                 try:
                     yield document.where, text_of(document, self.text_field)
                 except ValueError as error:
                     self._bad.report(file=document.where, record=None, problem=str(error))
+        except DocumentSizeError:
+            raise self._too_large(None) from None
         except BadRecordError as error:
             if self.on_bad_record == "refuse":
                 raise
@@ -272,8 +363,11 @@ class LocalText(_TextFilesInput):
             return {}
         found = self._found()
         if len(found) == 1:
-            before, after = self._split_text(found[0])
-            return {"trigram table": trigram_loss([before[:_TABLE_BYTES]], [after])}
+            path, cut = found[0].path, self._split_position(found[0])
+            with path.open("rb") as file:
+                before = file.read(min(cut, _TABLE_BYTES))
+                file.seek(cut)
+                return {"trigram table": trigram_loss([before], [file.read()])}
         train = _first_bytes(self._files("train"), _TABLE_BYTES)
         heldout = (file.path.read_bytes() for file in self._files("heldout"))
         return {"trigram table": trigram_loss(train, heldout)}

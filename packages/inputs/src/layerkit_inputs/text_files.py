@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import mmap
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -121,23 +122,33 @@ def split_files(
 
 
 def held_out(names: Sequence[bytes], *, fraction: float) -> set[int]:
-    """Which of two or more are held out, by their index: those whose hash falls into the share.
+    """Return the indices of the names that are held out; see `held_out_shares`."""
+    return held_out_shares([share_of(name) for name in names], fraction=fraction)
 
-    Neither part is empty: where no hash (or every one) falls into the share, the lowest alone is
+
+def held_out_shares(shares: Sequence[float], *, fraction: float) -> set[int]:
+    """Return the indices of those of two or more that are held out.
+
+    Neither part is empty: where no share (or every one) is below `fraction`, the lowest alone is
     held out (the highest alone is kept).
+
+    Args:
+      shares: `share_of` the name or content of each.
+      fraction: Share below which one is held out.
     """
-    shares = [_share(name) for name in names]
-    by_share = sorted(range(len(names)), key=lambda index: (shares[index], index))
+    by_share = sorted(range(len(shares)), key=lambda index: (shares[index], index))
     count = sum(share < fraction for share in shares)
-    return set(by_share[: min(max(count, 1), len(names) - 1)])
+    return set(by_share[: min(max(count, 1), len(shares) - 1)])
 
 
-def split_text(text: bytes, *, heldout_fraction: float) -> tuple[bytes, bytes]:
-    """A text up to the beginning of a line near its end, and what follows, which is held out.
+def split_position(text: bytes | mmap.mmap, *, heldout_fraction: float) -> int:
+    """Return where the held-out end of a text begins: at the beginning of a line.
 
     Raises:
-      ValueError: no line begins where it could be cut.
+      ValueError: the text is empty, or no line begins where it could be cut.
     """
+    if not len(text):
+        raise ValueError("it is empty (0 bytes). Expected text to train on. Name another file.")
     wanted = int(len(text) * (1 - heldout_fraction))
     lines = (text.rfind(b"\n", 0, wanted) + 1, text.find(b"\n", wanted) + 1)
     cuts = [begin for begin in lines if 0 < begin < len(text)]
@@ -147,9 +158,17 @@ def split_text(text: bytes, *, heldout_fraction: float) -> tuple[bytes, bytes]:
             f"no line begins near the last {heldout_fraction:.0%} of its {len(text)} bytes, which"
             " are held out; give it lines, or a second file."
         )
-    return text[:cut], text[cut:]
+    return cut
 
 
-def _share(name: bytes) -> float:
-    """A number in [0, 1) that depends on nothing but the name."""
-    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") / 2**64
+def split_position_of_file(path: Path, *, heldout_fraction: float) -> int:
+    """Return `split_position` of the contents of a file, of which only parts are read."""
+    if not path.stat().st_size:  # nothing can be mapped
+        return split_position(b"", heldout_fraction=heldout_fraction)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        return split_position(mapped, heldout_fraction=heldout_fraction)
+
+
+def share_of(content: bytes) -> float:
+    """Return a number in [0, 1) that depends on nothing but the content: part of its hash."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") / 2**64

@@ -51,12 +51,14 @@ def trigram_loss(train: Iterable[bytes], heldout: Iterable[bytes]) -> float:
 
 def _trigrams(document: bytes) -> Iterator[np.ndarray]:
     """For each prediction `(oldest * _BASE + older) * _BASE + symbol`; int32, in pieces."""
-    stream = np.empty(len(document) + 3, np.int32)
-    stream[:2], stream[-1] = _BEGIN, _END
-    stream[2:-1] = np.frombuffer(document, np.uint8)
-    for start in range(0, len(document) + 1, _PIECE):
-        piece = stream[start : start + _PIECE + 2]
+    data = np.frombuffer(document, np.uint8)
+    before = np.full(2, _BEGIN, np.int32)
+    for start in range(0, len(data) + 1, _PIECE):
+        is_last = start + _PIECE > len(data)
+        end = np.full(int(is_last), _END, np.int32)
+        piece = np.concatenate([before, data[start : start + _PIECE], end], dtype=np.int32)
         yield (piece[:-2] * _BASE + piece[1:-1]) * _BASE + piece[2:]
+        before = piece[-2:]
 
 
 class _Order(NamedTuple):

@@ -84,7 +84,7 @@ def test_a_damaged_record_is_refused_by_file_and_number_or_counted(files):
     assert re.fullmatch(
         re.escape(f"{files[2]}, record 1: the record is damaged (Corrupted Riegeli/records file: ")
         + r"chunk data hash mismatch .*\)\. "
-        "To go on without such records, set on_bad_record='skip'; they are then counted.",
+        "Set on_bad_record='skip' to leave such records out and count them.",
         str(caught.value),
     )
     bad = BadRecords("skip")

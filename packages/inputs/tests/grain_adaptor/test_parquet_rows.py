@@ -166,7 +166,7 @@ def test_a_truncated_file_is_named_or_left_out(folder, keep):
     path = folder / "a.parquet"
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(
-        BadRecordError, match=r"a.parquet: cannot be read as Parquet \(.*\)\. To go"
+        BadRecordError, match=r"a.parquet: cannot be read as Parquet \(.*\)\. Set on_bad"
     ):
         reader(folder).get_next()
     source = reader(folder, on_bad_record="skip")
@@ -212,3 +212,19 @@ def test_workers_give_every_row_once(folder):
     source = reader(folder, num_workers=2, batch_size=27)
     assert sorted(source.get_next().number.tolist()) == list(range(27))
     source.close()
+
+
+@pytest.mark.parametrize("num_rows", [1, 1 << 16])
+def test_row_group_above_the_bound_is_refused_or_counted(folder, num_rows):
+    path = folder / "d.parquet"
+    numbers = arrow.array([5] * num_rows, arrow.int32())
+    parquet.write_table(arrow.table({"number": numbers}), path)
+    fields = {"columns": ["number"], "max_row_group_bytes": 1 << 12}
+    if num_rows == 1:
+        assert reader(path, **fields).get_next().number[0] == 5
+        return
+    with pytest.raises(BadRecordError, match=r"d.parquet, row group 0: .*max_row_group_bytes"):
+        reader(path, **fields).get_next()
+    source = reader(folder, on_bad_record="skip", **fields)
+    found = [n for batch in source.eval_batches() for n in batch.number[batch.provenance >= 0]]
+    assert sorted(found) == list(range(27)) and source.num_skipped == 1

@@ -18,7 +18,7 @@ parquet = pytest.importorskip("pyarrow.parquet")
 datasets.disable_progress_bars()
 
 READERS = [HuggingFaceInput, HuggingFaceStream]
-HOW_TO_GO_ON = " To go on without such records, set on_bad_record='skip'; they are then counted."
+HOW_TO_GO_ON = " Set on_bad_record='skip' to leave such records out and count them."
 GOOD_LINES = b'{"text": "one"}\n{"text": "two"}\n'
 
 
@@ -202,3 +202,20 @@ def test_files_without_fault_have_none(tmp_path):
     file = tmp_path / "good.jsonl"
     file.write_bytes(GOOD_LINES)
     assert first_unreadable([str(file), "https://elsewhere/x.jsonl"], "json") is None
+
+
+def test_row_group_above_the_bound_is_refused_before_it_is_read(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    folder = tmp_path / "data"
+    folder.mkdir()
+    parquet.write_table(arrow.table({"text": ["x"] * (1 << 16)}), folder / "train.parquet")
+    for data in (
+        {"path": "parquet", "data_files": str(folder / "train.parquet")},
+        {"path": str(folder)},
+    ):
+        source = HuggingFaceInput(
+            batch_size=1, cache_dir=str(tmp_path / "c"), max_row_group_bytes=1 << 12, **data
+        )
+        with pytest.raises(ValueError, match=r"train.parquet: row group 0 .*max_row_group_bytes"):
+            source.get_next()

@@ -56,7 +56,7 @@ def test_a_damaged_file_is_named(change, damage, tmp_path):
     source = damage(change)
     with pytest.raises(ValueError, match=re.escape(FILE)) as caught:
         list(source.eval_batches())
-    assert "set on_bad_record='skip'" in str(caught.value)
+    assert "Set on_bad_record='skip'" in str(caught.value)
 
 
 @pytest.mark.parametrize("change", [cut_within_a_record, os.remove], ids=lambda c: c.__name__)

@@ -174,7 +174,7 @@ def test_bad_utf8_in_a_text_file_where_the_tokenizer_needs_text(tmp_path):
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, "?"))
     model.save(str(tmp_path / "tokenizer.json"))
     path = write(tmp_path / "in" / "a.txt", b"good \xff bad")
-    with pytest.raises(BadRecordError, match="a.txt: no UTF-8: byte 5 is 0xff. To go on"):
+    with pytest.raises(BadRecordError, match="a.txt: no UTF-8: byte 5 is 0xff. Set on_bad"):
         build_token_records([path], tmp_path / "out", tokenizer=str(tmp_path))
     build_token_records([path], tmp_path / "out", tokenizer="bytes")
 
@@ -271,3 +271,15 @@ def test_the_command(inputs, tmp_path, capsys):
         with pytest.raises(SystemExit) as caught:
             main([*arguments, *wrong])
         assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz"])
+def test_document_that_unpacks_to_more_than_the_bound_raises(tmp_path, name):
+    document = b"x" * 100_000 if name == "a.txt.gz" else lines(["x" * 100_000]).encode()
+    path = write(tmp_path / "in" / name, gzip.compress(document))
+    build = {"inputs": [path], "output": tmp_path / "out", "tokenizer": "bytes"}
+    with pytest.raises(ValueError, match=rf"{name}.*max_document_bytes=50,000"):
+        build_token_records(max_document_bytes=50_000, on_bad_record="skip", **build)
+    assert not (tmp_path / "out").exists()
+    build_token_records(max_document_bytes=200_000, **build)
+    assert texts_of(tmp_path / "out") == ["x" * 100_000]

@@ -111,7 +111,11 @@ def _command(words: Sequence[str]) -> int:
     resolved = _resolve(flags)
     if flags.print_config:
         return _print_config(resolved, flags.options, flags.mode)
-    return _RUN_MODE[flags.mode](flags.mode, resolved, flags.options)
+    # By now the experiment has imported what this needs.
+    from layerkit_runner.configuration.remedies import flags_named
+
+    with flags_named(resolved):
+        return _RUN_MODE[flags.mode](flags.mode, resolved, flags.options)
 
 
 def _launch(words: Sequence[str]) -> int:

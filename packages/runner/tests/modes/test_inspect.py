@@ -144,3 +144,53 @@ def test_commands_end_without_a_traceback_when_nobody_reads_their_output(
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (exit_code, error)
+
+
+@pytest.mark.parametrize(
+    ("lines", "fields", "flags"),
+    [
+        (
+            ['{"text": "one two", "id": 1}', '{"text": "three", "id": 2}'] * 9,
+            [],
+            [["--fdl.TEXT_FIELD=text"], ["--fdl.JSON_AS_TEXT=True"]],
+        ),
+        (
+            ['{"text": "one two"}', '{"text": 7}', '{"text": "three"}'] * 9,
+            ["--fdl.TEXT_FIELD=text"],
+            [
+                [
+                    "--fdl.datasets.0.on_bad_record=skip",
+                    "--fdl.datasets.1.on_bad_record=skip",
+                    "--fdl.decode_datasets.0.on_bad_record=skip",
+                ]
+            ],
+        ),
+    ],
+)
+def test_refusal_of_data_names_flags_that_let_them_be_read(
+    tmp_path: Path, lines: list[str], fields: list[str], flags: list[list[str]]
+):
+    pytest.importorskip("layerkit_experiments")
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    command = [
+        *("--exp=lm.quickstart.LocalText", "--mode=inspect", "--inspect=batches"),
+        *(f"--fdl.TEXT_FILES=['{tmp_path}/a.jsonl']", "--num_batches=1", *fields),
+    ]
+
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "layerkit_runner.cli", *command, *more],
+            cwd=tmp_path,
+            env=os.environ,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    refused = run()
+    assert refused.returncode == 2
+    named = refused.stderr.strip().partition(" Flags: ")[2]
+    assert [choice.split() for choice in named.split(", or ")] == flags
+    for choice in flags:
+        done = run(*choice)
+        assert (done.returncode, done.stderr) == (0, "")

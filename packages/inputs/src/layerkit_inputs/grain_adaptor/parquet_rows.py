@@ -21,6 +21,7 @@ from layerkit_inputs.bad_records import BadRecordError
 from layerkit_inputs.extras import require
 from layerkit_inputs.grain_adaptor.iter_input import GrainIterInput
 from layerkit_inputs.grain_adaptor.row_groups import RowGroup, open_row_group
+from layerkit_inputs.parquet_bounds import MAX_ROW_GROUP_BYTES
 from layerkit_inputs.text_files import find_text_files
 
 
@@ -59,12 +60,15 @@ class ParquetRows(GrainIterInput):
     """Row groups that are read by turns."""
     shuffle_window: int | None = None
     """Rows among which the next is drawn. None: 1024 while training, else rows keep their order."""
+    max_row_group_bytes: int = MAX_ROW_GROUP_BYTES
+    """Most bytes that the columns of a row group may decode to; `cycle_length` of them are in
+    memory."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.shuffle_window is None:
             self.shuffle_window = 1024 if self.is_training else 1
-        self._check_at_least(1, "cycle_length", "shuffle_window")
+        self._check_at_least(1, "cycle_length", "shuffle_window", "max_row_group_bytes")
 
     def _check_dataset(self) -> None:
         if self.dataset is not None:
@@ -118,7 +122,9 @@ class ParquetRows(GrainIterInput):
         mine = [self._row_groups[number] for number in numbers[host_index::num_hosts]]
         if not mine:
             return grain.MapDataset.source([]).to_iter_dataset()
-        open_group = functools.partial(open_row_group, columns=self.columns)
+        open_group = functools.partial(
+            open_row_group, columns=self.columns, max_bytes=self.max_row_group_bytes
+        )
         rows = grain.experimental.InterleaveIterDataset(
             grain.MapDataset.source(mine).map(open_group), cycle_length=self.cycle_length
         )

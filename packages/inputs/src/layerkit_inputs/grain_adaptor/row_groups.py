@@ -13,6 +13,7 @@ import numpy as np
 
 from layerkit_inputs.bad_records import BadRecordError
 from layerkit_inputs.extras import require
+from layerkit_inputs.parquet_bounds import open_parquet, read_row_group
 
 
 class RowGroup(NamedTuple):
@@ -27,16 +28,21 @@ class RowGroup(NamedTuple):
         return f"{self.path}, row group {self.number}"
 
 
-def open_row_group(group: RowGroup, *, columns: Sequence[str] | None) -> Any:
+def open_row_group(group: RowGroup, *, columns: Sequence[str] | None, max_bytes: int) -> Any:
     """A `grain.IterDataset` of the rows, dictionaries of the columns.
 
     A row with a null is a BadRecordError in its place; of a row group that cannot be decoded the
     first row is one, and there are no others.
+
+    Args:
+      group: Row group to read.
+      columns: Columns to read. None: all.
+      max_bytes: Bound on the bytes of the decoded columns.
     """
     require("grain", needed_by="ParquetRows")
     from layerkit_inputs.grain_adaptor.row_group_dataset import RowGroupDataset
 
-    return RowGroupDataset(_Rows(group, columns))
+    return RowGroupDataset(_Rows(group, columns, max_bytes))
 
 
 class _Column(NamedTuple):
@@ -60,8 +66,9 @@ class _Decoded(NamedTuple):
 class _Rows:
     """Rows of a row group: what Grain calls a source."""
 
-    def __init__(self, group: RowGroup, columns: Sequence[str] | None):
+    def __init__(self, group: RowGroup, columns: Sequence[str] | None, max_bytes: int):
         self._group = group
+        self._max_bytes = max_bytes
         self._columns = columns
         self._decoded: _Decoded | BadRecordError | None = None
 
@@ -80,13 +87,20 @@ class _Rows:
 
     def _decode(self) -> _Decoded | BadRecordError:
         arrow = require("pyarrow", needed_by="ParquetRows")
-        parquet = require("pyarrow.parquet", needed_by="ParquetRows")
         columns = None if self._columns is None else list(self._columns)
         try:
-            with parquet.ParquetFile(self._group.path, page_checksum_verification=True) as file:
-                table = file.read_row_group(self._group.number, columns=columns)
+            with open_parquet(self._group.path) as file:
+                table = read_row_group(
+                    file, self._group.number, columns=columns, max_bytes=self._max_bytes
+                )
+        except BadRecordError as error:
+            return BadRecordError(f"{self._group}: {error}")
         except (arrow.ArrowException, OSError) as error:
             return BadRecordError(f"{self._group}: cannot be decoded ({str(error).rstrip('.')}).")
+        if len(table) != self._group.num_rows:
+            return BadRecordError(
+                f"{self._group}: has {len(table)} rows, and declares {self._group.num_rows}."
+            )
         decoded = {
             name: _decode_column(table.column(name).combine_chunks(), name, self._group)
             for name in table.column_names

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 from layerkit.near_names import near_names
-from layerkit_inputs.bad_records import BadRecords, OnBadRecord
+from layerkit_inputs.bad_records import BadRecordError, BadRecords, OnBadRecord
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.extras import require
 from layerkit_inputs.hugging_face.faults import faulty_file, first_unreadable
+from layerkit_inputs.parquet_bounds import MAX_ROW_GROUP_BYTES, check_row_groups
 
 _FORMATS = ("arrow", "csv", "json", "parquet", "text")
 _FILES_OF_SAVE_TO_DISK = ("dataset_dict.json", "state.json")
@@ -48,6 +49,8 @@ class HuggingFaceData(BaseInput):
     on_bad_record: OnBadRecord = "refuse"
     """`refuse` examples that cannot be used and files of `data_files` that are empty or truncated,
     or `skip` and count them. A broken line of JSON in the midst of a file is always refused."""
+    max_row_group_bytes: int = MAX_ROW_GROUP_BYTES
+    """Most bytes that a row group of a Parquet file may declare."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -137,7 +140,27 @@ class HuggingFaceData(BaseInput):
         if found:
             self._check_split(wanted, found)
             self._files = [str(file) for name in wanted for file in found[name]]
+        if builder.name == "parquet":
+            self._check_parquet(builder.config)
         return builder
+
+    def _check_parquet(self, config: Any) -> None:
+        """Have page checksums verified, and refuse files that declare too large row groups."""
+        parquet = require("pyarrow.parquet", needed_by=type(self).__qualname__)
+        if getattr(config, "fragment_scan_options", self) is None:  # since datasets 4.2
+            dataset = require("pyarrow.dataset", needed_by=type(self).__qualname__)
+            config.fragment_scan_options = dataset.ParquetFragmentScanOptions(
+                page_checksum_verification=True
+            )
+        for file in self._files:
+            try:
+                if Path(file).is_file():
+                    metadata = parquet.read_metadata(file)
+                    check_row_groups(metadata, max_bytes=self.max_row_group_bytes)
+            except BadRecordError as error:
+                raise self._refuse(f"{file}: {error}") from None
+            except Exception as error:  # of any reader of any format below
+                raise self._unreadable(error) from error
 
     def _check_path(self) -> None:
         path = str(self.path)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from layerkit_inputs.extras import require
+from layerkit_inputs.parquet_bounds import open_parquet
 
 
 def faulty_file(file: str, file_format: str) -> str | None:
@@ -87,8 +88,7 @@ def _bad_json_line(file: str) -> str | None:
 
 
 def _bad_row_group(file: str) -> str | None:
-    parquet = require("pyarrow.parquet", needed_by="HuggingFaceData")
-    with parquet.ParquetFile(file, page_checksum_verification=True) as opened:
+    with open_parquet(file) as opened:
         first = 0
         for group in range(opened.num_row_groups):
             count = opened.metadata.row_group(group).num_rows

@@ -39,7 +39,12 @@ from layerkit_inputs.bad_records import BadRecords, OnBadRecord
 from layerkit_inputs.text_files import TextFile, find_text_files
 from layerkit_inputs.token_store import BLOCK_LENGTH, About
 from layerkit_inputs.tokenizers import Tokenizer, tokenizer_config
-from layerkit_inputs.tools.raw_documents import RawDocument, read_raw_documents, text_of
+from layerkit_inputs.tools.raw_documents import (
+    MAX_DOCUMENT_BYTES,
+    RawDocument,
+    read_raw_documents,
+    text_of,
+)
 from layerkit_inputs.tools.token_store_writer import SplitWriter
 
 _WORK_BYTES = 1 << 18
@@ -78,6 +83,7 @@ def build_token_records(
     heldout_fraction: float = 0.0,
     on_bad_record: OnBadRecord = "refuse",
     block_length: int = BLOCK_LENGTH,
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
     say: Callable[[str], None] | None = None,
 ) -> About:
     """Builds a folder of token records.
@@ -94,6 +100,7 @@ def build_token_records(
         text: a document that occurs twice is in one split alone.
       on_bad_record: What to do with a document that cannot be read.
       block_length: Ids of a record.
+      max_document_bytes: Most bytes that a document of a compressed file may unpack to.
       say: Takes lines about the progress, every few seconds.
 
     Returns:
@@ -105,7 +112,7 @@ def build_token_records(
       BadRecordError: a document cannot be read and `on_bad_record` is `refuse`.
       ValueError: an option cannot work, or a split would have no documents.
     """
-    _check_options(num_shards, workers, heldout_fraction, block_length)
+    _check_options(num_shards, workers, heldout_fraction, block_length, max_document_bytes)
     files = find_text_files(inputs)
     model = make_tokenizer(tokenizer)
     dtype = "uint16" if model.vocab_size <= 1 << 16 else "int32"
@@ -119,7 +126,7 @@ def build_token_records(
             for name in ("train", *(["heldout"] if heldout_fraction else []))
         }
         encode = functools.partial(_encode, tokenizer=tokenizer, field=field)
-        encoded = _in_order(encode, _work(files, field), workers)
+        encoded = _in_order(encode, _work(files, field, max_document_bytes), workers)
         for document in stack.enter_context(contextlib.closing(encoded)):
             if document.ids is None:
                 bad.report(file=document.where, record=None, problem=document.problem)
@@ -153,12 +160,17 @@ def _describe(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _check_options(
-    num_shards: int, workers: int, heldout_fraction: float, block_length: int
+    num_shards: int,
+    workers: int,
+    heldout_fraction: float,
+    block_length: int,
+    max_document_bytes: int,
 ) -> None:
     for name, value, least in (
         ("num_shards", num_shards, 1),
         ("workers", workers, 0),
         ("block_length", block_length, 1),
+        ("max_document_bytes", max_document_bytes, 1),
     ):
         if value < least:
             raise ValueError(f"{name}={value}; expected at least {least}.")
@@ -217,13 +229,17 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _work(files: Sequence[TextFile], field: str) -> Iterator[list[RawDocument]]:
+def _work(
+    files: Sequence[TextFile], field: str, max_document_bytes: int
+) -> Iterator[list[RawDocument]]:
     """The documents of all files in order, as lists of about the same work."""
     documents: list[RawDocument] = []
     size = 0
     before = 0
     for file in files:
-        for document in read_raw_documents(file, field=field):
+        for document in read_raw_documents(
+            file, field=field, max_document_bytes=max_document_bytes
+        ):
             documents.append(document._replace(position=before + document.position))
             size += len(document.data or b"")
             if size >= _WORK_BYTES or len(documents) >= _WORK_DOCUMENTS:
@@ -362,6 +378,12 @@ def _parse(arguments: Sequence[str] | None) -> dict[str, Any]:
     add("--workers", type=int, default=0, help="processes that tokenise (default: 0, this one)")
     add("--heldout_fraction", type=float, default=0.0, help="share for the split heldout")
     add("--on_bad_record", choices=("refuse", "skip"), default="refuse")
+    add(
+        "--max_document_bytes",
+        type=int,
+        default=MAX_DOCUMENT_BYTES,
+        help="most bytes that a document of a compressed file may unpack to (default: 2**30)",
+    )
     add("--quiet", action="store_true", help="no lines about the progress")
     return vars(parser.parse_args(arguments))
 

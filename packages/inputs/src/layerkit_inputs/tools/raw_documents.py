@@ -2,7 +2,8 @@
 
 What a file is, its name says: `.jsonl`, `.ndjson` and `.json` hold a JSON object a line, `.parquet`
 rows, any other file is one document of text; each of them but Parquet may be compressed, with `.gz`
-after its name. One document at a time is in memory; of Parquet, a thousand rows.
+after its name. One document at a time is in memory; of Parquet, a thousand rows, or fewer where
+they are large. What a compressed document may unpack to is bounded.
 """
 
 from __future__ import annotations
@@ -18,12 +19,22 @@ from typing import IO, Any, NamedTuple
 from layerkit.near_names import near_names
 from layerkit_inputs.bad_records import BadRecordError
 from layerkit_inputs.extras import require
+from layerkit_inputs.parquet_bounds import open_parquet, row_group_batches
 from layerkit_inputs.text_files import TextFile
 
+MAX_DOCUMENT_BYTES = 1 << 30
+"""Default bound on the bytes of a document of a compressed file."""
 _JSON_SUFFIXES = frozenset({".jsonl", ".ndjson", ".json"})
 PACKED_SUFFIXES = frozenset({".bz2", ".xz", ".zip", ".zst", ".tar", ".7z"})
 """Of files that no reader unpacks."""
 _PARQUET_ROWS = 1000
+_PARQUET_BYTES = 1 << 27
+_LINES_LOOKED_AT = 3
+_LONGEST_LINE = 1 << 24
+
+
+class DocumentSizeError(ValueError):
+    """A document of a compressed file is larger than the bound."""
 
 
 class RawDocument(NamedTuple):
@@ -39,11 +50,19 @@ class RawDocument(NamedTuple):
     """How much of its file, in bytes, comes before its end."""
 
 
-def read_raw_documents(file: TextFile, *, field: str) -> Iterator[RawDocument]:
-    """The documents of a file.
+def read_raw_documents(
+    file: TextFile, *, field: str, max_document_bytes: int = MAX_DOCUMENT_BYTES
+) -> Iterator[RawDocument]:
+    """Yield the documents of a file.
+
+    Args:
+      file: File to read.
+      field: Column of the text, where it is a Parquet file.
+      max_document_bytes: Bound on the bytes of a document, or line of JSON, of a compressed file.
 
     Raises:
       BadRecordError: the file as a whole cannot be read.
+      DocumentSizeError: a document is larger than the bound.
     """
     suffixes = [suffix.lower() for suffix in file.path.suffixes[-2:]] or [""]
     is_gzip = suffixes[-1] == ".gz"
@@ -51,33 +70,46 @@ def read_raw_documents(file: TextFile, *, field: str) -> Iterator[RawDocument]:
     if kind in PACKED_SUFFIXES:
         raise BadRecordError(f"{file.path}: unpack {kind} files first; only .gz is read as it is.")
     if kind == ".parquet" and not is_gzip:
-        yield from _parquet_rows(file.path, field)
+        yield from _parquet_rows(file.path, field, max_document_bytes)
         return
+    most = max_document_bytes if is_gzip else None
     with contextlib.ExitStack() as stack:
         opened = stack.enter_context(file.path.open("rb"))
         stream: Any = stack.enter_context(gzip.open(opened)) if is_gzip else opened
         try:
             if kind in _JSON_SUFFIXES:
-                yield from _json_lines(file.path, stream, opened)
+                yield from _json_lines(file.path, stream, opened, most)
             else:
-                data = stream.read()
+                data = stream.read() if most is None else stream.read(most + 1)
+                _check_size(data, most, str(file.path))
                 yield RawDocument(str(file.path), data, is_json=False, position=opened.tell())
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise BadRecordError(f"{file.path}: truncated or damaged ({error}).") from None
 
 
-def _json_lines(path: Path, stream: IO[bytes], opened: IO[bytes]) -> Iterator[RawDocument]:
-    for number, line in enumerate(stream, start=1):
+def _check_size(data: bytes, max_bytes: int | None, where: str) -> None:
+    if max_bytes is not None and len(data) > max_bytes:
+        raise DocumentSizeError(
+            f"{where}: unpacks to more than max_document_bytes={max_bytes:,}. Unpack the file to"
+            " see what it holds, or raise max_document_bytes."
+        )
+
+
+def _json_lines(
+    path: Path, stream: IO[bytes], opened: IO[bytes], most: int | None
+) -> Iterator[RawDocument]:
+    lines = stream if most is None else iter(lambda: stream.readline(most + 1), b"")
+    for number, line in enumerate(lines, start=1):
+        where = f"{path}, line {number}"
+        _check_size(line, most, where)
         if line.strip():
-            where = f"{path}, line {number}"
             yield RawDocument(where, line.rstrip(), is_json=True, position=opened.tell())
 
 
-def _parquet_rows(path: Path, field: str) -> Iterator[RawDocument]:
-    parquet = require("pyarrow.parquet", needed_by="build_token_records")
-    arrow = require("pyarrow", needed_by="build_token_records")
+def _parquet_rows(path: Path, field: str, max_document_bytes: int) -> Iterator[RawDocument]:
+    arrow = require("pyarrow", needed_by="Parquet files")
     try:
-        with parquet.ParquetFile(path) as opened:
+        with open_parquet(path) as opened:
             names = opened.schema_arrow.names
             if field not in names:
                 raise BadRecordError(
@@ -89,13 +121,60 @@ def _parquet_rows(path: Path, field: str) -> Iterator[RawDocument]:
                 raise BadRecordError(f"{path}: column {field!r} is {kind}, expected string.")
             share = path.stat().st_size / max(opened.metadata.num_rows, 1)
             row = 0
-            for batch in opened.iter_batches(_PARQUET_ROWS, columns=[field]):
+            for batch in _parquet_batches(opened, field):
                 for text in batch.column(0).cast(arrow.large_binary()).to_pylist():
                     row += 1
                     where = f"{path}, row {row - 1}"
+                    _check_size(text or b"", max_document_bytes, where)
                     yield RawDocument(where, text, is_json=False, position=row * share)
     except (arrow.ArrowException, OSError) as error:
         raise BadRecordError(f"{path}: the Parquet file cannot be read ({error}).") from None
+
+
+def _parquet_batches(opened: Any, field: str) -> Iterator[Any]:
+    for group in range(opened.num_row_groups):
+        yield from row_group_batches(
+            opened, group, columns=[field], max_bytes=_PARQUET_BYTES, most_rows=_PARQUET_ROWS
+        )
+
+
+def num_declared_documents(file: TextFile) -> int:
+    """Return how many documents a file says that it has: the rows of a Parquet file, else 1.
+
+    A Parquet file that cannot be read counts as 1; reading it reports what is wrong.
+    """
+    if file.path.suffix.lower() != ".parquet":
+        return 1
+    arrow = require("pyarrow", needed_by="Parquet files")
+    try:
+        with open_parquet(file.path) as opened:
+            return int(opened.metadata.num_rows)
+    except (arrow.ArrowException, OSError):
+        return 1
+
+
+def is_packed(file: TextFile) -> bool:
+    """Return whether the name of a file says that its bytes are not those of its text."""
+    return file.path.suffix.lower() in {*PACKED_SUFFIXES, ".gz", ".parquet"}
+
+
+def json_line_fields(path: Path) -> list[str] | None:
+    """Return the names in the first lines of a file if each is a JSON object, else None."""
+    fields: dict[str, None] = {}
+    count = 0
+    with path.open("rb") as opened:
+        while count < _LINES_LOOKED_AT and (line := opened.readline(_LONGEST_LINE)):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line) if line.lstrip(b"\xef\xbb\xbf \t")[:1] == b"{" else None
+            except (ValueError, RecursionError):
+                row = None
+            if not isinstance(row, dict):
+                return None
+            fields |= dict.fromkeys(row)
+            count += 1
+    return list(fields) if count else None
 
 
 def text_of(document: RawDocument, field: str) -> bytes:
@@ -113,7 +192,7 @@ def text_of(document: RawDocument, field: str) -> bytes:
         row = json.loads(document.data)
     except UnicodeDecodeError:
         raise
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"no line of JSON ({error}).") from None
     if not isinstance(row, dict):
         raise ValueError(f"a JSON {type(row).__name__}, expected an object.")

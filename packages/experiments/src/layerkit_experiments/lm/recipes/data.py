@@ -59,7 +59,9 @@ class LocalFiles(BaseExperiment, abstract=True):
     """Files or patterns; None for the running Python's standard library."""
     TEXT_FIELD: str | None = None
     """The files are JSON lines (or Parquet) with a document's text in this field; None: each file
-    is a document."""
+    is a document, and files of JSON lines raise."""
+    JSON_AS_TEXT: bool = False
+    """With TEXT_FIELD=None, read JSON lines as they are, braces included."""
     NUM_PROMPTS: int = 4
     PROMPT_LENGTH: int = 64
 
@@ -120,4 +122,5 @@ class LocalFiles(BaseExperiment, abstract=True):
             "paths": self.TEXT_FILES,
             "tokenizer": self.tokenizer(),
             "text_field": self.TEXT_FIELD,
+            "json_as_text": self.JSON_AS_TEXT,
         }

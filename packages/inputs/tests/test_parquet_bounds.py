@@ -1,0 +1,97 @@
+"""Bounds on Parquet files: small files that stand for much are refused before they are decoded."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from layerkit_inputs.bad_records import BadRecordError
+from layerkit_inputs.parquet_bounds import open_parquet, read_row_group, row_group_batches
+
+arrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+BOUND = 1 << 20
+
+
+def written(path, table, **options):
+    """The file opened; it is a fiftieth of what it decodes to, or less."""
+    parquet.write_table(
+        table, path, compression="zstd", row_group_size=1 << 24, write_statistics=False, **options
+    )
+    assert path.stat().st_size < BOUND / 50
+    return open_parquet(path)
+
+
+def repeated(value, kind, count):
+    """A column of one value, which is stored once."""
+    return arrow.table({"column": arrow.array([value], kind).take(arrow.array([0] * count))})
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        repeated(7, arrow.int64(), 1 << 20),
+        repeated([7] * 64, arrow.list_(arrow.int64()), 1 << 14),
+        repeated("x" * (1 << 12), arrow.string(), 1 << 10),
+        repeated("x" * (1 << 21), arrow.binary(), 1),
+        arrow.table({"column": np.zeros(1 << 20)}),
+    ],
+    ids=["dictionary of numbers", "lists", "dictionary of text", "one value", "zeros"],
+)
+def test_row_group_of_more_than_the_bound_raises_before_it_is_in_memory(tmp_path, table):
+    file = written(tmp_path / "a.parquet", table)
+    before = arrow.total_allocated_bytes()
+    peak = arrow.default_memory_pool().max_memory()
+    with pytest.raises(BadRecordError, match=f"max_row_group_bytes={BOUND:,}"):
+        read_row_group(file, 0, columns=None, max_bytes=BOUND)
+    assert arrow.total_allocated_bytes() - before < 3 * BOUND
+    assert arrow.default_memory_pool().max_memory() - max(peak, before) < 6 * BOUND
+
+
+def test_text_with_shared_beginnings_raises_before_it_is_in_memory(tmp_path):
+    texts = [f"{'x' * 4000}{number}" for number in range(2000)]
+    file = written(
+        tmp_path / "a.parquet",
+        arrow.table({"column": texts}),
+        use_dictionary=False,
+        column_encoding={"column": "DELTA_BYTE_ARRAY"},
+    )
+    with pytest.raises(BadRecordError, match=f"max_row_group_bytes={BOUND:,}"):
+        read_row_group(file, 0, columns=None, max_bytes=BOUND)
+
+
+def test_row_group_within_the_bound_is_read_whole(tmp_path):
+    table = arrow.table({"text": ["one", "two"] * 9000, "number": np.arange(18000)})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    file = open_parquet(tmp_path / "a.parquet")
+    assert read_row_group(file, 0, columns=None, max_bytes=BOUND).equals(table)
+    with pytest.raises(BadRecordError):
+        read_row_group(file, 0, columns=None, max_bytes=200_000)
+    only = read_row_group(file, 0, columns=["number"], max_bytes=200_000)
+    assert only.equals(table.select(["number"]))
+
+
+def test_batches_hold_fewer_rows_where_values_may_be_large(tmp_path):
+    table = repeated("x" * (1 << 16), arrow.string(), 100)
+    file = written(tmp_path / "a.parquet", table)
+    batches = list(row_group_batches(file, 0, columns=None, max_bytes=BOUND, most_rows=1000))
+    assert sum(map(len, batches)) == 100
+    assert max(batch.nbytes for batch in batches) <= BOUND + (1 << 12)
+
+
+def test_page_checksums_are_verified(tmp_path):
+    table = arrow.table({"number": np.arange(1000)})
+    parquet.write_table(
+        table,
+        tmp_path / "a.parquet",
+        write_page_checksum=True,
+        compression="none",
+        use_dictionary=False,
+    )
+    data = bytearray((tmp_path / "a.parquet").read_bytes())
+    at = data.index(np.arange(500, 502).tobytes())
+    data[at] ^= 1
+    (tmp_path / "a.parquet").write_bytes(data)
+    with pytest.raises(OSError, match="CRC"):
+        read_row_group(open_parquet(tmp_path / "a.parquet"), 0, columns=None, max_bytes=BOUND)
