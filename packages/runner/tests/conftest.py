@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,15 +85,17 @@ class Counter(BaseLayer):
 
 
 class Points(IndexedInput):
-    """Row n is x = (n mod 5, 1), y = n mod 3, weight 1."""
+    """Row n is x = (n mod 5, 1), y = n mod 3, weight 1; x is NaN in bad rows."""
 
     num_rows: int = 7
+    bad_rows: Sequence[int] = ()
 
     def _num_rows(self) -> int:
         return self.num_rows
 
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
         x = np.stack([rows % 5, np.ones_like(rows)], axis=1).astype(np.float32)
+        x[np.isin(rows, self.bad_rows)] = np.nan
         y = (rows % 3).astype(np.float32)
         return NestedMap(x=x, y=y, weights=np.ones(len(rows), np.float32))
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 from etils import epath
 
 from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner.checkpoints import CheckpointManager, CheckpointPolicy, evaluations
 from layerkit_runner.checkpoints.folders import committed_steps
-from layerkit_runner.errors import UsageError
+from layerkit_runner.errors import NonFiniteError, UsageError
 from layerkit_runner.executor import Executor, is_due
 from layerkit_runner.feeds.infeed import make_input
 from layerkit_runner.learning.early_stopping import EarlyStop, EarlyStopping, StoppingRule
@@ -27,6 +30,7 @@ from layerkit_runner.programs import (
     TrainProgram,
     TrainPrograms,
 )
+from layerkit_runner.programs.skipped_steps import SKIPPED_STEPS, SkippedSteps
 from layerkit_runner.train_hparams import TrainHParams
 
 
@@ -72,19 +76,27 @@ def make(tiny: SimpleNamespace, tmp_path: Any) -> Any:
         eval_batches: int | None = None,
         rule: StoppingRule | None = None,
         eval_intervals: dict[str, int] | None = None,
+        bad_steps: Sequence[int] = (),
+        learner: dict[str, Any] | None = None,
         **train: Any,
     ) -> Any:
         partitioner = SpmdPartitioner()
         partitioner.start()
         task = tiny.task_config(
-            train={"eval_interval_steps": None, "max_inflight_steps": 1, **train}
+            learner=learner,
+            train={"eval_interval_steps": None, "max_inflight_steps": 1, **train},
         ).Instantiate()
         partitioner.bind(task)
 
         def dataset(kind: Any, **fields: Any) -> Any:
             return make_input(kind.HParams.config(percore_batch_size=1.0, **fields), partitioner)
 
-        train_input = Prefetch(source=dataset(tiny.Points, is_training=True))
+        # Step n reads the rows from 8(n - 1) on.
+        fields = {"num_rows": 800, "shuffle": False} if bad_steps else {}
+        bad_rows = [8 * (step - 1) for step in bad_steps]
+        train_input = Prefetch(
+            source=dataset(tiny.Points, is_training=True, bad_rows=bad_rows, **fields)
+        )
         program = TrainProgram(task, partitioner, train_input)
         points = dataset(tiny.Points, eval_loop_num_batches=eval_batches)
         signals = StopSignals()
@@ -101,7 +113,13 @@ def make(tiny: SimpleNamespace, tmp_path: Any) -> Any:
         folder = epath.Path(tmp_path)
         executor = Executor(
             train=task.train,
-            train_programs=TrainPrograms([program], max_inflight_steps=1),
+            train_programs=TrainPrograms(
+                [program],
+                max_inflight_steps=1,
+                skipped=SkippedSteps(
+                    task.train.max_consecutive_skipped_steps, task.train.num_train_steps
+                ),
+            ),
             eval_programs=[
                 EvalProgram(task, partitioner, points, name, interval_steps=interval)
                 for name, interval in (eval_intervals or {"points": None}).items()
@@ -162,6 +180,70 @@ def test_what_happens_when(make: Any):
     assert [int(saved.state.step) for saved in restored] == [4, 6]
     rows = [saved.input_states["train/Points"]["position"]["rows_done"] for saved in restored]
     assert rows == [8 * 4, 8 * 6]
+
+
+SMALL_STEPS = {"learning_rate": 0.01}
+
+
+def test_run_ends_after_too_many_bad_steps_in_a_row_and_keeps_the_work(make: Any, tmp_path: Any):
+    job = make(
+        num_train_steps=50,
+        save_interval_steps=20,
+        bad_steps=[3, *range(6, 40)],
+        max_consecutive_skipped_steps=4,
+        learner=SMALL_STEPS,
+    )
+    with pytest.raises(NonFiniteError) as caught:
+        job.executor.run(job.state, 0)
+    assert caught.value.exit_code == 65
+    assert "after step 9" in str(caught.value) and "max_consecutive_skipped_steps=4" in str(
+        caught.value
+    )
+    with job.executor.checkpoints as checkpoints:
+        checkpoints.wait_until_finished()
+        [step] = saved_steps(tmp_path)
+        restored = checkpoints.restore(step, job.abstract)
+    # Steps that were under way when step 9 was reported are saved too.
+    assert step in (9, 10)
+    assert restored.metadata[SKIPPED_STEPS] == {"in_a_row": step - 5, "in_all": step - 4}
+    # The weights are those of a run that never saw the later steps.
+    short = make(num_train_steps=5, saves=False, bad_steps=[3], learner=SMALL_STEPS)
+    expected, _ = short.executor.run(short.state, 0)
+    jax.tree.map(np.testing.assert_array_equal, restored.state.params, expected.params)
+
+
+@pytest.mark.parametrize("num_train_steps", [100, 3])
+def test_run_without_any_valid_step_ends_early_and_saves_nothing(
+    make: Any, tmp_path: Any, num_train_steps: int
+):
+    job = make(
+        num_train_steps=num_train_steps,
+        save_interval_steps=50,
+        bad_steps=range(1, 100),
+        learner=SMALL_STEPS,
+    )
+    with pytest.raises(NonFiniteError, match="no step was valid"):
+        job.executor.run(job.state, 0)
+    assert len(job.recorder.events) <= 12
+    job.executor.checkpoints.close()
+    assert not saved_steps(tmp_path)
+
+
+def test_state_that_is_not_finite_ends_the_run_and_no_checkpoint_is_replaced(
+    make: Any, tmp_path: Any
+):
+    """A step that is applied although its gradient is NaN, and checkpoints of which one is kept."""
+    job = make(
+        num_train_steps=50,
+        save_interval_steps=4,
+        save_max_to_keep=1,
+        bad_steps=[6],
+        learner={**SMALL_STEPS, "skip_nonfinite_gradients": False},
+    )
+    with pytest.raises(NonFiniteError, match="step 8.*params/linear/w"):
+        job.executor.run(job.state, 0)
+    job.executor.checkpoints.close()
+    assert saved_steps(tmp_path) == [4]
 
 
 def test_a_signal_ends_training_with_a_save(make: Any):

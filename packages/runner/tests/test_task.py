@@ -19,6 +19,7 @@ from layerkit.config import Partial
 from layerkit.layers.linears import Linear
 from layerkit.nested_map import NestedMap
 from layerkit.weights import logical_axes
+from layerkit_runner.learning.learner import Learner
 from layerkit_runner.steps.step_context import GLOBAL_BATCH
 from layerkit_runner.train_hparams import TrainHParams
 
@@ -202,3 +203,4 @@ def test_defaults_are_those_of_pax():
     }
     ours = {field.name: field.default for field in dataclasses.fields(TrainHParams)}
     assert {name: ours[name] for name in of_pax} == of_pax
+    assert Learner.HParams.config().skip_nonfinite_gradients is True

@@ -20,8 +20,9 @@
                                                                or this machine; --dry_run: print
     runner --help                                              every flag
 
-Exit codes: 0 done, 2 the command line or the fields are wrong, 70 no progress, 75 another process
-of the job was lost, 130 stopped by Ctrl-C and 143 by SIGTERM. A training run that is stopped
+Exit codes: 0 done, 2 the command line or the fields are wrong, 65 too many training steps in a row
+or the state are not finite, 70 no progress, 75 another process of the job was lost, 130 stopped by
+Ctrl-C and 143 by SIGTERM. A training run that is stopped
 finishes its step and saves first (unless it was told not to save, or Ctrl-C came twice), and the
 same command resumes it.
 

@@ -2,7 +2,8 @@
 
     UsageError          a wrong flag, name, path or value; the command line prints it, exit code 2
     ├── FieldError      a wrong experiment field; also a TypeError, for those who call from Python
-    └── StorageError    storage refused, such as a full disk: nobody's mistake, so exit code 1
+    ├── StorageError    storage refused, such as a full disk: nobody's mistake, so exit code 1
+    └── NonFiniteError  loss, gradient or weights are not finite: training ends, exit code 65
 
 The texts say what was given, what was expected and the nearest right thing.
 """
@@ -26,6 +27,12 @@ class StorageError(UsageError):
     """What a run has to keep cannot be written."""
 
     exit_code = 1
+
+
+class NonFiniteError(UsageError):
+    """Training that cannot continue, because its steps or its state are not finite numbers."""
+
+    exit_code = 65
 
 
 def first_names(names: Iterable[str], *, limit: int = 12) -> str:

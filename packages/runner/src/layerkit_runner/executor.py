@@ -17,7 +17,7 @@ from layerkit.near_names import near_names
 from layerkit_runner.checkpoints import CheckpointManager
 from layerkit_runner.configuration.filled_in import check_filled_in
 from layerkit_runner.configuration.resolve import ResolvedExperiment
-from layerkit_runner.errors import UsageError, first_names
+from layerkit_runner.errors import NonFiniteError, UsageError, first_names
 from layerkit_runner.learning.early_stopping import EarlyStop
 from layerkit_runner.metric_paths import by_path, program_of
 from layerkit_runner.observers import DECODE_PREFIX, Goodput, Observer, Throughput
@@ -25,6 +25,7 @@ from layerkit_runner.observers.step_profiler import StepProfiler
 from layerkit_runner.processes.stop_signals import StopSignals
 from layerkit_runner.processes.watchdog import progress
 from layerkit_runner.programs import BaseProgram, TrainPrograms
+from layerkit_runner.programs.skipped_steps import SKIPPED_STEPS
 from layerkit_runner.steps.train_state import TrainState
 from layerkit_runner.train_hparams import TrainHParams
 
@@ -88,12 +89,16 @@ class Executor:
         Returns:
           (state, number of completed steps): all of `num_train_steps` unless a signal came or
           early stopping ended the run.
+
+        Raises:
+          NonFiniteError: Too many steps in a row were not valid, or the state is not finite.
         """
         with self.goodput.phase("steps"):
             return self._run(state, step)
 
     def _run(self, state: TrainState, step: int) -> tuple[TrainState, int]:
-        while True:
+        skipped = self.train_programs.skipped
+        while skipped.problem is None:
             stops = self.signals.agreed(step)
             on_demand = self.signals.take_save_request() and self._can_save_on_demand()
             if on_demand or (self.checkpoints is not None and self.checkpoints.should_save(step)):
@@ -112,7 +117,10 @@ class Executor:
             if step < self.train.num_train_steps:
                 self.run_due(state, step)
         self._stop_profile(step)
-        self._save(state, step, force=True)
+        if skipped.problem is None or skipped.has_taken_any:
+            self._save(state, step, force=True)
+        if skipped.problem is not None:
+            raise NonFiniteError(skipped.problem)
         return state, step
 
     def is_over(self, step: int) -> bool:
@@ -222,6 +230,8 @@ class Executor:
         metadata = dict(self.metadata)
         if self.early_stop is not None:
             metadata[EARLY_STOPPING] = self.early_stop.record()
+        if self.train_programs.skipped.in_all:
+            metadata[SKIPPED_STEPS] = self.train_programs.skipped.record()
         if step < self.train.num_train_steps and self.is_over(step):
             metadata[ENDED] = True
         return metadata

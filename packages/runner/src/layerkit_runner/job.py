@@ -17,6 +17,8 @@ from layerkit_runner.checkpoints import (
     RestoredCheckpoint,
     StateFormat,
     StructureMismatchError,
+    finite,
+    structure,
 )
 from layerkit_runner.checkpoints.folders import absolute
 from layerkit_runner.command_line.flags import RunOptions
@@ -26,7 +28,6 @@ from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError
 from layerkit_runner.job_folder import check_same_experiment, check_writable, recorded_overrides
 from layerkit_runner.observers import (
-    FiniteLoss,
     Goodput,
     GoodputLog,
     MetricsLog,
@@ -132,6 +133,7 @@ class Job:
             where the inputs stood.
 
         Raises:
+          NonFiniteError: the state is to be trained and holds values that are not finite.
           UsageError: there is no such step, or it is damaged, or of another model.
         """
         try:
@@ -144,6 +146,13 @@ class Job:
                 cast_dtypes=self.options.restore_cast_dtypes,
                 with_input_states=for_training,
             )
+            if for_training:
+                finite.require_finite(
+                    f"{checkpoints.directory} cannot be resumed from step {step}",
+                    structure.named_leaves(restored.state),
+                    "`python -m layerkit_runner.tools.checkpoints verify` says which steps are"
+                    " finite; move the newer ones out of this folder to resume from one of them.",
+                )
             state = self.partitioner.device_state(self.task, restored.state)
             return dataclasses.replace(restored, state=state)
         except (FileNotFoundError, DamagedCheckpointError) as error:
@@ -181,9 +190,8 @@ def start_job(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> J
     observers: list[Observer] = []
     if jax.process_index() == 0:
         progress = Progress()
-        watch = FiniteLoss(task.loss_name, report=progress.message)
         curves = [TensorBoard()] if options.enable_summary_writer else []
-        observers = [progress, MetricsLog(), *curves, watch, GoodputLog(goodput)]
+        observers = [progress, MetricsLog(), *curves, GoodputLog(goodput)]
         if options.wandb_project is not None:
             config = config_json(resolved)["config"]
             observers.append(WeightsAndBiases(options.wandb_project, config=config))

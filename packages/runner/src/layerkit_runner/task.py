@@ -33,7 +33,7 @@ from layerkit_runner.errors import UsageError
 from layerkit_runner.learning.concrete_numbers import concrete_number
 from layerkit_runner.learning.early_stopping import StoppingRule
 from layerkit_runner.learning.gradients import Variables, differentiate, sum_leaves
-from layerkit_runner.learning.learner import global_norm
+from layerkit_runner.learning.learner import choose, global_norm
 from layerkit_runner.learning.stacked_weights import Stacks, stacks_of
 from layerkit_runner.learning.variational_noise import VariationalNoise
 from layerkit_runner.steps.layer_summaries import (
@@ -169,33 +169,37 @@ class SingleTask(Configurable):
             context,
             microbatches=self.train.gradient_accumulation_steps,
         )
+        metrics = self._with_loss(context.mean_metrics(found.metrics))
+        aux = None if found.aux is None else context.batch_sum(found.aux)
+        if aux is not None:
+            metrics = self._add_aux(metrics, aux)
         update = learner.update(
             context.batch_sum(found.gradients),
             state.opt_state,
             state.params,
             step=state.step,
+            loss=metrics[self.loss_name].value,
             ema=state.ema,
             stacks=self._weight_stacks(),
         )
-        metrics, scalars = self._with_loss(context.mean_metrics(found.metrics)), update.scalars
-        if found.aux is not None:
-            scalars["aux_loss"] = context.batch_sum(found.aux)
-            metrics = self._add_aux(metrics, scalars["aux_loss"])
+        scalars = update.scalars | ({} if aux is None else {"aux_loss": aux})
         if self.train.variable_norm_summary:
             scalars["learning/var_norm"] = global_norm(trained)
         scalars |= scalars_and_marks(found.summaries, context, verbosity=self.summary_verbosity)
         metrics |= of_step(self.own_metrics, metrics, scalars)
-        non_trainable = _shard_mean(found.non_trainable, context)
+        statistics = (
+            _shard_mean(found.non_trainable, context),
+            next_state(state.overwrite_with_gradient, context.batch_max(found.overwriting)),
+        )
         if learner.skips_steps:
-            non_trainable = _finite(non_trainable, state.non_trainable)
+            old = (state.non_trainable, state.overwrite_with_gradient)
+            statistics = choose(update.is_valid, statistics, old)
         new_state = TrainState(
             step=state.step + 1,
             params=update.params,
-            non_trainable=non_trainable,
+            non_trainable=statistics[0],
             opt_state=update.opt_state,
-            overwrite_with_gradient=next_state(
-                state.overwrite_with_gradient, context.batch_max(found.overwriting)
-            ),
+            overwrite_with_gradient=statistics[1],
             ema=update.ema,
         )
         return new_state, (metrics, scalars)
@@ -399,15 +403,6 @@ def _check_loss_weights(weights: Mapping[str, float]) -> None:
             f"task.loss_weights={dict(weights)}: expected a factor other than 0 for one metric at"
             " least, such as {'xent': 1.0}; None trains on task.loss_name alone"
         )
-
-
-def _finite(new: Any, old: Any) -> Any:
-    """Moving statistics: entries that are not finite keep their old value, or would never heal."""
-
-    def choose(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.where(jnp.isfinite(a), a, b) if jnp.issubdtype(a.dtype, jnp.inexact) else a
-
-    return jax.tree.map(choose, new, old)
 
 
 def _shard_mean(tree: Any, context: StepContext) -> Any:

@@ -21,6 +21,7 @@ _AT_LEAST_ONE = (
     "save_keep_interval_steps",
     "save_best_to_keep",
     "max_inflight_steps",
+    "max_consecutive_skipped_steps",
     "gradient_accumulation_steps",
     "weight_summary_interval_steps",
     "profiler_capture_step",
@@ -60,6 +61,9 @@ class TrainHParams(Configurable):
       save_best_to_keep: How many of the best stay.
       save_step_zero: Whether a checkpoint is written before the first step.
       max_inflight_steps: Steps that may be under way on the device before the host waits.
+      max_consecutive_skipped_steps: How many steps in a row may be skipped, because loss or
+        gradient is not finite or the gradient is too large, before training stops with exit code
+        65. Before any step was valid the limit is 10 at most. None for no limit.
       gradient_accumulation_steps: Into how many microbatches a batch is divided, whose gradients
         are added up one after another before the one update; less memory, the same numbers.
       eval_use_ema_states: Whether evaluation uses the averaged weights (`learner.ema_decay`).
@@ -97,6 +101,7 @@ class TrainHParams(Configurable):
     save_best_to_keep: int = 1
     save_step_zero: bool = False
     max_inflight_steps: int = 2
+    max_consecutive_skipped_steps: int | None = 100
     gradient_accumulation_steps: int = 1
     eval_use_ema_states: bool = False
     decode_use_ema_states: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import resource
@@ -25,6 +26,7 @@ from layerkit_runner.checkpoints import (
     StateFormat,
     StructureMismatchError,
 )
+from layerkit_runner.errors import NonFiniteError
 
 EVERY_STEP = CheckpointPolicy(save_interval_steps=1, max_to_keep=None, keep_interval=None)
 BOTH_FORMATS = pytest.mark.parametrize("state_format", list(StateFormat))
@@ -102,6 +104,48 @@ def fingerprint(folder: Path) -> dict[str, str]:
         for path in folder.rglob("*")
         if path.is_file()
     }
+
+
+def with_value(state, part: str, value: float):
+    """Puts a value into one entry of the first array of a part."""
+    leaves, structure = jax.tree.flatten(state[part])
+    first = next(i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact))
+    changed = leaves[first].reshape(-1).at[-1].set(value).reshape(leaves[first].shape)
+    leaves[first] = jax.device_put(changed, leaves[first].sharding)
+    return {**state, part: jax.tree.unflatten(structure, leaves)}
+
+
+@BOTH_FORMATS
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_nonfinite_weights_are_not_saved_and_older_steps_stay(tmp_path, state_format, value):
+    shardings = {
+        StateFormat.MSGPACK: everywhere,
+        StateFormat.TENSORSTORE: split_matrices(mesh(2, 2, 2), ("data", "fsdp"), "tensor"),
+    }
+    state = place(numbers(), shardings[state_format])
+    policy = CheckpointPolicy(save_interval_steps=1, max_to_keep=1, keep_interval=None)
+    with CheckpointManager(tmp_path, policy=policy, state_format=state_format) as manager:
+        manager.save(1, state, input_states={}, metadata={})
+        with pytest.raises(NonFiniteError) as caught:
+            manager.save(
+                2, with_value(state, "params", value), input_states={}, metadata={}, force=True
+            )
+        assert "step 2" in str(caught.value) and "params/" in str(caught.value)
+        assert caught.value.exit_code == 65
+        # The manager can be used on.
+        assert manager.latest_step() == 1
+        assert manager.save(3, state, input_states={}, metadata={}, force=True)
+    assert [path.name for path in sorted(tmp_path.glob("checkpoint_*"))] == ["checkpoint_00000003"]
+
+
+@pytest.mark.parametrize(("value", "is_saved"), [(np.nan, False), (np.inf, True)])
+def test_optimizer_state_may_hold_infinity_but_no_nan(tmp_path, value, is_saved):
+    state = with_value(place(numbers(), everywhere), "opt_state", value)
+    with CheckpointManager(tmp_path, policy=EVERY_STEP) as manager:
+        with contextlib.nullcontext() if is_saved else pytest.raises(NonFiniteError):
+            manager.save(1, state, input_states={}, metadata={})
+        manager.wait_until_finished()
+        assert manager.latest_step() == (1 if is_saved else None)
 
 
 TARGETS = {

@@ -107,7 +107,7 @@ def test_an_error_or_a_wrong_command_ends_the_set(request_of, flags_of):
     assert rule == {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     job = spec["replicatedJobs"][0]["template"]["spec"]
     (rule,) = job["podFailurePolicy"]["rules"]
-    assert rule["onExitCodes"] == {"operator": "In", "values": [1, 2]}
+    assert rule["onExitCodes"] == {"operator": "In", "values": [1, 2, 65]}
 
 
 def test_two_slices_of_tpus(request_of, flags_of):

@@ -19,9 +19,12 @@ from etils import epath
 from layerkit.base_model import WeightedScalar
 from layerkit.config import Config
 from layerkit_runner import BaseExperiment, UsageError
+from layerkit_runner.checkpoints import finite
 from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.configuration.resolve import resolve
+from layerkit_runner.errors import NonFiniteError
 from layerkit_runner.job_folder import only_trainer
+from layerkit_runner.learning.learner import Learner
 from layerkit_runner.modes.inference import run_inference
 from layerkit_runner.modes.train import run_train
 from layerkit_runner.observers import read_metrics
@@ -33,6 +36,8 @@ def experiment(tiny: SimpleNamespace) -> type[BaseExperiment]:
         MAX_STEPS: int = 4
         MAX_TO_KEEP: int | None = 10
         INIT_SCALE: float = 1.0
+        NUM_ROWS: int = 7
+        BAD_ROWS: tuple[int, ...] = ()
         LOSS_NAME: str = "loss"
 
         def task(self) -> Config:
@@ -48,7 +53,13 @@ def experiment(tiny: SimpleNamespace) -> type[BaseExperiment]:
         def datasets(self) -> list[Config]:
             points = tiny.Points.HParams
             return [
-                points.config(name="train", is_training=True, percore_batch_size=1.0),
+                points.config(
+                    name="train",
+                    is_training=True,
+                    percore_batch_size=1.0,
+                    num_rows=self.NUM_ROWS,
+                    bad_rows=self.BAD_ROWS,
+                ),
                 points.config(name="held out", percore_batch_size=1.0),
             ]
 
@@ -61,9 +72,9 @@ def train(
 ) -> Any:
     """Trains in a folder of this name and returns what was printed."""
 
-    def run(name: str, *, max_steps: int = 4, **options: Any) -> str:
+    def run(name: str, *, max_steps: int = 4, fields: Any = None, **options: Any) -> str:
         folders = {"job_log_dir": str(tmp_path / name), "jax_compilation_cache": "off"}
-        resolved = resolve(experiment(MAX_STEPS=max_steps))
+        resolved = resolve(experiment(MAX_STEPS=max_steps, **(fields or {})))
         assert run_train(resolved, RunOptions(**{**folders, **options})) == 0
         return capsys.readouterr().out
 
@@ -87,6 +98,45 @@ def test_a_new_run_then_the_same_again(train: Any, tmp_path: Path):
 
 def held_out(output: str) -> str:
     return next(line for line in output.splitlines() if line.startswith("held out: "))
+
+
+def test_run_resumed_after_a_skipped_step_equals_an_uninterrupted_one(train: Any, tmp_path: Path):
+    """An epoch is 8 steps, one of which has the bad row."""
+    fields = {"NUM_ROWS": 64, "BAD_ROWS": (3,)}
+    for max_steps in (5, 11, 16):
+        train("job", max_steps=max_steps, fields=fields)
+    train("straight", max_steps=16, fields=fields)
+
+    def computed(name: str) -> list[dict[str, str]]:
+        return [
+            {
+                key: str(value)
+                for key, value in record.items()
+                if key == "loss" or key.startswith("learning/")
+            }
+            for record in read_metrics(tmp_path / name).train
+        ]
+
+    assert computed("job") == computed("straight")
+    assert [record["loss"] for record in computed("straight")].count("nan") == 2
+    assert computed("straight")[-1]["learning/skipped_steps"] == "2.0"
+
+
+def test_checkpoint_that_is_not_finite_is_not_resumed(
+    train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with monkeypatch.context() as patch:
+        # As a version that applied such steps and saved the outcome.
+        patch.setattr(finite, "require_finite", lambda *_: None)
+        patch.setattr(Learner, "skips_steps", False)
+        train("job", fields={"NUM_ROWS": 16, "BAD_ROWS": (3,)})
+    with pytest.raises(NonFiniteError) as caught:
+        train("job", max_steps=6)
+    assert all(word in str(caught.value) for word in ("step 4", "params/linear/w", "verify"))
+    assert [path.name for path in sorted((tmp_path / "job/checkpoints").glob("checkpoint_*"))] == [
+        "checkpoint_00000002",
+        "checkpoint_00000004",
+    ]
 
 
 def test_fewer_steps_than_are_done(train: Any):
@@ -174,17 +224,16 @@ def test_data_sets_of_one_name(tiny: SimpleNamespace, experiment: Any, tmp_path:
         run_train(resolve(Twice()), RunOptions(job_log_dir=str(tmp_path / "job")))
 
 
-def test_a_loss_that_is_no_number_is_told_once_and_the_run_ends_in_order(
+def test_first_weights_that_are_not_finite_end_the_run_and_are_not_saved(
     experiment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     options = RunOptions(job_log_dir=str(tmp_path / "job"), jax_compilation_cache="off")
-    assert run_train(resolve(experiment(INIT_SCALE=float("nan"))), options) == 0
+    with pytest.raises(NonFiniteError, match=r"step 2 .*params/linear/w"):
+        run_train(resolve(experiment(INIT_SCALE=float("nan"))), options)
     lines = capsys.readouterr().out.splitlines()
-    (warning,) = [line for line in lines if line.startswith("WARNING")]
-    assert warning.startswith("WARNING: loss is nan at step 1; this run will hardly recover.")
-    (no_curve,) = [line for line in lines if line.startswith("no loss curve")]
-    assert no_curve.endswith("metrics.jsonl holds no finite 'loss' to draw")
-    assert lines[-4].startswith("next: ")
+    warnings = [line for line in lines if line.startswith("WARNING")]
+    assert [line.split(":")[1] for line in warnings] == [" step 1", " step 2"]
+    assert not [*(tmp_path / "job").glob("checkpoints/checkpoint_*")]
 
 
 def test_a_loss_that_the_model_does_not_report(experiment: Any, tmp_path: Path):

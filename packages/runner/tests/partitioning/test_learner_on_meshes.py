@@ -80,7 +80,6 @@ def started(arrangements: Any, shape: str) -> tuple[Any, Any]:
         learning_rate=0.05,
         auxiliary_optimizers=[last],
         clip_per_tensor_norm=0.5,
-        skip_nonfinite_gradients=True,
         ema_decay=0.9,
     )
     task.train.gradient_accumulation_steps = 2 if shape != "pmap" else 1

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -26,12 +27,16 @@ class Recorder(Observer):
 
     def __init__(self) -> None:
         self.completed: list[int] = []
+        self.messages: list[str] = []
         self.metrics: dict[int, dict[str, float]] = {}
         self.weights: dict[int, dict[str, Any]] = {}
         self.pictures: dict[int, dict[str, Any]] = {}
 
     def progress(self, step: int) -> None:
         self.completed.append(step)
+
+    def message(self, text: str) -> None:
+        self.messages.append(text)
 
     def train_metrics(self, step: int, scalars: Any) -> None:
         self.metrics[step] = dict(scalars)
@@ -44,7 +49,12 @@ class Recorder(Observer):
 
 
 def started(
-    tiny: SimpleNamespace, *, model: Any = None, metrics: Any = None, **train: Any
+    tiny: SimpleNamespace,
+    *,
+    model: Any = None,
+    metrics: Any = None,
+    bad_steps: tuple[int, ...] = (),
+    **train: Any,
 ) -> tuple[TrainPrograms, Any, Recorder]:
     partitioner = SpmdPartitioner(ici_mesh_shape=[1, 1, 1])
     partitioner.start(jax.devices()[:1])
@@ -52,7 +62,9 @@ def started(
     config = tiny.task_config(learner=learner, train=train, **(model or {}))
     task = config.set(metrics=metrics).Instantiate()
     partitioner.bind(task)
-    points = tiny.Points.HParams.config(batch_size=1, is_training=True, shuffle=False)
+    points = tiny.Points.HParams.config(
+        batch_size=1, is_training=True, shuffle=False, bad_rows=[step - 1 for step in bad_steps]
+    )
     train_input = Prefetch(source=make_input(points, partitioner))
     program = TrainProgram(task, partitioner, train_input)
     state = partitioner.init_fn(task)()
@@ -120,6 +132,35 @@ def test_metrics_come_at_the_first_the_last_and_every_interval(tiny: SimpleNames
     assert list(recorder.metrics) == [3, 4, 8, 11]
     assert recorder.metrics[8]["learning/lr"] == pytest.approx(0.01)
     assert {"loss", "learning/raw_grad_norm", "steps_per_sec"} <= recorder.metrics[8].keys()
+
+
+def test_bad_step_between_summaries_is_reported_with_its_number(tiny: SimpleNamespace):
+    metrics = {"smooth": Mean.HParams.config(value="metrics/loss")}
+    program, state, recorder = started(
+        tiny, bad_steps=(4,), metrics=metrics, summary_interval_steps=3, max_inflight_steps=2
+    )
+    before = None
+    for step in range(1, 8):
+        if step == 4:
+            before = jax.device_get(state.params)
+        state = program.run_step(state, step)
+        if step == 4:
+            jax.tree.map(np.testing.assert_array_equal, state.params, before)
+        if step == 4 + 2:
+            # No more than the steps in flight later.
+            assert recorder.messages
+    program.drain()
+    assert list(recorder.metrics) == [1, 3, 4, 6]
+    assert np.isnan(recorder.metrics[4]["loss"])
+    assert recorder.metrics[4]["learning/is_valid_step"] == 0.0
+    skipped = {step: values["learning/skipped_steps"] for step, values in recorder.metrics.items()}
+    assert skipped == {1: 0.0, 3: 0.0, 4: 1.0, 6: 1.0}
+    # The mean since step 3 is over the steps that were taken, and the skipped one does not end it.
+    assert "smooth" not in recorder.metrics[4]
+    assert np.isfinite(recorder.metrics[6]["smooth"])
+    [message] = recorder.messages
+    assert "step 4" in message and "loss=nan" in message
+    assert (program.skipped.in_a_row, program.skipped.in_all) == (0, 1)
 
 
 def test_the_input_state_is_that_of_the_steps_started(tiny: SimpleNamespace):

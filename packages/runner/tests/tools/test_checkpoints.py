@@ -19,7 +19,9 @@ from layerkit_runner.checkpoints import (
     CheckpointManager,
     CheckpointPolicy,
     StateFormat,
+    conversion,
     evaluations,
+    finite,
     folders,
 )
 from layerkit_runner.tools.checkpoints import main
@@ -134,6 +136,19 @@ def test_list_looks_as_deep_as_it_is_told(job, capsys):
     assert f"step 10: {name}: altered, expected" in deep
     flipped.write_bytes(flipped.read_bytes()[:-1])
     assert f"step 10: {name}: short, expected" in run(capsys, "list", job, code=1)
+
+
+@pytest.mark.parametrize("state_format", list(StateFormat))
+def test_verify_names_arrays_that_are_not_finite(tmp_path, capsys, monkeypatch, state_format):
+    # As a version wrote it that saved any values.
+    monkeypatch.setattr(finite, "require_finite", lambda *_: None)
+    monkeypatch.setattr(conversion, "_READ_BYTES", 16)
+    state = {"params": {"a": jnp.ones(4), "b": jnp.array([1.0, jnp.nan])}, "step": jnp.int32(3)}
+    with CheckpointManager(tmp_path / "checkpoints", state_format=state_format) as manager:
+        manager.save(3, state, input_states={}, metadata={}, force=True)
+    printed = run(capsys, "verify", tmp_path, code=1)
+    assert printed.startswith("step 3: NOT FINITE\n")
+    assert "params/b" in printed and "params/a" not in printed
 
 
 def test_verify_reads_all_or_one(job, capsys):

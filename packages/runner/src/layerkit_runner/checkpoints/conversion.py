@@ -7,7 +7,7 @@ over. The whole state passes through this machine's memory. Imports Orbax.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from etils import epath
 
 from layerkit_runner.checkpoints import (
     copying,
+    finite,
     folders,
     handlers,
     integrity,
@@ -25,6 +26,7 @@ from layerkit_runner.checkpoints import (
 from layerkit_runner.checkpoints.formats import StateFormat, format_of
 from layerkit_runner.whole_files import write_whole
 
+_READ_BYTES = 2**30
 _WRITTEN_ANEW = ("state/", f"{integrity.MANIFEST_FOLDER}/", folders.COMMIT_FILE)
 
 
@@ -127,6 +129,37 @@ def read_leaves(
     with contextlib.closing(handlers.StateHandler()) as reader:
         wanted = handlers.StateRestore(_on_one_device(chosen))
         return reader.restore(step_directory / "state", wanted)
+
+
+def nonfinite_arrays(step_directory: epath.Path) -> list[structure.LeafPath]:
+    """Return the paths of stored arrays that are not finite; see `finite.nonfinite_leaves`.
+
+    Reads about a GiB at a time.
+
+    Args:
+      step_directory: The folder of a step whose files are as they were written.
+    """
+    stored = handlers.stored_leaves(step_directory / "state")
+    found: list[structure.LeafPath] = []
+    with contextlib.closing(handlers.StateHandler()) as reader:
+        for part in _in_parts(stored):
+            wanted = handlers.StateRestore(_on_one_device(part))
+            found += finite.nonfinite_leaves(reader.restore(step_directory / "state", wanted))
+    return found
+
+
+def _in_parts(
+    stored: Mapping[structure.LeafPath, structure.LeafSpec],
+) -> Iterator[dict[structure.LeafPath, structure.LeafSpec]]:
+    """Yield the leaves in groups of at most `_READ_BYTES`, or of one leaf that is larger."""
+    part: dict[structure.LeafPath, structure.LeafSpec] = {}
+    for path, spec in stored.items():
+        if part and sum(each.num_bytes for each in part.values()) + spec.num_bytes > _READ_BYTES:
+            yield part
+            part = {}
+        part[path] = spec
+    if part:
+        yield part
 
 
 def _on_one_device(specs: Mapping[structure.LeafPath, structure.LeafSpec]) -> dict[Any, Any]:

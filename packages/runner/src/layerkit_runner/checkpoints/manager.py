@@ -28,6 +28,7 @@ from etils import epath
 
 from layerkit_runner.checkpoints import (
     evaluations,
+    finite,
     folders,
     formats,
     integrity,
@@ -160,6 +161,8 @@ class CheckpointManager:
           Whether a save was started: False if none is due, or the step is saved already.
 
         Raises:
+          NonFiniteError: if weights hold NaN or infinities, or other parts NaN. Nothing is
+            written, so that the checkpoints that are there stay.
           PermissionError: if the manager is read-only.
           SaveError: if the save before this one failed, or this one cannot begin.
           TypeError: if something cannot be stored, naming it.
@@ -174,6 +177,13 @@ class CheckpointManager:
             return False
         leaves = structure.named_leaves(state)
         structure.check_storable(leaves)
+        newest = self.latest_step()
+        finite.require_finite(
+            f"The checkpoint of step {step} is not written to {self._directory}",
+            leaves,
+            "The steps that are saved stay as they are: "
+            + ("there are none." if newest is None else f"{newest} is the newest of them."),
+        )
         if self._state_format is StateFormat.MSGPACK:
             formats.check_replicated(leaves)
         about = step_metadata.compose(

@@ -386,6 +386,7 @@ def help_text() -> str:
             "SIGTERM; a training run that is stopped saves first, and the same command resumes it.",
             "SIGUSR1 makes it save at once and go on. 1: a checkpoint could not be written. 70:",
             "nothing moved for --hung_step_timeout_secs. 75: another process of the job was lost.",
+            "65: too many training steps in a row, or the weights, were not finite.",
         ]
     )
 

@@ -2,8 +2,8 @@
 
 A slice of TPUs, or a group of machines with GPUs, is a job of the set; its pods are the processes.
 On GKE a TPU tells each pod which it is; elsewhere the first pod's name in the set's own network is
-where they meet. An error or a wrong command (exit codes 1 and 2) ends the set at once; a pod that
-is told to go away has time to save.
+where they meet. An error, a wrong command or training that is not finite (exit codes 1, 2 and 65)
+ends the set at once; a pod that is told to go away has time to save.
 
 A set cannot be changed, and one that has ended is not run again: to go on, it is deleted and made
 anew, which `--replace` does.
@@ -28,8 +28,8 @@ from layerkit_runner.launching.tpu_types import TpuSlice, find_generation, parse
 
 _PORT = 8476
 _JOB = "run"
-# An error and a wrong command, which would be the same again.
-_FINAL_EXIT_CODES = (1, 2)
+# An error, a wrong command and training that is not finite, which would be the same again.
+_FINAL_EXIT_CODES = (1, 2, 65)
 _CHIPS_PER_HOST = 4
 
 

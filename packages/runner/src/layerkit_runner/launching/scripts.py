@@ -11,8 +11,9 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 # 70: nothing moved; 75: another process was lost; the others are 128 and the signal that killed it:
-# SIGABRT, SIGBUS, SIGKILL (as for want of memory) and SIGSEGV. Not 1, 2, 130 or 143: an error, a
-# wrong command, Ctrl-C and SIGTERM would be the same again, or were meant.
+# SIGABRT, SIGBUS, SIGKILL (as for want of memory) and SIGSEGV. Not 1, 2, 65, 130 or 143: an error,
+# a wrong command, training that is not finite, Ctrl-C and SIGTERM would be the same again, or were
+# meant.
 RETRIED_EXIT_CODES = (70, 75, 134, 135, 137, 139)
 
 # Of every run: output is seen as it is written.

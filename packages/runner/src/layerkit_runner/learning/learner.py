@@ -31,12 +31,15 @@ class Update(NamedTuple):
       params: New weights, all of them.
       opt_state: New state of the optimizer.
       ema: New averaged weights.
+      is_valid: Bool scalar, whether loss and gradient are finite and the norm is within its limit.
+        Unless it holds and the learner skips steps, the weights and states are the old ones.
       scalars: To report.
     """
 
     params: Any
     opt_state: Any
     ema: Any
+    is_valid: jax.Array
     scalars: dict[str, jax.Array]
 
 
@@ -55,10 +58,10 @@ class Learner(Configurable):
       clip_global_norm: Gradients are scaled by min(1, c/‖g‖) over all weights together.
       clip_per_tensor_norm: The same for each weight on its own, and for each layer of a stack; not
         together with the other.
-      skip_nonfinite_gradients: A step whose gradient holds NaN or an infinity changes neither
-        weights nor the optimizer's state nor averaged weights; it counts as a step.
-      skip_step_gradient_norm_value: The same for a step whose gradient's norm, before clipping,
-        passes this limit or is not finite.
+      skip_nonfinite_gradients: Whether to skip a step whose loss or gradient holds NaN or an
+        infinity. A skipped step changes the step number and nothing else in the state.
+      skip_step_gradient_norm_value: Largest norm of the gradient, before clipping, with which a
+        step is taken; a step with a larger or non-finite norm is skipped. None for no limit.
       ema_decay: Keeps an exponential moving average of the trained weights, in float32, with decay
         min(d, (1 + t)/(10 + t)) at step t; None keeps none.
       grad_norm_summary: Whether `learning/applied_grad_norm` is reported, the norm of what the
@@ -78,7 +81,7 @@ class Learner(Configurable):
     per_layer: bool | None = None
     clip_global_norm: float | None = None
     clip_per_tensor_norm: float | None = None
-    skip_nonfinite_gradients: bool = False
+    skip_nonfinite_gradients: bool = True
     skip_step_gradient_norm_value: float | None = None
     ema_decay: float | None = None
     grad_norm_summary: bool = True
@@ -168,23 +171,29 @@ class Learner(Configurable):
         params: Any,
         *,
         step: jax.Array,
+        loss: jax.Array | None = None,
         ema: Any = None,
         stacks: Stacks | None = None,
     ) -> Update:
-        """One update.
+        """Compute one update.
 
         Args:
           grads: Gradients of the global loss, shaped like the trained part of `params`.
           opt_state: State of the optimizer.
           params: Current weights, all of them.
           step: int32 scalar, completed steps, for the reported learning rate and the average.
+          loss: Global loss, a scalar; None if it is unknown, so that only the gradient decides
+            whether the step is valid.
           ema: Averaged weights, where there are any.
           stacks: Which weights are stacked.
         """
         stacks = stacks or {}
         norm = global_norm(grads)
-        scalars = {"learning/raw_grad_norm": norm}
-        is_valid = self._is_valid(norm)
+        is_valid = self._is_valid(norm, loss)
+        scalars = {
+            "learning/raw_grad_norm": norm,
+            "learning/is_valid_step": is_valid.astype(jnp.float32),
+        }
         grads, clipping = self._clip(grads, norm, stacks)
         trained = self.trained_weights.take(params)
         scalars |= self._rates(opt_state, trained, stacks, step)
@@ -193,9 +202,8 @@ class Learner(Configurable):
         new_ema = self._average(ema, new_trained, step)
         if self.grad_norm_summary:
             scalars["learning/applied_grad_norm"] = global_norm(updates)
-        if is_valid is not None:
-            scalars["learning/is_valid_step"] = is_valid.astype(jnp.float32)
-            new_trained, new_state, new_ema = _choose(
+        if self.skips_steps:
+            new_trained, new_state, new_ema = choose(
                 is_valid, (new_trained, new_state, new_ema), (trained, opt_state, ema or {})
             )
             if self.grad_norm_summary:
@@ -205,14 +213,19 @@ class Learner(Configurable):
             params=self.trained_weights.put(params, new_trained),
             opt_state=new_state,
             ema=new_ema,
+            is_valid=is_valid,
             scalars=scalars | clipping,
         )
 
-    def _is_valid(self, norm: jax.Array) -> jax.Array | None:
-        """Whether the step is taken. One entry that is not finite makes the norm so."""
-        if not self.skips_steps:
-            return None
+    def _is_valid(self, norm: jax.Array, loss: jax.Array | None) -> jax.Array:
+        """Return whether a step is valid, from what it computes anyway.
+
+        One gradient entry that is not finite makes the norm non-finite. The loss is checked too,
+        because a label outside the vocabulary gives a NaN loss with a finite gradient.
+        """
         is_valid = jnp.isfinite(norm)
+        if loss is not None:
+            is_valid &= jnp.isfinite(loss)
         if self.skip_step_gradient_norm_value is not None:
             is_valid &= norm <= self.skip_step_gradient_norm_value
         return is_valid
@@ -274,5 +287,6 @@ def _scale_to(limit: float, norm: jax.Array) -> jax.Array:
     return jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-30))
 
 
-def _choose(is_valid: jax.Array, new: Any, old: Any) -> Any:
+def choose(is_valid: jax.Array, new: Any, old: Any) -> Any:
+    """Return `new` where the step is valid and `old` where it is not; both are trees of arrays."""
     return jax.tree.map(lambda a, b: jnp.where(is_valid, a, b), new, old)

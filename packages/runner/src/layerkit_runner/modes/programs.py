@@ -25,6 +25,7 @@ from layerkit_runner.programs import (
     TrainPrograms,
     eval_train,
 )
+from layerkit_runner.programs.skipped_steps import SkippedSteps
 
 # Of a training program, besides its data set: an experiment names that and job makes it.
 _FILLED_IN = ("task", "partitioner", "name")
@@ -47,7 +48,13 @@ def train_programs(job: Job) -> TrainPrograms:
         )
         for (name, dataset), config in zip(by_name.items(), configs, strict=True)
     ]
-    return TrainPrograms(programs, max_inflight_steps=job.task.train.max_inflight_steps)
+    train = job.task.train
+    skipped = SkippedSteps(
+        train.max_consecutive_skipped_steps,
+        train.num_train_steps,
+        are_applied=not train.learner.skips_steps,
+    )
+    return TrainPrograms(programs, max_inflight_steps=train.max_inflight_steps, skipped=skipped)
 
 
 def check_train_programs(resolved: ResolvedExperiment) -> dict[str, Config]:

@@ -59,6 +59,7 @@ from layerkit_runner.processes.last_words import leaving_at_once
 from layerkit_runner.processes.process_exchange import gather_values
 from layerkit_runner.processes.stop_signals import StopSignals
 from layerkit_runner.programs import BaseProgram, TrainPrograms
+from layerkit_runner.programs.skipped_steps import SKIPPED_STEPS
 from layerkit_runner.steps.step_flops import model_flops_per_step
 
 
@@ -205,8 +206,10 @@ def _prepare(
                 restored = job.restore(source, step)
                 first = FirstState(restored.state, step, is_restored=True)
                 _set_input_states(job, programs, eval_inputs, restored.input_states)
-                if early_stop is not None and source is checkpoints:
-                    _restore_early_stop(job, early_stop, restored.metadata)
+                if source is checkpoints:
+                    if early_stop is not None:
+                        _restore_early_stop(job, early_stop, restored.metadata)
+                    programs.skipped.restore(restored.metadata.get(SKIPPED_STEPS))
                 job.observers.message(f"goes on from step {step} of {source.directory}")
                 if job.options.init_from is not None:
                     job.observers.message(

@@ -12,7 +12,6 @@ from layerkit_runner.observers.base import (
     RunInfo,
 )
 from layerkit_runner.observers.device_peaks import peak_flops
-from layerkit_runner.observers.finite_loss import FiniteLoss
 from layerkit_runner.observers.goodput import Goodput, GoodputLog
 from layerkit_runner.observers.loss_curve import draw_loss_curve
 from layerkit_runner.observers.memory import memory_scalars
@@ -24,7 +23,6 @@ from layerkit_runner.observers.weights_and_biases import WeightsAndBiases
 
 __all__ = [
     "DECODE_PREFIX",
-    "FiniteLoss",
     "Goodput",
     "GoodputLog",
     "Histogram",

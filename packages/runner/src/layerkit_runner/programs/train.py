@@ -25,12 +25,16 @@ from layerkit_runner.observers.weight_summaries import histograms as weight_hist
 from layerkit_runner.observers.weight_summaries import weight_summary_fn
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.processes.watchdog import progress
+from layerkit_runner.programs.skipped_steps import SkippedSteps
 from layerkit_runner.steps.layer_summaries import for_observers, has_arrays
 from layerkit_runner.steps.metrics import OverBatches
 from layerkit_runner.steps.train_state import TrainState
 from layerkit_runner.task import SingleTask
 
 T = TypeVar("T")
+
+IS_VALID = "learning/is_valid_step"
+"""Scalar of a step that is 0 if its loss or gradient is not finite, or its gradient too large."""
 
 
 class _StartedStep(NamedTuple):
@@ -144,6 +148,8 @@ class TrainProgram:
             except TypeError as error:
                 self._check_like_first(batch, step)
                 raise error from None
+        # Sent to the host while later steps run, since it is read of every step.
+        reported[1][IS_VALID].copy_to_host_async()
         every, weights = self._task.train.weight_summary_interval_steps, None
         if every is not None and step % every == 0:
             # Now, as the next step consumes the state.
@@ -173,34 +179,67 @@ class TrainProgram:
         """Where the input stands after the steps that were started."""
         return self._feed.state()
 
-    def report_oldest(self) -> None:
-        """Waits for the oldest step that is not reported yet, and reports it."""
+    def report_oldest(self, skipped: SkippedSteps) -> None:
+        """Wait for the oldest step that is not reported yet, and report it.
+
+        Args:
+          skipped: Counts the step if it was not valid.
+        """
         step, is_summarized, (metrics, scalars, weights, layers) = self._pending.popleft()
         progress(f"waiting for the devices to end step {step}", waits_for_others=True)
         jax.block_until_ready(metrics)
         progress(f"reporting step {step}")
         self._throughput.completed(step, self._work)
         self._observers.progress(step)
-        if own := self._task.own_metrics:
-            self._since_summary.add({name: metrics.pop(name) for name in own})
-        if is_summarized:
-            metrics, scalars = jax.device_get((metrics, scalars))
-            values = {name: float(metric.value) for name, metric in metrics.items()}
-            values |= self._since_summary.means() | self._skipped.scalars()
-            values = self._of_this_program(values)
-            values |= {n: float(v) for n, v in scalars.items() if not isinstance(v, Summary)}
-            values |= self._rates()
-            values |= self._goodput.shares() | memory_scalars()
-            self._observers.train_metrics(step, values)
-            if histograms := self._since_summary.histograms():
-                self._observers.histograms(step, self._of_this_program(histograms))
-            self._since_summary = OverBatches()
+        own = {name: metrics.pop(name) for name in self._task.own_metrics}
+        is_valid = bool(scalars[IS_VALID])
+        if is_valid:
+            skipped.add_valid()
+            self._since_summary.add(own)
+        if is_summarized or not is_valid:
+            self._report_metrics(step, metrics, scalars, skipped, is_summarized=is_summarized)
         if weights is not None:
             self._observers.histograms(step, weight_histograms(jax.device_get(weights)))
         if layers is not None:
             found, images = for_observers(jax.device_get(layers))
             self._observers.histograms(step, found)
             self._observers.images(step, images)
+
+    def _report_metrics(
+        self,
+        step: int,
+        metrics: Mapping[str, Any],
+        scalars: Mapping[str, Any],
+        skipped: SkippedSteps,
+        *,
+        is_summarized: bool,
+    ) -> None:
+        """Report what a step computed and, where a summary is due, what came since the last."""
+        metrics, scalars = jax.device_get((metrics, scalars))
+        values = {name: float(metric.value) for name, metric in metrics.items()}
+        if not scalars[IS_VALID]:
+            loss_name = self._task.loss_name
+            line = skipped.add(
+                step,
+                loss_name=loss_name,
+                loss=values[loss_name],
+                grad_norm=float(scalars["learning/raw_grad_norm"]),
+            )
+            if line is not None:
+                self._observers.message(line)
+        if is_summarized:
+            values |= self._since_summary.means() | self._skipped.scalars()
+        values = self._of_this_program(values)
+        values |= {n: float(v) for n, v in scalars.items() if not isinstance(v, Summary)}
+        values["learning/skipped_steps"] = float(skipped.in_all)
+        if is_summarized:
+            values |= self._rates()
+            values |= self._goodput.shares() | memory_scalars()
+        self._observers.train_metrics(step, values)
+        if is_summarized:
+            if histograms := self._since_summary.histograms():
+                self._observers.histograms(step, self._of_this_program(histograms))
+            self._since_summary = OverBatches()
 
     def _of_this_program(self, found: Mapping[str, T]) -> dict[str, T]:
         """What was found by name; beside other programs, as `PROGRAM/NAME`, and the loss as both.

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from layerkit_runner.errors import UsageError
+from layerkit_runner.programs.skipped_steps import SkippedSteps
 from layerkit_runner.programs.train import TrainProgram
 from layerkit_runner.steps.train_state import TrainState
 
@@ -29,18 +30,26 @@ class TrainPrograms:
       programs: At least one; the first begins. Each trains as many steps in a row as its `steps`
         says, then the next has its turn, and after the last the first again.
       max_inflight_steps: How many steps may be started and not reported.
+      skipped: Counts of the steps that were not valid; None counts without a limit.
 
     Raises:
       UsageError: a turn without steps.
     """
 
-    def __init__(self, programs: Sequence[TrainProgram], *, max_inflight_steps: int) -> None:
+    def __init__(
+        self,
+        programs: Sequence[TrainProgram],
+        *,
+        max_inflight_steps: int,
+        skipped: SkippedSteps | None = None,
+    ) -> None:
         for program in programs:
             if program.steps < 1:
                 raise UsageError(
                     f"{program.dataset_name}: steps={program.steps} must be at least 1"
                 )
         self.programs = tuple(programs)
+        self.skipped = SkippedSteps() if skipped is None else skipped
         self._turns = [*itertools.accumulate(program.steps for program in programs)]
         self._max_inflight_steps = max_inflight_steps
         # Of each step that is not reported yet, its program.
@@ -121,5 +130,5 @@ class TrainPrograms:
         return all(program.is_idle() for program in self.programs)
 
     def _report_oldest(self) -> None:
-        self._started.popleft().report_oldest()
+        self._started.popleft().report_oldest(self.skipped)
         self._has_reported = True

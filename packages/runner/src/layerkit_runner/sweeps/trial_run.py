@@ -21,8 +21,6 @@ from layerkit_runner.errors import UsageError, first_names
 from layerkit_runner.observers.metrics_log import Record, parse_record
 
 _SECONDS_BETWEEN_LOOKS = 0.5
-# So many reported losses in a row that are no number: one alone may be a step that was skipped.
-_LOST_LOSSES = 3
 _END_OF_OUTPUT = 4000  # bytes in which a reason is looked for
 
 State = Literal["complete", "pruned", "failed", "stopped"]
@@ -72,7 +70,6 @@ class TrialMetrics:
         self._dataset = dataset
         self._name = name
         self._offset = 0
-        self._lost_losses = 0
         self.step = 0
         self.num_train_steps: int | None = None
         self.values: dict[int, float] = {}
@@ -105,13 +102,10 @@ class TrialMetrics:
         if "event" in record:
             # A run that goes on may do steps again; their numbers are the same.
             self.step = step
-            self._lost_losses = 0
             self.num_train_steps = record.get("num_train_steps", self.num_train_steps)
             return
         self.step = max(self.step, step)
-        if "dataset" not in record:
-            self._watch_loss(step, record.get("loss"))
-        elif record["dataset"] == self._dataset and step not in self.values:
+        if record.get("dataset") == self._dataset and step not in self.values:
             value = record.get(self._name)
             if value is None:
                 raise UnknownMetricError(self._unknown(record))
@@ -119,13 +113,6 @@ class TrialMetrics:
                 self.values[step] = value
             else:
                 self._lose(f"{self.label} is {value} at step {step}")
-
-    def _watch_loss(self, step: int, loss: float | None) -> None:
-        if loss is None:
-            return
-        self._lost_losses = 0 if math.isfinite(loss) else self._lost_losses + 1
-        if self._lost_losses == _LOST_LOSSES:
-            self._lose(f"the loss is {loss} at step {step} and was at the last reports before")
 
     def _lose(self, problem: str) -> None:
         # Several may be read at a time, and those that follow are consequences.

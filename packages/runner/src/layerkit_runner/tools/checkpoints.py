@@ -1,7 +1,8 @@
 """Looks at checkpoints, moves them and rewrites them.
 
     python -m layerkit_runner.tools.checkpoints list DIR             steps, and why each stays
-    python -m layerkit_runner.tools.checkpoints verify DIR           reads all; exit code 1: damage
+    python -m layerkit_runner.tools.checkpoints verify DIR           reads all; exit code 1: damage,
+                                                                     or values that are not finite
     python -m layerkit_runner.tools.checkpoints show DIR --step=400  its arrays; or of the newest
     python -m layerkit_runner.tools.checkpoints copy DIR gs://b/run  all steps, or one
     python -m layerkit_runner.tools.checkpoints convert DIR NEW --to=msgpack      or tensorstore
@@ -78,9 +79,9 @@ def _parser() -> argparse.ArgumentParser:
         "metavar": "STEP",
         "help": "which (default: the newest)",
     }
-    add("verify", "read every file and compare it with what was saved").add_argument(
-        "--step", **one_or_all
-    )
+    add(
+        "verify", "read every file, compare it with what was saved, and look for NaN and infinities"
+    ).add_argument("--step", **one_or_all)
     add("show", "arrays by name: shape, dtype, bytes").add_argument("--step", **one_or_newest)
     copy = add("copy", "copy the steps that another folder or store lacks, and verify the copies")
     copy.add_argument("destination", metavar="DEST", help="of a job, or of its checkpoints")
@@ -140,15 +141,25 @@ def _reasons(reasons: Sequence[str] | None) -> str:
 
 
 def _verify(options: argparse.Namespace) -> int:
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    from layerkit_runner.checkpoints import conversion, finite
+
     directory = _existing(options.directory)
     is_damaged = False
     for step in _steps(directory, options.step):
-        findings = integrity.verify(folders.step_folder(directory, step))
+        folder = folders.step_folder(directory, step)
+        findings = integrity.verify(folder)
         damage = [finding for finding in findings if finding.is_damage]
-        print(f"step {step}: {'DAMAGED' if damage else 'sound'}", flush=True)
+        nonfinite = [] if damage else conversion.nonfinite_arrays(folder)
+        verdict = "DAMAGED" if damage else "NOT FINITE" if nonfinite else "sound"
+        print(f"step {step}: {verdict}", flush=True)
         for finding in findings:
             print(f"  {finding}")
-        is_damaged |= bool(damage)
+        if nonfinite:
+            print(f"  {finite.describe(nonfinite)}")
+        is_damaged |= bool(damage or nonfinite)
     return StorageError.exit_code if is_damaged else 0
 
 

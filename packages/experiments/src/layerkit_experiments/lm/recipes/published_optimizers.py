@@ -80,7 +80,6 @@ class AdafactorSqrt(TrainingLength):
                 constant_steps=self.CONSTANT_STEPS,
             ),
             clip_global_norm=self.CLIP_GRADIENT_NORM,
-            skip_nonfinite_gradients=True,
         )
 
 

@@ -1,0 +1,86 @@
+"""SkippedSteps: what is said of steps that were not valid, and when they end a run."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from layerkit_runner.programs.skipped_steps import SkippedSteps
+
+
+def add(
+    skipped: SkippedSteps, step: int, *, loss: float = math.nan, norm: float = 1.0
+) -> str | None:
+    return skipped.add(step, loss_name="xent", loss=loss, grad_norm=norm)
+
+
+def test_run_has_to_end_after_so_many_bad_steps_in_a_row():
+    skipped = SkippedSteps(max_in_a_row=3)
+    skipped.add_valid()
+    for step in (2, 3, 5, 6):
+        if step == 5:
+            skipped.add_valid()
+        add(skipped, step)
+        assert skipped.problem is None
+    add(skipped, 7)
+    problem = skipped.problem
+    assert problem is not None and "step 7" in problem and "xent=nan" in problem
+    # A step that was under way and was valid does not take it back.
+    skipped.add_valid()
+    assert skipped.problem == problem
+
+
+@pytest.mark.parametrize(
+    ("max_in_a_row", "num_train_steps", "expected"),
+    [(100, 1000, 10), (4, 1000, 4), (100, 6, 6), (None, 1000, None)],
+)
+def test_limit_is_lower_before_any_valid_step(
+    max_in_a_row: int | None, num_train_steps: int, expected: int | None
+):
+    skipped = SkippedSteps(max_in_a_row, num_train_steps)
+    ended_at = None
+    for step in range(1, 200):
+        add(skipped, step)
+        if skipped.problem is not None and ended_at is None:
+            ended_at = step
+    assert ended_at == expected
+
+
+def test_resumed_counts_are_those_of_an_uninterrupted_run():
+    straight = SkippedSteps(max_in_a_row=20)
+    straight.add_valid()
+    for step in range(2, 6):
+        add(straight, step)
+    resumed = SkippedSteps(max_in_a_row=20)
+    resumed.restore(straight.record())
+    for step in range(6, 22):
+        for each in (straight, resumed):
+            assert each.problem is None
+            add(each, step)
+    assert resumed.problem == straight.problem is not None
+    assert resumed.record() == straight.record() == {"in_a_row": 20, "in_all": 20}
+
+
+def test_older_checkpoint_has_no_counts():
+    skipped = SkippedSteps(max_in_a_row=50)
+    skipped.restore(None)
+    for step in range(1001, 1030):
+        add(skipped, step)
+    # 1000 steps were taken, so the lower limit of a run without a valid step does not apply.
+    assert skipped.problem is None
+
+
+def test_line_names_step_values_and_outcome():
+    line = add(SkippedSteps(), 57, norm=0.5) or ""
+    assert all(word in line for word in ("step 57", "xent=nan", "norm=0.5", "skipped"))
+    too_long = add(SkippedSteps(), 58, loss=2.0, norm=99.0) or ""
+    assert "skip_step_gradient_norm_value" in too_long and "vocabulary" not in too_long
+    applied = add(SkippedSteps(are_applied=True), 59) or ""
+    assert "was applied" in applied and "skip_nonfinite_gradients=False" in applied
+
+
+def test_long_row_is_reported_every_tenth_step_after_the_first_ten():
+    skipped = SkippedSteps()
+    reported = [step for step in range(1, 41) if add(skipped, step) is not None]
+    assert reported == [*range(1, 11), 20, 30, 40]
