@@ -305,8 +305,7 @@ _WRONG = {
     ),
     "other folder": (
         ["--exp=lm.Small", "--diff_config=./out"],
-        "--diff_config=./out: no config.json there. A folder that a training run wrote to has one."
-        " ([Errno 2] No such file or directory: './out/config.json')\n",
+        "--diff_config=./out: expected config.json, which a training run writes.\n",
     ),
     "two ways to look": (
         ["--exp=lm.Small", "--print_config", "--diff_config=lm.Large"],

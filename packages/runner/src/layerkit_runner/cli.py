@@ -3,6 +3,8 @@
     runner --exp=lm.quickstart.LocalText --job_log_dir=DIR     train; again: resume
     runner --exp=… --mode=eval --job_log_dir=DIR               beside it; or eval_once, decode,
                                                                decode_once, export, plan, inspect
+    runner --mode=export --job_log_dir=DIR …                   of any mode but train: the experiment
+                                                               and fields that DIR records
     runner --exp=… --mode=inspect --inspect=batches            what the inputs feed; or layers,
                                                                parameters, graph
     runner --exp=… --job_log_dir=DIR --study=FILE              many runs: search its fields
@@ -105,6 +107,7 @@ def _command(words: Sequence[str]) -> int:
     _let_own_modules_be_found()
     if flags.list:
         return _print(_listing(flags))
+    flags = _with_recorded_experiment(flags)
     if flags.diff_config is not None:
         return _diff_config(flags, flags.diff_config)
     if flags.options.study is not None and not flags.print_config:
@@ -117,6 +120,16 @@ def _command(words: Sequence[str]) -> int:
 
     with flags_named(resolved):
         return _RUN_MODE[flags.mode](flags.mode, resolved, flags.options)
+
+
+def _with_recorded_experiment(flags: ParsedFlags) -> ParsedFlags:
+    if flags.exp is not None:
+        return flags
+    # A command that names its experiment need not wait for what reads a record.
+    from layerkit_runner.configuration.recorded import with_recorded_experiment
+
+    # Standard output is for what was asked for, such as JSON.
+    return with_recorded_experiment(flags, lambda line: print(f"runner: {line}", file=sys.stderr))
 
 
 def _launch(words: Sequence[str]) -> int:

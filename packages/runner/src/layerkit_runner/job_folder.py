@@ -22,6 +22,7 @@ from etils import epath
 from layerkit_runner.command_line.flags import RunOptions, parse_flags
 from layerkit_runner.command_line.run_words import run_words
 from layerkit_runner.configuration.config_text import config_json, config_text
+from layerkit_runner.configuration.recorded import RecordedConfig, read_recorded_config
 from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError
 from layerkit_runner.experiment import experiment_fields, reduced_overrides, reduced_values
@@ -47,10 +48,10 @@ def check_same_experiment(directory: epath.Path, resolved: ResolvedExperiment) -
     Raises:
       UsageError: names both.
     """
-    before = _recorded(directory).get("experiment", resolved.name)
-    if before != resolved.name:
+    before = read_recorded_config(os.fspath(directory))
+    if before is not None and before.experiment != resolved.name:
         raise UsageError(
-            f"{directory} holds a run of {before}, not of {resolved.name};"
+            f"{directory} holds a run of {before.experiment}, not of {resolved.name};"
             " give another --job_log_dir."
         )
 
@@ -163,26 +164,27 @@ def write_config(
       goes_on: Whether the job began before; then it stays on record what it began with.
       report: Told the differences.
     """
-    before = _recorded(directory)
-    if goes_on:
+    before = read_recorded_config(os.fspath(directory))
+    if goes_on and before is not None:
         options = _begun_as(before, options)
     config = config_json(resolved, options)
-    for line in changed_lines(before.get("config", config["config"]), config["config"]):
+    recorded = config["config"] if before is None else before.config
+    for line in changed_lines(recorded, config["config"]):
         report(f"changed since this folder was last written: {line}")
     write_whole(directory / "config.txt", config_text(resolved))
     write_whole(directory / "config.json", json.dumps(config, indent=2) + "\n")
 
 
-def _begun_as(record: Mapping[str, Any], options: RunOptions) -> RunOptions:
+def _begun_as(record: RecordedConfig, options: RunOptions) -> RunOptions:
     """The options with what the recorded job began with, which a later command need not say."""
     try:
-        first = parse_flags(record["arguments"]).options
-    except (KeyError, UsageError):  # none is there, or it is of another version
+        first = parse_flags(record.arguments).options
+    except UsageError:  # none are there, or they are of another version
         return options
     return dataclasses.replace(options, **{name: getattr(first, name) for name in _BEGINNING})
 
 
-def changed_lines(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+def changed_lines(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """One line for each path whose value differs."""
     paths = [path for path in {**before, **after} if before.get(path) != after.get(path)]
     return [f"{path}: {before.get(path)!r} → {after.get(path)!r}" for path in paths]
@@ -190,13 +192,15 @@ def changed_lines(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 def recorded_overrides(directory: epath.Path) -> str:
     """The overrides with which the folder was last written, as one would type them; may be ''."""
-    overrides = _recorded(directory).get("overrides", {})
+    recorded = read_recorded_config(os.fspath(directory))
+    overrides = {} if recorded is None else recorded.overrides
     return shlex.join(f"--fdl.{path}={text}" for path, text in overrides.items())
 
 
 def recorded_num_train_steps(directory: epath.Path) -> int | None:
     """The last step of the training job of this folder; None where nothing says it."""
-    return _recorded(directory).get("config", {}).get("task.train.num_train_steps")
+    recorded = read_recorded_config(os.fspath(directory))
+    return None if recorded is None else recorded.config.get("task.train.num_train_steps")
 
 
 def longer(resolved: ResolvedExperiment, num_steps: int) -> dict[str, str | None]:
@@ -253,8 +257,3 @@ def _reduced_fields(resolved: ResolvedExperiment, changes: Mapping[str, str | No
     if taken_out & reduced_values(type(experiment)).keys():
         return set()
     return reduced_overrides(experiment) - changes.keys()
-
-
-def _recorded(directory: epath.Path) -> dict[str, Any]:
-    path = directory / "config.json"
-    return json.loads(path.read_text()) if path.exists() else {}

@@ -96,12 +96,13 @@ def test_a_folder_is_told_from_an_experiment(tmp_path: Path, monkeypatch: pytest
 
 def test_folders_without_a_configuration(tmp_path: Path):
     (tmp_path / "run_a").mkdir()
-    with pytest.raises(UsageError, match=r"run_b: no config\.json there; did you mean 'run_a'\?"):
+    missing = r"run_b: expected config\.json,.*; did you mean 'run_a'\?"
+    with pytest.raises(UsageError, match=missing):
         recorded_side(str(tmp_path / "run_b"))
-    with pytest.raises(UsageError, match=r"run_a: no config\.json there\. A folder that a"):
+    with pytest.raises(UsageError, match=r"run_a: expected config\.json,"):
         recorded_side(str(tmp_path / "run_a"))
     (tmp_path / "run_a" / "config.json").write_text('{"experiment": "x"}')
-    with pytest.raises(UsageError, match="damaged, or of another program: KeyError: 'fields'"):
+    with pytest.raises(UsageError, match=r"config\.json is damaged: overrides"):
         recorded_side(str(tmp_path / "run_a"))
     (tmp_path / "run_a" / "config.json").write_text('{"experiment": ')
     with pytest.raises(UsageError, match="damaged"):

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from layerkit_runner import UsageError
+from layerkit_runner import UsageError, cli
 from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.configuration.resolve import ResolvedExperiment, resolve
 from layerkit_runner.job import start_job
@@ -316,3 +316,14 @@ def test_nothing_to_do(gated: ModuleType, tmp_path: Path, mode: str, text: str):
     with pytest.raises(UsageError, match=text):
         run_inference(mode, resolved, options(tmp_path / "job"))
     assert not (tmp_path / "job").exists()
+
+
+def test_folder_of_a_job_says_what_is_evaluated(
+    gated: ModuleType, job: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    monkeypatch.syspath_prepend(str(Path(gated.__file__ or "").parent))
+    words = ["--mode=eval_once", f"--job_log_dir={job}", "--jax_compilation_cache=off"]
+    assert cli.main(words) == 0
+    said = capsys.readouterr()
+    assert "--exp=gated_experiment.Gated" in said.err
+    assert found(job, 6) == found_by_training(job)[6]

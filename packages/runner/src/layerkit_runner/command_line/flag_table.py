@@ -146,7 +146,13 @@ PAX_ANSWERS = {
 }
 
 FLAGS = (
-    Flag("exp", str, "the experiment, such as lm.quickstart.LocalText; see --list", metavar="NAME"),
+    Flag(
+        "exp",
+        str,
+        "the experiment, such as lm.quickstart.LocalText; see --list. Without it, any mode but"
+        " train takes experiment and fields from --job_log_dir",
+        metavar="NAME",
+    ),
     Flag("fdl_config", str, "the same as --exp", metavar="NAME"),
     Flag(
         "reduced",

@@ -244,9 +244,12 @@ def _check_together(given: Mapping[str, Any], values: Mapping[str, Any]) -> None
     exp, alias, mode = given.get("exp"), given.get("fdl_config"), values["mode"]
     if exp and alias and exp != alias:
         raise UsageError(f"--exp={exp} and --fdl_config={alias} are the same flag; keep one.")
-    if not exp and not alias:
-        raise UsageError("which experiment? Say --exp=NAME; `runner --list` shows all.")
     is_looked_at = values["print_config"] or values["diff_config"] is not None
+    # A folder names the experiment that was trained there, but not what to train next.
+    has_record = given.get("job_log_dir") and (mode != "train" or is_looked_at)
+    if not exp and not alias and not has_record:
+        or_folder = "" if mode == "train" else " Or give the --job_log_dir of a job that ran it."
+        raise UsageError(f"which experiment? Say --exp=NAME; `runner --list` shows all.{or_folder}")
     for name in given:
         modes = _BY_NAME[name].modes
         # A configuration is printed from the command that would run it, as JSON too.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from layerkit_runner.command_line.flag_table import JOINING_MODES
 from layerkit_runner.command_line.flags import FLAGS, ParsedFlags, RunOptions, parse_flags
+from layerkit_runner.configuration.recorded import with_recorded_experiment
 from layerkit_runner.errors import UsageError
 from layerkit_runner.launching.data_fields import unset_data_fields
 
@@ -137,6 +138,8 @@ def make_request(words: Sequence[str], resolve: Resolve, *, runs_elsewhere: bool
       UsageError: a wrong flag, experiment, field or value; a mode that nothing is started for.
     """
     flags = parse_flags(words)
+    if flags.exp is None:
+        flags = with_recorded_experiment(flags, _report)
     if flags.help or flags.list or flags.only_prints or flags.command is not None:
         raise UsageError("`runner launch` starts a run; this command only prints.")
     if flags.mode not in JOINING_MODES:
@@ -166,6 +169,10 @@ def make_request(words: Sequence[str], resolve: Resolve, *, runs_elsewhere: bool
             raise
         print(f"launch: not looked at any further here: {error}", file=sys.stderr)
     return Request(_words(flags), flags.options, flags.mode, flags.exp or "", mesh, unset)
+
+
+def _report(line: str) -> None:
+    print(f"launch: {line}", file=sys.stderr)
 
 
 def mesh_devices(resolved: ResolvedExperiment) -> tuple[int, int] | None:

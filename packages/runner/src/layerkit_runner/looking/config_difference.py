@@ -16,7 +16,11 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from layerkit.near_names import near_names
+from layerkit_runner.configuration.recorded import (
+    FILE_NAME,
+    near_folders,
+    read_recorded_config,
+)
 from layerkit_runner.errors import UsageError
 
 if TYPE_CHECKING:
@@ -66,21 +70,14 @@ def recorded_side(folder: str) -> Side:
     Raises:
       UsageError: it has none, or one that cannot be read.
     """
-    try:
-        recorded = json.loads(_read(folder))
-        fields, config = recorded["fields"], recorded["config"]
-        name = f"{recorded['experiment']}, as recorded in {folder}"
-    except OSError as error:
+    recorded = read_recorded_config(folder)
+    if recorded is None:
         raise UsageError(
-            f"--diff_config={folder}: no config.json there{_near_folders(folder)} A folder that a"
-            f" training run wrote to has one. ({error})"
-        ) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"--diff_config={folder}: its config.json is damaged, or of another program:"
-            f" {type(error).__name__}: {error}"
-        ) from None
-    return _side(name, fields, config)
+            f"--diff_config={folder}: expected {FILE_NAME}, which a training run"
+            f" writes{near_folders(folder)}"
+        )
+    name = f"{recorded.experiment}, as recorded in {folder}"
+    return _side(name, recorded.fields, recorded.config)
 
 
 def resolved_side(resolved: ResolvedExperiment) -> Side:
@@ -94,23 +91,6 @@ def resolved_side(resolved: ResolvedExperiment) -> Side:
 
 def _side(name: str, fields: Mapping[str, Any], config: Mapping[str, Any]) -> Side:
     return Side(name, {**{f"experiment.{path}": v for path, v in fields.items()}, **config})
-
-
-def _read(folder: str) -> str:
-    if "://" in folder:
-        from etils import epath  # only a store needs it
-
-        return str((epath.Path(folder) / "config.json").read_text())
-    with open(os.path.join(os.path.expanduser(folder), "config.json"), encoding="utf-8") as file:
-        return file.read()
-
-
-def _near_folders(folder: str) -> str:
-    path = os.path.abspath(os.path.expanduser(folder))
-    parent, name = os.path.split(path)
-    if "://" in folder or os.path.isdir(path) or not os.path.isdir(parent):
-        return "."
-    return near_names(name, os.listdir(parent))
 
 
 def differences(here: Side, there: Side) -> list[Difference]:

@@ -1,0 +1,180 @@
+"""The configuration that a training run recorded in `config.json` of its folder.
+
+The file is data: it names an experiment and its overrides. The named class is imported only where a
+command asks for it by leaving out `--exp`, and then as `--exp` imports it, except that its module
+may not lie in the folder itself: whoever may write to a job's folder could otherwise run code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from layerkit.near_names import near_names
+from layerkit_runner.bounded_documents import DocumentError, parse_json, read_text
+from layerkit_runner.command_line.flags import ParsedFlags
+from layerkit_runner.configuration.overrides import check_consistent, parse_override
+from layerkit_runner.errors import UsageError
+
+FILE_NAME = "config.json"
+# A model of thousands of layers that are listed one by one has a few megabytes.
+_MAX_BYTES = 64_000_000
+_CLASS_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedConfig:
+    """The content of `config.json`.
+
+    Attributes:
+      experiment: Full name of the experiment's class.
+      overrides: Text of each override, by its path.
+      arguments: Words of the command line that make the same run.
+      fields: Values of the experiment's fields, by name.
+      config: Values of everything that they resolve to, by path.
+    """
+
+    experiment: str
+    overrides: Mapping[str, str]
+    arguments: tuple[str, ...]
+    fields: Mapping[str, Any]
+    config: Mapping[str, Any]
+
+
+class DamagedRecordError(UsageError):
+    """A `config.json` that no training run wrote in this form."""
+
+
+def read_recorded_config(folder: str) -> RecordedConfig | None:
+    """Read the configuration with which a folder was last written.
+
+    Args:
+      folder: Folder of a job, here or in a store such as gs://bucket/run.
+
+    Returns:
+      The configuration, or None where the folder has no `config.json`.
+
+    Raises:
+      DamagedRecordError: The file cannot be read, or has another form.
+    """
+    try:
+        text = _read(folder)
+        return None if text is None else _record(parse_json(text))
+    except (OSError, DocumentError) as error:
+        raise DamagedRecordError(
+            f"{folder}/{FILE_NAME} is damaged: {error}. Expected the record of a training run. Copy"
+            " it from a backup, or delete it and name the experiment by --exp."
+        ) from error
+
+
+def with_recorded_experiment(flags: ParsedFlags, report: Callable[[str], None]) -> ParsedFlags:
+    """Return flags with the experiment and overrides of the job's folder, if they name none.
+
+    Overrides of the command line replace recorded ones of the same path.
+
+    Args:
+      flags: Parsed command line.
+      report: Called with a line that says what was taken.
+
+    Raises:
+      UsageError: The folder records no experiment, or one whose module lies in the folder.
+    """
+    folder = flags.options.job_log_dir
+    if flags.exp is not None or flags.help or flags.list or flags.command or folder is None:
+        return flags
+    recorded = read_recorded_config(folder)
+    if recorded is None:
+        raise UsageError(
+            f"--job_log_dir={folder}: expected {FILE_NAME}, which a training run"
+            f" writes{near_folders(folder)} Or name the experiment: --exp=NAME"
+        )
+    if not _CLASS_NAME.fullmatch(recorded.experiment):
+        raise UsageError(
+            f"{folder}/{FILE_NAME}: experiment={recorded.experiment!r}: expected the full name of a"
+            " class. Name the experiment: --exp=NAME"
+        )
+    _check_outside(recorded.experiment, folder)
+    given = {override.path for override in flags.overrides}
+    taken = [
+        parse_override(path, text) for path, text in recorded.overrides.items() if path not in given
+    ]
+    words = [f"--exp={recorded.experiment}", *map(str, taken)]
+    # A control character of the file would reach the terminal.
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in shlex.join(words))
+    report(f"taken from {folder}/{FILE_NAME}: {line}")
+    overrides = check_consistent([*taken, *flags.overrides])
+    return dataclasses.replace(flags, exp=recorded.experiment, overrides=overrides)
+
+
+def near_folders(folder: str) -> str:
+    """Return a hint at folders of a similar name; a full stop where there are none."""
+    path = os.path.abspath(os.path.expanduser(folder))
+    parent, name = os.path.split(path)
+    if "://" in folder or os.path.isdir(path) or not os.path.isdir(parent):
+        return "."
+    return near_names(name, os.listdir(parent))
+
+
+def _read(folder: str) -> str | None:
+    if "://" in folder:
+        from etils import epath  # only a store needs it
+
+        remote = epath.Path(folder) / FILE_NAME
+        return str(remote.read_text()) if remote.exists() else None
+    path = Path(folder).expanduser() / FILE_NAME
+    if path.exists() and not path.is_file():
+        raise DocumentError("it is no file")
+    return read_text(path, max_bytes=_MAX_BYTES) if path.exists() else None
+
+
+def _record(document: Any) -> RecordedConfig:
+    if not isinstance(document, dict):
+        raise DocumentError("expected an object")
+    values = {
+        "experiment": document.get("experiment"),
+        "overrides": document.get("overrides"),
+        # Of the words that a run began with; a record without them is of an older version.
+        "arguments": document.get("arguments", []),
+        "fields": document.get("fields"),
+        "config": document.get("config"),
+    }
+    for name, kind in (
+        *(("experiment", str), ("arguments", list)),
+        *((name, dict) for name in ("overrides", "fields", "config")),
+    ):
+        if not isinstance(values[name], kind):
+            raise DocumentError(f"{name} is missing or of another type")
+    texts = [*values["overrides"].values(), *values["arguments"]]
+    if not all(isinstance(text, str) for text in texts):
+        raise DocumentError("overrides or arguments hold what is no text")
+    return RecordedConfig(**{**values, "arguments": tuple(values["arguments"])})
+
+
+def _check_outside(experiment: str, folder: str) -> None:
+    if "://" in folder:
+        return
+    package = experiment.partition(".")[0]
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:  # a module that was made without one
+        return
+    if spec is None:
+        return
+    root = os.path.realpath(os.path.expanduser(folder))
+    for place in (spec.origin, *(spec.submodule_search_locations or ())):
+        if place is not None and _lies_in(os.path.realpath(place), root):
+            raise UsageError(
+                f"{folder}/{FILE_NAME} names {experiment}, and its module lies in the folder"
+                f" itself, {place}. Expected a module from elsewhere. If you trust that file, name"
+                f" the experiment: --exp={experiment}"
+            )
+
+
+def _lies_in(path: str, root: str) -> bool:
+    return os.path.commonpath([path, root]) == root

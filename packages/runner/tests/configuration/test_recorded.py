@@ -1,0 +1,225 @@
+"""Commands that take the experiment from the folder of a job."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layerkit_runner import cli
+from layerkit_runner.command_line.flags import parse_flags
+from layerkit_runner.configuration.recorded import (
+    DamagedRecordError,
+    read_recorded_config,
+    with_recorded_experiment,
+)
+from layerkit_runner.errors import UsageError
+
+MODULE = '''
+    import dataclasses
+
+    from layerkit.config import Config
+    from layerkit_runner import BaseExperiment
+
+
+    @dataclasses.dataclass
+    class Task:
+        num_layers: int
+        rate: float = 1e-3
+
+
+    class Small(BaseExperiment):
+        """A model for tests."""
+
+        NUM_LAYERS: int = 2
+        NAMES: list[str] = ["a"]
+
+        def task(self):
+            return Config(Task, num_layers=self.NUM_LAYERS)
+
+        def datasets(self):
+            return []
+
+        def partitioner(self):
+            return Config(Task, num_layers=0)
+'''
+RECORD: dict[str, Any] = {
+    "experiment": "recorded_lm.Small",
+    "overrides": {"NUM_LAYERS": "7", "NAMES": "['b c', \"d\"]", "task.rate": "0.5"},
+    "arguments": [],
+    "fields": {},
+    "config": {},
+}
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a job, whose experiment can be imported."""
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "recorded_lm.py").write_text(textwrap.dedent(MODULE))
+    monkeypatch.syspath_prepend(tmp_path / "src")
+    monkeypatch.delitem(sys.modules, "recorded_lm", raising=False)
+    (tmp_path / "job").mkdir()
+    write(tmp_path / "job", RECORD)
+    return tmp_path / "job"
+
+
+def write(folder: Path, record: Any) -> None:
+    (folder / "config.json").write_text(json.dumps(record))
+
+
+def inspect(folder: Path, *words: str) -> list[str]:
+    return ["--mode=inspect", f"--job_log_dir={folder}", *words]
+
+
+def test_inspect_takes_experiment_and_overrides_from_the_folder(job: Path, capsys):
+    assert cli.main(inspect(job)) == 0
+    out, err = capsys.readouterr()
+    for line in (
+        "experiment = recorded_lm.Small",
+        "experiment.NUM_LAYERS = 7",
+        "experiment.NAMES = ['b c', 'd']",
+        "task.num_layers = 7",
+        "task.rate = 0.5",
+    ):
+        assert line in out.splitlines()
+    (said,) = err.splitlines()
+    assert f"{job}/config.json" in said
+    assert "--exp=recorded_lm.Small --fdl.NUM_LAYERS=7" in said
+
+
+def test_json_on_standard_output_stays_json(job: Path, capsys):
+    assert cli.main(inspect(job, "--json")) == 0
+    assert json.loads(capsys.readouterr().out)["overrides"]["NUM_LAYERS"] == "7"
+
+
+def test_override_of_the_command_line_replaces_the_recorded_one(job: Path, capsys):
+    assert cli.main(inspect(job, "--fdl.NUM_LAYERS=3")) == 0
+    out, err = capsys.readouterr()
+    assert "task.num_layers = 3" in out and "task.rate = 0.5" in out
+    assert "NUM_LAYERS" not in err
+
+
+def test_named_experiment_takes_nothing_from_the_folder(job: Path, capsys):
+    assert cli.main(inspect(job, "--exp=recorded_lm.Small")) == 0
+    out, err = capsys.readouterr()
+    assert "task.num_layers = 2" in out and err == ""
+
+
+@pytest.mark.parametrize(
+    "mode", ["eval", "eval_once", "decode", "decode_once", "export", "plan", "inspect"]
+)
+def test_mode_that_reads_a_job_needs_no_experiment(job: Path, mode):
+    flags = with_recorded_experiment(
+        parse_flags([f"--mode={mode}", f"--job_log_dir={job}"]), lambda line: None
+    )
+    assert flags.exp == "recorded_lm.Small"
+    assert {override.path: override.text for override in flags.overrides} == RECORD["overrides"]
+
+
+def test_training_without_an_experiment_is_refused(job: Path, capsys):
+    assert cli.main([f"--job_log_dir={job}"]) == 2
+    assert "--exp=NAME" in capsys.readouterr().err
+
+
+def test_looking_at_the_configuration_needs_no_experiment(job: Path, capsys):
+    assert cli.main([f"--job_log_dir={job}", "--print_config"]) == 0
+    assert "task.num_layers = 7" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["--mode=export"], ["--mode=inspect"]])
+def test_folder_without_a_record_is_refused(tmp_path: Path, capsys, words):
+    assert cli.main([*words, f"--job_log_dir={tmp_path}/job"]) == 2
+    err = capsys.readouterr().err
+    assert f"--job_log_dir={tmp_path}/job" in err and "config.json" in err and "--exp=NAME" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_mode_without_folder_asks_for_either(capsys):
+    assert cli.main(["--mode=export"]) == 2
+    err = capsys.readouterr().err
+    assert "--exp=NAME" in err and "--job_log_dir" in err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "\0",
+        '{"experiment": "x"}',
+        "[" * 100_000,
+        json.dumps({**RECORD, "overrides": {"NUM_LAYERS": 3}}),
+        json.dumps({**RECORD, "overrides": []}),
+        json.dumps({**RECORD, "experiment": 3}),
+        json.dumps({**RECORD, "arguments": [1]}),
+    ],
+)
+def test_damaged_record_is_one_sentence(job: Path, capsys, text):
+    (job / "config.json").write_text(text)
+    with pytest.raises(DamagedRecordError, match=r"config\.json"):
+        read_recorded_config(str(job))
+    assert cli.main(inspect(job)) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1 and "config.json is damaged" in err
+
+
+def test_record_that_is_no_file_is_refused(job: Path):
+    (job / "config.json").unlink()
+    os.mkfifo(job / "config.json")
+    with pytest.raises(DamagedRecordError, match="no file"):
+        read_recorded_config(str(job))
+
+
+@pytest.mark.parametrize(
+    "name", ["recorded_lm", "/tmp/x.py", "..x.Y", "recorded_lm.Small()", "a b.c", ""]
+)
+def test_record_of_what_is_no_class_name_is_refused(job: Path, name):
+    write(job, {**RECORD, "experiment": name})
+    flags = parse_flags(inspect(job))
+    with pytest.raises(UsageError, match="full name of a class"):
+        with_recorded_experiment(flags, lambda line: None)
+
+
+def test_class_that_is_no_experiment_is_refused(job: Path, capsys):
+    write(job, {**RECORD, "experiment": "recorded_lm.Task"})
+    assert cli.main(inspect(job)) == 2
+    assert "no experiment" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_package", [False, True])
+def test_module_in_the_folder_itself_is_not_imported(job: Path, monkeypatch, capsys, is_package):
+    path = job / "hostile" / "__init__.py" if is_package else job / "hostile.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"open({str(job / 'ran')!r}, 'w')\n{textwrap.dedent(MODULE)}")
+    write(job, {**RECORD, "experiment": "hostile.Small"})
+    monkeypatch.chdir(job)
+    assert cli.main(["--mode=inspect", "--job_log_dir=."]) == 2
+    assert "--exp=hostile.Small" in capsys.readouterr().err
+    assert not (job / "ran").exists() and "hostile" not in sys.modules
+
+
+def test_control_characters_of_a_record_do_not_reach_the_terminal(job: Path, capsys):
+    write(job, {**RECORD, "overrides": {"NAMES": "['\x1b[2J\n']"}})
+    cli.main(inspect(job))
+    err = capsys.readouterr().err
+    assert "\x1b" not in err and r"\x1b" in err
+
+
+def test_path_of_a_record_that_is_no_path_is_refused(job: Path, capsys):
+    write(job, {**RECORD, "overrides": {"__class__()": "1"}})
+    assert cli.main(inspect(job)) == 2
+    assert "__class__()" in capsys.readouterr().err
+
+
+def test_launch_writes_the_recorded_experiment_into_the_command(job: Path, capsys):
+    words = ["launch", "slurm", "--mode=eval", f"--job_log_dir={job}", "--dry_run"]
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    assert "  --exp=recorded_lm.Small\n" in out and "  --fdl.NUM_LAYERS=7\n" in out
