@@ -103,12 +103,39 @@ def test_special_tokens_are_named_or_stand_beside_the_file(tokenizer_json, tmp_p
     assert given_too.bos_id == plain._model.token_to_id("1")
 
 
-def test_a_special_token_spelled_out_in_text_stays_text(tokenizer_json, sentencepiece_file):
-    tokenizer = HuggingFaceTokenizer(path=tokenizer_json, eos_token=END)
-    ids = tokenizer.encode(f"a{END}b")
-    assert tokenizer.eos_id not in ids and tokenizer.decode(ids) == f"a{END}b"
+def test_special_token_in_text_becomes_its_id_or_stays_text(tokenizer_json, sentencepiece_file):
+    tokenizers = pytest.importorskip("tokenizers")
+    text = f"a{END}b"
+    # What `transformers` calls; it splits special tokens off unless told otherwise.
+    expected = tokenizers.Tokenizer.from_file(tokenizer_json).encode(text, add_special_tokens=False)
+    fields = {"path": tokenizer_json, "eos_token": END}
+    as_ids = HuggingFaceTokenizer(**fields)
+    assert as_ids.encode(text).tolist() == expected.ids
+    assert as_ids.encode(text)[1:-1].tolist() == [as_ids.eos_id]
+    as_text = HuggingFaceTokenizer(special_tokens_in_text="text", **fields)
+    assert as_text.eos_id not in as_text.encode(text)
+    assert as_text.decode(as_text.encode(text)) == text
+    np.testing.assert_array_equal(as_ids.encode("a b"), as_text.encode("a b"))
     pieces = SentencePieceTokenizer(path=sentencepiece_file)
     assert pieces.eos_id not in pieces.encode("a</s>b")
+
+
+def test_special_tokens_in_text_are_part_of_the_fingerprint_and_of_the_note(tokenizer_json):
+    as_ids = HuggingFaceTokenizer(path=tokenizer_json)
+    as_text = HuggingFaceTokenizer(path=tokenizer_json, special_tokens_in_text="text")
+    assert as_ids.fingerprint() != as_text.fingerprint()
+    for tokenizer, value in ((as_ids, "ids"), (as_text, "text")):
+        assert END in tokenizer.note and repr(value) in tokenizer.note
+    with pytest.raises(ValueError, match="special_tokens_in_text='txt'; did you mean 'text'"):
+        HuggingFaceTokenizer(path=tokenizer_json, special_tokens_in_text="txt")
+
+
+def test_special_tokens_are_named_by_their_ids(tokenizer_json, sentencepiece_file):
+    model = HuggingFaceTokenizer(path=tokenizer_json)
+    assert model.special_tokens == {model._model.token_to_id(END): END}
+    pieces = SentencePieceTokenizer(path=sentencepiece_file)
+    assert pieces.special_tokens == {0: "<pad>", 1: "</s>", 2: "<unk>"}
+    assert ByteTokenizer().special_tokens == {0: "PAD", 1: "BOS", 2: "EOS"}
 
 
 def test_truncation_and_padding_in_the_file_are_switched_off(tokenizer_json, tmp_path):
@@ -130,7 +157,8 @@ def test_the_fingerprint_is_that_of_the_file(sentencepiece_file, tokenizer_json,
     moved = shutil.copy(sentencepiece_file, tmp_path / "elsewhere.model")
     assert SentencePieceTokenizer(path=str(moved)).fingerprint() == digest
     digest = hashlib.sha256(Path(tokenizer_json).read_bytes()).hexdigest()
-    assert HuggingFaceTokenizer(path=tokenizer_json).fingerprint() == f"{digest} None,None,None"
+    as_text = HuggingFaceTokenizer(path=tokenizer_json, special_tokens_in_text="text")
+    assert as_text.fingerprint() == f"{digest} None,None,None"
     assert ByteTokenizer().fingerprint() == "bytes"
 
 

@@ -330,6 +330,14 @@ class BaseInput(Configurable):
             f"{type(self).__qualname__} has no vocabulary to decode ids with."
         )
 
+    def text_tokenizer(self, key: str | None = None) -> Any:
+        """Return the tokenizer that made the ids, or None if the input has none.
+
+        Args:
+          key: As for `ids_to_strings`.
+        """
+        return None
+
     def baselines(self) -> dict[str, float]:
         """Losses to compare a model's with on this data: name -> nats per token. Default: none."""
         return {}

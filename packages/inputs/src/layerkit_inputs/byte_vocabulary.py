@@ -13,6 +13,7 @@ BOS_ID = 1
 EOS_ID = 2
 FIRST_BYTE_ID = 3
 VOCAB_SIZE = FIRST_BYTE_ID + 256
+SPECIAL_TOKENS = {PAD_ID: "PAD", BOS_ID: "BOS", EOS_ID: "EOS"}
 
 
 def encode(data: bytes) -> np.ndarray:

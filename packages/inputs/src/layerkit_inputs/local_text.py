@@ -312,6 +312,10 @@ class _TextFilesInput(IndexedInput):
         self._corpus()
         return {"split": self.split, "text_crc32": self._checksum, **tokenizer}
 
+    def text_tokenizer(self, key: str | None = None) -> Tokenizer:
+        """Return the tokenizer that made the ids."""
+        return self._tokenizer
+
     def ids_to_strings(
         self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None
     ) -> list[str]:

@@ -183,6 +183,10 @@ class Prefetch(BaseInput):
         if self._stop(_CLOSE_SECONDS):
             self.source.close()
 
+    def text_tokenizer(self, key: str | None = None) -> Any:
+        """Return that of `source`."""
+        return self.source.text_tokenizer(key)
+
     def ids_to_strings(
         self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None
     ) -> list[str]:

@@ -160,6 +160,10 @@ class TextPairs(IndexedInput):
             "packing": self.packing,
         }
 
+    def text_tokenizer(self, key: str | None = None) -> Tokenizer:
+        """Return the tokenizer that made the ids."""
+        return self._tokenizer
+
     def ids_to_strings(
         self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None
     ) -> list[str]:

@@ -181,6 +181,10 @@ class TokenRecords(IndexedInput):
         if "_store" in vars(self):
             self._store.close()
 
+    def text_tokenizer(self, key: str | None = None) -> Tokenizer | None:
+        """Return the tokenizer that made the ids, where it is set."""
+        return self.tokenizer
+
     def ids_to_strings(
         self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None
     ) -> list[str]:

@@ -5,9 +5,13 @@ They are fields of readers, so a config says which tokenizer made the data:
 
     LocalText.HParams.config(tokenizer=SentencePieceTokenizer.HParams.config(path="c4.model"))
 
-Text is data: a special token spelled out in it, such as `<|endoftext|>`, is encoded like any other
-text and never becomes the special id. Where special ids go is decided by readers, the same way for
-every tokenizer: a document begins with `start_id` and ends with `eos_id`, where there is one.
+Readers decide where special ids go, the same way for every tokenizer: a document begins with
+`start_id` and ends with `eos_id`, where there is one. A special token that is spelled out in a
+text, such as `<|assistant|>`, becomes its id with a `tokenizer.json`, as in `transformers`, unless
+`special_tokens_in_text` says otherwise. Bytes and SentencePiece encode it as any other text.
+
+A tokenizer may have two more properties: `special_tokens` (id -> name; these are marked where ids
+are shown to people) and `note` (a line for the report at the start of a run).
 
 `fingerprint()` goes into the states of readers, so that a run cannot go on with another tokenizer.
 """
@@ -19,7 +23,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 
@@ -27,6 +31,11 @@ from layerkit.config import Config, Configurable
 from layerkit.near_names import near_names
 from layerkit_inputs import byte_vocabulary
 from layerkit_inputs.extras import require
+
+_MOST_NAMED = 4
+
+SpecialTokensInText = Literal["ids", "text"]
+"""What a special token that is spelled out in a text becomes: its id, or ids of its characters."""
 
 
 @runtime_checkable
@@ -95,6 +104,7 @@ class ByteTokenizer(Configurable):
     bos_id = byte_vocabulary.BOS_ID
     eos_id = byte_vocabulary.EOS_ID
     start_id = byte_vocabulary.BOS_ID
+    special_tokens = byte_vocabulary.SPECIAL_TOKENS
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Ids of the bytes (of a string: of its UTF-8), int32 `[length]`."""
@@ -151,6 +161,18 @@ class SentencePieceTokenizer(Configurable):
         """The model's EOS, if it has one."""
         return _id_or_none(self._model.eos_id())
 
+    @functools.cached_property
+    def special_tokens(self) -> dict[int, str]:
+        """Return the names of ids that stand for no text."""
+        model = self._model
+        ids = range(model.vocab_size())
+        return {i: model.id_to_piece(i) for i in ids if model.is_control(i) or model.is_unknown(i)}
+
+    @property
+    def note(self) -> str:
+        """What becomes of special tokens in text."""
+        return "special tokens spelled out in text are encoded as text, as SentencePiece does"
+
     @property
     def start_id(self) -> int:
         """BOS, else the padding id."""
@@ -191,8 +213,17 @@ class HuggingFaceTokenizer(Configurable):
     """Such as `</s>`. None: as in `tokenizer_config.json`."""
     pad_token: str | None = None
     """Such as `<pad>`. None: as in `tokenizer_config.json`."""
+    special_tokens_in_text: SpecialTokensInText = "ids"
+    """What special tokens spelled out in a text become: their `ids`, as in `transformers`, or ids
+    of their characters (`text`), which is for text that others may write."""
 
     def __post_init__(self) -> None:
+        known = get_args(SpecialTokensInText)
+        if self.special_tokens_in_text not in known:
+            raise ValueError(
+                f"{type(self).__qualname__}: special_tokens_in_text={self.special_tokens_in_text!r}"
+                f"{near_names(str(self.special_tokens_in_text), known)} Expected one of {known}."
+            )
         if Path(self.path).is_dir():
             self.path = str(Path(self.path, "tokenizer.json"))
         _check_file(self, self.path)
@@ -206,7 +237,7 @@ class HuggingFaceTokenizer(Configurable):
             raise _cannot_be_read(self, self.path, "a tokenizer.json", error) from None
         model.no_truncation()
         model.no_padding()
-        model.encode_special_tokens = True
+        model.encode_special_tokens = self.special_tokens_in_text == "text"
         return model
 
     @functools.cached_property
@@ -252,6 +283,25 @@ class HuggingFaceTokenizer(Configurable):
         """Id of `eos_token`, if there is one."""
         return self._roles["eos_token"]
 
+    @functools.cached_property
+    def special_tokens(self) -> dict[int, str]:
+        """Return the special tokens of the file by their ids."""
+        added = self._model.get_added_tokens_decoder()
+        return {token_id: token.content for token_id, token in added.items() if token.special}
+
+    @property
+    def note(self) -> str | None:
+        """What becomes of special tokens in text; None where there are none."""
+        if not self.special_tokens:
+            return None
+        names = list(self.special_tokens.values())
+        more = f", … {len(names)} in all" if len(names) > _MOST_NAMED else ""
+        become = "become their ids" if self.special_tokens_in_text == "ids" else "stay text"
+        return (
+            f"special tokens spelled out in text ({', '.join(names[:_MOST_NAMED])}{more}) {become}"
+            f" (special_tokens_in_text={self.special_tokens_in_text!r})"
+        )
+
     @property
     def start_id(self) -> int:
         """BOS, else the padding token, else EOS, else 0."""
@@ -271,22 +321,29 @@ class HuggingFaceTokenizer(Configurable):
         return _sha256_of(self.path)
 
     def fingerprint(self) -> str:
-        """SHA-256 of the file, and the ids of BOS, EOS and padding."""
+        """SHA-256 of the file, the ids of BOS, EOS and padding, and how special tokens are read.
+
+        `text` is not named: it is how states and token records of older versions were made.
+        """
         roles = ",".join(str(self._roles[role]) for role in sorted(self._roles))
-        return f"{self._sha256} {roles}"
+        in_text = "" if self.special_tokens_in_text == "text" else " special_tokens_in_text=ids"
+        return f"{self._sha256} {roles}{in_text}"
 
 
-def tokenizer_config(name: str) -> Config:
-    """The config of the tokenizer that a flag or a field names.
+def tokenizer_config(name: str, *, special_tokens_in_text: SpecialTokensInText = "ids") -> Config:
+    """Return the config of the tokenizer that a flag or a field names.
 
     Args:
       name: `bytes`, a SentencePiece `.model`, or a `tokenizer.json` or the folder it lies in.
+      special_tokens_in_text: Field of HuggingFaceTokenizer; the others encode them as text.
     """
     if name == "bytes":
         return ByteTokenizer.HParams.config()
     if name.endswith(".model"):
         return SentencePieceTokenizer.HParams.config(path=name)
-    return HuggingFaceTokenizer.HParams.config(path=name)
+    return HuggingFaceTokenizer.HParams.config(
+        path=name, special_tokens_in_text=special_tokens_in_text
+    )
 
 
 def _id_or_none(token_id: int) -> int | None:

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from layerkit.nested_map import NestedMap
-from layerkit_inputs import BaseInput, Prefetch
+from layerkit_inputs import BaseInput, LocalText, Prefetch, SyntheticInput
 from layerkit_inputs.indexed_input import IndexedInput
 from layerkit_inputs.mixing.multi_input import MultiInput
 from layerkit_inputs.testing import laws
+from layerkit_inputs.tokenizers import ByteTokenizer
 
 
 class Rows(IndexedInput):
@@ -182,3 +183,16 @@ def test_texts_are_those_of_the_input_that_the_key_names():
 def test_fields_that_cannot_work_are_refused_when_built(fields, text):
     with pytest.raises(ValueError, match=f"^{re.escape('MultiInput: ' + text)}"):
         four_and_six(**fields)
+
+
+def test_tokenizer_is_that_of_the_input_which_the_key_names(tmp_path):
+    for name in "ab":
+        (tmp_path / name).write_text("text")
+    text = LocalText.HParams.config(paths=[str(tmp_path)], batch_size=2)
+    numbers = SyntheticInput.HParams.config(batch_size=2, num_examples=4)
+    both = MultiInput(input_to_params={"text": text, "numbers": numbers})
+    assert isinstance(both.text_tokenizer("text"), ByteTokenizer)
+    assert both.text_tokenizer("numbers") is None and both.text_tokenizer() is None
+    named = MultiInput(input_to_params={"text": text}, default_input="text")
+    for source in (named, Prefetch(source=named)):
+        assert isinstance(source.text_tokenizer(), ByteTokenizer)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from layerkit.nested_map import NestedMap
+from layerkit_inputs import LocalText
 from layerkit_inputs.base_input import BaseInput
 from layerkit_runner.feeds.batch_text import field_table, real_rows, row_lines, summary
 
@@ -98,3 +100,16 @@ def test_a_batch_without_ids_has_a_table_and_no_text():
     batch = NestedMap(image=np.zeros((2, 3, 3)), eval_sample_weights=np.array([1.0, 0.0]))
     assert summary(batch) == "1 of 2 rows hold data"
     assert list(row_lines(LETTERS, batch, 0)) == ["row 0"]
+
+
+def test_special_ids_are_told_apart_from_their_text(tmp_path: Path):
+    for name in "ab":
+        (tmp_path / name).write_text("EOS")
+    dataset = LocalText(batch_size=1, paths=[str(tmp_path)], seq_length=8, split="all")
+    assert list(row_lines(dataset, dataset.get_next(), 0)) == [
+        "row 0 (example 0)",
+        "  ids[1]: “⟪BOS⟫EOS”",
+        "  labels[1]: “EOS⟪EOS⟫”",
+        "  ids[2]: “⟪BOS⟫EOS”",
+        "  labels[2]: “EOS⟪EOS⟫”",
+    ]

@@ -92,7 +92,8 @@ def test_the_command_shows_every_input_and_writes_nothing(tmp_path: Path):
     assert (done.returncode, done.stderr) == (0, "")
     heads = [line for line in done.stdout.splitlines() if line and line[0] != " "]
     assert heads == [
-        "2 host(s) of 1 device(s) each are simulated; labels of weight 0 stand in ⟦brackets⟧",
+        "2 host(s) of 1 device(s) each are simulated; labels of weight 0 stand in ⟦brackets⟧,"
+        " special ids in ⟪these⟫",
         "train train (LocalText)",
         "eval heldout (LocalText)",
         "decode prompts (LocalTextPrompts)",

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 
-from layerkit_runner.modes.start_report import LayerNotes
+from layerkit_inputs import LocalText, Prefetch
+from layerkit_inputs.tokenizers import HuggingFaceTokenizer
+from layerkit_runner.modes.start_report import LayerNotes, input_lines
 
 
 def test_notes_of_layers_are_collected_once_and_printed_by_nobody_else(
@@ -34,3 +37,23 @@ def test_notes_of_layers_that_failed_are_told_as_always(caplog: pytest.LogCaptur
     with pytest.raises(ValueError, match="shapes"):
         fail()
     assert caplog.messages == ["slow"]
+
+
+@pytest.mark.parametrize(("value", "become"), [("ids", "become their ids"), ("text", "stay text")])
+def test_special_tokens_in_text_are_reported_at_the_start(tmp_path: Path, value: str, become: str):
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, "?"))
+    model.add_special_tokens(["<s>", "<|assistant|>"])
+    (tmp_path / "model").mkdir()
+    model.save(str(tmp_path / "model" / "tokenizer.json"))
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("a")
+    tokenizer = HuggingFaceTokenizer(path=str(tmp_path / "model"), special_tokens_in_text=value)
+    source = LocalText(
+        batch_size=1, paths=[str(tmp_path / "*.txt")], tokenizer=tokenizer, is_training=True
+    )
+    _, line = input_lines(Prefetch(source=source))
+    for fact in ("<s>, <|assistant|>", become, f"special_tokens_in_text={value!r}"):
+        assert fact in line
+    (only,) = input_lines(LocalText(batch_size=1, paths=[str(tmp_path / "*.txt")]))
+    assert only.startswith("input ")

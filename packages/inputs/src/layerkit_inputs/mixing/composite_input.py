@@ -42,6 +42,10 @@ class CompositeInput(BaseInput):
         """The built component of this name; whoever reads from it changes what comes next here."""
         return self._components[name]
 
+    def text_tokenizer(self, key: str | None = None) -> Any:
+        """Return that of the first component; all have one vocabulary."""
+        return next(iter(self._components.values())).text_tokenizer(key)
+
     def ids_to_strings(
         self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None
     ) -> list[str]:

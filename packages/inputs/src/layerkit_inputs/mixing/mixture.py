@@ -195,6 +195,10 @@ class Mixture(IndexedInput):
             identity |= {f"{name}.{key}": value for key, value in reader._identity().items()}
         return identity
 
+    def text_tokenizer(self, key: str | None = None) -> Any:
+        """Return that of the first component; all have one vocabulary."""
+        return self._readers[0].text_tokenizer(key)
+
     def ids_to_strings(
         self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None
     ) -> list[str]:

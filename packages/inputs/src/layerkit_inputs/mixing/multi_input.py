@@ -128,6 +128,21 @@ class MultiInput(CompositeInput):
         Raises:
           ValueError: it says no input and there is no default, or none of that name.
         """
+        name, inner = self._component_of(key)
+        ids = np.asarray(ids)
+        flat = ids.reshape(-1, ids.shape[-1])
+        return self._components[name].ids_to_strings(flat, np.ravel(lengths), inner)
+
+    def text_tokenizer(self, key: str | None = None) -> Any:
+        """Return that of the input which `key` names; None where it names none."""
+        try:
+            name, inner = self._component_of(key)
+        except ValueError:
+            return None
+        return self._components[name].text_tokenizer(inner)
+
+    def _component_of(self, key: str | None) -> tuple[str, str | None]:
+        """Return the input that a key of `ids_to_strings` names, and the key for that input."""
         name, _, inner = (key or self.default_input or "").partition(".")
         if name not in self._components and self.default_input is not None:
             name, inner = self.default_input, key or ""
@@ -137,6 +152,4 @@ class MultiInput(CompositeInput):
                 f"ids_to_strings(key={key!r}) says no input{known} Its inputs: "
                 f"{', '.join(self._components)}."
             )
-        ids = np.asarray(ids)
-        flat = ids.reshape(-1, ids.shape[-1])
-        return self._components[name].ids_to_strings(flat, np.ravel(lengths), inner or None)
+        return name, inner or None

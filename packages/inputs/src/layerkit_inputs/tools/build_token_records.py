@@ -38,7 +38,7 @@ from layerkit.config import build
 from layerkit_inputs.bad_records import BadRecords, OnBadRecord
 from layerkit_inputs.text_files import TextFile, find_text_files
 from layerkit_inputs.token_store import BLOCK_LENGTH, About
-from layerkit_inputs.tokenizers import Tokenizer, tokenizer_config
+from layerkit_inputs.tokenizers import SpecialTokensInText, Tokenizer, tokenizer_config
 from layerkit_inputs.tools.raw_documents import (
     MAX_DOCUMENT_BYTES,
     RawDocument,
@@ -67,9 +67,9 @@ class _Encoded(NamedTuple):
 
 
 @functools.cache
-def make_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that `--tokenizer` names; see `tokenizer_config`."""
-    return build(tokenizer_config(name))
+def make_tokenizer(name: str, special_tokens_in_text: SpecialTokensInText = "ids") -> Tokenizer:
+    """Return the tokenizer that `--tokenizer` names; see `tokenizer_config`."""
+    return build(tokenizer_config(name, special_tokens_in_text=special_tokens_in_text))
 
 
 def build_token_records(
@@ -77,6 +77,7 @@ def build_token_records(
     output: str | Path,
     *,
     tokenizer: str,
+    special_tokens_in_text: SpecialTokensInText = "ids",
     field: str = "text",
     num_shards: int = 1,
     workers: int = 0,
@@ -92,6 +93,7 @@ def build_token_records(
       inputs: Files, folders and patterns.
       output: The folder to make.
       tokenizer: See `tokenizer_config`.
+      special_tokens_in_text: See `tokenizer_config`.
       field: Of JSON lines the key of the text, of Parquet the column.
       num_shards: Files of each split, of about as many bytes of input each; fewer, where there are
         fewer documents.
@@ -114,9 +116,11 @@ def build_token_records(
     """
     _check_options(num_shards, workers, heldout_fraction, block_length, max_document_bytes)
     files = find_text_files(inputs)
-    model = make_tokenizer(tokenizer)
+    model = make_tokenizer(tokenizer, special_tokens_in_text)
     dtype = "uint16" if model.vocab_size <= 1 << 16 else "int32"
     bad = BadRecords(on_bad_record)
+    if say and (note := getattr(model, "note", None)):
+        say(note)
     progress = _Progress(sum(file.path.stat().st_size for file in files), say)
     with _appears_whole(Path(output)) as folder, contextlib.ExitStack() as stack:
         writers = {
@@ -125,7 +129,12 @@ def build_token_records(
             )
             for name in ("train", *(["heldout"] if heldout_fraction else []))
         }
-        encode = functools.partial(_encode, tokenizer=tokenizer, field=field)
+        encode = functools.partial(
+            _encode,
+            tokenizer=tokenizer,
+            special_tokens_in_text=special_tokens_in_text,
+            field=field,
+        )
         encoded = _in_order(encode, _work(files, field, max_document_bytes), workers)
         for document in stack.enter_context(contextlib.closing(encoded)):
             if document.ids is None:
@@ -250,9 +259,15 @@ def _work(
         yield documents
 
 
-def _encode(documents: list[RawDocument], *, tokenizer: str, field: str) -> list[_Encoded]:
-    """What a worker does."""
-    model = make_tokenizer(tokenizer)
+def _encode(
+    documents: list[RawDocument],
+    *,
+    tokenizer: str,
+    special_tokens_in_text: SpecialTokensInText,
+    field: str,
+) -> list[_Encoded]:
+    """Encode documents; this is what a worker does."""
+    model = make_tokenizer(tokenizer, special_tokens_in_text)
     return [_encode_one(document, model, field) for document in documents]
 
 
@@ -373,6 +388,13 @@ def _parse(arguments: Sequence[str] | None) -> dict[str, Any]:
     add("--input", nargs="+", required=True, help="files, folders or patterns")
     add("--output", required=True, help="the folder to make")
     add("--tokenizer", required=True, help="bytes, a .model, or a tokenizer.json or its folder")
+    add(
+        "--special_tokens_in_text",
+        choices=("ids", "text"),
+        default="ids",
+        help="what special tokens of a tokenizer.json become where a text spells them out: ids, as"
+        " in transformers (default), or text",
+    )
     add("--field", default="text", help="key or column of the text (default: text)")
     add("--num_shards", type=int, default=1, help="files of each split (default: 1)")
     add("--workers", type=int, default=0, help="processes that tokenise (default: 0, this one)")

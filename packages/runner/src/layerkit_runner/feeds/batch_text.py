@@ -17,6 +17,8 @@ from layerkit_inputs.eval_padding import num_rows_of
 _MOST_CHARACTERS = 160
 UNWEIGHTED = "⟦{}⟧"
 """How labels of weight 0 are marked."""
+SPECIAL = "⟪{}⟫"
+"""How special ids are marked, which a text can spell out."""
 
 
 def real_rows(batch: NestedMap) -> np.ndarray:
@@ -111,6 +113,21 @@ def _labels(dataset: BaseInput, labels: np.ndarray, weights: np.ndarray, side: s
 
 
 def _decode(dataset: BaseInput, ids: np.ndarray, side: str) -> str:
+    """Text of ids, special ids marked by their names."""
+    names = getattr(dataset.text_tokenizer(side or None), "special_tokens", {})
+    is_special = np.isin(ids, list(names))
+    begins = np.flatnonzero(np.diff(is_special, prepend=~is_special[:1]))
+    pieces = []
+    for begin, end in zip(begins, [*begins[1:], len(ids)], strict=True):
+        piece = ids[begin:end]
+        if is_special[begin]:
+            pieces += [SPECIAL.format(names[token]) for token in piece.tolist()]
+        else:
+            pieces.append(_plain_text(dataset, piece, side))
+    return "".join(pieces)
+
+
+def _plain_text(dataset: BaseInput, ids: np.ndarray, side: str) -> str:
     try:
         return dataset.ids_to_strings(ids[None], [len(ids)], key=side or None)[0]
     except NotImplementedError:  # the data have no vocabulary

@@ -24,7 +24,14 @@ from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError
 from layerkit_runner.feeds.batch_checks import check_batch
-from layerkit_runner.feeds.batch_text import UNWEIGHTED, field_table, real_rows, row_lines, summary
+from layerkit_runner.feeds.batch_text import (
+    SPECIAL,
+    UNWEIGHTED,
+    field_table,
+    real_rows,
+    row_lines,
+    summary,
+)
 from layerkit_runner.feeds.infeed import (
     Place,
     dataset_name,
@@ -54,7 +61,8 @@ def run_inspect(resolved: ResolvedExperiment, options: RunOptions) -> int:
     partitioner.start(devices)
     places = simulated_places(devices, options.num_hosts)
     print(f"{len(places)} host(s) of {count // len(places)} device(s) each are simulated;", end=" ")
-    print(f"labels of weight 0 stand in {UNWEIGHTED.format('brackets')}")
+    print(f"labels of weight 0 stand in {UNWEIGHTED.format('brackets')},", end=" ")
+    print(f"special ids in {SPECIAL.format('these')}")
     kinds = [(c, "train" if c.is_training else "eval") for c in resolved.datasets]
     kinds += [(config, "decode") for config in resolved.decode_datasets]
     for config, kind in kinds:

@@ -87,7 +87,7 @@ def start_lines(
                 " steps"
             )
         yield f"batch        {batch_text(program.abstract_batch())}"
-        yield f"input        {input_text(program.dataset)}"
+        yield from input_lines(program.dataset)
     yield f"state        {megabytes(bytes_per_device(state))} per device with optimizer"
     train = job.task.train
     yield f"steps        {start_step} → {train.num_train_steps}"
@@ -105,6 +105,13 @@ def batch_text(batch: Any) -> str:
     ids = (leaf for path, leaf in shapes.items() if path.split(".")[-1] == "ids")
     first = next(ids, next(iter(shapes.values())))
     return f"{' × '.join(map(str, first.shape))} ({', '.join(shapes)})"
+
+
+def input_lines(train_input: BaseInput) -> Iterator[str]:
+    """Yield what is known of an input and, where it says something of it, of its tokenizer."""
+    yield f"input        {input_text(train_input)}"
+    if note := getattr(train_input.text_tokenizer(), "note", None):
+        yield f"tokenizer    {note}"
 
 
 def input_text(train_input: BaseInput) -> str:

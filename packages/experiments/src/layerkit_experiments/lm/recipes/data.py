@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from layerkit.config import Config, build
 from layerkit_inputs import (
@@ -48,6 +48,10 @@ class LocalFiles(BaseExperiment, abstract=True):
 
     TOKENIZER: str = "bytes"
     """Or a SentencePiece `.model`, or a `tokenizer.json` or the folder it lies in."""
+    SPECIAL_TOKENS_IN_TEXT: Literal["ids", "text"] = "ids"
+    """What special tokens of a `tokenizer.json` become where a text spells them out: their ids, as
+    in transformers, or ids of their characters (`text`), which is for text that others may
+    write."""
     VOCAB_SIZE: int = 259
     """At least as many as the tokenizer has ids, special ones included."""
     EOS_ID: int | None = None
@@ -91,7 +95,7 @@ class LocalFiles(BaseExperiment, abstract=True):
 
     def tokenizer(self) -> Config:
         """The config of the tokenizer."""
-        return tokenizer_config(self.TOKENIZER)
+        return tokenizer_config(self.TOKENIZER, special_tokens_in_text=self.SPECIAL_TOKENS_IN_TEXT)
 
     def datasets(self) -> list[Config]:
         """Configs of the training and the held-out input."""

@@ -93,7 +93,7 @@ class FolderText(LocalFiles, abstract=True):
         name = self.weights_folder if self.TOKENIZER is None else self.TOKENIZER
         if name is None:
             raise ValueError("TOKENIZER=None takes that of the first weights, which are drawn here")
-        return tokenizer_config(name)
+        return tokenizer_config(name, special_tokens_in_text=self.SPECIAL_TOKENS_IN_TEXT)
 
     def validate(self) -> None:
         """As for `LocalFiles`, but a folder that is not there yet is not missed before a run."""
