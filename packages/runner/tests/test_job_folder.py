@@ -92,6 +92,18 @@ def test_a_folder_that_cannot_be_written(folder: epath.Path):
             check_writable(path)
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to another user")
+def test_check_writable_raises_for_a_link_of_another_user(folder: epath.Path):
+    (folder / "scratch").mkdir(parents=True)
+    own = folder / "own"
+    own.mkdir()
+    os.symlink(folder / "scratch", own / "checkpoints")
+    check_writable(own)
+    os.chown(own / "checkpoints", 65534, 65534, follow_symlinks=False)
+    with pytest.raises(UsageError, match=f"{own}/checkpoints is a symbolic link of user 65534"):
+        check_writable(own)
+
+
 def test_changes_are_reported(folder: epath.Path):
     write_config(folder, resolved(), RunOptions(), report=pytest.fail)
     lines: list[str] = []

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from layerkit_runner.errors import UsageError
+from layerkit_runner.job_files import open_append
 
 
 class NoLocksError(UsageError):
@@ -70,7 +71,7 @@ _opened: weakref.WeakSet[IO[bytes]] = weakref.WeakSet()
 def _open(path: Path) -> IO[bytes]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "ab", buffering=0)  # noqa: SIM115, it is held for as long as the lock
+        file = open_append(path)
     except OSError as error:
         raise UsageError(f"{path.parent} cannot be written: {error}") from error
     _opened.add(file)
@@ -96,6 +97,6 @@ def _flock(file: IO[bytes], operation: int) -> None:
 
 def _is_at(file: IO[bytes], path: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+        return os.path.samestat(os.fstat(file.fileno()), path.lstat())
     except FileNotFoundError:
         return False

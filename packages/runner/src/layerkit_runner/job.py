@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import importlib.metadata
 import os
+import sys
 
 import jax
 from etils import epath
@@ -22,10 +23,11 @@ from layerkit_runner.checkpoints import (
 )
 from layerkit_runner.checkpoints.folders import absolute
 from layerkit_runner.command_line.flags import RunOptions
-from layerkit_runner.compilation_cache import cache_folder
+from layerkit_runner.compilation_cache import cache_folder, make_private
 from layerkit_runner.configuration.config_text import config_json
 from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError
+from layerkit_runner.job_files import UnsafePathError
 from layerkit_runner.job_folder import check_same_experiment, check_writable, recorded_overrides
 from layerkit_runner.observers import (
     Goodput,
@@ -219,6 +221,14 @@ def checkpoint_folder(directory: epath.Path) -> epath.Path:
 def enable_compilation_cache(options: RunOptions) -> None:
     """Keeps compiled programs on disk, so that a restart or a second run starts fast."""
     folder = cache_folder(options.jax_compilation_cache, os.environ)
+    try:
+        if folder is not None:
+            make_private(folder, os.environ)
+    except UnsafePathError as error:
+        print(f"runner: compiled programs are not kept: {error}", file=sys.stderr, flush=True)
+        folder = None
+    except OSError:
+        pass  # a home folder that cannot be written; JAX reports it and compiles
     if folder is None:
         jax.config.update("jax_enable_compilation_cache", False)  # noqa: FBT003
         return

@@ -27,8 +27,8 @@ from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError
 from layerkit_runner.experiment import experiment_fields, reduced_overrides, reduced_values
 from layerkit_runner.file_locks import NoLocksError, delete_and_unlock, try_lock
+from layerkit_runner.job_files import atomic_write, check_links
 from layerkit_runner.sweeps.folder import RECORD as STUDY_RECORD
-from layerkit_runner.whole_files import write_whole
 
 # Locked while a job trains here; holds its host and process.
 _RUNNING = ".running"
@@ -73,6 +73,7 @@ def check_writable(directory: epath.Path) -> None:
                 raise NotADirectoryError("it is a file")
             if not os.access(directory, os.W_OK | os.X_OK):
                 raise PermissionError("it may not be written to")
+            check_links(directory)
             return
         while not parent.exists():
             missing, parent = parent, parent.parent
@@ -131,6 +132,7 @@ def only_trainer(directory: epath.Path) -> Iterator[None]:
         with contextlib.suppress(OSError):  # a full disk, which is told when something must be kept
             held.truncate(0)
             held.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode())
+            held.flush()
         yield
 
 
@@ -171,8 +173,8 @@ def write_config(
     recorded = config["config"] if before is None else before.config
     for line in changed_lines(recorded, config["config"]):
         report(f"changed since this folder was last written: {line}")
-    write_whole(directory / "config.txt", config_text(resolved))
-    write_whole(directory / "config.json", json.dumps(config, indent=2) + "\n")
+    atomic_write(directory / "config.txt", config_text(resolved))
+    atomic_write(directory / "config.json", json.dumps(config, indent=2) + "\n")
 
 
 def _begun_as(record: RecordedConfig, options: RunOptions) -> RunOptions:

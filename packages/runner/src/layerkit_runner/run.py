@@ -19,6 +19,7 @@ from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.errors import StorageError, UsageError
 from layerkit_runner.experiment import BaseExperiment, experiment_fields
+from layerkit_runner.job_files import open_append
 
 if TYPE_CHECKING:
     from layerkit_runner.processes.distributed import JoinedProcess
@@ -164,8 +165,8 @@ def _kept_traceback(error: BaseException, process: JoinedProcess) -> str:
 
     def append() -> None:
         log = process.log_file()
-        with log.open("a") as file:
-            file.write(text)
+        with open_append(log) as file:
+            file.write(text.encode())
         logs.append(log)
 
     if not finished_within(SECONDS_TO_WRITE, append):

@@ -24,7 +24,7 @@ from layerkit_runner.checkpoints import (
     structure,
 )
 from layerkit_runner.checkpoints.formats import StateFormat, format_of
-from layerkit_runner.whole_files import write_whole
+from layerkit_runner.job_files import atomic_write
 
 _READ_BYTES = 2**30
 _WRITTEN_ANEW = ("state/", f"{integrity.MANIFEST_FOLDER}/", folders.COMMIT_FILE)
@@ -101,7 +101,7 @@ def write_safetensors(
         {structure.join(name): leaf for name, leaf in leaves.items()},
         metadata={"step": str(step), "source": str(source)},
     )
-    write_whole(path, content)
+    atomic_write(path, content)
     return len(leaves)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from etils import epath
 
-from layerkit_runner.whole_files import write_whole
+from layerkit_runner.job_files import atomic_write
 
 FILE_NAME = "evaluations.json"
 _VERSION = 1
@@ -54,4 +54,4 @@ def write(directory: epath.Path, evaluations: Mapping[int, Mapping[str, float]])
         for step, metrics in sorted(evaluations.items())
     }
     document = {"version": _VERSION, "evaluations": numbers}
-    write_whole(directory / FILE_NAME, json.dumps(document, indent=1) + "\n")
+    atomic_write(directory / FILE_NAME, json.dumps(document, indent=1) + "\n")

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from etils import epath
 
 from layerkit_runner.errors import first_names
-from layerkit_runner.whole_files import write_whole
+from layerkit_runner.job_files import atomic_write
 
 RECORD = "initial_values.json"
 RANDOM_INIT = "random_init"
@@ -71,7 +71,7 @@ class Provenance:
             "step": self.step,
             "hugging_face": self.hugging_face,
         }
-        write_whole(directory / RECORD, json.dumps(record, indent=2) + "\n")
+        atomic_write(directory / RECORD, json.dumps(record, indent=2) + "\n")
 
 
 def write_record(directory: epath.Path, provenance: Provenance | None) -> None:

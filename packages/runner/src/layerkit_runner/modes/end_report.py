@@ -18,13 +18,13 @@ from layerkit_runner.errors import UsageError
 from layerkit_runner.executor import Executor
 from layerkit_runner.experiment import experiment_fields
 from layerkit_runner.job import Job
+from layerkit_runner.job_files import atomic_write
 from layerkit_runner.job_folder import command_line, longer
 from layerkit_runner.modes.reported_metric import ReportedMetric
 from layerkit_runner.observers import draw_loss_curve, memory_scalars, metrics_path
 from layerkit_runner.observers.json_lines import encode
 from layerkit_runner.processes.distributed import all_arrive
 from layerkit_runner.steps.train_state import TrainState
-from layerkit_runner.whole_files import write_whole
 
 ERRORS_FILE = "end_report_errors.txt"
 """Name of the file in the job folder that holds the tracebacks of failed parts."""
@@ -113,7 +113,7 @@ class _Parts:
         self._tracebacks.append(f"{name}\n{text}")
         if jax.process_index() == 0:
             try:
-                write_whole(self._job.directory / ERRORS_FILE, "\n".join(self._tracebacks))
+                atomic_write(self._job.directory / ERRORS_FILE, "\n".join(self._tracebacks))
                 return f"The traceback is in {self._job.given_directory / ERRORS_FILE}."
             except OSError:
                 pass  # a full disk, perhaps; standard error is left

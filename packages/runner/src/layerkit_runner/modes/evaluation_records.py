@@ -16,10 +16,10 @@ from typing import Any
 
 from etils import epath
 
+from layerkit_runner.job_files import atomic_write
 from layerkit_runner.observers.json_lines import encode
 from layerkit_runner.programs import BaseProgram
 from layerkit_runner.programs.made_from import describe_settings, differences
-from layerkit_runner.whole_files import write_whole
 
 # Counted up when metrics change their meaning, so that older records do not count.
 _FORMAT = 1
@@ -59,7 +59,7 @@ def write_record(
     """Keeps the metrics of a finished evaluation."""
     # By way of `encode`, since JSON has no NaN.
     record = {"step": step, "metrics": json.loads(encode(metrics)), "made_from": made_from}
-    write_whole(path, json.dumps(record, indent=1) + "\n")
+    atomic_write(path, json.dumps(record, indent=1) + "\n")
 
 
 def read_record(path: epath.Path, made_from: dict[str, Any]) -> dict[str, float] | None:

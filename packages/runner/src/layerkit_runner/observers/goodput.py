@@ -27,9 +27,9 @@ from typing import Any
 
 from etils import epath
 
+from layerkit_runner.job_files import atomic_write
 from layerkit_runner.observers.background import Background
 from layerkit_runner.observers.base import Observer, RunInfo
-from layerkit_runner.whole_files import write_whole
 
 PHASES = (
     "steps",
@@ -202,7 +202,7 @@ class GoodputLog(Observer):
             self._last_write = self._clock()
             head = {"step": self._step, "time": round(self._last_write, 3)}
             text = json.dumps({**head, **self._goodput.record()}, indent=2) + "\n"
-            self._background.submit(write_whole, self._path, text)
+            self._background.submit(atomic_write, self._path, text)
 
     def close(self) -> None:
         try:

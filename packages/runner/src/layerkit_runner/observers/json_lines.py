@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Mapping
-from typing import IO, Any
+from typing import Any
 
 from etils import epath
 
+from layerkit_runner.job_files import atomic_write, is_remote, open_append
 from layerkit_runner.observers.background import Background
 
 _SECONDS_BETWEEN_REWRITES = 30.0
@@ -69,17 +69,17 @@ def open_lines(path: epath.PathLike) -> LineWriter:
     """The writer that suits the store on which `path` lies; makes the folder."""
     path = epath.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    is_local = "://" not in os.fspath(path)
-    return LocalLines(path) if is_local else StoredLines(path)
+    return StoredLines(path) if is_remote(path) else LocalLines(path)
 
 
 class LocalLines(LineWriter):
     """Appends to a file on a local disk; a line cut off by an earlier kill is removed first."""
 
     def __init__(self, path: epath.Path) -> None:
-        whole = _whole_lines(path)
+        self._file = open_append(path)
+        self._file.seek(0)
+        whole = _whole_lines(self._file.read())
         self.resumed = bool(whole)
-        self._file: IO[bytes] = open(path, "ab")  # noqa: SIM115, held until close
         self._file.truncate(len(whole))
 
     def write(self, line: str) -> None:
@@ -99,7 +99,7 @@ class StoredLines(LineWriter):
     def __init__(self, path: epath.Path, *, interval: float = _SECONDS_BETWEEN_REWRITES) -> None:
         self._path = path
         self._interval = interval
-        self._content = bytearray(_whole_lines(path))
+        self._content = bytearray(_whole_lines(path.read_bytes() if path.exists() else b""))
         self.resumed = bool(self._content)
         self._background = Background()
         self._handed_over = len(self._content)  # bytes in the newest rewrite
@@ -112,7 +112,7 @@ class StoredLines(LineWriter):
 
     def flush(self) -> None:
         if self._handed_over < len(self._content):
-            self._background.submit(self._path.write_bytes, bytes(self._content))
+            self._background.submit(atomic_write, self._path, bytes(self._content))
             self._handed_over = len(self._content)
             self._next_rewrite = time.monotonic() + self._interval
 
@@ -123,7 +123,6 @@ class StoredLines(LineWriter):
             self._background.close()
 
 
-def _whole_lines(path: epath.Path) -> bytes:
-    """The file's content up to its last line end; empty when there is no file."""
-    content = path.read_bytes() if path.exists() else b""
+def _whole_lines(content: bytes) -> bytes:
+    """Return the content up to its last line end."""
     return content[: content.rfind(b"\n") + 1]

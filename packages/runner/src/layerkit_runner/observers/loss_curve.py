@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from etils import epath
 
+from layerkit_runner.job_files import atomic_write
 from layerkit_runner.observers.metrics_log import Metrics, Record, read_metrics
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def draw_loss_curve(
     png = io.BytesIO()
     figure.savefig(png, format="png")
     picture = epath.Path(picture_path) if picture_path is not None else folder / "loss_curve.png"
-    picture.write_bytes(png.getvalue())
+    atomic_write(picture, png.getvalue())
     return picture
 
 

@@ -24,6 +24,7 @@ from etils import epath
 
 from layerkit_runner.byte_sizes import megabytes
 from layerkit_runner.errors import UsageError
+from layerkit_runner.job_files import atomic_write
 
 CAPTURE_SIGNAL = signal.SIGUSR2
 STEP_EVENT = "train"
@@ -125,12 +126,11 @@ class StepProfiler:
 
 def _move_trace(traced: epath.Path, session: epath.Path) -> int:
     """Copies the files of a trace to where they stay; returns their bytes."""
-    session.mkdir(parents=True, exist_ok=True)
     size = 0
     for kind in ("xplane.pb", "trace.json.gz"):
         for path in traced.glob(f"plugins/profile/*/*.{kind}"):
             content = path.read_bytes()
-            (session / f"process_{jax.process_index():04d}.{kind}").write_bytes(content)
+            atomic_write(session / f"process_{jax.process_index():04d}.{kind}", content)
             size += len(content)
     return size
 

@@ -19,9 +19,9 @@ import numpy as np
 from etils import epath
 
 from layerkit_runner.errors import UsageError
+from layerkit_runner.job_files import atomic_write
 from layerkit_runner.observers.background import Background
 from layerkit_runner.observers.base import Histogram, Observer, RunInfo
-from layerkit_runner.whole_files import write_whole
 
 _STEP = "step"
 
@@ -145,5 +145,5 @@ def _run_id(directory: epath.Path) -> str:
     """The id of the job's run, the same whenever it is resumed."""
     path = directory / "wandb_run_id.txt"
     if not path.exists():
-        write_whole(path, secrets.token_hex(4) + "\n")
+        atomic_write(path, secrets.token_hex(4) + "\n")
     return path.read_text().strip()

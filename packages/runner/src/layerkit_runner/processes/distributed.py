@@ -30,6 +30,7 @@ import jax
 from layerkit_runner.checkpoints.folders import absolute
 from layerkit_runner.command_line.flags import AUTO_ADDRESS, RunOptions
 from layerkit_runner.errors import UsageError
+from layerkit_runner.job_files import check_links, private_folder
 from layerkit_runner.processes.companion.start import Identity, StartedCompanion
 from layerkit_runner.processes.forced_exit import before_forced_exit
 from layerkit_runner.processes.last_words import told_to_others
@@ -104,7 +105,10 @@ def joined(options: RunOptions) -> Iterator[JoinedProcess]:
     if meeting is None or identity.num_processes == 1:
         yield JoinedProcess(identity, options)
         return
-    log = log_file(identity, options)
+    try:
+        log = log_file(identity, options)
+    except OSError as error:
+        raise UsageError(f"The log cannot be written: {error}") from error
     companion = _start_companion(identity, log)
     if identity.process == 0:
         address = _coordinator_address()
@@ -296,13 +300,13 @@ def log_file(identity: Identity, options: RunOptions) -> Path:
     reason = "a store cannot append to files" if "://" in directory else None
     if reason is None:
         try:
+            check_links(directory)
             folder.mkdir(parents=True, exist_ok=True)
             return folder / name
         except OSError as error:
             reason = str(error)
     digest = hashlib.sha256(directory.encode()).hexdigest()[:8]
-    local = Path(tempfile.gettempdir()) / f"layerkit_logs_{os.getuid()}_{digest}"
-    local.mkdir(parents=True, exist_ok=True)
+    local = private_folder(Path(tempfile.gettempdir()) / f"layerkit_logs_{os.getuid()}_{digest}")
     if identity.process == 0:
         print(
             f"logs         in {local} of each process's machine, not in {directory}: {reason}",

@@ -12,12 +12,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
+import io
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from layerkit_runner.job_files import open_append
 from layerkit_runner.processes.last_words import SECONDS_TO_WRITE, say, say_and_tell
 from layerkit_runner.processes.time_limit import finished_within
 
@@ -155,7 +157,7 @@ def _end(word: _Word, process: str, log: Callable[[], Path]) -> None:
 
 
 def _write_stacks(path: Path, title: str) -> None:
-    with open(path, "a", encoding="utf-8") as file:
+    with io.TextIOWrapper(open_append(path), encoding="utf-8") as file:
         names = ", ".join(f"0x{t.ident or 0:016x} is {t.name}" for t in threading.enumerate())
         file.write(f"{title}; of the threads, {names}\n")
         file.flush()

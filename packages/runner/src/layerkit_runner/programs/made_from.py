@@ -21,10 +21,10 @@ import numpy as np
 from etils import epath
 
 from layerkit_inputs.base_input import BaseInput
+from layerkit_runner.job_files import atomic_write
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.steps.train_state import TrainState
 from layerkit_runner.task import SingleTask
-from layerkit_runner.whole_files import write_whole
 
 # What is decided by the devices and processes at hand, or only names things.
 _PLACE_FIELDS = frozenset(
@@ -104,9 +104,9 @@ def write_with_made_from(
     if npz is None:
         npz_beside(outputs).unlink(missing_ok=True)
     else:
-        write_whole(npz_beside(outputs), npz)
-    write_whole(outputs, text)
-    write_whole(_path_beside(outputs), json.dumps(made_from, indent=2) + "\n")
+        atomic_write(npz_beside(outputs), npz)
+    atomic_write(outputs, text)
+    atomic_write(_path_beside(outputs), json.dumps(made_from, indent=2) + "\n")
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import IO, Any
 from layerkit_runner.configuration.overrides import Override
 from layerkit_runner.errors import UsageError
 from layerkit_runner.file_locks import lock, try_lock
+from layerkit_runner.job_files import atomic_write
 from layerkit_runner.sweeps.search_space import Choices, Parameter
 from layerkit_runner.sweeps.study_file import StudyFile
 
@@ -80,19 +80,12 @@ class SweepFolder:
 
     def record(self, found: Mapping[str, Any]) -> None:
         """Writes what is searched here."""
-        write_whole(self.path / RECORD, json.dumps(found, indent=2) + "\n")
+        atomic_write(self.path / RECORD, json.dumps(found, indent=2) + "\n")
 
     def forget_metric(self) -> None:
         """Lets the next command name another metric, since nothing was measured by this one."""
         with self.deciding():
             self.record({**(self.recorded() or {}), "metric": None})
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Replaces a file at once, also where several processes write it."""
-    partial = path.with_name(f"{path.name}.partial.{os.getpid()}")
-    partial.write_bytes(content.encode() if isinstance(content, str) else content)
-    partial.replace(path)
 
 
 def description(

@@ -8,7 +8,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from layerkit_runner.sweeps.folder import SweepFolder, write_whole
+from layerkit_runner.job_files import atomic_write
+from layerkit_runner.sweeps.folder import SweepFolder
 from layerkit_runner.sweeps.report import TrialResult, best_of
 from layerkit_runner.sweeps.search_space import Choices, Parameter, Range
 from layerkit_runner.sweeps.study_file import StudyFile
@@ -32,7 +33,7 @@ def draw_sweep(found: Sequence[TrialResult], file: StudyFile, folder: SweepFolde
     """
     png = io.BytesIO()
     sweep_figure(found, file).savefig(png, format="png")
-    write_whole(folder.path / "sweep.png", png.getvalue())
+    atomic_write(folder.path / "sweep.png", png.getvalue())
     return f"{folder.given.rstrip('/')}/sweep.png"
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
-from layerkit_runner.sweeps.folder import SweepFolder, write_whole
+from layerkit_runner.job_files import atomic_write
+from layerkit_runner.sweeps.folder import SweepFolder
 from layerkit_runner.sweeps.search_space import Value
 from layerkit_runner.sweeps.study_file import StudyFile
 
@@ -95,7 +96,7 @@ def write_results(
         "best": None if best is None else best.number,
         "trials": [dataclasses.asdict(result) for result in found],
     }
-    write_whole(folder.path / "sweep.json", json.dumps(document, indent=2) + "\n")
+    atomic_write(folder.path / "sweep.json", json.dumps(document, indent=2) + "\n")
 
 
 def table(found: Sequence[TrialResult], file: StudyFile) -> list[str]:

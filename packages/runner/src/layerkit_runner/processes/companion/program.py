@@ -19,6 +19,7 @@ import sys
 import time
 from typing import BinaryIO
 
+from layerkit_runner.job_files import open_append
 from layerkit_runner.processes.companion.link import Link
 from layerkit_runner.processes.companion.log_copy import LogCopy
 from layerkit_runner.processes.companion.peers import (
@@ -293,7 +294,7 @@ def _is_stopped(pid: int) -> bool:
 
 def _open_log(task: Task) -> BinaryIO | None:
     try:
-        return open(task.log, "ab", buffering=0)
+        return open_append(task.log, is_buffered=False)
     except OSError as error:
         _tell(f"runner: process {task.process} keeps no log: {error}")
         return None

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import layerkit_runner
+from layerkit_runner.job_files import open_append
 from layerkit_runner.processes.companion.link import Link
 from layerkit_runner.processes.companion.program import Task
 from layerkit_runner.processes.time_limit import finished_within
@@ -183,7 +184,7 @@ def _pass_on_rest(stream: int, target: int) -> None:
 
 
 def _append(log: Path, text: bytes) -> None:
-    with log.open("ab") as file:
+    with open_append(log) as file:
         file.write(text)
 
 

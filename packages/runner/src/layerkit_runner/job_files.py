@@ -1,0 +1,145 @@
+"""Writes files into folders that other users may also write to.
+
+Another user can place a symbolic link under a name that a run is going to write, and so have the
+run overwrite any file that its owner may write. Every function here opens the last component of a
+path without following a link. Folders above it may be links, as in `runs -> /scratch/runs`.
+
+This module imports the standard library alone, since the peer monitor of each process loads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+
+class UnsafePathError(OSError):
+    """A path that another user may have prepared, such as a symbolic link."""
+
+
+def atomic_write(path: os.PathLike[str] | str, content: str | bytes) -> None:
+    """Replace a file at once, so that a reader finds the old content or the new one.
+
+    The content is written to a new file beside `path`, flushed to the disk and renamed. A symbolic
+    link at `path` is replaced, not followed. A remote store shows an object only when it is
+    complete, so it is written directly.
+
+    Args:
+      path: Local path, or one that `etils.epath` knows, such as `gs://bucket/file`. Its folder is
+        created.
+      content: The whole content; text is encoded as UTF-8.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    if is_remote(path):
+        from etils import epath
+
+        remote = epath.Path(path)
+        remote.parent.mkdir(parents=True, exist_ok=True)
+        remote.write_bytes(data)
+        return
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # As tempfile.mkstemp does, but with the permissions that the user's umask asks for.
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(partial, flags, 0o666)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def open_append(path: os.PathLike[str] | str, *, is_buffered: bool = True) -> BinaryIO:
+    """Open a local file for reading and appending; create it if there is none.
+
+    Args:
+      path: The file. Its folder must exist.
+      is_buffered: Whether writes wait in memory until `flush` or `close`.
+
+    Raises:
+      UnsafePathError: The path is a symbolic link, or no regular file.
+      OSError: The file cannot be opened.
+    """
+    if is_buffered:
+        return open(path, "a+b", opener=_open_regular)
+    return open(path, "a+b", buffering=0, opener=_open_regular)
+
+
+def _open_regular(path: str, flags: int) -> int:
+    """Return the descriptor of a regular file; raise an error for links and everything else."""
+    try:
+        # Without O_NONBLOCK, opening a pipe waits for a reader.
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EMLINK):  # the latter on BSD
+            raise _unsafe(path, "is a symbolic link", "a regular file") from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _unsafe(path, "is no regular file", "a regular file")
+    return descriptor
+
+
+def private_folder(path: Path) -> Path:
+    """Return a local folder that only this user can list or write; create it if there is none.
+
+    Args:
+      path: The folder. Its parent must exist and may be writable by all users, as /tmp is.
+
+    Raises:
+      UnsafePathError: The path is a link, a file, or the folder of another user.
+    """
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        what = f"belongs to user {found.st_uid}"
+        if not stat.S_ISDIR(found.st_mode):
+            what = "is a symbolic link" if stat.S_ISLNK(found.st_mode) else "is a file"
+        raise _unsafe(path, what, f"a folder of user {os.getuid()}")
+    path.chmod(0o700)
+    return path
+
+
+def check_links(directory: os.PathLike[str] | str) -> None:
+    """Raise an error if an entry of a local folder is a symbolic link of another user.
+
+    Links of this user and of root are allowed, so `DIR/checkpoints` may lie on another disk.
+
+    Args:
+      directory: The folder, which need not exist.
+
+    Raises:
+      UnsafePathError: Names the link and its owner.
+    """
+    with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+        for entry in entries:
+            owner = entry.stat(follow_symlinks=False).st_uid
+            if entry.is_symlink() and owner not in (0, os.getuid()):
+                raise _unsafe(
+                    entry.path,
+                    f"is a symbolic link of user {owner}",
+                    f"links of user {os.getuid()} or root alone",
+                )
+
+
+def is_remote(path: os.PathLike[str] | str) -> bool:
+    """Return whether a path names a remote store, such as `gs://bucket/file`."""
+    return "://" in os.fspath(path)
+
+
+def _unsafe(path: os.PathLike[str] | str, found: str, expected: str) -> UnsafePathError:
+    return UnsafePathError(
+        f"{os.fspath(path)} {found}. Expected {expected}. Delete it, or use another folder."
+    )
