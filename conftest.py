@@ -5,6 +5,7 @@ Tests run on eight simulated CPU devices, so that meshes and collectives are rea
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import signal
@@ -14,20 +15,21 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from packaging.version import Version
 
 PACKAGES = ("layerkit", "layerkit_inputs", "layerkit_runner", "layerkit_experiments")
 DEVICES = "--xla_force_host_platform_device_count"
-# Compiling takes most of the time of a test; code that runs for a moment need not be fast. Without
-# fusion emitters, a layer compiles in less than half the time; cut into several parts, which are
-# compiled side by side, it takes more work in all.
-QUICK_COMPILES = " ".join(
-    (
-        "--xla_backend_optimization_level=0",
-        "--xla_llvm_disable_expensive_passes=true",
-        "--xla_cpu_use_fusion_emitters=false",
-        "--xla_cpu_parallel_codegen_split_count=1",
-    )
-)
+# Compiling takes most of the time of a test, and the compiled code runs only for a moment, so it
+# need not be fast. Several parts that are compiled side by side take more work in all.
+QUICK_COMPILES = [
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_parallel_codegen_split_count=1",
+]
+# Without fusion emitters a layer compiles in less than half the time. jaxlib 0.11.1 removed the
+# flag, and XLA ends the process for a flag that it does not know.
+if Version(importlib.metadata.version("jaxlib")) < Version("0.11.1"):
+    QUICK_COMPILES.append("--xla_cpu_use_fusion_emitters=false")
 
 if "jax" in sys.modules:
     raise pytest.UsageError(
@@ -35,7 +37,7 @@ if "jax" in sys.modules:
         "find the plugin or PYTHONSTARTUP file that imports it."
     )
 if DEVICES not in os.environ.get("XLA_FLAGS", ""):
-    flags = [os.environ.get("XLA_FLAGS", ""), f"{DEVICES}=8", QUICK_COMPILES]
+    flags = [os.environ.get("XLA_FLAGS", ""), f"{DEVICES}=8", *QUICK_COMPILES]
     os.environ["XLA_FLAGS"] = " ".join(flags).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # XLA sizes the thread pool of its simulated devices by NPROC. With fewer threads than devices that

@@ -17,6 +17,9 @@ import nox
 
 ROOT = Path(__file__).resolve().parent
 CONSTRAINTS = ROOT / "constraints.txt"
+# Arguments of pip that choose the versions of what is installed.
+PINNED = ("--constraint", str(CONSTRAINTS))
+NEWEST = ("--upgrade", "--upgrade-strategy", "eager")
 # Folder under packages/, and the name by which the package is imported; lower layers first.
 PACKAGES = {
     "layerkit": "layerkit",
@@ -54,6 +57,8 @@ COMPILER_SUITES = (
 DOCTESTED = ("layerkit", "runner")
 # What layerkit-inputs is installed with.
 LIGHT_EXTRAS = "[grain,hf,text]"
+# The extras of all packages that TEST_TOOLS and LIGHT_EXTRAS bring.
+TESTED_EXTRAS = ("grain", "hf", "text", "wandb", "sweeps")
 TENSORFLOW_EXTRAS = "[seqio,lingvo]"
 # The named experiments read their corpora through SeqIO, Grain and files.
 CORPUS_EXTRAS = "[grain,hf,seqio,text]"
@@ -169,10 +174,17 @@ def lingvo_native(session: nox.Session) -> None:
     session.run("python", "scripts/lingvo_native.py", *session.posargs)
 
 
-@nox.session(python=["3.12", "3.13"])
-def compat(session: nox.Session) -> None:
-    """The tests on other Pythons; one that is not installed is skipped, and nox says so."""
-    check_wheels(session, list(PACKAGES), ALL_SUITES)
+@nox.session(python=["3.11", "3.12", "3.13"])
+def newest(session: nox.Session) -> None:
+    """Run the tests with the newest versions that the bounds allow, on each Python installed."""
+    check_wheels(session, list(PACKAGES), ALL_SUITES, versions=NEWEST)
+
+
+@nox.session(python="3.11")
+def lowest(session: nox.Session) -> None:
+    """Run the tests with direct dependencies at their lower bounds, on the oldest Python."""
+    versions = ("--constraint", str(lowest_versions(session)))
+    check_wheels(session, list(PACKAGES), ALL_SUITES, versions=versions)
 
 
 @nox.session
@@ -222,6 +234,7 @@ def check_wheels(
     suites: Sequence[Path],
     *,
     extras: str = LIGHT_EXTRAS,
+    versions: Sequence[str] = PINNED,
     marker: str = "not slow and not meshes and not chaos and not experiments",
     doctests: bool = True,
 ) -> None:
@@ -229,7 +242,7 @@ def check_wheels(
 
     Arguments of the session go to pytest; a path among them replaces the suites.
     """
-    install_wheels(session, folders, extras=extras)
+    install_wheels(session, folders, extras=extras, versions=versions)
     # By file: fixtures of a module are made once, and their compiled steps are used again.
     workers = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
     pytest = ["python", "-P", "-m", "pytest", *workers, "-m", marker, *session.posargs]
@@ -243,9 +256,11 @@ def check_wheels(
     session.run(*pytest, env={"LAYERKIT_TEST_INSTALLED": names})
 
 
-def install_wheels(session: nox.Session, folders: Sequence[str], *, extras: str) -> None:
+def install_wheels(
+    session: nox.Session, folders: Sequence[str], *, extras: str, versions: Sequence[str]
+) -> None:
     """Installs the test tools and wheels built now; that of layerkit-inputs with `extras`."""
-    session.install("--constraint", str(CONSTRAINTS), *BUILD_TOOLS, *TEST_TOOLS)
+    session.install(*versions, *BUILD_TOOLS, *TEST_TOOLS)
     with tempfile.TemporaryDirectory() as built:
         sources = [f"./packages/{folder}" for folder in folders]
         build = ["pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
@@ -255,18 +270,34 @@ def install_wheels(session: nox.Session, folders: Sequence[str], *, extras: str)
         # they depend on is left alone where it is there already.
         session.install("--no-deps", "--no-index", "--force-reinstall", *wheels)
         with_extras = [wheel + extras if "layerkit_inputs-" in wheel else wheel for wheel in wheels]
-        session.install("--constraint", str(CONSTRAINTS), *with_extras)
+        session.install(*versions, *with_extras)
+
+
+def lowest_versions(session: nox.Session) -> Path:
+    """Write constraints that hold the direct dependencies at their lower bounds; return the file.
+
+    The four packages are no dependencies here: they need not be in an index.
+    """
+    session.install(*PINNED, "uv")
+    folder = Path(session.virtualenv.location)
+    ours, lowest = folder / "ours.txt", folder / "lowest.txt"
+    ours.write_text("\n".join(PACKAGES.values()))
+    compile_lowest = ["uv", "pip", "compile", "--quiet", "--upgrade", "--resolution=lowest-direct"]
+    extras = [argument for extra in TESTED_EXTRAS for argument in ("--extra", extra)]
+    files = [f"packages/{name}/pyproject.toml" for name in PACKAGES]
+    output = ["--excludes", str(ours), "--output-file", str(lowest)]
+    session.run("python", "-m", *compile_lowest, *extras, *output, *files)
+    return lowest
 
 
 def install_compilers(session: nox.Session) -> None:
     """The compilers of TPUs and of NVIDIA GPUs."""
-    extras = "./packages/runner[plan-tpu,plan-cuda]"
-    session.install("--constraint", str(CONSTRAINTS), "--editable", extras)
+    session.install(*PINNED, "--editable", "./packages/runner[plan-tpu,plan-cuda]")
 
 
 def install_lingvo(session: nox.Session) -> None:
     """Lingvo without what it declares; see docs/lingvo.md."""
-    session.run("python", "scripts/install_lingvo.py", "--constraint", str(CONSTRAINTS))
+    session.run("python", "scripts/install_lingvo.py", *PINNED)
 
 
 def install_sources(session: nox.Session, tools: Sequence[str] = ()) -> None:
@@ -279,5 +310,5 @@ def install_sources(session: nox.Session, tools: Sequence[str] = ()) -> None:
     if stamp.is_file() and stamp.read_text() == digest.hexdigest():
         return
     editable = [argument for project in projects for argument in ("--editable", str(project))]
-    session.install("--constraint", str(CONSTRAINTS), *editable, *tools)
+    session.install(*PINNED, *editable, *tools)
     stamp.write_text(digest.hexdigest())

@@ -35,7 +35,8 @@ COMMANDS = {
     "lingvo": ("lingvo_native", "test Lingvo's native ops, on a newer C library where needed"),
     "lint": ("lint", "check formatting, lint rules, types and the borders between the packages"),
     "alone": ("layerkit_alone", "test the layerkit package in an environment of its own"),
-    "compat": ("compat", "run the tests on the other Pythons that are installed"),
+    "newest": ("newest", "test with the newest versions allowed, on each Python installed"),
+    "lowest": ("lowest", "test with the lowest versions allowed, on Python 3.11"),
 }
 
 

@@ -24,6 +24,11 @@ from layerkit_runner.observers.step_profiler import (
     profiler_server,
 )
 
+# jaxlib makes this type when the statistics of an event are read for the first time.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:builtin type event_stats has no __module__ attribute:DeprecationWarning"
+)
+
 
 def traced_steps(folder: Path) -> list[int]:
     """The numbers of the steps in the only trace below `folder`."""

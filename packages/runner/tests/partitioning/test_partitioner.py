@@ -115,6 +115,17 @@ def test_rows_of_a_batch_are_split(started: tuple[Any, Any], shape: Any, arrange
         assert bytes_on(device, batch) == total_bytes(batch) // shards
 
 
+def test_abstract_batch_of_64_bit_arrays_describes_what_is_put_on_the_devices(
+    started: tuple[Any, Any],
+):
+    partitioner, _ = started
+    batch = NestedMap(ids=np.ones((8, 3), np.int64), weights=np.ones(8, np.float64))
+    described, put = partitioner.abstract_batch(batch), partitioner.put_batch(batch)
+    for name, spec in described.items():
+        assert (spec.shape, spec.dtype) == (put[name].shape, put[name].dtype)
+        assert spec.sharding == put[name].sharding
+
+
 def test_what_does_not_divide_is_refused_by_name(arrangements: Any):
     partitioner = arrangements.make_partitioner([1, 1, 8])
     model = arrangements.language_model()

@@ -47,6 +47,14 @@ class Small(BaseExperiment):
         return []
 
 
+def test_flops_of_64_bit_batches_are_those_of_32_bit_batches():
+    ids = np.ones((1, LENGTH), np.int64)
+    weights = np.ones((1, LENGTH), np.float64)
+    batch = NestedMap(ids=ids, labels=ids, paddings=np.zeros_like(weights), weights=weights)
+    found = model_flops_per_step(resolve(Small()), batch, rows=ROWS)
+    assert found == ROWS * LENGTH * 3 * (LAYERS * LAYER + LOGITS)
+
+
 @pytest.mark.parametrize(
     ("frozen", "gradients"),
     [

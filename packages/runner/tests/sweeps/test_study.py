@@ -71,6 +71,8 @@ def test_two_processes_share_the_trials_and_none_is_run_twice(study_file: Files,
         assert own is not None
         study.complete(own, 1.0)
     assert first.take() is None
+    first.close()
+    second.close()
 
 
 def test_a_trial_that_lost_its_process_is_taken_up_with_its_values(

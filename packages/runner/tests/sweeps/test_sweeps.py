@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import signal
@@ -114,6 +115,8 @@ def test_a_sweep_from_the_file_to_the_picture(
     words = command.words("--fdl.MAX_STEPS=4", *fixed, space=space)
     assert cli.main(words) == 0
     printed = capfd.readouterr().out
+    still_open = [os.path.realpath(link) for link in glob.glob("/proc/self/fd/*")]
+    assert not [path for path in still_open if path.startswith(str(command.sweep))]
     good, bad = command.record()["trials"]
     # What went wrong is said and has not stopped the other.
     assert (bad["state"], bad["reason"]) == ("failed", "RuntimeError: the data are gone")

@@ -34,12 +34,14 @@ def row_axes(make_cache: Callable[[Any], Any], inputs: Any) -> Any:
     """
     num_rows = jax.tree.leaves(inputs)[0].shape[0]
 
+    # JAX stores 64-bit values of the host in 32 bits, unless `jax_enable_x64` is set.
+    def resized(x: Any, factor: int) -> jax.ShapeDtypeStruct:
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+        return jax.ShapeDtypeStruct((factor * x.shape[0], *x.shape[1:]), dtype)
+
     def shapes(factor: int) -> Any:
         # A multiple can be split over a mesh as the rows themselves are.
-        resized = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((factor * x.shape[0], *x.shape[1:]), x.dtype), inputs
-        )
-        return jax.eval_shape(make_cache, resized)
+        return jax.eval_shape(make_cache, jax.tree.map(lambda x: resized(x, factor), inputs))
 
     def find(path: Any, one: Any, two: Any) -> int:
         differing = [i for i in range(one.ndim) if one.shape[i] != two.shape[i]]

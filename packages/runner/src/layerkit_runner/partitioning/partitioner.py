@@ -22,6 +22,7 @@ from layerkit.sharding import BoundSharding
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import uneven
 from layerkit_runner.partitioning.state_axes import axes_by_path, map_with_axes
+from layerkit_runner.steps.batch_specs import batch_spec
 from layerkit_runner.steps.train_state import TrainState
 from layerkit_runner.task import SingleTask
 
@@ -314,8 +315,7 @@ class Partitioner(Configurable):
         held_here = len({index[0].indices(shards) for index in held if index is not None})
 
         def place(leaf: Any) -> jax.ShapeDtypeStruct:
-            shape = (leaf.shape[0] * shards // held_here, *leaf.shape[1:])
-            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+            return batch_spec(leaf, rows=leaf.shape[0] * shards // held_here, sharding=sharding)
 
         return jax.tree.map(place, batch)
 

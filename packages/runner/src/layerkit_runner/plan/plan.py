@@ -32,6 +32,7 @@ from layerkit_runner.plan.hardware import DeviceKind
 from layerkit_runner.plan.memory import Memory, TensorMemory, step_memory, tensor_memory
 from layerkit_runner.plan.targets import HERE, Target
 from layerkit_runner.plan.temporaries import TemporaryTensor, largest_temporaries
+from layerkit_runner.steps.batch_specs import batch_spec
 from layerkit_runner.steps.flops import program_flops
 from layerkit_runner.steps.step_flops import model_flops_per_step
 from layerkit_runner.task import SingleTask
@@ -274,7 +275,7 @@ def _abstract_batch(config: Config, partitioner: Partitioner) -> Any:
     rows = feeds.batch_size * feeds.num_infeed_hosts
     sharding = partitioner.batch_sharding()
     return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype, sharding=sharding),
+        lambda leaf: batch_spec(leaf, rows=rows, sharding=sharding),
         example_batch(config, partitioner, place),
     )
 

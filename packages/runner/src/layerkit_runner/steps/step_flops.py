@@ -20,6 +20,7 @@ from layerkit.layers.attention.base_attention import BaseAttention
 from layerkit.layers.pipelined_transformer import PipelinedTransformer
 from layerkit.layers.products import unused_templates
 from layerkit_runner.configuration.resolve import ResolvedExperiment
+from layerkit_runner.steps.batch_specs import batch_spec
 from layerkit_runner.steps.flops import program_flops, training_flops
 from layerkit_runner.steps.step_context import GLOBAL_BATCH
 from layerkit_runner.steps.train_state import TrainState
@@ -41,9 +42,7 @@ def model_flops_per_step(resolved: ResolvedExperiment, batch: Any, rows: int) ->
       batch: Any batch of it, for the shape of a row.
       rows: Of the global batch.
     """
-    one_row = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), batch
-    )
+    one_row = jax.tree.map(lambda leaf: batch_spec(leaf, rows=1), batch)
     # Not bound to a mesh, which could not split one row; nor can a pipeline.
     task = _computed_plainly(_without_pipelines(resolved.task)).Instantiate()
     state = jax.eval_shape(lambda: task.init_state(jax.random.key(0)))

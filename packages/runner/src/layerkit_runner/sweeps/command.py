@@ -7,6 +7,7 @@ before all of it is found right.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
@@ -107,17 +108,19 @@ def _run(
         # Its name stays as it began, also where the folder has moved since.
         recorded = {"name": f"{resolved.name} in {folder.path}", **(folder.recorded() or {})}
         folder.record({**recorded, **ours})
-    sweep = Sweep(
-        file=file,
-        folder=folder,
-        study=Study(file, folder, name=recorded["name"], storage=flags.options.study_storage),
-        experiment=resolved.name,
-        dataset=dataset,
-        command=lambda texts, directory: trial_words(flags, resolved.name, texts, directory),
-        longer=lambda texts, step: _longer(flags, resolved, texts, step),
-        say=lambda line: print(line, flush=True),
-    )
-    return sweep.run()
+    study = Study(file, folder, name=recorded["name"], storage=flags.options.study_storage)
+    with contextlib.closing(study):
+        sweep = Sweep(
+            file=file,
+            folder=folder,
+            study=study,
+            experiment=resolved.name,
+            dataset=dataset,
+            command=lambda texts, directory: trial_words(flags, resolved.name, texts, directory),
+            longer=lambda texts, step: _longer(flags, resolved, texts, step),
+            say=lambda line: print(line, flush=True),
+        )
+        return sweep.run()
 
 
 def trial_words(

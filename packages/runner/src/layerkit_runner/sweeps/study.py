@@ -92,8 +92,9 @@ class Study:
         self._sampler = _samplers(file)
         with folder.deciding():
             try:
+                self._storage = _open_storage(storage or f"sqlite:///{folder.path / 'study.db'}")
                 self._study = optuna.create_study(
-                    storage=_open_storage(storage or f"sqlite:///{folder.path / 'study.db'}"),
+                    storage=self._storage,
                     study_name=name,
                     direction=file.direction,
                     pruner=_pruner(file.pruner),
@@ -101,6 +102,12 @@ class Study:
                 )
             except Exception as error:  # the drivers of databases each have errors of their own
                 raise UsageError(f"--study_storage={storage or 'study.db'}: {error}") from error
+
+    def close(self) -> None:
+        """Close the connections to the storage; call it once, at the end."""
+        self._storage.remove_session()
+        if isinstance(self._storage, optuna.storages.RDBStorage):
+            self._storage.engine.dispose()
 
     def trials(self) -> list[FrozenTrial]:
         """All trials of all processes, by number."""

@@ -9,6 +9,8 @@ repeated.
 Positions and segments are read as arrays, so it does not matter where a row or a cache begins.
 Where positions are known to be the order of the row, blocks that lie outside the causal triangle or
 the window are not visited. A query that sees no key reads 0.
+
+JAX 0.12 deprecates the Triton backend of Pallas in favor of Mosaic GPU; a later version removes it.
 """
 
 from __future__ import annotations
