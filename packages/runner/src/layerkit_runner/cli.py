@@ -15,7 +15,7 @@
     runner --exp=… --fdl.task.model.lm_tpl.num_layers=2        or any field, by its path
     runner --exp=… --reduced                                   at a size for this machine
     runner --list                                              every experiment; --tag=moe: those
-                                                               with that tag
+                                                               with that tag; --wide: in full
     runner doctor                                              what is wrong with this machine;
                                                                exit code 1: something
     runner launch KIND --exp=… --job_log_dir=DIR               start it on Slurm, TPUs, Kubernetes
@@ -39,6 +39,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -282,7 +283,8 @@ def _listing(flags: ParsedFlags) -> str:
         return f"No experiment has all of the tags {', '.join(flags.tags)}."
     if not entries:
         return "No installed package offers experiments (entry-point group layerkit.experiments)."
-    return catalogue_text(entries)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return catalogue_text(entries, width=width, wide=flags.wide)
 
 
 def _let_own_modules_be_found() -> None:

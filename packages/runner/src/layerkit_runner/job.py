@@ -196,7 +196,9 @@ def start_job(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> J
         observers = [progress, MetricsLog(), *curves, GoodputLog(goodput)]
         if options.wandb_project is not None:
             config = config_json(resolved)["config"]
-            observers.append(WeightsAndBiases(options.wandb_project, config=config))
+            observers.append(
+                WeightsAndBiases(options.wandb_project, config=config, report=progress.message)
+            )
     together = Observers(observers)
     return Job(mode, resolved, options, directory, task, partitioner, together, goodput)
 

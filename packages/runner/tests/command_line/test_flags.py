@@ -259,6 +259,12 @@ def test_a_flag_that_may_be_given_several_times():
     assert refusal("--list", "--tag=") == "--tag is empty; expected NAME."
 
 
+def test_wide_belongs_to_list():
+    assert not parse_flags(["--list"]).wide
+    assert parse_flags(["--list", "--wide"]).wide
+    assert "--list" in refusal("--wide")
+
+
 def test_a_number_that_may_be_off():
     assert parse_flags([EXP]).options.hung_step_timeout_secs == 1800
     assert parse_flags([EXP, "--hung_step_timeout_secs=off"]).options.hung_step_timeout_secs is None

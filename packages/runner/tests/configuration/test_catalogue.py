@@ -10,9 +10,11 @@ from layerkit_runner.configuration.catalogue import (
     FILE_NAME,
     CatalogueLine,
     catalogue_file_text,
+    catalogue_text,
     read_catalogue,
     short_count,
 )
+from layerkit_runner.configuration.registry import ExperimentEntry
 from layerkit_runner.errors import UsageError
 
 LINES = {
@@ -47,3 +49,43 @@ def test_counts_as_people_say_them():
     counts = (7, 999, 1000, 12_345, 999_499, 999_500, 99_949_999, 1_104_652_800, 1.2e12)
     words = ["7", "999", "1.00K", "12.3K", "999K", "1.00M", "99.9M", "1.10B", "1200B"]
     assert [short_count(int(count)) for count in counts] == words
+
+
+SUMMARY = "A model of which much can be said, and all of it in one long sentence like this."
+
+
+@pytest.fixture
+def entries() -> list[ExperimentEntry]:
+    """Three experiments with everything that a catalogue says."""
+    return [
+        ExperimentEntry(name, "acme", name, SUMMARY, fields={}, complete=True, line=line)
+        for name, line in LINES.items()
+    ]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 200])
+def test_a_listing_has_headings_and_fits_the_terminal(entries: list[ExperimentEntry], width: int):
+    heading, *lines = catalogue_text(entries, width=width).splitlines()
+    assert heading.split()[0] == "NAME" and heading.split()[-1] == "SUMMARY"
+    assert max(map(len, [heading, *lines])) <= width
+    assert [line.split()[0] for line in lines[:3]] == list(LINES)
+    # What is left out is said, and where to find it.
+    is_whole = all(SUMMARY in line for line in lines[:3]) and "DATA" in heading
+    assert is_whole == (width == 200) == (lines[-1].split()[0] == "lm.C")
+    assert is_whole or "--wide" in lines[-1]
+
+
+def test_a_wide_listing_shows_all_with_headings(entries: list[ExperimentEntry]):
+    wide = catalogue_text(entries, width=40, wide=True)
+    assert wide == catalogue_text(entries, width=1000)
+    assert wide.split("\n")[0].split() == ["NAME", "WEIGHTS", "MESH", "DATA", "SUMMARY"]
+    assert wide.count(SUMMARY) == 3
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_listing_for_a_program_shows_all_and_no_headings(
+    entries: list[ExperimentEntry], wide: bool
+):
+    lines = catalogue_text(entries, wide=wide).splitlines()
+    assert [line.split()[0] for line in lines] == list(LINES)
+    assert all(line.endswith(SUMMARY) for line in lines)

@@ -139,3 +139,25 @@ def test_a_terminal_gets_a_bar_that_messages_do_not_break(run_info):
     # On a line of its own: the bar is cleared before it and drawn anew after it.
     assert "\rcheckpoint 7 saved\n" in shown
     assert shown.endswith("\n")
+
+
+@pytest.mark.parametrize("num_metrics", [1, 4, 30])
+def test_an_evaluation_breaks_between_its_metrics_and_fits_a_terminal(run_info, num_metrics):
+    scalars = {f"metric_{i:02d}": 1234.5678 / (i + 1) for i in range(num_metrics)}
+    stream = Terminal()
+    progress = Progress(stream=stream)
+    progress.start(run_info(mode="eval"))
+    progress.eval_metrics(400, "held_out", {**scalars, "total_weight": 347_412.0})
+    progress.close()
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert all(line.startswith("  | ") for line in lines[1:])
+    parts = [part.strip() for line in lines for part in line.split(" | ") if part.strip()]
+    expected = [f"{name} {value:.4g}" for name, value in scalars.items()]
+    assert parts == ["step 400", "eval held_out", *expected]
+    # A file has a line for each evaluation.
+    file = io.StringIO()
+    progress = Progress(stream=file)
+    progress.start(run_info(mode="eval"))
+    progress.eval_metrics(400, "held_out", scalars)
+    assert file.getvalue() == " | ".join(parts) + "\n"

@@ -21,12 +21,13 @@ def test_without_wandb_the_command_that_installs_it_is_named(monkeypatch: pytest
     with pytest.raises(
         UsageError, match=r"^--wandb_project=toy needs wandb: pip install 'layerkit"
     ):
-        WeightsAndBiases("toy", config={})
+        WeightsAndBiases("toy", config={}, report=print)
 
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
+    wandb.teardown()  # it reads its environment once
     monkeypatch.setenv("WANDB_MODE", "offline")
 
 
@@ -36,8 +37,10 @@ def records(folder: Path) -> list[Any]:
     The file is a LevelDB log: blocks of 32768 bytes, in which parts of records stand after their
     checksum (4 bytes), length (2) and kind (1: whole, 2: first, 3: middle, 4: last).
     """
+    import wandb
     from wandb.proto import wandb_internal_pb2
 
+    wandb.teardown()  # its service writes in the background
     (path,) = folder.glob("*.wandb")
     content = path.read_bytes()
     position, parts, found = 7, b"", []
@@ -69,7 +72,8 @@ def history(found: list[Any]) -> list[dict[str, Any]]:
 @pytest.mark.usefixtures("offline")
 def test_a_resumed_job_goes_on_in_the_same_run(run_info: Any, tmp_path: Path):
     for start_step in (0, 1):
-        board = WeightsAndBiases("toy", config={"task.train.random_seed": 7})
+        config = {"task.train.random_seed": 7}
+        board = WeightsAndBiases("toy", config=config, report=[].append)
         board.start(run_info(job_log_dir=epath.Path(tmp_path), start_step=start_step))
         board.train_metrics(start_step + 1, {"loss": 2.5})
         board.eval_metrics(start_step + 1, "held_out", {"loss": 3.0})
@@ -104,9 +108,40 @@ def test_a_resumed_job_goes_on_in_the_same_run(run_info: Any, tmp_path: Path):
 @pytest.mark.usefixtures("offline")
 def test_its_failure_ends_no_run(run_info: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "wandb_run_id.txt").mkdir()  # no file can be read or written there
-    observers = Observers([Progress(), WeightsAndBiases("toy", config={})])
+    progress = Progress()
+    board = WeightsAndBiases("toy", config={}, report=progress.message)
+    observers = Observers([progress, board])
     observers.start(run_info(job_log_dir=epath.Path(tmp_path)))
     observers.train_metrics(1, {"loss": 2.5})
     observers.close()
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "failed" in line]
     assert line.startswith("WeightsAndBiases failed and is left out from here on; the run continu")
+
+
+@pytest.mark.usefixtures("offline")
+def test_an_offline_run_is_named_at_the_start_and_with_the_command_that_sends_it(
+    run_info: Any, tmp_path: Path
+):
+    job, said = tmp_path / "a job", []
+    job.mkdir()
+    board = WeightsAndBiases("toy", config={}, report=said.append)
+    board.start(run_info(job_log_dir=epath.Path(job)))
+    board.close()
+    (folder,) = (job / "wandb").glob("offline-run-*")
+    start, end = said
+    assert start.endswith(f"offline run in {folder}")
+    assert end.endswith(f"wandb sync '{folder}'")
+
+
+def test_a_disabled_run_says_nothing(
+    run_info: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    wandb = pytest.importorskip("wandb")
+    wandb.teardown()  # it reads its environment once
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    said: list[str] = []
+    board = WeightsAndBiases("toy", config={}, report=said.append)
+    board.start(run_info(job_log_dir=epath.Path(tmp_path)))
+    board.close()
+    wandb.teardown()
+    assert said == []

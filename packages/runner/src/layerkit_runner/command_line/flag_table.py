@@ -438,5 +438,11 @@ FLAGS = (
         metavar="NAME",
         repeats=True,
     ),
+    Flag(
+        "wide",
+        bool,
+        "of --list, all columns in full, however narrow the terminal is",
+        default=False,
+    ),
     Flag("help", bool, "print this and leave", default=False),
 )

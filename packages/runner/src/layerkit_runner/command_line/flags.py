@@ -66,6 +66,8 @@ class ParsedFlags:
     diff_config: str | None = None
     # What the experiments of `list` must have, all of them.
     tags: tuple[str, ...] = ()
+    # Whether `list` prints all columns in full.
+    wide: bool = False
     # The flags that were given, by name, with what they were understood as.
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -123,6 +125,7 @@ def parse_flags(arguments: Sequence[str]) -> ParsedFlags:
         print_config=values["print_config"],
         diff_config=values["diff_config"],
         tags=values["tag"] or (),
+        wide=values["wide"],
         given=given,
     )
 
@@ -241,6 +244,8 @@ def _parse_positive(flag: Flag, text: str) -> float:
 def _check_together(given: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     if "tag" in given:
         raise UsageError(f"--tag={given['tag'][0]} chooses among what --list shows; add --list.")
+    if "wide" in given:
+        raise UsageError("--wide is of what --list shows; add --list.")
     exp, alias, mode = given.get("exp"), given.get("fdl_config"), values["mode"]
     if exp and alias and exp != alias:
         raise UsageError(f"--exp={exp} and --fdl_config={alias} are the same flag; keep one.")

@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 
 FILE_NAME = "catalogue.json"
 
+_HEADINGS = ("NAME", "WEIGHTS", "MESH", "DATA", "SUMMARY")
+# What a narrow terminal does without, in this order; then summaries are cut.
+_LEFT_OUT_FIRST = ("DATA", "MESH", "WEIGHTS")
+_LEAST_SUMMARY = 24
+_GAP = "  "
+
 
 @dataclasses.dataclass(frozen=True)
 class CatalogueLine:
@@ -68,16 +74,55 @@ def catalogue_file_text(lines: Mapping[str, CatalogueLine]) -> str:
     return "{\n" + ",\n".join(rows) + "\n}\n"
 
 
-def catalogue_text(entries: Sequence[ExperimentEntry]) -> str:
-    """What `--list` prints: a line for each experiment."""
+def catalogue_text(
+    entries: Sequence[ExperimentEntry], *, width: int | None = None, wide: bool = False
+) -> str:
+    """Return what `--list` prints: a line for each experiment.
+
+    Args:
+      entries: The experiments.
+      width: Columns of the terminal, in which the lines have headings; None prints to a file or
+        another program, which gets all that is known, and no headings.
+      wide: Whether a terminal gets all that is known, too, however narrow it is.
+    """
     rows = [_row(entry) for entry in entries]
     # A column that no experiment has anything in is left out.
-    columns = [column for column in zip(*rows, strict=True) if any(column)]
-    widths = [max(map(len, column)) for column in columns]
-    lines = zip(*columns, strict=True)
+    table = {
+        heading: column
+        for heading, column in zip(_HEADINGS, zip(*rows, strict=True), strict=True)
+        if any(column)
+    }
+    if width is None:
+        return _aligned(list(table.values()))
+    shown = {heading: (heading, *column) for heading, column in table.items()}
+    if wide or _width(shown) <= width:
+        return _aligned(list(shown.values()))
+    for heading in _LEFT_OUT_FIRST:
+        if _width(shown) - _longest(shown["SUMMARY"]) + _LEAST_SUMMARY > width:
+            shown.pop(heading, None)
+    left = width - _width(shown) + _longest(shown["SUMMARY"])
+    shown["SUMMARY"] = tuple(_cut(text, max(left, _LEAST_SUMMARY)) for text in shown["SUMMARY"])
+    return _aligned(list(shown.values())) + "\n\nrunner --list --wide shows all of each."
+
+
+def _longest(column: Sequence[str]) -> int:
+    return max(map(len, column))
+
+
+def _width(table: Mapping[str, Sequence[str]]) -> int:
+    """Return the columns that a table takes."""
+    return sum(_longest(column) + len(_GAP) for column in table.values()) - len(_GAP)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1].rstrip() + "…"
+
+
+def _aligned(columns: Sequence[Sequence[str]]) -> str:
+    widths = [_longest(column) for column in columns]
     return "\n".join(
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
+        _GAP.join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in zip(*columns, strict=True)
     )
 
 

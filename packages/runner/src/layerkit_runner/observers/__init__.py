@@ -6,6 +6,7 @@ it is first used.
 
 from layerkit_runner.observers.base import (
     DECODE_PREFIX,
+    TOTAL_WEIGHT,
     Histogram,
     Observer,
     Observers,
@@ -23,6 +24,7 @@ from layerkit_runner.observers.weights_and_biases import WeightsAndBiases
 
 __all__ = [
     "DECODE_PREFIX",
+    "TOTAL_WEIGHT",
     "Goodput",
     "GoodputLog",
     "Histogram",

@@ -18,6 +18,9 @@ from etils import epath
 DECODE_PREFIX = "decode/"
 """Before the name of a data set where the scalars are over what was decoded of it."""
 
+TOTAL_WEIGHT = "total_weight"
+"""Name of the scalar by which an evaluation reports the weight behind its loss."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunInfo:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from layerkit_runner.observers.base import Observer, RunInfo
+from layerkit_runner.observers.base import TOTAL_WEIGHT, Observer, RunInfo
 
 if TYPE_CHECKING:
     import tqdm
@@ -56,8 +56,12 @@ class Progress(Observer):
 
     def eval_metrics(self, step: int, dataset: str, scalars: Mapping[str, float]) -> None:
         if self._view is None or self._view.shows_eval(step, dataset):
-            shown = " | ".join(f"{name} {value:.4g}" for name, value in scalars.items())
-            self.message(f"step {step} | eval {dataset} | {shown}")
+            # The weight is the same each time, and in every record of the evaluation.
+            shown = [
+                f"{name} {value:.4g}" for name, value in scalars.items() if name != TOTAL_WEIGHT
+            ]
+            parts = [f"step {step}", f"eval {dataset}", *shown]
+            self.message(_joined(parts, width=terminal_width(self._stream)))
 
     def message(self, text: str) -> None:
         if isinstance(self._view, _Bar):
@@ -224,6 +228,33 @@ class _Bar:
 
     def close(self) -> None:
         self._bar.close()
+
+
+def terminal_width(stream: TextIO) -> int | None:
+    """Return the columns of the terminal behind `stream`; None where there is no terminal.
+
+    A terminal that does not tell has 80.
+    """
+    if not stream.isatty():
+        return None
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):  # not backed by a terminal device
+        return 80
+
+
+def _joined(parts: Sequence[str], *, width: int | None) -> str:
+    """Return the parts in one line, or in several of at most `width` columns.
+
+    A line is broken between parts only, and those after the first are indented.
+    """
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if width is not None and len(lines[-1]) + len(part) + 3 > width:
+            lines.append(f"  | {part}")
+        else:
+            lines[-1] += f" | {part}"
+    return "\n".join(lines)
 
 
 def _width_if_unknown(stream: TextIO) -> int | None:

@@ -11,8 +11,10 @@ import html
 import importlib.util
 import os
 import secrets
+import shlex
+import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,7 @@ class WeightsAndBiases(Observer):
     Args:
       project: Its name.
       config: What the run is made with, by path.
+      report: Takes a line for people, which says where the run is.
 
     Raises:
       UsageError: wandb is not installed.
@@ -42,16 +45,21 @@ class WeightsAndBiases(Observer):
 
     optional = True
 
-    def __init__(self, project: str, *, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, project: str, *, config: Mapping[str, Any], report: Callable[[str], None]
+    ) -> None:
         if importlib.util.find_spec("wandb") is None:
             raise UsageError(
                 f"--wandb_project={project} needs wandb: pip install 'layerkit-runner[wandb]'"
             )
         self._project = project
         self._config = dict(config)
+        self._report = report
         self._background = Background()
         self._run: Any = None
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._temporary: str | None = None
+        # The folder of an offline run, which holds what is still to be sent.
+        self._unsent: str | None = None
 
     def start(self, info: RunInfo) -> None:
         if info.job_log_dir is not None and info.mode == "train":
@@ -82,6 +90,8 @@ class WeightsAndBiases(Observer):
             self._background.submit(self._finish)
         finally:
             self._background.close()
+        if self._unsent is not None:
+            self._report(f"wandb: to send the offline run: wandb sync {shlex.quote(self._unsent)}")
 
     def _submit(self, step: int, values: dict[str, Any]) -> None:
         self._background.submit(self._log, {_STEP: step, **values})
@@ -93,19 +103,24 @@ class WeightsAndBiases(Observer):
 
         # It writes files of its own as they grow, which a remote store cannot take.
         if "://" in os.fspath(directory):
-            self._temporary = tempfile.TemporaryDirectory(prefix="wandb")
+            self._temporary = tempfile.mkdtemp(prefix="wandb")
         self._run = wandb.init(
             project=self._project,
             id=_run_id(directory),
             name=directory.name,
             resume="allow",
-            dir=os.fspath(directory) if self._temporary is None else self._temporary.name,
+            dir=os.fspath(directory) if self._temporary is None else self._temporary,
             config={**self._config, "num_params": info.num_params},
             # Its capture of the output would get in the way of the progress bar.
             settings=wandb.Settings(console="off", silent=True),
         )
         # Its own count of steps only grows, and would refuse those that are done again.
         self._run.define_metric("*", step_metric=_STEP)
+        if self._run.offline:
+            self._unsent = self._run.settings.sync_dir
+            self._report(f"wandb        offline run in {self._unsent}")
+        elif self._run.url is not None:  # as it is where wandb is disabled
+            self._report(f"wandb        {self._run.url}")
 
     def _log(self, values: dict[str, Any]) -> None:
         if self._run is not None:
@@ -137,8 +152,9 @@ class WeightsAndBiases(Observer):
     def _finish(self) -> None:
         if self._run is not None:
             self._run.finish()
-        if self._temporary is not None:
-            self._temporary.cleanup()
+        # What was not sent stays, there being no other copy.
+        if self._temporary is not None and self._unsent is None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
 
 
 def _run_id(directory: epath.Path) -> str:

@@ -17,12 +17,12 @@ from layerkit_inputs.base_input import BaseInput
 from layerkit_runner.errors import UsageError
 from layerkit_runner.feeds.infeed import eval_batches, peek_batch
 from layerkit_runner.feeds.skipped_records import SKIPPED_RECORDS, report_skipped
-from layerkit_runner.observers import Observer
+from layerkit_runner.observers import TOTAL_WEIGHT, Observer
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.processes.process_exchange import from_process_0
 from layerkit_runner.programs.base import BaseProgram
 from layerkit_runner.steps.by_example import ByExample, as_floats, check_has_provenance
-from layerkit_runner.steps.metrics import TOTAL_WEIGHT, OverBatches, names_of_numbers
+from layerkit_runner.steps.metrics import OverBatches, names_of_numbers
 from layerkit_runner.steps.train_state import TrainState
 from layerkit_runner.task import SingleTask
 

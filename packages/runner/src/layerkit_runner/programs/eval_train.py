@@ -11,10 +11,10 @@ from collections.abc import Callable
 import jax
 
 from layerkit.nested_map import NestedMap
-from layerkit_runner.observers import Observer
+from layerkit_runner.observers import TOTAL_WEIGHT, Observer
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.programs.base import BaseProgram
-from layerkit_runner.steps.metrics import TOTAL_WEIGHT, OverBatches, names_of_numbers
+from layerkit_runner.steps.metrics import OverBatches, names_of_numbers
 from layerkit_runner.steps.train_state import TrainState
 from layerkit_runner.task import SingleTask
 

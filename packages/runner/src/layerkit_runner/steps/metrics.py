@@ -21,7 +21,7 @@ from flax import struct
 
 from layerkit.base_model import WeightedScalar
 from layerkit.summaries import BinCounts
-from layerkit_runner.observers import Histogram
+from layerkit_runner.observers import TOTAL_WEIGHT, Histogram
 
 if TYPE_CHECKING:
     from layerkit_runner.steps.step_context import StepContext
@@ -61,10 +61,6 @@ def over_shards(metric: Reported, context: StepContext) -> Reported:
     if isinstance(metric, Maximum):
         return context.batch_max(metric)
     return context.batch_sum(metric)
-
-
-TOTAL_WEIGHT = "total_weight"
-"""What an evaluation calls the weight behind its loss."""
 
 
 def names_of_numbers(reported: Mapping[str, Reported]) -> set[str]:
