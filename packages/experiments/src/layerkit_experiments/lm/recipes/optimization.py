@@ -117,8 +117,8 @@ class ScheduleOverRun(TrainingLength):
             return []
         changes = ", ".join(f"{name} {given[name]} → {lengths[name]}" for name in shortened)
         return [
-            f"schedule     {changes}, to fit into MAX_STEPS={self.MAX_STEPS}; set"
-            f" {' and '.join(shortened)} for other lengths"
+            f"schedule     {changes}, to fit into MAX_STEPS={self.MAX_STEPS} unless you set"
+            f" {'it' if len(shortened) == 1 else 'them'}"
         ]
 
 
