@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +28,7 @@ from layerkit_runner.modes.end_report import ERRORS_FILE, memory_lines
 from layerkit_runner.modes.inference import run_inference
 from layerkit_runner.modes.train import run_train
 from layerkit_runner.observers import draw_loss_curve
+from layerkit_runner.processes.distributed import LOST_PROCESS_EXIT_CODE
 
 NUM_ROWS = 7  # one less than devices, so one row of each batch is padding
 TIMEOUT = 120.0
@@ -161,39 +165,79 @@ def test_the_picture_has_the_name_of_the_metric_on_its_axis(experiment: Any, tmp
     assert drawn != other.read_bytes()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_during_the_last_decoding_ends_the_job_with_its_checkpoint(
-    tmp_path: Path, number: signal.Signals
-):
-    folder = tmp_path / "job"
-    process = subprocess.Popen(
+def start(exp: str, folder: Path, *flags: str) -> subprocess.Popen[str]:
+    """Starts a training job on one device."""
+    devices = "--xla_force_host_platform_device_count=1"
+    return subprocess.Popen(
         [
             *(sys.executable, "-m", "layerkit_runner.cli"),
-            "--exp=endless_decoding.EndlessDecoding",
-            f"--job_log_dir={folder}",
-            "--jax_compilation_cache=off",
+            *(f"--exp={exp}", f"--job_log_dir={folder}", "--jax_compilation_cache=off", *flags),
         ],
-        cwd=Path(__file__).parent,  # where the experiment is found
-        env={**os.environ, "XLA_FLAGS": os.environ.get("XLA_FLAGS", "")},
+        cwd=Path(__file__).parent,  # where the experiments are found
+        env={**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {devices}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def start_two(exp: str, folder: Path) -> list[subprocess.Popen[str]]:
+    """Starts a training job of two processes."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        meeting = f"--coordinator_address=localhost:{free.getsockname()[1]}"
+    flags = (meeting, "--num_processes=2")
+    return [start(exp, folder, *flags, f"--process_id={index}") for index in range(2)]
+
+
+@contextlib.contextmanager
+def killed_at_end(processes: list[subprocess.Popen[str]]) -> Iterator[None]:
     try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if "decoding begins" in line:
-                break
-        process.send_signal(number)
-        rest, _ = process.communicate(timeout=TIMEOUT)
+        yield
     finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 128 + number
-    assert f"{number.name}: leaving at once" in rest
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("number", "num_processes"),
+    [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)],
+)
+def test_a_signal_during_the_last_decoding_ends_the_job_with_its_checkpoint(
+    tmp_path: Path, number: signal.Signals, num_processes: int
+):
+    folder, exp = tmp_path / "job", "endless_decoding.EndlessDecoding"
+    processes = [start(exp, folder)] if num_processes == 1 else start_two(exp, folder)
+    first, *others = processes
+    with killed_at_end(processes):
+        assert first.stdout is not None
+        assert any("decoding begins" in line for line in first.stdout)
+        first.send_signal(number)
+        rest, _ = first.communicate(timeout=TIMEOUT)
+        assert first.returncode == 128 + number
+        assert f"{number.name}: leaving at once" in rest
+        for other in others:
+            said, _ = other.communicate(timeout=TIMEOUT)
+            assert other.returncode == LOST_PROCESS_EXIT_CODE
+            assert f"process 0 of 2 (host {socket.gethostname()}, pid {first.pid})" in said
+            assert f"stopped by {number.name}" in said
     assert (folder / "checkpoints" / "checkpoint_00000002").is_dir()
     assert not list(folder.glob("decode/*/*.jsonl"))
     assert (folder / "metrics.jsonl").read_text().endswith("\n")
+
+
+def test_rows_that_fill_up_the_batches_of_two_processes_are_left_out(tmp_path: Path):
+    folder = tmp_path / "job"
+    processes = start_two("unmarked_rows.UnmarkedRows", folder)
+    with killed_at_end(processes):
+        for process in processes:
+            said, _ = process.communicate(timeout=TIMEOUT)
+            assert process.returncode == 0, said
+    (path,) = folder.glob("decode/points/*.jsonl")
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    # Process 0 has five batches of one row and process 1 three.
+    assert sorted(record["twice"] for record in found) == [2, 4, 6, 8, 10, 202, 204, 206]
 
 
 def test_memory_is_told_where_it_is_known():

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from typing import NoReturn
+
+from layerkit_runner.processes.time_limit import finished_within
 
 _callbacks: list[Callable[[str], None]] = []
 
@@ -38,9 +39,7 @@ def forced_exit(code: int, reason: str, *, seconds: float = 20.0) -> NoReturn:
       reason: Why the process ends, in a few words.
       seconds: How long the callbacks may take together.
     """
-    thread = threading.Thread(target=_call_all, args=(reason,), name="last words", daemon=True)
-    thread.start()
-    thread.join(seconds)
+    finished_within(seconds, lambda: _call_all(reason))
     os._exit(code)
 
 
