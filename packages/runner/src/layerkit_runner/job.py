@@ -141,10 +141,12 @@ class Job:
         try:
             self.abstract_state()  # refused fields are told in the name of the experiment
             abstract = self.partitioner.abstract_stored_state(self.task)
+            if not for_training:
+                abstract = abstract.for_inference()
             restored = checkpoints.restore(
                 step,
-                abstract if for_training else abstract.for_inference(),
-                leave_out=() if for_training else TRAINING_ONLY,
+                abstract,
+                leave_out=[part for part in TRAINING_ONLY if getattr(abstract, part) == ()],
                 cast_dtypes=self.options.restore_cast_dtypes,
                 with_input_states=for_training,
             )

@@ -318,10 +318,17 @@ class SingleTask(Configurable):
         return NestedMap({**kept, **outputs})
 
     def weights_of(self, state: TrainState, *, averaged: bool) -> TrainState:
-        """A state whose weights are the averaged ones, or the state as it is."""
-        if not averaged:
-            return state
-        return state.replace(params=self.train.learner.averaged(state.params, state.ema))
+        """Return a state with the weights to evaluate with.
+
+        Args:
+          state: As training left it; see `TrainState.for_inference`.
+          averaged: Whether to use the averaged weights (`learner.ema_decay`).
+        """
+        learner = self.train.learner
+        if averaged:
+            return state.replace(params=learner.averaged(state.params, state.ema))
+        params = learner.evaluated(state.params, state.opt_state, stacks=self._weight_stacks())
+        return state.replace(params=params)
 
     def decoded_state(self, state: TrainState) -> TrainState:
         """A state with the weights that decoding uses."""

@@ -119,7 +119,6 @@ MORE_CASES = {
     "adam": {"optimizer": Partial(optax.adam)},
     "lamb": {"optimizer": Partial(optax.lamb)},
     "novograd": {"optimizer": Partial(optax.novograd)},
-    "muon": {"optimizer": Partial(optax.contrib.muon)},
     "clip across": {"optimizer": Partial(optax.sgd), "clip_global_norm": 0.05},
 }
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import optax
 import pytest
 from etils import epath
 
@@ -137,6 +138,25 @@ def test_checkpoint_that_is_not_finite_is_not_resumed(
         "checkpoint_00000002",
         "checkpoint_00000004",
     ]
+
+
+def test_evaluation_beside_training_reads_schedule_free_averages(
+    experiment: type[BaseExperiment], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    resolved = resolve(experiment())
+    resolved.task.train.learner.set(
+        optimizer=optax.contrib.schedule_free_sgd(0.05), learning_rate=None
+    )
+    options = RunOptions(job_log_dir=str(tmp_path / "job"), jax_compilation_cache="off")
+    assert run_train(resolved, options) == 0
+    at_the_end = held_out(capsys.readouterr().out)
+    assert run_inference("eval_once", resolved, options) == 0
+    assert held_out(capsys.readouterr().out) == at_the_end
+    with_plain_sgd = resolve(experiment())
+    with_plain_sgd.task.train.learner.learning_rate = 0.05
+    options = RunOptions(job_log_dir=str(tmp_path / "plain"), jax_compilation_cache="off")
+    assert run_train(with_plain_sgd, options) == 0
+    assert held_out(capsys.readouterr().out) != at_the_end
 
 
 def test_fewer_steps_than_are_done(train: Any):

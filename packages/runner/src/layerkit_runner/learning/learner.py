@@ -17,6 +17,7 @@ import optax
 from layerkit.config import Configurable, instance_field
 from layerkit_runner.errors import UsageError
 from layerkit_runner.learning.auxiliary_optimizer import make_transformation
+from layerkit_runner.learning.optimizer_calls import is_schedule_free
 from layerkit_runner.learning.optimizer_groups import MAIN, NamedOptimizer, OptimizerGroups
 from layerkit_runner.learning.stacked_weights import Stacks, map_tensors
 from layerkit_runner.learning.trained_weights import TrainedWeights
@@ -52,7 +53,7 @@ class Learner(Configurable):
       learning_rate: A number, or the config of a schedule `step -> rate`.
       auxiliary_optimizers: Configs of `AuxiliaryOptimizer`: other optimizers for some weights.
       per_layer: Whether each layer of a repeated stack is a tensor of its own to the optimizers.
-        None: it is to those that go by whole tensors (Adafactor, LAMB, Muon, a cap on the update's
+        None: it is to those that go by whole tensors (Adafactor, LAMB, a cap on the update's
         RMS), and makes no difference to those that go by entries (Adam). What looks across weights
         has to say.
       clip_global_norm: Gradients are scaled by min(1, c/‖g‖) over all weights together.
@@ -147,9 +148,16 @@ class Learner(Configurable):
           stacks: Which of them are stacked; see `layerkit_runner.learning.stacked_weights`.
 
         Raises:
-          UsageError: a pattern matches no weight, or no weight is left to train.
+          UsageError: a pattern matches no weight, or no weight is left to train; an optimizer that
+            cannot be used; averaged weights of a schedule-free optimizer, which has its own.
         """
-        return self._groups.init(self.trained_weights.take(params), stacks or {})
+        state = self._groups.init(self.trained_weights.take(params), stacks or {})
+        if self.ema_decay is not None and is_schedule_free(state):
+            raise UsageError(
+                f"Learner.ema_decay={self.ema_decay}: expected None with a schedule-free optimizer,"
+                " which averages the weights itself; evaluation uses its averages."
+            )
+        return state
 
     def init_ema(self, params: Any) -> Any:
         """The first averaged weights: a float32 copy of the trained ones, or nothing."""
@@ -163,6 +171,23 @@ class Learner(Configurable):
         trained = self.trained_weights.take(params)
         cast = jax.tree.map(lambda mean, leaf: mean.astype(leaf.dtype), ema, trained)
         return self.trained_weights.put(params, cast)
+
+    def evaluated(self, params: Any, opt_state: Any, *, stacks: Stacks | None = None) -> Any:
+        """Return the weights to evaluate, decode and export with.
+
+        They are `params`, except for weights that a schedule-free optimizer trains: of these they
+        are its averages (Defazio et al., 2024, arXiv:2405.15682).
+
+        Args:
+          params: All weights.
+          opt_state: State of the optimizer; may be left out, as `()`, if it is not schedule-free.
+          stacks: Which weights are stacked.
+        """
+        if not is_schedule_free(opt_state):
+            return params
+        trained = self.trained_weights.take(params)
+        found = self._groups.evaluated(trained, opt_state, stacks or {})
+        return self.trained_weights.put(params, found)
 
     def update(
         self,
@@ -182,8 +207,8 @@ class Learner(Configurable):
           opt_state: State of the optimizer.
           params: Current weights, all of them.
           step: int32 scalar, completed steps, for the reported learning rate and the average.
-          loss: Global loss, a scalar; None if it is unknown, so that only the gradient decides
-            whether the step is valid.
+          loss: Global loss, a scalar, for optimizers that need it and to decide whether the step
+            is valid; None if it is unknown.
           ema: Averaged weights, where there are any.
           stacks: Which weights are stacked.
         """
@@ -194,10 +219,13 @@ class Learner(Configurable):
             "learning/raw_grad_norm": norm,
             "learning/is_valid_step": is_valid.astype(jnp.float32),
         }
+        raw_grads = grads
         grads, clipping = self._clip(grads, norm, stacks)
         trained = self.trained_weights.take(params)
         scalars |= self._rates(opt_state, trained, stacks, step)
-        updates, new_state = self._groups.update(grads, opt_state, trained, stacks)
+        updates, new_state = self._groups.update(
+            grads, opt_state, trained, stacks, raw_grads=raw_grads, loss=loss
+        )
         new_trained = optax.apply_updates(trained, updates)
         new_ema = self._average(ema, new_trained, step)
         if self.grad_norm_summary:

@@ -19,6 +19,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from layerkit.near_names import near_names
 from layerkit_runner.errors import UsageError, first_names
+from layerkit_runner.learning import optimizer_calls
 from layerkit_runner.learning.optimizer_reach import Reach, reach_of
 from layerkit_runner.learning.stacked_weights import Path, Stacks, over_stack
 
@@ -83,8 +84,8 @@ class OptimizerGroups:
           stacks: Which of them are stacked.
 
         Raises:
-          UsageError: patterns that overlap, or match nothing or everything; an optimizer of which
-            it is not clear what the layers of a stack are to it.
+          UsageError: patterns that overlap, or match nothing or everything; an optimizer that
+            cannot be used, or of which it is not clear what the layers of a stack are to it.
         """
 
         flat = flatten_dict(params)
@@ -95,18 +96,62 @@ class OptimizerGroups:
             }
         )
 
-    def update(self, grads: Any, state: Any, params: Any, stacks: Stacks) -> tuple[Any, Any]:
-        """(what to add to the weights, next state), all shaped as in `init`."""
+    def update(
+        self,
+        grads: Any,
+        state: Any,
+        params: Any,
+        stacks: Stacks,
+        *,
+        raw_grads: Any,
+        loss: jax.Array | None,
+    ) -> tuple[Any, Any]:
+        """Return (what to add to the weights, next state), shaped as in `init`.
+
+        Args:
+          grads: Gradients, clipped where the learner clips.
+          state: State of the optimizers.
+          params: The trained weights.
+          stacks: Which of them are stacked.
+          raw_grads: Gradients before clipping.
+          loss: The global loss; None if it is unknown.
+        """
         groups = self._divide(params, stacks)
         states = _by_name(state, groups)
-        flat_grads, flat_params = flatten_dict(grads), flatten_dict(params)
+        trees = [flatten_dict(tree) for tree in (grads, params, raw_grads)]
         updates: dict[Path, Any] = {}
         for name, group in groups.items():
-            own, states[name] = over_stack(group.transformation.update, group.sizes)(
-                group.take(flat_grads), states[name], group.take(flat_params)
+
+            def update_one(
+                grads: Any, state: Any, params: Any, raw: Any, group: _Group = group
+            ) -> tuple[Any, Any]:
+                return optimizer_calls.update(
+                    group.transformation, grads, state, params, raw_grads=raw, loss=loss
+                )
+
+            own_grads, own_params, own_raw = (group.take(tree) for tree in trees)
+            own, states[name] = over_stack(update_one, group.sizes)(
+                own_grads, states[name], own_params, own_raw
             )
             updates.update(flatten_dict(own))
         return unflatten_dict(updates), _bare(states)
+
+    def evaluated(self, params: Any, state: Any, stacks: Stacks) -> Any:
+        """Return the weights to evaluate with; they differ from `params` for schedule-free ones.
+
+        Args:
+          params: The trained weights.
+          state: State of the optimizers.
+          stacks: Which weights are stacked.
+        """
+        groups = self._divide(params, stacks)
+        flat = flatten_dict(params)
+        for name, own in _by_name(state, groups).items():
+            if optimizer_calls.is_schedule_free(own):
+                group = groups[name]
+                find = over_stack(optimizer_calls.evaluated, group.sizes)
+                flat.update(flatten_dict(find(own, group.take(flat))))
+        return unflatten_dict(flat)
 
     def steps_taken(self, state: Any, params: Any, stacks: Stacks) -> dict[str, jax.Array]:
         """By optimizer, how many updates it has made, as far as its state tells."""
@@ -130,6 +175,7 @@ class OptimizerGroups:
         groups: dict[str, _Group] = {}
         for optimizer, paths in zip(self._optimizers, self._assign(list(flat)), strict=True):
             part = unflatten_dict({path: flat[path] for path in paths})
+            optimizer_calls.check_usable(optimizer.transformation, part, field=optimizer.field)
             stacked = {path: stacks[path] for path in paths if path in stacks}
             if not stacked or not self._goes_by_layer(optimizer, part, stacked):
                 stacked = {}

@@ -12,7 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
+
+from layerkit_runner.learning import optimizer_calls
 
 # Primitives in whose results several entries of an array meet.
 _MIXING = re.compile(
@@ -29,7 +32,7 @@ class Reach(enum.Enum):
 
     Attributes:
       ENTRY: That entry's gradient (SGD, Adam, Lion); how weights are stacked does not matter.
-      TENSOR: The whole gradient or weight (Adafactor, LAMB, Muon, a cap on the update's RMS).
+      TENSOR: The whole gradient or weight (Adafactor, LAMB, a cap on the update's RMS).
       TREE: Other weights' gradients too (a global norm).
     """
 
@@ -48,9 +51,11 @@ def reach_of(transformation: optax.GradientTransformation, params: Any) -> Reach
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
     state = jax.eval_shape(transformation.init, shapes)
     closed, out = jax.make_jaxpr(
-        lambda grads, params, state: transformation.update(grads, state, params)[0],
+        lambda grads, params, state, loss: optimizer_calls.update(
+            transformation, grads, state, params, raw_grads=grads, loss=loss
+        )[0],
         return_shape=True,
-    )(shapes, shapes, state)
+    )(shapes, shapes, state, jax.ShapeDtypeStruct((), jnp.float32))
     count = len(jax.tree.leaves(shapes))
     own = [frozenset({index}) for index in range(count)]
     rest = len(closed.jaxpr.invars) - 2 * count

@@ -8,7 +8,9 @@ from typing import Any
 import jax
 from flax import struct
 
-# The parts of a state that evaluation and decoding do not need.
+from layerkit_runner.learning.optimizer_calls import is_schedule_free
+
+# The parts of a state that evaluation and decoding do not need; see `TrainState.for_inference`.
 TRAINING_ONLY = ("opt_state",)
 
 
@@ -37,5 +39,10 @@ class TrainState(struct.PyTreeNode):
     ema: Any = dataclasses.field(default_factory=dict)
 
     def for_inference(self) -> TrainState:
-        """The same without what only training needs; see `TRAINING_ONLY`."""
+        """Return the state without what only training needs; see `TRAINING_ONLY`.
+
+        The state of a schedule-free optimizer stays: the weights to evaluate follow from it.
+        """
+        if is_schedule_free(self.opt_state):
+            return self
         return self.replace(**dict.fromkeys(TRAINING_ONLY, ()))
