@@ -126,6 +126,68 @@ def test_what_is_left_over_is_told_and_stands_in_the_class(folder: Path, capsys)
     assert "NOT TRANSLATED" not in capsys.readouterr().out
 
 
+LLAMA = """
+class Llama(TransformerLmSpmdAdam, SyntheticDataset):
+  NUM_LAYERS = 2
+  TRAINABLE_POSITION_EMB = True
+
+  def task(self):
+    task_p = super().task()
+    layer = task_p.model.lm_tpl.stacked_transformer_tpl.transformer_layer_params_tpl
+    layer.ln_tpl = pax_fiddle.Config(layers.RmsNorm)
+    task_p.model.lm_tpl.position_emb_tpl = None
+    return task_p
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["pax", "llama.py"], "Llama"),
+        (["maxtext", "model.yml", "quantization=int8"], "FromMaxText"),
+    ],
+)
+def test_class_with_anything_left_over_does_not_run(folder: Path, capsys, words, name):
+    (folder / "llama.py").write_text(LLAMA)
+    assert translate.main(words) == 1
+    text, err = capsys.readouterr()
+    assert f"{name} is abstract" in err
+    module = f"unsettled_{name.lower()}"
+    (folder / f"{module}.py").write_text(text)
+    for more in (["--job_log_dir=job"], ["--mode=plan"], ["--print_config"]):
+        assert cli.main([f"--exp={module}.{name}", *more]) == 2
+        assert "abstract" in capsys.readouterr().err
+    assert not (folder / "job").exists()
+    (folder / f"{module}_settled.py").write_text(text.replace(", abstract=True)", ")"))
+    assert cli.main([f"--exp={module}_settled.{name}", "--print_config"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "bases", "fields"),
+    [
+        ("Listed", "TransformerLmSpmdAdam, SyntheticDataset", []),
+        ("Repeated", "TransformerLmSpmdAdam, SyntheticDataset", ["USE_REPEATED_LAYER = True"]),
+        (
+            "Pipelined",
+            "TransformerLmSpmdPipelineAdam, SyntheticDataset",
+            ["NUM_STAGES = 1", "NUM_MICROBATCHES = 1", "ICI_MESH_SHAPE = [1, 1, 1, 1]"],
+        ),
+    ],
+)
+def test_what_pax_learns_besides_is_learnt(folder: Path, capsys, name, bases, fields):
+    body = PAX.replace("TransformerLmSpmdAdam, SyntheticDataset", bases).replace(
+        "Tiny(", f"{name}("
+    )
+    (folder / "theirs.py").write_text("".join([body, *(f"  {field}\n" for field in fields)]))
+    translate.main(["pax", "theirs.py"])
+    text = capsys.readouterr().out.replace(", abstract=True)", ")")
+    (folder / f"learns_{name.lower()}.py").write_text(text)
+    words = [f"--exp=learns_{name.lower()}.{name}", "--mode=inspect", "--inspect=parameters"]
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    assert "attention/scale " in out and "lm/softmax/b " in out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

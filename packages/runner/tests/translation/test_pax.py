@@ -136,7 +136,8 @@ def only(text: str, name: str | None = None) -> Translation:
 
 
 def told(text: str) -> list[str]:
-    return [str(left) for left in only(text).leftovers]
+    """What is left over besides the data, which the classes here do not name."""
+    return [str(left) for left in only(text).leftovers if left.name != "datasets()"]
 
 
 def test_the_two_slice_class_of_pax_is_ours():
@@ -156,7 +157,7 @@ def test_the_two_slice_class_of_pax_is_ours():
 def test_a_gpt_with_what_its_methods_set():
     translation = only(GPT3)
     assert translation.leftovers == []
-    assert translation.remarks == []
+    assert translation.settings == {}
     assert translation.recipes == ["AdamWCosine", "Spmd", "ThePile", "LmExperiment"]
     expected: Mapping[str, Any] = {
         "MODEL_DIMS": 768,
@@ -226,15 +227,29 @@ def test_a_class_may_have_the_name_of_its_base():
 
 def test_an_augmented_field_and_heads_that_follow_from_their_size():
     body = "NUM_LAYERS = 3\n  NUM_LAYERS *= 2\n  MODEL_DIMS = 256\n  NUM_HEADS = None"
-    translation = only(f"class X(TransformerLmSpmdAdam):\n  {body}")
+    translation = only(f"class X(TransformerLmSpmdAdam, SyntheticDataset):\n  {body}")
     assert translation.leftovers == []
     assert (translation.fields["NUM_LAYERS"], translation.fields["NUM_HEADS"]) == (6, 2)
 
 
-def test_what_pax_learns_besides_is_remarked():
-    scale, bias = only(MULTISLICE, "TwoSlices").remarks
-    assert "per_dim_scale=True on the attention_tpl" in scale
-    assert "use_bias=True on the softmax_tpl" in bias
+def test_what_pax_learns_besides_is_set():
+    assert only(MULTISLICE, "TwoSlices").settings == {
+        "task.model.lm_tpl.stack_tpl.layer_tpl.attention_tpl.per_dim_scale": True,
+        "task.model.lm_tpl.softmax_tpl.use_bias": True,
+    }
+
+
+def test_data_of_a_base_in_the_same_file_are_those_of_the_base():
+    base = "class SyntheticDataset(BaseExperiment):\n  def datasets(self):\n    return []\n"
+    text = f"{base}class X(TransformerLmSpmdAdam, SyntheticDataset):\n  NUM_LAYERS = 2\n"
+    translation = only(text, "X")
+    assert "SyntheticTokens" in translation.recipes and "C4" not in translation.recipes
+    assert [left.name for left in translation.leftovers] == ["SyntheticDataset.datasets()"]
+
+
+def test_data_that_no_class_names_are_left_over():
+    leftovers = only("class X(TransformerLmSpmdAdam):\n  NUM_LAYERS = 2\n").leftovers
+    assert [left.name for left in leftovers] == ["datasets()"]
 
 
 @pytest.mark.parametrize(
@@ -315,7 +330,7 @@ HUGE = [
 def test_expression_with_huge_value_is_not_computed(expression):
     translation = only(f"class A:\n  NUM_LAYERS = {expression}\n")
     assert translation.fields.get("NUM_LAYERS") is None
-    assert [left.name for left in translation.leftovers] == ["NUM_LAYERS"]
+    assert [left.name for left in translation.leftovers] == ["NUM_LAYERS", "datasets()"]
 
 
 def test_value_that_doubles_with_each_name_is_not_computed():

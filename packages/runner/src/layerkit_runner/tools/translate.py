@@ -6,8 +6,8 @@
     python -m layerkit_runner.tools.translate pax FILE.py… [--class=NAME…]       classes
 
 Neither MaxText nor Pax needs to be installed; nothing of the files is run. Later files and words
-win. What has no counterpart is told by name on the error stream and stands as a comment in the
-class; classes of Pax that are left out are told as well.
+win. What has no counterpart is named on the error stream and in a comment of the class, which is
+then abstract and does not run; classes of Pax that are left out are named as well.
 
 Exit codes: 0 all is translated, 1 something is left over, 2 the command line is wrong, or a command
 was asked for that cannot say all.
@@ -147,6 +147,9 @@ def _write(translations: Sequence[Translation], source: str) -> int:
     for translation in translations:
         for leftover in translation.leftovers:
             print(f"translate: {translation.name}: not translated: {leftover}", file=sys.stderr)
+        if translation.leftovers:
+            told = f"{translation.name} is abstract and does not run until these are settled"
+            print(f"translate: {told}", file=sys.stderr)
     return 1 if any(translation.leftovers for translation in translations) else 0
 
 

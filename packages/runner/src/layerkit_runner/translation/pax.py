@@ -14,7 +14,7 @@ from layerkit.near_names import near_names
 from layerkit_runner.errors import UsageError
 from layerkit_runner.translation import pax_fields
 from layerkit_runner.translation.pax_fields import BASES, PaxBase
-from layerkit_runner.translation.pax_settings import remarks_on, with_settings
+from layerkit_runner.translation.pax_settings import learnt_besides, with_settings
 from layerkit_runner.translation.pax_source import (
     CannotTellError,
     PaxClass,
@@ -39,6 +39,8 @@ _PROGRAMS = "write it anew; what programs and executors look like here is in doc
 _METHODS = dict.fromkeys(
     ("train_programs", "eval_programs", "decode_programs", "executor"), _PROGRAMS
 )
+_OTHER_DATA = "C4"
+_UNKNOWN_DATA = f"no recipe is known for its data; put one in place of {_OTHER_DATA}"
 _UNKNOWN_BASE = "give the file that has it as well, or write what it sets"
 
 
@@ -96,7 +98,8 @@ def _translate(source: PaxSource, name: str) -> Translation:
             fields |= _field(field, value)
         except NotTranslatedError as error:
             leftovers.append(Leftover(field, _shown(value), str(error)))
-    recipes = _recipes(pax, lineage)
+    recipes, untold = _recipes(pax, lineage)
+    leftovers += untold
     for compose in (_schedule, _composed):
         composed, untold = compose(pax)
         fields |= composed
@@ -115,7 +118,7 @@ def _translate(source: PaxSource, name: str) -> Translation:
         fields=fields_of(_in_our_order(fields), recipes),
         recipes=recipes,
         leftovers=leftovers,
-        remarks=remarks_on(settings) if is_language_model else [],
+        settings=learnt_besides(settings) if is_language_model else {},
     )
 
 
@@ -244,18 +247,26 @@ def _schedule(pax: Mapping[str, Any]) -> tuple[dict[str, Any], list[Leftover]]:
     return fields, leftovers
 
 
-def _recipes(pax: Mapping[str, Any], lineage: list[PaxClass | PaxBase]) -> list[str]:
+def _recipes(
+    pax: Mapping[str, Any], lineage: list[PaxClass | PaxBase]
+) -> tuple[list[str], list[Leftover]]:
     is_cosine = pax.get("LR_SCHEDULE") == "linear_rampup_cosine_decay"
-    known = [base.recipe for base in _bases(lineage)]
+    # Pax's own files define these bases; their data are known, but not what reads them.
+    described = [BASES.get(cls.name) if isinstance(cls, PaxClass) else cls for cls in lineage]
+    known = [base.recipe for base in described if base is not None]
     given = [recipe for recipe in known if recipe is not None]
     partitioners = [recipe for recipe in given if recipe in ("Pipelined", "Pmap")]
-    data = next((recipe for recipe in given if recipe not in partitioners), "C4")
-    return [
+    data = next((recipe for recipe in given if recipe not in partitioners), None)
+    recipes = [
         "AdamWCosine" if is_cosine else "AdamExponential",
         partitioners[0] if partitioners else "Spmd",
-        data,
+        data or _OTHER_DATA,
         "LmExperiment",
     ]
+    # A method of the files is left over as such.
+    has_method = any(isinstance(cls, PaxClass) and "datasets" in cls.methods for cls in lineage)
+    is_told = data is not None or has_method
+    return recipes, [] if is_told else [Leftover("datasets()", "?", _UNKNOWN_DATA)]
 
 
 def _optimizer_leftovers(

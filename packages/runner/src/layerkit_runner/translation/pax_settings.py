@@ -65,15 +65,10 @@ FIELDS: Mapping[str, tuple[str, Reader]] = {
 }
 _PER_DIM_SCALE = f"{_LAYER}.tr_atten_tpl.internal_enable_per_dim_scale"
 _LOGIT_BIAS = f"{_SOFTMAX}.feed_forward_tpl.has_bias"
+# What Pax learns unless a method turns it off, by the path that turns it on here.
 _LEARNT_BESIDES = {
-    _PER_DIM_SCALE: (
-        "Pax learns a scale for each coordinate of a head; to do the same, set per_dim_scale=True"
-        " on the attention_tpl of the layers in a task() of your own"
-    ),
-    _LOGIT_BIAS: (
-        "Pax learns a bias for each word of the vocabulary; to do the same, set use_bias=True on"
-        " the softmax_tpl in a task() of your own"
-    ),
+    _PER_DIM_SCALE: "task.model.lm_tpl.stack_tpl.layer_tpl.attention_tpl.per_dim_scale",
+    _LOGIT_BIAS: "task.model.lm_tpl.softmax_tpl.use_bias",
 }
 _NORMS = (f"{_LAYER}.ln_tpl", f"{_LAYER}.tr_fflayer_tpl.ln_tpl", f"{_LM}.final_ln_tpl")
 # What recipes do anyway, with this value.
@@ -135,14 +130,18 @@ def with_settings(
     return fields, leftovers
 
 
-def remarks_on(settings: Sequence[tuple[str, Setting]]) -> list[str]:
-    """What language models of Pax's learn besides, unless methods turn it off, as for GPT-3."""
+def learnt_besides(settings: Sequence[tuple[str, Setting]]) -> dict[str, bool]:
+    """Return what language models of Pax learn and no field of ours says, by its path from `task`.
+
+    That is a scale for each coordinate of a head and a bias for each word, unless methods turn them
+    off, as for GPT-3.
+    """
     off = {
         setting.path
         for _, setting in _that_last(settings)
         if setting.value is False and setting.is_certain
     }
-    return [remark for path, remark in _LEARNT_BESIDES.items() if path not in off]
+    return {ours: True for path, ours in _LEARNT_BESIDES.items() if path not in off}
 
 
 def _that_last(settings: Sequence[tuple[str, Setting]]) -> list[tuple[str, Setting]]:

@@ -35,6 +35,12 @@ _FIELDS_OF = {
 }
 
 
+_ABSTRACT = (
+    "Abstract, because it is not the original yet: do what each NOT TRANSLATED line says or decide"
+    " that it changes nothing, then remove abstract=True."
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Leftover:
     """What has no counterpart, or none that is known.
@@ -90,10 +96,17 @@ def modules_text(translations: Sequence[Translation], source: str) -> str:
 
 
 def class_text(translation: Translation) -> str:
-    """The class, with a comment for each thing that was left over."""
-    recipes = [name for name in RECIPE_MODULES if name in translation.recipes]
+    """Return the class, with a comment for each thing that was left over.
+
+    A class with anything left over is abstract: it would run, as another model than the original.
+    """
+    bases = [name for name in RECIPE_MODULES if name in translation.recipes]
+    if translation.leftovers:
+        bases.append("abstract=True")
     summary = translation.summary.replace("\\", "\\\\").replace('"', "'")
-    lines = [f"class {translation.name}({', '.join(recipes)}):", f'    """{summary}"""', ""]
+    lines = [f"class {translation.name}({', '.join(bases)}):", f'    """{summary}"""', ""]
+    if translation.leftovers:
+        lines += _comment(_ABSTRACT)
     for leftover in translation.leftovers:
         lines += _comment(f"NOT TRANSLATED {leftover}")
     for remark in translation.remarks:
