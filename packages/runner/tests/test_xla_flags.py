@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -85,16 +86,17 @@ def test_flags_of_a_tpu_go_where_its_compiler_reads_them():
     [
         ("gpu_latency_hiding", H100, None),
         ("gpu_latency_hiding", "cpu", "for these there is none"),
-        ("gpu_latency_hiding", V5P, "for these there is tpu_fsdp or tpu_multislice$"),
+        ("gpu_latency_hiding", V5P, "for these there is tpu_multislice$"),
+        ("gpu_latency_hiding", "TPU v4", "for these there is tpu_fsdp or tpu_multislice$"),
         (
             "tpu_v5e_collective_fusion",
             V5P,
-            "which are TPU v5; for these there is tpu_fsdp or tpu_multislice$",
+            "which are TPU v5; for these there is tpu_multislice$",
         ),
         ("tpu_v5e_collective_fusion", "TPU v5 lite", None),
         ("tpu_multislice", V5P, None),
-        ("tpu_fsdp", V5P, None),
-        ("tpu_fsdp", "TPU v5 lite", "is not for the devices at hand"),
+        ("tpu_fsdp", "TPU v4", None),
+        ("tpu_fsdp", V5P, "is not for the devices at hand"),
         ("gpu_pipelined_collectives", H100, None),
         ("tpu_multislice", H100, "for these there is gpu_latency_hiding or gpu_pipelined_"),
         ("tpu_v6e_moe", V6E, None),
@@ -149,3 +151,46 @@ def test_the_compiler_at_hand_knows_every_gpu_flag(tmp_path: Path):
     environment["XLA_FLAGS"] += " --xla_gpu_no_such_flag=true"
     failed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert "--xla_gpu_no_such_flag" in failed.stderr
+
+
+# For each preset a slice of every kind of TPU that it is for.
+TPU_SLICES = [
+    ("tpu_v5e_collective_fusion", "v5e:2x2"),
+    ("tpu_fsdp", "v4:2x2x1"),
+    ("tpu_multislice", "v4:2x2x1"),
+    ("tpu_multislice", "v5e:2x2"),
+    ("tpu_multislice", "v5p:2x2x1"),
+    ("tpu_multislice", "v6e:2x2"),
+    ("tpu_v6e_dense", "v6e:2x2"),
+    ("tpu_v6e_moe", "v6e:2x2"),
+]
+COMPILE_A_SHARDED_PRODUCT = """
+import sys
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+devices = topologies.get_topology_desc(sys.argv[1], platform="tpu").devices
+rows = NamedSharding(Mesh(np.array(devices), ("x",)), PartitionSpec("x"))
+x = jax.ShapeDtypeStruct((256, 256), np.float32, sharding=rows)
+jax.jit(lambda x: (x @ x.T).sum()).lower(x).compile()
+"""
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="the compiler of TPUs is not installed"
+)
+@pytest.mark.parametrize(("preset", "target"), TPU_SLICES)
+def test_the_compiler_of_tpus_accepts_every_preset(preset: str, target: str):
+    """libtpu ends the process for a flag that it does not know, or not for these TPUs."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+    set_compiler_flags(RunOptions(xla_flags_preset=preset), environment)
+    command = [sys.executable, "-c", COMPILE_A_SHARDED_PRODUCT, target]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_preset_of_tpus_is_compiled_for_one():
+    of_tpus = {name for name, preset in PRESETS.items() if preset.variable == "LIBTPU_INIT_ARGS"}
+    assert of_tpus == {preset for preset, _ in TPU_SLICES}

@@ -82,15 +82,14 @@ PRESETS: Mapping[str, FlagSet] = {
     ),
     # Weights that are sharded along one axis of a torus of three dimensions would be gathered by
     # all-reduces, which send twice as much. Only all-gathers that are asynchronous are preferred to
-    # them, and those of a v5p are fused with products: without any one of the three its program
-    # stays the same, while a v4 does without the last.
+    # them. On a v5p they would also need xla_tpu_enable_async_collective_fusion_fuse_all_gather:
+    # libtpu 0.0.50 refuses it on all but v5e, since results may be wrong.
     "tpu_fsdp": FlagSet(
         _TPU,
-        r"TPU v4|TPU v5|TPU v5p",
+        r"TPU v4",
         (
             "--xla_enable_async_all_gather=true",
             "--xla_tpu_prefer_async_allgather_to_allreduce=true",
-            "--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
         ),
     ),
     # All-reduces of gradients between slices overlap with the backward pass.

@@ -117,7 +117,7 @@ def test_a_quick_plan_is_close_to_that_of_a_run_and_says_what_it_is(plan):
 @needs_tpu
 def test_compiler_flags_are_those_of_a_run_and_change_the_program(plan):
     # One axis over all of a torus of three dimensions, and weights that are worth gathering.
-    flags = ["--target=v5p:4x4x4", "--fdl.MESH=[1,64,1]", "--fdl.MODEL_DIMS=1024"]
+    flags = ["--target=v4:4x4x4", "--fdl.MESH=[1,64,1]", "--fdl.MODEL_DIMS=1024"]
     plain, told = (plan(*flags, *more) for more in ([], ["--xla_flags_preset=tpu_fsdp"]))
     begin = "compiled with LIBTPU_INIT_ARGS "
     note = begin + "--xla_enable_async_all_gather=true"

@@ -6,7 +6,7 @@
     runner --exp=… --mode=plan --json               one JSON object, with the keys of `Plan`
     runner --exp=… --mode=plan --search             other meshes and policies, the best first
     runner --exp=… --mode=plan --target=v5p --plan_effort=full    compiled as a run does it
-    runner --exp=… --mode=plan --target=v5p --xla_flags_preset=tpu_fsdp    with compiler flags
+    runner --exp=… --mode=plan --target=v4 --xla_flags_preset=tpu_fsdp    with compiler flags
 
 A plan that does not fit is followed by what would make it fit.
 Nothing is written to disk, and no accelerator of this machine is touched.
