@@ -23,8 +23,8 @@
     runner --help                                              every flag
 
 Exit codes: 0 done, 2 the command line or the fields are wrong, 65 too many training steps in a row
-or the state are not finite, 70 no progress, 75 another process of the job was lost, 130 stopped by
-Ctrl-C and 143 by SIGTERM. A training run that is stopped
+or the state are not finite, 70 no progress, 75 another process of the job was lost, 129 stopped by
+SIGHUP, 130 by Ctrl-C and 143 by SIGTERM. A training run that is stopped
 finishes its step and saves first (unless it was told not to save, or Ctrl-C came twice), and the
 same command resumes it.
 

@@ -1,6 +1,6 @@
 """The loop of a training job.
 
-Each turn: save if due → leave if asked → train a step → evaluate what is due → decode what is due →
+Each turn: save if due → leave if a signal came → train a step → evaluate and decode what is due →
 leave if the evaluations say so (early stopping). At the end a forced save; evaluation and decoding
 of the finished model are the end report's.
 """
@@ -22,7 +22,7 @@ from layerkit_runner.learning.early_stopping import EarlyStop
 from layerkit_runner.metric_paths import by_path, program_of
 from layerkit_runner.observers import DECODE_PREFIX, Goodput, Observer, Throughput
 from layerkit_runner.observers.step_profiler import StepProfiler
-from layerkit_runner.processes.stop_signals import StopSignals
+from layerkit_runner.processes.stop_signals import StopRequestedError, StopSignals
 from layerkit_runner.processes.watchdog import progress
 from layerkit_runner.programs import BaseProgram, TrainPrograms
 from layerkit_runner.programs.skipped_steps import SKIPPED_STEPS
@@ -77,6 +77,8 @@ class Executor:
     _evaluated: tuple[int, dict[str, dict[str, float]]] = dataclasses.field(
         default_factory=lambda: (-1, {}), init=False
     )
+    # Positions of the held-out inputs before an evaluation that was given up.
+    _given_up: dict[str, Any] | None = dataclasses.field(default=None, init=False)
 
     @property
     def has_stopped_early(self) -> bool:
@@ -108,14 +110,17 @@ class Executor:
             if stops or (on_demand and self.exit_after_ondemand_checkpoint):
                 break
             if self.is_over(step):
-                break
-            step += 1
-            self._start_profile_if_due(step)
-            state = self.train_programs.run_step(state, step)
-            if self.profiler is not None and self.profiler.ends_after(step):
-                self._stop_profile(step)
-            if step < self.train.num_train_steps:
-                self.run_due(state, step)
+                if self.signals.finish():
+                    break
+                continue
+            self._start_profile_if_due(step + 1)
+            with contextlib.suppress(StopRequestedError):
+                state = self.train_programs.run_step(state, step + 1, self.signals)
+                step += 1
+                if self.profiler is not None and self.profiler.ends_after(step):
+                    self._stop_profile(step)
+                if step < self.train.num_train_steps:
+                    self.run_due(state, step)
         self._stop_profile(step)
         if skipped.problem is None or skipped.has_taken_any:
             self._save(state, step, force=True)
@@ -147,8 +152,17 @@ class Executor:
         """Runs eval programs, all of them unless told which; metrics by program."""
         programs = self.eval_programs if programs is None else programs
         self.train_programs.drain()
-        with self._besides("eval"):
-            found = {p.name: dict(p.run(state, step, self.observers)) for p in programs}
+        positions = self._eval_input_states()
+        try:
+            with self._besides("eval"):
+                found = {p.name: dict(p.run(state, step, self.observers)) for p in programs}
+        except StopRequestedError:
+            # The input that does not answer is in the middle of this evaluation.
+            self._given_up = positions
+            self.observers.message(
+                f"the evaluation after step {step} is given up, since its input does not answer"
+            )
+            raise
         self._evaluated = (step, self._evaluated_after(step) | found)
         self._record(step, found)
         return found
@@ -241,13 +255,17 @@ class Executor:
         return found if evaluated_at == step else {}
 
     def _input_states(self) -> dict[str, Any]:
-        """Where the inputs stand; an evaluation that reads a whole epoch starts anew each time."""
-        rolling = {
+        """Return the positions of the inputs, by their keys in a checkpoint."""
+        rolling = self._eval_input_states() if self._given_up is None else self._given_up
+        return {**self.train_programs.input_states(), **rolling}
+
+    def _eval_input_states(self) -> dict[str, Any]:
+        """Return the positions of held-out inputs that do not start anew at each evaluation."""
+        return {
             eval_input_key(program.name): program.dataset.get_state()
             for program in self.eval_programs
             if program.dataset is not None and not program.dataset.reset_for_eval
         }
-        return {**self.train_programs.input_states(), **rolling}
 
 
 def executor_class(resolved: ResolvedExperiment) -> Callable[..., Executor]:

@@ -18,7 +18,7 @@ import sys, time
 from layerkit_runner.processes.stop_signals import StopSignals
 with StopSignals() as signals:
     print("ready", flush=True)
-    while not signals.agreed(0):
+    while not signals.agreed_now():
         if signals.take_save_request():
             print("saves", flush=True)
         time.sleep(0.01)

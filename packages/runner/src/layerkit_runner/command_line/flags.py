@@ -390,9 +390,9 @@ def help_text() -> str:
             *_table(rows),
             "",
             "VALUE is a Python literal; bare words are strings: 4, 1e-3, [1,4,1], None, bfloat16.",
-            "Exit codes: 0 done, 2 wrong command line or fields, 130 stopped by Ctrl-C and 143 by",
-            "SIGTERM; a training run that is stopped saves first, and the same command resumes it.",
-            "SIGUSR1 makes it save at once and go on. 1: a checkpoint could not be written. 70:",
+            "Exit codes: 0 done, 2 wrong command line or fields, 130 stopped by Ctrl-C, 143 by",
+            "SIGTERM, 129 by SIGHUP; a training run that is stopped saves first and can resume.",
+            "SIGUSR1 makes it save and continue. 1: a checkpoint could not be written. 70:",
             "nothing moved for --hung_step_timeout_secs. 75: another process of the job was lost.",
             "65: too many training steps in a row, or the weights, were not finite.",
         ]

@@ -17,6 +17,7 @@ from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner.feeds.batch_checks import check_batch
 from layerkit_runner.feeds.infeed import told_in_one_line
 from layerkit_runner.partitioning import Partitioner
+from layerkit_runner.processes.stop_signals import StopRequestedError
 
 _POLL_SECONDS = 0.002
 
@@ -46,22 +47,33 @@ class DeviceFeed:
         self._waiting: collections.deque[tuple[NestedMap, dict[str, Any]]] = collections.deque()
         self._state: dict[str, Any] | None = None
 
-    def take(self, is_idle: Callable[[], bool]) -> tuple[NestedMap, float]:
-        """The next global batch.
+    def take(
+        self,
+        is_idle: Callable[[], bool],
+        *,
+        gives_up: Callable[[], bool] = lambda: False,
+        may_take: Callable[[], bool] = lambda: True,
+    ) -> tuple[NestedMap, float]:
+        """Return the next global batch.
 
         Args:
           is_idle: Whether the devices have nothing left to do.
+          gives_up: Whether to stop waiting for a batch.
+          may_take: Asked once the batch is there; whether it is to be given out.
 
         Returns:
           (batch, seconds that the devices stood still for want of it).
 
         Raises:
-          UsageError: the data cannot be read.
+          StopRequestedError: No batch was given out; the next call gives out the same one.
+          UsageError: The data cannot be read.
         """
         idle_seconds = 0.0
         if not self._waiting:
-            idle_seconds = self._wait(is_idle)
+            idle_seconds = self._wait(is_idle, gives_up)
             self._send_next()
+        if not may_take():
+            raise StopRequestedError
         batch, self._state = self._waiting.popleft()
         return batch, idle_seconds
 
@@ -91,11 +103,13 @@ class DeviceFeed:
             batch = check_batch(self._source, self._source.get_next())
         self._waiting.append((self._partitioner.put_batch(batch), self._source.get_state()))
 
-    def _wait(self, is_idle: Callable[[], bool]) -> float:
-        """Waits until the source has a batch; for how long the devices stood still meanwhile."""
+    def _wait(self, is_idle: Callable[[], bool], gives_up: Callable[[], bool]) -> float:
+        """Wait until the source has a batch; return how long the devices stood still meanwhile."""
         idle_since, timeout = None, 0.0
         while not self._source.wait(timeout):
             if idle_since is None and is_idle():
                 idle_since = self._clock()
+            if gives_up():
+                raise StopRequestedError
             timeout = _POLL_SECONDS
         return 0.0 if idle_since is None else self._clock() - idle_since

@@ -16,6 +16,7 @@ from layerkit_inputs.extras import MissingExtraError
 from layerkit_inputs.feeds import FeedPlan, plan_feeds
 from layerkit_runner.errors import UsageError
 from layerkit_runner.feeds.batch_checks import check_batch
+from layerkit_runner.feeds.interruptible import read
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.processes.process_exchange import gather_values
 from layerkit_runner.processes.watchdog import progress
@@ -152,18 +153,20 @@ def dataset_name(config: Config) -> str:
 
 
 def eval_batches(dataset: BaseInput) -> Iterator[NestedMap]:
-    """The batches of one evaluation, as many on every process; all must take them.
+    """Yield the batches of one evaluation, as many on every process; all must take them.
 
     Raises:
-      UsageError: the data cannot be read.
+      StopRequestedError: A signal to stop came, and the input does not answer.
+      UsageError: The data cannot be read.
     """
     with told_in_one_line():
-        batches = dataset.eval_batches(gather_values if jax.process_count() > 1 else None)
+        gather = gather_values if jax.process_count() > 1 else None
+        batches = read(lambda: dataset.eval_batches(gather))
     name = dataset.name or type(dataset).__name__
     for number in itertools.count(1):
         progress(f"reading batch {number} of {name}", waits_for_others=True)
         with told_in_one_line():
-            batch = next(batches, None)
+            batch = read(lambda: next(batches, None))
         if batch is None:
             return
         progress(

@@ -94,7 +94,7 @@ def follow(
         what = "the first checkpoint" if done is None else f"a checkpoint after step {done}"
         waits = f"waiting for {what} in {directory} (the last is that of step {end['last_step']})"
         found = _wait(new_steps, waits, timeout_secs, signals, report, is_first=done is None)
-        if signals.agreed(0):
+        if signals.agreed_now():
             return
         if found is None:
             in_time = f"in {directory} within {timeout_secs:g} s (--follow_timeout_secs)"
@@ -107,7 +107,7 @@ def follow(
             report(f"step {found['step']} is the newest; passed over: {first_names(older)}")
         looked_at = look_at()
         done = done if looked_at is None else looked_at
-        if signals.agreed(0):
+        if signals.agreed_now():
             return
 
 
@@ -167,7 +167,7 @@ def _wait(
         return {"found": found, "is_late": late}
 
     said = False
-    while not signals.agreed(0):
+    while not signals.agreed_now():
         seen = from_process_0(look)
         if seen["found"] is not None or seen["is_late"]:
             return seen["found"]

@@ -23,7 +23,7 @@ from layerkit_runner.modes.checkpoint_reader import CheckpointReader
 from layerkit_runner.modes.following import follow
 from layerkit_runner.modes.programs import decode_programs, eval_programs, inputs_of
 from layerkit_runner.processes.process_exchange import gather_values
-from layerkit_runner.processes.stop_signals import StopSignals
+from layerkit_runner.processes.stop_signals import StopRequestedError, StopSignals
 
 
 def run_inference(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
@@ -51,16 +51,20 @@ def _follow(reader: CheckpointReader) -> int:
     job = reader.job
     leaving, saving = "leaving once the work at hand is done", "there is nothing to save here"
     with StopSignals(leaving=leaving, saving=saving) as signals:
-        reader.is_asked_to_stop = lambda: signals.agreed(0)
-        follow(
-            reader.directory,
-            reader.look_at_newest,
-            has_outputs=reader.has_outputs,
-            own_last_step=job.task.train.num_train_steps,
-            timeout_secs=job.options.follow_timeout_secs,
-            signals=signals,
-            report=job.observers.message,
-        )
+        reader.is_asked_to_stop = signals.agreed_now
+        try:
+            follow(
+                reader.directory,
+                reader.look_at_newest,
+                has_outputs=reader.has_outputs,
+                own_last_step=job.task.train.num_train_steps,
+                timeout_secs=job.options.follow_timeout_secs,
+                signals=signals,
+                report=job.observers.message,
+            )
+        except StopRequestedError:
+            job.observers.message("the work at hand is given up, since its input does not answer")
+            signals.agreed_now()
     return signals.exit_code
 
 

@@ -54,6 +54,7 @@ from layerkit_runner.modes.start_report import LayerNotes, compiled_lines, run_i
 from layerkit_runner.modes.wanted_metrics import check_best_metric, check_metric_names
 from layerkit_runner.observers import DECODE_PREFIX, RunInfo, StepWork, Throughput, peak_flops
 from layerkit_runner.observers.step_profiler import StepProfiler, profiler_server
+from layerkit_runner.processes.distributed import coordinator_store
 from layerkit_runner.processes.forced_exit import before_forced_exit
 from layerkit_runner.processes.last_words import leaving_at_once
 from layerkit_runner.processes.process_exchange import gather_values
@@ -73,6 +74,10 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
         stack.callback(job.observers.close)
         stack.enter_context(before_forced_exit(lambda _: job.observers.close()))
         signals = stack.enter_context(StopSignals())
+        starting = stack.enter_context(contextlib.ExitStack())
+        starting.enter_context(
+            signals.leaving_at_once("no step was done, and the same command starts again")
+        )
         profiler = stack.enter_context(_step_profiler(job))
         stack.enter_context(profiler_server(options.jax_profiler_port))
         # Built before anything is written, since they may refuse their fields.
@@ -124,6 +129,8 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
             profiler=profiler,
             early_stop=early_stop,
         )
+        starting.close()
+        _agree_on_signals(signals)
         state, step = executor.run(prepared.first.state, prepared.first.step)
         job.goodput.outermost("other")
         if executor.is_over(step) and signals.exit_code == 0:
@@ -138,6 +145,11 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
             job.observers.message(job.goodput.summary())
             job.observers.message(f"saved at step {step}; the same command goes on from there")
         return signals.exit_code
+
+
+def _agree_on_signals(signals: StopSignals) -> None:
+    if jax.process_count() > 1:
+        signals.agree_by(coordinator_store(), jax.process_index(), jax.process_count())
 
 
 def _evaluations(job: Job, programs: TrainPrograms) -> list[BaseProgram]:

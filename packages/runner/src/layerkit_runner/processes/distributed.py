@@ -36,6 +36,7 @@ from layerkit_runner.processes.forced_exit import before_forced_exit
 from layerkit_runner.processes.last_words import told_to_others
 from layerkit_runner.processes.launchers import check_processes, find_launch, local_device_ids
 from layerkit_runner.processes.listening import bind_address, listen
+from layerkit_runner.processes.stop_agreement import KeyValueStore
 
 # Of a process that ends because another was lost: sysexits.h's "try again".
 LOST_PROCESS_EXIT_CODE = 75
@@ -256,6 +257,12 @@ def _distributed_state() -> Any:
     from jax._src import distributed
 
     return distributed.global_state
+
+
+def coordinator_store() -> KeyValueStore:
+    """Return the key-value store that the processes of this job share."""
+    store: KeyValueStore = _distributed_state().client
+    return store
 
 
 def _coordinator_address() -> str:

@@ -1,9 +1,9 @@
-"""Ctrl-C and SIGTERM: finish the step, save, leave. SIGUSR1: save, and go on.
+"""Ctrl-C, SIGTERM and SIGHUP: finish the step, save, leave. SIGUSR1: save, and continue.
 
-The first signal only sets a flag, which the loop looks at between steps. A second Ctrl-C leaves at
-once, without saving. Where several processes train together, a signal to any of them is one to all,
-at the same step: they ask each other every few steps. Work that a signal may cut off, such as the
-report at the end of training, is done inside `StopSignals.leaving_at_once`.
+The first signal only sets a flag, which the loop reads between steps and while it waits for its
+input. A second Ctrl-C leaves at once, without saving. Where several processes train together, a
+signal to any of them is one to all, at the same step (`stop_agreement.py`). Work that a signal may
+cut off, such as the report at the end of training, is done inside `StopSignals.leaving_at_once`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,22 @@ import jax
 import numpy as np
 
 from layerkit_runner.processes.forced_exit import forced_exit
+from layerkit_runner.processes.stop_agreement import KeyValueStore, Requests, StopAgreement
 
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAVE_SIGNAL = signal.SIGUSR1
 _SIGNALS = (*_STOP_SIGNALS, _SAVE_SIGNAL)
 
-# Asking waits for the steps under way, so it is not done at each.
-STEPS_BETWEEN_AGREEMENTS = 20
+_active: StopSignals | None = None
+
+
+def active_signals() -> StopSignals | None:
+    """Return the signals that this process catches at the moment; None if it catches none."""
+    return _active
+
+
+class StopRequestedError(Exception):
+    """The work under way was given up because of a signal; what was completed can be saved."""
 
 
 class StopSignals:
@@ -54,6 +63,9 @@ class StopSignals:
         self._agreed: signal.Signals | None = None
         self._save_agreed = False
         self._at_once: str | None = None
+        self._agreement: StopAgreement | None = None
+        self._is_taken = False
+        self._terminals: list[int] = []
         self.received: signal.Signals | None = None
         self.save_received = False
 
@@ -63,13 +75,22 @@ class StopSignals:
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._terminals = [number for number in (1, 2) if os.isatty(number)]
         for number in _SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # as `nohup` has it
             self._previous[number] = signal.signal(number, lambda *_: None)
+        global _active
+        _active = self
         self._watcher = threading.Thread(target=self._watch, name="stop-signals", daemon=True)
         self._watcher.start()
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        global _active
+        _active = None
+        if self._agreement is not None:
+            self._agreement.close()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._previous_fd)
@@ -77,20 +98,70 @@ class StopSignals:
         self._watcher.join()
         os.close(self._reader)
 
-    def agreed(self, step: int) -> bool:
-        """Whether all processes stop after `step` steps; all must ask at the same steps."""
-        if jax.process_count() > 1 and step % STEPS_BETWEEN_AGREEMENTS == 0:
-            from jax.experimental import multihost_utils
+    def agree_by(self, store: KeyValueStore, process: int, num_processes: int) -> None:
+        """Agree with the other processes of a training job on the step for each signal.
 
-            stop = 0 if self.received is None else int(self.received)
-            mine = np.array([stop, self._take_received_save()], np.int32)
-            anyone = multihost_utils.process_allgather(mine).max(axis=0)
-            self._agreed = signal.Signals(int(anyone[0])) if anyone[0] else None
-            self._save_agreed |= bool(anyone[1])
-        elif jax.process_count() == 1:
+        Args:
+          store: Shared by the processes.
+          process: Number of this process.
+          num_processes: Number of processes.
+        """
+        self._agreement = StopAgreement(
+            store,
+            process,
+            num_processes,
+            take_requests=self._take_requests,
+            has_requests=lambda: self.save_received or self._has_untaken_stop(),
+        )
+
+    def agreed(self, step: int) -> bool:
+        """Whether all processes stop after `step` steps; to be asked between all steps."""
+        if self._agreement is None:
             self._agreed = self.received
             self._save_agreed |= self._take_received_save()
+        elif (requests := self._agreement.reached(step)) is not None:
+            self._agreed = signal.Signals(requests.stop) if requests.stop else None
+            self._save_agreed |= requests.saves
         return self._agreed is not None
+
+    def agreed_now(self) -> bool:
+        """Whether all processes stop now; all must ask, in the same order as all else they do."""
+        if jax.process_count() == 1:
+            return self.agreed(0)
+        from jax.experimental import multihost_utils
+
+        stop = 0 if self.received is None else int(self.received)
+        latest = int(multihost_utils.process_allgather(np.int32(stop)).max())
+        self._agreed = signal.Signals(latest) if latest else None
+        return self._agreed is not None
+
+    def gives_up_waiting(self) -> bool:
+        """Whether to stop waiting for the input of the next step, and to ask `agreed` again."""
+        if self._agreement is None:
+            return self.received is not None
+        return self._agreement.is_open
+
+    def may_start(self, step: int) -> bool:
+        """Whether to start a step whose batch is there; if not, `agreed` is to be asked again."""
+        return self._agreement is None or self._agreement.may_start(step)
+
+    def finish(self) -> bool:
+        """Leave the loop of steps; returns False if a signal came, and `agreed` is to be asked."""
+        return self._agreement is None or self._agreement.finish()
+
+    @property
+    def gives_up_evaluation(self) -> bool:
+        """Whether an evaluation may end without its result, so that the process can leave."""
+        return self.received is not None and self._at_once is None
+
+    def _has_untaken_stop(self) -> bool:
+        return self.received is not None and not self._is_taken
+
+    def _take_requests(self) -> Requests:
+        stop = 0
+        if self.received is not None and not self._is_taken:
+            stop, self._is_taken = int(self.received), True
+        return Requests(stop=stop, saves=self._take_received_save())
 
     @contextlib.contextmanager
     def leaving_at_once(self, what: str) -> Iterator[None]:
@@ -142,6 +213,8 @@ class StopSignals:
         if self.received is not None and number == signal.SIGINT:
             # Not sys.exit: threads that write checkpoints would keep the interpreter alive.
             os._exit(128 + number)
+        if number == signal.SIGHUP:
+            self._drop_lost_terminals()
         if self.received is None:
             self.received = number
             self._stop.set()
@@ -152,6 +225,14 @@ class StopSignals:
                 return
             again = "; once more leaves at once" if number == signal.SIGINT else ""
             _tell(f"\n{number.name}: {self._leaving}{again}\n")
+
+    def _drop_lost_terminals(self) -> None:
+        """Let output go nowhere whose terminal was closed, where printing would be an error."""
+        for number in self._terminals:
+            if not os.isatty(number):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, number)
+                os.close(nowhere)
 
     def _leave(self, number: signal.Signals) -> None:
         forced_exit(128 + number, f"it was stopped by {number.name}")

@@ -7,6 +7,7 @@ later steps have been started, so metrics never stall the device.
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,6 +25,7 @@ from layerkit_runner.observers.step_profiler import STEP_EVENT
 from layerkit_runner.observers.weight_summaries import histograms as weight_histograms
 from layerkit_runner.observers.weight_summaries import weight_summary_fn
 from layerkit_runner.partitioning import Partitioner
+from layerkit_runner.processes.stop_signals import StopSignals
 from layerkit_runner.processes.watchdog import progress
 from layerkit_runner.programs.skipped_steps import SkippedSteps
 from layerkit_runner.steps.layer_summaries import for_observers, has_arrays
@@ -120,19 +122,34 @@ class TrainProgram:
         self._skipped = SkippedRecords(self.dataset, self.name or "train", observers)
         self._last_step: int | None = None
 
-    def start_step(self, state: TrainState, step: int, is_idle: Callable[[], bool]) -> TrainState:
-        """Starts step number `step` (from 1) and returns its state, not yet computed.
+    def start_step(
+        self,
+        state: TrainState,
+        step: int,
+        is_idle: Callable[[], bool],
+        signals: StopSignals | None = None,
+    ) -> TrainState:
+        """Start step number `step` (from 1) and return its state, not yet computed.
 
         Args:
           state: Consumed.
           step: Steps that are not this program's are left out.
           is_idle: Whether every step that was started, by any program, has ended.
+          signals: Ends the wait for a batch; None waits for as long as it takes.
 
         Raises:
+          StopRequestedError: The step was not started because of a signal.
           UsageError: the data cannot be read, or the batch is not like the first one.
         """
         progress(f"reading the batch of step {step}")
-        batch, idle_seconds = self._feed.take(is_idle)
+        if signals is None:
+            batch, idle_seconds = self._feed.take(is_idle)
+        else:
+            batch, idle_seconds = self._feed.take(
+                is_idle,
+                gives_up=signals.gives_up_waiting,
+                may_take=functools.partial(signals.may_start, step),
+            )
         progress(f"starting step {step}", waits_for_others=True)
         self._throughput.waited(idle_seconds)
         self._goodput.moved("input_wait", idle_seconds)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from layerkit_runner.errors import UsageError
+from layerkit_runner.processes.stop_signals import StopSignals
 from layerkit_runner.programs.skipped_steps import SkippedSteps
 from layerkit_runner.programs.train import TrainProgram
 from layerkit_runner.steps.train_state import TrainState
@@ -70,10 +71,16 @@ class TrainPrograms:
         """Which fraction of the steps is a program's."""
         return program.steps / self.num_turn_steps
 
-    def run_step(self, state: TrainState, step: int) -> TrainState:
-        """Starts step number `step` (from 1) and returns its state, not yet computed."""
+    def run_step(
+        self, state: TrainState, step: int, signals: StopSignals | None = None
+    ) -> TrainState:
+        """Start step number `step` (from 1) and return its state, not yet computed.
+
+        Raises:
+          StopRequestedError: One of the `signals` came before the step was started.
+        """
         program = self.of_step(step)
-        state = program.start_step(state, step, self._is_idle)
+        state = program.start_step(state, step, self._is_idle, signals)
         self._started.append(program)
         for later in range(step + 1, step + 1 + _STEPS_AHEAD):
             self.of_step(later).fill_feed()

@@ -1,0 +1,53 @@
+"""Inputs that stop answering at a row, as an experiment that processes of their own import."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from layerkit.config import Config
+from layerkit.nested_map import NestedMap
+from layerkit_experiments.lm.lm_cloud import LmCloudSpmdTest
+from layerkit_inputs.synthetic import SyntheticInput
+
+
+class StallingInput(SyntheticInput):
+    """Synthetic tokens up to a row, then nothing, as of storage that does not answer."""
+
+    stalls_at: int | None = None
+    """The first row that is never read; None reads all."""
+
+    def _read_rows(self, rows: np.ndarray) -> NestedMap:
+        if self.stalls_at is not None and rows.max() >= self.stalls_at:
+            threading.Event().wait()
+        return super()._read_rows(rows)
+
+
+class Stalling(LmCloudSpmdTest):
+    """Two rows a step; held-out data are read only if they are evaluated."""
+
+    NUM_LAYERS = 1
+    MODEL_DIMS = 16
+    HIDDEN_DIMS = 32
+    NUM_HEADS = 2
+    DIMS_PER_HEAD = 8
+    VOCAB_SIZE = 64
+    MAX_SEQ_LEN = 16
+    FPROP_DTYPE = "float32"
+    MAX_STEPS = 1000
+    CHECKPOINT_EVERY_N_STEPS = 500
+    TRAIN_STALLS_AT: int | None = None
+    EVAL_STALLS_AT: int | None = None
+
+    def datasets(self) -> list[Config]:
+        fields = {
+            "vocab_size": self.VOCAB_SIZE,
+            "seq_length": self.MAX_SEQ_LEN,
+            "batch_size": None,
+            "percore_batch_size": self.PERCORE_BATCH_SIZE,
+        }
+        make = StallingInput.HParams.config
+        train = make(name="train", is_training=True, stalls_at=self.TRAIN_STALLS_AT, **fields)
+        heldout = make(name="heldout", num_examples=8, stalls_at=self.EVAL_STALLS_AT, **fields)
+        return [train, heldout]

@@ -1,0 +1,82 @@
+"""Signals to jobs whose input does not answer: they save what is completed, and leave."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXP = "stalling_inputs.Stalling"
+TIMEOUT = 120.0
+
+
+def saved_steps(job: Any) -> list[int]:
+    return sorted(
+        int(path.name.split("_")[1]) for path in job.checkpoints.glob("checkpoint_*[0-9]")
+    )
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str]:
+    output = process.communicate(timeout=TIMEOUT)[0]
+    return process.returncode, output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signal_while_training_input_stalls_saves_the_last_completed_step(
+    jobs: Any, tmp_path: Path, running: list[Any], number: signal.Signals
+):
+    fields = {"EVAL_INTERVAL_STEPS": None, "PERCORE_BATCH_SIZE": 2.0}
+    job = jobs.make(EXP, tmp_path / "job", TRAIN_STALLS_AT=10, **fields)
+    process = job.start()
+    running.append(process)
+    job.wait_for(process, lambda: 5 in job.steps_logged())
+    process.send_signal(number)
+    code, output = end(process)
+    assert (code, saved_steps(job)) == (128 + number, [5]), output
+    assert "Traceback" not in output
+
+    answering = jobs.make(EXP, job.folder, MAX_STEPS=7, **fields)
+    answering.run("--noeval_on_test")
+    assert answering.steps_logged() == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_signal_while_evaluation_input_stalls_saves_the_last_completed_step(
+    jobs: Any, tmp_path: Path, running: list[Any]
+):
+    fields = {"EVAL_INTERVAL_STEPS": 3, "PERCORE_BATCH_SIZE": 2.0}
+    job = jobs.make(EXP, tmp_path / "job", EVAL_STALLS_AT=4, **fields)
+    process = job.start()
+    running.append(process)
+    job.wait_for(process, lambda: 3 in job.steps_logged())
+    process.send_signal(signal.SIGTERM)
+    code, output = end(process)
+    assert (code, saved_steps(job)) == (128 + signal.SIGTERM, [3]), output
+    assert "the evaluation after step 3 is given up" in output
+    assert "Traceback" not in output
+
+
+def test_signal_before_the_first_step_ends_a_job_whose_input_stalls(
+    jobs: Any, tmp_path: Path, running: list[Any]
+):
+    job = jobs.make(EXP, tmp_path / "job", TRAIN_STALLS_AT=0, PERCORE_BATCH_SIZE=2.0)
+    process = job.start()
+    running.append(process)
+    job.wait_for(process, lambda: (job.folder / ".running").exists())
+    process.send_signal(signal.SIGTERM)
+    code, output = end(process)
+    assert code == 128 + signal.SIGTERM, output
+    assert "no step was done" in output
+
+
+def test_signal_to_one_process_saves_the_step_that_all_completed(jobs: Any, tmp_path: Path):
+    fields = {"EVAL_INTERVAL_STEPS": None, "ICI_MESH_SHAPE": "[2,1,1]", "PERCORE_BATCH_SIZE": 1.0}
+    job = jobs.make(EXP, tmp_path / "job", TRAIN_STALLS_AT=10, **fields)
+    with job.started_as(2) as processes:
+        job.wait_for(processes[0], lambda: 5 in job.steps_logged())
+        processes[1].send_signal(signal.SIGTERM)
+        ends = [end(process) for process in processes]
+    assert [code for code, _ in ends] == [128 + signal.SIGTERM] * 2, ends
+    assert saved_steps(job) == [5]

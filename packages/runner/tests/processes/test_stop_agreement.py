@@ -1,0 +1,144 @@
+"""Processes that agree on a step, as threads that share a store."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from layerkit_runner.processes.stop_agreement import Requests, StopAgreement
+
+
+class Store:
+    """A key-value store in memory, with the two calls of JAX's client."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+
+    def key_value_set(self, key: str, value: str) -> None:
+        assert key not in self._values
+        self._values[key] = value
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        return [(name, value) for name, value in dict(self._values).items() if key in name]
+
+
+class Process:
+    """One process: its requests and its agreement."""
+
+    def __init__(self, store: Store, index: int, count: int) -> None:
+        self.pending = Requests()
+        self.agreement = StopAgreement(
+            store,
+            index,
+            count,
+            take_requests=self._take,
+            has_requests=lambda: self.pending != Requests(),
+        )
+
+    def _take(self) -> Requests:
+        taken, self.pending = self.pending, Requests()
+        return taken
+
+    def run_to(self, step: int) -> None:
+        for each in range(1, step + 1):
+            assert self.agreement.reached(each - 1) is None
+            assert self.agreement.may_start(each)
+
+    def wait_until_open(self) -> None:
+        while not self.agreement.is_open:
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def processes() -> Iterator[list[Process]]:
+    store = Store()
+    made = [Process(store, index, 3) for index in range(3)]
+    yield made
+    for process in made:
+        process.agreement.close()
+
+
+def all_reach(processes: list[Process], step: int) -> list[Requests | None]:
+    """What `reached` answers to each, asked by all at once."""
+    answers: list[Requests | None] = [None] * len(processes)
+
+    def ask(index: int) -> None:
+        answers[index] = processes[index].agreement.reached(step)
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(processes))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return answers
+
+
+def test_all_stop_after_the_newest_step_that_any_has_started(processes: list[Process]):
+    for process, step in zip(processes, (3, 5, 4), strict=True):
+        process.run_to(step)
+    processes[2].pending = Requests(stop=15)
+    for process, step in zip(processes, (3, 5, 4), strict=True):
+        process.wait_until_open()
+        assert not process.agreement.may_start(step + 1)
+    behind = processes[0].agreement
+    assert behind.reached(3) is None
+    assert behind.may_start(4)
+    assert behind.reached(4) is None
+    assert processes[2].agreement.reached(4) is None
+    for index in (0, 2):
+        assert processes[index].agreement.may_start(5)
+        assert not processes[index].agreement.may_start(6)
+    assert all_reach(processes, 5) == [Requests(stop=15)] * 3
+
+
+def test_request_to_save_is_met_and_the_next_request_as_well(processes: list[Process]):
+    for process in processes:
+        process.run_to(2)
+    processes[1].pending = Requests(saves=True)
+    for process in processes:
+        process.wait_until_open()
+    assert all_reach(processes, 2) == [Requests(saves=True)] * 3
+    for process in processes:
+        assert process.agreement.may_start(3)
+    processes[0].pending = Requests(stop=2)
+    for process in processes:
+        process.wait_until_open()
+    assert all_reach(processes, 3) == [Requests(stop=2)] * 3
+
+
+def test_requests_of_two_processes_are_met_together(processes: list[Process]):
+    for process in processes:
+        process.run_to(1)
+    processes[0].pending = Requests(saves=True)
+    processes[1].pending = Requests(stop=15)
+    for process in processes:
+        process.wait_until_open()
+    assert all_reach(processes, 1) == [Requests(stop=15, saves=True)] * 3
+
+
+def test_request_after_one_process_finished_stops_none(processes: list[Process]):
+    for process, step in zip(processes, (4, 3, 4), strict=True):
+        process.run_to(step)
+    assert processes[0].agreement.finish()
+    processes[1].pending = Requests(stop=15)
+    for process in processes[1:]:
+        process.wait_until_open()
+    assert processes[1].agreement.reached(3) is None
+    assert processes[1].agreement.may_start(4)
+    for process in processes[1:]:
+        assert process.agreement.reached(4) is None
+        assert process.agreement.finish()
+
+
+def test_request_before_a_process_finishes_is_met_first(processes: list[Process]):
+    for process in processes:
+        process.run_to(4)
+    processes[1].pending = Requests(stop=15)
+    for process in processes:
+        process.wait_until_open()
+        assert not process.agreement.finish()
+    assert all_reach(processes, 4) == [Requests(stop=15)] * 3
