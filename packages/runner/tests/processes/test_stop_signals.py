@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
 import signal
 import subprocess
 import sys
@@ -52,7 +54,11 @@ def start() -> Iterator:
 
 @pytest.mark.parametrize(
     ("number", "code", "hint"),
-    [(signal.SIGINT, 130, "; once more leaves at once"), (signal.SIGTERM, 143, "")],
+    [
+        (signal.SIGINT, 130, "; once more leaves at once"),
+        (signal.SIGTERM, 143, ""),
+        (signal.SIGHUP, 129, ""),
+    ],
 )
 def test_the_first_signal_lets_the_loop_finish(start, number: int, code: int, hint: str):
     process = start()
@@ -61,6 +67,39 @@ def test_the_first_signal_lets_the_loop_finish(start, number: int, code: int, hi
     name = signal.Signals(number).name
     assert (process.returncode, stdout) == (code, f"saw {name}\n")
     assert stderr.strip() == f"{name}: finishing this step, saving, leaving{hint}"
+
+
+def test_hangup_is_ignored_under_nohup(start):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited
+    try:
+        process = start()
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGTERM)
+    stdout, stderr = process.communicate(timeout=30)
+    assert (process.returncode, stdout) == (143, "saw SIGTERM\n")
+    assert "SIGHUP" not in stderr
+
+
+def test_closed_terminal_stops_the_loop_whose_output_then_goes_nowhere():
+    terminal, end = pty.openpty()
+    take_terminal = "import fcntl, termios; fcntl.ioctl(2, termios.TIOCSCTTY, 0)\n"
+    loop = LOOP.replace('    print("saw', "    print('here', file=sys.stderr)\n    print(\"saw")
+    assert loop != LOOP
+    process = subprocess.Popen(
+        [sys.executable, "-c", take_terminal + loop],
+        stdout=subprocess.PIPE,
+        stderr=end,
+        text=True,
+        start_new_session=True,
+    )
+    os.close(end)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    os.close(terminal)
+    assert process.communicate(timeout=30)[0] == "saw SIGHUP\n"
+    assert process.returncode == 129
 
 
 def test_a_second_ctrl_c_leaves_at_once(start):
