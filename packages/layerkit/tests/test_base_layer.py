@@ -312,7 +312,8 @@ class TestCollections:
 
     def test_auxiliary_losses_have_gradients_and_summaries_none(self):
         def total(x, collection):
-            _, sown = Reporting().apply({}, x, mutable=[collection])
+            _, sown = Reporting(train=True).apply({}, x, mutable=[collection, "aux_loss"])
+            sown = sown[collection]
             return sum(jnp.sum(value) for value in jax.tree.leaves(sown))
 
         # Two values, 1·mean and 2·mean, of four elements.

@@ -11,11 +11,13 @@ import jax
 import numpy as np
 import pytest
 
+from layerkit.base_layer import BaseLayer
 from layerkit.config import Config
 from layerkit_runner import BaseExperiment
 from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.configuration.resolve import ResolvedExperiment, resolve
-from layerkit_runner.modes import train
+from layerkit_runner.errors import UsageError, layer_error_text
+from layerkit_runner.modes import export, inference, train
 from layerkit_runner.run import OutOfMemoryError, memory_remedies, memory_words, run
 
 
@@ -109,6 +111,57 @@ def test_run_without_memory_ends_although_its_log_does_not_answer(
     with pytest.raises(OutOfMemoryError):
         run("train", resolved, RunOptions(job_log_dir=str(tmp_path)))
     assert "in fails\n    raise jax.errors.JaxRuntimeError(" in capfd.readouterr().err
+
+
+class Failing(BaseLayer):
+    def fprop(self, x: jax.Array) -> jax.Array:
+        return x + jax.numpy.ones(x.shape[-1] + 1)
+
+
+class Outer(BaseLayer):
+    def setup(self) -> None:
+        self.create_child("inner", Failing.HParams.config())
+
+    def fprop(self, x: jax.Array) -> jax.Array:
+        inner: jax.Array = self.inner(x)
+        return inner
+
+
+@pytest.mark.parametrize("mode", ["train", "eval_once", "decode", "export"])
+def test_shapes_that_a_layer_refuses_end_in_one_sentence_with_its_path(
+    mode: str, tmp_path: Path, monkeypatch: Any
+):
+    def fails(*_: Any) -> int:
+        jax.eval_shape(Outer().apply, {}, np.ones((2, 3)))
+        return 0
+
+    monkeypatch.setattr(train, "run_train", fails)
+    monkeypatch.setattr(inference, "run_inference", fails)
+    monkeypatch.setattr(export, "run_export", fails)
+    resolved = ResolvedExperiment(Bare(), Config(dict), [], [], Config(dict))
+    with pytest.raises(UsageError) as caught:
+        run(mode, resolved, RunOptions(job_log_dir=str(tmp_path)))
+    assert "in layer Failing(inner), test_run.py:" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    log = tmp_path / "logs" / "process_0000.log"
+    assert str(log) in str(caught.value)
+    assert "return x + jax.numpy.ones" in log.read_text()
+
+
+def test_an_error_outside_of_layers_stays_as_it_is(tmp_path: Path, monkeypatch: Any):
+    def fails(*_: Any) -> int:
+        raise TypeError("no layer")
+
+    monkeypatch.setattr(train, "run_train", fails)
+    resolved = ResolvedExperiment(Bare(), Config(dict), [], [], Config(dict))
+    with pytest.raises(TypeError, match="no layer"):
+        run("train", resolved, RunOptions(job_log_dir=str(tmp_path)))
+
+
+def test_an_error_that_names_its_layer_is_not_given_another():
+    error = ValueError("Linear(lm/softmax): input_dims=0, expected at least 1")
+    error.add_note("In layer Outer(lm)")
+    assert layer_error_text(error) == "Linear(lm/softmax): input_dims=0, expected at least 1"
 
 
 def test_another_error_of_a_device_stays_as_it_is(tmp_path: Path, monkeypatch: Any):

@@ -33,19 +33,19 @@ from flax import linen as nn
 from layerkit import nested_map
 from layerkit.config import (
     BaseHParams,
-    Config,
     adopt_hparams,
-    assigned_fields,
     build,
     instance_field,
     is_config,
     sub_config_field,
     target_of,
-    walk_configs,
 )
 from layerkit.derived_fields import derive_fields
+from layerkit.diagnostics import naming_layer, warn_of_unset_train
+from layerkit.field_checks import Conditions, checking_fields
 from layerkit.near_names import near_names
 from layerkit.sharding import BoundSharding
+from layerkit.shared_layers import SharedLayers
 from layerkit.summaries import DEFAULT_VERBOSITY, SUMMARIES, SUMMARY_ARRAYS, Kind, sow_summary
 from layerkit.weights import (
     WeightBox,
@@ -76,6 +76,9 @@ COLLECTIONS = (
 
 # The random stream that layers draw from while training (dropout and the like).
 RANDOM = "random"
+
+# Methods in whose errors a layer is named.
+_NAMED_IN_ERRORS = frozenset({"setup", "fprop", "extend_step", "init_cache", "decode"})
 
 # Fields that a child takes from its parent when it does not set its own.
 INHERITED_FIELDS = ("dtype", "fprop_dtype", "params_init", "train", "sharding")
@@ -109,14 +112,18 @@ class BaseLayer(nn.Module, kw_only=True):
       fprop_dtype: Of the computation, to which weights and activations are cast; float32 if nobody
         above sets it.
       params_init: Initialiser of weights that do not name their own; Xavier if nobody sets it.
-      train: Whether this is the training variant (dropout on). Set it on a clone of the model:
-        `model.clone(train=True)`. Evaluation if nobody above sets it.
+      train: Whether this is the training variant. Set it on a clone of the model:
+        `model.clone(train=True)` has dropout, noise, capacities of experts and moving statistics,
+        `model.clone(train=False)` has not. None inherits the value; if nobody sets it, the model
+        evaluates, and warns where `aux_loss` is mutable, as it is in a training step.
       sharding: Mesh and rules, set by the partitioner; without them constraints do nothing.
       shared_weight_id: Children with the same id, made from equal configs anywhere in one model,
         are one layer with one set of weights.
     """
 
     HParams: ClassVar[type[BaseHParams]] = BaseHParams
+    used_only_if: ClassVar[Conditions] = {}
+    """Conditions under which fields have an effect; see `layerkit.field_checks`."""
 
     dtype: Any = None
     fprop_dtype: Any = None
@@ -127,10 +134,15 @@ class BaseLayer(nn.Module, kw_only=True):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         adopt_hparams(cls)
+        if "setup" in vars(cls):
+            cls.setup = checking_fields(cls.setup)  # type: ignore[method-assign]
+        for name in _NAMED_IN_ERRORS & vars(cls).keys():
+            setattr(cls, name, naming_layer(getattr(cls, name)))
         super().__init_subclass__(kw_only=True, **kwargs)
 
     # What a subclass writes.
 
+    @checking_fields
     def setup(self) -> None:
         """Creates weights and children."""
 
@@ -256,6 +268,7 @@ class BaseLayer(nn.Module, kw_only=True):
           ValueError: training without a mutable collection, where it would be lost in silence.
         """
         if self.is_mutable_collection(AUX_LOSS):
+            warn_of_unset_train(self, collection=AUX_LOSS)
             self.sow(AUX_LOSS, name, jnp.asarray(value, jnp.float32))
         elif self.is_training:
             raise ValueError(
@@ -326,7 +339,11 @@ class BaseLayer(nn.Module, kw_only=True):
     @property
     @nn.nowrap
     def is_training(self) -> bool:
-        """Whether this is the training variant."""
+        """Whether this is the training variant.
+
+        Read it last in a condition: a model that reads it, and whose `train` nobody set, warns.
+        """
+        warn_of_unset_train(self, collection=AUX_LOSS)
         return bool(self.inherited("train"))
 
     @property
@@ -392,6 +409,13 @@ class BaseLayer(nn.Module, kw_only=True):
     # Inside.
 
     @nn.nowrap
+    def _root(self) -> Any:
+        root: Any = self
+        while isinstance(root.parent, BaseLayer):
+            root = root.parent
+        return root
+
+    @nn.nowrap
     def _inherited_dtype(self, field: str) -> jnp.dtype:
         return floating_dtype(self.inherited(field), field=field, owner=self.path_name)
 
@@ -450,17 +474,8 @@ class BaseLayer(nn.Module, kw_only=True):
                 setattr(filled, field, self.inherited(field))
         if filled.shared_weight_id is None:
             return build(filled)
-        return self._shared_child(filled, where)
-
-    @nn.nowrap
-    def _shared_layers(self) -> dict[str, tuple[str, Any, Any]]:
-        """Shared layers of the whole model, kept by its root: id → (where, config, layer)."""
-        root: Any = self
-        while isinstance(root.parent, BaseLayer):
-            root = root.parent
-        if "_shared_by_id" not in root.__dict__:
-            object.__setattr__(root, "_shared_by_id", {})
-        return root.__dict__["_shared_by_id"]
+        layer: BaseLayer = self._shared_layers().layer(filled, where)
+        return layer
 
     @nn.nowrap
     def keep_shared_weights_inside(self, template: Any) -> None:
@@ -469,32 +484,12 @@ class BaseLayer(nn.Module, kw_only=True):
         Raises:
           ValueError: one of them is used outside too, where the weights cannot be the same.
         """
-        for config in walk_configs(template):
-            shared_id = assigned_fields(config).get("shared_weight_id")
-            if shared_id is not None:
-                where, known, _ = self._shared_layers().get(shared_id, (self.path_name, None, None))
-                if where != self.path_name or known is not None:
-                    self._refuse_crossing(shared_id, where, self.path_name)
-                self._shared_layers()[shared_id] = (self.path_name, None, None)
+        self._shared_layers().keep_inside(template, self.path_name)
 
     @nn.nowrap
-    def _refuse_crossing(self, shared_id: str, first: str, second: str) -> None:
-        raise ValueError(
-            f"shared_weight_id={shared_id!r} is used in {first} and in {second}, but weights cannot"
-            " be shared into or out of a repeated layer"
-        )
-
-    @nn.nowrap
-    def _shared_child(self, config: Config, where: str) -> BaseLayer:
-        assert config.shared_weight_id is not None
-        first, known, layer = self._shared_layers().setdefault(
-            config.shared_weight_id, (where, config, build(config))
-        )
-        if known is None:
-            self._refuse_crossing(config.shared_weight_id, first, where)
-        if known != config:
-            raise ValueError(
-                f"{where} and {first} share weights (shared_weight_id="
-                f"{config.shared_weight_id!r}) but their configs differ:\n{config}\n{known}"
-            )
-        return layer
+    def _shared_layers(self) -> SharedLayers:
+        root = self._root()
+        if "_shared_by_id" not in root.__dict__:
+            object.__setattr__(root, "_shared_by_id", SharedLayers())
+        shared: SharedLayers = root.__dict__["_shared_by_id"]
+        return shared

@@ -50,6 +50,10 @@ class BaseModel(BaseLayer):
     """Base of every model.
 
     `fprop(batch)` is `compute_loss(compute_predictions(batch), batch)`.
+
+    A custom training loop differentiates `model.clone(train=True)` and adds the leaves of the
+    collection `aux_loss` to the loss. With `train=None` the model evaluates: dropout is off, and
+    nothing can tell that gradients are taken. `apply` warns where `aux_loss` is mutable then.
     """
 
     reported_metric: ClassVar[str | None] = None

@@ -25,7 +25,7 @@ from layerkit.layers.masks import AttentionMask, row_positions
 from layerkit.layers.normalizations import LayerNorm, RmsNorm
 from layerkit.layers.positions import RotaryPositionalEmbedding
 from layerkit.layers.quantization.fp8 import Fp8Dot
-from layerkit.testing import Change, Example, dead_fields
+from layerkit.testing import Change, Example, dead_fields, ignored_fields
 from layerkit.weights import WeightInit
 
 BATCH, LENGTH, DIMS = 4, 8, 8
@@ -153,6 +153,14 @@ EXAMPLES = [
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.layer_class.__name__)
 def test_no_field_is_dead(example, sharding):
     assert dead_fields(example, sharding=sharding) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.layer_class.__name__)
+def test_no_field_is_ignored(example, sharding):
+    # Both add a bias to the projection out: one says so of itself, the other of all projections.
+    agreeing = {"use_output_bias while use_bias=True"}
+    assert set(ignored_fields(example, sharding=sharding)) <= agreeing
 
 
 def test_every_layer_has_an_example():

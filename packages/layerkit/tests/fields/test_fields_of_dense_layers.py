@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pkgutil
 from pathlib import Path
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,12 +16,13 @@ from flax import linen as nn
 import layerkit.layers as L  # noqa: N812 - the index is read as one name, a layer a line
 from layerkit.base_layer import BaseLayer
 from layerkit.config import Config
+from layerkit.field_checks import Conditions
 from layerkit.layers.adapters import LoraDot
 from layerkit.layers.embeddings import ClassSoftmax
 from layerkit.layers.products import Dot
 from layerkit.layers.quantization.fp8 import Fp8Dot
 from layerkit.layers.rotary_scaling import LinearScaling
-from layerkit.testing import Change, Example, dead_fields
+from layerkit.testing import Change, Example, dead_fields, ignored_fields
 from layerkit.weights import WeightHParams, WeightInit
 
 # Modules whose layers have their examples in another file.
@@ -244,6 +246,21 @@ def test_no_field_is_dead(example, sharding):
     assert dead_fields(example, sharding=sharding) == []
 
 
+# Ignored for a reason.
+TOLERATED = {
+    # A model that was trained is frozen by one field, without editing how it was trained.
+    "decay while force_evaluation=True",
+    "use_moving_averages_in_training while force_evaluation=True",
+    # A module may draw random numbers without being told that it trains; this one does not.
+    "random_streams while train_argument=None",
+}
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.layer_class.__name__)
+def test_no_field_is_ignored(example, sharding):
+    assert set(ignored_fields(example, sharding=sharding)) <= TOLERATED
+
+
 def test_every_layer_has_an_example_here_or_elsewhere():
     shown = {example.layer_class for example in EXAMPLES} | BASES
     missing = []
@@ -269,6 +286,28 @@ def test_a_field_that_nobody_reads_is_found():
 
     example = of(Doubled, {}, lambda layer: layer(NUMBERS))
     assert dead_fields(example) == ["nobody_reads"]
+
+
+def test_a_field_that_another_switches_off_is_found_unless_it_raises():
+    class Doubled(BaseLayer):
+        times: float = 2.0
+        use_times: bool = True
+        offset: float = 1.0
+        use_offset: bool = False
+
+        def fprop(self, x):
+            x = x * self.times if self.use_times else x
+            return x + self.offset if self.use_offset else x
+
+    class Refusing(Doubled):
+        used_only_if: ClassVar[Conditions] = {"times": "use_times", "offset": "use_offset"}
+
+    offset = Change(3.0, given={"use_offset": True})
+    example = of(Doubled, {}, lambda layer: layer(NUMBERS), offset=offset)
+    expected = ["offset while use_offset=False", "times while use_times=False"]
+    assert ignored_fields(example) == expected
+    example = of(Refusing, {}, lambda layer: layer(NUMBERS), offset=offset)
+    assert ignored_fields(example) == []
 
 
 def test_changes_must_be_of_fields_and_refusals_must_happen():

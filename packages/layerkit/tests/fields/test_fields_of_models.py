@@ -17,7 +17,7 @@ from layerkit.base_model import BaseModel
 from layerkit.config import Config
 from layerkit.decoding import SampleDecoder
 from layerkit.nested_map import NestedMap
-from layerkit.testing import Change, Example, dead_fields
+from layerkit.testing import Change, Example, dead_fields, ignored_fields
 
 BATCH, LENGTH, VOCAB = 4, 8, 16
 RANDOM = np.random.default_rng(0)
@@ -143,6 +143,12 @@ _SLOW = {M.SequenceModel, M.DpoModel}
 )
 def test_no_field_is_dead(example, sharding):
     assert dead_fields(example, sharding=sharding) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.layer_class.__name__)
+def test_no_field_is_ignored(example, sharding):
+    assert ignored_fields(example, sharding=sharding) == []
 
 
 def test_every_model_has_an_example():

@@ -16,7 +16,7 @@ from layerkit.base_layer import BaseLayer
 from layerkit.config import Config
 from layerkit.layers.masks import AttentionMask, row_positions
 from layerkit.layers.quantization.fp8 import Fp8Dot
-from layerkit.testing import Change, Example, dead_fields
+from layerkit.testing import Change, Example, dead_fields, ignored_fields
 from layerkit.weights import WeightInit
 
 BATCH, LENGTH, DIMS = 4, 8, 8
@@ -135,11 +135,11 @@ EXAMPLES = [
         activation_tpl=Config(L.Tanh),
         capacity_factor=1.0,
         num_groups=Change(2, given=WITH_CAPACITY),
-        grouped_matmul=Change("gmm", refusal="gmm"),
+        grouped_matmul="ragged_dot",
         use_shared_gate=Change(value=True, given=SHARED),
         shared_tpl=Change(Config(L.TransformerFeedForward, dtype="bfloat16"), given=SHARED),
         weight_init=GAUSSIAN,
-        down_init=GAUSSIAN,
+        down_init=WeightInit.Constant(0.5),
         dot_tpl=Change(Config(Fp8Dot), given=WITH_CAPACITY),
     ),
     of(
@@ -215,6 +215,14 @@ _SLOW = {L.PipelinedTransformer}
 )
 def test_no_field_is_dead(example, sharding):
     assert dead_fields(example, sharding=sharding) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.layer_class.__name__)
+def test_no_field_is_ignored(example, sharding):
+    # One stage streams nothing; how many there are is a matter of the mesh.
+    tolerated = {"stream_inputs while num_stages=1"}
+    assert set(ignored_fields(example, sharding=sharding)) <= tolerated
 
 
 def test_every_layer_has_an_example():

@@ -265,7 +265,7 @@ def test_refusals():
         with_lora(config, only="w")
     with pytest.raises(ValueError, match=r"LoraDot\(dot\): rank=0, expected at least 1"):
         with_lora(config, rank=0).Instantiate().init(KEY)
-    with pytest.raises(ValueError, match=r"LoraDot\(dot\): alpha=0.0 must be positive"):
+    with pytest.raises(ValueError, match=r"LoraDot\(dot\): alpha=0.0, expected more than 0"):
         with_lora(config, alpha=0.0).Instantiate().init(KEY)
     with pytest.raises(ValueError, match=r"there are no LoRA weights"):
         merge_lora(with_lora(config), config.Instantiate().init(KEY))

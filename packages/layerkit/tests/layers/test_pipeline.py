@@ -59,7 +59,7 @@ def pipeline(stages, microbatches, repeats=1, layers=1, **fields):
     stage = Block.HParams.config()
     if layers > 1:
         stage = Repeat.HParams.config(sub_tpl=stage, num_repeats=layers)
-    fields = {"num_stages": stages, "num_microbatches": microbatches, **fields}
+    fields = {"num_stages": stages, "num_microbatches": microbatches, "train": False, **fields}
     config = Pipeline.HParams.config(stage_tpl=stage, circular_repeats=repeats, **fields)
     return config.Instantiate()
 
@@ -131,7 +131,7 @@ def count_microbatches(layer, batch):
 
 
 def test_a_block_computes_what_is_not_a_number_in_a_bubble():
-    block = Block.HParams.config().Instantiate()
+    block = Block.HParams.config(train=False).Instantiate()
     run = lambda variables, x: jnp.sum(block.apply(variables, x, shift=0.0))  # noqa: E731
     value, gradient = jax.value_and_grad(run)(block.init(KEY), jnp.zeros((1, DIMS)))
     assert np.isnan(value) and np.all(np.isnan(gradient[PARAMS]["w"]))
@@ -216,7 +216,7 @@ class Twice(BaseLayer):
 def test_a_pipeline_that_runs_twice_reports_twice():
     stage = Block.HParams.config()
     inner = Pipeline.HParams.config(stage_tpl=stage, num_stages=2, num_microbatches=2)
-    layer, (x, shift) = Twice(pipeline_tpl=inner), inputs(2)
+    layer, (x, shift) = Twice(pipeline_tpl=inner, train=False), inputs(2)
     variables = layer.init(KEY)
     _, updates = layer.apply(variables, x, shift=shift, mutable=[AUX_LOSS])
     first, second = updates[AUX_LOSS]["pipeline"]["stage"]["mean"]
@@ -309,7 +309,7 @@ def summed(layer):
 
 
 def wide_pipeline(stages, microbatches, repeats=1, **fields):
-    fields = {"num_stages": stages, "num_microbatches": microbatches, **fields}
+    fields = {"num_stages": stages, "num_microbatches": microbatches, "train": False, **fields}
     stage = Repeat.HParams.config(sub_tpl=Wide.HParams.config(), num_repeats=2)
     config = Pipeline.HParams.config(stage_tpl=stage, circular_repeats=repeats, **fields)
     return config.Instantiate()

@@ -130,6 +130,7 @@ def test_further_arguments_reach_every_copy(five):
 
 def test_auxiliary_losses_summaries_and_state_are_kept_per_copy(five):
     layer, variables = five
+    layer = layer.clone(train=False)
     _, updates = layer.apply(variables, X, mutable=[AUX_LOSS, SUMMARIES, NON_TRAINABLE])
     (aux,) = updates[AUX_LOSS]["sub"]["half"]
     assert aux.shape == (5,) and float(jnp.sum(aux)) == 5 * 0.5
@@ -220,7 +221,7 @@ def test_repeat_of_repeat_is_a_longer_row():
 
 @pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_a_grid_of_copies_is_a_longer_row(remat):
-    flat, grid = repeated(6), repeated((2, 3), remat=remat)
+    flat, grid = repeated(6, train=False), repeated((2, 3), remat=remat, train=False)
     variables = flat.init(KEY)
     stacked = jax.tree.map(lambda leaf: leaf.reshape(2, 3, *leaf.shape[1:]), variables)
     shapes = jax.tree.map(jnp.shape, stacked)
@@ -411,9 +412,9 @@ def test_a_layer_that_changes_what_it_hands_on_is_refused():
     wider = repeated(2, Linear.HParams.config(input_dims=2, output_dims=4))
     ending = ", which the next copy does not take; shapes must stay, and x must come in the compute"
     assert refusal(lambda: wider.init(KEY, X)) == (
-        f"Repeat(): a copy of sub_tpl turns float32[3, 2] into float32[3, 4]{ending} dtype"
+        f"Repeat(): a copy of Linear(sub) turns float32[3, 2] into float32[3, 4]{ending} dtype"
     )
     lower = repeated(2, fprop_dtype="bfloat16")
     assert refusal(lambda: lower.init(KEY, X)) == (
-        f"Repeat(): a copy of sub_tpl turns float32[3, 2] into bfloat16[3, 2]{ending} dtype"
+        f"Repeat(): a copy of Block(sub) turns float32[3, 2] into bfloat16[3, 2]{ending} dtype"
     )

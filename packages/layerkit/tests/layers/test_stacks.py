@@ -426,12 +426,13 @@ def test_contradictions_are_refused_naming_both_sides():
             "remat='fulll' is not a policy; did you mean 'full'?"
             f" Policies: {', '.join(REMAT_POLICIES)}.",
         ),
-        ({"droppath_rate": 1.0}, "droppath_rate=1.0, expected 0 <= rate < 1"),
+        ({"droppath_rate": 1.0}, "droppath_rate=1.0, expected 0 <= droppath_rate < 1"),
         ({"block_tpls": ()}, "block_tpls is empty, expected layers, or None"),
         (
             {"block_tpls": (LOCAL,), "layer_tpl": GLOBAL},
-            "layer_tpl and block_tpls are both set, and each says what the layers are; leave one of"
-            " them out",
+            "layer_tpl.attention_tpl.rotary_tpl=<Config[RotaryPositionalEmbedding()]> has no effect"
+            " while block_tpls is set. Expected the default. Leave"
+            " layer_tpl.attention_tpl.rotary_tpl out, or change block_tpls.",
         ),
         (
             {"block_tpls": (GLOBAL, Plain.HParams.config()), "droppath_rate": 0.5},

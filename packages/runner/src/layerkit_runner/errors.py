@@ -10,7 +10,11 @@ The texts say what was given, what was expected and the nearest right thing.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
+
+from layerkit.diagnostics import layer_of
 
 
 class UsageError(Exception):
@@ -33,6 +37,24 @@ class NonFiniteError(UsageError):
     """Training that cannot continue, because its steps or its state are not finite numbers."""
 
     exit_code = 65
+
+
+def layer_error_text(error: Exception) -> str:
+    """Return the text of an error; one line with layer and line of code, if a layer raised it."""
+    layer = layer_of(error)
+    if layer is None:
+        return str(error)
+    # JAX explains some errors at length below their first paragraph.
+    text = " ".join(str(error).partition("\n\n")[0].split())
+    if text.startswith(layer):
+        return text
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not {"jax", "jaxlib", "flax"} & set(Path(frame.filename).parts)
+    ]
+    place = f", {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    return f"{text.rstrip('.')}, in layer {layer}{place}"
 
 
 def first_names(names: Iterable[str], *, limit: int = 12) -> str:

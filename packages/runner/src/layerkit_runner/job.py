@@ -26,7 +26,7 @@ from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.compilation_cache import cache_folder, make_private
 from layerkit_runner.configuration.config_text import config_json
 from layerkit_runner.configuration.resolve import ResolvedExperiment
-from layerkit_runner.errors import UsageError
+from layerkit_runner.errors import UsageError, layer_error_text
 from layerkit_runner.job_files import UnsafePathError
 from layerkit_runner.job_folder import check_same_experiment, check_writable, recorded_overrides
 from layerkit_runner.observers import (
@@ -121,7 +121,7 @@ class Job:
         try:
             return self.partitioner.abstract_state(self.task)
         except ValueError as error:
-            raise UsageError(f"{self.resolved.name}: {error}") from error
+            raise UsageError(f"{self.resolved.name}: {layer_error_text(error)}") from error
 
     def restore(
         self, checkpoints: CheckpointManager, step: int, *, for_training: bool = True

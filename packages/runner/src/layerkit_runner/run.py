@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from layerkit.diagnostics import layer_of
 from layerkit_runner.byte_sizes import size_text
 from layerkit_runner.command_line.flag_table import FOLLOWING_MODES, ONCE_MODES
 from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.configuration.resolve import ResolvedExperiment
-from layerkit_runner.errors import StorageError, UsageError
+from layerkit_runner.errors import StorageError, UsageError, layer_error_text
 from layerkit_runner.experiment import BaseExperiment, experiment_fields
 from layerkit_runner.job_files import open_append
 
@@ -48,7 +49,8 @@ def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
     if mode == "plan":
         from layerkit_runner.plan.plan_mode import run_plan
 
-        return run_plan(resolved, options)
+        with _layer_errors(resolved):
+            return run_plan(resolved, options)
     if options.job_log_dir is None:
         raise UsageError(f"--mode={mode} needs --job_log_dir=DIR")
     from layerkit_runner.modes import export as export_mode
@@ -74,9 +76,29 @@ def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
     with (
         joined(options) as process,
         _watched(process, mode),
+        _layer_errors(resolved, process),
         _in_one_sentence(mode, resolved, process),
     ):
         return modes[mode](resolved, options)
+
+
+@contextlib.contextmanager
+def _layer_errors(
+    resolved: ResolvedExperiment, process: JoinedProcess | None = None
+) -> Iterator[None]:
+    """Raise UsageError for shapes and dtypes with which a layer cannot be traced.
+
+    Args:
+      resolved: The experiment.
+      process: The process in whose log the traceback is kept; None keeps it nowhere.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if layer_of(error) is None:
+            raise
+        kept = "" if process is None else f".{_kept_traceback(error, process)}"
+        raise UsageError(f"{resolved.name}: {layer_error_text(error)}{kept}") from error
 
 
 @contextlib.contextmanager

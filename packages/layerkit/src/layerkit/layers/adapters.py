@@ -39,7 +39,7 @@ from layerkit.config import (
     walk_configs,
 )
 from layerkit.layers.products import Dot, edit_products, weight_of_dot
-from layerkit.layers.sizes import check_sizes
+from layerkit.layers.sizes import check_positive, check_sizes
 from layerkit.layers.stochastic import Dropout
 from layerkit.weights import WeightHParams, WeightInit
 
@@ -78,8 +78,7 @@ class LoraDot(Dot):
 
     def setup(self) -> None:
         check_sizes(self, rank=self.rank)
-        if not self.alpha > 0:
-            raise ValueError(f"{self.path_name}: alpha={self.alpha} must be positive")
+        check_positive(self, alpha=self.alpha)
         weight, num_group, num_in = self._split_weight()
         group, ins, outs = (
             slice(num_group),

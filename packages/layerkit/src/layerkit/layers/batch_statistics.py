@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from layerkit.base_layer import BaseLayer
-from layerkit.layers.sizes import check_last_axis, check_sizes
+from layerkit.layers.sizes import check_last_axis, check_not_negative, check_rates, check_sizes
 from layerkit.weights import WeightHParams, WeightInit
 
 
@@ -43,8 +43,8 @@ class BatchNorm(BaseLayer):
 
     def setup(self) -> None:
         check_sizes(self, dims=self.dims)
-        if not 0.0 <= self.decay < 1.0:
-            raise ValueError(f"{self.path_name}: decay={self.decay}, expected 0 <= decay < 1")
+        check_not_negative(self, epsilon=self.epsilon)
+        check_rates(self, decay=self.decay)
         zeros, ones = WeightInit.Constant(0.0), WeightInit.Constant(1.0)
         for name in ("scale", "bias"):
             self.create_variable(name, WeightHParams((self.dims,), axes=("norm",), init=zeros))
@@ -66,7 +66,7 @@ class BatchNorm(BaseLayer):
         check_last_axis(self, inputs, dims=self.dims)
         x = _zero_padding(inputs.astype(jnp.float32), is_token)
         mean, variance = self.get_var("moving_mean"), self.get_var("moving_variance")
-        if self.is_training and not self.force_evaluation:
+        if not self.force_evaluation and self.is_training:
             axes = tuple(range(x.ndim - 1))
             batch_mean, batch_variance = masked_moments(x, is_token, axes=axes)
             batch_mean, batch_variance = batch_mean.reshape(-1), batch_variance.reshape(-1)
@@ -107,6 +107,7 @@ class GroupNorm(BaseLayer):
 
     def setup(self) -> None:
         check_sizes(self, dims=self.dims, num_groups=self.num_groups)
+        check_not_negative(self, epsilon=self.epsilon)
         if self.dims % self.num_groups:
             raise ValueError(
                 f"{self.path_name}: num_groups={self.num_groups} does not divide dims={self.dims}"

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from layerkit.base_layer import BaseLayer
+from layerkit.field_checks import Conditions
 from layerkit.layers.losses import (
     TokenLosses,
     check_loss_options,
@@ -24,7 +26,7 @@ from layerkit.layers.losses import (
     weighted_mean,
 )
 from layerkit.layers.products import merge_tokens
-from layerkit.layers.sizes import check_last_axis, check_sizes
+from layerkit.layers.sizes import check_integers, check_last_axis, check_positive, check_sizes
 from layerkit.nested_map import NestedMap
 from layerkit.weights import WeightHParams, WeightInit
 
@@ -88,6 +90,7 @@ def _vectors_hparams(layer: Embedding | SharedEmbeddingSoftmax) -> WeightHParams
 def _embed(
     layer: Embedding | SharedEmbeddingSoftmax, ids: jax.Array, axes: tuple[str | None, ...] | None
 ) -> jax.Array:
+    check_integers(layer, ids=ids)
     # Whole vectors on every device, of its share of the vocabulary: else the compiler keeps the
     # layout of the weight and looks up the ids of all rows everywhere.
     vectors = lookup(layer.constrain(layer.theta.w, layer.weight_axes[0], None), ids)
@@ -152,6 +155,8 @@ class ClassSoftmax(BaseLayer):
       ValueError: an option out of range.
     """
 
+    used_only_if: ClassVar[Conditions] = {"bias_axes": "use_bias"}
+
     input_dims: int = 0
     num_classes: int = 0
     use_bias: bool = False
@@ -167,6 +172,7 @@ class ClassSoftmax(BaseLayer):
 
     def setup(self) -> None:
         check_sizes(self, input_dims=self.input_dims, num_classes=self.num_classes)
+        check_positive(self, logit_scale=self.logit_scale)
         check_loss_options(
             label_smoothing=self.label_smoothing,
             z_loss_weight=self.z_loss_weight,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
 from layerkit.config import sub_config_field
+from layerkit.field_checks import Conditions
 from layerkit.layers.activations import ReLU
 from layerkit.layers.linears import Bias, Linear
 from layerkit.layers.products import constrain_tokens, merge_tokens
@@ -36,6 +37,8 @@ class TransformerFeedForward(BaseLayer):
       bias_tpl: The biases.
       down_init: Initialiser of the projection back; None for that of the others.
     """
+
+    used_only_if: ClassVar[Conditions] = {"bias_tpl": "has_bias"}
 
     input_dims: int = 0
     hidden_dims: int = 0

@@ -101,9 +101,9 @@ class FlaxModule(BaseLayer):
         variables = {PARAMS: _unboxed(self._weights)}
         variables |= {name: _unboxed(held.value) for name, held in self._others.items()}
         rngs = {}
-        if self.is_training and not self.is_initializing():
+        if self.random_streams and not self.is_initializing() and self.is_training:
             rngs = {name: self.next_prng_key() for name in self.random_streams}
-        mutable = (self.is_training and list(self._others)) or False
+        mutable = [*self._others] if self._others and self.is_training else False
         result = self._module().apply(
             variables, *args, **self._mode(), **kwargs, rngs=rngs, mutable=mutable
         )

@@ -6,12 +6,13 @@ depends on where the layer is used, so they are fields: see `layerkit.sharding` 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
 from layerkit.base_layer import BaseLayer
 from layerkit.config import sub_config_field
+from layerkit.field_checks import Conditions
 from layerkit.layers.activations import ReLU
 from layerkit.layers.products import create_dot, matmul
 from layerkit.layers.sizes import check_last_axis, check_sizes
@@ -96,6 +97,8 @@ class FeedForward(BaseLayer):
       bias_tpl: The bias.
       activation_tpl: The activation.
     """
+
+    used_only_if: ClassVar[Conditions] = {"bias_tpl": "has_bias"}
 
     input_dims: int = 0
     output_dims: int = 0

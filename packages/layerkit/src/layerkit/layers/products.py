@@ -36,6 +36,7 @@ from layerkit.config import (
     target_of,
     walk_configs,
 )
+from layerkit.field_checks import unmet_conditions
 from layerkit.near_names import near_names
 from layerkit.weights import WeightHParams
 
@@ -188,16 +189,17 @@ def _product_owners(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Co
 
 
 def unused_templates(config: Config) -> set[int]:
-    """The ids of all configs from which nothing is made, as a pattern of layers stands for them.
+    """Return the ids of all configs from which nothing is made, by `BaseLayer.used_only_if`.
 
     Args:
-      config: Of anything that may hold stacks of layers; `block_tpls` replaces `layer_tpl` there.
+      config: Of anything that may hold layers.
     """
     return {
         id(unused)
-        for stack in walk_configs(config)
-        if "block_tpls" in field_names(stack) and stack.block_tpls is not None
-        for unused in walk_configs(stack.layer_tpl)
+        for owner in walk_configs(config)
+        for path, _ in unmet_conditions(owner)
+        if "." not in path
+        for unused in walk_configs(getattr(owner, path))
     }
 
 

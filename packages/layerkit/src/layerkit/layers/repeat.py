@@ -89,7 +89,7 @@ class Repeat(BaseLayer):
         def body(sub: BaseLayer, carry: Any, own: dict[str, Any]) -> tuple[Any, None]:
             carry = jax.tree.map(self._lay_out, carry)
             result = getattr(sub, method)(carry, *args, **own, **kwargs)
-            check_handed_on(carry, result, owner=self.path_name, runs="copy of sub_tpl")
+            check_handed_on(carry, result, owner=self.path_name, runs=f"copy of {sub.path_name}")
             return result, None
 
         shape = self.stacked_shape

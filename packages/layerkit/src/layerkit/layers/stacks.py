@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,12 @@ from flax import linen as nn
 from layerkit.base_layer import CACHE, BaseLayer
 from layerkit.config import Config, is_config, sub_config_field, target_of
 from layerkit.derived_fields import derive_fields
+from layerkit.field_checks import Conditions
 from layerkit.layers.attention.biases import add_relative_bias
 from layerkit.layers.masks import AttentionMask, row_positions
 from layerkit.layers.remat import check_remat_policy, remat
 from layerkit.layers.repeat import Repeat
-from layerkit.layers.sizes import check_sizes
+from layerkit.layers.sizes import check_rates, check_same_shape, check_sizes
 from layerkit.layers.transformer import Transformer, given
 
 
@@ -48,6 +49,8 @@ class StackedTransformer(BaseLayer):
       ValueError: sizes below one, an unknown policy, a rate outside [0, 1) or set here and on a
         layer, or both `layer_tpl` and `block_tpls`.
     """
+
+    used_only_if: ClassVar[Conditions] = {"layer_tpl": "not block_tpls"}
 
     layer_tpl: Any = sub_config_field(Transformer.HParams)
     block_tpls: tuple[Any, ...] | None = sub_config_field(None)
@@ -129,7 +132,7 @@ class StackedTransformer(BaseLayer):
             memory=memory,
             memory_mask=memory_mask,
         )
-        if droppath_rates is None and self.is_training and self.droppath_rate:
+        if droppath_rates is None and self.droppath_rate and self.is_training:
             depths = jnp.arange(1, self.num_layers + 1, dtype=jnp.float32)
             droppath_rates = self.droppath_rate / self.num_layers * depths
         return self._run_layers("__call__", self.cast(x), droppath_rates, shared)
@@ -206,7 +209,9 @@ class StackedTransformer(BaseLayer):
         shared: dict[str, Any],
     ) -> jax.Array:
         def body(layer: Any, x: jax.Array, own: dict[str, jax.Array]) -> jax.Array:
-            return getattr(layer, method)(x, **own, **shared)
+            outputs = getattr(layer, method)(x, **own, **shared)
+            check_same_shape(layer, x, outputs)
+            return outputs
 
         # A stack cannot tell whether it is a period in the loop of another, and takes no risk.
         run = remat(body, self.remat, in_scan=False)
@@ -219,10 +224,7 @@ class StackedTransformer(BaseLayer):
         """What every layer is given, after refusing what a stack of any kind cannot be."""
         check_sizes(self, num_layers=self.num_layers)
         check_remat_policy(self.remat, owner=self.path_name, sharding=self.inherited("sharding"))
-        if not 0.0 <= self.droppath_rate < 1.0:
-            raise ValueError(
-                f"{self.path_name}: droppath_rate={self.droppath_rate}, expected 0 <= rate < 1"
-            )
+        check_rates(self, droppath_rate=self.droppath_rate)
         of_layers = [getattr(template, "droppath_rate", 0.0) for template in self.pattern]
         for template in self.pattern if self.droppath_rate else ():
             self._check_takes_droppath(template)
@@ -232,14 +234,8 @@ class StackedTransformer(BaseLayer):
                 f" its own, but its template sets droppath_rate={max(of_layers)}; set one of the"
                 " two"
             )
-        if self.block_tpls is not None:
-            if not self.block_tpls:
-                raise ValueError(f"{self.path_name}: block_tpls is empty, expected layers, or None")
-            if self.layer_tpl != Config(type(self)).layer_tpl:
-                raise ValueError(
-                    f"{self.path_name}: layer_tpl and block_tpls are both set, and each says what"
-                    " the layers are; leave one of them out"
-                )
+        if self.block_tpls is not None and not self.block_tpls:
+            raise ValueError(f"{self.path_name}: block_tpls is empty, expected layers, or None")
         return {
             "input_dims": self.input_dims,
             "hidden_dims": self.hidden_dims,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
+from layerkit.layers.sizes import check_rates
 
 
 class Dropout(BaseLayer):
@@ -28,8 +29,7 @@ class Dropout(BaseLayer):
     broadcast_dims: tuple[int, ...] = ()
 
     def setup(self) -> None:
-        if not 0.0 <= self.rate < 1.0:
-            raise ValueError(f"{self.path_name}: rate={self.rate}, expected 0 <= rate < 1")
+        check_rates(self, rate=self.rate)
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
         """`[...]` → `[...]` in the compute dtype.
@@ -38,7 +38,7 @@ class Dropout(BaseLayer):
           ValueError: a broadcast dimension that the inputs do not have.
         """
         inputs = self.cast(inputs)
-        if not self.is_training or self.rate == 0.0:
+        if self.rate == 0.0 or not self.is_training:
             return inputs
         keep_probability = 1.0 - self.rate
         shape = self._mask_shape(inputs.shape)
@@ -72,8 +72,7 @@ class StochasticResidual(BaseLayer):
     rate: float = 0.0
 
     def setup(self) -> None:
-        if not 0.0 <= self.rate < 1.0:
-            raise ValueError(f"{self.path_name}: rate={self.rate}, expected 0 <= rate < 1")
+        check_rates(self, rate=self.rate)
 
     def fprop(self, x: jax.Array, branch: jax.Array, *, rate: jax.Array | None = None) -> jax.Array:
         """The sum, in the compute dtype.
@@ -85,7 +84,7 @@ class StochasticResidual(BaseLayer):
             for several depths.
         """
         x, branch = self.cast(x), self.cast(branch)
-        if not self.is_training or (rate is None and self.rate == 0.0):
+        if (rate is None and self.rate == 0.0) or not self.is_training:
             return x + branch
         keep_probability = 1.0 - (self.rate if rate is None else rate)
         shape = (x.shape[0],) + (1,) * (x.ndim - 1)

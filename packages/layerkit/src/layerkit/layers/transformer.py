@@ -20,18 +20,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
 from layerkit.config import sub_config_field
+from layerkit.field_checks import Conditions
 from layerkit.layers.attention.multi_head import MultiHeadAttention
 from layerkit.layers.feed_forward import TransformerFeedForward
 from layerkit.layers.masks import AttentionMask
 from layerkit.layers.normalizations import LayerNorm
 from layerkit.layers.remat import name_activation
+from layerkit.layers.sizes import check_same_shape
 from layerkit.layers.stochastic import Dropout, StochasticResidual
 from layerkit.near_names import near_names
 
@@ -64,6 +66,8 @@ class Transformer(BaseLayer):
     Raises:
       ValueError: an unknown `norm_policy`, or a combination that is not defined.
     """
+
+    used_only_if: ClassVar[Conditions] = {"parallel_shares_norm": "parallel"}
 
     input_dims: int = 0
     hidden_dims: int = 0
@@ -222,7 +226,9 @@ class Transformer(BaseLayer):
         """What a branch adds to the residual, with the norms that stand within it."""
         if self.norm_policy in ("pre", "pre_post") and not self.parallel_shares_norm:
             x = getattr(self, f"{name}_norm")(x)
-        output = name_activation(branch(x), f"{name}_out")
+        output = branch(x)
+        check_same_shape(getattr(self, name), x, output)
+        output = name_activation(output, f"{name}_out")
         if self.norm_policy in ("pre_post", "branch"):
             output = getattr(self, f"{name}_post_norm")(output)
         return self.dropout(output)
@@ -245,8 +251,6 @@ class Transformer(BaseLayer):
                 f"{self.path_name}: parallel=True with cross_attention_tpl is not defined, since"
                 " cross attention asks with what self-attention found; leave one of them out"
             )
-        if self.parallel_shares_norm and not self.parallel:
-            raise ValueError(f"{self.path_name}: parallel_shares_norm=True needs parallel=True")
         if self.parallel_shares_norm and self.norm_policy == "branch":
             raise ValueError(
                 f"{self.path_name}: parallel_shares_norm=True with norm_policy='branch', which has"

@@ -7,7 +7,7 @@ are the ones that decoder-only models use, so that their options are the same.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from flax import linen as nn
 
 from layerkit.base_layer import CACHE, BaseLayer
 from layerkit.config import sub_config_field
+from layerkit.field_checks import Conditions
 from layerkit.layers.attention.cross import CrossAttention
 from layerkit.layers.embeddings import SharedEmbeddingSoftmax
 from layerkit.layers.masks import AttentionMask, row_positions
@@ -23,6 +24,7 @@ from layerkit.layers.stacks import StackedTransformer
 from layerkit.layers.stochastic import Dropout
 from layerkit.layers.transformer import Transformer
 from layerkit.models.transformer_parts import (
+    TIED_EMBEDDING_CONDITIONS,
     create_token_layers,
     embed_tokens,
     locate_in_stack,
@@ -62,6 +64,8 @@ class TransformerEncoderDecoder(BaseLayer):
     Raises:
       ValueError: nothing embeds the ids, or a source vocabulary without an embedding.
     """
+
+    used_only_if: ClassVar[Conditions] = TIED_EMBEDDING_CONDITIONS
 
     vocab_size: int = 0
     source_vocab_size: int | None = None

@@ -7,7 +7,7 @@ are is the business of the stack, which may be a row, a scan or a pipeline.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
 from layerkit.config import sub_config_field
+from layerkit.field_checks import Conditions
 from layerkit.layers.embeddings import SharedEmbeddingSoftmax
 from layerkit.layers.masks import AttentionMask, row_positions
 from layerkit.layers.normalizations import LayerNorm
@@ -22,6 +23,7 @@ from layerkit.layers.stacks import StackedTransformer
 from layerkit.layers.stochastic import Dropout
 from layerkit.layers.transformer import given
 from layerkit.models.transformer_parts import (
+    TIED_EMBEDDING_CONDITIONS,
     create_token_layers,
     embed_tokens,
     locate_in_stack,
@@ -55,6 +57,8 @@ class TransformerLm(BaseLayer):
     Raises:
       ValueError: nothing embeds the ids.
     """
+
+    used_only_if: ClassVar[Conditions] = TIED_EMBEDDING_CONDITIONS
 
     vocab_size: int = 0
     model_dims: int = 0

@@ -8,6 +8,13 @@ import jax
 
 from layerkit.config import build
 from layerkit.derived_fields import derive_fields
+from layerkit.field_checks import Conditions
+
+# A softmax that is tied to the embedding embeds nothing where there is a separate embedding.
+TIED_EMBEDDING_CONDITIONS: Conditions = {
+    "softmax_tpl.scale_by_sqrt_dims": "not embedding_tpl",
+    "softmax_tpl.embedding_axes": "not embedding_tpl",
+}
 
 
 def create_token_layers(model: Any) -> None:

@@ -3,7 +3,8 @@
 A field that nobody reads is a promise that is silently broken: somebody sets it, and trains without
 it. `dead_fields` gives every field another value and looks for a difference in what the layer is:
 the weights it creates (shapes, logical axes, first values) and the programs that it traces, in
-training and in evaluation. Computations whose result is not used do not count.
+training and in evaluation. Computations whose result is not used do not count. `ignored_fields`
+does the same while other fields are switched on or off: a field without effect has to raise then.
 
     def test_every_field_of_my_layer_matters():
         config = MyLayer.HParams.config(dims=4, epsilon=1e-6)
@@ -13,6 +14,7 @@ training and in evaluation. Computations whose result is not used do not count.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +26,7 @@ from jax.interpreters import partial_eval
 
 from layerkit.base_layer import AUX_LOSS, CACHE, NON_TRAINABLE, RANDOM, SUMMARIES, BaseLayer
 from layerkit.config import Config, build, is_config, target_of
+from layerkit.field_checks import conditions_of
 from layerkit.sharding import BoundSharding
 from layerkit.weights import WeightInit, logical_axes, unbox
 
@@ -88,44 +91,125 @@ def dead_fields(example: Example, *, sharding: BoundSharding | None = None) -> l
     Raises:
       ValueError: a field without a change, where none can be made up, or a change of no field.
     """
-    config, changes = example.config, dict(example.changes)
-    known: dict[str, Any] = {}
+    probe = _Probe(example, sharding)
+    return [name for name, change in _all_changes(example).items() if probe.is_dead(name, change)]
 
-    def aspects_before(given: Mapping[str, Any]) -> Any:
-        key = repr(sorted((name, repr(value)) for name, value in given.items()))
-        if key not in known:
-            known[key] = _aspects(_with(config, given), example.run, sharding)
-        # Traced as far as somebody asks, and once.
-        known[key], again = itertools.tee(known[key])
-        return again
 
-    dead = []
-    for field in dataclasses.fields(example.layer_class):
-        name = field.name
-        if name in _OF_EVERY_LAYER:
+def ignored_fields(example: Example, *, sharding: BoundSharding | None = None) -> list[str]:
+    """Return the fields that another field switches off without an error.
+
+    A field that has no effect any more has to raise when it is changed; see
+    `BaseLayer.used_only_if`. Switches are the fields whose change turns a value on or off: a bool,
+    None, or 0.
+
+    Args:
+      example: The layer.
+      sharding: As for `dead_fields`.
+
+    Returns:
+      Entries such as "bias_tpl while use_bias=False", sorted.
+    """
+    probe, changes, found = _Probe(example, sharding), _all_changes(example), set()
+    for name, change in changes.items():
+        if change.refusal is not None:
             continue
-        change = changes.pop(name, None)
-        if not isinstance(change, Change):
-            change = Change(_another(config, name) if change is None else change)
+        if change.given and probe.is_ignored(name, change.value, {}):
+            states = [f"{field}={getattr(example.config, field)!r}" for field in change.given]
+            found.add(f"{name} while {', '.join(states)}")
+        for switch, other in changes.items():
+            turns = bool(getattr(example.config, switch)) != bool(other.value)
+            if switch == name or switch in change.given or other.refusal is not None or not turns:
+                continue
+            given = {**change.given, **other.given, switch: other.value}
+            if name not in given and probe.is_ignored(name, change.value, given):
+                state = " is set" if is_config(other.value) else f"={other.value!r}"
+                found.add(f"{name} while {switch}{state}")
+    return sorted(found)
+
+
+class _Probe:
+    """Compares what can be seen of an example's layer before and after a change."""
+
+    def __init__(self, example: Example, sharding: BoundSharding | None):
+        self._example, self._sharding = example, sharding
+        self._before: dict[str, Any] = {}
+
+    def is_dead(self, name: str, change: Change) -> bool:
+        """Whether a change has no effect, or is not refused with the words that it says."""
         values = {**change.given, name: change.value}
         if change.refusal is not None:
-            refusal = _refusal(_with(config, values), example.run, sharding)
-            is_dead = change.refusal not in refusal
-        else:
-            after = _aspects(_with(config, values), example.run, sharding)
-            pairs = zip(aspects_before(change.given), after, strict=True)
-            is_dead = all(before == now for before, now in pairs)  # up to the first difference
-        if is_dead:
-            dead.append(name)
+            return change.refusal not in self._refusal(values)
+        return self._is_equal(change.given, values)
+
+    def is_ignored(self, name: str, value: Any, given: Mapping[str, Any]) -> bool:
+        """Whether a change has no effect and is no error, where `given` alone is no error."""
+        try:
+            return self._is_equal(given, {**given, name: value})
+        except ValueError:
+            return False
+
+    def _is_equal(self, given: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
+        key = _key(given)
+        if key not in self._before:
+            self._before[key] = self._aspects(given)
+        # Traced as far as somebody asks, and once.
+        self._before[key], before = itertools.tee(self._before[key])
+        pairs = zip(before, self._aspects(values), strict=True)
+        return all(old == new for old, new in pairs)  # up to the first difference
+
+    def _refusal(self, values: Mapping[str, Any]) -> str:
+        """The words with which the layer refuses to be traced; none if it does not."""
+        try:
+            list(self._aspects(values))
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def _aspects(self, values: Mapping[str, Any]) -> Iterator[Any]:
+        return _aspects(_with(self._example.config, values), self._example.run, self._sharding)
+
+
+def _all_changes(example: Example) -> dict[str, Change]:
+    """Return a change of every field of a layer's class, those of the base layer left out.
+
+    Fields of templates are among them where the class states a condition for them.
+
+    Raises:
+      ValueError: a field without a change, where none can be made up, or a change of no field.
+    """
+    changes, found = dict(example.changes), {}
+    for field in dataclasses.fields(example.layer_class):
+        if field.name in _OF_EVERY_LAYER:
+            continue
+        change = changes.pop(field.name, None)
+        if not isinstance(change, Change):
+            value = _another(example.config, field.name) if change is None else change
+            change = Change(value)
+        found[field.name] = change
+    for path in conditions_of(example.layer_class):
+        if "." in path:
+            found[path] = Change(_another(*_owner(example.config, path)))
     if changes:
         raise ValueError(f"{example.layer_class.__name__} has no fields {sorted(changes)}")
-    return dead
+    return found
+
+
+def _key(values: Mapping[str, Any]) -> str:
+    return repr(sorted((name, repr(value)) for name, value in values.items()))
 
 
 def _with(config: Config, values: Mapping[str, Any]) -> Config:
     changed = config.clone()
-    changed.set(**values)
+    for path, value in values.items():
+        owner, name = _owner(changed, path)
+        owner.set(**{name: value})
     return changed
+
+
+def _owner(config: Config, path: str) -> tuple[Config, str]:
+    """Return the config that holds a field, such as that of a template, and the field's name."""
+    *parents, name = path.split(".")
+    return functools.reduce(getattr, parents, config), name
 
 
 def _another(config: Config, name: str) -> Any:
@@ -146,14 +230,6 @@ def _another(config: Config, name: str) -> Any:
     raise ValueError(
         f"{target_of(config).__name__}.{name}={value!r}: say in `changes` what else it may be"
     )
-
-
-def _refusal(config: Config, run: Callable[[Any], Any], sharding: BoundSharding | None) -> str:
-    try:
-        list(_aspects(config, run, sharding))
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def _aspects(

@@ -282,7 +282,7 @@ def test_beyond_the_end_of_the_cache_is_nan_and_bad_sizes_are_refused():
         ({"latent_dims": 0}, "latent_dims=0, expected at least 1"),
         ({"query_latent_dims": 0}, "query_latent_dims=0, expected at least 1"),
         ({"value_dim_per_head": 0}, "value_dim_per_head=0, expected at least 1"),
-        ({"logit_cap": -1.0}, "logit_cap=-1.0 must be positive, or None for no cap"),
+        ({"logit_cap": -1.0}, "logit_cap=-1.0, expected more than 0"),
         (
             {"window": 0},
             "window=0 must be at least 1, a query's own position, or None for no window",

@@ -248,10 +248,9 @@ def test_weights_say_their_axes():
             "num_experts_per_token=9, expected 1 to num_experts=8",
         ),
         ({"jitter": 1.0}, "jitter=1.0, expected 0 <= jitter < 1"),
-        ({"score_bias_rate": -1.0}, "score_bias_rate=-1.0, expected 0 or more"),
         (
-            {"score_bias_rate": 0.1},
-            "score_bias_rate=0.1 moves a bias that use_score_bias=False does not make",
+            {"score_bias_rate": -1.0, "use_score_bias": True},
+            "score_bias_rate=-1.0, expected 0 or more",
         ),
         (
             {"num_expert_groups": 3, "num_chosen_groups": 1},

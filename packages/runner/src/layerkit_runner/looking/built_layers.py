@@ -28,7 +28,7 @@ from layerkit.weights import check_init, floating_dtype
 from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.configuration.config_text import Name, plain_value, value_text
 from layerkit_runner.configuration.resolve import ResolvedExperiment, target_name
-from layerkit_runner.errors import UsageError
+from layerkit_runner.errors import UsageError, layer_error_text
 from layerkit_runner.job import build_parts
 from layerkit_runner.looking.numbered_layers import joint_path, without_number
 from layerkit_runner.plan.devices import num_planned_devices, simulated_devices
@@ -69,7 +69,7 @@ def describe_layers(resolved: ResolvedExperiment, options: RunOptions) -> str:
     try:
         layers = built_layers(task.model)
     except ValueError as error:
-        raise UsageError(f"{resolved.name}: {error}") from error
+        raise UsageError(f"{resolved.name}: {layer_error_text(error)}") from error
     mesh = {str(axis): size for axis, size in partitioner.mesh.shape.items()}
     if options.json:
         described = [_as_json(layer) for layer in layers]

@@ -22,7 +22,7 @@ from layerkit.weights import WeightBox, WeightInit, is_box
 from layerkit_runner.byte_sizes import size_text
 from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.configuration.resolve import ResolvedExperiment
-from layerkit_runner.errors import UsageError
+from layerkit_runner.errors import UsageError, layer_error_text
 from layerkit_runner.job import build_parts
 from layerkit_runner.looking.numbered_layers import joint_path, without_number
 from layerkit_runner.partitioning import Partitioner
@@ -126,7 +126,7 @@ def parameter_table(experiment: str, partitioner: Partitioner, task: SingleTask)
         boxed = jax.eval_shape(lambda: task.model.init_boxed(jax.random.key(0)))
         trained = task.train.learner.trained_weights.take(state.params)
     except ValueError as error:
-        raise UsageError(f"{experiment}: {error}") from error
+        raise UsageError(f"{experiment}: {layer_error_text(error)}") from error
     tensors = {tensor.path: tensor for tensor in tensor_memory(on_devices, {}, stored=state)}
     boxes = dict(_by_path(boxed))
     paths = [path for path, _ in _by_path({PARAMS: state.params})]

@@ -23,7 +23,7 @@ from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner.checkpoints import CheckpointManager, SaveTimeoutError
 from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.configuration.resolve import ResolvedExperiment
-from layerkit_runner.errors import StorageError, UsageError
+from layerkit_runner.errors import StorageError, UsageError, layer_error_text
 from layerkit_runner.executor import (
     EARLY_STOPPING,
     eval_input_key,
@@ -207,7 +207,7 @@ def _prepare(
                 lowered.append(program.lower(abstract))
             except ValueError as error:
                 on = "" if program.name is None else f" on {program.name}"
-                raise UsageError(f"{job.resolved.name}{on}: {error}") from error
+                raise UsageError(f"{job.resolved.name}{on}: {layer_error_text(error)}") from error
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         compiling = [pool.submit(each.compile) for each in lowered]
         works = [_step_work(job, program.dataset) for program in programs.programs]

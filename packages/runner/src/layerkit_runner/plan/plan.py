@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from layerkit.config import Config
 from layerkit_runner.configuration.resolve import ResolvedExperiment
-from layerkit_runner.errors import UsageError
+from layerkit_runner.errors import UsageError, layer_error_text
 from layerkit_runner.feeds.infeed import Place, example_batch, plan_input
 from layerkit_runner.feeds.training_data import training_configs
 from layerkit_runner.job import build_parts, versions
@@ -170,7 +170,7 @@ def make_plan(
             if dataset is None or name == dataset
         }
     except ValueError as error:
-        raise UsageError(f"{resolved.name}: {error}") from error
+        raise UsageError(f"{resolved.name}: {layer_error_text(error)}") from error
     target = Target(None) if target is None else target
     plans = {
         name: _plan_step(resolved, devices, partitioner, task, batch, target, effort)
@@ -210,7 +210,7 @@ def _plan_step(
         batch_plan = _plan_batch(batch, partitioner, parts=task.train.gradient_accumulation_steps)
         flops = model_flops_per_step(resolved, batch, batch_plan.rows)
     except ValueError as error:
-        raise UsageError(f"{resolved.name}: {error}") from error
+        raise UsageError(f"{resolved.name}: {layer_error_text(error)}") from error
     traced = time.perf_counter()
     tensors = tensor_memory(state, batch, stored=partitioner.abstract_stored_state(task))
     compiled_for = functools.partial(

@@ -7,7 +7,7 @@ out. Where keys and values come from, and where positions enter, is told by the 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,13 @@ from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
 from layerkit.config import sub_config_field
+from layerkit.field_checks import Conditions
 from layerkit.layers.attention.backends import check_backend_name
 from layerkit.layers.attention.context_parallel import check_context_parallel
 from layerkit.layers.attention.dot_product import dot_product_attention
 from layerkit.layers.attention.projections import HeadProjection, OutputProjection
 from layerkit.layers.masks import AttentionMask
-from layerkit.layers.sizes import check_sizes
+from layerkit.layers.sizes import check_positive, check_sizes
 from layerkit.layers.stochastic import Dropout
 from layerkit.near_names import near_names
 from layerkit.weights import WeightHParams, WeightInit
@@ -72,6 +73,8 @@ class BaseAttention(BaseLayer):
     Raises:
       ValueError: sizes that do not divide, numbers out of range, unknown names.
     """
+
+    used_only_if: ClassVar[Conditions] = {"qk_norm_over": "qk_norm_tpl"}
 
     input_dims: int = 0
     num_heads: int = 0
@@ -218,24 +221,11 @@ class BaseAttention(BaseLayer):
                 f"{near_names(str(self.qk_norm_over), QK_NORM_EXTENTS)}"
                 f" Extents: {', '.join(QK_NORM_EXTENTS)}."
             )
-        if self.qk_norm_tpl is None and self.qk_norm_over != "head":
-            raise ValueError(
-                f"{self.path_name}: qk_norm_over={self.qk_norm_over!r} without qk_norm_tpl, so"
-                " nothing would be normed; set qk_norm_tpl, such as RmsNorm.HParams.config()"
-            )
 
 
 def check_attention_options(layer: Any) -> None:
     """Refuses options of `attend` that are out of range, or names that do not exist."""
-    if layer.logit_cap is not None and layer.logit_cap <= 0:
-        raise ValueError(
-            f"{layer.path_name}: logit_cap={layer.logit_cap} must be positive, or None for no cap"
-        )
-    if layer.logit_scale is not None and layer.logit_scale <= 0:
-        raise ValueError(
-            f"{layer.path_name}: logit_scale={layer.logit_scale} must be positive, or None for"
-            " 1/√dim_per_head"
-        )
+    check_positive(layer, logit_cap=layer.logit_cap, logit_scale=layer.logit_scale)
     check_backend_name(layer.backend, owner=layer.path_name)
     check_context_parallel(layer.context_parallel, owner=layer.path_name)
 
@@ -297,7 +287,7 @@ def attend(
         bias=bias,
         sinks=sinks,
         logit_cap=layer.logit_cap,
-        dropout=layer.dropout if layer.is_training and layer.dropout_rate else None,
+        dropout=layer.dropout if layer.dropout_rate and layer.is_training else None,
         zero_fully_masked_rows=layer.zero_fully_masked_rows,
         **where,
     )

@@ -17,7 +17,7 @@ heads read one key, the latent with its rotary key.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
 from layerkit.config import sub_config_field
+from layerkit.field_checks import Conditions
 from layerkit.layers.attention.base_attention import (
     attend,
     check_attention_options,
@@ -79,6 +80,8 @@ class MultiHeadLatentAttention(BaseLayer):
     Raises:
       ValueError: sizes below one, numbers out of range, an unknown backend.
     """
+
+    used_only_if: ClassVar[Conditions] = {"bias_tpl": "use_bias"}
 
     input_dims: int = 0
     num_heads: int = 0

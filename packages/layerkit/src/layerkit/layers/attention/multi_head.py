@@ -11,13 +11,14 @@ where keys, values and mask come from, and share everything else.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from layerkit.config import sub_config_field
+from layerkit.field_checks import Conditions
 from layerkit.layers.attention.base_attention import BaseAttention, check_window
 from layerkit.layers.attention.biases import add_relative_bias
 from layerkit.layers.attention.cache import check_time_step, extend_cache, write_cache
@@ -48,6 +49,14 @@ class MultiHeadAttention(BaseAttention):
     Raises:
       ValueError: sizes that do not divide, numbers out of range, unknown names.
     """
+
+    used_only_if: ClassVar[Conditions] = {
+        "qk_norm_before_rotary": ("qk_norm_tpl", "rotary_tpl"),
+        "query_tpl": "not combined_qkv",
+        "key_tpl": "not combined_qkv",
+        "value_tpl": "not combined_qkv",
+        "qkv_tpl": "combined_qkv",
+    }
 
     rotary_tpl: Any = sub_config_field(None)
     qk_norm_before_rotary: bool = False
@@ -204,19 +213,3 @@ class MultiHeadAttention(BaseAttention):
     def _check_options(self) -> None:
         super()._check_options()
         check_window(self, self.window)
-        if self.qk_norm_tpl is None and self.qk_norm_before_rotary:
-            raise ValueError(
-                f"{self.path_name}: qk_norm_before_rotary=True without qk_norm_tpl, so nothing"
-                " would be normed; set qk_norm_tpl, such as RmsNorm.HParams.config()"
-            )
-        separate, combined = ("query_tpl", "key_tpl", "value_tpl"), ("qkv_tpl",)
-        used, unused = (combined, separate) if self.combined_qkv else (separate, combined)
-        if self._has_dots(unused) and not self._has_dots(used):
-            raise ValueError(
-                f"{self.path_name}: combined_qkv={self.combined_qkv} leaves {', '.join(unused)}"
-                f" unused, so a dot_tpl there would do nothing; set that of {', '.join(used)}"
-            )
-
-    @nn.nowrap
-    def _has_dots(self, names: tuple[str, ...]) -> bool:
-        return any(getattr(getattr(self, name), "dot_tpl", None) is not None for name in names)

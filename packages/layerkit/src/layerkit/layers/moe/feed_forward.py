@@ -14,7 +14,7 @@ not hang on the tokens beside it, and cached steps must be the whole row.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
 from layerkit.config import Config, sub_config_field
+from layerkit.field_checks import Conditions
 from layerkit.layers.activations import SiLU
 from layerkit.layers.feed_forward import TransformerFeedForward
 from layerkit.layers.linears import Linear
@@ -38,7 +39,7 @@ from layerkit.layers.moe.losses import expert_load, load_balance_loss, router_z_
 from layerkit.layers.moe.routing import Routing, TopKRouter
 from layerkit.layers.moe.slots import from_slots, to_slots, weighted_sum
 from layerkit.layers.products import batched_matmul, create_dot
-from layerkit.layers.sizes import check_last_axis, check_sizes
+from layerkit.layers.sizes import check_last_axis, check_not_negative, check_positive, check_sizes
 from layerkit.weights import WeightHParams, WeightInit
 
 _WIDEN, _NARROW = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
@@ -67,7 +68,8 @@ class MoeFeedForward(BaseLayer):
         routing fills that at a factor of num_experts_per_token.
       num_groups: Into how many groups a batch falls in training, each with slots of its own; None
         for one per row. Needs a capacity.
-      grouped_matmul: Who multiplies without a capacity; see `layerkit.layers.moe.grouped_matmul`.
+      grouped_matmul: Implementation of the products without a capacity, and of evaluation with one;
+        see `layerkit.layers.moe.grouped_matmul`.
       num_shared_experts: Experts that all tokens use, as one child `shared` of as many times
         hidden_dims (DeepSeekMoE; Dai et al., 2024, arXiv:2401.06066).
       use_shared_gate: Multiplies the shared experts by sigmoid(x·w), w in the child `shared_gate`
@@ -82,6 +84,14 @@ class MoeFeedForward(BaseLayer):
       dot_tpl: What multiplies by the experts' weights; None for the plain product. It needs a
         capacity; in evaluation every expert then has a slot for every token.
     """
+
+    used_only_if: ClassVar[Conditions] = {
+        "num_groups": "capacity_factor",
+        "dot_tpl": "capacity_factor",
+        "grouped_matmul": "not dot_tpl",
+        "shared_tpl": "num_shared_experts",
+        "use_shared_gate": "num_shared_experts",
+    }
 
     input_dims: int = 0
     hidden_dims: int = 0
@@ -141,7 +151,7 @@ class MoeFeedForward(BaseLayer):
         x = self.cast(x)
         routing = self.router(x, is_token=is_token)
         self._report(routing)
-        if self.is_training and self.capacity_factor is not None:
+        if self.capacity_factor is not None and self.is_training:
             groups = x.shape[0] if self.num_groups is None else self.num_groups
             output = self._by_capacity(
                 x, routing, capacity_factor=self.capacity_factor, num_groups=groups
@@ -317,32 +327,11 @@ class MoeFeedForward(BaseLayer):
 
     @nn.nowrap
     def _check_fields(self) -> None:
-        where = self.path_name
-        check_implementation(self.grouped_matmul, owner=where)
-        if self.capacity_factor is None:
-            if self.num_groups is not None:
-                raise ValueError(
-                    f"{where}: num_groups={self.num_groups} divides what a capacity limits;"
-                    " set capacity_factor, or leave it out"
-                )
-            if self.dot_tpl is not None:
-                raise ValueError(
-                    f"{where}: dot_tpl multiplies groups of equal size, which experts have only"
-                    " with a capacity; set capacity_factor, or leave dot_tpl out"
-                )
-        elif self.capacity_factor <= 0.0:
-            raise ValueError(
-                f"{where}: capacity_factor={self.capacity_factor}, expected more than 0, or None"
-                " to drop nothing"
-            )
+        check_implementation(self.grouped_matmul, owner=self.path_name)
+        check_positive(self, capacity_factor=self.capacity_factor)
         if self.num_groups is not None:
             check_sizes(self, num_groups=self.num_groups)
-        if self.num_shared_experts < 0:
-            raise ValueError(
-                f"{where}: num_shared_experts={self.num_shared_experts}, expected 0 or more"
-            )
-        if self.use_shared_gate and not self.num_shared_experts:
-            raise ValueError(f"{where}: use_shared_gate=True, but num_shared_experts=0")
+        check_not_negative(self, num_shared_experts=self.num_shared_experts)
 
     @nn.nowrap
     def _check_layout(self, rows: jax.Array, axes: tuple[str | None, ...]) -> None:

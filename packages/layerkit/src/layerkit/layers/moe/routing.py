@@ -15,7 +15,7 @@ All of it is computed in float32, whatever the compute dtype: a choice hangs on 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,8 @@ from flax import linen as nn
 from flax import struct
 
 from layerkit.base_layer import BaseLayer
-from layerkit.layers.sizes import check_last_axis, check_sizes
+from layerkit.field_checks import Conditions
+from layerkit.layers.sizes import check_last_axis, check_not_negative, check_rates, check_sizes
 from layerkit.near_names import near_names
 from layerkit.weights import WeightHParams, WeightInit
 
@@ -82,6 +83,8 @@ class TopKRouter(BaseLayer):
       weight_init: How `w` starts; None inherits `params_init`.
     """
 
+    used_only_if: ClassVar[Conditions] = {"score_bias_rate": "use_score_bias"}
+
     fprop_dtype: Any = jnp.float32
     input_dims: int = 0
     num_experts: int = 0
@@ -122,7 +125,7 @@ class TopKRouter(BaseLayer):
         """
         check_last_axis(self, x, input_dims=self.input_dims)
         x = x.astype(jnp.float32)
-        if self.is_training and self.jitter > 0.0:
+        if self.jitter > 0.0 and self.is_training:
             low, high = 1.0 - self.jitter, 1.0 + self.jitter
             x = x * jax.random.uniform(self.next_prng_key(), x.shape, jnp.float32, low, high)
         logits = _float32_product(x, self.theta.w)
@@ -180,15 +183,8 @@ class TopKRouter(BaseLayer):
                 f"{where}: num_experts_per_token={self.num_experts_per_token}, expected 1 to"
                 f" num_experts={self.num_experts}"
             )
-        if not 0.0 <= self.jitter < 1.0:
-            raise ValueError(f"{where}: jitter={self.jitter}, expected 0 <= jitter < 1")
-        if self.score_bias_rate < 0.0:
-            raise ValueError(f"{where}: score_bias_rate={self.score_bias_rate}, expected 0 or more")
-        if self.score_bias_rate and not self.use_score_bias:
-            raise ValueError(
-                f"{where}: score_bias_rate={self.score_bias_rate} moves a bias that"
-                " use_score_bias=False does not make"
-            )
+        check_rates(self, jitter=self.jitter)
+        check_not_negative(self, score_bias_rate=self.score_bias_rate)
 
     @nn.nowrap
     def _check_groups(self) -> None:

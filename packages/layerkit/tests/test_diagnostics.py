@@ -1,0 +1,177 @@
+"""Errors name the layer they come from; a model that is trained in evaluation form warns."""
+
+from __future__ import annotations
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from layerkit.base_layer import AUX_LOSS, RANDOM, BaseLayer
+from layerkit.base_model import BaseModel, WeightedScalar
+from layerkit.config import build, sub_config_field
+from layerkit.diagnostics import layer_of
+from layerkit.layers.embeddings import Embedding, SharedEmbeddingSoftmax
+from layerkit.layers.feed_forward import TransformerFeedForward
+from layerkit.layers.moe.feed_forward import MoeFeedForward
+from layerkit.layers.positions import TrainablePositionalEmbedding
+from layerkit.layers.stacks import StackedTransformer, StackedTransformerRepeated
+from layerkit.layers.stochastic import Dropout
+from layerkit.models.transformer_lm import TransformerLm
+from layerkit.nested_map import NestedMap
+
+KEY = jax.random.key(0)
+IDS = jnp.ones((2, 4), jnp.int32)
+
+
+class Wider(TransformerFeedForward):
+    """Returns one feature too many."""
+
+    def fprop(self, x, *, is_token=None):
+        return jnp.concatenate([x, x[..., :1]], axis=-1)
+
+
+class Failing(BaseLayer):
+    input_dims: int = 0
+    hidden_dims: int = 0
+
+    def fprop(self, x, *, is_token=None):
+        return x + jnp.ones(x.shape[-1] + 1)
+
+
+class WiderLayer(BaseLayer):
+    input_dims: int = 0
+    hidden_dims: int = 0
+    num_heads: int = 0
+    num_kv_heads: int | None = None
+    dim_per_head: int | None = None
+
+    def fprop(self, x, *, mask, positions):
+        return x[..., :-1]
+
+
+def small(**fields):
+    config = TransformerLm.HParams.config(
+        vocab_size=8, model_dims=4, hidden_dims=8, num_heads=2, num_layers=2
+    )
+    return config.set(**fields)
+
+
+def run(layer, *args, **kwargs):
+    jax.eval_shape(lambda: layer.init(KEY, *args, **kwargs))
+
+
+LOGITS = {"method": "logits"}
+
+
+@pytest.mark.parametrize("stack", [StackedTransformer, StackedTransformerRepeated])
+def test_a_branch_of_another_shape_is_named_by_path_with_both_shapes(stack):
+    config = small(stack_tpl=stack.HParams.config())
+    config.stack_tpl.layer_tpl.feed_forward_tpl = Wider.HParams.config()
+    place = "layers_0" if stack is StackedTransformer else "repeat/sub"
+    with pytest.raises(ValueError) as raised:
+        run(build(config), IDS, **LOGITS)
+    assert f"Wider(stack/{place}/feed_forward)" in str(raised.value)
+    assert "[2, 4, 5]" in str(raised.value) and "[2, 4, 4]" in str(raised.value)
+
+
+@pytest.mark.parametrize("stack", [StackedTransformer, StackedTransformerRepeated])
+def test_a_layer_of_another_shape_is_named_by_path_with_both_shapes(stack):
+    config = small(stack_tpl=stack.HParams.config(layer_tpl=WiderLayer.HParams.config()))
+    with pytest.raises(ValueError) as raised:
+        run(build(config), IDS, **LOGITS)
+    assert "WiderLayer(stack/" in str(raised.value)
+    assert "[2, 4, 3]" in str(raised.value) and "[2, 4, 4]" in str(raised.value)
+
+
+@pytest.mark.parametrize("stack", [StackedTransformer, StackedTransformerRepeated])
+def test_an_error_of_jax_carries_the_path_of_the_innermost_layer(stack):
+    config = small(stack_tpl=stack.HParams.config())
+    config.stack_tpl.layer_tpl.feed_forward_tpl = Failing.HParams.config()
+    with pytest.raises((TypeError, ValueError)) as raised:
+        run(build(config), IDS, **LOGITS)
+    place = "layers_0" if stack is StackedTransformer else "repeat/sub"
+    assert layer_of(raised.value) == f"Failing(stack/{place}/feed_forward)"
+    notes = [note for note in raised.value.__notes__ if note.startswith("In layer")]
+    assert notes == [f"In layer Failing(stack/{place}/feed_forward)"]
+
+
+@pytest.mark.parametrize("text", ["x", "fprop() missing 1 required argument: 'x'", "f(x) is 1"])
+def test_an_error_outside_of_a_layer_has_none(text):
+    assert layer_of(ValueError(text)) is None
+
+
+def test_an_error_that_begins_with_a_layer_is_of_that_layer():
+    with pytest.raises(ValueError) as raised:
+        run(build(small(num_heads=3)))
+    assert layer_of(raised.value) == "MultiHeadAttention(stack/layers_0/attention)"
+    assert not hasattr(raised.value, "__notes__") or "In layer" not in raised.value.__notes__[0]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.bool_])
+@pytest.mark.parametrize("layer", [Embedding, SharedEmbeddingSoftmax, TrainablePositionalEmbedding])
+def test_ids_that_are_no_integers_are_refused_by_layer_and_dtype(layer, dtype):
+    if layer is TrainablePositionalEmbedding:
+        made, method = layer(dims=4, max_length=8), "__call__"
+    else:
+        made = layer(num_classes=8, input_dims=4)
+        method = "embed" if layer is SharedEmbeddingSoftmax else "__call__"
+    with pytest.raises(ValueError) as raised:
+        run(made, IDS.astype(dtype), method=method)
+    assert f"{layer.__name__}()" in str(raised.value)
+    assert jnp.dtype(dtype).name in str(raised.value)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint16, jnp.int32])
+def test_ids_of_any_integer_dtype_are_looked_up(dtype):
+    run(Embedding(num_classes=8, input_dims=4), IDS.astype(dtype))
+
+
+class Model(BaseModel):
+    body_tpl: BaseLayer = sub_config_field(None)
+
+    def setup(self):
+        self.create_child("body", self.body_tpl)
+
+    def compute_predictions(self, batch):
+        return self.body(batch.x)
+
+    def compute_loss(self, predictions, batch):
+        loss = jnp.mean(jnp.square(predictions))
+        return {"loss": WeightedScalar.of(loss, 1.0)}, NestedMap()
+
+
+EXPERTS = MoeFeedForward.HParams.config(input_dims=4, hidden_dims=4, num_experts=2)
+BATCH = NestedMap(x=jnp.ones((2, 4, 4)))
+
+
+def losses(body, *, mutable=(AUX_LOSS,), **fields):
+    model = Model(body_tpl=body, **fields)
+    variables = model.init(KEY)
+    return model.apply(variables, BATCH, rngs={RANDOM: KEY}, mutable=list(mutable))
+
+
+@pytest.mark.parametrize(
+    "body", [Dropout.HParams.config(rate=0.5), EXPERTS], ids=["dropout", "moe"]
+)
+def test_a_model_that_is_trained_while_train_is_unset_warns(body):
+    with pytest.warns(UserWarning, match=r"Model\(\): train=None.*clone\(train=True\)"):
+        losses(body)
+
+
+@pytest.mark.parametrize("fields", [{"train": True}, {"train": False}], ids=str)
+def test_a_model_whose_train_is_set_does_not_warn(fields):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        losses(Dropout.HParams.config(rate=0.5), **fields)
+        losses(EXPERTS, **fields)
+
+
+def test_a_model_that_is_the_same_in_training_does_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        losses(Dropout.HParams.config(rate=0.0))
+        losses(TransformerFeedForward.HParams.config(input_dims=4, hidden_dims=4))
+        # Not a training step: nothing collects the auxiliary losses.
+        losses(EXPERTS, mutable=())

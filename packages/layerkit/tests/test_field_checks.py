@@ -1,0 +1,181 @@
+"""Wrong numbers and ignored fields are refused in every layer, by its path and the field."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import layerkit.layers as L  # noqa: N812 - the index is read as one name, a layer a line
+from layerkit.base_layer import BaseLayer
+from layerkit.config import Config, build, sub_config_field
+from layerkit.field_checks import Conditions
+from layerkit.layers.attention.multi_head import MultiHeadAttention
+from layerkit.layers.embeddings import Embedding, FullSoftmax, SharedEmbeddingSoftmax
+from layerkit.layers.feed_forward import TransformerFeedForward
+from layerkit.layers.linears import Bias
+from layerkit.layers.moe.feed_forward import MoeFeedForward
+from layerkit.layers.products import unused_templates
+from layerkit.models.encoder_decoder import TransformerEncoderDecoder
+from layerkit.models.transformer_lm import TransformerLm
+
+KEY = jax.random.key(0)
+
+
+class Numbers(BaseLayer):
+    count: int = 1
+    scale: float = 1.0
+    limit: float | None = None
+    sizes: tuple[int, ...] = ()
+    flag: bool = False
+    seed: int | bool = 0
+    anything: Any = None
+
+    def setup(self):
+        raise AssertionError("setup runs after the checks")
+
+
+class Owner(BaseLayer):
+    child_tpl: Any = sub_config_field(Numbers.HParams)
+
+    def setup(self):
+        self.create_child("child", self.child_tpl)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("count", True, "a number, not a bool"),
+        ("count", 2.0, "an integer"),
+        ("count", float("nan"), "an integer"),
+        ("scale", True, "a number, not a bool"),
+        ("scale", float("nan"), "a finite number"),
+        ("scale", float("inf"), "a finite number"),
+        ("scale", np.float32("nan"), "a finite number"),
+        ("limit", -float("inf"), "a finite number"),
+        ("sizes", (1, True), "a number, not a bool"),
+        ("sizes", (1, 2.5), "an integer"),
+    ],
+)
+def test_a_field_with_another_kind_of_number_is_refused_by_path(field, value, expected):
+    layer = build(Config(Owner, child_tpl=Config(Numbers, **{field: value})))
+    message = re.escape(f"Numbers(child): {field}=") + f".*Expected {expected}"
+    with pytest.raises(ValueError, match=message):
+        layer.init(KEY)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"count": np.int64(3), "scale": 3, "limit": None, "sizes": (1, 2), "seed": True},
+        {"scale": np.float32(0.5), "anything": float("nan"), "flag": True},
+    ],
+)
+def test_numbers_that_fit_pass_the_checks(fields):
+    with pytest.raises(AssertionError, match="setup runs after the checks"):
+        Numbers(**fields).init(KEY)
+
+
+@pytest.mark.parametrize(
+    ("layer", "field"),
+    [
+        (L.RmsNorm(dims=4, epsilon=-1.0), "epsilon"),
+        (L.RmsNormNoScale(epsilon=-1.0), "epsilon"),
+        (L.LayerNorm(dims=4, epsilon=-1.0), "epsilon"),
+        (L.BatchNorm(dims=4, epsilon=-1.0), "epsilon"),
+        (L.GroupNorm(dims=4, num_groups=1, epsilon=-1.0), "epsilon"),
+        (L.RmsNormNoScale(epsilon=float("nan")), "epsilon"),
+        (L.FullSoftmax(input_dims=4, num_classes=4, logit_scale=-1.0), "logit_scale"),
+        (L.FullSoftmax(input_dims=4, num_classes=4, logit_soft_cap=float("inf")), "logit_soft_cap"),
+        (MultiHeadAttention(input_dims=4, num_heads=2, window=True), "window"),
+        (MultiHeadAttention(input_dims=4, num_heads=True), "num_heads"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_numbers_out_of_range_are_refused_by_field(layer, field):
+    with pytest.raises(ValueError, match=rf"{field}="):
+        layer.init(KEY, jnp.ones((1, 4)))
+
+
+BIAS = Config(Bias, dtype="bfloat16")
+HEADS = {"input_dims": 8, "num_heads": 2}
+EXPERTS = {"input_dims": 8, "hidden_dims": 8, "num_experts": 4}
+SEPARATE = Config(Embedding)
+
+
+@pytest.mark.parametrize(
+    ("layer_class", "fields", "ignored", "switch"),
+    [
+        (MultiHeadAttention, {**HEADS, "qkv_tpl.dtype": "bfloat16"}, "qkv_tpl.dtype", "combined"),
+        (
+            MultiHeadAttention,
+            {**HEADS, "combined_qkv": True, "key_tpl.weight_axes": (None,) * 3},
+            "key_tpl.weight_axes",
+            "combined_qkv=True",
+        ),
+        (TransformerFeedForward, {"bias_tpl.dtype": "bfloat16"}, "bias_tpl.dtype", "has_bias"),
+        (L.FeedForward, {"bias_tpl": BIAS, "has_bias": False}, "bias_tpl.dtype", "has_bias"),
+        (MoeFeedForward, {**EXPERTS, "shared_tpl.has_bias": True}, "shared_tpl", "num_shared"),
+        (
+            MoeFeedForward,
+            {
+                **EXPERTS,
+                "capacity_factor": 1.0,
+                "dot_tpl": Config(L.Dot),
+                "grouped_matmul": "blocks",
+            },
+            "grouped_matmul",
+            "dot_tpl is set",
+        ),
+        *(
+            (
+                model,
+                {"embedding_tpl": SEPARATE, "softmax_tpl.scale_by_sqrt_dims": True},
+                "softmax_tpl.scale_by_sqrt_dims=True",
+                "embedding_tpl is set",
+            )
+            for model in (TransformerLm, TransformerEncoderDecoder)
+        ),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_a_field_that_another_switches_off_is_refused_naming_both(
+    layer_class, fields, ignored, switch
+):
+    config = Config(layer_class)
+    for path, value in fields.items():
+        parent, _, name = path.rpartition(".")
+        setattr(getattr(config, parent) if parent else config, name, value)
+    message = f"{layer_class.__name__}.*{re.escape(ignored)}.*has no effect while {switch}"
+    with pytest.raises(ValueError, match=message):
+        build(config).init(KEY)
+
+
+def test_a_field_that_a_template_does_not_have_cannot_be_ignored():
+    config = TransformerLm.HParams.config(
+        vocab_size=8, model_dims=4, hidden_dims=4, num_heads=1, embedding_tpl=SEPARATE
+    )
+    config.softmax_tpl = FullSoftmax.HParams.config(use_bias=True)
+    jax.eval_shape(build(config).init, KEY)
+
+
+def test_conditions_of_a_base_class_hold_with_the_defaults_of_the_subclass():
+    class Tied(SharedEmbeddingSoftmax):
+        used_only_if: ClassVar[Conditions] = {"chunk_size": "z_loss_weight"}
+        bias_axes = (None,)
+
+    sizes = {"input_dims": 4, "num_classes": 4}
+    Tied(**sizes).init(KEY)
+    for field, value in {"bias_axes": ("embed",), "chunk_size": 2}.items():
+        with pytest.raises(ValueError, match=f"{field}=.* has no effect while"):
+            Tied(**sizes, **{field: value}).init(KEY)
+
+
+def test_templates_that_nothing_is_made_of_are_known_from_the_conditions():
+    config = MultiHeadAttention.HParams.config(combined_qkv=True)
+    unused = unused_templates(config)
+    assert {id(config.query_tpl), id(config.key_tpl), id(config.value_tpl)} == unused
