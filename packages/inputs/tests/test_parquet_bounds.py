@@ -5,9 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from layerkit_inputs import HuggingFaceInput, HuggingFaceStream, LocalText, ParquetRows
 from layerkit_inputs.bad_records import BadRecordError
 from layerkit_inputs.parquet_bounds import open_parquet, read_row_group, row_group_batches
 
+pytest.importorskip("grain")
+pytest.importorskip("datasets")
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 
@@ -95,3 +98,32 @@ def test_page_checksums_are_verified(tmp_path):
     (tmp_path / "a.parquet").write_bytes(data)
     with pytest.raises(OSError, match="CRC"):
         read_row_group(open_parquet(tmp_path / "a.parquet"), 0, columns=None, max_bytes=BOUND)
+
+
+READERS = {
+    "local text": lambda path: LocalText(
+        batch_size=1, paths=[path], text_field="text", split="all", seq_length=64
+    ),
+    "rows": lambda path: ParquetRows(
+        batch_size=1, paths=[path], transform=lambda row: {"n": len(row["text"])}
+    ),
+    "hugging face": lambda path: HuggingFaceInput(
+        batch_size=1, path="parquet", data_files=path, cache_dir=f"{path}.cache"
+    ),
+    "hugging face, streamed": lambda path: HuggingFaceStream(
+        batch_size=1, path="parquet", data_files=path, cache_dir=f"{path}.cache"
+    ),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_every_reader_verifies_page_checksums(tmp_path, reader):
+    path = tmp_path / "a.parquet"
+    texts = [f"document {number}" for number in range(100)]
+    options = {"write_page_checksum": True, "compression": "none", "use_dictionary": False}
+    parquet.write_table(arrow.table({"text": texts}), path, **options)
+    READERS[reader](str(path)).get_next()
+    damaged = tmp_path / "b.parquet"
+    damaged.write_bytes(path.read_bytes().replace(b"document 50", b"dokument 50", 1))
+    with pytest.raises((ValueError, OSError), match=r"b\.parquet.*"):
+        READERS[reader](str(damaged)).get_next()

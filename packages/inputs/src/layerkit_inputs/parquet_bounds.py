@@ -17,7 +17,7 @@ from typing import Any
 from layerkit_inputs.bad_records import BadRecordError
 from layerkit_inputs.extras import require
 
-MAX_ROW_GROUP_BYTES = 1 << 31
+MAX_ROW_GROUP_BYTES = 1 << 30
 """Default bound on the bytes of a decoded row group."""
 
 _MOST_ROWS = 1 << 13
@@ -55,9 +55,11 @@ def read_row_group(file: Any, number: int, *, columns: Sequence[str] | None, max
       BadRecordError: it declares, or decodes to, more.
     """
     arrow = require("pyarrow", needed_by="Parquet files")
-    size, _ = declared_bytes(file.metadata, number, columns=columns)
+    size, largest_value = declared_bytes(file.metadata, number, columns=columns)
     if size > max_bytes:
         raise BadRecordError(_too_large(size, max_bytes))
+    if not largest_value:  # numbers, whose size is what is declared
+        return file.read_row_group(number, columns=columns)
     batches, size = [], 0
     for batch in row_group_batches(
         file, number, columns=columns, max_bytes=max_bytes, most_rows=_MOST_ROWS
