@@ -22,7 +22,7 @@ class UnsafePathError(OSError):
     """A path that another user may have prepared, such as a symbolic link."""
 
 
-def atomic_write(path: os.PathLike[str] | str, content: str | bytes) -> None:
+def atomic_write(path: os.PathLike[str] | str, content: str | bytes, *, mode: int = 0o666) -> None:
     """Replace a file at once, so that a reader finds the old content or the new one.
 
     The content is written to a new file beside `path`, flushed to the disk and renamed. A symbolic
@@ -33,6 +33,7 @@ def atomic_write(path: os.PathLike[str] | str, content: str | bytes) -> None:
       path: Local path, or one that `etils.epath` knows, such as `gs://bucket/file`. Its folder is
         created.
       content: The whole content; text is encoded as UTF-8.
+      mode: Permissions of a local file, from which the umask takes away.
     """
     data = content.encode() if isinstance(content, str) else content
     if is_remote(path):
@@ -47,7 +48,7 @@ def atomic_write(path: os.PathLike[str] | str, content: str | bytes) -> None:
     # As tempfile.mkstemp does, but with the permissions that the user's umask asks for.
     partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(partial, flags, 0o666)
+    descriptor = os.open(partial, flags, mode)
     try:
         with open(descriptor, "wb") as file:
             file.write(data)

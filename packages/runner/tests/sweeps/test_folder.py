@@ -48,6 +48,13 @@ def test_a_folder_that_cannot_be_one(tmp_path: Path):
         SweepFolder(str(tmp_path))
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000])
+def test_damaged_record_of_a_sweep_is_one_sentence(tmp_path: Path, text: str):
+    (tmp_path / "study.json").write_text(text)
+    with pytest.raises(UsageError, match=r"study\.json is damaged"):
+        SweepFolder(str(tmp_path)).recorded()
+
+
 def test_a_folder_holds_one_sweep(study_file: Callable[..., StudyFile], tmp_path: Path):
     space = {"A": {"low": 1, "high": 2}, "B": {"choices": ["x"]}}
     folder = SweepFolder(str(tmp_path / "sweep"))

@@ -6,11 +6,11 @@ import dataclasses
 import os
 import shlex
 import subprocess
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from layerkit_runner.errors import UsageError
+from layerkit_runner.job_files import atomic_write
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,21 +48,6 @@ def recipe_lines(recipe: Recipe) -> Iterator[str]:
     yield from (f"# {line}" for line in recipe.afterwards)
 
 
-def _write(path: Path, text: str) -> None:
-    """Replace a file at once; a link in its place is replaced, not followed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, partial = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        # It may hold variables and paths that are not for others to read.
-        Path(partial).chmod(0o700 if path.suffix == ".sh" else 0o600)
-        Path(partial).replace(path)
-    except BaseException:
-        Path(partial).unlink()
-        raise
-
-
 def follow(recipe: Recipe) -> int:
     """Writes the files and runs the commands, up to the first that fails; returns its exit code.
 
@@ -73,7 +58,8 @@ def follow(recipe: Recipe) -> int:
         for folder in recipe.folders:
             Path(folder).mkdir(parents=True, exist_ok=True)
         for path, text in recipe.files.items():
-            _write(Path(path), text)
+            # It may hold variables and paths that are not for others to read.
+            atomic_write(path, text, mode=0o700 if path.endswith(".sh") else 0o600)
     except OSError as error:
         raise UsageError(f"nothing was started: {error}") from error
     for number, words in enumerate(recipe.commands, start=1):

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from layerkit_runner.bounded_documents import DocumentError, parse_json, read_text
 from layerkit_runner.configuration.overrides import Override
 from layerkit_runner.errors import UsageError
 from layerkit_runner.file_locks import lock, try_lock
@@ -30,6 +31,7 @@ from layerkit_runner.sweeps.search_space import Choices, Parameter
 from layerkit_runner.sweeps.study_file import StudyFile
 
 RECORD = "study.json"
+_DAMAGED = "Copy it from a backup, or delete it: the next command of the study writes it anew."
 """What is searched; a folder that holds it is a sweep's."""
 
 
@@ -74,9 +76,21 @@ class SweepFolder:
         return try_lock(self.trial(number) / "trial.lock")
 
     def recorded(self) -> dict[str, Any] | None:
-        """What is searched here; None in a new folder."""
+        """Return what is searched here; None in a new folder.
+
+        Raises:
+          UsageError: The record is damaged.
+        """
         path = self.path / RECORD
-        return json.loads(path.read_text()) if path.exists() else None
+        if not path.exists():
+            return None
+        try:
+            found = parse_json(read_text(path))
+        except (OSError, DocumentError) as error:
+            raise UsageError(f"{path} is damaged: {error}. {_DAMAGED}") from error
+        if not isinstance(found, dict):
+            raise UsageError(f"{path} is damaged: expected an object. {_DAMAGED}")
+        return found
 
     def record(self, found: Mapping[str, Any]) -> None:
         """Writes what is searched here."""
