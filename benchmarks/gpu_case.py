@@ -39,7 +39,7 @@ from layerkit_runner.modes.start_report import LayerNotes, num_params
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.plan.bounds import bounds_of
 from layerkit_runner.plan.collectives import collective_traffic
-from layerkit_runner.plan.compiling import CompiledStep, compile_step, measured_step
+from layerkit_runner.plan.compiling import CompiledStep, compile_step, measured_step, tracing_for
 from layerkit_runner.plan.devices import described_kind, target_devices
 from layerkit_runner.plan.hardware import DeviceKind
 from layerkit_runner.plan.memory import step_memory, tensor_memory
@@ -242,9 +242,11 @@ def products(hlo_text: str) -> dict[str, int]:
 def compiled_row(resolved: ResolvedExperiment, target: Target) -> dict[str, Any]:
     """The row of a case that is compiled for a GPU that need not be here."""
     devices = target_devices(target)
-    traced = trace(resolved, devices)
-    began = time.perf_counter()
-    step = compile_step(traced.program.lower(), platform="gpu", is_here=False)
+    with tracing_for(devices[0]):
+        traced = trace(resolved, devices)
+        began = time.perf_counter()
+        lowered = traced.program.lower()
+    step = compile_step(lowered, platform="gpu", is_here=False)
     row = predictions(traced, step, described_kind(target, devices))
     fits = row["predicted_bytes"] <= row["usable_bytes"]
     status = "compiled" if fits else "does not fit"

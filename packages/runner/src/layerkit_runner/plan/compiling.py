@@ -6,11 +6,13 @@ figures; those of GPUs and CPUs compile anything and leave the comparison to the
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from typing import Any
 
 import jax
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from layerkit_runner.steps.compiled_memory import temporary_bytes
 
@@ -66,6 +68,15 @@ class CompiledStep:
     refusal: str | None = None
     unreadable: str | None = None
     is_quick: bool = False
+
+
+def tracing_for(device: jax.Device) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which steps are traced and lowered for a device that need not be here.
+
+    Kernels of Pallas ask for the kind of device, and otherwise get that of this machine.
+    """
+    kind = AbstractDevice(device.device_kind, num_cores=None, platform=device.platform)
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=kind))
 
 
 def compile_step(

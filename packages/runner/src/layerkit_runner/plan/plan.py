@@ -26,7 +26,7 @@ from layerkit_runner.plan.bounds import Bounds, bounds_of
 from layerkit_runner.plan.bubble import PipelinePlan, pipeline_plans
 from layerkit_runner.plan.collectives import Traffic, collective_traffic
 from layerkit_runner.plan.compiler_notes import compiler_notes
-from layerkit_runner.plan.compiling import CompiledStep, compile_step
+from layerkit_runner.plan.compiling import CompiledStep, compile_step, tracing_for
 from layerkit_runner.plan.devices import described_kind
 from layerkit_runner.plan.hardware import DeviceKind
 from layerkit_runner.plan.memory import Memory, TensorMemory, step_memory, tensor_memory
@@ -204,7 +204,7 @@ def _plan_step(
     begun = time.perf_counter()
     try:
         state = partitioner.abstract_state(task)
-        with LayerNotes() as notes:
+        with LayerNotes() as notes, tracing_for(devices[0]):
             program = partitioner.train_step_fn(task).trace(state, batch)
             lowered = program.lower()
         batch_plan = _plan_batch(batch, partitioner, parts=task.train.gradient_accumulation_steps)
