@@ -92,7 +92,7 @@ def refusal(job: Any, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
             {"ATTENTION_BACKEND": "cudnn", "ATTENTION_LOGIT_CAP": "None"},
             f"{NAME}: attention backend 'cudnn' cannot do what is asked: it needs a GPU, not cpu;"
             " it needs bfloat16 or float16, not float32; it does not know segments or padding. Use"
-            " backend='xla' or 'auto'.",
+            " backend='xla' or 'auto', in layer MultiHeadAttention(",
         ),
         (
             {"CHECKPOINT_EVERY_N_STEPS": 0},
@@ -110,7 +110,8 @@ def test_fields_that_do_not_fit(
     jobs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], fields: dict, text: str
 ):
     job = jobs.make(EXP, tmp_path / "job", **{**ON_8, **fields})
-    assert refusal(job, capsys) == text
+    # A layer that refuses is named after what it says.
+    assert refusal(job, capsys).startswith(text)
     assert not job.folder.exists()
 
 
