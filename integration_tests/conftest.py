@@ -150,12 +150,12 @@ class Job:
                 assert process.stdout is not None
                 process.stdout.close()
 
-    def run_as(self, count: int, *more: str) -> list[str]:
+    def run_as(self, count: int, *more: str, code: int = 0) -> list[str]:
         """Runs the command as so many processes to their ends; returns what each printed."""
         with self.started_as(count, *more) as processes:
             outputs = [process.communicate(timeout=TIMEOUT)[0] for process in processes]
         for process, output in zip(processes, outputs, strict=True):
-            assert process.returncode == 0, output
+            assert process.returncode == code, output
         return outputs
 
     def run(self, *more: str, code: int = 0) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from layerkit_runner.observers import read_metrics
 
 EXP = "watched_runs.Watched"
 TURNS = "watched_runs.TakingTurns"
+BAD_LABELS = "watched_runs.BadLabels"
 REPORTED = ("loss", "mean_xent", "worst_xent")
 
 
@@ -38,6 +40,24 @@ def test_two_processes_are_watched_as_one_is(jobs: Any, tmp_path: Path):
     # The same command again trains no further.
     assert "stopped early after step 3: Told says so" in together.run_as(2)[0]
     assert together.steps_logged() == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_both_processes_skip_the_bad_steps_of_one_and_stop_together(jobs: Any, tmp_path: Path):
+    """Short batches are steps 1, 2, 4, 5, 7 and 8, so steps 4 and 5 are the first bad ones."""
+    fields = {"ICI_MESH_SHAPE": "[2,2,2]", "PERCORE_BATCH_SIZE": 1.0}
+    job = jobs.make(BAD_LABELS, tmp_path / "job", num_devices=4, **fields)
+    output = job.run_as(2, code=65)[0]
+    warnings = [line for line in output.splitlines() if line.startswith("WARNING: step")]
+    assert [line.split(":")[1] for line in warnings] == [" step 4", " step 5"]
+    assert "training stopped after step 5: 2 steps in a row" in output
+    records = read_metrics(job.folder).train
+    valid = {record["step"]: record["learning/is_valid_step"] for record in records}
+    assert {step for step, is_valid in valid.items() if not is_valid} == {4, 5}
+    # The same command resumes, with a higher limit to its end.
+    job.run_as(2, "--fdl.MAX_SKIPPED=10")
+    state = jobs.read_checkpoint(job, 8)
+    assert all(np.all(np.isfinite(leaf)) for leaf in state.leaves.values())
 
 
 @pytest.mark.slow

@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from layerkit.config import Config
+from layerkit.config import Config, assigned_fields
 from layerkit.models import LanguageModel
 from layerkit.nested_map import NestedMap
 from layerkit_experiments.lm.lm_cloud import LmCloudSpmdTest
+from layerkit_inputs.synthetic import SyntheticInput
 from layerkit_runner.learning.early_stopping import StoppingRule
 from layerkit_runner.programs import TrainProgram
 from layerkit_runner.steps.task_metrics import Max, Mean
@@ -89,3 +90,30 @@ class TakingTurns(Watched):
             Config(TrainProgram, dataset="short", steps=2),
             Config(TrainProgram, dataset="long"),
         ]
+
+
+class BadLabels(TakingTurns):
+    """Stops when so many steps in a row were skipped; see `SyntheticWithBadLabels`."""
+
+    MAX_SKIPPED: int = 2
+
+    def task(self) -> Config:
+        task = super().task()
+        task.train.max_consecutive_skipped_steps = self.MAX_SKIPPED
+        return task
+
+    def datasets(self) -> list[Config]:
+        short, long = super().datasets()
+        return [SyntheticWithBadLabels.HParams.config(**assigned_fields(short)), long]
+
+
+class SyntheticWithBadLabels(SyntheticInput):
+    """From the third batch on, the last host has one label outside the vocabulary."""
+
+    def get_next(self) -> NestedMap:
+        batch = super().get_next()
+        is_last_host = self.infeed_host_index == self.num_infeed_hosts - 1
+        if is_last_host and self._num_delivered >= 2:
+            batch.labels = batch.labels.copy()
+            batch.labels[-1, 0] = 10**6
+        return batch
