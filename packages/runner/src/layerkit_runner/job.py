@@ -40,6 +40,7 @@ from layerkit_runner.observers import (
     WeightsAndBiases,
 )
 from layerkit_runner.partitioning import Partitioner, PmapPartitioner
+from layerkit_runner.platforms import start_devices
 from layerkit_runner.steps.train_state import TRAINING_ONLY, TrainState
 from layerkit_runner.task import SingleTask
 from layerkit_runner.xla_flags import check_devices
@@ -179,6 +180,7 @@ def start_job(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> J
     if options.job_log_dir is None:
         raise UsageError(f"--mode={mode} needs a folder to write to: --job_log_dir=DIR")
     directory = absolute(options.job_log_dir)
+    start_devices()
     if jax.process_index() == 0:  # the only one that writes, and two would try at once
         check_writable(directory)
     check_same_experiment(directory, resolved)

@@ -1,0 +1,64 @@
+"""Platforms that JAX cannot start, named in the environment of a real process."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROCESS = """
+import sys
+from layerkit_runner.errors import UsageError
+from layerkit_runner.platforms import start_devices
+try:
+    start_devices()
+except UsageError as error:
+    sys.exit(f"refused: {error}")
+"""
+
+
+def start(platforms: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PROCESS],
+        env={**os.environ, "JAX_PLATFORMS": platforms},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_platform_that_is_there_starts():
+    assert start("cpu").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("platforms", "module", "remedy"),
+    [
+        ("cuda", "jax_cuda13_plugin", "jax[cuda13]"),
+        ("tpu", "libtpu", "jax[tpu]"),
+        ("tpu,cpu", "libtpu", "jax[tpu]"),
+    ],
+)
+def test_platform_without_its_plugin_names_what_to_install(
+    platforms: str, module: str, remedy: str
+):
+    if importlib.util.find_spec(module) or importlib.util.find_spec("jax_cuda12_plugin"):
+        pytest.skip(f"{module} is installed here")
+    error = start(platforms).stderr
+    refusal = error[error.index("refused: ") :]
+    assert f"JAX_PLATFORMS={platforms}" in refusal
+    assert module in refusal
+    assert remedy in refusal
+    assert len(refusal.splitlines()) == 1
+
+
+def test_misspelt_platform_names_the_nearest():
+    error = start("cpuu").stderr
+    refusal = error[error.index("refused: ") :]
+    assert "'cpuu'" in refusal
+    assert "cpu, cuda" in refusal
+    assert len(refusal.splitlines()) == 1
