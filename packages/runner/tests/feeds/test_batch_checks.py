@@ -59,8 +59,8 @@ WAYS = {
 @pytest.mark.parametrize(
     ("arrays", "facts"),
     [
-        ({"x": np.zeros((1, 2), np.float32)}, ["'x'", "1 rows", "[1, 2]", "Expected 8 rows"]),
-        ({"x": np.zeros(8), "y": np.zeros(9)}, ["'y'", "9 rows", "Expected 8 rows"]),
+        ({"x": np.zeros((1, 2), np.float32)}, ["'x'", "1 row(s)", "[1, 2]", "Expected 8 rows"]),
+        ({"x": np.zeros(8), "y": np.zeros(9)}, ["'y'", "9 row(s)", "Expected 8 rows"]),
         ({"x": np.zeros(8), "rate": np.float32(1)}, ["'rate'", "no rows", "Expected 8 rows"]),
         ({"ids": np.zeros((8, 4))}, ["'ids'", "float64", "int32"]),
         ({"tgt": NestedMap(ids=np.zeros((8, 4), np.float32))}, ["'tgt.ids'", "float32", "int32"]),

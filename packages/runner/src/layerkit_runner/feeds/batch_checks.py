@@ -28,16 +28,20 @@ def check_batch(dataset: BaseInput, batch: NestedMap, *, is_padded: bool = False
     """
     expected = dataset.local_batch_size + (dataset.batch_padding_size if is_padded else 0)
     for path, leaf in batch.flatten_items():
-        shape, dtype = np.shape(leaf), np.result_type(leaf)
+        shape = np.shape(leaf)
         if shape[:1] != (expected,):
-            given = f"{shape[0]} rows" if shape else "no rows"
+            given = f"{shape[0]} row(s)" if shape else "no rows"
             raise UsageError(
                 f"{_label(dataset)}: a batch has {given} in {path!r}, shape={list(shape)}. Expected"
                 f" {expected} rows, which the input declares for each host. Return that many, and"
                 " fill the last batch of an epoch up with rows of weight 0"
                 " (layerkit_inputs.eval_padding.pad_rows)."
             )
-        if path.rpartition(".")[2] in _INTEGER_FIELDS and not np.issubdtype(dtype, np.integer):
+        if path.rpartition(".")[2] not in _INTEGER_FIELDS:
+            continue
+        # Not by np.asarray, which would fetch an array that is on a device.
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+        if not np.issubdtype(dtype, np.integer):
             raise UsageError(
                 f"{_label(dataset)}: the batch field {path!r} has dtype={dtype}. Expected integers,"
                 " such as int32. Convert it in the input."
