@@ -503,6 +503,7 @@ def test_what_is_wrong_with_a_single_file_is_said_for_either_split(tmp_path):
         (b'{"txt": "x"}', "no field 'text'; did you mean 'txt'? Its fields: txt."),
         (b'{"text": "x', "no line of JSON (Unterminated string"),
         (b'["x"]', "a JSON list, expected an object."),
+        (b'{"text": ' + b"[" * 200_000, "no line of JSON ("),
     ],
 )
 def test_a_bad_line_of_json_is_refused_by_file_and_number_or_counted(tmp_path, line, problem):
