@@ -114,6 +114,7 @@ def test_what_the_folder_holds(twin: tuple[Any, str]):
         "config.txt",
         "decode",
         "goodput.json",
+        "last_checkpoint.json",
         "loss_curve.png",
         "metrics.jsonl",
         "summaries",

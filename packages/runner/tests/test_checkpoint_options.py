@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from etils import epath
 
 from layerkit.config import Config, Partial
 from layerkit_runner import BaseExperiment, UsageError
-from layerkit_runner.checkpoints import folders
+from layerkit_runner.checkpoints import folders, integrity
 from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.configuration.resolve import ResolvedExperiment, resolve
 from layerkit_runner.job import start_job
@@ -112,6 +117,58 @@ def test_fields_that_make_no_sense_are_refused_before_anything_is_written(
 def test_a_save_that_may_take_no_time(experiment: Any, tmp_path: Path):
     with pytest.raises(UsageError, match=r"^async_timeout_secs is 0; expected at least 1\.$"):
         run_train(resolve(experiment()), options(tmp_path / "job", async_timeout_secs=0))
+
+
+@pytest.fixture
+def copy(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the trained job, to be spoiled."""
+    return Path(shutil.copytree(trained, tmp_path / "copy"))
+
+
+def truncate_all(checkpoints: Path) -> None:
+    for manifest in checkpoints.glob("*/integrity/manifest.json"):
+        manifest.write_text("")
+
+
+@pytest.mark.parametrize("lose", [shutil.rmtree, truncate_all])
+def test_job_that_lost_its_checkpoints_restarts_only_when_allowed(
+    experiment: Any, copy: Path, lose: Callable[[Path], None]
+):
+    lose(copy / "checkpoints")
+    before = (copy / "metrics.jsonl").read_bytes()
+    for _ in range(2):
+        with pytest.raises(UsageError, match="--allow_restart_from_scratch"):
+            run_train(resolve(experiment()), options(copy))
+    assert (copy / "metrics.jsonl").read_bytes() == before
+    assert run_train(resolve(experiment()), options(copy, allow_restart_from_scratch=True)) == 0
+    assert steps(copy) == [0, 3, 6]
+
+
+def test_state_of_another_step_is_an_error_without_a_number_in_the_manifest(
+    experiment: Any, copy: Path
+):
+    """As a copy of a step that an earlier version wrote, under another number."""
+    step = (copy / "checkpoints/checkpoint_00000006").rename(
+        copy / "checkpoints/checkpoint_00000007"
+    )
+    integrity.write(epath.Path(step), manifest_directory=epath.Path(step / "integrity"))
+    path = step / "integrity/manifest.json"
+    body = json.loads(path.read_text())["manifest"]
+    del body["step"]
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({"digest": digest, "manifest": body}))
+    job = start_job("eval", resolve(experiment()), options(copy))
+    with (
+        job.checkpoints(read_only=True) as checkpoints,
+        pytest.raises(UsageError, match=r"checkpoint_00000007 is damaged: state/step=6"),
+    ):
+        job.restore(checkpoints, 7)
+
+
+def test_checkpoints_that_are_no_folder_are_named(experiment: Any, tmp_path: Path):
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(UsageError, match=f"{tmp_path}/checkpoints cannot be read"):
+        run_train(resolve(experiment()), options(tmp_path))
 
 
 def test_evaluation_reads_no_state_of_the_optimizer(experiment: Any, trained: Path):

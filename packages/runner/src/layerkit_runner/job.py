@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import importlib.metadata
 import os
 import sys
 
 import jax
+import numpy as np
 from etils import epath
 
 from layerkit_runner.checkpoints import (
@@ -16,12 +18,13 @@ from layerkit_runner.checkpoints import (
     CheckpointPolicy,
     DamagedCheckpointError,
     RestoredCheckpoint,
+    SaveError,
     StateFormat,
     StructureMismatchError,
     finite,
     structure,
 )
-from layerkit_runner.checkpoints.folders import absolute
+from layerkit_runner.checkpoints.folders import absolute, step_folder
 from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.compilation_cache import cache_folder, make_private
 from layerkit_runner.configuration.config_text import config_json
@@ -41,6 +44,7 @@ from layerkit_runner.observers import (
 )
 from layerkit_runner.partitioning import Partitioner, PmapPartitioner
 from layerkit_runner.platforms import start_devices
+from layerkit_runner.restart_check import record_checkpoint
 from layerkit_runner.steps.train_state import TRAINING_ONLY, TrainState
 from layerkit_runner.task import SingleTask
 from layerkit_runner.xla_flags import check_devices
@@ -109,9 +113,19 @@ class Job:
                 async_timeout_secs=self.options.async_timeout_secs,
                 read_only=read_only,
                 report=self.observers.message,
+                on_commit=None
+                if read_only
+                else functools.partial(record_checkpoint, self.directory),
             )
+        except SaveError:
+            raise
         except ValueError as error:
             raise UsageError(str(error)) from error
+        except OSError as error:
+            raise UsageError(
+                f"{folder} cannot be read: {error}. Expected a folder of checkpoints that this"
+                " user can read. Correct its permissions, or give another folder."
+            ) from error
 
     def abstract_state(self) -> TrainState:
         """The state on the devices as shapes, dtypes and shardings.
@@ -151,6 +165,7 @@ class Job:
                 cast_dtypes=self.options.restore_cast_dtypes,
                 with_input_states=for_training,
             )
+            _check_step(restored.state, checkpoints.directory, step)
             if for_training:
                 finite.require_finite(
                     f"{checkpoints.directory} cannot be resumed from step {step}",
@@ -167,6 +182,16 @@ class Job:
             overrides = recorded_overrides(folder)
             hint = f"\n{folder} was last written with {overrides}" if overrides else ""
             raise UsageError(f"{error}{hint}") from error
+
+
+def _check_step(state: TrainState, directory: epath.Path, step: int) -> None:
+    """Raise an error if a checkpoint holds the state of another step than its folder says."""
+    saved = int(np.asarray(state.step.addressable_data(0)))
+    if saved != step:
+        raise DamagedCheckpointError(
+            f"The checkpoint {step_folder(directory, step)} is damaged: state/step={saved}."
+            f" Expected {step}. Move it out of the folder to resume from an older one."
+        )
 
 
 def start_job(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> Job:

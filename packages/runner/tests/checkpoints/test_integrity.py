@@ -40,6 +40,7 @@ def test_the_manifest_lists_sizes_and_digests_that_other_tools_can_check(step):
     document = json.loads((step / MANIFEST).read_text())
     assert document["manifest"] == {
         "version": 1,
+        "step": 42,
         "files": {
             "metadata/c": {"size": 2, "sha256": hashlib.sha256(b"{}").hexdigest()},
             "state/b": {"size": 0, "sha256": hashlib.sha256(b"").hexdigest()},

@@ -449,3 +449,80 @@ def test_the_package_is_imported_without_orbax():
         [sys.executable, "-c", program, "/nowhere"], capture_output=True, text=True, check=True
     )
     assert json.loads(done.stdout) == []
+
+
+def test_step_under_another_number_is_damaged(tmp_path):
+    save(tmp_path, 1, 2)
+    (tmp_path / "checkpoint_00000002").rename(tmp_path / "checkpoint_00000003")
+    lines: list[str] = []
+    target = target_of(numbers(), everywhere)
+    with CheckpointManager(tmp_path, read_only=True, report=lines.append) as manager:
+        with pytest.raises(DamagedCheckpointError, match="named step 3, and step 2 was saved"):
+            manager.restore(3, target)
+        assert manager.newest_sound_step() == 1
+    assert "named step 3, and step 2 was saved" in lines[0]
+
+
+def test_step_whose_manifest_has_no_number_is_sound(tmp_path):
+    """As those that earlier versions wrote."""
+    save(tmp_path, 1)
+    path = tmp_path / "checkpoint_00000001/integrity/manifest.json"
+    body = json.loads(path.read_text())["manifest"]
+    del body["step"]
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({"digest": digest, "manifest": body}))
+    with CheckpointManager(tmp_path, read_only=True) as manager:
+        assert manager.newest_sound_step() == 1
+
+
+def unreadable_manifest(step: Path) -> None:
+    """A folder in the place of a file cannot be read, even by root."""
+    (step / "integrity/manifest.json").unlink()
+    (step / "integrity/manifest.json").mkdir()
+
+
+def dangling_link(step: Path) -> None:
+    step.rename(step.with_name("away"))
+    step.symlink_to("nowhere")
+
+
+@pytest.mark.parametrize("spoil", [unreadable_manifest, dangling_link])
+def test_step_that_cannot_be_read_is_named_and_saved_again(tmp_path, spoil):
+    save(tmp_path, 1, 2)
+    spoil(tmp_path / "checkpoint_00000002")
+    lines: list[str] = []
+    state = place(numbers(), everywhere)
+    with CheckpointManager(tmp_path, policy=EVERY_STEP, report=lines.append) as manager:
+        assert manager.newest_sound_step() == 1
+        assert "checkpoint_00000002" in lines[0]
+        assert "moved aside" in lines[0]
+        assert manager.save(2, state, input_states={}, metadata={})
+    with CheckpointManager(tmp_path, read_only=True) as manager:
+        assert manager.newest_sound_step() == 2
+
+
+def test_steps_stay_where_none_is_sound(tmp_path):
+    save(tmp_path, 1, 2)
+    for step in (1, 2):
+        unreadable_manifest(tmp_path / f"checkpoint_{step:08d}")
+    lines: list[str] = []
+    with CheckpointManager(tmp_path, policy=EVERY_STEP, report=lines.append) as manager:
+        assert manager.newest_sound_step() is None
+        assert manager.latest_step() == 2
+    assert len(lines) == 2
+
+
+def test_commits_are_told_once_they_are_on_disk(tmp_path):
+    told: list[tuple[int, bool]] = []
+
+    def on_commit(step: int) -> None:
+        told.append((step, (tmp_path / f"checkpoint_{step:08d}").is_dir()))
+
+    state = place(numbers(), everywhere)
+    with CheckpointManager(tmp_path, policy=EVERY_STEP, on_commit=on_commit) as manager:
+        for step in (1, 2):
+            manager.save(step, state, input_states={}, metadata={})
+    assert told == [(1, True), (2, True)]
+    with CheckpointManager(tmp_path, policy=EVERY_STEP, on_commit=on_commit) as manager:
+        manager.newest_sound_step()
+    assert told[2:] == [(2, True)]

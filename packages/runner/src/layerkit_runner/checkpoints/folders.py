@@ -12,6 +12,8 @@ import re
 
 from etils import epath
 
+from layerkit_runner.job_files import is_remote
+
 STEP_PREFIX = "checkpoint"
 STEP_DIGITS = 8
 # Where a job keeps its checkpoints, in its own folder.
@@ -33,6 +35,17 @@ def absolute(directory: epath.PathLike) -> epath.Path:
 def step_folder(directory: epath.Path, step: int) -> epath.Path:
     """Returns where a step is: `checkpoint_00000042` for step 42."""
     return directory / f"{STEP_PREFIX}_{step:0{STEP_DIGITS}d}"
+
+
+def step_in_name(path: epath.Path) -> int | None:
+    """Return the step that the name of a step folder says, finished or not; None for others."""
+    match = _STEP_NAME.fullmatch(path.name) or _UNFINISHED_NAME.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def is_there(path: epath.Path) -> bool:
+    """Return whether a folder has an entry of this name; a link that leads nowhere is one."""
+    return path.exists() or (not is_remote(path) and os.path.lexists(path))
 
 
 def committed_steps(directory: epath.Path) -> list[int]:
@@ -82,7 +95,7 @@ def move_aside(path: epath.Path) -> epath.Path:
     """Renames a damaged step out of the way and returns its new place, never over another one."""
     aside = path.parent / f"{_ASIDE_PREFIX}{path.name}"
     number = 1
-    while aside.exists():
+    while is_there(aside):
         number += 1
         aside = path.parent / f"{_ASIDE_PREFIX}{path.name}_{number}"
     return path.rename(aside)

@@ -11,8 +11,9 @@ out the storage layer's own two files in the step's root, which are written afte
 state. An unlisted file is reported but does no harm, since nothing reads it.
 
 The manifest is `integrity/manifest.json` inside the step: `{"digest", "manifest": {"version",
-"files"}}`, where the digest covers the rest, so that the manifest notices its own damage. The one
-caller is `CheckpointManager`.
+"step", "files"}}`, where the digest covers the rest, so that the manifest notices its own damage.
+The step is compared with the name of the folder, so that a copy under another number is found.
+Manifests of earlier versions have no step.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
-from typing import Any
+from typing import Any, TypeVar
 
 from etils import epath
 
+from layerkit_runner.checkpoints import folders
 from layerkit_runner.checkpoints.errors import DamagedCheckpointError
 
 MANIFEST_VERSION = 1
@@ -39,6 +41,8 @@ _COMMIT_FILES = frozenset({"_CHECKPOINT_METADATA", "commit_success.txt"})
 _READ_BYTES = 8 * 2**20
 _READERS = 8  # hashlib releases the interpreter lock; also hides the latency of remote stores
 _FILES_IN_MESSAGE = 8
+
+_T = TypeVar("_T")
 
 
 class NewerManifestError(ValueError):
@@ -60,9 +64,15 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """The files of one checkpoint step, by path relative to the step (`state/d/1f…`)."""
+    """The files of one checkpoint step.
+
+    Attributes:
+      files: What each file was, by path relative to the step (`state/d/1f…`).
+      step: The step that was saved; None where it is not recorded.
+    """
 
     files: Mapping[str, Entry]
+    step: int | None = None
 
 
 class FindingKind(enum.Enum):
@@ -72,23 +82,27 @@ class FindingKind(enum.Enum):
     SHORT = "short"
     ALTERED = "altered"
     UNLISTED = "unlisted"
+    UNREADABLE = "unreadable"
+    OTHER_STEP = "of another step"
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One file that is not as the manifest says.
+    """One file or folder that is not as the manifest says.
 
     Attributes:
       file: path relative to the step.
       kind: what is wrong.
       expected: the manifest's entry; None if it has none for this file.
       found: what is there now; None if nothing is.
+      reason: why it cannot be used, where sizes and digests do not say it.
     """
 
     file: str
     kind: FindingKind
     expected: Entry | None = None
     found: Entry | None = None
+    reason: str | None = None
 
     @property
     def is_damage(self) -> bool:
@@ -101,6 +115,8 @@ class Finding:
             described.append(f"expected {_describe(self.expected)}")
         if self.found is not None:
             described.append(f"found {_describe(self.found)}")
+        if self.reason is not None:
+            described.append(self.reason)
         return ", ".join(described)
 
 
@@ -125,18 +141,21 @@ def write(step_directory: epath.Path, *, manifest_directory: epath.Path) -> Mani
       manifest_directory: the existing folder for the manifest, a child of `step_directory`. It
         may have a temporary name; nothing inside it is listed.
     """
-    files = _hash_files(step_directory, _walk(step_directory, skip=manifest_directory.name))
+    names = _walk(step_directory, skip=manifest_directory.name)
+    files = _by_name(names, lambda name: _hash_file(step_directory / name))
+    step = folders.step_in_name(step_directory)
     body = {
         "version": MANIFEST_VERSION,
+        **({} if step is None else {"step": step}),
         "files": {name: dataclasses.asdict(entry) for name, entry in files.items()},
     }
     document = {"digest": _digest(body), "manifest": body}
     (manifest_directory / MANIFEST_FILE).write_text(json.dumps(document, indent=1))
-    return Manifest(files)
+    return Manifest(files, step)
 
 
 def verify(step_directory: epath.Path) -> tuple[Finding, ...]:
-    """Reads every file of a committed step and returns all findings, by file name.
+    """Read every file of a committed step and return all findings, by file name.
 
     Raises:
       NewerManifestError: if a later version of this package wrote the manifest. That is no damage.
@@ -144,13 +163,20 @@ def verify(step_directory: epath.Path) -> tuple[Finding, ...]:
     manifest = _read_manifest(step_directory)
     if isinstance(manifest, Finding):
         return (manifest,)
-    present = set(_walk(step_directory, skip=MANIFEST_FOLDER))
-    hashed = _hash_files(step_directory, present & manifest.files.keys())
+    try:
+        present = set(_walk(step_directory, skip=MANIFEST_FOLDER))
+    except OSError as error:
+        return (_unreadable(".", error),)
+    hashed: dict[str, Entry | Finding] = _by_name(
+        present & manifest.files.keys(), lambda name: _hashed_or_finding(step_directory, name)
+    )
     findings = [Finding(name, FindingKind.UNLISTED) for name in present - manifest.files.keys()]
     for name, expected in manifest.files.items():
         found = hashed.get(name)
         if found is None:
             findings.append(Finding(name, FindingKind.MISSING, expected))
+        elif isinstance(found, Finding):
+            findings.append(found)
         elif found != expected:
             is_short = found.size < expected.size
             kind = FindingKind.SHORT if is_short else FindingKind.ALTERED
@@ -176,7 +202,7 @@ def require_sound(claim: str, findings: Iterable[Finding], *, hint: str = "") ->
 
 
 def compare_sizes(step_directory: epath.Path) -> tuple[Finding, ...]:
-    """Like `verify`, but looks at sizes alone, and so is quick: finds what was cut or deleted.
+    """Return the findings of `verify` that sizes alone show: what was cut, deleted or renamed.
 
     Raises:
       NewerManifestError: if a later version of this package wrote the manifest.
@@ -184,7 +210,10 @@ def compare_sizes(step_directory: epath.Path) -> tuple[Finding, ...]:
     manifest = _read_manifest(step_directory)
     if isinstance(manifest, Finding):
         return (manifest,)
-    sizes = file_sizes(step_directory)
+    try:
+        sizes = file_sizes(step_directory)
+    except OSError as error:
+        return (_unreadable(".", error),)
     findings = []
     for name, expected in sorted(manifest.files.items()):
         size = sizes.get(name)
@@ -271,6 +300,8 @@ def _read_manifest(step_directory: epath.Path) -> Manifest | Finding:
         text = (step_directory / MANIFEST_FOLDER / MANIFEST_FILE).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return Finding(name, FindingKind.MISSING)
+    except OSError as error:
+        return _unreadable(name, error)
     found = Entry(len(text), hashlib.sha256(text).hexdigest())
     altered = Finding(name, FindingKind.ALTERED, found=found)
     try:
@@ -286,24 +317,38 @@ def _read_manifest(step_directory: epath.Path) -> Manifest | Finding:
             f"version of layerkit-runner reads up to {MANIFEST_VERSION}. Use the newer version "
             "that wrote it."
         )
-    return Manifest({name: Entry(**entry) for name, entry in body["files"].items()})
+    saved, named = body.get("step"), folders.step_in_name(step_directory)
+    if saved is not None and named not in (saved, None):
+        reason = f"the folder is named step {named}, and step {saved} was saved in it"
+        return Finding(name, FindingKind.OTHER_STEP, reason=reason)
+    return Manifest({name: Entry(**entry) for name, entry in body["files"].items()}, saved)
+
+
+def _unreadable(name: str, error: OSError) -> Finding:
+    return Finding(name, FindingKind.UNREADABLE, reason=error.strerror or str(error))
 
 
 def _digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def _hash_files(directory: epath.Path, names: Iterable[str]) -> dict[str, Entry]:
-    """Hashes files side by side; leaves out those that are gone when they are opened."""
+def _by_name(names: Iterable[str], find: Callable[[str], _T | None]) -> dict[str, _T]:
+    """Call a function for each name, side by side; leave out names for which it returns None."""
     names = sorted(names)
     with futures.ThreadPoolExecutor(_READERS) as readers:
-        entries = readers.map(lambda name: _hash_file(directory / name), names)
-        return {
-            name: entry for name, entry in zip(names, entries, strict=True) if entry is not None
-        }
+        found = readers.map(find, names)
+        return {name: each for name, each in zip(names, found, strict=True) if each is not None}
+
+
+def _hashed_or_finding(step_directory: epath.Path, name: str) -> Entry | Finding | None:
+    try:
+        return _hash_file(step_directory / name)
+    except OSError as error:
+        return _unreadable(name, error)
 
 
 def _hash_file(path: epath.Path) -> Entry | None:
+    """Return size and digest of a file; None if it is gone."""
     # The size is counted rather than asked for: stat needs a user database for local files.
     digest = hashlib.sha256()
     size = 0

@@ -88,6 +88,7 @@ class CheckpointManager:
         included, in seconds.
       read_only: only read, as evaluation beside a training job does: nothing is cleaned or moved.
       report: takes what the user must know, a line or a few at a time.
+      on_commit: called on process 0, unless read-only, with steps that are known to be committed.
 
     Raises:
       ValueError: `async_timeout_secs` is below 1, or the record of evaluations is no such record.
@@ -103,6 +104,7 @@ class CheckpointManager:
         async_timeout_secs: int = 600,
         read_only: bool = False,
         report: Callable[[str], None] = _LOG.warning,
+        on_commit: Callable[[int], None] | None = None,
     ):
         if async_timeout_secs < 1:
             raise ValueError(f"async_timeout_secs is {async_timeout_secs}; expected at least 1.")
@@ -112,6 +114,8 @@ class CheckpointManager:
         self._async_timeout_secs = async_timeout_secs
         self._read_only = read_only
         self._report = report
+        self._on_commit = on_commit
+        self._being_saved: int | None = None
         self._orbax: ocp.CheckpointManager | None = None
         self._sound: set[int] = set()
         self._deadline = 0.0  # of the save in progress
@@ -211,6 +215,7 @@ class CheckpointManager:
             storage = self._storage()
             self._deadline = time.monotonic() + self._async_timeout_secs
             storage.save(step, args=items, force=True)
+            self._being_saved = step
         except _STORAGE_ERRORS as error:
             raise self._failed(error) from error
         return True
@@ -243,10 +248,11 @@ class CheckpointManager:
         return max(folders.committed_steps(self._directory), default=None)
 
     def newest_sound_step(self) -> int | None:
-        """Returns the newest step whose files are as they were written; None if there is none.
+        """Return the newest step whose files are as they were written; None if there is none.
 
         Reads those files in full. Every newer step is reported with its damage and, unless
         read-only, moved aside, so that it blocks neither the policy nor a new save of the step.
+        Where no step is sound, none is moved.
 
         Raises:
           NewerManifestError: if a later version of this package wrote the newest step.
@@ -259,6 +265,7 @@ class CheckpointManager:
                 self._orbax.reload()
         if step is not None:
             self._sound.add(step)
+            self._tell_commit(step)
         return step
 
     def restore(
@@ -337,6 +344,13 @@ class CheckpointManager:
             self._orbax.wait_until_finished()
         except _STORAGE_ERRORS as error:
             raise self._failed(error) from error
+        step, self._being_saved = self._being_saved, None
+        if step is not None:
+            self._tell_commit(step)
+
+    def _tell_commit(self, step: int) -> None:
+        if not (self._on_commit is None or self._read_only) and jax.process_index() == 0:
+            self._on_commit(step)
 
     def _is_overdue(self) -> bool:
         return time.monotonic() >= self._deadline + _SECONDS_BEYOND_DEADLINE
@@ -344,7 +358,7 @@ class CheckpointManager:
     def _failed(self, error: Exception) -> SaveError:
         """What to raise for the failed save in progress, which is given up."""
         step, newest = self._last_saved, self.latest_step()
-        self._orbax = None  # Orbax would raise the same error for ever
+        self._orbax = self._being_saved = None  # Orbax would raise the same error for ever
         self._last_saved = newest
         return save_error(
             error,
@@ -429,12 +443,12 @@ class CheckpointManager:
         for step, findings in chosen.damaged.items():
             path = folders.step_folder(self._directory, step)
             # The job that owns the folder deletes old steps, whoever reads them.
-            if not path.exists() or (self._read_only and self.latest_step() != listed[-1]):
+            if not folders.is_there(path) or (self._read_only and self.latest_step() != listed[-1]):
                 continue
             message = integrity.damage_message(
                 step, findings, directory=path, used_instead=chosen.step
             )
-            if not self._read_only:
+            if not self._read_only and chosen.step is not None:
                 message += f"\n  It was moved aside to {folders.move_aside(path).name}."
             self._report(message)
         return chosen.step

@@ -16,6 +16,7 @@ class RunOptions:
     # A path on this machine or a store's, such as gs://bucket/run.
     job_log_dir: str | None = None
     enable_checkpoint_saving: bool = True
+    allow_restart_from_scratch: bool = False
     restore_checkpoint_dir: str | None = None
     # Several only in the modes that look at checkpoints once.
     restore_checkpoint_step: tuple[int, ...] | None = None
@@ -171,6 +172,12 @@ FLAGS = (
         "mode", str, "what to do, see above", default="train", metavar="MODE", choices=tuple(MODES)
     ),
     _option("enable_checkpoint_saving", bool, "whether to save checkpoints", modes=("train",)),
+    _option(
+        "allow_restart_from_scratch",
+        bool,
+        "train from the start although the checkpoints that this job saved are missing or damaged",
+        modes=("train",),
+    ),
     _option(
         "restore_checkpoint_dir",
         str,

@@ -12,6 +12,8 @@ from layerkit_runner.command_line.flag_table import FLAGS, RunOptions
 _SAID_ELSEWHERE = frozenset(
     (
         "job_log_dir",
+        # An answer to one refusal; a recorded or printed command must not give it again.
+        "allow_restart_from_scratch",
         "study",
         "num_trials",
         "study_storage",

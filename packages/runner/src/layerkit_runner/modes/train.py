@@ -61,6 +61,7 @@ from layerkit_runner.processes.process_exchange import gather_values
 from layerkit_runner.processes.stop_signals import StopSignals
 from layerkit_runner.programs import BaseProgram, TrainPrograms
 from layerkit_runner.programs.skipped_steps import SKIPPED_STEPS
+from layerkit_runner.restart_check import check_restart, forget_checkpoint
 from layerkit_runner.steps.step_flops import model_flops_per_step
 
 
@@ -95,6 +96,8 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
         stack.enter_context(leaving_at_once(SaveTimeoutError, exit_code=StorageError.exit_code))
         checkpoints = stack.enter_context(job.checkpoints(read_only=not saves))
 
+        if checkpoints.latest_step() is None:
+            _check_restart(job, checkpoints)
         plan = None
         if checkpoints.latest_step() is None and options.restore_checkpoint_dir is None:
             plan = _plan_first_state(job)
@@ -150,6 +153,18 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
 def _agree_on_signals(signals: StopSignals) -> None:
     if jax.process_count() > 1:
         signals.agree_by(coordinator_store(), jax.process_index(), jax.process_count())
+
+
+def _check_restart(job: Job, checkpoints: CheckpointManager) -> None:
+    """Raise an error if training would begin anew unasked; see `check_restart`."""
+    options = job.options
+    if options.enable_checkpoint_saving:
+        check_restart(
+            job.directory,
+            checkpoints.directory,
+            is_allowed=options.allow_restart_from_scratch,
+            report=job.observers.message,
+        )
 
 
 def _evaluations(job: Job, programs: TrainPrograms) -> list[BaseProgram]:
@@ -333,6 +348,7 @@ def _source_of_state(
             )
         yield checkpoints, own
         return
+    _check_restart(job, checkpoints)
     if options.restore_checkpoint_dir is None:
         yield None, None
         return
@@ -358,6 +374,8 @@ def _write_start(job: Job, first: FirstState, *, goes_on: bool) -> None:
         return
     report = job.observers.message
     write_config(job.directory, job.resolved, job.options, goes_on=goes_on, report=report)
+    if not goes_on and job.options.enable_checkpoint_saving:
+        forget_checkpoint(job.directory)
     if not first.is_restored:
         write_record(job.directory, first.provenance)
 
