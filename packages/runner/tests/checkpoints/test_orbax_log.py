@@ -34,6 +34,7 @@ def logged():
     [
         (IN_ORBAX, PermissionError("no"), False),
         (IN_ORBAX, RuntimeError("no"), True),
+        (IN_ORBAX, RuntimeError("cannot schedule new futures after shutdown"), False),
         (IN_ORBAX, None, True),
         ("/site-packages/another/checkpoint.py", PermissionError("no"), True),
     ],

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+_ENDING = "cannot schedule new futures after"
 _ORBAX = f"{os.sep}orbax{os.sep}checkpoint{os.sep}"
 
 
@@ -33,7 +34,11 @@ class _FailedSaves(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        return not (isinstance(error, self._errors) and _ORBAX in record.pathname)
+        is_told = isinstance(error, self._errors) or (
+            # Of a thread of the failed save that works on while the process ends.
+            isinstance(error, RuntimeError) and _ENDING in str(error)
+        )
+        return not (is_told and _ORBAX in record.pathname)
 
 
 class _ExceptClosedLoops:
