@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 
 import jax
 
@@ -30,7 +31,7 @@ def start_devices() -> None:
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(_refusal(jax.config.jax_platforms, error)) from error
+        raise UsageError(_refusal(os.environ.get("JAX_PLATFORMS"), error)) from error
 
 
 def _refusal(platforms: str | None, error: Exception) -> str:
