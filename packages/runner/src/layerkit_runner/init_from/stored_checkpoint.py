@@ -8,8 +8,16 @@ from typing import Any
 import jax
 from etils import epath
 
-from layerkit_runner.checkpoints import CheckpointManager, LayoutVersionError, step_metadata
+from layerkit_runner.checkpoints import (
+    CheckpointManager,
+    DamagedCheckpointError,
+    LayoutVersionError,
+    StateFormat,
+    step_metadata,
+)
+from layerkit_runner.checkpoints.decoded_sizes import check_decoded_sizes
 from layerkit_runner.checkpoints.folders import committed_steps, step_folder
+from layerkit_runner.checkpoints.formats import format_of
 from layerkit_runner.checkpoints.integrity import verify
 from layerkit_runner.checkpoints.structure import LeafPath, LeafSpec
 from layerkit_runner.errors import UsageError, first_names
@@ -58,9 +66,18 @@ class StoredCheckpoint:
 
         Args:
           wanted: Stored shape and dtype, with a sharding.
+
+        Raises:
+          UsageError: A chunk would decompress to more than its array holds.
         """
         from layerkit_runner.checkpoints import handlers
 
+        if format_of(self._state) is StateFormat.TENSORSTORE:
+            chosen = {path: self.leaves[path] for path in wanted}
+            try:
+                from_process_0(lambda: check_decoded_sizes(self._state, chosen))
+            except DamagedCheckpointError as error:
+                raise UsageError(str(error)) from error
         handler = handlers.StateHandler()
         try:
             return handler.restore(self._state, handlers.StateRestore(wanted))

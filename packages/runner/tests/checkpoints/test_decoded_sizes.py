@@ -1,0 +1,84 @@
+"""Chunks that would fill the memory are found before they are decompressed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorstore as ts
+from etils import epath
+
+from layerkit_runner.checkpoints import CheckpointManager, DamagedCheckpointError, integrity
+from layerkit_runner.checkpoints.decoded_sizes import check_decoded_sizes
+from layerkit_runner.checkpoints.structure import LeafPath, LeafSpec
+from layerkit_runner.errors import UsageError
+from layerkit_runner.init_from.stored_checkpoint import StoredCheckpoint
+
+LEAVES: dict[LeafPath, LeafSpec] = {
+    ("params", "w"): LeafSpec((300, 400), np.dtype(np.float32)),
+    ("params", "zeros"): LeafSpec((600, 400), np.dtype(np.float32)),
+    ("step",): LeafSpec((), np.dtype(np.int32)),
+}
+RLE_OF_128_KIB = (128 * 2**10 << 3 | 1 << 1).to_bytes(3, "little") + b"\0"
+LAST = (1).to_bytes(3, "little")
+
+
+def frame(declared: int, num_blocks: int) -> bytes:
+    """A Zstandard frame that declares so many bytes and holds so many times 128 KiB."""
+    header = b"\x28\xb5\x2f\xfd\xa0" + declared.to_bytes(4, "little")
+    return header + RLE_OF_128_KIB * num_blocks + LAST
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> epath.Path:
+    w = jax.random.normal(jax.random.key(0), (300, 400))
+    state = {"params": {"w": w, "zeros": jnp.zeros((600, 400))}, "step": jnp.int32(1)}
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state, input_states={}, metadata={}, force=True)
+    return epath.Path(tmp_path)
+
+
+def replace(folder: epath.Path, key: str, value: bytes) -> None:
+    """Changes a value of the database, and the manifest as whoever wrote it could."""
+    step = folder / "checkpoint_00000001"
+    store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{step}/state/"}).result()
+    assert key.encode() in store.list().result()
+    store[key] = value
+    integrity.write(step, manifest_directory=step / "integrity")
+
+
+def test_checkpoints_of_ours_pass(folder: epath.Path):
+    check_decoded_sizes(folder / "checkpoint_00000001" / "state", LEAVES)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (frame(2**31, 50_000), "declares 2,147,483,648 bytes"),
+        (frame(480_000, 50_000), "holds 6,553,600,000 bytes"),
+        (frame(480_000, 1) + frame(480_000, 50_000), "bytes after its frame"),
+        (b"x" * 100, "no Zstandard frame"),
+        (frame(480_000, 1)[:-2], "cut off"),
+    ],
+)
+def test_chunk_that_is_too_large_is_an_error(folder: epath.Path, value: bytes, reason: str):
+    replace(folder, "params.w/0.0", value)
+    with pytest.raises(DamagedCheckpointError, match=f"array=params/w: .*{reason}"):
+        check_decoded_sizes(folder / "checkpoint_00000001" / "state", LEAVES)
+    source = StoredCheckpoint(folder, step=1, report=pytest.fail)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = jax.ShapeDtypeStruct((300, 400), jnp.float32, sharding=sharding)
+    with pytest.raises(UsageError, match="params/w"):
+        source.read({("params", "w"): target})
+
+
+def test_chunks_that_are_larger_than_their_array_are_an_error(folder: epath.Path):
+    step = folder / "checkpoint_00000001"
+    store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{step}/state/"}).result()
+    text = store["params.w/.zarray"].decode()
+    replace(folder, "params.w/.zarray", text.replace("[300,400]", "[30000,40000]", 1).encode())
+    with pytest.raises(DamagedCheckpointError, match=r"chunks=\[30000, 40000\]"):
+        check_decoded_sizes(step / "state", LEAVES)
