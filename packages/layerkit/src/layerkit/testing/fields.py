@@ -117,7 +117,8 @@ def ignored_fields(example: Example, *, sharding: BoundSharding | None = None) -
             states = [f"{field}={getattr(example.config, field)!r}" for field in change.given]
             found.add(f"{name} while {', '.join(states)}")
         for switch, other in changes.items():
-            turns = bool(getattr(example.config, switch)) != bool(other.value)
+            before = getattr(*_owner(example.config, switch))
+            turns = bool(before) != bool(other.value)
             if switch == name or switch in change.given or other.refusal is not None or not turns:
                 continue
             given = {**change.given, **other.given, switch: other.value}
