@@ -154,6 +154,17 @@ def test_optimizer_that_cannot_be_used_is_refused_by_field(
         assert all(word in str(caught.value) for word in [field, *words])
 
 
+def test_updates_of_wider_dtype_than_the_weights_are_accepted():
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), PARAMS)
+    optimizer = optax.adamw(0.1, mu_dtype=jnp.float32)
+    grads = jax.tree.map(jnp.ones_like, params)
+    update = jax.jit(learner(optimizer).update)
+    found = update(grads, learner(optimizer).init(params), params, step=jnp.int32(0))
+    updates, _ = jax.jit(optimizer.update)(grads, optimizer.init(params), params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(updates)} == {jnp.dtype(jnp.float32)}
+    assert_equal(found.params, optax.apply_updates(params, updates))
+
+
 def test_sam_gets_no_arguments_that_it_does_not_take():
     make = Config(
         contrib.sam, Config(optax.sgd, 0.01), Config(optax.sgd, 0.1), sync_period=2

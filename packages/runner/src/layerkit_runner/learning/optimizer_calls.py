@@ -85,12 +85,16 @@ def check_usable(transformation: optax.GradientTransformation, params: Any, *, f
             f" weights, value=loss, grad=gradients): {_first_line(error)}. Use an optimizer that"
             " needs no other arguments, such as optax.adamw."
         ) from error
-    for name, before, after in (("updates", shapes, updates), ("state", state, new_state)):
-        if _specs(before) != _specs(after):
-            raise UsageError(
-                f"{field} cannot be used: its {name} differ in structure, shape or dtype from its"
-                f" {'weights' if name == 'updates' else 'first state'}."
-            )
+    # Updates may have other dtypes than the weights, to whose dtypes Optax converts the sums.
+    if _shapes(shapes) != _shapes(updates):
+        raise UsageError(
+            f"{field} cannot be used: its updates differ in structure or shape from its weights."
+        )
+    if _specs(state) != _specs(new_state):
+        raise UsageError(
+            f"{field} cannot be used: its state differs in structure, shape or dtype from its first"
+            " state."
+        )
     for average in _instances(state, ScheduleFreeState):
         if _specs(average.z)[0] != _specs(shapes)[0]:
             raise UsageError(
@@ -124,6 +128,11 @@ def evaluated(state: Any, params: Any) -> Any:
 def _instances(state: Any, kind: Any) -> list[Any]:
     leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind))
     return [leaf for leaf in leaves if isinstance(leaf, kind)]
+
+
+def _shapes(tree: Any) -> tuple[Any, list[Any]]:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [leaf.shape for leaf in leaves]
 
 
 def _specs(tree: Any) -> tuple[Any, list[Any]]:
