@@ -34,11 +34,16 @@ def frame(declared: int, num_blocks: int) -> bytes:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> epath.Path:
+    return saved(tmp_path)
+
+
+def saved(directory: Path) -> epath.Path:
+    """Return the folder after a checkpoint of `LEAVES` was saved in it."""
     w = jax.random.normal(jax.random.key(0), (300, 400))
     state = {"params": {"w": w, "zeros": jnp.zeros((600, 400))}, "step": jnp.int32(1)}
-    with CheckpointManager(tmp_path) as manager:
+    with CheckpointManager(directory) as manager:
         manager.save(1, state, input_states={}, metadata={}, force=True)
-    return epath.Path(tmp_path)
+    return epath.Path(directory)
 
 
 def replace(folder: epath.Path, key: str, value: bytes) -> None:
@@ -51,6 +56,12 @@ def replace(folder: epath.Path, key: str, value: bytes) -> None:
 
 
 def test_checkpoints_of_ours_pass(folder: epath.Path):
+    check_decoded_sizes(folder / "checkpoint_00000001" / "state", LEAVES)
+
+
+@pytest.mark.parametrize("name", ["a b", "a#b", "a?b", "a%41b"])
+def test_folder_whose_name_has_characters_of_urls_passes(tmp_path: Path, name: str):
+    folder = saved(tmp_path / name)
     check_decoded_sizes(folder / "checkpoint_00000001" / "state", LEAVES)
 
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import urllib.parse
 from collections.abc import Mapping
 
 from etils import epath
 
 from layerkit_runner.checkpoints.errors import DamagedCheckpointError
 from layerkit_runner.checkpoints.structure import LeafPath, LeafSpec, join
+from layerkit_runner.job_files import is_remote
 
 # A block of a Zstandard frame holds at most so many bytes. Writers also end blocks earlier.
 _BLOCK_BYTES = 128 * 2**10
@@ -41,7 +43,7 @@ def check_decoded_sizes(state_directory: epath.Path, leaves: Mapping[LeafPath, L
     import tensorstore as ts
 
     text = os.fspath(state_directory)
-    base = text if "://" in text else f"file://{text}"
+    base = text if is_remote(text) else f"file://{urllib.parse.quote(text)}"
     for path, spec in leaves.items():
         try:
             store = ts.KvStore.open({"driver": "ocdbt", "base": f"{base.rstrip('/')}/"}).result()
