@@ -122,8 +122,7 @@ class Executor:
                 if step < self.train.num_train_steps:
                     self.run_due(state, step)
         self._stop_profile(step)
-        if skipped.problem is None or skipped.has_taken_any:
-            self._save(state, step, force=True)
+        self._save(state, step, force=True)
         if skipped.problem is not None:
             raise NonFiniteError(skipped.problem)
         return state, step
@@ -229,6 +228,10 @@ class Executor:
         if self.checkpoints is None:
             return
         self.train_programs.drain()
+        skipped = self.train_programs.skipped
+        if skipped.problem is not None and not skipped.has_taken_any:
+            # Saved as the last step, the first weights would count as trained at the next start.
+            return
         progress(f"saving step {step}", waits_for_others=True)
         self.observers.flush()
         with self._besides("save"):
