@@ -66,3 +66,11 @@ def test_record_names_the_newest_step(tmp_path: Path, check: Callable[..., list[
         record_checkpoint(epath.Path(tmp_path), step)
     with pytest.raises(UsageError, match="step=20"):
         check()
+
+
+def test_record_of_the_same_step_is_not_written_again(tmp_path: Path):
+    record_checkpoint(epath.Path(tmp_path), 10)
+    before = (tmp_path / FILE_NAME).stat()
+    record_checkpoint(epath.Path(tmp_path), 10)
+    after = (tmp_path / FILE_NAME).stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)

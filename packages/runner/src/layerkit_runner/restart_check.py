@@ -25,15 +25,17 @@ FLAG = "allow_restart_from_scratch"
 def record_checkpoint(directory: epath.Path, step: int) -> None:
     """Record in the folder of a job that a step is committed.
 
+    A record of the same step is left as it is, so that a run that is refused writes nothing.
+
     Raises:
       SaveError: The record cannot be written.
     """
+    path, text = directory / FILE_NAME, json.dumps({"step": step}) + "\n"
     try:
-        atomic_write(directory / FILE_NAME, json.dumps({"step": step}) + "\n")
+        if not (path.exists() and path.read_bytes() == text.encode()):
+            atomic_write(path, text)
     except OSError as error:
-        raise SaveError(
-            f"{directory / FILE_NAME} could not be written: {error}; step {step} is saved."
-        ) from error
+        raise SaveError(f"{path} could not be written: {error}; step {step} is saved.") from error
 
 
 def forget_checkpoint(directory: epath.Path) -> None:
