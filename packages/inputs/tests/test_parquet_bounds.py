@@ -47,7 +47,7 @@ def test_row_group_of_more_than_the_bound_raises_before_it_is_in_memory(tmp_path
     before = arrow.total_allocated_bytes()
     peak = arrow.default_memory_pool().max_memory()
     with pytest.raises(BadRecordError, match=f"max_row_group_bytes={BOUND:,}"):
-        read_row_group(file, 0, columns=None, max_bytes=BOUND)
+        read_row_group(tmp_path / "a.parquet", file, 0, columns=None, max_bytes=BOUND)
     assert arrow.total_allocated_bytes() - before < 3 * BOUND
     assert arrow.default_memory_pool().max_memory() - max(peak, before) < 6 * BOUND
 
@@ -61,24 +61,63 @@ def test_text_with_shared_beginnings_raises_before_it_is_in_memory(tmp_path):
         column_encoding={"column": "DELTA_BYTE_ARRAY"},
     )
     with pytest.raises(BadRecordError, match=f"max_row_group_bytes={BOUND:,}"):
-        read_row_group(file, 0, columns=None, max_bytes=BOUND)
+        read_row_group(tmp_path / "a.parquet", file, 0, columns=None, max_bytes=BOUND)
 
 
 def test_row_group_within_the_bound_is_read_whole(tmp_path):
     table = arrow.table({"text": ["one", "two"] * 9000, "number": np.arange(18000)})
     parquet.write_table(table, tmp_path / "a.parquet")
     file = open_parquet(tmp_path / "a.parquet")
-    assert read_row_group(file, 0, columns=None, max_bytes=BOUND).equals(table)
+    assert read_row_group(tmp_path / "a.parquet", file, 0, columns=None, max_bytes=BOUND).equals(
+        table
+    )
     with pytest.raises(BadRecordError):
-        read_row_group(file, 0, columns=None, max_bytes=200_000)
-    only = read_row_group(file, 0, columns=["number"], max_bytes=200_000)
+        read_row_group(tmp_path / "a.parquet", file, 0, columns=None, max_bytes=200_000)
+    only = read_row_group(tmp_path / "a.parquet", file, 0, columns=["number"], max_bytes=200_000)
     assert only.equals(table.select(["number"]))
+
+
+def _batches(path, *, max_bytes):
+    return row_group_batches(
+        path, open_parquet(path), 0, columns=None, max_bytes=max_bytes, most_rows=1000
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dictionary_pagesize_limit": 1 << 10},
+        {"use_dictionary": False},
+        {"use_dictionary": False, "column_encoding": {"text": "DELTA_LENGTH_BYTE_ARRAY"}},
+    ],
+    ids=["dictionary and plain", "plain", "lengths and plain"],
+)
+def test_batches_of_different_texts_hold_many_rows_whatever_the_size_of_the_row_group(
+    tmp_path, options
+):
+    table = arrow.table({"text": [f"{number:01000}" for number in range(2000)]})
+    parquet.write_table(table, tmp_path / "a.parquet", write_batch_size=10, **options)
+    batches = list(_batches(tmp_path / "a.parquet", max_bytes=BOUND))
+    assert arrow.Table.from_batches(batches).equals(table)
+    assert len(batches) <= 20
+
+
+def test_batches_of_values_that_share_bytes_hold_fewer_rows(tmp_path):
+    table = arrow.table({"text": [f"{'x' * (1 << 12)}{number}" for number in range(1000)]})
+    written(
+        tmp_path / "a.parquet",
+        table,
+        use_dictionary=False,
+        column_encoding={"text": "DELTA_BYTE_ARRAY"},
+    )
+    batches = list(_batches(tmp_path / "a.parquet", max_bytes=BOUND))
+    assert max(batch.nbytes for batch in batches) <= BOUND + (1 << 13)
 
 
 def test_batches_hold_fewer_rows_where_values_may_be_large(tmp_path):
     table = repeated("x" * (1 << 16), arrow.string(), 100)
-    file = written(tmp_path / "a.parquet", table)
-    batches = list(row_group_batches(file, 0, columns=None, max_bytes=BOUND, most_rows=1000))
+    written(tmp_path / "a.parquet", table)
+    batches = list(_batches(tmp_path / "a.parquet", max_bytes=BOUND))
     assert sum(map(len, batches)) == 100
     assert max(batch.nbytes for batch in batches) <= BOUND + (1 << 12)
 
@@ -96,8 +135,9 @@ def test_page_checksums_are_verified(tmp_path):
     at = data.index(np.arange(500, 502).tobytes())
     data[at] ^= 1
     (tmp_path / "a.parquet").write_bytes(data)
+    path = tmp_path / "a.parquet"
     with pytest.raises(OSError, match="CRC"):
-        read_row_group(open_parquet(tmp_path / "a.parquet"), 0, columns=None, max_bytes=BOUND)
+        read_row_group(path, open_parquet(path), 0, columns=None, max_bytes=BOUND)
 
 
 READERS = {

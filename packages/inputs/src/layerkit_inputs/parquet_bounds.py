@@ -2,8 +2,8 @@
 
 A few hundred bytes of Parquet can stand for gigabytes: a value that all rows share is stored once.
 Sizes that a file declares are checked before it is read, and what it decodes to while it is read, a
-few rows at a time. The number of rows follows from the declared bytes, since no value of a column
-is larger than those.
+few rows at a time. The number of rows follows from the sizes of the dictionaries: a value that is
+stored once and read many times lies in one, and all other values take the bytes that are declared.
 
 Arrow unpacks a whole page at once, of at most 2 GiB, whose size only the page itself declares. So a
 file that lies about its sizes can take that much memory before it is refused.
@@ -12,6 +12,7 @@ file that lies about its sizes can take that much memory before it is refused.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from layerkit_inputs.bad_records import BadRecordError
@@ -23,6 +24,14 @@ MAX_ROW_GROUP_BYTES = 1 << 30
 _MOST_ROWS = 1 << 13
 _OFFSET_BYTES = 4
 _VALUE_BYTES = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
+_DICTIONARY_ENCODINGS = frozenset({"PLAIN_DICTIONARY", "RLE_DICTIONARY"})
+# Encodings that store each value with all of its bytes, or levels and indices. With another one,
+# such as DELTA_BYTE_ARRAY, values share bytes.
+_WHOLE_VALUE_ENCODINGS = frozenset(
+    {"PLAIN", "RLE", "BIT_PACKED", "DELTA_LENGTH_BYTE_ARRAY", "BYTE_STREAM_SPLIT"}
+)
+# The longest beginning of a page header that is read: two fields of at most 1 + 5 bytes.
+_HEADER_BYTES = 12
 
 
 def open_parquet(path: Any) -> Any:
@@ -32,37 +41,60 @@ def open_parquet(path: Any) -> Any:
 
 
 def row_group_batches(
-    file: Any, number: int, *, columns: Sequence[str] | None, max_bytes: int, most_rows: int
+    path: str | Path,
+    file: Any,
+    number: int,
+    *,
+    columns: Sequence[str] | None,
+    max_bytes: int,
+    most_rows: int,
 ) -> Iterator[Any]:
     """Yield a row group as `pyarrow.RecordBatch`es.
 
     Args:
-      file: `pyarrow.parquet.ParquetFile`.
+      path: Path of the file.
+      file: The file, opened by `open_parquet`.
       number: Index of the row group.
       columns: Names of columns to read. None: all.
-      max_bytes: Most bytes of text in a batch of more than one row.
+      max_bytes: Most bytes that values in dictionaries may take in a batch of more than one row,
+        beside the declared bytes of the row group.
       most_rows: Most rows of a batch.
     """
-    _, largest_value = declared_bytes(file.metadata, number, columns=columns)
+    largest_value = max(
+        (
+            _largest_value(path, file.metadata, number, index, max_bytes=max_bytes)
+            for index in _text_columns(file.metadata, number, columns)
+        ),
+        default=0,
+    )
     rows = max(1, min(most_rows, max_bytes // max(largest_value, 1)))
     yield from file.iter_batches(rows, row_groups=[number], columns=columns)
 
 
-def read_row_group(file: Any, number: int, *, columns: Sequence[str] | None, max_bytes: int) -> Any:
+def read_row_group(
+    path: str | Path, file: Any, number: int, *, columns: Sequence[str] | None, max_bytes: int
+) -> Any:
     """Return a row group as a `pyarrow.Table` of at most `max_bytes`.
+
+    Args:
+      path: Path of the file.
+      file: The file, opened by `open_parquet`.
+      number: Index of the row group.
+      columns: Names of columns to read. None: all.
+      max_bytes: Bound on the bytes of the table.
 
     Raises:
       BadRecordError: it declares, or decodes to, more.
     """
     arrow = require("pyarrow", needed_by="Parquet files")
-    size, largest_value = declared_bytes(file.metadata, number, columns=columns)
+    size = declared_bytes(file.metadata, number, columns=columns)
     if size > max_bytes:
         raise BadRecordError(_too_large(size, max_bytes))
-    if not largest_value:  # numbers, whose size is what is declared
+    if not _text_columns(file.metadata, number, columns):  # the size of numbers is declared
         return file.read_row_group(number, columns=columns)
     batches, size = [], 0
     for batch in row_group_batches(
-        file, number, columns=columns, max_bytes=max_bytes, most_rows=_MOST_ROWS
+        path, file, number, columns=columns, max_bytes=max_bytes, most_rows=_MOST_ROWS
     ):
         size += batch.nbytes
         if size > max_bytes:
@@ -82,13 +114,13 @@ def check_row_groups(metadata: Any, *, max_bytes: int) -> None:
       BadRecordError: one does.
     """
     for number in range(metadata.num_row_groups):
-        size, _ = declared_bytes(metadata, number, columns=None)
+        size = declared_bytes(metadata, number, columns=None)
         if size > max_bytes:
             raise BadRecordError(f"row group {number} {_too_large(size, max_bytes)}")
 
 
-def declared_bytes(metadata: Any, number: int, *, columns: Sequence[str] | None) -> tuple[int, int]:
-    """Return the least size of a decoded row group and the most that one value can have, in bytes.
+def declared_bytes(metadata: Any, number: int, *, columns: Sequence[str] | None) -> int:
+    """Return the least size of a decoded row group in bytes.
 
     Args:
       metadata: `pyarrow.parquet.FileMetaData`.
@@ -96,17 +128,68 @@ def declared_bytes(metadata: Any, number: int, *, columns: Sequence[str] | None)
       columns: Names of columns that are read. None: all.
     """
     group = metadata.row_group(number)
-    size = largest_value = 0
-    for index in range(group.num_columns):
+    size = 0
+    for index in _read_columns(group, columns):
         column = group.column(index)
-        if columns is not None and column.path_in_schema.partition(".")[0] not in columns:
-            continue
-        width = _VALUE_BYTES.get(column.physical_type)
-        if width is None:  # byte arrays, of any length
-            width = _OFFSET_BYTES
-            largest_value = max(largest_value, column.total_uncompressed_size)
+        width = _VALUE_BYTES.get(column.physical_type, _OFFSET_BYTES)
         size += max(column.num_values * width, column.total_uncompressed_size)
-    return size, largest_value
+    return size
+
+
+def _read_columns(group: Any, columns: Sequence[str] | None) -> list[int]:
+    """Return the indices of the columns of a row group that are read."""
+    return [
+        index
+        for index in range(group.num_columns)
+        if columns is None or group.column(index).path_in_schema.partition(".")[0] in columns
+    ]
+
+
+def _text_columns(metadata: Any, number: int, columns: Sequence[str] | None) -> list[int]:
+    """Return the indices of the columns that are read and hold byte arrays, of any length."""
+    group = metadata.row_group(number)
+    read = _read_columns(group, columns)
+    return [index for index in read if group.column(index).physical_type not in _VALUE_BYTES]
+
+
+def _largest_value(
+    path: str | Path, metadata: Any, number: int, index: int, *, max_bytes: int
+) -> int:
+    """Return the most bytes that one value of a column can take without being stored anew.
+
+    That is the size of its dictionary. Where values may share bytes in other ways, where a row may
+    hold several, or where the declared bytes are too many for one batch, it is the declared bytes.
+    """
+    column = metadata.row_group(number).column(index)
+    encodings = set(column.encodings)
+    is_repeated = metadata.schema.column(index).max_repetition_level > 0
+    is_large = column.total_uncompressed_size > max(max_bytes, MAX_ROW_GROUP_BYTES)
+    if is_repeated or is_large or encodings - _DICTIONARY_ENCODINGS - _WHOLE_VALUE_ENCODINGS:
+        return int(column.total_uncompressed_size)
+    dictionary = _dictionary_bytes(path, column)
+    if dictionary is None:
+        return int(column.total_uncompressed_size) if encodings & _DICTIONARY_ENCODINGS else 0
+    return dictionary
+
+
+def _dictionary_bytes(path: str | Path, column: Any) -> int | None:
+    """Return the unpacked size of the dictionary that a column begins with; None without one."""
+    begin = column.data_page_offset
+    if column.has_dictionary_page and 0 < column.dictionary_page_offset < begin:
+        begin = column.dictionary_page_offset
+    with open(path, "rb") as file:
+        file.seek(begin)
+        header = file.read(_HEADER_BYTES)
+    # Thrift's compact protocol: 0x15 is a 32-bit integer in the next field, in zigzag order. The
+    # first is the kind of page, 2 (4 in zigzag order) for a dictionary, and the second its size.
+    if header[:3] != b"\x15\x04\x15":
+        return None
+    size = 0
+    for shift, byte in enumerate(header[3:8]):
+        size |= (byte & 0x7F) << 7 * shift
+        if byte < 0x80:
+            break
+    return size >> 1
 
 
 def _too_large(size: int, max_bytes: int) -> str:

@@ -170,7 +170,7 @@ class SentencePieceTokenizer(Configurable):
 
     @property
     def note(self) -> str:
-        """What becomes of special tokens in text."""
+        """Line about special tokens in text for the report at the start of a run."""
         return "special tokens spelled out in text are encoded as text, as SentencePiece does"
 
     @property
@@ -291,7 +291,7 @@ class HuggingFaceTokenizer(Configurable):
 
     @property
     def note(self) -> str | None:
-        """What becomes of special tokens in text; None where there are none."""
+        """Line about special tokens in text for the start report; None where there are none."""
         if not self.special_tokens:
             return None
         names = list(self.special_tokens.values())

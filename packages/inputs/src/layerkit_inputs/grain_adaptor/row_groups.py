@@ -91,7 +91,11 @@ class _Rows:
         try:
             with open_parquet(self._group.path) as file:
                 table = read_row_group(
-                    file, self._group.number, columns=columns, max_bytes=self._max_bytes
+                    self._group.path,
+                    file,
+                    self._group.number,
+                    columns=columns,
+                    max_bytes=self._max_bytes,
                 )
         except BadRecordError as error:
             return BadRecordError(f"{self._group}: {error}")

@@ -121,7 +121,7 @@ def _parquet_rows(path: Path, field: str, max_document_bytes: int) -> Iterator[R
                 raise BadRecordError(f"{path}: column {field!r} is {kind}, expected string.")
             share = path.stat().st_size / max(opened.metadata.num_rows, 1)
             row = 0
-            for batch in _parquet_batches(opened, field):
+            for batch in _parquet_batches(path, opened, field):
                 for text in batch.column(0).cast(arrow.large_binary()).to_pylist():
                     row += 1
                     where = f"{path}, row {row - 1}"
@@ -131,10 +131,15 @@ def _parquet_rows(path: Path, field: str, max_document_bytes: int) -> Iterator[R
         raise BadRecordError(f"{path}: the Parquet file cannot be read ({error}).") from None
 
 
-def _parquet_batches(opened: Any, field: str) -> Iterator[Any]:
+def _parquet_batches(path: Path, opened: Any, field: str) -> Iterator[Any]:
     for group in range(opened.num_row_groups):
         yield from row_group_batches(
-            opened, group, columns=[field], max_bytes=_PARQUET_BYTES, most_rows=_PARQUET_ROWS
+            path,
+            opened,
+            group,
+            columns=[field],
+            max_bytes=_PARQUET_BYTES,
+            most_rows=_PARQUET_ROWS,
         )
 
 
