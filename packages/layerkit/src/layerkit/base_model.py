@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-from layerkit.base_layer import BaseLayer
+from layerkit.base_layer import PARAMS, BaseLayer
 from layerkit.nested_map import NestedMap
 
 NATS_PER_TOKEN = "nats per token"
@@ -69,6 +69,37 @@ class BaseModel(BaseLayer):
         """Regular expressions over paths of weights that must stay as they are, such as those of a
         reference; whoever trains the model refuses to change them."""
         return ()
+
+    @property
+    @nn.nowrap
+    def initial_copies(self) -> Mapping[str, str]:
+        """Children whose weights start equal to those of another child, as `{copy: original}`.
+
+        `init` copies them. Whoever restores the original from a checkpoint that lacks the copy
+        fills the copy from the original too.
+        """
+        return {}
+
+    @nn.nowrap
+    def original_of(self, path: tuple[str, ...]) -> tuple[str, ...] | None:
+        """Return the weight of which a weight starts as a copy, by `initial_copies`.
+
+        Args:
+          path: Of the weight, such as `("reference_lm", "softmax", "w")`.
+
+        Returns:
+          Path of the original; None for a weight that is no copy.
+        """
+        original = self.initial_copies.get(path[0])
+        return None if original is None else (original, *path[1:])
+
+    @nn.nowrap
+    def init_boxed(self, *args: Any, **kwargs: Any) -> Any:
+        """Like `BaseLayer.init_boxed`, with `initial_copies` made."""
+        variables = super().init_boxed(*args, **kwargs)
+        params = variables[PARAMS]
+        copies = {copy: params[original] for copy, original in self.initial_copies.items()}
+        return {**variables, PARAMS: {**params, **copies}}
 
     def compute_predictions(self, batch: NestedMap) -> Any:
         """Runs the network on a batch (batch axis first in every entry)."""

@@ -115,7 +115,7 @@ class SingleTask(Configurable):
         variables = unbox(boxed)
         params = variables[PARAMS]
         if given is not None:
-            params = unflatten_dict({**flatten_dict(params), **flatten_dict(given)})
+            params = self._with_given(flatten_dict(params), flatten_dict(given))
         learner = self.train.learner
         learner.trained_weights.refuse(self.model.frozen_weights, params)
         if self.vn is not None:
@@ -130,6 +130,15 @@ class SingleTask(Configurable):
             ema=learner.init_ema(params),
         )
         return dict(boxed), state
+
+    def _with_given(self, drawn: dict[Any, Any], given: dict[Any, Any]) -> Any:
+        """Return the nested weights: given ones, else copies of given ones, else drawn ones."""
+        copies = {
+            path: given[original]
+            for path in drawn
+            if (original := self.model.original_of(path)) in given
+        }
+        return unflatten_dict({**drawn, **copies, **given})
 
     def train_step(
         self, state: TrainState, batch: NestedMap, context: StepContext

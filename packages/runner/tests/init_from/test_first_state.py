@@ -14,6 +14,7 @@ import pytest
 
 from layerkit.config import Configurable
 from layerkit.layers.adapters import LORA_WEIGHTS, with_lora
+from layerkit.models import DpoModel, LanguageModel, TransformerLm
 from layerkit.nested_map import NestedMap
 from layerkit_runner.errors import UsageError
 from layerkit_runner.init_from import plan_first_state
@@ -102,7 +103,7 @@ def test_values_are_read_as_they_are_laid_out(begin: Any, repeated: bool):
     partitioner, task = begin.bound(model, [1, 4, 2], begin=settings)
     stored = StoredCheckpoint(begin.job / "checkpoints", step=None, report=print)
     state = partitioner.abstract_state(task)
-    matched = match(settings, [Opened(settings.sources[0], stored)], state)
+    matched = match(settings, [Opened(settings.sources[0], stored)], state, model=task.model)
     read = stored.read(module._wanted(stored, matched.found.values()))
     path = ("params", "stack", "sub", "linear", "w")
     shards = {shard.data.shape for shard in read[path].addressable_shards}
@@ -316,3 +317,31 @@ def test_a_damaged_checkpoint(begin: Any, tmp_path: Path):
     task.initial_weights = begin.init_from({"folder": str(tmp_path), "step": 5})
     with pytest.raises(UsageError, match=r"checkpoint_00000005 is damaged: state/state.msgpack"):
         plan_first_state(partitioner, task)
+
+
+@pytest.mark.parametrize("draw", [(), ("lm/softmax/.*",)], ids=["loaded", "partly drawn"])
+def test_first_state_of_dpo_has_reference_equal_to_policy(
+    begin: Any, tmp_path: Path, draw: tuple[str, ...]
+):
+    lm = TransformerLm.HParams.config(
+        vocab_size=11, model_dims=8, hidden_dims=8, num_layers=1, num_heads=2
+    )
+    partitioner, task = begin.bound(LanguageModel.HParams.config(lm_tpl=lm))
+    base = begin.filled(partitioner.abstract_state(task))
+    begin.save(tmp_path, base)
+    model = DpoModel.HParams.config(lm_tpl=lm)
+    frozen = {"frozen": ("reference_lm/.*",)}
+    *_, first = first_state(begin, tmp_path, model=model, bound=frozen, draw=draw)
+    params = {
+        name.removeprefix("params/"): v for name, v in weights(begin.leaves(first.state)).items()
+    }
+    policy = {name: value for name, value in params.items() if name.startswith("lm/")}
+    assert_same(params, policy | {f"reference_{name}": value for name, value in policy.items()})
+    stored = begin.leaves(base)
+    for name, value in policy.items():
+        is_drawn = bool(draw) and name.startswith("lm/softmax/")
+        assert np.array_equal(value, stored[f"params/{name}"]) != is_drawn, name
+    origins = first.provenance.weights
+    assert {origins[f"reference_{name}"] for name in policy} == {f"copy_of:{n}" for n in policy}
+    (line,) = first.provenance.lines()
+    assert line.endswith(f"{len(policy)} copied (reference_lm from lm)")

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from flax.traverse_util import unflatten_dict
 
+from layerkit.base_model import BaseModel
 from layerkit_runner.checkpoints.structure import LeafSpec, spec_of
 from layerkit_runner.errors import UsageError
 from layerkit_runner.init_from import InitFrom, Source
@@ -36,6 +37,20 @@ class Names:
 
 def spec(*shape: int, dtype: Any = np.float32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
+
+
+class Compared(BaseModel):
+    """A model whose `encoder` is frozen and, if asked for, starts as a copy of `head`."""
+
+    copied: bool = True
+
+    @property
+    def frozen_weights(self) -> tuple[str, ...]:
+        return ("encoder/.*",)
+
+    @property
+    def initial_copies(self) -> Mapping[str, str]:
+        return {"encoder": "head"} if self.copied else {}
 
 
 STATE = TrainState(
@@ -66,7 +81,7 @@ def matched(
     sources = [Source(folder=one.label, **fields) for one in named]
     settings = InitFrom(sources=sources, label="begin", **(begin or {}))
     opened = [Opened(source, one) for source, one in zip(sources, named, strict=True)]
-    return match(settings, opened, STATE)
+    return match(settings, opened, STATE, model=BaseModel())
 
 
 def differences(*stored: Any, **fields: Any) -> list[str]:
@@ -229,11 +244,11 @@ def test_layers_that_lie_otherwise():
         stored = Names("a", {path: spec_of(leaf) for path, leaf in there.items()})
         settings = InitFrom(sources=[Source(folder="a")])
         with pytest.raises(UsageError) as caught:
-            match(settings, [Opened(settings.sources[0], stored)], state)
+            match(settings, [Opened(settings.sources[0], stored)], state, model=BaseModel())
         (line,) = [one for one in str(caught.value).splitlines() if one.startswith("The layers")]
         rule = ast.literal_eval(line.rpartition(": ")[2])
         settings = InitFrom(sources=[Source(folder="a", rules=[rule])])
-        found = match(settings, [Opened(settings.sources[0], stored)], state)
+        found = match(settings, [Opened(settings.sources[0], stored)], state, model=BaseModel())
         assert len(found.found) == len(here)
         return rule
 
@@ -278,3 +293,43 @@ def test_a_run_has_one_step():
     sources = [Source(folder=name, load_step=True) for name in "ab"]
     with pytest.raises(UsageError, match=r"^begin: load_step is set for a and b; a run has one"):
         InitFrom(sources=sources, label="begin")
+
+
+def match_compared(
+    *, copied: bool, rules: Any = None, missing: str = "error", draw: Any = ()
+) -> Matched:
+    """Match a source that holds `head` alone against a model of `encoder` and `head`."""
+    state = TrainState(
+        step=spec(dtype=np.int32),
+        params={"encoder": {"w": spec(3)}, "head": {"w": spec(3)}},
+        non_trainable={},
+        opt_state={},
+    )
+    source = Source(folder="a", rules=rules)
+    settings = InitFrom(sources=[source], missing=missing, draw=draw)
+    name = ("params", "head" if rules is None else "top", "w")
+    stored = Names("a", {name: spec_of(spec(3))})
+    return match(settings, [Opened(source, stored)], state, model=Compared(copied=copied))
+
+
+@pytest.mark.parametrize("missing", ["error", "draw"])
+@pytest.mark.parametrize("rules", [None, [(r"head/(.*)", r"top/\1")]], ids=["names", "rules"])
+def test_match_copies_weight_that_source_lacks_if_model_declares_original(rules: Any, missing: str):
+    found = match_compared(copied=True, rules=rules, missing=missing)
+    assert found.copied == {("encoder", "w"): ("head", "w")}
+    assert found.drawn == ()
+    assert set(found.found) == {("params", "head", "w")}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"copied": True, "draw": ["encoder/w"]}, ["encoder/w", "draw=", "copy of head/w"]),
+        ({"copied": False, "draw": ["encoder/.*"]}, ["encoder/w", "draw=", "a source"]),
+        ({"copied": False, "missing": "draw"}, ["encoder/w", "not in a"]),
+    ],
+)
+def test_match_raises_if_frozen_weight_would_be_drawn(fields: Any, words: list[str]):
+    with pytest.raises(UsageError) as caught:
+        match_compared(**fields)
+    assert all(word in str(caught.value) for word in words)

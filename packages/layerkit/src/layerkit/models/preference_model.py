@@ -12,7 +12,7 @@ and h = r(chosen) − r(rejected), the losses are
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from layerkit.base_layer import PARAMS
 from layerkit.base_model import BaseModel, Metrics, WeightedScalar
 from layerkit.config import sub_config_field
 from layerkit.layers.losses import weighted_mean
@@ -66,9 +65,8 @@ class DpoModel(BaseModel):
     Attributes:
       lm_tpl: The network that is trained.
       reference: Where log p of the reference comes from: `frozen` keeps a second network,
-        `reference_lm`, which starts as `lm` does (weights that are loaded have to be loaded into
-        both) and that the learner has to freeze; `batch` takes numbers computed beforehand;
-        `none` counts it as 0.
+        `reference_lm`, which starts as a copy of `lm` (drawn or loaded) and which the learner has
+        to freeze; `batch` takes numbers computed beforehand; `none` counts it as 0.
       loss: `sigmoid`, `hinge` or `ipo`.
       beta: How far the model may go from the reference: the smaller, the farther.
       label_smoothing: ε, the part of the preferences believed to be wrong; of `sigmoid` alone.
@@ -97,14 +95,10 @@ class DpoModel(BaseModel):
     def frozen_weights(self) -> tuple[str, ...]:
         return ("reference_lm/.*",) if self.reference == "frozen" else ()
 
+    @property
     @nn.nowrap
-    def init_boxed(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any layer; the reference starts with the weights of the model."""
-        variables = super().init_boxed(*args, **kwargs)
-        if self.reference == "frozen":
-            params = variables[PARAMS]
-            variables = {**variables, PARAMS: {**params, "reference_lm": params["lm"]}}
-        return variables
+    def initial_copies(self) -> Mapping[str, str]:
+        return {"reference_lm": "lm"} if self.reference == "frozen" else {}
 
     def compute_predictions(self, batch: NestedMap) -> NestedMap:
         """Log-probabilities of the answers under the model and under the reference.

@@ -30,7 +30,7 @@ from layerkit_runner.init_from.origins import (
     Opened,
     StoredValues,
 )
-from layerkit_runner.init_from.provenance import RANDOM_INIT, Provenance
+from layerkit_runner.init_from.provenance import RANDOM_INIT, Provenance, copy_of
 from layerkit_runner.init_from.settings import InitFrom, Source
 from layerkit_runner.init_from.stored_checkpoint import StoredCheckpoint
 from layerkit_runner.init_from.stored_hugging_face import StoredHuggingFace
@@ -88,7 +88,7 @@ def plan_first_state(
         opened = [_open(one, state, report) for one in source.sources]
     except UsageError as error:
         raise UsageError(f"{source.label}: {error}") from error
-    matched = match(source, opened, state)
+    matched = match(source, opened, state, model=task.model)
     return lambda: _from_match(partitioner, task, state, matched)
 
 
@@ -227,10 +227,11 @@ def _provenance(state: TrainState, matched: Matched) -> Provenance:
         if one.stored_dtype != one.target.dtype:
             dtypes = f"{one.stored_dtype.name} → {one.target.dtype.name}"
             converted.setdefault(dtypes, []).append(join(path[1:]))
-    drawn = {join(path[1:]): RANDOM_INIT for path in matched.drawn}
     weights = {join(path[1:]): str(one) for path, one in found.items() if path[0] != OPT_STATE}
+    weights |= {join(path[1:]): RANDOM_INIT for path in matched.drawn}
+    weights |= {join(path): copy_of(join(one)) for path, one in matched.copied.items()}
     return Provenance(
-        weights={**weights, **drawn},
+        weights=weights,
         opt_state={join(path[1:]): str(one) for path, one in found.items() if path[0] == OPT_STATE},
         step=matched.step_from,
         converted={dtypes: tuple(names) for dtypes, names in converted.items()},
@@ -262,10 +263,14 @@ def _from_loader(partitioner: Partitioner, task: SingleTask) -> FirstState:
     make = partitioner.jit_making(task, init, donate_argnums=0)
     loaded = flatten_dict(given, sep="/").keys()
     place = getattr(loader, "folder", None) or type(loader).__qualname__
-    weights = {
-        name: f"{place}:{PARAMS}/{name}" if name in loaded else RANDOM_INIT
-        for name in flatten_dict(like, sep="/")
-    }
+
+    def origin(path: LeafPath) -> str:
+        original = task.model.original_of(path)
+        if join(path) in loaded:
+            return f"{place}:{PARAMS}/{join(path)}"
+        return RANDOM_INIT if original is None else copy_of(join(original))
+
+    weights = {join(path): origin(path) for path in flatten_dict(like)}
     consumed: dict[Any, Any] = {}
     kept: dict[Any, Any] = {}
     for path, leaf in flatten_dict(given).items():

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from layerkit.base_model import BaseModel
 from layerkit.near_names import near_names
 from layerkit_runner.checkpoints.structure import LeafPath, LeafSpec, join, named_leaves, spec_of
 from layerkit_runner.errors import UsageError
@@ -41,30 +42,36 @@ _STACK = (
 )
 
 
-def match(settings: InitFrom, opened: Sequence[Opened], state: TrainState) -> Matched:
+def match(
+    settings: InitFrom, opened: Sequence[Opened], state: TrainState, *, model: BaseModel
+) -> Matched:
     """Finds the origin of every first value.
 
     Args:
       settings: What is asked for.
       opened: Its sources, in their order.
       state: The state of this run, as shapes, dtypes and shardings.
+      model: Model of this run, which says which weights are copies and which are frozen.
 
     Raises:
       UsageError: all weights and patterns that do not come out even.
     """
-    return _Matching(settings, opened, state).run()
+    return _Matching(settings, opened, state, model).run()
 
 
 class _Matching:
     """One pass over the values of a state, gathering faults on the way."""
 
-    def __init__(self, settings: InitFrom, opened: Sequence[Opened], state: TrainState):
-        self._settings, self._opened = settings, opened
+    def __init__(
+        self, settings: InitFrom, opened: Sequence[Opened], state: TrainState, model: BaseModel
+    ):
+        self._settings, self._opened, self._model = settings, opened, model
         leaves = named_leaves(state)
         self._weights = {p: leaf for p, leaf in leaves.items() if p[0] in MODEL_FIELDS}
         self._opt_state = {p: leaf for p, leaf in leaves.items() if p[0] == OPT_STATE}
         self._found: dict[LeafPath, Found] = {}
         self._drawn: list[LeafPath] = []
+        self._copied: dict[LeafPath, LeafPath] = {}
         self._faults: list[str] = []
         self._missing: list[str] = []
         # Weights that are there and here under one name, but of another shape or drawn.
@@ -87,9 +94,11 @@ class _Matching:
             raise UsageError(self._message())
         counting = next((one for one in self._opened if one.settings.load_step), None)
         if counting is None or counting.stored.step is None:
-            return Matched(self._found, tuple(self._drawn))
+            return Matched(self._found, tuple(self._drawn), self._copied)
         stored = counting.stored
-        return Matched(self._found, tuple(self._drawn), stored.step or 0, stored.label)
+        return Matched(
+            self._found, tuple(self._drawn), self._copied, stored.step or 0, stored.label
+        )
 
     def _check_fields(self, source: Opened) -> None:
         """Refuses what a source cannot give."""
@@ -115,8 +124,15 @@ class _Matching:
 
     def _place_weight(self, path: LeafPath, leaf: Any, used: set[Rule]) -> None:
         name = join(path[1:])
-        if any(re.fullmatch(pattern, name) for pattern in self._settings.draw):
-            self._draw(path)
+        is_frozen = any(re.fullmatch(one, name) for one in self._model.frozen_weights)
+        original = self._model.original_of(path[1:]) if path[0] == PARAMS else None
+        for pattern in self._settings.draw:
+            if not re.fullmatch(pattern, name):
+                continue
+            if is_frozen:
+                self._refuse_draw(name, pattern, original)
+            else:
+                self._draw(path)
             return
         for source in self._opened:
             rules = source.settings.weight_rules
@@ -128,14 +144,27 @@ class _Matching:
             if stored is not None:
                 self._take(source, Origin(name, (name,)), (stored,), path, leaf)
                 return
+        if original is not None:
+            self._copied[path[1:]] = original
+            return
         is_adapter = any(re.fullmatch(pattern, name) for pattern in ADAPTER_WEIGHTS)
-        if self._settings.missing == "draw" or is_adapter:
+        if (self._settings.missing == "draw" and not is_frozen) or is_adapter:
             self._draw(path)
             return
         sources = " or ".join(one.stored.label for one in self._opened)
         there = (one for source in self._opened for one in _names_in(source, path[0]))
         self._faults.append(f"{name} {spec_of(leaf)}: not in {sources}{self._near(name, there)}")
         self._missing.append(name)
+
+    def _refuse_draw(self, name: str, pattern: str, original: LeafPath | None) -> None:
+        """Add the fault of a pattern that draws a frozen weight; one for all that it matches."""
+        start = f"draw={pattern!r} matches frozen weights"
+        if any(fault.startswith(start) for fault in self._faults):
+            return
+        advice = "Take them from a source."
+        if original is not None:
+            advice = f"Leave them out of the pattern: {name} starts as a copy of {join(original)}."
+        self._faults.append(f"{start}, such as {name}. Expected weights that are trained. {advice}")
 
     def _draw(self, path: LeafPath) -> None:
         self._drawn.append(path)

@@ -81,11 +81,13 @@ class Matched:
     Attributes:
       found: By path in the state, such as `("params", "lm", "w")`.
       drawn: Paths of the weights that are drawn.
+      copied: Paths below `params` of weights that start as copies, and those of their originals.
       step: The first step.
       step_from: The label of the source whose step it is; None where the run counts from 0.
     """
 
     found: Mapping[LeafPath, Found]
     drawn: tuple[LeafPath, ...]
+    copied: Mapping[LeafPath, LeafPath] = dataclasses.field(default_factory=dict)
     step: int = 0
     step_from: str | None = None

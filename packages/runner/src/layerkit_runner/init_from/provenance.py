@@ -18,6 +18,7 @@ from layerkit_runner.job_files import atomic_write
 
 RECORD = "initial_values.json"
 RANDOM_INIT = "random_init"
+_COPY = "copy_of:"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +26,8 @@ class Provenance:
     """Where first values came from.
 
     Attributes:
-      weights: By name: `DIR:STEP:PATH`, a Hugging Face folder's `DIR:PATH`, or `random_init`.
+      weights: By name: `DIR:STEP:PATH`, a Hugging Face folder's `DIR:PATH`, `copy_of:PATH` of
+        another weight of the model, or `random_init`.
       opt_state: The same of those values of the optimizer that were read.
       step: `DIR:STEP` where the run counts on from there; None where it counts from 0.
       converted: Weights whose dtype differs from the stored one, by `float32 → bfloat16`.
@@ -46,12 +48,13 @@ class Provenance:
         sources = collections.Counter(
             origin.rpartition(":")[0] or origin
             for origin in self.weights.values()
-            if origin != RANDOM_INIT
+            if origin != RANDOM_INIT and not origin.startswith(_COPY)
         )
         counts = [f"{_weights(count)} from {source}" for source, count in sources.items()]
         drawn = [name for name, origin in self.weights.items() if origin == RANDOM_INIT]
         if drawn:
             counts.append(f"{len(drawn)} drawn ({first_names(drawn, limit=3)})")
+        counts += self._copies()
         yield f"init from    {'; '.join(counts)}"
         for dtypes, names in self.converted.items():
             count = len(names)
@@ -63,6 +66,16 @@ class Provenance:
         if self.step is not None:
             yield f"             counts on from the step of {self.step}"
 
+    def _copies(self) -> Iterator[str]:
+        """What the start report says of copies: `8 copied (reference_lm from lm)`."""
+        children = collections.Counter(
+            (name.partition("/")[0], origin.removeprefix(_COPY).partition("/")[0])
+            for name, origin in self.weights.items()
+            if origin.startswith(_COPY)
+        )
+        for (copy, original), count in children.items():
+            yield f"{count} copied ({copy} from {original})"
+
     def write(self, directory: epath.Path) -> None:
         """Writes the record into the folder of a job."""
         record = {
@@ -72,6 +85,11 @@ class Provenance:
             "hugging_face": self.hugging_face,
         }
         atomic_write(directory / RECORD, json.dumps(record, indent=2) + "\n")
+
+
+def copy_of(name: str) -> str:
+    """Return the origin of a weight that starts as a copy of another weight of the model."""
+    return f"{_COPY}{name}"
 
 
 def write_record(directory: epath.Path, provenance: Provenance | None) -> None:
