@@ -70,11 +70,11 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
     job = start_job("train", resolved, options)
     check_no_sweep(job.given_directory)
     with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(StopSignals())
         if jax.process_index() == 0:  # the only one that writes
             stack.enter_context(only_trainer(job.directory))
         stack.callback(job.observers.close)
         stack.enter_context(before_forced_exit(lambda _: job.observers.close()))
-        signals = stack.enter_context(StopSignals())
         starting = stack.enter_context(contextlib.ExitStack())
         starting.enter_context(
             signals.leaving_at_once("no step was done, and the same command starts again")
