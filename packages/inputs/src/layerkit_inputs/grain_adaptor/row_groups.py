@@ -90,24 +90,27 @@ class _Rows:
         columns = None if self._columns is None else list(self._columns)
         try:
             with open_parquet(self._group.path) as file:
-                table = read_row_group(
-                    self._group.path,
-                    file,
-                    self._group.number,
-                    columns=columns,
-                    max_bytes=self._max_bytes,
-                )
+                fault = _unreadable_column(file.schema_arrow, columns)
+                if fault is None:
+                    table = read_row_group(
+                        self._group.path,
+                        file,
+                        self._group.number,
+                        columns=columns,
+                        max_bytes=self._max_bytes,
+                    )
         except BadRecordError as error:
             return BadRecordError(f"{self._group}: {error}")
         except (arrow.ArrowException, OSError) as error:
             return BadRecordError(f"{self._group}: cannot be decoded ({str(error).rstrip('.')}).")
+        if fault is not None:
+            raise BadRecordError(f"{self._group.path}: {fault}")
         if len(table) != self._group.num_rows:
             return BadRecordError(
                 f"{self._group}: has {len(table)} rows, and declares {self._group.num_rows}."
             )
         decoded = {
-            name: _decode_column(table.column(name).combine_chunks(), name, self._group)
-            for name in table.column_names
+            name: _decode_column(table.column(name).combine_chunks()) for name in table.column_names
         }
         nulls: dict[int, str] = {}
         for name, column in decoded.items():
@@ -116,17 +119,31 @@ class _Rows:
         return _Decoded({name: column.value_of for name, column in decoded.items()}, nulls)
 
 
-def _decode_column(array: Any, name: str, group: RowGroup) -> _Column:
+def _unreadable_column(schema: Any, columns: Sequence[str] | None) -> str | None:
+    """Return what is wrong with the first column of a kind that cannot be read, or None.
+
+    It is asked before anything is decoded: a list of text has no size that could be bounded.
+    """
+    for field in schema:
+        if (columns is None or field.name in columns) and not (
+            _is_number(field.type) or _is_list_of_numbers(field.type) or _is_text(field.type)
+        ):
+            return (
+                f"column {field.name!r} is {field.type}; columns of numbers, booleans, text, bytes "
+                "and lists of numbers can be read. Name the others by columns."
+            )
+    return None
+
+
+def _decode_column(array: Any) -> _Column:
     arrow = require("pyarrow", needed_by="ParquetRows")
-    types = arrow.types
     if isinstance(array, arrow.ChunkedArray):  # of no rows
         array = arrow.concat_arrays(array.chunks)
     has_null = array.is_null().to_numpy(zero_copy_only=False)
     if _is_number(array.type):
         values = _numbers(array)
         return _Column(lambda row: values[row], has_null)
-    is_list = types.is_list(array.type) or types.is_large_list(array.type)
-    if (is_list or types.is_fixed_size_list(array.type)) and _is_number(array.type.value_type):
+    if _is_list_of_numbers(array.type):
         flat = array.flatten()
         lengths = _numbers(array.value_lengths()).astype(np.int64)
         ends = np.cumsum(np.where(has_null, 0, lengths))
@@ -135,12 +152,7 @@ def _decode_column(array: Any, name: str, group: RowGroup) -> _Column:
         has_null[np.searchsorted(ends, nulls, side="right")] = True
         values = _numbers(flat)
         return _Column(lambda row: values[begins[row] : ends[row]], has_null)
-    if types.is_string(array.type) or types.is_large_string(array.type) or _is_bytes(array.type):
-        return _Column(lambda row: array[row].as_py(), has_null)
-    raise BadRecordError(
-        f"{group.path}: column {name!r} is {array.type}; columns of numbers, booleans, text, bytes "
-        "and lists of numbers can be read. Name the others by columns."
-    )
+    return _Column(lambda row: array[row].as_py(), has_null)
 
 
 def _numbers(array: Any) -> np.ndarray:
@@ -157,6 +169,13 @@ def _is_number(kind: Any) -> bool:
     return types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
 
 
-def _is_bytes(kind: Any) -> bool:
+def _is_list_of_numbers(kind: Any) -> bool:
     types = require("pyarrow", needed_by="ParquetRows").types
-    return types.is_binary(kind) or types.is_large_binary(kind)
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    return is_list and _is_number(kind.value_type)
+
+
+def _is_text(kind: Any) -> bool:
+    types = require("pyarrow", needed_by="ParquetRows").types
+    is_string = types.is_string(kind) or types.is_large_string(kind)
+    return is_string or types.is_binary(kind) or types.is_large_binary(kind)
