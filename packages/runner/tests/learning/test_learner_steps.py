@@ -101,6 +101,23 @@ def test_the_reported_rate_is_that_of_the_steps_taken():
     assert float(update.scalars["learning/lr"]) == pytest.approx(float(applied)) == 0.9
 
 
+def test_reported_rate_is_that_of_a_schedule_that_is_ahead_of_the_moments():
+    schedule = Config(optax.linear_schedule, 1.0, 0.0, 10)
+    ours = learner(optimizer=Partial(optax.adam), learning_rate=schedule)
+    state = jax.tree.map(
+        lambda node: node._replace(count=jnp.int32(5)) if is_schedule(node) else node,
+        ours.init(PARAMS),
+        is_leaf=is_schedule,
+    )
+    update = ours.update(GRADS, state, PARAMS, step=jnp.int32(5))
+    applied = (PARAMS["lm"]["embedding"]["w"] - update.params["lm"]["embedding"]["w"])[0]
+    assert float(update.scalars["learning/lr"]) == pytest.approx(float(applied), rel=1e-5) == 0.5
+
+
+def is_schedule(node: Any) -> bool:
+    return isinstance(node, optax.ScaleByScheduleState)
+
+
 def test_skipped_step_changes_the_step_number_alone(tiny: SimpleNamespace):
     config = tiny.task_config(counts=True, learner={"ema_decay": 0.9})
     task = config.Instantiate()

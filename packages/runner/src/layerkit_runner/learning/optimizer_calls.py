@@ -104,6 +104,22 @@ def check_usable(transformation: optax.GradientTransformation, params: Any, *, f
             )
 
 
+def steps_taken(state: Any) -> jax.Array | None:
+    """Return the count of updates by which an optimizer's schedule goes; None if it is unknown.
+
+    Args:
+      state: State of the optimizer; counts `[…]` of the layers of a stack are equal.
+    """
+    # Moments may be newer than the schedule, as in a run that begins with `load_step`.
+    schedules = _instances(
+        state, (optax.ScaleByScheduleState, optax.InjectStatefulHyperparamsState)
+    )
+    counts = [each.count for each in schedules] or [
+        count for _, count in optax.tree_utils.tree_get_all_with_path(state, "count")
+    ]
+    return jnp.max(counts[0]) if counts else None
+
+
 def is_schedule_free(state: Any) -> bool:
     """Return whether an optimizer's state, of arrays or anything else, has schedule-free averages.
 

@@ -154,14 +154,13 @@ class OptimizerGroups:
         return unflatten_dict(flat)
 
     def steps_taken(self, state: Any, params: Any, stacks: Stacks) -> dict[str, jax.Array]:
-        """By optimizer, how many updates it has made, as far as its state tells."""
+        """Return the count of updates by which each optimizer's schedule goes, where it is known."""
         groups = self._divide(params, stacks)
         taken = {}
         for name, own in _by_name(state, groups).items():
-            found = optax.tree_utils.tree_get_all_with_path(own, "count")
-            if found:
-                # Layers of a stack count alike, each for itself.
-                taken[groups[name].owner] = jnp.max(found[0][1])
+            count = optimizer_calls.steps_taken(own)
+            if count is not None:
+                taken[groups[name].owner] = count
         return taken
 
     def _divide(self, params: Any, stacks: Stacks) -> dict[str, _Group]:
