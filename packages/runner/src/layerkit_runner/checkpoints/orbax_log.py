@@ -56,7 +56,7 @@ class _ExceptClosedLoops:
 
 
 def _is_in_asyncio_alone(trace: TracebackType | None) -> bool:
-    """Whether compiled code called asyncio, which refused since its loop is closed."""
+    """Return whether compiled code called asyncio, which failed because its loop is closed."""
     names = []
     while trace is not None:
         code = trace.tb_frame.f_code

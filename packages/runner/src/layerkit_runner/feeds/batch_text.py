@@ -113,7 +113,7 @@ def _labels(dataset: BaseInput, labels: np.ndarray, weights: np.ndarray, side: s
 
 
 def _decode(dataset: BaseInput, ids: np.ndarray, side: str) -> str:
-    """Text of ids, special ids marked by their names."""
+    """Return the text of ids, with special ids marked by their names."""
     names = getattr(dataset.text_tokenizer(side or None), "special_tokens", {})
     is_special = np.isin(ids, list(names))
     begins = np.flatnonzero(np.diff(is_special, prepend=~is_special[:1]))

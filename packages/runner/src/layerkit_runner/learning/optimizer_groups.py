@@ -154,7 +154,7 @@ class OptimizerGroups:
         return unflatten_dict(flat)
 
     def steps_taken(self, state: Any, params: Any, stacks: Stacks) -> dict[str, jax.Array]:
-        """Return the count of updates by which each optimizer's schedule goes, where it is known."""
+        """Return the count by which each optimizer's schedule goes, where it is known."""
         groups = self._divide(params, stacks)
         taken = {}
         for name, own in _by_name(state, groups).items():

@@ -31,7 +31,7 @@ class SkippedSteps:
     Attributes:
       max_in_a_row: How many such steps in a row end the run; None for no limit.
       num_train_steps: The step at which training ends.
-      are_applied: Whether such steps are applied all the same, as the learner may be told to.
+      are_applied: Whether such steps are applied, because the learner does not skip steps.
       in_a_row: How many of the newest steps were not valid.
       in_all: How many of all steps were not valid, those before a resumption included.
       problem: Why the run has to end; None while it may continue.
