@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,3 +55,35 @@ def test_what_a_model_does_not_define_says_so(method, args, text):
     with pytest.raises(NotImplementedError) as caught:
         BaseModel().apply({}, *args, method=method)
     assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("found", "facts"),
+    [
+        (lambda x: jnp.mean(x), ["returned float32[]", "(metrics, outputs)"]),
+        (lambda x: {"loss": x}, ["returned dict", "(metrics, outputs)"]),
+        (lambda x: (jnp.mean(x), NestedMap()), ["metrics of type float32[]", "dict"]),
+        (lambda x: ({"loss": jnp.mean(x)}, NestedMap()), ["metrics['loss']", "float32[]", ".of("]),
+        (lambda x: ({"loss": 0.5}, NestedMap()), ["metrics['loss']", "float", ".of("]),
+        (lambda x: ({"loss": (x, x)}, NestedMap()), ["metrics['loss']", "tuple", ".of("]),
+        (
+            lambda x: ({"loss": WeightedScalar.of(x, 1)}, NestedMap()),
+            ["metrics['loss']", "value=float32[3]", "scalar"],
+        ),
+        (lambda x: ({"loss": WeightedScalar.of(1, 1)}, x), ["outputs of type float32[3]"]),
+    ],
+)
+def test_compute_loss_with_wrong_return_names_model_and_type(found: Any, facts: list[str]):
+    class Careless(BaseModel):
+        """Returns what the test returns."""
+
+        def compute_predictions(self, batch: NestedMap) -> jax.Array:
+            return batch.x
+
+        def compute_loss(self, predictions: jax.Array, batch: NestedMap) -> Any:
+            return found(predictions)
+
+    with pytest.raises(ValueError, match=r"Careless\.compute_loss returned") as error:
+        jax.eval_shape(lambda x: Careless().apply({}, NestedMap(x=x)), jnp.ones(3))
+    for fact in facts:
+        assert fact in str(error.value)

@@ -62,6 +62,15 @@ def mark_rows(batch: NestedMap, num_padding: int) -> NestedMap:
     return NestedMap({**batch, "eval_sample_weights": weights})
 
 
+def example_rows(batch: NestedMap) -> np.ndarray | None:
+    """Return bool `[batch]`, False in rows of padding; None if `batch` does not mark its rows."""
+    if "provenance" in batch:
+        return np.asarray(batch.provenance) >= 0
+    if "eval_sample_weights" in batch:
+        return np.asarray(batch.eval_sample_weights) > 0
+    return None
+
+
 def empty_batch(template: NestedMap, num_rows: int) -> NestedMap:
     """A batch of `num_rows` rows of padding, shaped like `template`."""
     return pad_rows(template.transform(lambda array: np.asarray(array)[:0]), num_rows)

@@ -109,13 +109,23 @@ class BaseModel(BaseLayer):
         """Metrics over the batch, and outputs per example `[batch, …]`.
 
         One of the metrics is named `loss`; auxiliary losses of the layers are added by the task.
+        The model weights each metric by the rows that count. The last batch of an evaluation is
+        filled up with rows of padding, which `layerkit.models.example_weights.example_weights`
+        gives weight 0:
+
+            weights = example_weights(batch, len(errors))
+            mean = weighted_mean(errors, weights)  # of layerkit.layers.losses
+            metrics = {"loss": WeightedScalar.of(mean, weights.sum())}
+
         Of the outputs, `scores` float32 `[batch]` are the log-probabilities of the examples' labels
         in nats; data sets that define metrics over their examples read them.
         """
         raise NotImplementedError(f"{type(self).__qualname__} does not define compute_loss")
 
     def fprop(self, batch: NestedMap) -> tuple[Metrics, NestedMap]:
-        return self.compute_loss(self.compute_predictions(batch), batch)
+        found = self.compute_loss(self.compute_predictions(batch), batch)
+        _check_found(f"{type(self).__qualname__}.compute_loss", found)
+        return found
 
     def decode(self, batch: NestedMap) -> NestedMap:
         """Outputs of inference per example, such as the ids of a continuation.
@@ -124,3 +134,45 @@ class BaseModel(BaseLayer):
           NotImplementedError: the model has nothing to decode.
         """
         raise NotImplementedError(f"{type(self).__qualname__} cannot decode")
+
+
+def _check_found(method: str, found: Any) -> None:
+    """Raise an error unless `compute_loss` returned metrics with weights, and outputs by name."""
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise ValueError(
+            f"{method} returned {_type_text(found)}. Expected (metrics, outputs): a dict of"
+            " WeightedScalar by name, and a NestedMap of arrays [batch, …]."
+        )
+    metrics, outputs = found
+    if not isinstance(metrics, Mapping):
+        raise ValueError(
+            f"{method} returned metrics of type {_type_text(metrics)}. Expected a dict of"
+            " WeightedScalar by name."
+        )
+    for name, metric in metrics.items():
+        # Whoever evaluates may know other kinds than WeightedScalar, each with its own rule.
+        if not isinstance(metric, struct.PyTreeNode):
+            raise ValueError(
+                f"{method} returned metrics[{name!r}] of type {_type_text(metric)}. Expected"
+                " WeightedScalar.of(value, weight)."
+            )
+        if not isinstance(metric, WeightedScalar):
+            continue
+        for field, number in (("value", metric.value), ("weight", metric.weight)):
+            if jnp.shape(number) != ():
+                raise ValueError(
+                    f"{method} returned metrics[{name!r}] with {field}={_type_text(number)}."
+                    " Expected a scalar, such as the weighted mean of the examples."
+                )
+    if not isinstance(outputs, Mapping):
+        raise ValueError(
+            f"{method} returned outputs of type {_type_text(outputs)}. Expected a NestedMap of"
+            " arrays [batch, …]; it may be empty."
+        )
+
+
+def _type_text(value: Any) -> str:
+    """Return dtype and shape of an array, such as `float32[8,1]`, or the name of another type."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+    return type(value).__qualname__

@@ -16,6 +16,7 @@ import numpy as np
 
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
+from layerkit_inputs.eval_padding import example_rows
 from layerkit_runner.errors import UsageError
 
 LARGEST_LIST = 1024
@@ -175,12 +176,9 @@ def sample_text(record: dict[str, Any]) -> str | None:
 
 def _kept_rows(outputs: NestedMap, num_rows: int) -> np.ndarray:
     """Return the indices of the rows that are examples and do not only fill up the batch."""
-    if "provenance" in outputs:
-        is_example = np.asarray(outputs.provenance) >= 0
-    elif "eval_sample_weights" in outputs:
-        is_example = np.asarray(outputs.eval_sample_weights) > 0
-    elif "prompt_lengths" in outputs:
+    is_example = example_rows(outputs)
+    if is_example is None and "prompt_lengths" in outputs:
         is_example = np.asarray(outputs.prompt_lengths) > 0
-    else:
+    if is_example is None:
         is_example = np.ones(num_rows, bool)
     return np.flatnonzero(is_example)

@@ -21,6 +21,7 @@ from layerkit_runner.observers import TOTAL_WEIGHT, Observer
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.processes.process_exchange import from_process_0
 from layerkit_runner.programs.base import BaseProgram
+from layerkit_runner.programs.padding_check import PaddingCheck
 from layerkit_runner.steps.by_example import ByExample, as_floats, check_has_provenance
 from layerkit_runner.steps.metrics import OverBatches, names_of_numbers
 from layerkit_runner.steps.train_state import TrainState
@@ -68,6 +69,7 @@ class EvalProgram(BaseProgram):
         self._scores_examples = dataset.has_score_metrics
         make_step = partitioner.score_step_fn if self._scores_examples else partitioner.eval_step_fn
         self._step = make_step(task, averaged=use_ema_states)
+        self._told_of_padding = False
 
     def run(self, state: TrainState, step: int, observers: Observer) -> dict[str, float]:
         """Evaluates the weights after `step` steps, and reports and returns the metrics.
@@ -82,6 +84,7 @@ class EvalProgram(BaseProgram):
             of.
         """
         reported, scores = OverBatches(), ByExample[float](self.name)
+        padding = PaddingCheck(self.dataset)
         pending: collections.deque[Any] = collections.deque()
 
         def collect() -> None:
@@ -92,7 +95,9 @@ class EvalProgram(BaseProgram):
                 scores.add(rows.provenance, rows.scores.tolist())
 
         for batch in eval_batches(self.dataset):
-            pending.append(self._start(state, batch))
+            global_batch = self._put(batch)
+            padding.add(batch, global_rows=jax.tree.leaves(global_batch)[0].shape[0])
+            pending.append(self._start(state, global_batch))
             if len(pending) > self.task.train.max_inflight_steps:
                 collect()
         while pending:
@@ -100,6 +105,7 @@ class EvalProgram(BaseProgram):
         metrics = reported.means()
         if not metrics:
             raise ValueError(f"the data set {self.name!r} has no batches to evaluate")
+        self._report_padding(padding, reported, state, observers)
         metrics[TOTAL_WEIGHT] = reported.weight(self.task.loss_name)
         if self._scores_examples:
             own = from_process_0(lambda: as_floats(self.dataset.score_metrics(scores.values)))
@@ -125,10 +131,33 @@ class EvalProgram(BaseProgram):
         reported = jax.eval_shape(self._step, abstract_state, batch)
         return names_of_numbers(reported) | {SKIPPED_RECORDS}
 
-    def _start(self, state: TrainState, batch: NestedMap) -> tuple[Any, Any]:
-        """Metrics of a batch and, where they are wanted, scores of its rows; not yet computed."""
+    def _put(self, batch: NestedMap) -> NestedMap:
         if self._scores_examples:
             check_has_provenance(batch, self.name)
-            metrics, rows = self._step(state, self.partitioner.put_batch(batch))
-            return metrics, rows
-        return self._step(state, self.partitioner.put_batch(batch)), None
+        return self.partitioner.put_batch(batch)
+
+    def _start(self, state: TrainState, global_batch: NestedMap) -> tuple[Any, Any]:
+        """Metrics of a batch and, where they are wanted, scores of its rows; not yet computed."""
+        found = self._step(state, global_batch)
+        return found if self._scores_examples else (found, None)
+
+    def _report_padding(
+        self, padding: PaddingCheck, reported: OverBatches, state: TrainState, observers: Observer
+    ) -> None:
+        """Warn, once for each data set, of metrics that count the rows of padding."""
+        if self._told_of_padding:
+            return
+        counted = padding.counted(
+            reported.weights(), lambda batch: self._start(state, self._put(batch))[0]
+        )
+        if counted is None:
+            return
+        self._told_of_padding = True
+        names, num_rows, num_examples = counted
+        model = type(self.task.model).__qualname__
+        observers.message(
+            f"warning: {self.name}: {', '.join(names)} counted rows of padding: total weight"
+            f" {num_rows}. Expected {num_examples}, the rows that count. Weight each row by"
+            f" layerkit.models.example_weights.example_weights(batch, num_rows) in"
+            f" {model}.compute_loss."
+        )

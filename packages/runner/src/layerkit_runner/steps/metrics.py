@@ -108,6 +108,10 @@ class OverBatches:
         """How values are spread."""
         return {name: histogram_of(counts) for name, counts in self._counts.items()}
 
+    def weights(self) -> dict[str, float]:
+        """Total weights of the means, by name."""
+        return {name: weight for name, (_, weight) in self._totals.items()}
+
     def weight(self, name: str) -> float:
         """The total weight of the metric `name`; 0 before anything was added."""
         return self._totals.get(name, (0.0, 0.0))[1]
