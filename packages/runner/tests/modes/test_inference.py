@@ -145,7 +145,7 @@ def test_a_record_counts_for_what_it_was_made_from(
     shutil.rmtree(job / "checkpoints")
     again = resolve(gated.Gated())
     again.task.train.random_seed = 7
-    assert run_train(again, options(job)) == 0
+    assert run_train(again, options(job, allow_restart_from_scratch=True)) == 0
     capsys.readouterr()
     assert run_inference("eval_once", again, options(job)) == 0
     assert "before" not in capsys.readouterr().out
@@ -204,15 +204,20 @@ def test_no_checkpoint_in_time(gated: ModuleType, job: Path, capsys: pytest.Capt
 
 
 def test_step_0_is_a_checkpoint_too(
-    gated: ModuleType, job: Path, capsys: pytest.CaptureFixture[str]
+    gated: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    checkpoint(job, 2).rename(checkpoint(job, 0))
-    for step in (4, 6):
-        shutil.rmtree(checkpoint(job, step))
+    folder = tmp_path / "from_0"
+    resolved = resolve(gated.Gated())
+    resolved.task.train.save_step_zero = True
+    assert run_train(resolved, options(folder)) == 0
+    for step in (2, 4, 6):
+        shutil.rmtree(checkpoint(folder, step))
     capsys.readouterr()
-    assert run_inference("eval", resolve(gated.Gated()), options(job, follow_timeout_secs=1)) == 0
+    assert run_inference("eval", resolved, options(folder, follow_timeout_secs=1)) == 0
     assert "; the last was step 0" in capsys.readouterr().out
-    assert found(job, 0) == found_by_training(job)[2]
+    first, later = found(folder, 0), found_by_training(folder)[2]
+    assert first["total_weight"] == later["total_weight"]
+    assert first["loss"] > later["loss"]
 
 
 def test_training_that_stopped_early_has_no_later_checkpoint(
