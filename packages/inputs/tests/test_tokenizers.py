@@ -103,6 +103,20 @@ def test_special_tokens_are_named_or_stand_beside_the_file(tokenizer_json, tmp_p
     assert given_too.bos_id == plain._model.token_to_id("1")
 
 
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [('{"bos_token": 7}', "bos_token=7"), ("[" * 100_000, "tokenizer_config.json")],
+    ids=["a number", "nested too deeply"],
+)
+def test_damaged_tokenizer_config_is_a_value_error_that_names_it(
+    tokenizer_json, tmp_path, content, named
+):
+    shutil.copy(tokenizer_json, tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ValueError, match=named):
+        _ = HuggingFaceTokenizer(path=str(tmp_path)).bos_id
+
+
 def test_special_token_in_text_becomes_its_id_or_stays_text(tokenizer_json, sentencepiece_file):
     tokenizers = pytest.importorskip("tokenizers")
     text = f"a{END}b"

@@ -247,7 +247,7 @@ class HuggingFaceTokenizer(Configurable):
         try:
             config = json.loads(beside.read_bytes()) if beside.is_file() else {}
             stated = {role: config.get(role) for role in ("bos_token", "eos_token", "pad_token")}
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, RecursionError) as error:
             raise _cannot_be_read(self, beside, "a JSON object", error) from None
         return {role: self._role_id(role, token) for role, token in stated.items()}
 
@@ -257,6 +257,10 @@ class HuggingFaceTokenizer(Configurable):
             token = stated.get("content") if isinstance(stated, dict) else stated
         if token is None:
             return None
+        if not isinstance(token, str):
+            raise ValueError(
+                f"{type(self).__qualname__}: {role}={token!r:.100} of {self.path}. Expected text."
+            )
         token_id = self._model.token_to_id(token)
         if token_id is None:
             near = near_names(token, self._model.get_vocab())
