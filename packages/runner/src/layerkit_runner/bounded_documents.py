@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,14 +53,7 @@ def parse_json(text: str) -> Any:
     Raises:
       DocumentError: It is malformed or nested too deeply.
     """
-    try:
-        return _checked_depth(json.loads(text))
-    except RecursionError:
-        raise _too_deep() from None
-    except DocumentError:
-        raise
-    except ValueError as error:
-        raise DocumentError(str(error)) from error
+    return _parse(json.loads, text)
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -68,15 +62,19 @@ def parse_toml(text: str) -> dict[str, Any]:
     Raises:
       DocumentError: It is malformed or nested too deeply.
     """
+    document: dict[str, Any] = _parse(tomllib.loads, text)
+    return document
+
+
+def _parse(load: Callable[[str], Any], text: str) -> Any:
     try:
-        document: dict[str, Any] = _checked_depth(tomllib.loads(text))
+        return _checked_depth(load(text))
     except RecursionError:
         raise _too_deep() from None
     except DocumentError:
         raise
     except ValueError as error:
         raise DocumentError(str(error)) from error
-    return document
 
 
 def parse_yaml(text: str) -> Any:

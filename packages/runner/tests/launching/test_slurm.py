@@ -18,11 +18,14 @@ from layerkit_runner.launching import slurm
 
 SRUN = """\
 #!/bin/bash
-# Ends as the next line of `codes` says; `wait`: when it is told to, as scancel tells it.
+# Ends as the next line of `codes` says; with `wait`, ends with 143 at the signal of scancel, and
+# with `wait_CODE`, with CODE.
 echo started >> starts
 code=$(sed -n "$(wc -l < starts)p" codes)
-[ "$code" = wait ] || exit "$code"
-trap 'exit 143' TERM
+[[ "$code" = wait* ]] || exit "$code"
+code=${code#wait}
+trap 'exit ${code#_}' TERM
+[ -n "$code" ] || trap 'exit 143' TERM
 echo $$ > srun.pid
 while :; do sleep 0.05; done
 """
@@ -114,6 +117,20 @@ def test_before_the_time_is_up_the_run_is_told_and_the_job_queues_again(
     assert (process.returncode, "the time is up" in output) == (0, True)
     calls = (folder / "calls").read_text().splitlines()
     assert calls == ["scancel --signal=TERM 47", "scontrol requeue 47"]
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 65])
+def test_job_is_not_queued_again_when_its_run_ended_for_good_as_the_time_was_up(
+    folder, request_of, flags_of, code
+):
+    script = slurm.batch_script(request_of(), flags_of("slurm"))
+    process = start(folder, script, f"wait_{code}")
+    while not (folder / "srun.pid").exists():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=30)
+    assert process.returncode == code
+    assert (folder / "calls").read_text().splitlines() == ["scancel --signal=TERM 47"]
 
 
 @pytest.mark.parametrize(

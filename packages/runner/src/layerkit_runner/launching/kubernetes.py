@@ -28,8 +28,6 @@ from layerkit_runner.launching.tpu_types import TpuSlice, find_generation, parse
 
 _PORT = 8476
 _JOB = "run"
-# An error, a wrong command and training that is not finite, which would be the same again.
-_FINAL_EXIT_CODES = (1, 2, 65)
 _CHIPS_PER_HOST = 4
 
 
@@ -219,7 +217,7 @@ def manifest(request: Request, options: argparse.Namespace, tpu: TpuSlice | None
         metadata["annotations"] = topology
     final = {
         "action": "FailJob",
-        "onExitCodes": {"operator": "In", "values": [*_FINAL_EXIT_CODES]},
+        "onExitCodes": {"operator": "In", "values": [*scripts.FINAL_EXIT_CODES]},
     }
     job = {
         "parallelism": pods,

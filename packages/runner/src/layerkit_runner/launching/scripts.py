@@ -16,6 +16,9 @@ from collections.abc import Mapping, Sequence
 # meant.
 RETRIED_EXIT_CODES = (70, 75, 134, 135, 137, 139)
 
+# An error, a wrong command and training that is not finite, which would be the same again.
+FINAL_EXIT_CODES = (1, 2, 65)
+
 # Of every run: output is seen as it is written.
 VARIABLES = {"PYTHONUNBUFFERED": "1"}
 

@@ -158,7 +158,8 @@ requeue() {{
 }}
 """
     requeue = '[ -z "$out_of_time" ] || requeue\n'
-    after_end = 'case "$code" in 0 | 1 | 2) exit "$code" ;; esac # done, failed, a wrong command\n'
+    final = " | ".join(map(str, (0, *scripts.FINAL_EXIT_CODES)))
+    after_end = f'case "$code" in {final}) exit "$code" ;; esac # done, or failed for good\n'
     start = 'srun "${srun[@]}" "${run[@]}"'
     return "\n".join(
         [
