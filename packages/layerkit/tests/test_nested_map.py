@@ -37,6 +37,14 @@ def test_a_key_that_is_not_there_names_the_near_ones():
     assert not hasattr(NestedMap(), "ids")
 
 
+def test_subscript_of_missing_key_raises_key_error_with_keys():
+    batch = NestedMap(chosen=1)
+    with pytest.raises(KeyError) as caught:
+        _ = batch["rejected"]
+    assert str(caught.value) == "NestedMap has no key 'rejected'. Its keys: ['chosen']"
+    assert batch.get("rejected") is None and "rejected" not in batch
+
+
 @pytest.mark.parametrize("key", ["a b", "", "1st", "a.b", 3])
 @pytest.mark.parametrize(
     "assign",

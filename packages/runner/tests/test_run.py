@@ -206,3 +206,26 @@ def test_a_host_without_memory_ends_in_one_sentence(
         f" error is in {log}."
     )
     assert "in _read_rows\n" in log.read_text()
+
+
+@pytest.mark.parametrize("read", [lambda batch: batch.z, lambda batch: batch["z"]])
+def test_model_that_reads_missing_batch_key_ends_in_one_sentence_with_keys_of_batch(
+    tmp_path: Path, tiny: SimpleNamespace, read: Any
+):
+    class ReadsZ(tiny.Regression):
+        def compute_predictions(self, batch: Any) -> Any:
+            return read(batch)
+
+    class OfOneInput(BaseExperiment):
+        def task(self) -> Config:
+            return tiny.task_config().set(model=ReadsZ.HParams.config())
+
+        def datasets(self) -> list[Config]:
+            return [tiny.Points.HParams.config(is_training=True, percore_batch_size=1.0)]
+
+    options = RunOptions(job_log_dir=str(tmp_path), jax_compilation_cache="off")
+    with pytest.raises(UsageError) as caught:
+        run("train", resolve(OfOneInput()), options)
+    text = str(caught.value)
+    assert "'z'" in text and "['weights', 'x', 'y']" in text and "ReadsZ()" in text
+    assert "\n" not in text

@@ -127,6 +127,32 @@ class BaseModel(BaseLayer):
         _check_found(f"{type(self).__qualname__}.compute_loss", found)
         return found
 
+    @property
+    @nn.nowrap
+    def can_decode(self) -> bool:
+        """Whether the model defines `decode`."""
+        return type(self).decode is not BaseModel.decode
+
+    @nn.nowrap
+    def check_batch(self, batch: Mapping[str, Any], *needed: str) -> None:
+        """Raise if a batch lacks a key.
+
+        Args:
+          batch: Batch of the model.
+          *needed: Keys that the model reads; `chosen.ids` is the key `ids` of the entry `chosen`.
+
+        Raises:
+          ValueError: naming the missing keys, the needed keys and the keys of the batch.
+        """
+        keys = _dotted_keys(batch)
+        missing = [name for name in needed if name not in keys]
+        if missing:
+            raise ValueError(
+                f"{self.path_name}: the batch lacks {', '.join(missing)}. Expected"
+                f" {', '.join(needed)}. It has {', '.join(keys) or 'no keys'}. Add what is missing"
+                " to the batches of the data set."
+            )
+
     def decode(self, batch: NestedMap) -> NestedMap:
         """Outputs of inference per example, such as the ids of a continuation.
 
@@ -176,3 +202,12 @@ def _type_text(value: Any) -> str:
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{value.dtype}[{','.join(map(str, value.shape))}]"
     return type(value).__qualname__
+
+
+def _dotted_keys(batch: Mapping[str, Any]) -> list[str]:
+    """Return the keys of all leaves, such as `chosen.ids`, sorted."""
+    return sorted(
+        f"{name}.{rest}" if rest else name
+        for name, value in batch.items()
+        for rest in (_dotted_keys(value) if isinstance(value, Mapping) else [""])
+    )

@@ -43,6 +43,13 @@ def register_pytree() -> None:
     )
 
 
+class MissingKeyError(KeyError, AttributeError):
+    """A key that a NestedMap does not have; the message names the keys that it has."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class NestedMap(dict):
     """A dict with attribute access.
 
@@ -52,7 +59,8 @@ class NestedMap(dict):
     ['ids', 'weights']
 
     Raises:
-      AttributeError: a key that is not there is read as an attribute; the near ones are named.
+      MissingKeyError: a key that is not there is read; the near ones are named. It is a KeyError
+        and an AttributeError.
       ValueError: a key that is not an identifier is set.
     """
 
@@ -69,13 +77,13 @@ class NestedMap(dict):
         super().__setitem__(key, value)
 
     def __getattr__(self, key: str) -> Any:
-        try:
-            return self[key]
-        except KeyError:
-            valid = [name for name in self if isinstance(name, str)]
-            raise AttributeError(
-                f"NestedMap has no key {key!r}{near_names(key, valid)} Its keys: {sorted(valid)}"
-            ) from None
+        return self[key]
+
+    def __missing__(self, key: Any) -> Any:
+        valid = [name for name in self if isinstance(name, str)]
+        raise MissingKeyError(
+            f"NestedMap has no key {key!r}{near_names(str(key), valid)} Its keys: {sorted(valid)}"
+        )
 
     def __setattr__(self, key: str, value: Any) -> None:
         self[key] = value

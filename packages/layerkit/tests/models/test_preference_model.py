@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 from layerkit.base_layer import AUX_LOSS, PARAMS
+from layerkit.config import build
+from layerkit.decoding.loop import SampleDecoder
 from layerkit.layers.moe.feed_forward import MoeFeedForward
+from layerkit.models.language_model import LanguageModel
 from layerkit.models.preference_model import DpoModel
 from layerkit.nested_map import NestedMap
 
@@ -202,3 +205,41 @@ def test_padding_that_is_marked_is_not_read():
     batch.chosen.ids = np.where(batch.chosen.segment_ids, batch.chosen.ids, 3)
     after, _ = run(model, variables, batch)
     assert before["loss"].value == after["loss"].value
+
+
+def test_decode_continues_prompts_with_policy():
+    decoder = SampleDecoder.HParams.config(temperature=0.0, max_decode_steps=4)
+    model = dpo(decoder=decoder)
+    random = np.random.default_rng(1)
+    params = jax.tree.map(
+        lambda leaf: random.normal(size=leaf.shape).astype(np.float32),
+        jax.eval_shape(model.init, KEY)[PARAMS],
+    )
+    lm = LanguageModel.HParams.config(lm_tpl=model.lm_tpl, decoder=decoder)
+    prompts = NestedMap(ids=jnp.array([[3, 4], [5, 0]]), prompt_lengths=jnp.array([2, 1]))
+    found = model.apply({PARAMS: params}, prompts, method="decode")
+    expected = build(lm).apply({PARAMS: {"lm": params["lm"]}}, prompts, method="decode")
+    np.testing.assert_array_equal(found.ids, expected.ids)
+    reference = build(lm).apply({PARAMS: {"lm": params["reference_lm"]}}, prompts, method="decode")
+    assert not np.array_equal(found.ids, reference.ids)
+
+
+@pytest.mark.parametrize(
+    ("reference", "removed", "missing"),
+    [
+        ("none", ("rejected",), "rejected.ids, rejected.labels, rejected.weights"),
+        ("none", ("chosen", "labels"), "chosen.labels"),
+        ("batch", (), "chosen_reference_log_probs, rejected_reference_log_probs"),
+    ],
+)
+def test_batch_without_needed_key_raises_with_needed_and_present_keys(reference, removed, missing):
+    batch = make_batch()
+    if removed:
+        *parents, last = removed
+        del functools.reduce(lambda tree, name: tree[name], parents, batch)[last]
+    with pytest.raises(ValueError) as caught:
+        dpo(reference=reference).apply(weights(), batch)
+    text = str(caught.value)
+    assert text.startswith(f"DpoModel(): the batch lacks {missing}. Expected chosen.ids, ")
+    has = text.partition("It has ")[2]
+    assert "chosen.ids" in has and all(name not in has for name in missing.split(", "))

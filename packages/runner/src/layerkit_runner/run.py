@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from layerkit.diagnostics import layer_of
+from layerkit.nested_map import MissingKeyError
 from layerkit_runner.byte_sizes import size_text
 from layerkit_runner.command_line.flag_table import FOLLOWING_MODES, ONCE_MODES
 from layerkit_runner.command_line.flags import RunOptions
@@ -86,7 +87,7 @@ def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
 def _layer_errors(
     resolved: ResolvedExperiment, process: JoinedProcess | None = None
 ) -> Iterator[None]:
-    """Raise UsageError for shapes and dtypes with which a layer cannot be traced.
+    """Raise UsageError for batches (shapes, dtypes, keys) with which a layer cannot be traced.
 
     Args:
       resolved: The experiment.
@@ -94,7 +95,7 @@ def _layer_errors(
     """
     try:
         yield
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, MissingKeyError) as error:
         if layer_of(error) is None:
             raise
         kept = "" if process is None else f".{_kept_traceback(error, process)}"

@@ -13,13 +13,16 @@ from typing import Any
 
 import pytest
 
+from layerkit.base_model import BaseModel
 from layerkit.config import Config
+from layerkit.layers.linears import Linear
 from layerkit_runner import BaseExperiment, UsageError
 from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.configuration.config_text import config_text
 from layerkit_runner.configuration.overrides import Override
 from layerkit_runner.configuration.resolve import resolve
 from layerkit_runner.learning.early_stopping import EarlyStopping
+from layerkit_runner.modes.inference import run_inference
 from layerkit_runner.modes.train import run_train
 from layerkit_runner.observers import Observer, read_metrics
 from layerkit_runner.programs import BaseProgram, DecodeProgram, EvalProgram
@@ -260,4 +263,25 @@ def test_metrics_that_nobody_reports_are_told_before_the_first_step(
         f"{field}='points/lss' is no metric of an evaluation; did you mean 'points/loss'? There"
         " are points/loss, points/skipped_records, points/total_weight, points/worst."
     )
+    assert not (tmp_path / "job").exists()
+
+
+@pytest.mark.parametrize("field", ["decode_datasets", "decode_programs"])
+@pytest.mark.parametrize("mode", ["train", "decode_once"])
+def test_model_that_cannot_decode_is_refused_at_start_if_there_is_something_to_decode(
+    experiment: Any, tmp_path: Path, mode: str, field: str
+):
+    class Silent(BaseModel):
+        def setup(self) -> None:
+            self.create_child("linear", Linear.HParams.config(input_dims=2, output_dims=1))
+
+    listed = field == "decode_programs"
+    fields = {"DECODES": (Config(DecodeProgram, dataset="prompts"),)} if listed else {}
+    resolved = resolve(experiment(**fields))
+    resolved.task.model = Silent.HParams.config()
+    options = RunOptions(job_log_dir=str(tmp_path / "job"), jax_compilation_cache="off")
+    with pytest.raises(UsageError) as caught:
+        run_train(resolved, options) if mode == "train" else run_inference(mode, resolved, options)
+    assert f"{field}()" in str(caught.value)
+    assert "Silent cannot decode" in str(caught.value)
     assert not (tmp_path / "job").exists()

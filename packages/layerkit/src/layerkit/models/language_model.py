@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 
 from layerkit.base_model import NATS_PER_TOKEN, BaseModel, Metrics
 from layerkit.config import instance_field, sub_config_field
-from layerkit.decoding.cached_network import decode_with_cache
 from layerkit.decoding.loop import SampleDecoder
 from layerkit.layers.transformer import given
+from layerkit.models.prompt_decoding import continue_prompts
 from layerkit.models.token_metrics import token_metrics
 from layerkit.models.transformer_lm import TransformerLm
 from layerkit.nested_map import NestedMap
@@ -47,8 +46,10 @@ class LanguageModel(BaseModel):
         """What `TransformerLm.fprop` returns.
 
         Raises:
-          ValueError: a prefix model, and a batch that does not say what is given.
+          ValueError: a batch without `ids`, `labels` or `weights`, or a prefix model and a batch
+            that does not say what is given.
         """
+        self.check_batch(batch, "ids", "labels", "weights")
         return self.lm(
             batch.ids,
             labels=batch.labels,
@@ -77,32 +78,7 @@ class LanguageModel(BaseModel):
           ValueError: no random key where the decoder draws, packed rows, padding without
             `prompt_lengths`, or fewer positions than tokens.
         """
-        for name in ("segment_ids", "segment_pos"):
-            if name in batch:
-                raise ValueError(
-                    f"{name}: packed rows cannot be decoded; a batch of prompts has one a row, and"
-                    " prompt_lengths"
-                )
-        lengths = batch.get("prompt_lengths")
-        if lengths is None:
-            if "paddings" in batch:
-                raise ValueError("paddings without prompt_lengths, which say where prompts end")
-            rows, width = batch.ids.shape
-            lengths = jnp.full((rows,), width, jnp.int32)
-
-        def init_cache(lm: TransformerLm, ids: jax.Array, max_length: int) -> None:
-            lm.init_cache(ids.shape[0], max_length)
-
-        return decode_with_cache(
-            self,
-            self.lm,
-            batch,
-            init_cache=init_cache,
-            inputs=batch.ids,
-            prompts=batch.ids,
-            prompt_lengths=lengths,
-            prefix_lengths=lengths if self.is_prefix_lm else None,
-        )
+        return continue_prompts(self, self.lm, batch, reads_prompts_both_ways=self.is_prefix_lm)
 
     def _prefix_of(self, batch: NestedMap) -> jax.Array | None:
         if not self.is_prefix_lm:

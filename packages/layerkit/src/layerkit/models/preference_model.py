@@ -21,14 +21,18 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from layerkit.base_model import BaseModel, Metrics, WeightedScalar
-from layerkit.config import sub_config_field
+from layerkit.config import instance_field, sub_config_field
+from layerkit.decoding.loop import SampleDecoder
 from layerkit.layers.losses import weighted_mean
 from layerkit.models.example_weights import example_weights
+from layerkit.models.prompt_decoding import continue_prompts
 from layerkit.models.token_metrics import row_scores
 from layerkit.models.transformer_lm import TransformerLm
 from layerkit.near_names import near_names
 from layerkit.nested_map import NestedMap
 
+_SIDES = ("chosen", "rejected")
+_REFERENCE_KEYS = tuple(f"{side}_reference_log_probs" for side in _SIDES)
 REFERENCES = ("frozen", "batch", "none")
 
 
@@ -60,7 +64,7 @@ class DpoModel(BaseModel):
     padding must not be read, `segment_ids` and `segment_pos`. Optional are `weights` float32
     `[batch]` of the pairs, `eval_sample_weights`, 0 for those that only fill up the batch, and, for
     `reference="batch"`, `chosen_reference_log_probs` and `rejected_reference_log_probs` float32
-    `[batch]`.
+    `[batch]`. For decoding a batch has `ids` and `prompt_lengths`, as for `LanguageModel`.
 
     Attributes:
       lm_tpl: The network that is trained.
@@ -70,6 +74,7 @@ class DpoModel(BaseModel):
       loss: `sigmoid`, `hinge` or `ipo`.
       beta: How far the model may go from the reference: the smaller, the farther.
       label_smoothing: ε, the part of the preferences believed to be wrong; of `sigmoid` alone.
+      decoder: How the policy's continuations are chosen: `SampleDecoder` or `BeamSearch`.
 
     Raises:
       ValueError: an unknown reference or loss, a beta that is not positive, or a label smoothing
@@ -83,6 +88,7 @@ class DpoModel(BaseModel):
     loss: str = "sigmoid"
     beta: float = 0.1
     label_smoothing: float = 0.0
+    decoder: Any = instance_field(SampleDecoder.HParams)
 
     def setup(self) -> None:
         self._check_fields()
@@ -108,10 +114,17 @@ class DpoModel(BaseModel):
 
         Returns:
           A NestedMap of `policy` and `reference`, each float32 `[2, batch]`: chosen, rejected.
+
+        Raises:
+          ValueError: the batch lacks a key that the loss needs.
         """
+        needed = [f"{side}.{name}" for side in _SIDES for name in ("ids", "labels", "weights")]
+        if self.reference == "batch":
+            needed += _REFERENCE_KEYS
+        self.check_batch(batch, *needed)
         pairs = jax.tree.map(
             lambda chosen, rejected: jnp.concatenate([chosen, rejected]),
-            *(_answer(batch, side) for side in ("chosen", "rejected")),
+            *(_answer(batch, side) for side in _SIDES),
         )
         policy = self._log_probs(self.lm, pairs)
         if self.reference == "frozen":
@@ -119,8 +132,7 @@ class DpoModel(BaseModel):
             reference_lm, variables = self.reference_lm.unbind()
             reference = self._log_probs(partial(reference_lm.apply, variables), pairs)
         elif self.reference == "batch":
-            names = [f"{side}_reference_log_probs" for side in ("chosen", "rejected")]
-            reference = jnp.stack([batch[name] for name in names])
+            reference = jnp.stack([batch[name] for name in _REFERENCE_KEYS])
         else:
             reference = jnp.zeros_like(policy)
         return NestedMap(policy=policy, reference=jax.lax.stop_gradient(reference))
@@ -148,6 +160,10 @@ class DpoModel(BaseModel):
             for name, values in means.items()
         }
         return metrics, NestedMap(chosen_rewards=rewards[0], rejected_rewards=rewards[1])
+
+    def decode(self, batch: NestedMap) -> NestedMap:
+        """Continue prompts with the policy; see `LanguageModel.decode`."""
+        return continue_prompts(self, self.lm, batch)
 
     def _log_probs(self, lm: Any, pairs: NestedMap) -> jax.Array:
         outputs = lm(**pairs)

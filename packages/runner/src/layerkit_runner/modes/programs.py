@@ -114,8 +114,19 @@ def decode_programs(job: Job) -> list[BaseProgram]:
     """What decodes: as the experiment lists it, else one program per decode data set.
 
     Raises:
-      UsageError: as `eval_programs` does.
+      UsageError: as `eval_programs` does, or the model cannot decode.
     """
+    configs = job.resolved.decode_programs
+    decodings = job.resolved.decode_datasets
+    if configs is not None:
+        decodings = [one for one in configs if issubclass(target_of(one), DecodeProgram)]
+    if decodings and not job.task.model.can_decode:
+        method = "decode_datasets" if configs is None else "decode_programs"
+        raise UsageError(
+            f"{job.resolved.name}.{method}() has {len(decodings)} to decode, but"
+            f" {type(job.task.model).__qualname__} cannot decode. Expected a model that defines"
+            f" decode(). Return [] from {method}(), or define decode() in the model."
+        )
     return _programs(job, "decode_programs", job.resolved.decode_datasets, DecodeProgram)
 
 
