@@ -44,8 +44,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # wait for one another, a collective never ends and the process aborts.
 os.environ.setdefault("NPROC", "32")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-# Shells start what runs in the background with SIGINT ignored, and nohup ignores SIGHUP. Whatever the
-# tests start would inherit that: a script of bash could not even trap the signal.
+# Shells start what runs in the background with SIGINT ignored, and nohup ignores SIGHUP. Whatever
+# the tests start would inherit that: a script of bash could not even trap the signal.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
