@@ -45,6 +45,7 @@ for word in sys.stdin:
         os._exit(2)
     if word == "print":
         print("printed late")
+        Path(folder, "printed").touch()
     if word == "abort":
         os.abort()
     if word == "leave":
@@ -52,6 +53,19 @@ for word in sys.stdin:
         print("after the companion")
         sys.exit(0)
 """
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def thread_states(pid: int) -> set[str]:
+    """Return the states of the threads of a process, such as `S` (sleeps) and `T` (stopped)."""
+    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return {stat.rpartition(")")[2].split()[0] for stat in stats}
 
 
 class Group:
@@ -85,15 +99,21 @@ class Group:
         self.processes.append(process)
 
     def wait_for_log(self, index: int, text: str) -> None:
-        deadline = time.monotonic() + 60
-        while not (self.log(index).exists() and text in self.log(index).read_text()):
-            assert time.monotonic() < deadline, self.processes[index].poll()
-            time.sleep(0.02)
+        wait_until(lambda: self.log(index).exists() and text in self.log(index).read_text())
+
+    def companion(self, index: int) -> int:
+        """Return the process number of a companion."""
+        pid = self.processes[index].pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        (companion,) = (
+            int(child)
+            for child in children
+            if b"companion" in Path(f"/proc/{child}/cmdline").read_bytes()
+        )
+        return companion
 
     def kill_companion(self, index: int) -> None:
-        pid = self.processes[index].pid
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            os.kill(int(child), signal.SIGKILL)
+        os.kill(self.companion(index), signal.SIGKILL)
 
     def log(self, index: int) -> Path:
         return self.folder / f"process_{index:04d}.log"
@@ -200,14 +220,13 @@ def test_output_of_a_process_is_complete_when_its_companion_is_killed(
     group: Callable[[int], Group],
 ):
     processes = group(1)
-    process = processes.processes[0]
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    for pid in map(int, children):
-        os.kill(pid, signal.SIGSTOP)
+    companion = processes.companion(0)
+    os.kill(companion, signal.SIGSTOP)
+    # A thread that has not stopped yet could still read the line, which would end with it.
+    wait_until(lambda: thread_states(companion) == {"T"})
     processes.tell(0, "print")
-    time.sleep(0.5)  # for the line to lie in the pipe
-    for pid in map(int, children):
-        os.kill(pid, signal.SIGKILL)
+    wait_until((processes.folder / "printed").exists)
+    os.kill(companion, signal.SIGKILL)
     code, output, error = processes.end(0)
     assert code == EXIT_CODE
     assert "printed late" in output
