@@ -180,7 +180,7 @@ def memory_remedies(mode: str, experiment: BaseExperiment) -> str:
 
 def _kept_traceback(error: BaseException, process: JoinedProcess) -> str:
     """Append the whole error to the process's log, or else print it; return where it is."""
-    from layerkit_runner.processes.last_words import SECONDS_TO_WRITE
+    from layerkit_runner.processes.forced_exit import SECONDS_TO_WRITE
     from layerkit_runner.processes.time_limit import finished_within
 
     text = "".join(traceback.format_exception(error))

@@ -15,6 +15,7 @@ import os, sys
 from pathlib import Path
 from layerkit_runner.errors import UsageError
 from layerkit_runner.command_line.flags import RunOptions
+from layerkit_runner.processes import forced_exit
 from layerkit_runner.processes.distributed import joined
 
 def print_surroundings():
@@ -34,9 +35,13 @@ with joined(RunOptions(job_log_dir=sys.argv[1])) as process:
     if process.identity.process == 0 and "--listeners" in sys.argv:
         print_surroundings()
     print(f"I am {process.identity.process} of {process.identity.num_processes}", file=sys.stderr)
+    if "forced" in sys.argv and process.identity.process == 0:
+        forced_exit.say("hung")
+        forced_exit.tell("it hung")
+        forced_exit.end(70)
     if "fails" in sys.argv and process.identity.process == 1:
         raise UsageError("the data are gone")
-    if "fails" in sys.argv:
+    if "fails" in sys.argv or "forced" in sys.argv:
         import threading
         threading.Event().wait()
 """
@@ -151,3 +156,11 @@ def test_one_that_refuses_ends_the_others_and_a_store_keeps_no_logs(tmp_path: Pa
     (local,) = tmp_path.glob("layerkit_logs_*")
     assert f"logs         in {local} of each process's machine, not in {folder}" in done[0].stdout
     assert "runner: the data are gone" in (local / "process_0001.log").read_text()
+
+
+def test_forced_exit_of_process_0_leaves_the_others_time_to_name_it(tmp_path: Path):
+    port = free_port()
+    done = run([torchrun(port, index, 2) for index in (0, 1)], str(tmp_path), "forced")
+    # Process 0 has JAX's coordinator, without which JAX aborts the others.
+    assert [process.returncode for process in done] == [70, 75], done
+    assert "failed: it hung. No step can be made without it" in done[1].stderr

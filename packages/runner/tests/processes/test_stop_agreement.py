@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -16,13 +16,30 @@ class Store:
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
+        self.failures = 0
+        self._lock = threading.Lock()
 
-    def key_value_set(self, key: str, value: str) -> None:
-        assert key not in self._values
+    def key_value_set(self, key: str, value: str, *, allow_overwrite: bool = False) -> None:
+        self._fail_if_due()
+        assert allow_overwrite or key not in self._values
         self._values[key] = value
 
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        self._fail_if_due()
         return [(name, value) for name, value in dict(self._values).items() if key in name]
+
+    def _fail_if_due(self) -> None:
+        with self._lock:
+            if self.failures:
+                self.failures -= 1
+                raise RuntimeError("UNAVAILABLE: no connection")
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 class Process:
@@ -48,13 +65,16 @@ class Process:
             assert self.agreement.may_start(each)
 
     def wait_until_open(self) -> None:
-        while not self.agreement.is_open:
-            time.sleep(0.01)
+        wait_until(lambda: self.agreement.is_open)
 
 
 @pytest.fixture
-def processes() -> Iterator[list[Process]]:
-    store = Store()
+def store() -> Store:
+    return Store()
+
+
+@pytest.fixture
+def processes(store: Store) -> Iterator[list[Process]]:
     made = [Process(store, index, 3) for index in range(3)]
     yield made
     for process in made:
@@ -72,7 +92,7 @@ def all_reach(processes: list[Process], step: int) -> list[Requests | None]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
         assert not thread.is_alive()
     return answers
 
@@ -142,3 +162,14 @@ def test_request_before_a_process_finishes_is_met_first(processes: list[Process]
         process.wait_until_open()
         assert not process.agreement.finish()
     assert all_reach(processes, 4) == [Requests(stop=15)] * 3
+
+
+def test_request_is_met_after_the_store_failed_for_a_while(store: Store, processes: list[Process]):
+    for process in processes:
+        process.run_to(2)
+    store.failures = 7
+    processes[1].pending = Requests(stop=15)
+    wait_until(lambda: store.failures == 0)
+    for process in processes:
+        process.wait_until_open()
+    assert all_reach(processes, 2) == [Requests(stop=15)] * 3

@@ -63,7 +63,7 @@ def start() -> Iterator:
 def test_the_first_signal_lets_the_loop_finish(start, number: int, code: int, hint: str):
     process = start()
     process.send_signal(number)
-    stdout, stderr = process.communicate(timeout=30)
+    stdout, stderr = process.communicate(timeout=60)
     name = signal.Signals(number).name
     assert (process.returncode, stdout) == (code, f"saw {name}\n")
     assert stderr.strip() == f"{name}: finishing this step, saving, leaving{hint}"
@@ -77,7 +77,7 @@ def test_hangup_is_ignored_under_nohup(start):
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     process.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGTERM)
-    stdout, stderr = process.communicate(timeout=30)
+    stdout, stderr = process.communicate(timeout=60)
     assert (process.returncode, stdout) == (143, "saw SIGTERM\n")
     assert "SIGHUP" not in stderr
 
@@ -98,7 +98,7 @@ def test_closed_terminal_stops_the_loop_whose_output_then_goes_nowhere():
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     os.close(terminal)
-    assert process.communicate(timeout=30)[0] == "saw SIGHUP\n"
+    assert process.communicate(timeout=60)[0] == "saw SIGHUP\n"
     assert process.returncode == 129
 
 
@@ -107,7 +107,7 @@ def test_a_second_ctrl_c_leaves_at_once(start):
     process.send_signal(signal.SIGINT)
     assert process.stdout.readline() == "saw SIGINT\n"
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=30) == 130
+    assert process.wait(timeout=60) == 130
 
 
 def test_a_signal_to_save_is_seen_once_and_stops_nothing(start):
@@ -117,7 +117,7 @@ def test_a_signal_to_save_is_seen_once_and_stops_nothing(start):
     process.send_signal(signal.SIGUSR1)
     assert process.stdout.readline() == "saves\n"
     process.send_signal(signal.SIGTERM)
-    stdout, stderr = process.communicate(timeout=30)
+    stdout, stderr = process.communicate(timeout=60)
     assert (process.returncode, stdout) == (143, "saw SIGTERM\n")
     assert stderr.count("SIGUSR1: saving after this step\n") == 2
 
@@ -130,7 +130,7 @@ def test_a_second_sigterm_changes_nothing_and_ctrl_c_still_leaves_at_once(start)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(timeout=0.5)
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=30) == 130
+    assert process.wait(timeout=60) == 130
 
 
 def test_a_signal_inside_a_print_does_no_harm(
@@ -153,6 +153,54 @@ def test_a_signal_inside_a_print_does_no_harm(
         print("a line", flush=True)
     assert signals.received is signal.SIGTERM
     assert "SIGTERM: finishing this step" in capfd.readouterr().err
+
+
+# Sends a signal to a forked child, which outlives the loop unless the signal ends it.
+FORK = """
+import os, signal, sys, threading, time, warnings
+from layerkit_runner.processes.stop_signals import StopSignals
+number = signal.Signals[sys.argv[1]]
+children = []
+def fork():
+    children.append(os.fork())
+    if children[-1] == 0:
+        os.close(1)
+        os.close(2)
+        time.sleep(60)
+        os._exit(7)
+with StopSignals() as signals:
+    thread = threading.Thread(target=fork)  # as a reader of an input may
+    thread.start()
+    thread.join()
+    (child,) = children
+    os.kill(child, number)
+    if number == signal.SIGTERM:
+        print("child ended with", os.waitpid(child, 0)[1], flush=True)
+    time.sleep(0.5)
+    received = signals.received
+print("received", received, flush=True)
+if number != signal.SIGTERM:
+    print("child ended", os.waitpid(child, os.WNOHANG)[0] != 0)
+    os.kill(child, signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "child"),
+    [
+        ("SIGTERM", "child ended with 15\nreceived None"),
+        ("SIGINT", "received None\nchild ended False"),
+    ],
+)
+def test_signal_to_a_forked_child_is_no_signal_to_its_parent(name: str, child: str):
+    done = subprocess.run(
+        [sys.executable, "-c", FORK, name],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert (done.stdout, done.stderr) == (f"{child}\n", "")
 
 
 def test_handlers_are_put_back():

@@ -55,8 +55,7 @@ from layerkit_runner.modes.wanted_metrics import check_best_metric, check_metric
 from layerkit_runner.observers import DECODE_PREFIX, RunInfo, StepWork, Throughput, peak_flops
 from layerkit_runner.observers.step_profiler import StepProfiler, profiler_server
 from layerkit_runner.processes.distributed import coordinator_store
-from layerkit_runner.processes.forced_exit import before_forced_exit
-from layerkit_runner.processes.last_words import leaving_at_once
+from layerkit_runner.processes.forced_exit import before_forced_exit, forced_exit_on
 from layerkit_runner.processes.process_exchange import gather_values
 from layerkit_runner.processes.stop_signals import StopSignals
 from layerkit_runner.programs import BaseProgram, TrainPrograms
@@ -74,7 +73,7 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
         if jax.process_index() == 0:  # the only one that writes
             stack.enter_context(only_trainer(job.directory))
         stack.callback(job.observers.close)
-        stack.enter_context(before_forced_exit(lambda _: job.observers.close()))
+        stack.enter_context(before_forced_exit(job.observers.close))
         starting = stack.enter_context(contextlib.ExitStack())
         starting.enter_context(
             signals.leaving_at_once("no step was done, and the same command starts again")
@@ -93,7 +92,7 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
         check_metric_names(job.task, evals, job.abstract_state())
         eval_inputs, decode_inputs = inputs_of(evals), inputs_of(decodes)
         saves = options.enable_checkpoint_saving
-        stack.enter_context(leaving_at_once(SaveTimeoutError, exit_code=StorageError.exit_code))
+        stack.enter_context(forced_exit_on(SaveTimeoutError, exit_code=StorageError.exit_code))
         checkpoints = stack.enter_context(job.checkpoints(read_only=not saves))
 
         if checkpoints.latest_step() is None:

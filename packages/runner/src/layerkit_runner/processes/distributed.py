@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import ipaddress
 import json
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,8 +33,7 @@ from layerkit_runner.command_line.flags import AUTO_ADDRESS, RunOptions
 from layerkit_runner.errors import UsageError
 from layerkit_runner.job_files import check_links, private_folder
 from layerkit_runner.processes.companion.start import Identity, StartedCompanion
-from layerkit_runner.processes.forced_exit import before_forced_exit
-from layerkit_runner.processes.last_words import told_to_others
+from layerkit_runner.processes.forced_exit import told_to_others
 from layerkit_runner.processes.launchers import check_processes, find_launch, local_device_ids
 from layerkit_runner.processes.listening import bind_address, listen
 from layerkit_runner.processes.stop_agreement import KeyValueStore
@@ -119,16 +119,15 @@ def joined(options: RunOptions) -> Iterator[JoinedProcess]:
             flush=True,
         )
 
-    def leave(reason: str) -> None:
-        companion.failed(reason)
-        if identity.process == 0:  # the coordinator is in this process
-            companion.wait_for_others(_SECONDS_TO_LEARN)
-
+    wait_for_others = None
+    if identity.process == 0:
+        # The coordinator is in this process, and without it the others abort before they can speak.
+        wait_for_others = functools.partial(companion.wait_for_others, _SECONDS_TO_LEARN)
     try:
-        with before_forced_exit(leave), told_to_others(companion.failed):
+        with told_to_others(companion.failed, wait_for_others):
             yield JoinedProcess(identity, options, log)
     except Exception as error:
-        _end(error, identity, companion)
+        _end(error, companion, wait_for_others)
     except KeyboardInterrupt:
         companion.failed("it was interrupted by Ctrl-C")
         os._exit(128 + signal.SIGINT)  # the others are not waited for
@@ -322,7 +321,11 @@ def log_file(identity: Identity, options: RunOptions) -> Path:
     return local / name
 
 
-def _end(error: Exception, identity: Identity, companion: StartedCompanion) -> NoReturn:
+def _end(
+    error: Exception,
+    companion: StartedCompanion,
+    wait_for_others: Callable[[], None] | None,
+) -> NoReturn:
     """Says why this process ends, unless it is for want of another, whose companion says it."""
     if isinstance(error, jax.errors.JaxRuntimeError):
         # Its connections broke, perhaps, because another process was lost.
@@ -335,7 +338,6 @@ def _end(error: Exception, identity: Identity, companion: StartedCompanion) -> N
     companion.failed(" ".join(summary.split())[:1000])
     sys.stdout.flush()
     sys.stderr.flush()
-    if identity.process == 0:
-        # The coordinator is in this process, and without it the others abort before they can speak.
-        companion.wait_for_others(_SECONDS_TO_LEARN)
+    if wait_for_others is not None:
+        wait_for_others()
     os._exit(error.exit_code if isinstance(error, UsageError) else 1)

@@ -1,7 +1,8 @@
-"""Ends the process at once, whatever its main thread waits for.
+"""Ends the process without waiting for its threads, a disk, a device or another process.
 
-The main thread may be in compiled code for minutes and cannot be interrupted there. `forced_exit`
-runs on another thread. It calls what was registered by `before_forced_exit` and ends the process.
+The main thread may be in compiled code for minutes and cannot be interrupted there, and standard
+error may be a file on a disk that does not answer. So everything that comes before the end has a
+time limit.
 """
 
 from __future__ import annotations
@@ -15,12 +16,21 @@ from typing import NoReturn
 
 from layerkit_runner.processes.time_limit import finished_within
 
-_callbacks: list[Callable[[str], None]] = []
+# For one thing to be said or written. All of it takes less time than the other processes have
+# before they end as well, with the coordinator.
+SECONDS_TO_WRITE = 2.0
+
+_SECONDS_TO_CLOSE = 20.0
+_STDERR = 2
+
+_callbacks: list[Callable[[], None]] = []
+_tell_others: Callable[[str], None] | None = None
+_wait_for_others: Callable[[], None] | None = None
 
 
 @contextlib.contextmanager
-def before_forced_exit(callback: Callable[[str], None]) -> Iterator[None]:
-    """Have `callback` called with the reason before a forced exit, while this is entered.
+def before_forced_exit(callback: Callable[[], None]) -> Iterator[None]:
+    """Have `forced_exit` call `callback` first, while this is entered.
 
     The callbacks are called in reverse order of registration, on a thread that is not the main one.
     """
@@ -31,22 +41,76 @@ def before_forced_exit(callback: Callable[[str], None]) -> Iterator[None]:
         _callbacks.remove(callback)
 
 
-def forced_exit(code: int, reason: str, *, seconds: float = 20.0) -> NoReturn:
-    """End the process with this exit code, without waiting for any of its threads.
+@contextlib.contextmanager
+def told_to_others(
+    tell_others: Callable[[str], None], wait_for_others: Callable[[], None] | None = None
+) -> Iterator[None]:
+    """Let the other processes of the job know why this one ends, if it does inside the block.
 
     Args:
-      code: The exit code.
-      reason: Why the process ends, in a few words.
-      seconds: How long the callbacks may take together.
+      tell_others: Called with the reason.
+      wait_for_others: Called last, where the others need this process until they know; returns
+        after a time limit of its own. None where they do not.
     """
-    finished_within(seconds, lambda: _call_all(reason))
-    os._exit(code)
+    global _tell_others, _wait_for_others
+    _tell_others, _wait_for_others = tell_others, wait_for_others
+    try:
+        yield
+    finally:
+        _tell_others = _wait_for_others = None
 
 
-def _call_all(reason: str) -> None:
+def say(text: str) -> None:
+    """Write a line to standard error, past Python's streams, whose locks may be held."""
+    line = f"{text}\n".encode()
+    finished_within(SECONDS_TO_WRITE, lambda: os.write(_STDERR, line))
+
+
+def tell(reason: str) -> None:
+    """Tell the other processes why this one ends."""
+    tell_others = _tell_others
+    if tell_others is not None:
+        finished_within(SECONDS_TO_WRITE, lambda: tell_others(reason))
+
+
+def end(exit_code: int) -> NoReturn:
+    """End the process, once the others had the time to learn of it where they need it for that."""
+    if _wait_for_others is not None:
+        _wait_for_others()
+    # Threads that wait for a disk would keep the interpreter alive.
+    os._exit(exit_code)
+
+
+def forced_exit(exit_code: int, reason: str) -> NoReturn:
+    """Close what `before_forced_exit` was given, tell the other processes, and end the process.
+
+    Args:
+      exit_code: The exit code.
+      reason: Why the process ends, in a few words.
+    """
+    finished_within(_SECONDS_TO_CLOSE, _close)
+    tell(reason)
+    end(exit_code)
+
+
+@contextlib.contextmanager
+def forced_exit_on(*kinds: type[Exception], exit_code: int) -> Iterator[None]:
+    """End the process on an error of these kinds, before anything outside the block is closed.
+
+    Closing files would wait for the same disk.
+    """
+    try:
+        yield
+    except kinds as error:
+        say(f"runner: {error}")
+        tell(str(error))
+        end(exit_code)
+
+
+def _close() -> None:
     for callback in reversed(list(_callbacks)):
         try:
-            callback(reason)
+            callback()
         except Exception:  # the others have their turn all the same
             traceback.print_exc()
     for stream in (sys.stdout, sys.stderr):

@@ -29,7 +29,7 @@ _FINISHED = 2**62
 class KeyValueStore(Protocol):
     """The part of JAX's distributed client that an agreement needs."""
 
-    def key_value_set(self, key: str, value: str) -> None:
+    def key_value_set(self, key: str, value: str, *, allow_overwrite: bool = False) -> None:
         """Store a value."""
 
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
@@ -79,6 +79,8 @@ class StopAgreement:
         # The last step that this process has started; None before its loop.
         self._started: int | None = None
         self._is_frozen = False
+        # What this process publishes in this round, the same at each attempt.
+        self._at: dict[str, Any] | None = None
         self._is_published = False
         self._decision: tuple[int, Requests] | None = None
         self._ended = threading.Event()
@@ -125,7 +127,7 @@ class StopAgreement:
         with self._lock:
             self._round += 1
             self._is_frozen = self._is_published = False
-            self._decision = None
+            self._at = self._decision = None
         return requests
 
     def finish(self) -> bool:
@@ -149,8 +151,9 @@ class StopAgreement:
         while not self._ended.wait(_POLL_SECONDS):
             try:
                 self._look()
-            except Exception:  # the coordinator is gone, and with it the job
-                return
+            except Exception:
+                # The coordinator may answer next time; where it is gone, the job ends.
+                continue
 
     def _look(self) -> None:
         if self._is_frozen:
@@ -168,13 +171,16 @@ class StopAgreement:
     def _publish(self) -> None:
         if self._is_published or not self._is_frozen or self._started is None:
             return
+        if self._at is None:
+            requests = dataclasses.asdict(self._take_requests())
+            self._at = {"started": self._started, **requests}
+        self._set("at", self._at)
         self._is_published = True
-        requests = dataclasses.asdict(self._take_requests())
-        self._set("at", {"started": self._started, **requests})
 
     def _set(self, name: str, value: Any) -> None:
         key = f"{_KEY}/{self._round}/{name}/{self._process}"
-        self._store.key_value_set(key, json.dumps(value))
+        # An attempt that failed may have stored it.
+        self._store.key_value_set(key, json.dumps(value), allow_overwrite=True)
 
     def _list(self, name: str) -> list[Any]:
         found = self._store.key_value_dir_get(f"{_KEY}/{self._round}/{name}/")

@@ -9,9 +9,9 @@ cut off, such as the report at the end of training, is done inside `StopSignals.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from layerkit_runner.processes.forced_exit import forced_exit
+from layerkit_runner.processes.forced_exit import forced_exit, say
 from layerkit_runner.processes.stop_agreement import KeyValueStore, Requests, StopAgreement
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -32,6 +32,19 @@ _active: StopSignals | None = None
 def active_signals() -> StopSignals | None:
     """Return the signals that this process catches at the moment; None if it catches none."""
     return _active
+
+
+def _forget_in_child() -> None:
+    global _active
+    if _active is not None:
+        _active.forget_in_child()
+        _active = None
+
+
+@functools.cache
+def _register_at_fork() -> None:
+    """Register once for the process, since there is no way to take it back."""
+    os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class StopRequestedError(Exception):
@@ -82,6 +95,7 @@ class StopSignals:
             self._previous[number] = signal.signal(number, lambda *_: None)
         global _active
         _active = self
+        _register_at_fork()
         self._watcher = threading.Thread(target=self._watch, name="stop-signals", daemon=True)
         self._watcher.start()
         return self
@@ -175,7 +189,7 @@ class StopSignals:
         """
         self._at_once = what
         if self.received is not None:
-            _tell(f"\n{self.received.name}: leaving at once; {what}\n")
+            say(f"\n{self.received.name}: leaving at once; {what}")
             self._leave(self.received)
         try:
             yield
@@ -200,6 +214,18 @@ class StopSignals:
         """What a shell expects of a process that stopped for a signal; 0 if none was agreed on."""
         return 0 if self._agreed is None else 128 + self._agreed
 
+    def forget_in_child(self) -> None:
+        """Undo what a forked child inherits, whose signals would be taken for this process's.
+
+        The child ends on SIGTERM, by which a parent ends its workers. It outlives Ctrl-C and a
+        closed terminal, which reach all processes at once, since the job may need its data to save.
+        """
+        signal.set_wakeup_fd(-1)
+        os.close(self._writer)
+        os.close(self._reader)
+        for number in {signal.SIGTERM, _SAVE_SIGNAL} & self._previous.keys():
+            signal.signal(number, self._previous[number])
+
     def _watch(self) -> None:
         while numbers := os.read(self._reader, 64):
             for number in numbers:
@@ -207,7 +233,7 @@ class StopSignals:
                     self._note(signal.Signals(number))
                 elif number == _SAVE_SIGNAL:
                     self.save_received = True
-                    _tell(f"\n{_SAVE_SIGNAL.name}: {self._saving}\n")
+                    say(f"\n{_SAVE_SIGNAL.name}: {self._saving}")
 
     def _note(self, number: signal.Signals) -> None:
         if self.received is not None and number == signal.SIGINT:
@@ -219,12 +245,12 @@ class StopSignals:
             self.received = number
             self._stop.set()
             if (what := self._at_once) is not None:
-                _tell(f"\n{number.name}: leaving at once; {what}\n")
+                say(f"\n{number.name}: leaving at once; {what}")
                 # On a thread, so that a second Ctrl-C is still seen.
                 threading.Thread(target=self._leave, args=(number,), name="leaving").start()
                 return
             again = "; once more leaves at once" if number == signal.SIGINT else ""
-            _tell(f"\n{number.name}: {self._leaving}{again}\n")
+            say(f"\n{number.name}: {self._leaving}{again}")
 
     def _drop_lost_terminals(self) -> None:
         """Let output go nowhere whose terminal was closed, where printing would be an error."""
@@ -236,9 +262,3 @@ class StopSignals:
 
     def _leave(self, number: signal.Signals) -> None:
         forced_exit(128 + number, f"it was stopped by {number.name}")
-
-
-def _tell(text: str) -> None:
-    """Writes past Python's streams, which cannot be entered twice if the signal came in a print."""
-    with contextlib.suppress(OSError):
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())

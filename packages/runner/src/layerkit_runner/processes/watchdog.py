@@ -13,14 +13,13 @@ import contextlib
 import dataclasses
 import faulthandler
 import io
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from layerkit_runner.job_files import open_append
-from layerkit_runner.processes.last_words import SECONDS_TO_WRITE, say, say_and_tell
+from layerkit_runner.processes.forced_exit import SECONDS_TO_WRITE, end, say, tell
 from layerkit_runner.processes.time_limit import finished_within
 
 # Of a process that ends itself because nothing moved: sysexits.h's "internal software error".
@@ -135,11 +134,11 @@ def _watch(
 def _end(word: _Word, process: str, log: Callable[[], Path]) -> None:
     lasted = time.monotonic() - word.since
     hung = f"hung: {word.phase} has taken {lasted:.0f} s"
-    say_and_tell(
+    say(
         f"runner: {process} {hung}, and nothing else was done. The same command resumes from the"
-        " newest checkpoint; --hung_step_timeout_secs sets how long to wait.",
-        reason=hung,
+        " newest checkpoint; --hung_step_timeout_secs sets how long to wait."
     )
+    tell(hung)
     written: list[Path] = []
 
     def write() -> None:
@@ -153,7 +152,7 @@ def _end(word: _Word, process: str, log: Callable[[], Path]) -> None:
     else:
         finished_within(SECONDS_TO_WRITE, lambda: faulthandler.dump_traceback(_STDERR))
         say("runner: where its threads stand is above, since its log cannot be written.")
-    os._exit(HUNG_EXIT_CODE)
+    end(HUNG_EXIT_CODE)
 
 
 def _write_stacks(path: Path, title: str) -> None:

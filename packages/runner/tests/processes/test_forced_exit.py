@@ -7,7 +7,7 @@ import sys
 
 PROCESS = """
 import contextlib, threading
-from layerkit_runner.processes.last_words import leaving_at_once, told_to_others
+from layerkit_runner.processes.forced_exit import forced_exit_on, told_to_others
 
 def tell(reason):
     print("told", reason, flush=True)
@@ -15,7 +15,7 @@ def tell(reason):
 with contextlib.ExitStack() as stack:
     stack.callback(threading.Event().wait)  # a file that cannot be closed
     stack.enter_context(told_to_others(tell))
-    stack.enter_context(leaving_at_once(TimeoutError, exit_code=7))
+    stack.enter_context(forced_exit_on(TimeoutError, exit_code=7))
     raise TimeoutError("the disk does not answer")
 """
 
