@@ -518,6 +518,19 @@ def test_a_bad_line_of_json_is_refused_by_file_and_number_or_counted(tmp_path, l
     assert source.num_skipped == 1
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_field_that_no_first_line_has_names_the_fields_and_not_the_policy(tmp_path, name):
+    lines = b'{"text": "one", "id": 1}\n{"text": "two", "id": 2}\n'
+    data = gzip.compress(lines) if name.endswith(".gz") else lines
+    paths = write(tmp_path / "text", {name: data, "b" + name: data})
+    with pytest.raises(UnfitFieldError) as caught:
+        LocalText(batch_size=1, paths=paths, text_field="txt").get_next()
+    for fact in (name, "text_field='txt'", "did you mean 'text'", "'text', 'id'"):
+        assert fact in str(caught.value)
+    assert "on_bad_record" not in str(caught.value)
+    assert caught.value.remedies == {"text_field": "text"}
+
+
 def test_a_wrong_policy_is_refused():
     with pytest.raises(ValueError, match=r"on_bad_record='skp'; did you mean 'skip'\? Expected"):
         LocalText(batch_size=1, on_bad_record="skp")

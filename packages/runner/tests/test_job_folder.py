@@ -23,12 +23,12 @@ from layerkit_runner.command_line.flags import RunOptions, parse_flags
 from layerkit_runner.configuration.resolve import ResolvedExperiment, resolve
 from layerkit_runner.job_folder import (
     changed_lines,
+    changes_since_recorded,
     check_no_sweep,
     check_same_experiment,
     check_writable,
     command_line,
     only_trainer,
-    recorded_overrides,
     write_config,
 )
 from layerkit_runner.partitioning import SpmdPartitioner
@@ -62,7 +62,7 @@ def resolved(**fields: Any) -> ResolvedExperiment:
 
 def test_an_empty_folder_belongs_to_nobody(folder: epath.Path):
     check_same_experiment(folder, resolved())
-    assert recorded_overrides(folder) == ""
+    assert changes_since_recorded(folder, resolved()) == []
     assert not folder.exists()
 
 
@@ -113,10 +113,8 @@ def test_changes_are_reported(folder: epath.Path):
     ]
     assert json.loads((folder / "config.json").read_text())["overrides"]["SHAPE"] == "[1, 2, 3]"
     assert "partitioner.ici_mesh_shape = [1, 2, 3]\n" in (folder / "config.txt").read_text()
-    assert shlex.split(recorded_overrides(folder)) == [
-        "--fdl.SHAPE=[1, 2, 3]",
-        "--fdl.partitioner.dcn_mesh_shape=[1,1,2]",
-    ]
+    assert changes_since_recorded(folder, resolved(SHAPE=[1, 2, 3])) == []
+    assert changes_since_recorded(folder, resolved())[1:] == ["  SHAPE: [1, 2, 3] → None"]
 
 
 def arguments_of(folder: epath.Path) -> RunOptions:

@@ -48,8 +48,11 @@ from layerkit_inputs.text_files import (
 from layerkit_inputs.tokenizers import ByteTokenizer, Tokenizer
 from layerkit_inputs.tools.raw_documents import (
     DocumentSizeError,
+    MissingFieldError,
+    first_fields,
     is_packed,
     json_line_fields,
+    nearest_field,
     num_declared_documents,
     read_raw_documents,
     text_of,
@@ -298,6 +301,8 @@ class _TextFilesInput(IndexedInput):
                 try:
                     yield document.where, text_of(document, self.text_field)
                 except ValueError as error:
+                    if isinstance(error, MissingFieldError):
+                        self._check_text_field(file, max_document_bytes=size)
                     self._bad.report(file=document.where, record=None, problem=str(error))
         except DocumentSizeError:
             raise self._too_large(None) from None
@@ -306,6 +311,22 @@ class _TextFilesInput(IndexedInput):
                 raise
             problem = str(error).removeprefix(f"{file.path}: ")
             self._bad.report(file=str(file.path), record=None, problem=problem)
+
+    def _check_text_field(self, file: TextFile, *, max_document_bytes: int) -> None:
+        """Raise if none of the first documents of a file has `text_field`.
+
+        Leaving out such records would leave out the whole file.
+        """
+        assert self.text_field is not None
+        fields = first_fields(file, max_document_bytes=max_document_bytes)
+        if self.on_bad_record == "skip" or self.text_field in fields or not fields:
+            return
+        raise UnfitFieldError(
+            f"{self._label}: the first lines of {file.path} have no field of this name:"
+            f" text_field={self.text_field!r}{near_names(self.text_field, fields)} Expected the"
+            f" field that holds the text, one of {', '.join(map(repr, fields))}.",
+            remedies={"text_field": nearest_field(self.text_field, fields)},
+        )
 
     def _fingerprint(self) -> dict[str, Any]:
         tokenizer = {} if self._of_bytes else {"tokenizer": self._tokenizer.fingerprint()}

@@ -14,9 +14,9 @@ import hashlib
 import mmap
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 # Tests are many and alike, `encodings` holds tables of characters, `_sysconfigdata` describes this
 # machine, and the rest is not the standard library.
@@ -26,6 +26,16 @@ _LEFT_OUT_FOLDERS = frozenset(
 _LEFT_OUT_PREFIX = "_sysconfigdata"
 # How many times the wanted share of a text is held out at most, where its lines are long.
 _MOST_HELD_OUT = 3
+
+
+class NothingToReadError(FileNotFoundError):
+    """An entry of `paths` that names no file.
+
+    Attributes:
+      remedies: As in `bad_records.UnfitFieldError`.
+    """
+
+    remedies: ClassVar[Mapping[str, Any]] = {"paths": ["FILE_OR_PATTERN"]}
 
 
 class TextFile(NamedTuple):
@@ -60,13 +70,13 @@ def find_text_files(paths: Sequence[str]) -> list[TextFile]:
     Hidden files are left out of folders; a file found twice counts once.
 
     Raises:
-      FileNotFoundError: one of `paths` names nothing.
+      NothingToReadError: one of `paths` names nothing.
     """
     found: dict[Path, TextFile] = {}
     for entry in paths:
         matches = sorted(_matches(str(entry)))
         if not matches:
-            raise FileNotFoundError(
+            raise NothingToReadError(
                 f"paths: nothing to read at {str(entry)!r}; expected a file, a folder with files, "
                 "or a pattern such as 'notes/**/*.txt'."
             )

@@ -31,7 +31,11 @@ from layerkit_runner.configuration.config_text import config_json
 from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError, layer_error_text
 from layerkit_runner.job_files import UnsafePathError
-from layerkit_runner.job_folder import check_same_experiment, check_writable, recorded_overrides
+from layerkit_runner.job_folder import (
+    changes_since_recorded,
+    check_same_experiment,
+    check_writable,
+)
 from layerkit_runner.observers import (
     Goodput,
     GoodputLog,
@@ -179,9 +183,8 @@ class Job:
             raise UsageError(str(error)) from error
         except StructureMismatchError as error:
             folder = checkpoints.directory.parent
-            overrides = recorded_overrides(folder)
-            hint = f"\n{folder} was last written with {overrides}" if overrides else ""
-            raise UsageError(f"{error}{hint}") from error
+            changed = changes_since_recorded(folder, self.resolved)
+            raise UsageError("\n".join([*changed, str(error)])) from error
 
 
 def _check_step(state: TrainState, directory: epath.Path, step: int) -> None:

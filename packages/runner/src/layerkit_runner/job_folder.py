@@ -32,6 +32,7 @@ from layerkit_runner.sweeps.folder import RECORD as STUDY_RECORD
 
 # Locked while a job trains here; holds its host and process.
 _RUNNING = ".running"
+_MOST_CHANGES = 8
 # The flags that only the first start of a job reads.
 _BEGINNING = (
     "init_from",
@@ -192,11 +193,32 @@ def changed_lines(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[s
     return [f"{path}: {before.get(path)!r} → {after.get(path)!r}" for path in paths]
 
 
-def recorded_overrides(directory: epath.Path) -> str:
-    """The overrides with which the folder was last written, as one would type them; may be ''."""
+def changes_since_recorded(directory: epath.Path, resolved: ResolvedExperiment) -> list[str]:
+    """Return lines that name the fields in which an experiment differs from a folder's record.
+
+    Args:
+      directory: Folder of a job.
+      resolved: The experiment at hand.
+
+    Returns:
+      A headline, and a line for each of the experiment's own fields that differs. Where none of
+      these does, the same for the fields of its configs. Nothing where nothing differs.
+    """
     recorded = read_recorded_config(os.fspath(directory))
-    overrides = {} if recorded is None else recorded.overrides
-    return shlex.join(f"--fdl.{path}={text}" for path, text in overrides.items())
+    if recorded is None:
+        return []
+    config = config_json(resolved)
+    lines = changed_lines(recorded.fields, config["fields"])
+    lines = lines or changed_lines(recorded.config, config["config"])
+    if not lines:
+        return []
+    shown = [f"  {line}" for line in lines[:_MOST_CHANGES]]
+    more = len(lines) - len(shown)
+    return [
+        f"{directory} was last written with other fields (there → here):",
+        *shown,
+        *([f"  … and {more} more; --diff_config={directory} shows all"] if more else []),
+    ]
 
 
 def recorded_num_train_steps(directory: epath.Path) -> int | None:

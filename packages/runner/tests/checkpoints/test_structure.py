@@ -110,6 +110,16 @@ def test_every_difference_is_listed_by_path():
     assert len(error.value.differences) == 5
 
 
+def test_message_of_many_differences_shows_a_few_and_counts_the_rest():
+    wanted = {("params", f"w{n}"): jax.ShapeDtypeStruct((2,), jnp.float32) for n in range(20)}
+    with pytest.raises(structure.StructureMismatchError) as error:
+        structure.check_match({}, wanted, where="The checkpoint DIR")
+    assert len(error.value.differences) == 20
+    assert str(error.value).count("missing in the checkpoint") == 6
+    assert "(20 differences)" in str(error.value)
+    assert "… and 14 more" in str(error.value)
+
+
 def test_targets_need_shardings():
     bare = jax.ShapeDtypeStruct((2,), jnp.float32)
     with pytest.raises(ValueError, match="these have none: a, b/c"):

@@ -223,3 +223,15 @@ def test_launch_writes_the_recorded_experiment_into_the_command(job: Path, capsy
     assert cli.main(words) == 0
     out = capsys.readouterr().out
     assert "  --exp=recorded_lm.Small\n" in out and "  --fdl.NUM_LAYERS=7\n" in out
+
+
+def test_module_that_is_not_found_names_the_module_and_where_it_was_sought(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    record = RECORD | {"experiment": "absent_lm.Small"}
+    (job / "config.json").write_text(json.dumps(record))
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([f"--job_log_dir={job}", "--mode=eval_once"]) == 2
+    said = capsys.readouterr().err
+    for fact in ("absent_lm.Small", "no module 'absent_lm'", str(tmp_path), "PYTHONPATH"):
+        assert fact in said

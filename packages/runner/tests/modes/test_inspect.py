@@ -156,6 +156,11 @@ def test_commands_end_without_a_traceback_when_nobody_reads_their_output(
             [["--fdl.TEXT_FIELD=text"], ["--fdl.JSON_AS_TEXT=True"]],
         ),
         (
+            ['{"text": "one two", "id": 1}', '{"text": "three", "id": 2}'] * 9,
+            ["--fdl.TEXT_FIELD=txt"],
+            [["--fdl.TEXT_FIELD=text"]],
+        ),
+        (
             ['{"text": "one two"}', '{"text": 7}', '{"text": "three"}'] * 9,
             ["--fdl.TEXT_FIELD=text"],
             [
@@ -179,8 +184,10 @@ def test_refusal_of_data_names_flags_that_let_them_be_read(
     ]
 
     def run(*more: str) -> subprocess.CompletedProcess[str]:
+        names = [word.partition("=")[0] for word in more]
+        kept = [word for word in command if word.partition("=")[0] not in names]
         return subprocess.run(
-            [sys.executable, "-m", "layerkit_runner.cli", *command, *more],
+            [sys.executable, "-m", "layerkit_runner.cli", *kept, *more],
             cwd=tmp_path,
             env=os.environ,
             capture_output=True,

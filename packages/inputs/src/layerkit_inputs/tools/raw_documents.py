@@ -9,7 +9,9 @@ they are large. What a compressed document may unpack to is bounded.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import gzip
+import itertools
 import json
 import zlib
 from collections.abc import Iterator, Sequence
@@ -35,6 +37,10 @@ _LONGEST_LINE = 1 << 24
 
 class DocumentSizeError(ValueError):
     """A document of a compressed file is larger than the bound."""
+
+
+class MissingFieldError(ValueError):
+    """A JSON object lacks the field that should hold the text."""
 
 
 class RawDocument(NamedTuple):
@@ -114,7 +120,8 @@ def _parquet_rows(path: Path, field: str, max_document_bytes: int) -> Iterator[R
             if field not in names:
                 raise BadRecordError(
                     f"{path}: no column {field!r}{near_names(field, names)} Its columns: "
-                    f"{', '.join(names)}."
+                    f"{', '.join(names)}.",
+                    remedies={"text_field": nearest_field(field, names)},
                 )
             kind = opened.schema_arrow.field(field).type
             if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
@@ -182,12 +189,30 @@ def json_line_fields(path: Path) -> list[str] | None:
     return list(fields) if count else None
 
 
+def first_fields(file: TextFile, *, max_document_bytes: int) -> list[str]:
+    """Return the names in the JSON objects among the first documents of a file."""
+    documents = read_raw_documents(file, field="", max_document_bytes=max_document_bytes)
+    fields: dict[str, None] = {}
+    for document in itertools.islice(documents, _LINES_LOOKED_AT):
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(document.data or b"")
+            fields |= dict.fromkeys(row if isinstance(row, dict) else ())
+    return list(fields)
+
+
+def nearest_field(name: str, fields: Sequence[str]) -> str:
+    """Return the field that is most like `name`; where none is like it, `text` or the first."""
+    near = difflib.get_close_matches(name, fields, n=1)
+    return [*near, *(field for field in fields if field == "text"), *fields][0]
+
+
 def text_of(document: RawDocument, field: str) -> bytes:
     """The text of a document.
 
     Raises:
-      ValueError: it is no JSON object with such a field; the message says what it is. For bytes
-        that are not UTF-8, a UnicodeDecodeError.
+      MissingFieldError: it is a JSON object without such a field.
+      ValueError: it is no JSON object, or the field is no text; the message says what it is. For
+        bytes that are not UTF-8, a UnicodeDecodeError.
     """
     if document.data is None:
         raise ValueError("no text (null).")
@@ -202,7 +227,9 @@ def text_of(document: RawDocument, field: str) -> bytes:
     if not isinstance(row, dict):
         raise ValueError(f"a JSON {type(row).__name__}, expected an object.")
     if field not in row:
-        raise ValueError(f"no field {field!r}{near_names(field, row)} Its fields: {_shown(row)}.")
+        raise MissingFieldError(
+            f"no field {field!r}{near_names(field, row)} Its fields: {_shown(row)}."
+        )
     if not isinstance(row[field], str):
         raise ValueError(f"field {field!r} is {row[field]!r:.60}, expected a string.")
     try:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,23 @@ def test_a_model_made_by_hand_finds_its_family(tmp_path: Path):
         4,
     )
     jax.tree.map(np.testing.assert_array_equal, load_weights(tmp_path, build(model)), variables)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
+@pytest.mark.parametrize("max_shard_bytes", [1 << 30, 1])
+def test_files_of_an_export_have_the_permissions_that_the_umask_leaves(
+    tmp_path: Path, umask: int, mode: int, max_shard_bytes: int
+):
+    model = llama_by_hand()
+    variables = jax.jit(build(model).init)(jax.random.key(0))
+    before = os.umask(umask)
+    try:
+        export_model(tmp_path, model, variables, max_shard_bytes=max_shard_bytes)
+    finally:
+        os.umask(before)
+    found = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert {name.split("-")[0].split(".")[0] for name in found} == {"config", "model"}
+    assert set(found.values()) == {mode}, found
 
 
 def test_a_window_makes_it_a_mistral(tmp_path: Path):

@@ -295,7 +295,7 @@ class CheckpointManager:
           FileNotFoundError: if there is no such step, naming those that there are.
           DamagedCheckpointError: if its files are not as they were written.
           LayoutVersionError: if a later version of this package wrote it.
-          StructureMismatchError: if names, shapes or dtypes differ, listing all differences.
+          StructureMismatchError: if names, shapes or dtypes differ, naming the differences.
           ProcessCountError: if the input state belongs to another number of processes.
         """
         self.wait_until_finished()

@@ -21,19 +21,24 @@ import numpy as np
 
 LeafPath = tuple[str, ...]
 
+# A model of another depth differs in every layer; a few arrays say as much.
+_MOST_SHOWN = 6
+
 
 class StructureMismatchError(ValueError):
     """The stored state and the wanted one differ in names, shapes or dtypes.
 
     Attributes:
-      differences: one line per leaf, in the order of the paths.
+      differences: One line per leaf, in the order of the paths. The message has the first few.
     """
 
     def __init__(self, where: str, differences: Sequence[str], *, advice: str):
         self.differences = tuple(differences)
         count = len(self.differences)
         plural = "" if count == 1 else "s"
-        lines = "".join(f"\n  {difference}" for difference in self.differences)
+        lines = "".join(f"\n  {difference}" for difference in self.differences[:_MOST_SHOWN])
+        if count > _MOST_SHOWN:
+            lines += f"\n  … and {count - _MOST_SHOWN} more"
         super().__init__(
             f"{where} does not fit the state to restore ({count} difference{plural}):{lines}\n"
             f"{advice}"
@@ -139,7 +144,7 @@ def check_match(
       cast_dtypes: whether floating-point numbers of another width are as good.
 
     Raises:
-      StructureMismatchError: listing every difference by path.
+      StructureMismatchError: naming the differences by path.
     """
     wanted = {path: spec_of(leaf) for path, leaf in targets.items()}
     unexpected = [join(path) for path in stored if path not in wanted]

@@ -99,7 +99,7 @@ def with_recorded_experiment(flags: ParsedFlags, report: Callable[[str], None]) 
             f"{folder}/{FILE_NAME}: experiment={recorded.experiment!r}: expected the full name of a"
             " class. Name the experiment: --exp=NAME"
         )
-    _check_outside(recorded.experiment, folder)
+    _check_module(recorded.experiment, folder)
     given = {override.path for override in flags.overrides}
     taken = [
         parse_override(path, text) for path, text in recorded.overrides.items() if path not in given
@@ -156,15 +156,20 @@ def _record(document: Any) -> RecordedConfig:
     return RecordedConfig(**{**values, "arguments": tuple(values["arguments"])})
 
 
-def _check_outside(experiment: str, folder: str) -> None:
-    if "://" in folder:
-        return
+def _check_module(experiment: str, folder: str) -> None:
+    """Raise an error if the module of an experiment is missing, or lies in the job's folder."""
     package = experiment.partition(".")[0]
     try:
         spec = importlib.util.find_spec(package)
     except ValueError:  # a module that was made without one
         return
     if spec is None:
+        raise UsageError(
+            f"{folder}/{FILE_NAME} names {experiment}, and there is no module {package!r} in"
+            f" {os.getcwd()}, in PYTHONPATH or among the installed packages. Run the command from"
+            f" the folder that contains {package!r}, or name another experiment: --exp=NAME"
+        )
+    if "://" in folder:
         return
     root = os.path.realpath(os.path.expanduser(folder))
     for place in (spec.origin, *(spec.submodule_search_locations or ())):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from layerkit_runner.configuration.config_text import config_json
@@ -41,11 +43,24 @@ def _remedies(error: BaseException) -> Mapping[str, Any]:
 def _flags(resolved: ResolvedExperiment, name: str, value: Any) -> str:
     """Return the flags that set a field of every input that has it, or that of the experiment."""
     configured = config_json(resolved)
+    text = shlex.quote(json.dumps(value) if isinstance(value, list) else str(value))
     if name.upper() in configured["fields"]:
-        return f"--fdl.{name.upper()}={value}"
-    paths = [
-        path
+        return f"--fdl.{name.upper()}={text}"
+    inputs = {
+        path: current
         for path, current in configured["config"].items()
         if path.startswith(_ROOTS) and path.rpartition(".")[2] == name and current != value
-    ]
-    return " ".join(f"--fdl.{path}={value}" for path in paths)
+    }
+    source = _source_field(configured["fields"], list(inputs.values()))
+    return " ".join(f"--fdl.{path}={text}" for path in ([source] if source else inputs))
+
+
+def _source_field(fields: Mapping[str, Any], values: Sequence[Any]) -> str | None:
+    """Return the experiment's field that gives inputs their value; None where it is not clear.
+
+    Numbers are left out: two fields can hold the same one by chance.
+    """
+    if not values or any(value != values[0] for value in values):
+        return None
+    same = [name for name, value in fields.items() if value == values[0]]
+    return same[0] if len(same) == 1 and isinstance(values[0], (str, list)) else None

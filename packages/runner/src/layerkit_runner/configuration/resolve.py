@@ -67,11 +67,13 @@ def resolve(
       deep_overrides: Paths that start with one of `overrides.ROOTS`.
 
     Raises:
-      UsageError: `validate()` refuses the fields, or misses a file or a package; a path does not
-        exist; a value does not fit the field it is for; two overrides contradict each other.
+      UsageError: MAX_STEPS is below 1; `validate()` refuses the fields, or misses a file or a
+        package; a path does not exist; a value does not fit the field it is for; two overrides
+        contradict each other.
       TypeError: a method of the experiment returns something else than configs.
     """
     try:
+        _check_length(experiment)
         experiment.validate()
     except (ValueError, OSError, MissingExtraError) as error:
         raise UsageError(f"{type(experiment).__qualname__} cannot run as asked: {error}") from error
@@ -81,6 +83,16 @@ def resolve(
     overrides = check_consistent(deep_overrides)
     _apply(roots, overrides)
     return ResolvedExperiment(experiment, **roots, deep_overrides=overrides)
+
+
+def _check_length(experiment: BaseExperiment) -> None:
+    """Raise an error for a run without a step.
+
+    Schedules are made from MAX_STEPS, and would name lengths that the user did not set.
+    """
+    steps = getattr(experiment, "MAX_STEPS", None)
+    if isinstance(steps, int) and steps < 1:
+        raise ValueError(f"MAX_STEPS={steps}: expected a positive integer")
 
 
 def _checked(experiment: BaseExperiment, root: str) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import stat
 import struct
@@ -345,10 +346,7 @@ class ShardWriter:
         file = self._file_of[name]
         self._left[file] -= 1
         if self._left[file] == 0:
-            # Transformers asks for the format that the tensors are meant for.
-            _import_safetensors().numpy.save_file(
-                self._held, self._folder / file, metadata={"format": "pt"}
-            )
+            _write_tensors(self._folder / file, self._held)
             self._held = {}
 
     def finish(self) -> None:
@@ -369,6 +367,23 @@ class ShardWriter:
                 "weight_map": self._file_of,
             }
             write_json(self._folder, _INDEX, index)
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Replace a safetensors file at once, with the permissions that the umask asks for.
+
+    safetensors itself creates files that only their owner can read.
+    """
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+    try:
+        partial.touch(exist_ok=False)
+        permissions = stat.S_IMODE(partial.stat().st_mode)
+        # Transformers asks for the format that the tensors are meant for.
+        _import_safetensors().numpy.save_file(dict(tensors), partial, metadata={"format": "pt"})
+        partial.chmod(permissions)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _split(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
