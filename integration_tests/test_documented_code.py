@@ -19,6 +19,7 @@ PAGES = [
     "init_from.md",
     "inputs.md",
     "optimization.md",
+    "preferences.md",
     "programs.md",
     pytest.param("transformers.md", marks=pytest.mark.slow),
 ]
