@@ -346,7 +346,11 @@ def test_two_rates_of_droppath_contradict():
             "parallel=True with cross_attention_tpl is not defined, since cross attention asks with"
             " what self-attention found; leave one of them out",
         ),
-        ({"parallel_shares_norm": True}, "parallel_shares_norm=True needs parallel=True"),
+        (
+            {"parallel_shares_norm": True},
+            "parallel_shares_norm=True has no effect while parallel=False. Expected the default."
+            " Leave parallel_shares_norm out, or change parallel.",
+        ),
         (
             {**SHARED, "norm_policy": "branch"},
             "parallel_shares_norm=True with norm_policy='branch', which has no norm before the"

@@ -161,9 +161,11 @@ import os, signal, sys, threading, time, warnings
 from layerkit_runner.processes.stop_signals import StopSignals
 number = signal.Signals[sys.argv[1]]
 children = []
+reader, writer = os.pipe()
 def fork():
     children.append(os.fork())
     if children[-1] == 0:
+        os.write(writer, b"1")  # what it inherits is undone
         os.close(1)
         os.close(2)
         time.sleep(60)
@@ -173,6 +175,7 @@ with StopSignals() as signals:
     thread.start()
     thread.join()
     (child,) = children
+    os.read(reader, 1)
     os.kill(child, number)
     if number == signal.SIGTERM:
         print("child ended with", os.waitpid(child, 0)[1], flush=True)
