@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
+import shlex
 import sys
 import types
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from layerkit_runner import BaseExperiment
+from layerkit.nested_map import NestedMap
+from layerkit_runner import BaseExperiment, cli
 from layerkit_runner.configuration.resolve import resolve
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -26,6 +31,7 @@ PAGES = [
     pytest.param("transformers.md", marks=pytest.mark.slow),
 ]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+COMMANDS = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -88,3 +94,53 @@ def test_example_of_hugging_face_folders_runs_by_itself(
     exec(compile(block[1], "hugging_face.md", "exec"), names)
     assert names["logits"].shape == (1, 3, 12)
     import_model("my-llama")
+
+
+def test_page_on_a_model_of_ones_own_trains_decodes_and_loops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    text = (DOCS / "your_own_model.md").read_text()
+    experiment, loop = (block[1] for block in BLOCK.finditer(text))
+    commands = COMMANDS.findall(text)[0].splitlines()
+    (tmp_path / "regression.py").write_text(
+        experiment.replace("MAX_STEPS: int = 600", "MAX_STEPS: int = 60")
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        for command in commands:
+            program, *words = shlex.split(command, comments=True)
+            assert program == "runner"
+            assert cli.main(words) == 0, command
+        outputs = capsys.readouterr().out
+        exec(compile(loop, "loop.py", "exec"), {})
+    finally:
+        sys.modules.pop("regression", None)
+    assert "eval heldout | absolute_error" in outputs
+    (decoded,) = (tmp_path / "runs/first/decode/heldout").glob("*.jsonl")
+    records = [json.loads(line) for line in decoded.read_text().splitlines()]
+    assert len(records) == 2000 and records[0].keys() == {"example", "predicted", "y"}
+    # What always answers 0 is off by the mean of |y|, 0.90.
+    assert float(capsys.readouterr().out.split()[-1]) < 0.25
+
+
+def test_loss_function_of_layerkits_readme_keeps_moving_averages():
+    from layerkit.layers import BatchNorm
+    from layerkit.models import ClassificationModel
+
+    config = ClassificationModel.HParams.config(network_tpl=BatchNorm.HParams.config(dims=2))
+    config.softmax_tpl.set(input_dims=2, num_classes=3)
+    model = config.Instantiate()
+    names: dict[str, Any] = {"model": model, "jax": jax, "jnp": jnp}
+    text = (DOCS.parent / "packages/layerkit/README.md").read_text()
+    (block,) = [block[1] for block in BLOCK.finditer(text) if "loss_fn" in block[1]]
+    exec(compile(block, "README.md", "exec"), names)
+    state = model.init(jax.random.key(0))
+    params = state.pop("params")
+    batch = NestedMap(inputs=jnp.array([[1.0, 2.0], [3.0, 6.0]]), labels=jnp.array([0, 1]))
+    for _ in range(2):
+        _, state = names["loss_fn"](params, state, batch, jax.random.key(1))
+    # From 0, twice a thousandth of the way to the means 2 and 4.
+    expected = (1 - 0.999**2) * np.array([2.0, 4.0])
+    moved = state["non_trainable"]["network"]["moving_mean"]
+    np.testing.assert_allclose(moved, expected, rtol=1e-4)
