@@ -72,7 +72,7 @@ def options(folder: Path, **more: Any) -> RunOptions:
 
 
 def steps(folder: Path) -> list[int]:
-    return folders.committed_steps(folders.absolute(folder / "checkpoints"))
+    return folders.committed_steps(epath.Path(folder / "checkpoints"))
 
 
 def test_the_fields_say_what_is_saved_and_what_stays(trained: Path):

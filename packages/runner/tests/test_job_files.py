@@ -20,6 +20,7 @@ from layerkit_runner.job_files import (
     check_links,
     open_append,
     private_folder,
+    remove_stale_partials,
 )
 from layerkit_runner.observers.json_lines import open_lines
 
@@ -166,3 +167,18 @@ def test_check_links_raises_for_a_link_of_another_user(tmp_path: Path):
     os.chown(tmp_path / "checkpoints", NOBODY, NOBODY, follow_symlinks=False)
     with pytest.raises(UnsafePathError, match=f"checkpoints is a symbolic link of user {NOBODY}"):
         check_links(tmp_path)
+
+
+def test_remove_stale_partials_deletes_old_unfinished_files_alone(tmp_path: Path):
+    stale, fresh = (tmp_path / f".goodput.json.{digit * 16}.partial" for digit in "1a")
+    others = [
+        tmp_path / name for name in ("goodput.json", ".goodput.json.partial", ".notes.partial")
+    ]
+    for path in (stale, fresh, *others):
+        path.write_text("")
+    for path in (stale, *others):
+        os.utime(path, (0, 0))
+    (tmp_path / "folder").mkdir()
+    remove_stale_partials(tmp_path)
+    remove_stale_partials(tmp_path / "not there")
+    assert set(tmp_path.iterdir()) == {fresh, *others, tmp_path / "folder"}

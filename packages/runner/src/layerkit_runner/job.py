@@ -24,13 +24,13 @@ from layerkit_runner.checkpoints import (
     finite,
     structure,
 )
-from layerkit_runner.checkpoints.folders import absolute, step_folder
+from layerkit_runner.checkpoints.folders import step_folder
 from layerkit_runner.command_line.flags import RunOptions
 from layerkit_runner.compilation_cache import cache_folder, make_private
 from layerkit_runner.configuration.config_text import config_json
 from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError, layer_error_text
-from layerkit_runner.job_files import UnsafePathError
+from layerkit_runner.job_files import UnsafePathError, absolute
 from layerkit_runner.job_folder import (
     changes_since_recorded,
     check_same_experiment,

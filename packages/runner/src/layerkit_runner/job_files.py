@@ -12,10 +12,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import stat
+import time
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
+
+if TYPE_CHECKING:
+    from etils import epath
+
+_PARTIAL_NAME = re.compile(r"\..+\.[0-9a-f]{16}\.partial")
+# Longer than any write takes, since other processes may write to the folder at the same time.
+_STALE_SECONDS = 3600.0
 
 
 class UnsafePathError(OSError):
@@ -59,6 +68,21 @@ def atomic_write(path: os.PathLike[str] | str, content: str | bytes, *, mode: in
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
+
+
+def remove_stale_partials(directory: os.PathLike[str] | str) -> None:
+    """Delete unfinished files of `atomic_write` that killed processes left more than an hour ago.
+
+    Args:
+      directory: Local folder, which need not exist. Folders in it are not searched.
+    """
+    oldest = time.time() - _STALE_SECONDS
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
+            if _PARTIAL_NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                with contextlib.suppress(OSError):  # it was renamed, or belongs to another user
+                    if entry.stat(follow_symlinks=False).st_mtime < oldest:
+                        os.unlink(entry.path)
 
 
 def open_append(path: os.PathLike[str] | str, *, is_buffered: bool = True) -> BinaryIO:
@@ -133,6 +157,14 @@ def check_links(directory: os.PathLike[str] | str) -> None:
                     f"is a symbolic link of user {owner}",
                     f"links of user {os.getuid()} or root alone",
                 )
+
+
+def absolute(path: os.PathLike[str] | str) -> epath.Path:
+    """Return a path that does not depend on the working folder; `~` is the user's home folder."""
+    from etils import epath
+
+    text = os.fspath(path)
+    return epath.Path(text if is_remote(text) else os.path.abspath(os.path.expanduser(text)))
 
 
 def is_remote(path: os.PathLike[str] | str) -> bool:

@@ -27,7 +27,7 @@ from layerkit_runner.configuration.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError
 from layerkit_runner.experiment import experiment_fields, reduced_overrides, reduced_values
 from layerkit_runner.file_locks import NoLocksError, delete_and_unlock, try_lock
-from layerkit_runner.job_files import atomic_write, check_links
+from layerkit_runner.job_files import atomic_write, check_links, remove_stale_partials
 from layerkit_runner.sweeps.folder import RECORD as STUDY_RECORD
 
 # Locked while a job trains here; holds its host and process.
@@ -134,6 +134,8 @@ def only_trainer(directory: epath.Path) -> Iterator[None]:
             held.truncate(0)
             held.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode())
             held.flush()
+        for folder in (directory, directory / "checkpoints"):
+            remove_stale_partials(folder)
         yield
 
 

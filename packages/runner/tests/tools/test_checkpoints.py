@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 from safetensors.numpy import load_file
 
 from layerkit_runner.checkpoints import (
@@ -177,7 +178,7 @@ def test_copies_are_whole_and_know_how_good_they_are(written, tmp_path, capsys):
         f"{new}/checkpoints/checkpoint_00000010\n"
     )
     assert_is_step(new, 10)
-    assert evaluations.read(folders.absolute(new / "checkpoints"))[10]["heldout/loss"] == 1.5
+    assert evaluations.read(epath.Path(new / "checkpoints"))[10]["heldout/loss"] == 1.5
     assert run(capsys, "copy", written, new) == (
         f"{new}/checkpoints/checkpoint_00000020\nthere already, and sound: step 10\n"
     )
@@ -185,7 +186,7 @@ def test_copies_are_whole_and_know_how_good_they_are(written, tmp_path, capsys):
     with CheckpointManager(new / "checkpoints") as manager:
         assert manager.newest_sound_step() == 20
         manager.save(21, {"w": jnp.ones(2)}, input_states={}, metadata={}, force=True)
-    assert folders.committed_steps(folders.absolute(new / "checkpoints")) == [10, 20, 21]
+    assert folders.committed_steps(epath.Path(new / "checkpoints")) == [10, 20, 21]
 
 
 def test_nothing_is_left_of_a_copy_of_a_damaged_step(job, tmp_path, capsys):
@@ -217,7 +218,7 @@ def test_a_copy_can_be_repeated_and_goes_on_after_damage(job, tmp_path, capsys):
 
 
 def test_evaluations_that_came_after_a_copy_follow(job, tmp_path, capsys):
-    there, new = (folders.absolute(folder / "checkpoints") for folder in (job, tmp_path / "new"))
+    there, new = (epath.Path(folder / "checkpoints") for folder in (job, tmp_path / "new"))
     found = evaluations.read(there)
     evaluations.write(there, {10: found[10]})
     run(capsys, "copy", job, tmp_path / "new")
@@ -267,7 +268,7 @@ def test_evaluations_that_cannot_be_read(job, tmp_path, capsys, content):
         assert text.startswith(f"checkpoints: {path} cannot be read (")
         assert text.endswith("Delete it to go on without what it says.\n")
     assert not new.exists()
-    assert folders.committed_steps(folders.absolute(path.parent)) == [10, 20]
+    assert folders.committed_steps(epath.Path(path.parent)) == [10, 20]
 
 
 def test_there_and_back_again(written, tmp_path, capsys):

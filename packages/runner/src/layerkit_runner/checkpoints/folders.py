@@ -26,12 +26,6 @@ _UNFINISHED_NAME = re.compile(_STEP_NAME.pattern + re.escape(_TEMPORARY_SUFFIX) 
 COMMIT_FILE = "commit_success.txt"
 
 
-def absolute(directory: epath.PathLike) -> epath.Path:
-    """A folder by a path that does not depend on where the process runs; Orbax asks for one."""
-    path = os.fspath(directory)
-    return epath.Path(path if "://" in path else os.path.abspath(os.path.expanduser(path)))
-
-
 def step_folder(directory: epath.Path, step: int) -> epath.Path:
     """Returns where a step is: `checkpoint_00000042` for step 42."""
     return directory / f"{STEP_PREFIX}_{step:0{STEP_DIGITS}d}"

@@ -39,6 +39,7 @@ from layerkit_runner.checkpoints import (
 from layerkit_runner.checkpoints.errors import SaveError, save_error
 from layerkit_runner.checkpoints.formats import StateFormat
 from layerkit_runner.checkpoints.policy import CheckpointPolicy, SavedStep
+from layerkit_runner.job_files import absolute
 from layerkit_runner.processes.process_exchange import from_process_0
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class CheckpointManager:
     ):
         if async_timeout_secs < 1:
             raise ValueError(f"async_timeout_secs is {async_timeout_secs}; expected at least 1.")
-        self._directory = folders.absolute(directory)
+        self._directory = absolute(directory)
         self._policy = policy if policy is not None else CheckpointPolicy()
         self._state_format = state_format
         self._async_timeout_secs = async_timeout_secs

@@ -10,6 +10,7 @@ from etils import epath
 from layerkit.near_names import near_names
 from layerkit_runner.checkpoints import folders
 from layerkit_runner.errors import UsageError, first_names
+from layerkit_runner.job_files import absolute
 
 _STEP_NAME = re.compile(rf"{folders.STEP_PREFIX}_(\d+)")
 
@@ -43,7 +44,7 @@ def recognise(given: str) -> CheckpointFolder | HuggingFaceFolder:
     Raises:
       UsageError: there is no such folder, or nothing to begin from in it.
     """
-    directory = folders.absolute(given)
+    directory = absolute(given)
     if not directory.is_dir():
         parent = directory.parent
         beside = [path.name for path in parent.iterdir()] if parent.is_dir() else []

@@ -28,10 +28,9 @@ from typing import Any, NoReturn
 
 import jax
 
-from layerkit_runner.checkpoints.folders import absolute
 from layerkit_runner.command_line.flags import AUTO_ADDRESS, RunOptions
 from layerkit_runner.errors import UsageError
-from layerkit_runner.job_files import check_links, private_folder
+from layerkit_runner.job_files import absolute, check_links, private_folder
 from layerkit_runner.processes.companion.start import Identity, StartedCompanion
 from layerkit_runner.processes.forced_exit import told_to_others
 from layerkit_runner.processes.launchers import check_processes, find_launch, local_device_ids

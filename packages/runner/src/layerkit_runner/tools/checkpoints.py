@@ -29,6 +29,7 @@ from layerkit.near_names import near_names
 from layerkit_runner.checkpoints import evaluations, folders, formats, integrity, inventory
 from layerkit_runner.checkpoints.errors import DamagedCheckpointError, LayoutVersionError
 from layerkit_runner.errors import StorageError, UsageError, first_names
+from layerkit_runner.job_files import absolute
 
 _SAFETENSORS = "safetensors"
 _TARGETS = (*(kind.value for kind in formats.StateFormat), _SAFETENSORS)
@@ -236,7 +237,7 @@ def _convert(options: argparse.Namespace) -> int:
     source = _existing(options.directory)
     step = _one_step(source, options.step)
     if options.to == _SAFETENSORS:
-        path = folders.absolute(options.destination)
+        path = absolute(options.destination)
         try:
             count = conversion.write_safetensors(source, path, step, part=options.part)
         except ImportError as error:
@@ -271,7 +272,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 
 def _checkpoints_of(directory: str) -> epath.Path:
     """The folder of checkpoints, given it or the job's."""
-    path = folders.absolute(directory)
+    path = absolute(directory)
     is_itself = path.name == folders.JOB_SUBFOLDER or folders.committed_steps(path)
     return path if is_itself else path / folders.JOB_SUBFOLDER
 
