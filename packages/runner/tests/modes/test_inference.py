@@ -129,7 +129,13 @@ def test_each_checkpoint_is_given_the_same_few_batches(
     assert found(alone, 2) == found(job, 2)
     capsys.readouterr()
     assert run_inference("eval_once", resolved, several) == 0
-    assert capsys.readouterr().out.count("was evaluated on heldout before") == 2
+    said = capsys.readouterr().out
+    assert said.count("was evaluated on heldout before") == 2
+    for step in (4, 2):
+        assert (
+            f"before: {record(job, step)}. Its checkpoint, fields and data set are the same; code"
+            " is not compared. Delete this file to evaluate again."
+        ) in said
 
 
 def test_a_record_counts_for_what_it_was_made_from(

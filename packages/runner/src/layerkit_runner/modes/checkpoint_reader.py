@@ -154,7 +154,10 @@ class CheckpointReader:
         metrics = from_process_0(lambda: read_record(path, made_from))
         if metrics is None:
             return False
-        self.job.observers.message(f"step {step} was evaluated on {program.name} before: {path}")
+        self.job.observers.message(
+            f"step {step} was evaluated on {program.name} before: {path}. Its checkpoint, fields and"
+            " data set are the same; code is not compared. Delete this file to evaluate again."
+        )
         self._say(program, metrics)
         return True
 

@@ -154,7 +154,10 @@ def _is_kept(path: epath.Path, made_from: dict[str, Any], observers: Observer) -
         differing = differences(before, made_from)
         is_kept = not differing
         if is_kept:
-            observers.message(f"{path} is already there")
+            observers.message(
+                f"{path} is already there. Its weights, fields and data set are the same; code is"
+                " not compared. Delete this file to decode again."
+            )
         else:
             how = f"made with different {', '.join(differing)}" if before else "of unknown origin"
             observers.message(f"{path} is there but {how}; decoding again")
