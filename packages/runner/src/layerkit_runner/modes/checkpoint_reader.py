@@ -155,8 +155,8 @@ class CheckpointReader:
         if metrics is None:
             return False
         self.job.observers.message(
-            f"step {step} was evaluated on {program.name} before: {path}. Its checkpoint, fields and"
-            " data set are the same; code is not compared. Delete this file to evaluate again."
+            f"step {step} was evaluated on {program.name} before: {path}. Its checkpoint, fields"
+            " and data set are the same; code is not compared. Delete this file to evaluate again."
         )
         self._say(program, metrics)
         return True
