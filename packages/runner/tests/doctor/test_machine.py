@@ -1,17 +1,27 @@
-"""What is read off the machine, and versions that do not fit together."""
+"""Packages that do not fit together, memory, and folders that can or cannot be written."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import shutil
 from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
+import fsspec
 import pytest
+from etils import epath
+from fsspec.implementations.memory import MemoryFileSystem
 
 from layerkit_runner.doctor import machine
 
 
+@pytest.fixture(autouse=True)
+def few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_TRIAL_BYTES", 2 << 20)
+
+
 def install(folder: Path, name: str, version: str, *requires: str) -> None:
-    """A package as far as its metadata goes."""
+    """Write the metadata of an installed package."""
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
     lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
@@ -19,60 +29,113 @@ def install(folder: Path, name: str, version: str, *requires: str) -> None:
     (info / "METADATA").write_text("\n".join(lines) + "\n")
 
 
-def test_versions_are_those_of_the_packages():
+def test_versions_are_those_of_the_installed_packages():
     found = machine.check_packages()
     for name in ("jax", "jaxlib", "numpy"):
         assert found.values[name] == importlib.metadata.version(name)
-    assert not [problem for problem in found.problems if "not installed" in problem.what]
 
 
-def test_a_plugin_for_another_jaxlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_plugin_for_another_jaxlib_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     install(tmp_path, "jax-cuda13-plugin", "0.1.2")
     monkeypatch.syspath_prepend(tmp_path)
     jaxlib = importlib.metadata.version("jaxlib")
     [problem] = [p for p in machine.check_packages().problems if "plugin" in p.what]
     assert problem.fails
-    assert problem.what.startswith(f"jax-cuda13-plugin 0.1.2 is for another jaxlib than {jaxlib},")
+    assert problem.what == (
+        f"jax-cuda13-plugin 0.1.2 is for another jaxlib than the installed {jaxlib}."
+    )
     assert problem.to_do == f"pip install 'jax[cuda13]=={jaxlib}'"
 
 
-def test_a_package_of_a_version_that_ours_do_not_take(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    wants = ("jax<0.1", "numpy>=1", "optax<0.1; extra == 'old'")
+def test_unmet_requirements_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    wants = ("jax<0.1", "numpy>=1", "optax<0.1; extra == 'old'", "nosuchpackage>=2")
     install(tmp_path, "layerkit-runner", "9.9.9", *wants)
     monkeypatch.syspath_prepend(tmp_path)
     problems = [p.what for p in machine.check_packages().problems if "runner 9.9.9 " in p.what]
     jax = importlib.metadata.version("jax")
-    assert problems == [f"layerkit-runner 9.9.9 needs jax<0.1, and {jax} is installed."]
+    assert problems == [
+        f"layerkit-runner 9.9.9 needs jax<0.1: {jax} is installed.",
+        "layerkit-runner 9.9.9 needs nosuchpackage>=2: it is not installed.",
+    ]
 
 
-def test_the_host():
+def test_memory_of_the_host():
     values = machine.check_host().values
     assert values["cpus"] >= 1
     if values["memory_bytes"] is not None:
         assert 0 < values["memory_available_bytes"] <= values["memory_bytes"]
 
 
-def test_who_started_the_process():
-    names = ("JOB_ID", "STEP_NODELIST", "NTASKS", "PROCID")
-    slurm = {f"SLURM_{name}": str(number) for number, name in enumerate(names, start=5)}
-    found = machine.check_launcher(slurm)
-    assert found.lines[0] == "Slurm (job 5): process 8 of 7"
-    assert machine.check_launcher({}).values == {"name": None}
-    tpu = machine.check_launcher({"TPU_WORKER_HOSTNAMES": "a,b"})
-    assert tpu.values["num_processes"] == 2
-    [problem] = machine.check_launcher({**slurm, "SLURM_NTASKS": "many"}).problems
-    assert "SLURM_NTASKS='many'" in problem.what
+def test_folder_that_works_is_left_as_it_was(tmp_path: Path):
+    (tmp_path / "kept").write_text("mine")
+    found = machine.check_folder(str(tmp_path))
+    assert found.values["write_bytes_per_second"] > 0
+    assert found.values["read_bytes_per_second"] > 0
+    assert not [problem for problem in found.problems if problem.fails]
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
-def test_variables_that_matter_and_no_secret():
-    environ = {
-        "XLA_FLAGS": "--a",
-        "NCCL_DEBUG": "INFO",
-        "HOME": "/root",
-        "JAX_API_KEY": "x",
-        "TPU_ACCESS_TOKEN": "x",
-    }
-    assert machine.check_environment(environ).lines == ["NCCL_DEBUG=INFO", "XLA_FLAGS=--a"]
-    assert len(machine.check_environment({}).lines) == 1
+def test_missing_folder_is_not_created(tmp_path: Path):
+    found = machine.check_folder(str(tmp_path / "a" / "b"))
+    assert f"(does not exist; tried {tmp_path})" in found.lines[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bytes_that_come_back_wrong_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(type(epath.Path("a")), "read_bytes", lambda self: b"lost")
+    with pytest.raises(OSError, match="other bytes come back"):
+        machine.check_folder(str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_append_that_loses_data_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def open_anew(path: Any, mode: str, **more: Any) -> Any:
+        return open(path, mode.replace("a", "w"), **more)
+
+    monkeypatch.setattr(machine, "open", open_anew, raising=False)
+    with pytest.raises(OSError, match="append loses data"):
+        machine.check_folder(str(tmp_path))
+
+
+class Usage(NamedTuple):
+    """Result of `shutil.disk_usage`."""
+
+    total: int
+    used: int
+    free: int
+
+
+@pytest.mark.parametrize(("free", "fails"), [(5e9, [False]), (5e7, [True]), (1e12, [])])
+def test_little_free_space_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: float, fails: list[bool]
+):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**13, 0, int(free)))
+    problems = machine.check_folder(str(tmp_path)).problems
+    assert [problem.fails for problem in problems] == fails
+
+
+class MemoryStore(MemoryFileSystem):
+    """Keeps `az://bucket/…` in memory."""
+
+    protocol = "az"
+    store: ClassVar[dict] = {}
+    pseudo_dirs: ClassVar[list] = [""]
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return MemoryFileSystem._strip_protocol(path.removeprefix("az:/"))
+
+
+def test_store(monkeypatch: pytest.MonkeyPatch):
+    fsspec.register_implementation("az", MemoryStore, clobber=True)
+    monkeypatch.setattr("etils.epath.gpath._is_tf_installed", lambda: False)
+    epath.backend.fsspec_backend._get_filesystem.cache_clear()
+    found = machine.check_folder("az://bucket/run")
+    assert not found.problems
+    assert found.values["write_bytes_per_second"] > 0
+    assert not MemoryStore.store
+    # A store that loses the end of every file.
+    monkeypatch.setattr(type(epath.Path("az://b")), "read_bytes", lambda self: b"lost")
+    with pytest.raises(OSError, match="other bytes come back"):
+        machine.check_folder("az://bucket/run")
+    epath.backend.fsspec_backend._get_filesystem.cache_clear()

@@ -86,12 +86,11 @@ MODES = {
 }
 # Words that stand in place of an experiment, before all flags, and the flags that each takes.
 COMMANDS = {
-    "doctor": "look at this machine: devices, packages, storage; exit code 1: something does not"
-    " work",
+    "doctor": "check this machine: versions, memory, disk, devices; exit code 1 if a check fails",
     "launch": "start a run on this machine, Slurm, TPUs or Kubernetes, or print what would be;"
     " `runner launch` tells more",
 }
-COMMAND_FLAGS = {"doctor": ("job_log_dir", "jax_compilation_cache", "json", "help"), "launch": ()}
+COMMAND_FLAGS = {"doctor": ("job_log_dir", "json", "help"), "launch": ()}
 
 # What --inspect shows, each with the flags of its mode that mean something for it.
 INSPECTED = {
@@ -312,7 +311,7 @@ FLAGS = (
         "json",
         bool,
         "print the plan, the configuration, the layers, the weights, the list of experiments or"
-        " what the doctor found as JSON",
+        " the checks of doctor as JSON",
         modes=("plan", "inspect"),
     ),
     _option("export_dir", str, "the folder to write", metavar="DIR", modes=("export",)),

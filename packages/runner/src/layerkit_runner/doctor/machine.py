@@ -1,65 +1,85 @@
-"""Packages, host, launcher and environment: what can be read without trying anything."""
+"""Checks of packages, host and disk, and the entry point of processes that run one check."""
 
 from __future__ import annotations
 
-import glob
 import importlib.metadata
+import json
 import os
 import platform
+import secrets
+import shutil
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
+
+from etils import epath
 
 from layerkit_runner.byte_sizes import size_text
-from layerkit_runner.doctor.finding import Finding, Problem
-from layerkit_runner.errors import UsageError
-from layerkit_runner.processes.launchers import find_launch
 
-# What decides whether a run works, and how fast.
-_NEEDED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "fiddle", "numpy")
-_OURS = ("layerkit", "layerkit-inputs", "layerkit-runner", "layerkit-experiments")
-_PLUGINS = (
-    "jax-cuda13-plugin",
-    "jax-cuda12-plugin",
-    "jax-rocm7-plugin",
-    "nvidia-cudnn-cu13",
-    "nvidia-cudnn-cu12",
-    "nvidia-nccl-cu13",
-    "nvidia-nccl-cu12",
-    "libtpu",
+_OWN_PACKAGES = ("layerkit", "layerkit-inputs", "layerkit-runner", "layerkit-experiments")
+# Each plugin is released together with jaxlib, under its number.
+_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin", "jax-rocm7-plugin")
+_PACKAGES = (
+    *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "fiddle", "numpy"),
+    *(*_PLUGINS, "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "nvidia-nccl-cu13", "nvidia-nccl-cu12"),
+    *("libtpu", "grain", "seqio", "tensorflow", "transformers", "wandb"),
 )
-_OPTIONAL = ("grain", "seqio", "tensorflow", "transformers", "wandb")
-# Released together with jaxlib, under its number.
-_OF_JAXLIB = ("jax-cuda13-plugin", "jax-cuda12-plugin", "jax-rocm7-plugin")
-
-_VARIABLES = (
-    *("XLA_", "JAX_", "LIBTPU", "TPU_", "NCCL_", "CUDA_", "NVIDIA_", "ROCR_", "HIP_", "TF_XLA"),
-    *("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID", "OMPI_COMM_WORLD_", "MASTER_", "RANK"),
-    *("WORLD_SIZE", "LD_LIBRARY_PATH", "LD_PRELOAD", "MALLOC_", "OMP_NUM_THREADS", "NPROC"),
-)
-_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
-
 _LEAST_SHARED_MEMORY = 1 << 30
-_LEAST_OPEN_FILES = 4096
+_TRIAL_BYTES = 64 << 20
+_LITTLE_SPACE = 10e9
+_NO_SPACE = 1e8
+
+_ADVICE = {
+    "folder": "Choose another --job_log_dir, or check that this machine may write there.",
+    "devices": "Check JAX_PLATFORMS and CUDA_VISIBLE_DEVICES, that layerkit-runner[cuda] or"
+    " layerkit-runner[tpu] is installed, and with nvidia-smi that the driver works.",
+}
+
+
+class Problem(NamedTuple):
+    """Something that is not as it should be.
+
+    Attributes:
+      what: Sentence that states it.
+      to_do: Sentence that says what to do about it.
+      fails: Whether a run would fail; a warning otherwise.
+    """
+
+    what: str
+    to_do: str
+    fails: bool = True
+
+
+class Finding(NamedTuple):
+    """The result of one check.
+
+    Attributes:
+      lines: Text for people, without the name of the check.
+      values: JSON values for programs.
+      problems: Problems that the check found.
+    """
+
+    lines: Sequence[str] = ()
+    values: Mapping[str, Any] = {}
+    problems: Sequence[Problem] = ()
 
 
 def check_packages() -> Finding:
-    """Versions, and whether they fit together."""
-    groups = {"ours": _OURS, "needed": _NEEDED, "devices": _PLUGINS, "optional": _OPTIONAL}
-    found = {name: _versions(names) for name, names in groups.items()}
-    lines = [
-        ", ".join(f"{name} {version}" for name, version in versions.items())
-        for versions in found.values()
-        if versions
-    ]
-    if not found["ours"]:
-        lines.insert(0, "layerkit from its source tree, not installed as a package")
-    known = {name: version for versions in found.values() for name, version in versions.items()}
-    problems = [*_missing(known), *_unlike_jaxlib(known), *_outside_requirements(known)]
-    return Finding(lines, known, problems)
+    """Report versions, and those that do not fit together."""
+    ours, others = _versions(_OWN_PACKAGES), _versions(_PACKAGES)
+    lines = [", ".join(f"{name} {version}" for name, version in g.items()) for g in (ours, others)]
+    problems = list(_outside_requirements(ours))
+    jaxlib = others.get("jaxlib")
+    for name in _PLUGINS:
+        if others.get(name, jaxlib) != jaxlib:
+            what = f"{name} {others[name]} is for another jaxlib than the installed {jaxlib}."
+            problems.append(Problem(what, f"pip install 'jax[{name.split('-')[1]}]=={jaxlib}'"))
+    return Finding(lines, {**ours, **others}, problems)
 
 
-def _versions(names: tuple[str, ...]) -> dict[str, str]:
+def _versions(names: Sequence[str]) -> dict[str, str]:
     found = {}
     for name in names:
         try:
@@ -69,159 +89,131 @@ def _versions(names: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
-def _missing(known: Mapping[str, str]) -> Iterator[Problem]:
-    for name in _NEEDED:
-        if name not in known:
-            yield Problem(f"{name} is not installed.", f"pip install {name}")
-
-
-def _unlike_jaxlib(known: Mapping[str, str]) -> Iterator[Problem]:
-    for name in _OF_JAXLIB:
-        if name in known and known[name] != known.get("jaxlib", known[name]):
-            yield Problem(
-                f"{name} {known[name]} is for another jaxlib than {known['jaxlib']}, which is"
-                " installed.",
-                f"pip install 'jax[{name.split('-')[1]}]=={known['jaxlib']}'",
-            )
-
-
-def _outside_requirements(known: Mapping[str, str]) -> Iterator[Problem]:
-    """Packages of versions that ours were not made for."""
+def _outside_requirements(ours: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield the requirements of this project's packages that the installed ones do not meet."""
     from packaging.requirements import Requirement
 
-    for ours in _OURS:
-        if ours not in known:
-            continue
-        for text in importlib.metadata.requires(ours) or ():
-            wanted = Requirement(text)
-            is_asked = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
-            version = known.get(wanted.name.lower())
-            if not is_asked or version is None:
+    for name, version in ours.items():
+        for wanted in map(Requirement, importlib.metadata.requires(name) or ()):
+            if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
                 continue
-            if not wanted.specifier.contains(version, prereleases=True):
-                yield Problem(
-                    f"{ours} {known[ours]} needs {wanted.name}{wanted.specifier}, and {version} is"
-                    " installed.",
-                    f"pip install '{wanted.name}{wanted.specifier}'",
-                )
+            installed = _versions([wanted.name]).get(wanted.name)
+            if installed is None or not wanted.specifier.contains(installed, prereleases=True):
+                found = "it is not installed" if installed is None else f"{installed} is installed"
+                spec = f"{wanted.name}{wanted.specifier}"
+                yield Problem(f"{name} {version} needs {spec}: {found}.", f"pip install '{spec}'")
 
 
 def check_host() -> Finding:
-    """Python, system, processors, memory, and what containers limit."""
+    """Report Python, system, processors and memory, with the limits of a container."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    allowed = _cgroup_cpus()
-    memory, free = _memory()
-    limit = _cgroup_memory()
-    values: dict[str, object] = {
+    limit = _text_of("/sys/fs/cgroup/memory.max").strip()
+    entries = (line.partition(":") for line in _text_of("/proc/meminfo").splitlines())
+    sizes = {name: int(rest.split()[0]) * 1024 for name, _, rest in entries}
+    values: dict[str, Any] = {
         "python": platform.python_version(),
         "executable": sys.executable,
-        "system": f"{_system()} ({platform.machine()})",
+        "system": f"{platform.system()} {platform.release()} ({platform.machine()})",
         "cpus": cpus,
-        "cpus_allowed": allowed,
-        "memory_bytes": memory,
-        "memory_available_bytes": free,
-        "memory_limit_bytes": limit,
+        "memory_bytes": sizes.get("MemTotal"),
+        "memory_available_bytes": sizes.get("MemAvailable"),
+        "memory_limit_bytes": int(limit) if limit.isdecimal() else None,
     }
-    cpu_text = f"{cpus} CPU(s)" + ("" if allowed is None else f", of which {allowed:g} may be used")
-    text = "memory unknown" if memory is None else f"{size_text(memory)} of memory"
-    text += "" if free is None else f", {size_text(free)} available"
-    text += "" if limit is None else f", limited to {size_text(limit)}"
-    lines = [
-        f"Python {values['python']} ({sys.executable}), {values['system']}",
-        f"{cpu_text}, {text}",
-    ]
-    return Finding(lines, values, list(_host_problems()))
-
-
-def _host_problems() -> Iterator[Problem]:
-    if os.path.isdir("/dev/shm"):
-        size = os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize
-        if size < _LEAST_SHARED_MEMORY:
-            yield Problem(
-                f"/dev/shm holds {size_text(size)} only, through which NCCL and worker processes of"
-                " inputs hand data on.",
-                "Start the container with --ipc=host or --shm-size=16g.",
-                fails=False,
-            )
-    try:
-        import resource  # not on every system
-    except ImportError:
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < _LEAST_OPEN_FILES:
-        yield Problem(
-            f"At most {soft} files may be open at once, which many record files use up.",
-            f"ulimit -n {hard if hard > 0 else 65536}",
-            fails=False,
-        )
-
-
-def _system() -> str:
-    try:
-        return platform.freedesktop_os_release()["PRETTY_NAME"]
-    except (OSError, KeyError):
-        return f"{platform.system()} {platform.release()}"
-
-
-def _memory() -> tuple[int | None, int | None]:
-    """(all, available) bytes."""
-    sizes = {}
-    for line in _text_of("/proc/meminfo").splitlines():
-        name, _, rest = line.partition(":")
-        sizes[name] = int(rest.split()[0]) * 1024
-    return sizes.get("MemTotal"), sizes.get("MemAvailable")
-
-
-def _cgroup_memory() -> int | None:
-    text = _text_of("/sys/fs/cgroup/memory.max").strip()
-    return int(text) if text.isdecimal() else None
-
-
-def _cgroup_cpus() -> float | None:
-    quota, _, period = _text_of("/sys/fs/cgroup/cpu.max").strip().partition(" ")
-    return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None
+    parts = [f"{cpus} CPU(s)"]
+    for key, text in (("", "of memory"), ("available_", "available"), ("limit_", "at most")):
+        size = values[f"memory_{key}bytes"]
+        parts += [] if size is None else [f"{size_text(size)} {text}"]
+    lines = [f"Python {values['python']} ({sys.executable}), {values['system']}", ", ".join(parts)]
+    problems = []
+    shared = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None
+    if shared is not None and shared < _LEAST_SHARED_MEMORY:
+        what = f"/dev/shm holds only {size_text(shared)}; NCCL and input workers pass data there."
+        to_do = "Start the container with --ipc=host or --shm-size=16g."
+        problems.append(Problem(what, to_do, fails=False))
+    return Finding(lines, values, problems)
 
 
 def _text_of(path: str) -> str:
+    return Path(path).read_text() if os.path.exists(path) else ""
+
+
+def check_folder(given: str) -> Finding:
+    """Write, read back and rename files in a job folder or store; raise an error if one fails."""
+    is_store = "://" in given
+    where = given if is_store else os.path.abspath(os.path.expanduser(given))
+    existing = folder = epath.Path(where)
+    while not is_store and not existing.exists():
+        existing = existing.parent
+    where += "" if existing == folder else f" (does not exist; tried {existing})"
+    trial = existing / f".doctor_{secrets.token_hex(8)}"
+    trial.mkdir(parents=is_store)
     try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
+        speeds = _try_bytes(trial / "bytes")
+        if not is_store:
+            _try_rename_and_append(trial)
+    finally:
+        trial.rmtree(missing_ok=True)
+    lines = ["writes {}/s, reads {}/s".format(*map(size_text, speeds.values()))]
+    if is_store:
+        return Finding([f"{where}: {lines[0]}"], {"folder": where, **speeds})
+    usage = shutil.disk_usage(existing)
+    lines.insert(0, f"{where}: {size_text(usage.free)} free of {size_text(usage.total)}")
+    problems = []
+    if usage.free < _LITTLE_SPACE:
+        what = f"{where}: only {size_text(usage.free)} are free."
+        to_do = "Free some space. With Adam a checkpoint takes three times the weights."
+        problems.append(Problem(what, to_do, fails=usage.free < _NO_SPACE))
+    return Finding(lines, {"folder": where, "free_bytes": usage.free, **speeds}, problems)
 
 
-def num_nvidia_gpus() -> int:
-    """How many the driver of this machine has, whatever JAX makes of them."""
-    return len(glob.glob("/proc/driver/nvidia/gpus/*"))
+def _try_bytes(path: epath.Path) -> dict[str, float]:
+    """Return bytes per second of writing and reading; raise OSError if other bytes come back."""
+    content = os.urandom(_TRIAL_BYTES)
+    began = time.perf_counter()
+    path.write_bytes(content)
+    if os.path.exists(path):  # no store
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+            if hasattr(os, "posix_fadvise"):  # the disk shall be read, not memory
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    written = time.perf_counter()
+    came_back = path.read_bytes()
+    read = time.perf_counter()
+    if came_back != content:
+        raise OSError("other bytes come back than were written")
+    write_rate, read_rate = len(content) / (written - began), len(content) / (read - written)
+    return {"write_bytes_per_second": write_rate, "read_bytes_per_second": read_rate}
 
 
-def check_launcher(environ: Mapping[str, str]) -> Finding:
-    """Who started this process, and with how many others."""
+def _try_rename_and_append(trial: epath.Path) -> None:
+    """Do with files what checkpoints and logs do; raise OSError if that loses data."""
+    (trial / "old").write_text("old")
+    (trial / "new").write_text("one ")
+    (trial / "new").replace(trial / "old")
+    (trial / "folder").mkdir()
+    (trial / "old").rename(trial / "folder" / "log")
+    (trial / "folder").rename(trial / "renamed")
+    with open(trial / "renamed" / "log", "a", encoding="utf-8") as file:
+        file.write("two")
+    if (trial / "renamed" / "log").read_text() != "one two":
+        raise OSError("rename or append loses data")
+
+
+def main(name: str, folder: str) -> None:
+    """Run a check and print its finding as JSON; an exception of the check is a problem."""
+    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # libraries that print do not disturb the JSON
     try:
-        launch = find_launch(environ)
-    except UsageError as error:
-        return Finding(["not understood"], {}, [Problem(str(error), "Correct that variable.")])
-    if launch is not None:
-        line = f"{launch.name}: process {launch.process_id} of {launch.num_processes}"
-        values = {
-            "name": launch.name,
-            "num_processes": launch.num_processes,
-            "process_id": launch.process_id,
-        }
-        return Finding([line, "each process looks at its own machine here"], values)
-    workers = environ.get("TPU_WORKER_HOSTNAMES", "")
-    if "," in workers:
-        hosts = workers.count(",") + 1
-        return Finding([f"a TPU slice of {hosts} hosts"], {"name": "TPU", "num_processes": hosts})
-    where = "in Kubernetes; " if "KUBERNETES_SERVICE_HOST" in environ else ""
-    return Finding([f"{where}no launcher of several processes"], {"name": None})
+        if name == "folder":
+            finding = check_folder(folder)
+        else:
+            from layerkit_runner.doctor import devices  # imports JAX
 
-
-def check_environment(environ: Mapping[str, str]) -> Finding:
-    """The variables that change what JAX, XLA and NCCL do; never a secret."""
-    found = {
-        name: value
-        for name, value in sorted(environ.items())
-        if name.startswith(_VARIABLES) and not any(word in name for word in _SECRET)
-    }
-    lines = [f"{name}={value}" for name, value in found.items()]
-    return Finding(lines or ["no variable of XLA, JAX, TPU, CUDA or NCCL is set"], found)
+            finding = devices.CHECKS[name]()
+    except Exception as error:  # drivers, compilers and stores raise what they like
+        text = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+        what = f"{folder if name == 'folder' else name}: {text}"
+        problem = Problem(what, _ADVICE.get(name, "Search the web for this message."))
+        finding = Finding(["failed, see below"], {}, [problem])
+    json.dump(finding, answer)
+    answer.flush()
