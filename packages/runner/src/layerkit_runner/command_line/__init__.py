@@ -1,1 +1,0 @@
-"""The flags of `runner`: the table of them, and what is parsed and printed from it."""
