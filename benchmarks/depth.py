@@ -16,10 +16,10 @@ from layerkit.config import Config, Partial
 from layerkit.layers import StackedTransformer, StackedTransformerRepeated
 from layerkit.models import LanguageModel, TransformerLm
 from layerkit_inputs import SyntheticInput
-from layerkit_runner.learning.learner import Learner
+from layerkit_runner.optim.learner import Learner
 from layerkit_runner.partitioning import SpmdPartitioner
-from layerkit_runner.task import SingleTask
-from layerkit_runner.train_hparams import TrainHParams
+from layerkit_runner.training.task import SingleTask
+from layerkit_runner.training.train_hparams import TrainHParams
 
 ROUNDS = 5
 

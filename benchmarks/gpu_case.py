@@ -28,25 +28,30 @@ from layerkit.layers.quantization.fp8 import Fp8Dot
 from layerkit.nested_map import NestedMap
 from layerkit_experiments.lm.pile import Gpt126M
 from layerkit_inputs import SyntheticInput
-from layerkit_runner.configuration.overrides import parse_fields, parse_override
-from layerkit_runner.configuration.resolve import ResolvedExperiment, resolve
+from layerkit_runner.config.experiment import experiment_fields
+from layerkit_runner.config.overrides import parse_fields, parse_override
+from layerkit_runner.config.resolve import ResolvedExperiment, resolve
+from layerkit_runner.data.infeed import Place, example_batch, make_input
+from layerkit_runner.data.training_data import training_config
 from layerkit_runner.errors import UsageError
-from layerkit_runner.experiment import experiment_fields
-from layerkit_runner.feeds.infeed import Place, example_batch, make_input
-from layerkit_runner.feeds.training_data import training_config
-from layerkit_runner.job import build_parts
 from layerkit_runner.modes.start_report import LayerNotes, num_params
 from layerkit_runner.partitioning import Partitioner
-from layerkit_runner.plan.bounds import bounds_of
-from layerkit_runner.plan.collectives import collective_traffic
-from layerkit_runner.plan.compiling import CompiledStep, compile_step, measured_step, tracing_for
-from layerkit_runner.plan.devices import described_kind, target_devices
-from layerkit_runner.plan.hardware import DeviceKind
-from layerkit_runner.plan.memory import step_memory, tensor_memory
-from layerkit_runner.plan.targets import Target, parse_target
-from layerkit_runner.steps.flops import program_flops
-from layerkit_runner.steps.step_flops import model_flops_per_step
-from layerkit_runner.task import SingleTask
+from layerkit_runner.tools.plan.bounds import bounds_of
+from layerkit_runner.tools.plan.collectives import collective_traffic
+from layerkit_runner.tools.plan.compiling import (
+    CompiledStep,
+    compile_step,
+    measured_step,
+    tracing_for,
+)
+from layerkit_runner.tools.plan.devices import described_kind, target_devices
+from layerkit_runner.tools.plan.hardware import DeviceKind
+from layerkit_runner.tools.plan.memory import step_memory, tensor_memory
+from layerkit_runner.tools.plan.targets import Target, parse_target
+from layerkit_runner.trainer.job import build_parts
+from layerkit_runner.training.flops import program_flops
+from layerkit_runner.training.step_flops import model_flops_per_step
+from layerkit_runner.training.task import SingleTask
 
 # Fields that differ from GPT-3 Small.
 MODELS: Mapping[str, Mapping[str, Any]] = {
@@ -200,7 +205,7 @@ def predictions(traced: Traced, step: CompiledStep, device: DeviceKind) -> dict[
     mesh = traced.partitioner.mesh
     memory = step_memory(tensor_memory(traced.state, traced.batch), step)
     rows, length = traced.batch.ids.shape
-    flops = model_flops_per_step(traced.resolved, traced.batch, rows)
+    flops = model_flops_per_step(traced.resolved.task, traced.batch, rows)
     bounds = bounds_of(
         memory,
         collective_traffic(step.hlo_text, dict(mesh.shape), slices=[0] * mesh.size),

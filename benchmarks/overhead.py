@@ -37,16 +37,17 @@ from step import median_interval
 
 from layerkit.config import Config
 from layerkit_experiments.lm.quickstart import LocalText
-from layerkit_runner.command_line.flags import RunOptions
-from layerkit_runner.configuration.resolve import ResolvedExperiment, resolve
-from layerkit_runner.feeds.infeed import make_input
-from layerkit_runner.feeds.training_data import training_config
-from layerkit_runner.job import build_parts
+from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.config.resolve import ResolvedExperiment, resolve
+from layerkit_runner.data.infeed import make_input
+from layerkit_runner.data.training_data import training_config
+from layerkit_runner.init_from import plan_first_state
 from layerkit_runner.modes.train import run_train
 from layerkit_runner.observers import Observer, read_metrics
 from layerkit_runner.observers.metrics_log import Metrics
-from layerkit_runner.programs import BaseProgram
-from layerkit_runner.steps.train_state import TrainState
+from layerkit_runner.trainer import BaseProgram
+from layerkit_runner.trainer.job import build_parts
+from layerkit_runner.training.train_state import TrainState
 
 SAVE_INTERVAL = 20
 
@@ -136,7 +137,7 @@ class Bare:
         step = partitioner.train_step_fn(task)
         self._step = step.lower(partitioner.abstract_state(task), shapes).compile()
         self._batches = itertools.cycle([partitioner.put_batch(batch) for batch in batches])
-        self._state = partitioner.first_state(task)
+        self._state = plan_first_state(partitioner, task)().state
         self.run(SAVE_INTERVAL)
 
     def run(self, steps: int) -> None:

@@ -25,8 +25,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 FIRST_LOSS = re.compile(r"\bloss \d")
 IMPORTS = (
-    "import layerkit_runner.cli, layerkit_runner.configuration.resolve, "
-    "layerkit_runner.configuration.registry, "
+    "import layerkit_runner.cli, layerkit_runner.config.resolve, "
+    "layerkit_runner.config.registry, "
     "layerkit_runner.modes.train, layerkit_experiments.lm.quickstart"
 )
 

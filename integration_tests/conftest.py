@@ -25,8 +25,8 @@ import numpy as np
 import pytest
 
 from layerkit_runner import cli
-from layerkit_runner.checkpoints import CheckpointManager
-from layerkit_runner.checkpoints.handlers import stored_leaves
+from layerkit_runner.checkpointing import CheckpointManager
+from layerkit_runner.checkpointing.handlers import stored_leaves
 
 TIMEOUT = 300.0
 SIZES = {

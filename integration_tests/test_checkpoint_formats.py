@@ -17,13 +17,13 @@ import pytest
 
 from layerkit_experiments.lm.lm_cloud import LmCloudTransformerAdamLimitSteps
 from layerkit_experiments.lm.recipes.parallelism import Spmd
-from layerkit_runner.command_line.flags import parse_flags
-from layerkit_runner.configuration.overrides import parse_fields
-from layerkit_runner.configuration.resolve import resolve
-from layerkit_runner.experiment import experiment_fields
-from layerkit_runner.job import Job, start_job
+from layerkit_runner.config.experiment import experiment_fields
+from layerkit_runner.config.flags import parse_flags
+from layerkit_runner.config.overrides import parse_fields
+from layerkit_runner.config.resolve import resolve
 from layerkit_runner.modes.train import run_train
 from layerkit_runner.observers import read_metrics
+from layerkit_runner.trainer.job import Job, start_job
 
 EXP = "lm.lm_cloud.LmCloudTransformerAdamLimitSteps"
 STEPS = 4

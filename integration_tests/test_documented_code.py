@@ -18,7 +18,7 @@ import pytest
 
 from layerkit.nested_map import NestedMap
 from layerkit_runner import BaseExperiment, cli
-from layerkit_runner.configuration.resolve import resolve
+from layerkit_runner.config.resolve import resolve
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = [

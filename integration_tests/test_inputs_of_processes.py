@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from layerkit_runner.distributed.distributed import LOST_PROCESS_EXIT_CODE
+from layerkit_runner.distributed.watchdog import HUNG_EXIT_CODE
 from layerkit_runner.observers import read_metrics
-from layerkit_runner.processes.distributed import LOST_PROCESS_EXIT_CODE
-from layerkit_runner.processes.watchdog import HUNG_EXIT_CODE
 
 EXP = "thirteen_examples.Thirteen"
 SPLITS = ("indexed", "uneven", "empty")

@@ -13,9 +13,9 @@ from layerkit.models import LanguageModel
 from layerkit.nested_map import NestedMap
 from layerkit_experiments.lm.lm_cloud import LmCloudSpmdTest
 from layerkit_inputs.synthetic import SyntheticInput
-from layerkit_runner.learning.early_stopping import StoppingRule
-from layerkit_runner.programs import TrainProgram
-from layerkit_runner.steps.task_metrics import Max, Mean
+from layerkit_runner.optim.early_stopping import StoppingRule
+from layerkit_runner.trainer import TrainProgram
+from layerkit_runner.training.task_metrics import Max, Mean
 
 
 class Told(StoppingRule):

@@ -23,10 +23,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from layerkit_runner.byte_sizes import size_text
-from layerkit_runner.configuration.catalogue import catalogue_json
-from layerkit_runner.configuration.registry import list_experiments
-from layerkit_runner.plan.page import seconds_text
+from layerkit_runner.config.catalogue import catalogue_json
+from layerkit_runner.config.registry import list_experiments
+from layerkit_runner.files.byte_sizes import size_text
+from layerkit_runner.tools.plan.page import seconds_text
 
 _TARGET = re.compile(r"\(((?:v\d\w*:[\dx]+(?:\*\d+)?)|(?:[abh]\d+x\d+))\)")
 _HEADER = (

@@ -26,8 +26,8 @@ from typing import Any
 import pytest
 from etils import epath
 
-from layerkit_runner.checkpoints import CheckpointPolicy, evaluations, folders
-from layerkit_runner.checkpoints.policy import SavedStep
+from layerkit_runner.checkpointing import CheckpointPolicy, evaluations, folders
+from layerkit_runner.checkpointing.policy import SavedStep
 from layerkit_runner.observers import read_metrics
 from layerkit_runner.tools import checkpoints as checkpoints_tool
 

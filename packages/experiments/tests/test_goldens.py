@@ -17,14 +17,14 @@ import pytest
 
 import layerkit_experiments
 from layerkit_runner import BaseExperiment
-from layerkit_runner.configuration.catalogue import (
+from layerkit_runner.config.catalogue import (
     FILE_NAME,
     catalogue_file_text,
     read_catalogue,
 )
-from layerkit_runner.configuration.config_text import config_text
-from layerkit_runner.configuration.registry import list_experiments
-from layerkit_runner.configuration.resolve import resolve
+from layerkit_runner.config.config_text import config_text
+from layerkit_runner.config.registry import list_experiments
+from layerkit_runner.config.resolve import resolve
 from layerkit_runner.tools.catalogue import catalogue_line, fields_without_value
 
 GOLDENS = Path(__file__).parent / "goldens"

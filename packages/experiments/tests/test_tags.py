@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import layerkit_experiments
-from layerkit_runner.configuration.registry import (
+from layerkit_runner.config.registry import (
     ExperimentEntry,
     list_experiments,
     load_experiment,

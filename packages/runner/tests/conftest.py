@@ -20,9 +20,9 @@ from layerkit.layers.stochastic import Dropout
 from layerkit.nested_map import NestedMap
 from layerkit.weights import WeightHParams, WeightInit
 from layerkit_inputs.indexed_input import IndexedInput
-from layerkit_runner.learning.learner import Learner
-from layerkit_runner.task import SingleTask
-from layerkit_runner.train_hparams import TrainHParams
+from layerkit_runner.optim.learner import Learner
+from layerkit_runner.training.task import SingleTask
+from layerkit_runner.training.train_hparams import TrainHParams
 
 
 class Regression(BaseModel):

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from layerkit_runner import cli
-from layerkit_runner.command_line.flags import help_text
+from layerkit_runner.config.flags import help_text
 
 _FILES = {
     # Hides the project's own experiments, so that the screens below stay as they are.

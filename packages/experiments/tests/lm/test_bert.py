@@ -9,8 +9,8 @@ import pytest
 import layerkit_experiments
 from layerkit.config import target_of
 from layerkit_experiments.lm import bert
-from layerkit_runner.configuration.catalogue import read_catalogue
-from layerkit_runner.configuration.resolve import resolve
+from layerkit_runner.config.catalogue import read_catalogue
+from layerkit_runner.config.resolve import resolve
 
 # layers, model, hidden, heads, rows per device, devices, weights of the published encoder
 PUBLISHED = {

@@ -10,7 +10,7 @@ import pytest
 
 from layerkit.config import target_of
 from layerkit_experiments.lm.fine_tune import FineTune, FineTuneLora
-from layerkit_runner.configuration.resolve import resolve
+from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import UsageError
 
 

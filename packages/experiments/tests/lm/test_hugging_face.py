@@ -13,7 +13,7 @@ from layerkit_experiments.lm.recipes.data import LocalFiles
 from layerkit_experiments.lm.recipes.hugging_face import HuggingFaceLm
 from layerkit_experiments.lm.recipes.optimization import AdamWCosine
 from layerkit_experiments.lm.recipes.parallelism import Spmd
-from layerkit_runner.configuration.resolve import resolve
+from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import FieldError, UsageError
 
 

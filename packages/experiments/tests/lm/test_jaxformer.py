@@ -11,8 +11,8 @@ import pytest
 import layerkit_experiments
 from layerkit.config import target_of
 from layerkit_experiments.lm.jaxformer import Jaxformer1B
-from layerkit_runner.configuration.catalogue import read_catalogue
-from layerkit_runner.configuration.resolve import resolve
+from layerkit_runner.config.catalogue import read_catalogue
+from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import UsageError
 
 

@@ -10,8 +10,8 @@ import pytest
 import layerkit_experiments
 from layerkit.config import target_of
 from layerkit_experiments.lm import llama
-from layerkit_runner.configuration.catalogue import read_catalogue
-from layerkit_runner.configuration.resolve import ResolvedExperiment, resolve
+from layerkit_runner.config.catalogue import read_catalogue
+from layerkit_runner.config.resolve import ResolvedExperiment, resolve
 from layerkit_runner.errors import UsageError
 
 CATALOGUE = read_catalogue(Path(layerkit_experiments.__file__).parent)

@@ -9,9 +9,9 @@ import jax
 import pytest
 
 from layerkit_experiments.lm import lm_cloud
-from layerkit_runner.configuration.resolve import ResolvedExperiment, resolve
-from layerkit_runner.job import build_parts
+from layerkit_runner.config.resolve import ResolvedExperiment, resolve
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
+from layerkit_runner.trainer.job import build_parts
 
 # layers, model, hidden, heads, dims per head, rows per device, rate, steps
 PUBLISHED = {

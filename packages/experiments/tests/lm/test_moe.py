@@ -10,8 +10,8 @@ import pytest
 import layerkit_experiments
 from layerkit.config import target_of
 from layerkit_experiments.lm import moe
-from layerkit_runner.configuration.catalogue import read_catalogue
-from layerkit_runner.configuration.resolve import resolve
+from layerkit_runner.config.catalogue import read_catalogue
+from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import UsageError
 
 CATALOGUE = read_catalogue(Path(layerkit_experiments.__file__).parent)

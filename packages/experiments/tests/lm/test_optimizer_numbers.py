@@ -13,7 +13,7 @@ from layerkit_experiments.lm.recipes.published_optimizers import (
     AdamInverseSqrt,
     AdamWLinear,
 )
-from layerkit_runner.configuration.resolve import resolve
+from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import UsageError
 
 _RECIPES = (AdamExponential, AdamWCosine, AdamWLinear, AdafactorSqrt, AdamInverseSqrt)

@@ -23,15 +23,15 @@ from layerkit.config import target_of
 from layerkit_experiments.lm import c4_multislice, pile
 from layerkit_experiments.lm.recipes import seqio_tasks
 from layerkit_inputs import SeqIOInput
-from layerkit_runner.command_line.flags import RunOptions
-from layerkit_runner.configuration.registry import find_experiment
-from layerkit_runner.configuration.resolve import ResolvedExperiment, resolve
+from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.config.registry import find_experiment
+from layerkit_runner.config.resolve import ResolvedExperiment, resolve
 from layerkit_runner.errors import UsageError
-from layerkit_runner.learning.schedules import (
+from layerkit_runner.optim.schedules import (
     linear_warmup_cosine_decay,
     linear_warmup_exponential_decay,
 )
-from layerkit_runner.plan.plan_mode import run_plan
+from layerkit_runner.tools.plan.command import run_plan
 
 
 class Row(NamedTuple):
@@ -282,8 +282,8 @@ def weights_on_their_meshes(names: list[str], tmp_path: Path) -> dict[str, Any]:
     script.write_text(
         "import importlib, json, math, sys\n"
         "import jax\n"
-        "from layerkit_runner.configuration.resolve import resolve\n"
-        "from layerkit_runner.job import build_parts\n"
+        "from layerkit_runner.config.resolve import resolve\n"
+        "from layerkit_runner.trainer.job import build_parts\n"
         "jax.config.update('jax_num_cpu_devices', int(sys.argv[1]))\n"
         "found = {}\n"
         "for name in sys.argv[2:]:\n"

@@ -10,10 +10,10 @@ import pytest
 
 from layerkit_experiments.lm.quickstart import LocalText
 from layerkit_inputs.byte_vocabulary import VOCAB_SIZE
-from layerkit_runner.configuration.resolve import resolve
+from layerkit_runner.config.resolve import resolve
+from layerkit_runner.data.infeed import make_input
 from layerkit_runner.errors import UsageError
-from layerkit_runner.feeds.infeed import make_input
-from layerkit_runner.job import build_parts
+from layerkit_runner.trainer.job import build_parts
 
 
 def test_sizes():

@@ -9,9 +9,9 @@ import pytest
 from layerkit_experiments.lm.bert import BertBase
 from layerkit_experiments.lm.quickstart import LocalText
 from layerkit_experiments.vision.digits import Digits
-from layerkit_runner.configuration.resolve import ResolvedExperiment, resolve
+from layerkit_runner.config.experiment import BaseExperiment, reduced_values
+from layerkit_runner.config.resolve import ResolvedExperiment, resolve
 from layerkit_runner.errors import UsageError
-from layerkit_runner.experiment import BaseExperiment, reduced_values
 
 
 def schedule(resolved: ResolvedExperiment) -> tuple[int, int, int]:

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import layerkit_experiments
-from layerkit_runner.configuration.catalogue import read_catalogue
-from layerkit_runner.plan.hardware import device_kind
+from layerkit_runner.config.catalogue import read_catalogue
+from layerkit_runner.tools.plan.hardware import device_kind
 
 pytestmark = pytest.mark.experiments
 
@@ -40,8 +40,8 @@ MADE_FOR = {
 SCRIPT = """
 import importlib, json, math, sys
 import jax
-from layerkit_runner.configuration.resolve import resolve
-from layerkit_runner.job import build_parts
+from layerkit_runner.config.resolve import resolve
+from layerkit_runner.trainer.job import build_parts
 
 jax.config.update("jax_num_cpu_devices", 1024)
 

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from layerkit_runner.checkpoints import CheckpointManager
-from layerkit_runner.checkpoints.handlers import stored_leaves
+from layerkit_runner.checkpointing import CheckpointManager
+from layerkit_runner.checkpointing.handlers import stored_leaves
 
 pytestmark = pytest.mark.experiments
 

@@ -12,8 +12,8 @@ import pytest
 import layerkit_experiments
 from layerkit_experiments.translation import wmt
 from layerkit_experiments.translation.numbers import EnglishToGermanNumbers
-from layerkit_runner.configuration.catalogue import read_catalogue
-from layerkit_runner.configuration.resolve import resolve
+from layerkit_runner.config.catalogue import read_catalogue
+from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import UsageError
 
 # model, hidden, heads, dropout, steps, weights in millions (table 3 of the paper)

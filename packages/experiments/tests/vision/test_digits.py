@@ -7,9 +7,9 @@ from pathlib import Path
 import layerkit_experiments
 from layerkit.config import target_of
 from layerkit_experiments.vision.digits import Digits, Mnist
-from layerkit_runner.configuration.catalogue import read_catalogue
-from layerkit_runner.configuration.resolve import resolve
-from layerkit_runner.experiment import reduced_values
+from layerkit_runner.config.catalogue import read_catalogue
+from layerkit_runner.config.experiment import reduced_values
+from layerkit_runner.config.resolve import resolve
 
 
 def test_both_have_the_same_network():

@@ -10,19 +10,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from layerkit_runner.command_line.flags import RunOptions as RunOptions
-    from layerkit_runner.configuration.overrides import Override as Override
-    from layerkit_runner.configuration.resolve import ResolvedExperiment as ResolvedExperiment
+    from layerkit_runner.config.experiment import BaseExperiment as BaseExperiment
+    from layerkit_runner.config.flags import RunOptions as RunOptions
+    from layerkit_runner.config.overrides import Override as Override
+    from layerkit_runner.config.resolve import ResolvedExperiment as ResolvedExperiment
     from layerkit_runner.errors import UsageError as UsageError
-    from layerkit_runner.experiment import BaseExperiment as BaseExperiment
 
 # The module of each public name. A function called as its module (`resolve`) cannot be here: once
 # the module is imported, Python would find that under the name.
 _MODULES = {
-    "BaseExperiment": "experiment",
-    "Override": "configuration.overrides",
-    "ResolvedExperiment": "configuration.resolve",
-    "RunOptions": "command_line.flags",
+    "BaseExperiment": "config.experiment",
+    "Override": "config.overrides",
+    "ResolvedExperiment": "config.resolve",
+    "RunOptions": "config.flags",
     "UsageError": "errors",
 }
 

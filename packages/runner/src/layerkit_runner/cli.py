@@ -44,7 +44,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from layerkit_runner.command_line.flags import (
+from layerkit_runner.config.flags import (
     MODES,
     ParsedFlags,
     RunOptions,
@@ -52,13 +52,13 @@ from layerkit_runner.command_line.flags import (
     help_text,
     parse_flags,
 )
-from layerkit_runner.configuration.overrides import Override, parse_fields
+from layerkit_runner.config.overrides import Override, parse_fields
+from layerkit_runner.distributed.launchers import check_alone, check_processes
 from layerkit_runner.errors import UsageError
-from layerkit_runner.processes.launchers import check_alone, check_processes
 
 if TYPE_CHECKING:
-    from layerkit_runner.configuration.registry import ExperimentEntry
-    from layerkit_runner.configuration.resolve import ResolvedExperiment
+    from layerkit_runner.config.registry import ExperimentEntry
+    from layerkit_runner.config.resolve import ResolvedExperiment
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,7 +102,7 @@ def _command(words: Sequence[str]) -> int:
         return _print(help_text())
     if flags.command == "doctor":
         # Nothing else needs it; and it loads neither JAX nor any experiment itself.
-        from layerkit_runner.doctor import run_doctor
+        from layerkit_runner.tools.doctor import run_doctor
 
         return run_doctor(flags.options)
     _let_own_modules_be_found()
@@ -117,7 +117,7 @@ def _command(words: Sequence[str]) -> int:
     if flags.print_config:
         return _print_config(resolved, flags.options, flags.mode)
     # By now the experiment has imported what this needs.
-    from layerkit_runner.configuration.remedies import flags_named
+    from layerkit_runner.config.remedies import flags_named
 
     with flags_named(resolved):
         return _RUN_MODE[flags.mode](flags.mode, resolved, flags.options)
@@ -127,7 +127,7 @@ def _with_recorded_experiment(flags: ParsedFlags) -> ParsedFlags:
     if flags.exp is not None:
         return flags
     # A command that names its experiment need not wait for what reads a record.
-    from layerkit_runner.configuration.recorded import with_recorded_experiment
+    from layerkit_runner.config.recorded import with_recorded_experiment
 
     # Standard output is for what was asked for, such as JSON.
     return with_recorded_experiment(flags, lambda line: print(f"runner: {line}", file=sys.stderr))
@@ -135,7 +135,7 @@ def _with_recorded_experiment(flags: ParsedFlags) -> ParsedFlags:
 
 def _launch(words: Sequence[str]) -> int:
     # Has flags of its own, which nothing else needs.
-    from layerkit_runner.launching import run_launch
+    from layerkit_runner.tools.launch import run_launch
 
     _let_own_modules_be_found()
     return run_launch(words, _resolve)
@@ -149,7 +149,7 @@ def _resolve(flags: ParsedFlags) -> ResolvedExperiment:
 def _checked_entry(flags: ParsedFlags) -> ExperimentEntry:
     """The experiment that the flags name, not yet imported; all is checked that needs no import."""
     # The registry reads entry points, which `--help` and a wrong flag need not wait for.
-    from layerkit_runner.configuration.registry import find_experiment
+    from layerkit_runner.config.registry import find_experiment
 
     entry = find_experiment(flags.exp or "")
     if entry.complete:
@@ -168,7 +168,7 @@ def _checked_entry(flags: ParsedFlags) -> ExperimentEntry:
 
 def _study(flags: ParsedFlags) -> int:
     # A single run has no use for it.
-    from layerkit_runner.sweeps.command import run_study
+    from layerkit_runner.tools.sweep.command import run_study
 
     entry = _checked_entry(flags)
     return run_study(flags, entry, lambda overrides: _load(entry, overrides, reduced=flags.reduced))
@@ -186,9 +186,9 @@ def _load(
     entry: ExperimentEntry, overrides: Sequence[Override], *, reduced: bool = False
 ) -> ResolvedExperiment:
     # From here on the experiment's own imports are paid for.
-    from layerkit_runner.configuration.registry import load_experiment
-    from layerkit_runner.configuration.resolve import resolve
-    from layerkit_runner.experiment import experiment_fields, reduced_values
+    from layerkit_runner.config.experiment import experiment_fields, reduced_values
+    from layerkit_runner.config.registry import load_experiment
+    from layerkit_runner.config.resolve import resolve
 
     cls = load_experiment(entry)
     fields = parse_fields(entry.name, experiment_fields(cls), overrides)
@@ -205,21 +205,21 @@ def _load(
 def _inspect(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
     if options.inspect == "batches":
         # Loads NumPy, JAX and what the inputs stand on.
-        from layerkit_runner.modes.inspect import run_inspect
+        from layerkit_runner.tools.inspect.batches import run_inspect
 
         return run_inspect(resolved, options)
     if options.inspect == "layers":
         # Likewise, and the model is built of shapes.
-        from layerkit_runner.looking.built_layers import describe_layers
+        from layerkit_runner.tools.inspect.built_layers import describe_layers
 
         return _print(describe_layers(resolved, options))
     if options.inspect == "parameters":
         # Loads JAX, and the model is built of shapes.
-        from layerkit_runner.looking.parameter_table import describe_parameters
+        from layerkit_runner.tools.inspect.parameter_table import describe_parameters
 
         return _print(describe_parameters(resolved, options))
     if options.inspect == "graph":
-        from layerkit_runner.looking.config_graph import config_graph, mermaid
+        from layerkit_runner.tools.inspect.config_graph import config_graph, mermaid
 
         return _print(mermaid(config_graph(resolved)))
     return _print_config(resolved, options, mode)
@@ -227,7 +227,7 @@ def _inspect(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> in
 
 def _print_config(resolved: ResolvedExperiment, options: RunOptions, mode: str) -> int:
     # Only here is the text of a configuration needed.
-    from layerkit_runner.configuration.config_text import config_json, config_text
+    from layerkit_runner.config.config_text import config_json, config_text
 
     if options.json:
         # What only looks is no run, whose flags would be worth keeping.
@@ -237,8 +237,8 @@ def _print_config(resolved: ResolvedExperiment, options: RunOptions, mode: str) 
 
 
 def _diff_config(flags: ParsedFlags, other: str) -> int:
-    from layerkit_runner.configuration.registry import find_experiment
-    from layerkit_runner.looking import config_difference
+    from layerkit_runner.config.registry import find_experiment
+    from layerkit_runner.tools.inspect import config_difference
 
     if config_difference.is_folder(other):
         there = config_difference.recorded_side(other)
@@ -262,7 +262,7 @@ def _diff_config(flags: ParsedFlags, other: str) -> int:
 
 def _run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
     # Loads JAX, Optax and the rest of the house.
-    from layerkit_runner.run import run
+    from layerkit_runner.modes.run import run
 
     return run(mode, resolved, options) or 0
 
@@ -273,8 +273,8 @@ _RUN_MODE: dict[str, Callable[[str, ResolvedExperiment, RunOptions], int]] = {
 
 
 def _listing(flags: ParsedFlags) -> str:
-    from layerkit_runner.configuration.catalogue import catalogue_json, catalogue_text
-    from layerkit_runner.configuration.registry import list_experiments
+    from layerkit_runner.config.catalogue import catalogue_json, catalogue_text
+    from layerkit_runner.config.registry import list_experiments
 
     entries = list_experiments(tags=flags.tags)
     if flags.options.json:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from etils import epath
 
-from layerkit_runner.checkpoints.new_steps import NewStep, NewSteps
+from layerkit_runner.checkpointing.checkpoint_watcher import NewStep, NewSteps
 
 
 def save(folder: Path, step: int, digest: str = "first") -> None:

@@ -7,7 +7,7 @@ import math
 import pytest
 from etils import epath
 
-from layerkit_runner.checkpoints import CheckpointManager, evaluations
+from layerkit_runner.checkpointing import CheckpointManager, evaluations
 
 
 def test_numbers_come_back_and_what_is_no_number_does_not(tmp_path):

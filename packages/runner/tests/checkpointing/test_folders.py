@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from etils import epath
 
-from layerkit_runner.checkpoints import folders
+from layerkit_runner.checkpointing import folders
 
 
 @pytest.mark.parametrize(

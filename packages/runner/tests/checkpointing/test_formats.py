@@ -13,7 +13,7 @@ from etils import epath
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from layerkit_runner.checkpoints import formats, structure
+from layerkit_runner.checkpointing import formats, structure
 
 
 def mesh():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from layerkit_runner.checkpoints import CheckpointManager, input_states
+from layerkit_runner.checkpointing import CheckpointManager, input_states
 
 
 def written_by_two(folder, states) -> epath.Path:
@@ -50,7 +50,7 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 import jax, jax.numpy as jnp, numpy as np
 jax.distributed.initialize(f"localhost:{port}", 2, index)
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from layerkit_runner.checkpoints import CheckpointManager, CheckpointPolicy
+from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy
 
 mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
 split = NamedSharding(mesh, PartitionSpec("data"))

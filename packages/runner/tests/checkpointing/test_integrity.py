@@ -8,8 +8,8 @@ import json
 import pytest
 from etils import epath
 
-from layerkit_runner.checkpoints import integrity
-from layerkit_runner.checkpoints.integrity import Entry, Finding, FindingKind
+from layerkit_runner.checkpointing import integrity
+from layerkit_runner.checkpointing.integrity import Entry, Finding, FindingKind
 
 MANIFEST = "integrity/manifest.json"
 

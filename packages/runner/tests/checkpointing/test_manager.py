@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from layerkit_runner.checkpoints import (
+from layerkit_runner.checkpointing import (
     CheckpointManager,
     CheckpointPolicy,
     DamagedCheckpointError,
@@ -384,7 +384,7 @@ def test_a_file_that_nobody_wrote_is_told_and_ignored(tmp_path):
 
 def test_a_later_layout_is_refused_by_name(tmp_path, monkeypatch):
     with monkeypatch.context() as later:
-        later.setattr("layerkit_runner.checkpoints.step_metadata.LAYOUT_VERSION", 2)
+        later.setattr("layerkit_runner.checkpointing.step_metadata.LAYOUT_VERSION", 2)
         save(tmp_path, 1)
     with CheckpointManager(tmp_path) as manager, pytest.raises(LayoutVersionError) as error:
         manager.restore(manager.newest_sound_step(), target_of(numbers(), everywhere))
@@ -441,7 +441,7 @@ def test_a_save_that_fails_in_the_background_is_told_once_and_may_be_repeated(tm
 
 def test_the_package_is_imported_without_orbax():
     program = (
-        "import json, sys, layerkit_runner.checkpoints as c; c.CheckpointManager(sys.argv[1]);"
+        "import json, sys, layerkit_runner.checkpointing as c; c.CheckpointManager(sys.argv[1]);"
         "print(json.dumps([name for name in ('orbax.checkpoint', 'tensorstore', 'optax', "
         "'tensorflow') if name in sys.modules]))"
     )

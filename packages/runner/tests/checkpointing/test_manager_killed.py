@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit_runner.checkpoints import CheckpointManager, CheckpointPolicy, StateFormat
+from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy, StateFormat
 
 SAVER = """
 import sys
 import jax, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from layerkit_runner.checkpoints import CheckpointManager, CheckpointPolicy, StateFormat
+from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy, StateFormat
 
 mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 spec = PartitionSpec("data") if sys.argv[2] == "tensorstore" else PartitionSpec()

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from layerkit_runner.checkpoints import orbax_log
+from layerkit_runner.checkpointing import orbax_log
 
 IN_ORBAX = "/site-packages/orbax/checkpoint/_src/futures/future.py"
 
@@ -48,7 +48,7 @@ def test_what_is_left_out(logged, path, error, is_logged):
 
 PROCESS = """
 import asyncio, weakref
-from layerkit_runner.checkpoints.orbax_log import leave_out
+from layerkit_runner.checkpointing.orbax_log import leave_out
 
 leave_out((OSError,))
 leave_out((OSError,))

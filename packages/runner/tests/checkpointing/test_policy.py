@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 from etils import epath
 
-from layerkit_runner.checkpoints import (
+from layerkit_runner.checkpointing import (
     CheckpointManager,
     CheckpointPolicy,
     SavedStep,

@@ -15,7 +15,7 @@ import pytest
 from etils import epath
 from fsspec.implementations.memory import MemoryFileSystem
 
-from layerkit_runner.checkpoints import CheckpointManager, CheckpointPolicy, StateFormat
+from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy, StateFormat
 
 
 class MemoryStore(MemoryFileSystem):

@@ -12,7 +12,7 @@ from etils import epath
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from layerkit_runner.checkpoints import (
+from layerkit_runner.checkpointing import (
     CheckpointManager,
     ProcessCountError,
     StateFormat,

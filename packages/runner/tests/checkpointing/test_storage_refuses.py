@@ -20,7 +20,7 @@ import pytest
 from etils import epath
 from fsspec.implementations.memory import MemoryFileSystem
 
-from layerkit_runner.checkpoints import (
+from layerkit_runner.checkpointing import (
     CheckpointManager,
     CheckpointPolicy,
     SaveError,
@@ -32,7 +32,8 @@ PROGRAM = """
 import json, os, subprocess, sys
 import jax.numpy as jnp
 import numpy as np
-from layerkit_runner.checkpoints import CheckpointManager, CheckpointPolicy, SaveError, StateFormat
+from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy
+from layerkit_runner.checkpointing import SaveError, StateFormat
 
 directory = sys.argv[1]
 policy = CheckpointPolicy(save_interval_steps=1, max_to_keep=None, keep_interval=None)

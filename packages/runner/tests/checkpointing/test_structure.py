@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit_runner.checkpoints import structure
-from layerkit_runner.checkpoints.structure import LeafSpec
+from layerkit_runner.checkpointing import structure
+from layerkit_runner.checkpointing.structure import LeafSpec
 
 
 class Moments(NamedTuple):

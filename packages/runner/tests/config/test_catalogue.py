@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from layerkit_runner.configuration.catalogue import (
+from layerkit_runner.config.catalogue import (
     FILE_NAME,
     CatalogueLine,
     catalogue_file_text,
@@ -14,7 +14,7 @@ from layerkit_runner.configuration.catalogue import (
     read_catalogue,
     short_count,
 )
-from layerkit_runner.configuration.registry import ExperimentEntry
+from layerkit_runner.config.registry import ExperimentEntry
 from layerkit_runner.errors import UsageError
 
 LINES = {

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from layerkit_runner.compilation_cache import cache_folder, make_private
-from layerkit_runner.job_files import UnsafePathError
+from layerkit_runner.config.compilation_cache import cache_folder, make_private
+from layerkit_runner.files.atomic_write import UnsafePathError
 
 
 def test_default_folder_is_for_this_user_alone(tmp_path: Path):

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from layerkit.config import Config, build
 from layerkit_runner import BaseExperiment, Override, UsageError
-from layerkit_runner.command_line.flags import parse_flags
-from layerkit_runner.configuration.config_text import config_json, config_text
-from layerkit_runner.configuration.overrides import parse_fields
-from layerkit_runner.configuration.resolve import resolve
-from layerkit_runner.experiment import experiment_fields, reduced_values
+from layerkit_runner.config.config_text import config_json, config_text
+from layerkit_runner.config.experiment import experiment_fields, reduced_values
+from layerkit_runner.config.flags import parse_flags
+from layerkit_runner.config.overrides import parse_fields
+from layerkit_runner.config.resolve import resolve
 
 
 @dataclasses.dataclass

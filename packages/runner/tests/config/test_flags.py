@@ -6,14 +6,14 @@ import dataclasses
 
 import pytest
 
-from layerkit_runner.command_line.flags import (
+from layerkit_runner.config.flags import (
     FLAGS,
     RunOptions,
     check_folder,
     help_text,
     parse_flags,
 )
-from layerkit_runner.configuration.overrides import Override
+from layerkit_runner.config.overrides import Override
 from layerkit_runner.errors import UsageError
 
 EXP = "--exp=lm.Small"

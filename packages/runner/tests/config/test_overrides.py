@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerkit_runner.configuration.field_types import MismatchError, convert, parse_value
-from layerkit_runner.configuration.overrides import (
+from layerkit_runner.config.field_types import MismatchError, convert, parse_value
+from layerkit_runner.config.overrides import (
     Override,
     check_consistent,
     parse_fields,

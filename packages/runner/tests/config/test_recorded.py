@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from layerkit_runner import cli
-from layerkit_runner.command_line.flags import parse_flags
-from layerkit_runner.configuration.recorded import (
+from layerkit_runner.config.flags import parse_flags
+from layerkit_runner.config.recorded import (
     DamagedRecordError,
     read_recorded_config,
     with_recorded_experiment,

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from layerkit_runner.configuration.class_sources import FieldSource
-from layerkit_runner.configuration.registry import (
+from layerkit_runner.config.class_sources import FieldSource
+from layerkit_runner.config.experiment import BaseExperiment, experiment_fields
+from layerkit_runner.config.registry import (
     find_experiment,
     list_experiments,
     load_experiment,
 )
 from layerkit_runner.errors import UsageError
-from layerkit_runner.experiment import BaseExperiment, experiment_fields
 
 # Importing any of these fails, so that a test which passes has read them only.
 _READ_ONLY = {
@@ -195,7 +195,7 @@ def test_the_list_of_what_has_all_tags():
 
 
 def test_tags_where_no_experiment_has_any(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("layerkit_runner.configuration.registry.experiment_packages", list)
+    monkeypatch.setattr("layerkit_runner.config.registry.experiment_packages", list)
     with pytest.raises(UsageError) as caught:
         list_experiments(tags=("moe",))
     assert str(caught.value) == "--tag has no value 'moe'. There are none."
@@ -394,7 +394,7 @@ def test_source_and_import_agree(folder: Path):
         folder,
         {
             "reg_real/parts.py": """
-                from layerkit_runner.experiment import BaseExperiment
+                from layerkit_runner.config.experiment import BaseExperiment
 
                 class Top(BaseExperiment, abstract=True):
                     tags = ("top", "all")

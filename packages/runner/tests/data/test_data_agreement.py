@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from layerkit_inputs import LocalText
+from layerkit_runner.data.data_agreement import check_same_data
 from layerkit_runner.errors import UsageError
-from layerkit_runner.feeds.data_agreement import check_same_data
 
 
 def text_input(folder: Path, words: str) -> LocalText:

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from layerkit.nested_map import NestedMap
-from layerkit_runner.errors import UsageError
-from layerkit_runner.feeds.infeed import (
+from layerkit_runner.data.infeed import (
     Place,
     dataset_name,
     example_batch,
     feed_plan,
     make_input,
 )
+from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import Partitioner, PmapPartitioner, SpmdPartitioner
 
 

@@ -14,9 +14,9 @@ PROCESS = """
 import os, sys
 from pathlib import Path
 from layerkit_runner.errors import UsageError
-from layerkit_runner.command_line.flags import RunOptions
-from layerkit_runner.processes import forced_exit
-from layerkit_runner.processes.distributed import joined
+from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.distributed import forced_exit
+from layerkit_runner.distributed.distributed import joined
 
 def print_surroundings():
     own = os.getpid()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from layerkit_runner.command_line.flags import RunOptions
-from layerkit_runner.errors import UsageError
-from layerkit_runner.processes.distributed import Meeting, find_meeting
-from layerkit_runner.processes.launchers import (
+from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.distributed.distributed import Meeting, find_meeting
+from layerkit_runner.distributed.launchers import (
     check_alone,
     check_processes,
     find_launch,
     local_device_ids,
 )
+from layerkit_runner.errors import UsageError
 
 # As srun sets them in the fifth of six tasks, on the second of two machines.
 SLURM = {

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from layerkit_runner.processes.process_exchange import from_process_0, gather_values
+from layerkit_runner.distributed.process_exchange import from_process_0, gather_values
 
 PROCESS = """
 import sys
@@ -16,7 +16,7 @@ import jax
 
 index, address = int(sys.argv[1]), sys.argv[2]
 jax.distributed.initialize(address, 3, index)
-from layerkit_runner.processes.process_exchange import from_process_0, gather_values
+from layerkit_runner.distributed.process_exchange import from_process_0, gather_values
 
 values = [None, {"a": [1, "ä"]}, "x" * 1000]
 assert gather_values(values[index]) == values

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from layerkit_runner.processes.stop_agreement import Requests, StopAgreement
+from layerkit_runner.distributed.stop_agreement import Requests, StopAgreement
 
 
 class Store:

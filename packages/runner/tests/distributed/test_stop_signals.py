@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from layerkit_runner.processes.stop_signals import StopSignals
+from layerkit_runner.distributed.stop_signals import StopSignals
 
 # Says when it is ready and when it has seen a signal; stops at SIGTERM or after "leave".
 LOOP = """
 import sys, time
-from layerkit_runner.processes.stop_signals import StopSignals
+from layerkit_runner.distributed.stop_signals import StopSignals
 with StopSignals() as signals:
     print("ready", flush=True)
     while not signals.agreed_now():
@@ -158,7 +158,7 @@ def test_a_signal_inside_a_print_does_no_harm(
 # Sends a signal to a forked child, which outlives the loop unless the signal ends it.
 FORK = """
 import os, signal, sys, threading, time, warnings
-from layerkit_runner.processes.stop_signals import StopSignals
+from layerkit_runner.distributed.stop_signals import StopSignals
 number = signal.Signals[sys.argv[1]]
 children = []
 reader, writer = os.pipe()

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from layerkit_runner.processes.watchdog import HUNG_EXIT_CODE, progress
+from layerkit_runner.distributed.watchdog import HUNG_EXIT_CODE, progress
 
 PROCESS = """
 import sys, threading, time
 from pathlib import Path
-from layerkit_runner.processes.forced_exit import told_to_others
-from layerkit_runner.processes.watchdog import progress, watched
+from layerkit_runner.distributed.forced_exit import told_to_others
+from layerkit_runner.distributed.watchdog import progress, watched
 
 log, seconds, what = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
 

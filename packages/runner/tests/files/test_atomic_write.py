@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from layerkit_runner.checkpoints import evaluations
+from layerkit_runner.checkpointing import evaluations
 from layerkit_runner.errors import UsageError
-from layerkit_runner.file_locks import lock, try_lock
-from layerkit_runner.job_files import (
+from layerkit_runner.files.atomic_write import (
     UnsafePathError,
     atomic_write,
     check_links,
@@ -22,6 +21,7 @@ from layerkit_runner.job_files import (
     private_folder,
     remove_stale_partials,
 )
+from layerkit_runner.files.locks import lock, try_lock
 from layerkit_runner.observers.json_lines import open_lines
 
 NOBODY = 65534
@@ -30,7 +30,7 @@ AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root can give files 
 # Writes a large file over and over; each content is one letter, repeated.
 WRITER = """
 import itertools, sys
-from layerkit_runner.job_files import atomic_write
+from layerkit_runner.files.atomic_write import atomic_write
 for letter in itertools.cycle("ab"):
     atomic_write(sys.argv[1], letter * 2_000_000)
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from layerkit_runner.bounded_documents import (
+from layerkit_runner.files.bounded_documents import (
     DocumentError,
     parse_json,
     parse_toml,

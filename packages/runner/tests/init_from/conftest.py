@@ -18,13 +18,13 @@ from layerkit.config import Partial, sub_config_field
 from layerkit.layers.linears import FeedForward, Linear
 from layerkit.layers.repeat import Repeat
 from layerkit.nested_map import NestedMap
-from layerkit_runner.checkpoints import CheckpointManager, StateFormat
-from layerkit_runner.checkpoints.structure import named_leaves
+from layerkit_runner.checkpointing import CheckpointManager, StateFormat
+from layerkit_runner.checkpointing.structure import named_leaves
 from layerkit_runner.init_from import InitFrom, Source
-from layerkit_runner.learning.learner import Learner
+from layerkit_runner.optim.learner import Learner
 from layerkit_runner.partitioning import Partitioner, PmapPartitioner, SpmdPartitioner
-from layerkit_runner.task import SingleTask
-from layerkit_runner.train_hparams import TrainHParams
+from layerkit_runner.training.task import SingleTask
+from layerkit_runner.training.train_hparams import TrainHParams
 
 DIMS = 8
 

@@ -49,7 +49,7 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
 def drawn(begin: Any) -> dict[str, np.ndarray]:
     """The first state that a run draws."""
     partitioner, task = begin.bound(begin.model())
-    return begin.leaves(partitioner.first_state(task))
+    return begin.leaves(plan_first_state(partitioner, task)().state)
 
 
 def test_weights_of_a_job(begin: Any, drawn: dict[str, np.ndarray]):

@@ -14,8 +14,9 @@ import pytest
 
 from layerkit.config import Configurable, Partial
 from layerkit_runner.errors import UsageError
+from layerkit_runner.init_from import plan_first_state
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
-from layerkit_runner.task import SingleTask
+from layerkit_runner.training.task import SingleTask
 
 
 class Sevens(Configurable):
@@ -64,7 +65,7 @@ def started(
 def test_given_weights_begin_the_run(tiny: SimpleNamespace, make: Any):
     partitioner = make()
     task = started(partitioner, tiny, Sevens)
-    state = partitioner.first_state(task)
+    state = plan_first_state(partitioner, task)().state
     np.testing.assert_array_equal(state.params["linear"]["w"], np.full((2, 1), 7.0))
     abstract = partitioner.abstract_state(task)
     assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, abstract)
@@ -76,14 +77,14 @@ def test_the_optimizer_begins_from_them_too(tiny: SimpleNamespace):
     learner = {"optimizer": Partial(optax.contrib.schedule_free_sgd), "learning_rate": 0.1}
     partitioner = SpmdPartitioner()
     task = started(partitioner, tiny, Sevens, learner=learner)
-    state = partitioner.first_state(task)
+    state = plan_first_state(partitioner, task)().state
     np.testing.assert_array_equal(state.opt_state.z["linear"]["w"], np.full((2, 1), 7.0))
 
 
 def test_what_is_not_given_is_drawn(tiny: SimpleNamespace):
     partitioner = SpmdPartitioner()
     task = started(partitioner, tiny, Nothing, init_scale=3.0)
-    state = partitioner.first_state(task)
+    state = plan_first_state(partitioner, task)().state
     np.testing.assert_array_equal(state.params["linear"]["w"], np.full((2, 1), 3.0))
 
 
@@ -92,7 +93,7 @@ def test_a_source_that_fails_is_the_users_mistake(tiny: SimpleNamespace):
     task = started(partitioner, tiny, Broken)
     expected = "task.initial_weights: no such folder: /nowhere"
     with pytest.raises(UsageError, match=f"^{re.escape(expected)}$"):
-        partitioner.first_state(task)
+        plan_first_state(partitioner, task)()
 
 
 def test_weights_of_another_model_are_refused(tiny: SimpleNamespace):
@@ -103,4 +104,4 @@ def test_weights_of_another_model_are_refused(tiny: SimpleNamespace):
         " bfloat16[3], expected no such weight"
     )
     with pytest.raises(UsageError, match=f"^{re.escape(expected)}$"):
-        partitioner.first_state(task)
+        plan_first_state(partitioner, task)()

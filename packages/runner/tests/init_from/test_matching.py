@@ -15,12 +15,12 @@ import pytest
 from flax.traverse_util import unflatten_dict
 
 from layerkit.base_model import BaseModel
-from layerkit_runner.checkpoints.structure import LeafSpec, spec_of
+from layerkit_runner.checkpointing.structure import LeafSpec, spec_of
 from layerkit_runner.errors import UsageError
 from layerkit_runner.init_from import InitFrom, Source
 from layerkit_runner.init_from.matching import match
 from layerkit_runner.init_from.origins import Matched, Opened
-from layerkit_runner.steps.train_state import TrainState
+from layerkit_runner.training.train_state import TrainState
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

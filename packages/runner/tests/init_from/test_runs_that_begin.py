@@ -15,8 +15,8 @@ import pytest
 
 from layerkit.config import Config
 from layerkit_runner import BaseExperiment, UsageError
-from layerkit_runner.command_line.flags import RunOptions, check_folder, parse_flags
-from layerkit_runner.configuration.resolve import resolve
+from layerkit_runner.config.flags import RunOptions, check_folder, parse_flags
+from layerkit_runner.config.resolve import resolve
 from layerkit_runner.init_from import InitFrom, Source
 from layerkit_runner.modes.train import run_train
 from layerkit_runner.observers import read_metrics

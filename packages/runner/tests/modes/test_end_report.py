@@ -22,13 +22,13 @@ from layerkit.base_model import BaseModel, WeightedScalar
 from layerkit.config import Config
 from layerkit.nested_map import NestedMap
 from layerkit_runner import BaseExperiment
-from layerkit_runner.command_line.flags import RunOptions
-from layerkit_runner.configuration.resolve import ResolvedExperiment, resolve
+from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.config.resolve import ResolvedExperiment, resolve
+from layerkit_runner.distributed.distributed import LOST_PROCESS_EXIT_CODE
 from layerkit_runner.modes.end_report import ERRORS_FILE, memory_lines
 from layerkit_runner.modes.inference import run_inference
 from layerkit_runner.modes.train import run_train
 from layerkit_runner.observers import draw_loss_curve
-from layerkit_runner.processes.distributed import LOST_PROCESS_EXIT_CODE
 
 NUM_ROWS = 7  # one less than devices, so one row of each batch is padding
 TIMEOUT = 120.0

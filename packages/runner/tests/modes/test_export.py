@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from layerkit_runner.command_line.flags import RunOptions, parse_flags
+from layerkit_runner.config.flags import RunOptions, parse_flags
 from layerkit_runner.errors import UsageError
 from layerkit_runner.modes.export import run_export
 

@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 
 from layerkit_runner import UsageError, cli
-from layerkit_runner.command_line.flags import RunOptions
-from layerkit_runner.configuration.resolve import ResolvedExperiment, resolve
-from layerkit_runner.job import start_job
-from layerkit_runner.learning.early_stopping import EarlyStopping
+from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.config.resolve import ResolvedExperiment, resolve
 from layerkit_runner.modes.checkpoint_reader import CheckpointReader
 from layerkit_runner.modes.inference import run_inference
-from layerkit_runner.modes.programs import eval_programs
 from layerkit_runner.modes.train import run_train
 from layerkit_runner.observers import metrics_path, read_metrics
+from layerkit_runner.optim.early_stopping import EarlyStopping
+from layerkit_runner.trainer.build_programs import eval_programs
+from layerkit_runner.trainer.job import start_job
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,11 @@ import pytest
 from layerkit.base_layer import BaseLayer
 from layerkit.config import Config
 from layerkit_runner import BaseExperiment
-from layerkit_runner.command_line.flags import RunOptions
-from layerkit_runner.configuration.resolve import ResolvedExperiment, resolve
+from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.config.resolve import ResolvedExperiment, resolve
 from layerkit_runner.errors import UsageError, layer_error_text
 from layerkit_runner.modes import export, inference, train
-from layerkit_runner.run import OutOfMemoryError, memory_remedies, memory_words, run
+from layerkit_runner.modes.run import OutOfMemoryError, memory_remedies, memory_words, run
 
 
 class Large(BaseExperiment):

@@ -20,15 +20,15 @@ from etils import epath
 from layerkit.base_model import WeightedScalar
 from layerkit.config import Config
 from layerkit_runner import BaseExperiment, UsageError
-from layerkit_runner.checkpoints import finite
-from layerkit_runner.command_line.flags import RunOptions
-from layerkit_runner.configuration.resolve import resolve
+from layerkit_runner.checkpointing import finite
+from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import NonFiniteError
-from layerkit_runner.job_folder import only_trainer
-from layerkit_runner.learning.learner import Learner
 from layerkit_runner.modes.inference import run_inference
 from layerkit_runner.modes.train import run_train
 from layerkit_runner.observers import read_metrics
+from layerkit_runner.optim.learner import Learner
+from layerkit_runner.trainer.job_folder import only_trainer
 
 
 @pytest.fixture(scope="module")

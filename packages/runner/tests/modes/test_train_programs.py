@@ -16,18 +16,18 @@ import pytest
 
 from layerkit.config import Config
 from layerkit_runner import BaseExperiment, UsageError
-from layerkit_runner.command_line.flags import RunOptions
-from layerkit_runner.configuration.overrides import Override
-from layerkit_runner.configuration.resolve import resolve
-from layerkit_runner.executor import Executor
+from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.config.overrides import Override
+from layerkit_runner.config.resolve import resolve
 from layerkit_runner.modes.inference import run_inference
 from layerkit_runner.modes.train import run_train
 from layerkit_runner.observers import read_metrics
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
-from layerkit_runner.plan.plan import make_plan
-from layerkit_runner.programs import EvalProgram, TrainProgram
-from layerkit_runner.steps.task_metrics import Max
-from layerkit_runner.steps.train_state import TrainState
+from layerkit_runner.tools.plan.plan import make_plan
+from layerkit_runner.trainer import EvalProgram, TrainProgram
+from layerkit_runner.trainer.executor import Executor
+from layerkit_runner.training.task_metrics import Max
+from layerkit_runner.training.train_state import TrainState
 
 ROWS = {"few": 8, "many": 16}
 """Of a global batch."""

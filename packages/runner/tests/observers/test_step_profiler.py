@@ -14,8 +14,8 @@ import pytest
 from etils import epath
 
 from layerkit_runner import UsageError
-from layerkit_runner.command_line.flags import RunOptions
-from layerkit_runner.configuration.resolve import resolve
+from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.config.resolve import resolve
 from layerkit_runner.modes.train import run_train
 from layerkit_runner.observers.step_profiler import (
     CAPTURE_SIGNAL,

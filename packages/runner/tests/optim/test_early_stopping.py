@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.learning.early_stopping import EarlyStop, EarlyStopping, StoppingRule
+from layerkit_runner.optim.early_stopping import EarlyStop, EarlyStopping, StoppingRule
 
 
 def rule(**fields: Any) -> EarlyStopping:

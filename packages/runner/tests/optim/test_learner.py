@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from layerkit.config import Config, Partial
-from layerkit_runner.learning.learner import Learner, global_norm
+from layerkit_runner.optim.learner import Learner, global_norm
 
 PARAMS = {"a": jnp.zeros(2), "b": {"c": jnp.zeros(())}}
 # Norms 5 and 12, together 13.

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from layerkit_runner.learning.optimizers import adam_with_update_cap
+from layerkit_runner.optim.optimizers import adam_with_update_cap
 
 
 def numpy_adam(params, grads_by_step, *, rate, b1, b2, eps, weight_decay, cap):

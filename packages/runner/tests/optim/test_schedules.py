@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.learning.schedules import (
+from layerkit_runner.optim.schedules import (
     cycle,
     linear_warmup_cosine_decay,
     linear_warmup_exponential_decay,

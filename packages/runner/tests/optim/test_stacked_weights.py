@@ -16,13 +16,13 @@ from layerkit.layers.linears import FeedForward
 from layerkit.layers.repeat import Repeat
 from layerkit.nested_map import NestedMap
 from layerkit_runner.errors import UsageError
-from layerkit_runner.learning.learner import Learner
-from layerkit_runner.learning.optimizer_reach import Reach, reach_of
-from layerkit_runner.learning.optimizers import adam_with_update_cap
-from layerkit_runner.learning.stacked_weights import map_tensors, stacks_of
-from layerkit_runner.steps.step_context import GLOBAL_BATCH
-from layerkit_runner.task import SingleTask
-from layerkit_runner.train_hparams import TrainHParams
+from layerkit_runner.optim.learner import Learner
+from layerkit_runner.optim.optimizer_reach import Reach, reach_of
+from layerkit_runner.optim.optimizers import adam_with_update_cap
+from layerkit_runner.optim.stacked_weights import map_tensors, stacks_of
+from layerkit_runner.training.step_context import GLOBAL_BATCH
+from layerkit_runner.training.task import SingleTask
+from layerkit_runner.training.train_hparams import TrainHParams
 
 DIMS, LAYERS, STEPS = 6, 3, 20
 

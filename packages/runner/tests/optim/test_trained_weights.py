@@ -16,10 +16,10 @@ from layerkit.config import Partial
 from layerkit.layers.linears import FeedForward
 from layerkit.nested_map import NestedMap
 from layerkit_runner.errors import UsageError
-from layerkit_runner.learning.learner import Learner
-from layerkit_runner.learning.trained_weights import TrainedWeights
-from layerkit_runner.steps.flops import forward_flops
-from layerkit_runner.steps.step_context import GLOBAL_BATCH
+from layerkit_runner.optim.learner import Learner
+from layerkit_runner.optim.trained_weights import TrainedWeights
+from layerkit_runner.training.flops import forward_flops
+from layerkit_runner.training.step_context import GLOBAL_BATCH
 
 PARAMS = {"lm": {"embedding": {"w": jnp.ones(3)}, "norm": {"scale": jnp.full(2, 2.0)}}}
 NORM = {"lm": {"norm": PARAMS["lm"]["norm"]}}

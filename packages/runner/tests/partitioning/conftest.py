@@ -15,10 +15,10 @@ from layerkit.config import Partial
 from layerkit.layers.stacks import StackedTransformerRepeated
 from layerkit.models import LanguageModel, TransformerLm
 from layerkit.nested_map import NestedMap
-from layerkit_runner.learning.learner import Learner
+from layerkit_runner.optim.learner import Learner
 from layerkit_runner.partitioning import Partitioner, PmapPartitioner, SpmdPartitioner
-from layerkit_runner.task import SingleTask
-from layerkit_runner.train_hparams import TrainHParams
+from layerkit_runner.training.task import SingleTask
+from layerkit_runner.training.train_hparams import TrainHParams
 
 ROWS, LENGTH, VOCAB = 8, 12, 32
 MESHES = {

@@ -19,10 +19,10 @@ from layerkit.config import Partial, sub_config_field
 from layerkit.layers.linears import FeedForward
 from layerkit.layers.repeat import Repeat
 from layerkit.nested_map import NestedMap
-from layerkit_runner.checkpoints import CheckpointManager, CheckpointPolicy
-from layerkit_runner.learning.auxiliary_optimizer import AuxiliaryOptimizer
-from layerkit_runner.learning.optimizers import adam_with_update_cap
-from layerkit_runner.learning.variational_noise import VariationalNoise
+from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy
+from layerkit_runner.optim.auxiliary_optimizer import AuxiliaryOptimizer
+from layerkit_runner.optim.optimizers import adam_with_update_cap
+from layerkit_runner.optim.variational_noise import VariationalNoise
 
 DIMS, ROWS, BAD_STEP = 16, 16, 2
 SHAPES = {"2 x 2 x 2": [2, 2, 2], "pmap": None}

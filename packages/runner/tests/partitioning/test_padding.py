@@ -23,16 +23,16 @@ from layerkit.layers.pipelined_transformer import PipelinedTransformer
 from layerkit.layers.stacks import StackedTransformerRepeated
 from layerkit.models import LanguageModel, TransformerLm
 from layerkit.nested_map import NestedMap
-from layerkit_runner.checkpoints import CheckpointManager
-from layerkit_runner.checkpoints.handlers import stored_leaves
-from layerkit_runner.checkpoints.structure import join, named_leaves
+from layerkit_runner.checkpointing import CheckpointManager
+from layerkit_runner.checkpointing.handlers import stored_leaves
+from layerkit_runner.checkpointing.structure import join, named_leaves
 from layerkit_runner.init_from import InitFrom, Source, plan_first_state
-from layerkit_runner.looking.parameter_table import parameter_table, table_text
 from layerkit_runner.partitioning import Partitioner, PmapPartitioner, SpmdPartitioner
-from layerkit_runner.partitioning.uneven import UnevenArray, padding_text
-from layerkit_runner.plan.memory import tensor_memory
-from layerkit_runner.programs.made_from import weights_digest_fn
-from layerkit_runner.task import SingleTask
+from layerkit_runner.partitioning.padding import UnevenArray, padding_text
+from layerkit_runner.tools.inspect.parameter_table import parameter_table, table_text
+from layerkit_runner.tools.plan.memory import tensor_memory
+from layerkit_runner.trainer.provenance import weights_digest_fn
+from layerkit_runner.training.task import SingleTask
 
 VOCAB, STEPS = 13, 3
 
@@ -403,7 +403,7 @@ def test_first_weights_are_read_as_they_are(arrangements: Any, alone: Run, tmp_p
     first = partitioner.stored_state(task, plan_first_state(partitioner, task)().state)
     assert bits(first.params) == bits(alone.stored.params)
     task.initial_weights = Given()
-    state = partitioner.first_state(task)
+    state = plan_first_state(partitioner, task)().state
     shardings = partitioner.state_shardings(task)
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == shardings
     embedding = np.asarray(state.params["lm"]["softmax"]["w"])

@@ -16,7 +16,7 @@ import pytest
 from etils import epath
 from safetensors.numpy import load_file
 
-from layerkit_runner.checkpoints import (
+from layerkit_runner.checkpointing import (
     CheckpointManager,
     CheckpointPolicy,
     StateFormat,

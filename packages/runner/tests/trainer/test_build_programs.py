@@ -17,17 +17,17 @@ from layerkit.base_model import BaseModel
 from layerkit.config import Config
 from layerkit.layers.linears import Linear
 from layerkit_runner import BaseExperiment, UsageError
-from layerkit_runner.command_line.flags import RunOptions
-from layerkit_runner.configuration.config_text import config_text
-from layerkit_runner.configuration.overrides import Override
-from layerkit_runner.configuration.resolve import resolve
-from layerkit_runner.learning.early_stopping import EarlyStopping
+from layerkit_runner.config.config_text import config_text
+from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.config.overrides import Override
+from layerkit_runner.config.resolve import resolve
 from layerkit_runner.modes.inference import run_inference
 from layerkit_runner.modes.train import run_train
 from layerkit_runner.observers import Observer, read_metrics
-from layerkit_runner.programs import BaseProgram, DecodeProgram, EvalProgram
-from layerkit_runner.steps.task_metrics import Histogram, Max
-from layerkit_runner.steps.train_state import TrainState
+from layerkit_runner.optim.early_stopping import EarlyStopping
+from layerkit_runner.trainer import BaseProgram, DecodeProgram, EvalProgram
+from layerkit_runner.training.task_metrics import Histogram, Max
+from layerkit_runner.training.train_state import TrainState
 
 
 class Norm(BaseProgram):

@@ -19,12 +19,12 @@ from etils import epath
 
 from layerkit.config import Config, Partial
 from layerkit_runner import BaseExperiment, UsageError
-from layerkit_runner.checkpoints import folders, integrity
-from layerkit_runner.command_line.flags import RunOptions
-from layerkit_runner.configuration.resolve import ResolvedExperiment, resolve
-from layerkit_runner.job import start_job
+from layerkit_runner.checkpointing import folders, integrity
+from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.config.resolve import ResolvedExperiment, resolve
 from layerkit_runner.modes.inference import run_inference
 from layerkit_runner.modes.train import run_train
+from layerkit_runner.trainer.job import start_job
 
 
 @pytest.fixture(scope="module")

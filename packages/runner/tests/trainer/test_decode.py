@@ -16,11 +16,11 @@ import pytest
 from etils import epath
 
 from layerkit.nested_map import NestedMap
+from layerkit_runner.data.infeed import make_input
 from layerkit_runner.errors import UsageError
-from layerkit_runner.feeds.infeed import make_input
 from layerkit_runner.observers import Observer
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
-from layerkit_runner.programs import DecodeProgram
+from layerkit_runner.trainer import DecodeProgram
 
 RECORDS = [
     {"example": 0, "prompt": "1", "continuation": "111", "log_prob": -1.5, "num_tokens": 3},

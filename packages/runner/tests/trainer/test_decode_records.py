@@ -14,7 +14,7 @@ import pytest
 from layerkit.nested_map import NestedMap
 from layerkit_runner import UsageError
 from layerkit_runner.observers.json_lines import encode
-from layerkit_runner.programs.decode_records import LARGEST_LIST, DecodedRecords
+from layerkit_runner.trainer.decode_records import LARGEST_LIST, DecodedRecords
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from layerkit.base_model import WeightedScalar
+from layerkit_runner.data.infeed import make_input
 from layerkit_runner.errors import UsageError
-from layerkit_runner.feeds.infeed import make_input
 from layerkit_runner.observers import Observer
 from layerkit_runner.partitioning import Partitioner, PmapPartitioner, SpmdPartitioner
-from layerkit_runner.programs import EvalProgram
+from layerkit_runner.trainer import EvalProgram
 
 
 class Recorder(Observer):

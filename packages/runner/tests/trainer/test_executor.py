@@ -13,25 +13,25 @@ import pytest
 from etils import epath
 
 from layerkit_inputs.prefetch import Prefetch
-from layerkit_runner.checkpoints import CheckpointManager, CheckpointPolicy, evaluations
-from layerkit_runner.checkpoints.folders import committed_steps
+from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy, evaluations
+from layerkit_runner.checkpointing.folders import committed_steps
+from layerkit_runner.data.infeed import make_input
+from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.errors import NonFiniteError, UsageError
-from layerkit_runner.executor import Executor, is_due
-from layerkit_runner.feeds.infeed import make_input
-from layerkit_runner.learning.early_stopping import EarlyStop, EarlyStopping, StoppingRule
-from layerkit_runner.modes.wanted_metrics import check_best_metric
+from layerkit_runner.modes.metric_checks import check_best_metric
 from layerkit_runner.observers import Goodput, Observer, RunInfo, Throughput
+from layerkit_runner.optim.early_stopping import EarlyStop, EarlyStopping, StoppingRule
 from layerkit_runner.partitioning import SpmdPartitioner
-from layerkit_runner.processes.stop_signals import StopSignals
-from layerkit_runner.programs import (
+from layerkit_runner.trainer import (
     BaseProgram,
     DecodeProgram,
     EvalProgram,
     TrainProgram,
     TrainPrograms,
 )
-from layerkit_runner.programs.skipped_steps import SKIPPED_STEPS, SkippedSteps
-from layerkit_runner.train_hparams import TrainHParams
+from layerkit_runner.trainer.executor import Executor, is_due
+from layerkit_runner.trainer.skipped_steps import SKIPPED_STEPS, SkippedSteps
+from layerkit_runner.training.train_hparams import TrainHParams
 
 
 class Recorder(Observer):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerkit_runner.programs import TrainPrograms
+from layerkit_runner.trainer import TrainPrograms
 
 TURNS = st.lists(st.integers(1, 7), min_size=1, max_size=5)
 

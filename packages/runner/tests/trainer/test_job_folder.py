@@ -19,9 +19,10 @@ from etils import epath
 
 from layerkit.config import Config
 from layerkit_runner import BaseExperiment, Override, UsageError
-from layerkit_runner.command_line.flags import RunOptions, parse_flags
-from layerkit_runner.configuration.resolve import ResolvedExperiment, resolve
-from layerkit_runner.job_folder import (
+from layerkit_runner.config.flags import RunOptions, parse_flags
+from layerkit_runner.config.resolve import ResolvedExperiment, resolve
+from layerkit_runner.partitioning import SpmdPartitioner
+from layerkit_runner.trainer.job_folder import (
     changed_lines,
     changes_since_recorded,
     check_no_sweep,
@@ -31,7 +32,6 @@ from layerkit_runner.job_folder import (
     only_trainer,
     write_config,
 )
-from layerkit_runner.partitioning import SpmdPartitioner
 
 
 class Mesh(BaseExperiment):
@@ -186,7 +186,7 @@ def test_a_killed_run_frees_its_folder_at_once(folder: epath.Path):
     program = """
 import os, sys, time
 from etils import epath
-from layerkit_runner.job_folder import only_trainer
+from layerkit_runner.trainer.job_folder import only_trainer
 with only_trainer(epath.Path(sys.argv[1])):
     if os.fork() == 0:  # as the workers of an input, which may outlive their parent
         time.sleep(0.5)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 
 from layerkit_runner.partitioning import SpmdPartitioner
-from layerkit_runner.programs.made_from import weights_digest_fn
+from layerkit_runner.trainer.provenance import weights_digest_fn
 
 
 def test_the_digest_is_of_the_weights_that_decode(tiny: SimpleNamespace):

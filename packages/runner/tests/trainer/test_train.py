@@ -14,12 +14,12 @@ import pytest
 from layerkit.layers.linears import Linear
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.prefetch import Prefetch
+from layerkit_runner.data.infeed import make_input
 from layerkit_runner.errors import UsageError
-from layerkit_runner.feeds.infeed import make_input
 from layerkit_runner.observers import Observer, RunInfo, Throughput
 from layerkit_runner.partitioning import SpmdPartitioner
-from layerkit_runner.programs import TrainProgram, TrainPrograms
-from layerkit_runner.steps.task_metrics import Histogram, Max, Mean
+from layerkit_runner.trainer import TrainProgram, TrainPrograms
+from layerkit_runner.training.task_metrics import Histogram, Max, Mean
 
 
 class Recorder(Observer):

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from layerkit.base_model import WeightedScalar
-from layerkit_runner.steps.metrics import OverBatches
+from layerkit_runner.training.metrics import OverBatches
 
 
 def test_batches_count_by_their_weight():

@@ -10,12 +10,12 @@ from layerkit.config import Partial
 from layerkit.layers import StackedTransformerRepeated
 from layerkit.models import LanguageModel, TransformerLm
 from layerkit.nested_map import NestedMap
-from layerkit_runner.configuration.resolve import resolve
-from layerkit_runner.experiment import BaseExperiment
-from layerkit_runner.learning.learner import Learner
-from layerkit_runner.steps.step_flops import model_flops_per_step
-from layerkit_runner.task import SingleTask
-from layerkit_runner.train_hparams import TrainHParams
+from layerkit_runner.config.experiment import BaseExperiment
+from layerkit_runner.config.resolve import resolve
+from layerkit_runner.optim.learner import Learner
+from layerkit_runner.training.step_flops import model_flops_per_step
+from layerkit_runner.training.task import SingleTask
+from layerkit_runner.training.train_hparams import TrainHParams
 
 ROWS, LENGTH, VOCAB, DIMS, HIDDEN, LAYERS = 4, 8, 32, 16, 64, 2
 # Products of one token, two FLOPs for each multiply-add.
@@ -51,7 +51,7 @@ def test_flops_of_64_bit_batches_are_those_of_32_bit_batches():
     ids = np.ones((1, LENGTH), np.int64)
     weights = np.ones((1, LENGTH), np.float64)
     batch = NestedMap(ids=ids, labels=ids, paddings=np.zeros_like(weights), weights=weights)
-    found = model_flops_per_step(resolve(Small()), batch, rows=ROWS)
+    found = model_flops_per_step(resolve(Small()).task, batch, rows=ROWS)
     assert found == ROWS * LENGTH * 3 * (LAYERS * LAYER + LOGITS)
 
 
@@ -74,5 +74,5 @@ def test_frozen_weights_need_no_gradient(frozen: list[str], gradients: float):
     batch = NestedMap(
         ids=ids, labels=ids, paddings=np.zeros_like(ids, np.float32), weights=ids.astype(np.float32)
     )
-    found = model_flops_per_step(resolve(Small(FROZEN=frozen)), batch, rows=ROWS)
+    found = model_flops_per_step(resolve(Small(FROZEN=frozen)).task, batch, rows=ROWS)
     assert found == ROWS * LENGTH * (LAYERS * LAYER + LOGITS + gradients)

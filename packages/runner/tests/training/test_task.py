@@ -19,9 +19,9 @@ from layerkit.config import Partial
 from layerkit.layers.linears import Linear
 from layerkit.nested_map import NestedMap
 from layerkit.weights import logical_axes
-from layerkit_runner.learning.learner import Learner
-from layerkit_runner.steps.step_context import GLOBAL_BATCH
-from layerkit_runner.train_hparams import TrainHParams
+from layerkit_runner.optim.learner import Learner
+from layerkit_runner.training.step_context import GLOBAL_BATCH
+from layerkit_runner.training.train_hparams import TrainHParams
 
 
 def rows(x, y=None, weights=None) -> NestedMap:

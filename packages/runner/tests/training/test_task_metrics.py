@@ -11,13 +11,13 @@ import pytest
 
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.indexed_input import IndexedInput
+from layerkit_runner.data.infeed import make_input
 from layerkit_runner.errors import UsageError
-from layerkit_runner.feeds.infeed import make_input
 from layerkit_runner.observers import Observer
 from layerkit_runner.partitioning import Partitioner, PmapPartitioner, SpmdPartitioner
-from layerkit_runner.programs import EvalProgram
-from layerkit_runner.steps.metrics import OverBatches
-from layerkit_runner.steps.task_metrics import Composite, Histogram, Max, Mean, named_metrics
+from layerkit_runner.trainer import EvalProgram
+from layerkit_runner.training.metrics import OverBatches
+from layerkit_runner.training.task_metrics import Composite, Histogram, Max, Mean, named_metrics
 
 METRICS = {
     "mean": Mean.HParams.config(value="outputs/errors"),

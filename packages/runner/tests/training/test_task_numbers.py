@@ -14,17 +14,17 @@ import pytest
 
 from layerkit.config import Config, Partial
 from layerkit_runner import BaseExperiment, UsageError
-from layerkit_runner.configuration.overrides import parse_override
-from layerkit_runner.configuration.resolve import resolve
-from layerkit_runner.job import build_parts
-from layerkit_runner.learning import schedules
-from layerkit_runner.learning.auxiliary_optimizer import AuxiliaryOptimizer
-from layerkit_runner.learning.early_stopping import EarlyStopping
-from layerkit_runner.learning.learner import Learner
-from layerkit_runner.learning.optimizers import adam_with_update_cap
-from layerkit_runner.learning.variational_noise import VariationalNoise
+from layerkit_runner.config.overrides import parse_override
+from layerkit_runner.config.resolve import resolve
+from layerkit_runner.optim import schedules
+from layerkit_runner.optim.auxiliary_optimizer import AuxiliaryOptimizer
+from layerkit_runner.optim.early_stopping import EarlyStopping
+from layerkit_runner.optim.learner import Learner
+from layerkit_runner.optim.optimizers import adam_with_update_cap
+from layerkit_runner.optim.variational_noise import VariationalNoise
 from layerkit_runner.partitioning.spmd import SpmdPartitioner
-from layerkit_runner.train_hparams import TrainHParams
+from layerkit_runner.trainer.job import build_parts
+from layerkit_runner.training.train_hparams import TrainHParams
 
 NAN, INFINITE = float("nan"), float("inf")
 

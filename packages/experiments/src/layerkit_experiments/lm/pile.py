@@ -12,7 +12,7 @@ from layerkit.config import Config
 from layerkit_experiments.lm.recipes.corpora import Lambada, ThePile
 from layerkit_experiments.lm.recipes.decoders import Gpt3Decoder, Gpt3Schedule
 from layerkit_experiments.lm.recipes.parallelism import Spmd
-from layerkit_runner.steps.task_metrics import Mean
+from layerkit_runner.training.task_metrics import Mean
 
 
 class Gpt126M(Gpt3Schedule, Spmd, Gpt3Decoder, abstract=True):

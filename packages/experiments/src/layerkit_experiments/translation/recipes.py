@@ -21,8 +21,8 @@ from layerkit_experiments.lm.recipes.model import remat_policy
 from layerkit_experiments.lm.recipes.optimization import TrainingLength
 from layerkit_experiments.translation.seqio_task import translation_task
 from layerkit_inputs import NumberWords, ParallelText, SeqIOInput, Tokenizer, tokenizer_config
-from layerkit_runner.experiment import BaseExperiment
-from layerkit_runner.task import SingleTask
+from layerkit_runner.config.experiment import BaseExperiment
+from layerkit_runner.training.task import SingleTask
 
 
 class TranslationExperiment(TrainingLength, BaseExperiment, abstract=True):

@@ -4,15 +4,15 @@
 package is cheap: Orbax is imported with the first use.
 """
 
-from layerkit_runner.checkpoints.errors import DamagedCheckpointError as DamagedCheckpointError
-from layerkit_runner.checkpoints.errors import LayoutVersionError as LayoutVersionError
-from layerkit_runner.checkpoints.errors import SaveError as SaveError
-from layerkit_runner.checkpoints.errors import SaveTimeoutError as SaveTimeoutError
-from layerkit_runner.checkpoints.formats import StateFormat as StateFormat
-from layerkit_runner.checkpoints.input_states import ProcessCountError as ProcessCountError
-from layerkit_runner.checkpoints.integrity import NewerManifestError as NewerManifestError
-from layerkit_runner.checkpoints.manager import CheckpointManager as CheckpointManager
-from layerkit_runner.checkpoints.manager import RestoredCheckpoint as RestoredCheckpoint
-from layerkit_runner.checkpoints.policy import CheckpointPolicy as CheckpointPolicy
-from layerkit_runner.checkpoints.policy import SavedStep as SavedStep
-from layerkit_runner.checkpoints.structure import StructureMismatchError as StructureMismatchError
+from layerkit_runner.checkpointing.errors import DamagedCheckpointError as DamagedCheckpointError
+from layerkit_runner.checkpointing.errors import LayoutVersionError as LayoutVersionError
+from layerkit_runner.checkpointing.errors import SaveError as SaveError
+from layerkit_runner.checkpointing.errors import SaveTimeoutError as SaveTimeoutError
+from layerkit_runner.checkpointing.formats import StateFormat as StateFormat
+from layerkit_runner.checkpointing.input_states import ProcessCountError as ProcessCountError
+from layerkit_runner.checkpointing.integrity import NewerManifestError as NewerManifestError
+from layerkit_runner.checkpointing.manager import CheckpointManager as CheckpointManager
+from layerkit_runner.checkpointing.manager import RestoredCheckpoint as RestoredCheckpoint
+from layerkit_runner.checkpointing.policy import CheckpointPolicy as CheckpointPolicy
+from layerkit_runner.checkpointing.policy import SavedStep as SavedStep
+from layerkit_runner.checkpointing.structure import StructureMismatchError as StructureMismatchError

@@ -11,7 +11,7 @@ import dataclasses
 
 from etils import epath
 
-from layerkit_runner.checkpoints import folders, integrity
+from layerkit_runner.checkpointing import folders, integrity
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from layerkit_runner.checkpoints import (
+from layerkit_runner.checkpointing import (
     copying,
     finite,
     folders,
@@ -23,8 +23,8 @@ from layerkit_runner.checkpoints import (
     step_metadata,
     structure,
 )
-from layerkit_runner.checkpoints.formats import StateFormat, format_of
-from layerkit_runner.job_files import atomic_write
+from layerkit_runner.checkpointing.formats import StateFormat, format_of
+from layerkit_runner.files.atomic_write import atomic_write
 
 _READ_BYTES = 2**30
 _WRITTEN_ANEW = ("state/", f"{integrity.MANIFEST_FOLDER}/", folders.COMMIT_FILE)

@@ -14,7 +14,7 @@ from concurrent import futures
 
 from etils import epath
 
-from layerkit_runner.checkpoints import evaluations, folders, integrity
+from layerkit_runner.checkpointing import evaluations, folders, integrity
 
 _BLOCK_BYTES = 8 * 2**20
 _COPIERS = 8

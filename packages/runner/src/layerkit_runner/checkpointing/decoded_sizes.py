@@ -16,9 +16,9 @@ from collections.abc import Mapping
 
 from etils import epath
 
-from layerkit_runner.checkpoints.errors import DamagedCheckpointError
-from layerkit_runner.checkpoints.structure import LeafPath, LeafSpec, join
-from layerkit_runner.job_files import is_remote
+from layerkit_runner.checkpointing.errors import DamagedCheckpointError
+from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec, join
+from layerkit_runner.files.atomic_write import is_remote
 
 # A block of a Zstandard frame holds at most so many bytes. Writers also end blocks earlier.
 _BLOCK_BYTES = 128 * 2**10

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from etils import epath
 
-from layerkit_runner.job_files import atomic_write
+from layerkit_runner.files.atomic_write import atomic_write
 
 FILE_NAME = "evaluations.json"
 _VERSION = 1

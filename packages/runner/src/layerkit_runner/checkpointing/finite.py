@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from layerkit_runner.checkpoints import structure
+from layerkit_runner.checkpointing import structure
 from layerkit_runner.errors import NonFiniteError, first_names
 
 _MAY_BE_INFINITE = frozenset({"opt_state", "non_trainable"})

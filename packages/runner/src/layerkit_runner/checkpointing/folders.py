@@ -12,7 +12,7 @@ import re
 
 from etils import epath
 
-from layerkit_runner.job_files import is_remote
+from layerkit_runner.files.atomic_write import is_remote
 
 STEP_PREFIX = "checkpoint"
 STEP_DIGITS = 8

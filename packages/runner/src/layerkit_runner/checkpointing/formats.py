@@ -24,7 +24,7 @@ import msgpack
 import numpy as np
 from etils import epath
 
-from layerkit_runner.checkpoints import structure
+from layerkit_runner.checkpointing import structure
 
 STATE_FILE = "state.msgpack"
 _FORMAT = "layerkit-state"

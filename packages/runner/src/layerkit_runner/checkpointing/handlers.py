@@ -16,7 +16,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from layerkit_runner.checkpoints import formats, input_states, integrity, structure
+from layerkit_runner.checkpointing import formats, input_states, integrity, structure
 
 
 @dataclasses.dataclass

@@ -29,8 +29,8 @@ from typing import Any, TypeVar
 
 from etils import epath
 
-from layerkit_runner.checkpoints import folders
-from layerkit_runner.checkpoints.errors import DamagedCheckpointError
+from layerkit_runner.checkpointing import folders
+from layerkit_runner.checkpointing.errors import DamagedCheckpointError
 
 MANIFEST_VERSION = 1
 MANIFEST_FOLDER = "integrity"

@@ -14,14 +14,14 @@ from typing import Any
 
 from etils import epath
 
-from layerkit_runner.checkpoints import (
+from layerkit_runner.checkpointing import (
     evaluations,
     folders,
     formats,
     integrity,
     step_metadata,
 )
-from layerkit_runner.checkpoints.policy import SavedStep
+from layerkit_runner.checkpointing.policy import SavedStep
 
 _ORBAX_METADATA = "_CHECKPOINT_METADATA"
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from etils import epath
 
-from layerkit_runner.checkpoints import (
+from layerkit_runner.checkpointing import (
     evaluations,
     finite,
     folders,
@@ -36,11 +36,11 @@ from layerkit_runner.checkpoints import (
     step_metadata,
     structure,
 )
-from layerkit_runner.checkpoints.errors import SaveError, save_error
-from layerkit_runner.checkpoints.formats import StateFormat
-from layerkit_runner.checkpoints.policy import CheckpointPolicy, SavedStep
-from layerkit_runner.job_files import absolute
-from layerkit_runner.processes.process_exchange import from_process_0
+from layerkit_runner.checkpointing.errors import SaveError, save_error
+from layerkit_runner.checkpointing.formats import StateFormat
+from layerkit_runner.checkpointing.policy import CheckpointPolicy, SavedStep
+from layerkit_runner.distributed.process_exchange import from_process_0
+from layerkit_runner.files.atomic_write import absolute
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
@@ -201,7 +201,7 @@ class CheckpointManager:
 
         import orbax.checkpoint as ocp
 
-        from layerkit_runner.checkpoints import handlers
+        from layerkit_runner.checkpointing import handlers
 
         items = ocp.args.Composite(
             state=handlers.StateSave(leaves, self._state_format),
@@ -307,7 +307,7 @@ class CheckpointManager:
 
         import orbax.checkpoint as ocp
 
-        from layerkit_runner.checkpoints import handlers
+        from layerkit_runner.checkpointing import handlers
 
         targets = structure.named_leaves(target)
         structure.check_target(targets)
@@ -392,7 +392,7 @@ class CheckpointManager:
         if self._orbax is None:
             import orbax.checkpoint as ocp
 
-            from layerkit_runner.checkpoints import handlers
+            from layerkit_runner.checkpointing import handlers
 
             orbax_log.leave_out(_STORAGE_ERRORS)  # which `save_error` tells in one sentence
             options = ocp.CheckpointManagerOptions(

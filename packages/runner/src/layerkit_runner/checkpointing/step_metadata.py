@@ -17,8 +17,8 @@ from typing import Any
 
 from etils import epath
 
-from layerkit_runner.checkpoints.errors import LayoutVersionError
-from layerkit_runner.checkpoints.policy import CheckpointPolicy
+from layerkit_runner.checkpointing.errors import LayoutVersionError
+from layerkit_runner.checkpointing.policy import CheckpointPolicy
 
 FOLDER, FILE = "metadata", "metadata.json"
 

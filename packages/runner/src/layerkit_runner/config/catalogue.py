@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from layerkit_runner.errors import UsageError
 
 if TYPE_CHECKING:
-    from layerkit_runner.configuration.registry import ExperimentEntry
+    from layerkit_runner.config.registry import ExperimentEntry
 
 FILE_NAME = "catalogue.json"
 

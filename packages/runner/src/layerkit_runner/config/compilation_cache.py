@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from layerkit_runner.job_files import private_folder
+from layerkit_runner.files.atomic_write import private_folder
 
 # Of --jax_compilation_cache: no folder.
 OFF = "off"

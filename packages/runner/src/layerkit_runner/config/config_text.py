@@ -15,16 +15,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from layerkit.config import assigned_fields, field_names, is_config
-from layerkit_runner.command_line.flag_table import RunOptions
-from layerkit_runner.command_line.run_words import run_words
-from layerkit_runner.configuration import field_types
-from layerkit_runner.configuration.overrides import OPTIONAL_ROOTS, ROOTS
-from layerkit_runner.configuration.resolve import (
+from layerkit_runner.config import field_types
+from layerkit_runner.config.flag_table import RunOptions
+from layerkit_runner.config.overrides import OPTIONAL_ROOTS, ROOTS
+from layerkit_runner.config.resolve import (
     NOT_SET,
     ResolvedExperiment,
     field_value,
     target_name,
 )
+from layerkit_runner.config.run_words import run_words
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -79,7 +79,7 @@ class Name(str):
 
 
 def _experiment_values(resolved: ResolvedExperiment) -> Iterator[tuple[str, Any]]:
-    from layerkit_runner.experiment import experiment_fields
+    from layerkit_runner.config.experiment import experiment_fields
 
     for name in experiment_fields(type(resolved.experiment)):
         yield name, getattr(resolved.experiment, name)

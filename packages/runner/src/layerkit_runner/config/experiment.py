@@ -26,8 +26,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from layerkit.near_names import near_names
-from layerkit_runner.configuration import field_types
-from layerkit_runner.configuration.overrides import unknown_field
+from layerkit_runner.config import field_types
+from layerkit_runner.config.overrides import unknown_field
 from layerkit_runner.errors import FieldError, UsageError
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class BaseExperiment:
         return None
 
     def executor(self) -> Config | None:
-        """What happens when: a config of a class derived from `layerkit_runner.executor.Executor`.
+        """Return the config of a class derived from `layerkit_runner.trainer.executor.Executor`.
 
         The job fills in the fields that `Executor` has; yours may have others. None, the default,
         is `Executor` itself.

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from layerkit.near_names import near_names
-from layerkit_runner.command_line.flag_table import (
+from layerkit_runner.config.flag_table import (
     AUTO_ADDRESS,
     COMMAND_FLAGS,
     COMMANDS,
@@ -30,7 +30,7 @@ from layerkit_runner.command_line.flag_table import (
     Flag,
     RunOptions,
 )
-from layerkit_runner.configuration.overrides import Override, check_consistent, parse_override
+from layerkit_runner.config.overrides import Override, check_consistent, parse_override
 from layerkit_runner.errors import UsageError
 
 __all__ = [

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from layerkit.near_names import near_names
-from layerkit_runner.configuration import field_types
+from layerkit_runner.config import field_types
 from layerkit_runner.errors import FieldError, UsageError, first_names
 
 # Lists that few experiments define; None where they do not.

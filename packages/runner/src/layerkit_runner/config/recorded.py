@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from layerkit.near_names import near_names
-from layerkit_runner.bounded_documents import DocumentError, parse_json, read_text
-from layerkit_runner.command_line.flags import ParsedFlags
-from layerkit_runner.configuration.overrides import check_consistent, parse_override
+from layerkit_runner.config.flags import ParsedFlags
+from layerkit_runner.config.overrides import check_consistent, parse_override
 from layerkit_runner.errors import UsageError
+from layerkit_runner.files.bounded_documents import DocumentError, parse_json, read_text
 
 FILE_NAME = "config.json"
 # A model of thousands of layers that are listed one by one has a few megabytes.

@@ -25,8 +25,8 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from layerkit.near_names import near_names
-from layerkit_runner.configuration.catalogue import CatalogueLine, read_catalogue
-from layerkit_runner.configuration.class_sources import (
+from layerkit_runner.config.catalogue import CatalogueLine, read_catalogue
+from layerkit_runner.config.class_sources import (
     Alias,
     CannotTellError,
     ClassSource,
@@ -37,11 +37,11 @@ from layerkit_runner.configuration.class_sources import (
 from layerkit_runner.errors import FieldError, UsageError, first_names
 
 if TYPE_CHECKING:
-    from layerkit_runner.experiment import BaseExperiment
+    from layerkit_runner.config.experiment import BaseExperiment
 
 ENTRY_POINT_GROUP = "layerkit.experiments"
 _OWN_PACKAGE = "layerkit_experiments"
-_ROOT = "layerkit_runner.experiment.BaseExperiment"
+_ROOT = "layerkit_runner.config.experiment.BaseExperiment"
 
 # Where the experiments of Pax's documents stand here.
 _PAX_NAMES = (
@@ -154,7 +154,7 @@ def load_experiment(entry: ExperimentEntry) -> type[BaseExperiment]:
 
 def _imported(name: str) -> types.ModuleType:
     """The module; a class in it that is refused is refused by file and line."""
-    from layerkit_runner import experiment
+    from layerkit_runner.config import experiment
 
     try:
         return importlib.import_module(name)
@@ -201,7 +201,7 @@ def _entry(cls: ClassSource, lineage: Lineage, packages: list[str]) -> Experimen
 
 def _entry_by_import(dotted: str, packages: list[str]) -> ExperimentEntry | None:
     """The fall-back where the source does not show what the name is."""
-    from layerkit_runner.experiment import BaseExperiment, experiment_fields
+    from layerkit_runner.config.experiment import BaseExperiment, experiment_fields
 
     module_name, _, class_name = dotted.rpartition(".")
     try:

@@ -8,8 +8,8 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from layerkit_runner.configuration.config_text import config_json
-from layerkit_runner.configuration.resolve import ResolvedExperiment
+from layerkit_runner.config.config_text import config_json
+from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError
 
 _ROOTS = ("datasets.", "decode_datasets.")

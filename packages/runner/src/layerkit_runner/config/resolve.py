@@ -16,15 +16,15 @@ from typing import Any
 from layerkit.config import Config, assigned_fields, copy_config, field_names, is_config, target_of
 from layerkit.near_names import near_names
 from layerkit_inputs.extras import MissingExtraError
-from layerkit_runner.configuration import field_types
-from layerkit_runner.configuration.overrides import (
+from layerkit_runner.config import field_types
+from layerkit_runner.config.experiment import BaseExperiment
+from layerkit_runner.config.overrides import (
     OPTIONAL_ROOTS,
     ROOTS,
     Override,
     check_consistent,
 )
 from layerkit_runner.errors import UsageError, first_names
-from layerkit_runner.experiment import BaseExperiment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ResolvedExperiment:
     train_programs: list[Config] | None = None
     eval_programs: list[Config] | None = None
     decode_programs: list[Config] | None = None
-    # In what order they run; None for that of `layerkit_runner.executor`.
+    # In what order they run; None for that of `layerkit_runner.trainer.executor`.
     executor: Config | None = None
     deep_overrides: tuple[Override, ...] = ()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from layerkit_runner.command_line.flag_table import FLAGS, RunOptions
+from layerkit_runner.config.flag_table import FLAGS, RunOptions
 
 # Whoever writes a command says these himself: where to write, a sweep's own, and those that tell
 # the processes of a job apart, which one command cannot be for all of them.

@@ -14,8 +14,8 @@ from typing import Any
 
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.eval_padding import AllGather
+from layerkit_runner.data.infeed import told_in_one_line
 from layerkit_runner.errors import UsageError
-from layerkit_runner.feeds.infeed import told_in_one_line
 
 
 def check_same_data(inputs: Mapping[str, BaseInput], all_gather: AllGather) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.prefetch import Prefetch
-from layerkit_runner.feeds.batch_checks import check_batch
-from layerkit_runner.feeds.infeed import told_in_one_line
+from layerkit_runner.data.batch_checks import check_batch
+from layerkit_runner.data.infeed import told_in_one_line
+from layerkit_runner.distributed.stop_signals import StopRequestedError
 from layerkit_runner.partitioning import Partitioner
-from layerkit_runner.processes.stop_signals import StopRequestedError
 
 _POLL_SECONDS = 0.002
 

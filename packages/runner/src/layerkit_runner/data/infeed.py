@@ -14,12 +14,12 @@ from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.extras import MissingExtraError
 from layerkit_inputs.feeds import FeedPlan, plan_feeds
+from layerkit_runner.data.batch_checks import check_batch
+from layerkit_runner.data.interruptible import read
+from layerkit_runner.distributed.process_exchange import gather_values
+from layerkit_runner.distributed.watchdog import progress
 from layerkit_runner.errors import UsageError
-from layerkit_runner.feeds.batch_checks import check_batch
-from layerkit_runner.feeds.interruptible import read
 from layerkit_runner.partitioning import Partitioner
-from layerkit_runner.processes.process_exchange import gather_values
-from layerkit_runner.processes.watchdog import progress
 
 
 @dataclasses.dataclass(frozen=True)

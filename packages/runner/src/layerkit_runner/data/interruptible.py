@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from layerkit_runner.processes.stop_signals import StopRequestedError, active_signals
+from layerkit_runner.distributed.stop_signals import StopRequestedError, active_signals
 
 # After a signal, an evaluation waits so long for its next batch.
 _SECONDS_FOR_INPUT = 5.0

@@ -7,8 +7,8 @@ import sys
 import jax
 
 from layerkit_inputs.base_input import BaseInput
+from layerkit_runner.distributed.process_exchange import gather_values
 from layerkit_runner.observers import Observer
-from layerkit_runner.processes.process_exchange import gather_values
 
 SKIPPED_RECORDS = "skipped_records"
 """Name of the metric."""

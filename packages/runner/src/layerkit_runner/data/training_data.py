@@ -8,9 +8,9 @@ from typing import Any
 
 from layerkit.config import Config, assigned_fields
 from layerkit.near_names import near_names
-from layerkit_runner.configuration.resolve import ResolvedExperiment
+from layerkit_runner.config.resolve import ResolvedExperiment
+from layerkit_runner.data.infeed import dataset_name
 from layerkit_runner.errors import UsageError, first_names
-from layerkit_runner.feeds.infeed import dataset_name
 
 
 def datasets_by_name(configs: Iterable[Config]) -> dict[str, Config]:

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from layerkit_runner.processes.time_limit import finished_within
+from layerkit_runner.distributed.time_limit import finished_within
 
 # For one thing to be said or written. All of it takes less time than the other processes have
 # before they end as well, with the coordinator.

@@ -11,7 +11,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
-from layerkit_runner.command_line.flags import AUTO_ADDRESS, RunOptions
+from layerkit_runner.config.flags import AUTO_ADDRESS, RunOptions
 from layerkit_runner.errors import UsageError
 
 

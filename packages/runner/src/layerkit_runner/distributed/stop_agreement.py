@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from layerkit_runner.processes.watchdog import progress
+from layerkit_runner.distributed.watchdog import progress
 
 _POLL_SECONDS = 1.0
 _WAIT_SECONDS = 0.05

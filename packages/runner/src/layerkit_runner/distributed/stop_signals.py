@@ -19,8 +19,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from layerkit_runner.processes.forced_exit import forced_exit, say
-from layerkit_runner.processes.stop_agreement import KeyValueStore, Requests, StopAgreement
+from layerkit_runner.distributed.forced_exit import forced_exit, say
+from layerkit_runner.distributed.stop_agreement import KeyValueStore, Requests, StopAgreement
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAVE_SIGNAL = signal.SIGUSR1

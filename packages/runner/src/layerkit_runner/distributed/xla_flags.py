@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, MutableMapping
 
-from layerkit_runner.command_line.flag_table import RunOptions
+from layerkit_runner.config.flag_table import RunOptions
 from layerkit_runner.errors import UsageError
 
 # How much of a GPU's memory a program is given, here and in plans. The rest is for CUDA's context,

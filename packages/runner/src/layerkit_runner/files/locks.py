@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.job_files import open_append
+from layerkit_runner.files.atomic_write import open_append
 
 
 class NoLocksError(UsageError):

@@ -18,7 +18,7 @@ import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
-from layerkit_runner.checkpoints.structure import LeafPath, join, named_leaves
+from layerkit_runner.checkpointing.structure import LeafPath, join, named_leaves
 from layerkit_runner.errors import UsageError, first_names
 from layerkit_runner.init_from.folders import CheckpointFolder, recognise
 from layerkit_runner.init_from.matching import match
@@ -34,8 +34,8 @@ from layerkit_runner.init_from.provenance import RANDOM_INIT, Provenance, copy_o
 from layerkit_runner.init_from.settings import InitFrom, Source
 from layerkit_runner.init_from.stored_checkpoint import StoredCheckpoint
 from layerkit_runner.init_from.stored_hugging_face import StoredHuggingFace
-from layerkit_runner.steps.train_state import TrainState
-from layerkit_runner.task import SingleTask
+from layerkit_runner.training.task import SingleTask
+from layerkit_runner.training.train_state import TrainState
 
 if TYPE_CHECKING:
     from layerkit_runner.partitioning.partitioner import Partitioner

@@ -8,9 +8,9 @@ import re
 from etils import epath
 
 from layerkit.near_names import near_names
-from layerkit_runner.checkpoints import folders
+from layerkit_runner.checkpointing import folders
 from layerkit_runner.errors import UsageError, first_names
-from layerkit_runner.job_files import absolute
+from layerkit_runner.files.atomic_write import absolute
 
 _STEP_NAME = re.compile(rf"{folders.STEP_PREFIX}_(\d+)")
 

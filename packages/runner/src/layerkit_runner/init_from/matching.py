@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from layerkit.base_model import BaseModel
 from layerkit.near_names import near_names
-from layerkit_runner.checkpoints.structure import LeafPath, LeafSpec, join, named_leaves, spec_of
+from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec, join, named_leaves, spec_of
 from layerkit_runner.errors import UsageError
 from layerkit_runner.init_from.origins import (
     EMA,
@@ -26,7 +26,7 @@ from layerkit_runner.init_from.origins import (
 )
 from layerkit_runner.init_from.rules import Origin, Rule
 from layerkit_runner.init_from.settings import ADAPTER_WEIGHTS, InitFrom
-from layerkit_runner.steps.train_state import TrainState
+from layerkit_runner.training.train_state import TrainState
 
 _MOST_FAULTS = 20
 # (part of the names here, part of those there, the rule)

@@ -9,7 +9,7 @@ from typing import Protocol
 import jax
 import numpy as np
 
-from layerkit_runner.checkpoints.structure import LeafPath, LeafSpec
+from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec
 from layerkit_runner.init_from.rules import Origin
 from layerkit_runner.init_from.settings import Source
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from etils import epath
 
 from layerkit_runner.errors import first_names
-from layerkit_runner.job_files import atomic_write
+from layerkit_runner.files.atomic_write import atomic_write
 
 RECORD = "initial_values.json"
 RANDOM_INIT = "random_init"

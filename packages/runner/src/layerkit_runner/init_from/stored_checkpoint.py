@@ -8,20 +8,20 @@ from typing import Any
 import jax
 from etils import epath
 
-from layerkit_runner.checkpoints import (
+from layerkit_runner.checkpointing import (
     CheckpointManager,
     DamagedCheckpointError,
     LayoutVersionError,
     StateFormat,
     step_metadata,
 )
-from layerkit_runner.checkpoints.decoded_sizes import check_decoded_sizes
-from layerkit_runner.checkpoints.folders import committed_steps, step_folder
-from layerkit_runner.checkpoints.formats import format_of
-from layerkit_runner.checkpoints.integrity import verify
-from layerkit_runner.checkpoints.structure import LeafPath, LeafSpec
+from layerkit_runner.checkpointing.decoded_sizes import check_decoded_sizes
+from layerkit_runner.checkpointing.folders import committed_steps, step_folder
+from layerkit_runner.checkpointing.formats import format_of
+from layerkit_runner.checkpointing.integrity import verify
+from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec
+from layerkit_runner.distributed.process_exchange import from_process_0
 from layerkit_runner.errors import UsageError, first_names
-from layerkit_runner.processes.process_exchange import from_process_0
 
 
 class StoredCheckpoint:
@@ -54,7 +54,7 @@ class StoredCheckpoint:
         except LayoutVersionError as error:
             raise UsageError(str(error)) from error
         # Orbax takes most of a second to import.
-        from layerkit_runner.checkpoints import handlers
+        from layerkit_runner.checkpointing import handlers
 
         self.leaves: Mapping[LeafPath, LeafSpec] = handlers.stored_leaves(self._state)
 
@@ -70,7 +70,7 @@ class StoredCheckpoint:
         Raises:
           UsageError: A chunk would decompress to more than its array holds.
         """
-        from layerkit_runner.checkpoints import handlers
+        from layerkit_runner.checkpointing import handlers
 
         if format_of(self._state) is StateFormat.TENSORSTORE:
             chosen = {path: self.leaves[path] for path in wanted}

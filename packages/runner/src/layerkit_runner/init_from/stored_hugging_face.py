@@ -10,7 +10,7 @@ from etils import epath
 from layerkit.base_layer import PARAMS
 from layerkit.config import build
 from layerkit.interop.hugging_face import families, folder, importing, tensors
-from layerkit_runner.checkpoints.structure import LeafPath, LeafSpec
+from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec
 from layerkit_runner.errors import UsageError
 
 

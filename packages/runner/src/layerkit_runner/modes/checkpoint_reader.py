@@ -9,12 +9,12 @@ from typing import Any
 import jax
 from etils import epath
 
-from layerkit_runner.checkpoints import CheckpointManager, StructureMismatchError
-from layerkit_runner.checkpoints.folders import committed_steps, step_folder
-from layerkit_runner.checkpoints.integrity import step_digest
+from layerkit_runner.checkpointing import CheckpointManager, StructureMismatchError
+from layerkit_runner.checkpointing.folders import committed_steps, step_folder
+from layerkit_runner.checkpointing.integrity import step_digest
+from layerkit_runner.distributed.process_exchange import from_process_0, gather_values
+from layerkit_runner.distributed.watchdog import progress
 from layerkit_runner.errors import UsageError
-from layerkit_runner.job import Job
-from layerkit_runner.job_folder import check_same_experiment
 from layerkit_runner.modes.end_report import sample_text
 from layerkit_runner.modes.evaluation_records import (
     program_settings,
@@ -25,10 +25,10 @@ from layerkit_runner.modes.evaluation_records import (
 from layerkit_runner.modes.reported_metric import ReportedMetric
 from layerkit_runner.modes.start_report import run_info
 from layerkit_runner.modes.train import choose_step
-from layerkit_runner.processes.process_exchange import from_process_0, gather_values
-from layerkit_runner.processes.watchdog import progress
-from layerkit_runner.programs import BaseProgram, DecodeProgram
-from layerkit_runner.steps.train_state import TrainState
+from layerkit_runner.trainer import BaseProgram, DecodeProgram
+from layerkit_runner.trainer.job import Job
+from layerkit_runner.trainer.job_folder import check_same_experiment
+from layerkit_runner.training.train_state import TrainState
 
 
 @dataclasses.dataclass

@@ -13,18 +13,18 @@ from typing import Any
 
 import jax
 
-from layerkit_runner.byte_sizes import megabytes
+from layerkit_runner.config.experiment import experiment_fields
+from layerkit_runner.distributed.distributed import all_arrive
 from layerkit_runner.errors import UsageError
-from layerkit_runner.executor import Executor
-from layerkit_runner.experiment import experiment_fields
-from layerkit_runner.job import Job
-from layerkit_runner.job_files import atomic_write
-from layerkit_runner.job_folder import command_line, longer
+from layerkit_runner.files.atomic_write import atomic_write
+from layerkit_runner.files.byte_sizes import megabytes
 from layerkit_runner.modes.reported_metric import ReportedMetric
 from layerkit_runner.observers import draw_loss_curve, memory_scalars, metrics_path
 from layerkit_runner.observers.json_lines import encode
-from layerkit_runner.processes.distributed import all_arrive
-from layerkit_runner.steps.train_state import TrainState
+from layerkit_runner.trainer.executor import Executor
+from layerkit_runner.trainer.job import Job
+from layerkit_runner.trainer.job_folder import command_line, longer
+from layerkit_runner.training.train_state import TrainState
 
 ERRORS_FILE = "end_report_errors.txt"
 """Name of the file in the job folder that holds the tracebacks of failed parts."""

@@ -16,10 +16,10 @@ from typing import Any
 
 from etils import epath
 
-from layerkit_runner.job_files import atomic_write
+from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.observers.json_lines import encode
-from layerkit_runner.programs import BaseProgram
-from layerkit_runner.programs.made_from import describe_settings, differences
+from layerkit_runner.trainer import BaseProgram
+from layerkit_runner.trainer.provenance import describe_settings, differences
 
 # Counted up when metrics change their meaning, so that older records do not count.
 _FORMAT = 1

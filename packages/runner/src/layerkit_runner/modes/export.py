@@ -18,12 +18,12 @@ from layerkit.interop.hugging_face import (
     UnsupportedModelError,
     export_model,
 )
-from layerkit_runner.command_line.flags import RunOptions
-from layerkit_runner.configuration.resolve import ResolvedExperiment
+from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError
 from layerkit_runner.init_from.provenance import recorded_hugging_face
-from layerkit_runner.job import Job, start_job
 from layerkit_runner.modes.train import choose_step
+from layerkit_runner.trainer.job import Job, start_job
 
 
 def run_export(resolved: ResolvedExperiment, options: RunOptions) -> int:

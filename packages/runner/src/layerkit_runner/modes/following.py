@@ -13,15 +13,15 @@ from typing import Any
 
 from etils import epath
 
-from layerkit_runner.checkpoints import step_metadata
-from layerkit_runner.checkpoints.folders import committed_steps, step_folder
-from layerkit_runner.checkpoints.new_steps import NewSteps
+from layerkit_runner.checkpointing import step_metadata
+from layerkit_runner.checkpointing.checkpoint_watcher import NewSteps
+from layerkit_runner.checkpointing.folders import committed_steps, step_folder
+from layerkit_runner.distributed.process_exchange import from_process_0
+from layerkit_runner.distributed.stop_signals import StopSignals
+from layerkit_runner.distributed.watchdog import progress
 from layerkit_runner.errors import UsageError, first_names
-from layerkit_runner.executor import EARLY_STOPPING, ENDED
-from layerkit_runner.job_folder import recorded_num_train_steps
-from layerkit_runner.processes.process_exchange import from_process_0
-from layerkit_runner.processes.stop_signals import StopSignals
-from layerkit_runner.processes.watchdog import progress
+from layerkit_runner.trainer.executor import EARLY_STOPPING, ENDED
+from layerkit_runner.trainer.job_folder import recorded_num_train_steps
 
 # The folder is looked at more and more seldom while nothing comes.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 10.0

@@ -13,17 +13,17 @@ import contextlib
 
 import jax
 
-from layerkit_runner.command_line.flag_table import FOLLOWING_MODES
-from layerkit_runner.command_line.flags import RunOptions
-from layerkit_runner.configuration.resolve import ResolvedExperiment
+from layerkit_runner.config.flag_table import FOLLOWING_MODES
+from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.config.resolve import ResolvedExperiment
+from layerkit_runner.data.data_agreement import check_same_data
+from layerkit_runner.distributed.process_exchange import gather_values
+from layerkit_runner.distributed.stop_signals import StopRequestedError, StopSignals
 from layerkit_runner.errors import UsageError
-from layerkit_runner.feeds.data_agreement import check_same_data
-from layerkit_runner.job import Job, start_job
 from layerkit_runner.modes.checkpoint_reader import CheckpointReader
 from layerkit_runner.modes.following import follow
-from layerkit_runner.modes.programs import decode_programs, eval_programs, inputs_of
-from layerkit_runner.processes.process_exchange import gather_values
-from layerkit_runner.processes.stop_signals import StopRequestedError, StopSignals
+from layerkit_runner.trainer.build_programs import decode_programs, eval_programs, inputs_of
+from layerkit_runner.trainer.job import Job, start_job
 
 
 def run_inference(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 
 from layerkit.near_names import near_names
 from layerkit_runner.errors import UsageError, first_names
-from layerkit_runner.learning.early_stopping import EarlyStopping
-from layerkit_runner.metric_paths import program_of
-from layerkit_runner.programs import BaseProgram
-from layerkit_runner.steps.train_state import TrainState
-from layerkit_runner.task import SingleTask
-from layerkit_runner.train_hparams import TrainHParams
+from layerkit_runner.files.metric_paths import program_of
+from layerkit_runner.optim.early_stopping import EarlyStopping
+from layerkit_runner.trainer import BaseProgram
+from layerkit_runner.training.task import SingleTask
+from layerkit_runner.training.train_hparams import TrainHParams
+from layerkit_runner.training.train_state import TrainState
 
 
 def check_metric_names(

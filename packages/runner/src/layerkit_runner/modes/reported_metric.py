@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from layerkit.base_model import NATS_PER_TOKEN
-from layerkit_runner.task import SingleTask
+from layerkit_runner.training.task import SingleTask
 
 
 @dataclasses.dataclass(frozen=True)

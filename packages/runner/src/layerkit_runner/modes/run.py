@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING
 
 from layerkit.diagnostics import layer_of
 from layerkit.nested_map import MissingKeyError
-from layerkit_runner.byte_sizes import size_text
-from layerkit_runner.command_line.flag_table import FOLLOWING_MODES, ONCE_MODES
-from layerkit_runner.command_line.flags import RunOptions
-from layerkit_runner.configuration.resolve import ResolvedExperiment
+from layerkit_runner.config.experiment import BaseExperiment, experiment_fields
+from layerkit_runner.config.flag_table import FOLLOWING_MODES, ONCE_MODES
+from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.errors import StorageError, UsageError, layer_error_text
-from layerkit_runner.experiment import BaseExperiment, experiment_fields
-from layerkit_runner.job_files import open_append
+from layerkit_runner.files.atomic_write import open_append
+from layerkit_runner.files.byte_sizes import size_text
 
 if TYPE_CHECKING:
-    from layerkit_runner.processes.distributed import JoinedProcess
+    from layerkit_runner.distributed.distributed import JoinedProcess
 
 _FULL_OR_READ_ONLY = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
@@ -48,21 +48,21 @@ def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
     Each mode imports what it needs, so that planning does not wait for what only training uses.
     """
     if mode == "plan":
-        from layerkit_runner.plan.plan_mode import run_plan
+        from layerkit_runner.tools.plan.command import run_plan
 
         with _layer_errors(resolved):
             return run_plan(resolved, options)
     if options.job_log_dir is None:
         raise UsageError(f"--mode={mode} needs --job_log_dir=DIR")
-    from layerkit_runner.modes import export as export_mode
-    from layerkit_runner.modes import inference as inference_modes
-    from layerkit_runner.modes import train as train_mode
-    from layerkit_runner.processes.distributed import joined
-    from layerkit_runner.xla_flags import (
+    from layerkit_runner.distributed.distributed import joined
+    from layerkit_runner.distributed.xla_flags import (
         check_no_automatic_profile,
         set_compiler_flags,
         set_gpu_memory_share,
     )
+    from layerkit_runner.modes import export as export_mode
+    from layerkit_runner.modes import inference as inference_modes
+    from layerkit_runner.modes import train as train_mode
 
     if mode == "train":
         check_no_automatic_profile()
@@ -110,19 +110,19 @@ def _in_one_sentence(
     import jax
 
     from layerkit.layers.attention.backends import BackendRefusal
-    from layerkit_runner import checkpoints
+    from layerkit_runner import checkpointing
 
     try:
         yield
     except (
         BackendRefusal,
-        checkpoints.LayoutVersionError,
-        checkpoints.NewerManifestError,
-        checkpoints.ProcessCountError,
+        checkpointing.LayoutVersionError,
+        checkpointing.NewerManifestError,
+        checkpointing.ProcessCountError,
     ) as error:
         raise UsageError(f"{resolved.name}: {error}") from error
     except OSError as error:
-        if isinstance(error, checkpoints.SaveError) or error.errno in _FULL_OR_READ_ONLY:
+        if isinstance(error, checkpointing.SaveError) or error.errno in _FULL_OR_READ_ONLY:
             raise StorageError(str(error)) from error
         raise
     except jax.errors.JaxRuntimeError as error:
@@ -180,8 +180,8 @@ def memory_remedies(mode: str, experiment: BaseExperiment) -> str:
 
 def _kept_traceback(error: BaseException, process: JoinedProcess) -> str:
     """Append the whole error to the process's log, or else print it; return where it is."""
-    from layerkit_runner.processes.forced_exit import SECONDS_TO_WRITE
-    from layerkit_runner.processes.time_limit import finished_within
+    from layerkit_runner.distributed.forced_exit import SECONDS_TO_WRITE
+    from layerkit_runner.distributed.time_limit import finished_within
 
     text = "".join(traceback.format_exception(error))
     logs: list[Path] = []
@@ -199,7 +199,7 @@ def _kept_traceback(error: BaseException, process: JoinedProcess) -> str:
 
 
 def _watched(process: JoinedProcess, mode: str) -> contextlib.AbstractContextManager[None]:
-    from layerkit_runner.processes.watchdog import watched
+    from layerkit_runner.distributed.watchdog import watched
 
     # An export is a few long strokes, which say nothing in between.
     seconds = None if mode == "export" else process.options.hung_step_timeout_secs

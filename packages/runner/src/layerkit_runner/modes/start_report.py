@@ -12,13 +12,13 @@ import jax
 
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.prefetch import Prefetch
-from layerkit_runner.byte_sizes import megabytes
-from layerkit_runner.job import Job, versions
+from layerkit_runner.distributed.xla_flags import flag_lines
+from layerkit_runner.files.byte_sizes import megabytes
 from layerkit_runner.observers import RunInfo
-from layerkit_runner.programs import TrainPrograms
-from layerkit_runner.steps.compiled_memory import temporary_bytes
-from layerkit_runner.steps.train_state import TrainState
-from layerkit_runner.xla_flags import flag_lines
+from layerkit_runner.trainer import TrainPrograms
+from layerkit_runner.trainer.job import Job, versions
+from layerkit_runner.training.compiled_memory import temporary_bytes
+from layerkit_runner.training.train_state import TrainState
 
 
 class LayerNotes(logging.Handler):

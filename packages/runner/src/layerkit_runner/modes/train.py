@@ -20,48 +20,48 @@ import jax
 
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.prefetch import Prefetch
-from layerkit_runner.checkpoints import CheckpointManager, SaveTimeoutError
-from layerkit_runner.command_line.flags import RunOptions
-from layerkit_runner.configuration.resolve import ResolvedExperiment
+from layerkit_runner.checkpointing import CheckpointManager, SaveTimeoutError
+from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.config.resolve import ResolvedExperiment
+from layerkit_runner.data.data_agreement import check_same_data
+from layerkit_runner.data.infeed import peek_batch, told_in_one_line
+from layerkit_runner.distributed.distributed import coordinator_store
+from layerkit_runner.distributed.forced_exit import before_forced_exit, forced_exit_on
+from layerkit_runner.distributed.process_exchange import gather_values
+from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.errors import StorageError, UsageError, layer_error_text
-from layerkit_runner.executor import (
-    EARLY_STOPPING,
-    eval_input_key,
-    executor_class,
-)
-from layerkit_runner.feeds.data_agreement import check_same_data
-from layerkit_runner.feeds.infeed import peek_batch, told_in_one_line
 from layerkit_runner.init_from import FirstState, plan_first_state
 from layerkit_runner.init_from.provenance import write_record
 from layerkit_runner.init_from.settings import init_from_flags
-from layerkit_runner.job import Job, start_job, versions
-from layerkit_runner.job_folder import (
-    check_no_sweep,
-    last_step_path,
-    only_trainer,
-    write_config,
-)
-from layerkit_runner.learning.early_stopping import EarlyStop
 from layerkit_runner.modes import end_report
-from layerkit_runner.modes.programs import (
+from layerkit_runner.modes.metric_checks import check_best_metric, check_metric_names
+from layerkit_runner.modes.start_report import LayerNotes, compiled_lines, run_info, start_lines
+from layerkit_runner.observers import DECODE_PREFIX, RunInfo, StepWork, Throughput, peak_flops
+from layerkit_runner.observers.step_profiler import StepProfiler, profiler_server
+from layerkit_runner.optim.early_stopping import EarlyStop
+from layerkit_runner.trainer import BaseProgram, TrainPrograms
+from layerkit_runner.trainer.build_programs import (
     decode_programs,
     eval_programs,
     eval_train_programs,
     inputs_of,
     train_programs,
 )
-from layerkit_runner.modes.start_report import LayerNotes, compiled_lines, run_info, start_lines
-from layerkit_runner.modes.wanted_metrics import check_best_metric, check_metric_names
-from layerkit_runner.observers import DECODE_PREFIX, RunInfo, StepWork, Throughput, peak_flops
-from layerkit_runner.observers.step_profiler import StepProfiler, profiler_server
-from layerkit_runner.processes.distributed import coordinator_store
-from layerkit_runner.processes.forced_exit import before_forced_exit, forced_exit_on
-from layerkit_runner.processes.process_exchange import gather_values
-from layerkit_runner.processes.stop_signals import StopSignals
-from layerkit_runner.programs import BaseProgram, TrainPrograms
-from layerkit_runner.programs.skipped_steps import SKIPPED_STEPS
-from layerkit_runner.restart_check import check_restart, forget_checkpoint
-from layerkit_runner.steps.step_flops import model_flops_per_step
+from layerkit_runner.trainer.executor import (
+    EARLY_STOPPING,
+    eval_input_key,
+    executor_class,
+)
+from layerkit_runner.trainer.job import Job, start_job, versions
+from layerkit_runner.trainer.job_folder import (
+    check_no_sweep,
+    last_step_path,
+    only_trainer,
+    write_config,
+)
+from layerkit_runner.trainer.restart_check import check_restart, forget_checkpoint
+from layerkit_runner.trainer.skipped_steps import SKIPPED_STEPS
+from layerkit_runner.training.step_flops import model_flops_per_step
 
 
 def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
@@ -249,7 +249,7 @@ def _prepare(
 def _step_work(job: Job, dataset: Prefetch) -> StepWork:
     batch, rows = dataset.peek(), dataset.global_batch_size
     columns = batch.ids.shape[1] if "ids" in batch else 0
-    flops = model_flops_per_step(job.resolved, batch, rows)
+    flops = model_flops_per_step(job.resolved.task, batch, rows)
     return StepWork(examples=rows, tokens=rows * columns, flops=flops)
 
 

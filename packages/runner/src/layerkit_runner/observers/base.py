@@ -36,7 +36,7 @@ class RunInfo:
       tokens_per_step: tokens of one global batch, the mean where several data sets take turns; 0
         when the notion does not apply.
       examples_per_step: examples of one global batch, likewise.
-      flops_per_step: model FLOPs of one global training step (see `layerkit_runner.steps.flops`).
+      flops_per_step: model FLOPs of one global training step (see `training/flops.py`).
       num_devices: devices that share a step.
       device_kind: as JAX names it, such as 'TPU v5 lite'.
       peak_flops_per_device: dense bfloat16 FLOP/s (see `device_peaks`).

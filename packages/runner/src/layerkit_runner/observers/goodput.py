@@ -27,7 +27,7 @@ from typing import Any
 
 from etils import epath
 
-from layerkit_runner.job_files import atomic_write
+from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.observers.background import Background
 from layerkit_runner.observers.base import Observer, RunInfo
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from etils import epath
 
-from layerkit_runner.job_files import atomic_write
+from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.observers.metrics_log import Metrics, Record, read_metrics
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from typing import Any
 import jax
 from etils import epath
 
-from layerkit_runner.byte_sizes import megabytes
 from layerkit_runner.errors import UsageError
-from layerkit_runner.job_files import atomic_write
+from layerkit_runner.files.atomic_write import atomic_write
+from layerkit_runner.files.byte_sizes import megabytes
 
 CAPTURE_SIGNAL = signal.SIGUSR2
 STEP_EVENT = "train"

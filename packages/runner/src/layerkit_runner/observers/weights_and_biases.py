@@ -21,7 +21,7 @@ import numpy as np
 from etils import epath
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.job_files import atomic_write
+from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.observers.background import Background
 from layerkit_runner.observers.base import Histogram, Observer, RunInfo
 

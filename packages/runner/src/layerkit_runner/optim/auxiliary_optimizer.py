@@ -11,9 +11,9 @@ import optax
 
 from layerkit.config import Configurable, instance_field
 from layerkit_runner.errors import UsageError
-from layerkit_runner.learning.concrete_numbers import concrete_number
-from layerkit_runner.learning.optimizer_groups import MAIN
-from layerkit_runner.learning.trained_weights import check_patterns
+from layerkit_runner.optim.concrete_numbers import concrete_number
+from layerkit_runner.optim.optimizer_groups import MAIN
+from layerkit_runner.optim.trained_weights import check_patterns
 
 
 class AuxiliaryOptimizer(Configurable):

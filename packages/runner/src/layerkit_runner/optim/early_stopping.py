@@ -14,9 +14,9 @@ from typing import Any
 
 from layerkit.config import Configurable
 from layerkit.near_names import near_names
+from layerkit_runner.distributed.process_exchange import from_process_0
 from layerkit_runner.errors import UsageError, first_names
-from layerkit_runner.metric_paths import program_of
-from layerkit_runner.processes.process_exchange import from_process_0
+from layerkit_runner.files.metric_paths import program_of
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 

@@ -16,11 +16,11 @@ import optax
 
 from layerkit.config import Configurable, instance_field
 from layerkit_runner.errors import UsageError
-from layerkit_runner.learning.auxiliary_optimizer import make_transformation
-from layerkit_runner.learning.optimizer_calls import is_schedule_free
-from layerkit_runner.learning.optimizer_groups import MAIN, NamedOptimizer, OptimizerGroups
-from layerkit_runner.learning.stacked_weights import Stacks, map_tensors
-from layerkit_runner.learning.trained_weights import TrainedWeights
+from layerkit_runner.optim.auxiliary_optimizer import make_transformation
+from layerkit_runner.optim.optimizer_calls import is_schedule_free
+from layerkit_runner.optim.optimizer_groups import MAIN, NamedOptimizer, OptimizerGroups
+from layerkit_runner.optim.stacked_weights import Stacks, map_tensors
+from layerkit_runner.optim.trained_weights import TrainedWeights
 
 Schedule = Callable[[jax.Array], jax.Array]
 
@@ -145,7 +145,7 @@ class Learner(Configurable):
 
         Args:
           params: All weights, nested dicts `[...]`.
-          stacks: Which of them are stacked; see `layerkit_runner.learning.stacked_weights`.
+          stacks: Which of them are stacked; see `layerkit_runner.optim.stacked_weights`.
 
         Raises:
           UsageError: a pattern matches no weight, or no weight is left to train; an optimizer that

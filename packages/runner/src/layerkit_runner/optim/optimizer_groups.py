@@ -19,9 +19,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from layerkit.near_names import near_names
 from layerkit_runner.errors import UsageError, first_names
-from layerkit_runner.learning import optimizer_calls
-from layerkit_runner.learning.optimizer_reach import Reach, reach_of
-from layerkit_runner.learning.stacked_weights import Path, Stacks, over_stack
+from layerkit_runner.optim import optimizer_calls
+from layerkit_runner.optim.optimizer_reach import Reach, reach_of
+from layerkit_runner.optim.stacked_weights import Path, Stacks, over_stack
 
 MAIN = "main"
 

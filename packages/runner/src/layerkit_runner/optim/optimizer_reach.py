@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from layerkit_runner.learning import optimizer_calls
+from layerkit_runner.optim import optimizer_calls
 
 # Primitives in whose results several entries of an array meet.
 _MIXING = re.compile(

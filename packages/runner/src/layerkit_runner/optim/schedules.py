@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import optax
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.learning.concrete_numbers import concrete_number
+from layerkit_runner.optim.concrete_numbers import concrete_number
 
 # Of the int32 in which a training state counts its steps.
 _LAST_STEP = 2**31 - 1

@@ -15,7 +15,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from layerkit.config import Configurable
 from layerkit.near_names import near_names
 from layerkit_runner.errors import UsageError, first_names
-from layerkit_runner.learning.trained_weights import check_patterns
+from layerkit_runner.optim.trained_weights import check_patterns
 
 # Folded into a step's key, so that no layer draws these numbers.
 _STREAM = 0x766E

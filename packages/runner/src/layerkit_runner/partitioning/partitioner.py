@@ -20,11 +20,11 @@ from layerkit.config import Configurable
 from layerkit.nested_map import NestedMap
 from layerkit.sharding import BoundSharding
 from layerkit_runner.errors import UsageError
-from layerkit_runner.partitioning import uneven
+from layerkit_runner.partitioning import padding
 from layerkit_runner.partitioning.state_axes import axes_by_path, map_with_axes
-from layerkit_runner.steps.batch_specs import batch_spec
-from layerkit_runner.steps.train_state import TrainState
-from layerkit_runner.task import SingleTask
+from layerkit_runner.training.batch_specs import batch_spec
+from layerkit_runner.training.task import SingleTask
+from layerkit_runner.training.train_state import TrainState
 
 ROWS = "rows"
 REPLICATED = "replicated"
@@ -36,7 +36,7 @@ class _PlacedState:
 
     task: SingleTask
     on_devices: TrainState
-    padded: uneven.Uneven
+    padded: padding.Uneven
 
 
 class Partitioner(Configurable):
@@ -102,9 +102,9 @@ class Partitioner(Configurable):
         return self._place(task).on_devices
 
     def abstract_stored_state(self, task: SingleTask) -> TrainState:
-        """The same as a checkpoint holds it: nothing is padded (`partitioning/uneven.py`)."""
+        """The same as a checkpoint holds it: nothing is padded (`partitioning/padding.py`)."""
         placed = self._place(task)
-        return uneven.stored_shapes(placed.on_devices, placed.padded)
+        return padding.stored_shapes(placed.on_devices, placed.padded)
 
     def _place(self, task: SingleTask) -> _PlacedState:
         if self._placed is None or self._placed.task is not task:
@@ -113,12 +113,12 @@ class Partitioner(Configurable):
 
     def _place_state(self, task: SingleTask) -> _PlacedState:
         boxed, state = jax.eval_shape(lambda: task.init_boxed_state(jax.random.key(0)))
-        arrays: dict[str, uneven.UnevenArray] = {}
+        arrays: dict[str, padding.UnevenArray] = {}
 
         def place(path: str, axes: Any, leaf: Any) -> jax.ShapeDtypeStruct:
             spec = self._weight_spec(path, axes, leaf.shape)
             sharding = NamedSharding(self.mesh, spec)
-            array = uneven.UnevenArray(leaf.shape, leaf.dtype, tuple(axes), sharding)
+            array = padding.UnevenArray(leaf.shape, leaf.dtype, tuple(axes), sharding)
             if array.padded_shape != leaf.shape:
                 arrays[path] = array
             return array.on_devices
@@ -128,7 +128,7 @@ class Partitioner(Configurable):
 
     def padding_text(self, task: SingleTask) -> str:
         """Which weights are padded on the devices, and how; "" if the mesh divides them all."""
-        return uneven.padding_text(self._place(task).padded)
+        return padding.padding_text(self._place(task).padded)
 
     def state_shardings(self, task: SingleTask) -> TrainState:
         """The shardings of the state on the devices."""
@@ -139,11 +139,11 @@ class Partitioner(Configurable):
 
         What the mesh divides is the very same array.
         """
-        return uneven.to_storage(state, self._place(task).padded)
+        return padding.to_storage(state, self._place(task).padded)
 
     def device_state(self, task: SingleTask, stored: TrainState) -> TrainState:
         """The state on the devices, of what storage gave for `abstract_stored_state`."""
-        return uneven.to_devices(stored, self._place(task).padded)
+        return padding.to_devices(stored, self._place(task).padded)
 
     def init_fn(self, task: SingleTask) -> Callable[[], TrainState]:
         """A jitted function that makes the first state, born sharded: no device or host ever
@@ -167,20 +167,9 @@ class Partitioner(Configurable):
         arrays = self._place(task).padded
 
         def making(*args: Any) -> TrainState:
-            return uneven.padded(function(*args), arrays)
+            return padding.padded(function(*args), arrays)
 
         return jax.jit(making, out_shardings=self.state_shardings(task), **options)
-
-    def first_state(self, task: SingleTask) -> TrainState:
-        """The state before the first step, with the task's initial weights.
-
-        Raises:
-          UsageError: these cannot be read, or do not fit the model.
-        """
-        # Reading takes checkpoints and their storage, which other modes do not need.
-        from layerkit_runner.init_from.first_state import plan_first_state
-
-        return plan_first_state(self, task)().state
 
     def train_step_fn(self, task: SingleTask) -> Any:
         """Jitted `(state, batch) -> (state, (metrics, scalars))`; the given state is consumed."""
@@ -188,8 +177,8 @@ class Partitioner(Configurable):
         step = self._spread(task.train_step, output=REPLICATED)
 
         def train_step(state: TrainState, batch: NestedMap) -> tuple[TrainState, Any]:
-            state, reported = step(uneven.cut(state, arrays), batch)
-            return uneven.padded(state, arrays), reported
+            state, reported = step(padding.cut(state, arrays), batch)
+            return padding.padded(state, arrays), reported
 
         return jax.jit(
             train_step,
@@ -272,7 +261,7 @@ class Partitioner(Configurable):
         arrays = self._place(task).padded
 
         def reading(state: TrainState, *rest: Any) -> Any:
-            return function(uneven.cut(state, arrays), *rest)
+            return function(padding.cut(state, arrays), *rest)
 
         jitted = jax.jit(
             reading,

@@ -15,9 +15,9 @@ import jax
 
 from layerkit.base_layer import PARAMS
 from layerkit.config import target_of
-from layerkit_runner.configuration.catalogue import CatalogueLine
-from layerkit_runner.configuration.resolve import resolve
-from layerkit_runner.experiment import BaseExperiment, experiment_fields
+from layerkit_runner.config.catalogue import CatalogueLine
+from layerkit_runner.config.experiment import BaseExperiment, experiment_fields
+from layerkit_runner.config.resolve import resolve
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 
 

@@ -26,10 +26,10 @@ from typing import Any
 from etils import epath
 
 from layerkit.near_names import near_names
-from layerkit_runner.checkpoints import evaluations, folders, formats, integrity, inventory
-from layerkit_runner.checkpoints.errors import DamagedCheckpointError, LayoutVersionError
+from layerkit_runner.checkpointing import evaluations, folders, formats, integrity, inventory
+from layerkit_runner.checkpointing.errors import DamagedCheckpointError, LayoutVersionError
 from layerkit_runner.errors import StorageError, UsageError, first_names
-from layerkit_runner.job_files import absolute
+from layerkit_runner.files.atomic_write import absolute
 
 _SAFETENSORS = "safetensors"
 _TARGETS = (*(kind.value for kind in formats.StateFormat), _SAFETENSORS)
@@ -145,7 +145,7 @@ def _verify(options: argparse.Namespace) -> int:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    from layerkit_runner.checkpoints import conversion, finite
+    from layerkit_runner.checkpointing import conversion, finite
 
     directory = _existing(options.directory)
     is_damaged = False
@@ -165,7 +165,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    from layerkit_runner.checkpoints import handlers, structure
+    from layerkit_runner.checkpointing import handlers, structure
 
     directory = _existing(options.directory)
     step = _one_step(directory, options.step)
@@ -185,7 +185,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _copy(options: argparse.Namespace) -> int:
-    from layerkit_runner.checkpoints import copying
+    from layerkit_runner.checkpointing import copying
 
     source = _existing(options.directory)
     destination = _checkpoints_of(options.destination)
@@ -232,7 +232,7 @@ def _convert(options: argparse.Namespace) -> int:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    from layerkit_runner.checkpoints import conversion
+    from layerkit_runner.checkpointing import conversion
 
     source = _existing(options.directory)
     step = _one_step(source, options.step)

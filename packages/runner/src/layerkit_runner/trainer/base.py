@@ -10,8 +10,8 @@ from layerkit_inputs.base_input import BaseInput
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import Observer
 from layerkit_runner.partitioning import Partitioner
-from layerkit_runner.steps.train_state import TrainState
-from layerkit_runner.task import SingleTask
+from layerkit_runner.training.task import SingleTask
+from layerkit_runner.training.train_state import TrainState
 
 
 class BaseProgram:

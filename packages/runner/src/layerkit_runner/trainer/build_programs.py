@@ -11,13 +11,12 @@ from typing import Any
 from layerkit.config import Config, assigned_fields, target_of
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.prefetch import Prefetch
-from layerkit_runner.configuration.filled_in import check_filled_in
-from layerkit_runner.configuration.resolve import ResolvedExperiment
+from layerkit_runner.config.required_fields import check_filled_in
+from layerkit_runner.config.resolve import ResolvedExperiment
+from layerkit_runner.data.infeed import make_input
+from layerkit_runner.data.training_data import chosen_dataset, datasets_by_name, training_configs
 from layerkit_runner.errors import UsageError, first_names
-from layerkit_runner.feeds.infeed import make_input
-from layerkit_runner.feeds.training_data import chosen_dataset, datasets_by_name, training_configs
-from layerkit_runner.job import Job
-from layerkit_runner.programs import (
+from layerkit_runner.trainer import (
     BaseProgram,
     DecodeProgram,
     EvalProgram,
@@ -25,7 +24,8 @@ from layerkit_runner.programs import (
     TrainPrograms,
     eval_train,
 )
-from layerkit_runner.programs.skipped_steps import SkippedSteps
+from layerkit_runner.trainer.job import Job
+from layerkit_runner.trainer.skipped_steps import SkippedSteps
 
 # Of a training program, besides its data set: an experiment names that and job makes it.
 _FILLED_IN = ("task", "partitioner", "name")

@@ -16,16 +16,16 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from layerkit_inputs.base_input import BaseInput
+from layerkit_runner.data.infeed import eval_batches
+from layerkit_runner.data.skipped_records import report_skipped
+from layerkit_runner.distributed.process_exchange import from_process_0
 from layerkit_runner.errors import UsageError
-from layerkit_runner.feeds.infeed import eval_batches
-from layerkit_runner.feeds.skipped_records import report_skipped
 from layerkit_runner.observers import DECODE_PREFIX, Observer
 from layerkit_runner.observers.json_lines import encode
 from layerkit_runner.partitioning import Partitioner
-from layerkit_runner.processes.process_exchange import from_process_0
-from layerkit_runner.programs.base import BaseProgram
-from layerkit_runner.programs.decode_records import DecodedRecords, sample_text
-from layerkit_runner.programs.made_from import (
+from layerkit_runner.trainer.base import BaseProgram
+from layerkit_runner.trainer.decode_records import DecodedRecords, sample_text
+from layerkit_runner.trainer.provenance import (
     describe_settings,
     differences,
     npz_beside,
@@ -33,9 +33,9 @@ from layerkit_runner.programs.made_from import (
     weights_digest_fn,
     write_with_made_from,
 )
-from layerkit_runner.steps.by_example import ByExample, as_floats, check_has_provenance
-from layerkit_runner.steps.train_state import TrainState
-from layerkit_runner.task import SingleTask
+from layerkit_runner.training.by_example import ByExample, as_floats, check_has_provenance
+from layerkit_runner.training.task import SingleTask
+from layerkit_runner.training.train_state import TrainState
 
 # Counted up when records change, so that those of an older form are made again.
 _RECORD_FORMAT = 2

@@ -14,18 +14,18 @@ from etils import epath
 
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
+from layerkit_runner.data.infeed import eval_batches, peek_batch
+from layerkit_runner.data.skipped_records import SKIPPED_RECORDS, report_skipped
+from layerkit_runner.distributed.process_exchange import from_process_0
 from layerkit_runner.errors import UsageError
-from layerkit_runner.feeds.infeed import eval_batches, peek_batch
-from layerkit_runner.feeds.skipped_records import SKIPPED_RECORDS, report_skipped
 from layerkit_runner.observers import TOTAL_WEIGHT, Observer
 from layerkit_runner.partitioning import Partitioner
-from layerkit_runner.processes.process_exchange import from_process_0
-from layerkit_runner.programs.base import BaseProgram
-from layerkit_runner.programs.padding_check import PaddingCheck
-from layerkit_runner.steps.by_example import ByExample, as_floats, check_has_provenance
-from layerkit_runner.steps.metrics import OverBatches, names_of_numbers
-from layerkit_runner.steps.train_state import TrainState
-from layerkit_runner.task import SingleTask
+from layerkit_runner.trainer.base import BaseProgram
+from layerkit_runner.trainer.padding_check import PaddingCheck
+from layerkit_runner.training.by_example import ByExample, as_floats, check_has_provenance
+from layerkit_runner.training.metrics import OverBatches, names_of_numbers
+from layerkit_runner.training.task import SingleTask
+from layerkit_runner.training.train_state import TrainState
 
 SCORE_PREFIX = "score/"
 

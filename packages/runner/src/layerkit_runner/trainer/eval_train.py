@@ -13,10 +13,10 @@ import jax
 from layerkit.nested_map import NestedMap
 from layerkit_runner.observers import TOTAL_WEIGHT, Observer
 from layerkit_runner.partitioning import Partitioner
-from layerkit_runner.programs.base import BaseProgram
-from layerkit_runner.steps.metrics import OverBatches, names_of_numbers
-from layerkit_runner.steps.train_state import TrainState
-from layerkit_runner.task import SingleTask
+from layerkit_runner.trainer.base import BaseProgram
+from layerkit_runner.training.metrics import OverBatches, names_of_numbers
+from layerkit_runner.training.task import SingleTask
+from layerkit_runner.training.train_state import TrainState
 
 NAME = "train"
 """What it is called in outputs: `train/loss`, and the folder `summaries/eval_train`."""

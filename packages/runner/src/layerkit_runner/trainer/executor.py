@@ -14,20 +14,20 @@ from typing import Any
 
 from layerkit.config import target_of
 from layerkit.near_names import near_names
-from layerkit_runner.checkpoints import CheckpointManager
-from layerkit_runner.configuration.filled_in import check_filled_in
-from layerkit_runner.configuration.resolve import ResolvedExperiment
+from layerkit_runner.checkpointing import CheckpointManager
+from layerkit_runner.config.required_fields import check_filled_in
+from layerkit_runner.config.resolve import ResolvedExperiment
+from layerkit_runner.distributed.stop_signals import StopRequestedError, StopSignals
+from layerkit_runner.distributed.watchdog import progress
 from layerkit_runner.errors import NonFiniteError, UsageError, first_names
-from layerkit_runner.learning.early_stopping import EarlyStop
-from layerkit_runner.metric_paths import by_path, program_of
+from layerkit_runner.files.metric_paths import by_path, program_of
 from layerkit_runner.observers import DECODE_PREFIX, Goodput, Observer, Throughput
 from layerkit_runner.observers.step_profiler import StepProfiler
-from layerkit_runner.processes.stop_signals import StopRequestedError, StopSignals
-from layerkit_runner.processes.watchdog import progress
-from layerkit_runner.programs import BaseProgram, TrainPrograms
-from layerkit_runner.programs.skipped_steps import SKIPPED_STEPS
-from layerkit_runner.steps.train_state import TrainState
-from layerkit_runner.train_hparams import TrainHParams
+from layerkit_runner.optim.early_stopping import EarlyStop
+from layerkit_runner.trainer import BaseProgram, TrainPrograms
+from layerkit_runner.trainer.skipped_steps import SKIPPED_STEPS
+from layerkit_runner.training.train_hparams import TrainHParams
+from layerkit_runner.training.train_state import TrainState
 
 EARLY_STOPPING = "early_stopping"
 """Under which the metadata of a checkpoint hold what early stopping remembers."""

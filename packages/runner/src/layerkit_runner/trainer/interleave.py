@@ -12,11 +12,11 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.errors import UsageError
-from layerkit_runner.processes.stop_signals import StopSignals
-from layerkit_runner.programs.skipped_steps import SkippedSteps
-from layerkit_runner.programs.train import TrainProgram
-from layerkit_runner.steps.train_state import TrainState
+from layerkit_runner.trainer.skipped_steps import SkippedSteps
+from layerkit_runner.trainer.train import TrainProgram
+from layerkit_runner.training.train_state import TrainState
 
 _TRAINING = "train/"
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from layerkit_runner.checkpoints import (
+from layerkit_runner.checkpointing import (
     CheckpointManager,
     CheckpointPolicy,
     DamagedCheckpointError,
@@ -24,18 +24,15 @@ from layerkit_runner.checkpoints import (
     finite,
     structure,
 )
-from layerkit_runner.checkpoints.folders import step_folder
-from layerkit_runner.command_line.flags import RunOptions
-from layerkit_runner.compilation_cache import cache_folder, make_private
-from layerkit_runner.configuration.config_text import config_json
-from layerkit_runner.configuration.resolve import ResolvedExperiment
+from layerkit_runner.checkpointing.folders import step_folder
+from layerkit_runner.config.compilation_cache import cache_folder, make_private
+from layerkit_runner.config.config_text import config_json
+from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.config.resolve import ResolvedExperiment
+from layerkit_runner.distributed.platforms import start_devices
+from layerkit_runner.distributed.xla_flags import check_devices
 from layerkit_runner.errors import UsageError, layer_error_text
-from layerkit_runner.job_files import UnsafePathError, absolute
-from layerkit_runner.job_folder import (
-    changes_since_recorded,
-    check_same_experiment,
-    check_writable,
-)
+from layerkit_runner.files.atomic_write import UnsafePathError, absolute
 from layerkit_runner.observers import (
     Goodput,
     GoodputLog,
@@ -47,11 +44,14 @@ from layerkit_runner.observers import (
     WeightsAndBiases,
 )
 from layerkit_runner.partitioning import Partitioner, PmapPartitioner
-from layerkit_runner.platforms import start_devices
-from layerkit_runner.restart_check import record_checkpoint
-from layerkit_runner.steps.train_state import TRAINING_ONLY, TrainState
-from layerkit_runner.task import SingleTask
-from layerkit_runner.xla_flags import check_devices
+from layerkit_runner.trainer.job_folder import (
+    changes_since_recorded,
+    check_same_experiment,
+    check_writable,
+)
+from layerkit_runner.trainer.restart_check import record_checkpoint
+from layerkit_runner.training.task import SingleTask
+from layerkit_runner.training.train_state import TRAINING_ONLY, TrainState
 
 _DISTRIBUTIONS = ("layerkit", "layerkit-runner", "jax", "flax", "optax", "orbax-checkpoint")
 

@@ -19,16 +19,16 @@ from typing import Any
 
 from etils import epath
 
-from layerkit_runner.command_line.flags import RunOptions, parse_flags
-from layerkit_runner.command_line.run_words import run_words
-from layerkit_runner.configuration.config_text import config_json, config_text
-from layerkit_runner.configuration.recorded import RecordedConfig, read_recorded_config
-from layerkit_runner.configuration.resolve import ResolvedExperiment
+from layerkit_runner.config.config_text import config_json, config_text
+from layerkit_runner.config.experiment import experiment_fields, reduced_overrides, reduced_values
+from layerkit_runner.config.flags import RunOptions, parse_flags
+from layerkit_runner.config.recorded import RecordedConfig, read_recorded_config
+from layerkit_runner.config.resolve import ResolvedExperiment
+from layerkit_runner.config.run_words import run_words
 from layerkit_runner.errors import UsageError
-from layerkit_runner.experiment import experiment_fields, reduced_overrides, reduced_values
-from layerkit_runner.file_locks import NoLocksError, delete_and_unlock, try_lock
-from layerkit_runner.job_files import atomic_write, check_links, remove_stale_partials
-from layerkit_runner.sweeps.folder import RECORD as STUDY_RECORD
+from layerkit_runner.files.atomic_write import atomic_write, check_links, remove_stale_partials
+from layerkit_runner.files.locks import NoLocksError, delete_and_unlock, try_lock
+from layerkit_runner.tools.sweep.folder import RECORD as STUDY_RECORD
 
 # Locked while a job trains here; holds its host and process.
 _RUNNING = ".running"

@@ -12,7 +12,7 @@ from layerkit.base_model import WeightedScalar
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.eval_padding import empty_batch, example_rows, num_rows_of
-from layerkit_runner.processes.process_exchange import gather_values
+from layerkit_runner.distributed.process_exchange import gather_values
 
 
 class PaddingCheck:

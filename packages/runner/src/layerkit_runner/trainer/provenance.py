@@ -21,10 +21,10 @@ import numpy as np
 from etils import epath
 
 from layerkit_inputs.base_input import BaseInput
-from layerkit_runner.job_files import atomic_write
+from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.partitioning import Partitioner
-from layerkit_runner.steps.train_state import TrainState
-from layerkit_runner.task import SingleTask
+from layerkit_runner.training.task import SingleTask
+from layerkit_runner.training.train_state import TrainState
 
 # What is decided by the devices and processes at hand, or only names things.
 _PLACE_FIELDS = frozenset(

@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 from etils import epath
 
-from layerkit_runner.checkpoints import folders
-from layerkit_runner.checkpoints.errors import SaveError
+from layerkit_runner.checkpointing import folders
+from layerkit_runner.checkpointing.errors import SaveError
+from layerkit_runner.distributed.process_exchange import from_process_0
 from layerkit_runner.errors import UsageError
-from layerkit_runner.job_files import atomic_write
-from layerkit_runner.processes.process_exchange import from_process_0
+from layerkit_runner.files.atomic_write import atomic_write
 
 FILE_NAME = "last_checkpoint.json"
 FLAG = "allow_restart_from_scratch"

@@ -16,22 +16,22 @@ import jax
 from layerkit.nested_map import NestedMap
 from layerkit.summaries import Summary
 from layerkit_inputs.prefetch import Prefetch
+from layerkit_runner.data.device_feed import DeviceFeed
+from layerkit_runner.data.infeed import peek_batch
+from layerkit_runner.data.skipped_records import SkippedRecords
+from layerkit_runner.distributed.stop_signals import StopSignals
+from layerkit_runner.distributed.watchdog import progress
 from layerkit_runner.errors import UsageError
-from layerkit_runner.feeds.device_feed import DeviceFeed
-from layerkit_runner.feeds.infeed import peek_batch
-from layerkit_runner.feeds.skipped_records import SkippedRecords
 from layerkit_runner.observers import Goodput, Observer, StepWork, Throughput, memory_scalars
 from layerkit_runner.observers.step_profiler import STEP_EVENT
 from layerkit_runner.observers.weight_summaries import histograms as weight_histograms
 from layerkit_runner.observers.weight_summaries import weight_summary_fn
 from layerkit_runner.partitioning import Partitioner
-from layerkit_runner.processes.stop_signals import StopSignals
-from layerkit_runner.processes.watchdog import progress
-from layerkit_runner.programs.skipped_steps import SkippedSteps
-from layerkit_runner.steps.layer_summaries import for_observers, has_arrays
-from layerkit_runner.steps.metrics import OverBatches
-from layerkit_runner.steps.train_state import TrainState
-from layerkit_runner.task import SingleTask
+from layerkit_runner.trainer.skipped_steps import SkippedSteps
+from layerkit_runner.training.layer_summaries import for_observers, has_arrays
+from layerkit_runner.training.metrics import OverBatches
+from layerkit_runner.training.task import SingleTask
+from layerkit_runner.training.train_state import TrainState
 
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from layerkit.base_layer import AUX_LOSS, NON_TRAINABLE, SUMMARIES
 from layerkit.layers.quantization.fp8 import accumulate_by_max
 from layerkit_runner.errors import UsageError
-from layerkit_runner.steps.metrics import Reported, over_parts
-from layerkit_runner.steps.step_context import StepContext
+from layerkit_runner.training.metrics import Reported, over_parts
+from layerkit_runner.training.step_context import StepContext
 
 
 class Variables(NamedTuple):

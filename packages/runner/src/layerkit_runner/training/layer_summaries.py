@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from layerkit.summaries import DEFAULT_VERBOSITY, MAX_IMAGES, Summary
-from layerkit_runner.learning.gradients import microbatch_keys, split_rows
 from layerkit_runner.observers import Histogram
-from layerkit_runner.steps.metrics import histogram_of
-from layerkit_runner.steps.step_context import StepContext
+from layerkit_runner.training.gradients import microbatch_keys, split_rows
+from layerkit_runner.training.metrics import histogram_of
+from layerkit_runner.training.step_context import StepContext
 
 PREFIX = "summaries/"
 

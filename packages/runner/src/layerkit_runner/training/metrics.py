@@ -24,7 +24,7 @@ from layerkit.summaries import BinCounts
 from layerkit_runner.observers import TOTAL_WEIGHT, Histogram
 
 if TYPE_CHECKING:
-    from layerkit_runner.steps.step_context import StepContext
+    from layerkit_runner.training.step_context import StepContext
 
 
 class Maximum(struct.PyTreeNode):

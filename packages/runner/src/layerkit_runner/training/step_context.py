@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from layerkit_runner.steps.metrics import over_shards
+from layerkit_runner.training.metrics import over_shards
 
 
 @dataclasses.dataclass(frozen=True)

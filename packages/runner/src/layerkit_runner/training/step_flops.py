@@ -19,11 +19,10 @@ from layerkit.layers import MultiHeadLatentAttention, StackedTransformerRepeated
 from layerkit.layers.attention.base_attention import BaseAttention
 from layerkit.layers.pipelined_transformer import PipelinedTransformer
 from layerkit.layers.products import unused_templates
-from layerkit_runner.configuration.resolve import ResolvedExperiment
-from layerkit_runner.steps.batch_specs import batch_spec
-from layerkit_runner.steps.flops import program_flops, training_flops
-from layerkit_runner.steps.step_context import GLOBAL_BATCH
-from layerkit_runner.steps.train_state import TrainState
+from layerkit_runner.training.batch_specs import batch_spec
+from layerkit_runner.training.flops import program_flops, training_flops
+from layerkit_runner.training.step_context import GLOBAL_BATCH
+from layerkit_runner.training.train_state import TrainState
 
 # Fields by which layers compute something anew in the backward pass: the values that do not.
 _RECOMPUTING = {"remat": "none", "chunk_size": None}
@@ -31,20 +30,20 @@ _RECOMPUTING = {"remat": "none", "chunk_size": None}
 _FUSED = (BaseAttention, MultiHeadLatentAttention)
 
 
-def model_flops_per_step(resolved: ResolvedExperiment, batch: Any, rows: int) -> float:
+def model_flops_per_step(task_config: Config, batch: Any, rows: int) -> float:
     """Model FLOPs of one global step: `rows` times those of one row.
 
     Where all weights are trained, three times those of the forward pass. Frozen weights need no
     gradient of their own, so there the products of the gradient are counted as they are.
 
     Args:
-      resolved: The experiment.
-      batch: Any batch of it, for the shape of a row.
+      task_config: Config of the task.
+      batch: Any batch of the task, for the shape of a row.
       rows: Of the global batch.
     """
     one_row = jax.tree.map(lambda leaf: batch_spec(leaf, rows=1), batch)
     # Not bound to a mesh, which could not split one row; nor can a pipeline.
-    task = _computed_plainly(_without_pipelines(resolved.task)).Instantiate()
+    task = _computed_plainly(_without_pipelines(task_config)).Instantiate()
     state = jax.eval_shape(lambda: task.init_state(jax.random.key(0)))
     chosen = task.train.learner.trained_weights
     if chosen.take(state.params) is state.params:

@@ -1,6 +1,6 @@
 """SingleTask: one model, how it is trained, and the steps as pure functions.
 
-The steps know neither a mesh nor a partitioner; see `layerkit_runner.steps.step_context`.
+The steps know neither a mesh nor a partitioner; see `layerkit_runner.training.step_context`.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from layerkit.sharding import BoundSharding
 from layerkit.summaries import DEFAULT_VERBOSITY
 from layerkit.weights import unbox
 from layerkit_runner.errors import UsageError
-from layerkit_runner.learning.concrete_numbers import concrete_number
-from layerkit_runner.learning.early_stopping import StoppingRule
-from layerkit_runner.learning.gradients import Variables, differentiate, sum_leaves
-from layerkit_runner.learning.learner import choose, global_norm
-from layerkit_runner.learning.stacked_weights import Stacks, stacks_of
-from layerkit_runner.learning.variational_noise import VariationalNoise
-from layerkit_runner.steps.layer_summaries import (
+from layerkit_runner.optim.concrete_numbers import concrete_number
+from layerkit_runner.optim.early_stopping import StoppingRule
+from layerkit_runner.optim.learner import choose, global_norm
+from layerkit_runner.optim.stacked_weights import Stacks, stacks_of
+from layerkit_runner.optim.variational_noise import VariationalNoise
+from layerkit_runner.training.gradients import Variables, differentiate, sum_leaves
+from layerkit_runner.training.layer_summaries import (
     ArraySummaries,
     array_summaries,
     scalars_and_marks,
 )
-from layerkit_runner.steps.step_context import StepContext
-from layerkit_runner.steps.task_metrics import named_metrics, of_examples, of_step
-from layerkit_runner.steps.train_state import TrainState
-from layerkit_runner.train_hparams import TrainHParams
+from layerkit_runner.training.step_context import StepContext
+from layerkit_runner.training.task_metrics import named_metrics, of_examples, of_step
+from layerkit_runner.training.train_hparams import TrainHParams
+from layerkit_runner.training.train_state import TrainState
 
 # Fields of a batch that say which rows of decoded outputs are examples.
 _KEPT_FOR_RECORDS = ("prompt_lengths", "provenance", "eval_sample_weights")

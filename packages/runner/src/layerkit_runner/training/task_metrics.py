@@ -33,7 +33,7 @@ from layerkit.near_names import near_names
 from layerkit.nested_map import NestedMap
 from layerkit.summaries import BinCounts
 from layerkit_runner.errors import UsageError, first_names
-from layerkit_runner.steps.metrics import Maximum, Reported
+from layerkit_runner.training.metrics import Maximum, Reported
 
 PER_EXAMPLE = ("outputs", "batch")
 PER_STEP = ("metrics", "scalars")

@@ -8,7 +8,7 @@ from typing import Any
 
 from layerkit.config import Configurable, instance_field
 from layerkit.near_names import near_names
-from layerkit_runner.learning.learner import Learner
+from layerkit_runner.optim.learner import Learner
 
 _PRNG_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
 _AT_LEAST_ONE = (

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import struct
 
-from layerkit_runner.learning.optimizer_calls import is_schedule_free
+from layerkit_runner.optim.optimizer_calls import is_schedule_free
 
 # The parts of a state that evaluation and decoding do not need; see `TrainState.for_inference`.
 TRAINING_ONLY = ("opt_state",)

@@ -20,7 +20,7 @@ EXIT_CODE = 75
 PROCESS = """
 import os, socket, sys, warnings
 from pathlib import Path
-from layerkit_runner.processes.companion.start import Identity, StartedCompanion
+from layerkit_runner.distributed.peer_monitor.start import Identity, StartedCompanion
 
 index, count, port, fd, hub_pid = map(int, sys.argv[1:6])
 folder = sys.argv[6]

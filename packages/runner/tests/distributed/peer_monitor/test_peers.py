@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from layerkit_runner.processes.companion.link import Link
-from layerkit_runner.processes.companion.peers import (
+from layerkit_runner.distributed.peer_monitor.link import Link
+from layerkit_runner.distributed.peer_monitor.peers import (
     FAILED,
     HUB,
     MEMBER,

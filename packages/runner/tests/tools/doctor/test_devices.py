@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import pytest
 
-from layerkit_runner.doctor import devices
+from layerkit_runner.tools.doctor import devices
 
 
 def test_eight_devices_work():

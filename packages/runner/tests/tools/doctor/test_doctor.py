@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from layerkit_runner import cli, doctor
-from layerkit_runner.command_line.flags import RunOptions
-from layerkit_runner.doctor.machine import Finding, Problem
+from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.tools.doctor.machine import Finding, Problem
 
 
 def run(folder: Path, *flags: str, **environ: str) -> subprocess.CompletedProcess[str]:

@@ -12,7 +12,7 @@ import pytest
 from etils import epath
 from fsspec.implementations.memory import MemoryFileSystem
 
-from layerkit_runner.doctor import machine
+from layerkit_runner.tools.doctor import machine
 
 
 @pytest.fixture(autouse=True)

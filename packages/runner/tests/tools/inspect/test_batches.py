@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.modes.inspect import input_lines, simulated_places
 from layerkit_runner.partitioning import SpmdPartitioner
+from layerkit_runner.tools.inspect.batches import input_lines, simulated_places
 
 
 def lines_of(config: Any, *, num_hosts: int, kind: str = "eval", num_batches: int = 3) -> list[str]:

@@ -16,11 +16,11 @@ from layerkit.config import Config, instance_field, sub_config_field
 from layerkit.layers.repeat import Repeat
 from layerkit.weights import WeightHParams, WeightInit
 from layerkit_runner import BaseExperiment, UsageError
-from layerkit_runner.command_line.flags import RunOptions
-from layerkit_runner.configuration.resolve import resolve
-from layerkit_runner.looking import built_layers as looked_at
-from layerkit_runner.looking.built_layers import BuiltLayer, built_layers, describe_layers
+from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.config.resolve import resolve
 from layerkit_runner.partitioning.spmd import SpmdPartitioner
+from layerkit_runner.tools.inspect import built_layers as looked_at
+from layerkit_runner.tools.inspect.built_layers import BuiltLayer, built_layers, describe_layers
 
 
 class Scale(BaseLayer):

@@ -12,11 +12,10 @@ from etils import epath
 
 from layerkit.config import Config
 from layerkit_runner import BaseExperiment
-from layerkit_runner.command_line.flags import RunOptions
-from layerkit_runner.configuration.resolve import ResolvedExperiment, resolve
+from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.config.resolve import ResolvedExperiment, resolve
 from layerkit_runner.errors import UsageError
-from layerkit_runner.job_folder import write_config
-from layerkit_runner.looking.config_difference import (
+from layerkit_runner.tools.inspect.config_difference import (
     Side,
     difference_json,
     difference_text,
@@ -25,6 +24,7 @@ from layerkit_runner.looking.config_difference import (
     recorded_side,
     resolved_side,
 )
+from layerkit_runner.trainer.job_folder import write_config
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from layerkit.config import Config, target_of, walk_configs
 from layerkit.layers import StackedTransformer, StackedTransformerRepeated, Transformer
 from layerkit.models import LanguageModel, TransformerLm
 from layerkit_runner import BaseExperiment
-from layerkit_runner.configuration.resolve import resolve
-from layerkit_runner.looking.config_graph import ConfigGraph, config_graph, mermaid
+from layerkit_runner.config.resolve import resolve
+from layerkit_runner.tools.inspect.config_graph import ConfigGraph, config_graph, mermaid
 
 _BOX = re.compile(r'  (\w+)(?:\["[^"]*"\]|\(\["[^"]*"\]\))')
 _ARROW = re.compile(r'  (\w+) -->\|"[^"]*"\| (\w+)')

@@ -17,13 +17,13 @@ import pytest
 from layerkit.models import LanguageModel, TransformerLm
 from layerkit.weights import WeightHParams, WeightInit, draw_weight
 from layerkit_runner.errors import UsageError
-from layerkit_runner.looking.parameter_table import (
+from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
+from layerkit_runner.tools.inspect.parameter_table import (
     ParameterTable,
     init_in_words,
     parameter_table,
     table_text,
 )
-from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 
 
 def table_of(config: Any, partitioner: Any = None) -> ParameterTable:

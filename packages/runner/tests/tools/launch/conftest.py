@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from layerkit_runner.command_line.flags import RunOptions
-from layerkit_runner.launching.command import KINDS, _parser
-from layerkit_runner.launching.request import Request
+from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.tools.launch.command import KINDS, _parser
+from layerkit_runner.tools.launch.request import Request
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from layerkit_runner import cli
-from layerkit_runner.command_line.flag_table import FLAGS, OTHER_NAMES
-from layerkit_runner.launching.command import KINDS, _own_flags
+from layerkit_runner.config.flag_table import FLAGS, OTHER_NAMES
+from layerkit_runner.tools.launch.command import KINDS, _own_flags
 
-DOCS = Path(__file__).resolve().parents[4] / "docs"
+DOCS = Path(__file__).resolve().parents[5] / "docs"
 EXP = "lm.lm_cloud.LmCloudSpmdTest"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[5]
 RECIPE = ROOT / "docs/launch/Dockerfile"
 
 pytestmark = pytest.mark.skipif(not RECIPE.exists(), reason="needs the whole repository")

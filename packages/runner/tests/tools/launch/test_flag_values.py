@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from layerkit_runner.launching.flag_values import slurm_seconds
+from layerkit_runner.tools.launch.flag_values import slurm_seconds
 
 MINUTE, HOUR, DAY = 60, 3600, 86400
 

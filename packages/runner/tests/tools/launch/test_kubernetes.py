@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.launching import kubernetes
+from layerkit_runner.tools.launch import kubernetes
 
 STORE = "gs://bucket/run"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.launching.recipe import Recipe, follow, recipe_lines
+from layerkit_runner.tools.launch.recipe import Recipe, follow, recipe_lines
 
 
 def test_what_is_printed_is_what_is_done(tmp_path: Path, capfd):
@@ -77,7 +77,7 @@ def test_a_signal_reaches_a_command_that_lasts(tmp_path: Path, number):
         "trap 'echo saved > told; exit 7' TERM INT\ntouch ready\nwhile :; do sleep 0.05; done\n"
     )
     program = (
-        "from layerkit_runner.launching.recipe import Recipe, follow;"
+        "from layerkit_runner.tools.launch.recipe import Recipe, follow;"
         "follow(Recipe(commands=[['bash', 'run.sh']], hands_over=True))"
     )
     process = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from layerkit_runner.launching import scripts
+from layerkit_runner.tools.launch import scripts
 
 RUN = """\
 #!/bin/bash

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.launching import slurm
+from layerkit_runner.tools.launch import slurm
 
 SRUN = """\
 #!/bin/bash

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from layerkit_runner.distributed.xla_flags import PRESETS
 from layerkit_runner.errors import UsageError
-from layerkit_runner.launching import tpu
-from layerkit_runner.launching.tpu_types import parse_accelerator_type
-from layerkit_runner.xla_flags import PRESETS
+from layerkit_runner.tools.launch import tpu
+from layerkit_runner.tools.launch.tpu_types import parse_accelerator_type
 
 PLACE = ("--name=mine", "--zone=us-central2-b")
 STORE = "gs://bucket/run"
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[5]
 
 
 def commands(request_of, flags_of, kind: str, *flags: str, mesh=None) -> list[list[str]]:

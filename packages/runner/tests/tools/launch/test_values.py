@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import yaml
 
-from layerkit_runner.command_line.flags import RunOptions
+from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.errors import UsageError
-from layerkit_runner.launching.command import KINDS, _parser, make_recipe
-from layerkit_runner.launching.recipe import Recipe
-from layerkit_runner.launching.request import Request
+from layerkit_runner.tools.launch.command import KINDS, _parser, make_recipe
+from layerkit_runner.tools.launch.recipe import Recipe
+from layerkit_runner.tools.launch.request import Request
 
 CONTROL = ["a\ntouch x\n", "a\r\ntouch x", "a\0b", "a\x1b[2J", "a\x85touch x", "a\u2028touch x"]
 TEXT = ["$(touch x)", "`touch x`", "a'; touch x; '", 'a"; touch x; "', "a b # \\ %j $HOME !x", "&x"]

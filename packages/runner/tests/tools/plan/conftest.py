@@ -9,9 +9,9 @@ from typing import NamedTuple
 import jax
 import pytest
 
-from layerkit_runner.configuration.resolve import ResolvedExperiment, resolve
-from layerkit_runner.plan import make_plan
-from layerkit_runner.plan.plan import Plan
+from layerkit_runner.config.resolve import ResolvedExperiment, resolve
+from layerkit_runner.tools.plan import make_plan
+from layerkit_runner.tools.plan.plan import Plan
 
 FOLDER = Path(__file__).parent
 MODULE = "small_lm_experiment"

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import jax
 
-from layerkit_runner.configuration.overrides import parse_override
-from layerkit_runner.configuration.resolve import resolve
-from layerkit_runner.feeds.infeed import make_input
-from layerkit_runner.job import build_parts
-from layerkit_runner.plan import make_plan
+from layerkit_runner.config.overrides import parse_override
+from layerkit_runner.config.resolve import resolve
+from layerkit_runner.data.infeed import make_input
+from layerkit_runner.tools.plan import make_plan
+from layerkit_runner.trainer.job import build_parts
 
 STEPS = 3
 

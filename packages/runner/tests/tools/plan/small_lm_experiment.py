@@ -9,10 +9,10 @@ from layerkit.layers import RotaryPositionalEmbedding, StackedTransformerRepeate
 from layerkit.models import LanguageModel, TransformerLm
 from layerkit_inputs.synthetic import SyntheticInput
 from layerkit_runner import BaseExperiment
-from layerkit_runner.learning.learner import Learner
+from layerkit_runner.optim.learner import Learner
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
-from layerkit_runner.task import SingleTask
-from layerkit_runner.train_hparams import TrainHParams
+from layerkit_runner.training.task import SingleTask
+from layerkit_runner.training.train_hparams import TrainHParams
 
 
 class SmallLm(BaseExperiment):

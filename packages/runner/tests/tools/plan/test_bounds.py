@@ -5,16 +5,16 @@ import dataclasses
 import jax
 import pytest
 
-from layerkit_runner.configuration.overrides import Override
-from layerkit_runner.configuration.resolve import resolve
-from layerkit_runner.feeds.infeed import make_input
-from layerkit_runner.job import build_parts
-from layerkit_runner.plan.bounds import DeviceWork, bounds_of, memory_traffic, step_bounds
-from layerkit_runner.plan.collectives import Traffic
-from layerkit_runner.plan.hardware import device_kind
-from layerkit_runner.plan.memory import Memory
-from layerkit_runner.steps.flops import program_flops
-from layerkit_runner.steps.step_flops import model_flops_per_step
+from layerkit_runner.config.overrides import Override
+from layerkit_runner.config.resolve import resolve
+from layerkit_runner.data.infeed import make_input
+from layerkit_runner.tools.plan.bounds import DeviceWork, bounds_of, memory_traffic, step_bounds
+from layerkit_runner.tools.plan.collectives import Traffic
+from layerkit_runner.tools.plan.hardware import device_kind
+from layerkit_runner.tools.plan.memory import Memory
+from layerkit_runner.trainer.job import build_parts
+from layerkit_runner.training.flops import program_flops
+from layerkit_runner.training.step_flops import model_flops_per_step
 
 H100 = device_kind("h100")
 PEAK = 989.4e12
@@ -117,7 +117,7 @@ def flops(experiment, *, remat, parts=1):
     partitioner.bind(task)
     batch = partitioner.abstract_batch(make_input(resolved.datasets[0], partitioner).peek())
     step = partitioner.train_step_fn(task).trace(partitioner.abstract_state(task), batch)
-    return program_flops(step.jaxpr), model_flops_per_step(resolved, batch, rows=4)
+    return program_flops(step.jaxpr), model_flops_per_step(resolved.task, batch, rows=4)
 
 
 def test_flops_of_the_whole_step_have_what_rematerialisation_repeats(small_lm):

@@ -6,12 +6,12 @@ import pytest
 from layerkit.config import Config, assigned_fields
 from layerkit.layers.pipeline_schedule import PipelineSchedule
 from layerkit.layers.pipelined_transformer import PipelinedTransformer
-from layerkit_runner.configuration.resolve import resolve
-from layerkit_runner.feeds.infeed import make_input
-from layerkit_runner.job import build_parts
-from layerkit_runner.plan.bubble import pipeline_plans
-from layerkit_runner.steps.flops import program_flops
-from layerkit_runner.steps.step_flops import model_flops_per_step
+from layerkit_runner.config.resolve import resolve
+from layerkit_runner.data.infeed import make_input
+from layerkit_runner.tools.plan.bubble import pipeline_plans
+from layerkit_runner.trainer.job import build_parts
+from layerkit_runner.training.flops import program_flops
+from layerkit_runner.training.step_flops import model_flops_per_step
 
 
 def pipelined(resolved, **fields):
@@ -53,7 +53,7 @@ def test_model_flops_are_those_of_the_layers_alone(small_lm):
         partitioner, _ = build_parts(resolved)
         partitioner.start()
         batch = make_input(resolved.datasets[0], partitioner).peek()
-        return model_flops_per_step(resolved, batch, rows=8)
+        return model_flops_per_step(resolved.task, batch, rows=8)
 
     experiment = small_lm(NUM_LAYERS=4, USE_PMAP=True)
     plain = resolve(experiment)

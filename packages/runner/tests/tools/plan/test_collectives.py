@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from layerkit_runner.plan.collectives import Traffic, collective_traffic, type_bytes
+from layerkit_runner.tools.plan.collectives import Traffic, collective_traffic, type_bytes
 
 AXES = ("data", "fsdp", "tensor")
 SPLIT = PartitionSpec(AXES)

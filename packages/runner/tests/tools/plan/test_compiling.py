@@ -7,17 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit_runner.plan.compiler_notes import compiler_notes
-from layerkit_runner.plan.compiling import (
+from layerkit_runner.tools.plan.compiler_notes import compiler_notes
+from layerkit_runner.tools.plan.compiling import (
     CompiledStep,
     Sizes,
     compile_step,
     measured_step,
     refused_sizes,
 )
-from layerkit_runner.plan.hardware import device_kind
-from layerkit_runner.plan.memory import TensorMemory, step_memory
-from layerkit_runner.plan.plan import _is_in_doubt
+from layerkit_runner.tools.plan.hardware import device_kind
+from layerkit_runner.tools.plan.memory import TensorMemory, step_memory
+from layerkit_runner.tools.plan.plan import _is_in_doubt
 
 ESTIMATED = (
     "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory"

@@ -4,15 +4,15 @@ import json
 
 import pytest
 
-from layerkit_runner.byte_sizes import size_text
-from layerkit_runner.plan import BatchPlan, Plan
-from layerkit_runner.plan.bounds import bounds_of
-from layerkit_runner.plan.bubble import PipelinePlan
-from layerkit_runner.plan.collectives import Traffic
-from layerkit_runner.plan.hardware import device_kind
-from layerkit_runner.plan.memory import Memory, TensorMemory
-from layerkit_runner.plan.page import plan_json, plan_page
-from layerkit_runner.plan.temporaries import TemporaryTensor
+from layerkit_runner.files.byte_sizes import size_text
+from layerkit_runner.tools.plan import BatchPlan, Plan
+from layerkit_runner.tools.plan.bounds import bounds_of
+from layerkit_runner.tools.plan.bubble import PipelinePlan
+from layerkit_runner.tools.plan.collectives import Traffic
+from layerkit_runner.tools.plan.hardware import device_kind
+from layerkit_runner.tools.plan.memory import Memory, TensorMemory
+from layerkit_runner.tools.plan.page import plan_json, plan_page
+from layerkit_runner.tools.plan.temporaries import TemporaryTensor
 
 H100 = device_kind("h100")
 MEMORY = Memory(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from layerkit_runner.sweeps.study_file import StudyFile, read_study_file
+from layerkit_runner.tools.sweep.study_file import StudyFile, read_study_file
 
 
 @pytest.fixture

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from layerkit_runner import cli
-from layerkit_runner.command_line.flags import RunOptions, parse_flags
-from layerkit_runner.configuration.overrides import Override
-from layerkit_runner.configuration.registry import find_experiment, load_experiment
-from layerkit_runner.configuration.resolve import resolve
+from layerkit_runner.config.flags import RunOptions, parse_flags
+from layerkit_runner.config.overrides import Override
+from layerkit_runner.config.registry import find_experiment, load_experiment
+from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import UsageError
-from layerkit_runner.sweeps.command import fitted_space, trial_words
-from layerkit_runner.sweeps.study_file import read_study_file
+from layerkit_runner.tools.sweep.command import fitted_space, trial_words
+from layerkit_runner.tools.sweep.study_file import read_study_file
 
 HERE = Path(__file__).parent
 SPACE = {"RATE": {"low": 0.1, "high": 1.0}}

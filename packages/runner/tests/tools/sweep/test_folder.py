@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from layerkit_runner.configuration.overrides import Override
+from layerkit_runner.config.overrides import Override
 from layerkit_runner.errors import UsageError
-from layerkit_runner.file_locks import lock, try_lock
-from layerkit_runner.sweeps.folder import SweepFolder, check_same_sweep, description
-from layerkit_runner.sweeps.study_file import StudyFile
+from layerkit_runner.files.locks import lock, try_lock
+from layerkit_runner.tools.sweep.folder import SweepFolder, check_same_sweep, description
+from layerkit_runner.tools.sweep.study_file import StudyFile
 
 
 def test_a_lock_ends_with_the_process_that_holds_it(tmp_path: Path):
     path = tmp_path / "new" / "a.lock"
     program = (
-        "import pathlib, sys; from layerkit_runner.sweeps.folder import lock\n"
+        "import pathlib, sys; from layerkit_runner.tools.sweep.folder import lock\n"
         "with lock(pathlib.Path(sys.argv[1])):\n"
         "    print('held', flush=True); sys.stdin.read()\n"
     )

@@ -17,10 +17,10 @@ from optuna.distributions import (  # noqa: E402
 )
 from optuna.trial import FrozenTrial, TrialState  # noqa: E402
 
-from layerkit_runner.sweeps.folder import SweepFolder  # noqa: E402
-from layerkit_runner.sweeps.picture import draw_sweep, sweep_figure  # noqa: E402
-from layerkit_runner.sweeps.report import results, table, write_results  # noqa: E402
-from layerkit_runner.sweeps.study_file import StudyFile  # noqa: E402
+from layerkit_runner.tools.sweep.folder import SweepFolder  # noqa: E402
+from layerkit_runner.tools.sweep.picture import draw_sweep, sweep_figure  # noqa: E402
+from layerkit_runner.tools.sweep.report import results, table, write_results  # noqa: E402
+from layerkit_runner.tools.sweep.study_file import StudyFile  # noqa: E402
 
 SPACE = {
     "RATE": {"low": 1e-4, "high": 1.0, "log": True},

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from layerkit_runner.configuration.field_types import parse_value
+from layerkit_runner.config.field_types import parse_value
 from layerkit_runner.errors import UsageError
-from layerkit_runner.sweeps.search_space import Choices, Range, override_text, parse_space
+from layerkit_runner.tools.sweep.search_space import Choices, Range, override_text, parse_space
 
 
 @pytest.mark.parametrize(

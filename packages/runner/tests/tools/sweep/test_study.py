@@ -12,9 +12,9 @@ import pytest
 optuna = pytest.importorskip("optuna")
 
 from layerkit_runner.errors import UsageError  # noqa: E402
-from layerkit_runner.sweeps.folder import SweepFolder  # noqa: E402
-from layerkit_runner.sweeps.study import OwnTrial, Study  # noqa: E402
-from layerkit_runner.sweeps.study_file import StudyFile  # noqa: E402
+from layerkit_runner.tools.sweep.folder import SweepFolder  # noqa: E402
+from layerkit_runner.tools.sweep.study import OwnTrial, Study  # noqa: E402
+from layerkit_runner.tools.sweep.study_file import StudyFile  # noqa: E402
 
 SPACE = {
     "RATE": {"low": 1e-4, "high": 1.0, "log": True},

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from layerkit_runner.configuration.overrides import Override
+from layerkit_runner.config.overrides import Override
 from layerkit_runner.errors import UsageError
-from layerkit_runner.sweeps.search_space import Choices, Range
-from layerkit_runner.sweeps.study_file import Method, StudyFile, check_fields, read_study_file
+from layerkit_runner.tools.sweep.search_space import Choices, Range
+from layerkit_runner.tools.sweep.study_file import Method, StudyFile, check_fields, read_study_file
 
 SPACE = {"RATE": {"low": 0.1, "high": 1.0}}
 FIELDS = {"RATE": "float", "LAYERS": "int", "NORM": "str", "MESH": "list[int]"}

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from layerkit_runner import cli
-from layerkit_runner.file_locks import lock, try_lock
+from layerkit_runner.files.locks import lock, try_lock
 from layerkit_runner.observers import read_metrics
 
 pytest.importorskip("optuna")

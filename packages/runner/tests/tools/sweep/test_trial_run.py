@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from layerkit_runner.sweeps.trial_run import TrialMetrics
+from layerkit_runner.tools.sweep.trial_run import TrialMetrics
 
 
 def test_skipped_training_steps_do_not_end_a_trial(tmp_path: Path):

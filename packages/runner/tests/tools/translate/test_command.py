@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from layerkit_runner import cli
-from layerkit_runner.tools import translate
+from layerkit_runner.tools.translate import __main__ as translate
 
 KEYS = """
 base_num_decoder_layers: 2

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from layerkit_runner.configuration.registry import find_experiment, load_experiment
+from layerkit_runner.config.experiment import experiment_fields
+from layerkit_runner.config.registry import find_experiment, load_experiment
 from layerkit_runner.errors import UsageError
-from layerkit_runner.experiment import experiment_fields
-from layerkit_runner.translation.maxtext import read_values, translate_maxtext
-from layerkit_runner.translation.maxtext_keys import NEUTRAL, RULES
-from layerkit_runner.translation.written import RECIPE_MODULES
+from layerkit_runner.tools.translate.maxtext import read_values, translate_maxtext
+from layerkit_runner.tools.translate.maxtext_keys import NEUTRAL, RULES
+from layerkit_runner.tools.translate.written import RECIPE_MODULES
 
 # The base of 2023 and the words of its 2xv4-128 script, as Pax's table tells them.
 BASE_2023 = """

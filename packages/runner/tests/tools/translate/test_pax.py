@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from layerkit_runner.configuration.registry import find_experiment, load_experiment
+from layerkit_runner.config.registry import find_experiment, load_experiment
 from layerkit_runner.errors import UsageError
-from layerkit_runner.translation.pax import other_classes, translate_pax
-from layerkit_runner.translation.pax_fields import COMPOSED, NEUTRAL, ONLY, RENAMED, SAME
-from layerkit_runner.translation.written import Translation
+from layerkit_runner.tools.translate.pax import other_classes, translate_pax
+from layerkit_runner.tools.translate.pax_fields import COMPOSED, NEUTRAL, ONLY, RENAMED, SAME
+from layerkit_runner.tools.translate.written import Translation
 
 MULTISLICE = '''
 from jax import numpy as jnp

@@ -6,10 +6,10 @@ import textwrap
 
 import pytest
 
-from layerkit_runner.configuration.registry import find_experiment
-from layerkit_runner.translation.pax import translate_pax
-from layerkit_runner.translation.pax_settings import DONE_ANYWAY, FIELDS, NEUTRAL
-from layerkit_runner.translation.written import Translation
+from layerkit_runner.config.registry import find_experiment
+from layerkit_runner.tools.translate.pax import translate_pax
+from layerkit_runner.tools.translate.pax_settings import DONE_ANYWAY, FIELDS, NEUTRAL
+from layerkit_runner.tools.translate.written import Translation
 
 LAYER = "p.model.lm_tpl.stacked_transformer_tpl.transformer_layer_params_tpl"
 SET = "set in X.task(); set it in a task() of your own"

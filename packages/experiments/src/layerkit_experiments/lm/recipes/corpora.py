@@ -20,7 +20,7 @@ from layerkit_inputs import (
     TokenRecords,
     tokenizer_config,
 )
-from layerkit_runner.experiment import BaseExperiment
+from layerkit_runner.config.experiment import BaseExperiment
 
 
 class Corpus(BaseExperiment, abstract=True):

@@ -13,7 +13,7 @@ from layerkit_inputs import (
     Tokenizer,
     tokenizer_config,
 )
-from layerkit_runner.experiment import BaseExperiment
+from layerkit_runner.config.experiment import BaseExperiment
 
 
 class SyntheticTokens:

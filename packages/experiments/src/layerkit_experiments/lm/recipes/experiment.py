@@ -10,8 +10,8 @@ from layerkit.config import Config
 from layerkit.weights import canonical_dtype
 from layerkit_experiments.lm.recipes.model import TransformerLmModel
 from layerkit_experiments.lm.recipes.optimization import TrainingLength
-from layerkit_runner.experiment import BaseExperiment
-from layerkit_runner.task import SingleTask
+from layerkit_runner.config.experiment import BaseExperiment
+from layerkit_runner.training.task import SingleTask
 
 
 class LmExperiment(TransformerLmModel, TrainingLength, BaseExperiment, abstract=True):

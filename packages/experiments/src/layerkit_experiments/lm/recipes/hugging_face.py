@@ -8,8 +8,8 @@ from layerkit.config import Config, field_names, target_of
 from layerkit.decoding import SampleDecoder
 from layerkit_experiments.lm.recipes.model import remat_policy
 from layerkit_experiments.lm.recipes.optimization import TrainingLength
-from layerkit_runner.experiment import BaseExperiment
-from layerkit_runner.task import SingleTask
+from layerkit_runner.config.experiment import BaseExperiment
+from layerkit_runner.training.task import SingleTask
 
 
 class HuggingFaceLm(TrainingLength, BaseExperiment, abstract=True):

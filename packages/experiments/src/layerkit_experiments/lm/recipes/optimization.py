@@ -9,16 +9,16 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import optax
 
 from layerkit.config import Config, Partial
+from layerkit_runner.config.experiment import is_set_before
 from layerkit_runner.errors import UsageError
-from layerkit_runner.experiment import is_set_before
-from layerkit_runner.learning.learner import Learner
-from layerkit_runner.learning.optimizers import adam_with_update_cap, decays
-from layerkit_runner.learning.schedules import (
+from layerkit_runner.optim.learner import Learner
+from layerkit_runner.optim.optimizers import adam_with_update_cap, decays
+from layerkit_runner.optim.schedules import (
     linear_warmup_cosine_decay,
     linear_warmup_exponential_decay,
     longest_warmup,
 )
-from layerkit_runner.train_hparams import TrainHParams
+from layerkit_runner.training.train_hparams import TrainHParams
 
 _NOT_NEGATIVE = (
     "LEARNING_RATE",

@@ -14,9 +14,9 @@ from layerkit_experiments.lm.recipes.optimization import (
     adamw_learner,
     check_optimizer_numbers,
 )
-from layerkit_runner.learning import schedules
-from layerkit_runner.learning.learner import Learner
-from layerkit_runner.learning.optimizers import decays
+from layerkit_runner.optim import schedules
+from layerkit_runner.optim.learner import Learner
+from layerkit_runner.optim.optimizers import decays
 
 
 class AdamWLinear(ScheduleOverRun):

@@ -7,5 +7,5 @@
 
 It is a process of its own because what it is for happens when the other cannot help: aborted from
 C++, killed, stopped, or in compiled code that holds Python's lock. It imports nothing but the
-standard library, and `layerkit_runner.processes.distributed` starts it.
+standard library, and `layerkit_runner.distributed.distributed` starts it.
 """

@@ -11,7 +11,7 @@ import dataclasses
 import socket
 from typing import Any
 
-from layerkit_runner.processes.companion.link import Link
+from layerkit_runner.distributed.peer_monitor.link import Link
 
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 20.0

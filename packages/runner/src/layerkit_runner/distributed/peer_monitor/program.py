@@ -1,8 +1,8 @@
 """The companion of one process: its loop.
 
-Run by `layerkit_runner.processes.companion.start`, which writes the fields of `Task` as JSON to its
-standard input: the arguments of a command are visible to other users, and one of the fields is
-secret.
+Run by `layerkit_runner.distributed.peer_monitor.start`, which writes the fields of `Task` as JSON
+to its standard input: the arguments of a command are visible to other users, and one of the fields
+is secret.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import sys
 import time
 from typing import BinaryIO
 
-from layerkit_runner.job_files import open_append
-from layerkit_runner.processes.companion.link import Link
-from layerkit_runner.processes.companion.log_copy import LogCopy
-from layerkit_runner.processes.companion.peers import (
+from layerkit_runner.distributed.peer_monitor.link import Link
+from layerkit_runner.distributed.peer_monitor.log_copy import LogCopy
+from layerkit_runner.distributed.peer_monitor.peers import (
     BEAT_SECONDS,
     ENDED,
     FAILED,
@@ -35,7 +34,8 @@ from layerkit_runner.processes.companion.peers import (
     Hub,
     Loss,
 )
-from layerkit_runner.processes.time_limit import finished_within
+from layerkit_runner.distributed.time_limit import finished_within
+from layerkit_runner.files.atomic_write import open_append
 
 # A process that failed is named to the others only then: it is often all that fail alike, and each
 # should say so itself.

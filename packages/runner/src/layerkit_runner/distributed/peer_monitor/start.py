@@ -16,10 +16,10 @@ import time
 from pathlib import Path
 
 import layerkit_runner
-from layerkit_runner.job_files import open_append
-from layerkit_runner.processes.companion.link import Link
-from layerkit_runner.processes.companion.program import Task
-from layerkit_runner.processes.time_limit import finished_within
+from layerkit_runner.distributed.peer_monitor.link import Link
+from layerkit_runner.distributed.peer_monitor.program import Task
+from layerkit_runner.distributed.time_limit import finished_within
+from layerkit_runner.files.atomic_write import open_append
 
 _SECONDS_FOR_LAST_LINES = 3.0
 _SECONDS_TO_WRITE = 2.0
@@ -190,7 +190,7 @@ def _append(log: Path, text: bytes) -> None:
 
 def program_module() -> str:
     """The name by which Python runs the companion."""
-    return "layerkit_runner.processes.companion.program"
+    return "layerkit_runner.distributed.peer_monitor.program"
 
 
 def _redirect(targets: list[int]) -> dict[int, int]:

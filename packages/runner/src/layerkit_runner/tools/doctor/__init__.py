@@ -24,8 +24,8 @@ import textwrap
 import time
 from collections.abc import Iterator, Sequence
 
-from layerkit_runner.command_line.flags import RunOptions
-from layerkit_runner.doctor.machine import Finding, Problem, check_host, check_packages
+from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.tools.doctor.machine import Finding, Problem, check_host, check_packages
 
 # Seconds. The first use of devices waits for their driver.
 TIME_LIMITS = {"folder": 60.0, "devices": 150.0, "collectives": 150.0}

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from layerkit_runner.byte_sizes import size_text
-from layerkit_runner.doctor.machine import Finding, Problem
+from layerkit_runner.files.byte_sizes import size_text
+from layerkit_runner.tools.doctor.machine import Finding, Problem
 
 # The driver makes these folders, whether JAX uses the devices or not.
 _NVIDIA_GPUS = "/proc/driver/nvidia/gpus/*"

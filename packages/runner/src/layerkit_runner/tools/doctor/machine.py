@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from layerkit_runner.byte_sizes import size_text
+from layerkit_runner.files.byte_sizes import size_text
 
 _OWN_PACKAGES = ("layerkit", "layerkit-inputs", "layerkit-runner", "layerkit-experiments")
 # Each plugin is released together with jaxlib, under its number.
@@ -207,7 +207,7 @@ def main(name: str, folder: str) -> None:
         if name == "folder":
             finding = check_folder(folder)
         else:
-            from layerkit_runner.doctor import devices  # imports JAX
+            from layerkit_runner.tools.doctor import devices  # imports JAX
 
             finding = devices.CHECKS[name]()
     except Exception as error:  # drivers, compilers and stores raise what they like

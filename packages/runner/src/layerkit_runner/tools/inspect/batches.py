@@ -20,11 +20,10 @@ import numpy as np
 from layerkit.config import Config, target_of
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
-from layerkit_runner.command_line.flags import RunOptions
-from layerkit_runner.configuration.resolve import ResolvedExperiment
-from layerkit_runner.errors import UsageError
-from layerkit_runner.feeds.batch_checks import check_batch
-from layerkit_runner.feeds.batch_text import (
+from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.config.resolve import ResolvedExperiment
+from layerkit_runner.data.batch_checks import check_batch
+from layerkit_runner.data.batch_text import (
     SPECIAL,
     UNWEIGHTED,
     field_table,
@@ -32,16 +31,17 @@ from layerkit_runner.feeds.batch_text import (
     row_lines,
     summary,
 )
-from layerkit_runner.feeds.infeed import (
+from layerkit_runner.data.infeed import (
     Place,
     dataset_name,
     make_input,
     plan_input,
     told_in_one_line,
 )
-from layerkit_runner.feeds.skipped_records import skipped_line
+from layerkit_runner.data.skipped_records import skipped_line
+from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import Partitioner
-from layerkit_runner.plan.devices import num_planned_devices, simulated_devices
+from layerkit_runner.tools.plan.devices import num_planned_devices, simulated_devices
 
 _ROWS_SHOWN = 2
 

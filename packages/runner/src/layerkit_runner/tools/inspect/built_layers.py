@@ -25,13 +25,13 @@ from layerkit.base_model import BaseModel
 from layerkit.config import field_names, is_config
 from layerkit.sharding import BoundSharding
 from layerkit.weights import check_init, floating_dtype
-from layerkit_runner.command_line.flags import RunOptions
-from layerkit_runner.configuration.config_text import Name, plain_value, value_text
-from layerkit_runner.configuration.resolve import ResolvedExperiment, target_name
+from layerkit_runner.config.config_text import Name, plain_value, value_text
+from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.config.resolve import ResolvedExperiment, target_name
 from layerkit_runner.errors import UsageError, layer_error_text
-from layerkit_runner.job import build_parts
-from layerkit_runner.looking.numbered_layers import joint_path, without_number
-from layerkit_runner.plan.devices import num_planned_devices, simulated_devices
+from layerkit_runner.tools.inspect.numbered_layers import joint_path, without_number
+from layerkit_runner.tools.plan.devices import num_planned_devices, simulated_devices
+from layerkit_runner.trainer.job import build_parts
 
 # Fields of every layer, but for that which its path says already.
 _COMMON = [name for name in field_names(BaseLayer) if name != "name"]

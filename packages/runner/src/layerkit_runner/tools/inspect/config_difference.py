@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from layerkit_runner.configuration.recorded import (
+from layerkit_runner.config.recorded import (
     FILE_NAME,
     near_folders,
     read_recorded_config,
@@ -24,7 +24,7 @@ from layerkit_runner.configuration.recorded import (
 from layerkit_runner.errors import UsageError
 
 if TYPE_CHECKING:
-    from layerkit_runner.configuration.resolve import ResolvedExperiment
+    from layerkit_runner.config.resolve import ResolvedExperiment
 
 # Longer values have lines of their own.
 _COLUMN = 32
@@ -83,7 +83,7 @@ def recorded_side(folder: str) -> Side:
 def resolved_side(resolved: ResolvedExperiment) -> Side:
     """The configuration of an experiment at hand, as it would be recorded."""
     # Needs what configs are made of, for which a wrong name should not wait.
-    from layerkit_runner.configuration.config_text import config_json
+    from layerkit_runner.config.config_text import config_json
 
     recorded = json.loads(json.dumps(config_json(resolved)))
     return _side(recorded["experiment"], recorded["fields"], recorded["config"])

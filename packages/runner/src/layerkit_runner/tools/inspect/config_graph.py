@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from layerkit.config import assigned_fields, field_names, is_config, target_of
-from layerkit_runner.configuration.overrides import ROOTS
-from layerkit_runner.configuration.resolve import (
+from layerkit_runner.config.overrides import ROOTS
+from layerkit_runner.config.resolve import (
     NOT_SET,
     ResolvedExperiment,
     field_value,

@@ -19,16 +19,16 @@ import jax
 
 from layerkit.base_layer import PARAMS
 from layerkit.weights import WeightBox, WeightInit, is_box
-from layerkit_runner.byte_sizes import size_text
-from layerkit_runner.command_line.flags import RunOptions
-from layerkit_runner.configuration.resolve import ResolvedExperiment
+from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError, layer_error_text
-from layerkit_runner.job import build_parts
-from layerkit_runner.looking.numbered_layers import joint_path, without_number
+from layerkit_runner.files.byte_sizes import size_text
 from layerkit_runner.partitioning import Partitioner
-from layerkit_runner.plan.devices import num_planned_devices, simulated_devices
-from layerkit_runner.plan.memory import TensorMemory, tensor_memory
-from layerkit_runner.task import SingleTask
+from layerkit_runner.tools.inspect.numbered_layers import joint_path, without_number
+from layerkit_runner.tools.plan.devices import num_planned_devices, simulated_devices
+from layerkit_runner.tools.plan.memory import TensorMemory, tensor_memory
+from layerkit_runner.trainer.job import build_parts
+from layerkit_runner.training.task import SingleTask
 
 
 @dataclasses.dataclass(frozen=True)

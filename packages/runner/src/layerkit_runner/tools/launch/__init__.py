@@ -18,6 +18,6 @@ A launcher only makes text from values: it asks no cluster anything, so a dry ru
 about what would be started.
 """
 
-from layerkit_runner.launching.command import run_launch
+from layerkit_runner.tools.launch.command import run_launch
 
 __all__ = ["run_launch"]

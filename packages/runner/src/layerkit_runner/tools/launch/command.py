@@ -20,15 +20,15 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from layerkit.near_names import near_names
-from layerkit_runner.command_line.flag_table import OTHER_NAMES
-from layerkit_runner.command_line.flags import FLAGS
+from layerkit_runner.config.flag_table import OTHER_NAMES
+from layerkit_runner.config.flags import FLAGS
 from layerkit_runner.errors import UsageError
-from layerkit_runner.launching import kubernetes, local, slurm, tpu
-from layerkit_runner.launching.data_fields import unset_data_lines
-from layerkit_runner.launching.environment import variable
-from layerkit_runner.launching.recipe import Recipe, follow, recipe_lines
-from layerkit_runner.launching.request import Request, Resolve, make_request
-from layerkit_runner.launching.values import check_values
+from layerkit_runner.tools.launch import kubernetes, local, slurm, tpu
+from layerkit_runner.tools.launch.data_fields import unset_data_lines
+from layerkit_runner.tools.launch.environment import variable
+from layerkit_runner.tools.launch.recipe import Recipe, follow, recipe_lines
+from layerkit_runner.tools.launch.request import Request, Resolve, make_request
+from layerkit_runner.tools.launch.values import check_values
 
 
 @dataclasses.dataclass(frozen=True)

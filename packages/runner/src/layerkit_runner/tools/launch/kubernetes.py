@@ -19,12 +19,12 @@ import shlex
 from typing import Any
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.launching import scripts
-from layerkit_runner.launching.environment import referenced_variables, written_variables
-from layerkit_runner.launching.flag_values import adder, not_negative, positive
-from layerkit_runner.launching.recipe import Recipe
-from layerkit_runner.launching.request import LONGEST_NAME, Request, split_command
-from layerkit_runner.launching.tpu_types import TpuSlice, find_generation, parse_topology
+from layerkit_runner.tools.launch import scripts
+from layerkit_runner.tools.launch.environment import referenced_variables, written_variables
+from layerkit_runner.tools.launch.flag_values import adder, not_negative, positive
+from layerkit_runner.tools.launch.recipe import Recipe
+from layerkit_runner.tools.launch.request import LONGEST_NAME, Request, split_command
+from layerkit_runner.tools.launch.tpu_types import TpuSlice, find_generation, parse_topology
 
 _PORT = 8476
 _JOB = "run"

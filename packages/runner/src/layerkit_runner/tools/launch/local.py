@@ -9,11 +9,11 @@ import argparse
 import os
 import shlex
 
-from layerkit_runner.launching import scripts
-from layerkit_runner.launching.environment import inherited_variables, written_variables
-from layerkit_runner.launching.flag_values import not_negative
-from layerkit_runner.launching.recipe import Recipe
-from layerkit_runner.launching.request import Request, own_command, split_command
+from layerkit_runner.tools.launch import scripts
+from layerkit_runner.tools.launch.environment import inherited_variables, written_variables
+from layerkit_runner.tools.launch.flag_values import not_negative
+from layerkit_runner.tools.launch.recipe import Recipe
+from layerkit_runner.tools.launch.request import Request, own_command, split_command
 
 _PRESETS = {"gpu": "gpu_latency_hiding", "other": None}
 

@@ -11,14 +11,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from layerkit_runner.command_line.flag_table import JOINING_MODES
-from layerkit_runner.command_line.flags import FLAGS, ParsedFlags, RunOptions, parse_flags
-from layerkit_runner.configuration.recorded import with_recorded_experiment
+from layerkit_runner.config.flag_table import JOINING_MODES
+from layerkit_runner.config.flags import FLAGS, ParsedFlags, RunOptions, parse_flags
+from layerkit_runner.config.recorded import with_recorded_experiment
 from layerkit_runner.errors import UsageError
-from layerkit_runner.launching.data_fields import unset_data_fields
+from layerkit_runner.tools.launch.data_fields import unset_data_fields
 
 if TYPE_CHECKING:
-    from layerkit_runner.configuration.resolve import ResolvedExperiment
+    from layerkit_runner.config.resolve import ResolvedExperiment
 
 Resolve = Callable[[ParsedFlags], "ResolvedExperiment"]
 

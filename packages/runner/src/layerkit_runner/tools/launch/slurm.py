@@ -19,12 +19,12 @@ import os
 import re
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.launching import scripts
-from layerkit_runner.launching.environment import inherited_variables, written_variables
-from layerkit_runner.launching.flag_values import adder, not_negative, positive, slurm_seconds
-from layerkit_runner.launching.local import script_path
-from layerkit_runner.launching.recipe import Recipe
-from layerkit_runner.launching.request import Request, own_command, split_command
+from layerkit_runner.tools.launch import scripts
+from layerkit_runner.tools.launch.environment import inherited_variables, written_variables
+from layerkit_runner.tools.launch.flag_values import adder, not_negative, positive, slurm_seconds
+from layerkit_runner.tools.launch.local import script_path
+from layerkit_runner.tools.launch.recipe import Recipe
+from layerkit_runner.tools.launch.request import Request, own_command, split_command
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

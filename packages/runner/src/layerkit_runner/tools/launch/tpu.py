@@ -21,12 +21,12 @@ from collections.abc import Sequence
 
 from layerkit.near_names import near_names
 from layerkit_runner.errors import UsageError
-from layerkit_runner.launching import scripts
-from layerkit_runner.launching.environment import referenced_variables, written_variables
-from layerkit_runner.launching.flag_values import adder, not_negative, positive
-from layerkit_runner.launching.recipe import Recipe
-from layerkit_runner.launching.request import Request, split_command
-from layerkit_runner.launching.tpu_types import TpuSlice, parse_accelerator_type
+from layerkit_runner.tools.launch import scripts
+from layerkit_runner.tools.launch.environment import referenced_variables, written_variables
+from layerkit_runner.tools.launch.flag_values import adder, not_negative, positive
+from layerkit_runner.tools.launch.recipe import Recipe
+from layerkit_runner.tools.launch.request import Request, split_command
+from layerkit_runner.tools.launch.tpu_types import TpuSlice, parse_accelerator_type
 
 ACTIONS = ("create", "install", "start", "stop", "delete")
 

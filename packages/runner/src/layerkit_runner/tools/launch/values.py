@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.launching.request import Request
+from layerkit_runner.tools.launch.request import Request
 
 # Control characters, line and paragraph separators, and bytes that are no UTF-8: each can end a
 # line where a program reads one, or cannot be written at all.

@@ -23,9 +23,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from layerkit_runner.plan.collectives import Traffic
-from layerkit_runner.plan.hardware import DeviceKind
-from layerkit_runner.plan.memory import Memory
+from layerkit_runner.tools.plan.collectives import Traffic
+from layerkit_runner.tools.plan.hardware import DeviceKind
+from layerkit_runner.tools.plan.memory import Memory
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,8 +42,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from layerkit_runner.plan.executions import Instruction, instructions
-from layerkit_runner.plan.replica_groups import axes_of_groups, axes_of_pairs, parse_groups
+from layerkit_runner.tools.plan.executions import Instruction, instructions
+from layerkit_runner.tools.plan.replica_groups import axes_of_groups, axes_of_pairs, parse_groups
 
 # From the size of the result in bytes, the number g of devices and the number s of slices: what
 # each device sends, and the part of it that leaves its slice.

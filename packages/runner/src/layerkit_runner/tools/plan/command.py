@@ -18,17 +18,17 @@ import dataclasses
 
 import jax
 
-from layerkit_runner.command_line.flags import RunOptions
-from layerkit_runner.configuration.resolve import ResolvedExperiment
-from layerkit_runner.job import build_parts
-from layerkit_runner.modes.programs import check_train_programs
+from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.config.resolve import ResolvedExperiment
+from layerkit_runner.distributed.xla_flags import check_devices, flag_lines, set_compiler_flags
 from layerkit_runner.partitioning import Partitioner
-from layerkit_runner.plan.alternatives.command import print_plan, print_search
-from layerkit_runner.plan.alternatives.trials import Limits
-from layerkit_runner.plan.devices import planned_target, target_devices
-from layerkit_runner.plan.plan import Plan, make_plan
-from layerkit_runner.task import SingleTask
-from layerkit_runner.xla_flags import check_devices, flag_lines, set_compiler_flags
+from layerkit_runner.tools.plan.devices import planned_target, target_devices
+from layerkit_runner.tools.plan.plan import Plan, make_plan
+from layerkit_runner.tools.plan.search.command import print_plan, print_search
+from layerkit_runner.tools.plan.search.trials import Limits
+from layerkit_runner.trainer.build_programs import check_train_programs
+from layerkit_runner.trainer.job import build_parts
+from layerkit_runner.training.task import SingleTask
 
 
 def run_plan(resolved: ResolvedExperiment, options: RunOptions) -> int:

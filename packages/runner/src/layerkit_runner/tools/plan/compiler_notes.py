@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from layerkit.layers.attention.cudnn import has_cudnn
-from layerkit_runner.plan.compiling import CompiledStep
+from layerkit_runner.tools.plan.compiling import CompiledStep
 
 QUICK_NOTE = (
     "compiled with less effort than a run asks for, which takes a third of the time; memory and"

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from layerkit_runner.steps.compiled_memory import temporary_bytes
+from layerkit_runner.training.compiled_memory import temporary_bytes
 
 # What changes the code that is made of a program, which nobody will run, and not the program.
 _CPU_OPTIONS = {"xla_backend_optimization_level": 0}

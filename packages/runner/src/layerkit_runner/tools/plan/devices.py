@@ -20,9 +20,9 @@ import jax
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.partitioning.mesh import flags_for
-from layerkit_runner.plan.gpu_targets import target_config
-from layerkit_runner.plan.hardware import DeviceKind, kind_of_device
-from layerkit_runner.plan.targets import Target, parse_target, sized
+from layerkit_runner.tools.plan.gpu_targets import target_config
+from layerkit_runner.tools.plan.hardware import DeviceKind, kind_of_device
+from layerkit_runner.tools.plan.targets import Target, parse_target, sized
 
 _FORCED_COUNT = re.compile(r"--xla_force_host_platform_device_count=\d+")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from layerkit_runner.plan.hardware import DeviceKind
+from layerkit_runner.tools.plan.hardware import DeviceKind
 
 _KIB = 2**10
 _MIB = 2**20

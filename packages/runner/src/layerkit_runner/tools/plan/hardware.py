@@ -11,9 +11,9 @@ import dataclasses
 import re
 
 from layerkit.near_names import near_names
+from layerkit_runner.distributed.xla_flags import GPU_MEMORY_SHARE
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers.device_peaks import peak_flops
-from layerkit_runner.xla_flags import GPU_MEMORY_SHARE
 
 _GIB = 2**30
 _GIGA = 10**9

@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
-from layerkit_runner.plan.compiling import CompiledStep, refused_sizes
-from layerkit_runner.steps.train_state import TrainState
+from layerkit_runner.tools.plan.compiling import CompiledStep, refused_sizes
+from layerkit_runner.training.train_state import TrainState
 
 KINDS = ("weights", "non-trainable", "averages", "optimizer", "batch")
 """`optimizer` has the step counter too."""

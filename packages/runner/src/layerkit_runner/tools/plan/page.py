@@ -7,14 +7,14 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from layerkit_runner.byte_sizes import size_text
-from layerkit_runner.plan.bounds import Bounds
-from layerkit_runner.plan.bubble import PipelinePlan
-from layerkit_runner.plan.collectives import Traffic
-from layerkit_runner.plan.hardware import DeviceKind
-from layerkit_runner.plan.memory import Memory, TensorMemory
-from layerkit_runner.plan.plan import BatchPlan, Plan
-from layerkit_runner.plan.temporaries import TemporaryTensor
+from layerkit_runner.files.byte_sizes import size_text
+from layerkit_runner.tools.plan.bounds import Bounds
+from layerkit_runner.tools.plan.bubble import PipelinePlan
+from layerkit_runner.tools.plan.collectives import Traffic
+from layerkit_runner.tools.plan.hardware import DeviceKind
+from layerkit_runner.tools.plan.memory import Memory, TensorMemory
+from layerkit_runner.tools.plan.plan import BatchPlan, Plan
+from layerkit_runner.tools.plan.temporaries import TemporaryTensor
 
 _WIDTH = 100
 _LARGEST_TENSORS = 6

@@ -15,27 +15,27 @@ import jax
 from jax.sharding import Mesh
 
 from layerkit.config import Config
-from layerkit_runner.configuration.resolve import ResolvedExperiment
+from layerkit_runner.config.resolve import ResolvedExperiment
+from layerkit_runner.data.infeed import Place, example_batch, plan_input
+from layerkit_runner.data.training_data import training_configs
 from layerkit_runner.errors import UsageError, layer_error_text
-from layerkit_runner.feeds.infeed import Place, example_batch, plan_input
-from layerkit_runner.feeds.training_data import training_configs
-from layerkit_runner.job import build_parts, versions
 from layerkit_runner.modes.start_report import LayerNotes, num_params
 from layerkit_runner.partitioning import Partitioner
-from layerkit_runner.plan.bounds import Bounds, bounds_of
-from layerkit_runner.plan.bubble import PipelinePlan, pipeline_plans
-from layerkit_runner.plan.collectives import Traffic, collective_traffic
-from layerkit_runner.plan.compiler_notes import compiler_notes
-from layerkit_runner.plan.compiling import CompiledStep, compile_step, tracing_for
-from layerkit_runner.plan.devices import described_kind
-from layerkit_runner.plan.hardware import DeviceKind
-from layerkit_runner.plan.memory import Memory, TensorMemory, step_memory, tensor_memory
-from layerkit_runner.plan.targets import HERE, Target
-from layerkit_runner.plan.temporaries import TemporaryTensor, largest_temporaries
-from layerkit_runner.steps.batch_specs import batch_spec
-from layerkit_runner.steps.flops import program_flops
-from layerkit_runner.steps.step_flops import model_flops_per_step
-from layerkit_runner.task import SingleTask
+from layerkit_runner.tools.plan.bounds import Bounds, bounds_of
+from layerkit_runner.tools.plan.bubble import PipelinePlan, pipeline_plans
+from layerkit_runner.tools.plan.collectives import Traffic, collective_traffic
+from layerkit_runner.tools.plan.compiler_notes import compiler_notes
+from layerkit_runner.tools.plan.compiling import CompiledStep, compile_step, tracing_for
+from layerkit_runner.tools.plan.devices import described_kind
+from layerkit_runner.tools.plan.hardware import DeviceKind
+from layerkit_runner.tools.plan.memory import Memory, TensorMemory, step_memory, tensor_memory
+from layerkit_runner.tools.plan.targets import HERE, Target
+from layerkit_runner.tools.plan.temporaries import TemporaryTensor, largest_temporaries
+from layerkit_runner.trainer.job import build_parts, versions
+from layerkit_runner.training.batch_specs import batch_spec
+from layerkit_runner.training.flops import program_flops
+from layerkit_runner.training.step_flops import model_flops_per_step
+from layerkit_runner.training.task import SingleTask
 
 # More than a page shows, for the JSON form.
 _TEMPORARIES = 30
@@ -82,7 +82,7 @@ class Plan:
       num_params: Trained scalars.
       param_dtypes: Of the weights.
       batch: How a batch is put together.
-      flops_per_step: Model FLOPs of all devices (`layerkit_runner.steps.flops`), without what
+      flops_per_step: Model FLOPs of all devices (`layerkit_runner.training.flops`), without what
         rematerialisation repeats.
       flops_per_device: The same, divided by the devices.
       memory: Bytes by kind.
@@ -208,7 +208,7 @@ def _plan_step(
             program = partitioner.train_step_fn(task).trace(state, batch)
             lowered = program.lower()
         batch_plan = _plan_batch(batch, partitioner, parts=task.train.gradient_accumulation_steps)
-        flops = model_flops_per_step(resolved, batch, batch_plan.rows)
+        flops = model_flops_per_step(resolved.task, batch, batch_plan.rows)
     except ValueError as error:
         raise UsageError(f"{resolved.name}: {layer_error_text(error)}") from error
     traced = time.perf_counter()

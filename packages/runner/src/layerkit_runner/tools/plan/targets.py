@@ -22,7 +22,7 @@ import re
 from collections.abc import Iterator
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.plan.hardware import DeviceKind, device_kind
+from layerkit_runner.tools.plan.hardware import DeviceKind, device_kind
 
 HERE = "here"
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from layerkit_runner.plan.collectives import type_bytes
-from layerkit_runner.plan.executions import Instruction, instructions
+from layerkit_runner.tools.plan.collectives import type_bytes
+from layerkit_runner.tools.plan.executions import Instruction, instructions
 
 # Results that are not new memory: names of other results, or set up once.
 _NO_MEMORY = (

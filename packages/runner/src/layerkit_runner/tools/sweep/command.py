@@ -14,17 +14,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from layerkit.near_names import near_names
-from layerkit_runner.command_line.flags import ParsedFlags
-from layerkit_runner.command_line.run_words import flag_word
-from layerkit_runner.configuration.overrides import Override, parse_fields
+from layerkit_runner.config.flags import ParsedFlags
+from layerkit_runner.config.overrides import Override, parse_fields
+from layerkit_runner.config.run_words import flag_word
 from layerkit_runner.errors import UsageError, first_names
-from layerkit_runner.sweeps.folder import SweepFolder, check_same_sweep, description
-from layerkit_runner.sweeps.search_space import Parameter, Range, override_text
-from layerkit_runner.sweeps.study_file import StudyFile, check_fields, read_study_file
+from layerkit_runner.tools.sweep.folder import SweepFolder, check_same_sweep, description
+from layerkit_runner.tools.sweep.search_space import Parameter, Range, override_text
+from layerkit_runner.tools.sweep.study_file import StudyFile, check_fields, read_study_file
 
 if TYPE_CHECKING:
-    from layerkit_runner.configuration.registry import ExperimentEntry
-    from layerkit_runner.configuration.resolve import ResolvedExperiment
+    from layerkit_runner.config.registry import ExperimentEntry
+    from layerkit_runner.config.resolve import ResolvedExperiment
 
 # Flags that are the sweep's own, or that each trial gets a value of its own for.
 _NOT_PASSED_ON = (
@@ -99,8 +99,8 @@ def _run(
     ours: Mapping[str, Any],
 ) -> int:
     # Loads Optuna and SQLAlchemy.
-    from layerkit_runner.sweeps.study import Study
-    from layerkit_runner.sweeps.sweep import Sweep
+    from layerkit_runner.tools.sweep.study import Study
+    from layerkit_runner.tools.sweep.sweep import Sweep
 
     with folder.deciding():
         # Somebody else may have begun another sweep here since.
@@ -154,8 +154,8 @@ def fitted_space(
       UsageError: a path leads nowhere, or a value does not fit there.
     """
     # Loads nothing new: the experiment has been imported.
-    from layerkit_runner.configuration.config_text import config_json
-    from layerkit_runner.experiment import experiment_fields
+    from layerkit_runner.config.config_text import config_json
+    from layerkit_runner.config.experiment import experiment_fields
 
     annotations = experiment_fields(type(base.experiment))
     present = {**config_json(base)["config"], **vars(base.experiment)}
@@ -185,7 +185,7 @@ def _dataset_of(file: StudyFile, resolved: ResolvedExperiment) -> str:
       UsageError: there is none.
     """
     from layerkit.config import assigned_fields
-    from layerkit_runner.feeds.infeed import dataset_name
+    from layerkit_runner.data.infeed import dataset_name
 
     if resolved.eval_programs is None:
         names = [dataset_name(config) for config in resolved.datasets if not config.is_training]
@@ -207,7 +207,7 @@ def _longer(
     flags: ParsedFlags, resolved: ResolvedExperiment, texts: Mapping[str, str], step: int
 ) -> str:
     # Loads the file system library, which no sweep needs before its end.
-    from layerkit_runner.job_folder import command_line, longer
+    from layerkit_runner.trainer.job_folder import command_line, longer
 
     given = (flags.options.job_log_dir or "").rstrip("/")
     options = dataclasses.replace(flags.options, job_log_dir=f"{given}/best")

@@ -22,13 +22,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from layerkit_runner.bounded_documents import DocumentError, parse_json, read_text
-from layerkit_runner.configuration.overrides import Override
+from layerkit_runner.config.overrides import Override
 from layerkit_runner.errors import UsageError
-from layerkit_runner.file_locks import lock, try_lock
-from layerkit_runner.job_files import atomic_write
-from layerkit_runner.sweeps.search_space import Choices, Parameter
-from layerkit_runner.sweeps.study_file import StudyFile
+from layerkit_runner.files.atomic_write import atomic_write
+from layerkit_runner.files.bounded_documents import DocumentError, parse_json, read_text
+from layerkit_runner.files.locks import lock, try_lock
+from layerkit_runner.tools.sweep.search_space import Choices, Parameter
+from layerkit_runner.tools.sweep.study_file import StudyFile
 
 RECORD = "study.json"
 _DAMAGED = "Copy it from a backup, or delete it: the next command of the study writes it anew."

@@ -8,11 +8,11 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from layerkit_runner.job_files import atomic_write
-from layerkit_runner.sweeps.folder import SweepFolder
-from layerkit_runner.sweeps.report import TrialResult, best_of
-from layerkit_runner.sweeps.search_space import Choices, Parameter, Range
-from layerkit_runner.sweeps.study_file import StudyFile
+from layerkit_runner.files.atomic_write import atomic_write
+from layerkit_runner.tools.sweep.folder import SweepFolder
+from layerkit_runner.tools.sweep.report import TrialResult, best_of
+from layerkit_runner.tools.sweep.search_space import Choices, Parameter, Range
+from layerkit_runner.tools.sweep.study_file import StudyFile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

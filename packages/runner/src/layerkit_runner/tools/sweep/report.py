@@ -9,10 +9,10 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
-from layerkit_runner.job_files import atomic_write
-from layerkit_runner.sweeps.folder import SweepFolder
-from layerkit_runner.sweeps.search_space import Value
-from layerkit_runner.sweeps.study_file import StudyFile
+from layerkit_runner.files.atomic_write import atomic_write
+from layerkit_runner.tools.sweep.folder import SweepFolder
+from layerkit_runner.tools.sweep.search_space import Value
+from layerkit_runner.tools.sweep.study_file import StudyFile
 
 # In the order of the table. A trial that is unfinished runs, here or elsewhere, or was stopped.
 _STATES = {

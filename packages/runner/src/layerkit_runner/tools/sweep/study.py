@@ -23,9 +23,9 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.sweeps.folder import SweepFolder
-from layerkit_runner.sweeps.search_space import Value
-from layerkit_runner.sweeps.study_file import Method, StudyFile
+from layerkit_runner.tools.sweep.folder import SweepFolder
+from layerkit_runner.tools.sweep.search_space import Value
+from layerkit_runner.tools.sweep.study_file import Method, StudyFile
 
 _SECONDS_TO_WAIT_FOR_DATABASE = 60
 

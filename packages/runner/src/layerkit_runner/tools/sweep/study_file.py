@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from layerkit.near_names import near_names
-from layerkit_runner.bounded_documents import DocumentError, parse_json, parse_toml, read_text
-from layerkit_runner.configuration.overrides import Override, parse_fields, parse_override
+from layerkit_runner.config.overrides import Override, parse_fields, parse_override
 from layerkit_runner.errors import UsageError, first_names
-from layerkit_runner.sweeps.search_space import Parameter, override_text, parse_space
+from layerkit_runner.files.bounded_documents import DocumentError, parse_json, parse_toml, read_text
+from layerkit_runner.tools.sweep.search_space import Parameter, override_text, parse_space
 
 _KEYS = ("metric", "space", "direction", "num_trials", "sampler", "pruner")
 Direction = Literal["minimize", "maximize"]

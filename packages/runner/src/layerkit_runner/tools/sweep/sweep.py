@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.sweeps.folder import SweepFolder
-from layerkit_runner.sweeps.report import (
+from layerkit_runner.tools.sweep.folder import SweepFolder
+from layerkit_runner.tools.sweep.report import (
     TrialResult,
     best_of,
     results,
@@ -22,10 +22,10 @@ from layerkit_runner.sweeps.report import (
     table,
     write_results,
 )
-from layerkit_runner.sweeps.search_space import override_text
-from layerkit_runner.sweeps.study import OwnTrial, Study
-from layerkit_runner.sweeps.study_file import StudyFile
-from layerkit_runner.sweeps.trial_run import (
+from layerkit_runner.tools.sweep.search_space import override_text
+from layerkit_runner.tools.sweep.study import OwnTrial, Study
+from layerkit_runner.tools.sweep.study_file import StudyFile
+from layerkit_runner.tools.sweep.trial_run import (
     Outcome,
     TrialMetrics,
     TrialProcess,
@@ -170,7 +170,7 @@ class Sweep:
 
     def _report(self, found: Sequence[TrialResult]) -> None:
         # matplotlib and its fonts take a second, which only this waits for.
-        from layerkit_runner.sweeps.picture import draw_sweep
+        from layerkit_runner.tools.sweep.picture import draw_sweep
 
         write_results(found, self.file, self.folder, experiment=self.experiment)
         for line in table(found, self.file):

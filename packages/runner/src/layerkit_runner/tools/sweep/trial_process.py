@@ -1,6 +1,6 @@
 """The process of one trial: `runner` as anyone calls it, which leaves when its sweep is gone.
 
-    python -m layerkit_runner.sweeps.trial_process LOCK --exp=… --job_log_dir=…
+    python -m layerkit_runner.tools.sweep.trial_process LOCK --exp=… --job_log_dir=…
 
 The sweep holds the other end of the standard input and never writes to it. When the sweep is
 killed, the operating system closes it, and this process takes that for a SIGTERM: it saves and
@@ -16,7 +16,7 @@ import sys
 import threading
 from pathlib import Path
 
-from layerkit_runner.file_locks import lock
+from layerkit_runner.files.locks import lock
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ from typing import IO, Literal
 
 from layerkit.near_names import near_names
 from layerkit_runner.errors import UsageError, first_names
-from layerkit_runner.job_files import open_append
+from layerkit_runner.files.atomic_write import open_append
 from layerkit_runner.observers.metrics_log import Record, parse_record
 
 _SECONDS_BETWEEN_LOOKS = 0.5
@@ -140,7 +140,7 @@ class TrialProcess:
 
     def __init__(self, folder: Path, words: Sequence[str]) -> None:
         self._output = folder / "output.txt"
-        module = [sys.executable, "-m", "layerkit_runner.sweeps.trial_process"]
+        module = [sys.executable, "-m", "layerkit_runner.tools.sweep.trial_process"]
         with open_append(self._output) as output:
             self._began = output.tell()
             self._process: subprocess.Popen[bytes] = subprocess.Popen(

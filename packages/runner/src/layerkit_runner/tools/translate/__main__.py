@@ -21,13 +21,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from layerkit_runner.bounded_documents import DocumentError, read_text
-from layerkit_runner.configuration.overrides import Override, parse_fields
-from layerkit_runner.configuration.registry import find_experiment
+from layerkit_runner.config.overrides import Override, parse_fields
+from layerkit_runner.config.registry import find_experiment
 from layerkit_runner.errors import FieldError, UsageError
-from layerkit_runner.translation.maxtext import read_values, translate_maxtext
-from layerkit_runner.translation.pax import other_classes, translate_pax
-from layerkit_runner.translation.written import Translation, command_text, modules_text
+from layerkit_runner.files.bounded_documents import DocumentError, read_text
+from layerkit_runner.tools.translate.maxtext import read_values, translate_maxtext
+from layerkit_runner.tools.translate.pax import other_classes, translate_pax
+from layerkit_runner.tools.translate.written import Translation, command_text, modules_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

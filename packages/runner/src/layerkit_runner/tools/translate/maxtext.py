@@ -15,16 +15,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from layerkit.near_names import near_names
-from layerkit_runner.bounded_documents import DocumentError, parse_yaml
 from layerkit_runner.errors import UsageError
-from layerkit_runner.translation.maxtext_keys import (
+from layerkit_runner.files.bounded_documents import DocumentError, parse_yaml
+from layerkit_runner.tools.translate.maxtext_keys import (
     COMPOSED,
     NEUTRAL,
     RULES,
     data_recipe,
 )
-from layerkit_runner.translation.values import NotTranslatedError, number, whole_number
-from layerkit_runner.translation.written import Leftover, Translation, fields_of
+from layerkit_runner.tools.translate.values import NotTranslatedError, number, whole_number
+from layerkit_runner.tools.translate.written import Leftover, Translation, fields_of
 
 _AXES = ("data", "fsdp", "tensor")
 

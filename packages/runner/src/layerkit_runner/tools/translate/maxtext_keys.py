@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from layerkit_runner.translation.values import (
+from layerkit_runner.tools.translate.values import (
     NotTranslatedError,
     Reader,
     number,

@@ -12,19 +12,24 @@ from typing import Any
 
 from layerkit.near_names import near_names
 from layerkit_runner.errors import UsageError
-from layerkit_runner.translation import pax_fields
-from layerkit_runner.translation.pax_fields import BASES, PaxBase
-from layerkit_runner.translation.pax_settings import learnt_besides, with_settings
-from layerkit_runner.translation.pax_source import (
+from layerkit_runner.tools.translate import pax_fields
+from layerkit_runner.tools.translate.pax_fields import BASES, PaxBase
+from layerkit_runner.tools.translate.pax_settings import learnt_besides, with_settings
+from layerkit_runner.tools.translate.pax_source import (
     CannotTellError,
     PaxClass,
     PaxSource,
     Symbol,
     read_source,
 )
-from layerkit_runner.translation.pax_task import Setting, goes_on_from_base, settings_of
-from layerkit_runner.translation.values import NotTranslatedError, number, whole_number, yes_or_no
-from layerkit_runner.translation.written import Leftover, Translation, fields_of
+from layerkit_runner.tools.translate.pax_task import Setting, goes_on_from_base, settings_of
+from layerkit_runner.tools.translate.values import (
+    NotTranslatedError,
+    number,
+    whole_number,
+    yes_or_no,
+)
+from layerkit_runner.tools.translate.written import Leftover, Translation, fields_of
 
 _POSITIONS = {"USE_ROTARY_POSITION_EMB": "rotary", "TRAINABLE_POSITION_EMB": "trainable"}
 _SCHEDULE_PARTS = {

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from layerkit_runner.translation.values import (
+from layerkit_runner.tools.translate.values import (
     Reader,
     number,
     or_none,

@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from layerkit_runner.translation.pax_source import CannotTellError, Symbol
-from layerkit_runner.translation.pax_task import Gaussian, Setting, TaskPath
-from layerkit_runner.translation.values import (
+from layerkit_runner.tools.translate.pax_source import CannotTellError, Symbol
+from layerkit_runner.tools.translate.pax_task import Gaussian, Setting, TaskPath
+from layerkit_runner.tools.translate.values import (
     NotTranslatedError,
     Reader,
     number,
@@ -21,7 +21,7 @@ from layerkit_runner.translation.values import (
     whole_number,
     yes_or_no,
 )
-from layerkit_runner.translation.written import Leftover
+from layerkit_runner.tools.translate.written import Leftover
 
 _LM = "task.model.lm_tpl"
 _SOFTMAX = f"{_LM}.softmax_tpl"

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.translation.pax_source import (
+from layerkit_runner.tools.translate.pax_source import (
     CannotTellError,
     PaxFunction,
     PaxSource,

@@ -5,12 +5,12 @@ import dataclasses
 import jax
 import pytest
 
-from layerkit_runner.configuration.resolve import resolve
-from layerkit_runner.plan.alternatives.changes import overriding_flags
-from layerkit_runner.plan.alternatives.trials import Limits, Trials
-from layerkit_runner.plan.hardware import device_kind
-from layerkit_runner.plan.plan import make_plan
-from layerkit_runner.plan.targets import Target
+from layerkit_runner.config.resolve import resolve
+from layerkit_runner.tools.plan.hardware import device_kind
+from layerkit_runner.tools.plan.plan import make_plan
+from layerkit_runner.tools.plan.search.changes import overriding_flags
+from layerkit_runner.tools.plan.search.trials import Limits, Trials
+from layerkit_runner.tools.plan.targets import Target
 
 CPU = device_kind("cpu")
 
@@ -90,9 +90,9 @@ def trials_for(plan_for):
 @pytest.fixture(scope="session")
 def resolve_flags(tunable_lm):
     """`TunableLm` as flags make it, as the command line does."""
-    from layerkit_runner.command_line.flags import parse_flags
-    from layerkit_runner.configuration.overrides import parse_fields
-    from layerkit_runner.experiment import experiment_fields
+    from layerkit_runner.config.experiment import experiment_fields
+    from layerkit_runner.config.flags import parse_flags
+    from layerkit_runner.config.overrides import parse_fields
 
     def make(flags):
         overrides = parse_flags(["--exp=x", "--mode=plan", *flags]).overrides

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from layerkit_runner.configuration.resolve import resolve
-from layerkit_runner.plan.alternatives.advice import Advice, advise
-from layerkit_runner.plan.alternatives.forecast import Forecast
-from layerkit_runner.plan.alternatives.pages import advice_lines
+from layerkit_runner.config.resolve import resolve
+from layerkit_runner.tools.plan.search.advice import Advice, advise
+from layerkit_runner.tools.plan.search.forecast import Forecast
+from layerkit_runner.tools.plan.search.pages import advice_lines
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from layerkit_runner.plan.alternatives.assumed_speeds import TYPICAL, assumed_speeds
-from layerkit_runner.plan.bounds import DeviceWork, step_bounds
-from layerkit_runner.plan.collectives import Traffic
-from layerkit_runner.plan.hardware import KINDS, device_kind, kind_of_device
+from layerkit_runner.tools.plan.bounds import DeviceWork, step_bounds
+from layerkit_runner.tools.plan.collectives import Traffic
+from layerkit_runner.tools.plan.hardware import KINDS, device_kind, kind_of_device
+from layerkit_runner.tools.plan.search.assumed_speeds import TYPICAL, assumed_speeds
 
 WORK = DeviceWork(flops=4e12, memory_bytes=9e9, fast_bytes=7e9, slow_bytes=3e8)
 UNKNOWN = ["peak FLOP/s", "memory bandwidth", "bandwidth within a slice"]

@@ -6,9 +6,9 @@ import pytest
 
 from layerkit.config import copy_config
 from layerkit.layers.pipelined_transformer import PipelinedTransformer
-from layerkit_runner.configuration.resolve import resolve
+from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import UsageError
-from layerkit_runner.plan.alternatives import changes
+from layerkit_runner.tools.plan.search import changes
 
 
 def test_usual_fields_are_taken_where_an_experiment_has_them(tunable_lm):

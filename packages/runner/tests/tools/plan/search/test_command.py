@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.plan.alternatives.command import print_plan, print_search
-from layerkit_runner.plan.alternatives.trials import Limits
+from layerkit_runner.tools.plan.search.command import print_plan, print_search
+from layerkit_runner.tools.plan.search.trials import Limits
 
 
 def test_a_plan_that_does_not_fit_has_its_advice_beside_it(small, plan_for, devices, capsys):

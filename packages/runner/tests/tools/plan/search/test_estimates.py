@@ -3,9 +3,9 @@ from __future__ import annotations
 import jax
 import pytest
 
-from layerkit_runner.plan.alternatives import changes
-from layerkit_runner.plan.alternatives.forecast import Forecast, abstract_batch
-from layerkit_runner.plan.plan import BatchPlan
+from layerkit_runner.tools.plan.plan import BatchPlan
+from layerkit_runner.tools.plan.search import changes
+from layerkit_runner.tools.plan.search.forecast import Forecast, abstract_batch
 
 
 @pytest.fixture(scope="module")

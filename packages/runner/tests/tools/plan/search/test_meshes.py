@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from layerkit_runner.plan.alternatives.meshes import MeshShape, mesh_shapes, split_of_networks
-from layerkit_runner.plan.collectives import collective_traffic
+from layerkit_runner.tools.plan.collectives import collective_traffic
+from layerkit_runner.tools.plan.search.meshes import MeshShape, mesh_shapes, split_of_networks
 
 AXES = ("data", "fsdp", "tensor")
 

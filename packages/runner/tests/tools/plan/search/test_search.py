@@ -6,10 +6,10 @@ import json
 import pytest
 
 from layerkit.sharding import DEFAULT_RULES
-from layerkit_runner.configuration.resolve import resolve
+from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import UsageError
-from layerkit_runner.plan.alternatives.pages import search_json, search_page
-from layerkit_runner.plan.alternatives.search import Candidate, Search, order, search
+from layerkit_runner.tools.plan.search.pages import search_json, search_page
+from layerkit_runner.tools.plan.search.search import Candidate, Search, order, search
 
 
 @pytest.fixture(scope="module")

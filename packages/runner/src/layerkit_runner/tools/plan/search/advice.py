@@ -19,12 +19,12 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from layerkit_runner.configuration.resolve import ResolvedExperiment
+from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError
-from layerkit_runner.plan.alternatives import changes
-from layerkit_runner.plan.alternatives.changes import Changes
-from layerkit_runner.plan.alternatives.forecast import Forecast
-from layerkit_runner.plan.alternatives.trials import Trials
+from layerkit_runner.tools.plan.search import changes
+from layerkit_runner.tools.plan.search.changes import Changes
+from layerkit_runner.tools.plan.search.forecast import Forecast
+from layerkit_runner.tools.plan.search.trials import Trials
 
 # What is estimated to be larger than this part of the memory is not compiled to see.
 _HOPELESS = 1.3

@@ -13,9 +13,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from layerkit_runner.plan.bounds import DeviceWork
-from layerkit_runner.plan.collectives import Traffic
-from layerkit_runner.plan.hardware import DeviceKind, device_kind
+from layerkit_runner.tools.plan.bounds import DeviceWork
+from layerkit_runner.tools.plan.collectives import Traffic
+from layerkit_runner.tools.plan.hardware import DeviceKind, device_kind
 
 # It computes 240 FLOPs while it reads a byte of memory, and 985 while it sends one; the other known
 # kinds 150 to 560, and 760 to 3,850.

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from layerkit.config import field_names, is_config
-from layerkit_runner.configuration.overrides import Override
-from layerkit_runner.configuration.resolve import ResolvedExperiment, resolve
+from layerkit_runner.config.experiment import experiment_fields
+from layerkit_runner.config.overrides import Override
+from layerkit_runner.config.resolve import ResolvedExperiment, resolve
 from layerkit_runner.errors import UsageError
-from layerkit_runner.experiment import experiment_fields
 
 ROWS = "PERCORE_BATCH_SIZE"
 REMAT = "CHECKPOINT_POLICY"

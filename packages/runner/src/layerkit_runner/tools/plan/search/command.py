@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
-from layerkit_runner.configuration.resolve import ResolvedExperiment
+from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError
-from layerkit_runner.plan.alternatives.advice import Advice, advise
-from layerkit_runner.plan.alternatives.forecast import Forecast
-from layerkit_runner.plan.alternatives.pages import advice_lines, search_json, search_page
-from layerkit_runner.plan.alternatives.search import search
-from layerkit_runner.plan.alternatives.trials import Limits, Trials
-from layerkit_runner.plan.page import plan_json, plan_page
-from layerkit_runner.plan.plan import Plan
+from layerkit_runner.tools.plan.page import plan_json, plan_page
+from layerkit_runner.tools.plan.plan import Plan
+from layerkit_runner.tools.plan.search.advice import Advice, advise
+from layerkit_runner.tools.plan.search.forecast import Forecast
+from layerkit_runner.tools.plan.search.pages import advice_lines, search_json, search_page
+from layerkit_runner.tools.plan.search.search import search
+from layerkit_runner.tools.plan.search.trials import Limits, Trials
 
 Make = Callable[[ResolvedExperiment], Plan]
 

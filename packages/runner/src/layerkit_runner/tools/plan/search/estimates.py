@@ -20,8 +20,8 @@ from jax.sharding import AbstractMesh
 from layerkit.sharding import BoundSharding, ShardingRules
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.partitioning.state_axes import axes_by_path, map_with_axes
-from layerkit_runner.steps.step_context import GLOBAL_BATCH
-from layerkit_runner.task import SingleTask
+from layerkit_runner.training.step_context import GLOBAL_BATCH
+from layerkit_runner.training.task import SingleTask
 
 # Dimensions of weights that layers split in their activations too.
 _WIDE = ("mlp", "heads", "kv_heads", "vocab", "stage")

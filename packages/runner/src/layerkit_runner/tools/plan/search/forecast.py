@@ -13,23 +13,23 @@ import jax.numpy as jnp
 
 from layerkit.nested_map import NestedMap
 from layerkit.sharding import ShardingRules
-from layerkit_runner.configuration.resolve import ResolvedExperiment
+from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError
-from layerkit_runner.job import build_parts
 from layerkit_runner.partitioning import Partitioner, SpmdPartitioner
-from layerkit_runner.plan.alternatives import changes
-from layerkit_runner.plan.alternatives.assumed_speeds import assumed_speeds
-from layerkit_runner.plan.alternatives.changes import Changes
-from layerkit_runner.plan.alternatives.estimates import (
+from layerkit_runner.tools.plan.hardware import DeviceKind
+from layerkit_runner.tools.plan.plan import BatchPlan, Plan
+from layerkit_runner.tools.plan.search import changes
+from layerkit_runner.tools.plan.search.assumed_speeds import assumed_speeds
+from layerkit_runner.tools.plan.search.changes import Changes
+from layerkit_runner.tools.plan.search.estimates import (
     Estimate,
     Estimator,
     Kept,
     kept_arrays,
     state_arrays,
 )
-from layerkit_runner.plan.alternatives.meshes import MeshShape, mesh_shapes, split_of_networks
-from layerkit_runner.plan.hardware import DeviceKind
-from layerkit_runner.plan.plan import BatchPlan, Plan
+from layerkit_runner.tools.plan.search.meshes import MeshShape, mesh_shapes, split_of_networks
+from layerkit_runner.trainer.job import build_parts
 
 # What a policy computes again, as a part of the forward pass; the later ones keep less.
 RECOMPUTED = {

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator
 
 import jax.numpy as jnp
 
-from layerkit_runner.byte_sizes import size_text
-from layerkit_runner.plan.alternatives.advice import Advice
-from layerkit_runner.plan.alternatives.search import Candidate, Search
-from layerkit_runner.plan.compiler_notes import QUICK_NOTE
-from layerkit_runner.plan.page import seconds_text
-from layerkit_runner.plan.plan import Plan
+from layerkit_runner.files.byte_sizes import size_text
+from layerkit_runner.tools.plan.compiler_notes import QUICK_NOTE
+from layerkit_runner.tools.plan.page import seconds_text
+from layerkit_runner.tools.plan.plan import Plan
+from layerkit_runner.tools.plan.search.advice import Advice
+from layerkit_runner.tools.plan.search.search import Candidate, Search
 
 _REASON_LENGTH = 60
 

@@ -15,14 +15,14 @@ from collections.abc import Sequence
 
 import jax
 
-from layerkit_runner.configuration.resolve import ResolvedExperiment
+from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError
-from layerkit_runner.plan.alternatives import changes
-from layerkit_runner.plan.alternatives.assumed_speeds import AssumedSpeeds
-from layerkit_runner.plan.alternatives.forecast import RECOMPUTED, Forecast
-from layerkit_runner.plan.alternatives.meshes import MeshShape
-from layerkit_runner.plan.alternatives.trials import Trials
-from layerkit_runner.plan.plan import Plan
+from layerkit_runner.tools.plan.plan import Plan
+from layerkit_runner.tools.plan.search import changes
+from layerkit_runner.tools.plan.search.assumed_speeds import AssumedSpeeds
+from layerkit_runner.tools.plan.search.forecast import RECOMPUTED, Forecast
+from layerkit_runner.tools.plan.search.meshes import MeshShape
+from layerkit_runner.tools.plan.search.trials import Trials
 
 # What is estimated to be larger than this part of the memory is not compiled to see.
 _HOPELESS = 1.3

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import jax
 
-from layerkit_runner.configuration.resolve import ResolvedExperiment
+from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError
-from layerkit_runner.plan.plan import Plan
+from layerkit_runner.tools.plan.plan import Plan
 
 _REASON_LENGTH = 200
 
