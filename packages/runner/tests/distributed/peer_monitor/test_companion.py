@@ -108,7 +108,7 @@ class Group:
         (companion,) = (
             int(child)
             for child in children
-            if b"companion" in Path(f"/proc/{child}/cmdline").read_bytes()
+            if b"peer_monitor" in Path(f"/proc/{child}/cmdline").read_bytes()
         )
         return companion
 
