@@ -59,14 +59,18 @@ DOCTESTED = ("layerkit", "runner")
 # What layerkit-inputs is installed with.
 LIGHT_EXTRAS = "[grain,hf,text]"
 # The extras of all packages that TEST_TOOLS and LIGHT_EXTRAS bring.
-TESTED_EXTRAS = ("grain", "hf", "text", "wandb", "sweeps")
+TESTED_EXTRAS = ("grain", "hf", "text", "plots", "wandb", "sweeps")
 TENSORFLOW_EXTRAS = "[seqio,lingvo]"
 # The named experiments read their corpora through SeqIO, Grain and files.
 CORPUS_EXTRAS = "[grain,hf,seqio,text]"
 # The longest tests first, so that no worker is left with one of them at the end.
 ALL_SUITES = [*ROOT.glob("integration_tests"), *sorted(ROOT.glob("packages/*/tests"), reverse=True)]
-# safetensors: what the extra layerkit[hf] brings; wandb, optuna: layerkit-runner[wandb,sweeps].
-TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "safetensors", "wandb", "optuna")
+# safetensors: what the extra layerkit[hf] brings; matplotlib, wandb, optuna: those of the extras
+# layerkit-runner[plots,wandb,sweeps].
+TEST_TOOLS = (
+    *("pytest", "pytest-xdist", "hypothesis"),
+    *("safetensors", "matplotlib", "wandb", "optuna"),
+)
 PARITY_TOOLS = ("torch", "transformers")
 LINT_TOOLS = ("ruff", "mypy", "import-linter")
 BUILD_TOOLS = ("hatchling",)
@@ -302,7 +306,10 @@ def install_lingvo(session: nox.Session) -> None:
 
 
 def install_sources(session: nox.Session, tools: Sequence[str] = ()) -> None:
-    """Installs the four packages, so that edits of the sources take effect, and `tools`."""
+    """Install the four packages, so that edits of the sources take effect, and `tools`.
+
+    The runner is installed with its extra `plots`, since the quickstart draws its loss curve.
+    """
     projects = [ROOT / "packages" / folder for folder in PACKAGES]
     parts = [CONSTRAINTS, *(project / "pyproject.toml" for project in projects)]
     digest = hashlib.sha256(b"\0".join(part.read_bytes() for part in parts))
@@ -311,5 +318,6 @@ def install_sources(session: nox.Session, tools: Sequence[str] = ()) -> None:
     if stamp.is_file() and stamp.read_text() == digest.hexdigest():
         return
     editable = [argument for project in projects for argument in ("--editable", str(project))]
+    editable[editable.index(str(ROOT / "packages/runner"))] += "[plots]"
     session.install(*PINNED, *editable, *tools)
     stamp.write_text(digest.hexdigest())

@@ -25,6 +25,7 @@ PAGES = [
     "data_sets.md",
     "init_from.md",
     "inputs.md",
+    "observing.md",
     "optimization.md",
     "preferences.md",
     "programs.md",

@@ -327,8 +327,8 @@ _WRONG = {
     "root of a path": (
         ["--exp=lm.Small", "--fdl.taks.model.num_layers=3"],
         "--fdl.taks.model.num_layers: a path starts with task, datasets, decode_datasets,"
-        " partitioner, train_programs, eval_programs, decode_programs or executor, not 'taks'; did"
-        " you mean 'task'?\n",
+        " partitioner, train_programs, eval_programs, decode_programs, executor or observers, not"
+        " 'taks'; did you mean 'task'?\n",
     ),
 }
 

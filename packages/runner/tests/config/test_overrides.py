@@ -173,8 +173,8 @@ def test_all_wrong_fields_are_told_at_once():
         "Small has no field 'num_layers'; did you mean 'NUM_LAYERS'? Its fields: NUM_LAYERS, DIMS.",
         "Small.NUM_LAYERS: expected int, got 'x'",
         "--fdl.taks.model.x: a path starts with task, datasets, decode_datasets, partitioner,"
-        " train_programs, eval_programs, decode_programs or executor, not 'taks'; did you mean"
-        " 'task'?",
+        " train_programs, eval_programs, decode_programs, executor or observers, not 'taks'; did"
+        " you mean 'task'?",
         "--fdl.task=1 names no field; say which, such as --fdl.task.NAME=…",
     ]
 

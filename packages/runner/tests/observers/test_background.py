@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from layerkit_runner.observers.background import Background
+from layerkit_runner.observers.base import Background
 
 
 def test_jobs_run_in_order_and_the_caller_does_not_wait():
@@ -33,6 +33,22 @@ def test_a_failure_reaches_the_caller_and_ends_the_work():
         background.close()
     with pytest.raises(RuntimeError):  # closed for good
         background.submit(done.append, 1)
+    assert done == []
+
+
+def test_no_job_runs_after_one_that_failed():
+    background, done = Background(), []
+
+    def fail():
+        raise OSError("bucket not found")
+
+    background.submit(threading.Event().wait, 0.05)
+    background.submit(fail)
+    background.submit(done.append, 1)
+    while not background.is_idle:
+        threading.Event().wait(0.001)
+    with pytest.raises(OSError, match="bucket not found"):
+        background.close()
     assert done == []
 
 

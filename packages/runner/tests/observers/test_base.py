@@ -1,14 +1,21 @@
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import pytest
 
-from layerkit_runner.observers import Observer, Observers
+from layerkit.config import Config
+from layerkit_runner import UsageError
+from layerkit_runner.observers import Observer, Observers, base, build_observers
 
 
 class Recorder(Observer):
+    in_background = False
+
     def __init__(self):
         self.seen = []
 
@@ -29,6 +36,8 @@ class Recorder(Observer):
 
 
 class Broken(Recorder):
+    optional = False
+
     def train_metrics(self, step, scalars):
         raise OSError("bucket not found")
 
@@ -38,10 +47,16 @@ class BrokenOutside(Broken):
 
 
 class BrokenAtTheEnd(Observer):
-    optional = True
+    in_background = False
 
     def close(self):
         raise OSError("disk full")
+
+
+def line_of(text):
+    """Return the number of the first line of this file that contains the text."""
+    lines = Path(__file__).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, start=1) if text in line)
 
 
 def test_reports_reach_every_observer_in_order():
@@ -68,7 +83,7 @@ def test_an_optional_observer_that_fails_is_named_once_closed_and_left_out():
         (
             "message",
             "BrokenOutside failed and is left out from here on; the run continues. "
-            "OSError: bucket not found",
+            f"OSError: bucket not found (test_base.py:{line_of('bucket not found')})",
         ),
         ("train", 2, {"loss": 1.0}),
     ]
@@ -89,7 +104,7 @@ def test_closing_closes_all_and_shows_what_failed_optionally():
         (
             "message",
             "BrokenAtTheEnd failed and is left out from here on; the run continues. "
-            "OSError: disk full",
+            f"OSError: disk full (test_base.py:{line_of('disk full')})",
         ),
         ("close",),
     ]
@@ -97,6 +112,9 @@ def test_closing_closes_all_and_shows_what_failed_optionally():
 
 def test_closing_raises_the_failure_that_counts_after_closing_all():
     class EssentialFailure(Observer):
+        in_background = False
+        optional = False
+
         def close(self):
             raise RuntimeError("lost")
 
@@ -104,6 +122,123 @@ def test_closing_raises_the_failure_that_counts_after_closing_all():
     with pytest.raises(RuntimeError, match="lost"):
         Observers([watcher, EssentialFailure()]).close()
     assert watcher.seen == [("close",)]
+
+
+class Slow(Observer):
+    """Records its calls; `progress` waits for the gate."""
+
+    def __init__(self):
+        self.calls, self.threads = [], set()
+        self.waits, self.gate = threading.Event(), threading.Event()
+
+    def start(self, info):
+        self._record("start")
+
+    def progress(self, step):
+        self.waits.set()
+        self.gate.wait(20)
+        self._record(step)
+
+    def train_metrics(self, step, scalars):
+        self._record(scalars)
+
+    def message(self, text):
+        self._record(text)
+
+    def close(self):
+        self._record("close")
+
+    def _record(self, call):
+        self.calls.append(call)
+        self.threads.add(threading.current_thread())
+
+
+def test_background_observer_runs_on_one_thread_of_its_own_and_delays_no_report(run_info):
+    slow, scalars = Slow(), {"loss": 2.0}
+    observers = Observers([slow])
+    observers.message("before the start")
+    observers.start(run_info())
+    observers.progress(1)
+    observers.train_metrics(1, scalars)
+    scalars["loss"] = 0.0  # the caller may use its dict again
+    observers.message("later")
+    assert slow.calls in ([], ["start"])
+    slow.gate.set()
+    observers.close()
+    assert slow.calls == ["start", 1, {"loss": 2.0}, "later", "close"]
+    assert len(slow.threads) == 1
+    assert threading.current_thread() not in slow.threads
+
+
+def test_background_observer_is_not_closed_if_it_was_not_started():
+    slow = Slow()
+    Observers([slow]).close()
+    assert slow.calls == []
+
+
+def test_background_observer_that_falls_behind_is_left_out(run_info, monkeypatch):
+    monkeypatch.setattr(base, "_MAX_PENDING_REPORTS", 5)
+    slow, watcher = Slow(), Recorder()
+    observers = Observers([slow, watcher])
+    observers.start(run_info())
+    observers.progress(1)
+    assert slow.waits.wait(20)
+    for step in range(2, 10):
+        observers.progress(step)
+    (told,) = [text for kind, text in watcher.seen if kind == "message"]
+    assert told.startswith("Slow failed and is left out from here on; the run continues.")
+    assert "5 reports behind" in told
+    (thread,) = [each for each in threading.enumerate() if each in slow.threads]
+    slow.gate.set()
+    thread.join(20)
+    assert slow.calls == ["start", 1, "close"]
+
+
+@pytest.mark.parametrize("optional", [True, False])
+def test_failure_in_the_background_removes_the_observer_or_ends_the_run(run_info, optional):
+    class Failing(Slow):
+        def progress(self, step):
+            raise OSError("no such channel")
+
+    failing, watcher = Failing(), Recorder()
+    failing.optional = optional
+    observers = Observers([watcher, failing])
+    observers.start(run_info())
+    observers.progress(1)
+    if optional:
+        observers.close()
+        assert any("OSError: no such channel (test_base.py:" in str(seen) for seen in watcher.seen)
+    else:
+        with pytest.raises(OSError, match="no such channel"):
+            observers.close()
+    assert failing.calls == ["start", "close"]
+
+
+@dataclasses.dataclass
+class EveryK(Observer):
+    every: int
+
+    def __post_init__(self):
+        if self.every < 1:
+            raise ValueError(f"every={self.every}: expected a positive integer")
+
+
+def test_configs_become_observers():
+    (observer,) = build_observers([Config(EveryK, every=3)])
+    assert observer == EveryK(every=3)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Config(EveryK, every=0), r"^observers\.0: every=0: expected a positive integer$"),
+        (Config(EveryK), r"^observers\.0: EveryK cannot be built: no value for every\.$"),
+        (Config(dict), r"^observers\.0: dict is no observer\. Expected a class derived from"),
+    ],
+)
+def test_config_that_makes_no_observer_is_an_error(config, message):
+    with pytest.raises(UsageError, match=message):
+        build_observers([config])
 
 
 def test_importing_the_package_loads_nothing_heavy():

@@ -72,6 +72,19 @@ def test_a_run_prints_dozens_of_lines_not_thousands(
     assert f"step {steps} | eval held_out | loss 2" in lines
 
 
+def test_second_evaluation_of_a_step_is_printed(run_info):
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(stream=stream, clock=clock)
+    progress.start(run_info(num_train_steps=1000))
+    for step, loss in [(1, 3.0), (2, 2.0), (2, 1.0), (30, 4.0), (30, 5.0)]:
+        progress.eval_metrics(step, "held_out", {"loss": loss})
+    assert stream.getvalue().splitlines() == [
+        "step 1 | eval held_out | loss 3",  # step 2 comes too soon for a line
+        "step 30 | eval held_out | loss 4",
+        "step 30 | eval held_out | loss 5",
+    ]
+
+
 def test_no_step_is_printed_twice(simulate):
     lines = simulate(steps=300, seconds_per_step=40, summary_interval=7)
     steps = [re.match(r"step (\d+)/", line).group(1) for line in lines]

@@ -89,7 +89,8 @@ def _walk(resolved: ResolvedExperiment) -> Iterator[tuple[str, Any]]:
     seen: dict[int, str] = {}
     for root in ROOTS:
         value = getattr(resolved, root)
-        if value is not None or root not in OPTIONAL_ROOTS:
+        is_unused = value is None if root in OPTIONAL_ROOTS else root == "observers" and not value
+        if not is_unused:
             yield from _lines(root, value, seen)
 
 

@@ -150,6 +150,13 @@ class BaseExperiment:
         """
         return None
 
+    def observers(self) -> list[Config]:
+        """Configs of `layerkit_runner.observers.Observer` that watch the run; none by default.
+
+        They run beside the built-in ones, on threads of their own; see docs/observing.md.
+        """
+        return []
+
     def partitioner(self) -> Config:
         """How the work is laid out over devices; by default they share the rows of each batch."""
         # Partitioning needs JAX, which a class body or a look at the fields must not load.

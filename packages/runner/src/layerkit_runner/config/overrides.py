@@ -32,6 +32,7 @@ ROOTS = (
     "decode_datasets",
     "partitioner",
     *OPTIONAL_ROOTS,
+    "observers",
 )
 
 _PATH = re.compile(r"[A-Za-z_]\w*(\.\w+)*")

@@ -48,6 +48,8 @@ class ResolvedExperiment:
     decode_programs: list[Config] | None = None
     # In what order they run; None for that of `layerkit_runner.trainer.executor`.
     executor: Config | None = None
+    # Observers that run beside the built-in ones.
+    observers: list[Config] = dataclasses.field(default_factory=list)
     deep_overrides: tuple[Override, ...] = ()
 
     @property

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from layerkit_inputs.extras import MissingExtraError
 from layerkit_runner.config.experiment import experiment_fields
 from layerkit_runner.distributed.distributed import all_arrive
 from layerkit_runner.errors import UsageError
@@ -184,7 +185,7 @@ def _draw(job: Job, baselines: dict[str, float], token_unit: str) -> None:
             key=metric.name,
             y_label=metric.axis_label,
         )
-    except ValueError as error:  # no finite value
+    except (ValueError, MissingExtraError) as error:  # no finite value, or no matplotlib
         job.observers.message(f"no loss curve: {error}")
         return
     job.observers.message(f"loss curve: {job.given_directory / name}")

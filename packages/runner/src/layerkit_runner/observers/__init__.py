@@ -11,6 +11,7 @@ from layerkit_runner.observers.base import (
     Observer,
     Observers,
     RunInfo,
+    build_observers,
 )
 from layerkit_runner.observers.device_peaks import peak_flops
 from layerkit_runner.observers.goodput import Goodput, GoodputLog
@@ -38,6 +39,7 @@ __all__ = [
     "TensorBoard",
     "Throughput",
     "WeightsAndBiases",
+    "build_observers",
     "draw_loss_curve",
     "memory_scalars",
     "metrics_path",

@@ -28,8 +28,7 @@ from typing import Any
 from etils import epath
 
 from layerkit_runner.files.atomic_write import atomic_write
-from layerkit_runner.observers.background import Background
-from layerkit_runner.observers.base import Observer, RunInfo
+from layerkit_runner.observers.base import Background, Observer, RunInfo
 
 PHASES = (
     "steps",
@@ -167,7 +166,7 @@ class GoodputLog(Observer):
     run loses at most what came after the last of these; that counts as time between runs.
     """
 
-    optional = True
+    in_background = False
 
     def __init__(self, goodput: Goodput, *, clock: Callable[[], float] = time.time) -> None:
         self._goodput = goodput

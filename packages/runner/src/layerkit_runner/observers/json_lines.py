@@ -16,7 +16,7 @@ from typing import Any
 from etils import epath
 
 from layerkit_runner.files.atomic_write import atomic_write, is_remote, open_append
-from layerkit_runner.observers.background import Background
+from layerkit_runner.observers.base import Background
 
 _SECONDS_BETWEEN_REWRITES = 30.0
 

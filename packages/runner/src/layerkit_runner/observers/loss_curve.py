@@ -1,6 +1,7 @@
 """loss_curve.png: what a run learned, at a glance, drawn from its metrics.jsonl.
 
-matplotlib is imported only when a picture is drawn, and without its window system.
+matplotlib is imported only when a picture is drawn, and without its window system. It comes with
+the extra `plots`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from etils import epath
 
+from layerkit_inputs.extras import MissingExtraError
 from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.observers.metrics_log import Metrics, Record, read_metrics
 
@@ -22,6 +24,21 @@ if TYPE_CHECKING:
 _TRAIN_COLORS = ("tab:blue", "tab:cyan", "tab:olive", "tab:gray")
 _EVAL_COLORS = ("tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown")
 _POINTS_PER_HALF_WIDTH = 40
+
+
+def require_matplotlib() -> None:
+    """Raise an error that says how to get the picture if matplotlib is not installed.
+
+    Raises:
+      MissingExtraError: It is not installed.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            "drawing needs matplotlib. To get the picture, pip install 'layerkit-runner[plots]' and"
+            " run the same command again."
+        ) from error
 
 
 def draw_loss_curve(
@@ -47,7 +64,9 @@ def draw_loss_curve(
 
     Raises:
       ValueError: the record holds no finite value of `key`, or tokens are asked for but unknown.
+      MissingExtraError: matplotlib is not installed.
     """
+    require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter

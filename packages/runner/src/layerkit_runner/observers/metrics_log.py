@@ -37,7 +37,7 @@ Record = dict[str, Any]
 class MetricsLog(Observer):
     """Writes every scalar of a run as JSON lines into its folder; see the module's docstring."""
 
-    optional = True
+    in_background = False
 
     def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock

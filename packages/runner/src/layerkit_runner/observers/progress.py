@@ -31,6 +31,9 @@ class Progress(Observer):
     `print` would spoil each other.
     """
 
+    in_background = False
+    optional = False
+
     def __init__(
         self, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
@@ -159,7 +162,7 @@ class _Lines:
         pacer = self._eval_pacers.setdefault(
             dataset, LinePacer(self._info.start_step, self._info.num_train_steps)
         )
-        return pacer.due(step, self._clock())
+        return step == pacer.last_step or pacer.due(step, self._clock())
 
     def close(self) -> None:
         if self._metrics is not None and self._step > self._pacer.last_step:

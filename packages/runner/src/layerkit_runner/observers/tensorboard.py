@@ -1,6 +1,6 @@
 """Summaries for TensorBoard, written by tensorboardX and thus without TensorFlow.
 
-Folders below the job's folder, as Pax users know them:
+Folders below the job's folder, as in Pax:
 
     summaries/train                    scalars, histograms and images of the training steps
     summaries/eval_train               evaluation on the training data
@@ -13,102 +13,89 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import socket
+import time
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from etils import epath
 
-from layerkit_runner.observers.background import Background
 from layerkit_runner.observers.base import DECODE_PREFIX, Histogram, Observer, RunInfo
-from layerkit_runner.observers.event_file import EventFile
 
 _SECONDS_BETWEEN_FLUSHES = 30
+_FILE_VERSION = "brain.Event:2"
 
 
 class TensorBoard(Observer):
-    """Writes scalars, histograms, images and texts as TensorBoard events, in the background.
+    """Writes scalars, histograms, images and texts as TensorBoard events.
 
     A resumed run begins new event files that tell TensorBoard to hide what an earlier run logged
     after the step it resumes from. On remote stores tensorboardX needs the store's own client, such
     as google-cloud-storage for `gs://`.
     """
 
-    optional = True
-
     def __init__(self) -> None:
-        self._writers: _Writers | None = None
-        self._background = Background()
+        self._summaries: epath.Path | None = None
+        self._purge_step: int | None = None
+        self._files: dict[str, EventFile] = {}
 
     def start(self, info: RunInfo) -> None:
         if info.job_log_dir is not None:
-            # An evaluation job meets one checkpoint after another, and takes nothing back.
-            purge_step = info.start_step + 1 if info.mode == "train" else None
-            self._writers = _Writers(info.job_log_dir / "summaries", purge_step)
+            self._summaries = info.job_log_dir / "summaries"
+            # An evaluation job reads one checkpoint after another, and repeats none.
+            self._purge_step = info.start_step + 1 if info.mode == "train" else None
 
     def train_metrics(self, step: int, scalars: Mapping[str, float]) -> None:
-        if self._writers is not None:
-            self._background.submit(self._writers.add_scalars, "train", step, dict(scalars))
+        self._add_scalars("train", step, scalars)
 
     def eval_metrics(self, step: int, dataset: str, scalars: Mapping[str, float]) -> None:
-        if self._writers is not None:
-            folder = eval_folder(dataset)
-            self._background.submit(self._writers.add_scalars, folder, step, dict(scalars))
+        self._add_scalars(eval_folder(dataset), step, scalars)
 
     def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        if self._writers is not None:
-            self._background.submit(self._writers.add_histograms, "train", step, histograms)
+        self._add_histograms("train", step, histograms)
 
     def eval_histograms(self, step: int, dataset: str, histograms: Mapping[str, Histogram]) -> None:
-        if self._writers is not None:
-            folder = eval_folder(dataset)
-            self._background.submit(self._writers.add_histograms, folder, step, histograms)
+        self._add_histograms(eval_folder(dataset), step, histograms)
 
     def images(self, step: int, images: Mapping[str, np.ndarray]) -> None:
-        if self._writers is not None:
-            self._background.submit(self._writers.add_images, "train", step, images)
+        from tensorboardX import summary
+
+        for name, image in images.items():
+            self._add("train", step, summary.image(name, image, dataformats="HWC"))
 
     def text(self, step: int, name: str, text: str) -> None:
-        if self._writers is not None:
-            folder = eval_folder(DECODE_PREFIX + name)
-            self._background.submit(self._writers.add_text, folder, step, "sample", text)
+        from tensorboardX import summary
+
+        # TensorBoard renders Markdown: four spaces keep the text as it is.
+        verbatim = "\n".join("    " + line for line in text.splitlines())
+        self._add(eval_folder(DECODE_PREFIX + name), step, summary.text("sample", verbatim))
 
     def flush(self) -> None:
-        if self._writers is not None:
-            self._background.submit(self._writers.flush)
+        for file in self._files.values():
+            file.flush()
 
     def close(self) -> None:
-        writers, self._writers = self._writers, None
-        try:
-            self._background.close()
-        finally:
-            if writers is not None:
-                writers.close()
+        self._summaries = None
+        with contextlib.ExitStack() as stack:  # closes all, though one may fail
+            while self._files:
+                stack.callback(self._files.popitem()[1].close)
 
-
-class _Writers:
-    """One event file for each folder, made when first needed."""
-
-    def __init__(self, summaries: epath.Path, purge_step: int | None) -> None:
-        self._summaries = summaries
-        self._purge_step = purge_step
-        self._files: dict[str, EventFile] = {}
-
-    def add_scalars(self, folder: str, step: int, scalars: Mapping[str, float]) -> None:
+    def _add_scalars(self, folder: str, step: int, scalars: Mapping[str, float]) -> None:
         from tensorboardX.proto.summary_pb2 import Summary
 
         # One event for all. By `tensorboardX.summary.scalar` it would take four times as long.
         values = [
             Summary.Value(tag=_tag(name), simple_value=float(scalars[name])) for name in scalars
         ]
-        self._file(folder).add(step, Summary(value=values))
+        self._add(folder, step, Summary(value=values))
 
-    def add_histograms(self, folder: str, step: int, histograms: Mapping[str, Histogram]) -> None:
+    def _add_histograms(self, folder: str, step: int, histograms: Mapping[str, Histogram]) -> None:
         from tensorboardX import summary
 
-        file = self._file(folder)
         for name, histogram in histograms.items():
             # Not the tag of the histogram: TensorBoard shows a tag in one of its tabs only.
-            file.add(step, summary.scalar(f"{name}/norm", histogram.norm))
+            self._add(folder, step, summary.scalar(f"{name}/norm", histogram.norm))
             if histogram.is_finite:
                 stored = summary.histogram_raw(
                     name,
@@ -120,47 +107,78 @@ class _Writers:
                     bucket_limits=histogram.edges[1:],
                     bucket_counts=histogram.counts,
                 )
-                file.add(step, stored)
+                self._add(folder, step, stored)
 
-    def add_images(self, folder: str, step: int, images: Mapping[str, np.ndarray]) -> None:
-        from tensorboardX import summary
-
-        for name, image in images.items():
-            self._file(folder).add(step, summary.image(name, image, dataformats="HWC"))
-
-    def add_text(self, folder: str, step: int, name: str, text: str) -> None:
-        from tensorboardX import summary
-
-        # TensorBoard renders Markdown: four spaces keep the text as it is.
-        verbatim = "\n".join("    " + line for line in text.splitlines())
-        self._file(folder).add(step, summary.text(name, verbatim))
-
-    def flush(self) -> None:
-        for file in self._files.values():
-            file.flush()
-
-    def close(self) -> None:
-        with contextlib.ExitStack() as stack:  # closes all, though one may fail
-            for file in self._files.values():
-                stack.callback(file.close)
-
-    def _file(self, folder: str) -> EventFile:
+    def _add(self, folder: str, step: int, summary: Any) -> None:
+        """Add what a function of `tensorboardX.summary` made to the event file of a folder."""
+        if self._summaries is None:
+            return
         if folder not in self._files:
             self._files[folder] = EventFile(
                 os.fspath(self._summaries / folder),
                 flush_secs=_SECONDS_BETWEEN_FLUSHES,
                 purge_step=self._purge_step,
             )
-        return self._files[folder]
+        self._files[folder].add(step, summary)
+
+
+class EventFile:
+    """A new file of TensorBoard events, written by the thread that adds to it.
+
+    The writer of tensorboardX has a thread of its own. An error, such as a full disk, ends that
+    thread, and the caller that adds an event then waits forever. Here the caller gets the error.
+
+    Args:
+      folder: Folder on a disk, or in a store that tensorboardX supports; it is created.
+      flush_secs: Longest time between two flushes while events are added.
+      purge_step: Step from which on TensorBoard hides the events of earlier files; None hides none.
+
+    Raises:
+      OSError: The file cannot be written. The methods raise it, too.
+    """
+
+    def __init__(self, folder: str, *, flush_secs: float, purge_step: int | None = None) -> None:
+        # Up to a second, for it imports PyTorch where there is one.
+        from tensorboardX.proto.event_pb2 import SessionLog
+        from tensorboardX.record_writer import RecordWriter, directory_check
+
+        directory_check(folder)
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._records = RecordWriter(os.path.join(folder, name))
+        self._flush_secs = flush_secs
+        self._next_flush = time.monotonic()  # at once, so that TensorBoard sees the run
+        self._write(file_version=_FILE_VERSION)
+        if purge_step is not None:
+            self._write(step=purge_step, session_log=SessionLog(status=SessionLog.START))
+
+    def add(self, step: int, summary: Any) -> None:
+        """Add what a function of `tensorboardX.summary` made."""
+        self._write(step=step, summary=summary)
+        if time.monotonic() >= self._next_flush:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write out what is buffered."""
+        self._next_flush = time.monotonic() + self._flush_secs
+        self._records.flush()
+
+    def close(self) -> None:
+        """Write out what is buffered, and close the file even if that fails."""
+        self._records.close()
+
+    def _write(self, **fields: Any) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+
+        self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
 
 
 def _tag(name: str) -> str:
-    """A name with the characters that TensorBoard allows, as tensorboardX writes it."""
+    """Return a name with the characters that TensorBoard allows, as tensorboardX does."""
     return re.sub(r"[^-/\w.]", "_", name).lstrip("/")
 
 
 def eval_folder(dataset: str) -> str:
-    """The summary folder of an evaluated data set; 'train' and 'train/…' mean training data.
+    """Return the summary folder of a data set; 'train' and 'train/…' mean training data.
 
     >>> eval_folder('train'), eval_folder('held_out'), eval_folder('c4/en')
     ('eval_train', 'eval_test_held_out', 'eval_test_c4_en')

@@ -42,6 +42,7 @@ from layerkit_runner.observers import (
     Progress,
     TensorBoard,
     WeightsAndBiases,
+    build_observers,
 )
 from layerkit_runner.partitioning import Partitioner, PmapPartitioner
 from layerkit_runner.trainer.job_folder import (
@@ -219,20 +220,33 @@ def start_job(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> J
             "--pmap_use_tensorstore is for experiments under pmap; this one runs under"
             f" {type(partitioner).__name__}, which always writes TensorStore checkpoints."
         )
+    # Built in every process, so that all of them refuse wrong fields.
+    observers = build_observers(resolved.observers)
     partitioner.start()
     partitioner.bind(task)
-    observers: list[Observer] = []
     if jax.process_index() == 0:
-        progress = Progress()
-        curves = [TensorBoard()] if options.enable_summary_writer else []
-        observers = [progress, MetricsLog(), *curves, GoodputLog(goodput)]
-        if options.wandb_project is not None:
-            config = config_json(resolved)["config"]
-            observers.append(
-                WeightsAndBiases(options.wandb_project, config=config, report=progress.message)
-            )
+        observers = [*_built_in_observers(resolved, options, goodput), *observers]
+    else:
+        observers = []
     together = Observers(observers)
     return Job(mode, resolved, options, directory, task, partitioner, together, goodput)
+
+
+def _built_in_observers(
+    resolved: ResolvedExperiment, options: RunOptions, goodput: Goodput
+) -> list[Observer]:
+    """Return the observers of every run, and those that flags ask for."""
+    progress = Progress()
+    observers: list[Observer] = [progress, MetricsLog()]
+    if options.enable_summary_writer:
+        observers.append(TensorBoard())
+    observers.append(GoodputLog(goodput))
+    if options.wandb_project is not None:
+        config = config_json(resolved)["config"]
+        observers.append(
+            WeightsAndBiases(options.wandb_project, config=config, report=progress.message)
+        )
+    return observers
 
 
 def build_parts(resolved: ResolvedExperiment) -> tuple[Partitioner, SingleTask]:

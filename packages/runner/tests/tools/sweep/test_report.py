@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from optuna.distributions import (  # noqa: E402
 )
 from optuna.trial import FrozenTrial, TrialState  # noqa: E402
 
+from layerkit_inputs.extras import MissingExtraError  # noqa: E402
 from layerkit_runner.tools.sweep.folder import SweepFolder  # noqa: E402
 from layerkit_runner.tools.sweep.picture import draw_sweep, sweep_figure  # noqa: E402
 from layerkit_runner.tools.sweep.report import results, table, write_results  # noqa: E402
@@ -112,3 +114,12 @@ def test_the_picture(sweep: tuple[StudyFile, SweepFolder, list[FrozenTrial]]):
     assert (folder.path / "sweep.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="no trial has a value of heldout/loss"):
         sweep_figure(found[3:], file)
+
+
+def test_picture_without_matplotlib_is_an_error_that_names_the_extra(
+    sweep: tuple[StudyFile, SweepFolder, list[FrozenTrial]], monkeypatch: pytest.MonkeyPatch
+):
+    file, folder, trials = sweep
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # importing it is an error
+    with pytest.raises(MissingExtraError, match=r"pip install 'layerkit-runner\[plots\]'"):
+        draw_sweep(results(trials, file, folder), file, folder)

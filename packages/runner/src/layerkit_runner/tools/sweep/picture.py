@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from layerkit_runner.files.atomic_write import atomic_write
+from layerkit_runner.observers.loss_curve import require_matplotlib
 from layerkit_runner.tools.sweep.folder import SweepFolder
 from layerkit_runner.tools.sweep.report import TrialResult, best_of
 from layerkit_runner.tools.sweep.search_space import Choices, Parameter, Range
@@ -46,11 +47,13 @@ def sweep_figure(found: Sequence[TrialResult], file: StudyFile) -> Figure:
 
     Raises:
       ValueError: no trial has a value.
+      MissingExtraError: matplotlib is not installed.
     """
     drawn = [result for result in found if result.value is not None and result.state in _STYLES]
     if not drawn:
         raise ValueError(f"no trial has a value of {file.metric}")
-    # matplotlib is imported here, and without its window system.
+    require_matplotlib()
+    # Imported here, and without its window system.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

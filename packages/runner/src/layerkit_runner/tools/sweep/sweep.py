@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from layerkit_inputs.extras import MissingExtraError
 from layerkit_runner.errors import UsageError
 from layerkit_runner.tools.sweep.folder import SweepFolder
 from layerkit_runner.tools.sweep.report import (
@@ -180,7 +181,7 @@ class Sweep:
             self.say(f"{len(unfinished)} of {len(found)} trials are unfinished")
         try:
             self.say(f"picture: {draw_sweep(found, self.file, self.folder)}")
-        except ValueError as error:
+        except (ValueError, MissingExtraError) as error:
             self.say(f"no picture: {error}")
         best = best_of(found)
         if best is not None:
