@@ -23,6 +23,9 @@ from layerkit_inputs.grain_adaptor.iter_input import GrainIterInput
 from layerkit_inputs.testing import laws
 
 grain = pytest.importorskip("grain")
+cloudpickle = pytest.importorskip("cloudpickle")
+# Worker processes cannot import a test module by its name.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 NUM_ROWS = 41
 

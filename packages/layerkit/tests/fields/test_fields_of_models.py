@@ -57,6 +57,7 @@ def model_and_decoding(batch):
     return lambda layer: (layer(batch), layer.decode(batch).ids)
 
 
+PROMPTS = NestedMap(ROWS, inputs_indicator=jnp.ones_like(IDS))
 PREFERENCES = NestedMap(chosen=ROWS, rejected=NestedMap(ROWS, ids=LABELS, labels=IDS))
 
 EXAMPLES = [
@@ -88,7 +89,7 @@ EXAMPLES = [
     of(
         M.LanguageModel,
         {"lm_tpl": small(M.TransformerLm), "decoder": GREEDY},
-        model_and_decoding(NestedMap(ROWS, inputs_indicator=jnp.ones_like(IDS))),
+        model_and_decoding(PROMPTS),
         decoder=Config(SampleDecoder, temperature=0.0, max_decode_steps=16),
     ),
     of(
@@ -119,10 +120,11 @@ EXAMPLES = [
     ),
     of(
         M.DpoModel,
-        {"lm_tpl": small(M.TransformerLm)},
-        model(PREFERENCES),
+        {"lm_tpl": small(M.TransformerLm), "decoder": GREEDY},
+        lambda layer: (layer(PREFERENCES), layer.decode(PROMPTS).ids),
         reference="none",
         loss="hinge",
+        decoder=Config(SampleDecoder, temperature=0.0, max_decode_steps=16),
     ),
 ]
 

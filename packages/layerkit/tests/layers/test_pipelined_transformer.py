@@ -121,6 +121,7 @@ def check_close(found, expected):
 
 
 def loss_and_gradients(stack, *, has_memory):
+    stack = stack.clone(train=False)
     mask = AttentionMask.causal_mask(BATCH, LENGTH, segment_ids=SEGMENTS)
     queries, keys = np.zeros((BATCH, LENGTH), np.int32), np.zeros((BATCH, MEMORY_LENGTH), np.int32)
     to_memory = {"memory_mask": AttentionMask(queries, keys)} if has_memory else {}

@@ -145,6 +145,7 @@ def moved(tree, source, target):
 
 def values_and_gradients(layer, params, extra, *, mask=PACKED, positions=SEGMENT_POS):
     """Output, auxiliary loss, and the gradients for weights, inputs and memory."""
+    layer = layer.clone(train=False)
     arrays = {name: value for name, value in extra.items() if name != "memory_mask"}
     masks = {name: value for name, value in extra.items() if name == "memory_mask"}
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from layerkit_runner import cli, doctor
+from layerkit_runner import cli
 from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.tools import doctor
 from layerkit_runner.tools.doctor.machine import Finding, Problem
 
 
