@@ -276,20 +276,21 @@ FLAGS = (
     _option(
         "search",
         bool,
-        "plan other meshes and policies of rematerialisation too, and rank those that fit",
+        "compile other meshes, rematerialisation policies and, if nothing fits, more gradient"
+        " accumulation, and rank them",
         modes=("plan",),
     ),
     _option(
         "max_compilations",
         int,
-        "how many plans a search compiles, or advice on one that does not fit; 0: no advice",
+        "how many candidates a search compiles at most",
         metavar="N",
         modes=("plan",),
     ),
     _option(
         "max_seconds",
         float,
-        "after so long, a search or advice compiles nothing more",
+        "after so long, a search compiles nothing more",
         metavar="SECONDS",
         modes=("plan",),
     ),

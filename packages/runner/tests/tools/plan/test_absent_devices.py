@@ -30,7 +30,7 @@ def plan(experiment_folder, tmp_path):
         result = subprocess.run(
             [
                 *(sys.executable, "-m", "layerkit_runner.cli", "--mode=plan", "--json"),
-                *("--exp=small_lm_experiment.SmallLm", "--max_compilations=0", *flags),
+                *("--exp=small_lm_experiment.SmallLm", *flags),
             ],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": ":".join(folders), "JAX_PLATFORMS": "cpu"},

@@ -4,11 +4,10 @@
     runner --exp=… --mode=plan --num_devices=8      where the mesh takes what there is, as pmap does
     runner --exp=… --mode=plan --target=cpux8       the same
     runner --exp=… --mode=plan --json               one JSON object, with the keys of `Plan`
-    runner --exp=… --mode=plan --search             other meshes and policies, the best first
+    runner --exp=… --mode=plan --search             other meshes and remat policies, best first
     runner --exp=… --mode=plan --target=v5p --plan_effort=full    compiled as a run does it
     runner --exp=… --mode=plan --target=v4 --xla_flags_preset=tpu_fsdp    with compiler flags
 
-A plan that does not fit is followed by what would make it fit.
 Nothing is written to disk, and no accelerator of this machine is touched.
 """
 
@@ -21,14 +20,12 @@ import jax
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.distributed.xla_flags import check_devices, flag_lines, set_compiler_flags
-from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.tools.plan.devices import planned_target, target_devices
-from layerkit_runner.tools.plan.plan import Plan, make_plan
-from layerkit_runner.tools.plan.search.command import print_plan, print_search
-from layerkit_runner.tools.plan.search.trials import Limits
+from layerkit_runner.tools.plan.page import plan_json, plan_page
+from layerkit_runner.tools.plan.plan import make_plan
+from layerkit_runner.tools.plan.search import Limits, search, search_json, search_page
 from layerkit_runner.trainer.build_programs import check_train_programs
 from layerkit_runner.trainer.job import build_parts
-from layerkit_runner.training.task import SingleTask
 
 
 def run_plan(resolved: ResolvedExperiment, options: RunOptions) -> int:
@@ -48,28 +45,12 @@ def run_plan(resolved: ResolvedExperiment, options: RunOptions) -> int:
 
     flags = [f"compiled with {line}" for line in flag_lines(options)]
 
-    # Whose step is planned, once that is known: what is compared is of one data set.
-    dataset: str | None = None
-
-    def make(
-        varied: ResolvedExperiment, parts: tuple[Partitioner, SingleTask] | None = None
-    ) -> Plan:
-        nonlocal dataset
-        plan = make_plan(
-            varied,
-            devices,
-            parts=parts,
-            target=target,
-            effort=options.plan_effort,
-            dataset=dataset,
-        )
-        dataset = plan.dataset
-        return dataclasses.replace(plan, notes=[*flags, *plan.notes])
-
-    limits = Limits(options.max_compilations, options.max_seconds)
     if options.search:
-        print_search(resolved, make, devices, limits=limits, as_json=options.json)
+        limits = Limits(options.max_compilations, options.max_seconds)
+        found = search(resolved, devices, target=target, limits=limits, effort=options.plan_effort)
+        print(search_json(found) if options.json else search_page(found), flush=True)
         return 0
-    plan = make(resolved, parts)
-    print_plan(resolved, plan, make, devices, limits=limits, as_json=options.json)
+    plan = make_plan(resolved, devices, parts=parts, target=target, effort=options.plan_effort)
+    plan = dataclasses.replace(plan, notes=[*flags, *plan.notes])
+    print(plan_json(plan) if options.json else plan_page(plan), flush=True)
     return 0

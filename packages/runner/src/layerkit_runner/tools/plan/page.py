@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from layerkit_runner.files.byte_sizes import size_text
 from layerkit_runner.tools.plan.bounds import Bounds
@@ -20,16 +19,12 @@ _WIDTH = 100
 _LARGEST_TENSORS = 6
 _LARGEST_TEMPORARIES = 5
 _MOST_COLLECTIVES = 8
+_SEARCH = "--search compiles other meshes, rematerialisation policies and gradient accumulation"
 
 
-def plan_json(plan: Plan, **more: Any) -> str:
-    """The plan as one JSON object on one line; the keys are the attributes of `Plan`.
-
-    Args:
-      plan: To print.
-      **more: What stands beside them, by key.
-    """
-    return json.dumps({**dataclasses.asdict(plan), **more})
+def plan_json(plan: Plan) -> str:
+    """Return the plan as one JSON object on one line; the keys are the attributes of `Plan`."""
+    return json.dumps(dataclasses.asdict(plan))
 
 
 def plan_page(plan: Plan) -> str:
@@ -100,6 +95,8 @@ def _verdict(plan: Plan) -> Iterator[str]:
     elif plan.refusal is None:
         over = size_text(peak - device.usable_bytes)
         yield f"DOES NOT FIT: {size_text(peak)} on each device, {over} more than the {usable}"
+    if not plan.fits:
+        yield _SEARCH
 
 
 def _batch_lines(batch: BatchPlan, num_devices: int) -> Iterator[str]:

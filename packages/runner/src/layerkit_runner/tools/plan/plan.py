@@ -36,6 +36,7 @@ from layerkit_runner.training.batch_specs import batch_spec
 from layerkit_runner.training.flops import program_flops
 from layerkit_runner.training.step_flops import model_flops_per_step
 from layerkit_runner.training.task import SingleTask
+from layerkit_runner.training.train_state import TrainState
 
 # More than a page shows, for the JSON form.
 _TEMPORARIES = 30
@@ -132,6 +133,83 @@ class Plan:
     dataset: str | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class PreparedStep:
+    """A training step as shapes and shardings, before it is traced and compiled.
+
+    Attributes:
+      resolved: The experiment.
+      devices: What to compile for.
+      target: What the devices stand for.
+      device: What is known of each device.
+      partitioner: Started and bound to `task`.
+      task: The task, built.
+      batches: Global batch by training data set.
+      state: State on the devices.
+      turns: Names of all training data sets.
+    """
+
+    resolved: ResolvedExperiment
+    devices: Sequence[jax.Device]
+    target: Target
+    device: DeviceKind
+    partitioner: Partitioner
+    task: SingleTask
+    batches: dict[str, Any]
+    state: TrainState
+    turns: list[str]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of weights and optimizer state on each device."""
+        return sum(tensor.bytes_per_device for tensor in tensor_memory(self.state, {}))
+
+
+def prepare_step(
+    resolved: ResolvedExperiment,
+    devices: Sequence[jax.Device],
+    *,
+    parts: tuple[Partitioner, SingleTask] | None = None,
+    target: Target | None = None,
+    dataset: str | None = None,
+) -> PreparedStep:
+    """Lay out state and batches of an experiment on `devices`; nothing is traced or compiled.
+
+    Args:
+      resolved: The experiment.
+      devices: What to compile for; they need not be able to run the step.
+      parts: Partitioner and task if they are built already; consumed.
+      target: What the devices stand for; None for the devices themselves.
+      dataset: The training data set whose step is planned; None for all of them.
+
+    Raises:
+      UsageError: fields that do not fit together, sizes that cannot be split over the mesh.
+    """
+    partitioner, task = build_parts(resolved) if parts is None else parts
+    target = Target(None) if target is None else target
+    try:
+        partitioner.start(devices)
+        partitioner.bind(task)
+        configs = training_configs(resolved)
+        return PreparedStep(
+            resolved,
+            devices,
+            target,
+            described_kind(target, devices),
+            partitioner,
+            task,
+            batches={
+                name: _abstract_batch(config, partitioner)
+                for name, config in configs.items()
+                if dataset is None or name == dataset
+            },
+            state=partitioner.abstract_state(task),
+            turns=list(configs),
+        )
+    except ValueError as error:
+        raise UsageError(f"{resolved.name}: {layer_error_text(error)}") from error
+
+
 def make_plan(
     resolved: ResolvedExperiment,
     devices: Sequence[jax.Device],
@@ -139,49 +217,35 @@ def make_plan(
     parts: tuple[Partitioner, SingleTask] | None = None,
     target: Target | None = None,
     effort: str = "full",
-    dataset: str | None = None,
 ) -> Plan:
-    """Compiles the training step of an experiment for `devices` and measures it.
+    """Compile the training step of an experiment for `devices` and measure it.
 
-    Where several data sets take turns, each has a step of its own; that which needs most memory is
-    planned, and a note says so.
+    See `prepare_step` and `compile_plan` for arguments and errors.
+    """
+    return compile_plan(prepare_step(resolved, devices, parts=parts, target=target), effort=effort)
+
+
+def compile_plan(step: PreparedStep, *, effort: str = "full") -> Plan:
+    """Compile a training step and measure it.
+
+    Where several data sets take turns, each has a step of its own. The plan is of the step that
+    needs most memory, and a note names it.
 
     Args:
-      resolved: The experiment.
-      devices: What to compile for; they need not be able to run the step.
-      parts: Partitioner and task, where they are built already; consumed.
-      target: What the devices stand for; None for the devices themselves.
-      dataset: Of several that take turns, the one whose step is planned; None for that which needs
-        most memory.
-      effort: Of the compiler, `quick` or `full`; see `compile_step`. What is quick is compiled
-        again in full where it needs nearly all memory of a device, or is refused.
+      step: The step, laid out.
+      effort: Effort of the compiler, `quick` or `full`; see `compile_step`. A quick step that needs
+        nearly all memory of a device, or is rejected, is compiled again in full.
 
     Raises:
-      UsageError: fields that do not fit together, sizes that cannot be split over the mesh.
+      UsageError: a layer rejects its fields or sizes.
     """
-    partitioner, task = build_parts(resolved) if parts is None else parts
-    try:
-        partitioner.start(devices)
-        partitioner.bind(task)
-        configs = training_configs(resolved)
-        batches = {
-            name: _abstract_batch(config, partitioner)
-            for name, config in configs.items()
-            if dataset is None or name == dataset
-        }
-    except ValueError as error:
-        raise UsageError(f"{resolved.name}: {layer_error_text(error)}") from error
-    target = Target(None) if target is None else target
-    plans = {
-        name: _plan_step(resolved, devices, partitioner, task, batch, target, effort)
-        for name, batch in batches.items()
-    }
+    plans = {name: _plan_step(step, batch, effort) for name, batch in step.batches.items()}
     largest = max(plans, key=lambda name: (plans[name].fits is False, plans[name].memory.peak))
     plan = plans[largest]
-    if len(configs) == 1:
+    if len(step.turns) == 1:
         return plan
-    others = ", ".join(name for name in configs if name != largest)
-    why = ", which needs most memory" if dataset is None else ""
+    others = ", ".join(name for name in step.turns if name != largest)
+    why = ", which needs most memory" if len(plans) == len(step.turns) else ""
     return dataclasses.replace(
         plan,
         dataset=largest,
@@ -191,19 +255,12 @@ def make_plan(
     )
 
 
-def _plan_step(
-    resolved: ResolvedExperiment,
-    devices: Sequence[jax.Device],
-    partitioner: Partitioner,
-    task: SingleTask,
-    batch: Any,
-    target: Target,
-    effort: str,
-) -> Plan:
-    device = described_kind(target, devices)
+def _plan_step(prepared: PreparedStep, batch: Any, effort: str) -> Plan:
+    resolved, target, state = prepared.resolved, prepared.target, prepared.state
+    partitioner, task, device = prepared.partitioner, prepared.task, prepared.device
+    devices = prepared.devices
     begun = time.perf_counter()
     try:
-        state = partitioner.abstract_state(task)
         with LayerNotes() as notes, tracing_for(devices[0]):
             program = partitioner.train_step_fn(task).trace(state, batch)
             lowered = program.lower()

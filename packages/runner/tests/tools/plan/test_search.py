@@ -1,0 +1,343 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from layerkit.sharding import DEFAULT_RULES
+from layerkit_runner.config.resolve import resolve
+from layerkit_runner.errors import UsageError
+from layerkit_runner.tools.plan.hardware import device_kind
+from layerkit_runner.tools.plan.plan import make_plan
+from layerkit_runner.tools.plan.search import (
+    BY_BYTES,
+    BY_TIME,
+    Candidate,
+    Limits,
+    Point,
+    Search,
+    neighbours,
+    order,
+    search,
+    search_json,
+    search_page,
+)
+from layerkit_runner.tools.plan.targets import Target
+
+AXES = ("data", "fsdp", "tensor")
+CPU = device_kind("cpu")
+
+
+@pytest.fixture(scope="module")
+def tunable_lm(small_lm):
+    """`SmallLm` with everything kept for the backward pass, on a mesh of data alone."""
+
+    class TunableLm(small_lm):
+        MESH = [8, 1, 1]
+        PERCORE_BATCH_SIZE = 4
+        POLICY: str = "none"
+
+        def task(self):
+            task = super().task()
+            task.model.lm_tpl.stack_tpl.remat = self.POLICY
+            return task
+
+    return TunableLm
+
+
+def searched(experiment, *, memory=None, compilations=3, seconds=600.0, **options):
+    """A search on eight simulated devices, each with `memory` bytes."""
+    kind = dataclasses.replace(CPU, memory_bytes=memory)
+    return search(
+        resolve(experiment),
+        jax.devices("cpu")[:8],
+        target=Target(kind, 8),
+        limits=Limits(compilations, seconds),
+        **options,
+    )
+
+
+def test_neighbours_differ_in_one_choice():
+    point = Point(ici=(1, 6, 1), remat="dots")
+    assert list(neighbours(point, AXES, fits=True)) == [
+        ("keep more", dataclasses.replace(point, remat="none")),
+        ("keep less", dataclasses.replace(point, remat="dots_no_batch")),
+        ("ici fsdp to data", dataclasses.replace(point, ici=(2, 3, 1))),
+        ("ici fsdp to tensor", dataclasses.replace(point, ici=(1, 3, 2))),
+    ]
+
+
+def test_neighbours_of_what_does_not_fit_accumulate_gradients():
+    moves = dict(neighbours(Point(ici=(1, 1), accumulation=2), ("data", "fsdp"), fits=False))
+    assert moves == {"accumulate": Point(ici=(1, 1), accumulation=4)}
+
+
+def test_neighbours_move_slices_between_data_and_fsdp_alone():
+    point = Point(ici=(1, 1, 1, 4), dcn=(1, 2, 1, 1))
+    moves = dict(neighbours(point, ("stage", "data", "fsdp", "expert"), fits=True))
+    assert moves == {"dcn data to fsdp": dataclasses.replace(point, dcn=(1, 1, 2, 1))}
+
+
+@pytest.mark.slow
+def test_search_ranks_candidates_that_fit_first(tunable_lm):
+    own = make_plan(resolve(tunable_lm()), jax.devices("cpu")[:8]).memory.peak
+    usable = round(0.8 * own)
+    found = searched(tunable_lm(), memory=usable, compilations=5)
+    assert found.compilations == len(found.ranked) == 5
+    assert found.limit == "5 compilations (--max_compilations)"
+    (as_it_is,) = [each for each in found.ranked if not each.flags]
+    assert (as_it_is.peak, as_it_is.fits) == (own, False)
+    fits = [each.fits for each in found.ranked]
+    assert fits == sorted(fits, reverse=True)
+    best = found.ranked[0]
+    assert best.fits is True
+    assert best.peak <= usable
+    assert json.loads(search_json(found))["ranked"][0]["flags"] == best.flags
+
+
+@pytest.mark.slow
+def test_flags_of_the_best_candidate_make_its_plan(tunable_lm):
+    from layerkit_runner.config.experiment import experiment_fields
+    from layerkit_runner.config.flags import parse_flags
+    from layerkit_runner.config.overrides import parse_fields
+
+    found = searched(tunable_lm(NUM_LAYERS=2), memory=300_000)
+    assert found.command[0] == "--fdl.NUM_LAYERS=2"
+    overrides = parse_flags(["--exp=x", "--mode=plan", *found.command]).overrides
+    fields = parse_fields("TunableLm", experiment_fields(tunable_lm), overrides)
+    resolved = resolve(tunable_lm(**fields), [each for each in overrides if each.is_deep])
+    plan = make_plan(resolved, jax.devices("cpu")[:8])
+    best = found.ranked[0]
+    assert (plan.memory.peak, plan.mesh) == (best.peak, best.mesh)
+
+
+@pytest.mark.slow
+def test_search_is_deterministic(tunable_lm):
+    first, second = (searched(tunable_lm()) for _ in range(2))
+    assert first.ranked == second.ranked
+    assert first.command == second.command
+
+
+@pytest.mark.slow
+def test_axis_that_splits_nothing_is_not_best_for_sending_nothing(tunable_lm):
+    class Unsplit(tunable_lm):
+        """All devices of `tensor` compute the same."""
+
+        PERCORE_BATCH_SIZE = 64
+        MESH = [1, 1, 8]
+
+        def partitioner(self):
+            partitioner = super().partitioner()
+            names = [name for name, axes in DEFAULT_RULES.table if axes == "tensor"]
+            partitioner.rules = DEFAULT_RULES.replace(**dict.fromkeys(names))
+            return partitioner
+
+    found = searched(Unsplit(POLICY="full"))
+    own = next(each for each in found.ranked if not each.flags)
+    assert own.bytes_sent == 0
+    assert found.ranked[0].mesh["tensor"] < 8
+    assert found.ranked_by == BY_BYTES  # no speed of a CPU is known
+
+
+@pytest.mark.slow
+def test_candidate_whose_state_exceeds_the_memory_is_not_compiled(tunable_lm):
+    # Half as much fsdp is twice the state of each device, unless tensor splits it instead.
+    experiment = tunable_lm(MESH=[1, 8, 1], MODEL_DIMS=64)
+    own = make_plan(resolve(experiment), jax.devices("cpu")[:8])
+    state = own.memory.weights + own.memory.optimizer
+    found = searched(experiment, memory=round(1.5 * state), compilations=5)
+    reason = "weights and optimizer state alone exceed the memory"
+    assert found.left_out[reason] >= 1
+    assert all(each.mesh["data"] == 1 for each in found.ranked)
+
+
+@pytest.mark.slow
+def test_search_stops_after_its_time(tunable_lm):
+    ticks = iter(range(0, 1000, 10))
+    found = searched(tunable_lm(), seconds=5.0, clock=lambda: float(next(ticks)))
+    assert (found.compilations, found.limit) == (1, "5 s (--max_seconds)")
+
+
+@pytest.mark.slow
+def test_search_under_pmap_has_no_mesh_to_vary(tunable_lm):
+    with pytest.raises(UsageError, match="runs under PmapPartitioner on batch 8"):
+        searched(tunable_lm(USE_PMAP=True))
+
+
+def test_search_of_an_experiment_that_cannot_be_planned(tunable_lm):
+    with pytest.raises(UsageError, match="cannot be planned as it is: .* cannot be split evenly"):
+        searched(tunable_lm(MESH=[1, 1, 8]))
+
+
+def test_search_needs_one_compilation(tunable_lm):
+    with pytest.raises(UsageError, match="--max_compilations=0: a search compiles at least"):
+        searched(tunable_lm(), compilations=0)
+
+
+@pytest.mark.slow
+def test_search_from_the_command_line(experiment_folder, tmp_path):
+    command = [sys.executable, "-m", "layerkit_runner.cli", "--mode=plan", "--search", "--json"]
+    command += ["--exp=small_lm_experiment.SmallLm", "--fdl.NUM_LAYERS=2", "--max_compilations=2"]
+    folders = [str(experiment_folder), os.environ.get("PYTHONPATH", "")]
+    result = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": ":".join(folders), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert (found["compilations"], len(found["ranked"])) == (2, 2)
+    assert found["command"][0] == "--fdl.NUM_LAYERS=2"
+    assert list(tmp_path.iterdir()) == []
+
+
+FOUND = Search(
+    experiment="lm.Small",
+    target="h100x8",
+    num_devices=8,
+    usable_bytes=78_147_540_748,
+    rows=32,
+    ranked=[
+        Candidate(
+            ["--fdl.partitioner.ici_mesh_shape=[1,8,1]", "--fdl.task.model.remat=dots"],
+            {"data": 1, "fsdp": 8, "tensor": 1},
+            "dots",
+            peak=61_200_000_000,
+            fits=True,
+            step_seconds=1.21,
+            step_seconds_no_overlap=1.5,
+            mfu=0.56,
+            mfu_no_overlap=0.45,
+            limited_by="compute",
+            bytes_moved=30_000_000_000,
+            bytes_sent=10_000_000,
+            bytes_slow=0,
+        ),
+        Candidate(
+            [],
+            {"data": 8, "fsdp": 1, "tensor": 1},
+            "full",
+            peak=90_000_000_000,
+            fits=False,
+            step_seconds=1.31,
+            step_seconds_no_overlap=1.4,
+            mfu=0.51,
+            mfu_no_overlap=0.48,
+            limited_by="fast network",
+            bytes_moved=40_000_000_000,
+            bytes_sent=20_000_000,
+            bytes_slow=0,
+        ),
+        Candidate(
+            ["--fdl.partitioner.ici_mesh_shape=[2,2,2]"],
+            {"data": 2, "fsdp": 2, "tensor": 2},
+            "full",
+            accumulation=2,
+            reason="the compiler: something unknown",
+        ),
+    ],
+    ranked_by=BY_TIME,
+    command=["--fdl.NUM_LAYERS=2", "--fdl.partitioner.ici_mesh_shape=[1,8,1]"],
+    compilations=3,
+    left_out={"the mesh or the experiment does not allow it": 12},
+    limit="3 compilations (--max_compilations)",
+    seconds=61.4,
+)
+
+PAGE = """\
+search for lm.Small
+on h100x8, 8 devices, 78.1 GB on each; 32 rows in a batch
+3 candidates compiled in 61 s
+  12 left out: the mesh or the experiment does not allow it
+stopped at the limit of 3 compilations (--max_compilations); other candidates were not compiled
+ranked by: time of a step, midway between all communication hidden and none
+
+      data × fsdp × tensor  remat              peak  fits   step     none hidden  MFU
+  1   1 × 8 × 1             dots            61.2 GB  yes    1.21 s   1.5 s        56 %  compute
+  2 * 8 × 1 × 1             full              90 GB  no     1.31 s   1.4 s        51 %  fast network
+  3   2 × 2 × 2, 2 parts    full          the compiler: something unknown
+* the experiment as it is
+
+the best
+  --exp=lm.Small --fdl.NUM_LAYERS=2 '--fdl.partitioner.ici_mesh_shape=[1,8,1]'"""
+
+
+def test_page_of_a_search():
+    assert search_page(FOUND) == PAGE
+
+
+def test_page_of_a_search_where_no_speed_is_known():
+    lines = search_page(dataclasses.replace(FOUND, ranked_by=BY_BYTES)).splitlines()
+    assert lines[5] == f"ranked by: {BY_BYTES}"
+    assert lines[7:9] == [
+        "      data × fsdp × tensor  remat              peak  fits   sent by each device"
+        "  read and written",
+        "  1   1 × 8 × 1             dots            61.2 GB  yes    10 MB                30 GB",
+    ]
+
+
+SLICED = Candidate(
+    [],
+    {"data": 2, "fsdp": 64, "tensor": 1},
+    "full",
+    across={"data": 2},
+    peak=27_700_000_000,
+    fits=True,
+    step_seconds=4.5,
+    step_seconds_no_overlap=4.75,
+    mfu=0.7,
+    limited_by="compute",
+    bytes_moved=50_000_000_000,
+    bytes_sent=130_000_000_000,
+    bytes_slow=1_370_000_000,
+)
+# Sends less in all, but ten times as much to the other slice.
+ACROSS = dataclasses.replace(
+    SLICED,
+    across={"fsdp": 2},
+    step_seconds_no_overlap=4.5,
+    bytes_sent=120_000_000_000,
+    bytes_slow=13_700_000_000,
+)
+
+
+def test_candidates_are_ordered_by_fit_then_time_then_memory():
+    late = dataclasses.replace(SLICED, step_seconds=5.0)
+    large = dataclasses.replace(SLICED, peak=SLICED.peak + 1)
+    too_large = dataclasses.replace(SLICED, fits=False, step_seconds=1.0)
+    failed = dataclasses.replace(SLICED, reason="the compiler: something")
+    wanted = [ACROSS, SLICED, large, late, too_large, failed]
+    found = [failed, late, large, ACROSS, too_large, SLICED]
+    assert sorted(found, key=lambda each: order(each, BY_TIME)) == wanted
+
+
+def test_candidates_of_unknown_speed_are_ordered_by_slow_bytes_then_all_bytes():
+    more = dataclasses.replace(SLICED, bytes_moved=60_000_000_000)
+    found = sorted([ACROSS, more, SLICED], key=lambda each: order(each, BY_BYTES))
+    assert found == [SLICED, more, ACROSS]
+
+
+def test_candidates_that_do_not_fit_are_ordered_by_their_peak():
+    large = dataclasses.replace(SLICED, fits=False, step_seconds=None, peak=9)
+    larger = dataclasses.replace(large, peak=10, bytes_moved=None)
+    assert sorted([larger, large], key=lambda each: order(each, BY_TIME)) == [large, larger]
+
+
+def test_page_of_a_search_names_axes_across_slices():
+    lines = search_page(dataclasses.replace(FOUND, ranked=[SLICED, ACROSS])).splitlines()
+    assert lines[7:10] == [
+        "      data × fsdp × tensor       remat              peak  fits        slow"
+        "  step     none hidden  MFU",
+        "  1 * 2 × 64 × 1, data 2 across  full            27.7 GB  yes      1.37 GB"
+        "  4.5 s    4.75 s       70 %  compute",
+        "  2 * 2 × 64 × 1, fsdp 2 across  full            27.7 GB  yes      13.7 GB"
+        "  4.5 s    4.5 s        70 %  compute",
+    ]
