@@ -14,8 +14,7 @@ import pytest
 from layerkit.config import Config, Partial
 from layerkit.nested_map import NestedMap
 from layerkit_runner.errors import UsageError
-from layerkit_runner.optim.auxiliary_optimizer import AuxiliaryOptimizer
-from layerkit_runner.optim.learner import Learner
+from layerkit_runner.optim.learner import AuxiliaryOptimizer, Learner
 from layerkit_runner.training.step_context import GLOBAL_BATCH
 
 PARAMS = {"lm": {"embedding": {"w": jnp.ones(3)}, "head": {"w": jnp.full(2, 2.0)}}}

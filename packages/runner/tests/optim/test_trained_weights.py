@@ -40,16 +40,16 @@ def adamw(**fields: Any) -> Learner:
     ],
 )
 def test_the_trained_part_is_taken_and_put_back(choice: TrainedWeights):
-    trained = choice.take(PARAMS)
+    trained = choice.select(PARAMS)
     assert jax.tree.map(np.shape, trained) == jax.tree.map(np.shape, NORM)
-    whole = choice.put(PARAMS, jax.tree.map(lambda leaf: leaf + 1, trained))
+    whole = choice.merge(PARAMS, jax.tree.map(lambda leaf: leaf + 1, trained))
     assert jax.tree.structure(whole) == jax.tree.structure(PARAMS)
     np.testing.assert_array_equal(whole["lm"]["norm"]["scale"], [3.0, 3.0])
     assert whole["lm"]["embedding"]["w"] is PARAMS["lm"]["embedding"]["w"]
 
 
 def test_by_default_all_are_trained():
-    assert TrainedWeights().take(PARAMS) is PARAMS
+    assert TrainedWeights().select(PARAMS) is PARAMS
 
 
 @pytest.mark.parametrize(
@@ -135,4 +135,4 @@ def test_what_a_model_keeps_as_it_is_cannot_be_trained(tiny: SimpleNamespace):
     with pytest.raises(UsageError, match=re.escape(message)):
         config.Instantiate().init_state(jax.random.key(0))
     choice = TrainedWeights(frozen=("linear/.*",))
-    choice.refuse(("linear/.*",), {"linear": {"w": 1}, "other": {"w": 2}})
+    choice.validate_frozen(("linear/.*",), {"linear": {"w": 1}, "other": {"w": 2}})

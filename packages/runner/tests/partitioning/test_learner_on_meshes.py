@@ -20,7 +20,7 @@ from layerkit.layers.linears import FeedForward
 from layerkit.layers.repeat import Repeat
 from layerkit.nested_map import NestedMap
 from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy
-from layerkit_runner.optim.auxiliary_optimizer import AuxiliaryOptimizer
+from layerkit_runner.optim.learner import AuxiliaryOptimizer
 from layerkit_runner.optim.optimizers import adam_with_update_cap
 from layerkit_runner.optim.variational_noise import VariationalNoise
 

@@ -17,9 +17,8 @@ from layerkit_runner import BaseExperiment, UsageError
 from layerkit_runner.config.overrides import parse_override
 from layerkit_runner.config.resolve import resolve
 from layerkit_runner.optim import schedules
-from layerkit_runner.optim.auxiliary_optimizer import AuxiliaryOptimizer
 from layerkit_runner.optim.early_stopping import EarlyStopping
-from layerkit_runner.optim.learner import Learner
+from layerkit_runner.optim.learner import AuxiliaryOptimizer, Learner
 from layerkit_runner.optim.optimizers import adam_with_update_cap
 from layerkit_runner.optim.variational_noise import VariationalNoise
 from layerkit_runner.partitioning.spmd import SpmdPartitioner

@@ -7,6 +7,7 @@ that are skipped, averaged weights, several optimizers, and which weights are tr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,11 +17,11 @@ import optax
 
 from layerkit.config import Configurable, instance_field
 from layerkit_runner.errors import UsageError
-from layerkit_runner.optim.auxiliary_optimizer import make_transformation
 from layerkit_runner.optim.optimizer_calls import is_schedule_free
 from layerkit_runner.optim.optimizer_groups import MAIN, NamedOptimizer, OptimizerGroups
+from layerkit_runner.optim.schedules import concrete_number
 from layerkit_runner.optim.stacked_weights import Stacks, map_tensors
-from layerkit_runner.optim.trained_weights import TrainedWeights
+from layerkit_runner.optim.trained_weights import TrainedWeights, check_patterns
 
 Schedule = Callable[[jax.Array], jax.Array]
 
@@ -42,6 +43,41 @@ class Update(NamedTuple):
     ema: Any
     is_valid: jax.Array
     scalars: dict[str, jax.Array]
+
+
+class AuxiliaryOptimizer(Configurable):
+    """An optimizer for some of the weights.
+
+    Attributes:
+      name: In scalars (`learning/lr_<name>`) and in the optimizer's state.
+      weights: Regular expressions, each of which has to match the whole path of one trained weight
+        at least. Those of several optimizers must not overlap.
+      optimizer: As `Learner.optimizer`.
+      learning_rate: As `Learner.learning_rate`.
+
+    Raises:
+      UsageError: no name or no weights.
+      ValueError: contradictory fields, or a rate that is out of range.
+    """
+
+    name: str = ""
+    weights: Sequence[str] = ()
+    optimizer: Any = instance_field(None)
+    learning_rate: Any = None
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier() or self.name == MAIN:
+            raise UsageError(
+                f"AuxiliaryOptimizer.name={self.name!r}: expected a word other than {MAIN!r}, such"
+                " as 'embedding'"
+            )
+        field = f"auxiliary optimizer {self.name}: weights"
+        check_patterns(self.weights, field=field)
+        if not self.weights:
+            raise UsageError(f"{field}={self.weights!r}: expected at least one pattern")
+        self.transformation = make_transformation(
+            self.optimizer, self.learning_rate, owner=f"AuxiliaryOptimizer {self.name}: "
+        )
 
 
 class Learner(Configurable):
@@ -151,7 +187,7 @@ class Learner(Configurable):
           UsageError: a pattern matches no weight, or no weight is left to train; an optimizer that
             cannot be used; averaged weights of a schedule-free optimizer, which has its own.
         """
-        state = self._groups.init(self.trained_weights.take(params), stacks or {})
+        state = self._groups.init(self.trained_weights.select(params), stacks or {})
         if self.ema_decay is not None and is_schedule_free(state):
             raise UsageError(
                 f"Learner.ema_decay={self.ema_decay}: expected None with a schedule-free optimizer,"
@@ -163,14 +199,14 @@ class Learner(Configurable):
         """The first averaged weights: a float32 copy of the trained ones, or nothing."""
         if self.ema_decay is None:
             return {}
-        trained = self.trained_weights.take(params)
+        trained = self.trained_weights.select(params)
         return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), trained)
 
     def averaged(self, params: Any, ema: Any) -> Any:
         """`params` with the averaged weights in place of the trained ones, in their dtypes."""
-        trained = self.trained_weights.take(params)
+        trained = self.trained_weights.select(params)
         cast = jax.tree.map(lambda mean, leaf: mean.astype(leaf.dtype), ema, trained)
-        return self.trained_weights.put(params, cast)
+        return self.trained_weights.merge(params, cast)
 
     def evaluated(self, params: Any, opt_state: Any, *, stacks: Stacks | None = None) -> Any:
         """Return the weights to evaluate, decode and export with.
@@ -185,9 +221,9 @@ class Learner(Configurable):
         """
         if not is_schedule_free(opt_state):
             return params
-        trained = self.trained_weights.take(params)
+        trained = self.trained_weights.select(params)
         found = self._groups.evaluated(trained, opt_state, stacks or {})
-        return self.trained_weights.put(params, found)
+        return self.trained_weights.merge(params, found)
 
     def update(
         self,
@@ -221,7 +257,7 @@ class Learner(Configurable):
         }
         raw_grads = grads
         grads, clipping = self._clip(grads, norm, stacks)
-        trained = self.trained_weights.take(params)
+        trained = self.trained_weights.select(params)
         scalars |= self._rates(opt_state, trained, stacks, step)
         updates, new_state = self._groups.update(
             grads, opt_state, trained, stacks, raw_grads=raw_grads, loss=loss
@@ -238,7 +274,7 @@ class Learner(Configurable):
                 applied = jnp.where(is_valid, scalars["learning/applied_grad_norm"], 0.0)
                 scalars["learning/applied_grad_norm"] = applied
         return Update(
-            params=self.trained_weights.put(params, new_trained),
+            params=self.trained_weights.merge(params, new_trained),
             opt_state=new_state,
             ema=new_ema,
             is_valid=is_valid,
@@ -305,6 +341,37 @@ class Learner(Configurable):
         return rates
 
 
+def make_transformation(
+    optimizer: Any, learning_rate: Any, *, owner: str
+) -> optax.GradientTransformation:
+    """The Optax transformation of an `optimizer` field and a `learning_rate`.
+
+    Args:
+      optimizer: A transformation, or a function of `learning_rate` that makes one.
+      learning_rate: A number or schedule, or None for a transformation that has its own.
+      owner: Whose fields they are, for messages.
+
+    Raises:
+      ValueError: one of them is missing, both say the rate, or it is none.
+    """
+    if optimizer is None:
+        raise ValueError(f"{owner}optimizer is not set; for example Partial(optax.adamw)")
+    if isinstance(optimizer, optax.GradientTransformation):
+        if learning_rate is not None:
+            raise ValueError(
+                f"{owner}learning_rate is set, but the optimizer is already complete;"
+                " give it as Partial(optimizer) without a rate, or leave learning_rate out"
+            )
+        return optimizer
+    if learning_rate is None:
+        raise ValueError(f"{owner}learning_rate is not set, and the optimizer needs one")
+    if not _is_rate(learning_rate):
+        raise ValueError(
+            f"{owner}learning_rate={learning_rate!r} must be a finite number from 0, or a schedule"
+        )
+    return optimizer(learning_rate=learning_rate)
+
+
 def global_norm(tree: Any) -> jax.Array:
     """√Σ x² over all leaves, in float32."""
     squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
@@ -318,3 +385,10 @@ def _scale_to(limit: float, norm: jax.Array) -> jax.Array:
 def choose(is_valid: jax.Array, new: Any, old: Any) -> Any:
     """Return `new` where the step is valid and `old` where it is not; both are trees of arrays."""
     return jax.tree.map(lambda a, b: jnp.where(is_valid, a, b), new, old)
+
+
+def _is_rate(value: Any) -> bool:
+    number = concrete_number(value)
+    if number is None:
+        return callable(value) or isinstance(value, jax.core.Tracer)
+    return 0 <= number < math.inf  # nor is NaN

@@ -9,7 +9,7 @@ import jax
 import optax
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.optim.concrete_numbers import concrete_number
+from layerkit_runner.optim.schedules import concrete_number
 
 
 def adam_with_update_cap(

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.optim.concrete_numbers import concrete_number
 
 # Of the int32 in which a training state counts its steps.
 _LAST_STEP = 2**31 - 1
@@ -210,6 +210,21 @@ def transformer(*, warmup_steps: int, model_dims: int, scale: float = 1.0) -> op
 def longest_warmup(num_steps: int) -> int:
     """Return the steps of warmup that suit a run of `num_steps`: a tenth, and fewer than all."""
     return min(max(1, num_steps // 10), num_steps - 1)
+
+
+def concrete_number(value: Any) -> float | None:
+    """Return the value of a number, or of an array that holds one number.
+
+    Returns:
+      None for a schedule, a traced array (as under `optax.inject_hyperparams`) and anything that
+      is not a number.
+    """
+    if isinstance(value, (jax.core.Tracer, str)):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
 
 
 def _after_warmup(

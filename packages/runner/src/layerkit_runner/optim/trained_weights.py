@@ -20,14 +20,14 @@ from layerkit_runner.errors import UsageError, first_names
 
 @dataclasses.dataclass(frozen=True)
 class TrainedWeights:
-    """A choice of weights; by default all of them.
+    """A selection of the weights to train, by default all of them.
 
-    A pattern has to match the whole path of a weight, such as `lm/embedding/.*`, and weights of
-    repeated layers are one.
+    A pattern must match the whole path of a weight, such as `lm/embedding/.*`. The stacked weights
+    of repeated layers are one weight.
 
     Attributes:
-      trainable: Patterns of what is trained; None for everything.
-      frozen: Patterns of what is not.
+      trainable: Patterns of the trained weights; None trains all but `frozen`.
+      frozen: Patterns of the weights that are not trained.
 
     Raises:
       UsageError: both are given, or a pattern is not a regular expression.
@@ -45,8 +45,8 @@ class TrainedWeights:
         for field in ("trainable", "frozen"):
             check_patterns(getattr(self, field) or (), field=f"Learner.{field}")
 
-    def take(self, params: Any) -> Any:
-        """The trained part of a tree of weights, nested dicts of arrays.
+    def select(self, params: Any) -> Any:
+        """Return the trained part of a tree of weights, nested dicts of arrays.
 
         Raises:
           UsageError: a pattern matches no weight, or no weight is left to train.
@@ -60,21 +60,25 @@ class TrainedWeights:
             raise UsageError(f"Learner.{self._field}: no weight is left to train")
         return unflatten_dict(trained)
 
-    def put(self, params: Any, trained: Any) -> Any:
-        """The whole tree again: `params` with the values of `trained`."""
+    def merge(self, params: Any, trained: Any) -> Any:
+        """Return `params` with the values of `trained` in place of its trained part."""
         if self._is_all:
             return trained
         return unflatten_dict({**flatten_dict(params), **flatten_dict(trained)})
 
-    def refuse(self, patterns: Sequence[str], params: Any) -> None:
-        """Makes sure that what a model keeps as it is, is not trained.
+    def validate_frozen(self, patterns: Sequence[str], params: Any) -> None:
+        """Raise an error if weights that the model keeps frozen are trained.
+
+        Args:
+          patterns: Patterns of the weights that the model keeps frozen.
+          params: All weights.
 
         Raises:
-          UsageError: some of the weights that match the patterns are.
+          UsageError: A trained weight matches one of the patterns.
         """
         if not patterns:
             return
-        for path in map("/".join, flatten_dict(self.take(params))):
+        for path in map("/".join, flatten_dict(self.select(params))):
             for pattern in patterns:
                 if re.fullmatch(pattern, path):
                     raise UsageError(
@@ -106,11 +110,14 @@ class TrainedWeights:
 
 
 def check_patterns(patterns: Sequence[str], *, field: str) -> None:
-    """Raises UsageError unless these are regular expressions, several even where it is one.
+    """Check that a field is a sequence of regular expressions.
 
     Args:
-      patterns: What was given.
-      field: Where, for the message.
+      patterns: Value of the field.
+      field: Name of the field, for the message.
+
+    Raises:
+      UsageError: The value is a bare string, or a pattern is not a regular expression.
     """
     if isinstance(patterns, str):
         raise UsageError(f"{field}={patterns!r}: expected a tuple of patterns")

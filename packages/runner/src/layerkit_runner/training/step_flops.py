@@ -46,16 +46,16 @@ def model_flops_per_step(task_config: Config, batch: Any, rows: int) -> float:
     task = _computed_plainly(_without_pipelines(task_config)).Instantiate()
     state = jax.eval_shape(lambda: task.init_state(jax.random.key(0)))
     chosen = task.train.learner.trained_weights
-    if chosen.take(state.params) is state.params:
+    if chosen.select(state.params) is state.params:
         return rows * training_flops(
             lambda state, batch: task.eval_step(state, batch, GLOBAL_BATCH), state, one_row
         )
 
     def loss(trained: Any, state: TrainState, batch: Any) -> jax.Array:
-        state = state.replace(params=chosen.put(state.params, trained))
+        state = state.replace(params=chosen.merge(state.params, trained))
         return task.eval_step(state, batch, GLOBAL_BATCH)[task.loss_name].value
 
-    gradient = jax.make_jaxpr(jax.grad(loss))(chosen.take(state.params), state, one_row)
+    gradient = jax.make_jaxpr(jax.grad(loss))(chosen.select(state.params), state, one_row)
     return rows * program_flops(gradient)
 
 

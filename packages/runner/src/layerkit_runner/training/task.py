@@ -30,9 +30,9 @@ from layerkit.sharding import BoundSharding
 from layerkit.summaries import DEFAULT_VERBOSITY
 from layerkit.weights import unbox
 from layerkit_runner.errors import UsageError
-from layerkit_runner.optim.concrete_numbers import concrete_number
 from layerkit_runner.optim.early_stopping import StoppingRule
 from layerkit_runner.optim.learner import choose, global_norm
+from layerkit_runner.optim.schedules import concrete_number
 from layerkit_runner.optim.stacked_weights import Stacks, stacks_of
 from layerkit_runner.optim.variational_noise import VariationalNoise
 from layerkit_runner.training.gradients import Variables, differentiate, sum_leaves
@@ -117,7 +117,7 @@ class SingleTask(Configurable):
         if given is not None:
             params = self._with_given(flatten_dict(params), flatten_dict(given))
         learner = self.train.learner
-        learner.trained_weights.refuse(self.model.frozen_weights, params)
+        learner.trained_weights.validate_frozen(self.model.frozen_weights, params)
         if self.vn is not None:
             self.vn.check(params)
         self._stacks = stacks_of(boxed[PARAMS])
@@ -153,7 +153,7 @@ class SingleTask(Configurable):
         learner, step_key = self.train.learner, self._step_key(state.step)
 
         def run(variables: Variables, rows: Any, key: jax.Array) -> tuple[dict[str, Any], Any]:
-            params = learner.trained_weights.put(state.params, variables.trained)
+            params = learner.trained_weights.merge(state.params, variables.trained)
             if self.vn is not None:
                 params = self.vn.add(params, step_key, step=state.step)
             (metrics, outputs), updates = model.apply(
@@ -168,7 +168,7 @@ class SingleTask(Configurable):
             )
             return self._with_own(metrics, outputs, rows), updates
 
-        trained = learner.trained_weights.take(state.params)
+        trained = learner.trained_weights.select(state.params)
         found = differentiate(
             run,
             self._loss_terms,

@@ -124,7 +124,7 @@ def parameter_table(experiment: str, partitioner: Partitioner, task: SingleTask)
         on_devices = partitioner.abstract_state(task)
         state = partitioner.abstract_stored_state(task)
         boxed = jax.eval_shape(lambda: task.model.init_boxed(jax.random.key(0)))
-        trained = task.train.learner.trained_weights.take(state.params)
+        trained = task.train.learner.trained_weights.select(state.params)
     except ValueError as error:
         raise UsageError(f"{experiment}: {layer_error_text(error)}") from error
     tensors = {tensor.path: tensor for tensor in tensor_memory(on_devices, {}, stored=state)}
