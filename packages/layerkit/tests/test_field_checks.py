@@ -59,6 +59,9 @@ class Owner(BaseLayer):
         ("limit", -float("inf"), "a finite number"),
         ("sizes", (1, True), "a number, not a bool"),
         ("sizes", (1, 2.5), "an integer"),
+        ("count", "8", "an integer, not text"),
+        ("limit", "0.5", "a number, not text"),
+        ("sizes", (1, "2"), "an integer, not text"),
     ],
 )
 def test_a_field_with_another_kind_of_number_is_refused_by_path(field, value, expected):

@@ -105,6 +105,24 @@ _FILES = {
             """In the folder where the command runs."""
 
 
+        class Misspelt(Base):
+            """A method asks for a field that there is not."""
+
+            def task(self):
+                task = super().task()
+                task.model.num_layers = self.NUM_LAYER
+                return task
+
+
+        class MisspeltConfig(Base):
+            """A method sets a field of a config that there is not."""
+
+            def task(self):
+                task = super().task()
+                task.model.num_layer = 3
+                return task
+
+
         class Interrupted(Base):
             """Somebody presses Ctrl-C while it is being set up."""
 
@@ -269,7 +287,8 @@ _WRONG = {
     ),
     "own experiment": (
         ["--exp=own.Mien"],
-        "module own has no experiment 'Mien'; did you mean 'Mine'? It has: Mine, Interrupted.\n",
+        "module own has no experiment 'Mien'; did you mean 'Mine'? It has: Mine, Misspelt,"
+        " MisspeltConfig, Interrupted.\n",
     ),
     "abstract experiment": (
         ["--exp=lm.Base"],
@@ -364,6 +383,31 @@ def test_mistakes_answered_before_anything_is_imported(place: Path, mistake: str
 def test_mistakes_answered_before_jax_is_imported(place: Path, arguments: list[str], text: str):
     stderr = refused(place, "--exp=lm.Small", *arguments, before_import=False)
     assert stderr == f"runner: {text}"
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "text"),
+    [
+        (
+            "Misspelt",
+            "self.NUM_LAYER\n",
+            "Misspelt has no attribute 'NUM_LAYER'; did you mean 'NUM_LAYERS'?",
+        ),
+        (
+            "MisspeltConfig",
+            "task.model.num_layer = 3",
+            "Lm has no field 'num_layer'; did you mean 'num_layers'? Its fields: num_layers,"
+            " dtype.",
+        ),
+    ],
+)
+def test_misspelt_name_in_an_experiment_is_one_sentence_with_its_line(
+    place: Path, name: str, code: str, text: str
+):
+    source = (place / "work/own.py").read_text()
+    line = source[: source.index(code)].count("\n") + 1
+    stderr = refused(place, f"--exp=own.{name}", before_import=False)
+    assert stderr == f"runner: own.py:{line}: {text}\n"
 
 
 def test_a_folder_to_write_to_is_asked_for(place: Path):

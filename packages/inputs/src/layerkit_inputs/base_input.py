@@ -30,6 +30,7 @@ import numpy as np
 from layerkit.config import Configurable
 from layerkit.nested_map import NestedMap
 from layerkit_inputs import state as state_lib
+from layerkit_inputs.error_notes import naming_input
 from layerkit_inputs.eval_padding import AllGather, end_together, mark_rows, pad_rows
 
 
@@ -70,11 +71,13 @@ def _delivers(get_next: Callable[..., NestedMap]) -> Callable[..., NestedMap]:
             return batch
         self._is_delivering = True
         try:
-            batch = get_next(self)
+            with naming_input(self._label):
+                batch = get_next(self)
         except StopIteration:
             if not self.endless:
                 raise
-            batch = self._begin_again(get_next)
+            with naming_input(self._label):
+                batch = self._begin_again(get_next)
         except (SystemExit, GeneratorExit) as error:
             raise exit_as_error(self, error) from error
         finally:
@@ -218,7 +221,8 @@ class BaseInput(Configurable):
         if self._peeked is not None:
             assert self._state_before_peek is not None
             return self._state_before_peek
-        return self._envelope()
+        with naming_input(self._label):
+            return self._envelope()
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes to where `get_state` was called, on an input of the same fields.
@@ -227,7 +231,8 @@ class BaseInput(Configurable):
           ValueError: the state is of another kind of reader, another host or other data.
         """
         self._peeked = None
-        self._set_envelope(state)
+        with naming_input(self._label):
+            self._set_envelope(state)
 
     def _begin_again(self, get_next: Callable[[Any], NestedMap]) -> NestedMap:
         """The first batch of the next pass; the count of what was delivered goes on."""

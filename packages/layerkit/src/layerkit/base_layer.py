@@ -229,9 +229,12 @@ class BaseLayer(nn.Module, kw_only=True):
 
     @nn.nowrap
     def get_var(self, name: str) -> jax.Array:
-        """The value, `[...]`, of a variable created with `trainable=False`."""
-        self._set_up()
-        return unbox(self._own("variables")[name].value)
+        """The value, `[...]`, of a variable created with `trainable=False`.
+
+        Raises:
+          AttributeError: there is no such variable; the near ones are named.
+        """
+        return unbox(self._variable(name).value)
 
     @nn.nowrap
     def update_var(self, name: str, value: jax.Array) -> None:
@@ -242,6 +245,7 @@ class BaseLayer(nn.Module, kw_only=True):
           value: `[...]` of the shape that was declared; cast to the dtype that was declared.
 
         Raises:
+          AttributeError: there is no such variable; the near ones are named.
           ValueError: another shape, or a caller without a mutable collection, who would lose it.
         """
         if not self.is_mutable_collection(NON_TRAINABLE):
@@ -249,8 +253,7 @@ class BaseLayer(nn.Module, kw_only=True):
                 f"{self.path_name}.{name}: the update would be lost;"
                 f" apply with mutable=['{NON_TRAINABLE}', …]"
             )
-        self._set_up()
-        variable = self._own("variables")[name]
+        variable = self._variable(name)
         declared = unbox(variable.value)
         if jnp.shape(value) != declared.shape:
             raise ValueError(
@@ -407,6 +410,19 @@ class BaseLayer(nn.Module, kw_only=True):
             child.create_weights()
 
     # Inside.
+
+    @nn.nowrap
+    def _variable(self, name: str) -> Any:
+        self._set_up()
+        variables = self._own("variables")
+        if name not in variables:
+            raise AttributeError(
+                f"{self.path_name} has no variable {name!r}{near_names(name, variables)}"
+                f" Its variables: {', '.join(variables) or 'none'}.",
+                name=name,
+                obj=self,
+            )
+        return variables[name]
 
     @nn.nowrap
     def _root(self) -> Any:

@@ -39,6 +39,10 @@ _FROZEN = "__frozen__"
 _HIDDEN_FIELDS = frozenset({"parent"})
 
 
+class UnknownFieldError(AttributeError, TypeError):
+    """A field that a class does not have; the message names the nearest right one."""
+
+
 def field_names(target: Any) -> list[str]:
     """Names that a config of `target` (a class or function) may set."""
     if isinstance(target, fdl.Buildable):
@@ -71,7 +75,7 @@ def _unknown_field(target: Any, name: str) -> str:
 
 def _check_keyword(target: Any, name: str) -> None:
     if name not in field_names(target) and not _accepts_any_keyword(target):
-        raise TypeError(_unknown_field(target, name))
+        raise UnknownFieldError(_unknown_field(target, name))
 
 
 class _Editable(Generic[T]):
@@ -123,14 +127,14 @@ class _Editable(Generic[T]):
         if not name.startswith("__"):
             target = self.__fn_or_cls__
             if name not in field_names(target) and not _accepts_any_keyword(target):
-                raise AttributeError(_unknown_field(target, name))
+                raise UnknownFieldError(_unknown_field(target, name))
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         target = self.__fn_or_cls__
         is_field = name.startswith("__") or name in field_names(target)
         if not is_field and not _accepts_any_keyword(target):
-            raise AttributeError(_unknown_field(target, name))
+            raise UnknownFieldError(_unknown_field(target, name))
         return super().__getattr__(name)  # type: ignore[misc]
 
     # A module whose fields hold configs is a key of JAX's caches. Equal configs have equal targets,

@@ -40,8 +40,8 @@ def check_fields(layer: Any, *, owner: str) -> None:
       owner: Name of the layer for messages.
 
     Raises:
-      ValueError: an int field that holds a bool or a fraction, a float field that holds NaN or
-        infinity, or a field that is set although another one switches it off.
+      ValueError: an int field that holds a bool, text or a fraction, a float field that holds text,
+        NaN or infinity, or a field that is set although another one switches it off.
     """
     cls: Any = type(layer)
     for name, kinds in _number_fields(cls):
@@ -105,9 +105,13 @@ def _check_number(value: Any, kinds: frozenset[str], where: str) -> None:
         for item in value:
             _check_number(item, kinds, where)
         return
-    # Neither None nor text, and no array: its elements are not known while a program is traced.
+    # Not None, and no array: its elements are not known while a program is traced.
     is_number = isinstance(value, numbers.Real)
-    if isinstance(value, bool):
+    if isinstance(value, str):
+        is_wrong = "str" not in kinds
+        expected = "a number, not text" if "float" in kinds else "an integer, not text"
+        value = repr(value)
+    elif isinstance(value, bool):
         is_wrong, expected = "bool" not in kinds, "a number, not a bool"
     elif "float" in kinds:
         is_wrong, expected = is_number and not math.isfinite(value), "a finite number"

@@ -54,7 +54,7 @@ from layerkit_runner.config.flags import (
 )
 from layerkit_runner.config.overrides import Override, parse_fields
 from layerkit_runner.distributed.launchers import check_alone, check_processes
-from layerkit_runner.errors import UsageError
+from layerkit_runner.errors import UsageError, unknown_name_text
 
 if TYPE_CHECKING:
     from layerkit_runner.config.registry import ExperimentEntry
@@ -76,6 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"runner: {error}", file=sys.stderr)
         return error.exit_code
+    except (AttributeError, KeyError, TypeError) as error:
+        text = unknown_name_text(error)
+        if text is None:
+            raise
+        print(f"runner: {text}", file=sys.stderr)
+        return UsageError.exit_code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

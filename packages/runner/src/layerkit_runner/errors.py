@@ -15,6 +15,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from layerkit.diagnostics import layer_of
+from layerkit.near_names import near_names
+from layerkit.nested_map import MissingKeyError
+from layerkit_inputs.error_notes import input_of
 
 
 class UsageError(Exception):
@@ -39,22 +42,99 @@ class NonFiniteError(UsageError):
     exit_code = 65
 
 
+# Frames of these packages pass calls on; the code that called them is what a person can change.
+_LIBRARIES = frozenset({"fiddle", "flax", "jax", "jaxlib", "numpy"})
+_OURS = frozenset({"layerkit", "layerkit_inputs", "layerkit_runner"})
+# Modules and functions that look up a name for the code that asks.
+_LOOKUP_MODULES = frozenset({"layerkit.config", "layerkit.nested_map"})
+_LOOKUP_FUNCTIONS = frozenset({"__getattr__", "_variable", "get_var", "update_var"})
+
+
 def layer_error_text(error: Exception) -> str:
     """Return the text of an error; one line with layer and line of code, if a layer raised it."""
     layer = layer_of(error)
     if layer is None:
         return str(error)
-    # JAX explains some errors at length below their first paragraph.
-    text = " ".join(str(error).partition("\n\n")[0].split())
+    text = _first_paragraph(error)
     if text.startswith(layer):
         return text
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not {"jax", "jaxlib", "flax"} & set(Path(frame.filename).parts)
-    ]
-    place = f", {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    origin = _origin(error)
+    place = f", {origin[1]}" if origin else ""
     return f"{text.rstrip('.')}, in layer {layer}{place}"
+
+
+def input_error_text(error: Exception) -> str:
+    """Return the text of an error; an input that raised it and the line of its code are named."""
+    source = input_of(error)
+    if source is None or str(error).startswith(source):
+        return str(error)
+    origin = _origin(error)
+    if origin is None or origin[0] in _OURS:
+        return f"{source}: {error}"
+    return f"{source}: {_first_paragraph(error).rstrip('.')}, {origin[1]}"
+
+
+def unknown_name_text(error: Exception) -> str | None:
+    """Return one sentence with file and line, if code asked for a name that an object lacks.
+
+    Args:
+      error: Any error.
+
+    Returns:
+      The sentence; None unless the object is an experiment, config, layer, input or NestedMap, and
+      the code is outside of the packages below the experiments.
+    """
+    # Loads Fiddle, which a command without an error need not wait for.
+    from layerkit.config import UnknownFieldError
+
+    is_unknown_name = isinstance(error, (MissingKeyError, UnknownFieldError)) or (
+        isinstance(error, AttributeError) and _is_of_this_project(error.obj)
+    )
+    origin = _origin(error)
+    if not is_unknown_name or origin is None or origin[0] in _OURS:
+        return None
+    text = _first_paragraph(error)
+    # The words of Python and Flax, which name nothing near.
+    if isinstance(error, AttributeError) and "object has no attribute" in text:
+        owner, names = type(error.obj).__qualname__, dir(error.obj)
+        text = f"{owner} has no attribute {error.name!r}{near_names(str(error.name), names)}"
+    layer, source = layer_of(error), input_of(error)
+    if layer is not None and not text.startswith(layer):
+        text = f"{_ended(text)} In layer {layer}."
+    elif source is not None:
+        text = f"{_ended(text)} In input {source}."
+    return f"{origin[1]}: {text}"
+
+
+def _ended(text: str) -> str:
+    return text if text.endswith((".", "?")) else f"{text}."
+
+
+def _first_paragraph(error: Exception) -> str:
+    """Return the first paragraph in one line, since JAX explains some errors at length below."""
+    return " ".join(str(error).partition("\n\n")[0].split())
+
+
+def _origin(error: Exception) -> tuple[str, str] | None:
+    """Return the package and `file:line` of the innermost code that a person may have written."""
+    found = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        module, code = frame.f_globals.get("__name__", ""), frame.f_code
+        package = module.partition(".")[0]
+        is_lookup = package in _OURS and code.co_name in _LOOKUP_FUNCTIONS
+        if package in _LIBRARIES or module in _LOOKUP_MODULES or is_lookup:
+            continue
+        path = Path(code.co_filename)
+        if package in _OURS:
+            path = Path(path.name)
+        elif path.is_relative_to(Path.cwd()):
+            path = path.relative_to(Path.cwd())
+        found = package, f"{path}:{line}"
+    return found
+
+
+def _is_of_this_project(value: object) -> bool:
+    return any(cls.__module__.partition(".")[0] in _OURS for cls in type(value).__mro__)
 
 
 def first_names(names: Iterable[str], *, limit: int = 12) -> str:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
 from layerkit.nested_map import NestedMap
+from layerkit_inputs import IndexedInput
+from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner.data.infeed import (
     Place,
     dataset_name,
     example_batch,
     feed_plan,
     make_input,
+    peek_batch,
 )
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import Partitioner, PmapPartitioner, SpmdPartitioner
@@ -118,6 +124,35 @@ def test_batches_that_cannot_be(tiny: SimpleNamespace, fields: dict, text: str):
     with pytest.raises(UsageError) as caught:
         make_input(config, started([2, 2, 2]))
     assert str(caught.value) == text
+
+
+class Failing(IndexedInput):
+    error: Any = None
+
+    def _num_rows(self) -> int:
+        return 8
+
+    def _read_rows(self, rows: np.ndarray) -> NestedMap:
+        raise self.error
+
+
+@pytest.mark.parametrize("name", ["web", None])
+def test_value_error_of_a_custom_input_names_it_and_the_line(name: str | None, monkeypatch: Any):
+    monkeypatch.chdir(Path(__file__).parent)
+    dataset = Failing(batch_size=4, name=name, error=ValueError("no such shape."))
+    line = Failing._read_rows.__code__.co_firstlineno + 1
+    with pytest.raises(UsageError) as caught:
+        peek_batch(dataset)
+    label = "Failing 'web'" if name else "Failing"
+    assert str(caught.value) == f"{label}: no such shape, test_infeed.py:{line}"
+
+
+def test_other_error_of_a_custom_input_keeps_its_traceback_and_names_the_input():
+    dataset = Failing(batch_size=4, name="web", error=IndexError("7"))
+    ahead = Prefetch(source=dataset)
+    with contextlib.closing(ahead), pytest.raises(IndexError) as caught:
+        peek_batch(ahead)
+    assert caught.value.__notes__ == ["In input Failing 'web'"]
 
 
 def test_padding_counts_where_it_is_fed(tiny: SimpleNamespace):

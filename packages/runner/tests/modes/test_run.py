@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from layerkit.base_layer import BaseLayer
 from layerkit.config import Config
+from layerkit.nested_map import NestedMap
+from layerkit.weights import WeightHParams
 from layerkit_runner import BaseExperiment
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment, resolve
-from layerkit_runner.errors import UsageError, layer_error_text
+from layerkit_runner.errors import UsageError, layer_error_text, unknown_name_text
 from layerkit_runner.modes import export, inference, train
 from layerkit_runner.modes.run import OutOfMemoryError, memory_remedies, memory_words, run
 
@@ -138,6 +142,7 @@ def test_shapes_that_a_layer_refuses_end_in_one_sentence_with_its_path(
     monkeypatch.setattr(train, "run_train", fails)
     monkeypatch.setattr(inference, "run_inference", fails)
     monkeypatch.setattr(export, "run_export", fails)
+    monkeypatch.chdir(Path(__file__).parent)
     resolved = ResolvedExperiment(Bare(), Config(dict), [], [], Config(dict))
     with pytest.raises(UsageError) as caught:
         run(mode, resolved, RunOptions(job_log_dir=str(tmp_path)))
@@ -146,6 +151,97 @@ def test_shapes_that_a_layer_refuses_end_in_one_sentence_with_its_path(
     log = tmp_path / "logs" / "process_0000.log"
     assert str(log) in str(caught.value)
     assert "return x + jax.numpy.ones" in log.read_text()
+
+
+class Misspelt(BaseLayer):
+    size: int = 2
+
+    def setup(self) -> None:
+        shape = WeightHParams((self.size,), axes=(None,))
+        self.create_variable("scale", shape)
+        self.create_variable("mean", shape, trainable=False)
+
+    def fprop(self, x: Any, case: str) -> Any:
+        return _MISSPELT[case][0](self, x)
+
+
+_MISSPELT: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "attribute": (
+        lambda layer, x: layer.sise,
+        "Misspelt has no attribute 'sise'; did you mean 'size'? In layer Misspelt().",
+    ),
+    "weight": (
+        lambda layer, x: layer.theta.scal,
+        "Misspelt() has no weight 'scal'; did you mean 'scale'? Its weights: scale.",
+    ),
+    "variable": (
+        lambda layer, x: layer.get_var("men"),
+        "Misspelt() has no variable 'men'; did you mean 'mean'? Its variables: mean.",
+    ),
+    "batch": (
+        lambda layer, x: x.idz,
+        "NestedMap has no key 'idz'; did you mean 'ids'? Its keys: ['ids']. In layer Misspelt().",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", _MISSPELT)
+def test_misspelt_name_in_a_layer_is_one_sentence_with_its_line(
+    case: str, tmp_path: Path, monkeypatch: Any
+):
+    def fails(*_: Any) -> int:
+        layer = Misspelt()
+        layer.apply(layer.init(jax.random.key(0)), NestedMap(ids=1), case)
+        return 0
+
+    monkeypatch.setattr(train, "run_train", fails)
+    monkeypatch.chdir(Path(__file__).parent)
+    resolved = ResolvedExperiment(Bare(), Config(dict), [], [], Config(dict))
+    with pytest.raises(UsageError) as caught:
+        run("train", resolved, RunOptions(job_log_dir=str(tmp_path)))
+    run_of_case, text = _MISSPELT[case]
+    line = run_of_case.__code__.co_firstlineno
+    log = tmp_path / "logs" / "process_0000.log"
+    assert str(caught.value) == (
+        f"{resolved.name}: test_run.py:{line}: {text} The whole error is in {log}."
+    )
+    assert "Traceback" in log.read_text()
+
+
+@pytest.mark.parametrize(
+    "error_of",
+    [lambda layer, x: jnp.abss(x), lambda layer, x: {}["a"], lambda layer, x: [].a],
+    ids=["module", "dict", "list"],
+)
+def test_errors_of_a_layers_own_code_keep_their_traceback(
+    error_of: Any, tmp_path: Path, monkeypatch: Any
+):
+    monkeypatch.setitem(_MISSPELT, "own", (error_of, ""))
+
+    def fails(*_: Any) -> int:
+        layer = Misspelt()
+        layer.apply(layer.init(jax.random.key(0)), NestedMap(ids=1), "own")
+        return 0
+
+    monkeypatch.setattr(train, "run_train", fails)
+    resolved = ResolvedExperiment(Bare(), Config(dict), [], [], Config(dict))
+    with pytest.raises((AttributeError, KeyError)) as caught:
+        run("train", resolved, RunOptions(job_log_dir=str(tmp_path)))
+    assert "In layer Misspelt()" in caught.value.__notes__
+
+
+def test_unknown_name_in_code_of_this_project_is_no_mistake_of_its_user():
+    class Bad(Misspelt):
+        def setup(self) -> None:
+            super().setup()
+            self.create_child("child", Config(dict))
+
+    with pytest.raises(TypeError) as caught:
+        Bad().init(jax.random.key(0))
+    assert unknown_name_text(caught.value) is None
+    with pytest.raises(AttributeError) as missing:
+        exec("layer.sise", {"__name__": "layerkit.layers.mine", "layer": Misspelt()})
+    assert unknown_name_text(missing.value) is None
 
 
 def test_an_error_outside_of_layers_stays_as_it_is(tmp_path: Path, monkeypatch: Any):

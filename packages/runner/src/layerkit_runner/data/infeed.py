@@ -18,7 +18,7 @@ from layerkit_runner.data.batch_checks import check_batch
 from layerkit_runner.data.interruptible import read
 from layerkit_runner.distributed.process_exchange import gather_values
 from layerkit_runner.distributed.watchdog import progress
-from layerkit_runner.errors import UsageError
+from layerkit_runner.errors import UsageError, input_error_text
 from layerkit_runner.partitioning import Partitioner
 
 
@@ -192,4 +192,4 @@ def told_in_one_line() -> Iterator[None]:
     try:
         yield
     except (MissingExtraError, OSError, ValueError) as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(input_error_text(error)) from error

@@ -19,7 +19,7 @@ from layerkit_runner.config.experiment import BaseExperiment, experiment_fields
 from layerkit_runner.config.flag_table import FOLLOWING_MODES, ONCE_MODES
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
-from layerkit_runner.errors import StorageError, UsageError, layer_error_text
+from layerkit_runner.errors import StorageError, UsageError, layer_error_text, unknown_name_text
 from layerkit_runner.files.atomic_write import open_append
 from layerkit_runner.files.byte_sizes import size_text
 
@@ -87,7 +87,7 @@ def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
 def _layer_errors(
     resolved: ResolvedExperiment, process: JoinedProcess | None = None
 ) -> Iterator[None]:
-    """Raise UsageError for batches (shapes, dtypes, keys) with which a layer cannot be traced.
+    """Raise UsageError for batches with which a layer cannot be traced, and for unknown names.
 
     Args:
       resolved: The experiment.
@@ -95,11 +95,15 @@ def _layer_errors(
     """
     try:
         yield
-    except (TypeError, ValueError, MissingKeyError) as error:
-        if layer_of(error) is None:
-            raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        text = unknown_name_text(error)
+        if text is None:
+            is_of_batch = isinstance(error, (TypeError, ValueError, MissingKeyError))
+            if not is_of_batch or layer_of(error) is None:
+                raise
+            text = layer_error_text(error)
         kept = "" if process is None else f".{_kept_traceback(error, process)}"
-        raise UsageError(f"{resolved.name}: {layer_error_text(error)}{kept}") from error
+        raise UsageError(f"{resolved.name}: {text.rstrip('.')}{kept}") from error
 
 
 @contextlib.contextmanager
