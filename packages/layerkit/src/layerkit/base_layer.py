@@ -41,9 +41,8 @@ from layerkit.config import (
     target_of,
 )
 from layerkit.derived_fields import derive_fields
-from layerkit.diagnostics import naming_layer, warn_of_unset_train
+from layerkit.diagnostics import naming_layer, unknown_name, warn_of_unset_train
 from layerkit.field_checks import Conditions, checking_fields
-from layerkit.near_names import near_names
 from layerkit.sharding import BoundSharding
 from layerkit.shared_layers import SharedLayers
 from layerkit.summaries import DEFAULT_VERBOSITY, SUMMARIES, SUMMARY_ARRAYS, Kind, sow_summary
@@ -94,10 +93,7 @@ class _Theta:
         self._layer._set_up()
         weights = self._layer._own("weights")
         if name not in weights:
-            raise AttributeError(
-                f"{self._layer.path_name} has no weight {name!r}{near_names(name, weights)}"
-                f" Its weights: {', '.join(weights) or 'none'}."
-            )
+            raise unknown_name(self._layer, "weight", name, weights)
         return self._layer.cast(weights[name])
 
 
@@ -229,11 +225,7 @@ class BaseLayer(nn.Module, kw_only=True):
 
     @nn.nowrap
     def get_var(self, name: str) -> jax.Array:
-        """The value, `[...]`, of a variable created with `trainable=False`.
-
-        Raises:
-          AttributeError: there is no such variable; the near ones are named.
-        """
+        """The value, `[...]`, of a variable made with `trainable=False`; or an AttributeError."""
         return unbox(self._variable(name).value)
 
     @nn.nowrap
@@ -416,12 +408,7 @@ class BaseLayer(nn.Module, kw_only=True):
         self._set_up()
         variables = self._own("variables")
         if name not in variables:
-            raise AttributeError(
-                f"{self.path_name} has no variable {name!r}{near_names(name, variables)}"
-                f" Its variables: {', '.join(variables) or 'none'}.",
-                name=name,
-                obj=self,
-            )
+            raise unknown_name(self, "variable", name, variables)
         return variables[name]
 
     @nn.nowrap

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
+
+from layerkit.near_names import near_names
 
 _NOTE = "In layer "
 # "Linear(lm/softmax): input_dims=0, …", "Linear(lm/softmax).w: …"
@@ -37,6 +39,23 @@ def layer_of(error: BaseException) -> str | None:
         if note.startswith(_NOTE):
             return str(note.removeprefix(_NOTE))
     return None
+
+
+def unknown_name(layer: Any, kind: str, name: str, names: Collection[str]) -> AttributeError:
+    """Return the error for a weight or variable that a layer does not have.
+
+    Args:
+      layer: The layer.
+      kind: "weight" or "variable".
+      name: The name that was asked for.
+      names: Those that the layer has.
+    """
+    return AttributeError(
+        f"{layer.path_name} has no {kind} {name!r}{near_names(name, names)}"
+        f" Its {kind}s: {', '.join(names) or 'none'}.",
+        name=name,
+        obj=layer,
+    )
 
 
 def warn_of_unset_train(layer: Any, *, collection: str) -> None:
