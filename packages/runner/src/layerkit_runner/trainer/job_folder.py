@@ -28,8 +28,9 @@ from layerkit_runner.config.run_words import run_words
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import atomic_write, check_links, remove_stale_partials
 from layerkit_runner.files.locks import NoLocksError, delete_and_unlock, try_lock
-from layerkit_runner.tools.sweep.folder import RECORD as STUDY_RECORD
 
+# Written by a sweep; a folder that holds it is not trained in.
+STUDY_RECORD = "study.json"
 # Locked while a job trains here; holds its host and process.
 _RUNNING = ".running"
 _MOST_CHANGES = 8

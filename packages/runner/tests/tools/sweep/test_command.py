@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,14 @@ from layerkit_runner.config.overrides import Override
 from layerkit_runner.config.registry import find_experiment, load_experiment
 from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import UsageError
-from layerkit_runner.tools.sweep.command import fitted_space, trial_words
-from layerkit_runner.tools.sweep.study_file import read_study_file
+from layerkit_runner.tools.sweep.command import (
+    check_same_sweep,
+    description,
+    fitted_space,
+    trial_words,
+)
+from layerkit_runner.tools.sweep.study_file import StudyFile, read_study_file
+from layerkit_runner.tools.sweep.trials import SweepFolder
 
 HERE = Path(__file__).parent
 SPACE = {"RATE": {"low": 0.1, "high": 1.0}}
@@ -150,3 +157,34 @@ def test_whole_numbers_are_floats_where_the_field_holds_one(
     space = fitted_space(file, [], lambda overrides: resolve(cls(), overrides), base)
     found = {path: type(value) for path in kinds for value in space[path].samples()[:1]}
     assert found == kinds
+
+
+def test_a_folder_holds_one_sweep(study_file: Callable[..., StudyFile], tmp_path: Path):
+    space = {"A": {"low": 1, "high": 2}, "B": {"choices": ["x"]}}
+    folder = SweepFolder(str(tmp_path / "sweep"))
+
+    def described(**document: object) -> dict[str, object]:
+        return description(
+            study_file(**{"space": space, **document}),
+            experiment="a.B",
+            fixed=[Override("C", "3")],
+            storage="postgresql://me:secret@host/db",
+        )
+
+    check_same_sweep(folder, described())
+    with folder.deciding():
+        folder.record(described())
+    assert "secret" not in (folder.path / "study.json").read_text()
+    # How it is searched may change, and how long.
+    check_same_sweep(folder, described(num_trials=3, sampler="random", pruner="median"))
+    other = described(space={"A": {"low": 1, "high": 3}}, direction="maximize")
+    with pytest.raises(UsageError) as caught:
+        check_same_sweep(folder, {**other, "overrides": {}})
+    assert str(caught.value) == (
+        f"--job_log_dir={folder.given} holds another sweep; give each a folder of its own."
+        '\n  direction: "minimize" there, "maximize" here'
+        '\n  overrides.C: "3" there, none here'
+        '\n  space.A: {"low": 1, "high": 2, "log": false, "step": null} there, '
+        '{"low": 1, "high": 3, "log": false, "step": null} here'
+        '\n  space.B: {"choices": ["x"]} there, none here'
+    )

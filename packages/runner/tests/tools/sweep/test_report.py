@@ -1,4 +1,4 @@
-"""What is shown of a sweep: the table as a whole screen, and what the picture holds."""
+"""The result of a sweep: the table as a whole screen, the record and the picture."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ from optuna.distributions import (  # noqa: E402
     FloatDistribution,
     IntDistribution,
 )
-from optuna.trial import FrozenTrial, TrialState  # noqa: E402
+from optuna.trial import TrialState  # noqa: E402
 
-from layerkit_inputs.extras import MissingExtraError  # noqa: E402
-from layerkit_runner.tools.sweep.folder import SweepFolder  # noqa: E402
-from layerkit_runner.tools.sweep.picture import draw_sweep, sweep_figure  # noqa: E402
-from layerkit_runner.tools.sweep.report import results, table, write_results  # noqa: E402
+from layerkit_runner.tools.sweep.report import draw, results, table, write_results  # noqa: E402
 from layerkit_runner.tools.sweep.study_file import StudyFile  # noqa: E402
+from layerkit_runner.tools.sweep.trials import SweepFolder  # noqa: E402
 
 SPACE = {
     "RATE": {"low": 1e-4, "high": 1.0, "log": True},
@@ -43,7 +41,7 @@ failed: trial 0003: no memory
 @pytest.fixture
 def sweep(
     study_file: Callable[..., StudyFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[StudyFile, SweepFolder, list[FrozenTrial]]:
+) -> tuple[StudyFile, SweepFolder, optuna.Study]:
     """Two trials that ended, one pruned, one failed, one under way."""
     monkeypatch.chdir(tmp_path)
     folder = SweepFolder("out")
@@ -69,11 +67,12 @@ def sweep(
             user_attrs=facts,
         )
         study.add_trial(trial)
-    return study_file(space=SPACE, num_trials=5), folder, study.trials
+    return study_file(space=SPACE, num_trials=5), folder, study
 
 
-def test_the_table_and_the_record(sweep: tuple[StudyFile, SweepFolder, list[FrozenTrial]]):
-    file, folder, trials = sweep
+def test_the_table_and_the_record(sweep: tuple[StudyFile, SweepFolder, optuna.Study]):
+    file, folder, study = sweep
+    trials = study.trials
     found = results(trials, file, folder)
     shown = "\n".join(table(found, file))
     values = {own.number: own.params for own in trials}
@@ -88,38 +87,32 @@ def test_the_table_and_the_record(sweep: tuple[StudyFile, SweepFolder, list[Froz
 
 
 def test_the_best_is_the_largest_where_that_is_asked_for(
-    sweep: tuple[StudyFile, SweepFolder, list[FrozenTrial]], study_file: Callable[..., StudyFile]
+    sweep: tuple[StudyFile, SweepFolder, optuna.Study], study_file: Callable[..., StudyFile]
 ):
-    _, folder, trials = sweep
+    _, folder, study = sweep
     file = study_file(space=SPACE, direction="maximize")
-    assert [r.number for r in results(trials, file, folder)] == [0, 1, 2, 4, 3]
+    assert [r.number for r in results(study.trials, file, folder)] == [0, 1, 2, 4, 3]
 
 
-def test_the_picture(sweep: tuple[StudyFile, SweepFolder, list[FrozenTrial]]):
-    file, folder, trials = sweep
-    found = results(trials, file, folder)
-    figure = sweep_figure(found, file)
-    order, rate, layers, kind = (axes for axes in figure.axes if axes.get_visible())
-    complete, pruned = (points.get_offsets().tolist() for points in order.collections)
-    assert (complete, pruned) == ([[1, 1.0], [0, 2.0]], [[2, 3.0]])
-    (line,) = order.lines
-    assert line.get_xydata().tolist() == [[0, 2.0], [1, 1.0], [2, 1.0]]
-    assert rate.get_xscale() == "log" and layers.get_xscale() == "linear"
-    assert rate.get_xlim()[0] < 1e-4 and rate.get_xlim()[1] > 1
-    drawn = [points.get_offsets().tolist() for points in kind.collections]
-    places = {"a": 0, "b": 1}
-    best = [places[found[0].parameters["KIND"]], 1.0]  # type: ignore[index]
-    assert drawn[0][0] == best and drawn[-1] == [best]
-    assert draw_sweep(found, file, folder) == "out/sweep.png"
-    assert (folder.path / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match="no trial has a value of heldout/loss"):
-        sweep_figure(found[3:], file)
-
-
-def test_picture_without_matplotlib_is_an_error_that_names_the_extra(
-    sweep: tuple[StudyFile, SweepFolder, list[FrozenTrial]], monkeypatch: pytest.MonkeyPatch
+def test_picture_shows_the_metric_against_each_field(
+    sweep: tuple[StudyFile, SweepFolder, optuna.Study],
 ):
-    file, folder, trials = sweep
+    file, folder, study = sweep
+    assert draw(study, file, folder) == "picture: out/sweep.png"
+    assert (folder.path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_picture_needs_a_complete_trial(sweep: tuple[StudyFile, SweepFolder, optuna.Study]):
+    file, folder, _ = sweep
+    line = "no picture: no trial is complete and has a value of heldout/loss"
+    assert draw(optuna.create_study(), file, folder) == line
+    assert not (folder.path / "sweep.png").exists()
+
+
+def test_without_matplotlib_the_report_says_how_to_get_the_picture(
+    sweep: tuple[StudyFile, SweepFolder, optuna.Study], monkeypatch: pytest.MonkeyPatch
+):
+    file, folder, study = sweep
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # importing it is an error
-    with pytest.raises(MissingExtraError, match=r"pip install 'layerkit-runner\[plots\]'"):
-        draw_sweep(results(trials, file, folder), file, folder)
+    assert "pip install 'layerkit-runner[plots]'" in draw(study, file, folder)
+    assert not (folder.path / "sweep.png").exists()

@@ -174,7 +174,7 @@ def test_a_killed_sweep_goes_on_where_it_was(command: Command):
     with lock(command.trial(0) / "process.lock"):
         assert "SIGTERM" in (command.trial(0) / "output.txt").read_text()
     printed = command.run(words)
-    assert "trial 0000: goes on: RATE=" in printed
+    assert "trial 0000: resumed: RATE=" in printed
     output = (command.trial(0) / "output.txt").read_text()
     assert "goes on from step" in output
     trials = command.record()["trials"]
@@ -197,9 +197,9 @@ def test_ctrl_c_stops_a_sweep_which_goes_on(command: Command):
     printed, _ = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 130
     assert "trial 0000: stopped at step" in printed
-    assert printed.splitlines()[-1] == "the same command goes on with this sweep"
+    assert printed.splitlines()[-1] == "the same command resumes this sweep"
     assert "saved at step" in (command.trial(0) / "output.txt").read_text()
-    assert "trial 0000: goes on: RATE=0.25" in command.run(words)
+    assert "trial 0000: resumed: RATE=0.25" in command.run(words)
     (trial,) = command.record()["trials"]
     assert trial["value"] == pytest.approx(final_loss(0.25, 12), rel=1e-4)
 
@@ -249,6 +249,6 @@ def test_a_metric_that_no_evaluation_reports_is_no_failure_of_a_trial(command: C
     space = {"RATE": {"choices": [0.1]}}
     printed = command.run(command.words(metric="heldout/los", space=space), code=2)
     assert "metric='heldout/los' is not reported by the evaluations; did you mean" in printed
-    assert "trial 0000: goes on: RATE=0.1" in command.run(command.words(space=space))
+    assert "trial 0000: resumed: RATE=0.1" in command.run(command.words(space=space))
     (trial,) = command.record()["trials"]
     assert trial["value"] == pytest.approx(final_loss(0.1), rel=1e-4)

@@ -1,8 +1,8 @@
-"""`runner --exp=… --job_log_dir=DIR --study=FILE`: from the command line to a sweep.
+"""The command line of a sweep: `runner --exp=… --job_log_dir=DIR --study=FILE`.
 
-In the order of what it costs: the file and the fields that are known without an import, the folder,
-Optuna, and then the experiment, which tells the deeper fields and the data sets. Nothing is written
-before all of it is found right.
+Checks run in the order of their cost: the file and the fields that are known without an import, the
+folder, Optuna, and then the experiment, which knows the deeper fields and the data sets. Nothing is
+written before all checks have passed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+import json
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from layerkit.near_names import near_names
@@ -18,48 +20,76 @@ from layerkit_runner.config.flags import ParsedFlags
 from layerkit_runner.config.overrides import Override, parse_fields
 from layerkit_runner.config.run_words import flag_word
 from layerkit_runner.errors import UsageError, first_names
-from layerkit_runner.tools.sweep.folder import SweepFolder, check_same_sweep, description
-from layerkit_runner.tools.sweep.search_space import Parameter, Range, override_text
-from layerkit_runner.tools.sweep.study_file import StudyFile, check_fields, read_study_file
+from layerkit_runner.tools.sweep.study_file import (
+    Parameter,
+    Range,
+    StudyFile,
+    check_fields,
+    override_text,
+    read_study_file,
+)
+from layerkit_runner.tools.sweep.trials import SweepFolder
 
 if TYPE_CHECKING:
     from layerkit_runner.config.registry import ExperimentEntry
     from layerkit_runner.config.resolve import ResolvedExperiment
 
-# Flags that are the sweep's own, or that each trial gets a value of its own for.
+# Flags of the sweep itself, and those of which each trial gets a value of its own.
 _NOT_PASSED_ON = (
-    "exp",
-    "fdl_config",
-    "mode",
-    "job_log_dir",
-    "study",
-    "num_trials",
-    "study_storage",
-    "num_processes",
+    *("exp", "fdl_config", "mode", "job_log_dir", "num_processes"),
+    *("study", "num_trials", "study_storage"),
 )
-# A trial is one process, which is not told of others.
+# A trial is a job of one process that starts from scratch.
 _REFUSED = (
-    "coordinator_address",
-    "process_id",
-    "multiprocess_gpu",
-    "restore_checkpoint_dir",
-    "restore_checkpoint_step",
+    *("coordinator_address", "process_id", "multiprocess_gpu"),
+    *("restore_checkpoint_dir", "restore_checkpoint_step"),
 )
 
 Resolve = Callable[[Sequence[Override]], "ResolvedExperiment"]
 
 
 def run_study(flags: ParsedFlags, entry: ExperimentEntry, resolve: Resolve) -> int:
-    """Checks a sweep, runs it and returns the exit code.
+    """Check a sweep, run it and return the exit code.
 
     Args:
-      flags: With `--study`.
-      entry: The experiment.
-      resolve: Imports the experiment and applies these overrides.
+      flags: Flags of the command, `--study` among them.
+      entry: The experiment, not yet imported.
+      resolve: Imports the experiment and applies overrides.
 
     Raises:
-      UsageError: something does not fit; nothing was written.
+      UsageError: The command does not fit the file, the experiment or the folder; nothing was
+        written.
     """
+    file, folder = _checked(flags, entry)
+    fixed, storage = flags.overrides, flags.options.study_storage
+    resolved = resolve(fixed)
+    file = dataclasses.replace(file, space=fitted_space(file, fixed, resolve, resolved))
+    dataset = _dataset_of(file, resolved)
+    # Loads Optuna and SQLAlchemy.
+    from layerkit_runner.tools.sweep.sweep import Study, Sweep
+
+    ours = description(file, experiment=resolved.name, fixed=fixed, storage=storage)
+    check_same_sweep(folder, ours)
+    with folder.deciding():
+        # Another process may have started another sweep here since the first check.
+        check_same_sweep(folder, ours)
+        # The name stays as it began, also where the folder has been moved.
+        recorded = {"name": f"{resolved.name} in {folder.path}", **(folder.recorded() or {})}
+        folder.record({**recorded, **ours})
+    with contextlib.closing(Study(file, folder, name=recorded["name"], storage=storage)) as study:
+        return Sweep(
+            file=file,
+            folder=folder,
+            study=study,
+            experiment=resolved.name,
+            dataset=dataset,
+            command=lambda texts, directory: trial_words(flags, resolved.name, texts, directory),
+            longer=lambda texts, step: _longer(flags, resolved, texts, step),
+        ).run()
+
+
+def _checked(flags: ParsedFlags, entry: ExperimentEntry) -> tuple[StudyFile, SweepFolder]:
+    """Check what can be checked without an import of the experiment."""
     options = flags.options
     if options.study is None or options.job_log_dir is None:
         raise UsageError("--study=FILE needs a folder to write to: --job_log_dir=DIR")
@@ -79,54 +109,13 @@ def run_study(flags: ParsedFlags, entry: ExperimentEntry, resolve: Resolve) -> i
     folder = SweepFolder(options.job_log_dir)
     if importlib.util.find_spec("optuna") is None:
         raise UsageError("--study needs optuna: pip install 'layerkit-runner[sweeps]'")
-    resolved = resolve(flags.overrides)
-    file = dataclasses.replace(file, space=fitted_space(file, flags.overrides, resolve, resolved))
-    dataset = _dataset_of(file, resolved)
-    ours = description(
-        file, experiment=resolved.name, fixed=flags.overrides, storage=options.study_storage
-    )
-    check_same_sweep(folder, ours)
-    return _run(flags, file, folder, resolved, dataset=dataset, ours=ours)
-
-
-def _run(
-    flags: ParsedFlags,
-    file: StudyFile,
-    folder: SweepFolder,
-    resolved: ResolvedExperiment,
-    *,
-    dataset: str,
-    ours: Mapping[str, Any],
-) -> int:
-    # Loads Optuna and SQLAlchemy.
-    from layerkit_runner.tools.sweep.study import Study
-    from layerkit_runner.tools.sweep.sweep import Sweep
-
-    with folder.deciding():
-        # Somebody else may have begun another sweep here since.
-        check_same_sweep(folder, ours)
-        # Its name stays as it began, also where the folder has moved since.
-        recorded = {"name": f"{resolved.name} in {folder.path}", **(folder.recorded() or {})}
-        folder.record({**recorded, **ours})
-    study = Study(file, folder, name=recorded["name"], storage=flags.options.study_storage)
-    with contextlib.closing(study):
-        sweep = Sweep(
-            file=file,
-            folder=folder,
-            study=study,
-            experiment=resolved.name,
-            dataset=dataset,
-            command=lambda texts, directory: trial_words(flags, resolved.name, texts, directory),
-            longer=lambda texts, step: _longer(flags, resolved, texts, step),
-            say=lambda line: print(line, flush=True),
-        )
-        return sweep.run()
+    return file, folder
 
 
 def trial_words(
     flags: ParsedFlags, experiment: str, texts: Mapping[str, str], directory: str
 ) -> list[str]:
-    """The words of a trial's command: those of the sweep, with values and a folder of its own."""
+    """Return the arguments of a trial: those of the sweep, with its own values and folder."""
     overrides = {override.path: override.text for override in flags.overrides} | dict(texts)
     passed = {name: value for name, value in flags.given.items() if name not in _NOT_PASSED_ON}
     return [
@@ -134,7 +123,7 @@ def trial_words(
         *(f"--fdl.{path}={text}" for path, text in overrides.items()),
         *(flag_word(name, value) for name, value in passed.items()),
         f"--job_log_dir={directory}",
-        # Whatever started the sweep, as srun does several at once, started no processes of trials.
+        # Without it, a trial below srun would wait for the processes of other sweeps.
         "--num_processes=1",
     ]
 
@@ -142,18 +131,12 @@ def trial_words(
 def fitted_space(
     file: StudyFile, fixed: Sequence[Override], resolve: Resolve, base: ResolvedExperiment
 ) -> dict[str, Parameter]:
-    """The search space as the fields take it: ranges are of floats where the field holds one.
-
-    Args:
-      file: What to search.
-      fixed: Overrides of all trials.
-      resolve: Applies overrides to the experiment.
-      base: The experiment with those of all trials alone.
+    """Return the search space with ranges of floats where a field of `base` holds a float.
 
     Raises:
-      UsageError: a path leads nowhere, or a value does not fit there.
+      UsageError: A path does not exist, or a value does not fit there.
     """
-    # Loads nothing new: the experiment has been imported.
+    # The experiment has been imported, so this loads nothing new.
     from layerkit_runner.config.config_text import config_json
     from layerkit_runner.config.experiment import experiment_fields
 
@@ -167,11 +150,11 @@ def fitted_space(
                 if override.is_deep:
                     held = config_json(resolve([*fixed, override]))["config"][path]
                 else:
-                    # Not resolved: a value may need those of other fields that are searched too.
+                    # Not resolved, since a value may need those of other searched fields.
                     held = parse_fields(base.name, annotations, [override])[path]
             except UsageError as error:
                 raise UsageError(f"--study={file.path}: space.{path}: {error}") from error
-            # Fields without a type, such as a learning rate, are known by what they hold.
+            # A field without an annotation has the type of its value.
             is_float = isinstance(held, float) or isinstance(present.get(path), float)
             if isinstance(parameter, Range) and is_float:
                 fitted[path] = parameter.as_floats()
@@ -179,10 +162,10 @@ def fitted_space(
 
 
 def _dataset_of(file: StudyFile, resolved: ResolvedExperiment) -> str:
-    """The evaluation that reports the metric: a data set's name, or that of a program.
+    """Return the name of the data set or program whose evaluation reports the metric.
 
     Raises:
-      UsageError: there is none.
+      UsageError: There is none.
     """
     from layerkit.config import assigned_fields
     from layerkit_runner.data.infeed import dataset_name
@@ -206,10 +189,70 @@ def _dataset_of(file: StudyFile, resolved: ResolvedExperiment) -> str:
 def _longer(
     flags: ParsedFlags, resolved: ResolvedExperiment, texts: Mapping[str, str], step: int
 ) -> str:
-    # Loads the file system library, which no sweep needs before its end.
     from layerkit_runner.trainer.job_folder import command_line, longer
 
     given = (flags.options.job_log_dir or "").rstrip("/")
     options = dataclasses.replace(flags.options, job_log_dir=f"{given}/best")
     changes = {**texts, **longer(resolved, 2 * step)}
     return command_line(resolved, options, changes=changes)
+
+
+def description(
+    study: StudyFile, *, experiment: str, fixed: Sequence[Override], storage: str | None
+) -> dict[str, Any]:
+    """Return what gives the results of a sweep their meaning, for `study.json`.
+
+    The number of trials, the sampler and the pruner may change from one start to the next.
+    """
+    return {
+        "experiment": experiment,
+        "metric": study.metric,
+        "direction": study.direction,
+        "storage": _without_password(storage),
+        "overrides": {override.path: override.text for override in fixed},
+        "space": {path: parameter.described() for path, parameter in study.space.items()},
+    }
+
+
+def _without_password(storage: str | None) -> str | None:
+    parts = urllib.parse.urlsplit(storage or "")
+    if not parts.scheme or parts.password is None:
+        return storage
+    network = parts.netloc.replace(f":{parts.password}@", ":***@")
+    return urllib.parse.urlunsplit(parts._replace(netloc=network))
+
+
+def check_same_sweep(folder: SweepFolder, ours: Mapping[str, Any]) -> None:
+    """Raise an error if a folder holds another sweep.
+
+    Raises:
+      UsageError: Lists the differences.
+    """
+    recorded = folder.recorded()
+    if recorded is None:
+        return
+    theirs, here = dict(_entries(recorded)), dict(_entries(ours))
+    if theirs.get("metric") is None:  # no trial has reported it
+        here.pop("metric")
+    differences = [
+        f"\n  {path}: {_shown(theirs.get(path))} there, {_shown(here.get(path))} here"
+        for path in sorted(here.keys() | theirs.keys())
+        if path.partition(".")[0] in ours and theirs.get(path) != here.get(path)
+    ]
+    if differences:
+        raise UsageError(
+            f"--job_log_dir={folder.given} holds another sweep; give each a folder of its own."
+            + "".join(differences)
+        )
+
+
+def _entries(document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in document.items():
+        if key in ("overrides", "space") and isinstance(value, dict):
+            yield from ((f"{key}.{path}", entry) for path, entry in value.items())
+        else:
+            yield key, value
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else json.dumps(value)

@@ -1,20 +1,24 @@
-"""What a sweep found: a table, `sweep.json`, and the command that trains the best for longer."""
+"""The result of a sweep: a table, `sweep.json` and `sweep.png`."""
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import optuna
 from optuna.trial import FrozenTrial, TrialState
 
+from layerkit_inputs.extras import MissingExtraError
 from layerkit_runner.files.atomic_write import atomic_write
-from layerkit_runner.tools.sweep.folder import SweepFolder
-from layerkit_runner.tools.sweep.search_space import Value
-from layerkit_runner.tools.sweep.study_file import StudyFile
+from layerkit_runner.observers.loss_curve import require_matplotlib
+from layerkit_runner.tools.sweep.study_file import StudyFile, Value
+from layerkit_runner.tools.sweep.trials import SweepFolder
 
-# In the order of the table. A trial that is unfinished runs, here or elsewhere, or was stopped.
+# In the order of the table. An unfinished trial runs, here or elsewhere, or was stopped.
 _STATES = {
     TrialState.COMPLETE: "complete",
     TrialState.PRUNED: "pruned",
@@ -26,33 +30,22 @@ _STATES = {
 
 @dataclasses.dataclass(frozen=True)
 class TrialResult:
-    """A trial as a row of the table.
-
-    Attributes:
-      number: Which, from 0.
-      state: One of complete, pruned, unfinished, failed.
-      value: The metric at the last evaluation; None if there was none.
-      parameters: What it took, by the path of each field.
-      step: Training steps.
-      seconds: From its start to its end; None while it has none.
-      folder: Its job folder, as the sweep's was given.
-      reason: Why it was pruned or failed.
-    """
+    """A trial as a row of the table."""
 
     number: int
-    state: str
-    value: float | None
-    parameters: Mapping[str, Value]
+    state: str  # complete, pruned, unfinished or failed
+    value: float | None  # of the last evaluation
+    parameters: Mapping[str, Value]  # by the path of each field
     step: int
-    seconds: float | None
+    seconds: float | None  # None until it ends
     folder: str
-    reason: str = ""
+    reason: str = ""  # why it failed
 
 
 def results(
     trials: Sequence[FrozenTrial], file: StudyFile, folder: SweepFolder
 ) -> list[TrialResult]:
-    """The trials, the best first: complete ones by their values, then the others."""
+    """Return the trials, the best first: complete ones by their values, then the others."""
     sign = 1 if file.direction == "minimize" else -1
     states = list(dict.fromkeys(_STATES.values()))
 
@@ -73,20 +66,20 @@ def _result(trial: FrozenTrial, folder: SweepFolder) -> TrialResult:
         parameters=trial.params,
         step=trial.user_attrs.get("step", max(reported, default=0)),
         seconds=None if trial.duration is None else round(trial.duration.total_seconds(), 1),
-        folder=folder.shown(trial.number),
+        folder=folder.shown(f"trials/{trial.number:04d}"),
         reason=trial.user_attrs.get("reason", ""),
     )
 
 
 def best_of(found: Sequence[TrialResult]) -> TrialResult | None:
-    """The best of the complete ones; None if there is none."""
+    """Return the best complete trial, or None if there is none."""
     return found[0] if found and found[0].state == "complete" else None
 
 
 def write_results(
     found: Sequence[TrialResult], file: StudyFile, folder: SweepFolder, *, experiment: str
 ) -> None:
-    """Writes `sweep.json`, which holds what the table shows, the best first."""
+    """Write `sweep.json`, which holds what the table shows, the best first."""
     best = best_of(found)
     document: dict[str, Any] = {
         "experiment": experiment,
@@ -100,7 +93,7 @@ def write_results(
 
 
 def table(found: Sequence[TrialResult], file: StudyFile) -> list[str]:
-    """The lines of the table, the best first."""
+    """Return the lines of the table, the best first."""
     head = ["trial", file.metric, *file.space, "state", "steps", "folder"]
     rows = [
         [
@@ -117,7 +110,7 @@ def table(found: Sequence[TrialResult], file: StudyFile) -> list[str]:
         for result in found
     ]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    left = {0, len(head) - 3, len(head) - 1}  # words; the others are numbers
+    left = {0, len(head) - 3, len(head) - 1}  # columns of words; the others are numbers
     lines = []
     for row in [head, *rows]:
         cells = [
@@ -131,5 +124,35 @@ def table(found: Sequence[TrialResult], file: StudyFile) -> list[str]:
 
 
 def shown(value: Value) -> str:
-    """A value in a table: a float in four digits."""
+    """Return a value as the table shows it: a float in four digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def draw(study: optuna.Study, file: StudyFile, folder: SweepFolder) -> str:
+    """Draw `sweep.png`, the metric against each field; return a line that names it.
+
+    Without a complete trial or without matplotlib there is no picture, and the line says why.
+    """
+    if not any(trial.state == TrialState.COMPLETE for trial in study.trials):
+        return f"no picture: no trial is complete and has a value of {file.metric}"
+    try:
+        require_matplotlib()
+    except MissingExtraError as error:
+        return f"no picture: {error}"
+    import matplotlib as mpl
+
+    mpl.use("agg")  # needs no display
+    from matplotlib import pyplot
+    from optuna.visualization.matplotlib import plot_slice
+
+    png = io.BytesIO()
+    with mpl.rc_context(), warnings.catch_warnings():
+        # A field of which all trials have the same value has an axis without length.
+        warnings.simplefilter("ignore")
+        plot_slice(study, params=list(file.space), target_name=file.metric)
+        figure = pyplot.gcf()
+        figure.suptitle(f"{file.metric}, {file.direction}d over {len(study.trials)} trials")
+        figure.savefig(png, format="png", bbox_inches="tight")
+        pyplot.close(figure)
+    atomic_write(folder.path / "sweep.png", png.getvalue())
+    return f"picture: {folder.shown('sweep.png')}"

@@ -12,9 +12,9 @@ import pytest
 optuna = pytest.importorskip("optuna")
 
 from layerkit_runner.errors import UsageError  # noqa: E402
-from layerkit_runner.tools.sweep.folder import SweepFolder  # noqa: E402
-from layerkit_runner.tools.sweep.study import OwnTrial, Study  # noqa: E402
 from layerkit_runner.tools.sweep.study_file import StudyFile  # noqa: E402
+from layerkit_runner.tools.sweep.sweep import OwnTrial, Study  # noqa: E402
+from layerkit_runner.tools.sweep.trials import Outcome, SweepFolder  # noqa: E402
 
 SPACE = {
     "RATE": {"low": 1e-4, "high": 1.0, "log": True},
@@ -35,11 +35,15 @@ def loss(own: OwnTrial) -> float:
     return float(own.values["RATE"] * own.values["LAYERS"])  # type: ignore[operator]
 
 
+def end(study: Study, own: OwnTrial, state: str = "complete", value: float = 0.0) -> None:
+    study.end(own, Outcome(state, value, step=10))  # type: ignore[arg-type]
+
+
 def run_all(study: Study, *, at_most: int = 99) -> list[dict[str, Any]]:
     values = []
     while len(values) < at_most and (own := study.take()) is not None:
         values.append(dict(own.values))
-        study.complete(own, loss(own))
+        end(study, own, value=loss(own))
     return values
 
 
@@ -69,7 +73,7 @@ def test_two_processes_share_the_trials_and_none_is_run_twice(study_file: Files,
     assert second.take() is None
     for study, own in zip((first, second, first), taken, strict=True):
         assert own is not None
-        study.complete(own, 1.0)
+        end(study, own, value=1.0)
     assert first.take() is None
     first.close()
     second.close()
@@ -83,13 +87,13 @@ def test_a_trial_that_lost_its_process_is_taken_up_with_its_values(
     own = first.take()
     assert own is not None and not own.is_resumed
     assert own.report(10, 0.5)
-    own.release()  # as the operating system does for a process that is killed
+    own.lock.close()  # as the operating system does for a process that is killed
     again = second.take()
     assert again is not None and again.is_resumed
     assert (again.number, again.values) == (own.number, own.values)
     # What was told before is known, and is not told again.
     assert not again.report(10, 0.5) and again.report(20, 0.25)
-    second.complete(again, 0.25)
+    end(second, again, value=0.25)
     (trial,) = second.trials()
     assert (trial.value, trial.intermediate_values) == (0.25, {10: 0.5, 20: 0.25})
 
@@ -100,7 +104,7 @@ def test_a_trial_killed_before_it_had_all_its_values_draws_the_others(
     file = study_file(space=SPACE, num_trials=1)
     whole = run_all(opened(file, tmp_path / "whole"))
     study = opened(file, tmp_path / "study")
-    study._study.ask()  # and then the end
+    study.optuna.ask()  # and then the end
     assert run_all(study) == whole
 
 
@@ -113,7 +117,7 @@ def test_a_grid_is_walked_once(study_file: Files, tmp_path: Path):
         if own is None:
             break
         found.append((own.values["A"], own.values["B"]))
-        study.fail(own)
+        end(study, own, "failed")
     assert sorted(found, key=str) == sorted(itertools.product([0.1, "x"], [1, 2, 3]), key=str)
 
 
@@ -124,13 +128,13 @@ def test_the_median_prunes_what_is_worse(study_file: Files, tmp_path: Path):
     assert good is not None and bad is not None
     for step in (10, 20, 30):
         good.report(step, 1.0)
-    assert not good.should_prune()
-    study.complete(good, 1.0)
+    assert not good.trial.should_prune()
+    end(study, good, value=1.0)
     bad.report(10, 2.0)
-    assert not bad.should_prune()  # not before so many steps
+    assert not bad.trial.should_prune()  # not before so many steps
     bad.report(20, 2.0)
-    assert bad.should_prune()
-    study.prune(bad)
+    assert bad.trial.should_prune()
+    end(study, bad, "pruned")
     assert [trial.state.name for trial in study.trials()] == ["COMPLETE", "PRUNED"]
 
 
@@ -151,10 +155,11 @@ def test_each_pruner_takes_its_options_and_lets_the_best_live(
     while (own := study.take()) is not None:
         for step in (10, 20, 40):
             own.report(step, own.number)
-            if own.should_prune():
+            if own.trial.should_prune():
                 pruned.add(own.number)
                 break
-        study.prune(own) if own.number in pruned else study.complete(own, own.number)
+        state = "pruned" if own.number in pruned else "complete"
+        end(study, own, state, own.number)
     assert 0 not in pruned
     assert bool(pruned) == (pruner != "none")
 

@@ -1,0 +1,78 @@
+"""The folder of a sweep, its locks, and what a sweep reads of its trials."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from layerkit_runner.errors import UsageError
+from layerkit_runner.files.locks import lock, try_lock
+from layerkit_runner.tools.sweep.trials import RECORD, SweepFolder, TrialMetrics
+from layerkit_runner.trainer.job_folder import STUDY_RECORD
+
+
+def test_a_lock_ends_with_the_process_that_holds_it(tmp_path: Path):
+    path = tmp_path / "new" / "a.lock"
+    program = (
+        "import pathlib, sys; from layerkit_runner.tools.sweep.trials import lock\n"
+        "with lock(pathlib.Path(sys.argv[1])):\n"
+        "    print('held', flush=True); sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        assert try_lock(path) is None
+        process.kill()
+    with lock(path):
+        assert try_lock(path) is None
+    held = try_lock(path)
+    assert held is not None
+    held.close()
+
+
+def test_a_folder_that_cannot_be_one(tmp_path: Path):
+    with pytest.raises(UsageError, match=r"^--job_log_dir=gs://a/b: a sweep needs a folder of a"):
+        SweepFolder("gs://a/b")
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(UsageError, match=r"holds a run \(checkpoints\); a sweep needs a folder of"):
+        SweepFolder(str(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000])
+def test_damaged_record_of_a_sweep_is_one_sentence(tmp_path: Path, text: str):
+    (tmp_path / "study.json").write_text(text)
+    with pytest.raises(UsageError, match=r"study\.json is damaged"):
+        SweepFolder(str(tmp_path)).recorded()
+
+
+def test_skipped_training_steps_do_not_end_a_trial(tmp_path: Path):
+    log = tmp_path / "metrics.jsonl"
+    records = [{"step": step, "loss": "NaN"} for step in range(1, 6)]
+    records.append({"step": 6, "dataset": "heldout", "loss": 0.5})
+    log.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    metrics = TrialMetrics(log, dataset="heldout", name="loss")
+    assert metrics.read() == [(6, 0.5)]
+    assert metrics.problem == ""
+
+
+def test_the_first_problem_is_the_one_that_is_told(tmp_path: Path):
+    log = tmp_path / "metrics.jsonl"
+    losses = {2: 0.5, 4: "Infinity", 6: "NaN"}
+    records = [{"step": n, "dataset": "heldout", "loss": loss} for n, loss in losses.items()]
+    log.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    metrics = TrialMetrics(log, dataset="heldout", name="loss")
+    assert metrics.read() == [(2, 0.5)]
+    assert metrics.problem == "heldout/loss is inf at step 4"
+
+
+def test_job_folder_knows_the_record_of_a_sweep():
+    assert STUDY_RECORD == RECORD
