@@ -50,8 +50,10 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 import jax, jax.numpy as jnp, numpy as np
 jax.distributed.initialize(f"localhost:{port}", 2, index)
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy
+from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy, integrity
 
+hashed, hash_file = [], integrity._hash_file
+integrity._hash_file = lambda path: hashed.append(str(path)) or hash_file(path)
 mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
 split = NamedSharding(mesh, PartitionSpec("data"))
 rows = np.arange(32, dtype=np.float32).reshape(8, 4)
@@ -64,6 +66,7 @@ with CheckpointManager(directory, policy=policy, report=lines.append) as manager
         inputs = {"train": {"scope": "global", "position": step}, "own": own}
         manager.save(step, state, input_states=inputs, metadata={})
     manager.wait_until_finished()
+    saved, hashed[:] = sorted(hashed), []
     if index == 0:
         folder = f"{directory}/checkpoint_00000002/state/ocdbt.process_1/d"
         os.remove(os.path.join(folder, os.listdir(folder)[0]))
@@ -71,8 +74,28 @@ with CheckpointManager(directory, policy=policy, report=lines.append) as manager
     target = {"w": jax.ShapeDtypeStruct(rows.shape, jnp.float32, sharding=split)}
     restored = manager.restore(step, target)
     mine = [np.asarray(shard.data).tolist() for shard in restored.state["w"].addressable_shards]
-    print(json.dumps({"step": step, "mine": mine, "inputs": restored.input_states, "lines": lines}))
+    answer = {"step": step, "mine": mine, "inputs": restored.input_states, "lines": lines}
+    print(json.dumps({**answer, "saved": saved, "verified": hashed}))
 """
+
+
+def check_who_hashed(answers, directory):
+    """Each process hashed what it wrote, and verified what no other process verified."""
+    assert answers[1]["saved"]
+    assert all("/ocdbt.process_1/" in path for path in answers[1]["saved"])
+    assert not any("/ocdbt.process_1/" in path for path in answers[0]["saved"])
+    assert len({*answers[0]["saved"]}) == len(answers[0]["saved"])
+    verified = [set(answer["verified"]) for answer in answers]
+    assert not verified[0] & verified[1]
+    for step in ("checkpoint_00000001", "damaged_checkpoint_00000002"):
+        manifest = json.loads((directory / step / "integrity/manifest.json").read_text())
+        names = manifest["manifest"]["files"]
+        assert any("/ocdbt.process_1/" in name for name in names)
+        assert any("/ocdbt.process_0/" in name for name in names)
+        where = directory / step.removeprefix("damaged_")
+        assert {str(where / name) for name in names} <= verified[0] | verified[1]
+        for each in verified:
+            assert 0 < len({str(where / name) for name in names} & each) < len(names)
 
 
 def test_two_processes_save_together_agree_on_the_sound_step_and_one_takes_over(tmp_path):
@@ -99,6 +122,7 @@ def test_two_processes_save_together_agree_on_the_sound_step_and_one_takes_over(
         )
     assert [len(answer["lines"]) for answer in answers] == [1, 0]
     assert "state/ocdbt.process_1/d/" in answers[0]["lines"][0]
+    check_who_hashed(answers, tmp_path)
 
     target = {
         "w": jax.ShapeDtypeStruct(

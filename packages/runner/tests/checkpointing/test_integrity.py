@@ -117,6 +117,56 @@ def test_a_manifest_of_a_later_version_is_no_damage_but_refused_by_name(step):
     )
 
 
+def test_write_takes_over_what_processes_hashed_and_reads_only_the_rest(step, monkeypatch):
+    (step / MANIFEST).unlink()
+    read, hash_file = [], integrity._hash_file
+    monkeypatch.setattr(
+        integrity, "_hash_file", lambda path: read.append(path.name) or hash_file(path)
+    )
+    own = integrity.hash_folder(step / "state" / "d", name="state/d")
+    assert (own, read) == ({"state/d/a": entry(b"0123456789")}, ["a"])
+    read.clear()
+    integrity.write_share(step, own, process=1)
+    manifest = integrity.write(step, manifest_directory=step / "integrity", num_shares=3)
+    assert sorted(read) == ["b", "c"]
+    assert manifest.files["state/d/a"] == own["state/d/a"]
+    assert integrity.verify(step) == ()  # the shares are gone, too
+
+
+def test_write_raises_when_a_file_is_gone_that_a_process_wrote(step):
+    integrity.write_share(step, {"state/d/lost": entry(b"")}, process=0)
+    with pytest.raises(FileNotFoundError, match="state/d/lost is gone since it was written"):
+        integrity.write(step, manifest_directory=step / "integrity")
+
+
+def test_shares_verify_every_file_once_and_differ_by_one_file_at_most(step, monkeypatch):
+    for number in range(20):
+        (step / f"state/d/{number}").write_bytes(b"x" * (100 + number))
+    (step / MANIFEST).unlink()
+    integrity.write(step, manifest_directory=step / "integrity")
+    (step / "state/d/7").write_bytes(b"y")
+    (step / "state/d/8").unlink()
+    (step / "state/stray").write_bytes(b"")
+    read, hash_file = [], integrity._hash_file
+    monkeypatch.setattr(integrity, "_hash_file", lambda path: read.append(path) or hash_file(path))
+    findings, sizes, seen = [], [], []
+    for share in range(3):
+        findings += integrity.verify(step, share=share, num_shares=3)
+        sizes.append(sum(100 + int(path.name) for path in read if path.name.isdigit()))
+        seen += read
+        read.clear()
+    assert len(seen) == len(set(seen)) == 23
+    assert max(sizes) - min(sizes) <= 119
+    assert sorted(findings, key=lambda finding: finding.file) == list(integrity.verify(step))
+    assert [Finding.from_json(finding.to_json()) for finding in findings] == findings
+
+
+def test_more_shares_than_files_are_no_error(step):
+    (step / "state/b").write_bytes(b"longer")
+    findings = [integrity.verify(step, share=share, num_shares=9) for share in range(9)]
+    assert [each.file for found in findings for each in found] == ["state/b"]
+
+
 DAMAGE = Finding("state/a", FindingKind.MISSING, Entry(10, "ab" * 32))
 STRAY = Finding("state/b", FindingKind.UNLISTED)
 

@@ -25,6 +25,7 @@ from layerkit_runner.checkpointing import (
     LayoutVersionError,
     StateFormat,
     StructureMismatchError,
+    integrity,
 )
 from layerkit_runner.errors import NonFiniteError
 
@@ -323,6 +324,19 @@ def test_a_damaged_newest_step_is_named_and_passed_over(tmp_path, state_format, 
     )
     aside = tmp_path / "damaged_checkpoint_00000025" / name
     assert not aside.exists() if damage == "deleted" else aside.read_bytes() != intact
+
+
+@BOTH_FORMATS
+def test_save_reads_no_file_twice_and_a_single_file_not_at_all(tmp_path, state_format, monkeypatch):
+    read, hash_file = [], integrity._hash_file
+    monkeypatch.setattr(integrity, "_hash_file", lambda path: read.append(path) or hash_file(path))
+    save(tmp_path, 3, state_format=state_format)
+    assert len(read) == len(set(read))
+    assert any("ocdbt.process_0" in str(path) for path in read) == (
+        state_format is StateFormat.TENSORSTORE
+    )
+    assert not any(path.name == "state.msgpack" for path in read)
+    assert not list(tmp_path.glob("checkpoint_00000003/hashed_by*"))
 
 
 def test_every_file_of_a_step_is_guarded_but_orbaxs_own_two(tmp_path):

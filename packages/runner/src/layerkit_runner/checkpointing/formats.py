@@ -14,6 +14,7 @@ besides the state. TensorStore's format is Orbax's own; see `handlers.py`.
 from __future__ import annotations
 
 import enum
+import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from typing import IO, Any
@@ -25,6 +26,7 @@ import numpy as np
 from etils import epath
 
 from layerkit_runner.checkpointing import structure
+from layerkit_runner.checkpointing.integrity import Entry
 
 STATE_FILE = "state.msgpack"
 _FORMAT = "layerkit-state"
@@ -74,9 +76,16 @@ def host_copy(leaves: Mapping[structure.LeafPath, jax.Array]) -> dict[structure.
 
 def write_msgpack(
     state_directory: epath.Path, leaves: Mapping[structure.LeafPath, np.ndarray]
-) -> None:
-    """Writes the single file."""
-    packer = msgpack.Packer()
+) -> Entry:
+    """Write the single file and return its size and digest, taken from memory."""
+    packer, digest, size = msgpack.Packer(), hashlib.sha256(), 0
+
+    def write(file: IO[bytes], content: bytes) -> None:
+        nonlocal size
+        file.write(content)
+        digest.update(content)
+        size += len(content)
+
     header = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -86,11 +95,12 @@ def write_msgpack(
         ],
     }
     with (state_directory / STATE_FILE).open("wb") as file:
-        file.write(packer.pack(header))
+        write(file, packer.pack(header))
         for leaf in leaves.values():
             data = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
             for start in range(0, data.size, _PIECE_BYTES):
-                file.write(packer.pack(data[start : start + _PIECE_BYTES].tobytes()))
+                write(file, packer.pack(data[start : start + _PIECE_BYTES].tobytes()))
+    return Entry(size, digest.hexdigest())
 
 
 def msgpack_leaves(state_directory: epath.Path) -> dict[structure.LeafPath, structure.LeafSpec]:

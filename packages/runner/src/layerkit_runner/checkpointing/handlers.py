@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
 from layerkit_runner.checkpointing import formats, input_states, integrity, structure
+
+STATE_ITEM = "state"
+# Several files are hashed side by side. Orbax's default of 2 GiB would leave most cores idle.
+_DATA_FILE_BYTES = 256 * 2**20
 
 
 @dataclasses.dataclass
@@ -51,11 +55,6 @@ class ManifestSave(ocp.args.CheckpointArgs):
     """Asks for the manifest of the step."""
 
 
-@dataclasses.dataclass
-class ManifestRestore(ocp.args.CheckpointArgs):
-    """Reads the findings about the step."""
-
-
 class _AsyncHandler(ocp.handlers.AsyncCheckpointHandler):
     """Derives the synchronous half of Orbax's interface from the asynchronous one."""
 
@@ -79,16 +78,23 @@ class StateHandler(_AsyncHandler):
     ) -> list[ocp.future.Future] | None:
         """Copies the state to the host; returns what is left to write in the background."""
         if args.state_format is formats.StateFormat.TENSORSTORE:
-            nested = structure.nest(args.leaves)
-            return await self._arrays.async_save(directory, args=ocp.args.PyTreeSave(nested))
+            saves = await self._arrays.async_save(
+                directory,
+                args=ocp.args.PyTreeSave(
+                    structure.nest(args.leaves), ocdbt_target_data_file_size=_DATA_FILE_BYTES
+                ),
+            )
+            return [_in_background(lambda: _hash_own_arrays(directory, saves), "state_hashes")]
         if jax.process_index() != 0:
             return None
         leaves = formats.host_copy(args.leaves)
 
-        async def write() -> None:
-            formats.write_msgpack(directory, leaves)
+        def write() -> None:
+            entry = formats.write_msgpack(directory, leaves)
+            name = f"{STATE_ITEM}/{formats.STATE_FILE}"
+            integrity.write_share(directory.parent, {name: entry}, process=0)
 
-        return [ocp.future.CommitFutureAwaitingContractedSignals(write(), name="state_msgpack")]
+        return [_in_background(write, "state_msgpack")]
 
     def restore(
         self, directory: epath.Path, args: StateRestore
@@ -128,11 +134,7 @@ class ProcessJsonHandler(_AsyncHandler):
         self, directory: epath.Path, args: ProcessJsonSave
     ) -> list[ocp.future.Future]:
         """Writes this process's file in the background."""
-
-        async def write() -> None:
-            input_states.write(directory, args.text)
-
-        return [ocp.future.CommitFutureAwaitingContractedSignals(write(), name="process_json")]
+        return [_in_background(lambda: input_states.write(directory, args.text), "process_json")]
 
     def restore(self, directory: epath.Path, args: ProcessJsonRestore) -> dict[str, Any]:
         """Returns this process's value; see `input_states.read`."""
@@ -148,11 +150,13 @@ class ManifestHandler(ocp.handlers.CheckpointHandler):
 
     def finalize(self, directory: epath.Path) -> None:
         """Lists the whole step; runs on one process, after all have written."""
-        integrity.write(directory.parent, manifest_directory=directory)
+        integrity.write(
+            directory.parent, manifest_directory=directory, num_shares=jax.process_count()
+        )
 
-    def restore(self, directory: epath.Path, args: ManifestRestore) -> Sequence[integrity.Finding]:
-        """Returns the findings about the step."""
-        return integrity.verify(directory.parent)
+    def restore(self, directory: epath.Path, args: ocp.args.CheckpointArgs) -> NoReturn:
+        """Raise an error: the manifest is read by `integrity.verify`, without Orbax."""
+        raise NotImplementedError
 
 
 def stored_leaves(
@@ -174,15 +178,36 @@ def item_registry() -> ocp.handlers.CheckpointHandlerRegistry:
     state, inputs = StateHandler(), ProcessJsonHandler()
     metadata, manifest = ocp.handlers.JsonCheckpointHandler("metadata.json"), ManifestHandler()
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    registry.add("state", StateSave, state)
-    registry.add("state", StateRestore, state)
+    registry.add(STATE_ITEM, StateSave, state)
+    registry.add(STATE_ITEM, StateRestore, state)
     registry.add("input_states", ProcessJsonSave, inputs)
     registry.add("input_states", ProcessJsonRestore, inputs)
     registry.add("metadata", ocp.args.JsonSave, metadata)
     registry.add("metadata", ocp.args.JsonRestore, metadata)
     registry.add("integrity", ManifestSave, manifest)
-    registry.add("integrity", ManifestRestore, manifest)
     return registry
+
+
+def _in_background(work: Callable[[], None], name: str) -> ocp.future.Future:
+    """Return a future of work that Orbax waits for before the commit."""
+
+    async def run() -> None:
+        work()
+
+    return ocp.future.CommitFutureAwaitingContractedSignals(run(), name=name)
+
+
+def _hash_own_arrays(directory: epath.Path, saves: Sequence[ocp.future.Future] | None) -> None:
+    """Wait until the arrays of this process are written, then hash their files.
+
+    Orbax merges the indices of the processes afterwards. It leaves these files as they are.
+    """
+    for save in saves or ():
+        save.result()
+    process = jax.process_index()
+    own = f"ocdbt.process_{process}"
+    files = integrity.hash_folder(directory / own, name=f"{STATE_ITEM}/{own}")
+    integrity.write_share(directory.parent, files, process=process)
 
 
 def _array_storage() -> ocp.handlers.PyTreeCheckpointHandler:

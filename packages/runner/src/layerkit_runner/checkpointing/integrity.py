@@ -1,19 +1,13 @@
-"""Notices bytes that changed after a checkpoint was written.
+"""Detects bytes of a checkpoint that changed after they were written.
 
-Storage commits a checkpoint step as a whole, so a step is there or it is not. It does not notice
-that a committed file was cut, overwritten or deleted later: arrays then restore with wrong
-numbers and no error. So every step carries a manifest, one entry per file with its size and
-SHA-256, written after all other files and before the commit.
+Orbax does not notice that a committed file was cut, overwritten or deleted. So every step has a
+manifest, `integrity/manifest.json`, with the size and SHA-256 of every file:
+`{"digest", "manifest": {"version", "step", "files"}}`. The digest covers the rest. Manifests of
+earlier versions have no step.
 
-The promise: what `verify` passes is, byte for byte, what the manifest's writer read back from
-storage. Its edges: the manifest cannot know of damage done before it was written, and it leaves
-out the storage layer's own two files in the step's root, which are written after it and hold no
-state. An unlisted file is reported but does no harm, since nothing reads it.
-
-The manifest is `integrity/manifest.json` inside the step: `{"digest", "manifest": {"version",
-"step", "files"}}`, where the digest covers the rest, so that the manifest notices its own damage.
-The step is compared with the name of the folder, so that a copy under another number is found.
-Manifests of earlier versions have no step.
+No process reads the whole step. Before the commit, each process hashes the files that it wrote
+(`write_share`), and process 0 merges these shares and hashes the few small files besides (`write`).
+At a restore, each process verifies a share of the files (`verify`).
 """
 
 from __future__ import annotations
@@ -21,9 +15,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
+import heapq
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from typing import Any, TypeVar
 
@@ -36,10 +31,12 @@ MANIFEST_VERSION = 1
 MANIFEST_FOLDER = "integrity"
 MANIFEST_FILE = "manifest.json"
 
-# Written by the storage layer at the commit itself, after the manifest.
+# One for each process that hashed files, in the folder of the unfinished step.
+_SHARE_NAME = "hashed_by_process_{:05d}.json"
+# Orbax writes these at the commit, after the manifest; they hold no state.
 _COMMIT_FILES = frozenset({"_CHECKPOINT_METADATA", "commit_success.txt"})
 _READ_BYTES = 8 * 2**20
-_READERS = 8  # hashlib releases the interpreter lock; also hides the latency of remote stores
+_READERS = 16  # hashlib releases the interpreter lock; also hides the latency of remote stores
 _FILES_IN_MESSAGE = 8
 
 _T = TypeVar("_T")
@@ -109,6 +106,19 @@ class Finding:
         """Whether the step cannot be trusted. An unlisted file is never read."""
         return self.kind is not FindingKind.UNLISTED
 
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON values from which `from_json` makes an equal finding."""
+        return dataclasses.asdict(self) | {"kind": self.kind.value}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Finding:
+        """Return the finding that `to_json` described."""
+        entries = {
+            name: None if fields[name] is None else Entry(**fields[name])
+            for name in ("expected", "found")
+        }
+        return cls(**{**fields, **entries, "kind": FindingKind(fields["kind"])})
+
     def __str__(self) -> str:
         described = [f"{self.file}: {self.kind.value}"]
         if self.expected is not None:
@@ -133,16 +143,49 @@ class SoundStep:
     damaged: Mapping[int, Sequence[Finding]]
 
 
-def write(step_directory: epath.Path, *, manifest_directory: epath.Path) -> Manifest:
-    """Reads every file of a step back and writes the manifest.
+def hash_folder(directory: epath.Path, *, name: str) -> dict[str, Entry]:
+    """Return the size and SHA-256 of every file in a folder; empty if there is no folder.
 
     Args:
-      step_directory: the step, complete but not yet committed.
-      manifest_directory: the existing folder for the manifest, a child of `step_directory`. It
-        may have a temporary name; nothing inside it is listed.
+      directory: The folder.
+      name: Path of the folder relative to the step, which may differ while the step is unfinished.
     """
-    names = _walk(step_directory, skip=manifest_directory.name)
-    files = _by_name(names, lambda name: _hash_file(step_directory / name))
+    if not directory.is_dir():
+        return {}
+    paths = {f"{name}/{file}": directory / file for file in _walk(directory, skip=())}
+    return _by_name(paths, lambda file: _hash_file(paths[file]))
+
+
+def write_share(step_directory: epath.Path, files: Mapping[str, Entry], *, process: int) -> None:
+    """Write what one process hashed, for `write` to merge.
+
+    Args:
+      step_directory: The unfinished step.
+      files: What the process wrote, by path relative to the step.
+      process: Number of the process.
+    """
+    text = json.dumps({name: dataclasses.asdict(entry) for name, entry in files.items()})
+    (step_directory / _SHARE_NAME.format(process)).write_text(text)
+
+
+def write(
+    step_directory: epath.Path, *, manifest_directory: epath.Path, num_shares: int = 1
+) -> Manifest:
+    """Write the manifest; hash only files that no process has hashed.
+
+    Args:
+      step_directory: The step, complete but not yet committed.
+      manifest_directory: The existing folder for the manifest, a child of `step_directory`. It
+        may have a temporary name; nothing inside it is listed.
+      num_shares: How many processes may have called `write_share`.
+    """
+    shares = [_SHARE_NAME.format(process) for process in range(num_shares)]
+    hashed = _merge_shares(step_directory, shares)
+    names = set(_walk(step_directory, skip=(manifest_directory.name, *shares)))
+    lost = sorted(hashed.keys() - names)
+    if lost:
+        raise FileNotFoundError(f"{step_directory / lost[0]} is gone since it was written")
+    files = _by_name(names, lambda name: hashed.get(name) or _hash_file(step_directory / name))
     step = folders.step_in_name(step_directory)
     body = {
         "version": MANIFEST_VERSION,
@@ -151,11 +194,20 @@ def write(step_directory: epath.Path, *, manifest_directory: epath.Path) -> Mani
     }
     document = {"digest": _digest(body), "manifest": body}
     (manifest_directory / MANIFEST_FILE).write_text(json.dumps(document, indent=1))
+    for share in shares:
+        (step_directory / share).unlink(missing_ok=True)
     return Manifest(files, step)
 
 
-def verify(step_directory: epath.Path) -> tuple[Finding, ...]:
-    """Read every file of a committed step and return all findings, by file name.
+def verify(
+    step_directory: epath.Path, *, share: int = 0, num_shares: int = 1
+) -> tuple[Finding, ...]:
+    """Read a share of the files of a committed step and return the findings, by file name.
+
+    Args:
+      step_directory: The step.
+      share: Which of the shares to read. The first one also lists the folder.
+      num_shares: Into how many shares the files are divided.
 
     Raises:
       NewerManifestError: if a later version of this package wrote the manifest. That is no damage.
@@ -163,16 +215,19 @@ def verify(step_directory: epath.Path) -> tuple[Finding, ...]:
     manifest = _read_manifest(step_directory)
     if isinstance(manifest, Finding):
         return (manifest,)
-    try:
-        present = set(_walk(step_directory, skip=MANIFEST_FOLDER))
-    except OSError as error:
-        return (_unreadable(".", error),)
+    findings = []
+    if share == 0:
+        try:
+            present = set(_walk(step_directory, skip=(MANIFEST_FOLDER,)))
+        except OSError as error:
+            return (_unreadable(".", error),)
+        findings = [Finding(name, FindingKind.UNLISTED) for name in present - manifest.files.keys()]
+    names = _divide(manifest.files, num_shares)[share]
     hashed: dict[str, Entry | Finding] = _by_name(
-        present & manifest.files.keys(), lambda name: _hashed_or_finding(step_directory, name)
+        names, lambda name: _hashed_or_finding(step_directory, name)
     )
-    findings = [Finding(name, FindingKind.UNLISTED) for name in present - manifest.files.keys()]
-    for name, expected in manifest.files.items():
-        found = hashed.get(name)
+    for name in names:
+        found, expected = hashed.get(name), manifest.files[name]
         if found is None:
             findings.append(Finding(name, FindingKind.MISSING, expected))
         elif isinstance(found, Finding):
@@ -340,6 +395,31 @@ def _by_name(names: Iterable[str], find: Callable[[str], _T | None]) -> dict[str
         return {name: each for name, each in zip(names, found, strict=True) if each is not None}
 
 
+def _merge_shares(step_directory: epath.Path, shares: Sequence[str]) -> dict[str, Entry]:
+    """Return what the processes hashed. The files of a process without a share are not in it."""
+
+    def read(share: str) -> dict[str, Any] | None:
+        try:
+            return json.loads((step_directory / share).read_text())
+        except FileNotFoundError:
+            return None
+
+    found = _by_name(shares, read).values()
+    return {name: Entry(**entry) for share in found for name, entry in share.items()}
+
+
+def _divide(files: Mapping[str, Entry], num_shares: int) -> list[list[str]]:
+    """Divide files into shares of about as many bytes, each name into the smallest share so far."""
+    shares: list[list[str]] = [[] for _ in range(num_shares)]
+    heap = [(0, index) for index in range(num_shares)]
+    by_size = sorted(files.items(), key=lambda item: (-item[1].size, item[0]))
+    for name, entry in by_size:
+        size, index = heap[0]
+        shares[index].append(name)
+        heapq.heapreplace(heap, (size + entry.size, index))
+    return shares
+
+
 def _hashed_or_finding(step_directory: epath.Path, name: str) -> Entry | Finding | None:
     try:
         return _hash_file(step_directory / name)
@@ -368,10 +448,10 @@ def _size_of(path: epath.Path) -> int:
     return path.stat().length if "://" in text else os.stat(text).st_size
 
 
-def _walk(step_directory: epath.Path, *, skip: str) -> Iterator[str]:
-    """Yields the files under a step, relative to it, without `skip` and the commit's own files."""
-    for path in step_directory.iterdir():
-        if path.name != skip and path.name not in _COMMIT_FILES:
+def _walk(directory: epath.Path, *, skip: Collection[str]) -> Iterator[str]:
+    """Yield the files in a folder, relative to it, without `skip` and the commit's own files."""
+    for path in directory.iterdir():
+        if path.name not in skip and path.name not in _COMMIT_FILES:
             yield from _files_under(path, path.name)
 
 

@@ -39,7 +39,7 @@ from layerkit_runner.checkpointing import (
 from layerkit_runner.checkpointing.errors import SaveError, save_error
 from layerkit_runner.checkpointing.formats import StateFormat
 from layerkit_runner.checkpointing.policy import CheckpointPolicy, SavedStep
-from layerkit_runner.distributed.process_exchange import from_process_0
+from layerkit_runner.distributed.process_exchange import from_each_process, from_process_0
 from layerkit_runner.files.atomic_write import absolute
 
 if TYPE_CHECKING:
@@ -251,15 +251,18 @@ class CheckpointManager:
     def newest_sound_step(self) -> int | None:
         """Return the newest step whose files are as they were written; None if there is none.
 
-        Reads those files in full. Every newer step is reported with its damage and, unless
-        read-only, moved aside, so that it blocks neither the policy nor a new save of the step.
-        Where no step is sound, none is moved.
+        The processes read those files in full, each a share. Every newer step is reported with its
+        damage and, unless read-only, moved aside, so that it blocks neither the policy nor a new
+        save of the step. Where no step is sound, none is moved.
 
         Raises:
           NewerManifestError: if a later version of this package wrote the newest step.
         """
         self.wait_until_finished()
-        step = from_process_0(self._pass_over_damaged)
+        listed = from_process_0(lambda: folders.committed_steps(self._directory))
+        chosen = integrity.newest_sound(listed, self._findings)
+        from_process_0(lambda: self._report_damaged(listed, chosen))
+        step = chosen.step
         if not self._read_only:
             self._last_saved = step
             if self._orbax is not None:
@@ -300,7 +303,7 @@ class CheckpointManager:
           ProcessCountError: if the input state belongs to another number of processes.
         """
         self.wait_until_finished()
-        from_process_0(lambda: self._require_sound(step))
+        self._require_sound(step)
         self._sound.add(step)
         path = folders.step_folder(self._directory, step)
         about = step_metadata.read(path)
@@ -438,9 +441,8 @@ class CheckpointManager:
         if jax.process_index() == 0:
             evaluations.write(self._directory, self._evaluations)
 
-    def _pass_over_damaged(self) -> int | None:
-        listed = folders.committed_steps(self._directory)
-        chosen = integrity.newest_sound(listed, self._findings)
+    def _report_damaged(self, listed: Sequence[int], chosen: integrity.SoundStep) -> None:
+        """Report damaged steps and move them aside."""
         for step, findings in chosen.damaged.items():
             path = folders.step_folder(self._directory, step)
             # The job that owns the folder deletes old steps, whoever reads them.
@@ -452,23 +454,31 @@ class CheckpointManager:
             if not self._read_only and chosen.step is not None:
                 message += f"\n  It was moved aside to {folders.move_aside(path).name}."
             self._report(message)
-        return chosen.step
 
     def _findings(self, step: int) -> Sequence[integrity.Finding]:
+        """Verify a step, each process a share of it; return the findings of all processes."""
         if step in self._sound:
             return ()
         path = folders.step_folder(self._directory, step)
-        findings = integrity.verify(path)
+
+        def verify() -> list[dict[str, Any]]:
+            found = integrity.verify(
+                path, share=jax.process_index(), num_shares=jax.process_count()
+            )
+            return [finding.to_json() for finding in found]
+
+        shares = from_each_process(verify)
+        findings = {integrity.Finding.from_json(each) for share in shares for each in share}
         for finding in findings:
-            if not finding.is_damage:
+            if not finding.is_damage and jax.process_index() == 0:
                 self._report(
                     f"{path / finding.file} is not part of the checkpoint as it was saved; it is "
                     "ignored."
                 )
-        return findings
+        return sorted(findings, key=lambda finding: finding.file)
 
-    def _require_sound(self, step: int) -> int:
-        steps = folders.committed_steps(self._directory)
+    def _require_sound(self, step: int) -> None:
+        steps = from_process_0(lambda: folders.committed_steps(self._directory))
         if step not in steps:
             raise FileNotFoundError(
                 f"{self._directory} has no checkpoint of step {step}; it has "
@@ -479,7 +489,6 @@ class CheckpointManager:
             self._findings(step),
             hint="newest_sound_step() names the newest step that can be restored.",
         )
-        return step
 
 
 @dataclasses.dataclass(frozen=True)

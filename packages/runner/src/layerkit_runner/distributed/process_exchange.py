@@ -33,22 +33,31 @@ def gather_values(value: Any) -> list[Any]:
     return [json.loads(row[:size].tobytes()) for row, size in zip(messages, sizes, strict=True)]
 
 
-def from_process_0(make: Callable[[], Any]) -> Any:
-    """The JSON value that `make` returns on process 0, which alone calls it.
+def from_each_process(make: Callable[[], Any]) -> list[Any]:
+    """Call a function on every process and return the JSON values in the order of the processes.
 
     Raises:
-      Exception: what `make` raised; a ValueError with its text on the other processes.
+      Exception: What `make` raised here; a ValueError with its text where another process raised.
     """
     value: Any = None
     error: BaseException | None = None
-    if jax.process_index() == 0:
-        try:
-            value = make()
-        except BaseException as problem:  # the other processes would wait for this one
-            error = problem
-    told = gather_values([value, error and f"process 0: {type(error).__name__}: {error}"])[0]
+    try:
+        value = make()
+    except BaseException as problem:  # the other processes would wait for this one
+        error = problem
+    answers = gather_values([value, error and f"{type(error).__name__}: {error}"])
     if error is not None:
         raise error
-    if told[1] is not None:
-        raise ValueError(told[1])
-    return told[0]
+    for process, (_, text) in enumerate(answers):
+        if text is not None:
+            raise ValueError(f"process {process}: {text}")
+    return [each for each, _ in answers]
+
+
+def from_process_0(make: Callable[[], Any]) -> Any:
+    """Call a function on process 0 alone and return its JSON value on every process.
+
+    Raises:
+      Exception: What `make` raised; a ValueError with its text on the other processes.
+    """
+    return from_each_process(lambda: make() if jax.process_index() == 0 else None)[0]
