@@ -97,6 +97,30 @@ _FILES = {
 
             tags = ("vision",)
     ''',
+    "tools/acme_tools-1.0.dist-info/METADATA": (
+        "Metadata-Version: 2.1\nName: acme-tools\nVersion: 1.0\n"
+    ),
+    "tools/acme_tools-1.0.dist-info/entry_points.txt": (
+        "[layerkit.commands]\ncount = acme_tools:MODE\nsay = acme_tools:SAY\nlost = nowhere:MODE\n"
+    ),
+    "tools/acme_tools.py": """
+        from layerkit_runner import Command, Flag, Mode
+
+
+        def count(resolved, options):
+            print(len(resolved.datasets) * options.extra["times"], options.json)
+            return 3
+
+
+        def say(words):
+            print(*words)
+            return 4
+
+
+        TIMES = Flag("times", int, "how often", "N", default=1)
+        MODE = Mode("count the data sets", count, flags=(TIMES,), uses=("json",))
+        SAY = Command("say it", say)
+    """,
     "work/own.py": '''
         from acme.lm import Base
 
@@ -267,15 +291,10 @@ _WRONG = {
         ["--exp=lm.Small", "--restore-checkpoint-dir=x"],
         "there is no flag --restore-checkpoint-dir; did you mean '--restore_checkpoint_dir'?\n",
     ),
-    "no TFDS data": (
-        ["--exp=lm.Small", "--tfds_data_dir=/data", "--mode=plan"],
-        "--tfds_data_dir: lm.Small reads no data of TensorFlow Datasets; it has no field"
-        " TFDS_DATA_DIR.\n",
-    ),
     "mode": (
         ["--exp=lm.Small", "--mode=trian"],
-        "--mode has no value 'trian'; did you mean 'train'? It is one of train, eval, eval_once,"
-        " decode, decode_once, export, plan, inspect.\n",
+        "--mode=trian: expected one of train, eval, eval_once, decode, decode_once, export,"
+        " inspect, plan; did you mean 'train'?\n",
     ),
     "experiment": (
         ["--exp=lm.Smal"],
@@ -295,36 +314,18 @@ _WRONG = {
         "lm.Base is only a base for other experiments (declared abstract, or named with an"
         " underscore); `runner --list` shows those that run.\n",
     ),
-    "experiment field": (
-        ["--exp=lm.Small", "--fdl.NUM_LAYRES=3"],
-        "lm.Small has no field 'NUM_LAYRES'; did you mean 'NUM_LAYERS'? Its fields: NUM_LAYERS,"
-        " ICI_MESH_SHAPE.\n",
-    ),
-    "type": (
-        ["--exp=lm.Small", "--fdl.NUM_LAYERS=three"],
-        "lm.Small.NUM_LAYERS: expected int, got 'three'\n",
-    ),
     "tag": (
         ["--list", "--tag=lm", "--tag=visoin"],
         "--tag has no value 'visoin'; did you mean 'vision'? It is one of lm, small, vision.\n",
     ),
     "tag without a list": (
         ["--exp=lm.Small", "--tag=small"],
-        "--tag=small chooses among what --list shows; add --list.\n",
+        "--tag chooses what --list shows; add --list.\n",
     ),
     "command": (["docter"], "unexpected argument 'docter'; did you mean 'doctor'?\n"),
     "command after a flag": (
         ["--json", "doctor"],
         "`doctor` comes before all flags: runner doctor …\n",
-    ),
-    "other experiment": (
-        ["--exp=lm.Small", "--diff_config=lm.Lareg"],
-        "--diff_config: there is no experiment 'lm.Lareg'; did you mean 'lm.Large'? `runner --list`"
-        " shows all.\n",
-    ),
-    "other folder": (
-        ["--exp=lm.Small", "--diff_config=./out"],
-        "--diff_config=./out: expected config.json, which a training run writes.\n",
     ),
     "two ways to look": (
         ["--exp=lm.Small", "--print_config", "--diff_config=lm.Large"],
@@ -333,11 +334,6 @@ _WRONG = {
     "flag of another look": (
         ["--exp=lm.Small", "--mode=inspect", "--inspect=graph", "--num_batches=3"],
         "--num_batches belongs to --inspect=batches, and this is graph.\n",
-    ),
-    "literal": (
-        ["--exp=lm.Small", "--fdl.ICI_MESH_SHAPE=[1,4,1"],
-        "lm.Small.ICI_MESH_SHAPE: expected tuple[int, ...], got '[1,4,1', which is not a complete"
-        " Python literal\n",
     ),
     "contradiction": (
         ["--exp=lm.Small", "--fdl.NUM_LAYERS=3", "--fdl.NUM_LAYERS=4"],
@@ -350,6 +346,42 @@ _WRONG = {
         " 'taks'; did you mean 'task'?\n",
     ),
 }
+
+_WRONG_FIELDS = {
+    "no TFDS data": (
+        ["--exp=lm.Small", "--tfds_data_dir=/data", "--mode=plan"],
+        "lm.Small has no field 'TFDS_DATA_DIR'. Its fields: NUM_LAYERS, ICI_MESH_SHAPE.\n",
+    ),
+    "experiment field": (
+        ["--exp=lm.Small", "--fdl.NUM_LAYRES=3"],
+        "lm.Small has no field 'NUM_LAYRES'; did you mean 'NUM_LAYERS'? Its fields: NUM_LAYERS,"
+        " ICI_MESH_SHAPE.\n",
+    ),
+    "type": (
+        ["--exp=lm.Small", "--fdl.NUM_LAYERS=three"],
+        "lm.Small.NUM_LAYERS: expected int, got 'three'\n",
+    ),
+    "other experiment": (
+        ["--exp=lm.Small", "--diff_config=lm.Lareg"],
+        "--diff_config: there is no experiment 'lm.Lareg'; did you mean 'lm.Large'? `runner --list`"
+        " shows all.\n",
+    ),
+    "other folder": (
+        ["--exp=lm.Small", "--diff_config=./out"],
+        "--diff_config=./out: expected config.json, which a training run writes.\n",
+    ),
+    "literal": (
+        ["--exp=lm.Small", "--fdl.ICI_MESH_SHAPE=[1,4,1"],
+        "lm.Small.ICI_MESH_SHAPE: expected tuple[int, ...], got '[1,4,1', which is not a complete"
+        " Python literal\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", _WRONG_FIELDS)
+def test_wrong_fields_answered_before_jax_is_imported(place: Path, mistake: str):
+    arguments, text = _WRONG_FIELDS[mistake]
+    assert refused(place, *arguments, before_import=False) == f"runner: {text}"
 
 
 @pytest.mark.parametrize("mistake", _WRONG)
@@ -507,6 +539,32 @@ def test_the_graph_needs_no_jax(place: Path):
     assert '  n1 -->|"model"| n2' in done.stdout.splitlines()
 
 
+def test_package_adds_mode_and_command(place: Path, monkeypatch: pytest.MonkeyPatch):
+    paths = [str(place / "tools"), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+
+    def answered(*words: str) -> tuple[int, str]:
+        done = runner(place, *words)
+        return done.returncode, done.stdout + done.stderr
+
+    mode = ("--exp=own.Mine", "--mode=count")
+    assert answered(*mode) == (3, "1 False\n")
+    assert answered(*mode, "--times=2", "--json") == (3, "2 True\n")
+    assert answered("say", "--what", "you=like") == (4, "--what you=like\n")
+    text = "runner: there is no flag --tims; did you mean '--times'?\n"
+    assert answered(*mode, "--tims=2") == (2, text)
+    text = "runner: there is no flag --times.\n"
+    assert answered("--exp=own.Mine", "--times=2", "--mode=inspect") == (2, text)
+    lines = [line.split() for line in runner(place, "--help").stdout.splitlines()]
+    assert ["count", "count", "the", "data", "sets"] in lines
+    assert ["say", "say", "it"] in lines
+    assert ["--times=N", "how", "often", "(default", "1)"] in lines
+    code, text = answered("--exp=own.Mine", "--mode=cuont")
+    assert (code, text.endswith("; did you mean 'count'?\n")) == (2, True)
+    text = "runner: --mode=lost: the tool lost is not installed: No module named 'nowhere'.\n"
+    assert answered("--exp=own.Mine", "--mode=lost") == (2, text)
+
+
 def test_an_interrupt_before_the_run_has_an_exit_code_of_its_own(place: Path):
     done = runner(place, "--exp=own.Interrupted", "--mode=inspect")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
@@ -514,5 +572,5 @@ def test_an_interrupt_before_the_run_has_an_exit_code_of_its_own(place: Path):
 
 def test_main_returns_the_exit_code(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["--mode=trian"]) == 2
-    assert capsys.readouterr().err.startswith("runner: --mode has no value 'trian'")
+    assert capsys.readouterr().err.startswith("runner: --mode=trian: expected one of ")
     assert cli.main(["--help"]) == 0

@@ -10,8 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from layerkit_runner.config.commands import Command as Command
+    from layerkit_runner.config.commands import Mode as Mode
     from layerkit_runner.config.experiment import BaseExperiment as BaseExperiment
-    from layerkit_runner.config.flags import RunOptions as RunOptions
+    from layerkit_runner.config.flag_table import Flag as Flag
+    from layerkit_runner.config.flag_table import RunOptions as RunOptions
     from layerkit_runner.config.overrides import Override as Override
     from layerkit_runner.config.resolve import ResolvedExperiment as ResolvedExperiment
     from layerkit_runner.errors import UsageError as UsageError
@@ -20,9 +23,12 @@ if TYPE_CHECKING:
 # the module is imported, Python would find that under the name.
 _MODULES = {
     "BaseExperiment": "config.experiment",
+    "Command": "config.commands",
+    "Flag": "config.flag_table",
+    "Mode": "config.commands",
     "Override": "config.overrides",
     "ResolvedExperiment": "config.resolve",
-    "RunOptions": "config.flags",
+    "RunOptions": "config.flag_table",
     "UsageError": "errors",
 }
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import absl.logging  # noqa: F401 - defines flags, as a library would
 import pytest
+from absl import flags as absl_flags
 
-from layerkit_runner.config.flags import (
-    FLAGS,
-    RunOptions,
-    check_folder,
-    help_text,
-    parse_flags,
-)
+from layerkit_runner.config.flag_table import FLAGS, Flag, RunOptions, positive
+from layerkit_runner.config.flags import check_folder, help_text, parse_flags, read_flags
 from layerkit_runner.config.overrides import Override
 from layerkit_runner.errors import UsageError
 
@@ -55,7 +52,7 @@ def test_fdl_config_is_exp_by_another_name():
     assert parse_flags(["--fdl_config=lm.Small"]).exp == "lm.Small"
     assert parse_flags([EXP, "--fdl_config=lm.Small"]).exp == "lm.Small"
     assert refusal(EXP, "--fdl_config=lm.Big") == (
-        "--exp=lm.Small and --fdl_config=lm.Big are the same flag; keep one."
+        "--exp is given twice, with 'lm.Small' and 'lm.Big'."
     )
 
 
@@ -87,18 +84,18 @@ def test_negative_values_are_values():
         ),
         (
             ["--mode=evil"],
-            "--mode has no value 'evil'; did you mean 'eval'? It is one of train, eval,"
-            " eval_once, decode, decode_once, export, plan, inspect.",
+            "--mode=evil: expected one of train, eval, eval_once, decode, decode_once, export,"
+            " inspect, plan; did you mean 'eval'?",
         ),
-        (["--mode"], "--mode needs a value: --mode=…"),
-        (["--mode", "--json"], "--mode needs a value: --mode=…"),
+        (["--mode"], "Missing value for flag --mode"),
+        (["--mode", "--json"], "--mode=--json: expected MODE."),
         (["--fdl.NUM_LAYERS"], "--fdl.NUM_LAYERS needs a value: --fdl.NUM_LAYERS=…"),
-        (["--job_log_dir="], "--job_log_dir is empty; expected DIR."),
-        (["--json=ja"], "--json is True or False, not 'ja'."),
+        (["--job_log_dir="], "--job_log_dir=: expected DIR."),
+        (["--json=ja"], "--json=ja: expected True or False."),
         (
             ["--restore_checkpoint_step=last"],
-            "--restore_checkpoint_step is a whole number, or several with commas between, not"
-            " 'last'.",
+            "--restore_checkpoint_step=last: expected a non-negative integer, or several with"
+            " commas between them.",
         ),
         (
             ["--mode=export", "--restore_checkpoint_step=100,200"],
@@ -112,15 +109,16 @@ def test_negative_values_are_values():
         ),
         (
             ["--restore_checkpoint_step=-1"],
-            "--restore_checkpoint_step is not negative, so not -1.",
+            "--restore_checkpoint_step=-1: expected a non-negative integer, or several with"
+            " commas between them.",
         ),
         (
             ["--peak_tflops_per_device=0"],
-            "--peak_tflops_per_device is a number above 0, not '0'.",
+            "--peak_tflops_per_device=0: expected a positive number.",
         ),
         (
             ["--peak_tflops_per_device=H100"],
-            "--peak_tflops_per_device is a number above 0, not 'H100'.",
+            "--peak_tflops_per_device=H100: expected a positive number.",
         ),
         (
             ["--exit_after_ondemand_checkpoint", "--noenable_checkpoint_saving"],
@@ -129,7 +127,7 @@ def test_negative_values_are_values():
         ),
         (
             ["--jax_profiler_port=0"],
-            "--jax_profiler_port=0: nobody would know which; say one from 1 on.",
+            "--jax_profiler_port=0: expected a positive integer.",
         ),
         (["--mode=eval", "--mode=train"], "--mode is given twice, with 'eval' and 'train'."),
         (["--json"], "--json belongs to --mode=plan or inspect, and the mode is train."),
@@ -150,19 +148,19 @@ def test_negative_values_are_values():
         ),
         (
             ["--mode=inspect", "--inspect=batch"],
-            "--inspect has no value 'batch'; did you mean 'batches'? It is one of config,"
-            " layers, parameters, graph, batches.",
+            "--inspect=batch: expected one of config, layers, parameters, graph, batches; did you"
+            " mean 'batches'?",
         ),
         (["--inspect=batches"], "--inspect belongs to --mode=inspect, and the mode is train."),
         (
             ["--coordinator_address=host", "--num_processes=2", "--process_id=1"],
-            "--coordinator_address=host; expected HOST:PORT, or auto.",
+            "--coordinator_address=host: expected HOST:PORT, or auto.",
         ),
         (
             ["--coordinator_address=host:1", "--num_processes=2", "--process_id=2"],
-            "--process_id=2 with --num_processes=2: they are counted from 0 to 1.",
+            "--process_id=2 with --num_processes=2: expected 0 to 1.",
         ),
-        (["--num_processes=0"], "--num_processes=0: a job has at least 1 process."),
+        (["--num_processes=0"], "--num_processes=0: expected a positive integer."),
         (
             ["--num_hosts=4", "--num_processes=2"],
             "--num_hosts=4 and --num_processes=2 are the same flag here; keep one.",
@@ -173,7 +171,21 @@ def test_negative_values_are_values():
         ),
         (
             ["--hung_step_timeout_secs=0"],
-            "--hung_step_timeout_secs is a whole number above 0, or off, not '0'.",
+            "--hung_step_timeout_secs=0: expected a positive integer, or off.",
+        ),
+        (["--flagfile=/etc/passwd"], "there is no flag --flagfile."),
+        (["--undefok=job_log_dri"], "there is no flag --undefok."),
+        (["--job_log_dir", "--fdl.A=2"], "Missing value for flag --job_log_dir"),
+        (
+            ["--", "--json"],
+            "unexpected argument '--json'; flags are written --name=value, and"
+            " switches --name or --noname.",
+        ),
+        (
+            ["--fdl.taks.model.num_layers=3"],
+            "--fdl.taks.model.num_layers: a path starts with task, datasets, decode_datasets,"
+            " partitioner, train_programs, eval_programs, decode_programs, executor or observers,"
+            " not 'taks'; did you mean 'task'?",
         ),
         (
             ["--fdl.A=1", "--fdl.A=2"],
@@ -187,10 +199,9 @@ def test_mistakes(words: list[str], text: str):
 
 def test_an_experiment_must_be_named_unless_it_is_not_needed():
     assert refusal() == "which experiment? Say --exp=NAME; `runner --list` shows all."
-    assert parse_flags(["--list"]).list
-    assert refusal("--tag=moe") == "--tag=moe chooses among what --list shows; add --list."
-    assert parse_flags(["--help"]).help
-    assert parse_flags(["-h"]).help
+    assert parse_flags(["--list"]).given == {"list": True}
+    assert refusal("--tag=moe") == "--tag chooses what --list shows; add --list."
+    assert parse_flags(["--help"]).given == parse_flags(["-h"]).given == {"help": True}
 
 
 @pytest.mark.parametrize("mode", ["train", "eval", "eval_once", "decode", "decode_once", "export"])
@@ -209,8 +220,9 @@ def test_modes_that_only_print_need_no_folder(mode: str):
 def test_every_option_has_a_flag_of_its_name_and_default():
     flags = {flag.name: flag for flag in FLAGS}
     for option in dataclasses.fields(RunOptions):
-        assert flags[option.name].default == option.default
-        assert flags[option.name].kind.__name__ in str(option.type)
+        if option.name != "extra":
+            assert flags[option.name].default == option.default
+            assert flags[option.name].is_switch == (option.type == "bool")
 
 
 def test_help_names_every_flag():
@@ -247,21 +259,19 @@ def test_the_names_of_pax():
 
 
 def test_a_reduced_form():
-    assert not parse_flags([EXP]).reduced
-    assert parse_flags([EXP, "--reduced"]).reduced
-    assert not parse_flags([EXP, "--noreduced"]).reduced
+    assert "reduced" not in parse_flags([EXP]).given
+    assert parse_flags([EXP, "--reduced"]).given["reduced"]
+    assert not parse_flags([EXP, "--noreduced"]).given["reduced"]
 
 
 def test_a_flag_that_may_be_given_several_times():
-    assert parse_flags(["--list"]).tags == ()
-    assert parse_flags(["--list", "--tag=moe"]).tags == ("moe",)
-    assert parse_flags(["--tag=moe", "--list", "--tag", "lm"]).tags == ("moe", "lm")
-    assert refusal("--list", "--tag=") == "--tag is empty; expected NAME."
+    assert parse_flags(["--list", "--tag=moe"]).given["tag"] == ("moe",)
+    assert parse_flags(["--tag=moe", "--list", "--tag", "lm"]).given["tag"] == ("moe", "lm")
+    assert refusal("--list", "--tag=") == "--tag=: expected NAME."
 
 
 def test_wide_belongs_to_list():
-    assert not parse_flags(["--list"]).wide
-    assert parse_flags(["--list", "--wide"]).wide
+    assert parse_flags(["--list", "--wide"]).given["wide"]
     assert "--list" in refusal("--wide")
 
 
@@ -288,3 +298,29 @@ def test_what_is_done_beside_training():
     words = ["--mode=decode", "--eval_during_decode", "--follow_timeout_secs=60"]
     options = parse_flags([EXP, *words]).options
     assert (options.eval_during_decode, options.follow_timeout_secs) == (True, 60)
+
+
+def test_a_table_of_a_tool_is_read_beside_the_flags_of_the_runner():
+    rows = [
+        Flag("nodes", positive, "how many", "N", default=1),
+        Flag("sbatch", lambda text: text, "another option", "OPTION", repeats=True),
+        Flag("dry_run", bool, "print", default=False),
+    ]
+    words = ["--exp", "lm.Small", "--nodes", "2", "--fdl.A", "-1", "--sbatch=--qos=high", "--json"]
+    given, others = read_flags([*words, "--sbatch=a", "--dry_run"], rows, known_only=True)
+    assert given == {"nodes": 2, "sbatch": ("--qos=high", "a"), "dry_run": True}
+    assert others == ["--exp", "lm.Small", "--fdl.A", "-1", "--json"]
+    with pytest.raises(UsageError, match=r"^--nodes=0: expected a positive integer\.$"):
+        read_flags(["--nodes=0"], rows, known_only=True)
+    with pytest.raises(UsageError, match=r"no flag --dri_run; did you mean '--dry_run'\?"):
+        read_flags(["--dri_run"], rows)
+
+
+def test_flags_that_libraries_define_through_absl_are_not_ours():
+    absl_flags.DEFINE_string("job_log_dir", "theirs", "of a library")
+    try:
+        assert parse_flags([EXP, "--job_log_dir=ours"]).options.job_log_dir == "ours"
+        assert "verbosity" in absl_flags.FLAGS
+        assert refusal(EXP, "--verbosity=1") == "there is no flag --verbosity."
+    finally:
+        delattr(absl_flags.FLAGS, "job_log_dir")

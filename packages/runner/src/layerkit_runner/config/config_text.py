@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from layerkit.config import assigned_fields, field_names, is_config
 from layerkit_runner.config import field_types
 from layerkit_runner.config.flag_table import RunOptions
+from layerkit_runner.config.flags import run_words
 from layerkit_runner.config.overrides import OPTIONAL_ROOTS, ROOTS
 from layerkit_runner.config.resolve import (
     NOT_SET,
@@ -24,7 +26,6 @@ from layerkit_runner.config.resolve import (
     field_value,
     target_name,
 )
-from layerkit_runner.config.run_words import run_words
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -66,6 +67,15 @@ def config_json(
         "fields": {name: plain_value(value) for name, value in _experiment_values(resolved)},
         "config": {path: plain_value(value) for path, value in _walk(resolved)},
     }
+
+
+def printed_config(
+    resolved: ResolvedExperiment, options: RunOptions | None, *, mode: str, as_json: bool
+) -> str:
+    """Return what `--print_config` prints; see `config_text` and `config_json`."""
+    if as_json:
+        return json.dumps(config_json(resolved, options, mode=mode))
+    return config_text(resolved).rstrip("\n")
 
 
 def _run_arguments(options: RunOptions, mode: str) -> list[str]:

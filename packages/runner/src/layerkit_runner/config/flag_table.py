@@ -1,78 +1,17 @@
-"""The modes and flags of `runner`, and what a run is told by them: values, and no parsing.
+"""The modes and flags of `runner`, and the options that a run is given.
 
-A new flag is a field of `RunOptions` and a row of `FLAGS`; `flags` does the rest.
+A flag of a run is one field of `RunOptions`. `FLAGS` is the table of all flags: those fields, and
+the flags that choose what to do. `flags` parses the command line from it and writes `--help`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
-
-@dataclasses.dataclass(frozen=True)
-class RunOptions:
-    """What a run is told besides its experiment; the flags of the same names."""
-
-    # A path on this machine or a store's, such as gs://bucket/run.
-    job_log_dir: str | None = None
-    enable_checkpoint_saving: bool = True
-    allow_restart_from_scratch: bool = False
-    restore_checkpoint_dir: str | None = None
-    # Several only in the modes that look at checkpoints once.
-    restore_checkpoint_step: tuple[int, ...] | None = None
-    restore_cast_dtypes: bool = False
-    async_timeout_secs: int = 600
-    exit_after_ondemand_checkpoint: bool = False
-    eval_on_test: bool = True
-    decode_during_train: bool = False
-    eval_during_decode: bool = False
-    # None: for ever.
-    follow_timeout_secs: int | None = None
-    init_from: str | None = None
-    init_draw: str | None = None
-    pmap_use_tensorstore: bool = False
-    target: str | None = None
-    num_devices: int | None = None
-    plan_effort: str = "quick"
-    search: bool = False
-    max_compilations: int = 12
-    max_seconds: float = 600.0
-    inspect: str = "config"
-    num_batches: int = 2
-    num_hosts: int = 1
-    json: bool = False
-    export_dir: str | None = None
-    # None: the default folder. "off": no cache.
-    jax_compilation_cache: str | None = None
-    # None: found out from the launcher or cluster; no other process where there is none. "auto":
-    # the same, but there must be one.
-    coordinator_address: str | None = None
-    num_processes: int | None = None
-    process_id: int | None = None
-    multiprocess_gpu: bool = False
-    # None: never.
-    hung_step_timeout_secs: int | None = 1800
-    # Of one device, by which utilisation is judged; None: from the table of known devices.
-    peak_tflops_per_device: float | None = None
-    xla_flags_preset: str | None = None
-    pgle_profile: str | None = None
-    jax_profiler_port: int | None = None
-    wandb_project: str | None = None
-    enable_summary_writer: bool = True
-    # A file that says what a sweep searches; None: one run.
-    study: str | None = None
-    num_trials: int | None = None
-    study_storage: str | None = None
-
-    @property
-    def only_restore_step(self) -> int | None:
-        """The one step of `--restore_checkpoint_step`, in modes that read one."""
-        return None if self.restore_checkpoint_step is None else self.restore_checkpoint_step[0]
-
-
-AUTO_ADDRESS = "auto"
-
-
+# The modes that come with the runner. Tools add others, such as plan; see `commands`.
 MODES = {
     "train": "train; the same command again resumes",
     "eval": "evaluate each new checkpoint of a job that trains, until its last one",
@@ -80,59 +19,22 @@ MODES = {
     "decode": "decode with each new checkpoint of a job that trains, until its last one",
     "decode_once": "decode with the newest checkpoint, or those of --restore_checkpoint_step",
     "export": "write the newest checkpoint as a Hugging Face folder",
-    "plan": "compile the training step without the devices; print memory and traffic",
-    "inspect": "print the configuration, every override applied, its layers, its weights, its"
-    " graph, or what the inputs feed; writes nothing",
 }
-# Words that stand in place of an experiment, before all flags, and the flags that each takes.
-COMMANDS = {
-    "doctor": "check this machine: versions, memory, disk, devices; exit code 1 if a check fails",
-    "launch": "start a run on this machine, Slurm, TPUs or Kubernetes, or print what would be;"
-    " `runner launch` tells more",
-}
-COMMAND_FLAGS = {"doctor": ("job_log_dir", "json", "help"), "launch": ()}
-
-# What --inspect shows, each with the flags of its mode that mean something for it.
-INSPECTED = {
-    "config": ("json",),
-    "layers": ("num_devices", "json"),
-    "parameters": ("num_devices", "json"),
-    "graph": (),
-    "batches": ("num_batches", "num_hosts", "num_devices"),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Flag:
-    """A row of the table."""
-
-    name: str
-    # One of str, int, float, bool; tuple: whole numbers with commas.
-    kind: type
-    help: str
-    default: Any = None
-    # What the value is, for the help.
-    metavar: str = ""
-    choices: tuple[str, ...] = ()
-    # The modes in which it means anything.
-    modes: tuple[str, ...] = tuple(MODES)
-    # Whether it may be "off", which is None; a number must then be above 0.
-    may_be_off: bool = False
-    # Whether it may be given several times, each with another value; they are kept as a tuple.
-    repeats: bool = False
-
-
-def _option(name: str, kind: type, text: str, **more: Any) -> Flag:
-    return Flag(name, kind, text, default=getattr(RunOptions, name), **more)
-
-
 FOLLOWING_MODES = ("eval", "decode")
 ONCE_MODES = ("eval_once", "decode_once")
 JOINING_MODES = ("train", "eval", "eval_once", "decode", "decode_once")
 _READING_MODES = (*JOINING_MODES, "export")
+_TRAIN, _PLAN, _INSPECT = ("train",), ("plan",), ("inspect",)
 
-# Names of Pax; so is --num_hosts, which is --num_processes in the modes that join.
-OTHER_NAMES = {"server_addr": "coordinator_address", "host_idx": "process_id"}
+AUTO_ADDRESS = "auto"
+
+# Other names of flags. Those of Pax include --num_hosts, which is --num_processes in modes that
+# join several processes.
+OTHER_NAMES = {
+    "fdl_config": "exp",
+    "server_addr": "coordinator_address",
+    "host_idx": "process_id",
+}
 
 # Flags of Pax whose answer here is no flag of another name.
 PAX_ANSWERS = {
@@ -145,219 +47,265 @@ PAX_ANSWERS = {
     " runs choose by --pmap_use_tensorstore",
 }
 
-FLAGS = (
-    Flag(
-        "exp",
-        str,
-        "the experiment, such as lm.quickstart.LocalText; see --list. Without it, any mode but"
-        " train takes experiment and fields from --job_log_dir",
-        metavar="NAME",
-    ),
-    Flag("fdl_config", str, "the same as --exp", metavar="NAME"),
-    Flag(
-        "reduced",
-        bool,
-        "the experiment at a size for this machine, as it defines it; --fdl.NAME=VALUE still wins",
-        default=False,
-    ),
-    Flag(
-        "tfds_data_dir",
-        str,
-        "folder of TensorFlow Datasets; the same as --fdl.TFDS_DATA_DIR=DIR",
-        metavar="DIR",
-    ),
-    _option("job_log_dir", str, "folder for everything the run writes", metavar="DIR"),
-    Flag(
-        "mode", str, "what to do, see above", default="train", metavar="MODE", choices=tuple(MODES)
-    ),
-    _option("enable_checkpoint_saving", bool, "whether to save checkpoints", modes=("train",)),
-    _option(
-        "allow_restart_from_scratch",
-        bool,
+# What --inspect shows, each with the flags of its mode that mean something for it.
+INSPECTED = {
+    "config": ("json",),
+    "layers": ("num_devices", "json"),
+    "parameters": ("num_devices", "json"),
+    "graph": (),
+    "batches": ("num_batches", "num_hosts", "num_devices"),
+}
+
+
+def switch(text: str) -> bool:
+    """Read True or False."""
+    values = {"true": True, "1": True, "false": False, "0": False}
+    if text.lower() not in values:
+        raise ValueError("expected True or False.")
+    return values[text.lower()]
+
+
+def non_negative(text: str) -> int:
+    """Read an integer of at least 0."""
+    if not text.isdecimal():
+        raise ValueError("expected a non-negative integer.")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """Read an integer of at least 1."""
+    if not text.isdecimal() or int(text) == 0:
+        raise ValueError("expected a positive integer.")
+    return int(text)
+
+
+def positive_or_off(text: str) -> int | None:
+    """Read an integer of at least 1; None for `off`."""
+    if text.lower() == "off":
+        return None
+    if not text.isdecimal() or int(text) == 0:
+        raise ValueError("expected a positive integer, or off.")
+    return int(text)
+
+
+def positive_number(text: str) -> float:
+    """Read a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ValueError("expected a positive number.")
+    return value
+
+
+def steps(text: str) -> tuple[int, ...]:
+    """Read non-negative integers with commas between them; one that is repeated is read once."""
+    parts = text.split(",")
+    if not all(part.isdecimal() for part in parts):
+        raise ValueError("expected a non-negative integer, or several with commas between them.")
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """A row of a table of flags.
+
+    Attributes:
+      name: Name, without dashes.
+      read: Function from the text of a value to the value; it raises ValueError with what was
+        expected. `bool` makes a switch: --name, --noname or --name=True.
+      help: Text for `--help`.
+      metavar: Placeholder of the value in `--help`.
+      default: Value of a flag that is not given.
+      choices: The values that are allowed; empty for any.
+      modes: Modes in which the flag has a meaning; empty for all.
+      repeats: Whether the flag may be given several times; its value is then a tuple.
+    """
+
+    name: str
+    read: Callable[[str], Any]
+    help: str
+    metavar: str = ""
+    default: Any = None
+    choices: tuple[str, ...] = ()
+    modes: tuple[str, ...] = ()
+    repeats: bool = False
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether the flag is given as --name or --noname."""
+        return self.read is bool
+
+
+def _option(help: str, metavar: str = "", *, default: Any = None, **row: Any) -> Any:  # noqa: A002
+    """Return a field of `RunOptions`, and with it a row of the table of flags."""
+    row = {"help": help, "metavar": metavar, "default": default, **row}
+    return dataclasses.field(default=default, metadata={"row": row})
+
+
+def _switch(help: str, *, default: bool = False, **row: Any) -> Any:  # noqa: A002
+    return _option(help, default=default, read=bool, **row)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """What a run is told besides its experiment: the flags of the same names."""
+
+    job_log_dir: str | None = _option("folder for everything the run writes", "DIR")
+    enable_checkpoint_saving: bool = _switch(
+        "whether to save checkpoints", default=True, modes=_TRAIN
+    )
+    allow_restart_from_scratch: bool = _switch(
         "train from the start although the checkpoints that this job saved are missing or damaged",
-        modes=("train",),
-    ),
-    _option(
-        "restore_checkpoint_dir",
-        str,
-        "start from the checkpoints of this folder",
-        metavar="DIR",
-        modes=_READING_MODES,
-    ),
-    _option(
-        "restore_checkpoint_step",
-        tuple,
-        "start from this step, not the newest; eval_once and decode_once take several, as in"
-        " 100,200",
-        metavar="STEP",
+        modes=_TRAIN,
+    )
+    restore_checkpoint_dir: str | None = _option(
+        "start from the checkpoints of this folder", "DIR", modes=_READING_MODES
+    )
+    restore_checkpoint_step: tuple[int, ...] | None = _option(
+        "start from this step, not the newest; eval_once and decode_once take several, as in "
+        "100,200",
+        "STEP",
+        read=steps,
         modes=("train", *ONCE_MODES, "export"),
-    ),
-    _option(
-        "init_from",
-        str,
-        "begin with the weights of this folder: of a job, a checkpoint, or Hugging Face; a run"
-        " that goes on does not read it",
-        metavar="DIR",
-        modes=("train",),
-    ),
-    _option(
-        "init_draw",
-        str,
+    )
+    init_from: str | None = _option(
+        "begin with the weights of this folder: of a job, a checkpoint, or Hugging Face; a "
+        "run that goes on does not read it",
+        "DIR",
+        modes=_TRAIN,
+    )
+    init_draw: str | None = _option(
         "weights that --init_from leaves to be drawn, as a regular expression",
-        metavar="PATTERN",
-        modes=("train",),
-    ),
-    _option(
-        "restore_cast_dtypes",
-        bool,
-        "convert floating-point arrays of a checkpoint whose dtype is another, as after a change of"
-        " the weights' dtype",
+        "PATTERN",
+        modes=_TRAIN,
+    )
+    restore_cast_dtypes: bool = _switch(
+        "convert floating-point arrays of a checkpoint whose dtype is another, as after a "
+        "change of the weights' dtype",
         modes=_READING_MODES,
-    ),
-    _option(
-        "async_timeout_secs",
-        int,
-        "end a job whose save takes longer",
-        metavar="SECONDS",
-        modes=("train",),
-    ),
-    _option(
-        "exit_after_ondemand_checkpoint",
-        bool,
-        "leave after the save that SIGUSR1 asks for, instead of going on",
-        modes=("train",),
-    ),
-    _option(
-        "eval_on_test",
-        bool,
+    )
+    async_timeout_secs: int = _option(
+        "end a job whose save takes longer", "SECONDS", default=600, read=non_negative, modes=_TRAIN
+    )
+    exit_after_ondemand_checkpoint: bool = _switch(
+        "leave after the save that SIGUSR1 asks for, instead of going on", modes=_TRAIN
+    )
+    eval_on_test: bool = _switch(
         "whether held-out data are evaluated, or left to --mode=eval beside this job",
-        modes=("train",),
-    ),
-    _option(
-        "decode_during_train",
-        bool,
-        "where task.train.decode_interval_steps is None, decode as often as is saved, not only"
-        " at the end",
-        modes=("train",),
-    ),
-    _option("eval_during_decode", bool, "also evaluate", modes=("decode", "decode_once")),
-    _option(
-        "follow_timeout_secs",
-        int,
+        default=True,
+        modes=_TRAIN,
+    )
+    decode_during_train: bool = _switch(
+        "where task.train.decode_interval_steps is None, decode as often as is saved, not "
+        "only at the end",
+        modes=_TRAIN,
+    )
+    eval_during_decode: bool = _switch("also evaluate", modes=("decode", "decode_once"))
+    follow_timeout_secs: int | None = _option(
         "end when no new checkpoint came for so long; off: never",
-        metavar="SECONDS",
+        "SECONDS",
+        read=positive_or_off,
         modes=FOLLOWING_MODES,
-        may_be_off=True,
-    ),
-    _option(
-        "pmap_use_tensorstore",
-        bool,
+    )
+    pmap_use_tensorstore: bool = _switch(
         "save pmap runs one entry per parameter, not as one file; reading finds out by itself",
         modes=JOINING_MODES,
-    ),
-    _option(
-        "target",
-        str,
-        "the devices to plan for, which need not be here: cpux256, h100x256, v5p:8x8x4, 2xv4-128,"
-        " or here for those that are; the number may be left to the mesh, as in h100",
-        metavar="TARGET",
-        modes=("plan",),
-    ),
-    _option("num_devices", int, "how many of them", metavar="N", modes=("plan", "inspect")),
-    _option(
-        "plan_effort",
-        str,
-        "full: a TPU's program is compiled as for a run; quick: with less effort, a third of the"
-        " time, unless it needs nearly all memory",
-        metavar="EFFORT",
+    )
+    target: str | None = _option(
+        "the devices to plan for, which need not be here: cpux256, h100x256, v5p:8x8x4, "
+        "2xv4-128, or here for those that are; the number may be left to the mesh, as in h100",
+        "TARGET",
+        modes=_PLAN,
+    )
+    num_devices: int | None = _option(
+        "how many of them", "N", read=non_negative, modes=("plan", "inspect")
+    )
+    plan_effort: str = _option(
+        "full: a TPU's program is compiled as for a run; quick: with less effort, a third of "
+        "the time, unless it needs nearly all memory",
+        "EFFORT",
+        default="quick",
         choices=("quick", "full"),
-        modes=("plan",),
-    ),
-    _option(
-        "search",
-        bool,
-        "compile other meshes, rematerialisation policies and, if nothing fits, more gradient"
-        " accumulation, and rank them",
-        modes=("plan",),
-    ),
-    _option(
-        "max_compilations",
-        int,
+        modes=_PLAN,
+    )
+    search: bool = _switch(
+        "compile other meshes, rematerialisation policies and, if nothing fits, more gradient "
+        "accumulation, and rank them",
+        modes=_PLAN,
+    )
+    max_compilations: int = _option(
         "how many candidates a search compiles at most",
-        metavar="N",
-        modes=("plan",),
-    ),
-    _option(
-        "max_seconds",
-        float,
+        "N",
+        default=12,
+        read=non_negative,
+        modes=_PLAN,
+    )
+    max_seconds: float = _option(
         "after so long, a search compiles nothing more",
-        metavar="SECONDS",
-        modes=("plan",),
-    ),
-    _option(
-        "inspect",
-        str,
-        "config, the configuration; layers, each with the values that it is built with; parameters,"
-        " a table of the weights; graph, the configuration as a Mermaid diagram; or batches, a few"
-        " of each input",
-        metavar="WHAT",
-        choices=tuple(INSPECTED),
-        modes=("inspect",),
-    ),
-    _option("num_batches", int, "batches of each input", metavar="N", modes=("inspect",)),
-    _option(
-        "num_hosts", int, "hosts among which inputs are split", metavar="N", modes=("inspect",)
-    ),
-    _option(
-        "json",
-        bool,
-        "print the plan, the configuration, the layers, the weights, the list of experiments or"
-        " the checks of doctor as JSON",
+        "SECONDS",
+        default=600.0,
+        read=positive_number,
+        modes=_PLAN,
+    )
+    inspect: str = _option(
+        "config, the configuration; layers, each with the values that it is built with; "
+        "parameters, a table of the weights; graph, the configuration as a Mermaid diagram; "
+        "or batches, a few of each input",
+        "WHAT",
+        default="config",
+        choices=("config", "layers", "parameters", "graph", "batches"),
+        modes=_INSPECT,
+    )
+    num_batches: int = _option(
+        "batches of each input", "N", default=2, read=non_negative, modes=_INSPECT
+    )
+    num_hosts: int = _option(
+        "hosts among which inputs are split", "N", default=1, read=non_negative, modes=_INSPECT
+    )
+    json: bool = _switch(
+        "print the plan, the configuration, the layers, the weights, the list of experiments "
+        "or the checks of doctor as JSON",
         modes=("plan", "inspect"),
-    ),
-    _option("export_dir", str, "the folder to write", metavar="DIR", modes=("export",)),
-    _option("jax_compilation_cache", str, "folder for compiled programs, or off", metavar="DIR"),
-    _option(
-        "coordinator_address",
-        str,
-        "host:port where the processes of a job meet, at process 0; auto: found out. Without it,"
-        " what Slurm, Open MPI, torchrun, Kubernetes or a TPU pod says",
-        metavar="ADDRESS",
+    )
+    export_dir: str | None = _option("the folder to write", "DIR", modes=("export",))
+    jax_compilation_cache: str | None = _option("folder for compiled programs, or off", "DIR")
+    coordinator_address: str | None = _option(
+        "host:port where the processes of a job meet, at process 0; auto: found out. Without "
+        "it, what Slurm, Open MPI, torchrun, Kubernetes or a TPU pod says",
+        "ADDRESS",
         modes=JOINING_MODES,
-    ),
-    _option(
-        "num_processes", int, "how many processes the job has", metavar="N", modes=JOINING_MODES
-    ),
-    _option("process_id", int, "which of them this is, from 0", metavar="I", modes=JOINING_MODES),
-    _option(
-        "multiprocess_gpu",
-        bool,
-        "one of several processes; Pax's names --server_addr, --num_hosts and --host_idx are"
-        " understood",
+    )
+    num_processes: int | None = _option(
+        "how many processes the job has", "N", read=positive, modes=JOINING_MODES
+    )
+    process_id: int | None = _option(
+        "which of them this is, from 0", "I", read=non_negative, modes=JOINING_MODES
+    )
+    multiprocess_gpu: bool = _switch(
+        "one of several processes; Pax's names --server_addr, --num_hosts and --host_idx are "
+        "understood",
         modes=JOINING_MODES,
-    ),
-    _option(
-        "hung_step_timeout_secs",
-        int,
+    )
+    hung_step_timeout_secs: int | None = _option(
         "end a job that made no step, batch or save for so long; off: never",
-        metavar="SECONDS",
+        "SECONDS",
+        default=1800,
+        read=positive_or_off,
         modes=JOINING_MODES,
-        may_be_off=True,
-    ),
-    _option(
-        "peak_tflops_per_device",
-        float,
-        "what one device could do at best, for MFU, where the table of known devices has no figure"
-        " or another",
-        metavar="TFLOPS",
-        modes=("train",),
-    ),
-    _option(
-        "xla_flags_preset",
-        str,
-        "a set of compiler flags: gpu_latency_hiding, gpu_pipelined_collectives,"
-        " tpu_v5e_collective_fusion, tpu_fsdp, tpu_multislice, tpu_v6e_dense or tpu_v6e_moe",
-        metavar="NAME",
+    )
+    peak_tflops_per_device: float | None = _option(
+        "what one device could do at best, for MFU, where the table of known devices has no "
+        "figure or another",
+        "TFLOPS",
+        read=positive_number,
+        modes=_TRAIN,
+    )
+    xla_flags_preset: str | None = _option(
+        "a set of compiler flags: gpu_latency_hiding, gpu_pipelined_collectives, "
+        "tpu_v5e_collective_fusion, tpu_fsdp, tpu_multislice, tpu_v6e_dense or tpu_v6e_moe",
+        "NAME",
         choices=(
             "gpu_latency_hiding",
             "gpu_pipelined_collectives",
@@ -368,56 +316,70 @@ FLAGS = (
             "tpu_v6e_moe",
         ),
         modes=("train", "plan"),
-    ),
-    _option(
-        "pgle_profile",
-        str,
-        "a profile of earlier steps that guides the scheduler of NVIDIA GPUs",
-        metavar="FILE",
-        modes=("train",),
-    ),
-    _option(
-        "jax_profiler_port",
-        int,
+    )
+    pgle_profile: str | None = _option(
+        "a profile of earlier steps that guides the scheduler of NVIDIA GPUs", "FILE", modes=_TRAIN
+    )
+    jax_profiler_port: int | None = _option(
         "where xprof or TensorBoard can ask for a trace at any time",
-        metavar="PORT",
-        modes=("train",),
-    ),
-    _option(
-        "wandb_project",
-        str,
-        "also report to this project of Weights & Biases",
-        metavar="NAME",
-        modes=("train",),
-    ),
-    _option(
-        "study",
-        str,
-        "search fields of the experiment as this TOML or JSON file says, each trial a run in"
-        " DIR/trials; started several times, several trials run at once",
-        metavar="FILE",
-        modes=("train",),
-    ),
-    _option(
-        "num_trials",
-        int,
+        "PORT",
+        read=positive,
+        modes=_TRAIN,
+    )
+    wandb_project: str | None = _option(
+        "also report to this project of Weights & Biases", "NAME", modes=_TRAIN
+    )
+    study: str | None = _option(
+        "search fields of the experiment as this TOML or JSON file says, each trial a run in "
+        "DIR/trials; started several times, several trials run at once",
+        "FILE",
+        modes=_TRAIN,
+    )
+    num_trials: int | None = _option(
         "how many trials the study has in all, in place of what its file says",
-        metavar="N",
-        modes=("train",),
-    ),
-    _option(
-        "study_storage",
-        str,
+        "N",
+        read=positive,
+        modes=_TRAIN,
+    )
+    study_storage: str | None = _option(
         "a database, or a journal file for a network disk, in place of DIR/study.db",
-        metavar="URL",
-        modes=("train",),
+        "URL",
+        modes=_TRAIN,
+    )
+    enable_summary_writer: bool = _switch(
+        "whether to write DIR/summaries for TensorBoard", default=True, modes=JOINING_MODES
+    )
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    """Values of the flags that a mode of another package has, by name."""
+
+    @property
+    def only_restore_step(self) -> int | None:
+        """The one step of `--restore_checkpoint_step`, in modes that read one."""
+        return None if self.restore_checkpoint_step is None else self.restore_checkpoint_step[0]
+
+
+def _option_flags() -> list[Flag]:
+    rows = [(f.name, f.metadata["row"]) for f in dataclasses.fields(RunOptions) if f.metadata]
+    return [Flag(name, **{"read": str, **row}) for name, row in rows]
+
+
+FLAGS = (
+    Flag(
+        "exp",
+        str,
+        "the experiment, such as lm.quickstart.LocalText; see --list. Without it, any mode "
+        "but train takes experiment and fields from --job_log_dir",
+        "NAME",
     ),
-    _option(
-        "enable_summary_writer",
+    Flag(
+        "reduced",
         bool,
-        "whether to write DIR/summaries for TensorBoard",
-        modes=JOINING_MODES,
+        "the experiment at a size for this machine, as it defines it; --fdl.NAME=VALUE still wins",
+        default=False,
     ),
+    Flag("tfds_data_dir", str, "folder of TensorFlow Datasets; a field of the experiment", "DIR"),
+    Flag("mode", str, "what to do, see above", "MODE", default="train"),
+    *_option_flags(),
     Flag(
         "print_config",
         bool,
@@ -427,9 +389,9 @@ FLAGS = (
     Flag(
         "diff_config",
         str,
-        "print the fields that differ from those of another experiment or of a job's folder, and"
-        " leave; exit code 0: none, 1: some",
-        metavar="OTHER",
+        "print the fields that differ from those of another experiment or of a job's folder, "
+        "and leave; exit code 0: none, 1: some",
+        "OTHER",
     ),
     Flag(
         "list",
@@ -440,9 +402,9 @@ FLAGS = (
     Flag(
         "tag",
         str,
-        "of --list, only experiments with this tag, such as moe; given several times, with all of"
-        " them",
-        metavar="NAME",
+        "of --list, only experiments with this tag, such as moe; given several times, with "
+        "all of them",
+        "NAME",
         repeats=True,
     ),
     Flag(

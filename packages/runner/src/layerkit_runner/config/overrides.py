@@ -74,6 +74,12 @@ def parse_override(path: str, text: str) -> Override:
             f"--fdl.{path}: a path is names and indices joined by dots, such as "
             f"task.model.lm_tpl.num_layers or datasets.0.batch_size{hint}"
         )
+    root, dot, _ = path.partition(".")
+    if dot and root not in ROOTS:
+        raise UsageError(
+            f"--fdl.{path}: a path starts with {', '.join(ROOTS[:-1])} or {ROOTS[-1]}, not"
+            f" {root!r}{near_names(root, ROOTS)}"
+        )
     return Override(path, text)
 
 
@@ -119,12 +125,8 @@ def parse_fields(
     for override in overrides:
         name = override.parts[0]
         if override.is_deep:
-            if name not in ROOTS:
-                problems.append(
-                    f"--fdl.{override.path}: a path starts with {', '.join(ROOTS[:-1])} or "
-                    f"{ROOTS[-1]}, not {name!r}{near_names(name, ROOTS)}"
-                )
-        elif name in ROOTS:
+            continue
+        if name in ROOTS:
             problems.append(f"{override} names no field; say which, such as --fdl.{name}.NAME=…")
         elif name not in annotations:
             problems.append(unknown_field(experiment, name, annotations))

@@ -86,7 +86,7 @@ def with_recorded_experiment(flags: ParsedFlags, report: Callable[[str], None]) 
       UsageError: The folder records no experiment, or one whose module lies in the folder.
     """
     folder = flags.options.job_log_dir
-    if flags.exp is not None or flags.help or flags.list or flags.command or folder is None:
+    if flags.exp is not None or folder is None:
         return flags
     recorded = read_recorded_config(folder)
     if recorded is None:

@@ -11,20 +11,29 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from layerkit.config import Config, assigned_fields, copy_config, field_names, is_config, target_of
 from layerkit.near_names import near_names
 from layerkit_inputs.extras import MissingExtraError
 from layerkit_runner.config import field_types
-from layerkit_runner.config.experiment import BaseExperiment
+from layerkit_runner.config.experiment import BaseExperiment, experiment_fields, reduced_values
 from layerkit_runner.config.overrides import (
     OPTIONAL_ROOTS,
     ROOTS,
     Override,
     check_consistent,
+    parse_fields,
+)
+from layerkit_runner.config.registry import (
+    ExperimentEntry,
+    find_experiment,
+    load_experiment,
 )
 from layerkit_runner.errors import UsageError, first_names
+
+if TYPE_CHECKING:
+    from layerkit_runner.config.flags import ParsedFlags
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +94,41 @@ def resolve(
     overrides = check_consistent(deep_overrides)
     _apply(roots, overrides)
     return ResolvedExperiment(experiment, **roots, deep_overrides=overrides)
+
+
+def resolve_entry(
+    entry: ExperimentEntry, overrides: Sequence[Override], *, reduced: bool = False
+) -> ResolvedExperiment:
+    """Import an experiment and apply overrides of its fields and of deeper paths.
+
+    Args:
+      entry: The experiment.
+      overrides: `--fdl.PATH=TEXT` flags.
+      reduced: Whether its `reduced_fields` are set, where no override sets them.
+
+    Raises:
+      UsageError: The experiment cannot be imported, or an override does not fit.
+    """
+    cls = load_experiment(entry)
+    fields = parse_fields(entry.name, experiment_fields(cls), overrides)
+    if reduced:
+        if not reduced_values(cls):
+            raise UsageError(
+                f"--reduced: {entry.name} does not say how it is made smaller (reduced_fields); set"
+                " its fields by --fdl.NAME=VALUE."
+            )
+        fields = reduced_values(cls) | fields
+    return resolve(cls(**fields), [o for o in overrides if o.is_deep])
+
+
+def resolve_flags(flags: ParsedFlags) -> ResolvedExperiment:
+    """Return the experiment that a command line names, with all its overrides applied.
+
+    Raises:
+      UsageError: There is no such experiment, or an override does not fit.
+    """
+    entry = find_experiment(flags.exp or "")
+    return resolve_entry(entry, flags.overrides, reduced=bool(flags.given.get("reduced")))
 
 
 def _check_length(experiment: BaseExperiment) -> None:

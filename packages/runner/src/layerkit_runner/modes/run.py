@@ -45,13 +45,8 @@ class OutOfMemoryError(UsageError):
 def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
     """Runs one job and returns its exit code.
 
-    Each mode imports what it needs, so that planning does not wait for what only training uses.
+    Each mode imports what it needs, so that none waits for what only another one uses.
     """
-    if mode == "plan":
-        from layerkit_runner.tools.plan.command import run_plan
-
-        with _layer_errors(resolved):
-            return run_plan(resolved, options)
     if options.job_log_dir is None:
         raise UsageError(f"--mode={mode} needs --job_log_dir=DIR")
     from layerkit_runner.distributed.distributed import joined
@@ -77,14 +72,14 @@ def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
     with (
         joined(options) as process,
         _watched(process, mode),
-        _layer_errors(resolved, process),
+        layer_errors(resolved, process),
         _in_one_sentence(mode, resolved, process),
     ):
         return modes[mode](resolved, options)
 
 
 @contextlib.contextmanager
-def _layer_errors(
+def layer_errors(
     resolved: ResolvedExperiment, process: JoinedProcess | None = None
 ) -> Iterator[None]:
     """Raise UsageError for batches with which a layer cannot be traced, and for unknown names.

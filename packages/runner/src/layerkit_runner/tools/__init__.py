@@ -1,1 +1,1 @@
-"""Programs beside `runner`; each is run as `python -m layerkit_runner.tools.NAME --help`."""
+"""Tools beside training, which the runner finds by the entry-point group `layerkit.commands`."""

@@ -21,10 +21,9 @@ from etils import epath
 
 from layerkit_runner.config.config_text import config_json, config_text
 from layerkit_runner.config.experiment import experiment_fields, reduced_overrides, reduced_values
-from layerkit_runner.config.flags import RunOptions, parse_flags
+from layerkit_runner.config.flags import RunOptions, parse_flags, run_words
 from layerkit_runner.config.recorded import RecordedConfig, read_recorded_config
 from layerkit_runner.config.resolve import ResolvedExperiment
-from layerkit_runner.config.run_words import run_words
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import atomic_write, check_links, remove_stale_partials
 from layerkit_runner.files.locks import NoLocksError, delete_and_unlock, try_lock

@@ -45,7 +45,7 @@ def words(folder: Path, *more: str, **document: Any) -> list[str]:
         ([], {"space": {"RATTE": SPACE["RATE"]}}, "has no field 'RATTE'; did you mean 'RATE'?"),
         ([], {"space": {"WIDTH": {"low": 1.5, "high": 2}}}, "Slope.WIDTH: expected int, got 1.5"),
         (["--fdl.RATE=0.5"], {}, "space.RATE is searched, and --fdl.RATE=0.5 sets it; keep one."),
-        (["--num_trials=0"], {}, "--num_trials=0: a study has at least 1 trial."),
+        (["--num_trials=0"], {}, "--num_trials=0: expected a positive integer."),
         (["--mode=eval"], {}, "--study belongs to --mode=train, and the mode is eval."),
         (["--noeval_on_test"], {}, "--noeval_on_test does not go with --study: evaluations tell"),
         (["--num_processes=2"], {}, "--num_processes does not go with --study, whose trials are"),

@@ -14,17 +14,22 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from layerkit_runner.config.config_text import config_json
+from layerkit_runner.config.flags import ParsedFlags
 from layerkit_runner.config.recorded import (
     FILE_NAME,
     near_folders,
     read_recorded_config,
 )
+from layerkit_runner.config.registry import find_experiment
+from layerkit_runner.config.resolve import (
+    ResolvedExperiment,
+    resolve_entry,
+    resolve_flags,
+)
 from layerkit_runner.errors import UsageError
-
-if TYPE_CHECKING:
-    from layerkit_runner.config.resolve import ResolvedExperiment
 
 # Longer values have lines of their own.
 _COLUMN = 32
@@ -56,6 +61,25 @@ class Difference:
     values: Mapping[str, Any]
 
 
+def run_diff_config(flags: ParsedFlags) -> int:
+    """Print the fields in which two configurations differ; return 1 if there are any."""
+    other = flags.given["diff_config"]
+    if is_folder(other):
+        there = recorded_side(other)
+        here = resolved_side(resolve_flags(flags))
+    else:
+        try:
+            entry = find_experiment(other)
+        except UsageError as error:
+            raise UsageError(f"--diff_config: {error}") from None
+        here = resolved_side(resolve_flags(flags))
+        there = resolved_side(resolve_entry(entry, ()))
+    found = differences(here, there)
+    tell = difference_json if flags.options.json else difference_text
+    print(tell(here, there, found), flush=True)
+    return 1 if found else 0
+
+
 def is_folder(other: str) -> bool:
     """Whether `--diff_config` names a folder; everything else is the name of an experiment."""
     return "://" in other or os.sep in other or os.path.isdir(os.path.expanduser(other))
@@ -82,9 +106,6 @@ def recorded_side(folder: str) -> Side:
 
 def resolved_side(resolved: ResolvedExperiment) -> Side:
     """The configuration of an experiment at hand, as it would be recorded."""
-    # Needs what configs are made of, for which a wrong name should not wait.
-    from layerkit_runner.config.config_text import config_json
-
     recorded = json.loads(json.dumps(config_json(resolved)))
     return _side(recorded["experiment"], recorded["fields"], recorded["config"])
 

@@ -140,7 +140,7 @@ def make_request(words: Sequence[str], resolve: Resolve, *, runs_elsewhere: bool
     flags = parse_flags(words)
     if flags.exp is None:
         flags = with_recorded_experiment(flags, _report)
-    if flags.help or flags.list or flags.only_prints or flags.command is not None:
+    if flags.given.get("help") or flags.given.get("list") or flags.only_prints:
         raise UsageError("`runner launch` starts a run; this command only prints.")
     if flags.mode not in JOINING_MODES:
         raise UsageError(
@@ -196,7 +196,7 @@ def _words(flags: ParsedFlags) -> tuple[str, ...]:
     words += [f"--fdl.{override.path}={override.text}" for override in flags.overrides]
     for name, value in flags.given.items():
         if name not in ("exp", "fdl_config"):
-            words.append(_word(name, value, is_switch=kinds[name].kind is bool))
+            words.append(_word(name, value, is_switch=kinds[name].is_switch))
     return tuple(words)
 
 

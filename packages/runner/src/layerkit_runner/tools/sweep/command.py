@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from layerkit.near_names import near_names
-from layerkit_runner.config.flags import ParsedFlags
+from layerkit_runner.config.flags import ParsedFlags, flag_word
 from layerkit_runner.config.overrides import Override, parse_fields
-from layerkit_runner.config.run_words import flag_word
 from layerkit_runner.errors import UsageError, first_names
 from layerkit_runner.tools.sweep.study_file import (
     Parameter,

@@ -1,0 +1,148 @@
+"""Commands and modes that packages add to `runner`.
+
+A distribution names them in the entry-point group `layerkit.commands`, as the runner does for its
+own tools:
+
+    [project.entry-points."layerkit.commands"]
+    count = "acme.counting:MODE"
+
+The named object is a `Mode` (`runner --mode=count …`), a `Command` (`runner count …`) or a
+`FlagCommand` (`runner --count=…`). Its module is imported to parse a command line and for `--help`,
+so it must be quick to import: what `run` needs is imported inside `run`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from layerkit.near_names import near_names
+from layerkit_runner.config.flag_table import FLAGS, MODES, Flag, RunOptions
+from layerkit_runner.errors import UsageError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+    from layerkit_runner.config.flags import ParsedFlags
+    from layerkit_runner.config.resolve import ResolvedExperiment
+
+GROUP = "layerkit.commands"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """A value of `--mode`, which does something with an experiment.
+
+    Attributes:
+      help: One line for `--help`.
+      run: Function of the resolved experiment and the options; returns the exit code.
+      flags: Flags of this mode alone; `options.extra` has their values by name.
+      uses: Names of flags of the runner that belong to other modes and to this one, such as json.
+    """
+
+    help: str
+    run: Callable[[ResolvedExperiment, RunOptions], int]
+    flags: tuple[Flag, ...] = ()
+    uses: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A word in place of an experiment: `runner NAME …`.
+
+    Attributes:
+      help: One line for `--help`.
+      run: Function of the words after the name; returns the exit code.
+    """
+
+    help: str
+    run: Callable[[Sequence[str]], int]
+
+
+@dataclasses.dataclass(frozen=True)
+class FlagCommand:
+    """What a flag of the runner starts in place of the mode, such as `--study`.
+
+    Attributes:
+      run: Function of the parsed command line; returns the exit code.
+    """
+
+    run: Callable[[ParsedFlags], int]
+
+
+Kind = TypeVar("Kind", Mode, Command, FlagCommand)
+
+
+def installed(kind: type[Kind]) -> dict[str, Kind]:
+    """Return the commands of a kind whose packages can be imported, by name."""
+    found = {}
+    for name in _entry_points():
+        try:
+            command = _load(name)
+        except ImportError:
+            continue
+        if isinstance(command, kind):
+            found[name] = command
+    return found
+
+
+def names(kind: type[Kind]) -> list[str]:
+    """Return the names of the installed commands of a kind."""
+    return list(installed(kind))
+
+
+def all_names() -> list[str]:
+    """Return the names of all commands and modes, also of those that cannot be imported."""
+    return list(_entry_points())
+
+
+def load(kind: type[Kind], name: str, *, shown: str) -> Kind:
+    """Return the command of that kind and name.
+
+    Args:
+      kind: `Mode`, `Command` or `FlagCommand`.
+      name: Name of its entry point.
+      shown: What was typed, for messages.
+
+    Raises:
+      UsageError: No package has it, or its package cannot be imported.
+    """
+    problem = f"no package names it in the entry-point group {GROUP}"
+    try:
+        command = _load(name) if name in _entry_points() else None
+        if isinstance(command, kind):
+            return command
+    except ImportError as error:
+        problem = str(error)
+    raise UsageError(f"{shown}: the tool {name} is not installed: {problem}.")
+
+
+def load_mode(name: str) -> Mode:
+    """Return the tool of a mode.
+
+    Raises:
+      UsageError: There is no such mode, or the package of its tool is not installed.
+    """
+    own = {mode for row in FLAGS for mode in row.modes}
+    if name not in own and name not in _entry_points():
+        known = [*MODES, *names(Mode)]
+        raise UsageError(
+            f"--mode={name}: expected one of {', '.join(known)}{near_names(name, known)}"
+        )
+    return load(Mode, name, shown=f"--mode={name}")
+
+
+@functools.cache
+def _entry_points() -> dict[str, EntryPoint]:
+    # Imported here because it takes some 40 ms.
+    from importlib import metadata
+
+    points = sorted(metadata.entry_points(group=GROUP), key=lambda point: point.name)
+    return {point.name: point for point in points}
+
+
+@functools.cache
+def _load(name: str) -> Any:
+    return _entry_points()[name].load()
