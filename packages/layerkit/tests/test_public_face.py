@@ -110,7 +110,7 @@ def test_every_layer_is_in_the_index():
         for _, thing in inspect.getmembers(module, inspect.isclass):
             if issubclass(thing, BaseLayer) and thing.__module__ == info.name:
                 defined.add(thing.__name__)
-    assert defined - INNER_LAYERS <= set(vars(layerkit.layers))
+    assert defined - INNER_LAYERS <= set(dir(layerkit.layers))
     assert defined >= INNER_LAYERS
 
 

@@ -1,9 +1,31 @@
 """Models that a task can train."""
 
-from layerkit.models.bert import BertModel as BertModel
-from layerkit.models.classification_model import ClassificationModel as ClassificationModel
-from layerkit.models.encoder_decoder import TransformerEncoderDecoder as TransformerEncoderDecoder
-from layerkit.models.language_model import LanguageModel as LanguageModel
-from layerkit.models.preference_model import DpoModel as DpoModel
-from layerkit.models.sequence_model import SequenceModel as SequenceModel
-from layerkit.models.transformer_lm import TransformerLm as TransformerLm
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from layerkit.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from layerkit.models.bert import BertModel as BertModel
+    from layerkit.models.classification_model import ClassificationModel as ClassificationModel
+    from layerkit.models.encoder_decoder import (
+        TransformerEncoderDecoder as TransformerEncoderDecoder,
+    )
+    from layerkit.models.language_model import LanguageModel as LanguageModel
+    from layerkit.models.preference_model import DpoModel as DpoModel
+    from layerkit.models.sequence_model import SequenceModel as SequenceModel
+    from layerkit.models.transformer_lm import TransformerLm as TransformerLm
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "bert": "BertModel",
+        "classification_model": "ClassificationModel",
+        "encoder_decoder": "TransformerEncoderDecoder",
+        "language_model": "LanguageModel",
+        "preference_model": "DpoModel",
+        "sequence_model": "SequenceModel",
+        "transformer_lm": "TransformerLm",
+    },
+)

@@ -1,0 +1,34 @@
+"""Public names of a package whose modules are imported when a name is first used."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from layerkit.near_names import near_names
+
+
+def lazy_names(
+    package: str, names_by_module: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` of a package.
+
+    Args:
+      package: Name of the package.
+      names_by_module: Public names, separated by spaces, by the module below the package that
+        defines them.
+    """
+    module_of = {
+        name: module for module, names in names_by_module.items() for name in names.split()
+    }
+
+    def find(name: str) -> Any:
+        if name not in module_of:
+            raise AttributeError(f"{package} has no name {name!r}{near_names(name, module_of)}")
+        value = getattr(importlib.import_module(f"{package}.{module_of[name]}"), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return find, lambda: sorted({*vars(sys.modules[package]), *module_of})
