@@ -212,6 +212,31 @@ def test_run_ends_after_too_many_bad_steps_in_a_row_and_keeps_the_work(make: Any
     jax.tree.map(np.testing.assert_array_equal, restored.state.params, expected.params)
 
 
+def test_run_that_fails_at_its_last_step_fails_again_when_it_is_repeated(make: Any):
+    options = {"bad_steps": [4, 5, 6], "learner": SMALL_STEPS}
+    job = make(num_train_steps=6, max_consecutive_skipped_steps=3, **options)
+    with pytest.raises(NonFiniteError, match="after step 6"):
+        job.executor.run(job.state, 0)
+    with job.executor.checkpoints as checkpoints:
+        checkpoints.wait_until_finished()
+        restored = checkpoints.restore(6, job.abstract)
+
+    def repeat(num_train_steps: int, limit: int) -> int:
+        again = make(
+            saves=False,
+            num_train_steps=num_train_steps,
+            max_consecutive_skipped_steps=limit,
+            **options,
+        )
+        again.executor.train_programs.skipped.restore(restored.metadata[SKIPPED_STEPS])
+        return again.executor.run(restored.state, 6)[1]
+
+    with pytest.raises(NonFiniteError, match="after step 6: 3 steps in a row") as caught:
+        repeat(6, 3)
+    assert caught.value.exit_code == 65
+    assert repeat(6, 4) == 6
+
+
 @pytest.mark.parametrize("num_train_steps", [100, 3])
 def test_run_without_any_valid_step_ends_early_and_saves_nothing(
     make: Any, tmp_path: Any, num_train_steps: int

@@ -7,7 +7,6 @@ training step is compiled, and no host holds more than its devices need.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,7 @@ from layerkit_runner.init_from.origins import (
     Opened,
     StoredValues,
 )
-from layerkit_runner.init_from.provenance import RANDOM_INIT, Provenance, copy_of
+from layerkit_runner.init_from.provenance import RANDOM_INIT, FirstState, Provenance, copy_of
 from layerkit_runner.init_from.settings import InitFrom, Source
 from layerkit_runner.init_from.stored_checkpoint import StoredCheckpoint
 from layerkit_runner.init_from.stored_hugging_face import StoredHuggingFace
@@ -47,42 +46,30 @@ Report = Callable[[str], None]
 _Key = tuple[int, LeafPath]
 
 
-@dataclasses.dataclass(frozen=True)
-class FirstState:
-    """What a run begins with.
-
-    Attributes:
-      state: On the devices.
-      step: That of the state.
-      provenance: Where its values came from; None where all are drawn, or restored.
-      is_restored: Whether the run goes on from a checkpoint.
-    """
-
-    state: TrainState
-    step: int = 0
-    provenance: Provenance | None = None
-    is_restored: bool = False
-
-
 def plan_first_state(
-    partitioner: Partitioner, task: SingleTask, *, report: Report = _LOG.warning
+    partitioner: Partitioner,
+    task: SingleTask,
+    *,
+    weights: Any = None,
+    report: Report = _LOG.warning,
 ) -> Callable[[], FirstState]:
-    """Looks for the task's initial weights; the returned function reads them and draws the rest.
+    """Find the initial weights; return a function that reads them and draws the others.
 
     Args:
-      partitioner: Started and bound to the task.
-      task: With its `initial_weights`.
-      report: Takes what the user must know of damaged checkpoints, a line at a time.
+      partitioner: Started partitioner, bound to the task.
+      task: Task of the run.
+      weights: Source of the initial weights; None for `task.initial_weights`.
+      report: Called with each line about damaged checkpoints.
 
     Raises:
       UsageError: the sources are not there, or do not fit the model; from the function, that they
         cannot be read.
     """
-    source = task.initial_weights
+    source = task.initial_weights if weights is None else weights
     if source is None:
         return lambda: FirstState(partitioner.init_fn(task)())
     if not isinstance(source, InitFrom):
-        return lambda: _from_loader(partitioner, task)
+        return lambda: _from_loader(partitioner, task, source)
     state = partitioner.abstract_stored_state(task)
     try:
         opened = [_open(one, state, report) for one in source.sources]
@@ -246,9 +233,9 @@ def _hugging_face_folders(found: Iterable[Found]) -> Iterator[str]:
             yield one.stored.label
 
 
-def _from_loader(partitioner: Partitioner, task: SingleTask) -> FirstState:
-    """The first state by an object that loads weights itself: `load(model, like)`."""
-    loader, like = task.initial_weights, partitioner.abstract_stored_state(task).params
+def _from_loader(partitioner: Partitioner, task: SingleTask, loader: Any) -> FirstState:
+    """Make the first state with an object that loads weights itself: `load(model, like)`."""
+    like = partitioner.abstract_stored_state(task).params
     try:
         given = loader.load(task.model, like)
     except (OSError, ValueError, ImportError) as error:

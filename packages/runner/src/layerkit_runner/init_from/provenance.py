@@ -15,6 +15,7 @@ from etils import epath
 
 from layerkit_runner.errors import first_names
 from layerkit_runner.files.atomic_write import atomic_write
+from layerkit_runner.training.train_state import TrainState
 
 RECORD = "initial_values.json"
 RANDOM_INIT = "random_init"
@@ -85,6 +86,23 @@ class Provenance:
             "hugging_face": self.hugging_face,
         }
         atomic_write(directory / RECORD, json.dumps(record, indent=2) + "\n")
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstState:
+    """The state that a run starts from.
+
+    Attributes:
+      state: State on the devices.
+      step: Number of completed steps.
+      provenance: Record of where first values came from; None if all are drawn or restored.
+      is_restored: Whether the state comes from a checkpoint that is resumed.
+    """
+
+    state: TrainState
+    step: int = 0
+    provenance: Provenance | None = None
+    is_restored: bool = False
 
 
 def copy_of(name: str) -> str:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from layerkit.diagnostics import layer_of
 from layerkit.nested_map import MissingKeyError
 from layerkit_runner.config.experiment import BaseExperiment, experiment_fields
-from layerkit_runner.config.flag_table import FOLLOWING_MODES, ONCE_MODES
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.errors import StorageError, UsageError, layer_error_text, unknown_name_text
@@ -55,27 +54,34 @@ def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
         set_compiler_flags,
         set_gpu_memory_share,
     )
-    from layerkit_runner.modes import export as export_mode
-    from layerkit_runner.modes import inference as inference_modes
-    from layerkit_runner.modes import train as train_mode
 
     if mode == "train":
         check_no_automatic_profile()
     set_compiler_flags(options)
     set_gpu_memory_share()
-    infer = inference_modes.run_inference
-    modes: dict[str, Callable[[ResolvedExperiment, RunOptions], int]] = {
-        "train": train_mode.run_train,
-        **{name: functools.partial(infer, name) for name in (*FOLLOWING_MODES, *ONCE_MODES)},
-        "export": export_mode.run_export,
-    }
+    run_mode = _mode_function(mode)
     with (
         joined(options) as process,
         _watched(process, mode),
         layer_errors(resolved, process),
         _in_one_sentence(mode, resolved, process),
     ):
-        return modes[mode](resolved, options)
+        return run_mode(resolved, options)
+
+
+def _mode_function(mode: str) -> Callable[[ResolvedExperiment, RunOptions], int]:
+    """Import the module of a mode, and of no other mode; return the function that runs it."""
+    if mode == "train":
+        from layerkit_runner.modes.train import run_train
+
+        return run_train
+    if mode == "export":
+        from layerkit_runner.modes.export import run_export
+
+        return run_export
+    from layerkit_runner.modes.inference import run_inference
+
+    return functools.partial(run_inference, mode)
 
 
 @contextlib.contextmanager

@@ -30,9 +30,7 @@ from layerkit_runner.distributed.forced_exit import before_forced_exit, forced_e
 from layerkit_runner.distributed.process_exchange import gather_values
 from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.errors import StorageError, UsageError, layer_error_text
-from layerkit_runner.init_from import FirstState, plan_first_state
-from layerkit_runner.init_from.provenance import write_record
-from layerkit_runner.init_from.settings import init_from_flags
+from layerkit_runner.init_from.provenance import FirstState, write_record
 from layerkit_runner.modes import end_report
 from layerkit_runner.modes.metric_checks import check_best_metric, check_metric_names
 from layerkit_runner.modes.start_report import LayerNotes, compiled_lines, run_info, start_lines
@@ -299,14 +297,21 @@ def _step_profiler(job: Job) -> StepProfiler:
 
 
 def _plan_first_state(job: Job) -> Callable[[], FirstState]:
-    """Compares what a new run is to begin with; the function that is returned reads it."""
+    """Compare what a new run is to start from; return a function that reads or draws it."""
     job.abstract_state()  # refused fields are told in the name of the experiment
     options, task = job.options, job.task
+    if options.init_from is None and task.initial_weights is None:
+        return lambda: FirstState(job.partitioner.init_fn(task)())
+    # Only runs that start from stored weights need the readers of all formats.
+    from layerkit_runner.init_from import plan_first_state
+    from layerkit_runner.init_from.settings import init_from_flags
+
+    weights = None
     if options.init_from is not None:
         if task.initial_weights is not None:
             job.observers.message("--init_from takes the place of task.initial_weights")
-        task.initial_weights = init_from_flags(options.init_from, options.init_draw)
-    return plan_first_state(job.partitioner, task, report=job.observers.message)
+        weights = init_from_flags(options.init_from, options.init_draw)
+    return plan_first_state(job.partitioner, task, weights=weights, report=job.observers.message)
 
 
 def _set_input_states(

@@ -100,6 +100,9 @@ class Executor:
 
     def _run(self, state: TrainState, step: int) -> tuple[TrainState, int]:
         skipped = self.train_programs.skipped
+        if step >= self.train.num_train_steps:
+            # A run that failed at its last step has no step left in which it could recover.
+            skipped.check_limit(step)
         while skipped.problem is None:
             stops = self.signals.agreed(step)
             on_demand = self.signals.take_save_request() and self._can_save_on_demand()

@@ -65,11 +65,8 @@ class SkippedSteps:
         """
         self.in_a_row += 1
         self.in_all += 1
-        self.has_taken_any |= step > self.in_all
         found = f"{loss_name}={loss}, gradient norm={grad_norm}"
-        limit = self._limit()
-        if limit is not None and self.in_a_row >= limit and self.problem is None:
-            self.problem = self._problem(step, found)
+        self.check_limit(step, found=f" The last one has {found}.")
         if self.in_a_row > _REPORTED_ONE_BY_ONE and self.in_a_row % 10:
             return None
         is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
@@ -88,6 +85,18 @@ class SkippedSteps:
             f"WARNING: step {step}: {found}. Expected {expected}. The step {outcome}"
             f" ({self.in_a_row} in a row, {self.in_all} in all).{causes}"
         )
+
+    def check_limit(self, step: int, *, found: str = "") -> None:
+        """Set `problem` if the newest steps in a row that were not valid reach the limit.
+
+        Args:
+          step: Number of completed steps.
+          found: Sentence about the last of these steps, for the message.
+        """
+        self.has_taken_any |= step > self.in_all
+        limit = self._limit()
+        if limit is not None and self.in_a_row >= limit and self.problem is None:
+            self.problem = self._problem(step, found)
 
     def record(self) -> dict[str, Any]:
         """Return the counts as JSON values, for a checkpoint."""
@@ -112,7 +121,7 @@ class SkippedSteps:
         )
         return (
             f"training stopped after step {step}: {self.in_a_row} steps in a row were not valid"
-            f" (task.train.max_consecutive_skipped_steps={self.max_in_a_row}{never}). The last one"
-            f" has {found}. {_CAUSES} --mode=inspect --inspect=batches shows what the inputs feed;"
+            f" (task.train.max_consecutive_skipped_steps={self.max_in_a_row}{never}).{found}"
+            f" {_CAUSES} --mode=inspect --inspect=batches shows what the inputs feed;"
             " metrics.jsonl has the values of each skipped step."
         )

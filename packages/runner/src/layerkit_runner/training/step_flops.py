@@ -15,19 +15,18 @@ from layerkit.config import (
     target_of,
     walk_configs,
 )
-from layerkit.layers import MultiHeadLatentAttention, StackedTransformerRepeated
-from layerkit.layers.attention.base_attention import BaseAttention
-from layerkit.layers.pipelined_transformer import PipelinedTransformer
 from layerkit.layers.products import unused_templates
+from layerkit.layers.stacks import StackedTransformerRepeated
 from layerkit_runner.training.batch_specs import batch_spec
 from layerkit_runner.training.flops import program_flops, training_flops
 from layerkit_runner.training.step_context import GLOBAL_BATCH
 from layerkit_runner.training.train_state import TrainState
 
-# Fields by which layers compute something anew in the backward pass: the values that do not.
-_RECOMPUTING = {"remat": "none", "chunk_size": None}
-# What has a field `backend`.
-_FUSED = (BaseAttention, MultiHeadLatentAttention)
+# Fields by which layers recompute something in the backward pass, with the values that do not, and
+# the backend of attention, since a fused kernel cannot be traced where its device is missing.
+_PLAIN = {"remat": "none", "chunk_size": None, "backend": "xla"}
+# Compared by its name, so that a run without pipelines does not import them.
+_PIPELINE = "layerkit.layers.pipelined_transformer.PipelinedTransformer"
 
 
 def model_flops_per_step(task_config: Config, batch: Any, rows: int) -> float:
@@ -65,7 +64,7 @@ def _without_pipelines(task: Config) -> Config:
     task = copy_config(task)
     for config in list(walk_configs(task)):
         for name, value in assigned_fields(config).items():
-            if is_config(value) and target_of(value) is PipelinedTransformer:
+            if is_config(value) and _full_name(target_of(value)) == _PIPELINE:
                 setattr(config, name, _repeated(value))
     return task
 
@@ -77,12 +76,9 @@ def _computed_plainly(task: Config) -> Config:
     for config in walk_configs(task):
         if id(config) in unused:
             continue
-        for field, kept in _RECOMPUTING.items():
+        for field, value in _PLAIN.items():
             if field in field_names(config):
-                setattr(config, field, kept)
-        target = target_of(config)
-        if isinstance(target, type) and issubclass(target, _FUSED):
-            config.backend = "xla"
+                setattr(config, field, value)
     return task
 
 
@@ -90,3 +86,7 @@ def _repeated(pipelined: Any) -> Any:
     names = field_names(StackedTransformerRepeated)
     fields = {n: value for n, value in assigned_fields(pipelined).items() if n in names}
     return StackedTransformerRepeated.HParams.config(**fields)
+
+
+def _full_name(target: Any) -> str:
+    return f"{target.__module__}.{target.__qualname__}"

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from layerkit.config import Config
-from layerkit.layers.pipelined_transformer import PipelinedTransformer
 from layerkit.sharding import DEFAULT_RULES
 from layerkit_experiments.lm.recipes.model import TransformerLmModel, remat_policy
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
@@ -62,6 +61,8 @@ class Pipelined(TransformerLmModel):
 
     def stack(self) -> Config:
         """The config of the pipelined stack."""
+        from layerkit.layers.pipelined_transformer import PipelinedTransformer
+
         return PipelinedTransformer.HParams.config(
             num_stages=self.NUM_STAGES,
             circular_repeats=self.CIRCULAR_REPEAT,
