@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.prefetch import Prefetch
-from layerkit_runner.data.batch_checks import check_batch
+from layerkit_runner.data.batch_checks import cast_text, check_batch
 from layerkit_runner.data.device_feed import DeviceFeed
 from layerkit_runner.data.infeed import eval_batches, peek_batch
 from layerkit_runner.errors import UsageError
@@ -91,3 +92,37 @@ def test_padding_of_an_evaluation_is_declared_too():
     dataset.reset()
     with pytest.raises(UsageError, match="Expected 10 rows"):
         check_batch(dataset, dataset.get_next(), is_padded=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(2**31, np.int64), (-(2**31) - 1, np.int64), (2**32, np.uint64)]
+)
+def test_integer_that_jax_would_wrap_around_raises(way: str, value: int, dtype: Any):
+    enter, fields = WAYS[way]
+    arrays = {"x": np.zeros((8, 2), dtype)}
+    arrays["x"][3, 1] = value
+    text = rf"input 'web' \(Given\): .* 'x' has dtype={dtype.__name__} and holds {value}\. Expected"
+    with pytest.raises(UsageError, match=text):
+        enter(Given(batch_size=8, name="web", arrays=arrays, **fields))
+
+
+@pytest.mark.parametrize("value", [2**31 - 1, -(2**31)])
+def test_integer_of_64_bits_that_fits_32_enters(value: int):
+    dataset = Given(batch_size=1, arrays={"x": np.array([value])})
+    assert check_batch(dataset, dataset.get_next()).x == value
+
+
+def test_cast_text_names_the_floats_that_lose_bits():
+    batch = NestedMap(
+        x=np.zeros(2),
+        side=NestedMap(y=np.zeros(2), z=np.zeros(2, np.complex128)),
+        ids=np.zeros(2, np.int64),
+        half=np.zeros(2, np.float16),
+    )
+    assert cast_text(batch) == (
+        "side.y, x: float64 → float32; side.z: complex128 → complex64 (JAX_ENABLE_X64 is off)"
+    )
+    assert cast_text(NestedMap(x=np.zeros(2, np.float32), names=np.array(["a"]))) is None
+    with jax.enable_x64(True):  # noqa: FBT003
+        assert cast_text(batch) is None

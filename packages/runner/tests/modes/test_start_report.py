@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from layerkit_inputs import LocalText, Prefetch
+from layerkit.nested_map import NestedMap
+from layerkit_inputs import IndexedInput, LocalText, Prefetch
 from layerkit_inputs.tokenizers import HuggingFaceTokenizer
 from layerkit_runner.modes.start_report import LayerNotes, input_lines
 
@@ -57,3 +59,16 @@ def test_special_tokens_in_text_are_reported_at_the_start(tmp_path: Path, value:
         assert fact in line
     (only,) = input_lines(LocalText(batch_size=1, paths=[str(tmp_path / "*.txt")]))
     assert only.startswith("input ")
+
+
+class Doubles(IndexedInput):
+    def _num_rows(self) -> int:
+        return 4
+
+    def _read_rows(self, rows: np.ndarray) -> NestedMap:
+        return NestedMap(x=rows / 2, y=rows.astype(np.float32))
+
+
+def test_cast_of_float64_batches_is_reported_at_the_start():
+    _, line = input_lines(Prefetch(source=Doubles(batch_size=2, is_training=True)))
+    assert line == "cast         x: float64 → float32 (JAX_ENABLE_X64 is off)"

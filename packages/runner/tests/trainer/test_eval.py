@@ -94,6 +94,22 @@ def test_metrics_of_the_data_set_see_the_score_of_each_example_once(
     assert recorder.evals == [(3, "points", means)]
 
 
+def test_cast_of_float64_batches_is_reported_once(tiny: SimpleNamespace):
+    class Doubles(tiny.Points):
+        """Adds an array of float64."""
+
+        def get_next(self) -> Any:
+            batch = super().get_next()
+            batch.extra = np.zeros(len(batch.provenance))
+            return batch
+
+    program, state = make_program(tiny, SpmdPartitioner(), Doubles.HParams.config(num_rows=19))
+    recorder = Recorder()
+    program.run(state, 3, recorder)
+    program.run(state, 4, recorder)
+    assert recorder.messages == ["points: cast extra: float64 → float32 (JAX_ENABLE_X64 is off)"]
+
+
 def test_an_example_that_comes_twice_is_refused(tiny: SimpleNamespace):
     class Twice(tiny.Points):
         """Numbers its rows 0 to 4, over and over."""

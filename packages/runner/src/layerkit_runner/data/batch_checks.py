@@ -1,7 +1,10 @@
-"""Checks of every batch where it enters the runner: its number of rows, and the dtype of ids."""
+"""Checks of every batch where it enters the runner: number of rows, and dtypes."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 import numpy as np
 
 from layerkit.nested_map import NestedMap
@@ -14,9 +17,9 @@ _INTEGER_FIELDS = frozenset({"ids", "segment_ids", "segment_pos", "prompt_length
 
 
 def check_batch(dataset: BaseInput, batch: NestedMap, *, is_padded: bool = False) -> NestedMap:
-    """Return `batch` if it has the rows that `dataset` declares and integer ids.
+    """Return `batch` if it has the rows that `dataset` declares, and integers that JAX can hold.
 
-    The check reads shapes and dtypes alone, so it costs microseconds.
+    The check reads shapes and dtypes, and the values of 64-bit integers, so it costs microseconds.
 
     Args:
       dataset: Input that made the batch.
@@ -24,7 +27,8 @@ def check_batch(dataset: BaseInput, batch: NestedMap, *, is_padded: bool = False
       is_padded: Whether `get_next_padded` made it, which appends `batch_padding_size` rows.
 
     Raises:
-      UsageError: an array has another number of rows, or ids are not integers.
+      UsageError: an array has another number of rows, ids are not integers, or an integer does not
+        fit the dtype to which JAX converts it.
     """
     expected = dataset.local_batch_size + (dataset.batch_padding_size if is_padded else 0)
     for path, leaf in batch.flatten_items():
@@ -37,6 +41,7 @@ def check_batch(dataset: BaseInput, batch: NestedMap, *, is_padded: bool = False
                 " fill the last batch of an epoch up with rows of weight 0"
                 " (layerkit_inputs.eval_padding.pad_rows)."
             )
+        _check_fits(dataset, path, leaf)
         if path.rpartition(".")[2] not in _INTEGER_FIELDS:
             continue
         # Not by np.asarray, which would fetch an array that is on a device.
@@ -47,6 +52,48 @@ def check_batch(dataset: BaseInput, batch: NestedMap, *, is_padded: bool = False
                 " such as int32. Convert it in the input."
             )
     return batch
+
+
+def cast_text(batch: NestedMap) -> str | None:
+    """Return which fields JAX converts to floats of fewer bits; None if there are none.
+
+    Args:
+      batch: Host-local batch.
+
+    Returns:
+      Text such as `x, y: float64 → float32 (JAX_ENABLE_X64 is off)`.
+    """
+    fields: dict[str, list[str]] = {}
+    for path, leaf in batch.flatten_items():
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is not None and dtype.kind in "fc" and _dtype_in_jax(dtype) != dtype:
+            fields.setdefault(f"{dtype} → {_dtype_in_jax(dtype)}", []).append(path)
+    if not fields:
+        return None
+    casts = "; ".join(f"{', '.join(paths)}: {cast}" for cast, paths in fields.items())
+    return f"{casts} (JAX_ENABLE_X64 is off)"
+
+
+def _check_fits(dataset: BaseInput, path: str, leaf: Any) -> None:
+    """Raise UsageError for integers of 64 bits that JAX would wrap around."""
+    if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "iu" or not leaf.size:
+        return
+    dtype = _dtype_in_jax(leaf.dtype)
+    if dtype == leaf.dtype:
+        return
+    limits = np.iinfo(dtype)
+    for value in (leaf.min(), leaf.max()):
+        if not limits.min <= value <= limits.max:
+            raise UsageError(
+                f"{_label(dataset)}: the batch field {path!r} has dtype={leaf.dtype} and holds"
+                f" {value}. Expected values that fit {dtype}, to which JAX converts them. Return"
+                " smaller numbers, or set JAX_ENABLE_X64=1."
+            )
+
+
+def _dtype_in_jax(dtype: np.dtype) -> np.dtype:
+    """Return the dtype that an array of this one has on a device."""
+    return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
 
 
 def _label(dataset: BaseInput) -> str:

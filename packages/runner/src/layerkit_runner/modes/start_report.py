@@ -12,6 +12,8 @@ import jax
 
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.prefetch import Prefetch
+from layerkit_runner.data.batch_checks import cast_text
+from layerkit_runner.data.infeed import peek_batch
 from layerkit_runner.distributed.xla_flags import flag_lines
 from layerkit_runner.files.byte_sizes import megabytes
 from layerkit_runner.observers import RunInfo
@@ -108,8 +110,10 @@ def batch_text(batch: Any) -> str:
 
 
 def input_lines(train_input: BaseInput) -> Iterator[str]:
-    """Yield what is known of an input and, where it says something of it, of its tokenizer."""
+    """Yield what is known of an input, of casts of its batches and of its tokenizer."""
     yield f"input        {input_text(train_input)}"
+    if casts := cast_text(peek_batch(train_input)):
+        yield f"cast         {casts}"
     if note := getattr(train_input.text_tokenizer(), "note", None):
         yield f"tokenizer    {note}"
 

@@ -6,7 +6,9 @@ from typing import Any
 
 from etils import epath
 
+from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
+from layerkit_runner.data.batch_checks import cast_text
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import Observer
 from layerkit_runner.partitioning import Partitioner
@@ -55,6 +57,7 @@ class BaseProgram:
         self.folder = folder
         self.interval_steps = interval_steps
         self.metrics: dict[str, float] = {}
+        self._told_of_casts = False
 
     def run(self, state: TrainState, step: int, observers: Observer) -> Any:
         """Runs with the state after `step` steps; called by every process.
@@ -69,6 +72,12 @@ class BaseProgram:
           of the best checkpoint know them as `NAME/METRIC`. Of a decoding, a list of records.
         """
         raise NotImplementedError(f"{type(self).__qualname__} must define run")
+
+    def report_casts(self, batch: NestedMap, observers: Observer) -> None:
+        """Report, once, which fields of a host-local batch JAX converts to floats of fewer bits."""
+        if not self._told_of_casts and (casts := cast_text(batch)):
+            observers.message(f"{self.name}: cast {casts}")
+        self._told_of_casts = True
 
     def metric_names(self, abstract_state: TrainState) -> set[str] | None:
         """Names of the metrics that an evaluation reports, told without running it.

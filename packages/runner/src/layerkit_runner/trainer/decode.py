@@ -102,7 +102,7 @@ class DecodeProgram(BaseProgram):
                 records = [json.loads(line) for line in path.read_text().splitlines()]
                 self._report(records, step, observers)
                 return records
-        decoded = self._decode(state, path)
+        decoded = self._decode(state, path, observers)
         records = decoded.records
         if path is not None and jax.process_index() == 0:
             lines = "".join(encode(record) + "\n" for record in records)
@@ -133,10 +133,13 @@ class DecodeProgram(BaseProgram):
         if metrics:
             observers.eval_metrics(step, DECODE_PREFIX + self.name, metrics)
 
-    def _decode(self, state: TrainState, path: epath.Path | None) -> DecodedRecords:
+    def _decode(
+        self, state: TrainState, path: epath.Path | None, observers: Observer
+    ) -> DecodedRecords:
         npz_name = None if path is None else npz_beside(path).name
         decoded = DecodedRecords(self.dataset, self.name, npz_name=npz_name)
         for index, batch in enumerate(eval_batches(self.dataset)):
+            self.report_casts(batch, observers)
             if self.dataset.has_prediction_metrics:
                 check_has_provenance(batch, self.name)
             global_batch = self.partitioner.put_batch(batch)

@@ -95,6 +95,7 @@ class EvalProgram(BaseProgram):
                 scores.add(rows.provenance, rows.scores.tolist())
 
         for batch in eval_batches(self.dataset):
+            self.report_casts(batch, observers)
             global_batch = self._put(batch)
             padding.add(batch, global_rows=jax.tree.leaves(global_batch)[0].shape[0])
             pending.append(self._start(state, global_batch))
