@@ -115,14 +115,26 @@ def test_page_on_a_model_of_ones_own_trains_decodes_and_loops(
             assert cli.main(words) == 0, command
         outputs = capsys.readouterr().out
         exec(compile(loop, "loop.py", "exec"), {})
+        scored = BLOCK.findall((DOCS / "evaluation.md").read_text())
+        (tmp_path / "scored.py").write_text("\n".join(scored))
+        assert cli.main(["--exp=scored.Scored", "--job_log_dir=runs/scored"]) == 0
     finally:
+        sys.modules.pop("scored", None)
         sys.modules.pop("regression", None)
     assert "eval heldout | absolute_error" in outputs
     (decoded,) = (tmp_path / "runs/first/decode/heldout").glob("*.jsonl")
     records = [json.loads(line) for line in decoded.read_text().splitlines()]
     assert len(records) == 2000 and records[0].keys() == {"example", "predicted", "y"}
     # What always answers 0 is off by the mean of |y|, 0.90.
-    assert float(capsys.readouterr().out.split()[-1]) < 0.25
+    looped = capsys.readouterr().out
+    assert float(re.findall(r"^absolute_error (.*)$", looped, re.MULTILINE)[0]) < 0.25
+    (decoded,) = (tmp_path / "runs/scored/decode/heldout").glob("*.jsonl")
+    records = [json.loads(line) for line in decoded.read_text().splitlines()]
+    y = np.array([record["y"] for record in records])
+    predicted = np.array([record["predicted"] for record in records])
+    r2 = 1 - np.sum((y - predicted) ** 2) / np.sum((y - y.mean()) ** 2)
+    reported = re.findall(r"eval heldout \| r2 (\S+)", looped)
+    assert float(reported[-1]) == pytest.approx(r2, abs=1e-3)
 
 
 def test_loss_function_of_layerkits_readme_keeps_moving_averages():
