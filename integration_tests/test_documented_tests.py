@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from layerkit_runner.config.flag_table import FLAGS, OTHER_NAMES, PAX_ANSWERS
+from layerkit_runner.run_options import FLAGS, OTHER_NAMES, PAX_ANSWERS
 
 ROOT = Path(__file__).parents[1]
 PAX = (ROOT / "docs/coming_from_pax.md").read_text()

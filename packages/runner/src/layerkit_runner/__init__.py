@@ -13,22 +13,22 @@ if TYPE_CHECKING:
     from layerkit_runner.config.commands import Command as Command
     from layerkit_runner.config.commands import Mode as Mode
     from layerkit_runner.config.experiment import BaseExperiment as BaseExperiment
-    from layerkit_runner.config.flag_table import Flag as Flag
-    from layerkit_runner.config.flag_table import RunOptions as RunOptions
     from layerkit_runner.config.overrides import Override as Override
     from layerkit_runner.config.resolve import ResolvedExperiment as ResolvedExperiment
     from layerkit_runner.errors import UsageError as UsageError
+    from layerkit_runner.run_options import Flag as Flag
+    from layerkit_runner.run_options import RunOptions as RunOptions
 
 # The module of each public name. A function called as its module (`resolve`) cannot be here: once
 # the module is imported, Python would find that under the name.
 _MODULES = {
     "BaseExperiment": "config.experiment",
     "Command": "config.commands",
-    "Flag": "config.flag_table",
+    "Flag": "run_options",
     "Mode": "config.commands",
     "Override": "config.overrides",
     "ResolvedExperiment": "config.resolve",
-    "RunOptions": "config.flag_table",
+    "RunOptions": "run_options",
     "UsageError": "errors",
 }
 

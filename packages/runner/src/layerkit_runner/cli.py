@@ -47,9 +47,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from layerkit_runner.config import commands
-from layerkit_runner.config.flag_table import MODES
 from layerkit_runner.config.flags import ParsedFlags, check_folder, help_text, parse_flags
 from layerkit_runner.errors import UsageError, unknown_name_text
+from layerkit_runner.run_options import MODES
 
 if TYPE_CHECKING:
     from layerkit_runner.config.resolve import ResolvedExperiment

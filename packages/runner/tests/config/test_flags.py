@@ -8,10 +8,10 @@ import absl.logging  # noqa: F401 - defines flags, as a library would
 import pytest
 from absl import flags as absl_flags
 
-from layerkit_runner.config.flag_table import FLAGS, Flag, RunOptions, positive
 from layerkit_runner.config.flags import check_folder, help_text, parse_flags, read_flags
 from layerkit_runner.config.overrides import Override
 from layerkit_runner.errors import UsageError
+from layerkit_runner.run_options import FLAGS, Flag, RunOptions, positive
 
 EXP = "--exp=lm.Small"
 

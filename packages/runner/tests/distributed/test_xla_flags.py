@@ -13,7 +13,6 @@ import pytest
 from jaxlib.xla_client import generate_pjrt_gpu_plugin_options
 
 from layerkit_runner import UsageError
-from layerkit_runner.config.flag_table import FLAGS
 from layerkit_runner.config.flags import RunOptions, parse_flags
 from layerkit_runner.distributed.xla_flags import (
     PRESETS,
@@ -23,6 +22,7 @@ from layerkit_runner.distributed.xla_flags import (
     set_compiler_flags,
     set_gpu_memory_share,
 )
+from layerkit_runner.run_options import FLAGS
 from layerkit_runner.tools.plan.hardware import device_kind
 
 H100, V5P, V6E = "NVIDIA H100 80GB HBM3", "TPU v5", "TPU v6 lite"

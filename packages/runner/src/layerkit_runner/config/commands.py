@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from layerkit.near_names import near_names
-from layerkit_runner.config.flag_table import FLAGS, MODES, Flag, RunOptions
 from layerkit_runner.errors import UsageError
+from layerkit_runner.run_options import FLAGS, MODES, Flag, RunOptions
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

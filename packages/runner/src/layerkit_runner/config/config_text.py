@@ -17,7 +17,6 @@ from typing import Any
 
 from layerkit.config import assigned_fields, field_names, is_config
 from layerkit_runner.config import field_types
-from layerkit_runner.config.flag_table import RunOptions
 from layerkit_runner.config.flags import run_words
 from layerkit_runner.config.overrides import OPTIONAL_ROOTS, ROOTS
 from layerkit_runner.config.resolve import (
@@ -26,6 +25,7 @@ from layerkit_runner.config.resolve import (
     field_value,
     target_name,
 )
+from layerkit_runner.run_options import RunOptions
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 

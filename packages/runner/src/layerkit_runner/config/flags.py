@@ -18,7 +18,9 @@ from absl import flags as absl_flags
 
 from layerkit.near_names import near_names
 from layerkit_runner.config import commands
-from layerkit_runner.config.flag_table import (
+from layerkit_runner.config.overrides import Override, check_consistent, parse_override
+from layerkit_runner.errors import UsageError
+from layerkit_runner.run_options import (
     AUTO_ADDRESS,
     FLAGS,
     INSPECTED,
@@ -31,8 +33,6 @@ from layerkit_runner.config.flag_table import (
     RunOptions,
     switch,
 )
-from layerkit_runner.config.overrides import Override, check_consistent, parse_override
-from layerkit_runner.errors import UsageError
 
 # Features of absl that read files and hide mistakes; a recorded command line may hold anything.
 _NOT_OURS = ("flagfile", "undefok")

@@ -28,7 +28,6 @@ from typing import Any, NoReturn
 
 import jax
 
-from layerkit_runner.config.flags import AUTO_ADDRESS, RunOptions
 from layerkit_runner.distributed.forced_exit import told_to_others
 from layerkit_runner.distributed.launchers import check_processes, find_launch, local_device_ids
 from layerkit_runner.distributed.listening import bind_address, listen
@@ -36,6 +35,7 @@ from layerkit_runner.distributed.peer_monitor.start import Identity, StartedComp
 from layerkit_runner.distributed.stop_agreement import KeyValueStore
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import absolute, check_links, private_folder
+from layerkit_runner.run_options import AUTO_ADDRESS, RunOptions
 
 # Of a process that ends because another was lost: sysexits.h's "try again".
 LOST_PROCESS_EXIT_CODE = 75

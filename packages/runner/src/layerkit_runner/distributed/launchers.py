@@ -11,8 +11,8 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
-from layerkit_runner.config.flags import AUTO_ADDRESS, RunOptions
 from layerkit_runner.errors import UsageError
+from layerkit_runner.run_options import AUTO_ADDRESS, RunOptions
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,8 +16,8 @@ import os
 import re
 from collections.abc import Iterator, Mapping, MutableMapping
 
-from layerkit_runner.config.flag_table import RunOptions
 from layerkit_runner.errors import UsageError
+from layerkit_runner.run_options import RunOptions
 
 # How much of a GPU's memory a program is given, here and in plans. The rest is for CUDA's context,
 # NCCL's buffers and libraries. JAX's own default, three quarters, would end runs that fit.

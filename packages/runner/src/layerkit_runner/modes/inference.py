@@ -13,7 +13,6 @@ import contextlib
 
 import jax
 
-from layerkit_runner.config.flag_table import FOLLOWING_MODES
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.data.data_agreement import check_same_data
@@ -22,6 +21,7 @@ from layerkit_runner.distributed.stop_signals import StopRequestedError, StopSig
 from layerkit_runner.errors import UsageError
 from layerkit_runner.modes.checkpoint_reader import CheckpointReader
 from layerkit_runner.modes.following import follow
+from layerkit_runner.run_options import FOLLOWING_MODES
 from layerkit_runner.trainer.build_programs import decode_programs, eval_programs, inputs_of
 from layerkit_runner.trainer.job import Job, start_job
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from layerkit_runner.config.commands import Command, FlagCommand, Mode
-from layerkit_runner.config.flag_table import FLAGS, RunOptions
+from layerkit_runner.run_options import FLAGS, RunOptions
 
 if TYPE_CHECKING:
     from layerkit_runner.config.flags import ParsedFlags

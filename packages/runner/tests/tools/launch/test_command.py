@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from layerkit_runner import cli
-from layerkit_runner.config.flag_table import FLAGS, OTHER_NAMES
+from layerkit_runner.run_options import FLAGS, OTHER_NAMES
 from layerkit_runner.tools.launch.command import KINDS, _own_flags
 
 DOCS = Path(__file__).resolve().parents[5] / "docs"

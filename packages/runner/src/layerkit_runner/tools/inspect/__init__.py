@@ -12,8 +12,8 @@ Nothing is written, no weight is made, and no accelerator is touched.
 from __future__ import annotations
 
 from layerkit_runner.config.config_text import printed_config
-from layerkit_runner.config.flag_table import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
+from layerkit_runner.run_options import RunOptions
 
 
 def run_inspect(resolved: ResolvedExperiment, options: RunOptions) -> int:

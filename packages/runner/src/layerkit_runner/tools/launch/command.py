@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from layerkit.near_names import near_names
-from layerkit_runner.config.flag_table import OTHER_NAMES
 from layerkit_runner.config.flags import FLAGS
 from layerkit_runner.errors import UsageError
+from layerkit_runner.run_options import OTHER_NAMES
 from layerkit_runner.tools.launch import kubernetes, local, slurm, tpu
 from layerkit_runner.tools.launch.data_fields import unset_data_lines
 from layerkit_runner.tools.launch.environment import variable

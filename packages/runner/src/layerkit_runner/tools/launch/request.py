@@ -11,10 +11,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from layerkit_runner.config.flag_table import JOINING_MODES
 from layerkit_runner.config.flags import FLAGS, ParsedFlags, RunOptions, parse_flags
 from layerkit_runner.config.recorded import with_recorded_experiment
 from layerkit_runner.errors import UsageError
+from layerkit_runner.run_options import JOINING_MODES
 from layerkit_runner.tools.launch.data_fields import unset_data_fields
 
 if TYPE_CHECKING:
