@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from layerkit_runner.distributed.distributed import LOST_PROCESS_EXIT_CODE
+from layerkit_runner.distributed.cluster import LOST_PROCESS_EXIT_CODE
 from layerkit_runner.distributed.watchdog import HUNG_EXIT_CODE
 from layerkit_runner.observers import read_metrics
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from layerkit_runner.config.flags import RunOptions
-from layerkit_runner.distributed.distributed import Meeting, find_meeting
+from layerkit_runner.distributed.cluster import ClusterInfo, find_cluster
 from layerkit_runner.distributed.launchers import (
     check_alone,
     check_processes,
@@ -76,7 +76,7 @@ def test_where_nothing_was_launched():
 
 def test_a_shell_inside_an_allocation_is_one_task():
     shell = {**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
-    assert find_meeting(RunOptions(), shell) is None
+    assert find_cluster(RunOptions(), shell) is None
 
 
 @pytest.mark.parametrize(
@@ -167,47 +167,51 @@ def test_contradictions_are_refused_by_name(environ, options, text):
 
 
 @pytest.mark.parametrize(
-    ("environ", "options", "meeting"),
+    ("environ", "options", "cluster"),
     [
         ({}, {}, None),
         (SLURM, {"num_processes": 1}, None),
-        (SLURM, {}, Meeting(None, 6, 4, None, "Slurm (job 4711)")),
-        (SLURM, {"coordinator_address": "auto"}, Meeting(None, 6, 4, None, "Slurm (job 4711)")),
+        (SLURM, {}, ClusterInfo(None, 6, 4, None, "Slurm (job 4711)")),
+        (SLURM, {"coordinator_address": "auto"}, ClusterInfo(None, 6, 4, None, "Slurm (job 4711)")),
         (
             SLURM,
             {"coordinator_address": "host:1", "num_processes": 6, "process_id": 4},
-            Meeting("host:1", 6, 4, None, "Slurm (job 4711)"),
+            ClusterInfo("host:1", 6, 4, None, "Slurm (job 4711)"),
         ),
-        (OPEN_MPI_5, {"coordinator_address": "host:1"}, Meeting("host:1", 4, 3, [1], "Open MPI")),
-        (TORCHRUN, {}, Meeting("node001:29501", 4, 3, [1], "torchrun")),
+        (
+            OPEN_MPI_5,
+            {"coordinator_address": "host:1"},
+            ClusterInfo("host:1", 4, 3, [1], "Open MPI"),
+        ),
+        (TORCHRUN, {}, ClusterInfo("node001:29501", 4, 3, [1], "torchrun")),
         (
             {},
             {"coordinator_address": "host:1", "num_processes": 2, "process_id": 1},
-            Meeting("host:1", 2, 1, None, "the flags"),
+            ClusterInfo("host:1", 2, 1, None, "the flags"),
         ),
         # One task of Slurm may well start the processes of a job itself.
         (
             {**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
             {"coordinator_address": "host:1", "num_processes": 2, "process_id": 1},
-            Meeting("host:1", 2, 1, None, "the flags"),
+            ClusterInfo("host:1", 2, 1, None, "the flags"),
         ),
         # A pod of Kubernetes that is no indexed job, such as a notebook.
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, {}, None),
     ],
 )
-def test_how_processes_meet(environ, options, meeting):
-    assert find_meeting(RunOptions(**options), environ) == meeting
+def test_how_processes_meet(environ, options, cluster):
+    assert find_cluster(RunOptions(**options), environ) == cluster
 
 
 def test_auto_needs_a_cluster():
     with pytest.raises(UsageError, match="this is none of Slurm"):
-        find_meeting(RunOptions(coordinator_address="auto"), {})
+        find_cluster(RunOptions(coordinator_address="auto"), {})
 
 
 def test_an_indexed_kubernetes_job_is_never_taken_for_a_lone_process():
     pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "2"}
     with pytest.raises(UsageError, match="process 2 of an indexed Kubernetes job"):
-        find_meeting(RunOptions(), pod)
+        find_cluster(RunOptions(), pod)
 
 
 def test_an_export_is_not_made_by_several_at_once():

@@ -24,7 +24,7 @@ from layerkit.nested_map import NestedMap
 from layerkit_runner import BaseExperiment
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment, resolve
-from layerkit_runner.distributed.distributed import LOST_PROCESS_EXIT_CODE
+from layerkit_runner.distributed.cluster import LOST_PROCESS_EXIT_CODE
 from layerkit_runner.modes.end_report import ERRORS_FILE, memory_lines
 from layerkit_runner.modes.inference import run_inference
 from layerkit_runner.modes.train import run_train

@@ -22,7 +22,7 @@ def summarize(request: pytest.FixtureRequest) -> Any:
     partitioner: Any = PmapPartitioner() if request.param == "pmap" else SpmdPartitioner()
     partitioner.start(jax.devices()[:1] if request.param == "one device" else None)
     spec = PartitionSpec(("data", "fsdp")) if request.param == "sharded" else PartitionSpec()
-    summary = weight_summary_fn(partitioner)
+    summary = weight_summary_fn(partitioner.replicated())
 
     def run(**params: Any) -> Any:
         sharding = NamedSharding(partitioner.mesh, spec)

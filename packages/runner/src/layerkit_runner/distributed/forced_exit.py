@@ -1,8 +1,8 @@
-"""Ends the process without waiting for its threads, a disk, a device or another process.
+"""Ending the process without waiting for its threads, a disk, a device or another process.
 
 The main thread may be in compiled code for minutes and cannot be interrupted there, and standard
 error may be a file on a disk that does not answer. So everything that comes before the end has a
-time limit.
+time limit. This file imports only the standard library, since the peer monitor uses it.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from layerkit_runner.distributed.time_limit import finished_within
-
-# For one thing to be said or written. All of it takes less time than the other processes have
-# before they end as well, with the coordinator.
+# Time limit of one message or file. All of them together take less time than the other processes
+# have before they end as well, with the coordinator.
 SECONDS_TO_WRITE = 2.0
 
 _SECONDS_TO_CLOSE = 20.0
@@ -26,6 +25,31 @@ _STDERR = 2
 _callbacks: list[Callable[[], None]] = []
 _tell_others: Callable[[str], None] | None = None
 _wait_for_others: Callable[[], None] | None = None
+
+
+def finished_within(seconds: float, act: Callable[[], object]) -> bool:
+    """Call `act`, which may never return, on a daemon thread, and wait for it.
+
+    An exception of `act` is dropped; an `act` that must report its errors catches them itself.
+
+    Args:
+      seconds: How long to wait. Afterwards the thread is left to itself.
+      act: What to do.
+
+    Returns:
+      Whether `act` returned in time, without an exception.
+    """
+    has_returned = threading.Event()
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            act()
+            has_returned.set()
+
+    thread = threading.Thread(target=run, name="time-limit", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return has_returned.is_set()
 
 
 @contextlib.contextmanager
@@ -49,8 +73,8 @@ def told_to_others(
 
     Args:
       tell_others: Called with the reason.
-      wait_for_others: Called last, where the others need this process until they know; returns
-        after a time limit of its own. None where they do not.
+      wait_for_others: Called last if the others need this process until they know the reason; it
+        has a time limit of its own.
     """
     global _tell_others, _wait_for_others
     _tell_others, _wait_for_others = tell_others, wait_for_others
@@ -74,7 +98,7 @@ def tell(reason: str) -> None:
 
 
 def end(exit_code: int) -> NoReturn:
-    """End the process, once the others had the time to learn of it where they need it for that."""
+    """End the process, after the others had time to learn why if they need it for that."""
     if _wait_for_others is not None:
         _wait_for_others()
     # Threads that wait for a disk would keep the interpreter alive.
@@ -82,12 +106,7 @@ def end(exit_code: int) -> NoReturn:
 
 
 def forced_exit(exit_code: int, reason: str) -> NoReturn:
-    """Close what `before_forced_exit` was given, tell the other processes, and end the process.
-
-    Args:
-      exit_code: The exit code.
-      reason: Why the process ends, in a few words.
-    """
+    """Call what `before_forced_exit` was given, tell the other processes, and end the process."""
     finished_within(_SECONDS_TO_CLOSE, _close)
     tell(reason)
     end(exit_code)

@@ -1,8 +1,7 @@
-"""Launchers: what Slurm, Open MPI or torchrun told a process about the job it was started for.
+"""What Slurm, Open MPI or torchrun told a process about its job, in environment variables.
 
-They say it in environment variables, so a mistake is answered before JAX is imported. Where the
-processes meet is found out by JAX's own detection (`jax.distributed`), and so are clusters that
-have to be asked: TPU pods and Kubernetes.
+A mistake is reported before JAX is imported. JAX itself (`jax.distributed`) finds the address where
+the processes meet, and asks the clusters that set no variables: TPU pods and Kubernetes.
 """
 
 from __future__ import annotations
@@ -10,24 +9,27 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run_options import AUTO_ADDRESS, RunOptions
 
+_ALONE = "(--num_processes=1 makes every process a job of its own.)"
+
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A process as its launcher sees it.
+    """A process as its launcher describes it.
 
     Attributes:
       name: The launcher and its job, such as `Slurm (job 4711)`.
-      num_processes: How many were started together.
-      process_id: Which of them this is.
-      count_variable: The environment variable that says `num_processes`.
-      id_variable: The one that says `process_id`.
-      local_id: Which this is among those on its machine; None if unknown.
-      num_local: How many those are; None if unknown.
-      address: `host:port` where they meet; None if that is left to JAX.
+      num_processes: Number of processes that were started together.
+      process_id: Number of this process.
+      count_variable: Environment variable that holds `num_processes`.
+      id_variable: Environment variable that holds `process_id`.
+      local_id: Number of this process among those on its machine; None if unknown.
+      num_local: Number of processes on its machine; None if unknown.
+      address: `host:port` where the processes meet; None if JAX has to find it.
       jax_knows: Whether JAX finds the address by itself.
     """
 
@@ -43,62 +45,51 @@ class Launch:
 
 
 def find_launch(environ: Mapping[str, str]) -> Launch | None:
-    """What the launcher said; None if no launcher that we know started this process.
+    """Return what the launcher said; None if no supported launcher started this process.
 
-    An `mpirun` inside a Slurm allocation is Open MPI's affair, so it is asked first.
+    Open MPI comes first, since `mpirun` inside a Slurm allocation starts its own processes.
 
     Raises:
-      UsageError: one of its variables is no number.
+      UsageError: A variable is not a number.
     """
-    for find in (_open_mpi, _slurm, _torchrun):
-        launch = find(environ)
-        if launch is not None:
-            return launch
-    return None
+    return _open_mpi(environ) or _slurm(environ) or _torchrun(environ)
 
 
-def check_processes(options: RunOptions, environ: Mapping[str, str]) -> None:
-    """Compares the flags about processes with what the launcher said.
+def check_processes(flags: RunOptions, environ: Mapping[str, str]) -> None:
+    """Compare the flags about processes with what the launcher said.
 
-    A launcher that started one process contradicts nothing: the job may be put together otherwise.
+    A launcher that started one process contradicts nothing: that process may start others.
 
     Raises:
-      UsageError: they contradict each other, or do not suffice to find the other processes.
+      UsageError: They contradict each other, or do not suffice to find the other processes.
     """
     launch = find_launch(environ)
-    if options.num_processes == 1 or launch is None or launch.num_processes == 1:
-        _check_complete(options, launch)
+    if flags.num_processes == 1 or launch is None or launch.num_processes == 1:
+        _check_complete(flags, launch)
         return
     for flag, given, said, variable in (
-        ("num_processes", options.num_processes, launch.num_processes, launch.count_variable),
-        ("process_id", options.process_id, launch.process_id, launch.id_variable),
+        ("num_processes", flags.num_processes, launch.num_processes, launch.count_variable),
+        ("process_id", flags.process_id, launch.process_id, launch.id_variable),
     ):
         if given is not None and given != said:
             raise UsageError(
                 f"--{flag}={given}, but {launch.name} says {variable}={said}. Leave the flag out:"
-                " it is found out. (--num_processes=1 makes every process a job of its own.)"
+                f" it is found out. {_ALONE}"
             )
-    if (
-        launch.address is None
-        and not launch.jax_knows
-        and options.coordinator_address
-        in (
-            None,
-            AUTO_ADDRESS,
-        )
-    ):
+    is_auto = flags.coordinator_address in (None, AUTO_ADDRESS)
+    if is_auto and launch.address is None and not launch.jax_knows:
         raise UsageError(
             f"{launch.name} started {launch.num_processes} processes, but this release of it does"
             " not say where they can meet: add --coordinator_address=HOST:PORT, with the host of"
-            " the first process. (--num_processes=1 makes every process a job of its own.)"
+            f" the first process. {_ALONE}"
         )
 
 
 def check_alone(mode: str, environ: Mapping[str, str]) -> None:
-    """For what a single process does.
+    """Raise an error if a launcher started several processes for the work of a single one.
 
     Raises:
-      UsageError: a launcher started several, which would all write the same.
+      UsageError: It did; all would write the same files.
     """
     launch = find_launch(environ)
     if launch is not None and launch.num_processes > 1:
@@ -108,12 +99,11 @@ def check_alone(mode: str, environ: Mapping[str, str]) -> None:
         )
 
 
-def _check_complete(options: RunOptions, launch: Launch | None) -> None:
-    address = options.coordinator_address
-    alone = options.num_processes == 1
-    if alone and (options.process_id or 0) == 0:
+def _check_complete(flags: RunOptions, launch: Launch | None) -> None:
+    """Raise an error if flags alone have to describe the job, and one of them is missing."""
+    address, given = flags.coordinator_address, (flags.num_processes, flags.process_id)
+    if given in ((1, None), (1, 0)):
         return
-    given = (options.num_processes, options.process_id)
     if address in (None, AUTO_ADDRESS):
         if given != (None, None) and address is None:
             raise UsageError(
@@ -130,13 +120,10 @@ def _check_complete(options: RunOptions, launch: Launch | None) -> None:
 
 
 def local_device_ids(launch: Launch | None, environ: Mapping[str, str]) -> list[int] | None:
-    """Which GPUs of its machine a process takes; an empty list for all that it sees.
+    """Return the GPUs of this process: an empty list for all that it sees, None for JAX's choice.
 
-    JAX gives each process of a launcher the one GPU of its local number. That is wrong where the
-    launcher handed them out already, and leaves GPUs idle where there are fewer processes.
-
-    Returns:
-      None where JAX's choice stands.
+    JAX gives each process of a launcher the one GPU of its local number. That is wrong if the
+    launcher assigned GPUs already, and leaves GPUs idle if there are fewer processes.
     """
     if launch is None or launch.num_local is None or "JAX_LOCAL_DEVICE_IDS" in environ:
         return None
@@ -152,43 +139,31 @@ def local_device_ids(launch: Launch | None, environ: Mapping[str, str]) -> list[
 
 
 def _open_mpi(environ: Mapping[str, str]) -> Launch | None:
-    if "OMPI_COMM_WORLD_SIZE" not in environ or "OMPI_COMM_WORLD_RANK" not in environ:
+    # JAX reads the address from a variable that releases from 5 on do not set.
+    jax_knows = "OMPI_MCA_orte_hnp_uri" in environ
+    count, rank = "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"
+    local = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    if not {count, rank} <= environ.keys():
         return None
-    return Launch(
-        "Open MPI",
-        num_processes=_number(environ, "OMPI_COMM_WORLD_SIZE"),
-        process_id=_number(environ, "OMPI_COMM_WORLD_RANK"),
-        count_variable="OMPI_COMM_WORLD_SIZE",
-        id_variable="OMPI_COMM_WORLD_RANK",
-        local_id=_number_if_set(environ, "OMPI_COMM_WORLD_LOCAL_RANK"),
-        num_local=_number_if_set(environ, "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        # What JAX reads the address from; releases from 5 on do not set it.
-        jax_knows="OMPI_MCA_orte_hnp_uri" in environ,
-    )
+    return _launch("Open MPI", environ, count, rank, *local, jax_knows=jax_knows)
 
 
 def _slurm(environ: Mapping[str, str]) -> Launch | None:
-    # The nodes of a step are told to what srun starts, not to the script that calls srun.
-    needed = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID")
-    if not all(name in environ for name in needed):
+    # SLURM_STEP_NODELIST is set for what srun starts, not for the script that calls srun.
+    needed = {"SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID"}
+    if not needed <= environ.keys():
         return None
     # In a shell that Slurm opened on a node, SLURM_NTASKS is the number that may be started there.
     count = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
-    return Launch(
-        f"Slurm (job {environ['SLURM_JOB_ID']})",
-        num_processes=_number(environ, count),
-        process_id=_number(environ, "SLURM_PROCID"),
-        count_variable=count,
-        id_variable="SLURM_PROCID",
-        local_id=_number_if_set(environ, "SLURM_LOCALID"),
-        num_local=_tasks_on_this_node(environ),
-    )
+    name = f"Slurm (job {environ['SLURM_JOB_ID']})"
+    launch = _launch(name, environ, count, "SLURM_PROCID", "SLURM_LOCALID")
+    return dataclasses.replace(launch, num_local=_tasks_on_this_node(environ))
 
 
 def _tasks_on_this_node(environ: Mapping[str, str]) -> int | None:
-    """Reads `4(x2),3`: four on each of the first two nodes, three on the next."""
+    """Parse `4(x2),3`: four tasks on each of the first two nodes, three on the next."""
     text = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE"))
-    node = _number_if_set(environ, "SLURM_NODEID")
+    node = _number(environ, "SLURM_NODEID")
     if text is None or node is None:
         return None
     counts: list[int] = []
@@ -201,30 +176,44 @@ def _tasks_on_this_node(environ: Mapping[str, str]) -> int | None:
 
 
 def _torchrun(environ: Mapping[str, str]) -> Launch | None:
-    """Torchrun's variables, which other launchers of machine learning jobs set as well."""
-    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    if not all(name in environ for name in needed):
+    """Read torchrun's variables, which other launchers of machine learning jobs set as well."""
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
         return None
+    is_torchrun = "TORCHELASTIC_RUN_ID" in environ
     # Torchrun itself listens on its port.
-    port = _number(environ, "MASTER_PORT") + ("TORCHELASTIC_RUN_ID" in environ)
-    return Launch(
-        "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the launcher",
-        num_processes=_number(environ, "WORLD_SIZE"),
-        process_id=_number(environ, "RANK"),
-        count_variable="WORLD_SIZE",
-        id_variable="RANK",
-        local_id=_number_if_set(environ, "LOCAL_RANK"),
-        num_local=_number_if_set(environ, "LOCAL_WORLD_SIZE"),
-        address=f"{environ['MASTER_ADDR']}:{environ.get('JAX_COORDINATOR_PORT', port)}",
+    port = environ.get("JAX_COORDINATOR_PORT", (_number(environ, "MASTER_PORT") or 0) + is_torchrun)
+    return _launch(
+        "torchrun" if is_torchrun else "the launcher",
+        environ,
+        *("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+        address=f"{environ['MASTER_ADDR']}:{port}",
         jax_knows=False,
     )
 
 
-def _number(environ: Mapping[str, str], name: str) -> int:
-    if not environ[name].isdecimal():
-        raise UsageError(f"the environment says {name}={environ[name]!r}; expected a number.")
-    return int(environ[name])
+def _launch(
+    name: str,
+    environ: Mapping[str, str],
+    count: str,
+    rank: str,
+    local_rank: str,
+    local_count: str = "",
+    **fields: Any,
+) -> Launch:
+    return Launch(
+        name,
+        num_processes=int(_number(environ, count) or 0),
+        process_id=int(_number(environ, rank) or 0),
+        count_variable=count,
+        id_variable=rank,
+        local_id=_number(environ, local_rank),
+        num_local=_number(environ, local_count),
+        **fields,
+    )
 
 
-def _number_if_set(environ: Mapping[str, str], name: str) -> int | None:
-    return _number(environ, name) if name in environ else None
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name)
+    if text is not None and not text.isdecimal():
+        raise UsageError(f"the environment says {name}={text!r}; expected a number.")
+    return None if text is None else int(text)

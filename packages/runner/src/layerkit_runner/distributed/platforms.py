@@ -1,4 +1,4 @@
-"""The platform that JAX runs on: started here, so that a wrong one is reported in a sentence."""
+"""Starting JAX's devices, with one sentence about what is wrong if it cannot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 from layerkit.near_names import near_names
 from layerkit_runner.errors import UsageError
 
-# What JAX_PLATFORMS may name, the module that JAX needs for it, and how to install that.
+# By value of JAX_PLATFORMS: the modules of which JAX needs one, and how to install it.
 _GPU_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 _NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
     "cpu": ((), ""),
@@ -26,7 +26,7 @@ def start_devices() -> None:
     """Let JAX start its devices.
 
     Raises:
-      UsageError: It cannot, with what is missing and what to do.
+      UsageError: JAX cannot start them; it names what is missing and what to do.
     """
     try:
         jax.devices()
@@ -44,13 +44,14 @@ def _refusal(platforms: str | None, error: Exception) -> str:
                 f" Expected one of {', '.join(sorted(known))}."
             )
     version = importlib.metadata.version("jax")
-    missing = [name for name in names if not _is_installed(name)]
-    for name in missing:
-        modules, command = _NEEDS[name]
-        return (
-            f"JAX_PLATFORMS={platforms}: JAX {version} is installed without its plugin for {name}"
-            f" ({' or '.join(modules)}). Install it ({command}), or set JAX_PLATFORMS=cpu."
-        )
+    for name in names:
+        modules, command = _NEEDS.get(name, ((), ""))
+        if modules and not any(map(importlib.util.find_spec, modules)):
+            return (
+                f"JAX_PLATFORMS={platforms}: JAX {version} is installed without its plugin for"
+                f" {name} ({' or '.join(modules)}). Install it ({command}), or set"
+                " JAX_PLATFORMS=cpu."
+            )
     # An AssertionError says nothing: the plugin is there and found no device.
     reason = f": {error}" if str(error) else ", since it finds none"
     where = f"JAX_PLATFORMS={platforms}: " if platforms else ""
@@ -58,11 +59,6 @@ def _refusal(platforms: str | None, error: Exception) -> str:
         f"{where}JAX {version} cannot start its devices{reason.splitlines()[0]}. Run `runner"
         " doctor` to check this machine, or set JAX_PLATFORMS=cpu."
     )
-
-
-def _is_installed(platform: str) -> bool:
-    modules, _ = _NEEDS.get(platform, ((), ""))
-    return not modules or any(importlib.util.find_spec(module) for module in modules)
 
 
 def _registered() -> set[str]:

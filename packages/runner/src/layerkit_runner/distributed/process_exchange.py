@@ -1,24 +1,64 @@
-"""What processes of one job tell one another on the host: small values, as JSON.
+"""Small values that the processes of one job exchange on the host, as JSON.
 
-Every function here must be called by all processes, in the same order; with a single process
-nothing is sent.
+`gather_values` and `from_process_0` must be called by all processes, in the same order; with a
+single process nothing is sent.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 _SMALLEST_MESSAGE = 256
+_SECONDS_TO_ARRIVE = 30
+
+
+class KeyValueStore(Protocol):
+    """The part of JAX's distributed client that stores values."""
+
+    def key_value_set(self, key: str, value: str, *, allow_overwrite: bool = False) -> None:
+        """Store a value."""
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        """Return all keys and values below a key."""
+
+
+def distributed_state() -> Any:
+    """Return JAX's record of this process's connection to the others."""
+    from jax._src import distributed
+
+    return distributed.global_state
+
+
+def coordinator_store() -> KeyValueStore:
+    """Return the key-value store that the processes of this job share."""
+    store: KeyValueStore = distributed_state().client
+    return store
+
+
+def all_arrive(name: str) -> bool:
+    """Return whether all processes of the job call this with the same name at about the same time.
+
+    Processes meet at the coordinator, not on their devices. So a process can ask this while others
+    wait in a collective that it never enters.
+    """
+    client = distributed_state().client
+    if client is None:
+        return True
+    try:
+        client.wait_at_barrier(f"layerkit_runner/{name}", _SECONDS_TO_ARRIVE * 1000)
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
 
 
 def gather_values(value: Any) -> list[Any]:
-    """The JSON values that the processes gave, in the order of their numbers."""
+    """Return the JSON values that the processes gave, in the order of their numbers."""
     if jax.process_count() == 1:
         return [value]
     message = np.frombuffer(json.dumps(value).encode(), np.uint8)

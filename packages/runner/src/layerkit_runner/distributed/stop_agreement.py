@@ -14,8 +14,9 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
+from layerkit_runner.distributed.process_exchange import KeyValueStore
 from layerkit_runner.distributed.watchdog import progress
 
 _POLL_SECONDS = 1.0
@@ -24,16 +25,6 @@ _SECONDS_TO_CLOSE = 5.0
 _KEY = "layerkit_runner/stop"
 # What a process publishes that has left the loop of steps: a signal comes too late for all.
 _FINISHED = 2**62
-
-
-class KeyValueStore(Protocol):
-    """The part of JAX's distributed client that an agreement needs."""
-
-    def key_value_set(self, key: str, value: str, *, allow_overwrite: bool = False) -> None:
-        """Store a value."""
-
-    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
-        """Return all keys and values below a key."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,8 @@ import jax
 import numpy as np
 
 from layerkit_runner.distributed.forced_exit import forced_exit, say
-from layerkit_runner.distributed.stop_agreement import KeyValueStore, Requests, StopAgreement
+from layerkit_runner.distributed.process_exchange import KeyValueStore
+from layerkit_runner.distributed.stop_agreement import Requests, StopAgreement
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAVE_SIGNAL = signal.SIGUSR1

@@ -18,8 +18,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from layerkit_runner.distributed.forced_exit import SECONDS_TO_WRITE, end, say, tell
-from layerkit_runner.distributed.time_limit import finished_within
+from layerkit_runner.distributed.forced_exit import (
+    SECONDS_TO_WRITE,
+    end,
+    finished_within,
+    say,
+    tell,
+)
 from layerkit_runner.files.atomic_write import open_append
 
 # Of a process that ends itself because nothing moved: sysexits.h's "internal software error".

@@ -1,8 +1,8 @@
-"""What compilers and allocators are told: sets of flags, profiles, the share of a GPU's memory.
+"""Settings of compilers and allocators: sets of XLA flags, profiles, the share of a GPU's memory.
 
-XLA reads its flags from the environment when the first device is touched, so they are set before
-that (`set_compiler_flags`); whether they suit the devices is known only afterwards
-(`check_devices`). Flags of the user's own environment come last and win.
+XLA reads its flags from the environment when the first device is used, so they are set before that
+(`set_compiler_flags`). Whether they fit the devices is known only afterwards (`check_devices`).
+Flags in the user's own environment come last and win.
 
 Sources: JAX documentation, "GPU performance tips"; OpenXLA, "GPU optimization levels" (level O1);
 MaxText's collected flags for TPUs and its scripts for H100; PyTorch/XLA's defaults for weights that
@@ -19,24 +19,24 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run_options import RunOptions
 
-# How much of a GPU's memory a program is given, here and in plans. The rest is for CUDA's context,
-# NCCL's buffers and libraries. JAX's own default, three quarters, would end runs that fit.
+# Share of a GPU's memory for a program, here and in plans. The rest is for CUDA's context, NCCL's
+# buffers and libraries. With JAX's own default, three quarters, runs that fit would fail.
 GPU_MEMORY_SHARE = 0.92
 
 _GPU = "XLA_FLAGS"
 _TPU = "LIBTPU_INIT_ARGS"
-# The name that JAX reads, and the one that it used to have; it refuses both at a time.
+# The name that JAX reads, and its former name; JAX rejects both at a time.
 _MEMORY_SHARE = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 @dataclasses.dataclass(frozen=True)
 class FlagSet:
-    """Flags that belong together.
+    """Flags that are recommended together.
 
     Attributes:
-      variable: The environment variable that carries them.
-      device_kind: A regular expression for the whole of `jax.Device.device_kind`.
-      flags: As XLA takes them.
+      variable: Environment variable that carries them.
+      device_kind: Regular expression for the whole of `jax.Device.device_kind`.
+      flags: The flags, in XLA's form.
     """
 
     variable: str
@@ -110,33 +110,33 @@ PRESETS: Mapping[str, FlagSet] = {
 def set_compiler_flags(
     options: RunOptions, environment: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Puts the flags that the options name into the environment; before any device is touched.
+    """Put the flags that the options name into the environment, before any device is used.
 
     Raises:
-      UsageError: a profile that is not there.
+      UsageError: The file of --pgle_profile does not exist.
     """
     for variable, flags in _chosen(options):
         environment[variable] = " ".join([*flags, environment.get(variable, "")]).strip()
 
 
 def set_gpu_memory_share(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Lets a program have the share of a GPU's memory that plans count on.
+    """Give a program the share of a GPU's memory that plans assume, unless the user set another.
 
-    To be called before any device is touched; a share of the user's own stays.
+    To be called before any device is used.
     """
     if not any(environment.get(name) for name in _MEMORY_SHARE):
         environment[_MEMORY_SHARE[0]] = str(GPU_MEMORY_SHARE)
 
 
 def check_devices(options: RunOptions, device_kind: str) -> None:
-    """Refuses flags that are for other devices than those at hand.
+    """Raise an error if flags are for other devices than these.
 
     Args:
-      options: Of the run.
-      device_kind: As `jax.Device.device_kind` says it.
+      options: The flags.
+      device_kind: Value of `jax.Device.device_kind`.
 
     Raises:
-      UsageError: names both, and the sets that there are for these devices.
+      UsageError: They are; it names both, and the sets of flags for these devices.
     """
     name = options.xla_flags_preset
     if name is not None and not re.fullmatch(PRESETS[name].device_kind, device_kind):
@@ -155,7 +155,7 @@ def check_devices(options: RunOptions, device_kind: str) -> None:
 
 
 def check_no_automatic_profile() -> None:
-    """Refuses JAX's automatic profile guidance, which would do nothing and say nothing.
+    """Raise an error if JAX's automatic profile guidance is set, which would have no effect.
 
     Raises:
       UsageError: `jax_enable_pgle` is set.
@@ -171,13 +171,13 @@ def check_no_automatic_profile() -> None:
 
 
 def flag_lines(options: RunOptions) -> Iterator[str]:
-    """What is printed at the start."""
+    """Yield the lines of the start report."""
     for variable, flags in _chosen(options):
         yield f"{variable} {' '.join(flags)}"
 
 
 def _chosen(options: RunOptions) -> Iterator[tuple[str, list[str]]]:
-    """(environment variable, flags) of what the options name."""
+    """Yield (environment variable, flags) of what the options name."""
     chosen: dict[str, list[str]] = {}
     if options.xla_flags_preset is not None:
         preset = PRESETS[options.xla_flags_preset]
@@ -185,7 +185,7 @@ def _chosen(options: RunOptions) -> Iterator[tuple[str, list[str]]]:
     if options.pgle_profile is not None:
         if not os.path.exists(options.pgle_profile):
             raise UsageError(f"--pgle_profile={options.pgle_profile}: there is no such file")
-        # The estimates of a profile are read by the latency hiding scheduler alone.
+        # Only the latency hiding scheduler reads a profile.
         guided = [
             "--xla_gpu_enable_latency_hiding_scheduler=true",
             f"--xla_gpu_pgle_profile_file_or_directory_path={options.pgle_profile}",

@@ -15,7 +15,7 @@ import jax
 
 from layerkit_inputs.extras import MissingExtraError
 from layerkit_runner.config.experiment import experiment_fields
-from layerkit_runner.distributed.distributed import all_arrive
+from layerkit_runner.distributed.process_exchange import all_arrive
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.files.byte_sizes import megabytes

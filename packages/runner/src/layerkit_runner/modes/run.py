@@ -23,7 +23,7 @@ from layerkit_runner.files.atomic_write import open_append
 from layerkit_runner.files.byte_sizes import size_text
 
 if TYPE_CHECKING:
-    from layerkit_runner.distributed.distributed import JoinedProcess
+    from layerkit_runner.distributed.cluster import JoinedProcess
 
 _FULL_OR_READ_ONLY = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
@@ -48,7 +48,7 @@ def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
     """
     if options.job_log_dir is None:
         raise UsageError(f"--mode={mode} needs --job_log_dir=DIR")
-    from layerkit_runner.distributed.distributed import joined
+    from layerkit_runner.distributed.cluster import joined
     from layerkit_runner.distributed.xla_flags import (
         check_no_automatic_profile,
         set_compiler_flags,
@@ -62,7 +62,7 @@ def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
     run_mode = _mode_function(mode)
     with (
         joined(options) as process,
-        _watched(process, mode),
+        _watched(process, mode, options.hung_step_timeout_secs),
         layer_errors(resolved, process),
         _in_one_sentence(mode, resolved, process),
     ):
@@ -185,8 +185,7 @@ def memory_remedies(mode: str, experiment: BaseExperiment) -> str:
 
 def _kept_traceback(error: BaseException, process: JoinedProcess) -> str:
     """Append the whole error to the process's log, or else print it; return where it is."""
-    from layerkit_runner.distributed.forced_exit import SECONDS_TO_WRITE
-    from layerkit_runner.distributed.time_limit import finished_within
+    from layerkit_runner.distributed.forced_exit import SECONDS_TO_WRITE, finished_within
 
     text = "".join(traceback.format_exception(error))
     logs: list[Path] = []
@@ -203,11 +202,13 @@ def _kept_traceback(error: BaseException, process: JoinedProcess) -> str:
     return f" The whole error is in {logs[0]}."
 
 
-def _watched(process: JoinedProcess, mode: str) -> contextlib.AbstractContextManager[None]:
+def _watched(
+    process: JoinedProcess, mode: str, hung_step_timeout_secs: float | None
+) -> contextlib.AbstractContextManager[None]:
     from layerkit_runner.distributed.watchdog import watched
 
     # An export is a few long strokes, which say nothing in between.
-    seconds = None if mode == "export" else process.options.hung_step_timeout_secs
+    seconds = None if mode == "export" else hung_step_timeout_secs
     return watched(
         seconds,
         process=str(process.identity),

@@ -25,9 +25,8 @@ from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.data.data_agreement import check_same_data
 from layerkit_runner.data.infeed import peek_batch, told_in_one_line
-from layerkit_runner.distributed.distributed import coordinator_store
 from layerkit_runner.distributed.forced_exit import before_forced_exit, forced_exit_on
-from layerkit_runner.distributed.process_exchange import gather_values
+from layerkit_runner.distributed.process_exchange import coordinator_store, gather_values
 from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.errors import StorageError, UsageError, layer_error_text
 from layerkit_runner.init_from.provenance import FirstState, write_record

@@ -80,7 +80,7 @@ class TrainProgram:
         self._feed = DeviceFeed(dataset, partitioner)
         self._pending: collections.deque[_StartedStep] = collections.deque()
         self._compiled: Any = None
-        self._summarize_weights = weight_summary_fn(partitioner)
+        self._summarize_weights = weight_summary_fn(partitioner.replicated())
         self._since_summary = OverBatches()
         self._summarize_layers: Any = None
         self._specs: Any = None

@@ -1,11 +1,10 @@
-"""A small process beside each process of a job of several: it keeps the log and names the lost.
+"""A small process beside each process of a job of several: it keeps the log and names lost peers.
 
-    program.py    what the companion runs: its one loop, and when it ends
-    log_copy.py   what the process prints → its log file, and what of it people see
-    peers.py      who was lost, and how: the hub beside process 0, a member beside each process
-    link.py       JSON lines over a socket, for both ends
+    start.py      starting it, from the process that it monitors
+    program.py    what it runs: its one loop, and when it ends
+    hub.py        signed messages between peer monitors; the hub that finds the first loss
+    log_tee.py    copies what the process prints to its log, and parts of it to people
 
-It is a process of its own because what it is for happens when the other cannot help: aborted from
-C++, killed, stopped, or in compiled code that holds Python's lock. It imports nothing but the
-standard library, and `layerkit_runner.distributed.distributed` starts it.
+It is a separate process because it acts when the other cannot: aborted from C++, killed, stopped,
+or in compiled code that holds Python's lock. It imports nothing but the standard library.
 """

@@ -1,8 +1,7 @@
-"""The companion of one process: its loop.
+"""What the peer monitor of one process runs: its one loop, and when it ends.
 
-Run by `layerkit_runner.distributed.peer_monitor.start`, which writes the fields of `Task` as JSON
-to its standard input: the arguments of a command are visible to other users, and one of the fields
-is secret.
+`layerkit_runner.distributed.peer_monitor.start` runs it and writes the fields of `Task` as JSON to
+its standard input: the arguments of a command are visible to other users, and the key is secret.
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ import sys
 import time
 from typing import BinaryIO
 
-from layerkit_runner.distributed.peer_monitor.link import Link
-from layerkit_runner.distributed.peer_monitor.log_copy import LogCopy
-from layerkit_runner.distributed.peer_monitor.peers import (
+from layerkit_runner.distributed.forced_exit import finished_within
+from layerkit_runner.distributed.peer_monitor.hub import (
     BEAT_SECONDS,
     ENDED,
     FAILED,
@@ -32,83 +30,86 @@ from layerkit_runner.distributed.peer_monitor.peers import (
     STALLED,
     STALLED_SECONDS,
     Hub,
+    Identity,
+    Link,
     Loss,
 )
-from layerkit_runner.distributed.time_limit import finished_within
+from layerkit_runner.distributed.peer_monitor.log_tee import LogTee
 from layerkit_runner.files.atomic_write import open_append
 
-# A process that failed is named to the others only then: it is often all that fail alike, and each
-# should say so itself.
+# How long the others wait to name a process that failed: often all fail alike, and each should
+# report its own failure.
 _SECONDS_TO_SPEAK = 3.0
 _SECONDS_TO_END = 10.0
 _SECONDS_TO_DRAIN = 2.0
-# The hub of a job of thousands hears thousands of beats a second, and reads many at a time.
+# The hub of a job of thousands receives thousands of beats a second, and reads many at a time.
 _PAUSE_SECONDS = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a companion is told.
+    """The settings of a peer monitor.
 
     Attributes:
-      process: Whose companion it is.
-      num_processes: Of how many.
-      host: The name of this machine.
-      pid: Of the process.
+      identity: The process that it monitors.
       control: Descriptor of the socket to the process.
       streams: Descriptors from which its standard output and error are read.
       log: Path of its log.
       header: First line of this run in the log.
       hub_address: (host, port) of the hub.
-      hub_host: The name of the machine of process 0.
-      hub_pid: Of process 0.
+      hub: Process 0, beside which the hub is.
       listener: Descriptor on which the hub listens, beside process 0; None elsewhere.
-      key: Secret of the job, hexadecimal, that signs the messages between companions.
+      key: Secret of the job, hexadecimal, that signs the messages between peer monitors.
     """
 
-    process: int
-    num_processes: int
-    host: str
-    pid: int
+    identity: Identity
     control: int
     streams: tuple[int, int]
     log: str
     header: str
     hub_address: tuple[str, int]
-    hub_host: str
-    hub_pid: int
+    hub: Identity
     listener: int | None
     key: str
 
 
-class Companion:
+class Monitor:
     """Runs beside a process until it ends."""
 
     def __init__(self, task: Task) -> None:
         now = time.monotonic()
+        is_first = task.identity.process == 0
         self._task = task
-        self._log = LogCopy(lambda: _open_log(task))
+        self._identity = task.identity
+        self._log = LogTee(lambda: _open_log(task))
         self._log.note(task.header)
         self._control = Link(socket.socket(fileno=task.control))
         self._hub: Hub | None = None
         if task.listener is not None:
             listener = socket.socket(fileno=task.listener)
-            self._hub = Hub(listener, task.num_processes, now, key=bytes.fromhex(task.key))
+            key = bytes.fromhex(task.key)
+            self._hub = Hub(listener, task.identity.num_processes, now, key=key)
         self._member = self._connect()
-        self._log.follow(task.streams[0], 1 if task.process == 0 else None)
-        self._log.follow(task.streams[1], 2, errors_only=task.process != 0)
+        self._log.follow(task.streams[0], 1 if is_first else None)
+        self._log.follow(task.streams[1], 2, errors_only=not is_first)
         self._heard_hub = self._ticked = now
         self._stopped_since: float | None = None
         self._loss: Loss | None = None
         self._announce_at: float | None = None
         self._kill_at: float | None = None
-        # How the process stands.
+        # State of the process.
         self._has_spoken = self._is_done = self._is_gone = False
 
     def run(self) -> None:
-        """Works until the process has ended, and whoever must hear of it has heard."""
+        """Work until the process has ended, and every peer that needs to know it has heard."""
         while not (self._is_gone or self._is_done):
-            self._turn()
+            sources: list[Link | socket.socket] = [self._control]
+            if self._member is not None:
+                sources.append(self._member)
+            if self._hub is not None:
+                sources += self._hub.sources()
+            self._serve(sources, BEAT_SECONDS / 4)
+            self._act_on_time(time.monotonic())
         if self._is_gone and not (self._is_done or self._has_spoken):
             self._tell_hub(ENDED)
         if self._is_done and self._member is not None:
@@ -118,14 +119,7 @@ class Companion:
             self._leave_hub(self._hub)
             self._log.wait(_SECONDS_TO_DRAIN)
 
-    def _turn(self) -> None:
-        waits_for: list[Link | socket.socket] = [self._control]
-        if self._member is not None:
-            waits_for.append(self._member)
-        if self._hub is not None:
-            waits_for += self._hub.waits_for()
-        self._serve(waits_for, BEAT_SECONDS / 4)
-        now = time.monotonic()
+    def _act_on_time(self, now: float) -> None:
         if self._announce_at is not None and now >= self._announce_at:
             self._announce()
         if self._kill_at is not None and now >= self._kill_at:
@@ -134,9 +128,9 @@ class Companion:
         if now - self._ticked >= BEAT_SECONDS:
             self._tick(now)
 
-    def _serve(self, waits_for: list[Link | socket.socket], seconds: float) -> None:
+    def _serve(self, sources: list[Link | socket.socket], seconds: float) -> None:
         poll = select.poll()
-        by_number = {source.fileno(): source for source in waits_for}
+        by_number = {source.fileno(): source for source in sources}
         for number in by_number:
             poll.register(number, select.POLLIN)
         ready = poll.poll(seconds * 1000)
@@ -144,11 +138,11 @@ class Companion:
         for number, _ in ready:
             source = by_number[number]
             if source is self._control:
-                self._hear_process(self._control)
+                self._receive_from_process(self._control)
             elif source is self._member:
-                self._hear_hub(self._member, now)
+                self._receive_from_hub(self._member, now)
             elif self._hub is not None:
-                self._hub.hear(source, now)
+                self._hub.receive(source, now)
         if ready:
             time.sleep(_PAUSE_SECONDS)
 
@@ -160,7 +154,7 @@ class Companion:
             # Of the members, one is that of process 0 itself.
             if self._hub.num_members <= 1:
                 self._control.send(is_last=True)
-        if os.getppid() != self._task.pid:
+        if os.getppid() != self._identity.pid:
             self._is_gone = True
         if self._member is None:
             return
@@ -169,14 +163,14 @@ class Companion:
             self._heard_hub = now
         if now - self._heard_hub > SILENT_SECONDS:
             self._lose_hub(SILENT)
-        if not _is_stopped(self._task.pid):
+        if not _is_stopped(self._identity.pid):
             self._stopped_since = None
         elif self._stopped_since is None:
             self._stopped_since = now
         elif now - self._stopped_since > STALLED_SECONDS:
             self._tell_hub(STALLED)
 
-    def _hear_process(self, control: Link) -> None:
+    def _receive_from_process(self, control: Link) -> None:
         for message in control.receive():
             if "failed" in message:
                 self._has_spoken = True
@@ -186,11 +180,11 @@ class Companion:
         if not control.is_open:
             self._is_gone = True
 
-    def _hear_hub(self, member: Link, now: float) -> None:
+    def _receive_from_hub(self, member: Link, now: float) -> None:
         for message in member.receive():
             self._heard_hub = now
             if "loss" in message:
-                self._learn(Loss(**message["loss"]))
+                self._take_loss(Loss(**message["loss"]))
             if message.get("hub_leaves"):
                 member.close()
                 self._member = None
@@ -200,18 +194,18 @@ class Companion:
 
     def _lose_hub(self, how: str) -> None:
         self._member = None
-        self._learn(Loss(0, self._task.hub_host, self._task.hub_pid, how))
+        self._take_loss(Loss(0, self._task.hub.host, self._task.hub.pid, how))
 
     def _tell_hub(self, how: str, text: str = "") -> None:
         if self._member is not None:
             self._member.send(how=how, text=text)
 
-    def _learn(self, loss: Loss) -> None:
+    def _take_loss(self, loss: Loss) -> None:
         if self._loss is not None:
             return
         self._loss = loss
-        if loss.process == self._task.process:
-            self._log.note(f"runner: {loss.sentence(self._task.num_processes)}.")
+        if loss.process == self._identity.process:
+            self._log.note(f"runner: {loss.sentence(self._identity.num_processes)}.")
             if loss.how in (STALLED, SILENT):
                 self._kill()
             return
@@ -219,41 +213,41 @@ class Companion:
         self._announce_at = time.monotonic() + delay
 
     def _announce(self) -> None:
-        """Ends the process, and says who was lost, unless it ends with words of its own."""
+        """End the process and name the lost one, unless it reports a failure of its own."""
         assert self._loss is not None
         self._announce_at = None
         if self._has_spoken or self._is_gone:
             return
-        self._has_spoken = True  # what it has to say from here on are consequences
+        self._has_spoken = True  # all that it reports from here on are consequences
         self._control.send(end=True)
         self._kill_at = time.monotonic() + _SECONDS_TO_END
-        own = f"process {self._task.process}"
+        own = f"process {self._identity.process}"
         text = (
-            f"runner: {self._loss.sentence(self._task.num_processes)}. No step can be made without"
-            f" it, so {own} ends as well; the same command in every process goes on from the newest"
-            " checkpoint."
+            f"runner: {self._loss.sentence(self._identity.num_processes)}. No step can be made"
+            f" without it, so {own} ends as well; the same command in every process resumes from"
+            " the newest checkpoint."
         )
         self._log.note(text)
         _tell(text)
 
     def _kill(self) -> None:
-        """For a process that does not end by itself: it may be stopped, or stuck."""
-        if os.getppid() == self._task.pid:
+        """Kill a process that does not end by itself: it may be stopped, or stuck."""
+        if os.getppid() == self._identity.pid:
             with contextlib.suppress(OSError):
-                os.kill(self._task.pid, signal.SIGKILL)
+                os.kill(self._identity.pid, signal.SIGKILL)
 
     def _leave_hub(self, hub: Hub) -> None:
-        """Lets the members hear of the end, whichever it was."""
+        """Let the members know how the process ended."""
         deadline = time.monotonic() + _SECONDS_TO_END
-        # Of a short job, a companion may not be here yet; it would take the end for a loss.
+        # In a short job a peer monitor may still have to connect; it would take the end for a loss.
         while self._is_done and not (hub.knows_all or hub.loss) and time.monotonic() < deadline:
-            self._serve([*hub.waits_for()], BEAT_SECONDS / 4)
+            self._serve([*hub.sources()], BEAT_SECONDS / 4)
         if self._is_done and hub.loss is None:
             hub.say_goodbye()
             return
         deadline = time.monotonic() + _SECONDS_TO_END
         while time.monotonic() < deadline and hub.num_members > 1:
-            sources: list[Link | socket.socket] = [*hub.waits_for()]
+            sources: list[Link | socket.socket] = [*hub.sources()]
             if self._member is not None:
                 sources.append(self._member)
             self._serve(sources, BEAT_SECONDS / 4)
@@ -264,7 +258,7 @@ class Companion:
             connection = socket.create_connection(task.hub_address, timeout=_SECONDS_TO_END)
         except OSError as error:
             text = (
-                f"runner: process {task.process} cannot reach process 0 at"
+                f"runner: process {task.identity.process} cannot reach process 0 at"
                 f" {task.hub_address[0]}:{task.hub_address[1]} ({error}); should a process be lost,"
                 " JAX notices it, but does not name it."
             )
@@ -272,8 +266,9 @@ class Companion:
             _tell(text)
             return None
         key = bytes.fromhex(task.key)
-        link = Link(connection, key=key, sends_as=MEMBER, hears_from=HUB)
-        link.send(hello=task.process, host=task.host, pid=task.pid)
+        link = Link(connection, key=key, sends_as=MEMBER, receives_from=HUB)
+        identity = task.identity
+        link.send(hello=identity.process, host=identity.host, pid=identity.pid)
         return link
 
 
@@ -283,7 +278,7 @@ def _tell(text: str) -> None:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a signal stopped the process; False where the system does not tell."""
+    """Return whether a signal stopped the process; False where the system has no /proc."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             state = file.read().rpartition(b")")[2].split()[0]
@@ -296,13 +291,13 @@ def _open_log(task: Task) -> BinaryIO | None:
     try:
         return open_append(task.log, is_buffered=False)
     except OSError as error:
-        _tell(f"runner: process {task.process} keeps no log: {error}")
+        _tell(f"runner: process {task.identity.process} keeps no log: {error}")
         return None
 
 
 def main() -> None:
-    """Run the companion that the standard input describes."""
-    # What asks the process to stop may be sent to all of its kind; the companion outlives it.
+    """Run the peer monitor that the standard input describes."""
+    # What asks the process to stop may be sent to the whole group; the peer monitor outlives it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     # Beside process 0, a connection for each process of the job.
@@ -311,9 +306,11 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     del soft
     fields = json.load(sys.stdin)
-    fields["streams"] = tuple(fields["streams"])
-    fields["hub_address"] = tuple(fields["hub_address"])
-    Companion(Task(**fields)).run()
+    for name in ("streams", "hub_address"):
+        fields[name] = tuple(fields[name])
+    for name in ("identity", "hub"):
+        fields[name] = Identity(**fields[name])
+    Monitor(Task(**fields)).run()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The end of a process that its companion is not: starting it, and what the two tell each other."""
+"""Starting the peer monitor of this process, and the messages between the two."""
 
 from __future__ import annotations
 
@@ -16,47 +16,30 @@ import time
 from pathlib import Path
 
 import layerkit_runner
-from layerkit_runner.distributed.peer_monitor.link import Link
+from layerkit_runner.distributed.forced_exit import finished_within
+from layerkit_runner.distributed.peer_monitor.hub import Identity, Link
 from layerkit_runner.distributed.peer_monitor.program import Task
-from layerkit_runner.distributed.time_limit import finished_within
 from layerkit_runner.files.atomic_write import open_append
 
 _SECONDS_FOR_LAST_LINES = 3.0
 _SECONDS_TO_WRITE = 2.0
 _MAX_TEXT = 1000
 
-
-@dataclasses.dataclass(frozen=True)
-class Identity:
-    """A process as its peers name it.
-
-    Attributes:
-      process: Its number.
-      num_processes: Of how many.
-      host: The name of its machine.
-      pid: Its process number there.
-    """
-
-    process: int
-    num_processes: int
-    host: str
-    pid: int
-
-    def __str__(self) -> str:
-        return f"process {self.process} of {self.num_processes} (host {self.host}, pid {self.pid})"
+PROGRAM = "layerkit_runner.distributed.peer_monitor.program"
+"""Module that Python runs as the peer monitor."""
 
 
-class StartedCompanion:
-    """The companion of this process, from which on what it prints goes through it.
+class PeerMonitor:
+    """The peer monitor of this process, through which all that the process prints goes.
 
     Args:
-      identity: Of this process.
-      hub_address: (host, port) at which the hub is reached.
+      identity: This process.
+      hub_address: (host, port) of the hub.
       hub: The process beside which the hub is.
-      listener: Listening there, in process 0; None elsewhere.
+      listener: Listening socket of the hub, in process 0; None elsewhere.
       key: Secret of the job, the same in all processes.
-      log: The file to append to.
-      exit_code: With which this process ends at once when another, or its companion, was lost.
+      log: File to append to.
+      exit_code: Exit code of this process when another process, or this peer monitor, was lost.
     """
 
     def __init__(
@@ -73,26 +56,21 @@ class StartedCompanion:
         ours, theirs = socket.socketpair()
         pipes = [os.pipe(), os.pipe()]
         streams = (pipes[0][0], pipes[1][0])
-        command = shlex.join(sys.argv)
         task = Task(
-            process=identity.process,
-            num_processes=identity.num_processes,
-            host=identity.host,
-            pid=identity.pid,
+            identity=identity,
             control=theirs.fileno(),
             streams=streams,
             log=os.fspath(log),
             header=f"process {identity.process} of {identity.num_processes} on {identity.host},"
-            f" pid {identity.pid}: {command}",
+            f" pid {identity.pid}: {shlex.join(sys.argv)}",
             hub_address=hub_address,
-            hub_host=hub.host,
-            hub_pid=hub.pid,
+            hub=hub,
             listener=None if listener is None else listener.fileno(),
             key=key.hex(),
         )
         inherited = [task.control, *streams, *([] if listener is None else [listener.fileno()])]
         self._program = subprocess.Popen(
-            [sys.executable, "-S", "-m", program_module()],
+            [sys.executable, "-S", "-m", PROGRAM],
             env={**os.environ, "PYTHONPATH": os.fspath(Path(layerkit_runner.__file__).parents[1])},
             stdin=subprocess.PIPE,
             pass_fds=inherited,
@@ -108,7 +86,7 @@ class StartedCompanion:
         self._log = log
         self._exit_code = exit_code
         self._is_closing = False
-        # Kept open, so that what this process prints meets no broken pipe if the companion ends.
+        # Kept open, so that printing meets no broken pipe if the peer monitor ends.
         self._streams = streams
         self._control = Link(ours)
         ours.settimeout(None)  # a thread waits for it
@@ -116,19 +94,19 @@ class StartedCompanion:
         self._saved = _redirect([pipe[1] for pipe in pipes])
         for _, writer in pipes:
             os.close(writer)
-        threading.Thread(target=self._listen, name="companion", daemon=True).start()
+        threading.Thread(target=self._listen, name="peer-monitor", daemon=True).start()
 
     def failed(self, text: str) -> None:
         """Tell the other processes why this one ends."""
         self._control.send(failed=text[:_MAX_TEXT])
 
     def wait_for_others(self, seconds: float) -> None:
-        """In process 0, waits until no other process is there, at most so long."""
-        self._is_last.clear()  # it is told again each second
+        """Wait in process 0 until no other process is there, for at most `seconds`."""
+        self._is_last.clear()  # the message is repeated each second
         self._is_last.wait(seconds)
 
     def close(self) -> None:
-        """Tell the companion that this process is done, and print without it again."""
+        """Tell the peer monitor that this process is done, and print without it again."""
         self._is_closing = True
         self._control.send(done=True)
         sys.stdout.flush()
@@ -147,14 +125,14 @@ class StartedCompanion:
                 if message.get("is_last"):
                     self._is_last.set()
         if not self._is_closing:
-            self._end_without_companion()
+            self._end_without_monitor()
 
-    def _end_without_companion(self) -> None:
+    def _end_without_monitor(self) -> None:
         """End this process, which the others take for lost, and end for, at the same moment."""
         code = self._program.wait()
         name = f"signal {-code}" if code < 0 else f"exit code {code}"
         text = (
-            f"runner: {self._identity} lost its companion, which ended with {name}. No other"
+            f"runner: {self._identity} lost its peer monitor, which ended with {name}. No other"
             " process hears of this one any more, so it ends as well; the same command in every"
             " process resumes from the newest checkpoint.\n"
         ).encode()
@@ -176,7 +154,7 @@ class StartedCompanion:
 
 
 def _pass_on_rest(stream: int, target: int) -> None:
-    """Copy what the companion left unread in a pipe."""
+    """Copy what the peer monitor left unread in a pipe."""
     os.set_blocking(stream, False)
     with contextlib.suppress(BlockingIOError):
         while data := os.read(stream, 1 << 16):
@@ -188,13 +166,8 @@ def _append(log: Path, text: bytes) -> None:
         file.write(text)
 
 
-def program_module() -> str:
-    """The name by which Python runs the companion."""
-    return "layerkit_runner.distributed.peer_monitor.program"
-
-
 def _redirect(targets: list[int]) -> dict[int, int]:
-    """Lets standard output and error, also of compiled code, go elsewhere; where they went."""
+    """Redirect standard output and error, also of compiled code; return copies of the old ones."""
     saved = {}
     for stream, number, target in zip((sys.stdout, sys.stderr), (1, 2), targets, strict=True):
         stream.flush()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from layerkit_runner.distributed.listening import bind_address, listen
+from layerkit_runner.distributed.cluster import bind_address, listen
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])

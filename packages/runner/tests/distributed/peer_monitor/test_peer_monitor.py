@@ -1,4 +1,4 @@
-"""Companions beside real processes, which are killed, stopped, or fail: every other one says who.
+"""Peer monitors beside real processes that are killed, stopped, or fail: all others say who.
 
 The processes here do nothing but wait, so that no library of compiled code speaks first.
 """
@@ -20,11 +20,11 @@ EXIT_CODE = 75
 PROCESS = """
 import os, socket, sys, warnings
 from pathlib import Path
-from layerkit_runner.distributed.peer_monitor.start import Identity, StartedCompanion
+from layerkit_runner.distributed.peer_monitor.start import Identity, PeerMonitor
 
 index, count, port, fd, hub_pid = map(int, sys.argv[1:6])
 folder = sys.argv[6]
-companion = StartedCompanion(
+monitor = PeerMonitor(
     Identity(index, count, f"host{index}", os.getpid()),
     hub_address=("127.0.0.1", port),
     hub=Identity(0, count, "host0", hub_pid),
@@ -41,7 +41,7 @@ for word in sys.stdin:
     word = word.strip()
     if word == "fail":
         print("my own words", file=sys.stderr)
-        companion.failed("its data is gone")
+        monitor.failed("its data is gone")
         os._exit(2)
     if word == "print":
         print("printed late")
@@ -49,8 +49,8 @@ for word in sys.stdin:
     if word == "abort":
         os.abort()
     if word == "leave":
-        companion.close()
-        print("after the companion")
+        monitor.close()
+        print("after the monitor")
         sys.exit(0)
 """
 
@@ -69,7 +69,7 @@ def thread_states(pid: int) -> set[str]:
 
 
 class Group:
-    """Processes with companions, of which some are started at once."""
+    """Processes with peer monitors, of which some are started at once."""
 
     def __init__(self, count: int, folder: Path, *, started: int) -> None:
         self.folder = folder
@@ -101,19 +101,19 @@ class Group:
     def wait_for_log(self, index: int, text: str) -> None:
         wait_until(lambda: self.log(index).exists() and text in self.log(index).read_text())
 
-    def companion(self, index: int) -> int:
-        """Return the process number of a companion."""
+    def monitor(self, index: int) -> int:
+        """Return the process number of a peer monitor."""
         pid = self.processes[index].pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        (companion,) = (
+        (monitor,) = (
             int(child)
             for child in children
             if b"peer_monitor" in Path(f"/proc/{child}/cmdline").read_bytes()
         )
-        return companion
+        return monitor
 
-    def kill_companion(self, index: int) -> None:
-        os.kill(self.companion(index), signal.SIGKILL)
+    def kill_monitor(self, index: int) -> None:
+        os.kill(self.monitor(index), signal.SIGKILL)
 
     def log(self, index: int) -> Path:
         return self.folder / f"process_{index:04d}.log"
@@ -188,9 +188,9 @@ def test_what_a_process_says_of_its_failure_is_passed_on(group: Callable[[int], 
         assert f"runner: {processes.name(1)} failed: its data is gone. No step" in error
 
 
-def test_a_machine_that_takes_its_companion_along_is_named(group: Callable[[int], Group]):
+def test_a_machine_that_takes_its_monitor_along_is_named(group: Callable[[int], Group]):
     processes = group(3)
-    processes.kill_companion(0)
+    processes.kill_monitor(0)
     processes.processes[0].kill()
     for index in (1, 2):
         code, _, error = processes.end(index)
@@ -199,34 +199,33 @@ def test_a_machine_that_takes_its_companion_along_is_named(group: Callable[[int]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_killed_companion_ends_its_process_and_all_others(
-    group: Callable[[int], Group], victim: int
-):
+def test_killed_monitor_ends_its_process_and_all_others(group: Callable[[int], Group], victim: int):
     processes = group(3)
-    processes.kill_companion(victim)
+    processes.kill_monitor(victim)
     code, _, error = processes.end(victim)
     assert code == EXIT_CODE
     assert (
-        f"runner: {processes.name(victim)} lost its companion, which ended with signal 9" in error
+        f"runner: {processes.name(victim)} lost its peer monitor, which ended with signal 9"
+        in error
     )
-    assert "lost its companion" in processes.log(victim).read_text()
+    assert "lost its peer monitor" in processes.log(victim).read_text()
     for index in {0, 1, 2} - {victim}:
         code, _, error = processes.end(index)
         assert code == EXIT_CODE
         assert f"runner: {processes.name(victim)} ended without a word" in error
 
 
-def test_output_of_a_process_is_complete_when_its_companion_is_killed(
+def test_output_of_a_process_is_complete_when_its_monitor_is_killed(
     group: Callable[[int], Group],
 ):
     processes = group(1)
-    companion = processes.companion(0)
-    os.kill(companion, signal.SIGSTOP)
+    monitor = processes.monitor(0)
+    os.kill(monitor, signal.SIGSTOP)
     # A thread that has not stopped yet could still read the line, which would end with it.
-    wait_until(lambda: thread_states(companion) == {"T"})
+    wait_until(lambda: thread_states(monitor) == {"T"})
     processes.tell(0, "print")
     wait_until((processes.folder / "printed").exists)
-    os.kill(companion, signal.SIGKILL)
+    os.kill(monitor, signal.SIGKILL)
     code, output, error = processes.end(0)
     assert code == EXIT_CODE
     assert "printed late" in output
@@ -260,7 +259,7 @@ def test_an_end_in_order_is_no_loss(group: Callable[[int], Group]):
         code, output, error = processes.end(index)
         assert code == 0
         assert "runner:" not in error
-        assert output.endswith("after the companion\n")
+        assert output.endswith("after the monitor\n")
 
 
 def test_one_that_comes_when_process_0_is_done_is_let_in(group: Callable[..., Group]):
@@ -280,7 +279,7 @@ def test_people_see_process_0_and_the_errors_of_others(group: Callable[[int], Gr
         processes.tell(index, "leave")
     seen = [processes.end(index) for index in (0, 1)]
     assert seen[0][1].startswith("printed by 0\n")
-    assert seen[1][1] == "after the companion\n"
+    assert seen[1][1] == "after the monitor\n"
     assert "a notice of 0" in seen[0][2]
     assert "a warning of 0" in seen[0][2]
     assert seen[1][2] == "from a child of 1\n"

@@ -16,7 +16,7 @@ from pathlib import Path
 from layerkit_runner.errors import UsageError
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.distributed import forced_exit
-from layerkit_runner.distributed.distributed import joined
+from layerkit_runner.distributed.cluster import joined
 
 def print_surroundings():
     own = os.getpid()

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from layerkit_runner.distributed.peer_monitor.link import Link
-from layerkit_runner.distributed.peer_monitor.peers import (
+from layerkit_runner.distributed.peer_monitor.hub import (
     FAILED,
     HUB,
     MEMBER,
     SILENT,
     SILENT_SECONDS,
     Hub,
+    Link,
     Loss,
 )
 
@@ -37,12 +37,12 @@ class Members:
     def connect(self, *, key: bytes | None = KEY) -> Link:
         """Connect to the hub, as a member unless the key is another."""
         connection = socket.create_connection(self._listener.getsockname())
-        return Link(connection, key=key, sends_as=MEMBER, hears_from=HUB)
+        return Link(connection, key=key, sends_as=MEMBER, receives_from=HUB)
 
     def hear(self, now: float) -> None:
         """Lets the hub read whatever has arrived."""
-        for source in select.select(self.hub.waits_for(), [], [], 0.2)[0]:
-            self.hub.hear(source, now)
+        for source in select.select(self.hub.sources(), [], [], 0.2)[0]:
+            self.hub.receive(source, now)
 
     def beat(self, now: float, *processes: int) -> None:
         """A second in which these members speak."""
@@ -52,7 +52,7 @@ class Members:
         self.hub.check(now)
 
     def close(self) -> None:
-        for link in (*self.links, *self.hub.waits_for()):
+        for link in (*self.links, *self.hub.sources()):
             link.close()
 
 
@@ -198,7 +198,7 @@ def test_connections_without_introduction_are_bounded(members: Members):
     idle = [members.connect() for _ in range(80)]
     for _ in range(2 * len(idle)):
         members.hear(1.0)
-    assert len(members.hub.waits_for()) < 1 + 3 + len(idle)
+    assert len(members.hub.sources()) < 1 + 3 + len(idle)
     assert is_closed(idle[0])
     for link in idle:
         link.close()
@@ -209,8 +209,8 @@ def test_connections_without_introduction_are_bounded(members: Members):
 
 def test_hub_with_another_key_is_not_heard():
     ours, theirs = socket.socketpair()
-    hub = Link(theirs, key=b"another", sends_as=HUB, hears_from=MEMBER)
-    member = Link(ours, key=KEY, sends_as=MEMBER, hears_from=HUB)
+    hub = Link(theirs, key=b"another", sends_as=HUB, receives_from=MEMBER)
+    member = Link(ours, key=KEY, sends_as=MEMBER, receives_from=HUB)
     hub.send(hub_leaves=True)
     assert member.receive() == []
     assert not member.is_open

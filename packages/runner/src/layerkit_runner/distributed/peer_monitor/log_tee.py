@@ -1,8 +1,8 @@
-"""What a process prints, line by line: into its log with the time, and on to where people read.
+"""Copying what a process prints, line by line, to its log with the time, and to the terminal.
 
-People read process 0. Of the others they see only what is written to the error stream and is no
-mere notice; everything is in the logs. The log is opened and written on a thread of its own, so
-that lines are passed on even while the disk does not answer.
+The terminal shows all of process 0, and of the others only the lines of the error stream that are
+more than notices. The log is opened and written on a thread of its own, so that lines are passed on
+even while the disk does not answer.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _CHUNK = 1 << 16
 _MAX_WAITING_LINES = 100_000
 
 
-class LogCopy:
-    """A copier of the streams of a process.
+class LogTee:
+    """Copies the output of a process to its log and to other descriptors.
 
     Args:
       open_log: Opens the log, unbuffered, for appending, and reports if it cannot; returns None
@@ -41,7 +41,7 @@ class LogCopy:
         threading.Thread(target=self._write_log, args=(open_log,), daemon=True).start()
 
     def follow(self, source: int, target: int | None, *, errors_only: bool = False) -> None:
-        """Copies a descriptor to its end, on a thread: to the log and to `target` (None: nowhere).
+        """Copy a descriptor to its end, on a thread: to the log and to `target` (None: nowhere).
 
         Args:
           source: The reading end of a pipe.
@@ -56,7 +56,7 @@ class LogCopy:
         self._threads.append(thread)
 
     def note(self, text: str) -> None:
-        """Write a line of the companion's own into the log."""
+        """Write a line of the peer monitor's own into the log."""
         self._keep(text.encode() + b"\n")
 
     def wait(self, seconds: float) -> None:

@@ -1,0 +1,347 @@
+"""The processes of one job: how they find one another, and that none waits for one that is lost.
+
+A job on several machines is the same command on each. Slurm, Open MPI, torchrun, Kubernetes or a
+TPU pod describe the job; elsewhere `--coordinator_address`, `--num_processes` and `--process_id`
+do. A peer monitor runs beside each process. It keeps the log of the process, and names a lost
+process to all others, which then end as well, since no step can be made without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import ipaddress
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import NoReturn
+
+import jax
+
+from layerkit_runner.distributed.forced_exit import told_to_others
+from layerkit_runner.distributed.launchers import (
+    check_processes,
+    find_launch,
+    local_device_ids,
+)
+from layerkit_runner.distributed.peer_monitor.start import Identity, PeerMonitor
+from layerkit_runner.distributed.process_exchange import distributed_state
+from layerkit_runner.errors import UsageError
+from layerkit_runner.files.atomic_write import absolute, check_links, private_folder
+from layerkit_runner.run_options import AUTO_ADDRESS, RunOptions
+
+# Exit code of a process that ends because another was lost: sysexits.h's "try again".
+LOST_PROCESS_EXIT_CODE = 75
+
+# JAX notices a lost process too, and aborts. The peer monitors are faster and know its name.
+JAX_HEARTBEAT_SECONDS = 60
+
+_SECONDS_TO_LEARN = 6.0
+_EXCHANGE_SECONDS = 60
+_HUB_KEY = "layerkit_runner/hub"
+_BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"  # which JAX reads
+_ALL_INTERFACES = "::"
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterInfo:
+    """How a process finds the others; None stands for what JAX detects.
+
+    Attributes:
+      address: `host:port` of the coordinator.
+      num_processes: Number of processes.
+      process_id: Number of this process.
+      local_device_ids: GPUs of this process; an empty list for all that it sees.
+      found_by: Source of this information.
+    """
+
+    address: str | None
+    num_processes: int | None
+    process_id: int | None
+    local_device_ids: list[int] | None
+    found_by: str
+
+
+@dataclasses.dataclass(frozen=True)
+class JoinedProcess:
+    """This process in its job.
+
+    Attributes:
+      identity: Number, host and pid of the process.
+      job_log_dir: Folder of the job; None for the current folder.
+      log: File that keeps what the process prints; None for a process that is the whole job.
+    """
+
+    identity: Identity
+    job_log_dir: str | None
+    log: Path | None = None
+
+    def log_file(self) -> Path:
+        """Return a file on this machine to append to."""
+        return self.log or log_file(self.identity, self.job_log_dir)
+
+
+@contextlib.contextmanager
+def joined(flags: RunOptions) -> Iterator[JoinedProcess]:
+    """Join the other processes of the job, if there are any; to be entered before JAX is used.
+
+    If one of several processes fails, it prints why and ends at once, with the exit code of the
+    failure: the others may wait for it in a step.
+
+    Raises:
+      UsageError: The processes cannot find one another.
+    """
+    cluster = find_cluster(flags, os.environ)
+    identity = Identity(0, 1, socket.gethostname(), os.getpid())
+    if cluster is not None:
+        identity = _initialize(cluster)
+    if cluster is None or identity.num_processes == 1:
+        yield JoinedProcess(identity, flags.job_log_dir)
+        return
+    try:
+        log = log_file(identity, flags.job_log_dir)
+    except OSError as error:
+        raise UsageError(f"The log cannot be written: {error}") from error
+    monitor = _start_monitor(identity, log)
+    wait_for_others = None
+    if identity.process == 0:
+        print(
+            f"processes    {identity.num_processes}, found by {cluster.found_by};"
+            f" they meet at {distributed_state().coordinator_address}",
+            flush=True,
+        )
+        # The coordinator is in this process, and without it the others abort before they can speak.
+        wait_for_others = functools.partial(monitor.wait_for_others, _SECONDS_TO_LEARN)
+    try:
+        with told_to_others(monitor.failed, wait_for_others):
+            yield JoinedProcess(identity, flags.job_log_dir, log)
+    except Exception as error:
+        _end(error, monitor, wait_for_others)
+    except KeyboardInterrupt:
+        monitor.failed("it was interrupted by Ctrl-C")
+        os._exit(128 + signal.SIGINT)  # the others are not waited for
+    monitor.close()
+
+
+def find_cluster(flags: RunOptions, environ: Mapping[str, str]) -> ClusterInfo | None:
+    """Return how this process finds the others; None if it is the whole job.
+
+    Raises:
+      UsageError: Flags and environment contradict each other, or nothing says where they meet.
+    """
+    check_processes(flags, environ)
+    if flags.num_processes == 1:
+        return None
+    launch = find_launch(environ)
+    if launch is not None and launch.num_processes == 1:
+        if flags.num_processes is None:
+            return None
+        launch = None
+    address = flags.coordinator_address
+    is_auto = address in (None, AUTO_ADDRESS)
+    if launch is not None:
+        return ClusterInfo(
+            launch.address if is_auto else address,
+            launch.num_processes,
+            launch.process_id,
+            local_device_ids(launch, environ),
+            launch.name,
+        )
+    found_by = (
+        "the flags" if not is_auto else _cluster_to_ask(environ, is_required=address is not None)
+    )
+    if found_by is None:
+        return None
+    given_address = None if is_auto else address
+    return ClusterInfo(given_address, flags.num_processes, flags.process_id, None, found_by)
+
+
+def _cluster_to_ask(environ: Mapping[str, str], *, is_required: bool) -> str | None:
+    """Return the name of a TPU pod or an indexed Kubernetes job of several processes, else None.
+
+    Every pod of Kubernetes looks alike from inside, also a notebook. So only a pod that has a
+    number in a job counts as one of several.
+    """
+    # Not public, but the public `initialize` cannot be asked how many there are.
+    from jax._src import clusters
+
+    for cluster, name in (
+        (clusters.GkeTpuCluster, "the TPU pod"),
+        (clusters.GceTpuCluster, "the TPU pod"),
+        (clusters.K8sCluster, "Kubernetes"),
+    ):
+        if cluster is clusters.K8sCluster and "JOB_COMPLETION_INDEX" not in environ:
+            continue
+        try:
+            if cluster.is_env_present():
+                return name if cluster.get_process_count() > 1 else None
+        except Exception as error:
+            raise UsageError(
+                f"{name} cannot be asked for the other processes: {error}. --num_processes=1 makes"
+                " this process a job of its own."
+            ) from error
+    if "JOB_COMPLETION_INDEX" in environ and "KUBERNETES_SERVICE_HOST" in environ:
+        raise UsageError(
+            "this is process"
+            f" {environ['JOB_COMPLETION_INDEX']} of an indexed Kubernetes job; to find the others,"
+            " pip install 'jax[k8s]', or say --coordinator_address, --num_processes and"
+            " --process_id. --num_processes=1 makes every process a job of its own."
+        )
+    if is_required:
+        raise UsageError(
+            f"--coordinator_address={AUTO_ADDRESS}: this is none of Slurm (inside srun), Open"
+            " MPI, torchrun, an indexed Kubernetes job or a TPU pod; say"
+            " --coordinator_address=HOST:PORT, --num_processes=N and --process_id=I."
+        )
+    return None
+
+
+def _initialize(cluster: ClusterInfo) -> Identity:
+    bind_to = None  # where JAX decides
+    if cluster.address is not None and cluster.process_id == 0 and _BIND_VARIABLE not in os.environ:
+        host, _, port = cluster.address.rpartition(":")
+        address = bind_address(host.strip("[]"))
+        bind_to = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+    try:
+        jax.distributed.initialize(
+            cluster.address,
+            cluster.num_processes,
+            cluster.process_id,
+            local_device_ids=cluster.local_device_ids,
+            coordinator_bind_address=bind_to,
+            heartbeat_timeout_seconds=JAX_HEARTBEAT_SECONDS,
+        )
+    except (RuntimeError, ValueError) as error:
+        place = f" at {cluster.address}" if cluster.address else ""
+        raise UsageError(
+            f"the processes of the job, found by {cluster.found_by}, cannot find one"
+            f" another{place}: {error}"
+        ) from error
+    # jax.process_index() would start the devices, whose settings are still to be made.
+    state = distributed_state()
+    return Identity(state.process_id, state.num_processes, socket.gethostname(), os.getpid())
+
+
+def _start_monitor(identity: Identity, log: Path) -> PeerMonitor:
+    """Start the peer monitor, whose hub, beside process 0, is announced by JAX's coordinator."""
+    state = distributed_state()
+    listener = None
+    # By this name the coordinator, which is in process 0, is found.
+    host = str(state.coordinator_address).rpartition(":")[0].strip("[]")
+    if identity.process == 0:
+        listener = listen(host, backlog=identity.num_processes)
+        about = {
+            "port": listener.getsockname()[1],
+            "identity": dataclasses.asdict(identity),
+            "key": secrets.token_hex(32),
+        }
+        state.client.key_value_set(_HUB_KEY, json.dumps(about))
+    about = json.loads(state.client.blocking_key_value_get(_HUB_KEY, _EXCHANGE_SECONDS * 1000))
+    if listener is not None:
+        bound = listener.getsockname()[0]
+        host = "127.0.0.1" if ipaddress.ip_address(bound).is_unspecified else bound
+    return PeerMonitor(
+        identity,
+        hub_address=(host, about["port"]),
+        hub=Identity(**about["identity"]),
+        listener=listener,
+        key=bytes.fromhex(about["key"]),
+        log=log,
+        exit_code=LOST_PROCESS_EXIT_CODE,
+    )
+
+
+def log_file(identity: Identity, job_log_dir: str | None) -> Path:
+    """Return `DIR/logs/process_0003.log`, or print why the log is in a folder of this machine."""
+    name = f"process_{identity.process:04d}.log"
+    directory = os.fspath(absolute(job_log_dir or "."))
+    folder = Path(directory) / "logs"
+    reason = "a store cannot append to files" if "://" in directory else None
+    if reason is None:
+        try:
+            check_links(directory)
+            folder.mkdir(parents=True, exist_ok=True)
+            return folder / name
+        except OSError as error:
+            reason = str(error)
+    digest = hashlib.sha256(directory.encode()).hexdigest()[:8]
+    local = private_folder(Path(tempfile.gettempdir()) / f"layerkit_logs_{os.getuid()}_{digest}")
+    if identity.process == 0:
+        print(
+            f"logs         in {local} of each process's machine, not in {directory}: {reason}",
+            flush=True,
+        )
+    return local / name
+
+
+def _end(
+    error: Exception, monitor: PeerMonitor, wait_for_others: Callable[[], None] | None
+) -> NoReturn:
+    """Print why this process ends, unless another was lost, which its peer monitor prints."""
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        # Its connections broke, perhaps, because another process was lost.
+        time.sleep(_SECONDS_TO_LEARN)
+    if isinstance(error, UsageError):
+        print(f"runner: {error}", file=sys.stderr)
+        summary, exit_code = str(error), error.exit_code
+    else:
+        traceback.print_exception(error)
+        summary, exit_code = f"{type(error).__name__}: {error}", 1
+    monitor.failed(" ".join(summary.split())[:1000])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if wait_for_others is not None:
+        wait_for_others()
+    os._exit(exit_code)
+
+
+def bind_address(host: str) -> str:
+    """Return the address to listen at for those who find this machine as `host`.
+
+    It is the one address behind `host`, so that nothing listens at the other interfaces. It is all
+    interfaces where others may reach this machine by another address than it knows itself: a
+    name that means several addresses or, as on some distributions a machine's own name does, the
+    loopback interface only here; and an address that no interface of this machine has.
+    """
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, 0)}
+    except OSError:
+        return _ALL_INTERFACES
+    if host == "localhost":
+        return "127.0.0.1" if "127.0.0.1" in found else found.pop()
+    if len(found) != 1:
+        return _ALL_INTERFACES
+    (address,) = found
+    if address != host and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        return _ALL_INTERFACES
+    try:
+        _listen(address, backlog=1).close()
+    except OSError:
+        return _ALL_INTERFACES
+    return address
+
+
+def listen(host: str, *, backlog: int) -> socket.socket:
+    """Return a socket that listens at a free port of `bind_address(host)`."""
+    return _listen(bind_address(host), backlog=backlog)
+
+
+def _listen(address: str, *, backlog: int) -> socket.socket:
+    if address == _ALL_INTERFACES:
+        with contextlib.suppress(OSError, ValueError):  # where IPv6 is off
+            return socket.create_server(
+                (address, 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
+            )
+        return socket.create_server(("", 0), backlog=backlog)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=backlog)
