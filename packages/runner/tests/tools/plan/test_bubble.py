@@ -8,7 +8,7 @@ from layerkit.layers.pipeline_schedule import PipelineSchedule
 from layerkit.layers.pipelined_transformer import PipelinedTransformer
 from layerkit_runner.config.resolve import resolve
 from layerkit_runner.data.infeed import make_input
-from layerkit_runner.tools.plan.bubble import pipeline_plans
+from layerkit_runner.tools.plan.bounds import pipeline_plans
 from layerkit_runner.trainer.job import build_parts
 from layerkit_runner.training.flops import program_flops
 from layerkit_runner.training.step_flops import model_flops_per_step

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit_runner.tools.plan.compiler_notes import compiler_notes
 from layerkit_runner.tools.plan.compiling import (
     CompiledStep,
     Sizes,
     compile_step,
+    compiler_notes,
     measured_step,
     refused_sizes,
 )

@@ -84,7 +84,8 @@ def test_number_of_simulated_devices():
             {"target": "v5e:2x2*2"},
             "--target=v5e:2x2*2 (8 devices), but the mesh of this experiment has 4 devices"
             " (ici_mesh_shape=[1, 4, 1]).\nFor these devices try --fdl.ICI_MESH_SHAPE=[4,1,1]"
-            " --fdl.DCN_MESH_SHAPE=[2,1,1], or write --target=v5e for as many as it has",
+            " --fdl.partitioner.dcn_mesh_shape=[2,1,1], or write --target=v5e for as"
+            " many as it has",
         ),
         (
             FSDP_4,
@@ -97,8 +98,8 @@ def test_number_of_simulated_devices():
             SpmdPartitioner(ici_mesh_shape=[1, 8, 1]),
             {"target": "v5e:2x2*2"},
             "--target=v5e:2x2*2 has 2 slice(s), but the mesh lies in 1"
-            " (ici_mesh_shape=[1, 8, 1]).\nWith --fdl.DCN_MESH_SHAPE=[2,1,1] and"
-            " --fdl.ICI_MESH_SHAPE=… for the chips of one slice it lies in as many",
+            " (ici_mesh_shape=[1, 8, 1]).\nWith --fdl.partitioner.dcn_mesh_shape=[2,1,1] and"
+            " --fdl.partitioner.ici_mesh_shape=… for the chips of one slice it lies in as many",
         ),
         (
             PmapPartitioner(),

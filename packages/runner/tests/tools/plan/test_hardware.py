@@ -7,8 +7,7 @@ import pytest
 
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers.device_peaks import peak_flops
-from layerkit_runner.tools.plan.gpu_targets import target_config
-from layerkit_runner.tools.plan.hardware import KINDS, device_kind, kind_of_device
+from layerkit_runner.tools.plan.hardware import KINDS, device_kind, kind_of_device, target_config
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)

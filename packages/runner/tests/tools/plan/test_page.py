@@ -6,8 +6,7 @@ import pytest
 
 from layerkit_runner.files.byte_sizes import size_text
 from layerkit_runner.tools.plan import BatchPlan, Plan
-from layerkit_runner.tools.plan.bounds import bounds_of
-from layerkit_runner.tools.plan.bubble import PipelinePlan
+from layerkit_runner.tools.plan.bounds import PipelinePlan, bounds_of
 from layerkit_runner.tools.plan.collectives import Traffic
 from layerkit_runner.tools.plan.hardware import device_kind
 from layerkit_runner.tools.plan.memory import Memory, TensorMemory

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerkit_runner.tools.plan.replica_groups import axes_of_groups, axes_of_pairs, parse_groups
+from layerkit_runner.tools.plan.collectives import axes_of_groups, axes_of_pairs, parse_groups
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 

@@ -1,28 +1,30 @@
-"""How fast a step can be at best: the time that arithmetic, memory and networks need for it.
+"""Lower bounds of the time of a step: what arithmetic, memory and networks need for it.
 
-Each is what a device has to do, divided by what it can do when it does nothing else (the roofline
-model: Williams, Waterman and Patterson, 2009). No step is faster than the slowest of them. What is
-counted, and what is taken for granted:
+Each is the work of a device divided by its peak rate (the roofline model: Williams, Waterman and
+Patterson, 2009). No step is faster than the slowest of them. What is counted and assumed:
 
-- Arithmetic: the products of the whole step as it was traced, forward, backward, and those that
-  rematerialisation and bubbles of a pipeline repeat, shared evenly by all devices, at the dense
-  bfloat16 peak. What several devices compute alike, as all stages of a pipeline do the softmax,
-  and what is no product costs more.
+- Arithmetic: the products of the whole traced step (forward, backward, and those that
+  rematerialisation and bubbles of a pipeline repeat), shared evenly by all devices, at the dense
+  bfloat16 peak. Work that several devices repeat alike, and what is no product, costs more.
 - Memory: state and batch are read once, and weights twice more, by the forward and the backward
-  pass; results are written; what the step holds in between, and what comes over a network, is
-  written and read once. Layers of a loop use the same memory again and again, so more is moved.
-- Networks: what a device sends, all its links busy. A ring along one axis of a torus uses two of
-  its links, and latencies are not counted.
+  pass; results are written; temporaries and what a network delivers are written and read once.
+  Layers of a loop use the same memory again and again, so more is moved.
+- Networks: bytes that a device sends with all its links busy. A ring along one axis of a torus uses
+  two of its links, and latencies are not counted.
 
-Communication that hides behind arithmetic costs nothing, that which does not adds up: both ends
-are told. The utilisation between them is what kernels as fast as the peaks would reach.
+Communication that hides behind arithmetic costs nothing, the rest adds up: both ends are reported.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
+from layerkit.config import target_of, walk_configs
+from layerkit.layers.pipeline import Pipeline
+from layerkit.layers.pipeline_schedule import PipelineSchedule
+from layerkit.layers.pipelined_transformer import PipelinedTransformer
 from layerkit_runner.tools.plan.collectives import Traffic
 from layerkit_runner.tools.plan.hardware import DeviceKind
 from layerkit_runner.tools.plan.memory import Memory
@@ -30,13 +32,13 @@ from layerkit_runner.tools.plan.memory import Memory
 
 @dataclasses.dataclass(frozen=True)
 class DeviceWork:
-    """What one device has to do in a step.
+    """The work of one device in a step.
 
     Attributes:
-      flops: Of all products, with those that are repeated.
-      memory_bytes: Read from its memory and written to it.
-      fast_bytes: Sent within the slice or node.
-      slow_bytes: Sent to other slices or nodes.
+      flops: FLOPs of all products, repeated ones included.
+      memory_bytes: Bytes read from its memory and written to it.
+      fast_bytes: Bytes sent within the slice or node.
+      slow_bytes: Bytes sent to other slices or nodes.
     """
 
     flops: float
@@ -47,22 +49,22 @@ class DeviceWork:
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """What a step takes at least; None where a figure of the device is not known.
+    """Lower bounds of a step; None if a figure of the device is unknown.
 
     Attributes:
-      work: What it takes it for.
-      compute_seconds: For the arithmetic.
-      memory_seconds: For reading and writing memory.
-      fast_network_seconds: For what is sent within a slice or node.
-      slow_network_seconds: For what is sent to others.
-      limited_by: Which of them takes longest: `compute`, `memory`, `fast network`, `slow network`.
-      step_seconds: Where all communication hides behind arithmetic: the longest of the four.
-      step_seconds_no_overlap: Where none does: the longer of the first two, and both networks.
-      tokens_per_sec: Of all devices, in `step_seconds`.
-      tokens_per_sec_no_overlap: Likewise.
-      mfu: Model FLOPs utilisation in `step_seconds`: a fraction of the peak.
-      mfu_no_overlap: Likewise.
-      unknown: Figures of the device that were needed and are not known.
+      work: The work of each device.
+      compute_seconds: Time of the arithmetic.
+      memory_seconds: Time of reading and writing memory.
+      fast_network_seconds: Time of sending within a slice or node.
+      slow_network_seconds: Time of sending to others.
+      limited_by: The longest of them: `compute`, `memory`, `fast network`, `slow network`.
+      step_seconds: Time with all communication hidden: the longest of the four.
+      step_seconds_no_overlap: Time with none hidden: the longer of the first two and the networks.
+      tokens_per_sec: Tokens/s of all devices at `step_seconds`.
+      tokens_per_sec_no_overlap: Tokens/s at `step_seconds_no_overlap`.
+      mfu: Model FLOPs utilisation at `step_seconds`: a fraction of the peak.
+      mfu_no_overlap: Model FLOPs utilisation at `step_seconds_no_overlap`.
+      unknown: Figures of the device that were needed and are unknown.
     """
 
     work: DeviceWork
@@ -81,11 +83,11 @@ class Bounds:
 
 
 def memory_traffic(memory: Memory, *, bytes_received: float) -> float:
-    """Bytes that a device reads from its memory and writes to it in a step, at least.
+    """Return the least bytes that a device reads from its memory and writes to it in a step.
 
     Args:
-      memory: Of the step.
-      bytes_received: From other devices; most of it lands in temporaries, so the larger counts.
+      memory: Memory of the step.
+      bytes_received: Bytes from other devices; most land in temporaries, so the larger counts.
     """
     between = 2 * max(memory.temporaries, bytes_received)
     return memory.arguments + memory.outputs + 2 * memory.weights + between
@@ -98,21 +100,21 @@ def step_bounds(
     model_flops_per_device: float,
     tokens: int | None,
 ) -> Bounds:
-    """The bounds of a step.
+    """Return the bounds of a step.
 
     Args:
-      work: Of each device.
-      device: What it can do.
-      model_flops_per_device: Without what is repeated; what utilisation counts.
-      tokens: Of the global batch; None where it has none.
+      work: Work of each device.
+      device: Peak rates of a device.
+      model_flops_per_device: FLOPs without repeated ones, which utilisation counts.
+      tokens: Tokens of the global batch; None if it has none.
     """
-    parts = {
+    resources = {
         "compute": (work.flops, device.peak_flops, "peak FLOP/s"),
         "memory": (work.memory_bytes, device.memory_bandwidth, "memory bandwidth"),
         "fast network": (work.fast_bytes, device.fast_bandwidth, "bandwidth within a slice"),
         "slow network": (work.slow_bytes, device.slow_bandwidth, "bandwidth between slices"),
     }
-    seconds = {name: _seconds(amount, rate) for name, (amount, rate, _) in parts.items()}
+    seconds = {name: _ratio(amount, rate) for name, (amount, rate, _) in resources.items()}
     known = {name: each for name, each in seconds.items() if each is not None}
     # Without the arithmetic there is no telling a step's time; an unknown network leaves a bound.
     step = no_overlap = limited_by = None
@@ -121,10 +123,6 @@ def step_bounds(
         step = known[limited_by]
         on_device = max(known["compute"], known.get("memory", 0.0))
         no_overlap = on_device + known.get("fast network", 0) + known.get("slow network", 0)
-
-    def rate(amount: float | None, taken: float | None) -> float | None:
-        return None if amount is None or not taken else amount / taken
-
     peak = device.peak_flops
     share = None if peak is None else model_flops_per_device / peak
     return Bounds(
@@ -136,12 +134,19 @@ def step_bounds(
         limited_by=limited_by,
         step_seconds=step,
         step_seconds_no_overlap=no_overlap,
-        tokens_per_sec=rate(tokens, step),
-        tokens_per_sec_no_overlap=rate(tokens, no_overlap),
-        mfu=rate(share, step),
-        mfu_no_overlap=rate(share, no_overlap),
-        unknown=[what for name, (_, _, what) in parts.items() if seconds[name] is None],
+        tokens_per_sec=tokens / step if tokens and step else None,
+        tokens_per_sec_no_overlap=tokens / no_overlap if tokens and no_overlap else None,
+        mfu=share / step if share is not None and step else None,
+        mfu_no_overlap=share / no_overlap if share is not None and no_overlap else None,
+        unknown=[what for name, (_, _, what) in resources.items() if seconds[name] is None],
     )
+
+
+def _ratio(amount: float, rate: float | None) -> float | None:
+    """Return the seconds for an amount; no work takes no time even at an unknown rate."""
+    if amount == 0:
+        return 0.0
+    return None if rate is None else amount / rate
 
 
 def bounds_of(
@@ -153,29 +158,69 @@ def bounds_of(
     model_flops_per_device: float,
     tokens: int | None,
 ) -> Bounds:
-    """The bounds of a compiled step.
+    """Return the bounds of a compiled step; for the arguments see `step_bounds`.
 
     Args:
-      memory: Of a device.
-      collectives: What each device sends.
-      device: What it can do.
-      flops_per_device: Of all products, with those that are repeated.
-      model_flops_per_device: Without them.
-      tokens: Of the global batch; None where it has none.
+      memory: Memory of the step on a device.
+      collectives: Traffic of each device.
+      device: Peak rates of a device.
+      flops_per_device: FLOPs of all products, repeated ones included.
+      model_flops_per_device: FLOPs without repeated ones.
+      tokens: Tokens of the global batch; None if it has none.
     """
     sent = list(collectives)
     total, slow = sum(each.bytes_sent for each in sent), sum(each.bytes_slow for each in sent)
-    work = DeviceWork(
-        flops=flops_per_device,
-        memory_bytes=memory_traffic(memory, bytes_received=total),
-        fast_bytes=total - slow,
-        slow_bytes=slow,
-    )
+    moved = memory_traffic(memory, bytes_received=total)
+    work = DeviceWork(flops_per_device, moved, fast_bytes=total - slow, slow_bytes=slow)
     return step_bounds(work, device, model_flops_per_device=model_flops_per_device, tokens=tokens)
 
 
-def _seconds(amount: float, rate: float | None) -> float | None:
-    """What nothing is asked of takes no time, whatever is known of it."""
-    if amount == 0:
-        return 0.0
-    return None if rate is None else amount / rate
+@dataclasses.dataclass(frozen=True)
+class PipelinePlan:
+    """One pipeline of a task, scheduled as `layerkit.layers.pipeline_schedule` does.
+
+    Attributes:
+      num_stages: Number S of stages.
+      num_microbatches: Number M of microbatches in one pass of rows.
+      rows_per_microbatch: Rows of each microbatch, over all devices.
+      circular_repeats: Number R of rounds; 1 is GPipe.
+      num_ticks: M·R + S − 1, from the first microbatch entering to the last one leaving.
+      bubble_fraction: Fraction of the ticks in which a stage idles: (S − 1) / num_ticks.
+    """
+
+    num_stages: int
+    num_microbatches: int
+    rows_per_microbatch: int
+    circular_repeats: int
+    num_ticks: int
+    bubble_fraction: float
+
+
+def pipeline_plans(task: Any, *, rows: int) -> list[PipelinePlan]:
+    """Return the pipelines of a task's config, in the order of the config.
+
+    Args:
+      task: Config of the task, whose layers have accepted their sizes.
+      rows: Rows that go through at a time: of the global batch, or of one part of it under gradient
+        accumulation.
+    """
+    found = {}
+    for config in walk_configs(task):
+        target = target_of(config)
+        if isinstance(target, type) and issubclass(target, (Pipeline, PipelinedTransformer)):
+            found[id(config)] = config
+    plans = []
+    for config in found.values():
+        count = config.num_microbatches or rows // config.microbatch_size
+        schedule = PipelineSchedule(config.num_stages, count, config.circular_repeats)
+        plans.append(
+            PipelinePlan(
+                num_stages=schedule.num_stages,
+                num_microbatches=schedule.num_microbatches,
+                rows_per_microbatch=rows // count,
+                circular_repeats=schedule.circular_repeats,
+                num_ticks=schedule.num_ticks,
+                bubble_fraction=schedule.bubble_fraction,
+            )
+        )
+    return plans

@@ -1,83 +1,59 @@
 """What the devices of a compiled step send to one another: kinds, mesh axes, times and bytes.
 
-Bytes are those that each device SENDS (and receives as many) when a collective over g devices is
-done with the least traffic, as a ring does it:
+Bytes are those that each device SENDS (and receives as many) when a collective over g devices in s
+slices (or nodes), as many in each, is done with the least traffic, as a ring does it:
 
-| kind | bytes sent by each device |
-|---|---|
-| all-gather | (g − 1)/g of its result |
-| all-reduce | 2 (g − 1)/g of its result: a reduce-scatter, then an all-gather |
-| reduce-scatter | (g − 1) times its result, which is 1/g of what came in |
-| all-to-all | (g − 1)/g of its result |
-| collective-permute | its result |
+| kind | bytes sent by each device | part of them that leaves its slice |
+|---|---|---|
+| all-gather | (g − 1)/g of its result | (s − 1)/g of its result |
+| all-reduce | 2 (g − 1)/g of its result | 2 (s − 1)/g of its result |
+| reduce-scatter | (g − 1) times its result | (s − 1) times its result |
+| all-to-all | (g − 1)/g of its result | (s − 1)/s of its result |
+| collective-permute | its result | all, if any pair of devices lies in two slices |
 
 (Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
-2005.) Shapes in HLO are those on one device. What hardware can do better, such as reducing inside a
-switch, is not known here.
+2005.) Least leaves a slice when what is common is done within it first, as libraries do it. Shapes
+in HLO are those on one device. TPUs split what runs over several slices themselves: the part that
+crosses them is a `send` through the host, reported as the collective that it stands for.
 
-Where the g devices lie in s slices (or nodes), as many in each, a part of these bytes crosses the
-slower network between them. Least crosses when what is common is done within each slice first, as
-libraries do it: a sum leaves a slice once, split over its devices, and not once for each of them.
+HLO does not know our mesh axes. It lists groups of device numbers, where number i is the i-th
+device of the mesh in row-major order, in one of three ways, or as the pairs of a permutation:
 
-| kind | of the bytes above, those that leave the slice |
-|---|---|
-| all-gather | (s − 1)/g of its result |
-| all-reduce | 2 (s − 1)/g of its result |
-| reduce-scatter | (s − 1) times its result |
-| all-to-all | (s − 1)/s of its result |
-| collective-permute | all, if any pair of devices lies in two slices |
-
-TPUs themselves split what runs over several slices in this way, and the part that crosses them is a
-`send` through the host: it is told as the collective that it stands for.
+    {{0,2},{1,3}}                                     a list; {} is one group of all devices
+    [2,2]<=[2,2]T(1,0)                                a reshaped and transposed range
+    mesh['a'=2,'b'=2], device_ids=([4]) {'a'}         a mesh of the compiler's own, and its axes
+    {{0,1},{1,0}}                                     source_target_pairs
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from layerkit_runner.tools.plan.executions import Instruction, instructions
-from layerkit_runner.tools.plan.replica_groups import axes_of_groups, axes_of_pairs, parse_groups
+from layerkit_runner.tools.plan.hlo import Instruction, instructions
 
 # From the size of the result in bytes, the number g of devices and the number s of slices: what
 # each device sends, and the part of it that leaves its slice.
 _Formula = Callable[[int, int, int], float]
 _SENT: dict[str, tuple[_Formula, _Formula]] = {
-    "all-gather": (
-        lambda size, g, s: size * (g - 1) / g,
-        lambda size, g, s: size * (s - 1) / g,
-    ),
+    "all-gather": (lambda size, g, s: size * (g - 1) / g, lambda size, g, s: size * (s - 1) / g),
     "all-reduce": (
         lambda size, g, s: 2 * size * (g - 1) / g,
         lambda size, g, s: 2 * size * (s - 1) / g,
     ),
-    "reduce-scatter": (
-        lambda size, g, s: size * (g - 1),
-        lambda size, g, s: size * (s - 1),
-    ),
-    "all-to-all": (
-        lambda size, g, s: size * (g - 1) / g,
-        lambda size, g, s: size * (s - 1) / s,
-    ),
-    "ragged-all-to-all": (
-        lambda size, g, s: size * (g - 1) / g,
-        lambda size, g, s: size * (s - 1) / s,
-    ),
-    "collective-broadcast": (
-        lambda size, g, s: size,
-        lambda size, g, s: size if s > 1 else 0,
-    ),
-    "collective-permute": (
-        lambda size, g, s: size,
-        lambda size, g, s: size if s > 1 else 0,
-    ),
+    "reduce-scatter": (lambda size, g, s: size * (g - 1), lambda size, g, s: size * (s - 1)),
+    "all-to-all": (lambda size, g, s: size * (g - 1) / g, lambda size, g, s: size * (s - 1) / s),
+    "collective-permute": (lambda size, g, s: size, lambda size, g, s: size if s > 1 else 0),
 }
+_SENT["ragged-all-to-all"] = _SENT["all-to-all"]
+_SENT["collective-broadcast"] = _SENT["collective-permute"]
 
 _GROUPS = re.compile(
     r"replica_groups=("
@@ -91,6 +67,19 @@ _CHAIN = re.compile(r'channel_id=(\d+),.*\bchain_id="(\d+)"')
 _OPERAND = re.compile(r"%([\w.\-]+)\)")
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d\w*)\[([^\]]*)\]")
 _NUMBERS = re.compile(r"\d+")
+_LIST = re.compile(r"\{([\d,\s]*)\}")
+_RANGE = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")
+_MESH = re.compile(
+    r"mesh\[(?P<sizes>[^\]]*)\](?:, device_ids=\((?P<ids>.*?)\))? \{(?P<axes>[^}]*)\}$"
+)
+_MESH_SIZE = re.compile(r"'?([^'=,]+)'?=(\d+)")
+# An axis, or a part of one: `'a':(2)4` is a's second factor when a is seen as [2, 4, rest].
+_MESH_AXIS = re.compile(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?")
+
+Groups = Sequence[Sequence[int]] | np.ndarray
+
+MIXED = "mixed"
+"""Label of groups that are not whole mesh axes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,13 +88,12 @@ class Traffic:
 
     Attributes:
       kind: `all-gather`, `all-reduce`, `reduce-scatter`, `all-to-all`, `collective-permute`, …
-      axes: Mesh axes that it runs over, such as `fsdp` or `data+fsdp`; `mixed` for groups that are
-        no whole axes.
-      executions: How often, iterations of loops counted; arrays that XLA sends together are one.
-      bytes_sent: By each device, in all executions together.
-      bytes_slow: Those of them that go to another slice or node.
-      is_exact: False where a loop of unknown length (counted once) or a conditional (all of its
-        branches counted) is among them.
+      axes: Mesh axes that it runs over, such as `fsdp` or `data+fsdp`, or `mixed`.
+      executions: Number of runs, rounds of loops included; arrays that XLA sends together are one.
+      bytes_sent: Bytes that each device sends in all executions together.
+      is_exact: False if it runs in a loop of unknown length (counted once) or in a conditional
+        (all branches counted).
+      bytes_slow: Part of `bytes_sent` that goes to another slice or node.
     """
 
     kind: str
@@ -119,24 +107,24 @@ class Traffic:
 def collective_traffic(
     hlo_text: str, mesh_shape: Mapping[str, int], *, slices: Sequence[int] | None = None
 ) -> list[Traffic]:
-    """What a compiled program sends, most bytes first.
+    """Return what a compiled program sends, most bytes first.
 
     Args:
-      hlo_text: What `compiled.as_text()` returns.
-      mesh_shape: Sizes of the mesh axes, by name; the program is compiled for the mesh's devices in
+      hlo_text: Result of `compiled.as_text()`.
+      mesh_shape: Sizes of the mesh axes by name; the program is compiled for the mesh's devices in
         row-major order.
-      slices: In which slice or node each of these devices lies; None for all in one.
+      slices: Index of the slice or node of each of these devices; None for a single slice.
 
     Raises:
-      ValueError: device groups in a form that is not known.
+      ValueError: device groups in an unknown form.
     """
     found: dict[tuple[str, str], Traffic] = {}
     layout = _Layout(tuple(mesh_shape.items()), None if slices is None else tuple(slices))
     for kind, instruction in _collectives(hlo_text):
         size = type_bytes(instruction.type)
         if instruction.opcode == "send":
-            span, sent = layout.across_slices, _sent_between_slices(kind, instruction, layout)
-            slow = sent
+            span = layout.across_slices
+            sent = slow = _sent_between_slices(kind, instruction, span.num_slices)
         else:
             span = _span(instruction.rest, layout)
             if kind == "reduce-scatter" and instruction.opcode.startswith("all-reduce"):
@@ -159,9 +147,9 @@ def collective_traffic(
 
 
 def _collectives(hlo_text: str) -> Iterator[tuple[str, Instruction]]:
-    """Collectives by kind; an asynchronous one once, with the type that its `-done` returns.
+    """Yield collectives by kind, an asynchronous one once, with the type that its `-done` returns.
 
-    What TPUs do in steps beside several products stands in each of them again, as links of a chain.
+    What TPUs do in steps beside several products is repeated in each of them as links of a chain.
     """
     started: dict[str, Instruction] = {}
     chains: set[tuple[str, str]] = set()
@@ -189,53 +177,62 @@ def _collectives(hlo_text: str) -> Iterator[tuple[str, Instruction]]:
             yield kind, instruction
 
 
-class _Layout(NamedTuple):
-    """The devices of a program: mesh axes with their sizes, and the slice of each device."""
-
-    axes: tuple[tuple[str, int], ...]
-    slices: tuple[int, ...] | None
-
-    @property
-    def num_devices(self) -> int:
-        return math.prod(size for _, size in self.axes)
-
-    def num_slices(self, groups: Iterable[Iterable[int]]) -> int:
-        """In how many slices the devices of one group lie, at most."""
-        if self.slices is None:
-            return 1
-        return max(len({self.slices[device] for device in group}) for group in groups)
-
-    @property
-    def across_slices(self) -> _Span:
-        """Of what the devices in the same place of all slices do together."""
-        slices = np.reshape(self.slices or [0], [size for _, size in self.axes])
-        axes = [
-            name
-            for dimension, (name, _) in enumerate(self.axes)
-            if np.any(np.diff(slices, axis=dimension))
-        ]
-        count = len(np.unique(slices))
-        return _Span("+".join(axes), count, count)
-
-
 class _Span(NamedTuple):
-    """Mesh axes of a collective, how many devices are in one of its groups, in how many slices."""
+    """Mesh axes of a collective; the devices in one of its groups; the slices these lie in."""
 
     axes: str
     num_devices: int
     num_slices: int
 
 
-def _sent_between_slices(kind: str, instruction: Instruction, layout: _Layout) -> float:
-    """Bytes of a `send` to other slices, whose operand is the device's part of the collective."""
+class _Layout(NamedTuple):
+    """The devices of a program: mesh axes with their sizes, and the slice of each device."""
+
+    axes: tuple[tuple[str, int], ...]
+    slices: tuple[int, ...] | None
+
+    def num_slices(self, groups: Groups) -> int:
+        """Return the largest number of slices that the devices of one group lie in."""
+        if self.slices is None:
+            return 1
+        return max(len({self.slices[device] for device in group}) for group in groups)
+
+    @property
+    def across_slices(self) -> _Span:
+        """The span of what the devices at the same place of all slices do together."""
+        slices = np.reshape(self.slices or [0], [size for _, size in self.axes])
+        names = [name for name, _ in self.axes]
+        axes = [name for axis, name in enumerate(names) if np.any(np.diff(slices, axis=axis))]
+        count = len(np.unique(slices))
+        return _Span("+".join(axes), count, count)
+
+
+def _sent_between_slices(kind: str, instruction: Instruction, num_slices: int) -> float:
+    """Return the bytes of a `send`, whose operand is the device's part of the collective."""
     array = _ARRAY.search(instruction.type)
     assert array is not None, instruction
-    size, count = type_bytes(array[0]), layout.across_slices.num_slices
+    size = type_bytes(array[0])
     if kind == "all-gather":
-        return size * (count - 1)
+        return size * (num_slices - 1)
     if kind in ("all-reduce", "all-to-all"):
-        return _SENT[kind][0](size, count, count)
-    return size * (count - 1) / count if kind == "reduce-scatter" else size
+        return _SENT[kind][0](size, num_slices, num_slices)
+    return size * (num_slices - 1) / num_slices if kind == "reduce-scatter" else size
+
+
+@functools.lru_cache(maxsize=1024)
+def _span_of_groups(text: str, layout: _Layout) -> _Span:
+    sizes = dict(layout.axes)
+    groups = parse_groups(text, num_devices=math.prod(sizes.values()))
+    return _Span(axes_of_groups(groups, sizes), max(map(len, groups)), layout.num_slices(groups))
+
+
+@functools.lru_cache(maxsize=1024)
+def _span_of_pairs(text: str, layout: _Layout) -> _Span:
+    numbers = _ints(text)
+    moves = [(a, b) for a, b in zip(numbers[::2], numbers[1::2], strict=True) if a != b]
+    if not moves:
+        return _Span("", 1, 1)
+    return _Span(axes_of_pairs(moves, dict(layout.axes)), 2, layout.num_slices(moves))
 
 
 def _span(attributes: str, layout: _Layout) -> _Span:
@@ -246,39 +243,99 @@ def _span(attributes: str, layout: _Layout) -> _Span:
     raise ValueError(f"a collective without a known form of device groups: {attributes}")
 
 
-@functools.lru_cache(maxsize=1024)
-def _span_of_groups(text: str, layout: _Layout) -> _Span:
-    groups = parse_groups(text, num_devices=layout.num_devices)
-    axes = axes_of_groups(groups, dict(layout.axes))
-    return _Span(axes, max(len(group) for group in groups), layout.num_slices(groups))
-
-
-@functools.lru_cache(maxsize=1024)
-def _span_of_pairs(text: str, layout: _Layout) -> _Span:
-    numbers = [int(number) for number in _NUMBERS.findall(text)]
-    moves = [(a, b) for a, b in zip(numbers[::2], numbers[1::2], strict=True) if a != b]
-    if not moves:
-        return _Span("", 1, 1)
-    return _Span(axes_of_pairs(moves, dict(layout.axes)), 2, layout.num_slices(moves))
-
-
 def type_bytes(hlo_type: str) -> int:
-    """Bytes of an HLO type: of one array, or of all arrays of a tuple.
+    """Return the bytes of an HLO type: of one array, or of all arrays of a tuple.
 
     >>> type_bytes("(f32[4,8]{1,0}, bf16[3]{0})")
     134
     """
-    return sum(
-        math.ceil(math.prod(_dimensions(sizes)) * _num_bits(dtype) / 8)
-        for dtype, sizes in _ARRAY.findall(hlo_type)
-    )
+    total = 0
+    for dtype, sizes in _ARRAY.findall(hlo_type):
+        # Bits are the first number in a name such as `f8e4m3fn`; a `pred` takes a byte.
+        bits = _NUMBERS.search(dtype)
+        total += math.ceil(math.prod(_ints(sizes)) * (int(bits[0]) if bits else 8) / 8)
+    return total
 
 
-def _dimensions(sizes: str) -> list[int]:
-    return [int(size) for size in _NUMBERS.findall(sizes)]
+def parse_groups(text: str, *, num_devices: int) -> list[list[int]]:
+    """Return the groups of device numbers that `replica_groups=` names.
+
+    Args:
+      text: Text after the `=`, in any of the three forms.
+      num_devices: Number of devices of the mesh.
+
+    Raises:
+      ValueError: the form is unknown.
+
+    >>> parse_groups("[2,2]<=[2,2]T(1,0)", num_devices=4)
+    [[0, 2], [1, 3]]
+    """
+    if mesh := _MESH.fullmatch(text):
+        return _groups_of_mesh(mesh).tolist()
+    if sizes := _RANGE.fullmatch(text):
+        return _range(text).reshape(_ints(sizes[1])).tolist()
+    if not text.startswith("{"):
+        raise ValueError(f"replica_groups={text} is of no known form")
+    groups = [_ints(match[1]) for match in _LIST.finditer(text)]
+    return [group for group in groups if group] or [list(range(num_devices))]
 
 
-def _num_bits(dtype: str) -> int:
-    """Bits of an element: the first number in a name such as `f8e4m3fn`; a `pred` takes a byte."""
-    bits = _NUMBERS.search(dtype)
-    return int(bits[0]) if bits else 8
+def _range(text: str) -> np.ndarray:
+    """Read `[4,2]<=[2,4]T(1,0)`, or `[2,4]T(1,0)`: device numbers in order."""
+    match = _RANGE.fullmatch(text)
+    if match is None:  # written out
+        return np.array(_ints(text))
+    shape = _ints(match[2] or match[1])
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    return numbers.transpose(_ints(match[3])).ravel() if match[3] else numbers.ravel()
+
+
+def _groups_of_mesh(match: re.Match[str]) -> np.ndarray:
+    sizes = {name: int(size) for name, size in _MESH_SIZE.findall(match["sizes"])}
+    grouped = [
+        (name, int(pre or 1), int(part or sizes[name]))
+        for name, pre, part in _MESH_AXIS.findall(match["axes"])
+    ]
+    # Each axis is cut where one of its parts begins or ends, so that a part is a dimension.
+    shape: list[int] = []
+    dimension: dict[tuple[str, int], int] = {}
+    for name, size in sizes.items():
+        parts = [(pre, pre * part) for axis, pre, part in grouped if axis == name]
+        for start, stop in itertools.pairwise(sorted({1, size, *itertools.chain(*parts)})):
+            dimension[name, start] = len(shape)
+            shape.append(stop // start)
+    ids = np.arange(math.prod(shape)) if match["ids"] is None else _range(match["ids"])
+    chosen = [dimension[name, pre] for name, pre, part in grouped if part > 1]
+    grid = np.moveaxis(ids.reshape(shape), chosen, range(-len(chosen), 0))
+    return grid.reshape(-1, math.prod(part for _, _, part in grouped))
+
+
+def axes_of_groups(groups: Groups, mesh_shape: Mapping[str, int]) -> str:
+    """Return the mesh axes that groups of devices span: `fsdp`, `data+fsdp`, or `mixed`.
+
+    >>> axes_of_groups([[0, 2], [1, 3]], {"data": 2, "fsdp": 2})
+    'data'
+    """
+    if len({len(group) for group in groups}) != 1:
+        return MIXED
+    coordinates = _coordinates(groups, mesh_shape)  # [groups, members, axes]
+    varying = (coordinates != coordinates[:, :1]).any(axis=(0, 1))
+    axes = [axis for axis, varies in zip(mesh_shape, varying, strict=True) if varies]
+    # Members that differ in these axes alone, and are as many as there are combinations, are all.
+    is_whole = len(groups[0]) == math.prod(mesh_shape[axis] for axis in axes)
+    return "+".join(axes) if is_whole else MIXED
+
+
+def axes_of_pairs(pairs: Groups, mesh_shape: Mapping[str, int]) -> str:
+    """Return the mesh axes along which the (source, target) pairs of a permutation move data."""
+    coordinates = _coordinates(pairs, mesh_shape)  # [pairs, 2, axes]
+    moved = (coordinates[:, 0] != coordinates[:, 1]).any(axis=0)
+    return "+".join(axis for axis, moves in zip(mesh_shape, moved, strict=True) if moves)
+
+
+def _coordinates(groups: Groups, mesh_shape: Mapping[str, int]) -> np.ndarray:
+    return np.stack(np.unravel_index(np.asarray(groups), tuple(mesh_shape.values())), axis=-1)
+
+
+def _ints(text: str) -> list[int]:
+    return [int(number) for number in _NUMBERS.findall(text)]

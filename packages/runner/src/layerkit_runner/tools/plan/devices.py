@@ -1,7 +1,7 @@
 """The devices that a plan is compiled for, which need not be here.
 
-A program is compiled for devices, not run on them. The CPU backend can say that it has any number;
-the compilers of TPUs and GPUs come with packages from PyPI (libtpu, JAX's CUDA plugin) and work
+A program is compiled for devices, not run on them. The CPU backend simulates any number of devices.
+The compilers of TPUs and GPUs come with packages from PyPI (libtpu, JAX's CUDA plugin) and work
 from a description of the machine.
 """
 
@@ -20,8 +20,7 @@ import jax
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.partitioning.mesh import flags_for
-from layerkit_runner.tools.plan.gpu_targets import target_config
-from layerkit_runner.tools.plan.hardware import DeviceKind, kind_of_device
+from layerkit_runner.tools.plan.hardware import DeviceKind, kind_of_device, target_config
 from layerkit_runner.tools.plan.targets import Target, parse_target, sized
 
 _FORCED_COUNT = re.compile(r"--xla_force_host_platform_device_count=\d+")
@@ -39,8 +38,8 @@ _TPU_NAMES = {"v7x": "tpu7x"}
 # libtpu ends the process when it meets a flag that it does not know.
 _FLAGS_OF_OTHERS = re.compile(r"--xla_(?:cpu|gpu|force_host)_\w+(?:=\S*)?")
 _CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
-# XLA warns of programs that leave less than a fifth of the memory free, and the plan tells how much
-# is left. "1", warnings, is what JAX sets where the user has said nothing; "2" is errors.
+# XLA warns of programs that leave less than a fifth of the memory free, which the plan reports
+# anyway. "1", warnings, is JAX's own default; "2" is errors.
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 
 
@@ -51,13 +50,13 @@ def planned_target(
     num_devices: int | None = None,
     default: int = 1,
 ) -> Target:
-    """What to plan for: as asked, with what is left open filled in from the mesh.
+    """Return the target that flags ask for, completed from the mesh.
 
     Args:
-      partitioner: Not started.
-      target: What `--target` says; None for simulated CPU devices.
-      num_devices: What `--num_devices` says.
-      default: How many devices, where neither flags nor mesh say.
+      partitioner: Partitioner, not started.
+      target: Value of `--target`; None for simulated CPU devices.
+      num_devices: Value of `--num_devices`.
+      default: Number of devices if neither flags nor mesh give one.
 
     Raises:
       UsageError: a target that does not exist, or numbers that contradict each other.
@@ -75,8 +74,9 @@ def planned_target(
         raise UsageError(f"--target={target} and --num_devices={num_devices} contradict each other")
     if count is not None and count < 1:
         raise UsageError(f"--num_devices={count}: a plan needs at least 1 device")
-    ici, dcn = _mesh_sizes(partitioner)
-    needed = None if ici is None else max(1, ici * dcn)  # sizes below 1 are refused with the mesh
+    ici: Sequence[int] | None = getattr(partitioner, "ici_mesh_shape", None)
+    dcn = max(1, math.prod(getattr(partitioner, "dcn_mesh_shape", None) or ()))
+    needed = None if ici is None else max(1, math.prod(ici) * dcn)  # the mesh rejects sizes below 1
     if count is not None and needed not in (None, count):
         flag = f"--target={target}" if num_devices is None else f"--num_devices={count}"
         size = f" ({count} devices)" if asked.topology else ""
@@ -86,20 +86,26 @@ def planned_target(
             f" ({_sizes(partitioner)}).\nFor these devices try"
             f" {_mesh_flags(partitioner, asked, count)}, or {other} for as many as it has"
         )
-    if asked.topology:
-        _check_slices(asked, partitioner, dcn)
+    # Slices are connected by another network than their chips, so a mesh must know of them.
+    if asked.topology and dcn % asked.num_slices and (ici is not None or dcn > 1):
+        raise UsageError(
+            f"--target={asked.describe()} has {asked.num_slices} slice(s), but the mesh lies in"
+            f" {dcn} ({_sizes(partitioner) or 'no dcn_mesh_shape'}).\nWith"
+            f" {_slices_flag(partitioner, asked.num_slices)} and"
+            " --fdl.partitioner.ici_mesh_shape=… for the chips of one slice it lies in as many"
+        )
     if asked.num_devices is None:
         count = count or needed or default
         asked = sized(asked, per_slice=count // dcn or 1, num_slices=dcn)
     if asked.kind is not None and asked.kind.platform == "cpu":
-        return dataclasses.replace(asked, num_slices=dcn)  # simulated slices are as the mesh says
+        return dataclasses.replace(asked, num_slices=dcn)  # simulated slices are those of the mesh
     return asked
 
 
 def num_planned_devices(
     partitioner: Partitioner, *, num_devices: int | None = None, default: int = 1
 ) -> int:
-    """How many simulated devices to take: those of the mesh where it has sizes, else as asked.
+    """Return the number of simulated devices: that of the mesh if it has sizes, else as asked.
 
     Raises:
       UsageError: numbers that contradict each other.
@@ -109,34 +115,18 @@ def num_planned_devices(
     return found.num_devices
 
 
-def _check_slices(asked: Target, partitioner: Partitioner, dcn: int) -> None:
-    """Slices are connected by another network than their chips, so a mesh must know of them."""
-    sized = getattr(partitioner, "ici_mesh_shape", None) is not None or dcn > 1
-    if dcn % asked.num_slices == 0 or not sized:
-        return
-    ones = [1] * (len(getattr(partitioner, "mesh_axis_names", ("data",))) - 1)
-    shape = ",".join(map(str, [asked.num_slices, *ones]))
-    raise UsageError(
-        f"--target={asked.describe()} has {asked.num_slices} slice(s), but the mesh lies in {dcn}"
-        f" ({_sizes(partitioner) or 'no dcn_mesh_shape'}).\nWith --fdl.DCN_MESH_SHAPE=[{shape}] and"
-        " --fdl.ICI_MESH_SHAPE=… for the chips of one slice it lies in as many"
-    )
-
-
-def _mesh_sizes(partitioner: Partitioner) -> tuple[int | None, int]:
-    """Devices of the mesh within a slice, None where it takes those there are; and its slices."""
-    ici: Sequence[int] | None = getattr(partitioner, "ici_mesh_shape", None)
-    dcn: Sequence[int] = getattr(partitioner, "dcn_mesh_shape", None) or ()
-    return None if ici is None else math.prod(ici), max(1, math.prod(dcn))
-
-
 def _mesh_flags(partitioner: Partitioner, asked: Target, count: int) -> str:
     num_axes = len(getattr(partitioner, "mesh_axis_names", ("data",)))
     if asked.num_slices == 1:
         return flags_for(count, num_axes, getattr(partitioner, "dcn_mesh_shape", None))
-    slices = ",".join(map(str, [asked.num_slices, *[1] * (num_axes - 1)]))
     one_slice = flags_for(count // asked.num_slices, num_axes, None)
-    return f"{one_slice} --fdl.DCN_MESH_SHAPE=[{slices}]"
+    return f"{one_slice} {_slices_flag(partitioner, asked.num_slices)}"
+
+
+def _slices_flag(partitioner: Partitioner, num_slices: int) -> str:
+    num_axes = len(getattr(partitioner, "mesh_axis_names", ("data",)))
+    sizes = ",".join(map(str, [num_slices, *[1] * (num_axes - 1)]))
+    return f"--fdl.partitioner.dcn_mesh_shape=[{sizes}]"
 
 
 def _sizes(partitioner: Partitioner) -> str:
@@ -146,7 +136,7 @@ def _sizes(partitioner: Partitioner) -> str:
 
 
 def target_devices(target: Target) -> list[jax.Device]:
-    """The devices of a target, slice by slice; those of other machines can only be compiled for.
+    """Return the devices of a target, slice by slice.
 
     Raises:
       UsageError: the compiler for them is not installed, or there is no such slice.
@@ -163,17 +153,16 @@ def target_devices(target: Target) -> list[jax.Device]:
 
 
 def described_kind(target: Target, devices: Sequence[jax.Device]) -> DeviceKind:
-    """What is known of the devices of a target; those that are here tell their memory."""
+    """Return what is known of a target's devices; the devices here report their own memory."""
     if target.kind is not None:
         return target.kind
     device = devices[0]
     kind = kind_of_device(device.device_kind, platform=device.platform)
     stats = (device.memory_stats() or {}) if device.platform != "cpu" else {}
-    limit = stats.get("bytes_limit")
-    # What the allocator was given, from which nothing more goes off.
-    return (
-        kind if limit is None else dataclasses.replace(kind, memory_bytes=limit, reserved_bytes=0)
-    )
+    if (limit := stats.get("bytes_limit")) is None:
+        return kind
+    # What the allocator was given is all for the program.
+    return dataclasses.replace(kind, memory_bytes=limit, reserved_bytes=0)
 
 
 def _touch_no_accelerator() -> None:
@@ -182,7 +171,7 @@ def _touch_no_accelerator() -> None:
 
 def _tpu_devices(target: Target, kind: DeviceKind) -> list[jax.Device]:
     if importlib.util.find_spec("libtpu") is None:
-        raise UsageError(_not_installed(target, "libtpu, the compiler of TPUs", "plan-tpu"))
+        raise _not_installed(target, "libtpu, the compiler of TPUs", "plan-tpu")
     from jax.experimental import topologies
 
     for name, value in _TPU_ENVIRONMENT.items():
@@ -206,7 +195,7 @@ def _tpu_devices(target: Target, kind: DeviceKind) -> list[jax.Device]:
 
 def _gpu_devices(target: Target, kind: DeviceKind) -> list[jax.Device]:
     if not any(importlib.util.find_spec(name) for name in _CUDA_PLUGINS):
-        raise UsageError(_not_installed(target, "JAX's CUDA plugin", "plan-cuda"))
+        raise _not_installed(target, "JAX's CUDA plugin", "plan-cuda")
     from jax.experimental import topologies
 
     assert target.num_devices is not None
@@ -226,20 +215,20 @@ def _gpu_devices(target: Target, kind: DeviceKind) -> list[jax.Device]:
     return list(described.devices)
 
 
-def _not_installed(target: Target, what: str, extra: str) -> str:
-    return (
+def _not_installed(target: Target, what: str, extra: str) -> UsageError:
+    return UsageError(
         f"--target={target.describe()} needs {what}, which is not installed. It works without"
         f" such a device: pip install 'layerkit-runner[{extra}]'"
     )
 
 
 def simulated_devices(count: int) -> list[jax.Device]:
-    """`count` CPU devices, of which nothing is asked but to be compiled for.
+    """Return `count` simulated CPU devices, which are only compiled for.
 
-    Works before JAX is first used in a process; after that, its CPU devices are those there are.
+    This works before JAX is first used in a process; after that, its CPU devices are fixed.
 
     Raises:
-      UsageError: JAX was used before and has fewer.
+      UsageError: JAX was used before and has fewer devices.
     """
     try:
         jax.config.update("jax_num_cpu_devices", count)
@@ -247,7 +236,7 @@ def simulated_devices(count: int) -> list[jax.Device]:
         pass  # JAX has its devices already; they are counted below
     else:
         _touch_no_accelerator()
-        # XLA refuses to be told the number in two ways.
+        # XLA rejects two settings of the number of devices.
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = _FORCED_COUNT.sub("", flags).strip()
     devices = jax.devices("cpu")

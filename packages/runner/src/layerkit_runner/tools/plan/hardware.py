@@ -1,43 +1,62 @@
-"""What is known of the devices that plans are made for: memory, bandwidths, networks.
+"""Memory, bandwidths and networks of the device kinds that plans are made for.
 
-Figures are of one JAX device, which is a chip of a TPU (half a chip of TPU7x) or one GPU. A
-bandwidth of a network counts what a device can SEND in a second, all its links together; vendors
-that print the sum of both directions print the double. What no vendor says stands as None.
+Figures are of one JAX device: a chip of a TPU (half a chip of TPU7x) or one GPU. A network's
+bandwidth is what a device can send per second over all its links; vendors that add up both
+directions print twice as much. None stands for what no vendor publishes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterator
 
 from layerkit.near_names import near_names
 from layerkit_runner.distributed.xla_flags import GPU_MEMORY_SHARE
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers.device_peaks import peak_flops
 
-_GIB = 2**30
+_KIB, _MIB, _GIB = 2**10, 2**20, 2**30
 _GIGA = 10**9
 _GIGABIT = 10**9 / 8
 
 
 @dataclasses.dataclass(frozen=True)
-class DeviceKind:
-    """A kind of device.
+class GpuChip:
+    """Figures of an NVIDIA chip that XLA asks the driver for (`cudaDeviceProp`).
 
     Attributes:
-      name: As in `--target`.
-      platform: As JAX says it: `tpu`, `gpu` or `cpu`.
-      device_kind: As `jax.Device.device_kind` says it.
-      pattern: A regular expression of all device kinds that these figures are true of.
-      memory_bytes: Of the device, as its driver counts it.
-      reserved_bytes: Of these, what a program cannot have: the runtime keeps it.
+      compute_capability: Major and minor version.
+      multiprocessors: Number of multiprocessors of the product.
+      float32_units: Number of float32 units of a multiprocessor.
+      shared_memory: KiB of shared memory of a multiprocessor; a block may ask for 1 KiB less.
+      l2_bytes: Bytes of the second-level cache.
+      clock_ghz: Highest clock rate.
+    """
+
+    compute_capability: tuple[int, int]
+    multiprocessors: int
+    float32_units: int
+    shared_memory: int
+    l2_bytes: int
+    clock_ghz: float
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceKind:
+    """A kind of device; None for unknown figures.
+
+    Attributes:
+      name: Name in `--target`.
+      platform: `tpu`, `gpu` or `cpu`.
+      device_kind: Name in `jax.Device.device_kind`.
+      pattern: Regular expression of all device kinds with these figures.
+      memory_bytes: Bytes of memory, as the driver counts them.
+      reserved_bytes: Part of `memory_bytes` that a program cannot have.
       memory_bandwidth: Bytes/s that the device reads from and writes to its memory.
       fast_bandwidth: Bytes/s that the device sends within its slice or node (ICI, NVLink).
-      fast_links: Over how many links; a ring along one axis of a torus uses two of them, while
-        those of NVLink all lead to the switches.
-      slow_bandwidth: Bytes/s that the device sends to other slices or nodes, which is its share of
-        the host's network cards (DCN, InfiniBand).
-      devices_per_host: Of one machine, and of a node of GPUs.
+      slow_bandwidth: Bytes/s that the device sends to other slices or nodes (DCN, InfiniBand).
+      devices_per_host: Devices of one machine, or of a node of GPUs.
       peak_flops: Dense bfloat16 FLOP/s, from `observers.device_peaks`.
     """
 
@@ -49,7 +68,6 @@ class DeviceKind:
     reserved_bytes: int = 0
     memory_bandwidth: float | None = None
     fast_bandwidth: float | None = None
-    fast_links: int | None = None
     slow_bandwidth: float | None = None
     devices_per_host: int | None = None
     peak_flops: float | None = dataclasses.field(init=False)
@@ -63,206 +81,138 @@ class DeviceKind:
         return None if self.memory_bytes is None else self.memory_bytes - self.reserved_bytes
 
 
-# The compiler of TPUs tells what it grants a program when one is too large: 30.75 GiB of a v4,
-# 15.75 of a v5e, 95.73 of a v5p (of which Google's page counts 95), 31.24 of a v6e,
-# 94.74 of half a TPU7x.
-def _kept(memory: float, granted: float) -> int:
-    """What the runtime keeps of a TPU's memory, from GiB."""
-    return round((memory - granted) * _GIB)
-
-
-def _gpu(
-    name: str,
-    device_kind: str,
-    pattern: str,
-    *,
-    memory_bytes: int,
-    memory_bandwidth: float,
-    fast_bandwidth: float,
-    fast_links: int,
-    slow_bandwidth: float,
-) -> DeviceKind:
-    """A GPU of an eight-GPU node with NVLink switches.
-
-    Reserved is what a run leaves to CUDA's context, NCCL's buffers and libraries.
-    """
-    return DeviceKind(
-        name,
-        "gpu",
-        device_kind,
-        pattern,
-        memory_bytes=memory_bytes,
-        reserved_bytes=round((1 - GPU_MEMORY_SHARE) * memory_bytes),
-        memory_bandwidth=memory_bandwidth,
-        fast_bandwidth=fast_bandwidth,
-        fast_links=fast_links,
-        slow_bandwidth=slow_bandwidth,
-        devices_per_host=8,
-    )
-
-
-KINDS: tuple[DeviceKind, ...] = (
-    # docs.cloud.google.com/tpu/docs/v4: 32 GiB, 1200 GB/s, hosts of 4 chips. Links: Jouppi et al.,
-    # "TPU v4", ISCA 2023, table 4: 6 × 50 GB/s. The network of its hosts is not published.
-    DeviceKind(
-        "v4",
-        "tpu",
-        "TPU v4",
-        "TPU v4",
-        memory_bytes=32 * _GIB,
-        reserved_bytes=_kept(32, 30.75),
-        memory_bandwidth=1200 * _GIGA,
-        fast_bandwidth=300 * _GIGA,
-        fast_links=6,
-        devices_per_host=4,
-    ),
-    # docs.cloud.google.com/tpu/docs/v6e, table "v5e and v6e": 16 GB, 819 GB/s, ICI 1600 Gbit/s over
-    # 4 ports; hosts of 8 chips with 2 × 100 Gbit/s.
-    DeviceKind(
-        "v5e",
-        "tpu",
-        "TPU v5 lite",
-        "TPU v5 lite|TPU v5e",
-        memory_bytes=16 * _GIB,
-        reserved_bytes=_kept(16, 15.75),
-        memory_bandwidth=819 * _GIGA,
-        fast_bandwidth=1600 * _GIGABIT,
-        fast_links=4,
-        slow_bandwidth=200 * _GIGABIT / 8,
-        devices_per_host=8,
-    ),
-    # docs.cloud.google.com/tpu/docs/v5p: 95 GiB, 2765 GB/s, ICI 1200 GB/s in both directions (3D
-    # torus), DCN 50 Gbit/s per chip, hosts of 4 chips.
-    DeviceKind(
-        "v5p",
-        "tpu",
-        "TPU v5",
-        "TPU v5|TPU v5p",
-        memory_bytes=96 * _GIB,
-        reserved_bytes=_kept(96, 95.73),
-        memory_bandwidth=2765 * _GIGA,
-        fast_bandwidth=600 * _GIGA,
-        fast_links=6,
-        slow_bandwidth=50 * _GIGABIT,
-        devices_per_host=4,
-    ),
-    # docs.cloud.google.com/tpu/docs/tpu7x, table with v6e: 32 GiB, 1638 GB/s, ICI 800 GB/s in both
-    # directions, DCN 100 Gbit/s per chip; docs/v6e: 4 ports, hosts of 8 chips.
-    DeviceKind(
-        "v6e",
-        "tpu",
-        "TPU v6 lite",
-        "TPU v6 lite|TPU v6e",
-        memory_bytes=32 * _GIB,
-        reserved_bytes=_kept(32, 31.24),
-        memory_bandwidth=1638 * _GIGA,
-        fast_bandwidth=400 * _GIGA,
-        fast_links=4,
-        slow_bandwidth=100 * _GIGABIT,
-        devices_per_host=8,
-    ),
-    # docs.cloud.google.com/tpu/docs/tpu7x (Ironwood): a chip has 192 GiB, 7380 GB/s, ICI 1200 GB/s
-    # in both directions (3D torus), DCN 100 Gbit/s, and is two devices.
-    DeviceKind(
-        "v7x",
-        "tpu",
-        "TPU7x",
-        "TPU7x",
-        memory_bytes=96 * _GIB,
-        reserved_bytes=_kept(96, 94.74),
-        memory_bandwidth=7380 * _GIGA / 2,
-        fast_bandwidth=600 * _GIGA / 2,
-        fast_links=6,
-        slow_bandwidth=100 * _GIGABIT / 2,
-        devices_per_host=8,
-    ),
-    # Memory as CUDA reports it to a program. NVIDIA's data sheets: A100 80GB SXM 2039 GB/s, NVLink
-    # 600 GB/s in both directions (12 links). DGX A100: a 200 Gbit/s card for each GPU.
-    _gpu(
-        "a100",
-        "NVIDIA A100-SXM4-80GB",
-        r"NVIDIA A100-SXM4-80GB",
-        memory_bytes=85_100_068_864,
-        memory_bandwidth=2039 * _GIGA,
-        fast_bandwidth=300 * _GIGA,
-        fast_links=12,
-        slow_bandwidth=200 * _GIGABIT,
-    ),
-    # A100 40GB SXM: 1555 GB/s.
-    _gpu(
-        "a100-40gb",
-        "NVIDIA A100-SXM4-40GB",
-        r"NVIDIA A100-SXM4-40GB",
-        memory_bytes=42_298_834_944,
-        memory_bandwidth=1555 * _GIGA,
-        fast_bandwidth=300 * _GIGA,
-        fast_links=12,
-        slow_bandwidth=200 * _GIGABIT,
-    ),
-    # H100 SXM: 3.35 TB/s, NVLink 900 GB/s (18 links). DGX H100: a 400 Gbit/s card for each GPU.
-    _gpu(
-        "h100",
-        "NVIDIA H100 80GB HBM3",
-        r"NVIDIA H100 80GB HBM3",
-        memory_bytes=84_942_979_072,
-        memory_bandwidth=3350 * _GIGA,
-        fast_bandwidth=450 * _GIGA,
-        fast_links=18,
-        slow_bandwidth=400 * _GIGABIT,
-    ),
-    # H200 SXM: 4.8 TB/s, the rest as H100. CUDA reports 139.8 GiB.
-    _gpu(
-        "h200",
-        "NVIDIA H200",
-        r"NVIDIA H200( 141GB HBM3e)?",
-        memory_bytes=1398 * _GIB // 10,
-        memory_bandwidth=4800 * _GIGA,
-        fast_bandwidth=450 * _GIGA,
-        fast_links=18,
-        slow_bandwidth=400 * _GIGABIT,
-    ),
-    # DGX B200: 180 GB and 8 TB/s each, NVLink 1.8 TB/s (18 links), a 400 Gbit/s card for each GPU.
-    _gpu(
-        "b200",
-        "NVIDIA B200",
-        r"NVIDIA B200",
-        memory_bytes=191_514_411_008,
-        memory_bandwidth=8000 * _GIGA,
-        fast_bandwidth=900 * _GIGA,
-        fast_links=18,
-        slow_bandwidth=400 * _GIGABIT,
-    ),
-    DeviceKind("cpu", "cpu", "cpu", "cpu"),
+# Sources: docs.cloud.google.com/tpu/docs/v4, /v5p, /v6e and /tpu7x, whose ICI figures add up both
+# directions; TPU v4's links are those of Jouppi et al., "TPU v4", ISCA 2023, table 4, and the
+# network of its hosts is not published. A chip of TPU7x is two devices. "Granted" is the memory
+# that the compiler grants a program, in its own words.
+_TPUS: tuple[tuple[str, str, int, float, float, float, float | None, int], ...] = (
+    # name, device kinds, GiB, GiB granted, memory GB/s, ICI GB/s, DCN Gbit/s, devices per host
+    ("v4", "TPU v4", 32, 30.75, 1200, 300, None, 4),
+    ("v5e", "TPU v5 lite|TPU v5e", 16, 15.75, 819, 200, 200 / 8, 8),
+    ("v5p", "TPU v5|TPU v5p", 96, 95.73, 2765, 600, 50, 4),
+    ("v6e", "TPU v6 lite|TPU v6e", 32, 31.24, 1638, 400, 100, 8),
+    ("v7x", "TPU7x", 96, 94.74, 7380 / 2, 600 / 2, 100 / 2, 8),
 )
+# Sources: memory as CUDA reports it to a program; bandwidths of NVIDIA's data sheets, whose NVLink
+# figures add up both directions; a network card for each GPU, as in DGX.
+_GPUS: tuple[tuple[str, str, str, int, float, float, float], ...] = (
+    # name, device kind, suffix of other device kinds, bytes, memory GB/s, NVLink GB/s, card Gbit/s
+    ("a100", "NVIDIA A100-SXM4-80GB", "", 85_100_068_864, 2039, 300, 200),
+    ("a100-40gb", "NVIDIA A100-SXM4-40GB", "", 42_298_834_944, 1555, 300, 200),
+    ("h100", "NVIDIA H100 80GB HBM3", "", 84_942_979_072, 3350, 450, 400),
+    ("h200", "NVIDIA H200", "( 141GB HBM3e)?", 1398 * _GIB // 10, 4800, 450, 400),
+    ("b200", "NVIDIA B200", "", 191_514_411_008, 8000, 900, 400),
+)
+# What CUDA reports of each chip, and NVIDIA's tuning guides print.
+_AMPERE = GpuChip((8, 0), 108, 64, 164, 40 * _MIB, 1.41)
+_HOPPER = GpuChip((9, 0), 132, 128, 228, 50 * _MIB, 1.98)
+_BLACKWELL = GpuChip((10, 0), 148, 128, 228, 132_644_864, 1.965)
+_CHIPS = {
+    **dict.fromkeys(("a100", "a100-40gb"), _AMPERE),
+    **dict.fromkeys(("h100", "h200"), _HOPPER),
+    "b200": _BLACKWELL,
+}
 
-# Other names of the same things.
-_ALIASES = {"v5litepod": "v5e", "tpu7x": "v7x", "ironwood": "v7x", "trillium": "v6e"}
+
+def _kinds() -> Iterator[DeviceKind]:
+    for name, kinds, gib, granted, memory, ici, dcn, per_host in _TPUS:
+        yield DeviceKind(
+            name,
+            "tpu",
+            kinds.partition("|")[0],
+            kinds,
+            memory_bytes=gib * _GIB,
+            reserved_bytes=round((gib - granted) * _GIB),
+            memory_bandwidth=memory * _GIGA,
+            fast_bandwidth=ici * _GIGA,
+            slow_bandwidth=None if dcn is None else dcn * _GIGABIT,
+            devices_per_host=per_host,
+        )
+    for name, kind, others, size, memory, nvlink, card in _GPUS:
+        yield DeviceKind(
+            name,
+            "gpu",
+            kind,
+            kind + others,
+            memory_bytes=size,
+            # What a run leaves to CUDA's context, NCCL's buffers and libraries.
+            reserved_bytes=round((1 - GPU_MEMORY_SHARE) * size),
+            memory_bandwidth=memory * _GIGA,
+            fast_bandwidth=nvlink * _GIGA,
+            slow_bandwidth=card * _GIGABIT,
+            devices_per_host=8,
+        )
+    yield DeviceKind("cpu", "cpu", "cpu", "cpu")
+
+
+KINDS: tuple[DeviceKind, ...] = tuple(_kinds())
+
+_OTHER_NAMES = {"v5litepod": "v5e", "tpu7x": "v7x", "ironwood": "v7x", "trillium": "v6e"}
 
 
 def device_kind(name: str) -> DeviceKind:
-    """The kind of that name, or of another name of it, in any case.
+    """Return the kind with a name, in any case, or with another name of the same device.
 
     Raises:
-      UsageError: no such kind is known; the nearest names are told.
+      UsageError: the name is unknown; the message has the nearest names.
 
     >>> device_kind("h100").devices_per_host
     8
     """
     lower = name.lower()
-    wanted = _ALIASES.get(lower, lower)
-    for kind in KINDS:
-        if kind.name == wanted:
-            return kind
-    known = [kind.name for kind in KINDS]
+    kinds = {kind.name: kind for kind in KINDS}
+    if found := kinds.get(_OTHER_NAMES.get(lower, lower)):
+        return found
     raise UsageError(
-        f"no kind of device {name!r} is known{near_names(name, [*known, *_ALIASES])} Known:"
-        f" {', '.join(known)}"
+        f"no kind of device {name!r} is known{near_names(name, [*kinds, *_OTHER_NAMES])} Known:"
+        f" {', '.join(kinds)}"
     )
 
 
 def kind_of_device(jax_device_kind: str, *, platform: str) -> DeviceKind:
-    """The kind of a device that is here; one without figures where nothing is known of it."""
+    """Return the kind of a device of this machine, without figures if the kind is unknown."""
     for kind in KINDS:
         if re.fullmatch(kind.pattern, jax_device_kind):
             return kind
     return DeviceKind(jax_device_kind, platform, jax_device_kind, re.escape(jax_device_kind))
+
+
+def target_config(kind: DeviceKind) -> str:
+    """Return what XLA needs to compile for a GPU of the table without one.
+
+    This is the text of a `GpuTargetConfigProto`; on a machine with GPUs XLA asks the driver.
+    """
+    chip = _CHIPS[kind.name]
+    major, minor = chip.compute_capability
+    assert kind.memory_bandwidth is not None
+    device = {
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "shared_memory_per_block": 48 * _KIB,
+        "shared_memory_per_core": chip.shared_memory * _KIB,
+        "shared_memory_per_block_optin": (chip.shared_memory - 1) * _KIB,
+        "threads_per_core_limit": 2048,
+        "core_count": chip.multiprocessors,
+        "fpus_per_core": chip.float32_units,
+        "block_dim_limit_x": 2**31 - 1,
+        "block_dim_limit_y": 2**16 - 1,
+        "block_dim_limit_z": 2**16 - 1,
+        "thread_dim_limit_x": 1024,
+        "thread_dim_limit_y": 1024,
+        "thread_dim_limit_z": 64,
+        "memory_bandwidth": round(kind.memory_bandwidth),
+        "l2_cache_size": chip.l2_bytes,
+        "clock_rate_ghz": chip.clock_ghz,
+        "device_memory_size": kind.memory_bytes,
+        "registers_per_core_limit": 65536,
+        "registers_per_block_limit": 65536,
+        "cuda_compute_capability": f"{{ major: {major} minor: {minor} }}",
+    }
+    fields = " ".join(f"{name}: {value}" for name, value in device.items())
+    return (
+        f"gpu_device_info {{ {fields} }}\n"
+        'platform_name: "CUDA"\n'
+        "dnn_version_info { major: 9 minor: 10 patch: 2 }\n"
+        "runtime_version { major: 12 minor: 9 patch: 0 }\n"
+        f'device_description_str: "{kind.device_kind}"\n'
+    )

@@ -1,6 +1,6 @@
-"""Bytes on each device: of every tensor that lives between steps, and what a step needs besides.
+"""Bytes on each device: of the tensors that live between steps, and of what a step needs besides.
 
-The first is exact, being the sizes of shards. The second is what the compiler reports.
+The former are exact sums of shard sizes. The latter are the compiler's figures.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from layerkit_runner.tools.plan.compiling import CompiledStep, refused_sizes
 from layerkit_runner.training.train_state import TrainState
 
 KINDS = ("weights", "non-trainable", "averages", "optimizer", "batch")
-"""`optimizer` has the step counter too."""
+"""Kinds of tensors; `optimizer` includes the step counter."""
+_KIND_OF = {
+    "params": "weights",
+    "non_trainable": "non-trainable",
+    "overwrite_with_gradient": "non-trainable",
+    "ema": "averages",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,12 +30,12 @@ class TensorMemory:
     """A tensor that lives on the devices between steps.
 
     Attributes:
-      path: Names on the way to it, such as `params/lm/softmax/w`.
+      path: Path of names, such as `params/lm/softmax/w`.
       kind: One of `KINDS`.
-      shape: Of the whole tensor, without padding.
-      dtype: Its name.
+      shape: Shape of the whole tensor, without padding.
+      dtype: Name of the dtype.
       sharding: For each dimension the mesh axes that split it, `[[], ["fsdp"], ["data", "fsdp"]]`.
-      bytes_per_device: Of one shard, with padding.
+      bytes_per_device: Bytes of one shard, with padding.
     """
 
     path: str
@@ -50,12 +56,12 @@ class Memory:
       averages: Moving averages of the weights (`learner.ema_decay`).
       optimizer: State of the optimizer, and the step counter.
       batch: One batch, with the fields that the step does not read.
-      temporaries: Gradients, activations and workspace, by the compiler.
-      outputs: All results of the step: new state, metrics and scalars, by the compiler.
-      donated: The part of the outputs that takes the place of the old state, by the compiler.
-      arguments: The part of state and batch that the step reads, by the compiler.
+      temporaries: Gradients, activations and workspace.
+      outputs: All results of the step: new state, metrics and scalars.
+      donated: Part of `outputs` that takes the place of the old state.
+      arguments: Part of state and batch that the step reads.
       peak: arguments + outputs − donated + temporaries.
-      host_arguments: State that lives in the memory of the host, for one device.
+      host_arguments: State in the memory of the host, for one device.
       host_temporaries: Activations that are offloaded to it.
     """
 
@@ -76,24 +82,17 @@ class Memory:
 def tensor_memory(
     state: TrainState, batch: Any, *, stored: TrainState | None = None
 ) -> list[TensorMemory]:
-    """Every tensor of a state and a batch, largest first.
+    """Return every tensor of a state and a batch, largest first.
 
     Args:
-      state: Arrays or their shapes, with shardings; their bytes are told.
-      batch: Likewise.
-      stored: The state as a checkpoint holds it, whose shapes are told; None where no weight is
-        padded.
+      state: Arrays or their shapes, with shardings.
+      batch: Arrays or their shapes, with shardings.
+      stored: The state as a checkpoint holds it, without padding; None if no weight is padded.
     """
-    trees = {
-        "params": "weights",
-        "non_trainable": "non-trainable",
-        "overwrite_with_gradient": "non-trainable",
-        "ema": "averages",
-    }
     leaves = jax.tree_util.tree_leaves_with_path(state)
     shapes = [leaf.shape for leaf in jax.tree.leaves(state if stored is None else stored)]
     found = [
-        _tensor(path, leaf, shape, kind=trees.get(_name(path[0]), "optimizer"))
+        _tensor(path, leaf, shape, kind=_KIND_OF.get(_name(path[0]), "optimizer"))
         for (path, leaf), shape in zip(leaves, shapes, strict=True)
     ]
     found += [
@@ -105,7 +104,7 @@ def tensor_memory(
 
 
 def step_memory(tensors: Iterable[TensorMemory], step: CompiledStep) -> Memory:
-    """Memory by kind, of the tensors and of the step that was compiled for them."""
+    """Return the memory by kind of tensors and of the step that was compiled for them."""
     by_kind = dict.fromkeys(KINDS, 0)
     for tensor in tensors:
         by_kind[tensor.kind] += tensor.bytes_per_device
@@ -144,7 +143,7 @@ def _tensor(path: tuple[Any, ...], leaf: Any, shape: tuple[int, ...], *, kind: s
 
 
 def _name(part: Any) -> str:
-    """One part of a tree path: a field, a key or an index."""
+    """Return one part of a tree path: a field, a key or an index."""
     for attribute in ("name", "key", "idx"):
         if hasattr(part, attribute):
             return str(getattr(part, attribute))

@@ -7,8 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 
 from layerkit_runner.files.byte_sizes import size_text
-from layerkit_runner.tools.plan.bounds import Bounds
-from layerkit_runner.tools.plan.bubble import PipelinePlan
+from layerkit_runner.tools.plan.bounds import Bounds, PipelinePlan
 from layerkit_runner.tools.plan.collectives import Traffic
 from layerkit_runner.tools.plan.hardware import DeviceKind
 from layerkit_runner.tools.plan.memory import Memory, TensorMemory

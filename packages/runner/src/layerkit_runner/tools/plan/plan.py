@@ -1,4 +1,4 @@
-"""Makes a plan: compiles the true training step for devices that need not be here, and measures it.
+"""Compile the training step of an experiment for devices that need not be here, and measure it.
 
 The step is the one that training runs, lowered from shapes: no weight is made and nothing is run.
 """
@@ -6,7 +6,6 @@ The step is the one that training runs, lowered from shapes: no weight is made a
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -21,11 +20,14 @@ from layerkit_runner.data.training_data import training_configs
 from layerkit_runner.errors import UsageError, layer_error_text
 from layerkit_runner.modes.start_report import LayerNotes, num_params
 from layerkit_runner.partitioning import Partitioner
-from layerkit_runner.tools.plan.bounds import Bounds, bounds_of
-from layerkit_runner.tools.plan.bubble import PipelinePlan, pipeline_plans
+from layerkit_runner.tools.plan.bounds import Bounds, PipelinePlan, bounds_of, pipeline_plans
 from layerkit_runner.tools.plan.collectives import Traffic, collective_traffic
-from layerkit_runner.tools.plan.compiler_notes import compiler_notes
-from layerkit_runner.tools.plan.compiling import CompiledStep, compile_step, tracing_for
+from layerkit_runner.tools.plan.compiling import (
+    CompiledStep,
+    compile_step,
+    compiler_notes,
+    tracing_for,
+)
 from layerkit_runner.tools.plan.devices import described_kind
 from layerkit_runner.tools.plan.hardware import DeviceKind
 from layerkit_runner.tools.plan.memory import Memory, TensorMemory, step_memory, tensor_memory
@@ -40,23 +42,23 @@ from layerkit_runner.training.train_state import TrainState
 
 # More than a page shows, for the JSON form.
 _TEMPORARIES = 30
-# Beyond this share of a device's memory a quick plan does not tell whether the step fits.
+# Beyond this share of a device's memory a quick plan leaves open whether the step fits.
 _IN_DOUBT = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchPlan:
-    """How a batch is put together.
+    """The layout of a batch.
 
     Attributes:
-      rows: Of the global batch.
-      rows_per_device: rows / number of devices; a fraction where devices share rows.
-      num_shards: Into how many parts the rows are split.
-      split_over: The mesh axes that split them.
-      length: Positions of a row; None where the batch has no `ids` `[batch, length]`.
+      rows: Rows of the global batch.
+      rows_per_device: rows / number of devices; a fraction if devices share rows.
+      num_shards: Number of parts that the rows are split into.
+      split_over: The mesh axes that split the rows.
+      length: Positions of a row; None if the batch has no `ids` `[batch, length]`.
       tokens: rows × length.
       fields: Dtype and global shape by name, such as `int32[32, 1024]`.
-      parts: Into how many the batch is divided, whose gradients are added up one after another.
+      parts: Number of parts of the batch whose gradients are added up one after another.
     """
 
     rows: int
@@ -71,38 +73,37 @@ class BatchPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A training step on paper. All bytes are per device; the JSON form has these very keys.
+    """A compiled training step. All bytes are per device; the JSON form has these very keys.
 
     Attributes:
-      experiment: Its full name.
-      target: As `--target` says it, such as `h100x256`.
-      num_devices: How many.
-      versions: Of the packages that decide the numbers.
-      partitioner: Its class.
+      experiment: Full name of the experiment.
+      target: Target in the syntax of `--target`, such as `h100x256`.
+      num_devices: Number of devices.
+      versions: Versions of the packages that decide the numbers.
+      partitioner: Class of the partitioner.
       mesh: Size of each mesh axis.
-      num_params: Trained scalars.
-      param_dtypes: Of the weights.
-      batch: How a batch is put together.
+      num_params: Number of trained scalars.
+      param_dtypes: Dtypes of the weights.
+      batch: Layout of the batch.
       flops_per_step: Model FLOPs of all devices (`layerkit_runner.training.flops`), without what
         rematerialisation repeats.
-      flops_per_device: The same, divided by the devices.
+      flops_per_device: Model FLOPs divided by the devices.
       memory: Bytes by kind.
       tensors: All tensors of state and batch, largest first.
-      collectives: What devices send to one another in one step.
-      notes: What layers said while they were traced, and what to know about the numbers.
-      trace_seconds: Time that tracing and lowering took here.
-      compile_seconds: Time that compiling took here.
-      device: What is known of each device.
-      num_slices: Slices or nodes that the devices lie in.
-      fits: Whether the peak is within the memory that a program can have of a device; None where
-        that is not known.
-      refusal: What the compiler said of a step that is too large for the device; then there are no
-        temporaries, outputs and collectives to tell.
+      collectives: Traffic between devices in one step.
+      notes: Messages of layers while they were traced, and what to know about the numbers.
+      trace_seconds: Duration of tracing and lowering.
+      compile_seconds: Duration of compiling.
+      device: Figures of each device.
+      num_slices: Number of slices or nodes that the devices lie in.
+      fits: Whether the peak is within the usable memory of a device; None if that is unknown.
+      refusal: The compiler's message for a step that is too large for the device. There are then
+        no temporaries, outputs and collectives.
       temporaries: The largest results that the step computes.
-      bounds: The time that a step takes at least; None where there is no program to read.
-      pipelines: Of the model.
+      bounds: Lower bounds of the step time; None if there is no program to read.
+      pipelines: Pipelines of the model.
       is_quick: Whether the compiler was asked for less effort than a run asks for.
-      dataset: Whose step this is, where several data sets take turns.
+      dataset: The data set whose step this is, if several take turns.
     """
 
     experiment: str
@@ -135,29 +136,22 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class PreparedStep:
-    """A training step as shapes and shardings, before it is traced and compiled.
-
-    Attributes:
-      resolved: The experiment.
-      devices: What to compile for.
-      target: What the devices stand for.
-      device: What is known of each device.
-      partitioner: Started and bound to `task`.
-      task: The task, built.
-      batches: Global batch by training data set.
-      state: State on the devices.
-      turns: Names of all training data sets.
-    """
+    """A training step as shapes and shardings, before it is traced and compiled."""
 
     resolved: ResolvedExperiment
     devices: Sequence[jax.Device]
     target: Target
-    device: DeviceKind
     partitioner: Partitioner
     task: SingleTask
-    batches: dict[str, Any]
     state: TrainState
-    turns: list[str]
+    # Global batch by training data set, and the names of all of these.
+    batches: dict[str, Any]
+    datasets: list[str]
+
+    @property
+    def device(self) -> DeviceKind:
+        """Figures of each device."""
+        return described_kind(self.target, self.devices)
 
     @property
     def state_bytes(self) -> int:
@@ -177,7 +171,7 @@ def prepare_step(
 
     Args:
       resolved: The experiment.
-      devices: What to compile for; they need not be able to run the step.
+      devices: Devices to compile for; they need not be able to run the step.
       parts: Partitioner and task if they are built already; consumed.
       target: What the devices stand for; None for the devices themselves.
       dataset: The training data set whose step is planned; None for all of them.
@@ -186,25 +180,20 @@ def prepare_step(
       UsageError: fields that do not fit together, sizes that cannot be split over the mesh.
     """
     partitioner, task = build_parts(resolved) if parts is None else parts
-    target = Target(None) if target is None else target
     try:
         partitioner.start(devices)
         partitioner.bind(task)
         configs = training_configs(resolved)
+        chosen = configs if dataset is None else {dataset: configs[dataset]}
         return PreparedStep(
             resolved,
             devices,
-            target,
-            described_kind(target, devices),
+            Target(None) if target is None else target,
             partitioner,
             task,
-            batches={
-                name: _abstract_batch(config, partitioner)
-                for name, config in configs.items()
-                if dataset is None or name == dataset
-            },
-            state=partitioner.abstract_state(task),
-            turns=list(configs),
+            partitioner.abstract_state(task),
+            {name: _abstract_batch(config, partitioner) for name, config in chosen.items()},
+            list(configs),
         )
     except ValueError as error:
         raise UsageError(f"{resolved.name}: {layer_error_text(error)}") from error
@@ -218,18 +207,15 @@ def make_plan(
     target: Target | None = None,
     effort: str = "full",
 ) -> Plan:
-    """Compile the training step of an experiment for `devices` and measure it.
-
-    See `prepare_step` and `compile_plan` for arguments and errors.
-    """
+    """Prepare and compile the training step of an experiment; see the two functions for both."""
     return compile_plan(prepare_step(resolved, devices, parts=parts, target=target), effort=effort)
 
 
 def compile_plan(step: PreparedStep, *, effort: str = "full") -> Plan:
     """Compile a training step and measure it.
 
-    Where several data sets take turns, each has a step of its own. The plan is of the step that
-    needs most memory, and a note names it.
+    If several data sets take turns, each has a step of its own. The plan is of the step that needs
+    most memory, and a note names it.
 
     Args:
       step: The step, laid out.
@@ -242,44 +228,43 @@ def compile_plan(step: PreparedStep, *, effort: str = "full") -> Plan:
     plans = {name: _plan_step(step, batch, effort) for name, batch in step.batches.items()}
     largest = max(plans, key=lambda name: (plans[name].fits is False, plans[name].memory.peak))
     plan = plans[largest]
-    if len(step.turns) == 1:
+    if len(step.datasets) == 1:
         return plan
-    others = ", ".join(name for name in step.turns if name != largest)
-    why = ", which needs most memory" if len(plans) == len(step.turns) else ""
+    others = ", ".join(name for name in step.datasets if name != largest)
     return dataclasses.replace(
         plan,
         dataset=largest,
-        notes=[f"the step on {largest}{why}; it takes turns with {others}", *plan.notes],
+        notes=[
+            f"the step on {largest}, which needs most memory; it takes turns with {others}",
+            *plan.notes,
+        ],
         trace_seconds=sum(each.trace_seconds for each in plans.values()),
         compile_seconds=sum(each.compile_seconds for each in plans.values()),
     )
 
 
 def _plan_step(prepared: PreparedStep, batch: Any, effort: str) -> Plan:
-    resolved, target, state = prepared.resolved, prepared.target, prepared.state
-    partitioner, task, device = prepared.partitioner, prepared.task, prepared.device
-    devices = prepared.devices
+    partitioner, task, state = prepared.partitioner, prepared.task, prepared.state
+    target, device, devices = prepared.target, prepared.device, prepared.devices
     begun = time.perf_counter()
     try:
         with LayerNotes() as notes, tracing_for(devices[0]):
             program = partitioner.train_step_fn(task).trace(state, batch)
             lowered = program.lower()
         batch_plan = _plan_batch(batch, partitioner, parts=task.train.gradient_accumulation_steps)
-        flops = model_flops_per_step(resolved.task, batch, batch_plan.rows)
+        flops = model_flops_per_step(prepared.resolved.task, batch, batch_plan.rows)
     except ValueError as error:
-        raise UsageError(f"{resolved.name}: {layer_error_text(error)}") from error
+        raise UsageError(f"{prepared.resolved.name}: {layer_error_text(error)}") from error
     traced = time.perf_counter()
-    tensors = tensor_memory(state, batch, stored=partitioner.abstract_stored_state(task))
-    compiled_for = functools.partial(
-        compile_step, lowered, platform=device.platform, is_here=target.is_here
-    )
-    step = compiled_for(effort=effort)
+    stored = partitioner.abstract_stored_state(task)
+    tensors = tensor_memory(state, batch, stored=stored)
+    is_here, platform = target.is_here, device.platform
+    step = compile_step(lowered, platform=platform, is_here=is_here, effort=effort)
     if step.is_quick and _is_in_doubt(step_memory(tensors, step), device, step):
-        step = compiled_for(effort="full")
-    compiled_at = time.perf_counter()
-    mesh = dict(partitioner.mesh.shape)
-    slices = _slices(partitioner.mesh, target)
+        step = compile_step(lowered, platform=platform, is_here=is_here)
+    compiled = time.perf_counter()
     memory = step_memory(tensors, step)
+    mesh, slices = dict(partitioner.mesh.shape), _slices(partitioner.mesh, target)
     collectives = collective_traffic(step.hlo_text, mesh, slices=slices)
     bounds = bounds_of(
         memory,
@@ -291,13 +276,13 @@ def _plan_step(prepared: PreparedStep, batch: Any, effort: str) -> Plan:
     )
     padded = partitioner.padding_text(task)
     return Plan(
-        experiment=resolved.name,
+        experiment=prepared.resolved.name,
         target=target.describe() if target.kind else f"{HERE} ({device.name})",
         num_devices=len(devices),
         versions=versions(),
         partitioner=type(partitioner).__name__,
         mesh=mesh,
-        num_params=num_params(partitioner.abstract_stored_state(task)),
+        num_params=num_params(stored),
         param_dtypes=sorted({leaf.dtype.name for leaf in jax.tree.leaves(state.params)}),
         batch=batch_plan,
         flops_per_step=flops,
@@ -308,23 +293,23 @@ def _plan_step(prepared: PreparedStep, batch: Any, effort: str) -> Plan:
         notes=[
             *([f"padded: {padded}"] if padded else []),
             *notes.lines,
-            *compiler_notes(lowered, step, platform=device.platform, is_here=target.is_here),
+            *compiler_notes(lowered, step, platform=platform, is_here=is_here),
         ],
         trace_seconds=traced - begun,
-        compile_seconds=compiled_at - traced,
+        compile_seconds=compiled - traced,
         device=device,
         num_slices=len(set(slices)),
         fits=_fits(memory, device, step),
         refusal=step.refusal,
         temporaries=largest_temporaries(step.hlo_text, most=_TEMPORARIES),
         bounds=bounds if step.hlo_text else None,
-        pipelines=pipeline_plans(resolved.task, rows=batch_plan.rows // batch_plan.parts),
+        pipelines=pipeline_plans(prepared.resolved.task, rows=batch_plan.rows // batch_plan.parts),
         is_quick=step.is_quick,
     )
 
 
 def _abstract_batch(config: Config, partitioner: Partitioner) -> Any:
-    """Shapes, dtypes and sharding of the global batch, as all processes put it together."""
+    """Return shapes, dtypes and sharding of the global batch of all processes."""
     # Devices that are elsewhere belong to processes that are elsewhere.
     processes = sorted({device.process_index for device in partitioner.mesh.devices.flat})
     place = Place(processes[0], len(processes), lambda device: device.process_index)
@@ -338,26 +323,22 @@ def _abstract_batch(config: Config, partitioner: Partitioner) -> Any:
 
 
 def _slices(mesh: Mesh, target: Target) -> list[int]:
-    """In which slice or node each device of a mesh lies, in the mesh's order."""
+    """Return the index of the slice or node of each device of a mesh, in the mesh's order."""
     devices = list(mesh.devices.flat)
     if target.kind is not None and target.kind.platform == "gpu":
         return [device.process_index for device in devices]  # one for each node
-    found: list[int] = [device.slice_index for device in devices if _tells_its_slice(device)]
-    if len(found) == len(devices):
+    found: list[Any] = [getattr(device, "slice_index", None) for device in devices]
+    if None not in found:
         return found
-    # Simulated ones do not say: `make_mesh` takes consecutive ones for a slice.
+    # Simulated devices have no slice: `make_mesh` takes consecutive ones for a slice.
     per_slice = len(devices) // target.num_slices
     order = {device: i for i, device in enumerate(sorted(devices, key=lambda each: each.id))}
     return [order[device] // per_slice for device in devices]
 
 
-def _tells_its_slice(device: Any) -> bool:
-    return getattr(device, "slice_index", None) is not None
-
-
 def _is_in_doubt(memory: Memory, device: DeviceKind, step: CompiledStep) -> bool:
-    """Whether a quick plan leaves open if the step fits."""
-    # Compilers refuse a step before they make code of it, so asking again costs little.
+    """Return whether a quick plan leaves open if the step fits."""
+    # Compilers reject a step before they make code of it, so asking again costs little.
     if step.refusal is not None or device.usable_bytes is None:
         return True
     return memory.peak > _IN_DOUBT * device.usable_bytes

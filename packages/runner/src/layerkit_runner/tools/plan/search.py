@@ -27,7 +27,7 @@ from layerkit_runner.config.overrides import Override
 from layerkit_runner.config.resolve import ResolvedExperiment, resolve
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.byte_sizes import size_text
-from layerkit_runner.tools.plan.compiler_notes import QUICK_NOTE
+from layerkit_runner.tools.plan.compiling import QUICK_NOTE
 from layerkit_runner.tools.plan.page import seconds_text
 from layerkit_runner.tools.plan.plan import Plan, compile_plan, prepare_step
 from layerkit_runner.tools.plan.targets import Target

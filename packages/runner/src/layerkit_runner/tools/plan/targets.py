@@ -1,16 +1,14 @@
-"""What `--target` says: which kind of devices a plan is for, how many, and how they are connected.
+"""`--target`: the kind of devices a plan is for, their number, and how they are connected.
 
-| written | means |
+| text | meaning |
 |---|---|
 | `cpu`, `cpux256` | simulated devices, as many as the mesh has, or 256 |
 | `here` | the devices of this machine |
 | `v5p:8x8x4` | one slice of 8 · 8 · 4 TPU chips |
 | `v5e:4x4*2` | two slices of 4 · 4 chips each, connected by the data center's network |
-| `v4-128`, `2xv4-128` | what Google Cloud calls a slice, and two of them |
+| `v4-128`, `2xv4-128` | a slice by the name that Google Cloud gives it, and two of them |
 | `h100x256` | 256 GPUs in 32 nodes of 8 |
 | `v5p`, `h100` | as many slices and devices as the mesh has |
-
-Nothing here needs JAX's devices.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterator
 
 from layerkit_runner.errors import UsageError
 from layerkit_runner.tools.plan.hardware import DeviceKind, device_kind
@@ -30,8 +27,7 @@ _COUNTED = re.compile(r"(?P<kind>[a-z]\w*?(?:-40gb)?)x(?P<count>\d+)")
 _TOPOLOGY = re.compile(r"(?P<kind>\w+):(?P<sizes>\d+(?:x\d+)*)(?:\*(?P<slices>\d+))?")
 _CLOUD = re.compile(r"(?:(?P<slices>\d+)x)?(?P<kind>\w+)-(?P<number>\d+)")
 
-# In the names of these, Google Cloud counts TensorCores, of which a chip has two; else chips.
-_COUNTED_BY_CORES = ("v4", "v5p", "v7x")
+# Slices of these are three-dimensional, and Google Cloud counts their TensorCores, two on a chip.
 _THREE_DIMENSIONS = ("v4", "v5p", "v7x")
 _DEVICES_PER_CHIP = {"v7x": 2}
 
@@ -43,13 +39,13 @@ FORMS = (
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What to plan for.
+    """The devices to plan for.
 
     Attributes:
-      kind: Of the devices; None for those that are here, before they were asked.
-      num_devices: Of all slices together; None where the mesh is to say.
-      num_slices: Slices of a TPU, nodes of GPUs: groups that a fast network connects.
-      topology: Chips of a TPU slice along each dimension; empty for others.
+      kind: Kind of device; None for the devices of this machine.
+      num_devices: Devices of all slices together; None to take as many as the mesh has.
+      num_slices: Number of TPU slices or GPU nodes, each connected by a fast network.
+      topology: Chips of a TPU slice along each dimension; empty for other devices.
     """
 
     kind: DeviceKind | None
@@ -59,11 +55,11 @@ class Target:
 
     @property
     def is_here(self) -> bool:
-        """Whether it stands for the devices of this machine."""
+        """Whether this stands for the devices of this machine."""
         return self.kind is None
 
     def describe(self) -> str:
-        """As it can be written on a command line."""
+        """Return the text that `parse_target` reads."""
         if self.kind is None:
             return HERE
         if self.topology:
@@ -73,14 +69,13 @@ class Target:
 
 
 def parse_target(text: str) -> Target:
-    """Reads a target.
+    """Read the text of `--target`.
 
     Raises:
-      UsageError: a form or a kind of device that does not exist, or a number that cannot be.
+      UsageError: the form, the kind of device or the number of devices does not exist.
     """
-    written = text.strip().lower()
     try:
-        return _parse(written)
+        return _parse(text.strip().lower())
     except UsageError as error:
         raise UsageError(f"--target={text}: {error}") from None
 
@@ -89,20 +84,24 @@ def _parse(text: str) -> Target:
     if text == HERE:
         return Target(None)
     if match := _TOPOLOGY.fullmatch(text):
-        kind = _tpu(match["kind"])
         sizes = tuple(int(size) for size in match["sizes"].split("x"))
-        return _slices(kind, sizes, int(match["slices"] or 1))
+        return _slices(_tpu(match["kind"]), sizes, int(match["slices"] or 1))
     if match := _COUNTED.fullmatch(text):
         kind = device_kind(match["kind"])
         if kind.platform == "tpu":
+            cloud = f"{kind.name}-{128 if kind.name in _THREE_DIMENSIONS else 16}"
             raise UsageError(
-                f"a TPU slice has a shape: {_example(kind)}, or {_cloud_example(kind)} as Google"
-                " Cloud names it"
+                f"a TPU slice has a shape: {_example(kind)}, or {cloud} as Google Cloud names it"
             )
-        return counted(kind, int(match["count"]))
+        return _counted(kind, int(match["count"]))
     if (match := _CLOUD.fullmatch(text)) and match["kind"] != "a100":
-        kind = _tpu(match["kind"])
-        chips = _chips(kind, int(match["number"]), written=text)
+        kind, chips = _tpu(match["kind"]), int(match["number"])
+        if kind.name in _THREE_DIMENSIONS:
+            chips, rest = divmod(chips, 2)
+            if rest:
+                raise UsageError(
+                    f"the number in {text} counts TensorCores, two on each chip, so it is even"
+                )
         return _slices(kind, usual_topology(kind, chips), int(match["slices"] or 1))
     if re.fullmatch(r"[a-z][\w-]*", text):
         return Target(device_kind(text))
@@ -116,30 +115,12 @@ def _tpu(name: str) -> DeviceKind:
     return kind
 
 
-def _chips(kind: DeviceKind, number: int, *, written: str) -> int:
-    if kind.name not in _COUNTED_BY_CORES:
-        return number
-    if number % 2:
-        raise UsageError(
-            f"the number in {written} counts TensorCores, two on each chip, so it is even"
-        )
-    return number // 2
-
-
 def _example(kind: DeviceKind) -> str:
     return f"{kind.name}:{'4x4x4' if kind.name in _THREE_DIMENSIONS else '4x4'}"
 
 
-def _cloud_example(kind: DeviceKind) -> str:
-    return f"{kind.name}-{128 if kind.name in _COUNTED_BY_CORES else 16}"
-
-
-def counted(kind: DeviceKind, count: int) -> Target:
-    """So many CPU devices, or GPUs in full nodes.
-
-    Raises:
-      UsageError: none, or a number of GPUs that leaves a node partly empty.
-    """
+def _counted(kind: DeviceKind, count: int) -> Target:
+    """Return a number of CPU devices, or of GPUs in full nodes."""
     if count < 1:
         raise UsageError("a plan needs at least 1 device")
     per_node = kind.devices_per_host
@@ -161,17 +142,12 @@ def _slices(kind: DeviceKind, topology: tuple[int, ...], num_slices: int) -> Tar
         )
     if num_slices < 1:
         raise UsageError("a plan needs at least 1 slice")
-    devices = math.prod(topology) * devices_per_chip(kind)
+    devices = math.prod(topology) * _DEVICES_PER_CHIP.get(kind.name, 1)
     return Target(kind, devices * num_slices, num_slices, topology)
 
 
-def devices_per_chip(kind: DeviceKind) -> int:
-    """JAX devices on a chip of a TPU."""
-    return _DEVICES_PER_CHIP.get(kind.name, 1)
-
-
 def usual_topology(kind: DeviceKind, chips: int) -> tuple[int, ...]:
-    """The shape in which a slice of so many chips is usually had: the nearest to a cube or square.
+    """Return the shape of a slice with so many chips that is nearest to a cube or square.
 
     Dimensions are powers of two up to 4 chips, then multiples of 4, the shortest first; those of
     two-dimensional slices are powers of two.
@@ -182,45 +158,39 @@ def usual_topology(kind: DeviceKind, chips: int) -> tuple[int, ...]:
     >>> usual_topology(device_kind("v4"), 192)
     (4, 4, 12)
     """
-    num_dimensions = 3 if kind.name in _THREE_DIMENSIONS else 2
-    shapes = list(_shapes(chips, num_dimensions))
-    if not shapes:
+    is_cube = kind.name in _THREE_DIMENSIONS
+    sizes = [
+        size
+        for size in range(1, chips + 1)
+        if chips % size == 0
+        and (size in (1, 2) or size % 4 == 0 if is_cube else size & (size - 1) == 0)
+    ]
+    shapes = itertools.combinations_with_replacement(sizes, 3 if is_cube else 2)
+    fitting = [shape for shape in shapes if math.prod(shape) == chips]
+    if not fitting:
         raise UsageError(
             f"no slice of {kind.name} has {chips} chip(s); give its shape, as in {_example(kind)}"
         )
-    best = min(shapes, key=sum)
+    best = min(fitting, key=sum)
     # Google Cloud writes the short side of flat slices last: 2x2x1.
-    if num_dimensions == 3 and best[0] == 1:
-        return tuple(sorted(best, reverse=True))
-    return best
-
-
-def _shapes(chips: int, num_dimensions: int) -> Iterator[tuple[int, ...]]:
-    sizes = [size for size in range(1, chips + 1) if chips % size == 0]
-    if num_dimensions == 2:
-        sizes = [size for size in sizes if size & (size - 1) == 0]
-    else:
-        sizes = [size for size in sizes if size in (1, 2) or size % 4 == 0]
-    for shape in itertools.combinations_with_replacement(sizes, num_dimensions):
-        if math.prod(shape) == chips:
-            yield shape
+    return best[::-1] if is_cube and best[0] == 1 else best
 
 
 def sized(target: Target, *, per_slice: int, num_slices: int) -> Target:
-    """A target without a number of devices, for a mesh of so many slices.
+    """Give a target of a known kind the number of devices that a mesh has.
 
     Args:
-      target: Of a known kind.
-      per_slice: Devices of a slice, as the mesh within it has.
-      num_slices: Of slices, as the mesh across them has.
+      target: Target without a number of devices.
+      per_slice: Devices of the mesh within a slice.
+      num_slices: Slices that the mesh spans.
 
     Raises:
-      UsageError: no slice has so many chips, or they fill no whole nodes.
+      UsageError: no slice has so many chips, or the devices fill no whole nodes.
     """
     assert target.kind is not None, target
     if target.kind.platform != "tpu":
-        return counted(target.kind, per_slice * num_slices)
-    chips, rest = divmod(per_slice, devices_per_chip(target.kind))
+        return _counted(target.kind, per_slice * num_slices)
+    chips, rest = divmod(per_slice, _DEVICES_PER_CHIP.get(target.kind.name, 1))
     if rest:
         raise UsageError(f"a chip of {target.kind.name} is two devices, and {per_slice} is odd")
     return _slices(target.kind, usual_topology(target.kind, chips), num_slices)

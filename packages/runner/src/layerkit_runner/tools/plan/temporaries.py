@@ -1,9 +1,8 @@
-"""The largest results that a compiled step computes, and the source lines that they come from.
+"""The largest results of a compiled step, and the source lines that they come from.
 
-A compiler reports one number for all of its temporaries. Which tensors they are can be read from
-the program: each instruction has the shape of its result, the path of names under which it was
-traced, and the lines of Python that called for it. Results of one line are told together; not all
-of them are in memory at the same time, which the schedule decides.
+A compiler reports one number for all temporaries. The program has more: the shape of each result,
+the path of names under which it was traced, and its line of Python. Results of one line are
+reported together; not all of them are in memory at the same time.
 """
 
 from __future__ import annotations
@@ -12,24 +11,12 @@ import dataclasses
 import re
 
 from layerkit_runner.tools.plan.collectives import type_bytes
-from layerkit_runner.tools.plan.executions import Instruction, instructions
+from layerkit_runner.tools.plan.hlo import Instruction, instructions
 
 # Results that are not new memory: names of other results, or set up once.
-_NO_MEMORY = (
-    "parameter",
-    "get-tuple-element",
-    "tuple",
-    "bitcast",
-    "constant",
-    "iota",
-    "broadcast",
-    "while",
-    "conditional",
-    "call",
-    "after-all",
-    "partition-id",
-    "opt-barrier",
-    "optimization-barrier",
+_NO_MEMORY = re.compile(
+    "parameter|get-tuple-element|tuple|bitcast|constant|iota|broadcast|while|conditional|call"
+    "|after-all|partition-id|opt-barrier|optimization-barrier|.*-start|.*-update"
 )
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
@@ -42,6 +29,10 @@ _HOST_SPACE = "5"
 _TABLE_LINE = re.compile(r'(\d+) (?:"(?P<text>.*)"|\{(?P<fields>[^}]*)\})')
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _PACKAGE_ROOTS = ("/site-packages/", "/dist-packages/", "/src/")
+# Parts of a traced name that say how JAX got there, not what is computed.
+_PLUMBING = ("while", "body", "cond", "closed_call", "checkpoint", "custom_vjp_call", "pjit")
+# A method of a layer, which comes after the layer's own name: `softmax/softmax.logits`.
+_METHOD = re.compile(r"\w+\.[a-z_]\w*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,13 +40,13 @@ class TemporaryTensor:
     """A result that a device holds while a step runs.
 
     Attributes:
-      bytes_per_device: Of one of them.
+      bytes_per_device: Bytes of one such result.
       shape: Dtype and shape on one device, such as `bf16[6,2048,1536]`.
-      count: Instructions that have such a result, from the same line under the same name; those
-        of a loop's body once.
+      count: Instructions with such a result from the same line under the same name; those of a
+        loop's body count once.
       name: Path of names under which it was traced, such as `jvp(lm)/stack/feed_forward/up`.
-      source: File and line that called for it, such as `layerkit/layers/linears.py:88`.
-      memory: `device`, or `host` where it is offloaded.
+      source: File and line of Python, such as `layerkit/layers/linears.py:88`.
+      memory: `device`, or `host` for an offloaded result.
     """
 
     bytes_per_device: int
@@ -67,33 +58,29 @@ class TemporaryTensor:
 
 
 def largest_temporaries(hlo_text: str, *, most: int) -> list[TemporaryTensor]:
-    """The largest results of a compiled program, largest first.
+    """Return the largest results of a compiled program, largest first.
 
     Args:
-      hlo_text: What `compiled.as_text()` returns.
-      most: How many are told.
+      hlo_text: Result of `compiled.as_text()`.
+      most: Maximum number of results.
     """
     sources = _Sources(hlo_text)
     found: dict[tuple[str, str, str, str], TemporaryTensor] = {}
     for instruction in instructions(hlo_text):
         for shape, memory, size in _results(instruction):
-            name = _OP_NAME.search(instruction.rest)
-            key = (
-                shape,
-                memory,
-                _short_name(name[1]) if name else instruction.name,
-                sources.of(instruction.rest),
-            )
+            traced = _OP_NAME.search(instruction.rest)
+            name = _short_name(traced[1]) if traced else instruction.name
+            source = sources.of(instruction.rest)
+            key = (shape, memory, name, source)
             count = found[key].count + 1 if key in found else 1
-            found[key] = TemporaryTensor(size, shape, count, key[2], key[3], memory)
+            found[key] = TemporaryTensor(size, shape, count, name, source, memory)
     order = sorted(found.values(), key=lambda each: (-each.bytes_per_device, each.name))
     return order[:most]
 
 
 def _results(instruction: Instruction) -> list[tuple[str, str, int]]:
-    """Shape, memory and bytes of each array that an instruction leaves in memory."""
-    opcode = instruction.opcode
-    if instruction.is_fused or opcode in _NO_MEMORY or opcode.endswith(("-start", "-update")):
+    """Return shape, memory and bytes of each array that an instruction leaves in memory."""
+    if instruction.is_fused or _NO_MEMORY.fullmatch(instruction.opcode):
         return []
     if instruction.rest.startswith(")"):  # of nothing: zeros, to be written over in a loop
         return []
@@ -105,67 +92,50 @@ def _results(instruction: Instruction) -> list[tuple[str, str, int]]:
     return found
 
 
-# Parts of a traced name that say how JAX got there, not what is computed.
-_PLUMBING = ("while", "body", "cond", "closed_call", "checkpoint", "custom_vjp_call", "pjit")
-
-
-# A method of a layer, which comes after the layer's own name: `softmax/softmax.logits`.
-_METHOD = re.compile(r"\w+\.[a-z_]\w*")
-
-
 def _short_name(op_name: str) -> str:
-    """`jit(train_step)/jvp(lm)/while/body/lm/lm.fprop/add` → `jvp(lm)/lm/add`."""
-    parts = [part for part in op_name.split("/") if part not in _PLUMBING]
+    """Shorten `jit(train_step)/jvp(lm)/while/body/lm/lm.fprop/add` to `jvp(lm)/lm/add`."""
     return "/".join(
         part
-        for part in parts
-        if not part.startswith(("jit(", "shard_map")) and not _METHOD.fullmatch(part)
+        for part in op_name.split("/")
+        if part not in _PLUMBING
+        and not part.startswith(("jit(", "shard_map"))
+        and not _METHOD.fullmatch(part)
     )
 
 
 class _Sources:
-    """Where instructions come from, as a program's text says in tables at its head."""
+    """The source lines of instructions, from the tables at the head of a program's text."""
 
     def __init__(self, hlo_text: str) -> None:
-        tables = _tables(hlo_text)
-        self._files = {key: _short_path(text) for key, text in tables["FileNames"].items()}
-        self._locations = {key: _fields(text) for key, text in tables["FileLocations"].items()}
-        self._frames = {key: _fields(text) for key, text in tables["StackFrames"].items()}
+        self._tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
+        current: dict[int, str] | None = None
+        for line in hlo_text.splitlines():
+            if line in self._tables:
+                current = self._tables[line]
+            elif current is not None and (match := _TABLE_LINE.fullmatch(line.strip())):
+                text = match["text"]
+                current[int(match[1])] = match["fields"] if text is None else text
+            elif line.endswith("{") and "=" not in line.partition("(")[0]:
+                break  # the first computation
 
     def of(self, attributes: str) -> str:
-        """File and line of an instruction; "" where it came from no line."""
+        """Return file and line of an instruction; "" if it comes from no line."""
         if written := _SOURCE.search(attributes):
             return f"{_short_path(written[1])}:{written[2]}"
-        frame = _FRAME.search(attributes)
-        return self._line(int(frame[1])) if frame else ""
+        if not (frame := _FRAME.search(attributes)):
+            return ""
+        location = self._fields("StackFrames", int(frame[1])).get("file_location_id", 0)
+        fields = self._fields("FileLocations", location)
+        file = self._tables["FileNames"].get(fields.get("file_name_id", 0))
+        return "" if file is None else f"{_short_path(file)}:{fields['line']}"
 
-    def _line(self, frame: int) -> str:
-        location = self._locations.get(self._frames.get(frame, {}).get("file_location_id", 0), {})
-        file = self._files.get(location.get("file_name_id", 0))
-        return "" if file is None else f"{file}:{location['line']}"
-
-
-def _tables(hlo_text: str) -> dict[str, dict[int, str]]:
-    """The numbered lines under each heading at the head of a program."""
-    tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
-    current: dict[int, str] | None = None
-    for line in hlo_text.splitlines():
-        if line in tables:
-            current = tables[line]
-        elif current is not None and (match := _TABLE_LINE.fullmatch(line.strip())):
-            current[int(match[1])] = match["text"] if match["text"] is not None else match["fields"]
-        elif line.endswith("{") and "=" not in line.partition("(")[0]:
-            break  # the first computation
-    return tables
-
-
-def _fields(text: str) -> dict[str, int]:
-    pairs = (part.split("=") for part in text.split())
-    return {name: int(value) for name, value in pairs}
+    def _fields(self, table: str, key: int) -> dict[str, int]:
+        pairs = (part.split("=") for part in self._tables[table].get(key, "").split())
+        return {name: int(value) for name, value in pairs}
 
 
 def _short_path(path: str) -> str:
-    """A path from the package on, where it lies in one."""
+    """Return a path relative to the folder of its package."""
     for root in _PACKAGE_ROOTS:
         if root in path:
             return path.rpartition(root)[2]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from layerkit_runner.tools.plan.executions import instructions
+from layerkit_runner.tools.plan.hlo import instructions
 
 # `work` is called twice by the body of an outer loop (3 times), once of them in an inner loop of
 # unknown length; `branch` by a conditional; `unused` by nobody.

@@ -1,0 +1,176 @@
+"""The instructions of a compiled program and how often each runs, read from its HLO text.
+
+HLO holds the body of a loop once. How often it runs is an attribute of the `while` that calls it,
+or follows from its condition, a counter compared with a constant. Counts are handed down from each
+computation to those that it calls; the entry runs once.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import graphlib
+import re
+from collections.abc import Iterator
+
+# `%region_1.2 (arg: f32[4]) -> f32[4] {`, in some versions without the signature.
+_HEADER = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*)?\{$")
+# `%x.3 = f32[4]{0} all-reduce(%y), channel_id=1, …`. A tuple type has spaces, but none that stands
+# before a name and an opening bracket.
+_INSTRUCTION = re.compile(
+    r"(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.+?) (?P<opcode>[a-z][\w\-]*)\((?P<rest>.*)"
+)
+_CALLED = re.compile(
+    r"\b(?:body|condition|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)"
+)
+# These run what they call as instructions of its own; others, such as fusions, make it one.
+_CALLERS = ("while", "conditional", "call", "async")
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_LOOP_PARTS = re.compile(r"\b(condition|body)=%?([\w.\-]+)")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_INDEX = re.compile(r"\bindex=(\d+)")
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One instruction of HLO.
+
+    Attributes:
+      name: Name without the `%`.
+      type: Type of the result, such as `f32[4,8]{1,0}`, or a tuple of types in brackets.
+      opcode: Operation, such as `all-reduce`.
+      rest: Operands and attributes: everything after the opening bracket.
+      executions: Number of runs each time the program runs.
+      is_exact: False inside a loop of unknown length, whose body counts once, and inside a branch
+        of a conditional, which counts as if it were always taken.
+      computation: Name of the computation that contains it.
+      is_fused: Whether it is part of another instruction, such as a fusion, so that its result
+        takes no memory of its own.
+    """
+
+    name: str
+    type: str
+    opcode: str
+    rest: str
+    executions: int = 1
+    is_exact: bool = True
+    computation: str = ""
+    is_fused: bool = False
+
+    @property
+    def operands(self) -> list[str]:
+        """Names of the operands."""
+        return _OPERAND.findall(self.rest.partition(")")[0])
+
+
+_Body = list[Instruction]
+# How often, and whether that is exact.
+_Count = tuple[int, bool]
+
+
+def instructions(hlo_text: str) -> Iterator[Instruction]:
+    """Yield all instructions of a compiled program that run.
+
+    Args:
+      hlo_text: Result of `compiled.as_text()`; "" for no program.
+    """
+    computations, entry = _computations(hlo_text)
+    calls = {
+        name: [(each, call) for each in body for call in _calls(each, computations)]
+        for name, body in computations.items()
+    }
+    callers: dict[str, set[str]] = collections.defaultdict(set)
+    for caller, found in calls.items():
+        for _, (callee, _) in found:
+            callers[callee].add(caller)
+    counts: dict[str, _Count] = {entry: (1, True)}
+    fused: set[str] = set()
+    # HLO has no recursion, so callers come before what they call.
+    for caller in graphlib.TopologicalSorter(callers).static_order():
+        if caller not in counts:
+            continue
+        times, is_exact = counts[caller]
+        for instruction, (callee, (rounds, is_known)) in calls.get(caller, ()):
+            before, was_exact = counts.get(callee, (0, True))
+            counts[callee] = (before + times * rounds, was_exact and is_exact and is_known)
+            if caller in fused or not instruction.opcode.startswith(_CALLERS):
+                fused.add(callee)
+    for name, body in computations.items():
+        if name in counts:
+            times, is_exact = counts[name]
+            for instruction in body:
+                yield dataclasses.replace(
+                    instruction,
+                    executions=times,
+                    is_exact=is_exact,
+                    computation=name,
+                    is_fused=name in fused,
+                )
+
+
+def _computations(hlo_text: str) -> tuple[dict[str, _Body], str]:
+    computations: dict[str, _Body] = {}
+    entry = ""
+    body: _Body = []
+    for line in map(str.strip, hlo_text.splitlines()):
+        if header := _HEADER.fullmatch(line):
+            body = computations.setdefault(header["name"], [])
+            entry = header["name"] if header["entry"] else entry
+        elif match := _INSTRUCTION.fullmatch(line):
+            body.append(Instruction(match["name"], match["type"], match["opcode"], match["rest"]))
+    return computations, entry
+
+
+def _calls(
+    instruction: Instruction, computations: dict[str, _Body]
+) -> Iterator[tuple[str, _Count]]:
+    """Yield the computations that an instruction calls, and how often it does so each time."""
+    opcode, rest = instruction.opcode, instruction.rest
+    if opcode.endswith(("-done", "-update")):
+        return  # names again what its start has called
+    count = (1, opcode != "conditional")
+    if opcode == "while":
+        known = _TRIP_COUNT.search(rest)
+        count = (int(known[1]), True) if known else _rounds(rest, computations)
+    for match in _CALLED.finditer(rest):
+        yield match[1], count
+    for match in _BRANCHES.finditer(rest):
+        for name in match[1].split(","):
+            yield name.strip().removeprefix("%"), count
+
+
+def _rounds(attributes: str, computations: dict[str, _Body]) -> _Count:
+    """Count the rounds of a loop that counts up from 0 to a constant; else 1, not exact."""
+    parts = dict(_LOOP_PARTS.findall(attributes))
+    condition, body = (computations.get(parts.get(p, ""), []) for p in ("condition", "body"))
+    named = {each.name: each for each in condition}
+    for compare in condition:
+        if compare.opcode != "compare" or "direction=LT" not in compare.rest:
+            continue
+        counter, limit = (named.get(name) for name in compare.operands[:2])
+        index = _INDEX.search(counter.rest) if counter is not None else None
+        most = _constant(limit)
+        if index is None or most is None:
+            continue
+        step = _step(body, int(index[1]))
+        return -(-most // (step or 1)), step is not None
+    return 1, False
+
+
+def _step(body: _Body, index: int) -> int | None:
+    """Return by how much a loop's counter, element `index` of its state, grows in a round."""
+    named = {each.name: each for each in body}
+    state = body[-1].operands if body and body[-1].opcode == "tuple" else []
+    counter = named.get(state[index]) if index < len(state) else None
+    if counter is None or counter.opcode != "add":
+        return None
+    steps = (_constant(named.get(name)) for name in counter.operands)
+    return next((step for step in steps if step), None)
+
+
+def _constant(instruction: Instruction | None) -> int | None:
+    if instruction is None or instruction.opcode != "constant":
+        return None
+    number = instruction.rest.partition(")")[0]
+    return int(number) if number.isdecimal() else None
