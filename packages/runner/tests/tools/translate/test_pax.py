@@ -9,9 +9,10 @@ import pytest
 
 from layerkit_runner.config.registry import find_experiment, load_experiment
 from layerkit_runner.errors import UsageError
-from layerkit_runner.tools.translate.pax import other_classes, translate_pax
-from layerkit_runner.tools.translate.pax_fields import COMPOSED, NEUTRAL, ONLY, RENAMED, SAME
-from layerkit_runner.tools.translate.written import Translation
+from layerkit_runner.tools.translate import pax
+from layerkit_runner.tools.translate.tables import Translation, read_tables
+
+TABLES = read_tables()
 
 MULTISLICE = '''
 from jax import numpy as jnp
@@ -130,21 +131,25 @@ class Gpt(TransformerLmSpmdAdam, PileUnsupervisedDataset):
 '''
 
 
+def translate_pax(texts: Mapping[str, str], names: list[str] | None = None) -> list[Translation]:
+    return pax.translate_pax(texts, TABLES, names)[0]
+
+
 def only(text: str, name: str | None = None) -> Translation:
     (translation,) = translate_pax({"file.py": text}, None if name is None else [name])
     return translation
 
 
 def told(text: str) -> list[str]:
-    """What is left over besides the data, which the classes here do not name."""
-    return [str(left) for left in only(text).leftovers if left.name != "datasets()"]
+    """Return the leftovers, without the one of the data, which the classes here do not name."""
+    return [str(left) for left in only(text).leftovers if left.text != "datasets()"]
 
 
 def test_the_two_slice_class_of_pax_is_ours():
     translation = only(MULTISLICE, "TwoSlices")
     assert (translation.name, translation.summary) == ("TwoSlices", "Two of them.")
     assert translation.leftovers == []
-    assert translation.recipes == ["AdamExponential", "Spmd", "C4", "LmExperiment"]
+    assert list(translation.recipes) == ["AdamExponential", "Spmd", "C4", "LmExperiment"]
     ours = load_experiment(find_experiment("lm.c4_multislice.C4Spmd22BAdam2xv4_128"))()
     # Biases of feed-forwards are Pax's default, and its named models here have none.
     names = translation.fields.keys() - {"FEED_FORWARD_BIAS", "CHECKPOINT_EVERY_N_STEPS"}
@@ -154,11 +159,9 @@ def test_the_two_slice_class_of_pax_is_ours():
     assert len(names) > 30
 
 
-def test_a_gpt_with_what_its_methods_set():
+def test_gpt_with_a_task_of_its_own():
     translation = only(GPT3)
-    assert translation.leftovers == []
-    assert translation.settings == {}
-    assert translation.recipes == ["AdamWCosine", "Spmd", "ThePile", "LmExperiment"]
+    assert list(translation.recipes) == ["AdamWCosine", "Spmd", "ThePile", "LmExperiment"]
     expected: Mapping[str, Any] = {
         "MODEL_DIMS": 768,
         "PERCORE_BATCH_SIZE": 0.5,
@@ -166,8 +169,7 @@ def test_a_gpt_with_what_its_methods_set():
         "ATTENTION_BIAS": True,
         "NORM_EPSILON": 1e-5,
         "ATTENTION_LOGIT_CAP": None,
-        "SOFTMAX_LOGIT_CAP": None,  # set by configure()
-        "SCALE_EMBEDDING": False,
+        "SCALE_EMBEDDING": True,
         "ACTIVATION": "gelu",
         "WARMUP_STEPS": 636,
         "DECAY_START": 637,
@@ -175,17 +177,140 @@ def test_a_gpt_with_what_its_methods_set():
         "MIN_LEARNING_RATE_RATIO": 0.1,
         "DECAYED_WEIGHTS": "all",
         "INIT_STD": 0.023,
-        "INPUT_DROPOUT_RATE": 0.1,
-        "CHECKPOINT_POLICY": "none",  # Pax does not look at it where layers are not repeated
+        "MAX_STEPS": 600000,
+        "CHECKPOINT_POLICY": "none",  # Pax ignores it where layers are not repeated
     }
     assert {name: translation.fields[name] for name in expected} == expected
     assert "UPDATE_RMS_CAP" not in translation.fields
+    init = "model_p.lm_tpl.softmax_tpl.params_init = softmax_init"
+    dropout = "model_p.lm_tpl.stacked_transformer_tpl.input_dropout_prob = 0.1"
+    listed = [
+        (62, "task_p = configure(self, task_p)", ""),
+        (63, "task_p.train.num_train_steps = self.MAX_STEPS", ", or the field MAX_STEPS"),
+        (65, "model_p.params_init = WeightInit.Gaussian(self.INIT_STD)", ", or the field INIT_STD"),
+        (66, "softmax_init = WeightInit.Gaussian(self.INIT_STD)", ""),
+        (67, init, ", or the field INIT_STD"),
+        (68, dropout, ", or the field INPUT_DROPOUT_RATE"),
+        (69, "model_p.apply_eval_sample_weights = True", ""),
+        (70, "logging.info('a GPT of %d layers', self.NUM_LAYERS)", ""),
+    ]
+    assert [(left.where, left.text, left.reason) for left in translation.leftovers] == [
+        (f"file.py:{line}", text, f"set it in a task() of your own{hint}")
+        for line, text, hint in listed
+    ]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "p.train.x = 1",
+        "p.train.x *= 2",
+        "p.train.x: int = 2",
+        "p.train['x'] = 5",
+        "p.train.x, y = 5, 6",
+        "del p.train.x",
+        "p.train.set(x=1)",
+        "setattr(p.train, 'x', 5)",
+        "x = [change(p) for _ in NUMBERS]",
+        "x = change(p)",
+        "if change(p): pass",
+        "while change(p): pass",
+        "for x in change(p): pass",
+        "with change(p): pass",
+        "assert change(p)",
+        "return change(p)",
+        "async def inner(): pass",
+    ],
+)
+def test_statement_of_task_that_may_set_something_is_listed(statement):
+    head = "class X(c4.C4SpmdAdam):\n  def task(self):\n    p = super().task()\n    t = p.train\n"
+    (left,) = only(f"{head}    {statement}\n    return p\n").leftovers
+    assert (left.where, left.text) == ("file.py:5", statement)
+
+
+def test_statements_inside_branches_of_task_are_listed():
+    lines = [
+        "class X(c4.C4SpmdAdam):",
+        "  def task(self):",
+        "    'Make a task.'",
+        "    p = super().task()",
+        "    if unknown():",
+        "      p.train.x = 5",
+        "      pass",
+        "    else:",
+        "      try:",
+        "        p.train.y = (",
+        "            6)",
+        "      except E:",
+        "        import b",
+        "    return p",
+    ]
+    leftovers = only("\n".join(lines)).leftovers
+    assert [(left.where, left.text) for left in leftovers] == [
+        ("file.py:5", "if unknown():"),
+        ("file.py:6", "p.train.x = 5"),
+        ("file.py:9", "try:"),
+        ("file.py:10", "p.train.y = ( 6)"),
+    ]
+
+
+def test_task_without_that_of_its_base_is_listed():
+    text = "class X(TransformerLmSpmdAdam):\n  def task(self):\n    p = Task()\n    return p\n"
+    first, second = told(text)
+    assert first == (
+        "file.py:2: def task(self):: it does not call super().task(); fields of its bases are"
+        " translated"
+    )
+    assert second == "file.py:3: p = Task(): set it in a task() of your own"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "locals()['NUM_LAYERS'] = 3",
+        "change()",
+        "del NUM_LAYERS",
+        "class HParams: pass",
+        "@property",
+    ],
+)
+def test_statement_of_a_class_body_that_is_no_constant_is_listed(statement):
+    more = "\n  def NUM_LAYERS(self): pass" if statement.startswith("@") else ""
+    text = f"class X(TransformerLmSpmdAdam):\n  {statement}{more}\n"
+    (left,) = [str(left) for left in only(text, "X").leftovers if left.text != "datasets()"]
+    assert left.startswith("file.py:")
+
+
+def test_constants_of_the_module():
+    head = (
+        "from jax.numpy import bfloat16\nimport jax.numpy as jnp\nN = 3\nM = N * 2\nK = 1\nK = 2\n"
+    )
+    body = "  NUM_LAYERS = N + M\n  FPROP_DTYPE = bfloat16\n"
+    translation = only(f"{head}class X(c4.C4SpmdAdam):\n{body}  MODEL_DIMS = K\n")
+    assert (translation.fields["NUM_LAYERS"], translation.fields["FPROP_DTYPE"]) == (9, "bfloat16")
+    assert [str(left) for left in translation.leftovers] == [
+        "file.py:10: MODEL_DIMS = K: it is assigned more than once"
+    ]
+    # A branch or an import may replace a constant.
+    for other in ("if A:\n  N = 4\n", "from m import N\n", "if A:\n  from m import N\n"):
+        (left,) = told(f"N = 3\n{other}class X(TransformerLmSpmdAdam):\n  NUM_LAYERS = N\n")
+        assert left.endswith("NUM_LAYERS = N: it is assigned more than once")
+
+
+def test_control_characters_of_a_source_do_not_reach_the_terminal():
+    (left,) = told("class X(TransformerLmSpmdAdam):\n  OURS = f('\x1b]0;x\x07', '\u2028')\n")
+    assert left.startswith("file.py:2: OURS = f('�]0;x�', '") and left.isprintable()
 
 
 def test_a_class_under_pmap_is_ours():
     translation = only(PMAP)
     assert translation.leftovers == []
-    assert translation.recipes == ["AdamExponential", "Pmap", "SyntheticTokens", "LmExperiment"]
+    assert list(translation.recipes) == [
+        "AdamExponential",
+        "Pmap",
+        "SyntheticTokens",
+        "LmExperiment",
+    ]
     found = load_experiment(find_experiment("lm.lm_cloud.LmCloudTransformerAdamLimitSteps"))
     ours = found()
     names = translation.fields.keys() - {"FEED_FORWARD_BIAS"}
@@ -201,10 +326,11 @@ def test_which_classes_are_translated():
     ]
     registered = translate_pax({"f": MULTISLICE})
     assert [one.name for one in registered] == ["Slice", "TwoSlices"]  # though one is inherited
-    assert other_classes({"f": MULTISLICE}) == ["Base"]
+    assert pax.translate_pax({"f": MULTISLICE}, TABLES)[1] == ["Base"]
     both = {"a": GPT3, "b": "class Small(Gpt):\n  NUM_LAYERS = 2"}
     translated = [(one.name, one.fields["NUM_LAYERS"]) for one in translate_pax(both)]
-    assert (translated, other_classes(both)) == ([("Small", 2)], ["Gpt"])  # none is registered
+    assert translated == [("Small", 2)]  # none is registered
+    assert pax.translate_pax(both, TABLES)[1] == ["Gpt"]
     with pytest.raises(UsageError, match="no class 'TwoSlice' in f; did you mean 'TwoSlices'"):
         translate_pax({"f": MULTISLICE}, ["TwoSlice"])
     with pytest.raises(UsageError, match="f is no Python"):
@@ -219,7 +345,7 @@ def test_a_class_may_have_the_name_of_its_base():
     sizes = ("NUM_LAYERS", "MODEL_DIMS", "VOCAB_SIZE")
     assert [translation.fields[name] for name in sizes] == [3, 64, 32128]
     assert told("class Registry(theirs.Registry): pass") == [
-        "base Registry = ?: give the file that has it as well, or write what it sets"
+        "base Registry: give the file that has it as well, or write what it sets"
     ]
     with pytest.raises(UsageError, match="the bases of X are in no order"):
         only("class A: pass\nclass X(object, A, A): pass", "X")
@@ -244,51 +370,51 @@ def test_data_of_a_base_in_the_same_file_are_those_of_the_base():
     text = f"{base}class X(TransformerLmSpmdAdam, SyntheticDataset):\n  NUM_LAYERS = 2\n"
     translation = only(text, "X")
     assert "SyntheticTokens" in translation.recipes and "C4" not in translation.recipes
-    assert [left.name for left in translation.leftovers] == ["SyntheticDataset.datasets()"]
+    assert [left.text for left in translation.leftovers] == ["def datasets(self):"]
 
 
 def test_data_that_no_class_names_are_left_over():
     leftovers = only("class X(TransformerLmSpmdAdam):\n  NUM_LAYERS = 2\n").leftovers
-    assert [left.name for left in leftovers] == ["datasets()"]
+    assert [left.text for left in leftovers] == ["datasets()"]
 
 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("OURS = 3", "OURS = 3: no field of this name is known"),
+        ("OURS = 3", "OURS = 3: no field for it is known."),
         ("NUM_LAYERS = count()", "NUM_LAYERS = count(): the source alone does not tell its value"),
         ("NUM_LAYERS = 1 / 0", "NUM_LAYERS = 1 / 0: division by zero"),
-        ("NUM_LAYERS = [1] - 2", "NUM_LAYERS = [1] - 2: unsupported operand type(s) for -"),
+        ("NUM_LAYERS = [1] - 2", "NUM_LAYERS = [1] - 2: the source alone does not"),
         ("NUM_LAYERS = 2.5", "NUM_LAYERS = 2.5: expected a whole number"),
-        ("NUM_LAYERS = OTHERS", "NUM_LAYERS = OTHERS: it is no plain value"),
-        ("NUM_LAYERS = 2\n  NUM_LAYERS, x = f()", "NUM_LAYERS = f(): the source alone does not"),
-        ("NUM_LAYERS = 2\n  if A:\n    NUM_LAYERS = 3", "NUM_LAYERS = if A: the source alone"),
+        ("NUM_LAYERS = OTHERS", "NUM_LAYERS = OTHERS: expected a whole number"),
+        ("NUM_LAYERS = 2\n  NUM_LAYERS, x = f()", "NUM_LAYERS, x = f(): the source alone do"),
+        ("NUM_LAYERS = 2\n  if A:\n    NUM_LAYERS = 3", "file.py:3: if A:: the source alone"),
         ("PERCORE_BATCH_SIZE = 'a'", "PERCORE_BATCH_SIZE = 'a': expected a number"),
         ("ATTEN_LOGIT_CAP = 'a'", "ATTEN_LOGIT_CAP = 'a': expected a number"),
         ("USE_BIAS = 'no'", "USE_BIAS = 'no': expected True or False"),
         ("ICI_MESH_SHAPE = 8", "ICI_MESH_SHAPE = 8: expected a list of whole numbers"),
-        ("TRAINABLE_POSITION_EMB = 2", "TRAINABLE_POSITION_EMB = 2: expected True or False"),
+        ("TRAINABLE_POSITION_EMB = 2", "TRAINABLE_POSITION_EMB = 2: expected one of True, F"),
         ("ACTIVATION_CLS = f()", "ACTIVATION_CLS = f(): the source alone does not tell its value"),
-        ("ACTIVATION_CLS = [1]", "ACTIVATION_CLS = [1]: ACTIVATION is one of gelu, "),
-        ("LR_SCHEDULE = [1]", "LR_SCHEDULE = [1]: recipes have linear_rampup_expon"),
-        ("LR_LRED_WARMUP = STEPS", "LR_LRED_WARMUP = STEPS: it is no plain value"),
+        ("ACTIVATION_CLS = [1]", "ACTIVATION_CLS = [1]: expected one of ReLU, GELU, "),
+        ("LR_SCHEDULE = [1]", "LR_SCHEDULE = [1]: expected one of linear_rampup_expon"),
+        ("LR_LRED_WARMUP = STEPS", "LR_LRED_WARMUP = STEPS: expected a whole number"),
         ("LR_LRED_WARMUP = 0.5", "LR_LRED_WARMUP = 0.5: expected a whole number"),
-        ("FPROP_DTYPE = jnp.int8", "FPROP_DTYPE = int8: it is one of float32, bfloat16, float16"),
+        ("FPROP_DTYPE = jnp.int8", "FPROP_DTYPE = jnp.int8: expected one of float32, bfloat16,"),
         ("NORM_POLICY = 'post'", "NORM_POLICY = 'post': recipes normalise before each branch"),
-        ("ACTIVATION_CLS = layers.Swish", "ACTIVATION_CLS = Swish: ACTIVATION is one of gelu, "),
-        ("LR_SCHEDULE = 'constant'", "LR_SCHEDULE = 'constant': recipes have linear_rampup_expon"),
+        ("ACTIVATION_CLS = layers.Swish", "ACTIVATION_CLS = layers.Swish: expected one of ReLU, "),
+        ("LR_SCHEDULE = 'constant'", "LR_SCHEDULE = 'constant': expected one of linear_rampup"),
         (
             "USE_REPEATED_LAYER = True\n  CHECKPOINT_POLICY = A.SAVE_QKV",
-            "CHECKPOINT_POLICY = SAVE_QKV: CHECKPOINT_POLICY is one of dots, dots_no_batch, full",
+            "CHECKPOINT_POLICY = A.SAVE_QKV: expected one of SAVE_EVERYTHING, SAVE_NOTHING, SAVE",
         ),
         (
             "LR_SCHEDULE = 'linear_rampup_cosine_decay'",
-            "ADAM_CLIP_THRESHOLD = 1.0: AdamWCosine bounds no updates; AdamExponential does",
+            "UPDATE_RMS_CAP = 1.0: the recipes of this class have no such field; AdamExponential",
         ),
-        ("def datasets(self): ...", "X.datasets() = …: a method; recipes of data"),
+        ("def datasets(self): ...", "def datasets(self): ...: recipes of data are listed"),
         (
             "def task(self):\n    p = super().task()\n    p.model.lm_tpl.z = f(2)",
-            "p.model.lm_tpl.z = f(2): set in X.task(); set it in a task() of your own",
+            "file.py:4: p.model.lm_tpl.z = f(2): set it in a task() of your own",
         ),
     ],
 )
@@ -299,16 +425,11 @@ def test_what_has_no_counterpart_is_named_with_the_reason(body, message):
 
 def test_an_unknown_base_and_another_optimizer_are_told():
     assert told("class X(theirs.Base): pass") == [
-        "base Base = ?: give the file that has it as well, or write what it sets"
+        "base Base: give the file that has it as well, or write what it sets"
     ]
     assert told("class X(model_params.TransformerLmSpmdAdafactor): pass") == [
-        "optimizer = ShardedAdafactor: no recipe has it; Adam is taken instead"
+        "Pax: task().optimizer = 'ShardedAdafactor': no recipe has it; Adam is used instead"
     ]
-
-
-def test_each_field_is_treated_in_one_way():
-    kinds = [set(SAME), set(RENAMED), set(NEUTRAL), set(ONLY), set(COMPOSED)]
-    assert sum(map(len, kinds)) == len(set.union(*kinds))
 
 
 HUGE = [
@@ -322,6 +443,7 @@ HUGE = [
     "'a' * 10**9",
     "1 << 10**9",
     f"0x{'f' * 1_000}",
+    f"0x{'f' * 10_000}",
     f"'{'a' * 100_000}'",
 ]
 
@@ -330,7 +452,8 @@ HUGE = [
 def test_expression_with_huge_value_is_not_computed(expression):
     translation = only(f"class A:\n  NUM_LAYERS = {expression}\n")
     assert translation.fields.get("NUM_LAYERS") is None
-    assert [left.name for left in translation.leftovers] == ["NUM_LAYERS", "datasets()"]
+    first, second = translation.leftovers
+    assert (first.where, second.text) == ("file.py:2", "datasets()")
 
 
 def test_value_that_doubles_with_each_name_is_not_computed():
@@ -341,7 +464,8 @@ def test_value_that_doubles_with_each_name_is_not_computed():
 
 def test_value_within_the_bounds_is_computed():
     assert only("class A:\n  MAX_STEPS = 2**40\n").fields["MAX_STEPS"] == 2**40
-    assert only("class A:\n  ICI_MESH_SHAPE = [1] * 3\n").fields["ICI_MESH_SHAPE"] == [1, 1, 1]
+    text = "class A:\n  N = 2\n  ICI_MESH_SHAPE = [1, N * 2, -(-N)]\n"
+    assert only(text).fields["ICI_MESH_SHAPE"] == [1, 4, 2]
 
 
 @pytest.mark.parametrize(
@@ -349,26 +473,38 @@ def test_value_within_the_bounds_is_computed():
     [
         f"class A:\n  X = {'1+' * 2_500}1\n",
         f"class A:\n  X = {'-' * 100_000}1\n",
-        f"class A:\n  X = 0x{'f' * 10_000}\n",
         "class A0:\n  X = 1\n" + "".join(f"class A{n + 1}(A{n}):\n  pass\n" for n in range(3_000)),
         f"class A:\n  X = {'[' * 5_000}{']' * 5_000}\n",
     ],
-    ids=["sum", "minus", "integer", "classes", "lists"],
+    ids=["sum", "minus", "classes", "lists"],
 )
 def test_code_that_is_too_deep_or_too_long_is_refused(text):
-    with pytest.raises(UsageError, match=r"file\.py"):
+    with pytest.raises(UsageError, match=r"file\.py|A3000: expected at most 100 base classes"):
         translate_pax({"file.py": text})
 
 
-def test_functions_whose_calls_double_are_refused():
-    functions = "".join(f"def f{n}(t):\n  f{n + 1}(t)\n  f{n + 1}(t)\n" for n in range(40))
-    task = "  def task(self):\n    t = super().task()\n    f0(t)\n    return t\n"
-    with pytest.raises(UsageError, match="nodes"):
-        translate_pax({"file.py": f"{functions}def f40(t):\n  t.a = 1\nclass A:\n{task}"})
+def test_number_of_base_classes_is_bounded():
+    parts = [f"class A{n}: pass\n" for n in range(2_000)]
+    bases = ", ".join(f"A{n}" for n in range(2_000))
+    with pytest.raises(UsageError, match="at most 100 base classes"):
+        translate_pax({"file.py": "".join(parts) + f"class X({bases}): pass\n"})
+
+
+def test_number_of_leftovers_is_bounded():
+    fields = "".join(f"  X{n} = f()\n" for n in range(2_000))
+    heirs = "".join(f"class B{n}(A): pass\n" for n in range(2_000))
+    with pytest.raises(UsageError, match=r"at most 10,000 lines .* Choose classes with --class"):
+        translate_pax({"file.py": f"class A:\n{fields}{heirs}"})
+
+
+def test_quoted_source_is_shortened():
+    text = f"class A(TransformerLmSpmdAdam):\n  NUM_LAYERS = f('{'a' * 100_000}')\n"
+    assert max(map(len, told(text))) < 300
+    lines = "\n".join(["'a'"] * 10_000)
+    assert max(map(len, told(f"class A(TransformerLmSpmdAdam):\n  X = f({lines})\n"))) < 300
 
 
 def test_sizes_of_another_kind_are_told():
-    names = [
-        left.split(" ")[0] for left in told("class A:\n  MODEL_DIMS = [8]\n  DIMS_PER_HEAD = 2\n")
+    assert told("class A:\n  MODEL_DIMS = [8]\n  DIMS_PER_HEAD = 2\n") == [
+        "file.py:2: MODEL_DIMS = [8]: expected a whole number"
     ]
-    assert names == ["MODEL_DIMS"]

@@ -1,15 +1,10 @@
-"""Configurations of MaxText and Pax as experiments of ours.
+"""Configurations of Pax and MaxText as experiments of this project.
 
-    written.py         a translation: fields, recipes, what was left over; as a class or a command
-    maxtext.py         reads MaxText's YAML and `key=value` words
-    maxtext_keys.py    what each key of MaxText means here
-    pax.py             Pax's experiment classes, with all that they inherit
-    pax_fields.py      what each field of Pax means here
-    pax_source.py      reads classes from their source, without importing Pax
-    pax_task.py        follows `task()`: what it sets, as paths from the task
-    pax_settings.py    what each of these paths means here
-    values.py          numbers, names and switches, of which nothing is guessed
+    __main__.py   the command: `python -m layerkit_runner.tools.translate`
+    tables.py     maps keys to fields by the tables of a package; writes classes and commands
+    pax.py        reads constants of Pax's experiment classes from their source
+    maxtext.py    reads MaxText's YAML and `key=value` words
 
-What has no counterpart is never dropped in silence: it is told by name, with the reason.
-`python -m layerkit_runner.tools.translate` is the command.
+The tables are `translate.yml` in the package of the experiments, since they name its fields and
+recipes. What no table maps is listed as not translated, with the source line and the reason.
 """

@@ -1,151 +1,289 @@
-"""Pax's experiment classes as classes of ours.
+"""Constants of Pax's experiment classes, read from their source; nothing of it is imported or run.
 
-A class is translated with all that it inherits: from classes of the same files, and from those of
-Pax's own bases that `pax_fields.BASES` knows. What its `task()` sets is translated where a field
-says it here, and told otherwise.
+A class is translated with the constants that it inherits: from classes of the same files, and from
+those base classes of Pax that the table describes. Methods are not followed: each statement of a
+`task()` that may set something is listed as not translated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import ast
+import operator
+import re
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from layerkit.near_names import near_names
 from layerkit_runner.errors import UsageError
-from layerkit_runner.tools.translate import pax_fields
-from layerkit_runner.tools.translate.pax_fields import BASES, PaxBase
-from layerkit_runner.tools.translate.pax_settings import learnt_besides, with_settings
-from layerkit_runner.tools.translate.pax_source import (
-    CannotTellError,
-    PaxClass,
-    PaxSource,
-    Symbol,
-    read_source,
-)
-from layerkit_runner.tools.translate.pax_task import Setting, goes_on_from_base, settings_of
-from layerkit_runner.tools.translate.values import (
+from layerkit_runner.tools.translate.tables import (
+    Leftover,
     NotTranslatedError,
-    number,
-    whole_number,
-    yes_or_no,
+    Translation,
+    make_translation,
+    map_keys,
+    printable,
 )
-from layerkit_runner.tools.translate.written import Leftover, Translation, fields_of
 
-_POSITIONS = {"USE_ROTARY_POSITION_EMB": "rotary", "TRAINABLE_POSITION_EMB": "trainable"}
-_SCHEDULE_PARTS = {
-    "WARMUP": "WARMUP_STEPS",
-    "DECAY_START": "DECAY_START",
-    "DECAY_END": "DECAY_END",
-    "MIN_RATIO": "MIN_LEARNING_RATE_RATIO",
+# Bounds for hostile sources. A short expression such as 9**9**9 can exceed any memory, and so can
+# the reports of many classes that inherit from many others.
+_MAX_BITS = 128
+_MAX_LINEAGE = 100
+_MAX_LEFTOVERS = 10_000
+_MAX_LINES, _MAX_WIDTH = 4, 160  # of a statement that is quoted
+
+_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Pow: operator.pow,
 }
-_OWN_TASK = "it makes a task without super().task(); fields of its bases are taken over"
-_OTHER_METHOD = "a method; recipes of data and partitioners are listed in docs/experiments.md"
-_PROGRAMS = "write it anew; what programs and executors look like here is in docs/programs.md"
-_METHODS = dict.fromkeys(
-    ("train_programs", "eval_programs", "decode_programs", "executor"), _PROGRAMS
-)
-_OTHER_DATA = "C4"
-_UNKNOWN_DATA = f"no recipe is known for its data; put one in place of {_OTHER_DATA}"
-_UNKNOWN_BASE = "give the file that has it as well, or write what it sets"
+_UNKNOWN = "the source alone does not tell its value"
+_TOO_LARGE = "its value is larger than that of any field"
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
-def translate_pax(texts: Mapping[str, str], names: list[str] | None = None) -> list[Translation]:
-    """Return the experiments that classes of Pax files describe.
+class _Symbol(str):
+    """A name of another module by its last part, such as `bfloat16` for `jnp.bfloat16`."""
+
+
+class _Constant(NamedTuple):
+    """A constant of a class or module, with its source text, file and line."""
+
+    value: Any  # NotTranslatedError if the source does not tell it
+    text: str
+    where: str = "Pax"
+
+
+class _PaxClass(NamedTuple):
+    """A class of a file."""
+
+    name: str
+    bases: Sequence[str]  # last parts of their names
+    summary: str
+    constants: Mapping[str, _Constant]  # its own
+    leftovers: Sequence[Leftover]  # statements of its body and of its task()
+    is_registered: bool  # by a decorator, so that Pax can run it
+
+
+def translate_pax(
+    texts: Mapping[str, str], tables: Mapping[str, Any], names: Sequence[str] | None = None
+) -> tuple[list[Translation], list[str]]:
+    """Translate experiment classes of Pax.
 
     Args:
-      texts: The files, by their names.
-      names: Of classes; None for those that are registered, or where none is, for all that no
+      texts: Contents of Python files, by file name; classes may inherit across files.
+      tables: Result of `read_tables`.
+      names: Names of classes; None for those that are registered, or if none is, for those that no
         other class of the files inherits.
 
+    Returns:
+      The translations, and the names of the other classes.
+
     Raises:
-      UsageError: A file is no Python or too deeply nested, or has no such class, or there is none
-        at all.
+      UsageError: A file is no Python, exceeds a bound, or has no class of a name.
     """
+    files = ", ".join(texts)
     try:
-        return _translations(texts, names)
+        read = [cls for file in texts for cls in _read_file(file, texts[file], tables["pax"])]
+        classes = {cls.name: cls for cls in read}
+        if not classes:
+            raise UsageError(f"there is no class in {files}")
+        inherited = {base for cls in classes.values() for base in cls.bases if base != cls.name}
+        registered = [name for name, cls in classes.items() if cls.is_registered]
+        names = names or registered or [name for name in classes if name not in inherited]
+        translations: list[Translation] = []
+        for name in names:
+            if name not in classes:
+                raise UsageError(f"no class {name!r} in {files}{near_names(name, classes)}")
+            translations.append(_translate(classes, tables, name))
+            if sum(len(each.leftovers) for each in translations) > _MAX_LEFTOVERS:
+                limit = f"expected at most {_MAX_LEFTOVERS:,} lines that are not translated"
+                raise UsageError(f"{files}: {limit}. Choose classes with --class=NAME.")
     except RecursionError:
-        raise UsageError(
-            f"{', '.join(texts)}: expected expressions that are less deeply nested."
-        ) from None
+        raise UsageError(f"{files}: expected code that is less deeply nested.") from None
+    return translations, [name for name in classes if name not in names]
 
 
-def _translations(texts: Mapping[str, str], names: list[str] | None) -> list[Translation]:
-    source = read_source(texts)
-    if not source.classes:
-        raise UsageError(f"there is no class in {', '.join(texts)}")
-    names = source.experiments() if names is None else names
-    for name in names:
-        if name not in source.classes:
-            raise UsageError(
-                f"there is no class {name!r} in {', '.join(texts)}"
-                f"{near_names(name, source.classes)}"
-            )
-    return [_translate(source, name) for name in names]
+def _read_file(name: str, text: str, table: Mapping[str, Any]) -> Iterator[_PaxClass]:
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError) as error:  # the latter for a byte of 0
+        raise UsageError(f"{name} is no Python: {error}") from error
+    except (RecursionError, MemoryError):  # the parser raises either
+        raise UsageError(f"{name}: expected code that is less deeply nested.") from None
+    lines = re.split("\r\n|\r|\n", text)  # as Python counts them
+
+    def quote(node: ast.stmt) -> tuple[str, str]:
+        """Return a statement, shortened, with its place; of a compound statement the first line."""
+        last = node.lineno if hasattr(node, "body") else node.end_lineno or node.lineno
+        parts = lines[node.lineno - 1 : min(last, node.lineno + _MAX_LINES)]
+        quoted = printable(" ".join(part[:_MAX_WIDTH] for part in parts))[:_MAX_WIDTH]
+        return quoted, f"{name}:{node.lineno}"
+
+    constants, _ = _read_body(tree.body, quote, {}, is_module=True)
+    outermost = set(map(id, tree.body))
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    # A class of the module wins over one of the same name in a branch or another class.
+    for node in sorted(nodes, key=lambda node: id(node) in outermost):
+        own, others = _read_body(node.body, quote, constants)
+        yield _PaxClass(
+            name=node.name,
+            bases=[_last_name(base) for base in node.bases],
+            summary=(ast.get_docstring(node) or node.name).partition("\n")[0],
+            constants=own,
+            leftovers=[Leftover(*quote(each), why) for each, why in _unmapped(others, table)],
+            is_registered=any(_last_name(d).startswith("register") for d in node.decorator_list),
+        )
 
 
-def other_classes(texts: Mapping[str, str]) -> list[str]:
-    """Those that `translate_pax` leaves out where no names are given."""
-    source = read_source(texts)
-    experiments = source.experiments()
-    return [name for name in source.classes if name not in experiments]
+def _last_name(node: ast.expr) -> str:
+    """Return the last part of a dotted name or of a called function; ? for other expressions."""
+    node = node.func if isinstance(node, ast.Call) else node
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else "?"
 
 
-def _translate(source: PaxSource, name: str) -> Translation:
-    lineage, leftovers = _lineage(source, name)
-    values: dict[str, Any] = {}
-    for cls in reversed(lineage):
-        values |= cls.fields
-    pax, untold = _plain(values)
-    leftovers += untold
-    fields: dict[str, Any] = {}
-    for field, value in pax.items():
+def _read_body(
+    body: Sequence[ast.stmt],
+    quote: Callable[[ast.stmt], tuple[str, str]],
+    outer: dict[str, _Constant],
+    *,
+    is_module: bool = False,
+) -> tuple[dict[str, _Constant], list[ast.stmt]]:
+    """Return the constants of a class or module, and the statements that assign none."""
+    constants: dict[str, _Constant] = {}
+    others: list[ast.stmt] = []
+    names = ChainMap(constants, outer)
+    for node in body:
+        if isinstance(node, _DEFINITIONS):
+            constants.pop(node.name, None)
+            others.append(node)
+            continue
+        assigned = _assigned(node, names)
+        if not assigned and not _sets_nothing(node):
+            others.append(node)
+        for name, value in assigned.items():
+            if is_module and name in constants:  # a class sees one or the other
+                value = NotTranslatedError("it is assigned more than once")
+            constants[name] = _Constant(value, *quote(node))
+    return constants, others
+
+
+def _assigned(node: ast.stmt, names: Mapping[str, _Constant]) -> dict[str, Any]:
+    """Return names that a statement assigns; with NotTranslatedError for what it does not tell."""
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return {each.asname or each.name: _Symbol(each.name.split(".")[-1]) for each in node.names}
+    expression = getattr(node, "value", None)
+    if isinstance(node, ast.AnnAssign) and expression is None:
+        return {}
+    stored = []
+    for part in ast.walk(node):
+        if isinstance(part, ast.Name) and not isinstance(part.ctx, ast.Load):
+            stored.append(part.id)
+        elif isinstance(part, ast.alias):
+            stored.append(part.asname or part.name)
+    targets = getattr(node, "targets", [getattr(node, "target", None)])
+    if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+        expression = ast.BinOp(ast.Name(node.target.id, ast.Load()), node.op, node.value)
+    value: Any = NotTranslatedError(_UNKNOWN)
+    if isinstance(expression, ast.expr) and all(isinstance(each, ast.Name) for each in targets):
         try:
-            fields |= _field(field, value)
+            value = _evaluate(expression, names)
         except NotTranslatedError as error:
-            leftovers.append(Leftover(field, _shown(value), str(error)))
-    recipes, untold = _recipes(pax, lineage)
-    leftovers += untold
-    for compose in (_schedule, _composed):
-        composed, untold = compose(pax)
-        fields |= composed
-        leftovers += untold
-    is_language_model = any(base.is_language_model for base in _bases(lineage))
-    settings, untold = _settings(
-        source, lineage, {**pax_fields.UNSET, **values} if is_language_model else values
-    )
-    leftovers += untold
-    fields, untold = with_settings(settings, fields)
-    leftovers += untold
-    leftovers += _optimizer_leftovers(fields, recipes, lineage)
-    return Translation(
-        name=name,
-        summary=source.classes[name].summary,
-        fields=fields_of(_in_our_order(fields), recipes),
-        recipes=recipes,
-        leftovers=leftovers,
-        settings=learnt_besides(settings) if is_language_model else {},
-    )
+            value = error
+    return dict.fromkeys(stored, value)
 
 
-def _lineage(source: PaxSource, name: str) -> tuple[list[PaxClass | PaxBase], list[Leftover]]:
-    """The class and all its bases, in Python's order."""
+def _evaluate(node: ast.expr, names: Mapping[str, _Constant]) -> Any:
+    """Return the value of a literal, a name, arithmetic of numbers, or a list of numbers.
+
+    Raises:
+      NotTranslatedError: The expression is anything else, or a number exceeds the bounds.
+    """
+    value: Any = NotTranslatedError(_UNKNOWN)
+    if isinstance(node, ast.Constant):
+        value = node.value
+    elif isinstance(node, ast.Name) and node.id in names:
+        value = names[node.id].value
+    elif isinstance(node, (ast.Name, ast.Attribute)):
+        value = _Symbol(_last_name(node))
+    elif isinstance(node, (ast.List, ast.Tuple)):
+        value = [_number(item, names) for item in node.elts]
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = -_number(node.operand, names)
+    elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        left, right = _number(node.left, names), _number(node.right, names)
+        is_power = isinstance(node.op, ast.Pow) and type(left) is type(right) is int
+        if is_power and (left.bit_length() - 1) * right > _MAX_BITS:
+            raise NotTranslatedError(_TOO_LARGE)
+        try:
+            value = _OPERATORS[type(node.op)](left, right)
+        except ArithmeticError as error:
+            raise NotTranslatedError(str(error)) from error
+    if isinstance(value, NotTranslatedError):
+        raise value
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        raise NotTranslatedError(_TOO_LARGE)
+    return value
+
+
+def _number(node: ast.expr, names: Mapping[str, _Constant]) -> Any:
+    value = _evaluate(node, names)
+    if type(value) not in (int, float):
+        raise NotTranslatedError(_UNKNOWN)
+    return value
+
+
+def _translate(
+    classes: Mapping[str, _PaxClass], tables: Mapping[str, Any], name: str
+) -> Translation:
+    table = tables["pax"]
+    lineage, leftovers = _lineage(classes, table["bases"], name)
+    constants = {key: _Constant(value, key) for key, value in table["defaults"].items()}
+    for cls, described in reversed(lineage):
+        for key, value in described.get("fields", {}).items():
+            # A file may define a base of Pax's own. Then its own constants count, together with
+            # what is known of its methods.
+            if cls is None or not key.isidentifier():
+                constants[key] = _Constant(value, f"{key} = {value!r}")
+        if cls is not None:
+            constants |= cls.constants
+            leftovers += cls.leftovers
+    values = {key: constant.value for key, constant in constants.items()}
+    found, reasons = map_keys(table, values)
+    for key, reason in reasons.items():
+        leftovers.append(Leftover(constants[key].text, constants[key].where, reason))
+    summary = classes[name].summary
+    return make_translation(tables, table["recipes"], found, leftovers, name=name, summary=summary)
+
+
+def _lineage(
+    classes: Mapping[str, _PaxClass], bases: Mapping[str, Any], name: str
+) -> tuple[list[tuple[_PaxClass | None, Mapping[str, Any]]], list[Leftover]]:
+    """Return a class and all its bases in Python's order, and the bases that are unknown."""
     unknown: list[Leftover] = []
     made: dict[str, type] = {}
-    found: dict[type, PaxClass | PaxBase] = {}
+    found: dict[type, tuple[_PaxClass | None, Mapping[str, Any]]] = {}
 
     def make(cls: str, heirs: tuple[str, ...]) -> type:
         # A class may have the name of the one that it inherits from Pax.
-        is_of_pax = cls in heirs or cls not in source.classes
-        key = f"{cls} of Pax" if is_of_pax else cls
+        own = None if cls in heirs else classes.get(cls)
+        key = cls if own is not None else f"{cls} of Pax"
         if key not in made:
-            described = BASES.get(cls) if is_of_pax else source.classes[cls]
-            if described is None:
-                unknown.append(Leftover(f"base {cls}", "?", _UNKNOWN_BASE))
-            names = () if described is None else described.bases
-            bases = (make(base, (*heirs, cls)) for base in names if base != "object")
-            made[key] = type(cls, tuple(bases), {})
-            if described is not None:
-                found[made[key]] = described
+            if len(made) + len(heirs) >= _MAX_LINEAGE:
+                raise UsageError(f"{name}: expected at most {_MAX_LINEAGE} base classes.")
+            described = bases.get(cls, {})
+            if own is None and cls not in bases:
+                reason = "give the file that has it as well, or write what it sets"
+                unknown.append(Leftover(f"base {cls}", "", reason))
+            parents = described.get("bases", ()) if own is None else own.bases
+            types = [make(each, (*heirs, cls)) for each in parents if each != "object"]
+            made[key] = type(cls, tuple(types), {})
+            found[made[key]] = (own, described)
         return made[key]
 
     try:
@@ -155,162 +293,42 @@ def _lineage(source: PaxSource, name: str) -> tuple[list[PaxClass | PaxBase], li
     return [found[cls] for cls in order if cls in found], unknown
 
 
-def _bases(lineage: list[PaxClass | PaxBase]) -> list[PaxBase]:
-    return [cls for cls in lineage if isinstance(cls, PaxBase)]
-
-
-def _plain(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Leftover]]:
-    """Fields whose values the source tells, and the others."""
-    plain: dict[str, Any] = {}
-    leftovers: list[Leftover] = []
-    for name, value in values.items():
-        is_neutral = name in pax_fields.NEUTRAL
-        if isinstance(value, CannotTellError):
-            reason = value.reason
-        elif isinstance(value, Symbol) and name not in pax_fields.NAMED_BY_SYMBOLS:
-            reason = "it is no plain value"
+def _unmapped(
+    statements: Sequence[ast.stmt], table: Mapping[str, Any]
+) -> Iterator[tuple[ast.stmt, str]]:
+    """Yield statements of a class body with a reason; for a task() each that may set something."""
+    for node in statements:
+        if not isinstance(node, _DEFINITIONS):
+            yield node, "it is no constant"
+        elif node.name != "task":
+            yield node, table["methods"].get(node.name, "write it anew where it is needed")
         else:
-            plain[name] = value
-            continue
-        if not is_neutral:
-            leftovers.append(Leftover(name, _shown(value), reason))
-    return plain, leftovers
+            if not any(map(_is_super_task, ast.walk(node))):
+                yield node, "it does not call super().task(); fields of its bases are translated"
+            parts = [part for part in ast.walk(node) if isinstance(part, ast.stmt)]
+            for part in sorted(parts[1:], key=lambda part: part.lineno):
+                if not _sets_nothing(part):
+                    target = part.targets[0] if isinstance(part, ast.Assign) else None
+                    attribute = target.attr if isinstance(target, ast.Attribute) else None
+                    field = table["fields_for_task"].get(attribute)
+                    hint = "" if field is None else f", or the field {field}"
+                    yield part, f"{table['methods']['task']}{hint}"
 
 
-def _field(name: str, value: Any) -> dict[str, Any]:
-    if name in pax_fields.NEUTRAL or name in pax_fields.COMPOSED:
-        return {}
-    if name == "FPROP_DTYPE" and value not in pax_fields.DTYPES:
-        raise NotTranslatedError(f"it is one of {', '.join(pax_fields.DTYPES)}")
-    if name in pax_fields.SAME:
-        return {name: pax_fields.SAME[name](value)}
-    if name in pax_fields.RENAMED:
-        field, read = pax_fields.RENAMED[name]
-        return {field: read(value)}
-    if name in pax_fields.ONLY:
-        allowed, reason = pax_fields.ONLY[name]
-        if value not in allowed:
-            raise NotTranslatedError(reason)
-        return {}
-    raise NotTranslatedError("no field of this name is known; declare one where it is used")
+def _sets_nothing(node: ast.stmt) -> bool:
+    """Return whether a statement certainly changes no configuration."""
+    if isinstance(node, (ast.Assign, ast.Return)):  # another name for a part of the task
+        is_local = all(isinstance(each, ast.Name) for each in getattr(node, "targets", ()))
+        part: Any = node.value
+        while isinstance(part, ast.Attribute):
+            part = part.value
+        return is_local and (part is None or isinstance(part, ast.Name) or _is_super_task(part))
+    if isinstance(node, ast.Expr):  # a docstring
+        return isinstance(node.value, ast.Constant)
+    return isinstance(node, (ast.Pass, ast.Import, ast.ImportFrom, ast.Break, ast.Continue))
 
 
-def _composed(pax: Mapping[str, Any]) -> tuple[dict[str, Any], list[Leftover]]:
-    fields: dict[str, Any] = {}
-    leftovers = []
-    if "ATTEN_LOGIT_CAP" in pax:  # a language model
-        fields["POSITIONS"] = "sinusoidal"
-        fields["SCALE_EMBEDDING"] = True
-        fields["FEED_FORWARD_BIAS"] = True  # whatever USE_BIAS says, which is of attention
-    dims, per_head = pax.get("MODEL_DIMS"), pax.get("DIMS_PER_HEAD")
-    if pax.get("NUM_HEADS") is None and type(dims) is type(per_head) is int and per_head:
-        fields["NUM_HEADS"] = dims // per_head
-    for name, positions in _POSITIONS.items():
-        try:
-            if name in pax and yes_or_no(pax[name]):
-                fields["POSITIONS"] = positions
-        except NotTranslatedError as error:
-            leftovers.append(Leftover(name, _shown(pax[name]), str(error)))
-    policies = dict(pax_fields.CHECKPOINT_POLICIES)
-    if not pax.get("USE_REPEATED_LAYER") and not pax.get("NUM_STAGES"):
-        # Elsewhere Pax does not look at it.
-        policies = dict.fromkeys([*policies, str(pax.get("CHECKPOINT_POLICY"))], "none")
-    for name, field, table in (
-        ("ACTIVATION_CLS", "ACTIVATION", pax_fields.ACTIVATIONS),
-        ("CHECKPOINT_POLICY", "CHECKPOINT_POLICY", policies),
-    ):
-        value = pax.get(name)
-        if isinstance(value, str) and value in table:
-            fields[field] = table[value]
-        elif value is not None:
-            reason = f"{field} is one of {', '.join(sorted(set(table.values())))}"
-            leftovers.append(Leftover(name, _shown(value), reason))
-    return fields, leftovers
-
-
-def _schedule(pax: Mapping[str, Any]) -> tuple[dict[str, Any], list[Leftover]]:
-    kinds = {"linear_rampup_exponential_decay": "LRED", "linear_rampup_cosine_decay": "COS"}
-    name = pax.get("LR_SCHEDULE")
-    parts: dict[str, str] = {}
-    fields: dict[str, Any] = {}
-    leftovers: list[Leftover] = []
-    if name is None:  # exponential, of which only the end can be chosen
-        parts = {"DECAY_END": "DECAY_END"}
-    elif isinstance(name, str) and name in kinds:
-        parts = {f"LR_{kinds[name]}_{part}": field for part, field in _SCHEDULE_PARTS.items()}
-        fields = {"DECAYED_WEIGHTS": "all"} if kinds[name] == "COS" else {}
-    else:
-        reason = f"recipes have {' and '.join(kinds)}"
-        leftovers.append(Leftover("LR_SCHEDULE", _shown(name), reason))
-    for part, field in parts.items():
-        if part in pax:
-            read = number if field.endswith("RATIO") else whole_number
-            try:
-                fields[field] = read(pax[part])
-            except NotTranslatedError as error:
-                leftovers.append(Leftover(part, _shown(pax[part]), str(error)))
-    return fields, leftovers
-
-
-def _recipes(
-    pax: Mapping[str, Any], lineage: list[PaxClass | PaxBase]
-) -> tuple[list[str], list[Leftover]]:
-    is_cosine = pax.get("LR_SCHEDULE") == "linear_rampup_cosine_decay"
-    # Pax's own files define these bases; their data are known, but not what reads them.
-    described = [BASES.get(cls.name) if isinstance(cls, PaxClass) else cls for cls in lineage]
-    known = [base.recipe for base in described if base is not None]
-    given = [recipe for recipe in known if recipe is not None]
-    partitioners = [recipe for recipe in given if recipe in ("Pipelined", "Pmap")]
-    data = next((recipe for recipe in given if recipe not in partitioners), None)
-    recipes = [
-        "AdamWCosine" if is_cosine else "AdamExponential",
-        partitioners[0] if partitioners else "Spmd",
-        data or _OTHER_DATA,
-        "LmExperiment",
-    ]
-    # A method of the files is left over as such.
-    has_method = any(isinstance(cls, PaxClass) and "datasets" in cls.methods for cls in lineage)
-    is_told = data is not None or has_method
-    return recipes, [] if is_told else [Leftover("datasets()", "?", _UNKNOWN_DATA)]
-
-
-def _optimizer_leftovers(
-    fields: Mapping[str, Any], recipes: list[str], lineage: list[PaxClass | PaxBase]
-) -> Iterator[Leftover]:
-    known = (base.optimizer for base in _bases(lineage))
-    optimizer = next((name for name in known if name is not None), "Adam")
-    if optimizer != "Adam":
-        reason = "no recipe has it; Adam is taken instead"
-        yield Leftover("optimizer", optimizer, reason)
-    cap = fields.get("UPDATE_RMS_CAP")
-    if cap is not None and "AdamWCosine" in recipes:
-        reason = "AdamWCosine bounds no updates; AdamExponential does"
-        yield Leftover("ADAM_CLIP_THRESHOLD", repr(cap), reason)
-
-
-def _settings(
-    source: PaxSource, lineage: list[PaxClass | PaxBase], values: Mapping[str, Any]
-) -> tuple[list[tuple[str, Setting]], list[Leftover]]:
-    """What `task()` of each class sets, from the farthest base on; and its other methods."""
-    settings: list[tuple[str, Setting]] = []
-    leftovers: list[Leftover] = []
-    for cls in (found for found in reversed(lineage) if isinstance(found, PaxClass)):
-        for name, method in cls.methods.items():
-            if name == "task":
-                if not goes_on_from_base(method):
-                    settings.clear()
-                    leftovers.append(Leftover(f"{cls.name}.task()", "…", _OWN_TASK))
-                settings += [(cls.name, one) for one in settings_of(method, source, values)]
-                continue
-            reason = _METHODS.get(name, _OTHER_METHOD)
-            leftovers.append(Leftover(f"{cls.name}.{name}()", "…", reason))
-    return settings, leftovers
-
-
-def _in_our_order(fields: Mapping[str, Any]) -> dict[str, Any]:
-    names = [name for name in pax_fields.SAME if name in fields]
-    return {name: fields[name] for name in [*names, *(n for n in fields if n not in names)]}
-
-
-def _shown(value: Any) -> str:
-    return str(value) if isinstance(value, (Symbol, CannotTellError)) else repr(value)
+def _is_super_task(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return False
+    return node.func.attr == "task" and _last_name(node.func.value) == "super"

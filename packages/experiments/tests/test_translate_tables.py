@@ -1,0 +1,89 @@
+"""The tables in `translate.yml` name keys once, and fields and recipes that exist."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from layerkit_runner.config.experiment import experiment_fields
+from layerkit_runner.tools.translate.tables import map_keys, read_tables
+
+TABLES = read_tables()
+FRAMEWORKS = ("pax", "maxtext")
+PARTS = ("optimizer", "partitioner", "data", "model")
+
+
+def recipe(name: str) -> Any:
+    return getattr(importlib.import_module(TABLES["recipes"][name]), name)
+
+
+def targets(framework: str) -> Iterator[tuple[str, Any]]:
+    """Yield what the rows of a table set, with values where the rows have them."""
+    table = TABLES[framework]
+    for row in table["keys"].values():
+        row = {"to": row} if isinstance(row, str) else row
+        if "to" in row:
+            yield row["to"].split()[0], None
+        otherwise = row.get("otherwise", {})
+        for fields in [*row.get("values", {}).values(), otherwise]:
+            yield from fields.items() if isinstance(fields, Mapping) else ()
+    yield from ((name, None) for name in table.get("fields_for_task", {}).values())
+    yield from ((name, None) for name in table.get("sizes", {}))
+    for part in ("schedule", "meshes"):
+        yield from ((name, None) for name in table.get(part, {}).values())
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_rows_set_fields_of_recipes(framework: str):
+    fields = {name for each in TABLES["recipes"] for name in experiment_fields(recipe(each))}
+    found = dict(targets(framework))
+    assert len(found) > 25
+    for name, value in found.items():
+        if name in PARTS:
+            assert value in TABLES["recipes"]
+        elif "." not in name:
+            assert name in fields
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_key_is_mapped_or_neutral(framework: str):
+    table = TABLES[framework]
+    neutral = table["neutral"].split()
+    assert len(neutral) == len(set(neutral))
+    assert not table["keys"].keys() & set(neutral)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_recipes_of_every_part_exist(framework: str):
+    assert list(TABLES[framework]["recipes"]) == list(PARTS)
+    for name in [*TABLES["recipes"], *TABLES[framework]["recipes"].values()]:
+        assert recipe(name).__name__ == name
+
+
+def test_fields_of_recipes_are_those_that_other_recipes_lack():
+    listed = TABLES["fields_of_recipes"]
+    mapped = {name for each in FRAMEWORKS for name, _ in targets(each) if name.isupper()}
+    owners = {
+        name: [each for each in TABLES["recipes"] if name in experiment_fields(recipe(each))]
+        for name in mapped
+    }
+    common = {each for each in TABLES["recipes"] if each in ("LmExperiment", "LlamaDecoder")}
+    for name in mapped:
+        if not common & set(owners[name]):
+            assert sorted(owners[name]) == sorted(listed.get(name, owners[name])), name
+    for name, some in listed.items():
+        assert sorted(owners[name]) == sorted(some)
+
+
+@pytest.mark.parametrize("name", TABLES["pax"]["bases"])
+def test_base_class_of_pax_sets_known_keys_and_has_known_bases(name: str):
+    table = TABLES["pax"]
+    base = table["bases"][name]
+    assert set(base.get("bases", ())) <= table["bases"].keys()
+    assert base.get("fields", {}).keys() <= table["keys"].keys()
+    fields = {"USE_REPEATED_LAYER": False, **base.get("fields", {})}
+    _, reasons = map_keys(table, fields)
+    assert reasons.keys() <= {"task().optimizer", "NUM_HEADS"}
