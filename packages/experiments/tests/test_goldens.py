@@ -7,25 +7,26 @@ A golden changes only on purpose: look at the difference, then write them all an
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-import pkgutil
 from pathlib import Path
 
 import pytest
 
 import layerkit_experiments
-from layerkit_runner import BaseExperiment
 from layerkit_runner.config.catalogue import (
     FILE_NAME,
     catalogue_file_text,
     read_catalogue,
 )
 from layerkit_runner.config.config_text import config_text
-from layerkit_runner.config.registry import list_experiments
+from layerkit_runner.config.registry import entry_of, experiment_classes, list_experiments
 from layerkit_runner.config.resolve import resolve
-from layerkit_runner.tools.catalogue import catalogue_line, fields_without_value
+from layerkit_runner.tools.catalogue import (
+    catalogue_line,
+    catalogue_lines,
+    fields_without_value,
+)
 
 GOLDENS = Path(__file__).parent / "goldens"
 PACKAGE = Path(layerkit_experiments.__file__).parent
@@ -40,18 +41,10 @@ SAMPLES = (
 PREFIX = f"{layerkit_experiments.__name__}."
 
 
-def all_experiments() -> dict[str, type[BaseExperiment]]:
-    """Every experiment that can run, by its name within the package."""
-    found = {}
-    for module in pkgutil.walk_packages(layerkit_experiments.__path__, PREFIX):
-        for value in vars(importlib.import_module(module.name)).values():
-            is_experiment = isinstance(value, type) and issubclass(value, BaseExperiment)
-            if is_experiment and value.__module__ == module.name and not value._is_abstract:
-                found[f"{module.name}.{value.__qualname__}".removeprefix(PREFIX)] = value
-    return found
-
-
-EXPERIMENTS = all_experiments()
+PACKAGE_NAME = layerkit_experiments.__name__
+# Second names of a class, such as Pile5B, are listed and have no golden of their own.
+LISTED = {name.removeprefix(PREFIX): cls for name, cls in experiment_classes(PACKAGE_NAME).items()}
+EXPERIMENTS = {name: cls for name, cls in LISTED.items() if name.endswith(f".{cls.__name__}")}
 
 
 @pytest.fixture
@@ -109,18 +102,23 @@ def test_every_golden_is_of_an_experiment():
     assert {path.stem for path in GOLDENS.glob("*.txt")} == set(EXPERIMENTS)
 
 
-def test_the_command_line_lists_the_same_experiments():
+def test_command_line_lists_the_same_experiments():
     listed = {entry.dotted for entry in list_experiments() if entry.module.startswith(PREFIX)}
-    assert {dotted.removeprefix(PREFIX) for dotted in listed} == set(EXPERIMENTS)
+    assert {dotted.removeprefix(PREFIX) for dotted in listed} == set(LISTED)
 
 
-def test_the_catalogue_has_every_experiment():
+def test_catalogue_has_every_experiment():
     if REWRITE:
-        lines = {name: catalogue_line(cls) for name, cls in EXPERIMENTS.items()}
-        (PACKAGE / FILE_NAME).write_text(catalogue_file_text(lines))
+        text = catalogue_file_text(catalogue_lines(PACKAGE_NAME))
+        (PACKAGE / FILE_NAME).write_text(text)
     catalogue = read_catalogue(PACKAGE)
-    assert set(catalogue) == set(EXPERIMENTS)
+    assert catalogue is not None
+    assert set(catalogue) == set(LISTED)
     assert (PACKAGE / FILE_NAME).read_text() == catalogue_file_text(catalogue)
+    # What needs no built model is compared for all of them.
+    for name, cls in LISTED.items():
+        line = entry_of(cls, PREFIX + name, [PACKAGE_NAME]).line
+        assert (catalogue[name].summary, catalogue[name].tags) == (line.summary, line.tags)
 
 
 @pytest.mark.parametrize(
@@ -130,11 +128,7 @@ def test_the_catalogue_has_every_experiment():
         for name in EXPERIMENTS
     ],
 )
-def test_the_catalogue_tells_the_truth(name: str):
-    assert read_catalogue(PACKAGE)[name] == catalogue_line(EXPERIMENTS[name])
-
-
-def test_the_list_tells_what_the_catalogue_does():
+def test_catalogue_line_is_that_of_the_built_model(name: str):
     catalogue = read_catalogue(PACKAGE)
-    lines = {entry.dotted: entry.line for entry in list_experiments()}
-    assert {name: lines[PREFIX + name] for name in catalogue} == catalogue
+    assert catalogue is not None
+    assert catalogue[name] == catalogue_line(EXPERIMENTS[name], PREFIX + name, PACKAGE_NAME)

@@ -22,6 +22,7 @@ from layerkit_runner.config.flags import help_text
 _FILES = {
     # Hides the project's own experiments, so that the screens below stay as they are.
     "site/layerkit_experiments/__init__.py": "",
+    "site/layerkit_experiments/catalogue.json": "{}",
     "site/acme/__init__.py": "",
     "site/acme-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n",
     "site/acme-1.0.dist-info/entry_points.txt": "[layerkit.experiments]\nacme = acme\n",
@@ -121,6 +122,16 @@ _FILES = {
         MODE = Mode("count the data sets", count, flags=(TIMES,), uses=("json",))
         SAY = Command("say it", say)
     """,
+    "site/acme/catalogue.json": json.dumps(
+        {
+            name: {"num_params": None, "mesh": None, "data": None, "summary": summary, "tags": tags}
+            for name, summary, tags in (
+                ("lm.Large", "The same, but larger.", ["lm"]),
+                ("lm.Small", "A model for tests.", ["lm", "small"]),
+                ("vision.Small", "Another of that name.", ["lm", "vision"]),
+            )
+        }
+    ),
     "work/own.py": '''
         from acme.lm import Base
 
@@ -235,36 +246,33 @@ def test_list_of_what_has_all_tags(place: Path):
     assert listed(*both, "--json") == "[]\n"
 
 
-def test_list_of_a_package_with_a_catalogue(place: Path):
-    lines = {
-        "lm.Large": {"num_params": 1_300_000_000, "mesh": "fsdp 64, data 2 across", "data": "C4"},
-        "lm.Small": {"num_params": None, "mesh": "one device", "data": "made-up tokens"},
-    }
-    tags = {"lm.Large": ["lm"], "lm.Small": ["lm", "small"], "vision.Small": ["lm", "vision"]}
+def test_list_shows_what_the_catalogue_has(place: Path):
     file = place / "site" / "acme" / "catalogue.json"
+    before = file.read_text()
+    lines = json.loads(before)
+    lines["lm.Large"] |= {"num_params": 1_300_000_000, "mesh": "fsdp 64", "data": "C4"}
+    lines["lm.Small"] |= {"mesh": "one device", "data": "made-up tokens"}
     file.write_text(json.dumps(lines))
     try:
         listed = runner(place, "--list", before_import=True).stdout
         as_json = json.loads(runner(place, "--list", "--json", before_import=True).stdout)
         file.write_text("{broken")
         broken = runner(place, "--list", before_import=True)
-    finally:
         file.unlink()
+        imported = runner(place, "--list").stdout
+    finally:
+        file.write_text(before)
     assert listed == (
-        "lm.Large      1.30B  fsdp 64, data 2 across  C4              The same, but larger.\n"
-        "lm.Small      —      one device              made-up tokens  A model for tests.\n"
-        "vision.Small                                                 Another of that name.\n"
+        "lm.Large      1.30B  fsdp 64     C4              The same, but larger.\n"
+        "lm.Small      —      one device  made-up tokens  A model for tests.\n"
+        "vision.Small                                     Another of that name.\n"
     )
-    summaries = ("The same, but larger.", "A model for tests.", "Another of that name.")
-    nothing = {"num_params": None, "mesh": None, "data": None}
     assert as_json == [
-        {"name": name, "class": f"acme.{name}", "summary": summary}
-        | lines.get(name, nothing)
-        | {"tags": tags[name]}
-        for name, summary in zip(tags, summaries, strict=True)
+        {"name": name, "class": f"acme.{name}"} | line for name, line in lines.items()
     ]
     assert (broken.returncode, broken.stdout) == (2, "")
     assert "catalogue.json is not a catalogue of experiments: " in broken.stderr
+    assert imported == runner(place, "--list").stdout
 
 
 def test_reduced(place: Path):
@@ -309,14 +317,9 @@ _WRONG = {
         "module own has no experiment 'Mien'; did you mean 'Mine'? It has: Mine, Misspelt,"
         " MisspeltConfig, Interrupted.\n",
     ),
-    "abstract experiment": (
-        ["--exp=lm.Base"],
-        "lm.Base is only a base for other experiments (declared abstract, or named with an"
-        " underscore); `runner --list` shows those that run.\n",
-    ),
     "tag": (
         ["--list", "--tag=lm", "--tag=visoin"],
-        "--tag has no value 'visoin'; did you mean 'vision'? It is one of lm, small, vision.\n",
+        "--tag=visoin: expected one of lm, small, vision; did you mean 'vision'?\n",
     ),
     "tag without a list": (
         ["--exp=lm.Small", "--tag=small"],
@@ -348,6 +351,11 @@ _WRONG = {
 }
 
 _WRONG_FIELDS = {
+    "abstract experiment": (
+        ["--exp=lm.Base"],
+        "lm.Base is only a base for other experiments (declared abstract, or named with an"
+        " underscore); `runner --list` shows those that run.\n",
+    ),
     "no TFDS data": (
         ["--exp=lm.Small", "--tfds_data_dir=/data", "--mode=plan"],
         "lm.Small has no field 'TFDS_DATA_DIR'. Its fields: NUM_LAYERS, ICI_MESH_SHAPE.\n",

@@ -17,28 +17,27 @@ from layerkit_runner.config.catalogue import (
 from layerkit_runner.config.registry import ExperimentEntry
 from layerkit_runner.errors import UsageError
 
+SUMMARY = "A model of which much can be said, and all of it in one long sentence like this."
 LINES = {
-    "lm.B": CatalogueLine(num_params=2, mesh="data 2 × fsdp 4", data="C4"),
-    "lm.A": CatalogueLine(num_params=1, mesh="one device", data="made-up tokens"),
-    "lm.C": CatalogueLine(num_params=None, mesh="one device", data="your own text"),
+    "lm.B": CatalogueLine(2, "data 2 × fsdp 4", "C4", SUMMARY, ("lm", "moe")),
+    "lm.A": CatalogueLine(1, "one device", "made-up tokens", SUMMARY),
+    "lm.C": CatalogueLine(None, "one device", "your own text", SUMMARY),
 }
 
 
 def test_what_was_written_is_read(tmp_path: Path):
-    assert read_catalogue(tmp_path) == {}
+    assert read_catalogue(tmp_path) is None
     text = catalogue_file_text(LINES)
-    assert text == (
-        "{\n"
-        '  "lm.A": {"num_params": 1, "mesh": "one device", "data": "made-up tokens"},\n'
-        '  "lm.B": {"num_params": 2, "mesh": "data 2 × fsdp 4", "data": "C4"},\n'
-        '  "lm.C": {"num_params": null, "mesh": "one device", "data": "your own text"}\n'
-        "}\n"
+    assert text.splitlines()[2] == (
+        '  "lm.B": {"num_params": 2, "mesh": "data 2 × fsdp 4", "data": "C4",'
+        f' "summary": "{SUMMARY}",'
+        ' "tags": ["lm", "moe"]},'
     )
     (tmp_path / FILE_NAME).write_text(text, encoding="utf-8")
     assert read_catalogue(tmp_path) == LINES
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"lm.A": {"num_param": 1}}', '{"lm.A": 1}'])
+@pytest.mark.parametrize("text", ["{", "[]", '{"lm.A": {"x": 1, "tags": []}}', '{"lm.A": 1}'])
 def test_another_file_of_that_name_is_refused(text: str, tmp_path: Path):
     (tmp_path / FILE_NAME).write_text(text)
     with pytest.raises(UsageError, match=r"catalogue\.json is not a catalogue of experiments: "):
@@ -51,16 +50,10 @@ def test_counts_as_people_say_them():
     assert [short_count(int(count)) for count in counts] == words
 
 
-SUMMARY = "A model of which much can be said, and all of it in one long sentence like this."
-
-
 @pytest.fixture
 def entries() -> list[ExperimentEntry]:
     """Three experiments with everything that a catalogue says."""
-    return [
-        ExperimentEntry(name, "acme", name, SUMMARY, fields={}, complete=True, line=line)
-        for name, line in LINES.items()
-    ]
+    return [ExperimentEntry(name, f"acme.{name}", line) for name, line in LINES.items()]
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 200])

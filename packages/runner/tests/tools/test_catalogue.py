@@ -27,7 +27,12 @@ def test_an_experiment(tiny: SimpleNamespace):
             return [tiny.Points.HParams.config(is_training=True, batch_size=1)]
 
     assert fields_without_value(Wide) == []
-    assert catalogue_line(Wide) == CatalogueLine(5, "data, all devices", "Points")
+    line = catalogue_line(Wide, "acme.lm.Wide", "acme")
+    assert line == CatalogueLine(
+        5, "data, all devices", "Points", f"The same as {__name__}.{Wide.__qualname__}."
+    )
+    line = catalogue_line(Wide, f"{__name__}.{Wide.__qualname__}", "acme")
+    assert line.summary == "A regression."
 
 
 def test_an_experiment_whose_model_only_a_folder_of_the_users_tells():
@@ -52,9 +57,10 @@ def test_an_experiment_whose_model_only_a_folder_of_the_users_tells():
         FOLDER = "here"
 
     assert fields_without_value(Tuned) == ["FOLDER"]
-    assert catalogue_line(Tuned) == CatalogueLine(None, "fsdp 4", "your own text")
+    line = catalogue_line(Tuned, "acme.Tuned", "acme")
+    assert (line.num_params, line.mesh, line.data) == (None, "fsdp 4", "your own text")
     with pytest.raises(FileNotFoundError, match="here"):
-        catalogue_line(OfThisFolder)
+        catalogue_line(OfThisFolder, "acme.OfThisFolder", "acme")
 
 
 @pytest.mark.parametrize(

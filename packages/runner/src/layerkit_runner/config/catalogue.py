@@ -1,14 +1,9 @@
-"""The catalogue of a package's experiments: what `--list` tells of them besides their names.
+"""The catalogue of a package's experiments, and the text of `--list`.
 
-How many weights a model has shows only when it is built, which takes JAX and seconds; `--list`
-answers in a fraction of one. So a package may keep a file `catalogue.json` beside its
-`__init__.py`, with an object for each of its experiments by the name that `--list` shows:
-
-    {"lm.c4.C4Spmd1BAdam4Replicas": {"num_params": 1104652800, "mesh": "fsdp 4", "data": "…"}}
-
-An experiment whose model is that of a folder of the user's has `null` for its weights.
-`layerkit_runner.tools.catalogue` writes it, and tells in a test when it is out of date. A package
-without one is listed by names and summaries alone.
+A package that offers experiments keeps a file `catalogue.json` beside its `__init__.py`, with an
+object for each experiment by the name that `--list` shows. It is the index in which `--list` and
+`--exp` look, since importing experiments takes seconds. `python -m layerkit_runner.tools.catalogue
+PACKAGE` writes it; a test of the package shows that it is up to date.
 """
 
 from __future__ import annotations
@@ -27,7 +22,7 @@ if TYPE_CHECKING:
 FILE_NAME = "catalogue.json"
 
 _HEADINGS = ("NAME", "WEIGHTS", "MESH", "DATA", "SUMMARY")
-# What a narrow terminal does without, in this order; then summaries are cut.
+# Columns that a narrow terminal does without, in this order; then summaries are cut.
 _LEFT_OUT_FIRST = ("DATA", "MESH", "WEIGHTS")
 _LEAST_SUMMARY = 24
 _GAP = "  "
@@ -35,38 +30,44 @@ _GAP = "  "
 
 @dataclasses.dataclass(frozen=True)
 class CatalogueLine:
-    """What is told of one experiment.
+    """What is known of an experiment without building it.
 
     Attributes:
-      num_params: Scalars of its weights; None where only a folder of the user's tells.
-      mesh: Its mesh axes of more than one device, such as `fsdp 64, data 2 across slices`.
-      data: Where its data come from, in a few words.
+      num_params: Number of weights; None if it depends on a folder of the user, or is unknown.
+      mesh: Mesh axes of more than one device, such as `fsdp 64, data 2 across slices`; None if
+        unknown.
+      data: Source of the data in a few words; None if unknown.
+      summary: First line of the docstring.
+      tags: Words by which `--list --tag=NAME` finds it.
     """
 
     num_params: int | None
-    mesh: str
-    data: str
+    mesh: str | None
+    data: str | None
+    summary: str = ""
+    tags: tuple[str, ...] = ()
 
 
-def read_catalogue(folder: str | os.PathLike[str]) -> dict[str, CatalogueLine]:
-    """The catalogue in a package's folder, by the names of experiments; empty where there is none.
+def read_catalogue(folder: str | os.PathLike[str]) -> dict[str, CatalogueLine] | None:
+    """Return the catalogue in a package's folder, by names; None if there is no file.
 
     Raises:
-      UsageError: the file is not a catalogue.
+      UsageError: The file is not a catalogue.
     """
     path = os.path.join(folder, FILE_NAME)
     if not os.path.isfile(path):
-        return {}
+        return None
     with open(path, encoding="utf-8") as file:
         text = file.read()
     try:
-        return {name: CatalogueLine(**line) for name, line in json.loads(text).items()}
-    except (ValueError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path} is not a catalogue of experiments: {error}") from None
+        rows = json.loads(text)
+        return {name: CatalogueLine(**{**r, "tags": tuple(r["tags"])}) for name, r in rows.items()}
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise UsageError(f"{path} is not a catalogue of experiments: {error!r}") from None
 
 
 def catalogue_file_text(lines: Mapping[str, CatalogueLine]) -> str:
-    """What the file holds, an experiment a line."""
+    """Return the content of the file, an experiment a line."""
     rows = [
         f"  {json.dumps(name)}: {json.dumps(dataclasses.asdict(line), ensure_ascii=False)}"
         for name, line in sorted(lines.items())
@@ -127,31 +128,22 @@ def _aligned(columns: Sequence[Sequence[str]]) -> str:
 
 
 def catalogue_json(entries: Sequence[ExperimentEntry]) -> list[dict[str, Any]]:
-    """The same for programs; what is not known is None."""
+    """Return what `--list --json` prints; None stands for what is unknown."""
     return [
-        {
-            "name": entry.name,
-            "class": entry.dotted,
-            "summary": entry.summary,
-            "num_params": entry.line and entry.line.num_params,
-            "mesh": entry.line and entry.line.mesh,
-            "data": entry.line and entry.line.data,
-            "tags": list(entry.tags),
-        }
+        {"name": entry.name, "class": entry.dotted, **dataclasses.asdict(entry.line)}
         for entry in entries
     ]
 
 
 def _row(entry: ExperimentEntry) -> tuple[str, str, str, str, str]:
     line = entry.line
-    if line is None:
-        return entry.name, "", "", "", entry.summary
-    count = "—" if line.num_params is None else short_count(line.num_params)
-    return entry.name, count, line.mesh, line.data, entry.summary
+    unknown = "" if line.mesh is None else "—"
+    count = unknown if line.num_params is None else short_count(line.num_params)
+    return entry.name, count, line.mesh or "", line.data or "", line.summary
 
 
 def short_count(count: int) -> str:
-    """A number of weights as people say it: `126M`, `5.24B`, `0.998M`.
+    """Return a number of weights in its usual form: `126M`, `5.24B`, `998K`.
 
     >>> [short_count(n) for n in (959_872, 125_439_744, 5_242_880_000, 175_181_291_520)]
     ['960K', '125M', '5.24B', '175B']

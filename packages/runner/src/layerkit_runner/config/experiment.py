@@ -64,12 +64,13 @@ class BaseExperiment:
 
     tags: ClassVar[tuple[str, ...]] = ()
     """Words by which `runner --list --tag=NAME` finds it, such as `moe`. An experiment has those of
-    all its bases and mix-ins. Written out, since the list is read from the source."""
+    all its bases and mix-ins."""
 
     def __init_subclass__(cls, *, abstract: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _check_methods(cls)
         cls._is_abstract = abstract or cls.__name__.startswith("_")
+        experiment_tags(cls)
         _check_assigned(cls)
 
     def __init__(self, **overrides: Any):
@@ -183,6 +184,29 @@ class BaseExperiment:
           ValueError: what does not fit together; the command line shows it without a traceback, as
             it does with an OSError or a MissingExtraError.
         """
+
+
+def experiment_summary(cls: type) -> str:
+    """Return the first line of the docstring of an experiment class."""
+    return inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]
+
+
+def experiment_tags(cls: type) -> tuple[str, ...]:
+    """Return the tags of an experiment class, its bases and mix-ins, in alphabetical order.
+
+    Raises:
+      ExperimentClassError: `tags` of one of them are no strings.
+    """
+    found: set[str] = set()
+    for base in cls.__mro__:
+        tags = vars(base).get("tags", ())
+        if not isinstance(tags, (tuple, list)) or not all(isinstance(tag, str) for tag in tags):
+            example = (tags,) if isinstance(tags, str) else ("moe", "pipeline")
+            raise ExperimentClassError(
+                f"{base.__qualname__}.tags={tags!r}: expected strings, such as {example}"
+            )
+        found.update(tags)
+    return tuple(sorted(found))
 
 
 def reduced_values(cls: type) -> dict[str, Any]:

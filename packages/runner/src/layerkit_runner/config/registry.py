@@ -1,4 +1,4 @@
-"""Experiments by name, found without importing them.
+"""Experiments by name.
 
 `--exp=lm.pile.Pile126M` means, in this order:
 
@@ -7,157 +7,247 @@
    the Python path or below the current folder;
 2. the names that Pax's documents use, such as `tasks.lm.params.lm_cloud.LmCloudSpmd`;
 3. the one experiment of the offering packages whose full name ends so (`pile.Pile126M`).
+
+The catalogue of a package is the index of its experiments (see `catalogue`). A name that it lacks
+is looked for in the text of its module, so that a misspelt name need not wait for imports; a
+package without a catalogue is imported as a whole to be listed.
 """
 
 from __future__ import annotations
 
-import ast
-import collections
 import dataclasses
 import importlib
 import importlib.util
-import inspect
 import os
+import pkgutil
 import re
 import traceback
 import types
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from layerkit.near_names import near_names
 from layerkit_runner.config.catalogue import CatalogueLine, read_catalogue
-from layerkit_runner.config.class_sources import (
-    Alias,
-    CannotTellError,
-    ClassSource,
-    ClassSources,
-    FieldSource,
-    Lineage,
-)
 from layerkit_runner.errors import FieldError, UsageError, first_names
 
 if TYPE_CHECKING:
     from layerkit_runner.config.experiment import BaseExperiment
 
 ENTRY_POINT_GROUP = "layerkit.experiments"
-_OWN_PACKAGE = "layerkit_experiments"
-_ROOT = "layerkit_runner.config.experiment.BaseExperiment"
 
-# Where the experiments of Pax's documents stand here.
+# Where the experiments of Pax's documents are here.
 _PAX_NAMES = (
     (re.compile(r"(paxml\.)?tasks\.(\w+)\.params\."), r"\2."),
     (re.compile(r"paxml\.contrib\.gpu\.scripts_gpu\.configs\."), "lm.pile."),
 )
+# A module may have a name that its text lacks in these ways only.
+_DYNAMIC = re.compile(r"import \*|\bglobals\(\)|\bexec\(|^def __getattr__", re.MULTILINE)
+_CLASS = re.compile(r"^class ([A-Za-z]\w*)", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
 class ExperimentEntry:
-    """What is known of an experiment before it is imported."""
+    """An experiment as `--list` shows it.
 
-    # As `--list` shows it: without the name of the package that offers it.
+    Attributes:
+      name: Name without the package that offers it.
+      dotted: Full name of the class.
+      line: What is known of it without building it.
+    """
+
     name: str
-    module: str
-    class_name: str
-    # The first line of its docstring.
-    summary: str
-    fields: Mapping[str, FieldSource]
-    # Whether `fields` are all there are; False where only an import would tell.
-    complete: bool
-    is_abstract: bool = False
-    # Its own and those of its bases, as far as `complete` goes.
-    tags: tuple[str, ...] = ()
-    # What the package's catalogue tells of it; known where experiments are listed.
-    line: CatalogueLine | None = None
+    dotted: str
+    line: CatalogueLine
 
     @property
-    def dotted(self) -> str:
-        """The full name of the class."""
-        return f"{self.module}.{self.class_name}"
+    def module(self) -> str:
+        """Name of the module that has the class."""
+        return self.dotted.rpartition(".")[0]
+
+    @property
+    def class_name(self) -> str:
+        """Name of the class in its module."""
+        return self.dotted.rpartition(".")[2]
 
 
 def experiment_packages() -> list[str]:
-    """Packages that offer experiments, `layerkit_experiments` last if it is there."""
-    # Imported here because it costs some 40 ms, which `--help` need not pay.
+    """Return the names of the packages that offer experiments."""
+    # Imported here because it takes some 40 ms, which `--help` need not wait for.
     from importlib import metadata
 
-    names = [p.value.partition(":")[0] for p in metadata.entry_points(group=ENTRY_POINT_GROUP)]
-    if importlib.util.find_spec(_OWN_PACKAGE) is not None:
-        names.append(_OWN_PACKAGE)
-    return list(dict.fromkeys(names))
+    points = metadata.entry_points(group=ENTRY_POINT_GROUP)
+    return list(dict.fromkeys(point.value.partition(":")[0] for point in points))
 
 
 def list_experiments(*, tags: Collection[str] = ()) -> list[ExperimentEntry]:
-    """Every experiment that the packages offer, by name; abstract ones are left out.
+    """Return the experiments that the packages offer, by name; abstract ones are left out.
 
     Args:
-      tags: What an experiment must have to be listed, all of them.
+      tags: Tags that a listed experiment must have, all of them.
 
     Raises:
-      UsageError: a tag that no experiment has.
+      UsageError: No experiment has one of the tags.
     """
-    sources, packages = ClassSources(), experiment_packages()
-    lines = {
-        f"{package}.{name}": line
-        for package in packages
-        for folder in sources.folders(package)
-        for name, line in read_catalogue(folder).items()
-    }
-    entries = [
-        dataclasses.replace(entry, line=lines.get(entry.dotted))
-        for entry in _offered(sources, packages).values()
-    ]
-    _check_tags(tags, sorted({tag for entry in entries for tag in entry.tags}))
-    entries = [entry for entry in entries if set(tags) <= set(entry.tags)]
-    return sorted(entries, key=lambda entry: entry.name)
-
-
-def _check_tags(tags: Collection[str], known: Collection[str]) -> None:
+    entries = _index(experiment_packages()).values()
+    known = sorted({tag for entry in entries for tag in entry.line.tags})
     for tag in tags:
         if tag not in known:
-            all_tags = f"It is one of {', '.join(known)}." if known else "There are none."
-            raise UsageError(f"--tag has no value {tag!r}{near_names(tag, known)} {all_tags}")
+            one_of = f"one of {', '.join(known)}" if known else "none, for no experiment has any"
+            raise UsageError(f"--tag={tag}: expected {one_of}{near_names(tag, known)}")
+    chosen = [entry for entry in entries if set(tags) <= set(entry.line.tags)]
+    return sorted(chosen, key=lambda entry: entry.name)
 
 
 def find_experiment(name: str) -> ExperimentEntry:
-    """The experiment that `name` means.
+    """Return the experiment that a name means; `load_experiment` imports it.
 
     Raises:
-      UsageError: there is none, with the nearest names; there are several, with all of them; or it
-        is only a base for others.
+      UsageError: There is none, and the nearest names are told; or there are several.
     """
-    sources, packages = ClassSources(), experiment_packages()
+    packages = experiment_packages()
+    catalogued = _catalogued(packages)
     for spelling in dict.fromkeys([name, _from_pax(name)]):
         exact = [*(f"{package}.{spelling}" for package in packages), spelling]
-        found = [entry for d in exact if (entry := _find(sources, d, packages)) is not None]
-        if found:
-            return _the_only(name, found)
-    offered = _offered(sources, packages)
-    ending = [entry for full, entry in offered.items() if full.endswith("." + _from_pax(name))]
+        found = [catalogued.get(dotted) or _named_entry(dotted, packages) for dotted in exact]
+        if any(found):
+            return _the_only(name, [entry for entry in found if entry is not None])
+    index = _index(packages)
+    ending = [entry for full, entry in index.items() if full.endswith("." + _from_pax(name))]
     if ending:
         return _the_only(name, ending)
-    raise UsageError(_unknown(sources, name, [entry.name for entry in offered.values()]))
+    raise UsageError(_unknown(name, [entry.name for entry in index.values()]))
 
 
 def load_experiment(entry: ExperimentEntry) -> type[BaseExperiment]:
-    """Imports the experiment's class.
+    """Import the class of an experiment.
 
     Raises:
-      UsageError: something that its module imports is not installed, or a class of an experiment
-        is refused as it is made.
+      UsageError: Its module cannot be imported, or does not have a class of that name, or the class
+        is no experiment or only a base for others.
     """
+    from layerkit_runner.config.experiment import BaseExperiment
+
+    cls = getattr(_imported(entry.module), entry.class_name, None)
+    if not isinstance(cls, type):
+        raise UsageError(_missing_class(entry.module, entry.class_name))
+    if not issubclass(cls, BaseExperiment):
+        raise UsageError(
+            f"{entry.dotted} is a class but no experiment: it does not derive from BaseExperiment."
+        )
+    if cls._is_abstract:
+        raise UsageError(
+            f"{entry.name} is only a base for other experiments (declared abstract, or named with "
+            "an underscore); `runner --list` shows those that run."
+        )
+    return cls
+
+
+def experiment_classes(package: str) -> dict[str, type[BaseExperiment]]:
+    """Import the modules of a package and return the experiments that run, by full name.
+
+    A second name in the module of a class counts as well; tests are left out.
+    """
+    from layerkit_runner.config.experiment import BaseExperiment
+
+    found: dict[str, type[BaseExperiment]] = {}
+    module = _imported(package)
+    for name, value in vars(module).items():
+        if (
+            isinstance(value, type)
+            and issubclass(value, BaseExperiment)
+            and value.__module__ == package
+            and not value._is_abstract
+            and not name.startswith("_")
+        ):
+            found[f"{package}.{name}"] = value
+    for inner in pkgutil.iter_modules(getattr(module, "__path__", ())):
+        if inner.name != "tests":
+            found |= experiment_classes(f"{package}.{inner.name}")
+    return found
+
+
+def entry_of(
+    cls: type[BaseExperiment], dotted: str, packages: Collection[str] = ()
+) -> ExperimentEntry:
+    """Return what a class tells of itself without being built."""
+    from layerkit_runner.config.experiment import experiment_summary, experiment_tags
+
+    own = f"{cls.__module__}.{cls.__qualname__}"
+    summary = experiment_summary(cls) if dotted == own else f"The same as {_short(own, packages)}."
+    line = CatalogueLine(None, None, None, summary, experiment_tags(cls))
+    return ExperimentEntry(_short(dotted, packages), dotted, line)
+
+
+def _catalogued(packages: Collection[str]) -> dict[str, ExperimentEntry]:
+    """Return the experiments in the catalogues of packages, by full name."""
+    return {
+        f"{package}.{name}": ExperimentEntry(name, f"{package}.{name}", line)
+        for package in packages
+        for name, line in (read_catalogue(_folder(package)) or {}).items()
+    }
+
+
+def _index(packages: Collection[str]) -> dict[str, ExperimentEntry]:
+    """Return the experiments of packages, by full name; those without a catalogue are imported."""
+    index = _catalogued(packages)
+    for package in packages:
+        if read_catalogue(_folder(package)) is None:
+            for dotted, cls in experiment_classes(package).items():
+                index[dotted] = entry_of(cls, dotted, packages)
+    names = [entry.name for entry in index.values()]
+    # Two packages may have experiments of one name, which are then shown with the package.
+    return {
+        dotted: dataclasses.replace(entry, name=dotted) if names.count(entry.name) > 1 else entry
+        for dotted, entry in index.items()
+    }
+
+
+def _folder(package: str) -> str:
+    spec = _spec(package)
+    folders = None if spec is None else spec.submodule_search_locations
+    return next(iter(folders or []), "")
+
+
+def _named_entry(dotted: str, packages: Collection[str]) -> ExperimentEntry | None:
+    """Return an entry for a name that the text of its module binds; it is not imported yet."""
+    module, _, name = dotted.rpartition(".")
+    text = _source(module) if name.isidentifier() else None
+    binding = rf"^(class )?{name}\b|\bimport\b.*\b{name}\b|^ +{name},$"
+    if text is None or not (re.search(binding, text, re.MULTILINE) or _DYNAMIC.search(text)):
+        return None
+    return ExperimentEntry(_short(dotted, packages), dotted, CatalogueLine(None, None, None))
+
+
+def _spec(module: str) -> importlib.machinery.ModuleSpec | None:
     try:
-        module = _imported(entry.module)
-    except ModuleNotFoundError as error:
-        raise UsageError(f"{entry.name} cannot be imported: {error} ({entry.module}).") from error
-    return getattr(module, entry.class_name)
+        return importlib.util.find_spec(module)
+    except (ImportError, ValueError):  # a package above it is missing
+        return None
+
+
+def _source(module: str) -> str | None:
+    """Return the text of a module; None where there is no module of Python source."""
+    spec = _spec(module) if module else None
+    origin = "" if spec is None else spec.origin or ""
+    return Path(origin).read_text(encoding="utf-8") if origin.endswith(".py") else None
 
 
 def _imported(name: str) -> types.ModuleType:
-    """The module; a class in it that is refused is refused by file and line."""
+    """Return a module.
+
+    Raises:
+      UsageError: It is not Python, it imports what is not installed, or it makes a class of an
+        experiment that is wrong; then its file and line are named.
+    """
     from layerkit_runner.config import experiment
 
     try:
         return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{name} cannot be imported: {error}.") from error
+    except SyntaxError as error:
+        raise UsageError(f"{error.filename}, line {error.lineno}: {error.msg}") from None
     except (experiment.ExperimentClassError, FieldError) as error:
         frames = traceback.extract_tb(error.__traceback__)
         theirs = [frame for frame in frames if frame.filename != experiment.__file__]
@@ -165,128 +255,29 @@ def _imported(name: str) -> types.ModuleType:
         raise experiment.ExperimentClassError(f"{place}: {error}") from error
 
 
-def _find(sources: ClassSources, dotted: str, packages: list[str]) -> ExperimentEntry | None:
-    """The experiment of exactly that full name, if there is one."""
-    try:
-        cls = sources.find_class(dotted)
-    except CannotTellError:
-        return _entry_by_import(dotted, packages)
-    if cls is None:
-        return None
-    lineage = sources.lineage(cls)
-    entry = _entry(cls, lineage, packages)
-    if entry is None and not lineage.complete:
-        entry = _entry_by_import(dotted, packages)
-    if entry is None:
-        raise UsageError(
-            f"{dotted} is a class but no experiment: it does not derive from BaseExperiment."
-        )
-    return entry
-
-
-def _entry(cls: ClassSource, lineage: Lineage, packages: list[str]) -> ExperimentEntry | None:
-    if not any(base.dotted == _ROOT for base in lineage.classes[1:]):
-        return None
-    return ExperimentEntry(
-        name=_short(cls.dotted, packages),
-        module=cls.module,
-        class_name=cls.node.name,
-        summary=cls.summary,
-        fields=lineage.fields(),
-        complete=lineage.complete,
-        is_abstract=cls.is_abstract,
-        tags=lineage.tags(),
-    )
-
-
-def _entry_by_import(dotted: str, packages: list[str]) -> ExperimentEntry | None:
-    """The fall-back where the source does not show what the name is."""
-    from layerkit_runner.config.experiment import BaseExperiment, experiment_fields
-
-    module_name, _, class_name = dotted.rpartition(".")
-    try:
-        found = getattr(_imported(module_name), class_name, None)
-    except ModuleNotFoundError:
-        return None
-    if not (isinstance(found, type) and issubclass(found, BaseExperiment)):
-        return None
-    return ExperimentEntry(
-        name=_short(dotted, packages),
-        module=module_name,
-        class_name=class_name,
-        summary=inspect.cleandoc(found.__doc__ or "").partition("\n")[0],
-        fields={n: FieldSource(text, None) for n, text in experiment_fields(found).items()},
-        complete=True,
-        is_abstract=found._is_abstract,
-        tags=tuple(sorted({tag for base in found.__mro__ for tag in vars(base).get("tags", ())})),
-    )
-
-
-def _offered(sources: ClassSources, packages: list[str]) -> dict[str, ExperimentEntry]:
-    """What can be run from these packages or modules, by full name; second names count too."""
-    offered: dict[str, ExperimentEntry] = {}
-    for package in packages:
-        for name in sources.modules_below(package) or [package]:
-            module = sources.module(name)
-            for local, bound in module.bindings.items() if module is not None else ():
-                if isinstance(bound, (Alias, ast.ClassDef)) and not local.startswith("_"):
-                    entry = _entry_in(sources, name, local, packages)
-                    if entry is not None and not entry.is_abstract:
-                        offered[f"{name}.{local}"] = entry
-    by_name = collections.Counter(entry.name for entry in offered.values())
-    return {
-        full: dataclasses.replace(entry, name=full) if by_name[entry.name] > 1 else entry
-        for full, entry in offered.items()
-    }
-
-
-def _entry_in(
-    sources: ClassSources, module: str, local: str, packages: list[str]
-) -> ExperimentEntry | None:
-    """The experiment that a module calls `local`, as far as the source shows it."""
-    try:
-        cls = sources.find_class(f"{module}.{local}")
-    except CannotTellError:
-        return None
-    entry = None if cls is None else _entry(cls, sources.lineage(cls), packages)
-    if entry is None or entry.dotted == f"{module}.{local}":
-        return entry
-    summary = f"The same as {entry.name}."
-    return dataclasses.replace(entry, name=_short(f"{module}.{local}", packages), summary=summary)
-
-
 def _the_only(name: str, entries: list[ExperimentEntry]) -> ExperimentEntry:
     by_class = {entry.dotted: entry for entry in entries}
     if len(by_class) > 1:
         candidates = "".join(f"\n  {dotted}" for dotted in sorted(by_class))
         raise UsageError(f"--exp={name} is ambiguous; it can be any of{candidates}")
-    entry = entries[0]
-    if entry.is_abstract:
-        raise UsageError(
-            f"{entry.name} is only a base for other experiments (declared abstract, or named with "
-            "an underscore); `runner --list` shows those that run."
-        )
-    return entry
+    return entries[0]
 
 
-def _unknown(sources: ClassSources, name: str, offered: list[str]) -> str:
+def _unknown(name: str, offered: list[str]) -> str:
     module, _, class_name = name.rpartition(".")
-    try:
-        own = sources.module(module) if module else None
-    except CannotTellError:
-        own = None
-    if own is not None:
-        # Somebody's own module: then one of its classes is what was meant.
-        names = [full.rpartition(".")[2] for full in _offered(sources, [module])]
-        return (
-            f"module {module} has no experiment {class_name!r}{near_names(class_name, names)}"
-            f"{f' It has: {first_names(names)}.' if names else ''}"
-        )
+    if _source(module) is not None:
+        return _missing_class(module, class_name)
     hint = near_names(_from_pax(name), offered)
     if hint == ".":
         # A bare class name is too unlike a whole dotted one; compare it with class names.
         hint = near_names(class_name, [other.rpartition(".")[2] for other in offered])
     return f"there is no experiment {name!r}{hint} `runner --list` shows all."
+
+
+def _missing_class(module: str, name: str) -> str:
+    names = [found for found in _CLASS.findall(_source(module) or "") if found != name]
+    it_has = f" It has: {first_names(names)}." if names else ""
+    return f"module {module} has no experiment {name!r}{near_names(name, names)}{it_has}"
 
 
 def _from_pax(name: str) -> str:
@@ -296,7 +287,7 @@ def _from_pax(name: str) -> str:
     return name
 
 
-def _short(dotted: str, packages: list[str]) -> str:
+def _short(dotted: str, packages: Collection[str]) -> str:
     for package in packages:
         if dotted.startswith(package + "."):
             return dotted.removeprefix(package + ".")

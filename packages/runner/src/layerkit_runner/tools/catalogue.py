@@ -1,43 +1,71 @@
-"""Makes what `--list` tells of experiments besides their names; see `configuration.catalogue`.
+"""Write `catalogue.json`, the index of a package's experiments; see `config.catalogue`.
 
-A package that offers experiments keeps its catalogue true by a test like this:
+    python -m layerkit_runner.tools.catalogue PACKAGE
 
-    lines = {name: catalogue_line(cls) for name, cls in experiments.items()}
-    assert catalogue_file_text(lines) == (package_folder / FILE_NAME).read_text()
+A package keeps it up to date by a test that compares `catalogue_lines(PACKAGE)` with the file.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from layerkit.base_layer import PARAMS
 from layerkit.config import target_of
-from layerkit_runner.config.catalogue import CatalogueLine
+from layerkit_runner.config.catalogue import FILE_NAME, CatalogueLine, catalogue_file_text
 from layerkit_runner.config.experiment import BaseExperiment, experiment_fields
+from layerkit_runner.config.registry import entry_of, experiment_classes
 from layerkit_runner.config.resolve import resolve
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 
 
-def catalogue_line(cls: type[BaseExperiment]) -> CatalogueLine:
-    """What `--list` tells of an experiment, from shapes alone.
+def main(arguments: Sequence[str]) -> None:
+    """Write the catalogue of the package that the command line names."""
+    [package] = arguments
+    path = Path(str(importlib.import_module(package).__file__)).parent / FILE_NAME
+    path.write_text(catalogue_file_text(catalogue_lines(package)), encoding="utf-8")
+    print(f"wrote {path}")
 
-    One with a field that has no value, such as the folder of a model, is another model with each
-    value: then the number of weights is None, and the rest is told by the fields that have one.
+
+def catalogue_lines(package: str) -> dict[str, CatalogueLine]:
+    """Return what the catalogue of a package holds, by the names of its experiments."""
+    return {
+        dotted.removeprefix(f"{package}."): catalogue_line(cls, dotted, package)
+        for dotted, cls in experiment_classes(package).items()
+    }
+
+
+def catalogue_line(cls: type[BaseExperiment], dotted: str, package: str) -> CatalogueLine:
+    """Return what `--list` shows of an experiment, from shapes alone.
+
+    An experiment with a field that has no value, such as the folder of a model, is another model
+    with each value: then the number of weights is None.
+
+    Args:
+      cls: Class of the experiment.
+      dotted: Full name under which it is listed.
+      package: Package that offers it.
 
     Raises:
-      UsageError: the experiment refuses its own fields.
+      UsageError: The experiment cannot be resolved.
     """
+    line = entry_of(cls, dotted, [package]).line
     if fields_without_value(cls):
-        # Made by a call, it would ask for the values.
+        # A call would ask for the values.
         experiment = cls.__new__(cls)
         mesh = mesh_summary(experiment.partitioner())
-        return CatalogueLine(None, mesh, experiment.data_summary())
+        return dataclasses.replace(line, mesh=mesh, data=experiment.data_summary())
     experiment = cls()
     resolved = resolve(experiment)
-    return CatalogueLine(
+    return dataclasses.replace(
+        line,
         num_params=num_params(resolved.task),
         mesh=mesh_summary(resolved.partitioner),
         data=experiment.data_summary(),
@@ -45,19 +73,19 @@ def catalogue_line(cls: type[BaseExperiment]) -> CatalogueLine:
 
 
 def fields_without_value(cls: type[BaseExperiment]) -> list[str]:
-    """The fields that whoever runs the experiment has to give."""
+    """Return the fields that the user has to give."""
     return [name for name in experiment_fields(cls) if not hasattr(cls, name)]
 
 
 def num_params(task: Any) -> int:
-    """Scalars of the weights of a task, given its config; nothing is computed."""
+    """Return the number of weights of a task, given its config; nothing is computed."""
     model = task.Instantiate().model
     shapes = jax.eval_shape(lambda: model.init(jax.random.key(0)))
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes[PARAMS]))
 
 
 def mesh_summary(partitioner: Any) -> str:
-    """The mesh of a partitioner, given its config, in words; axes of one device are left out."""
+    """Return the mesh of a config of a partitioner in words, without axes of one device."""
     kind = target_of(partitioner)
     if issubclass(kind, PmapPartitioner):
         return "pmap"
@@ -71,3 +99,7 @@ def mesh_summary(partitioner: Any) -> str:
     across = [f"{name} {size}" for name, size in zip(names, dcn or (), strict=False) if size > 1]
     text = " × ".join(within) or "one device"
     return f"{text}, {' × '.join(across)} across" if across else text
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -42,9 +42,6 @@ def words(folder: Path, *more: str, **document: Any) -> list[str]:
     ("more", "document", "text"),
     [
         ([], {"metrics": 1}, "there is no 'metrics'; did you mean 'metric'?"),
-        ([], {"space": {"RATTE": SPACE["RATE"]}}, "has no field 'RATTE'; did you mean 'RATE'?"),
-        ([], {"space": {"WIDTH": {"low": 1.5, "high": 2}}}, "Slope.WIDTH: expected int, got 1.5"),
-        (["--fdl.RATE=0.5"], {}, "space.RATE is searched, and --fdl.RATE=0.5 sets it; keep one."),
         (["--num_trials=0"], {}, "--num_trials=0: expected a positive integer."),
         (["--mode=eval"], {}, "--study belongs to --mode=train, and the mode is eval."),
         (["--noeval_on_test"], {}, "--noeval_on_test does not go with --study: evaluations tell"),
@@ -75,6 +72,14 @@ def test_refused_before_jax_is_imported(
     ("document", "text"),
     [
         (
+            {"space": {"RATTE": SPACE["RATE"]}},
+            "has no field 'RATTE'; did you mean 'RATE'?",
+        ),
+        (
+            {"space": {"WIDTH": {"low": 1.5, "high": 2}}},
+            "Slope.WIDTH: expected int, got 1.5",
+        ),
+        (
             {"metric": "held_out/loss"},
             "metric='held_out/loss' names no held-out data set; did you mean 'heldout'? It is"
             " written DATASET/METRIC, and the data sets of slope_experiment.Slope are heldout.",
@@ -104,6 +109,15 @@ def test_refused_once_the_experiment_is_known(
     assert error.startswith(f"runner: --study={tmp_path / 'study.json'}: ")
     assert text in error
     assert not (tmp_path / "sweep").exists()
+
+
+def test_field_that_is_searched_and_set_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(HERE)
+    assert cli.main(words(tmp_path, "--fdl.RATE=0.5")) == 2
+    text = "space.RATE is searched, and --fdl.RATE=0.5 sets it; keep one."
+    assert text in capsys.readouterr().err
 
 
 def test_without_optuna_the_command_that_installs_it_is_named(

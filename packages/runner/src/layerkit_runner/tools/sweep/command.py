@@ -1,7 +1,7 @@
 """The command line of a sweep: `runner --exp=… --job_log_dir=DIR --study=FILE`.
 
-Checks run in the order of their cost: the file and the fields that are known without an import, the
-folder, Optuna, and then the experiment, which knows the deeper fields and the data sets. Nothing is
+Checks run in the order of their cost: the file and the fields of the experiment, the folder,
+Optuna, and then the resolved experiment with its deeper fields and data sets. Nothing is
 written before all checks have passed.
 """
 
@@ -16,8 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from layerkit.near_names import near_names
+from layerkit_runner.config.experiment import experiment_fields
 from layerkit_runner.config.flags import ParsedFlags, flag_word
 from layerkit_runner.config.overrides import Override, parse_fields
+from layerkit_runner.config.registry import ExperimentEntry, load_experiment
 from layerkit_runner.errors import UsageError, first_names
 from layerkit_runner.tools.sweep.study_file import (
     Parameter,
@@ -30,7 +32,6 @@ from layerkit_runner.tools.sweep.study_file import (
 from layerkit_runner.tools.sweep.trials import SweepFolder
 
 if TYPE_CHECKING:
-    from layerkit_runner.config.registry import ExperimentEntry
     from layerkit_runner.config.resolve import ResolvedExperiment
 
 # Flags of the sweep itself, and those of which each trial gets a value of its own.
@@ -88,7 +89,7 @@ def run_study(flags: ParsedFlags, entry: ExperimentEntry, resolve: Resolve) -> i
 
 
 def _checked(flags: ParsedFlags, entry: ExperimentEntry) -> tuple[StudyFile, SweepFolder]:
-    """Check what can be checked without an import of the experiment."""
+    """Check what can be checked before the experiment is resolved."""
     options = flags.options
     if options.study is None or options.job_log_dir is None:
         raise UsageError("--study=FILE needs a folder to write to: --job_log_dir=DIR")
@@ -103,8 +104,8 @@ def _checked(flags: ParsedFlags, entry: ExperimentEntry) -> tuple[StudyFile, Swe
             " several trials at once, start the command several times."
         )
     file = read_study_file(options.study, num_trials=options.num_trials)
-    annotations = {name: field.annotation for name, field in entry.fields.items()}
-    check_fields(file, entry.name, flags.overrides, annotations if entry.complete else None)
+    annotations = experiment_fields(load_experiment(entry))
+    check_fields(file, entry.name, flags.overrides, annotations)
     folder = SweepFolder(options.job_log_dir)
     if importlib.util.find_spec("optuna") is None:
         raise UsageError("--study needs optuna: pip install 'layerkit-runner[sweeps]'")
