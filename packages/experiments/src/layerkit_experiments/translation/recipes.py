@@ -17,6 +17,7 @@ from layerkit.layers import (
 from layerkit.layers.attention.cross import CrossAttention
 from layerkit.models import SequenceModel, TransformerEncoderDecoder
 from layerkit.weights import WeightInit, canonical_dtype
+from layerkit_experiments.lm.recipes.corpora import TFDS_DATA_DIR_UNSET
 from layerkit_experiments.lm.recipes.model import remat_policy
 from layerkit_experiments.lm.recipes.optimization import TrainingLength
 from layerkit_experiments.translation.seqio_task import translation_task
@@ -177,6 +178,11 @@ class Translations(BaseExperiment, abstract=True):
         "PERCORE_BATCH_SIZE": 8.0,
         "MAX_SEQ_LEN": 64,
     }
+
+    def unset_variables(self) -> dict[str, str]:
+        """Return the variable that says where SeqIO finds the data."""
+        reads_tfds = self.DATA_FORMAT == "seqio" and self.TFDS_DATA_DIR is None
+        return {"TFDS_DATA_DIR": TFDS_DATA_DIR_UNSET} if reads_tfds else {}
 
     def data_summary(self) -> str:
         """What is trained on, in a few words."""

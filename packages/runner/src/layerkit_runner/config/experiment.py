@@ -177,6 +177,14 @@ class BaseExperiment:
         """Return lines for the start report, such as values that were adjusted; none by default."""
         return []
 
+    def unset_variables(self) -> dict[str, str]:
+        """Return the environment variables that the inputs read because a field is None.
+
+        Each has the text of what follows where it is not set, and of the flag that sets the field.
+        `runner launch` reports those that the launched run will not have.
+        """
+        return {}
+
     def validate(self) -> None:
         """Cheap checks of the fields against each other, after overrides, before anything is made.
 

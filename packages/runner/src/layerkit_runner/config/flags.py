@@ -368,13 +368,13 @@ def flag_word(name: str, value: Any) -> str:
 def help_text() -> str:
     """Return what `--help` prints."""
     modes, words = commands.installed(commands.Mode), commands.installed(commands.Command)
-    rows = [(_usage(row), _explained(row)) for row in FLAGS]
+    rows = flag_rows(FLAGS)
     rows.insert(1, ("--fdl_config=NAME", "the same as --exp"))
     rows.insert(
         2, ("--fdl.NAME=VALUE", "set a field of the experiment, or by its path any deeper one")
     )
     for mode in modes.values():
-        rows += [(_usage(row), _explained(row)) for row in mode.flags]
+        rows += flag_rows(mode.flags)
     return _HELP.format(
         modes="\n".join(table([*MODES.items(), *((n, mode.help) for n, mode in modes.items())])),
         commands="\n".join(table([(name, command.help) for name, command in words.items()])),
@@ -406,6 +406,11 @@ SIGTERM, 129 by SIGHUP; a training run that is stopped saves first and can resum
 SIGUSR1 makes it save and continue. 1: a checkpoint could not be written. 70:
 nothing moved for --hung_step_timeout_secs. 75: another process of the job was lost.
 65: too many training steps in a row, or the weights, were not finite."""
+
+
+def flag_rows(rows: Iterable[Flag]) -> list[tuple[str, str]]:
+    """Return the two columns of flags in `--help`, for `table`."""
+    return [(_usage(row), _explained(row)) for row in rows]
 
 
 def _usage(row: Flag) -> str:

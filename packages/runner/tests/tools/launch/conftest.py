@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -11,8 +10,9 @@ from typing import Any
 import pytest
 
 from layerkit_runner.config.flags import RunOptions
-from layerkit_runner.tools.launch.command import KINDS, _parser
+from layerkit_runner.tools.launch.command import parse_options
 from layerkit_runner.tools.launch.request import Request
+from layerkit_runner.tools.launch.values import Options
 
 
 @pytest.fixture
@@ -32,9 +32,9 @@ def request_of() -> Callable[..., Request]:
 
 
 @pytest.fixture
-def flags_of() -> Callable[..., argparse.Namespace]:
+def flags_of() -> Callable[..., Options]:
     """Flags of a kind, parsed."""
-    return lambda kind, *words: _parser(kind, KINDS[kind]).parse_args(words)
+    return lambda kind, *words: parse_options(kind, words)[0]
 
 
 @pytest.fixture

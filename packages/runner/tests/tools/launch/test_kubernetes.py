@@ -97,7 +97,7 @@ def test_a_set_is_replaced_when_its_pods_are_gone(request_of, flags_of):
 
 @pytest.mark.parametrize("name", ["Run", "1st", "a_b", "end-", "a" * 41])
 def test_a_name_that_no_set_can_have(flags_of, name):
-    with pytest.raises(UsageError, match=f"{name}' is not a lower-case letter followed by"):
+    with pytest.raises(UsageError, match=f"--name={name}: expected a lower-case letter followed"):
         flags_of("kubernetes", "--image=ours:1", f"--name={name}")
 
 
@@ -169,7 +169,8 @@ def test_hosts_of_a_slice(request_of, flags_of, tpu, topology, pods, chips):
             STORE,
             ["--nodes=2"],
             "--nodes=2 without GPUs or TPUs make 2 device(s), and the mesh of lm.some.MyExperiment"
-            " has 128; give --gpus_per_node, or set --fdl.ICI_MESH_SHAPE and --fdl.DCN_MESH_SHAPE.",
+            " has 128; give --gpus_per_node, or set --fdl.partitioner.ici_mesh_shape and"
+            " --fdl.partitioner.dcn_mesh_shape.",
         ),
         (STORE, ["--gpus_per_node=4"], "--nodes=1 --gpus_per_node=4 make 4 devices, and the mesh"),
     ],

@@ -154,18 +154,19 @@ def test_ends_that_are_not_of_time(folder, request_of, flags_of, codes, code, st
         (
             ["--nodes=2", "--gpus_per_node=8"],
             "--nodes=2 --gpus_per_node=8 make 16 devices, and the mesh of lm.some.MyExperiment has"
-            " 32; set --fdl.ICI_MESH_SHAPE and --fdl.DCN_MESH_SHAPE, or the devices.",
+            " 32; set --fdl.partitioner.ici_mesh_shape and"
+            " --fdl.partitioner.dcn_mesh_shape, or the devices.",
         ),
         (
             ["--time=tomorrow"],
-            "--time='tomorrow' is no time as Slurm writes it, such as 90, 12:00:00 or 2-00:00",
+            "--time=tomorrow: expected a time as Slurm writes it, such as 90, 12:00:00 or 2-00:00.",
         ),
         (
             ["--time=5"],
             "--time=5 is 300 s, and --save_before_end=300 would stop the run as soon as it"
             " started.",
         ),
-        (["--sbatch=qos"], "--sbatch=qos: expected an option, as in --sbatch=--qos=high"),
+        (["--sbatch=qos"], "--sbatch=qos: expected an option, as in --sbatch=--qos=high."),
         (
             ["--container_mounts=/a:/b"],
             "--container_mounts is for a container; give --container_image too.",
@@ -173,8 +174,8 @@ def test_ends_that_are_not_of_time(folder, request_of, flags_of, codes, code, st
         (
             ["--nodes=2", "--processes_per_node=2"],
             "--nodes=2 --processes_per_node=2 without GPUs or TPUs make 4 device(s), and the mesh"
-            " of lm.some.MyExperiment has 32; give --gpus_per_node, or set --fdl.ICI_MESH_SHAPE and"
-            " --fdl.DCN_MESH_SHAPE.",
+            " of lm.some.MyExperiment has 32; give --gpus_per_node, or set"
+            " --fdl.partitioner.ici_mesh_shape and --fdl.partitioner.dcn_mesh_shape.",
         ),
     ],
 )
@@ -197,3 +198,29 @@ def test_flags_that_do_not_fit(request_of, flags_of, monkeypatch, flags, message
 def test_a_mesh_without_gpus_per_node(request_of, flags_of, monkeypatch, flags):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     assert slurm.make_recipe(request_of(mesh=(8, 4)), flags_of("slurm", *flags)).files
+
+
+MINUTE, HOUR, DAY = 60, 3600, 86400
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 90 * MINUTE),
+        ("90:30", 90 * MINUTE + 30),
+        ("12:00:00", 12 * HOUR),
+        ("2-0", 2 * DAY),
+        ("2-12", 2 * DAY + 12 * HOUR),
+        ("2-12:30", 2 * DAY + 12 * HOUR + 30 * MINUTE),
+        ("2-12:30:15", 2 * DAY + 12 * HOUR + 30 * MINUTE + 15),
+        ("0", 0),
+    ],
+)
+def test_times_as_slurm_reads_them(text, seconds):
+    assert slurm.slurm_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "1:2:3:4", "-5", "1 hour", "2-"])
+def test_what_is_no_time(text):
+    with pytest.raises(UsageError, match=f"^--time={text}: expected a time as Slurm writes it"):
+        slurm.slurm_seconds(text)

@@ -16,7 +16,7 @@ import pytest
 from layerkit_runner.distributed.xla_flags import PRESETS
 from layerkit_runner.errors import UsageError
 from layerkit_runner.tools.launch import tpu
-from layerkit_runner.tools.launch.tpu_types import parse_accelerator_type
+from layerkit_runner.tools.launch.tpu import parse_accelerator_type
 
 PLACE = ("--name=mine", "--zone=us-central2-b")
 STORE = "gs://bucket/run"

@@ -5,7 +5,6 @@ The generated scripts run here, with fakes of the programs that a cluster has.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shlex
@@ -19,9 +18,10 @@ import yaml
 
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.errors import UsageError
-from layerkit_runner.tools.launch.command import KINDS, _parser, make_recipe
+from layerkit_runner.tools.launch.command import _COMMON, KINDS, make_recipe, parse_options
 from layerkit_runner.tools.launch.recipe import Recipe
 from layerkit_runner.tools.launch.request import Request
+from layerkit_runner.tools.launch.values import Options
 
 CONTROL = ["a\ntouch x\n", "a\r\ntouch x", "a\0b", "a\x1b[2J", "a\x85touch x", "a\u2028touch x"]
 TEXT = ["$(touch x)", "`touch x`", "a'; touch x; '", 'a"; touch x; "', "a b # \\ %j $HOME !x", "&x"]
@@ -52,9 +52,9 @@ RECORD = '#!/bin/bash\nprintf "%s\\0" "$0" "$@" >> "$RECORDED"\n'
 def text_flags() -> Iterator[tuple[str, str]]:
     """Every flag of every kind that takes text."""
     for kind in KINDS:
-        for action in _parser(kind, KINDS[kind])._actions:
-            if action.nargs != 0:
-                yield kind, action.option_strings[0].removeprefix("--")
+        for row in (*KINDS[kind].flags, *_COMMON):
+            if not row.is_switch:
+                yield kind, row.name
 
 
 def request_with(word: str, folder: str) -> Request:
@@ -63,8 +63,15 @@ def request_with(word: str, folder: str) -> Request:
 
 
 def recipe_of(kind: str, *flags: str, word: str = "a", folder: str = "gs://b/r") -> Recipe:
-    options = _parser(kind, KINDS[kind]).parse_args([*REQUIRED[kind], *flags])
-    return make_recipe(request_with(word, folder), options)
+    return make_recipe(request_with(word, folder), options_of(kind, *flags))
+
+
+def options_of(kind: str, *flags: str) -> Options:
+    given = {flag.partition("=")[0] for flag in flags}
+    required = [flag for flag in REQUIRED[kind] if flag.partition("=")[0] not in given]
+    options, others = parse_options(kind, [*required, *flags])
+    assert others == []
+    return options
 
 
 def flags_with(name: str, value: str) -> list[str]:
@@ -277,22 +284,18 @@ def test_runner_that_is_no_command_is_refused(runner):
         recipe_of("slurm", f"--runner={runner}")
 
 
-def namespace_of(kind: str, *flags: str) -> argparse.Namespace:
-    return _parser(kind, KINDS[kind]).parse_args([*REQUIRED[kind], *flags])
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "name", ["WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD", "my_secret"]
 )
 def test_value_of_a_secret_is_refused_and_not_repeated(kind, name):
     with pytest.raises(UsageError, match=name) as error:
-        namespace_of(kind, f"--env={name}=hunter2")
+        options_of(kind, f"--env={name}=hunter2")
     assert f"--env={name};" in str(error.value) and "hunter2" not in str(error.value)
 
 
 def test_variable_that_only_resembles_a_secret_is_accepted():
-    options = namespace_of("slurm", "--env=TOKENIZERS_PARALLELISM=false")
+    options = options_of("slurm", "--env=TOKENIZERS_PARALLELISM=false")
     assert options.env == [("TOKENIZERS_PARALLELISM", "false")]
 
 

@@ -22,6 +22,9 @@ from layerkit_inputs import (
 )
 from layerkit_runner.config.experiment import BaseExperiment
 
+TFDS_DATA_DIR_UNSET = "the data are looked for in ~/tensorflow_datasets; give --tfds_data_dir=…"
+"""What follows where neither the field TFDS_DATA_DIR nor the variable is set."""
+
 
 class Corpus(BaseExperiment, abstract=True):
     """What all of them share: where data and vocabulary are, and how much a batch holds."""
@@ -78,6 +81,19 @@ class Corpus(BaseExperiment, abstract=True):
     def vocab_path(self) -> str | None:
         """VOCAB_PATH, or what the environment says; None where neither does."""
         return self.VOCAB_PATH or os.environ.get("VOCAB_PATH")
+
+    def unset_variables(self) -> dict[str, str]:
+        """Return the variables that say where SeqIO finds vocabulary and data."""
+        if self.DATA_FORMAT != "seqio":
+            return {}
+        found = {}
+        if self.VOCAB_PATH is None:
+            found["VOCAB_PATH"] = (
+                "without a vocabulary it ends at its first batch; give --fdl.VOCAB_PATH=…"
+            )
+        if self.TFDS_DATA_DIR is None:
+            found["TFDS_DATA_DIR"] = TFDS_DATA_DIR_UNSET
+        return found
 
     def data_summary(self) -> str:
         """What is trained on, in a few words."""

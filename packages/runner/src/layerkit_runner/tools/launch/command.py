@@ -11,24 +11,19 @@ the experiment and its fields as well, before anything is written or started.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import sys
-import types
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Sequence
 
 from layerkit.near_names import near_names
-from layerkit_runner.config.flags import FLAGS
+from layerkit_runner.config.flags import flag_rows, read_flags, table, unknown_flag
 from layerkit_runner.errors import UsageError
-from layerkit_runner.run_options import OTHER_NAMES
+from layerkit_runner.run_options import FLAGS, OTHER_NAMES, Flag
 from layerkit_runner.tools.launch import kubernetes, local, slurm, tpu
-from layerkit_runner.tools.launch.data_fields import unset_data_lines
-from layerkit_runner.tools.launch.environment import variable
 from layerkit_runner.tools.launch.recipe import Recipe, follow, recipe_lines
 from layerkit_runner.tools.launch.request import Request, Resolve, make_request
-from layerkit_runner.tools.launch.values import check_values
+from layerkit_runner.tools.launch.values import Options, check_dashes, check_words, read_variable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,59 +31,105 @@ class Kind:
     """A place to run.
 
     Attributes:
-      module: Has `add_flags(parser)` and `make_recipe(request, options)`.
-      help: A line.
+      help: One line.
+      make_recipe: Function of a request and the flags.
+      flags: Flags of this kind; all kinds have `_COMMON` too.
+      required: Names of the flags that must be given.
       runs_elsewhere: Whether the machines may see other files than this one.
     """
 
-    module: types.ModuleType
     help: str
-    runs_elsewhere: bool = False
+    make_recipe: Callable[[Request, Options], Recipe]
+    flags: tuple[Flag, ...]
+    required: tuple[str, ...] = ()
+    runs_elsewhere: bool = True
 
 
 KINDS = {
-    "local": Kind(local, "on this machine, started again when it is killed or hangs"),
-    "slurm": Kind(slurm, "as a batch job, queued again when its time is up"),
-    "tpu_vm": Kind(tpu, "on a TPU VM or pod, by gcloud", runs_elsewhere=True),
+    "local": Kind(
+        "on this machine, started again when it is killed or hangs",
+        local.make_recipe,
+        local.FLAGS,
+        runs_elsewhere=False,
+    ),
+    "slurm": Kind(
+        "as a batch job, queued again when its time is up",
+        slurm.make_recipe,
+        slurm.FLAGS,
+        runs_elsewhere=False,
+    ),
+    "tpu_vm": Kind(
+        "on a TPU VM or pod, by gcloud", tpu.make_recipe, tpu.FLAGS, required=tpu.REQUIRED
+    ),
     "queued_resources": Kind(
-        tpu, "on TPUs that are waited for; one slice or several", runs_elsewhere=True
+        "on TPUs that are waited for; one slice or several",
+        tpu.make_recipe,
+        (*tpu.FLAGS, *tpu.QUEUED_FLAGS),
+        required=tpu.REQUIRED,
     ),
     "kubernetes": Kind(
-        kubernetes, "as a JobSet, on GPUs or TPUs; one slice or several", runs_elsewhere=True
+        "as a JobSet, on GPUs or TPUs; one slice or several",
+        kubernetes.make_recipe,
+        kubernetes.FLAGS,
+        required=("image",),
     ),
 }
+_COMMON = (
+    Flag(
+        "env",
+        str,
+        "an environment variable of the run; repeatable. NAME alone: its value is not written, but"
+        " taken from this environment, or on Kubernetes from --env_secret",
+        "NAME[=VALUE]",
+        repeats=True,
+    ),
+    Flag(
+        "setup",
+        str,
+        "a line of shell before the run, such as 'module load cuda'; repeatable",
+        "LINE",
+        repeats=True,
+    ),
+    Flag("runner", str, "how `runner` is called there", "COMMAND"),
+    Flag(
+        "recommended_xla_flags",
+        bool,
+        "whether to add the --xla_flags_preset that is recommended for the devices",
+        default=True,
+    ),
+    Flag("dry_run", bool, "print what would be written and run"),
+    Flag("help", bool, "print these flags"),
+)
 
 
 def run_launch(words: Sequence[str], resolve: Resolve) -> int:
-    """Starts what the words after `runner launch` say, or prints it; returns the exit code.
+    """Start what the words after `runner launch` say, or print it; return the exit code.
 
     Args:
       words: The kind, its flags, and those of `runner`.
       resolve: Finds the experiment of parsed flags and applies their overrides.
 
     Raises:
-      UsageError: a wrong kind, flag, experiment, field or value; a program that is not here.
+      UsageError: A kind, flag, experiment, field or value is wrong, or a program is not installed.
     """
     name, *rest = words or [""]
     if name in ("", "--help", "-h"):
-        print(_help())
+        rows = [(kind, row.help) for kind, row in KINDS.items()]
+        print(_HELP.format(kinds="\n".join(table(rows))))
         return 0
     if name not in KINDS:
         raise UsageError(
             f"there is no `runner launch {name}`{near_names(name, KINDS)} It is one of"
             f" {', '.join(KINDS)}."
         )
-    kind = KINDS[name]
-    parser = _parser(name, kind)
-    if "--help" in rest or "-h" in rest:
-        parser.print_help()
+    options, others = parse_options(name, rest)
+    if options.help:
+        rows = flag_rows((*KINDS[name].flags, *_COMMON))
+        print(_HELP_OF.format(kind=name, help=KINDS[name].help, flags="\n".join(table(rows))))
         return 0
-    options, others = parser.parse_known_args(rest)
-    _refuse_unknown(others, parser)
-    request = make_request(others, resolve, runs_elsewhere=kind.runs_elsewhere)
+    request = make_request(others, resolve, runs_elsewhere=KINDS[name].runs_elsewhere)
     recipe = make_recipe(request, options)
-    environment = {*(() if kind.runs_elsewhere else os.environ), *dict(options.env)}
-    for line in unset_data_lines(request.unset_data, environment, options.setup):
+    for line in _unset_variables(request, options):
         print(f"launch: {line}", file=sys.stderr)
     if options.dry_run:
         print("\n".join(recipe_lines(recipe)))
@@ -96,99 +137,75 @@ def run_launch(words: Sequence[str], resolve: Resolve) -> int:
     return follow(recipe)
 
 
-def make_recipe(request: Request, options: argparse.Namespace) -> Recipe:
-    """Return the files and commands that launch a request; every value is checked before.
+def parse_options(kind: str, words: Sequence[str]) -> tuple[Options, list[str]]:
+    """Return the flags of a kind, and the words of `runner`.
 
-    Args:
-      request: Command that is launched.
-      options: Parsed flags of a kind.
+    Raises:
+      UsageError: A word cannot be written, or a flag is unknown, missing or has a wrong value.
+    """
+    check_words(words)
+    rows = (*KINDS[kind].flags, *_COMMON)
+    given, others = read_flags(words, rows, known_only=True)
+    _check_known(others, rows)
+    unset = {row.name: () if row.repeats else row.default for row in rows}
+    options = Options(**{**unset, **given, "kind": kind})
+    options.env = [read_variable(text) for text in options.env]
+    for row in rows:
+        if row.name in KINDS[kind].required and row.name not in given and not options.help:
+            raise UsageError(f"`runner launch {kind}` needs --{row.name}={row.metavar}: {row.help}")
+    return options, others
+
+
+def _check_known(words: Sequence[str], rows: Sequence[Flag]) -> None:
+    """Raise an error if a word is a flag of another kind, or of no kind and not of `runner`."""
+    known = [*(row.name for row in (*rows, *FLAGS)), *OTHER_NAMES]
+    for word in words:
+        name = word.removeprefix("--").partition("=")[0]
+        is_known = name in known or name.removeprefix("no") in known
+        if not word.startswith("--") or name.startswith("fdl.") or is_known:
+            continue
+        kinds = [kind for kind, other in KINDS.items() if name in (row.name for row in other.flags)]
+        if kinds:
+            raise UsageError(f"--{name} belongs to `runner launch {' or '.join(kinds)}`.")
+        raise UsageError(unknown_flag(name, known, known))
+
+
+def make_recipe(request: Request, options: Options) -> Recipe:
+    """Return the files and commands that launch a request; every value is checked before.
 
     Raises:
       UsageError: A value cannot be written, or flags do not fit together or the experiment's mesh.
     """
-    check_values(request, options)
-    recipe: Recipe = KINDS[options.kind].module.make_recipe(request, options)
-    return recipe
+    check_words(request.words)
+    check_dashes(options)
+    return KINDS[options.kind].make_recipe(request, options)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises what the command line shows as one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{self.prog.removeprefix('runner ')}: {message}")
-
-
-def _parser(name: str, kind: Kind) -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog=f"runner launch {name}",
-        usage=f"runner launch {name} [flags] --exp=NAME --job_log_dir=DIR [flags of runner]",
-        description=f"Runs an experiment {kind.help}.",
-        allow_abbrev=False,
-        add_help=False,
-    )
-    parser.set_defaults(kind=name)
-    kind.module.add_flags(parser)
-    parser.add_argument(
-        "--env",
-        action="append",
-        default=[],
-        metavar="NAME[=VALUE]",
-        type=variable,
-        help="an environment variable of the run; repeatable. NAME alone: its value is not written,"
-        " but taken from this environment, or on Kubernetes from --env_secret",
-    )
-    parser.add_argument(
-        "--setup",
-        action="append",
-        default=[],
-        metavar="LINE",
-        help="a line of shell before the run, such as 'module load cuda'; repeatable",
-    )
-    parser.add_argument("--runner", metavar="COMMAND", help="how `runner` is called there")
-    parser.add_argument(
-        "--norecommended_xla_flags",
-        action="store_true",
-        help="leave out the --xla_flags_preset that the devices are known to like",
-    )
-    parser.add_argument(
-        "--dry_run", action="store_true", help="print what would be written and run, and leave"
-    )
-    return parser
+def _unset_variables(request: Request, options: Options) -> list[str]:
+    """Return a line for each variable that the inputs read and that nothing sets for the run."""
+    environment = {*dict(options.env)}
+    if not KINDS[options.kind].runs_elsewhere:
+        environment |= {*os.environ}
+    return [
+        f"nothing sets {name} where the run will be, and {consequence}"
+        for name, consequence in request.variables.items()
+        if name not in environment and not any(f"{name}=" in line for line in options.setup)
+    ]
 
 
-def _refuse_unknown(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """A misspelt flag of the launcher hears of the launcher's flags, not only of `runner`'s."""
-    own = [text.removeprefix("--") for action in parser._actions for text in action.option_strings]
-    known = [*(flag.name for flag in FLAGS), *OTHER_NAMES]
-    for word in words:
-        name = word.removeprefix("--").partition("=")[0]
-        is_flag = word.startswith("--") and not name.startswith("fdl.")
-        if not is_flag or name in known or name.removeprefix("no") in known:
-            continue
-        others = [other for kind in KINDS for other in _own_flags(kind) if other not in own]
-        if name in others:
-            kinds = [kind for kind in KINDS if name in _own_flags(kind)]
-            raise UsageError(f"--{name} belongs to `runner launch {' or '.join(kinds)}`.")
-        if near_names(name, own) != ".":
-            raise UsageError(f"there is no flag --{name}{near_names(name, own, prefix='--')}")
+_HELP_OF = """\
+runner launch {kind} [flags] --exp=NAME --job_log_dir=DIR [flags of runner]
+
+Runs an experiment {help}.
+
+{flags}"""
 
 
-def _own_flags(kind: str) -> list[str]:
-    actions = _parser(kind, KINDS[kind])._actions
-    return [text.removeprefix("--") for action in actions for text in action.option_strings]
+_HELP = """\
+runner launch KIND [flags of the kind] --exp=NAME --job_log_dir=DIR [flags of runner]
 
+Starts a run somewhere else, or with --dry_run prints what would be started.
 
-def _help() -> str:
-    width = max(map(len, KINDS))
-    rows = [f"  {name:<{width}}  {kind.help}" for name, kind in KINDS.items()]
-    return "\n".join(
-        [
-            "runner launch KIND [flags of the kind] --exp=NAME --job_log_dir=DIR [flags of runner]",
-            "",
-            "Starts a run somewhere else, or with --dry_run prints what would be started.",
-            "",
-            *rows,
-            "",
-            "`runner launch KIND --help` tells the flags of a kind; docs/launch/ has recipes.",
-        ]
-    )
+{kinds}
+
+`runner launch KIND --help` prints the flags of a kind; docs/launch/ has recipes."""

@@ -5,7 +5,7 @@ On GKE a TPU tells each pod which it is; elsewhere the first pod's name in the s
 where they meet. An error, a wrong command or training that is not finite (exit codes 1, 2 and 65)
 ends the set at once; a pod that is told to go away has time to save.
 
-A set cannot be changed, and one that has ended is not run again: to go on, it is deleted and made
+A set cannot be changed, and one that has ended is not run again: to resume, it is deleted and made
 anew, which `--replace` does.
 
 Source: the JobSet API, jobset.x-k8s.io/v1alpha2; GKE documentation, "Deploy TPU Multislices".
@@ -13,87 +13,29 @@ Source: the JobSet API, jobset.x-k8s.io/v1alpha2; GKE documentation, "Deploy TPU
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 from typing import Any
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.tools.launch import scripts
-from layerkit_runner.tools.launch.environment import referenced_variables, written_variables
-from layerkit_runner.tools.launch.flag_values import adder, not_negative, positive
+from layerkit_runner.run_options import Flag, non_negative, positive
+from layerkit_runner.tools.launch import local
 from layerkit_runner.tools.launch.recipe import Recipe
 from layerkit_runner.tools.launch.request import LONGEST_NAME, Request, split_command
-from layerkit_runner.tools.launch.tpu_types import TpuSlice, find_generation, parse_topology
+from layerkit_runner.tools.launch.tpu import TpuSlice, find_generation, parse_topology
+from layerkit_runner.tools.launch.values import Options, referenced_variables, written_variables
 
 _PORT = 8476
 _JOB = "run"
 _CHIPS_PER_HOST = 4
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of this kind."""
-
-    add = adder(parser)
-    add("image", "the container; docs/launch has a recipe for one", required=True, metavar="IMAGE")
-    add("nodes", "machines with GPUs (default 1)", type=positive, default=1, metavar="N")
-    add("gpus_per_node", "0 for none (default 0)", type=not_negative, default=0, metavar="N")
-    add("tpu", "v4, v5p, v5litepod or v6e instead of GPUs", metavar="GENERATION")
-    add("tpu_topology", "of a slice, such as 4x4x8", metavar="TOPOLOGY")
-    add(
-        "num_slices",
-        "how many of them in one job (default 1)",
-        type=positive,
-        default=1,
-        metavar="N",
-    )
-    add(
-        "volume",
-        "CLAIM:PATH, a persistent volume claim and where to mount it",
-        type=_volume,
-        metavar="CLAIM:PATH",
-    )
-    add(
-        "name",
-        "of the set, one for each run (default: of the experiment)",
-        type=_name,
-        metavar="NAME",
-    )
-    add(
-        "replace",
-        "delete the set of that name first; its pods save and leave, and the new ones go on",
-        action="store_true",
-    )
-    add("namespace", "where the job belongs", metavar="NAME")
-    add(
-        "env_secret",
-        "the Kubernetes secret with the variables that --env=NAME gives without a value",
-        metavar="SECRET",
-    )
-    add("service_account", "as whom the pods run, such as to write to a store", metavar="NAME")
-    add(
-        "max_restarts",
-        "how often all pods are started again (default 10)",
-        type=not_negative,
-        default=10,
-        metavar="N",
-    )
-    add(
-        "save_before_end",
-        "seconds for a last save when a pod is told to go (default 300)",
-        type=positive,
-        default=300,
-        metavar="SECONDS",
-    )
-    add("script", "where to write the manifest (default ./NAME.jobset.yaml)", metavar="FILE")
-
-
 def _name(text: str) -> str:
     # It becomes part of the names of pods, and a name in the network.
     if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", text) or len(text) > LONGEST_NAME:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a lower-case letter followed by letters, digits and dashes, at most"
-            f" {LONGEST_NAME} in all"
+        raise ValueError(
+            "expected a lower-case letter followed by letters, digits and dashes, at most"
+            f" {LONGEST_NAME} in all."
         )
     return text
 
@@ -101,17 +43,51 @@ def _name(text: str) -> str:
 def _volume(text: str) -> tuple[str, str]:
     claim, colon, path = text.partition(":")
     if not claim or not colon or not path.startswith("/"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not CLAIM:/PATH")
+        raise ValueError("expected CLAIM:/PATH.")
     return claim, path
 
 
-def make_recipe(request: Request, options: argparse.Namespace) -> Recipe:
-    """The manifest, and the commands that hand it over.
+FLAGS = (
+    Flag("image", str, "the container; docs/launch has a recipe for one", "IMAGE"),
+    Flag("nodes", positive, "machines with GPUs", "N", default=1),
+    Flag("gpus_per_node", non_negative, "0 for none", "N", default=0),
+    Flag("tpu", str, "v4, v5p, v5litepod or v6e instead of GPUs", "GENERATION"),
+    Flag("tpu_topology", str, "of a slice, such as 4x4x8", "TOPOLOGY"),
+    Flag("num_slices", positive, "how many of them in one job", "N", default=1),
+    Flag("volume", _volume, "a persistent volume claim and where to mount it", "CLAIM:PATH"),
+    Flag("name", _name, "of the set, one for each run; by default of the experiment", "NAME"),
+    Flag(
+        "replace",
+        bool,
+        "delete the set of that name first; its pods save and leave, and the new ones resume",
+    ),
+    Flag("namespace", str, "where the job belongs", "NAME"),
+    Flag(
+        "env_secret",
+        str,
+        "the Kubernetes secret with the variables that --env=NAME gives without a value",
+        "SECRET",
+    ),
+    Flag("service_account", str, "as whom the pods run, such as to write to a store", "NAME"),
+    Flag("max_restarts", non_negative, "how often all pods are started again", "N", default=10),
+    Flag(
+        "save_before_end",
+        positive,
+        "seconds for a last save when a pod is told to go",
+        "SECONDS",
+        default=300,
+    ),
+    Flag("script", str, "where to write the manifest; by default ./NAME.jobset.yaml", "FILE"),
+)
+
+
+def make_recipe(request: Request, options: Options) -> Recipe:
+    """Return the manifest, and the commands that hand it over.
 
     Raises:
-      UsageError: flags that do not fit together, or do not fit the experiment's mesh.
+      UsageError: Flags do not fit together, or do not fit the experiment's mesh.
     """
-    # Of all that `runner` does only this and tools.translate need it.
+    # Only this kind and the translation of MaxText need it.
     import yaml
 
     tpu = _tpu(options)
@@ -119,38 +95,28 @@ def make_recipe(request: Request, options: argparse.Namespace) -> Recipe:
     preset = "gpu_latency_hiding" if options.gpus_per_node else None
     if tpu is not None:
         preset = tpu.preset(options.num_slices)
-    if not options.norecommended_xla_flags:
+    if options.recommended_xla_flags:
         request = request.with_preset(preset)
+    name = options.name or request.job_name
     # Not in the folder of the run, which may only be in sight of the pods.
-    path = options.script or f"{_set_name(request, options)}.jobset.yaml"
-    text = yaml.safe_dump(manifest(request, options, tpu), sort_keys=False, width=1000)
-    delete = _delete(request, options)
+    path = options.script or f"{name}.jobset.yaml"
+    text = yaml.safe_dump(_manifest(request, options, tpu, name=name), sort_keys=False, width=1000)
+    namespace = [] if options.namespace is None else [f"--namespace={options.namespace}"]
+    delete = ["kubectl", "delete", "jobset", name, *namespace, "--ignore-not-found"]
+    # In the foreground it is over when the pods are gone, so that the next do not meet them.
+    delete.append("--cascade=foreground")
+    apply = ["kubectl", "apply", f"--filename={path}"]
     return Recipe(
         files={path: text},
-        commands=[
-            *([delete] if options.replace else []),
-            ["kubectl", "apply", f"--filename={path}"],
-        ],
+        commands=[delete, apply] if options.replace else [apply],
         afterwards=[
             f"to stop it, after saving: {shlex.join(delete)}",
-            "to go on, however it ended: the same command with --replace",
+            "to resume, however it ended: the same command with --replace",
         ],
     )
 
 
-def _set_name(request: Request, options: argparse.Namespace) -> str:
-    return options.name or request.job_name
-
-
-def _delete(request: Request, options: argparse.Namespace) -> list[str]:
-    # In the foreground it is over when the pods are gone, so that the next do not meet them.
-    words = ["kubectl", "delete", "jobset", _set_name(request, options)]
-    if options.namespace is not None:
-        words.append(f"--namespace={options.namespace}")
-    return [*words, "--ignore-not-found", "--cascade=foreground"]
-
-
-def _tpu(options: argparse.Namespace) -> TpuSlice | None:
+def _tpu(options: Options) -> TpuSlice | None:
     if (options.tpu is None) != (options.tpu_topology is None):
         raise UsageError("--tpu and --tpu_topology belong together: --tpu=v5p --tpu_topology=4x4x8")
     if options.tpu is None:
@@ -158,31 +124,8 @@ def _tpu(options: argparse.Namespace) -> TpuSlice | None:
     return parse_topology(options.tpu_topology, find_generation(options.tpu))
 
 
-def _check(request: Request, options: argparse.Namespace, tpu: TpuSlice | None) -> None:
+def _check(request: Request, options: Options, tpu: TpuSlice | None) -> None:
     _check_folder(request, options)
-    _check_secret(options)
-    if tpu is not None:
-        if tpu.generation.gke_accelerator is None:
-            raise UsageError(f"GKE has no {tpu.generation.name}; `runner launch tpu_vm` has.")
-        if options.gpus_per_node or options.nodes > 1:
-            raise UsageError(
-                "--tpu says what the pods have; leave out --nodes and --gpus_per_node."
-            )
-        told_by = f"--tpu={options.tpu} --tpu_topology={options.tpu_topology}"
-        count = tpu.num_devices * options.num_slices
-        if options.num_slices > 1:
-            told_by += f" --num_slices={options.num_slices}"
-        request.check_devices(count, told_by, num_slices=options.num_slices)
-    elif options.num_slices > 1:
-        raise UsageError("--num_slices is of TPUs; machines with GPUs are counted by --nodes.")
-    elif options.gpus_per_node:
-        told_by = f"--nodes={options.nodes} --gpus_per_node={options.gpus_per_node}"
-        request.check_devices(options.nodes * options.gpus_per_node, told_by)
-    else:
-        request.check_cpus(options.nodes, f"--nodes={options.nodes}", written_variables(options))
-
-
-def _check_secret(options: argparse.Namespace) -> None:
     for name in referenced_variables(options):
         if options.env_secret is None:
             raise UsageError(
@@ -190,9 +133,28 @@ def _check_secret(options: argparse.Namespace) -> None:
                 f" holds {name}. Make one: kubectl create secret generic SECRET"
                 f" --from-file={name}=FILE"
             )
+    if tpu is not None:
+        if tpu.generation.gke_accelerator is None:
+            raise UsageError(f"GKE has no {tpu.generation.name}; `runner launch tpu_vm` has.")
+        if options.gpus_per_node or options.nodes > 1:
+            raise UsageError(
+                "--tpu says what the pods have; leave out --nodes and --gpus_per_node."
+            )
+        flags = f"--tpu={options.tpu} --tpu_topology={options.tpu_topology}"
+        count = tpu.num_devices * options.num_slices
+        if options.num_slices > 1:
+            flags += f" --num_slices={options.num_slices}"
+        request.check_devices(count, flags, num_slices=options.num_slices)
+    elif options.num_slices > 1:
+        raise UsageError("--num_slices is of TPUs; machines with GPUs are counted by --nodes.")
+    elif options.gpus_per_node:
+        flags = f"--nodes={options.nodes} --gpus_per_node={options.gpus_per_node}"
+        request.check_devices(options.nodes * options.gpus_per_node, flags)
+    else:
+        request.check_cpus(options.nodes, f"--nodes={options.nodes}", written_variables(options))
 
 
-def _check_folder(request: Request, options: argparse.Namespace) -> None:
+def _check_folder(request: Request, options: Options) -> None:
     if request.is_in_store:
         return
     if options.volume is None:
@@ -205,19 +167,24 @@ def _check_folder(request: Request, options: argparse.Namespace) -> None:
         raise UsageError(f"--job_log_dir={request.folder} is not in --volume, which is at {path}.")
 
 
-def manifest(request: Request, options: argparse.Namespace, tpu: TpuSlice | None) -> dict[str, Any]:
-    """The JobSet, as values."""
-    pods = _pods_per_slice(tpu) if tpu is not None else options.nodes
-    metadata: dict[str, Any] = {"name": _set_name(request, options)}
+def _manifest(
+    request: Request, options: Options, tpu: TpuSlice | None, *, name: str
+) -> dict[str, Any]:
+    """Return the JobSet of that name as values."""
+    pods = options.nodes if tpu is None else max(1, tpu.num_chips // _chips_per_host(tpu))
+    metadata: dict[str, Any] = {"name": name}
     if options.namespace is not None:
         metadata["namespace"] = options.namespace
     if tpu is not None:
         # Each slice has a node pool to itself.
         topology = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
         metadata["annotations"] = topology
+    # On TPUs the processes find one another. Pods are called SET-JOB-INDEX-POD, in a network that
+    # is called as the set.
+    address = None if tpu is not None else f"{name}-{_JOB}-0-0.{name}:{_PORT}"
     final = {
         "action": "FailJob",
-        "onExitCodes": {"operator": "In", "values": [*scripts.FINAL_EXIT_CODES]},
+        "onExitCodes": {"operator": "In", "values": [*local.FINAL_EXIT_CODES]},
     }
     job = {
         "parallelism": pods,
@@ -225,7 +192,7 @@ def manifest(request: Request, options: argparse.Namespace, tpu: TpuSlice | None
         "completionMode": "Indexed",
         "backoffLimit": 0,
         "podFailurePolicy": {"rules": [final]},
-        "template": {"spec": _pod(request, options, tpu, num_pods=pods)},
+        "template": {"spec": _pod(options, tpu, _command(request, options, address, pods))},
     }
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -243,23 +210,17 @@ def manifest(request: Request, options: argparse.Namespace, tpu: TpuSlice | None
     }
 
 
-def _pods_per_slice(tpu: TpuSlice) -> int:
-    return max(1, tpu.num_chips // _chips_per_host(tpu))
-
-
 def _chips_per_host(tpu: TpuSlice) -> int:
     # Up to 8 chips with two-dimensional topologies are one host.
     is_one_host = tpu.generation.topology_dims == 2 and tpu.num_chips <= 2 * _CHIPS_PER_HOST
     return tpu.num_chips if is_one_host else min(_CHIPS_PER_HOST, tpu.num_chips)
 
 
-def _pod(
-    request: Request, options: argparse.Namespace, tpu: TpuSlice | None, *, num_pods: int
-) -> dict[str, Any]:
+def _pod(options: Options, tpu: TpuSlice | None, command: str) -> dict[str, Any]:
     container: dict[str, Any] = {
         "name": "runner",
         "image": options.image,
-        "command": ["bash", "-c", _verbatim(_command(request, options, tpu, num_pods=num_pods))],
+        "command": ["bash", "-c", _verbatim(command)],
         "env": _environment(options),
         "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
     }
@@ -292,17 +253,14 @@ def _pod(
     return pod
 
 
-def _environment(options: argparse.Namespace) -> list[dict[str, Any]]:
-    variables = {**scripts.VARIABLES, **written_variables(options)}
+def _environment(options: Options) -> list[dict[str, Any]]:
+    variables = {**local.VARIABLES, **written_variables(options)}
     written = [{"name": name, "value": _verbatim(value)} for name, value in variables.items()]
-    secret = options.env_secret
-    return [
-        *written,
-        *(
-            {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": name}}}
-            for name in referenced_variables(options)
-        ),
+    referenced = [
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": options.env_secret, "key": name}}}
+        for name in referenced_variables(options)
     ]
+    return [*written, *referenced]
 
 
 def _verbatim(text: str) -> str:
@@ -310,19 +268,11 @@ def _verbatim(text: str) -> str:
     return re.sub(r"\$(?=[$(])", "$$", text)
 
 
-def _command(
-    request: Request, options: argparse.Namespace, tpu: TpuSlice | None, *, num_pods: int
-) -> str:
-    words = [shlex.quote(word) for word in split_command(options.runner, ["runner"])]
-    words += [shlex.quote(word) for word in request.words]
-    if tpu is None and num_pods > 1:
-        # Pods are called SET-JOB-INDEX-POD, in a network that is called as the set.
-        name = _set_name(request, options)
-        host = f"{name}-{_JOB}-0-0.{name}"
-        words += [
-            f"--coordinator_address={host}:{_PORT}",
-            f"--num_processes={num_pods}",
-            '--process_id="$JOB_COMPLETION_INDEX"',
-        ]
+def _command(request: Request, options: Options, address: str | None, num_pods: int) -> str:
+    command = [*split_command(options.runner, ["runner"]), *request.words]
+    words = [shlex.quote(word) for word in command]
+    if address is not None and num_pods > 1:
+        words += [f"--coordinator_address={address}", f"--num_processes={num_pods}"]
+        words.append('--process_id="$JOB_COMPLETION_INDEX"')
     # In the place of the shell, so that the signal to save reaches it.
     return "\n".join([*options.setup, f"exec {' '.join(words)}"])

@@ -18,13 +18,11 @@ class Recipe:
     """What starts a run, in order.
 
     Attributes:
-      files: Text by path, written first and readable by their owner alone; those that end in
-        `.sh` can be run.
-      folders: Folders that must be there.
+      files: Text by path. Only their owner can read them, and run those that end in `.sh`.
+      folders: Folders that must exist.
       commands: Words of each command.
-      afterwards: Lines for people, about what to do next.
-      hands_over: Whether the last command takes the place of this process, as one does that lasts
-        as long as the run: then signals reach it, Ctrl-C among them.
+      afterwards: Lines for the user about what to do next.
+      hands_over: Whether the last command replaces this process and so receives its signals.
     """
 
     commands: Sequence[Sequence[str]]
@@ -35,7 +33,7 @@ class Recipe:
 
 
 def recipe_lines(recipe: Recipe) -> Iterator[str]:
-    """The recipe as text; but for the headings, a shell could run it."""
+    """Yield the lines of a dry run; except for the headings, a shell could run them."""
     for path, text in recipe.files.items():
         yield f"# would write {path}"
         yield text.rstrip("\n")
@@ -49,10 +47,10 @@ def recipe_lines(recipe: Recipe) -> Iterator[str]:
 
 
 def follow(recipe: Recipe) -> int:
-    """Writes the files and runs the commands, up to the first that fails; returns its exit code.
+    """Write the files and run the commands, up to the first that fails; return its exit code.
 
     Raises:
-      UsageError: a file cannot be written, or a program is not installed here.
+      UsageError: A file cannot be written, or a program is not installed here.
     """
     try:
         for folder in recipe.folders:

@@ -1,4 +1,4 @@
-"""As a Slurm batch job that goes on where it stopped, however often it is stopped.
+"""As a Slurm batch job that resumes, however often it is stopped.
 
 | what happens | what follows |
 |---|---|
@@ -9,83 +9,61 @@
 | `scancel` | the run saves and leaves, and the job ends |
 
 One process per node takes all of its GPUs; `--processes_per_node` splits them evenly. `srun` starts
-the processes, which find one another by what Slurm says (`processes.launchers`).
+the processes, which find one another by what Slurm says (`distributed.launchers`).
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.tools.launch import scripts
-from layerkit_runner.tools.launch.environment import inherited_variables, written_variables
-from layerkit_runner.tools.launch.flag_values import adder, not_negative, positive, slurm_seconds
-from layerkit_runner.tools.launch.local import script_path
+from layerkit_runner.run_options import Flag, non_negative, positive
+from layerkit_runner.tools.launch import local
 from layerkit_runner.tools.launch.recipe import Recipe
 from layerkit_runner.tools.launch.request import Request, own_command, split_command
+from layerkit_runner.tools.launch.values import Options, inherited_variables, written_variables
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of this kind."""
+def _option_text(text: str) -> str:
+    if not text.startswith("-"):
+        raise ValueError("expected an option, as in --sbatch=--qos=high.")
+    return text
 
-    add = adder(parser)
-    add("nodes", "how many (default 1)", type=positive, default=1, metavar="N")
-    add("gpus_per_node", "0 for none (default 0)", type=not_negative, default=0, metavar="N")
-    add(
-        "processes_per_node",
-        "1 takes all GPUs of a node (default 1)",
-        type=positive,
-        default=1,
-        metavar="N",
-    )
-    add("cpus_per_process", "CPU cores of each process", type=positive, metavar="N")
-    add("time", "time limit of each turn, as Slurm writes it: 24:00:00", metavar="TIME")
-    add(
-        "save_before_end",
-        "seconds before the limit at which the run saves (default 300)",
-        type=positive,
-        default=300,
-        metavar="SECONDS",
-    )
-    add("partition", "where to queue", metavar="NAME")
-    add("account", "whom to charge", metavar="NAME")
-    add(
-        "max_restarts",
-        "how often processes are started again in one turn after one was lost,"
-        " killed or hung (default 3)",
-        type=not_negative,
-        default=3,
-        metavar="N",
-    )
-    add("container_image", "run in this image (srun's pyxis)", metavar="IMAGE")
-    add("container_mounts", "FROM:TO,… for the container", metavar="MOUNTS")
-    add(
+
+FLAGS = (
+    Flag("nodes", positive, "number of nodes", "N", default=1),
+    Flag("gpus_per_node", non_negative, "0 for none", "N", default=0),
+    Flag("processes_per_node", positive, "1 takes all GPUs of a node", "N", default=1),
+    Flag("cpus_per_process", positive, "CPU cores of each process", "N"),
+    Flag("time", str, "time limit of each turn, as Slurm writes it: 24:00:00", "TIME"),
+    Flag("save_before_end", positive, "seconds before it at which to save", "SECONDS", default=300),
+    Flag("partition", str, "where to queue", "NAME"),
+    Flag("account", str, "whom to charge", "NAME"),
+    local.MAX_RESTARTS,
+    Flag("container_image", str, "run in this image (srun's pyxis)", "IMAGE"),
+    Flag("container_mounts", str, "FROM:TO,… for the container", "MOUNTS"),
+    Flag(
         "sbatch",
-        "another option of sbatch, such as --qos=high; repeatable",
-        action="append",
-        default=[],
-        metavar="OPTION",
-    )
-    add(
-        "script",
-        "where to write the script (default DIR/launch/slurm.sh; ./NAME.slurm.sh if DIR is in a"
-        " store)",
-        metavar="FILE",
-    )
+        _option_text,
+        "an option of sbatch, as --qos=high; repeatable",
+        "OPTION",
+        repeats=True,
+    ),
+    local.SCRIPT,
+)
 
 
-def make_recipe(request: Request, options: argparse.Namespace) -> Recipe:
-    """The batch script, and the command that submits it.
+def make_recipe(request: Request, options: Options) -> Recipe:
+    """Return the batch script, and the command that submits it.
 
     Raises:
-      UsageError: flags that do not fit together, or do not fit the experiment's mesh.
+      UsageError: Flags do not fit together, or do not fit the experiment's mesh.
     """
     _check(request, options)
-    if options.gpus_per_node and not options.norecommended_xla_flags:
+    if options.gpus_per_node and options.recommended_xla_flags:
         request = request.with_preset("gpu_latency_hiding")
-    path = script_path(request, "slurm.sh", options.script)
+    path = local.script_path(request, "slurm.sh", options.script)
     return Recipe(
         files={path: batch_script(request, options)},
         folders=[] if request.is_in_store else [os.path.join(request.folder, "launch")],
@@ -97,40 +75,28 @@ def make_recipe(request: Request, options: argparse.Namespace) -> Recipe:
     )
 
 
-def _check(request: Request, options: argparse.Namespace) -> None:
+def _check(request: Request, options: Options) -> None:
     gpus, processes = options.gpus_per_node, options.processes_per_node
     if gpus % processes:
         raise UsageError(
             f"--gpus_per_node={gpus} cannot be split evenly over --processes_per_node={processes}."
         )
-    for option in options.sbatch:
-        if not option.startswith("-"):
-            raise UsageError(f"--sbatch={option}: expected an option, as in --sbatch=--qos=high")
     if options.container_mounts and not options.container_image:
         raise UsageError("--container_mounts is for a container; give --container_image too.")
-    _check_time(options)
-    if gpus:
-        told_by = f"--nodes={options.nodes} --gpus_per_node={gpus}"
-        request.check_devices(options.nodes * gpus, told_by)
-    elif not any(word in option for option in options.sbatch for word in ("gpu", "exclusive")):
-        # Neither --gres=gpu:8 nor whole nodes, of which some clusters do not count the GPUs.
-        told_by = f"--nodes={options.nodes} --processes_per_node={processes}"
-        variables = {**os.environ, **written_variables(options)}  # sbatch hands them down
-        request.check_cpus(options.nodes * processes, told_by, variables)
-
-
-def _check_time(options: argparse.Namespace) -> None:
-    if options.time is None:
-        return
-    try:
-        seconds = slurm_seconds(options.time)
-    except ValueError as error:
-        raise UsageError(f"--time={error}") from None
+    seconds = 0 if options.time is None else slurm_seconds(options.time)
     if 0 < seconds <= options.save_before_end:
         raise UsageError(
             f"--time={options.time} is {seconds} s, and --save_before_end="
             f"{options.save_before_end} would stop the run as soon as it started."
         )
+    if gpus:
+        flags = f"--nodes={options.nodes} --gpus_per_node={gpus}"
+        request.check_devices(options.nodes * gpus, flags)
+    elif not any(word in option for option in options.sbatch for word in ("gpu", "exclusive")):
+        # Neither --gres=gpu:8 nor whole nodes, of which some clusters do not count the GPUs.
+        flags = f"--nodes={options.nodes} --processes_per_node={processes}"
+        variables = {**os.environ, **written_variables(options)}  # sbatch hands them down
+        request.check_cpus(options.nodes * processes, flags, variables)
 
 
 def _output(request: Request) -> str:
@@ -142,8 +108,8 @@ def _output(request: Request) -> str:
     return os.path.join(request.folder.replace("%", "%%"), "launch", name)
 
 
-def batch_script(request: Request, options: argparse.Namespace) -> str:
-    """The text of the batch script."""
+def batch_script(request: Request, options: Options) -> str:
+    """Return the text of the batch script."""
     in_container = options.container_image is not None
     command = split_command(options.runner, ["runner"] if in_container else own_command())
     seconds = options.save_before_end
@@ -158,9 +124,8 @@ requeue() {{
 }}
 """
     requeue = '[ -z "$out_of_time" ] || requeue\n'
-    final = " | ".join(map(str, (0, *scripts.FINAL_EXIT_CODES)))
+    final = " | ".join(map(str, (0, *local.FINAL_EXIT_CODES)))
     after_end = f'case "$code" in {final}) exit "$code" ;; esac # done, or failed for good\n'
-    start = 'srun "${srun[@]}" "${run[@]}"'
     return "\n".join(
         [
             "#!/bin/bash",
@@ -169,13 +134,11 @@ requeue() {{
             "set -u",
             "",
             trap,
-            scripts.environment_lines(
-                written_variables(options), options.setup, inherited=inherited_variables(options)
-            ),
-            scripts.words_array("srun", _srun_options(options)),
-            scripts.words_array("run", [*command, *request.words]),
-            scripts.start_and_wait(
-                start,
+            local.environment_lines(options, inherited=inherited_variables(options)),
+            local.words_array("srun", _srun_options(options)),
+            local.words_array("run", [*command, *request.words]),
+            local.start_and_wait(
+                'srun "${srun[@]}" "${run[@]}"',
                 max_restarts=options.max_restarts,
                 before_start=requeue,
                 after_end=after_end + requeue,
@@ -184,7 +147,7 @@ requeue() {{
     )
 
 
-def _options(request: Request, options: argparse.Namespace) -> list[str]:
+def _options(request: Request, options: Options) -> list[str]:
     given = {
         "job-name": request.job_name,
         "chdir": os.getcwd(),  # the run finds experiments of the working directory
@@ -213,7 +176,7 @@ def _quoted(text: str) -> str:
     return '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'
 
 
-def _srun_options(options: argparse.Namespace) -> list[str]:
+def _srun_options(options: Options) -> list[str]:
     given = {
         # A process that saved and left must not have the others killed while they still save; the
         # processes find out themselves when one of them is lost.
@@ -225,3 +188,25 @@ def _srun_options(options: argparse.Namespace) -> list[str]:
         "container-mounts": options.container_mounts,
     }
     return [f"--{name}={value}" for name, value in given.items() if value is not None]
+
+
+def slurm_seconds(text: str) -> int:
+    """Read a time in the forms of Slurm.
+
+    They are `minutes`, `minutes:seconds`, `hours:minutes:seconds`, `days-hours`,
+    `days-hours:minutes` and `days-hours:minutes:seconds`.
+
+    Raises:
+      UsageError: It has another form.
+    """
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if match is None:
+        raise UsageError(
+            f"--time={text}: expected a time as Slurm writes it, such as 90, 12:00:00 or 2-00:00."
+        )
+    days, *parts = (None if part is None else int(part) for part in match.groups())
+    given = [part for part in parts if part is not None]
+    if days is None and len(given) < 3:
+        given = [0, *given]  # minutes come first
+    hours, minutes, seconds = (*given, 0, 0)[:3]
+    return (((days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -4,29 +4,30 @@ The actions, in the order of a run's life:
 
     create    ask for the TPUs; queued resources may be waited for, for minutes or days
     install   copy a clone of the repository to every host and make an environment of it
-    start     start the run on every host; it goes on when this terminal is closed
+    start     start the run on every host; it continues when this terminal is closed
     stop      tell it to save and leave, and wait until it has
     delete    give the TPUs back; nothing on their disks is kept
 
 All hosts of all slices run the same command; a TPU tells each which it is. `--num_slices` slices of
-a queued resource are one job, whose mesh spans them by `DCN_MESH_SHAPE`.
+a queued resource are one job, whose mesh spans them by `partitioner.dcn_mesh_shape`.
 """
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
+import math
 import os
+import re
 import shlex
 from collections.abc import Sequence
 
 from layerkit.near_names import near_names
 from layerkit_runner.errors import UsageError
-from layerkit_runner.tools.launch import scripts
-from layerkit_runner.tools.launch.environment import referenced_variables, written_variables
-from layerkit_runner.tools.launch.flag_values import adder, not_negative, positive
+from layerkit_runner.run_options import Flag, positive
+from layerkit_runner.tools.launch import local
 from layerkit_runner.tools.launch.recipe import Recipe
 from layerkit_runner.tools.launch.request import Request, split_command
-from layerkit_runner.tools.launch.tpu_types import TpuSlice, parse_accelerator_type
+from layerkit_runner.tools.launch.values import Options, referenced_variables
 
 ACTIONS = ("create", "install", "start", "stop", "delete")
 
@@ -44,83 +45,151 @@ _INSTALL = (
 _SECONDS_TO_SAVE = 15 * 60
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of both kinds."""
-    is_queued = parser.get_default("kind") == "queued_resources"
-
-    add = adder(parser)
-    add(
-        "actions",
-        f"some of {', '.join(ACTIONS)}, with commas (default start)",
-        type=_actions,
-        default=("start",),
-        metavar="ACTIONS",
-    )
-    add("name", "of the TPU", required=True, metavar="NAME")
-    add("zone", "where it is", required=True, metavar="ZONE")
-    add("project", "whom it belongs to (default: gcloud's)", metavar="PROJECT")
-    add(
-        "accelerator_type",
-        "such as v4-128, v5p-128, v5litepod-16 or v6e-256",
-        required=True,
-        metavar="TYPE",
-    )
-    if is_queued:
-        add(
-            "num_slices",
-            "how many of them in one job (default 1)",
-            type=positive,
-            default=1,
-            metavar="N",
-        )
-        add("reserved", "take them from a reservation", action="store_true")
-        add("valid_until_duration", "give up waiting after so long, such as 6h", metavar="TIME")
-    add("runtime_version", "image of the hosts (default: that of the type)", metavar="VERSION")
-    add("spot", "cheaper, and may be taken away", action="store_true")
-    add(
-        "max_restarts",
-        "how often the run is started again on its hosts after a process was lost,"
-        " killed or hung (default 3)",
-        type=not_negative,
-        default=3,
-        metavar="N",
-    )
-    add(
-        "source",
-        "a clone of the repository, which `install` copies to each host (default layerkit)",
-        default="layerkit",
-        metavar="FOLDER",
-    )
-    add(
-        "install_command",
-        "what `install` runs on each host instead; then nothing is copied",
-        metavar="LINE",
-    )
-
-
 def _actions(text: str) -> tuple[str, ...]:
-    chosen = tuple(text.split(","))
+    chosen = text.split(",")
     for action in chosen:
         if action not in ACTIONS:
-            raise argparse.ArgumentTypeError(
-                f"there is no action {action!r}{near_names(action, ACTIONS)} It is one of"
-                f" {', '.join(ACTIONS)}."
-            )
+            raise ValueError(f"expected some of {','.join(ACTIONS)}{near_names(action, ACTIONS)}")
     return tuple(action for action in ACTIONS if action in chosen)
 
 
-def make_recipe(request: Request, options: argparse.Namespace) -> Recipe:
-    """The commands of gcloud, in order.
+REQUIRED = ("name", "zone", "accelerator_type")
+FLAGS = (
+    Flag("actions", _actions, f"some of {','.join(ACTIONS)}", "ACTIONS", default=("start",)),
+    Flag("name", str, "name of the TPU", "NAME"),
+    Flag("zone", str, "where it is", "ZONE"),
+    Flag("project", str, "whom it belongs to; by default gcloud's project", "PROJECT"),
+    Flag("accelerator_type", str, "such as v4-128, v5p-128, v5litepod-16 or v6e-256", "TYPE"),
+    Flag("runtime_version", str, "image of the hosts; by default that of the type", "VERSION"),
+    Flag("spot", bool, "cheaper, and may be taken away"),
+    local.MAX_RESTARTS,
+    Flag("source", str, "clone that `install` copies to each host", "FOLDER", default="layerkit"),
+    Flag("install_command", str, "what `install` runs on each host, in place of a copy", "LINE"),
+)
+QUEUED_FLAGS = (
+    Flag("num_slices", positive, "how many of them in one job", "N", default=1),
+    Flag("reserved", bool, "take them from a reservation"),
+    Flag("valid_until_duration", str, "give up waiting after so long, such as 6h", "TIME"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuGeneration:
+    """What all slices of a generation have in common.
+
+    `v4-128` and `v5p-128` count tensor cores, two to a chip, and a chip is one device of JAX;
+    `v5litepod-16` and `v6e-16` count chips of one core; `v2-8` counts cores, each a device.
+
+    Source: Google Cloud documentation, "TPU versions", "TPU runtime versions" and "TPUs in GKE".
+
+    """
+
+    name: str  # in accelerator types, before the dash
+    counts_per_chip: int  # what each chip adds to the number after the dash
+    devices_per_chip: int  # of JAX
+    runtime_version: str  # image of its virtual machines
+    gke_accelerator: str | None  # label of its nodes in GKE; None where GKE has none
+    topology_dims: int
+    preset: str | None = None  # compiler flags for one slice
+
+
+_V5E, _V6E = "tpu_v5e_collective_fusion", "tpu_v6e_dense"
+_ALL = (
+    TpuGeneration("v2", 2, 2, "tpu-ubuntu2204-base", None, 2),
+    TpuGeneration("v3", 2, 2, "tpu-ubuntu2204-base", None, 2),
+    TpuGeneration("v4", 2, 1, "tpu-ubuntu2204-base", "tpu-v4-podslice", 3),
+    TpuGeneration("v5p", 2, 1, "v2-alpha-tpuv5", "tpu-v5p-slice", 3),
+    TpuGeneration("v5litepod", 1, 1, "v2-alpha-tpuv5-lite", "tpu-v5-lite-podslice", 2, _V5E),
+    TpuGeneration("v6e", 1, 1, "v2-alpha-tpuv6e", "tpu-v6e-slice", 2, _V6E),
+)
+GENERATIONS = {generation.name: generation for generation in _ALL}
+_OTHER_NAMES = {"v5e": "v5litepod", "v5lite": "v5litepod"}
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuSlice:
+    """One slice: a generation and a number of chips."""
+
+    generation: TpuGeneration
+    num_chips: int
+
+    @property
+    def num_devices(self) -> int:
+        """Number of JAX's devices."""
+        return self.num_chips * self.generation.devices_per_chip
+
+    @property
+    def accelerator_type(self) -> str:
+        """Its name for gcloud."""
+        return f"{self.generation.name}-{self.num_chips * self.generation.counts_per_chip}"
+
+    def preset(self, num_slices: int) -> str | None:
+        """Return the compiler flags that are recommended for so many slices."""
+        if num_slices > 1 and self.generation.name not in ("v2", "v3"):
+            return "tpu_multislice"
+        return self.generation.preset
+
+
+def find_generation(name: str) -> TpuGeneration:
+    """Return the generation of a name; `v5e` is `v5litepod`.
 
     Raises:
-      UsageError: flags that do not fit together, or do not fit the experiment's mesh.
+      UsageError: There is none.
+    """
+    found = GENERATIONS.get(_OTHER_NAMES.get(name, name))
+    if found is None:
+        raise UsageError(
+            f"there is no TPU {name!r}{near_names(name, GENERATIONS)} It is one of"
+            f" {', '.join(GENERATIONS)}."
+        )
+    return found
+
+
+def parse_accelerator_type(text: str) -> TpuSlice:
+    """Read a name such as `v4-128`.
+
+    Raises:
+      UsageError: It is no such name.
+    """
+    match = re.fullmatch(r"(\w+)-(\d+)", text)
+    if match is None:
+        raise UsageError(f"--accelerator_type={text}: expected such as v4-128, v5p-128 or v6e-16")
+    generation = find_generation(match[1])
+    chips, rest = divmod(int(match[2]), generation.counts_per_chip)
+    if rest or chips == 0:
+        raise UsageError(
+            f"--accelerator_type={text}: {generation.name} counts {generation.counts_per_chip}"
+            " cores for each chip"
+        )
+    return TpuSlice(generation, chips)
+
+
+def parse_topology(text: str, generation: TpuGeneration) -> TpuSlice:
+    """Read a topology such as `4x4x8`.
+
+    Raises:
+      UsageError: It is no topology of this generation.
+    """
+    sides = text.split("x")
+    is_topology = all(side.isdecimal() and int(side) > 0 for side in sides)
+    if not is_topology or len(sides) != generation.topology_dims:
+        example = "4x4x8" if generation.topology_dims == 3 else "4x8"
+        raise UsageError(f"topologies of {generation.name} are written {example}, not {text!r}")
+    return TpuSlice(generation, math.prod(int(side) for side in sides))
+
+
+def make_recipe(request: Request, options: Options) -> Recipe:
+    """Return the commands of gcloud, in order.
+
+    Raises:
+      UsageError: Flags do not fit together, or do not fit the experiment's mesh.
     """
     tpu = parse_accelerator_type(options.accelerator_type)
     num_slices = getattr(options, "num_slices", 1)
-    told_by = f"--accelerator_type={options.accelerator_type}"
+    flags = f"--accelerator_type={options.accelerator_type}"
     if num_slices > 1:
-        told_by += f" --num_slices={num_slices}"
-    request.check_devices(tpu.num_devices * num_slices, told_by, num_slices=num_slices)
+        flags += f" --num_slices={num_slices}"
+    request.check_devices(tpu.num_devices * num_slices, flags, num_slices=num_slices)
     if not request.is_in_store:
         raise UsageError(
             f"--job_log_dir={request.folder} would be on the disks of the TPU's hosts, which do not"
@@ -132,40 +201,43 @@ def make_recipe(request: Request, options: argparse.Namespace) -> Recipe:
             " environment. Read a secret on the hosts instead:"
             f" --setup='export {name}=$(gcloud secrets versions access latest --secret=NAME)'"
         )
-    if not options.norecommended_xla_flags:
+    if options.recommended_xla_flags:
         request = request.with_preset(tpu.preset(num_slices))
+    is_queued = options.kind == "queued_resources"
     make = {
         "create": lambda: [_create(tpu, num_slices, options)],
         "install": lambda: _install(options),
         "start": lambda: [_on_all_hosts(_start_line(request, options), options)],
         "stop": lambda: [_on_all_hosts(_stop_line(request), options)],
-        "delete": lambda: [_delete(options)],
+        # A queued resource that is active is only deleted with its TPUs.
+        "delete": lambda: [_gcloud(options, "delete", "--quiet", *["--force"] * is_queued)],
     }
     commands = [command for action in options.actions for command in make[action]()]
-    return Recipe(commands=commands, afterwards=_afterwards(request, options))
-
-
-def _is_queued(options: argparse.Namespace) -> bool:
-    return bool(options.kind == "queued_resources")
+    afterwards = []
+    if "create" in options.actions and is_queued:
+        describe = shlex.join(_gcloud(options, "describe"))
+        afterwards.append(f"the TPUs are there when this says ACTIVE: {describe}")
+    if "start" in options.actions:
+        log = f"{request.job_name}.log on each host"
+        afterwards.append(f"output: {log}, and logs/ of --job_log_dir")
+    return Recipe(commands=commands, afterwards=afterwards)
 
 
 def _gcloud(
-    options: argparse.Namespace, verb: str, *words: str, operands: Sequence[str] | None = None
+    options: Options, verb: str, *words: str, operands: Sequence[str] | None = None
 ) -> list[str]:
-    resource = "queued-resources" if _is_queued(options) else "tpu-vm"
-    place = [f"--zone={options.zone}"]
-    if options.project is not None:
-        place.append(f"--project={options.project}")
-    named = operands or [options.name]
-    return ["gcloud", "compute", "tpus", resource, verb, *named, *place, *words]
+    project = [] if options.project is None else [f"--project={options.project}"]
+    place = [*(operands or [options.name]), f"--zone={options.zone}", *project]
+    kind = options.kind.replace("_", "-")
+    return ["gcloud", "compute", "tpus", kind, verb, *place, *words]
 
 
-def _create(tpu: TpuSlice, num_slices: int, options: argparse.Namespace) -> list[str]:
+def _create(tpu: TpuSlice, num_slices: int, options: Options) -> list[str]:
     version = options.runtime_version or tpu.generation.runtime_version
     words = [f"--accelerator-type={tpu.accelerator_type}"]
     if options.spot:
         words.append("--spot")
-    if not _is_queued(options):
+    if options.kind == "tpu_vm":
         return _gcloud(options, "create", *words, f"--version={version}")
     words.append(f"--runtime-version={version}")
     if num_slices > 1:
@@ -179,39 +251,30 @@ def _create(tpu: TpuSlice, num_slices: int, options: argparse.Namespace) -> list
     return _gcloud(options, "create", *words)
 
 
-def _delete(options: argparse.Namespace) -> list[str]:
-    # A queued resource that is active is only deleted with its TPUs.
-    return _gcloud(options, "delete", "--quiet", *(["--force"] if _is_queued(options) else []))
-
-
-def _install(options: argparse.Namespace) -> list[list[str]]:
+def _install(options: Options) -> list[list[str]]:
     if options.install_command is not None:
         return [_on_all_hosts(options.install_command, options)]
     clone = os.path.expanduser(options.source)
     sources = [os.path.join(clone, name) for name in ("packages", "constraints.txt")]
+    operands = [*sources, f"{options.name}:{_SOURCE}"]
     return [
         # Into a folder that is there scp copies by name, the second time over what the first left.
         _on_all_hosts(f"mkdir -p {_SOURCE}", options),
-        _copy_to_all_hosts(sources, options),
+        _gcloud(options, "scp", "--recurse", *_hosts(options), operands=operands),
         _on_all_hosts(_INSTALL, options),
     ]
 
 
-def _hosts(options: argparse.Namespace) -> list[str]:
-    return [*(["--node=all"] if _is_queued(options) else []), "--worker=all"]
+def _hosts(options: Options) -> list[str]:
+    return ["--worker=all"] if options.kind == "tpu_vm" else ["--node=all", "--worker=all"]
 
 
-def _on_all_hosts(line: str, options: argparse.Namespace) -> list[str]:
+def _on_all_hosts(line: str, options: Options) -> list[str]:
     return _gcloud(options, "ssh", *_hosts(options), f"--command={line}")
 
 
-def _copy_to_all_hosts(paths: list[str], options: argparse.Namespace) -> list[str]:
-    operands = [*paths, f"{options.name}:{_SOURCE}"]
-    return _gcloud(options, "scp", "--recurse", *_hosts(options), operands=operands)
-
-
-def _start_line(request: Request, options: argparse.Namespace) -> str:
-    """Writes the script on the host and starts it, free of the terminal."""
+def _start_line(request: Request, options: Options) -> str:
+    """Return a line that writes the script on the host and starts it, free of the terminal."""
     name = request.job_name
     script = shlex.quote(host_script(request, options))
     # In braces: in the background is the script alone, and not a shell that waits for the list and
@@ -223,7 +286,7 @@ def _start_line(request: Request, options: argparse.Namespace) -> str:
 
 
 def _stop_line(request: Request) -> str:
-    """Tells the script to leave and waits until it has, so that `delete` does not cut off a save.
+    """Return a line that stops the script and waits for its last save.
 
     The number in the file may by now be another program's; the command line tells.
     """
@@ -243,26 +306,16 @@ def _stop_line(request: Request) -> str:
     )
 
 
-def host_script(request: Request, options: argparse.Namespace) -> str:
-    """What runs on each host."""
+def host_script(request: Request, options: Options) -> str:
+    """Return the script that runs on each host."""
     command = split_command(options.runner, [])
     run = '"${run[@]}"' if command else f'"{_ENVIRONMENT}/bin/runner" "${{run[@]}}"'
     return "\n".join(
         [
             "set -u",
-            scripts.environment_lines(written_variables(options), options.setup),
-            scripts.FORWARD_SIGNALS,
-            scripts.words_array("run", [*command, *request.words]),
-            scripts.start_and_wait(run, max_restarts=options.max_restarts),
+            local.environment_lines(options),
+            local.FORWARD_SIGNALS,
+            local.words_array("run", [*command, *request.words]),
+            local.start_and_wait(run, max_restarts=options.max_restarts),
         ]
     )
-
-
-def _afterwards(request: Request, options: argparse.Namespace) -> list[str]:
-    lines = []
-    if "create" in options.actions and _is_queued(options):
-        describe = shlex.join(_gcloud(options, "describe"))
-        lines.append(f"the TPUs are there when this says ACTIVE: {describe}")
-    if "start" in options.actions:
-        lines.append(f"output: {request.job_name}.log on each host, and logs/ of --job_log_dir")
-    return lines

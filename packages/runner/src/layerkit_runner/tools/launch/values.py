@@ -1,45 +1,60 @@
-"""Checks of the values that scripts, manifests and commands are made from.
+"""Checks of the values that scripts, manifests and commands are made from; environment variables.
 
 A value ends up in a line of a script, an option of a program or a word of a command. Each writer
-quotes for its own format. What no format can hold safely is refused here, for all of them at once.
+quotes for its own format. What no format can hold safely is refused here, for all of them.
+
+A variable is written with its value (`--env=NAME=VALUE`) or passed by reference (`--env=NAME`). The
+run then takes the value from where the launcher keeps it, and no file holds it.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
+import re
+import types
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.tools.launch.request import Request
+
+Options = types.SimpleNamespace
+"""The flags of a kind, by name; `kind` is its name, and `env` has (name, value or None)."""
 
 # Control characters, line and paragraph separators, and bytes that are no UTF-8: each can end a
 # line where a program reads one, or cannot be written at all.
 _REFUSED_CATEGORIES = ("Cc", "Zl", "Zp", "Cs")
 # Options of sbatch, and variables, which hold options such as XLA_FLAGS=--xla_….
 _MAY_BEGIN_WITH_DASH = ("sbatch", "env")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD)(_|$)", re.IGNORECASE)
 
 
-def check_values(request: Request, options: argparse.Namespace) -> None:
-    """Raise an error if a value cannot be written into a script, a manifest or a command.
-
-    Args:
-      request: Command that is launched.
-      options: Flags of the launcher.
+def check_words(words: Iterable[str]) -> None:
+    """Raise an error if a word or the working directory holds a control character.
 
     Raises:
-      UsageError: A value holds a control character, or one of the launcher's begins with a dash,
-        with which the program that receives it would take it for an option.
+      UsageError: One does; neither a script nor a manifest can hold it.
     """
-    for name, text in _values(request, options):
+    texts = [("working directory", os.getcwd())]
+    for word in words:
+        name, equals, text = word.partition("=")
+        texts.append((name, text) if equals and name.isprintable() else ("argument", word))
+    for name, text in texts:
         for character in text:
             if unicodedata.category(character) in _REFUSED_CATEGORIES:
                 raise UsageError(
                     f"{name}={text!r}: expected text without control characters, but it holds"
                     f" {character!r}. Remove it; inside a string of --fdl write it as an escape."
                 )
+
+
+def check_dashes(options: Options) -> None:
+    """Raise an error if a value begins with a dash.
+
+    Raises:
+      UsageError: One does; the program that receives it would take it for an option.
+    """
     for name, text in _texts(vars(options)):
         if text.startswith("-") and name not in _MAY_BEGIN_WITH_DASH:
             raise UsageError(
@@ -48,18 +63,55 @@ def check_values(request: Request, options: argparse.Namespace) -> None:
             )
 
 
-def _values(request: Request, options: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    yield from ((f"--{name}", text) for name, text in _texts(vars(options)))
-    for word in request.words:
-        name, _, text = word.partition("=")
-        yield name, text
-    yield "working directory", os.getcwd()
-
-
-def _texts(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _texts(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, value in values.items():
         if isinstance(value, str):
             yield name, value
         elif isinstance(value, (list, tuple)):
             for item in value:
                 yield from _texts({name: item})
+
+
+def read_variable(text: str) -> tuple[str, str | None]:
+    """Read `NAME=VALUE`, or `NAME` for a reference, whose value is None.
+
+    Raises:
+      UsageError: It has another form, or gives the value of a secret. The value is not repeated,
+        since errors end up in logs.
+    """
+    name, equals, value = text.partition("=")
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"--env={name}: expected NAME=VALUE or NAME.")
+    if equals and _SECRET_NAME.search(name):
+        raise UsageError(
+            f"--env={name}=…: by its name this is a secret, and its value would be written into a"
+            f" file. Expected a reference, --env={name}; docs/launch/README.md says where each kind"
+            " of launcher takes the value from."
+        )
+    return name, value if equals else None
+
+
+def written_variables(options: Options) -> dict[str, str]:
+    """Return the variables that are given with their values."""
+    return {name: value for name, value in options.env if value is not None}
+
+
+def referenced_variables(options: Options) -> list[str]:
+    """Return the names of the variables that are given without their values."""
+    return [name for name, value in options.env if value is None]
+
+
+def inherited_variables(options: Options) -> list[str]:
+    """Return the referenced variables for a run that inherits the environment of this process.
+
+    Raises:
+      UsageError: A variable is not set.
+    """
+    names = referenced_variables(options)
+    for name in names:
+        if name not in os.environ:
+            raise UsageError(
+                f"--env={name}: expected a variable that is set here. Set it before the launch:"
+                f" export {name}=…"
+            )
+    return names

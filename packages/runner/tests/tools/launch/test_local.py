@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from layerkit_runner.tools.launch import scripts
+from layerkit_runner.tools.launch import local
+from layerkit_runner.tools.launch.values import Options
 
 RUN = """\
 #!/bin/bash
@@ -31,8 +32,8 @@ while :; do sleep 0.05; done
 
 def bash(folder: Path, run: str, *, before_start: str = "") -> list[str]:
     (folder / "run.sh").write_text(run)
-    loop = scripts.start_and_wait("bash run.sh", max_restarts=3, before_start=before_start, pause=0)
-    (folder / "script.sh").write_text(f"set -u\n{scripts.FORWARD_SIGNALS}\n{loop}")
+    loop = local.start_and_wait("bash run.sh", max_restarts=3, before_start=before_start, pause=0)
+    (folder / "script.sh").write_text(f"set -u\n{local.FORWARD_SIGNALS}\n{loop}")
     return ["bash", "script.sh"]
 
 
@@ -85,7 +86,8 @@ def test_a_signal_before_the_run_is_there_is_kept_for_it(tmp_path: Path):
 def test_words_and_variables_reach_the_run_as_they_are(tmp_path: Path):
     words = ["--fdl.NAMES=['a b', \"c\"]", "it's $HOME `date` \\ !", ""]
     variables = {"A_FLAG": "--one=1 --two='2 $X'"}
-    text = scripts.environment_lines(variables, ["B=set_up"]) + scripts.words_array("run", words)
+    options = Options(env=[*variables.items()], setup=["B=set_up"])
+    text = local.environment_lines(options) + local.words_array("run", words)
     text += '\nprintf "%s\\0" "$A_FLAG" "$B" "${run[@]}"'
     done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True)
     assert done.stdout.split("\0")[:-1] == [variables["A_FLAG"], "set_up", *words]
