@@ -46,8 +46,13 @@ class NonFiniteError(UsageError):
 _LIBRARIES = frozenset({"fiddle", "flax", "jax", "jaxlib", "numpy"})
 _OURS = frozenset({"layerkit", "layerkit_inputs", "layerkit_runner"})
 # Modules and functions that look up a name for the code that asks.
-_LOOKUP_MODULES = frozenset({"layerkit.config", "layerkit.nested_map"})
-_LOOKUP_FUNCTIONS = frozenset({"__getattr__", "_variable", "get_var", "update_var"})
+_LOOKUP_MODULES = frozenset({"layerkit.config", "layerkit.derived_fields", "layerkit.nested_map"})
+_LOOKUP_FUNCTIONS = frozenset(
+    {
+        *("__getattr__", "_variable", "get_var", "update_var"),
+        *("create_child", "create_children", "_make_child", "<listcomp>"),
+    }
+)
 
 
 def layer_error_text(error: Exception) -> str:
@@ -100,14 +105,10 @@ def unknown_name_text(error: Exception) -> str | None:
         text = f"{owner} has no attribute {error.name!r}{near_names(str(error.name), names)}"
     layer, source = layer_of(error), input_of(error)
     if layer is not None and not text.startswith(layer):
-        text = f"{_ended(text)} In layer {layer}."
+        text = f"{as_sentence(text)} In layer {layer}."
     elif source is not None:
-        text = f"{_ended(text)} In input {source}."
+        text = f"{as_sentence(text)} In input {source}."
     return f"{origin[1]}: {text}"
-
-
-def _ended(text: str) -> str:
-    return text if text.endswith((".", "?")) else f"{text}."
 
 
 def _first_paragraph(error: Exception) -> str:
@@ -135,6 +136,11 @@ def _origin(error: Exception) -> tuple[str, str] | None:
 
 def _is_of_this_project(value: object) -> bool:
     return any(cls.__module__.partition(".")[0] in _OURS for cls in type(value).__mro__)
+
+
+def as_sentence(text: str) -> str:
+    """Return a text with a full stop, unless it ends with one or with a question mark."""
+    return text if text.endswith((".", "?")) else f"{text}."
 
 
 def first_names(names: Iterable[str], *, limit: int = 12) -> str:

@@ -39,6 +39,7 @@ class Measuring(BaseModel):
 
     reported_metric = "error"
     fails: bool = False
+    asks_for: str = "y"
 
     def setup(self) -> None:
         from layerkit.layers.linears import Linear
@@ -59,7 +60,7 @@ class Measuring(BaseModel):
             raise KeyError("no such output")
         predictions = self.compute_predictions(batch)
         return NestedMap(
-            y=batch.y,
+            y=batch[self.asks_for],
             image=jnp.broadcast_to(batch.x[:, :1], (len(predictions), 2000)),
             of=NestedMap(double=2 * batch.x),
         )
@@ -81,7 +82,9 @@ def experiment(tiny: SimpleNamespace) -> type[BaseExperiment]:
         def task(self) -> Config:
             train = {"num_train_steps": 3, "summary_interval_steps": 1, "save_interval_steps": 10}
             task = tiny.task_config(learner={"learning_rate": 0.01}, train=train)
-            return task.set(model=Measuring.HParams.config(fails=self.FAILS == "decoding"))
+            model = Measuring.HParams.config(fails=self.FAILS == "decoding")
+            model.asks_for = "yy" if self.FAILS == "name" else "y"
+            return task.set(model=model)
 
         def datasets(self) -> list[Config]:
             held_out = Unscored if self.FAILS == "evaluation" else tiny.Points
@@ -153,6 +156,17 @@ def test_a_part_that_fails_is_reported_and_the_others_are_made(
     assert any(line.startswith(other) for line in lines)
     # The same command neither trains nor fails.
     assert run_train(resolved, options(folder)) == 0
+
+
+def test_unknown_name_in_a_part_that_fails_is_reported_with_its_line(
+    experiment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+):
+    monkeypatch.chdir(Path(__file__).parent)
+    assert run_train(resolve(experiment(FAILS="name")), options(tmp_path / "job")) == 0
+    source = Path(__file__).read_text()
+    line = source[: source.index("y=batch[self.asks_for]")].count("\n") + 1
+    start = f"decoding failed: test_end_report.py:{line}: NestedMap has no key 'yy'; did you mean"
+    assert start in capsys.readouterr().out
 
 
 def test_the_picture_has_the_name_of_the_metric_on_its_axis(experiment: Any, tmp_path: Path):

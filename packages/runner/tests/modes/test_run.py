@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -206,6 +207,24 @@ def test_misspelt_name_in_a_layer_is_one_sentence_with_its_line(
         f"{resolved.name}: test_run.py:{line}: {text} The whole error is in {log}."
     )
     assert "Traceback" in log.read_text()
+
+
+class MisspeltChildren(BaseLayer):
+    def setup(self) -> None:
+        self.create_children("sub", [Misspelt.HParams.config()] * 2, sise=3)
+
+
+def test_misspelt_field_of_a_child_names_the_line_that_creates_it(monkeypatch: Any):
+    monkeypatch.chdir(Path(__file__).parent)
+    with pytest.raises(AttributeError) as caught:
+        MisspeltChildren().init(jax.random.key(0))
+    line = inspect.unwrap(MisspeltChildren.setup).__code__.co_firstlineno + 1
+    text = unknown_name_text(caught.value)
+    assert text is not None
+    assert text.startswith(
+        f"test_run.py:{line}: Misspelt has no field 'sise'; did you mean 'size'?"
+    )
+    assert text.endswith("size. In layer MisspeltChildren().")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import jax
 from layerkit_inputs.extras import MissingExtraError
 from layerkit_runner.config.experiment import experiment_fields
 from layerkit_runner.distributed.process_exchange import all_arrive
-from layerkit_runner.errors import UsageError
+from layerkit_runner.errors import UsageError, unknown_name_text
 from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.files.byte_sizes import megabytes
 from layerkit_runner.modes.reported_metric import ReportedMetric
@@ -98,8 +98,9 @@ class _Parts:
             raise self._not_shared
 
     def _report(self, name: str, error: Exception, again_by: str | None) -> None:
-        what = " ".join(str(error).split())[:_ERROR_CHARACTERS].rstrip(".")
-        if not isinstance(error, UsageError):
+        unknown_name = unknown_name_text(error)
+        what = " ".join((unknown_name or str(error)).split())[:_ERROR_CHARACTERS].rstrip(".")
+        if unknown_name is None and not isinstance(error, UsageError):
             what = f"{type(error).__name__}: {what}"
         job = self._job
         again = command_line(job.resolved, job.options, mode=again_by or "train")

@@ -18,7 +18,13 @@ from layerkit.nested_map import MissingKeyError
 from layerkit_runner.config.experiment import BaseExperiment, experiment_fields
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
-from layerkit_runner.errors import StorageError, UsageError, layer_error_text, unknown_name_text
+from layerkit_runner.errors import (
+    StorageError,
+    UsageError,
+    as_sentence,
+    layer_error_text,
+    unknown_name_text,
+)
 from layerkit_runner.files.atomic_write import open_append
 from layerkit_runner.files.byte_sizes import size_text
 
@@ -103,8 +109,8 @@ def layer_errors(
             if not is_of_batch or layer_of(error) is None:
                 raise
             text = layer_error_text(error)
-        kept = "" if process is None else f".{_kept_traceback(error, process)}"
-        raise UsageError(f"{resolved.name}: {text.rstrip('.')}{kept}") from error
+        kept = "" if process is None else _kept_traceback(error, process)
+        raise UsageError(f"{resolved.name}: {as_sentence(text)}{kept}") from error
 
 
 @contextlib.contextmanager
