@@ -22,7 +22,7 @@ from layerkit_runner.files.atomic_write import (
     remove_stale_partials,
 )
 from layerkit_runner.files.locks import lock, try_lock
-from layerkit_runner.observers.json_lines import open_lines
+from layerkit_runner.observers.metrics_log import open_lines
 
 NOBODY = 65534
 AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to another user")

@@ -13,7 +13,7 @@ import pytest
 
 from layerkit.nested_map import NestedMap
 from layerkit_runner import UsageError
-from layerkit_runner.observers.json_lines import encode
+from layerkit_runner.observers.metrics_log import encode
 from layerkit_runner.trainer.decode_records import LARGEST_LIST, DecodedRecords
 
 

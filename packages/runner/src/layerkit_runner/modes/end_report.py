@@ -21,7 +21,7 @@ from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.files.byte_sizes import megabytes
 from layerkit_runner.modes.reported_metric import ReportedMetric
 from layerkit_runner.observers import draw_loss_curve, memory_scalars, metrics_path
-from layerkit_runner.observers.json_lines import encode
+from layerkit_runner.observers.metrics_log import encode
 from layerkit_runner.trainer.executor import Executor
 from layerkit_runner.trainer.job import Job
 from layerkit_runner.trainer.job_folder import command_line, longer

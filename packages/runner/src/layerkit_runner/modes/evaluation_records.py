@@ -17,7 +17,7 @@ from typing import Any
 from etils import epath
 
 from layerkit_runner.files.atomic_write import atomic_write
-from layerkit_runner.observers.json_lines import encode
+from layerkit_runner.observers.metrics_log import encode
 from layerkit_runner.trainer import BaseProgram
 from layerkit_runner.trainer.provenance import describe_settings, differences
 

@@ -1,7 +1,7 @@
-"""Observers: everything that watches a run, and none of what trains it.
+"""Observers: what watches a run and records it, see `base` for the protocol.
 
-Importing this package loads neither JAX, tensorboardX, matplotlib nor tqdm: each is imported when
-it is first used.
+They import only `files` and `errors` of the runner. Importing this package loads neither JAX,
+tensorboardX, matplotlib nor tqdm: each is imported when it is first used.
 """
 
 from layerkit_runner.observers.base import (
@@ -13,14 +13,12 @@ from layerkit_runner.observers.base import (
     RunInfo,
     build_observers,
 )
-from layerkit_runner.observers.device_peaks import peak_flops
 from layerkit_runner.observers.goodput import Goodput, GoodputLog
 from layerkit_runner.observers.loss_curve import draw_loss_curve
-from layerkit_runner.observers.memory import memory_scalars
 from layerkit_runner.observers.metrics_log import Metrics, MetricsLog, metrics_path, read_metrics
 from layerkit_runner.observers.progress import Progress
 from layerkit_runner.observers.tensorboard import TensorBoard
-from layerkit_runner.observers.throughput import StepWork, Throughput
+from layerkit_runner.observers.throughput import StepWork, Throughput, memory_scalars, peak_flops
 from layerkit_runner.observers.weights_and_biases import WeightsAndBiases
 
 __all__ = [

@@ -1,19 +1,19 @@
-"""Goodput: what became of the time of a job, over all runs that were made for it.
+"""Goodput: what the time of a job was spent on, over all its runs.
 
 At every moment the main thread is in one phase, so the phases add up to the time that passed. The
-share of `steps` is the goodput; all else is time in which the model learnt nothing:
+share of `steps` is the goodput; in all other time the model learns nothing:
 
     start        before the first step: building, restoring, opening the data
     compile      tracing and compiling the training step
-    input_wait   the devices stood still for want of a batch
-    save         the loop waited for a checkpoint (writing itself goes on in the background)
+    input_wait   the devices were idle because there was no batch
+    save         the loop waited for a checkpoint (writing itself continues in the background)
     eval         held-out data, the compilation of their step included
     decode       the same for prompts
     profile      starting, stopping and writing a trace
-    lost         steps that a later run did again, as they were not saved
+    lost         steps that a later run repeated, as they were not saved
     other        everything else, such as the report at the end
 
-Time between two runs is told apart from these: nobody knows whether the job was meant to run.
+Time between two runs is counted apart, since the job may not have been meant to run.
 """
 
 from __future__ import annotations
@@ -48,6 +48,12 @@ _SECONDS_BETWEEN_WRITES = 30.0
 class Goodput:
     """Splits time into phases; a phase inside another takes its time from it.
 
+    Attributes:
+      num_steps: Completed steps whose time is in `steps`.
+      num_lost_steps: Steps that a later run repeated.
+      seconds_between_runs: Time from the last record of a run to the start of the next.
+      num_runs: Runs of this job, this one included.
+
     >>> ticks = iter([0.0, 4.0, 5.0, 8.0, 10.0, 10.0])
     >>> goodput = Goodput(clock=lambda: next(ticks))  # at 0, in `start`
     >>> with goodput.phase('steps'):  # from 4 to 10
@@ -64,17 +70,13 @@ class Goodput:
         self._stack = ["start"]
         self._mark = clock()
         self.num_steps = 0
-        """Completed steps whose time is in `steps`."""
         self.num_lost_steps = 0
-        """Steps done again by a later run."""
         self.seconds_between_runs = 0.0
-        """From the last sign of life of a run to the start of the next."""
         self.num_runs = 1
-        """Runs of this job, this one included."""
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Counts the time of the `with` block as `name`, one of `PHASES`."""
+        """Count the time of the `with` block as `name`, one of `PHASES`."""
         self._count()
         self._stack.append(name)
         try:
@@ -84,22 +86,22 @@ class Goodput:
             self._stack.pop()
 
     def outermost(self, name: str) -> None:
-        """From now on, time within no `with` block counts as `name`."""
+        """Count time outside all `with` blocks as `name` from now on."""
         self._count()
         self._stack[0] = name
 
     def moved(self, name: str, seconds: float) -> None:
-        """Says that so many seconds of the phase at hand, just passed, were `name` instead."""
+        """Count the last `seconds` of the current phase as `name` instead."""
         self._seconds[self._stack[-1]] -= seconds
         self._seconds[name] += seconds
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by phase, up to now."""
+        """Return the seconds by phase, up to now."""
         self._count()
         return dict(self._seconds)
 
     def shares(self) -> dict[str, float]:
-        """The share of each phase that took any time, by `goodput/<phase>`."""
+        """Return the share of each phase that took any time, by `goodput/<phase>`."""
         seconds = self.seconds()
         total = max(sum(seconds.values()), 1e-9)
         return {f"goodput/{name}": value / total for name, value in seconds.items() if value > 0}
@@ -107,10 +109,9 @@ class Goodput:
     def add_earlier(
         self, record: Mapping[str, Any], *, start_step: int, seconds_between: float
     ) -> None:
-        """Adds what earlier runs of the job recorded, in the form of `record()`.
+        """Add the `record()` of earlier runs of the job.
 
-        Steps that they did after `start_step` are lost. Each is taken to have cost what all their
-        steps cost on average.
+        Their steps after `start_step` are lost. Each counts with the mean time of their steps.
         """
         done = record["num_steps"]
         lost = min(done, max(0, record["step"] - start_step))
@@ -125,7 +126,7 @@ class Goodput:
         self.seconds_between_runs += record["seconds_between_runs"] + max(0.0, seconds_between)
 
     def record(self) -> dict[str, Any]:
-        """Everything counted so far, as JSON values."""
+        """Return everything counted so far, as JSON values."""
         return {
             "seconds": {name: round(value, 3) for name, value in self.seconds().items()},
             "num_steps": self.num_steps,
@@ -135,7 +136,7 @@ class Goodput:
         }
 
     def summary(self) -> str:
-        """`goodput: 91.2 % of 1:02:03 in steps; compile 4.0 %, …`."""
+        """Return `goodput: 91.2 % of 1:02:03 in steps; compile 4.0 %, …`."""
         shares = self.shares()
         total = sum(self.seconds().values())
         rest = [
@@ -162,8 +163,9 @@ class Goodput:
 class GoodputLog(Observer):
     """Keeps the record of a training job in `goodput.json`, over all its runs.
 
-    It is written anew every 30 seconds, with each save and at the end, in the background. A killed
-    run loses at most what came after the last of these; that counts as time between runs.
+    It is rewritten every 30 seconds, with each save and at the end. A killed run loses at most what
+    came after the last of these, which counts as time between runs. The hooks run on the main
+    thread, whose time they read; the file is written in the background.
     """
 
     in_background = False

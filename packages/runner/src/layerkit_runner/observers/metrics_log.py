@@ -1,52 +1,55 @@
 """metrics.jsonl: the record of a run that needs nothing but a JSON reader.
 
-One object per line, in the order things happened:
+One object per line, in the order of events:
 
     {"event": "start", "step": 0, "time": …, "experiment": …, "num_params": …, …}
     {"step": 1, "time": …, "loss": …, "tokens_per_sec": …, "mfu": …, …}
     {"step": 100, "time": …, "dataset": "held_out", "loss": …, …}
     {"event": "resume", "step": 500, "time": …, …}
 
-`time` is Unix time in seconds. A training run that finds an earlier record says `resume` with the
-step it continues from, also when that is step 0. Lines of later steps that stand before it come
-from work that was lost; they stay in the file, and `read_metrics` leaves them out.
-
-Only a training run writes metrics.jsonl. Other modes may watch the same folder at the same time, so
-they write a file of their own, metrics_<mode>.jsonl.
+`time` is Unix time in seconds. A training run that finds an earlier record writes `resume` with the
+step it continues from, also if that is step 0. Earlier lines of later steps come from lost work;
+they stay in the file, and `read_metrics` leaves them out. Other modes than training write a file of
+their own, metrics_<mode>.jsonl, since they may watch the same folder at the same time.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from etils import epath
 
-from layerkit_runner.observers import json_lines
-from layerkit_runner.observers.base import Observer, RunInfo
+from layerkit_runner.files.atomic_write import atomic_write, is_remote, open_append
+from layerkit_runner.observers.base import Background, Observer, RunInfo
 
 _RESERVED = ("event", "step", "time", "dataset")
 _NON_FINITE = ("NaN", "Infinity", "-Infinity")
+_SECONDS_BETWEEN_REWRITES = 30.0
 
 Record = dict[str, Any]
 
 
 class MetricsLog(Observer):
-    """Writes every scalar of a run as JSON lines into its folder; see the module's docstring."""
+    """Writes every scalar of a run as JSON lines into its folder; see the module's docstring.
+
+    It runs on the main thread, so that a killed process loses at most the line being written.
+    """
 
     in_background = False
 
     def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._lines: json_lines.LineWriter | None = None
+        self._lines: LineWriter | None = None
 
     def start(self, info: RunInfo) -> None:
         if info.job_log_dir is None:
             return
-        self._lines = json_lines.open_lines(metrics_path(info.job_log_dir, mode=info.mode))
+        self._lines = open_lines(metrics_path(info.job_log_dir, mode=info.mode))
         resumes = self._lines.resumed and info.mode == "train"
         facts = {
             field.name: getattr(info, field.name)
@@ -80,23 +83,134 @@ class MetricsLog(Observer):
                     f"{', '.join(map(repr, _RESERVED))}): give it another name"
                 )
         head["time"] = round(self._clock(), 3)
-        self._lines.write(json_lines.encode({**head, **scalars}))
+        self._lines.write(encode({**head, **scalars}))
 
 
 def metrics_path(job_log_dir: epath.PathLike, *, mode: str = "train") -> epath.Path:
-    """Where a run of this mode keeps its record."""
+    """Return the path of the record of a run in this mode."""
     name = "metrics.jsonl" if mode == "train" else f"metrics_{mode}.jsonl"
     return epath.Path(job_log_dir) / name
 
 
-@dataclasses.dataclass(frozen=True)
-class Metrics:
-    """The series of one record, lost work left out.
+def encode(record: Mapping[str, Any]) -> str:
+    """Return a record as one line of valid JSON, without its end.
+
+    JSON has no NaN or infinity: they become the strings "NaN", "Infinity" and "-Infinity" (the
+    convention of protocol buffers), which `float` parses.
+    """
+    return json.dumps({key: _plain(value) for key, value in record.items()}, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return [_plain(each) for each in value]
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    number = float(value)
+    if math.isnan(number):
+        return "NaN"
+    if math.isinf(number):
+        return "Infinity" if number > 0 else "-Infinity"
+    return number
+
+
+class LineWriter:
+    """Adds lines to a file, and keeps those already there.
 
     Attributes:
-      info: the newest `start` or `resume` line: experiment, num_params, tokens_per_step, …
-      train: one record per logged step, in order: step, time, loss, …
-      evals: the same for each data set that was evaluated, by its name.
+      resumed: Whether the file held lines before.
+    """
+
+    resumed: bool
+
+    def write(self, line: str) -> None:
+        """Add one line, given without its end."""
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Start writing out what is buffered, without waiting."""
+
+    def close(self) -> None:
+        """Write out what is left, and wait for it."""
+
+
+def open_lines(path: epath.PathLike) -> LineWriter:
+    """Return the writer for the kind of store that holds `path`; create the folder."""
+    path = epath.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return StoredLines(path) if is_remote(path) else LocalLines(path)
+
+
+class LocalLines(LineWriter):
+    """Appends to a file on a local disk, after removing a line that an earlier kill cut off.
+
+    Each line is passed to the operating system at once.
+    """
+
+    def __init__(self, path: epath.Path) -> None:
+        self._file = open_append(path)
+        self._file.seek(0)
+        whole = _whole_lines(self._file.read())
+        self.resumed = bool(whole)
+        self._file.truncate(len(whole))
+
+    def write(self, line: str) -> None:
+        self._file.write(line.encode() + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class StoredLines(LineWriter):
+    """Rewrites the whole file in a store without append, such as `gs://…`, in the background.
+
+    It does so every `interval` seconds and on `flush`. The error of a rewrite is raised by a later
+    call.
+    """
+
+    def __init__(self, path: epath.Path, *, interval: float = _SECONDS_BETWEEN_REWRITES) -> None:
+        self._path = path
+        self._interval = interval
+        self._content = bytearray(_whole_lines(path.read_bytes() if path.exists() else b""))
+        self.resumed = bool(self._content)
+        self._background = Background()
+        self._num_submitted = len(self._content)  # bytes in the newest rewrite
+        self._next_rewrite = 0.0
+
+    def write(self, line: str) -> None:
+        self._content += line.encode() + b"\n"
+        if self._background.is_idle and time.monotonic() >= self._next_rewrite:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._num_submitted < len(self._content):
+            self._background.submit(atomic_write, self._path, bytes(self._content))
+            self._num_submitted = len(self._content)
+            self._next_rewrite = time.monotonic() + self._interval
+
+    def close(self) -> None:
+        try:
+            self.flush()
+        finally:
+            self._background.close()
+
+
+def _whole_lines(content: bytes) -> bytes:
+    """Return the content up to its last line end."""
+    return content[: content.rfind(b"\n") + 1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Metrics:
+    """The series of one record, without lost work.
+
+    Attributes:
+      info: The newest `start` or `resume` line: experiment, num_params, tokens_per_step, …
+      train: One record per logged step, in order: step, time, loss, …
+      evals: The same for each evaluated data set, by its name.
     """
 
     info: Record
@@ -105,15 +219,15 @@ class Metrics:
 
 
 def read_metrics(path: epath.PathLike) -> Metrics:
-    """Reads metrics.jsonl (or a job folder that holds one) into the series a reader wants.
+    """Read metrics.jsonl, or that of a job folder, as series.
 
-    What was logged after the step that a later run resumed from is left out. Of two records of one
-    step (and data set) the later one counts. A cut-off last line is the mark of a killed or still
-    writing process, and is passed over.
+    Lines of steps after the one that a later run resumed from are left out. Of two records of one
+    step (and data set) the later one counts. A last line without its end, which a killed or still
+    writing process leaves, is ignored.
 
     Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: a line is not JSON; the file and the line's number are named.
+      FileNotFoundError: There is no such file.
+      ValueError: A line is not JSON; the file and the line's number are named.
     """
     path = epath.Path(path)
     if path.is_dir():
@@ -121,7 +235,12 @@ def read_metrics(path: epath.PathLike) -> Metrics:
     info: Record = {}
     train: dict[int, Record] = {}
     evals: dict[str, dict[int, Record]] = {}
-    for record in _records(path):
+    *lines, _ = path.read_text().split("\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = parse_record(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is not JSON: {line[:80]!r}") from error
         step = record["step"]
         if "event" in record:
             info = record
@@ -144,22 +263,9 @@ def _by_step(series: dict[int, Record]) -> list[Record]:
     return [series[step] for step in sorted(series)]
 
 
-def _records(path: epath.Path) -> list[Record]:
-    *lines, cut_off = path.read_text().split("\n")
-    del cut_off  # empty, unless the last line has no end yet
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(parse_record(line))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is not JSON: {line[:80]!r}") from error
-    return records
-
-
 def parse_record(line: str) -> Record:
-    """One line as it was meant: numbers that JSON has none for are numbers again."""
-    return {key: _number(value) for key, value in json.loads(line).items()}
-
-
-def _number(value: Any) -> Any:
-    return float(value) if value in _NON_FINITE else value
+    """Parse one line; the strings for NaN and infinity become numbers again."""
+    return {
+        key: float(value) if value in _NON_FINITE else value
+        for key, value in json.loads(line).items()
+    }

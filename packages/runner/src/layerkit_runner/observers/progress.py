@@ -1,12 +1,11 @@
-"""How far a run is, for people: a bar on a terminal, a few plain lines anywhere else.
+"""Progress of a run for people: a bar on a terminal, a few plain lines anywhere else.
 
-A log file wants some dozens of lines from a run, whether it takes a minute or a month, and a sign
-of life in between; `LinePacer` decides which steps those are.
+A log file should get some dozens of lines from a run, whether it takes a minute or a month, and no
+long silence in between; `LinePacer` decides which steps get a line.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import os
 import sys
@@ -25,10 +24,9 @@ _BAR_FORMAT = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaini
 
 
 class Progress(Observer):
-    """Shows steps, loss, tokens per second and the time left, as the stream allows.
+    """Shows steps, loss, tokens per second and the time left.
 
-    Every observer's `message` and every evaluation goes through here, since a bar and a stray
-    `print` would spoil each other.
+    All messages and evaluations are printed here, since a `print` would break the bar.
     """
 
     in_background = False
@@ -43,7 +41,7 @@ class Progress(Observer):
 
     def start(self, info: RunInfo) -> None:
         if info.mode != "train":
-            return  # nothing to count: evaluations are shown as they come
+            return  # there are no steps to count, and each evaluation is printed
         if self._stream.isatty():
             self._view = _Bar(info, self._stream)
         else:
@@ -58,13 +56,12 @@ class Progress(Observer):
             self._view.progress(step)
 
     def eval_metrics(self, step: int, dataset: str, scalars: Mapping[str, float]) -> None:
-        if self._view is None or self._view.shows_eval(step, dataset):
-            # The weight is the same each time, and in every record of the evaluation.
-            shown = [
-                f"{name} {value:.4g}" for name, value in scalars.items() if name != TOTAL_WEIGHT
-            ]
-            parts = [f"step {step}", f"eval {dataset}", *shown]
-            self.message(_joined(parts, width=terminal_width(self._stream)))
+        if isinstance(self._view, _Lines) and not self._view.eval_is_due(step, dataset):
+            return
+        parts = [f"step {step}", f"eval {dataset}"]
+        # The weight is the same each time, and in every record of the evaluation.
+        parts += [f"{name} {value:.4g}" for name, value in scalars.items() if name != TOTAL_WEIGHT]
+        self.message(_join(parts, width=_terminal_width(self._stream)))
 
     def message(self, text: str) -> None:
         if isinstance(self._view, _Bar):
@@ -78,54 +75,46 @@ class Progress(Observer):
             view.close()
 
 
-@dataclasses.dataclass
 class LinePacer:
-    """Decides which steps deserve a line.
+    """Decides which steps get a line.
 
-    Due are the first step offered, the last step of the run, each further fortieth of the steps,
+    These are the first step offered, the last step of the run, each further fortieth of the steps,
     and any step after a silence: of a tenth of the time passed, at least 30 seconds and at most an
     hour. So runs of an hour print some 40 lines, and none is silent for long.
 
+    Args:
+      start_step: Number of steps that were completed before this run.
+      num_train_steps: Step at which the run ends.
+
     Attributes:
-      start_step: where this run begins.
-      num_train_steps: where it ends.
+      last_step: The newest step that got a line; -1 before the first.
     """
 
-    start_step: int
-    num_train_steps: int
-    _began: float | None = dataclasses.field(default=None, init=False)
-    _last_time: float = dataclasses.field(default=0.0, init=False)
-    _last_step: int = dataclasses.field(default=-1, init=False)
-
-    @property
-    def last_step(self) -> int:
-        """The newest step that got a line; -1 before the first."""
-        return self._last_step
+    def __init__(self, start_step: int, num_train_steps: int) -> None:
+        self._stride = max(1.0, (num_train_steps - start_step) / _LINES_PER_RUN)
+        self._num_train_steps = num_train_steps
+        self._began: float | None = None
+        self._last_time = 0.0
+        self.last_step = -1
 
     def due(self, step: int, now: float) -> bool:
-        """Whether `step` gets a line at the time `now` (seconds of any clock)."""
+        """Return whether `step` gets a line at the time `now` (seconds of any clock)."""
         if self._began is None:
             self._began = now
             is_due = True
         else:
-            stride = max(1.0, (self.num_train_steps - self.start_step) / _LINES_PER_RUN)
-            is_new = step > self._last_step
-            is_due = is_new and (
-                step - self._last_step >= stride
-                or step == self.num_train_steps
-                or self.silence(now) >= self._patience(now)
+            is_due = step > self.last_step and (
+                step - self.last_step >= self._stride
+                or step == self._num_train_steps
+                or now - self._last_time >= self._patience(now)
             )
         if is_due:
-            self._last_step, self._last_time = step, now
+            self.last_step, self._last_time = step, now
         return is_due
 
-    def overdue(self, now: float) -> bool:
-        """Whether the silence has grown past twice what `due` allows."""
-        return self._began is not None and self.silence(now) >= 2 * self._patience(now)
-
-    def silence(self, now: float) -> float:
-        """Seconds since the newest line."""
-        return now - self._last_time
+    def is_overdue(self, now: float) -> bool:
+        """Return whether the silence is longer than twice what `due` allows."""
+        return self._began is not None and now - self._last_time >= 2 * self._patience(now)
 
     def _patience(self, now: float) -> float:
         assert self._began is not None
@@ -154,14 +143,15 @@ class _Lines:
         now = self._clock()
         self._first = self._first or (step, now)
         self._step = step
-        # Metrics may come seldom: past twice the usual silence, a line with older ones is better.
-        if self._pacer.overdue(now) and self._pacer.due(step, now):
+        # If metrics come seldom, a line with older ones is better than silence.
+        if self._pacer.is_overdue(now) and self._pacer.due(step, now):
             self._print(step)
 
-    def shows_eval(self, step: int, dataset: str) -> bool:
-        pacer = self._eval_pacers.setdefault(
-            dataset, LinePacer(self._info.start_step, self._info.num_train_steps)
-        )
+    def eval_is_due(self, step: int, dataset: str) -> bool:
+        if dataset not in self._eval_pacers:
+            info = self._info
+            self._eval_pacers[dataset] = LinePacer(info.start_step, info.num_train_steps)
+        pacer = self._eval_pacers[dataset]
         return step == pacer.last_step or pacer.due(step, self._clock())
 
     def close(self) -> None:
@@ -175,16 +165,11 @@ class _Lines:
             parts += _highlights(scalars, self._info.train_programs)
             if metrics_step != step:
                 parts.append(f"(as of step {metrics_step})")
-        left = self._seconds_left(step)
-        if left is not None:
+        if self._first is not None and self._first[0] < step < self._info.num_train_steps:
+            seconds_per_step = (self._clock() - self._first[1]) / (step - self._first[0])
+            left = seconds_per_step * (self._info.num_train_steps - step)
             parts.append(f"{datetime.timedelta(seconds=round(left))} left")
         print(" | ".join(parts), file=self._stream, flush=True)
-
-    def _seconds_left(self, step: int) -> float | None:
-        if self._first is None or step <= self._first[0] or step >= self._info.num_train_steps:
-            return None
-        seconds_per_step = (self._clock() - self._first[1]) / (step - self._first[0])
-        return seconds_per_step * (self._info.num_train_steps - step)
 
 
 class _Bar:
@@ -196,35 +181,30 @@ class _Bar:
         self._stream = stream
         self._programs = info.train_programs
         self._started = False
-        fixed_width = _width_if_unknown(stream)
         self._bar: tqdm.tqdm[None] = tqdm.tqdm(
             total=info.num_train_steps,
             initial=info.start_step,
             file=stream,
             bar_format=_BAR_FORMAT,
-            ncols=fixed_width,
+            ncols=_terminal_width(stream),
             nrows=24,  # else a terminal without a known height hides the bar
-            dynamic_ncols=fixed_width is None,
             mininterval=0.2,
         )
 
     def train_metrics(self, step: int, scalars: Mapping[str, float]) -> None:
         del step
+        self._bar.ncols = _terminal_width(self._stream)  # the window may have changed
         self._bar.set_postfix_str(", ".join(_highlights(scalars, self._programs)), refresh=False)
 
     def progress(self, step: int) -> None:
         if not self._started:
-            # Compilation lies before the first step: neither it nor the step may bend the estimate.
+            # Compilation lies before the first step; neither may change the estimate.
             self._started = True
             self._bar.initial = self._bar.n = self._bar.last_print_n = step
             self._bar.unpause()
             self._bar.refresh()
         else:
             self._bar.update(step - self._bar.n)
-
-    def shows_eval(self, step: int, dataset: str) -> bool:
-        del step, dataset
-        return True
 
     def message(self, text: str) -> None:
         self._bar.write(text, file=self._stream)
@@ -233,11 +213,8 @@ class _Bar:
         self._bar.close()
 
 
-def terminal_width(stream: TextIO) -> int | None:
-    """Return the columns of the terminal behind `stream`; None where there is no terminal.
-
-    A terminal that does not tell has 80.
-    """
+def _terminal_width(stream: TextIO) -> int | None:
+    """Return the columns of a terminal, 80 if it does not report them; None for other streams."""
     if not stream.isatty():
         return None
     try:
@@ -246,7 +223,7 @@ def terminal_width(stream: TextIO) -> int | None:
         return 80
 
 
-def _joined(parts: Sequence[str], *, width: int | None) -> str:
+def _join(parts: Sequence[str], *, width: int | None) -> str:
     """Return the parts in one line, or in several of at most `width` columns.
 
     A line is broken between parts only, and those after the first are indented.
@@ -260,19 +237,8 @@ def _joined(parts: Sequence[str], *, width: int | None) -> str:
     return "\n".join(lines)
 
 
-def _width_if_unknown(stream: TextIO) -> int | None:
-    """80 for a terminal that says it has no columns (some containers do), else None.
-
-    tqdm believes the zero, and would draw nothing.
-    """
-    try:
-        return 80 if os.get_terminal_size(stream.fileno()).columns == 0 else None
-    except (OSError, ValueError):  # not backed by a terminal device
-        return None
-
-
 def _highlights(scalars: Mapping[str, float], programs: Sequence[str]) -> list[str]:
-    """The few scalars that people watch, and of which training program, where there are several."""
+    """Return the main scalars as text, with the name of their program if there are several."""
     shown = []
     if "loss" in scalars:
         of = next((f" ({name})" for name in programs if f"{name}/loss" in scalars), "")

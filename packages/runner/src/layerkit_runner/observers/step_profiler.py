@@ -1,12 +1,12 @@
-"""StepProfiler: a trace of a few training steps, for TensorBoard's profile tab or xprof.
+"""A trace of a few training steps, for TensorBoard's profile tab or xprof.
 
-Asked for by a field (`task.train.profiler_capture_step`) or, while the run goes on, by the signal
-SIGUSR2, whose process captures its next steps. Outside of a capture it costs a comparison a step.
+It is requested by a field (`task.train.profiler_capture_step`) or, at any time, by the signal
+SIGUSR2, whose process captures its next steps. Without a capture it costs a comparison a step.
 
     DIR/profile/step_00000010/plugins/profile/step_00000010/process_0000.xplane.pb
 
 `tensorboard --logdir=DIR/profile` or `xprof DIR/profile/step_00000010` shows it. Files are named by
-process, so that those of a job meet in one session.
+process, so that all processes of a job write to one session.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ from layerkit_runner.files.byte_sizes import megabytes
 
 CAPTURE_SIGNAL = signal.SIGUSR2
 STEP_EVENT = "train"
-"""What the host's part of a step is called in a trace; its `step_num` says which."""
+"""Name of the host's part of a step in a trace; its `step_num` is the number of the step."""
 
 
 class StepProfiler:
     """Captures traces of training steps; catches the signal while it is entered.
 
     Args:
-      directory: The job's folder.
-      capture_step: The first step of the capture that was asked for; None for none.
-      num_steps: How many steps a capture takes.
-      captures_by_step: Whether this process takes part in the capture that starts at
-        `capture_step`; one that gets the signal captures in any case.
+      directory: Folder of the job.
+      capture_step: First step of the capture; None captures only on the signal.
+      num_steps: Number of steps of a capture.
+      captures_by_step: Whether this process takes part in the capture at `capture_step`.
       report: Takes a line for people.
     """
 
@@ -56,14 +55,14 @@ class StepProfiler:
         self._capture_step = capture_step if captures_by_step else None
         self._num_steps = num_steps
         self._report = report
-        self._is_asked = False
+        self._is_requested = False
         self._first: int | None = None  # of the capture under way
         self._traced: tempfile.TemporaryDirectory[str] | None = None
         self._previous: Any = None
 
     def __enter__(self) -> StepProfiler:
         if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(CAPTURE_SIGNAL, self._ask)
+            self._previous = signal.signal(CAPTURE_SIGNAL, self._request)
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -71,31 +70,31 @@ class StepProfiler:
             signal.signal(CAPTURE_SIGNAL, self._previous)
         if self._first is not None:
             jax.profiler.stop_trace()
-            self._let_go()
+            self._release()
 
     def starts_before(self, step: int) -> bool:
-        """Whether a capture should start now, with `step` as its first."""
-        return self._first is None and (self._is_asked or step == self._capture_step)
+        """Return whether a capture should start now, with `step` as its first."""
+        return self._first is None and (self._is_requested or step == self._capture_step)
 
     def start(self, step: int) -> None:
-        """Starts a capture whose first step is `step`; those before it should have ended."""
-        self._is_asked = False
-        # Traced to this machine: the tracer itself writes to no store, and names files by host.
+        """Start a capture with the step `step`; earlier steps must have ended."""
+        self._is_requested = False
+        # To a folder of this machine: the tracer cannot write to a store, and names files by host.
         self._traced = tempfile.TemporaryDirectory(prefix="profile")
         try:
             jax.profiler.start_trace(self._traced.name)
         except RuntimeError as error:  # another trace of this process is under way
             self._report(f"no profile of step {step}: {error}")
-            self._let_go()
+            self._release()
             return
         self._first = step
 
     def ends_after(self, step: int) -> bool:
-        """Whether `step` is the last one of the capture under way."""
+        """Return whether `step` is the last one of the capture under way."""
         return self._first is not None and step >= self._first + self._num_steps - 1
 
     def stop(self, step: int) -> None:
-        """Ends the capture after `step`, which should have ended, and writes it."""
+        """End the capture after `step`, which must have ended, and write it."""
         if self._first is None or self._traced is None:
             return
         name = f"step_{self._first:08d}"
@@ -109,23 +108,23 @@ class StepProfiler:
                 f" look at it with: tensorboard --logdir={folder.parent}"
             )
         except (OSError, RuntimeError) as error:
-            # What was asked for is training; a trace that cannot be kept must not end it.
+            # A trace that cannot be written must not end the training.
             self._report(f"profile of steps {self._first} to {step} is lost: {error}")
         finally:
-            self._let_go()
+            self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._first = None
         if self._traced is not None:
             self._traced.cleanup()
         self._traced = None
 
-    def _ask(self, *_: Any) -> None:
-        self._is_asked = True
+    def _request(self, *_: Any) -> None:
+        self._is_requested = True
 
 
 def _move_trace(traced: epath.Path, session: epath.Path) -> int:
-    """Copies the files of a trace to where they stay; returns their bytes."""
+    """Copy the files of a trace to the job's folder; return their bytes."""
     size = 0
     for kind in ("xplane.pb", "trace.json.gz"):
         for path in traced.glob(f"plugins/profile/*/*.{kind}"):
@@ -137,12 +136,12 @@ def _move_trace(traced: epath.Path, session: epath.Path) -> int:
 
 @contextlib.contextmanager
 def profiler_server(port: int | None) -> Iterator[None]:
-    """Lets xprof or TensorBoard ask this process for a trace at any time; None does nothing.
+    """Serve traces to xprof or TensorBoard at a port; None does nothing.
 
-    Whoever reaches the port, on any network of this machine, can ask.
+    Everyone who reaches the port, on any network of this machine, can ask for a trace.
 
     Raises:
-      UsageError: there is no such port, or it is taken, of which JAX itself only logs a line.
+      UsageError: There is no such port, or it is taken. JAX itself would only log a line.
     """
     if port is None:
         yield

@@ -1,7 +1,7 @@
-"""How fast a run trains, from the steps it completed and the time they took.
+"""Training speed and memory: rates of the completed steps, peaks of devices, bytes in use.
 
-The first step carries compilation, so the clock starts when it ends. Time the run spends on other
-work (evaluation, a blocking save) is taken out by `pause()`.
+The clock of the rates starts when the first step ends, since that step includes compilation. Time
+spent on other work (evaluation, a blocking save) is left out by `pause()`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
+import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -18,12 +20,12 @@ from layerkit_runner.observers.base import RunInfo
 
 @dataclasses.dataclass(frozen=True)
 class StepWork:
-    """What one training step comes to; several data sets may have batches of several sizes.
+    """The work of one training step; programs may have batches of several sizes.
 
     Attributes:
       examples: Examples of the global batch.
-      tokens: Tokens of the global batch; 0 when the notion does not apply.
-      flops: Model FLOPs of all devices; None if they are not known.
+      tokens: Tokens of the global batch; 0 if it holds none.
+      flops: Model FLOPs of all devices; None if unknown.
     """
 
     examples: float
@@ -55,23 +57,22 @@ class Throughput:
         self._clock = clock
         self._mark: tuple[int, float] | None = None  # step, time up to which all is counted
         self._pause_depth = 0
-        self._total = _Timed()
+        self._total = _Counts()
 
     def completed(self, step: int, work: StepWork | None = None) -> None:
-        """Says that `step` has ended on the device, now.
+        """Count a step that has ended on the device now.
 
-        A step that ends within a pause counts neither as a step nor as time, for it shared its time
-        with the work that the pause stands for.
+        A step that ends within a pause is not counted, since it shared its time with other work.
 
         Args:
-          step: Its number.
-          work: What it came to; None for what `info` says of a step.
+          step: Number of the step.
+          work: Work of the step; None for the one that `info` describes.
         """
         now = self._clock()
         if self._mark is not None and self._pause_depth == 0:
             work, steps = work or self._usual, step - self._mark[0]
             self._add(
-                _Timed(
+                _Counts(
                     steps=steps,
                     seconds=now - self._mark[1],
                     examples=steps * work.examples,
@@ -82,16 +83,13 @@ class Throughput:
         self._mark = (step, now)
 
     def waited(self, seconds: float) -> None:
-        """Says that the devices stood still for so long, because there was no batch for them."""
+        """Count time in which the devices were idle because there was no batch."""
         if self._mark is not None and self._pause_depth == 0:
-            self._add(_Timed(waited=seconds))
-
-    def _add(self, more: _Timed) -> None:
-        self._total = _Timed(*map(operator.add, self._total, more))
+            self._add(_Counts(input_wait=seconds))
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Takes the time of the `with` block out of every rate; may be nested."""
+        """Leave the time of the `with` block out of every rate; may be nested."""
         began = self._clock()
         self._pause_depth += 1
         try:
@@ -100,51 +98,52 @@ class Throughput:
             self._pause_depth -= 1
             if self._pause_depth == 0 and self._mark is not None:
                 step, marked = self._mark
-                # What passed between the mark and the pause belongs to the step under way.
+                # The time between the mark and the pause belongs to the step under way.
                 self._mark = (step, self._clock() - max(0.0, began - marked))
 
     def rates_since_asked(self) -> Callable[[], dict[str, float]]:
-        """A function that tells the rates since it was last called, at first since now.
+        """Return a function that returns the rates since its last call, at first since now.
 
-        Returns:
-          Of the function, nothing when no timed step ended since then. Else step_time (seconds),
-          steps_per_sec, input_wait (the share of the time in which the devices stood still for want
-          of a batch) and examples_per_sec always; tokens_per_sec, tflops_per_sec_per_device (model
-          FLOPs, 1e12) and mfu (a fraction) where known.
+        They are empty if no timed step ended since then. Else they are step_time (seconds),
+        steps_per_sec, input_wait (share of the time in which the devices had no batch) and
+        examples_per_sec; tokens_per_sec, tflops_per_sec_per_device (model FLOPs, 1e12) and mfu (a
+        fraction) if known.
         """
-        told = self._total
+        last = self._total
 
         def rates() -> dict[str, float]:
-            nonlocal told
-            before, told = told, self._total
-            return _rates(self._info, _Timed(*map(operator.sub, told, before)))
+            nonlocal last
+            before, last = last, self._total
+            return _rates(self._info, _Counts(*map(operator.sub, last, before)))
 
         return rates
 
     def overall(self) -> dict[str, float]:
-        """The same rates over all timed steps of this run."""
+        """Return the same rates over all timed steps of this run."""
         return _rates(self._info, self._total)
 
+    def _add(self, more: _Counts) -> None:
+        self._total = _Counts(*map(operator.add, self._total, more))
 
-class _Timed(NamedTuple):
-    """What was done in some stretch of time."""
+
+class _Counts(NamedTuple):
+    """What was done in `seconds`, of which `input_wait` were spent waiting for data."""
 
     steps: float = 0
     seconds: float = 0.0
-    # Seconds of waiting for data.
-    waited: float = 0.0
+    input_wait: float = 0.0
     examples: float = 0.0
     tokens: float = 0.0
     flops: float = 0.0
 
 
-def _rates(info: RunInfo, done: _Timed) -> dict[str, float]:
+def _rates(info: RunInfo, done: _Counts) -> dict[str, float]:
     if done.steps <= 0 or done.seconds <= 0:
         return {}
     rates = {
         "step_time": done.seconds / done.steps,
         "steps_per_sec": done.steps / done.seconds,
-        "input_wait": min(1.0, done.waited / done.seconds),
+        "input_wait": min(1.0, done.input_wait / done.seconds),
         "examples_per_sec": done.examples / done.seconds,
     }
     if done.tokens > 0:
@@ -155,3 +154,72 @@ def _rates(info: RunInfo, done: _Timed) -> dict[str, float]:
         if info.peak_flops_per_device is not None:
             rates["mfu"] = flops_per_sec_per_device / info.peak_flops_per_device
     return rates
+
+
+def memory_scalars() -> dict[str, float]:
+    """Return the bytes in use by name; unknown ones are left out.
+
+    Returns:
+      memory/device_bytes_in_use and memory/device_peak_bytes_in_use (since the process began) of
+      the fullest device of this process, unknown for a CPU; memory/host_rss_bytes, the resident
+      memory of this process, known where the system has /proc.
+    """
+    import jax  # observers are imported without it
+
+    scalars = {}
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    for name in ("bytes_in_use", "peak_bytes_in_use"):
+        known = [device[name] for device in stats if name in device]
+        if known:
+            scalars[f"memory/device_{name}"] = float(max(known))
+    with contextlib.suppress(OSError), open("/proc/self/statm", "rb") as statm:
+        pages = int(statm.read().split()[1])
+        scalars["memory/host_rss_bytes"] = float(pages * os.sysconf("SC_PAGE_SIZE"))
+    return scalars
+
+
+# Dense (no structured sparsity) bfloat16 FLOP/s of one JAX device, float16 for V100 and T4. Vendors
+# print double that for GPUs since Ampere, with sparsity. Where a TPU chip is two JAX devices, each
+# has half. The first pattern that matches the whole device kind wins, so variants come first.
+_TERA = 1e12
+_PEAKS: tuple[tuple[str, float | None], ...] = (
+    # Cloud TPU documentation, "Peak compute per chip (bf16)", one page per version.
+    # A v2 or v3 chip (45, 123 TFLOP/s) is two devices; so is a TPU7x chip (2307).
+    (r"TPU v2", 22.5 * _TERA),
+    (r"TPU v3", 61.5 * _TERA),
+    # TPU v4i: Jouppi et al., "Ten Lessons From Three Generations", 2021.
+    (r"TPU v4 lite", 138 * _TERA),
+    (r"TPU v4", 275 * _TERA),
+    (r"TPU v5 lite|TPU v5e", 197 * _TERA),
+    (r"TPU v5|TPU v5p", 459 * _TERA),
+    (r"TPU v6 lite|TPU v6e", 918 * _TERA),
+    (r"TPU7x", 2307 / 2 * _TERA),
+    # NVIDIA data sheets and architecture white papers of each product. A slice of a partitioned
+    # GPU (MIG) has less than the whole, and its peak is left to the user.
+    (r".*\bMIG\b.*", None),
+    (r".*\b(GB300|GB200)\b.*", 2500 * _TERA),
+    (r".*\b(B300|B200)\b.*", 2250 * _TERA),
+    (r".*\b(H200 NVL|H100 NVL)\b.*", 835.5 * _TERA),
+    (r".*\bH100 PCIe\b.*", 756 * _TERA),
+    (r".*\b(GH200|H200|H100)\b.*", 989.4 * _TERA),
+    (r".*\bA100\b.*", 312 * _TERA),
+    (r".*\bL40S\b.*", 362 * _TERA),
+    (r".*\bL4\b.*", 121 * _TERA),
+    (r".*\bV100\b.*", 125 * _TERA),  # float16
+    (r".*\bT4\b.*", 65 * _TERA),  # float16
+)
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Return dense bfloat16 FLOP/s of one device, or None if unknown, as for any CPU.
+
+    Args:
+      device_kind: Value of `jax.Device.device_kind`.
+
+    >>> peak_flops('NVIDIA H100 80GB HBM3')
+    989400000000000.0
+    >>> peak_flops('cpu') is None
+    True
+    """
+    matches = (peak for pattern, peak in _PEAKS if re.fullmatch(pattern, device_kind))
+    return next(matches, None)

@@ -21,7 +21,7 @@ from layerkit_runner.data.skipped_records import report_skipped
 from layerkit_runner.distributed.process_exchange import from_process_0
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import DECODE_PREFIX, Observer
-from layerkit_runner.observers.json_lines import encode
+from layerkit_runner.observers.metrics_log import encode
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.trainer.base import BaseProgram
 from layerkit_runner.trainer.decode_records import DecodedRecords, sample_text

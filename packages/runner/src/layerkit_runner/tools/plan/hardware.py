@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from layerkit.near_names import near_names
 from layerkit_runner.distributed.xla_flags import GPU_MEMORY_SHARE
 from layerkit_runner.errors import UsageError
-from layerkit_runner.observers.device_peaks import peak_flops
+from layerkit_runner.observers.throughput import peak_flops
 
 _KIB, _MIB, _GIB = 2**10, 2**20, 2**30
 _GIGA = 10**9
@@ -57,7 +57,7 @@ class DeviceKind:
       fast_bandwidth: Bytes/s that the device sends within its slice or node (ICI, NVLink).
       slow_bandwidth: Bytes/s that the device sends to other slices or nodes (DCN, InfiniBand).
       devices_per_host: Devices of one machine, or of a node of GPUs.
-      peak_flops: Dense bfloat16 FLOP/s, from `observers.device_peaks`.
+      peak_flops: Dense bfloat16 FLOP/s, from `observers.throughput`.
     """
 
     name: str

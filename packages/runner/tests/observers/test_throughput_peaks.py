@@ -40,8 +40,3 @@ def test_each_kind_meets_its_own_line(device_kind, teraflops):
 )
 def test_what_is_not_known_is_none(device_kind):
     assert peak_flops(device_kind) is None
-
-
-def test_overrides_go_first():
-    assert peak_flops("cpu", overrides={"cpu": 1e11}) == 1e11
-    assert peak_flops("TPU v4", overrides={"cpu": 1e11}) == pytest.approx(275e12)

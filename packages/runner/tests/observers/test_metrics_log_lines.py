@@ -15,7 +15,7 @@ import pytest
 from etils import epath
 from fsspec.implementations.memory import MemoryFileSystem
 
-from layerkit_runner.observers import json_lines
+from layerkit_runner.observers import metrics_log
 
 
 class Bucket(MemoryFileSystem):
@@ -55,7 +55,7 @@ def wait_for(path, lines):
 
 
 def test_encoding_is_strict_json_and_exact():
-    line = json_lines.encode(
+    line = metrics_log.encode(
         {
             "step": 3,
             "loss": np.float32(0.1),
@@ -79,11 +79,11 @@ def test_encoding_is_strict_json_and_exact():
 
 def test_local_lines_are_readable_at_once_and_kept_by_the_next_writer(tmp_path):
     path = epath.Path(tmp_path) / "new" / "lines.jsonl"
-    first = json_lines.open_lines(path)
+    first = metrics_log.open_lines(path)
     first.write("1")
     assert lines_of(path) == ["1"]
     first.close()
-    second = json_lines.open_lines(path)
+    second = metrics_log.open_lines(path)
     second.write("2")
     second.close()
     assert (first.resumed, second.resumed) == (False, True)
@@ -93,7 +93,7 @@ def test_local_lines_are_readable_at_once_and_kept_by_the_next_writer(tmp_path):
 def test_a_line_cut_off_by_a_kill_is_removed_before_the_next_is_added(tmp_path):
     path = epath.Path(tmp_path) / "lines.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "lo')
-    writer = json_lines.open_lines(path)
+    writer = metrics_log.open_lines(path)
     writer.write('{"step": 2}')
     writer.close()
     assert lines_of(path) == ['{"step": 1}', '{"step": 2}']
@@ -102,8 +102,8 @@ def test_a_line_cut_off_by_a_kill_is_removed_before_the_next_is_added(tmp_path):
 def test_written_lines_survive_kill_minus_nine(tmp_path):
     path = tmp_path / "lines.jsonl"
     code = (
-        "import os, signal; from layerkit_runner.observers import json_lines;"
-        f"w = json_lines.open_lines({os.fspath(path)!r}); [w.write(str(i)) for i in range(50)];"
+        "import os, signal; from layerkit_runner.observers import metrics_log;"
+        f"w = metrics_log.open_lines({os.fspath(path)!r}); [w.write(str(i)) for i in range(50)];"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     killed = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
@@ -113,13 +113,13 @@ def test_written_lines_survive_kill_minus_nine(tmp_path):
 
 def test_remote_lines_are_rewritten_whole_and_kept_by_the_next_writer(remote_dir):
     path = remote_dir / "lines.jsonl"
-    first = json_lines.open_lines(path)
-    assert isinstance(first, json_lines.StoredLines)
+    first = metrics_log.open_lines(path)
+    assert isinstance(first, metrics_log.StoredLines)
     for number in range(5):
         first.write(str(number))
     first.close()
     assert lines_of(path) == ["0", "1", "2", "3", "4"]
-    second = json_lines.open_lines(path)
+    second = metrics_log.open_lines(path)
     second.write("5")
     second.close()
     assert (first.resumed, second.resumed) == (False, True)
@@ -129,7 +129,7 @@ def test_remote_lines_are_rewritten_whole_and_kept_by_the_next_writer(remote_dir
 def test_remote_lines_wait_for_the_interval_or_a_flush(remote_dir):
     path = remote_dir / "lines.jsonl"
     remote_dir.mkdir()
-    writer = json_lines.StoredLines(path, interval=3600)
+    writer = metrics_log.StoredLines(path, interval=3600)
     writer.write("first")  # at once: the interval counts from here
     wait_for(path, ["first"])
     writer.write("second")
@@ -143,7 +143,7 @@ def test_a_failed_rewrite_is_raised_not_swallowed(remote_dir, monkeypatch):
     def refuse(*args, **kwargs):
         raise PermissionError("no write access to the bucket")
 
-    writer = json_lines.StoredLines(remote_dir / "lines.jsonl")
+    writer = metrics_log.StoredLines(remote_dir / "lines.jsonl")
     monkeypatch.setattr(Bucket, "_open", refuse)
     writer.write("lost")
     with pytest.raises(PermissionError, match="no write access"):
