@@ -24,7 +24,7 @@ from layerkit_experiments.lm import c4_multislice, pile
 from layerkit_experiments.lm.recipes import seqio_tasks
 from layerkit_inputs import SeqIOInput
 from layerkit_runner.config.flags import RunOptions
-from layerkit_runner.config.registry import find_experiment
+from layerkit_runner.config.registry import find_experiment, load_experiment
 from layerkit_runner.config.resolve import ResolvedExperiment, resolve
 from layerkit_runner.errors import UsageError
 from layerkit_runner.optim.schedules import (
@@ -266,7 +266,7 @@ def test_a_plan_of_lambada_names_what_to_plan():
     ],
 )
 def test_the_names_that_pax_has(published: str, cls: str):
-    assert find_experiment(published).class_name == cls
+    assert load_experiment(find_experiment(published)).__name__ == cls
     assert pile.Pile5B is pile.GPT5B
     assert pile.Pile175B is pile.GPT175B
     assert issubclass(c4_multislice.C4Spmd22BAdam4xv4_128, c4_multislice.C4Spmd22BAdam1xv4_128)

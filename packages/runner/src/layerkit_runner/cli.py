@@ -128,7 +128,7 @@ def _command(words: Sequence[str]) -> commands.Command | None:
     if not words or words[0].startswith("-") or words[0] not in commands.all_names():
         return None
     name = words[0]
-    return commands.load(commands.Command, name, shown=f"runner {name}")
+    return commands.load(commands.Command, name, shown=f"`runner {name}`")
 
 
 def _with_recorded_experiment(flags: ParsedFlags) -> ParsedFlags:

@@ -1,0 +1,57 @@
+"""The trainer in a copy of the runner whose folder of tools is deleted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import layerkit_runner
+
+EXP = "--exp=lm.quickstart.LocalText"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("without_tools")
+    without = shutil.ignore_patterns("tools", "__pycache__")
+    copied = folder / "site" / layerkit_runner.__name__
+    shutil.copytree(Path(layerkit_runner.__file__).parent, copied, ignore=without)
+    assert not (copied / "tools").exists()
+    return folder
+
+
+def runner(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(place / "site"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-P", "-m", "layerkit_runner.cli", *words]
+    environ = {**os.environ, "PYTHONPATH": path}
+    return subprocess.run(
+        command, cwd=place, env=environ, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_trainer_runs_without_the_tools(place: Path):
+    words = ("--fdl.MAX_STEPS=2", "--reduced", "--job_log_dir=run")
+    done = runner(place, EXP, *words)
+    assert done.returncode == 0, done.stderr
+    assert "step 2/2 | loss" in done.stdout + done.stderr
+    assert list((place / "run" / "checkpoints").glob("*2"))
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ((EXP, "--mode=plan"), "--mode=plan: the tool plan is"),
+        ((EXP, "--mode=inspect"), "--mode=inspect: the tool inspect is"),
+        ((EXP, "--diff_config=a/b"), "--diff_config: the tool diff_config is"),
+        (("doctor",), "`runner doctor`: the tool doctor is"),
+    ],
+)
+def test_missing_tool_is_named(place: Path, words: tuple[str, ...], shown: str):
+    done = runner(place, *words)
+    text = f"runner: {shown} not installed: No module named 'layerkit_runner.tools'.\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", text)
