@@ -490,11 +490,12 @@ def test_number_of_base_classes_is_bounded():
         translate_pax({"file.py": "".join(parts) + f"class X({bases}): pass\n"})
 
 
-def test_number_of_leftovers_is_bounded():
-    fields = "".join(f"  X{n} = f()\n" for n in range(2_000))
-    heirs = "".join(f"class B{n}(A): pass\n" for n in range(2_000))
-    with pytest.raises(UsageError, match=r"at most 10,000 lines .* Choose classes with --class"):
-        translate_pax({"file.py": f"class A:\n{fields}{heirs}"})
+@pytest.mark.parametrize(("fields", "heirs"), [(2_000, 2_000), (30_000, 1), (0, 20_000)])
+def test_amount_of_output_is_bounded(fields: int, heirs: int):
+    body = "".join(f"  X{n} = f()\n" for n in range(fields))
+    classes = "".join(f"class B{n}(A): pass\n" for n in range(heirs))
+    with pytest.raises(UsageError, match=r"at most 20,000 fields .* Choose classes with --class"):
+        translate_pax({"file.py": f"class A(c4.C4SpmdAdam):\n  pass\n{body}{classes}"})
 
 
 def test_quoted_source_is_shortened():

@@ -29,7 +29,7 @@ from layerkit_runner.tools.translate.tables import (
 # the reports of many classes that inherit from many others.
 _MAX_BITS = 128
 _MAX_LINEAGE = 100
-_MAX_LEFTOVERS = 10_000
+_MAX_OUTPUT = 20_000  # fields and lines that are not translated, of all classes
 _MAX_LINES, _MAX_WIDTH = 4, 160  # of a statement that is quoted
 
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -95,16 +95,15 @@ def translate_pax(
         registered = [name for name, cls in classes.items() if cls.is_registered]
         names = names or registered or [name for name in classes if name not in inherited]
         translations: list[Translation] = []
+        chosen, room = set(names), _MAX_OUTPUT
         for name in names:
             if name not in classes:
                 raise UsageError(f"no class {name!r} in {files}{near_names(name, classes)}")
-            translations.append(_translate(classes, tables, name))
-            if sum(len(each.leftovers) for each in translations) > _MAX_LEFTOVERS:
-                limit = f"expected at most {_MAX_LEFTOVERS:,} lines that are not translated"
-                raise UsageError(f"{files}: {limit}. Choose classes with --class=NAME.")
+            translations.append(_translate(classes, tables, name, room))
+            room -= len(translations[-1].fields) + len(translations[-1].leftovers)
     except RecursionError:
         raise UsageError(f"{files}: expected code that is less deeply nested.") from None
-    return translations, [name for name in classes if name not in names]
+    return translations, [name for name in classes if name not in chosen]
 
 
 def _read_file(name: str, text: str, table: Mapping[str, Any]) -> Iterator[_PaxClass]:
@@ -239,7 +238,7 @@ def _number(node: ast.expr, names: Mapping[str, _Constant]) -> Any:
 
 
 def _translate(
-    classes: Mapping[str, _PaxClass], tables: Mapping[str, Any], name: str
+    classes: Mapping[str, _PaxClass], tables: Mapping[str, Any], name: str, room: int
 ) -> Translation:
     table = tables["pax"]
     lineage, leftovers = _lineage(classes, table["bases"], name)
@@ -253,6 +252,9 @@ def _translate(
         if cls is not None:
             constants |= cls.constants
             leftovers += cls.leftovers
+    if len(constants) + len(leftovers) > room:
+        limit = f"expected at most {_MAX_OUTPUT:,} fields and statements of all classes"
+        raise UsageError(f"{name}: {limit}. Choose classes with --class=NAME.")
     values = {key: constant.value for key, constant in constants.items()}
     found, reasons = map_keys(table, values)
     for key, reason in reasons.items():

@@ -21,9 +21,7 @@ from layerkit_runner.errors import UsageError
 from layerkit_runner.files.bounded_documents import parse_yaml, read_text
 
 FILE_NAME = "translate.yml"
-
 _LARGEST = 2**100  # no size, step or rate is larger
-
 _ABSTRACT = (
     "Abstract, because it is not the original yet: do what each NOT TRANSLATED line says or decide"
     " that it changes nothing, then remove abstract=True."
