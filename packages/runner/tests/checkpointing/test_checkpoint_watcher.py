@@ -8,7 +8,7 @@ from pathlib import Path
 
 from etils import epath
 
-from layerkit_runner.checkpointing.checkpoint_watcher import NewStep, NewSteps
+from layerkit_runner.checkpointing.inventory import CheckpointWatcher, NewStep
 
 
 def save(folder: Path, step: int, digest: str = "first") -> None:
@@ -20,31 +20,31 @@ def save(folder: Path, step: int, digest: str = "first") -> None:
 
 def test_each_newest_step_is_told_once(tmp_path: Path):
     folder = tmp_path / "checkpoints"
-    new_steps = NewSteps(epath.Path(folder))
-    assert new_steps.look() is None  # there is not even a folder
+    watcher = CheckpointWatcher(epath.Path(folder))
+    assert watcher.poll_newest() is None  # there is not even a folder
     save(folder, 100)
-    assert new_steps.look() == NewStep(100)
-    assert new_steps.look() is None
+    assert watcher.poll_newest() == NewStep(100)
+    assert watcher.poll_newest() is None
     (folder / "checkpoint_00000200.orbax-checkpoint-tmp").mkdir()
-    assert new_steps.look() is None
+    assert watcher.poll_newest() is None
     save(folder, 200)
     save(folder, 300)
     shutil.rmtree(folder / "checkpoint_00000100")
     save(folder, 400)
-    assert new_steps.look() == NewStep(400, passed_over=(200, 300))
+    assert watcher.poll_newest() == NewStep(400, passed_over=(200, 300))
     shutil.rmtree(folder / "checkpoint_00000200")
-    assert new_steps.look() is None
+    assert watcher.poll_newest() is None
 
 
 def test_a_step_that_was_saved_anew_is_another(tmp_path: Path):
     save(tmp_path, 100)
     save(tmp_path, 200)
-    new_steps = NewSteps(epath.Path(tmp_path))
-    assert new_steps.look() == NewStep(200, passed_over=(100,))
+    watcher = CheckpointWatcher(epath.Path(tmp_path))
+    assert watcher.poll_newest() == NewStep(200, passed_over=(100,))
     shutil.rmtree(tmp_path / "checkpoint_00000200")
     save(tmp_path, 200, digest="second")
-    assert new_steps.look() == NewStep(200)
+    assert watcher.poll_newest() == NewStep(200)
     shutil.rmtree(tmp_path / "checkpoint_00000200")
-    assert new_steps.look() == NewStep(100)
+    assert watcher.poll_newest() == NewStep(100)
     save(tmp_path, 150)
-    assert new_steps.look() == NewStep(150)
+    assert watcher.poll_newest() == NewStep(150)

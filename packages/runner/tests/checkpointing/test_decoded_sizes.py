@@ -12,7 +12,7 @@ import tensorstore as ts
 from etils import epath
 
 from layerkit_runner.checkpointing import CheckpointManager, DamagedCheckpointError, integrity
-from layerkit_runner.checkpointing.decoded_sizes import check_decoded_sizes
+from layerkit_runner.checkpointing.formats import check_decoded_sizes
 from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec
 from layerkit_runner.errors import UsageError
 from layerkit_runner.init_from.stored_checkpoint import StoredCheckpoint

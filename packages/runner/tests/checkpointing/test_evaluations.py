@@ -7,16 +7,18 @@ import math
 import pytest
 from etils import epath
 
-from layerkit_runner.checkpointing import CheckpointManager, evaluations
+from layerkit_runner.checkpointing import CheckpointManager, documents
 
 
 def test_numbers_come_back_and_what_is_no_number_does_not(tmp_path):
     directory = epath.Path(tmp_path)
-    assert evaluations.read(directory) == {}
-    evaluations.write(directory, {20: {"a/loss": 0.1, "a/score": math.nan}, 3: {"a/loss": 1e300}})
-    assert evaluations.read(directory) == {3: {"a/loss": 1e300}, 20: {"a/loss": 0.1}}
-    evaluations.write(directory, {4: {"b c/loss": -math.inf}})
-    assert evaluations.read(directory) == {4: {"b c/loss": -math.inf}}
+    assert documents.read_evaluations(directory) == {}
+    documents.write_evaluations(
+        directory, {20: {"a/loss": 0.1, "a/score": math.nan}, 3: {"a/loss": 1e300}}
+    )
+    assert documents.read_evaluations(directory) == {3: {"a/loss": 1e300}, 20: {"a/loss": 0.1}}
+    documents.write_evaluations(directory, {4: {"b c/loss": -math.inf}})
+    assert documents.read_evaluations(directory) == {4: {"b c/loss": -math.inf}}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from layerkit_runner.checkpointing import CheckpointManager, input_states
+from layerkit_runner.checkpointing import CheckpointManager, ProcessCountError, documents
 
 
 def written_by_two(folder, states) -> epath.Path:
@@ -27,15 +27,15 @@ def written_by_two(folder, states) -> epath.Path:
 def test_a_global_input_state_is_good_for_another_number_of_processes(tmp_path):
     states = [{"train": {"scope": "global", "position": 8}, "eval": {"scope": "global"}}] * 2
     directory = written_by_two(tmp_path, states)
-    restored = input_states.read(directory)
+    restored = documents.read_input_states(directory)
     assert restored == states[0]
 
 
 def test_an_input_state_of_single_processes_is_not_and_says_so(tmp_path):
     state = {"eval": {"scope": "global"}, "train": {"position": 8}, "extra": [1]}
     directory = written_by_two(tmp_path, [state, state])
-    with pytest.raises(input_states.ProcessCountError) as error:
-        input_states.read(directory)
+    with pytest.raises(ProcessCountError) as error:
+        documents.read_input_states(directory)
     assert str(error.value) == (
         "The checkpoint was written by 2 processes and is restored by 1, but the state of these "
         "inputs belongs to single processes: train, extra. Restore with 2 processes, or use an "

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 
 import pytest
 from etils import epath
 
-from layerkit_runner.checkpointing import integrity
+from layerkit_runner.checkpointing import NewerManifestError, integrity
 from layerkit_runner.checkpointing.integrity import Entry, Finding, FindingKind
 
 MANIFEST = "integrity/manifest.json"
@@ -109,7 +110,7 @@ def test_a_manifest_of_a_later_version_is_no_damage_but_refused_by_name(step):
     body = json.loads((step / MANIFEST).read_text())["manifest"] | {"version": 2}
     digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     (step / MANIFEST).write_text(json.dumps({"digest": digest, "manifest": body}))
-    with pytest.raises(integrity.NewerManifestError) as error:
+    with pytest.raises(NewerManifestError) as error:
         integrity.verify(step)
     assert str(error.value) == (
         f"The checkpoint {step} has a manifest of version 2; this version of layerkit-runner "
@@ -127,9 +128,9 @@ def test_write_takes_over_what_processes_hashed_and_reads_only_the_rest(step, mo
     assert (own, read) == ({"state/d/a": entry(b"0123456789")}, ["a"])
     read.clear()
     integrity.write_share(step, own, process=1)
-    manifest = integrity.write(step, manifest_directory=step / "integrity", num_shares=3)
+    files = integrity.write(step, manifest_directory=step / "integrity", num_shares=3)
     assert sorted(read) == ["b", "c"]
-    assert manifest.files["state/d/a"] == own["state/d/a"]
+    assert files["state/d/a"] == own["state/d/a"]
     assert integrity.verify(step) == ()  # the shares are gone, too
 
 
@@ -158,7 +159,7 @@ def test_shares_verify_every_file_once_and_differ_by_one_file_at_most(step, monk
     assert len(seen) == len(set(seen)) == 23
     assert max(sizes) - min(sizes) <= 119
     assert sorted(findings, key=lambda finding: finding.file) == list(integrity.verify(step))
-    assert [Finding.from_json(finding.to_json()) for finding in findings] == findings
+    assert [Finding.from_json(dataclasses.asdict(finding)) for finding in findings] == findings
 
 
 def test_more_shares_than_files_are_no_error(step):
@@ -191,9 +192,9 @@ def test_the_newest_sound_step_is_chosen_and_nothing_older_is_read(findings, cho
         asked.append(step)
         return findings[step]
 
-    outcome = integrity.newest_sound(list(findings), findings_of)
-    assert outcome.step == chosen
-    assert list(outcome.damaged) == passed_over
+    found, damaged = integrity.newest_sound(list(findings), findings_of)
+    assert found == chosen
+    assert list(damaged) == passed_over
     assert asked == passed_over + ([] if chosen is None else [chosen])
 
 

@@ -398,7 +398,7 @@ def test_a_file_that_nobody_wrote_is_told_and_ignored(tmp_path):
 
 def test_a_later_layout_is_refused_by_name(tmp_path, monkeypatch):
     with monkeypatch.context() as later:
-        later.setattr("layerkit_runner.checkpointing.step_metadata.LAYOUT_VERSION", 2)
+        later.setattr("layerkit_runner.checkpointing.documents.LAYOUT_VERSION", 2)
         save(tmp_path, 1)
     with CheckpointManager(tmp_path) as manager, pytest.raises(LayoutVersionError) as error:
         manager.restore(manager.newest_sound_step(), target_of(numbers(), everywhere))

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from layerkit_runner.checkpointing import orbax_log
+from layerkit_runner.checkpointing import errors
 
 IN_ORBAX = "/site-packages/orbax/checkpoint/_src/futures/future.py"
 
@@ -21,8 +21,8 @@ def logged():
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logger.addHandler(handler)
-    orbax_log.leave_out((OSError,))
-    orbax_log.leave_out((OSError,))
+    errors.silence_tracebacks((OSError,))
+    errors.silence_tracebacks((OSError,))
     assert len(logger.filters) <= len(before) + 1
     yield messages
     logger.removeHandler(handler)
@@ -48,10 +48,10 @@ def test_what_is_left_out(logged, path, error, is_logged):
 
 PROCESS = """
 import asyncio, weakref
-from layerkit_runner.checkpointing.orbax_log import leave_out
+from layerkit_runner.checkpointing.errors import silence_tracebacks
 
-leave_out((OSError,))
-leave_out((OSError,))
+silence_tracebacks((OSError,))
+silence_tracebacks((OSError,))
 loop = asyncio.new_event_loop()
 loop.close()
 

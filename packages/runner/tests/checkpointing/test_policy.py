@@ -17,7 +17,7 @@ from layerkit_runner.checkpointing import (
     CheckpointManager,
     CheckpointPolicy,
     SavedStep,
-    evaluations,
+    documents,
 )
 
 START = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
@@ -318,7 +318,7 @@ def test_the_best_survive_a_continuation_and_so_does_what_was_found(tmp_path):
                 manager.record_evaluation(step, {"heldout/loss": losses[step], "other": math.nan})
                 manager.save(step, {"w": jnp.ones(4)}, input_states={}, metadata={})
     assert saved_steps(tmp_path) == [2, 4]
-    recorded = evaluations.read(epath.Path(tmp_path))
+    recorded = documents.read_evaluations(epath.Path(tmp_path))
     assert {step: recorded[step] for step in (2, 4)} == {
         2: {"heldout/loss": 1.0},
         4: {"heldout/loss": 1.5},

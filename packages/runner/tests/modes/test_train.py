@@ -20,7 +20,7 @@ from etils import epath
 from layerkit.base_model import WeightedScalar
 from layerkit.config import Config
 from layerkit_runner import BaseExperiment, UsageError
-from layerkit_runner.checkpointing import finite
+from layerkit_runner.checkpointing import structure
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import NonFiniteError
@@ -141,7 +141,7 @@ def test_checkpoint_that_is_not_finite_is_not_resumed(
 ):
     with monkeypatch.context() as patch:
         # As a version that applied such steps and saved the outcome.
-        patch.setattr(finite, "require_finite", lambda *_: None)
+        patch.setattr(structure, "require_finite", lambda *_: None)
         patch.setattr(Learner, "skips_steps", False)
         train("job", fields={"NUM_ROWS": 16, "BAD_ROWS": (3,)})
     with pytest.raises(NonFiniteError) as caught:

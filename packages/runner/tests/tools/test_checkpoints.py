@@ -21,9 +21,9 @@ from layerkit_runner.checkpointing import (
     CheckpointPolicy,
     StateFormat,
     conversion,
-    evaluations,
-    finite,
+    documents,
     folders,
+    structure,
 )
 from layerkit_runner.tools.checkpoints import main
 
@@ -142,7 +142,7 @@ def test_list_looks_as_deep_as_it_is_told(job, capsys):
 @pytest.mark.parametrize("state_format", list(StateFormat))
 def test_verify_names_arrays_that_are_not_finite(tmp_path, capsys, monkeypatch, state_format):
     # As a version wrote it that saved any values.
-    monkeypatch.setattr(finite, "require_finite", lambda *_: None)
+    monkeypatch.setattr(structure, "require_finite", lambda *_: None)
     monkeypatch.setattr(conversion, "_READ_BYTES", 16)
     state = {"params": {"a": jnp.ones(4), "b": jnp.array([1.0, jnp.nan])}, "step": jnp.int32(3)}
     with CheckpointManager(tmp_path / "checkpoints", state_format=state_format) as manager:
@@ -178,7 +178,7 @@ def test_copies_are_whole_and_know_how_good_they_are(written, tmp_path, capsys):
         f"{new}/checkpoints/checkpoint_00000010\n"
     )
     assert_is_step(new, 10)
-    assert evaluations.read(epath.Path(new / "checkpoints"))[10]["heldout/loss"] == 1.5
+    assert documents.read_evaluations(epath.Path(new / "checkpoints"))[10]["heldout/loss"] == 1.5
     assert run(capsys, "copy", written, new) == (
         f"{new}/checkpoints/checkpoint_00000020\nthere already, and sound: step 10\n"
     )
@@ -219,13 +219,13 @@ def test_a_copy_can_be_repeated_and_goes_on_after_damage(job, tmp_path, capsys):
 
 def test_evaluations_that_came_after_a_copy_follow(job, tmp_path, capsys):
     there, new = (epath.Path(folder / "checkpoints") for folder in (job, tmp_path / "new"))
-    found = evaluations.read(there)
-    evaluations.write(there, {10: found[10]})
+    found = documents.read_evaluations(there)
+    documents.write_evaluations(there, {10: found[10]})
     run(capsys, "copy", job, tmp_path / "new")
-    assert set(evaluations.read(new)) == {10}
-    evaluations.write(there, found)
+    assert set(documents.read_evaluations(new)) == {10}
+    documents.write_evaluations(there, found)
     run(capsys, "copy", job, tmp_path / "new")
-    assert evaluations.read(new) == found
+    assert documents.read_evaluations(new) == found
 
 
 def test_another_step_of_the_same_number_is_not_taken_for_a_copy(written, tmp_path, capsys):

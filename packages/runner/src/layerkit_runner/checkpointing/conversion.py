@@ -1,96 +1,143 @@
-"""Rewrites a step in the other format, or its weights as one safetensors file.
+"""Copies steps, rewrites them in the other format, and exports weights as safetensors.
 
-What is rewritten is the state alone: where the inputs stood, the metadata and the date are taken
-over. The whole state passes through this machine's memory. Imports Orbax.
+A step is written under the name of an unfinished save and renamed when it is whole and verified.
+What a killed copy leaves behind, the next training job there deletes as it would a killed save.
+Imports Orbax.
 """
 
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Iterator, Mapping
+from concurrent import futures
 from typing import Any
 
 import jax
 import numpy as np
 from etils import epath
+from tqdm import tqdm
 
-from layerkit_runner.checkpointing import (
-    copying,
-    finite,
-    folders,
-    handlers,
-    integrity,
-    step_metadata,
-    structure,
-)
+from layerkit_runner.checkpointing import documents, folders, handlers, integrity, structure
 from layerkit_runner.checkpointing.formats import StateFormat, format_of
 from layerkit_runner.files.atomic_write import atomic_write
 
 _READ_BYTES = 2**30
+_BLOCK_BYTES = 8 * 2**20
+_COPIERS = 8
 _WRITTEN_ANEW = ("state/", f"{integrity.MANIFEST_FOLDER}/", folders.COMMIT_FILE)
+
+
+def copy_step(source: epath.Path, destination: epath.Path, step: int) -> epath.Path:
+    """Copy a step with its recorded evaluation; show the progress on a terminal.
+
+    Args:
+      source: The folder of the checkpoints to copy from.
+      destination: The folder of checkpoints to copy to; made if need be.
+      step: A committed step.
+
+    Returns:
+      The folder of the copy.
+
+    Raises:
+      FileExistsError: The destination has this step.
+      DamagedCheckpointError: The step is damaged; nothing is left of the copy.
+      OSError: Storage refused; nothing is left of the copy.
+    """
+    original = folders.step_folder(source, step)
+    with _new_step_folder(destination, step) as partial:
+        sizes = integrity.file_sizes(original)
+        sizes.pop(folders.COMMIT_FILE, None)  # the copy gets its own when it is whole
+        for folder in sorted({(partial / name).parent for name in sizes}):
+            folder.mkdir(parents=True, exist_ok=True)
+
+        def copy(name: str) -> int:
+            with (original / name).open("rb") as reader, (partial / name).open("wb") as writer:
+                shutil.copyfileobj(reader, writer, _BLOCK_BYTES)
+            return sizes[name]
+
+        total = sum(sizes.values())
+        bar = tqdm(desc=f"step {step}", total=total, unit="B", unit_scale=True, disable=None)
+        with bar, futures.ThreadPoolExecutor(_COPIERS) as copiers:
+            for size in copiers.map(copy, sizes):
+                bar.update(size)
+        integrity.require_sound(
+            f"The copy of {original} is not what was saved",
+            integrity.verify(partial),
+            hint="It was deleted. Whether the original is damaged tells: verify.",
+        )
+    copy_evaluations(source, destination, step)
+    return folders.step_folder(destination, step)
+
+
+def copy_evaluations(source: epath.Path, destination: epath.Path, step: int) -> None:
+    """Copy the recorded evaluation of a step."""
+    found = documents.read_evaluations(source).get(step)
+    if found is not None:
+        known = documents.read_evaluations(destination)
+        documents.write_evaluations(destination, {**known, step: found})
 
 
 def convert_step(
     source: epath.Path, destination: epath.Path, step: int, *, state_format: StateFormat
 ) -> epath.Path:
-    """Writes a step once more, its state in this format.
+    """Write a step once more, its state in another format; return the folder of the new step.
+
+    Input states, metadata and date stay. The whole state passes through this machine's memory.
 
     Args:
-      source: the folder of the checkpoints to read.
-      destination: the folder of checkpoints to write to; made if need be.
-      step: a committed step.
-      state_format: of the new one.
-
-    Returns:
-      The folder of the new step.
+      source: The folder of the checkpoints to read.
+      destination: The folder of checkpoints to write to; made if need be.
+      step: A committed step.
+      state_format: Format of the new step.
 
     Raises:
-      FileExistsError: the destination has this step.
-      DamagedCheckpointError: the step is damaged.
-      ValueError: its state is in this format already.
-      OSError: storage refused.
+      FileExistsError: The destination has this step.
+      DamagedCheckpointError: The step is damaged.
+      ValueError: Its state is in this format already.
+      OSError: Storage refused.
     """
     original = folders.step_folder(source, step)
     if format_of(original / "state") is state_format:
         raise ValueError(f"{original} is {state_format.value} already; use copy")
     leaves = read_leaves(original)
-    with copying.new_step_folder(destination, step) as partial:
+    with _new_step_folder(destination, step) as partial:
         for name in integrity.file_sizes(original):
             if not name.startswith(_WRITTEN_ANEW):
                 (partial / name).parent.mkdir(parents=True, exist_ok=True)
                 (partial / name).write_bytes((original / name).read_bytes())
-        about = {**step_metadata.read(original), "state_format": state_format.value}
-        step_metadata.write(partial, about)
+        about = {**documents.read(original), "state_format": state_format.value}
+        documents.write(partial, about)
         (partial / "state").mkdir()
         with contextlib.closing(handlers.StateHandler()) as writer:
             writer.save(partial / "state", handlers.StateSave(leaves, state_format))
             writer.finalize(partial / "state")
         (partial / integrity.MANIFEST_FOLDER).mkdir()
         integrity.write(partial, manifest_directory=partial / integrity.MANIFEST_FOLDER)
-    copying.copy_evaluations(source, destination, step)
+    copy_evaluations(source, destination, step)
     return folders.step_folder(destination, step)
 
 
 def write_safetensors(
     source: epath.Path, path: epath.Path, step: int, *, part: str = "params"
 ) -> int:
-    """Writes arrays of a step as one safetensors file, by the names of their paths.
+    """Write arrays of a step as one safetensors file, by the names of their paths.
 
     Args:
-      source: the folder of the checkpoints to read.
-      path: the file to write.
-      step: a committed step.
-      part: which part of the state, the first name of the paths.
+      source: The folder of the checkpoints to read.
+      path: The file to write.
+      step: A committed step.
+      part: Part of the state, the first name of the paths.
 
     Returns:
       How many arrays were written.
 
     Raises:
-      FileExistsError: the file is there.
-      DamagedCheckpointError: the step is damaged.
+      FileExistsError: The file is there.
+      DamagedCheckpointError: The step is damaged.
       ImportError: safetensors is not installed.
-      KeyError: the state has no such part.
-      OSError: storage refused.
+      KeyError: The state has no such part.
+      OSError: Storage refused.
     """
     from safetensors.flax import save
 
@@ -105,20 +152,14 @@ def write_safetensors(
     return len(leaves)
 
 
-def parts_of(source: epath.Path, step: int) -> list[str]:
-    """Returns the first names of the paths in the state of a step."""
-    stored = handlers.stored_leaves(folders.step_folder(source, step) / "state")
-    return sorted({path[0] for path in stored})
-
-
 def read_leaves(
     step_directory: epath.Path, *, part: str | None = None
 ) -> dict[structure.LeafPath, jax.Array]:
-    """Reads the state of a step, or a part of it, onto one device of this machine.
+    """Read the state of a step, or a part of it, onto one device of this machine.
 
     Raises:
-      DamagedCheckpointError: the step is damaged.
-      KeyError: the state has no such part.
+      DamagedCheckpointError: The step is damaged.
+      KeyError: The state has no such part.
     """
     findings = integrity.verify(step_directory)
     integrity.require_sound(f"The checkpoint {step_directory} is damaged", findings)
@@ -126,45 +167,53 @@ def read_leaves(
     chosen = {path: spec for path, spec in stored.items() if part is None or path[0] == part}
     if not chosen:
         raise KeyError(part)
-    with contextlib.closing(handlers.StateHandler()) as reader:
-        wanted = handlers.StateRestore(_on_one_device(chosen))
-        return reader.restore(step_directory / "state", wanted)
+    return _restore(step_directory, chosen)
 
 
 def nonfinite_arrays(step_directory: epath.Path) -> list[structure.LeafPath]:
-    """Return the paths of stored arrays that are not finite; see `finite.nonfinite_leaves`.
+    """Return the paths of stored arrays that are not finite; see `structure.nonfinite_leaves`.
 
-    Reads about a GiB at a time.
-
-    Args:
-      step_directory: The folder of a step whose files are as they were written.
+    Reads about a GiB at a time. The step must be sound.
     """
-    stored = handlers.stored_leaves(step_directory / "state")
-    found: list[structure.LeafPath] = []
-    with contextlib.closing(handlers.StateHandler()) as reader:
-        for part in _in_parts(stored):
-            wanted = handlers.StateRestore(_on_one_device(part))
-            found += finite.nonfinite_leaves(reader.restore(step_directory / "state", wanted))
-    return found
+    group: dict[structure.LeafPath, structure.LeafSpec] = {}
+    found, size = [], 0
+    for path, spec in handlers.stored_leaves(step_directory / "state").items():
+        if group and size + spec.num_bytes > _READ_BYTES:
+            found += structure.nonfinite_leaves(_restore(step_directory, group))
+            group, size = {}, 0
+        group[path] = spec
+        size += spec.num_bytes
+    return found + structure.nonfinite_leaves(_restore(step_directory, group))
 
 
-def _in_parts(
-    stored: Mapping[structure.LeafPath, structure.LeafSpec],
-) -> Iterator[dict[structure.LeafPath, structure.LeafSpec]]:
-    """Yield the leaves in groups of at most `_READ_BYTES`, or of one leaf that is larger."""
-    part: dict[structure.LeafPath, structure.LeafSpec] = {}
-    for path, spec in stored.items():
-        if part and sum(each.num_bytes for each in part.values()) + spec.num_bytes > _READ_BYTES:
-            yield part
-            part = {}
-        part[path] = spec
-    if part:
-        yield part
+@contextlib.contextmanager
+def _new_step_folder(directory: epath.Path, step: int) -> Iterator[epath.Path]:
+    """Yield a folder to fill; make it the step at the end, or delete it after an error.
+
+    Raises:
+      FileExistsError: There is such a step.
+    """
+    final = folders.step_folder(directory, step)
+    if step in folders.committed_steps(directory):
+        raise FileExistsError(f"{final} is there already; nothing was changed")
+    partial = folders.new_unfinished(directory, step)
+    try:
+        yield partial
+        folders.commit(partial, final)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.rmtree()
+        raise
 
 
-def _on_one_device(specs: Mapping[structure.LeafPath, structure.LeafSpec]) -> dict[Any, Any]:
+def _restore(
+    step_directory: epath.Path, specs: Mapping[structure.LeafPath, structure.LeafSpec]
+) -> dict[structure.LeafPath, jax.Array]:
+    """Return stored leaves on one device of this machine."""
     device = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    return {
+    targets: dict[structure.LeafPath, Any] = {
         path: jax.ShapeDtypeStruct(spec.shape, np.dtype(spec.dtype), sharding=device)
         for path, spec in specs.items()
     }
+    with contextlib.closing(handlers.StateHandler()) as reader:
+        return reader.restore(step_directory / "state", handlers.StateRestore(targets))

@@ -1,8 +1,7 @@
-"""The folders of the checkpoints: their names, which are committed, which are left-overs.
+"""Names of the step folders: which are committed, unfinished or moved aside.
 
-Orbax makes and commits the folders; this file is what we know of that, so that listing them needs
-no Orbax. A step is committed by a rename where that is atomic, so its final name says so, and by
-a last file on Google's object store, which has no rename.
+Orbax makes and commits the folders. Listing them here needs no Orbax. A step is committed by a
+rename where that is atomic, and by a last file on Google's object store, which has no rename.
 """
 
 from __future__ import annotations
@@ -18,32 +17,31 @@ STEP_PREFIX = "checkpoint"
 STEP_DIGITS = 8
 # Where a job keeps its checkpoints, in its own folder.
 JOB_SUBFOLDER = "checkpoints"
-_ASIDE_PREFIX = "damaged_"
-
-_STEP_NAME = re.compile(rf"{STEP_PREFIX}_(\d{{{STEP_DIGITS},}})")
-_TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"
-_UNFINISHED_NAME = re.compile(_STEP_NAME.pattern + re.escape(_TEMPORARY_SUFFIX) + ".*")
 COMMIT_FILE = "commit_success.txt"
+_ASIDE_PREFIX = "damaged_"
+_TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"
+_STEP_NAME = re.compile(rf"{STEP_PREFIX}_(\d{{{STEP_DIGITS},}})")
+_UNFINISHED_NAME = re.compile(_STEP_NAME.pattern + re.escape(_TEMPORARY_SUFFIX) + ".*")
 
 
 def step_folder(directory: epath.Path, step: int) -> epath.Path:
-    """Returns where a step is: `checkpoint_00000042` for step 42."""
+    """Return the folder of a step: `checkpoint_00000042` for step 42."""
     return directory / f"{STEP_PREFIX}_{step:0{STEP_DIGITS}d}"
 
 
 def step_in_name(path: epath.Path) -> int | None:
-    """Return the step that the name of a step folder says, finished or not; None for others."""
+    """Return the step in the name of a step folder, finished or not; None for other folders."""
     match = _STEP_NAME.fullmatch(path.name) or _UNFINISHED_NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def is_there(path: epath.Path) -> bool:
-    """Return whether a folder has an entry of this name; a link that leads nowhere is one."""
+    """Return whether a folder has an entry of this name; a dangling link is one."""
     return path.exists() or (not is_remote(path) and os.path.lexists(path))
 
 
 def committed_steps(directory: epath.Path) -> list[int]:
-    """Returns the steps that are there in whole, in rising order; none if there is no folder."""
+    """Return the committed steps in rising order; empty if there is no folder."""
     return sorted(
         int(match[1])
         for path in _children(directory)
@@ -52,7 +50,7 @@ def committed_steps(directory: epath.Path) -> list[int]:
 
 
 def unfinished(directory: epath.Path) -> list[epath.Path]:
-    """Returns the folders of saves that never ended, by name. They were never checkpoints."""
+    """Return the folders of saves that never ended, by name. They were never checkpoints."""
     return sorted(
         path
         for path in _children(directory)
@@ -62,13 +60,13 @@ def unfinished(directory: epath.Path) -> list[epath.Path]:
 
 
 def set_apart(directory: epath.Path) -> list[epath.Path]:
-    """Returns what is no checkpoint though it looks like one: unfinished, or moved aside."""
+    """Return the folders that are no checkpoints: unfinished, or moved aside."""
     aside = [path for path in _children(directory) if path.name.startswith(_ASIDE_PREFIX)]
     return sorted([*unfinished(directory), *aside])
 
 
 def new_unfinished(directory: epath.Path, step: int) -> epath.Path:
-    """Makes the folder in which a step is written before `commit`; deletes one that is there."""
+    """Make an empty folder in which a step is written before `commit`."""
     path = step_folder(directory, step)
     if not _is_without_rename(path):
         path = path.parent / f"{path.name}{_TEMPORARY_SUFFIX}"
@@ -79,14 +77,14 @@ def new_unfinished(directory: epath.Path, step: int) -> epath.Path:
 
 
 def commit(unfinished_path: epath.Path, final: epath.Path) -> None:
-    """Makes a step of what was written in the folder that `new_unfinished` made."""
+    """Make a step of a folder that `new_unfinished` made."""
     (unfinished_path / COMMIT_FILE).write_text("Copied or converted in whole.")
     if unfinished_path != final:
         unfinished_path.rename(final)
 
 
 def move_aside(path: epath.Path) -> epath.Path:
-    """Renames a damaged step out of the way and returns its new place, never over another one."""
+    """Rename a damaged step and return its new path, which was free."""
     aside = path.parent / f"{_ASIDE_PREFIX}{path.name}"
     number = 1
     while is_there(aside):

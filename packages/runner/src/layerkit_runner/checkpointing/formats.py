@@ -1,22 +1,23 @@
-"""The two formats of a stored state, and the single-file one in full.
+"""The two formats of a stored state: all of the single file, a safety check of TensorStore's.
 
-`TENSORSTORE` stores every array in pieces, written and read by all processes side by side; it
-fits any state. `MSGPACK` is one file, written by one process, for a state that every device holds
-whole, as under pmap: easy to copy about and to read anywhere. What a checkpoint holds is seen from
-its files, so readers need no flag.
+`TENSORSTORE` stores every array in chunks, written and read by all processes side by side; Orbax
+does that (`handlers.py`). `MSGPACK` is one file, written by one process, for a state that every
+device holds whole, as under pmap. Readers see the format from the files.
 
 The single file is a stream of msgpack objects: a header (format, version, and path, shape and
-dtype of every leaf), then each leaf's little-endian bytes in pieces, in the header's order. So
-the structure can be checked before an array is read, and no more than one array at a time is held
-besides the state. TensorStore's format is Orbax's own; see `handlers.py`.
+dtype of every leaf), then each leaf's little-endian bytes in pieces, in the header's order.
 """
 
 from __future__ import annotations
 
 import enum
 import hashlib
+import json
 import math
+import os
+import urllib.parse
 from collections.abc import Iterator, Mapping
+from concurrent import futures
 from typing import IO, Any
 
 import jax
@@ -26,12 +27,22 @@ import numpy as np
 from etils import epath
 
 from layerkit_runner.checkpointing import structure
+from layerkit_runner.checkpointing.errors import DamagedCheckpointError
 from layerkit_runner.checkpointing.integrity import Entry
+from layerkit_runner.files.atomic_write import is_remote
 
 STATE_FILE = "state.msgpack"
 _FORMAT = "layerkit-state"
 _VERSION = 1
 _PIECE_BYTES = 64 * 2**20  # msgpack's own limit is 4 GiB; smaller pieces need smaller buffers
+
+# A block of a Zstandard frame holds at most so many bytes. Writers also end blocks earlier.
+_BLOCK_BYTES = 128 * 2**10
+_SPARE_BLOCKS = 64
+_BLOCKS_FOR_ONE = 16
+_MAGIC = b"\x28\xb5\x2f\xfd"
+_RAW, _RLE, _COMPRESSED = range(3)
+_READERS = 8
 
 
 class StateFormat(enum.Enum):
@@ -42,17 +53,13 @@ class StateFormat(enum.Enum):
 
 
 def format_of(state_directory: epath.Path) -> StateFormat:
-    """Tells the format from what is there."""
+    """Return the format of a stored state."""
     is_file = (state_directory / STATE_FILE).exists()
     return StateFormat.MSGPACK if is_file else StateFormat.TENSORSTORE
 
 
 def check_replicated(leaves: Mapping[structure.LeafPath, jax.Array]) -> None:
-    """Refuses a state that no single process holds whole.
-
-    Raises:
-      ValueError: naming every leaf that is not fully replicated, with its sharding.
-    """
+    """Raise ValueError that names every leaf that is not fully replicated, with its sharding."""
     split = [
         f"{structure.join(path)} {structure.spec_of(leaf)} is sharded by {leaf.sharding}"
         for path, leaf in leaves.items()
@@ -67,7 +74,7 @@ def check_replicated(leaves: Mapping[structure.LeafPath, jax.Array]) -> None:
 
 
 def host_copy(leaves: Mapping[structure.LeafPath, jax.Array]) -> dict[structure.LeafPath, Any]:
-    """Copies a replicated state to the host, so that its device buffers may be donated at once."""
+    """Copy a replicated state to the host, so that its device buffers may be donated at once."""
     for leaf in leaves.values():
         leaf.copy_to_host_async()
     # A CPU array may lend its own buffer, which the next step may overwrite: hence the copy.
@@ -104,7 +111,7 @@ def write_msgpack(
 
 
 def msgpack_leaves(state_directory: epath.Path) -> dict[structure.LeafPath, structure.LeafSpec]:
-    """Reads names, shapes and dtypes of the stored leaves, and no array."""
+    """Return the stored leaves of the single file; read no array."""
     with (state_directory / STATE_FILE).open("rb") as file:
         return _read_header(_unpacker(file), state_directory)
 
@@ -112,11 +119,11 @@ def msgpack_leaves(state_directory: epath.Path) -> dict[structure.LeafPath, stru
 def read_msgpack(
     state_directory: epath.Path, targets: Mapping[structure.LeafPath, Any]
 ) -> dict[structure.LeafPath, jax.Array]:
-    """Reads the single file, placing each leaf under its target's sharding.
+    """Read the single file, placing each leaf under its target's sharding.
 
     Args:
-      state_directory: the folder of the state.
-      targets: stored leaves to read, with a `sharding`; shapes match already, and numbers are
+      state_directory: The folder of the state.
+      targets: Stored leaves to read, with a `sharding`. Shapes match already, and numbers are
         cast to the dtype.
     """
     restored: dict[structure.LeafPath, jax.Array] = {}
@@ -124,7 +131,8 @@ def read_msgpack(
         unpacker = _unpacker(file)
         for path, spec in _read_header(unpacker, state_directory).items():
             if path not in targets:
-                _skip_array(unpacker, spec)
+                for _ in range(0, spec.num_bytes, _PIECE_BYTES):
+                    unpacker.skip()
                 continue
             target = targets[path]
             array = _read_array(unpacker, spec).astype(target.dtype, copy=False)
@@ -155,7 +163,7 @@ def _read_header(
 
 
 def _read_array(unpacker: Iterator[Any], spec: structure.LeafSpec) -> np.ndarray:
-    data = bytearray(math.prod(spec.shape) * spec.dtype.itemsize)
+    data = bytearray(spec.num_bytes)
     position = 0
     while position < len(data):
         piece = next(unpacker)
@@ -164,6 +172,89 @@ def _read_array(unpacker: Iterator[Any], spec: structure.LeafSpec) -> np.ndarray
     return np.frombuffer(data, dtype=spec.dtype).reshape(spec.shape)
 
 
-def _skip_array(unpacker: msgpack.Unpacker, spec: structure.LeafSpec) -> None:
-    for _ in range(0, math.prod(spec.shape) * spec.dtype.itemsize, _PIECE_BYTES):
-        unpacker.skip()
+def check_decoded_sizes(
+    state_directory: epath.Path, leaves: Mapping[structure.LeafPath, structure.LeafSpec]
+) -> None:
+    """Raise an error if a TensorStore chunk decompresses to more than its array holds.
+
+    TensorStore decompresses a chunk before it compares its size with the shape of the array, so a
+    small file of somebody else could fill the memory. This reads the headers in the compressed
+    chunks, several at a time. The index of the OCDBT database, which TensorStore decompresses when
+    it opens the database, is not checked.
+
+    Args:
+      state_directory: The folder of a state that TensorStore wrote.
+      leaves: Shape and dtype of each array, by path.
+
+    Raises:
+      DamagedCheckpointError: Names the array and what is declared.
+    """
+    import tensorstore as ts
+
+    text = os.fspath(state_directory)
+    base = text if is_remote(text) else f"file://{urllib.parse.quote(text)}"
+
+    def check(path: structure.LeafPath) -> None:
+        try:
+            store = ts.KvStore.open({"driver": "ocdbt", "base": f"{base.rstrip('/')}/"}).result()
+            prefix = f"{'.'.join(path)}/".encode()
+            limit = _chunk_bytes(json.loads(store[prefix + b".zarray"]), leaves[path])
+            for key in store.list(ts.KvStore.KeyRange(prefix, prefix[:-1] + b"0")).result():
+                if key != prefix + b".zarray":
+                    _check_frame(store[key], limit)
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise DamagedCheckpointError(
+                f"The checkpoint {state_directory} cannot be read safely: "
+                f"array={structure.join(path)}: {error}. Expected chunks of {leaves[path]}. Save "
+                "or copy the checkpoint anew."
+            ) from error
+
+    with futures.ThreadPoolExecutor(_READERS) as readers:
+        for _ in readers.map(check, leaves):
+            pass
+
+
+def _chunk_bytes(metadata: Mapping[str, object], spec: structure.LeafSpec) -> int:
+    """Return the bytes of a decompressed chunk."""
+    shape, chunks, compressor = (metadata[name] for name in ("shape", "chunks", "compressor"))
+    if shape != list(spec.shape) or not isinstance(chunks, list) or len(chunks) != len(spec.shape):
+        raise ValueError(f"shape={shape}, chunks={chunks}")
+    if any(not 1 <= chunk <= size for chunk, size in zip(chunks, spec.shape, strict=True)):
+        raise ValueError(f"chunks={chunks} of shape={shape}")
+    if not isinstance(compressor, dict) or compressor.get("id") != "zstd":
+        raise ValueError(f"compressor={compressor}; only zstd can be checked")
+    return math.prod(chunks) * spec.dtype.itemsize
+
+
+def _check_frame(chunk: bytes, limit: int) -> None:
+    """Raise ValueError if a Zstandard frame declares or can hold more than `limit` bytes.
+
+    The decoder compares the declared size with the real one after the last block alone, so the
+    blocks are counted too.
+    """
+    if chunk[:4] != _MAGIC:
+        raise ValueError("a chunk is no Zstandard frame")
+    descriptor = chunk[4]
+    is_single, size_code = bool(descriptor & 0x20), descriptor >> 6
+    position = 5 + (not is_single) + (0, 1, 2, 4)[descriptor & 3]
+    size_bytes = (int(is_single), 2, 4, 8)[size_code]
+    if not size_bytes:
+        raise ValueError("a chunk does not declare its size")
+    declared = int.from_bytes(chunk[position : position + size_bytes], "little")
+    declared += 256 if size_bytes == 2 else 0
+    if declared > limit:
+        raise ValueError(f"a chunk declares {declared:,} bytes, and {limit:,} fit")
+    position += size_bytes
+    stored, num_compressed, is_last = 0, 0, False
+    while not is_last:
+        header = int.from_bytes(chunk[position : position + 3], "little")
+        if position + 3 > len(chunk):
+            raise ValueError("a chunk is cut off")
+        is_last, kind, size = bool(header & 1), header >> 1 & 3, header >> 3
+        stored += size if kind in (_RAW, _RLE) else 0
+        num_compressed += kind == _COMPRESSED
+        position += 3 + (1 if kind == _RLE else size)
+    if stored > limit or num_compressed > _SPARE_BLOCKS + _BLOCKS_FOR_ONE * limit // _BLOCK_BYTES:
+        raise ValueError(f"a chunk holds {stored:,} bytes and {num_compressed:,} compressed blocks")
+    if position + (4 if descriptor & 4 else 0) != len(chunk):
+        raise ValueError("a chunk has bytes after its frame")

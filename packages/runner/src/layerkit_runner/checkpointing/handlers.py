@@ -1,13 +1,13 @@
-"""The items of a checkpoint step, as Orbax's composite step wants them.
+"""Orbax handlers of the items of a step: `state`, `input_states`, `metadata` and `integrity`.
 
-A step holds `state`, `input_states`, `metadata` and `integrity`. Orbax writes them side by side,
-finalises them in the order of `item_registry`, and then commits the step. Importing this file
-imports Orbax (most of a second), so only `manager.py` does, and late.
+Orbax writes the items side by side, finalises them in the order of `item_registry`, and then
+commits the step. Importing this file imports Orbax (most of a second), so callers do it late.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -16,9 +16,9 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from layerkit_runner.checkpointing import formats, input_states, integrity, structure
+from layerkit_runner.checkpointing import documents, formats, integrity, structure
 
-STATE_ITEM = "state"
+_STATE = "state"
 # Several files are hashed side by side. Orbax's default of 2 GiB would leave most cores idle.
 _DATA_FILE_BYTES = 256 * 2**20
 
@@ -39,20 +39,20 @@ class StateRestore(ocp.args.CheckpointArgs):
 
 
 @dataclasses.dataclass
-class ProcessJsonSave(ocp.args.CheckpointArgs):
-    """Saves this process's JSON text."""
+class InputStatesSave(ocp.args.CheckpointArgs):
+    """Saves this process's input states, as JSON text."""
 
     text: str
 
 
 @dataclasses.dataclass
-class ProcessJsonRestore(ocp.args.CheckpointArgs):
-    """Restores this process's own value."""
+class InputStatesRestore(ocp.args.CheckpointArgs):
+    """Restores this process's input states."""
 
 
 @dataclasses.dataclass
 class ManifestSave(ocp.args.CheckpointArgs):
-    """Asks for the manifest of the step."""
+    """Requests the manifest of the step."""
 
 
 class _AsyncHandler(ocp.handlers.AsyncCheckpointHandler):
@@ -76,7 +76,7 @@ class StateHandler(_AsyncHandler):
     async def async_save(
         self, directory: epath.Path, args: StateSave
     ) -> list[ocp.future.Future] | None:
-        """Copies the state to the host; returns what is left to write in the background."""
+        """Copy the state to the host; return futures of the writes and of their digests."""
         if args.state_format is formats.StateFormat.TENSORSTORE:
             saves = await self._arrays.async_save(
                 directory,
@@ -91,15 +91,15 @@ class StateHandler(_AsyncHandler):
 
         def write() -> None:
             entry = formats.write_msgpack(directory, leaves)
-            name = f"{STATE_ITEM}/{formats.STATE_FILE}"
-            integrity.write_share(directory.parent, {name: entry}, process=0)
+            files = {f"{_STATE}/{formats.STATE_FILE}": entry}
+            integrity.write_share(directory.parent, files, process=0)
 
         return [_in_background(write, "state_msgpack")]
 
     def restore(
         self, directory: epath.Path, args: StateRestore
     ) -> dict[structure.LeafPath, jax.Array]:
-        """Restores the leaves by path."""
+        """Restore the leaves by path."""
         if formats.format_of(directory) is formats.StateFormat.MSGPACK:
             return formats.read_msgpack(directory, args.targets)
         nested = structure.nest(
@@ -118,73 +118,72 @@ class StateHandler(_AsyncHandler):
         return structure.named_leaves(restored)
 
     def finalize(self, directory: epath.Path) -> None:
-        """Merges what the processes wrote; the single file needs nothing."""
+        """Merge the indices that the processes wrote; the single file needs nothing."""
         if formats.format_of(directory) is formats.StateFormat.TENSORSTORE:
             self._arrays.finalize(directory)
 
     def close(self) -> None:
-        """Releases Orbax's threads."""
+        """Release Orbax's threads."""
         self._arrays.close()
 
 
-class ProcessJsonHandler(_AsyncHandler):
-    """Stores one JSON file per process, as where each stands in its input."""
+class InputStatesHandler(_AsyncHandler):
+    """Stores the input states of each process as one JSON file."""
 
     async def async_save(
-        self, directory: epath.Path, args: ProcessJsonSave
+        self, directory: epath.Path, args: InputStatesSave
     ) -> list[ocp.future.Future]:
-        """Writes this process's file in the background."""
-        return [_in_background(lambda: input_states.write(directory, args.text), "process_json")]
+        """Write this process's file in the background."""
+        return [
+            _in_background(
+                lambda: documents.write_input_states(directory, args.text), "input_states"
+            )
+        ]
 
-    def restore(self, directory: epath.Path, args: ProcessJsonRestore) -> dict[str, Any]:
-        """Returns this process's value; see `input_states.read`."""
+    def restore(self, directory: epath.Path, args: InputStatesRestore) -> dict[str, Any]:
+        """Return this process's input states."""
         del args
-        return input_states.read(directory)
+        return documents.read_input_states(directory)
 
 
 class ManifestHandler(ocp.handlers.CheckpointHandler):
     """Writes the manifest when the items registered before it are final."""
 
     def save(self, directory: epath.Path, args: ManifestSave) -> None:
-        """Does nothing: the files to be listed are still being written."""
+        """Do nothing: the files to be listed are still being written."""
 
     def finalize(self, directory: epath.Path) -> None:
-        """Lists the whole step; runs on one process, after all have written."""
+        """Write the manifest of the step. Process 0 does so after all have written."""
         integrity.write(
             directory.parent, manifest_directory=directory, num_shares=jax.process_count()
         )
 
     def restore(self, directory: epath.Path, args: ocp.args.CheckpointArgs) -> NoReturn:
-        """Raise an error: the manifest is read by `integrity.verify`, without Orbax."""
+        """Raise an error: `integrity.verify` reads the manifest without Orbax."""
         raise NotImplementedError
 
 
-def stored_leaves(
-    state_directory: epath.Path,
-) -> dict[structure.LeafPath, structure.LeafSpec]:
-    """Returns names, shapes and dtypes of the stored leaves of either format; reads no array."""
+def stored_leaves(state_directory: epath.Path) -> dict[structure.LeafPath, structure.LeafSpec]:
+    """Return names, shapes and dtypes of the stored leaves of either format; read no array."""
     if formats.format_of(state_directory) is formats.StateFormat.MSGPACK:
         return formats.msgpack_leaves(state_directory)
-    reader = _array_storage()
-    try:
+    with contextlib.closing(_array_storage()) as reader:
         stored = structure.named_leaves(reader.metadata(state_directory).tree)
-    finally:
-        reader.close()
     return {path: structure.spec_of(leaf) for path, leaf in stored.items()}
 
 
 def item_registry() -> ocp.handlers.CheckpointHandlerRegistry:
-    """Returns the handlers of all items, the manifest's last: it lists what the others wrote."""
-    state, inputs = StateHandler(), ProcessJsonHandler()
-    metadata, manifest = ocp.handlers.JsonCheckpointHandler("metadata.json"), ManifestHandler()
+    """Return the handlers of all items, the manifest's last: it lists what the others wrote."""
+    state, inputs = StateHandler(), InputStatesHandler()
+    about = ocp.handlers.JsonCheckpointHandler("metadata.json")
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    registry.add(STATE_ITEM, StateSave, state)
-    registry.add(STATE_ITEM, StateRestore, state)
-    registry.add("input_states", ProcessJsonSave, inputs)
-    registry.add("input_states", ProcessJsonRestore, inputs)
-    registry.add("metadata", ocp.args.JsonSave, metadata)
-    registry.add("metadata", ocp.args.JsonRestore, metadata)
-    registry.add("integrity", ManifestSave, manifest)
+    registry.add(_STATE, StateSave, state)
+    registry.add(_STATE, StateRestore, state)
+    registry.add("input_states", InputStatesSave, inputs)
+    registry.add("input_states", InputStatesRestore, inputs)
+    registry.add("metadata", ocp.args.JsonSave, about)
+    registry.add("metadata", ocp.args.JsonRestore, about)
+    registry.add("integrity", ManifestSave, ManifestHandler())
     return registry
 
 
@@ -206,7 +205,7 @@ def _hash_own_arrays(directory: epath.Path, saves: Sequence[ocp.future.Future] |
         save.result()
     process = jax.process_index()
     own = f"ocdbt.process_{process}"
-    files = integrity.hash_folder(directory / own, name=f"{STATE_ITEM}/{own}")
+    files = integrity.hash_folder(directory / own, name=f"{_STATE}/{own}")
     integrity.write_share(directory.parent, files, process=process)
 
 

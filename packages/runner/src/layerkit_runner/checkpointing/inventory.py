@@ -1,7 +1,4 @@
-"""What is in a folder of checkpoints, for people: one line's worth of each step.
-
-Nothing is changed, and no array is read.
-"""
+"""Lists the steps in a folder of checkpoints, and watches for new ones. Reads no array."""
 
 from __future__ import annotations
 
@@ -14,13 +11,7 @@ from typing import Any
 
 from etils import epath
 
-from layerkit_runner.checkpointing import (
-    evaluations,
-    folders,
-    formats,
-    integrity,
-    step_metadata,
-)
+from layerkit_runner.checkpointing import documents, folders, formats, integrity
 from layerkit_runner.checkpointing.policy import SavedStep
 
 _ORBAX_METADATA = "_CHECKPOINT_METADATA"
@@ -31,51 +22,47 @@ class StepSummary:
     """A committed step.
 
     Attributes:
-      step: the training step.
-      time: when it was saved, UTC.
-      num_bytes: of all its files.
-      state_format: how the state is stored.
-      process_count: of the job that wrote it; None if its metadata cannot be read.
-      damage: findings that make it unusable.
-      metrics: what evaluations at this step found, by `data set/metric`.
-      reasons: the rules by which it stays, in words; empty: it goes with the next save. None: it
-        was written without saying by which rules.
+      step: The training step.
+      time: When it was saved, UTC.
+      num_bytes: Size of all its files.
+      state_format: How the state is stored.
+      damage: Findings that make it unusable.
+      metrics: Recorded evaluation of this step, by `data set/metric`.
+      reasons: Rules of the retention policy that keep it; empty: the next save deletes it. None:
+        it was written without a policy.
     """
 
     step: int
     time: datetime.datetime
     num_bytes: int
     state_format: formats.StateFormat
-    process_count: int | None
     damage: Sequence[integrity.Finding]
     metrics: Mapping[str, float]
     reasons: tuple[str, ...] | None
 
 
 def summarize(directory: epath.Path, *, read_files: bool) -> list[StepSummary]:
-    """Returns the committed steps of a folder, in rising order.
+    """Return the committed steps of a folder, in rising order.
 
     Args:
-      directory: of the checkpoints.
-      read_files: whether damage is looked for by reading every file in full, not by sizes alone.
+      directory: The folder of the checkpoints.
+      read_files: Whether damage is looked for by reading every file, not by sizes alone.
 
     Raises:
-      NewerManifestError: a later version of this package wrote a step.
+      NewerManifestError: A later version of this package wrote a step.
     """
-    found = evaluations.read(directory)
+    found = documents.read_evaluations(directory)
     check = integrity.verify if read_files else integrity.compare_sizes
     summaries, newest_policy = [], None
     for step in folders.committed_steps(directory):
         path = folders.step_folder(directory, step)
-        about = _metadata(path)
-        newest_policy = step_metadata.policy_of(about)
+        newest_policy = documents.policy_of(_metadata(path))
         summaries.append(
             StepSummary(
                 step=step,
                 time=saved_at(path),
                 num_bytes=sum(integrity.file_sizes(path).values()),
                 state_format=formats.format_of(path / "state"),
-                process_count=about.get("process_count"),
                 damage=[finding for finding in check(path) if finding.is_damage],
                 metrics=found.get(step, {}),
                 reasons=None,
@@ -89,12 +76,10 @@ def summarize(directory: epath.Path, *, read_files: bool) -> list[StepSummary]:
 
 
 def saved_at(step_directory: epath.Path) -> datetime.datetime:
-    """Returns when a step was committed, UTC; by its folder's date where it does not say so."""
+    """Return when a step was committed, UTC; the date of its folder if it has no record."""
     try:
-        nanoseconds = json.loads((step_directory / _ORBAX_METADATA).read_text())[
-            "commit_timestamp_nsecs"
-        ]
-        return datetime.datetime.fromtimestamp(nanoseconds / 1e9, datetime.UTC)
+        about = json.loads((step_directory / _ORBAX_METADATA).read_text())
+        return datetime.datetime.fromtimestamp(about["commit_timestamp_nsecs"] / 1e9, datetime.UTC)
     except (OSError, ValueError, KeyError, TypeError):
         text = os.fspath(step_directory)
         seconds = step_directory.stat().mtime if "://" in text else os.stat(text).st_mtime
@@ -102,8 +87,48 @@ def saved_at(step_directory: epath.Path) -> datetime.datetime:
 
 
 def _metadata(step_directory: epath.Path) -> dict[str, Any]:
-    """The step's metadata; empty where they are damaged, which the findings tell."""
+    """Return the step's metadata; empty if damaged, which the findings tell."""
     try:
-        return step_metadata.read(step_directory)
+        return documents.read(step_directory)
     except (OSError, ValueError, KeyError, TypeError):
         return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class NewStep:
+    """A step that was not there before.
+
+    Attributes:
+      step: The newest committed step.
+      passed_over: Older steps that appeared since the last one that was returned.
+    """
+
+    step: int
+    passed_over: tuple[int, ...] = ()
+
+
+class CheckpointWatcher:
+    """Returns each newest step of a folder once. Reads no arrays, so a step may be damaged.
+
+    The training job that owns the folder may delete steps, and save a step anew after a loss.
+
+    Args:
+      directory: The folder of the checkpoints, which may not be there yet.
+    """
+
+    def __init__(self, directory: epath.Path) -> None:
+        self._directory = directory
+        self._returned: tuple[int, str | None] | None = None
+
+    def poll_newest(self) -> NewStep | None:
+        """Return the newest step if it is new or was saved anew; costs a listing."""
+        steps = folders.committed_steps(self._directory)
+        if not steps:
+            return None
+        newest = steps[-1]
+        digest = integrity.step_digest(folders.step_folder(self._directory, newest))
+        if (newest, digest) == self._returned:
+            return None
+        before = -1 if self._returned is None else self._returned[0]
+        self._returned = (newest, digest)
+        return NewStep(newest, tuple(step for step in steps[:-1] if step > before))

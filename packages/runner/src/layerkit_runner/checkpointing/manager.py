@@ -1,14 +1,13 @@
-"""Saves and restores training: state, input state and metadata of a step, together.
+"""Saves and restores training: state, input states and metadata of a step, together.
 
-`CheckpointManager` is the whole contract of the runner with its storage. It hands the writing to
-Orbax, asynchronously, and adds what Orbax leaves out: a manifest of checksums in every step (see
-`integrity.py`), the single-file format (`formats.py`), one strict comparison of structures
-(`structure.py`), and a line to the user about everything it cleans, passes over or moves aside.
+`CheckpointManager` hands the writing to Orbax, asynchronously, and adds a manifest of checksums in
+every step (`integrity.py`), the single-file format (`formats.py`), a strict comparison of
+structures (`structure.py`), and a message about everything that it deletes or moves aside.
 
     DIR/checkpoint_00000042/            a committed step
         state/  input_states/  metadata/  integrity/
     DIR/damaged_checkpoint_00000042/    moved aside, for people to look at and delete
-    DIR/evaluations.json                what evaluations found at the saved steps
+    DIR/evaluations.json                recorded evaluations of the saved steps
 
 Orbax is imported with the first save, restore or clean-up, not with this file: a new job can
 import it in the background (`import orbax.checkpoint`) while its first step compiles.
@@ -26,20 +25,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 from etils import epath
 
-from layerkit_runner.checkpointing import (
-    evaluations,
-    finite,
-    folders,
-    formats,
-    integrity,
-    orbax_log,
-    step_metadata,
-    structure,
-)
-from layerkit_runner.checkpointing.errors import SaveError, save_error
+from layerkit_runner.checkpointing import documents, folders, formats, integrity, structure
+from layerkit_runner.checkpointing.errors import SaveError, save_error, silence_tracebacks
 from layerkit_runner.checkpointing.formats import StateFormat
 from layerkit_runner.checkpointing.policy import CheckpointPolicy, SavedStep
-from layerkit_runner.distributed.process_exchange import from_each_process, from_process_0
+from layerkit_runner.distributed.process_exchange import from_process_0
 from layerkit_runner.files.atomic_write import absolute
 
 if TYPE_CHECKING:
@@ -49,8 +39,6 @@ _LOG = logging.getLogger(__name__)
 
 # What storage raises: the file system's errors, and TensorStore's, which are ValueErrors.
 _STORAGE_ERRORS = (OSError, ValueError)
-
-
 _POLL_SECONDS = 0.005
 # Orbax, whose time limit is the same, says more of what it waits for.
 _SECONDS_BEYOND_DEADLINE = 1.0
@@ -58,13 +46,13 @@ _SECONDS_BEYOND_DEADLINE = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class RestoredCheckpoint:
-    """What a step held.
+    """Content of a step.
 
     Attributes:
-      state: the tree of the target, with `jax.Array` leaves under the target's shardings.
-      input_states: this process's input states by input name.
-      metadata: what the writer passed to `save`.
-      state_format: how the state was stored.
+      state: Tree of the target, with `jax.Array` leaves under the target's shardings.
+      input_states: This process's input states by input name.
+      metadata: What the writer passed to `save`.
+      state_format: How the state was stored.
     """
 
     state: Any
@@ -81,19 +69,18 @@ class CheckpointManager:
     context manager, so that the last save is complete.
 
     Args:
-      directory: the folder of the checkpoints; local, or a store that epath knows (`gs://…`).
-        Made by the first save.
-      policy: when to save and what to keep.
-      state_format: how to write the state. Both formats are read, whatever this says.
-      async_timeout_secs: how long a save may take, the processes' waiting for each other
-        included, in seconds.
-      read_only: only read, as evaluation beside a training job does: nothing is cleaned or moved.
-      report: takes what the user must know, a line or a few at a time.
-      on_commit: called on process 0, unless read-only, with steps that are known to be committed.
+      directory: Folder of the checkpoints; local, or a store that epath knows (`gs://…`). The
+        first save makes it.
+      policy: When to save and what to keep.
+      state_format: Format of new checkpoints. Both formats are read.
+      async_timeout_secs: Longest time of a save, in seconds.
+      read_only: Whether nothing is written, deleted or moved, as beside a training job.
+      report: Called with messages for the user.
+      on_commit: Called on process 0, unless read-only, with steps that are known to be committed.
 
     Raises:
       ValueError: `async_timeout_secs` is below 1, or the record of evaluations is no such record.
-      SaveError: what a killed save left behind cannot be deleted.
+      SaveError: The folder of a killed save cannot be deleted.
     """
 
     def __init__(
@@ -120,9 +107,9 @@ class CheckpointManager:
         self._orbax: ocp.CheckpointManager | None = None
         self._sound: set[int] = set()
         self._deadline = 0.0  # of the save in progress
-        self._evaluations: evaluations.Evaluations = {}
+        self._evaluations: documents.Evaluations = {}
         if not read_only:
-            self._evaluations.update(evaluations.read(self._directory))
+            self._evaluations.update(documents.read_evaluations(self._directory))
             self._clean_unfinished()
         self._last_saved = self.latest_step()
 
@@ -132,15 +119,15 @@ class CheckpointManager:
         return self._directory
 
     def should_save(self, step: int) -> bool:
-        """Says whether the policy wants a checkpoint at `step`; never when read-only.
+        """Return whether the policy wants a checkpoint at `step`; never when read-only.
 
         Raises:
-          SaveError: the save in progress has failed; see `wait_until_finished`.
+          SaveError: The save in progress has failed; see `wait_until_finished`.
         """
         if self._orbax is not None and (
             self._is_overdue() or not self._orbax.is_saving_in_progress()
         ):
-            self.wait_until_finished()  # waits for nothing; Orbax tells of errors here alone
+            self.wait_until_finished()  # returns at once; Orbax raises its errors here alone
         return not self._read_only and self._policy.should_save(step, last_saved=self._last_saved)
 
     def save(
@@ -152,26 +139,26 @@ class CheckpointManager:
         metadata: Mapping[str, Any],
         force: bool = False,
     ) -> bool:
-        """Starts to save a step; returns once the state is copied and may be donated.
+        """Start to save a step; return once the state is copied and may be donated.
 
         Args:
-          step: the training step, the number of updates that `state` has had.
-          state: any tree of `jax.Array`.
-          input_states: by input name, where this process stands in each input, as JSON values. A
-            state with `"scope": "global"` is good for any number of processes.
-          metadata: JSON values to keep beside, such as versions and the configuration.
-          force: save although no checkpoint is due, as at the end or on preemption.
+          step: The training step, the number of updates that `state` has had.
+          state: Any tree of `jax.Array`.
+          input_states: This process's input states by input name, as JSON values. A state with
+            `"scope": "global"` is valid for any number of processes.
+          metadata: JSON values to store, such as versions and the configuration.
+          force: Whether to save although no checkpoint is due, as at the end or on preemption.
 
         Returns:
           Whether a save was started: False if none is due, or the step is saved already.
 
         Raises:
-          NonFiniteError: if weights hold NaN or infinities, or other parts NaN. Nothing is
-            written, so that the checkpoints that are there stay.
-          PermissionError: if the manager is read-only.
-          SaveError: if the save before this one failed, or this one cannot begin.
-          TypeError: if something cannot be stored, naming it.
-          ValueError: if the format does not fit the state, naming the leaves.
+          NonFiniteError: Weights hold NaN or infinities, or other parts NaN. Nothing is written,
+            so that the committed checkpoints stay.
+          PermissionError: The manager is read-only.
+          SaveError: The save before this one failed, or this one cannot begin.
+          TypeError: Something cannot be stored; names it.
+          ValueError: The format does not fit the state; names the leaves.
         """
         if self._read_only:
             raise PermissionError(f"{self._directory} was opened read-only; step {step} not saved.")
@@ -183,7 +170,7 @@ class CheckpointManager:
         leaves = structure.named_leaves(state)
         structure.check_storable(leaves)
         newest = self.latest_step()
-        finite.require_finite(
+        structure.require_finite(
             f"The checkpoint of step {step} is not written to {self._directory}",
             leaves,
             "The steps that are saved stay as they are: "
@@ -191,13 +178,13 @@ class CheckpointManager:
         )
         if self._state_format is StateFormat.MSGPACK:
             formats.check_replicated(leaves)
-        about = step_metadata.compose(
+        about = documents.compose(
             metadata,
             state_format=self._state_format.value,
             process_count=jax.process_count(),
             policy=self._policy,
         )
-        inputs = step_metadata.to_json(input_states, name="input_states")
+        inputs = documents.to_json(input_states, name="input_states")
 
         import orbax.checkpoint as ocp
 
@@ -205,7 +192,7 @@ class CheckpointManager:
 
         items = ocp.args.Composite(
             state=handlers.StateSave(leaves, self._state_format),
-            input_states=handlers.ProcessJsonSave(inputs),
+            input_states=handlers.InputStatesSave(inputs),
             metadata=ocp.args.JsonSave(about),
             integrity=handlers.ManifestSave(),
         )
@@ -222,14 +209,14 @@ class CheckpointManager:
         return True
 
     def record_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes what an evaluation after `step` steps found; of use if the step is saved.
+        """Record the metrics of an evaluation of a step that is saved, or about to be.
 
         Args:
-          step: the training step, saved already or about to be.
-          metrics: by `data set/metric`, equal on all processes.
+          step: The training step.
+          metrics: Values by `data set/metric`, equal on all processes.
 
         Raises:
-          SaveError: they cannot be written.
+          SaveError: They cannot be written.
         """
         known = self._evaluations.get(step, {})
         if all(known.get(name) == value for name, value in metrics.items()):
@@ -245,7 +232,7 @@ class CheckpointManager:
                 ) from error
 
     def latest_step(self) -> int | None:
-        """Returns the newest committed step, sound or not; None if there is none."""
+        """Return the newest committed step, sound or not; None if there is none."""
         return max(folders.committed_steps(self._directory), default=None)
 
     def newest_sound_step(self) -> int | None:
@@ -256,13 +243,12 @@ class CheckpointManager:
         save of the step. Where no step is sound, none is moved.
 
         Raises:
-          NewerManifestError: if a later version of this package wrote the newest step.
+          NewerManifestError: A later version of this package wrote the newest step.
         """
         self.wait_until_finished()
         listed = from_process_0(lambda: folders.committed_steps(self._directory))
-        chosen = integrity.newest_sound(listed, self._findings)
-        from_process_0(lambda: self._report_damaged(listed, chosen))
-        step = chosen.step
+        step, damaged = integrity.newest_sound(listed, self._findings)
+        from_process_0(lambda: self._move_damaged(listed, damaged, used_instead=step))
         if not self._read_only:
             self._last_saved = step
             if self._orbax is not None:
@@ -281,32 +267,32 @@ class CheckpointManager:
         cast_dtypes: bool = False,
         with_input_states: bool = True,
     ) -> RestoredCheckpoint:
-        """Reads a step, placing its arrays where the target's shardings say.
+        """Restore a step, placing its arrays by the shardings of the target.
 
         The mesh, the number of devices and the format may all differ from those of the save.
 
         Args:
-          step: a committed step.
-          target: the tree to fill, of `jax.ShapeDtypeStruct` with shardings.
-          leave_out: parts of the stored state that the target does not have, such as `opt_state`;
-            no array of theirs is made.
-          cast_dtypes: whether floating-point numbers are converted to the target's dtypes where
+          step: A committed step.
+          target: Tree of `jax.ShapeDtypeStruct` with shardings.
+          leave_out: Parts of the stored state that the target does not have, such as `opt_state`;
+            their arrays are not read.
+          cast_dtypes: Whether floating-point numbers are converted to the target's dtypes where
             those differ; the report says how many were.
-          with_input_states: whether to read where the inputs stood; False where nothing goes on
-            from there, which any number of processes may do.
+          with_input_states: Whether to read the input states. Without them, any number of
+            processes can restore.
 
         Raises:
-          FileNotFoundError: if there is no such step, naming those that there are.
-          DamagedCheckpointError: if its files are not as they were written.
-          LayoutVersionError: if a later version of this package wrote it.
-          StructureMismatchError: if names, shapes or dtypes differ, naming the differences.
-          ProcessCountError: if the input state belongs to another number of processes.
+          FileNotFoundError: There is no such step; names those that there are.
+          DamagedCheckpointError: Its files are not as they were written.
+          LayoutVersionError: A later version of this package wrote it.
+          StructureMismatchError: Names, shapes or dtypes differ; names the differences.
+          ProcessCountError: The input state belongs to another number of processes.
         """
         self.wait_until_finished()
         self._require_sound(step)
         self._sound.add(step)
         path = folders.step_folder(self._directory, step)
-        about = step_metadata.read(path)
+        about = documents.read(path)
 
         import orbax.checkpoint as ocp
 
@@ -321,7 +307,7 @@ class CheckpointManager:
         structure.check_match(stored, targets, where=where, cast_dtypes=cast_dtypes)
         items: dict[str, Any] = {"state": handlers.StateRestore(targets)}
         if with_input_states:
-            items["input_states"] = handlers.ProcessJsonRestore()
+            items["input_states"] = handlers.InputStatesRestore()
         restored = self._storage().restore(step, args=ocp.args.Composite(**items))
         for line in structure.cast_lines(stored, targets):
             self._report(f"{where}: {line}")
@@ -332,10 +318,10 @@ class CheckpointManager:
         return RestoredCheckpoint(state, input_states, about["user"], state_format)
 
     def wait_until_finished(self) -> None:
-        """Blocks until the save in progress is committed.
+        """Block until the save in progress is committed.
 
         Raises:
-          SaveError: it failed. This is raised once; the failed step may then be saved again.
+          SaveError: It failed. This is raised once; the failed step may then be saved again.
         """
         if self._orbax is None:
             return
@@ -360,7 +346,7 @@ class CheckpointManager:
         return time.monotonic() >= self._deadline + _SECONDS_BEYOND_DEADLINE
 
     def _failed(self, error: Exception) -> SaveError:
-        """What to raise for the failed save in progress, which is given up."""
+        """Give up the failed save in progress and return the error to raise."""
         step, newest = self._last_saved, self.latest_step()
         self._orbax = self._being_saved = None  # Orbax would raise the same error for ever
         self._last_saved = newest
@@ -373,7 +359,7 @@ class CheckpointManager:
         )
 
     def close(self) -> None:
-        """Completes the save in progress and releases all threads."""
+        """Complete the save in progress and release all threads."""
         self.wait_until_finished()
         if self._orbax is not None:
             self._orbax.close()
@@ -391,23 +377,23 @@ class CheckpointManager:
         self.close()
 
     def _storage(self) -> ocp.CheckpointManager:
-        """Returns Orbax's manager, made when first needed."""
+        """Return Orbax's manager, made when first needed."""
         if self._orbax is None:
             import orbax.checkpoint as ocp
 
             from layerkit_runner.checkpointing import handlers
 
-            orbax_log.leave_out(_STORAGE_ERRORS)  # which `save_error` tells in one sentence
+            silence_tracebacks(_STORAGE_ERRORS)
             options = ocp.CheckpointManagerOptions(
                 step_name_format=ocp.path.step.standard_name_format(
                     step_prefix=folders.STEP_PREFIX, step_format_fixed_length=folders.STEP_DIGITS
                 ),
                 preservation_policy=_Preservation(self._policy, self._evaluations),
                 create=not self._read_only,
-                # Of the other steps nothing is read, which may be deleted at that moment.
+                # A reader does not read other steps, which may be deleted at that moment.
                 lightweight_initialize=self._read_only,
-                # Folders that cannot be made are told at once; made in the background, they would
-                # let all else wait for them for minutes.
+                # Errors of making folders are raised at once. In the background, everything else
+                # would wait for the folders for minutes.
                 async_options=ocp.AsyncOptions(
                     timeout_secs=self._async_timeout_secs, create_directories_asynchronously=False
                 ),
@@ -418,7 +404,7 @@ class CheckpointManager:
         return self._orbax
 
     def _clean_unfinished(self) -> None:
-        """Deletes what killed saves left behind."""
+        """Delete the folders of killed saves."""
         left_over = folders.unfinished(self._directory)
         if left_over and jax.process_index() == 0:
             for path in left_over:
@@ -432,50 +418,47 @@ class CheckpointManager:
                 self._report(f"Deleted the unfinished checkpoint {path}, left by a killed save.")
 
     def _write_evaluations(self) -> None:
-        """Writes those of the saved steps, and forgets the others."""
+        """Write the evaluations of the saved steps, and forget the others."""
         if not self._evaluations:
             return
         saved = {*folders.committed_steps(self._directory), self._last_saved}
         for step in self._evaluations.keys() - saved:
             del self._evaluations[step]
         if jax.process_index() == 0:
-            evaluations.write(self._directory, self._evaluations)
+            documents.write_evaluations(self._directory, self._evaluations)
 
-    def _report_damaged(self, listed: Sequence[int], chosen: integrity.SoundStep) -> None:
-        """Report damaged steps and move them aside."""
-        for step, findings in chosen.damaged.items():
+    def _move_damaged(
+        self,
+        listed: Sequence[int],
+        damaged: Mapping[int, Sequence[integrity.Finding]],
+        *,
+        used_instead: int | None,
+    ) -> None:
+        """Report damaged steps; move them aside unless read-only or no step is sound."""
+        for step, findings in damaged.items():
             path = folders.step_folder(self._directory, step)
             # The job that owns the folder deletes old steps, whoever reads them.
             if not folders.is_there(path) or (self._read_only and self.latest_step() != listed[-1]):
                 continue
             message = integrity.damage_message(
-                step, findings, directory=path, used_instead=chosen.step
+                step, findings, directory=path, used_instead=used_instead
             )
-            if not self._read_only and chosen.step is not None:
+            if not self._read_only and used_instead is not None:
                 message += f"\n  It was moved aside to {folders.move_aside(path).name}."
             self._report(message)
 
     def _findings(self, step: int) -> Sequence[integrity.Finding]:
-        """Verify a step, each process a share of it; return the findings of all processes."""
         if step in self._sound:
             return ()
         path = folders.step_folder(self._directory, step)
-
-        def verify() -> list[dict[str, Any]]:
-            found = integrity.verify(
-                path, share=jax.process_index(), num_shares=jax.process_count()
-            )
-            return [finding.to_json() for finding in found]
-
-        shares = from_each_process(verify)
-        findings = {integrity.Finding.from_json(each) for share in shares for each in share}
+        findings = integrity.verify_together(path)
         for finding in findings:
             if not finding.is_damage and jax.process_index() == 0:
                 self._report(
                     f"{path / finding.file} is not part of the checkpoint as it was saved; it is "
                     "ignored."
                 )
-        return sorted(findings, key=lambda finding: finding.file)
+        return findings
 
     def _require_sound(self, step: int) -> None:
         steps = from_process_0(lambda: folders.committed_steps(self._directory))
@@ -493,10 +476,10 @@ class CheckpointManager:
 
 @dataclasses.dataclass(frozen=True)
 class _Preservation:
-    """Lets Orbax ask our policy which steps stay."""
+    """Adapter by which Orbax asks our policy which steps stay."""
 
     policy: CheckpointPolicy
-    evaluated: evaluations.Evaluations
+    evaluated: documents.Evaluations
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         del context

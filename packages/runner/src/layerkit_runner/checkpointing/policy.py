@@ -1,16 +1,11 @@
-"""When a checkpoint is written and which checkpoints stay: values in, values out.
-
-Nothing here reads a clock or a disk, so every rule can be tested as a table. The callers are
-`CheckpointManager`, which supplies the steps that exist, the times at which they were saved and
-what evaluations said of them, and the tool that shows why a step is there.
-"""
+"""Decides when a checkpoint is written and which checkpoints stay: values in, values out."""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 LOWER_IS_BETTER, HIGHER_IS_BETTER = "min", "max"
 
@@ -20,9 +15,9 @@ class SavedStep:
     """A checkpoint that exists.
 
     Attributes:
-      step: the training step that it holds.
-      time: when it was saved; all times handed to one call are comparable (all UTC).
-      metrics: what evaluations at this step found, by `data set/metric`; empty if there was none.
+      step: The training step that it holds.
+      time: When it was saved; all times handed to one call are comparable (all UTC).
+      metrics: Recorded evaluation of this step, by `data set/metric`; may be empty.
     """
 
     step: int
@@ -32,28 +27,24 @@ class SavedStep:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointPolicy:
-    """How often to save and what to keep.
-
-    A checkpoint stays as long as one of the rules wants it.
+    """Rules that say how often to save and what to keep; one rule suffices to keep a checkpoint.
 
     Attributes:
-      save_interval_steps: a checkpoint is due at every multiple of this step count. Multiples
+      save_interval_steps: A checkpoint is due at every multiple of this step count. Multiples
         rather than distances, so that a resumed run saves at the steps of a run never stopped.
-      max_to_keep: the newest checkpoints that stay; None keeps all.
-      keep_interval: besides those, one checkpoint per this duration stays for good; None keeps
-        none besides.
-      save_step_zero: whether step 0 is due. Off, because the initial state follows from the seed:
-        storing it buys nothing and delays the first step.
-      keep_interval_steps: checkpoints of the multiples of this step count are due and stay for
-        good; None: none.
-      keep_steps: checkpoints of these steps are due and stay for good.
-      best_metric: by which metric, such as `heldout/loss`, the best checkpoints are told; they stay
-        until better ones come. None: there are no best ones.
+      max_to_keep: How many of the newest checkpoints stay; None keeps all.
+      keep_interval: One checkpoint per this duration stays for good; None: no such rule.
+      save_step_zero: Whether step 0 is due. The initial state follows from the seed.
+      keep_interval_steps: Checkpoints of the multiples of this step count are due and stay for
+        good; None: no such rule.
+      keep_steps: Checkpoints of these steps are due and stay for good.
+      best_metric: Metric of an evaluation, such as `heldout/loss`, whose best checkpoints stay
+        until better ones come; None: no such rule.
       best_mode: `min` if a lower value of that metric is better, `max` if a higher one is.
-      best_to_keep: how many of the best stay. Of equal ones, the newer is the better.
+      best_to_keep: How many of the best stay. Of equal ones, the newer is the better.
 
     Raises:
-      ValueError: if a number is out of range.
+      ValueError: A number is out of range.
     """
 
     save_interval_steps: int = 5000
@@ -67,47 +58,45 @@ class CheckpointPolicy:
     best_to_keep: int = 1
 
     def __post_init__(self) -> None:
-        for fault in self._faults():
-            raise ValueError(f"CheckpointPolicy.{fault}")
+        def require(field: str, expected: str, *, is_valid: bool) -> None:
+            if not is_valid:
+                value = getattr(self, field)
+                shown = tuple(value) if field == "keep_steps" else value
+                shown = repr(value) if isinstance(value, str) else shown
+                raise ValueError(f"CheckpointPolicy.{field} is {shown}; expected {expected}.")
 
-    def _faults(self) -> Iterator[str]:
-        if self.save_interval_steps < 1:
-            yield (
-                f"save_interval_steps is {self.save_interval_steps}; expected at least 1. To write "
-                "no checkpoints at all, make no CheckpointManager."
-            )
-        if self.max_to_keep is not None and self.max_to_keep < 1:
-            yield (
-                f"max_to_keep is {self.max_to_keep}; expected at least 1, or None to keep every "
-                "checkpoint."
-            )
-        if self.keep_interval is not None and self.keep_interval <= datetime.timedelta(0):
-            yield (
-                f"keep_interval is {self.keep_interval}; expected a positive duration, or None to "
-                "keep no checkpoint for its age."
-            )
-        if self.keep_interval_steps is not None and self.keep_interval_steps < 1:
-            yield (
-                f"keep_interval_steps is {self.keep_interval_steps}; expected at least 1, or None "
-                "to keep no multiples for good."
-            )
-        if any(step < 0 for step in self.keep_steps):
-            yield f"keep_steps is {tuple(self.keep_steps)}; expected no negative step."
-        if self.best_mode not in (LOWER_IS_BETTER, HIGHER_IS_BETTER):
-            yield f"best_mode is {self.best_mode!r}; expected 'min' or 'max'."
-        if self.best_to_keep < 1:
-            yield (
-                f"best_to_keep is {self.best_to_keep}; expected at least 1. To keep none for being "
-                "best, leave best_metric None."
-            )
+        require(
+            "save_interval_steps",
+            "at least 1. To write no checkpoints at all, make no CheckpointManager",
+            is_valid=self.save_interval_steps >= 1,
+        )
+        require(
+            "max_to_keep",
+            "at least 1, or None to keep every checkpoint",
+            is_valid=self.max_to_keep is None or self.max_to_keep >= 1,
+        )
+        require(
+            "keep_interval",
+            "a positive duration, or None to keep no checkpoint for its age",
+            is_valid=self.keep_interval is None or self.keep_interval > datetime.timedelta(0),
+        )
+        require(
+            "keep_interval_steps",
+            "at least 1, or None to keep no multiples for good",
+            is_valid=self.keep_interval_steps is None or self.keep_interval_steps >= 1,
+        )
+        is_valid = all(step >= 0 for step in self.keep_steps)
+        require("keep_steps", "no negative step", is_valid=is_valid)
+        is_valid = self.best_mode in (LOWER_IS_BETTER, HIGHER_IS_BETTER)
+        require("best_mode", "'min' or 'max'", is_valid=is_valid)
+        require(
+            "best_to_keep",
+            "at least 1. To keep none for being best, leave best_metric None",
+            is_valid=self.best_to_keep >= 1,
+        )
 
     def should_save(self, step: int, *, last_saved: int | None) -> bool:
-        """Says whether a checkpoint is due at `step`.
-
-        Args:
-          step: the current training step.
-          last_saved: the newest step that is saved or being saved; None if there is none.
-        """
+        """Return whether a checkpoint is due at `step`, the newest one being of `last_saved`."""
         if last_saved is not None and step <= last_saved:
             return False
         if step in self.keep_steps:
@@ -117,19 +106,11 @@ class CheckpointPolicy:
         return step % self.save_interval_steps == 0 or self._is_kept_multiple(step)
 
     def steps_to_keep(self, saved: Sequence[SavedStep]) -> frozenset[int]:
-        """Returns the steps that stay; the others may be deleted.
-
-        Args:
-          saved: the checkpoints that exist, in any order.
-        """
+        """Return the steps that stay of the checkpoints that exist, in any order."""
         return frozenset(step for step, reasons in self.reasons_to_keep(saved).items() if reasons)
 
     def reasons_to_keep(self, saved: Sequence[SavedStep]) -> dict[int, tuple[str, ...]]:
-        """Returns, for each step in rising order, the rules that want it, in words for people.
-
-        Args:
-          saved: the checkpoints that exist, in any order.
-        """
+        """Return the names of the rules that keep each checkpoint, by step in rising order."""
         in_order = sorted(saved, key=lambda checkpoint: checkpoint.step)
         newest = in_order if self.max_to_keep is None else in_order[-self.max_to_keep :]
         per_interval = self._one_per_interval(in_order)
@@ -150,8 +131,8 @@ class CheckpointPolicy:
         return self.keep_interval_steps is not None and step % self.keep_interval_steps == 0
 
     def _one_per_interval(self, in_order: Sequence[SavedStep]) -> set[int]:
-        """The oldest checkpoint anchors the interval and so stays while one is set: without an
-        anchor on disk, every restart would begin the duration anew."""
+        # The oldest checkpoint stays as the anchor of the interval: without an anchor on disk,
+        # every restart would begin the duration anew.
         kept: list[SavedStep] = []
         if self.keep_interval is not None:
             for checkpoint in in_order:
@@ -160,7 +141,6 @@ class CheckpointPolicy:
         return {checkpoint.step for checkpoint in kept}
 
     def _best(self, in_order: Sequence[SavedStep]) -> set[int]:
-        """A value that is no number is no candidate, nor is a step that was not evaluated."""
         if self.best_metric is None:
             return set()
         sign = 1 if self.best_mode == LOWER_IS_BETTER else -1

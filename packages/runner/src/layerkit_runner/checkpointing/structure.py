@@ -1,9 +1,7 @@
-"""Names the leaves of a state and compares a stored state with the one that is wanted.
+"""Names the leaves of a state, compares stored with wanted ones, and finds those not finite.
 
-A checkpoint outlives the code that wrote it, so nothing is stored of Python's classes: a state is
-a set of leaves, each named by its path (`params/layers/w`, `opt_state/0/mu/layers/w`), with a
-shape and a dtype. Both formats store these names; restoring compares them with the target before
-any array is read.
+A checkpoint stores no Python classes: a state is a set of leaves, each named by its path
+(`params/layers/w`, `opt_state/0/mu/layers/w`), with a shape and a dtype.
 """
 
 from __future__ import annotations
@@ -11,18 +9,32 @@ from __future__ import annotations
 import collections
 import dataclasses
 import difflib
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from layerkit_runner.errors import NonFiniteError, first_names
 
 LeafPath = tuple[str, ...]
 
 # A model of another depth differs in every layer; a few arrays say as much.
 _MOST_SHOWN = 6
+# These parts may hold an infinity, such as the best value so far of an optimizer, but no NaN.
+_MAY_BE_INFINITE = frozenset({"opt_state", "non_trainable"})
+_FIT_ADVICE = (
+    "Nothing is padded or cast. Restore with the configuration that wrote the checkpoint, or start "
+    "a new job that is initialised from it."
+)
+_CAST_ADVICE = (
+    "Nothing is cast unasked. Restore with the dtypes that wrote the checkpoint, or say "
+    "--restore_cast_dtypes to convert these floating-point numbers."
+)
 
 
 class StructureMismatchError(ValueError):
@@ -45,16 +57,6 @@ class StructureMismatchError(ValueError):
         )
 
 
-_FIT_ADVICE = (
-    "Nothing is padded or cast. Restore with the configuration that wrote the checkpoint, or start "
-    "a new job that is initialised from it."
-)
-_CAST_ADVICE = (
-    "Nothing is cast unasked. Restore with the dtypes that wrote the checkpoint, or say "
-    "--restore_cast_dtypes to convert these floating-point numbers."
-)
-
-
 @dataclasses.dataclass(frozen=True)
 class LeafSpec:
     """Shape and dtype of a leaf; prints as `float32[4, 8]`."""
@@ -64,7 +66,7 @@ class LeafSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Of the array."""
+        """Bytes of the array."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -72,12 +74,12 @@ class LeafSpec:
 
 
 def named_leaves(tree: Any) -> dict[LeafPath, Any]:
-    """Returns the leaves of any pytree by path, in the tree's own order.
+    """Return the leaves of any pytree by path, in the tree's own order.
 
-    None and empty containers have no leaves and leave no trace.
+    None and empty containers have no leaves.
 
     Raises:
-      ValueError: if the tree is a bare leaf, or two leaves have the same name.
+      ValueError: The tree is a bare leaf, or two leaves have the same name.
     """
     leaves: dict[LeafPath, Any] = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -97,11 +99,7 @@ def named_leaves(tree: Any) -> dict[LeafPath, Any]:
 
 
 def check_storable(leaves: Mapping[LeafPath, Any]) -> None:
-    """Refuses leaves that a checkpoint cannot hold.
-
-    Raises:
-      TypeError: naming every leaf that is not a `jax.Array` of one number or more.
-    """
+    """Raise TypeError that names every leaf that is not a `jax.Array` of one number or more."""
     faults = []
     for path, leaf in leaves.items():
         if not isinstance(leaf, jax.Array):
@@ -115,11 +113,7 @@ def check_storable(leaves: Mapping[LeafPath, Any]) -> None:
 
 
 def check_target(targets: Mapping[LeafPath, Any]) -> None:
-    """Refuses a target that does not say where its arrays are to live.
-
-    Raises:
-      ValueError: naming every leaf without a sharding.
-    """
+    """Raise ValueError that names every leaf without a sharding."""
     bare = [join(path) for path, leaf in targets.items() if getattr(leaf, "sharding", None) is None]
     if bare:
         raise ValueError(
@@ -135,16 +129,16 @@ def check_match(
     where: str,
     cast_dtypes: bool = False,
 ) -> None:
-    """Compares stored leaves with wanted ones.
+    """Compare stored leaves with wanted ones.
 
     Args:
-      stored: what the checkpoint holds.
-      targets: leaves with a shape and a dtype.
-      where: names the checkpoint in the message.
-      cast_dtypes: whether floating-point numbers of another width are as good.
+      stored: Leaves of the checkpoint.
+      targets: Leaves with a shape and a dtype.
+      where: Name of the checkpoint in the message.
+      cast_dtypes: Whether floating-point numbers may differ in width.
 
     Raises:
-      StructureMismatchError: naming the differences by path.
+      StructureMismatchError: Names the differences by path.
     """
     wanted = {path: spec_of(leaf) for path, leaf in targets.items()}
     unexpected = [join(path) for path in stored if path not in wanted]
@@ -175,9 +169,9 @@ def check_match(
 
 
 def is_castable(stored: np.dtype, wanted: np.dtype) -> bool:
-    """Whether both are floating-point dtypes that layers compute and store weights in.
+    """Return whether both are floating-point dtypes of more than eight bits.
 
-    Eight bits and fewer are left out: their numbers mean nothing without a scale.
+    Numbers of eight bits and fewer mean nothing without a scale.
     """
     return all(
         jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1 for dtype in (stored, wanted)
@@ -185,7 +179,7 @@ def is_castable(stored: np.dtype, wanted: np.dtype) -> bool:
 
 
 def cast_lines(stored: Mapping[LeafPath, LeafSpec], targets: Mapping[LeafPath, Any]) -> list[str]:
-    """Says what is cast, one line for each pair of dtypes; empty if nothing is."""
+    """Return one line for each pair of dtypes that are cast; empty if none are."""
     pairs = collections.Counter(
         (stored[path].dtype.name, spec_of(leaf).dtype.name) for path, leaf in targets.items()
     )
@@ -197,17 +191,17 @@ def cast_lines(stored: Mapping[LeafPath, LeafSpec], targets: Mapping[LeafPath, A
 
 
 def spec_of(leaf: Any) -> LeafSpec:
-    """Returns the shape and dtype of an array or of a description of one."""
+    """Return the shape and dtype of an array or of a description of one."""
     return LeafSpec(tuple(leaf.shape), np.dtype(leaf.dtype))
 
 
 def join(path: LeafPath) -> str:
-    """Returns the path as it is shown to people: `params/layers/w`."""
+    """Return the path as it is shown to people: `params/layers/w`."""
     return "/".join(path)
 
 
 def nest(leaves: Mapping[LeafPath, Any]) -> dict[str, Any]:
-    """Returns plain nested dicts, whose keys are the names along each path."""
+    """Return plain nested dicts, whose keys are the names along each path."""
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():
         node = tree
@@ -215,3 +209,39 @@ def nest(leaves: Mapping[LeafPath, Any]) -> dict[str, Any]:
             node = node.setdefault(name, {})
         node[path[-1]] = leaf
     return tree
+
+
+def nonfinite_leaves(leaves: Mapping[LeafPath, jax.Array]) -> list[LeafPath]:
+    """Return the paths of the arrays that hold NaN or, where it may not be, an infinity.
+
+    All processes that share the arrays have to call it, and get the same result.
+    """
+    flags = {}
+    for path, leaf in leaves.items():
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            mesh = leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
+            flags[path] = _finder(mesh, path[0] in _MAY_BE_INFINITE)(leaf)
+    return [path for path, is_bad in jax.device_get(flags).items() if is_bad]
+
+
+def require_finite(claim: str, leaves: Mapping[LeafPath, jax.Array], hint: str) -> None:
+    """Raise NonFiniteError, which opens with `claim`, if an array is not finite."""
+    found = nonfinite_leaves(leaves)
+    if found:
+        raise NonFiniteError(f"{claim}: {describe(found)}. Expected finite values. {hint}")
+
+
+def describe(paths: Sequence[LeafPath]) -> str:
+    """Return a text that names the first of the arrays that `nonfinite_leaves` found."""
+    return f"NaN or infinite values in {first_names(map(join, paths), limit=4)}"
+
+
+# One program for all arrays that are alike, such as a weight and its moments, and for all saves.
+@functools.lru_cache
+def _finder(mesh: Any, may_be_infinite: bool) -> Callable[[jax.Array], jax.Array]:  # noqa: FBT001
+    def find(x: jax.Array) -> jax.Array:
+        # A maximum would be faster on CPUs, but collectives need not return NaN as the maximum.
+        return jnp.any(jnp.isnan(x) if may_be_infinite else ~jnp.isfinite(x))
+
+    # Whole on every process, so that each can read it.
+    return jax.jit(find, out_shardings=mesh and NamedSharding(mesh, PartitionSpec()))

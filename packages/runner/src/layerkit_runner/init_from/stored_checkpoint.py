@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 from etils import epath
@@ -13,14 +12,13 @@ from layerkit_runner.checkpointing import (
     DamagedCheckpointError,
     LayoutVersionError,
     StateFormat,
-    step_metadata,
+    documents,
 )
-from layerkit_runner.checkpointing.decoded_sizes import check_decoded_sizes
 from layerkit_runner.checkpointing.folders import committed_steps, step_folder
-from layerkit_runner.checkpointing.formats import format_of
-from layerkit_runner.checkpointing.integrity import verify
+from layerkit_runner.checkpointing.formats import check_decoded_sizes, format_of
+from layerkit_runner.checkpointing.integrity import verify_together
 from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec
-from layerkit_runner.distributed.process_exchange import from_process_0
+from layerkit_runner.distributed.process_exchange import from_each_process
 from layerkit_runner.errors import UsageError, first_names
 
 
@@ -50,7 +48,7 @@ class StoredCheckpoint:
         self.label = f"{directory}:{self.step}"
         self._state = step_folder(directory, self.step) / "state"
         try:
-            step_metadata.read(self._state.parent)
+            documents.read(self._state.parent)
         except LayoutVersionError as error:
             raise UsageError(str(error)) from error
         # Orbax takes most of a second to import.
@@ -73,9 +71,10 @@ class StoredCheckpoint:
         from layerkit_runner.checkpointing import handlers
 
         if format_of(self._state) is StateFormat.TENSORSTORE:
-            chosen = {path: self.leaves[path] for path in wanted}
+            own = list(wanted)[jax.process_index() :: jax.process_count()]
+            chosen = {path: self.leaves[path] for path in own}
             try:
-                from_process_0(lambda: check_decoded_sizes(self._state, chosen))
+                from_each_process(lambda: check_decoded_sizes(self._state, chosen))
             except DamagedCheckpointError as error:
                 raise UsageError(str(error)) from error
         handler = handlers.StateHandler()
@@ -97,9 +96,8 @@ def _choose(directory: epath.Path, step: int | None, report: Callable[[str], Non
         raise UsageError(
             f"{directory} has no checkpoint of step {step}; it has {first_names(map(str, steps))}"
         )
-    damage: list[Any] = from_process_0(
-        lambda: [str(one) for one in verify(step_folder(directory, step)) if one.is_damage]
-    )
+    findings = verify_together(step_folder(directory, step))
+    damage = [str(finding) for finding in findings if finding.is_damage]
     if damage:
         raise UsageError(f"{step_folder(directory, step)} is damaged: {first_names(damage)}")
     return step

@@ -13,9 +13,9 @@ from typing import Any
 
 from etils import epath
 
-from layerkit_runner.checkpointing import step_metadata
-from layerkit_runner.checkpointing.checkpoint_watcher import NewSteps
+from layerkit_runner.checkpointing import documents
 from layerkit_runner.checkpointing.folders import committed_steps, step_folder
+from layerkit_runner.checkpointing.inventory import CheckpointWatcher
 from layerkit_runner.distributed.process_exchange import from_process_0
 from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.distributed.watchdog import progress
@@ -84,7 +84,7 @@ def follow(
     Raises:
       UsageError: no checkpoint came in time, not even a first one.
     """
-    new_steps, done = NewSteps(directory), None
+    watcher, done = CheckpointWatcher(directory), None
     while True:
         end = _end(directory, done, own_last_step)
         if end["is_last"]:
@@ -93,7 +93,7 @@ def follow(
             return
         what = "the first checkpoint" if done is None else f"a checkpoint after step {done}"
         waits = f"waiting for {what} in {directory} (the last is that of step {end['last_step']})"
-        found = _wait(new_steps, waits, timeout_secs, signals, report, is_first=done is None)
+        found = _wait(watcher, waits, timeout_secs, signals, report, is_first=done is None)
         if signals.agreed_now():
             return
         if found is None:
@@ -137,7 +137,7 @@ def _early_end(directory: epath.Path, step: int) -> str:
     if step not in committed_steps(directory):
         return ""
     try:
-        user = step_metadata.read(step_folder(directory, step))["user"]
+        user = documents.read(step_folder(directory, step))["user"]
     except (OSError, ValueError, KeyError):
         return ""  # deleted meanwhile: the job goes on
     if (user.get(EARLY_STOPPING) or {}).get("stopped_at") is not None:
@@ -146,7 +146,7 @@ def _early_end(directory: epath.Path, step: int) -> str:
 
 
 def _wait(
-    new_steps: NewSteps,
+    watcher: CheckpointWatcher,
     waits: str,
     timeout_secs: float | None,
     signals: StopSignals,
@@ -161,7 +161,7 @@ def _wait(
     waiting = Waiting(began=time.monotonic())
 
     def look() -> dict[str, Any]:
-        new = new_steps.look()
+        new = watcher.poll_newest()
         late = timeout_secs is not None and time.monotonic() - waiting.began >= timeout_secs
         found = None if new is None else {"step": new.step, "passed_over": new.passed_over}
         return {"found": found, "is_late": late}

@@ -1,4 +1,4 @@
-"""Looks at checkpoints, moves them and rewrites them.
+"""Lists, verifies, copies and converts checkpoints.
 
     python -m layerkit_runner.tools.checkpoints list DIR             steps, and why each stays
     python -m layerkit_runner.tools.checkpoints verify DIR           reads all; exit code 1: damage,
@@ -26,8 +26,16 @@ from typing import Any
 from etils import epath
 
 from layerkit.near_names import near_names
-from layerkit_runner.checkpointing import evaluations, folders, formats, integrity, inventory
-from layerkit_runner.checkpointing.errors import DamagedCheckpointError, LayoutVersionError
+from layerkit_runner.checkpointing import (
+    DamagedCheckpointError,
+    LayoutVersionError,
+    NewerManifestError,
+    documents,
+    folders,
+    formats,
+    integrity,
+    inventory,
+)
 from layerkit_runner.errors import StorageError, UsageError, first_names
 from layerkit_runner.files.atomic_write import absolute
 
@@ -36,24 +44,23 @@ _TARGETS = (*(kind.value for kind in formats.StateFormat), _SAFETENSORS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Does what the command line says, and returns the exit code.
+    """Run a command and return the exit code.
 
     Args:
-      arguments: its words, without the program's name; those of this process by default.
+      arguments: The words after the program's name; those of this process by default.
     """
     options = _parser().parse_args(arguments)
+    problem: Exception
     try:
         return _COMMANDS[options.command](options)
-    except (DamagedCheckpointError, OSError) as error:
-        print(f"checkpoints: {error}", file=sys.stderr)
-        is_mistake = isinstance(error, FileExistsError)
-        return UsageError.exit_code if is_mistake else StorageError.exit_code
     except UsageError as error:
-        print(f"checkpoints: {error}", file=sys.stderr)
-        return error.exit_code
-    except (LayoutVersionError, integrity.NewerManifestError) as error:
-        print(f"checkpoints: {error}", file=sys.stderr)
-        return UsageError.exit_code
+        problem, code = error, error.exit_code
+    except (FileExistsError, LayoutVersionError, NewerManifestError) as error:
+        problem, code = error, UsageError.exit_code
+    except (DamagedCheckpointError, OSError) as error:
+        problem, code = error, StorageError.exit_code
+    _tell(f"checkpoints: {problem}")
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -74,15 +81,11 @@ def _parser() -> argparse.ArgumentParser:
     listing.add_argument(
         "--read", action="store_true", help="look for damage by reading all, not by sizes alone"
     )
-    one_or_all: dict[str, Any] = {"type": int, "metavar": "STEP", "help": "one step (default: all)"}
-    one_or_newest: dict[str, Any] = {
-        "type": int,
-        "metavar": "STEP",
-        "help": "which (default: the newest)",
-    }
-    add(
-        "verify", "read every file, compare it with what was saved, and look for NaN and infinities"
-    ).add_argument("--step", **one_or_all)
+    step: dict[str, Any] = {"type": int, "metavar": "STEP"}
+    one_or_all = step | {"help": "one step (default: all)"}
+    one_or_newest = step | {"help": "which (default: the newest)"}
+    verify = "read every file, compare it with what was saved, and look for NaN and infinities"
+    add("verify", verify).add_argument("--step", **one_or_all)
     add("show", "arrays by name: shape, dtype, bytes").add_argument("--step", **one_or_newest)
     copy = add("copy", "copy the steps that another folder or store lacks, and verify the copies")
     copy.add_argument("destination", metavar="DEST", help="of a job, or of its checkpoints")
@@ -103,18 +106,17 @@ def _list(options: argparse.Namespace) -> int:
     summaries = inventory.summarize(directory, read_files=options.read)
     rows = [("step", "saved (UTC)", "size", "format", "sound", "metric", "stays as")]
     for summary in summaries:
-        damage = f"NO, {len(summary.damage)} file(s)" if summary.damage else "yes"
-        rows.append(
-            (
-                str(summary.step),
-                f"{summary.time:%Y-%m-%d %H:%M:%S}",
-                _size(summary.num_bytes),
-                summary.state_format.value,
-                damage,
-                _metric(summary),
-                _reasons(summary.reasons),
-            )
+        reasons = summary.reasons
+        row = (
+            str(summary.step),
+            f"{summary.time:%Y-%m-%d %H:%M:%S}",
+            _size(summary.num_bytes),
+            summary.state_format.value,
+            f"NO, {len(summary.damage)} file(s)" if summary.damage else "yes",
+            _metric(summary),
+            "unknown" if reasons is None else ", ".join(reasons) or "goes with the next save",
         )
+        rows.append(row)
     _print_table(rows)
     for summary in summaries:
         for finding in summary.damage:
@@ -127,7 +129,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _metric(summary: inventory.StepSummary) -> str:
-    """The metric by which the best are told, else a loss, else any."""
+    """Return the metric of the retention policy, else a loss, else any."""
     is_best = {reason.removeprefix("best ") for reason in summary.reasons or ()}
     names = sorted(
         summary.metrics, key=lambda name: (name not in is_best, not name.endswith("/loss"), name)
@@ -135,17 +137,9 @@ def _metric(summary: inventory.StepSummary) -> str:
     return f"{names[0]} {summary.metrics[names[0]]:.4g}" if names else ""
 
 
-def _reasons(reasons: Sequence[str] | None) -> str:
-    if reasons is None:
-        return "unknown"
-    return ", ".join(reasons) or "goes with the next save"
-
-
 def _verify(options: argparse.Namespace) -> int:
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")
-    from layerkit_runner.checkpointing import conversion, finite
+    _use_cpu()
+    from layerkit_runner.checkpointing import conversion, structure
 
     directory = _existing(options.directory)
     is_damaged = False
@@ -159,7 +153,7 @@ def _verify(options: argparse.Namespace) -> int:
         for finding in findings:
             print(f"  {finding}")
         if nonfinite:
-            print(f"  {finite.describe(nonfinite)}")
+            print(f"  {structure.describe(nonfinite)}")
         is_damaged |= bool(damage or nonfinite)
     return StorageError.exit_code if is_damaged else 0
 
@@ -168,7 +162,7 @@ def _show(options: argparse.Namespace) -> int:
     from layerkit_runner.checkpointing import handlers, structure
 
     directory = _existing(options.directory)
-    step = _one_step(directory, options.step)
+    step = _steps(directory, options.step)[-1]
     folder = folders.step_folder(directory, step)
     integrity.require_sound(f"The checkpoint {folder} is damaged", integrity.verify(folder))
     leaves = handlers.stored_leaves(folder / "state")
@@ -185,7 +179,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _copy(options: argparse.Namespace) -> int:
-    from layerkit_runner.checkpointing import copying
+    from layerkit_runner.checkpointing import conversion
 
     source = _existing(options.directory)
     destination = _checkpoints_of(options.destination)
@@ -198,10 +192,10 @@ def _copy(options: argparse.Namespace) -> int:
             if step in there:
                 _require_copy(source, destination, step)
                 if step not in found:  # it was evaluated after it was copied
-                    copying.copy_evaluations(source, destination, step)
+                    conversion.copy_evaluations(source, destination, step)
                 passed_over.append(step)
             else:
-                print(copying.copy_step(source, destination, step, report=_tell), flush=True)
+                print(conversion.copy_step(source, destination, step), flush=True)
         except (DamagedCheckpointError, FileExistsError) as error:
             _tell(f"checkpoints: {error}")
             failed.append((step, error))
@@ -214,7 +208,7 @@ def _copy(options: argparse.Namespace) -> int:
 
 
 def _require_copy(source: epath.Path, destination: epath.Path, step: int) -> None:
-    """Refuses a step at the destination that is damaged, or another one of the same number."""
+    """Raise an error if the destination's step is damaged, or another one of the same number."""
     original, copy = (folders.step_folder(folder, step) for folder in (source, destination))
     integrity.require_sound(
         f"The checkpoint {copy}, which is there already, is damaged",
@@ -229,13 +223,11 @@ def _require_copy(source: epath.Path, destination: epath.Path, step: int) -> Non
 
 
 def _convert(options: argparse.Namespace) -> int:
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")
-    from layerkit_runner.checkpointing import conversion
+    _use_cpu()
+    from layerkit_runner.checkpointing import conversion, handlers
 
     source = _existing(options.directory)
-    step = _one_step(source, options.step)
+    step = _steps(source, options.step)[-1]
     if options.to == _SAFETENSORS:
         path = absolute(options.destination)
         try:
@@ -243,7 +235,8 @@ def _convert(options: argparse.Namespace) -> int:
         except ImportError as error:
             raise UsageError(f"--to=safetensors needs: pip install safetensors ({error})") from None
         except KeyError:
-            parts = conversion.parts_of(source, step)
+            stored = handlers.stored_leaves(folders.step_folder(source, step) / "state")
+            parts = sorted({name[0] for name in stored})
             raise UsageError(
                 f"--part={options.part}: the state has no such part"
                 f"{near_names(options.part, parts)} It has {first_names(parts)}."
@@ -271,7 +264,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 
 
 def _checkpoints_of(directory: str) -> epath.Path:
-    """The folder of checkpoints, given it or the job's."""
+    """Return the folder of checkpoints, given it or the job's."""
     path = absolute(directory)
     is_itself = path.name == folders.JOB_SUBFOLDER or folders.committed_steps(path)
     return path if is_itself else path / folders.JOB_SUBFOLDER
@@ -284,10 +277,10 @@ def _existing(directory: str) -> epath.Path:
     return path
 
 
-def _recorded_evaluations(directory: epath.Path) -> evaluations.Evaluations:
-    """What evaluations found, read before anything is done that could not be finished without."""
+def _recorded_evaluations(directory: epath.Path) -> documents.Evaluations:
+    """Return the recorded evaluations; a command reads them before it writes anything."""
     try:
-        return evaluations.read(directory)
+        return documents.read_evaluations(directory)
     except ValueError as error:
         raise StorageError(str(error)) from error
 
@@ -308,17 +301,10 @@ def _step_names(steps: Sequence[int]) -> str:
     return f"{'step' if len(steps) == 1 else 'steps'} {first_names(map(str, steps))}"
 
 
-def _one_step(directory: epath.Path, wanted: int | None) -> int:
-    return _steps(directory, wanted)[-1]
-
-
 def _size(num_bytes: int) -> str:
-    size, unit = float(num_bytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+    power = min(max(num_bytes.bit_length() - 1, 0) // 10, 4)
+    unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
+    return f"{num_bytes / 1024**power:.{1 if power else 0}f} {unit}"
 
 
 def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
@@ -326,6 +312,12 @@ def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
     for row in rows:
         cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
         print("  ".join(cells).rstrip())
+
+
+def _use_cpu() -> None:
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
 
 
 def _tell(line: str) -> None:

@@ -21,7 +21,6 @@ from layerkit_runner.checkpointing import (
     SaveError,
     StateFormat,
     StructureMismatchError,
-    finite,
     structure,
 )
 from layerkit_runner.checkpointing.folders import step_folder
@@ -172,7 +171,7 @@ class Job:
             )
             _check_step(restored.state, checkpoints.directory, step)
             if for_training:
-                finite.require_finite(
+                structure.require_finite(
                     f"{checkpoints.directory} cannot be resumed from step {step}",
                     structure.named_leaves(restored.state),
                     "`python -m layerkit_runner.tools.checkpoints verify` says which steps are"
