@@ -158,7 +158,7 @@ def test_hosts_of_a_slice(request_of, flags_of, tpu, topology, pods, chips):
             ["--tpu=v4", "--tpu_topology=4x4"],
             "topologies of v4 are written 4x4x8, not '4x4'",
         ),
-        (STORE, ["--tpu=v2", "--tpu_topology=4x4"], "GKE has no v2; `runner launch tpu_vm` has."),
+        (STORE, ["--tpu=v2", "--tpu_topology=4x4"], "there is no TPU 'v2'"),
         (STORE, ["--num_slices=2"], "--num_slices is of TPUs; machines with GPUs are counted by"),
         (
             STORE,

@@ -170,12 +170,10 @@ def test_the_default_installation_is_of_a_clone_and_can_read_c4(request_of, flag
 
 
 @pytest.mark.parametrize(
-    ("name", "chips", "devices"),
-    [("v2-8", 4, 8), ("v3-32", 16, 32), ("v4-128", 64, 64), ("v5p-8", 4, 4), ("v6e-256", 256, 256)],
+    ("name", "chips"), [("v4-128", 64), ("v5p-8", 4), ("v5e-16", 16), ("v6e-256", 256)]
 )
-def test_what_names_count(name, chips, devices):
-    found = parse_accelerator_type(name)
-    assert (found.num_chips, found.num_devices, found.accelerator_type) == (chips, devices, name)
+def test_what_names_count(name, chips):
+    assert parse_accelerator_type(name).num_chips == chips
 
 
 @pytest.mark.parametrize(

@@ -138,11 +138,7 @@ def run_launch(words: Sequence[str], resolve: Resolve) -> int:
 
 
 def parse_options(kind: str, words: Sequence[str]) -> tuple[Options, list[str]]:
-    """Return the flags of a kind, and the words of `runner`.
-
-    Raises:
-      UsageError: A word cannot be written, or a flag is unknown, missing or has a wrong value.
-    """
+    """Return the flags of a kind, and the words of `runner`; a mistake is a UsageError."""
     check_words(words)
     rows = (*KINDS[kind].flags, *_COMMON)
     given, others = read_flags(words, rows, known_only=True)
@@ -171,7 +167,7 @@ def _check_known(words: Sequence[str], rows: Sequence[Flag]) -> None:
 
 
 def make_recipe(request: Request, options: Options) -> Recipe:
-    """Return the files and commands that launch a request; every value is checked before.
+    """Return the files and commands that launch a request.
 
     Raises:
       UsageError: A value cannot be written, or flags do not fit together or the experiment's mesh.

@@ -82,11 +82,7 @@ FLAGS = (
 
 
 def make_recipe(request: Request, options: Options) -> Recipe:
-    """Return the manifest, and the commands that hand it over.
-
-    Raises:
-      UsageError: Flags do not fit together, or do not fit the experiment's mesh.
-    """
+    """Return the manifest, and the commands that hand it over."""
     # Only this kind and the translation of MaxText need it.
     import yaml
 
@@ -134,14 +130,12 @@ def _check(request: Request, options: Options, tpu: TpuSlice | None) -> None:
                 f" --from-file={name}=FILE"
             )
     if tpu is not None:
-        if tpu.generation.gke_accelerator is None:
-            raise UsageError(f"GKE has no {tpu.generation.name}; `runner launch tpu_vm` has.")
         if options.gpus_per_node or options.nodes > 1:
             raise UsageError(
                 "--tpu says what the pods have; leave out --nodes and --gpus_per_node."
             )
         flags = f"--tpu={options.tpu} --tpu_topology={options.tpu_topology}"
-        count = tpu.num_devices * options.num_slices
+        count = tpu.num_chips * options.num_slices
         if options.num_slices > 1:
             flags += f" --num_slices={options.num_slices}"
         request.check_devices(count, flags, num_slices=options.num_slices)

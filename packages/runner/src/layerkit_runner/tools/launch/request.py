@@ -32,13 +32,9 @@ _SET_THE_MESH = "set --fdl.partitioner.ici_mesh_shape and --fdl.partitioner.dcn_
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A checked command of `runner`.
+    """A checked command of `runner`, its folder absolute.
 
     Attributes:
-      words: Its words, the folder absolute.
-      options: Options of the run.
-      mode: Value of `--mode`.
-      experiment: Name of the experiment.
       mesh: Number of devices of the mesh within a slice, and number of slices. None if any number
         of devices will do, or if the experiment could not be imported here.
       variables: Environment variables that the inputs read, each with what follows without it.
@@ -76,15 +72,12 @@ class Request:
         return dataclasses.replace(self, options=options, words=words)
 
     def check_devices(self, count: int, flags: str, *, num_slices: int | None = None) -> None:
-        """Raise an error if the mesh has another number of devices.
+        """Raise a UsageError if the mesh has another number of devices than `flags` ask for.
 
         Args:
           count: Number of devices of the job.
           flags: The flags that ask for them, for the message.
           num_slices: Number of slices of TPUs; None for GPUs.
-
-        Raises:
-          UsageError: The numbers differ.
         """
         if self.mesh is None:
             return
@@ -102,17 +95,9 @@ class Request:
             )
 
     def check_cpus(self, num_processes: int, flags: str, variables: Mapping[str, str]) -> None:
-        """Raise an error if the mesh has more devices than a job without accelerators.
+        """Raise a UsageError if the mesh has more devices than so many processes on CPUs.
 
-        A process without accelerators has one device, unless `variables` say otherwise.
-
-        Args:
-          num_processes: Number of processes of the job.
-          flags: The flags that ask for them, for the message.
-          variables: Environment of the run.
-
-        Raises:
-          UsageError: The mesh has more devices.
+        A process on a CPU has one device, unless the `variables` of its environment say otherwise.
         """
         in_flags = "xla_force_host_platform_device_count" in variables.get("XLA_FLAGS", "")
         if self.mesh is None or in_flags or "JAX_NUM_CPU_DEVICES" in variables:
@@ -202,11 +187,7 @@ def own_command() -> list[str]:
 
 
 def split_command(text: str | None, default: list[str]) -> list[str]:
-    """Return the words of `--runner`, or the default if it is None.
-
-    Raises:
-      UsageError: The text is no command, such as one with an unmatched quote.
-    """
+    """Return the words of `--runner`, or the default; an unmatched quote is a UsageError."""
     if text is None:
         return default
     try:

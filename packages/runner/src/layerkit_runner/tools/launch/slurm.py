@@ -55,11 +55,7 @@ FLAGS = (
 
 
 def make_recipe(request: Request, options: Options) -> Recipe:
-    """Return the batch script, and the command that submits it.
-
-    Raises:
-      UsageError: Flags do not fit together, or do not fit the experiment's mesh.
-    """
+    """Return the batch script, and the command that submits it."""
     _check(request, options)
     if options.gpus_per_node and options.recommended_xla_flags:
         request = request.with_preset("gpu_latency_hiding")
@@ -191,14 +187,7 @@ def _srun_options(options: Options) -> list[str]:
 
 
 def slurm_seconds(text: str) -> int:
-    """Read a time in the forms of Slurm.
-
-    They are `minutes`, `minutes:seconds`, `hours:minutes:seconds`, `days-hours`,
-    `days-hours:minutes` and `days-hours:minutes:seconds`.
-
-    Raises:
-      UsageError: It has another form.
-    """
+    """Read a time in the forms of Slurm: M, M:S, H:M:S, D-H, D-H:M and D-H:M:S."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if match is None:
         raise UsageError(

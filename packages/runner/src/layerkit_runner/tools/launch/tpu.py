@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import re
 import shlex
 from collections.abc import Sequence
 
@@ -77,32 +76,29 @@ QUEUED_FLAGS = (
 class TpuGeneration:
     """What all slices of a generation have in common.
 
-    `v4-128` and `v5p-128` count tensor cores, two to a chip, and a chip is one device of JAX;
-    `v5litepod-16` and `v6e-16` count chips of one core; `v2-8` counts cores, each a device.
+    `v4-128` and `v5p-128` count tensor cores, two to a chip; `v5litepod-16` and `v6e-16` count
+    chips. Each chip is a device of JAX.
 
     Source: Google Cloud documentation, "TPU versions", "TPU runtime versions" and "TPUs in GKE".
-
     """
 
     name: str  # in accelerator types, before the dash
-    counts_per_chip: int  # what each chip adds to the number after the dash
-    devices_per_chip: int  # of JAX
-    runtime_version: str  # image of its virtual machines
-    gke_accelerator: str | None  # label of its nodes in GKE; None where GKE has none
+    cores_per_chip: int
     topology_dims: int
+    runtime_version: str  # image of its virtual machines
+    gke_accelerator: str  # label of its nodes in GKE
     preset: str | None = None  # compiler flags for one slice
 
 
 _V5E, _V6E = "tpu_v5e_collective_fusion", "tpu_v6e_dense"
-_ALL = (
-    TpuGeneration("v2", 2, 2, "tpu-ubuntu2204-base", None, 2),
-    TpuGeneration("v3", 2, 2, "tpu-ubuntu2204-base", None, 2),
-    TpuGeneration("v4", 2, 1, "tpu-ubuntu2204-base", "tpu-v4-podslice", 3),
-    TpuGeneration("v5p", 2, 1, "v2-alpha-tpuv5", "tpu-v5p-slice", 3),
-    TpuGeneration("v5litepod", 1, 1, "v2-alpha-tpuv5-lite", "tpu-v5-lite-podslice", 2, _V5E),
-    TpuGeneration("v6e", 1, 1, "v2-alpha-tpuv6e", "tpu-v6e-slice", 2, _V6E),
-)
-GENERATIONS = {generation.name: generation for generation in _ALL}
+GENERATIONS = {
+    "v4": TpuGeneration("v4", 2, 3, "tpu-ubuntu2204-base", "tpu-v4-podslice"),
+    "v5p": TpuGeneration("v5p", 2, 3, "v2-alpha-tpuv5", "tpu-v5p-slice"),
+    "v5litepod": TpuGeneration(
+        "v5litepod", 1, 2, "v2-alpha-tpuv5-lite", "tpu-v5-lite-podslice", _V5E
+    ),
+    "v6e": TpuGeneration("v6e", 1, 2, "v2-alpha-tpuv6e", "tpu-v6e-slice", _V6E),
+}
 _OTHER_NAMES = {"v5e": "v5litepod", "v5lite": "v5litepod"}
 
 
@@ -113,29 +109,13 @@ class TpuSlice:
     generation: TpuGeneration
     num_chips: int
 
-    @property
-    def num_devices(self) -> int:
-        """Number of JAX's devices."""
-        return self.num_chips * self.generation.devices_per_chip
-
-    @property
-    def accelerator_type(self) -> str:
-        """Its name for gcloud."""
-        return f"{self.generation.name}-{self.num_chips * self.generation.counts_per_chip}"
-
     def preset(self, num_slices: int) -> str | None:
         """Return the compiler flags that are recommended for so many slices."""
-        if num_slices > 1 and self.generation.name not in ("v2", "v3"):
-            return "tpu_multislice"
-        return self.generation.preset
+        return "tpu_multislice" if num_slices > 1 else self.generation.preset
 
 
 def find_generation(name: str) -> TpuGeneration:
-    """Return the generation of a name; `v5e` is `v5litepod`.
-
-    Raises:
-      UsageError: There is none.
-    """
+    """Return the generation of a name; `v5e` is `v5litepod`. An unknown name is a UsageError."""
     found = GENERATIONS.get(_OTHER_NAMES.get(name, name))
     if found is None:
         raise UsageError(
@@ -146,50 +126,38 @@ def find_generation(name: str) -> TpuGeneration:
 
 
 def parse_accelerator_type(text: str) -> TpuSlice:
-    """Read a name such as `v4-128`.
-
-    Raises:
-      UsageError: It is no such name.
-    """
-    match = re.fullmatch(r"(\w+)-(\d+)", text)
-    if match is None:
+    """Read an accelerator type such as `v4-128`; any other text is a UsageError."""
+    name, _, number = text.rpartition("-")
+    if not name or not number.isdecimal():
         raise UsageError(f"--accelerator_type={text}: expected such as v4-128, v5p-128 or v6e-16")
-    generation = find_generation(match[1])
-    chips, rest = divmod(int(match[2]), generation.counts_per_chip)
+    generation = find_generation(name)
+    chips, rest = divmod(int(number), generation.cores_per_chip)
     if rest or chips == 0:
         raise UsageError(
-            f"--accelerator_type={text}: {generation.name} counts {generation.counts_per_chip}"
+            f"--accelerator_type={text}: {generation.name} counts {generation.cores_per_chip}"
             " cores for each chip"
         )
     return TpuSlice(generation, chips)
 
 
 def parse_topology(text: str, generation: TpuGeneration) -> TpuSlice:
-    """Read a topology such as `4x4x8`.
-
-    Raises:
-      UsageError: It is no topology of this generation.
-    """
+    """Read a topology such as `4x4x8`; any other text is a UsageError."""
     sides = text.split("x")
     is_topology = all(side.isdecimal() and int(side) > 0 for side in sides)
     if not is_topology or len(sides) != generation.topology_dims:
         example = "4x4x8" if generation.topology_dims == 3 else "4x8"
         raise UsageError(f"topologies of {generation.name} are written {example}, not {text!r}")
-    return TpuSlice(generation, math.prod(int(side) for side in sides))
+    return TpuSlice(generation, math.prod(map(int, sides)))
 
 
 def make_recipe(request: Request, options: Options) -> Recipe:
-    """Return the commands of gcloud, in order.
-
-    Raises:
-      UsageError: Flags do not fit together, or do not fit the experiment's mesh.
-    """
+    """Return the commands of gcloud, in order."""
     tpu = parse_accelerator_type(options.accelerator_type)
     num_slices = getattr(options, "num_slices", 1)
     flags = f"--accelerator_type={options.accelerator_type}"
     if num_slices > 1:
         flags += f" --num_slices={num_slices}"
-    request.check_devices(tpu.num_devices * num_slices, flags, num_slices=num_slices)
+    request.check_devices(tpu.num_chips * num_slices, flags, num_slices=num_slices)
     if not request.is_in_store:
         raise UsageError(
             f"--job_log_dir={request.folder} would be on the disks of the TPU's hosts, which do not"
@@ -234,7 +202,8 @@ def _gcloud(
 
 def _create(tpu: TpuSlice, num_slices: int, options: Options) -> list[str]:
     version = options.runtime_version or tpu.generation.runtime_version
-    words = [f"--accelerator-type={tpu.accelerator_type}"]
+    number = tpu.num_chips * tpu.generation.cores_per_chip
+    words = [f"--accelerator-type={tpu.generation.name}-{number}"]
     if options.spot:
         words.append("--spot")
     if options.kind == "tpu_vm":

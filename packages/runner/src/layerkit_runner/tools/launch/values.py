@@ -31,11 +31,7 @@ _SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD)(_|$)", re.IGNOREC
 
 
 def check_words(words: Iterable[str]) -> None:
-    """Raise an error if a word or the working directory holds a control character.
-
-    Raises:
-      UsageError: One does; neither a script nor a manifest can hold it.
-    """
+    """Raise a UsageError if a word or the working directory holds a control character."""
     texts = [("working directory", os.getcwd())]
     for word in words:
         name, equals, text = word.partition("=")
@@ -50,11 +46,7 @@ def check_words(words: Iterable[str]) -> None:
 
 
 def check_dashes(options: Options) -> None:
-    """Raise an error if a value begins with a dash.
-
-    Raises:
-      UsageError: One does; the program that receives it would take it for an option.
-    """
+    """Raise a UsageError if a value begins with a dash, which would make it an option."""
     for name, text in _texts(vars(options)):
         if text.startswith("-") and name not in _MAY_BEGIN_WITH_DASH:
             raise UsageError(
@@ -75,9 +67,8 @@ def _texts(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def read_variable(text: str) -> tuple[str, str | None]:
     """Read `NAME=VALUE`, or `NAME` for a reference, whose value is None.
 
-    Raises:
-      UsageError: It has another form, or gives the value of a secret. The value is not repeated,
-        since errors end up in logs.
+    Any other form, and the value of a secret, is a UsageError. It does not repeat the value, since
+    errors end up in logs.
     """
     name, equals, value = text.partition("=")
     if not _NAME.fullmatch(name):
@@ -102,11 +93,7 @@ def referenced_variables(options: Options) -> list[str]:
 
 
 def inherited_variables(options: Options) -> list[str]:
-    """Return the referenced variables for a run that inherits the environment of this process.
-
-    Raises:
-      UsageError: A variable is not set.
-    """
+    """Return the referenced variables; one that is not set in this process is a UsageError."""
     names = referenced_variables(options)
     for name in names:
         if name not in os.environ:

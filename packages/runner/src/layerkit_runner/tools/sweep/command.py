@@ -133,8 +133,7 @@ def fitted_space(
 ) -> dict[str, Parameter]:
     """Return the search space with ranges of floats where a field of `base` holds a float.
 
-    Raises:
-      UsageError: A path does not exist, or a value does not fit there.
+    A path that does not exist, and a value that does not fit there, is a UsageError.
     """
     # The experiment has been imported, so this loads nothing new.
     from layerkit_runner.config.config_text import config_json
@@ -162,11 +161,7 @@ def fitted_space(
 
 
 def _dataset_of(file: StudyFile, resolved: ResolvedExperiment) -> str:
-    """Return the name of the data set or program whose evaluation reports the metric.
-
-    Raises:
-      UsageError: There is none.
-    """
+    """Return the name of the data set or program whose evaluation reports the metric."""
     from layerkit.config import assigned_fields
     from layerkit_runner.data.infeed import dataset_name
 
@@ -223,11 +218,7 @@ def _without_password(storage: str | None) -> str | None:
 
 
 def check_same_sweep(folder: SweepFolder, ours: Mapping[str, Any]) -> None:
-    """Raise an error if a folder holds another sweep.
-
-    Raises:
-      UsageError: Lists the differences.
-    """
+    """Raise a UsageError that lists the differences if a folder holds another sweep."""
     recorded = folder.recorded()
     if recorded is None:
         return

@@ -158,12 +158,10 @@ def check_fields(
       study: The study file.
       experiment: Name of the experiment, for messages.
       fixed: Overrides of the command line, which hold for all trials.
-      annotations: The experiment's fields, each with the text of its annotation. None if only an
-        import can tell them.
+      annotations: Annotations of the experiment's fields; None if only an import can tell them.
 
     Raises:
-      UsageError: Lists the fields that do not exist, that cannot hold a value of the space, or that
-        the command line sets as well.
+      UsageError: Lists all problems.
     """
     problems: list[str] = []
     given = {override.path: override for override in fixed}
@@ -261,12 +259,7 @@ def _grid_size(space: Mapping[str, Parameter]) -> int:
 def parse_space(document: Mapping[str, Any]) -> dict[str, Parameter]:
     """Return the search space of a study file, by the path of each field.
 
-    Args:
-      document: Path to `{low, high, log, step}` or `{choices}`. A path may also be written as
-        nested tables, which is how TOML reads dots without quotes.
-
-    Raises:
-      UsageError: Lists everything that is wrong.
+    A path may also be written as nested tables, which is how TOML reads dots without quotes.
     """
     space: dict[str, Parameter] = {}
     problems: list[str] = []

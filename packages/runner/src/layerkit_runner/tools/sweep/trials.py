@@ -44,11 +44,7 @@ _DAMAGED = "Copy it from a backup, or delete it: the next command of the study w
 
 
 class SweepFolder:
-    """Paths and locks of one sweep.
-
-    Raises:
-      UsageError: The folder is in a store, which has no locks, or holds a training run.
-    """
+    """Paths and locks of one sweep; a store, and the folder of a training run, cannot be one."""
 
     def __init__(self, given: str) -> None:
         if "://" in given:
@@ -84,11 +80,7 @@ class SweepFolder:
         return try_lock(self.trial(number) / "trial.lock")
 
     def recorded(self) -> dict[str, Any] | None:
-        """Return what is searched here, or None in a new folder.
-
-        Raises:
-          UsageError: The record is damaged.
-        """
+        """Return what is searched here, or None in a new folder."""
         path = self.path / RECORD
         if not path.exists():
             return None
@@ -146,11 +138,7 @@ class TrialMetrics:
         self.problem = ""
 
     def read(self) -> list[tuple[int, float]]:
-        """Read what is new and return the new evaluations: (step, value).
-
-        Raises:
-          UnknownMetricError: The evaluations do not report the metric.
-        """
+        """Read what is new and return the new evaluations: (step, value)."""
         before = len(self.values)
         if self._path.exists():
             with open(self._path, "rb") as file:
