@@ -25,10 +25,12 @@ from layerkit_runner import BaseExperiment
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment, resolve
 from layerkit_runner.distributed.cluster import LOST_PROCESS_EXIT_CODE
+from layerkit_runner.errors import UsageError
 from layerkit_runner.modes.end_report import ERRORS_FILE, memory_lines
 from layerkit_runner.modes.inference import run_inference
 from layerkit_runner.modes.train import run_train
 from layerkit_runner.observers import draw_loss_curve
+from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 
 NUM_ROWS = 7  # one less than devices, so one row of each batch is padding
 TIMEOUT = 120.0
@@ -39,7 +41,6 @@ class Measuring(BaseModel):
 
     reported_metric = "error"
     fails: bool = False
-    asks_for: str = "y"
 
     def setup(self) -> None:
         from layerkit.layers.linears import Linear
@@ -57,10 +58,10 @@ class Measuring(BaseModel):
 
     def decode(self, batch: NestedMap) -> NestedMap:
         if self.fails:
-            raise KeyError("no such output")
+            raise ValueError("no such output")
         predictions = self.compute_predictions(batch)
         return NestedMap(
-            y=batch[self.asks_for],
+            y=batch.y,
             image=jnp.broadcast_to(batch.x[:, :1], (len(predictions), 2000)),
             of=NestedMap(double=2 * batch.x),
         )
@@ -76,18 +77,32 @@ def experiment(tiny: SimpleNamespace) -> type[BaseExperiment]:
         def score_metrics(self, scores: Any) -> dict[str, float]:
             raise KeyError("no such score")
 
+    class Misnamed(Unscored):
+        """Points whose metric over scores asks for a name that is not there."""
+
+        def score_metrics(self, scores: Any) -> dict[str, float]:
+            return {"sum": NestedMap(y=1.0).yy}
+
+    class Unreadable(tiny.Points):
+        """Points whose second batch cannot be read."""
+
+        def _read_rows(self, rows: np.ndarray) -> NestedMap:
+            if rows.max() >= NUM_ROWS + 1:
+                raise KeyError("no such row")
+            return super()._read_rows(rows)
+
     class Measured(BaseExperiment):
         FAILS: str = ""
+        PMAP: bool = False
 
         def task(self) -> Config:
             train = {"num_train_steps": 3, "summary_interval_steps": 1, "save_interval_steps": 10}
             task = tiny.task_config(learner={"learning_rate": 0.01}, train=train)
-            model = Measuring.HParams.config(fails=self.FAILS == "decoding")
-            model.asks_for = "yy" if self.FAILS == "name" else "y"
+            model = Measuring.HParams.config(fails=self.FAILS == "model")
             return task.set(model=model)
 
         def datasets(self) -> list[Config]:
-            held_out = Unscored if self.FAILS == "evaluation" else tiny.Points
+            held_out = {"evaluation": Unscored, "name": Misnamed}.get(self.FAILS, tiny.Points)
             rows = {"num_rows": NUM_ROWS, "percore_batch_size": 1.0}
             return [
                 tiny.Points.HParams.config(name="train", is_training=True, **rows),
@@ -95,8 +110,14 @@ def experiment(tiny: SimpleNamespace) -> type[BaseExperiment]:
             ]
 
         def decode_datasets(self) -> list[Config]:
-            rows = {"num_rows": NUM_ROWS, "percore_batch_size": 1.0}
-            return [tiny.Points.HParams.config(name="points", **rows)]
+            points, num_rows = tiny.Points, NUM_ROWS
+            if self.FAILS == "decoding":
+                points, num_rows = Unreadable, NUM_ROWS + 2
+            rows = {"num_rows": num_rows, "percore_batch_size": 1.0}
+            return [points.HParams.config(name="points", **rows)]
+
+        def partitioner(self) -> Config:
+            return (PmapPartitioner if self.PMAP else SpmdPartitioner).HParams.config()
 
     return Measured
 
@@ -164,9 +185,19 @@ def test_unknown_name_in_a_part_that_fails_is_reported_with_its_line(
     monkeypatch.chdir(Path(__file__).parent)
     assert run_train(resolve(experiment(FAILS="name")), options(tmp_path / "job")) == 0
     source = Path(__file__).read_text()
-    line = source[: source.index("y=batch[self.asks_for]")].count("\n") + 1
-    start = f"decoding failed: test_end_report.py:{line}: NestedMap has no key 'yy'; did you mean"
+    line = source[: source.index("NestedMap(y=1.0).yy")].count("\n") + 1
+    start = f"evaluation failed: test_end_report.py:{line}: NestedMap has no key 'yy'; did you mean"
     assert start in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("pmap", [False, True])
+def test_decode_that_fails_is_found_before_a_file_is_written(
+    experiment: Any, tmp_path: Path, pmap: bool
+):
+    resolved: ResolvedExperiment = resolve(experiment(FAILS="model", PMAP=pmap))
+    with pytest.raises(UsageError, match="Measured on points: no such output"):
+        run_train(resolved, options(tmp_path / "job"))
+    assert not (tmp_path / "job" / "config.json").exists()
 
 
 def test_the_picture_has_the_name_of_the_metric_on_its_axis(experiment: Any, tmp_path: Path):

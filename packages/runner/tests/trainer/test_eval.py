@@ -65,6 +65,25 @@ def test_every_row_counts_once(tiny: SimpleNamespace, partitioner: Any, num_rows
         assert means == {"loss": loss, "total_weight": num_rows}
 
 
+@pytest.mark.parametrize("reset_for_eval", [True, False])
+@pytest.mark.parametrize("partitioner", [SpmdPartitioner, PmapPartitioner])
+def test_tracing_keeps_the_position_of_the_data_set(
+    tiny: SimpleNamespace, partitioner: Any, reset_for_eval: bool
+):
+    reads = {} if reset_for_eval else {"repeat": True, "eval_loop_num_batches": 1}
+    points = tiny.Points.HParams.config(num_rows=19, reset_for_eval=reset_for_eval, **reads)
+    program, state = make_program(tiny, partitioner(), points)
+    expected, _ = make_program(tiny, partitioner(), points.clone())
+    abstract_state = program.partitioner.abstract_state(program.task)
+    for step in (1, 2):
+        before = program.dataset.get_state()
+        names = program.trace(abstract_state)
+        if step == 1:  # the data may have ended later
+            assert names == {"loss", "total_weight", "skipped_records"}
+        assert program.dataset.get_state() == before
+        assert program.run(state, step, Recorder()) == expected.run(state, step, Recorder())
+
+
 @pytest.mark.parametrize("partitioner", [SpmdPartitioner, PmapPartitioner])
 def test_metrics_of_the_data_set_see_the_score_of_each_example_once(
     tiny: SimpleNamespace, partitioner: Any

@@ -18,19 +18,21 @@ from layerkit_runner.checkpointing.folders import committed_steps
 from layerkit_runner.data.infeed import make_input
 from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.errors import NonFiniteError, UsageError
-from layerkit_runner.modes.metric_checks import check_best_metric
 from layerkit_runner.observers import Goodput, Observer, RunInfo, Throughput
 from layerkit_runner.optim.early_stopping import EarlyStop, EarlyStopping, StoppingRule
 from layerkit_runner.partitioning import SpmdPartitioner
-from layerkit_runner.trainer import (
-    BaseProgram,
-    DecodeProgram,
-    EvalProgram,
-    TrainProgram,
-    TrainPrograms,
-)
+from layerkit_runner.trainer import BaseProgram, DecodeProgram, EvalProgram
+from layerkit_runner.trainer.build_programs import check_best_metric
 from layerkit_runner.trainer.executor import Executor, is_due
 from layerkit_runner.trainer.skipped_steps import SKIPPED_STEPS, SkippedSteps
+from layerkit_runner.trainer.train import (
+    StepReports,
+    TrainInput,
+    TrainInputs,
+    TrainProgram,
+    TrainPrograms,
+    trace_step,
+)
 from layerkit_runner.training.train_hparams import TrainHParams
 
 
@@ -97,13 +99,14 @@ def make(tiny: SimpleNamespace, tmp_path: Any) -> Any:
         train_input = Prefetch(
             source=dataset(tiny.Points, is_training=True, bad_rows=bad_rows, **fields)
         )
-        program = TrainProgram(task, partitioner, train_input)
+        data = TrainInput(train_input, partitioner)
         points = dataset(tiny.Points, eval_loop_num_batches=eval_batches)
         signals = StopSignals()
         recorder = Recorder(signals, stop_at, save_at)
         throughput = Throughput(run_info(task.train.num_train_steps))
-        compiled = program.lower(partitioner.abstract_state(task)).compile()
-        program.start(compiled, recorder, throughput)
+        abstract_state = partitioner.abstract_state(task)
+        compiled = trace_step(task, partitioner, abstract_state, data.abstract_batch())()
+        program = TrainProgram(compiled, data, None, StepReports(recorder, throughput))
         policy = CheckpointPolicy(
             save_interval_steps=task.train.save_interval_steps,
             max_to_keep=task.train.save_max_to_keep,
@@ -114,6 +117,7 @@ def make(tiny: SimpleNamespace, tmp_path: Any) -> Any:
         executor = Executor(
             train=task.train,
             train_programs=TrainPrograms(
+                TrainInputs([data]),
                 [program],
                 max_inflight_steps=1,
                 skipped=SkippedSteps(
@@ -340,11 +344,11 @@ def test_a_metric_that_no_evaluation_has(make: Any):
 def test_the_names_of_metrics_are_known_without_an_evaluation(make: Any):
     job = make()
     (program,) = job.executor.eval_programs
-    told = program.metric_names(job.abstract)
+    told = program.trace(job.abstract)
     reported = program.run(job.state, 0, job.recorder)
     # Records are left out where some cannot be read.
     assert told == reported.keys() | {"skipped_records"}
-    assert program.metric_names(job.abstract) is None  # the data are read up
+    assert program.trace(job.abstract) is None  # the data are read up
 
 
 @pytest.mark.parametrize("metric", ["pionts/loss", "loss"])

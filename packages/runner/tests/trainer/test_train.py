@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from layerkit.layers.linears import Linear
 from layerkit.nested_map import NestedMap
@@ -18,7 +21,14 @@ from layerkit_runner.data.infeed import make_input
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import Observer, RunInfo, Throughput
 from layerkit_runner.partitioning import SpmdPartitioner
-from layerkit_runner.trainer import TrainProgram, TrainPrograms
+from layerkit_runner.trainer.train import (
+    StepReports,
+    TrainInput,
+    TrainInputs,
+    TrainProgram,
+    TrainPrograms,
+    trace_step,
+)
 from layerkit_runner.training.task_metrics import Histogram, Max, Mean
 
 
@@ -66,7 +76,7 @@ def started(
         batch_size=1, is_training=True, shuffle=False, bad_rows=[step - 1 for step in bad_steps]
     )
     train_input = Prefetch(source=make_input(points, partitioner))
-    program = TrainProgram(task, partitioner, train_input)
+    data = TrainInput(train_input, partitioner)
     state = partitioner.init_fn(task)()
     recorder = Recorder()
     info = RunInfo(
@@ -83,10 +93,23 @@ def started(
         device_kind="cpu",
         peak_flops_per_device=None,
     )
-    compiled = program.lower(partitioner.abstract_state(task)).compile()
-    program.start(compiled, recorder, Throughput(info))
+    abstract_state = partitioner.abstract_state(task)
+    compiled = trace_step(task, partitioner, abstract_state, data.abstract_batch())()
+    program = TrainProgram(compiled, data, None, StepReports(recorder, Throughput(info)))
     inflight = task.train.max_inflight_steps
-    return TrainPrograms([program], max_inflight_steps=inflight), state, recorder
+    programs = TrainPrograms(TrainInputs([data]), [program], max_inflight_steps=inflight)
+    return programs, state, recorder
+
+
+@given(turns=st.lists(st.integers(1, 7), min_size=1, max_size=5))
+def test_data_sets_take_turns_round_robin(turns: list[int]):
+    # Only the number of steps counts here.
+    inputs = TrainInputs([SimpleNamespace(steps=steps) for steps in turns])
+    rounds = itertools.cycle([i for i, steps in enumerate(turns) for _ in range(steps)])
+    for step, expected in zip(range(1, 40), rounds, strict=False):
+        assert inputs.index_of_step(step) == expected
+    assert inputs.num_turn_steps == sum(turns)
+    assert sum(inputs.share(index) for index in range(len(turns))) == pytest.approx(1)
 
 
 def test_losses_by_hand(tiny: SimpleNamespace):
@@ -229,7 +252,7 @@ def test_arrays_of_layers_come_with_the_summaries(tiny: SimpleNamespace):
 def test_a_batch_of_another_shape_is_told_by_name(tiny: SimpleNamespace):
     program, state, _ = started(tiny)
     state = program.run_step(state, 1)
-    feed = program.programs[0]._feed
+    feed = program.inputs.inputs[0].feed
     batch, _ = feed.take(lambda: True)
     wrong = NestedMap(x=batch.x[:, :1], y=batch.y, weights=batch.weights)
     feed._waiting.appendleft((wrong, feed.state()))

@@ -12,6 +12,7 @@ import jax
 from layerkit.config import Config, target_of
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
+from layerkit_inputs.eval_padding import mark_rows, pad_rows
 from layerkit_inputs.extras import MissingExtraError
 from layerkit_inputs.feeds import FeedPlan, plan_feeds
 from layerkit_runner.data.batch_checks import check_batch
@@ -184,6 +185,12 @@ def peek_batch(dataset: BaseInput) -> NestedMap:
     """
     with told_in_one_line():
         return check_batch(dataset, dataset.peek())
+
+
+def peek_eval_batch(dataset: BaseInput) -> NestedMap:
+    """Return the next batch as evaluation reads it, with its rows of padding; see `peek_batch`."""
+    batch, padding = peek_batch(dataset), dataset.batch_padding_size
+    return mark_rows(pad_rows(batch, padding), padding) if padding else batch
 
 
 @contextlib.contextmanager

@@ -54,7 +54,7 @@ def finish(job: Job, executor: Executor, state: TrainState, step: int) -> None:
     job.observers.flush()
     parts.make("summary", lambda: _report_summary(job))
     if jax.process_index() == 0:
-        token_unit = executor.train_programs.programs[0].dataset.token_unit
+        token_unit = executor.train_programs.inputs.inputs[0].dataset.token_unit
         parts.make("loss curve", lambda: _draw(job, baselines, token_unit))
         parts.make("commands to try next", lambda: _suggest(job, step))
     parts.end()

@@ -17,8 +17,8 @@ from layerkit_runner.data.infeed import peek_batch
 from layerkit_runner.distributed.xla_flags import flag_lines
 from layerkit_runner.files.byte_sizes import megabytes
 from layerkit_runner.observers import RunInfo
-from layerkit_runner.trainer import TrainPrograms
 from layerkit_runner.trainer.job import Job, versions
+from layerkit_runner.trainer.train import TrainInputs
 from layerkit_runner.training.compiled_memory import temporary_bytes
 from layerkit_runner.training.train_state import TrainState
 
@@ -58,15 +58,15 @@ class LayerNotes(logging.Handler):
 
 
 def start_lines(
-    job: Job, state: TrainState, programs: TrainPrograms, *, start_step: int
+    job: Job, state: TrainState, data: TrainInputs, *, start_step: int
 ) -> Iterator[str]:
-    """The lines known before compilation.
+    """Yield the lines that describe the run.
 
     Args:
       job: The job.
-      state: That on the devices, or its shapes.
-      programs: Whose next batches can be peeked at.
-      start_step: Steps already done.
+      state: State on the devices, or its shapes.
+      data: Training data sets.
+      start_step: Number of completed steps.
     """
     device = jax.devices()[0]
     known = versions()
@@ -82,14 +82,11 @@ def start_lines(
     yield f"partitioner  {job.partitioner.describe()}"
     if padded := job.partitioner.padding_text(job.task):
         yield f"padded       {padded}"
-    for program in programs.programs:
-        if program.name is not None:
-            yield (
-                f"program      {program.name}, {program.steps} of every {programs.num_turn_steps}"
-                " steps"
-            )
-        yield f"batch        {batch_text(program.abstract_batch())}"
-        yield from input_lines(program.dataset)
+    for each in data.inputs:
+        if each.name is not None:
+            yield f"program      {each.name}, {each.steps} of every {data.num_turn_steps} steps"
+        yield f"batch        {batch_text(each.abstract_batch())}"
+        yield from input_lines(each.dataset)
     yield f"state        {megabytes(bytes_per_device(state))} per device with optimizer"
     train = job.task.train
     yield f"steps        {start_step} → {train.num_train_steps}"

@@ -3,7 +3,6 @@
 from layerkit_runner.trainer.base import BaseProgram
 from layerkit_runner.trainer.decode import DecodeProgram
 from layerkit_runner.trainer.eval import EvalProgram
-from layerkit_runner.trainer.interleave import TrainPrograms
-from layerkit_runner.trainer.train import TrainProgram
+from layerkit_runner.trainer.train import TrainProgram, TrainPrograms
 
 __all__ = ["BaseProgram", "DecodeProgram", "EvalProgram", "TrainProgram", "TrainPrograms"]

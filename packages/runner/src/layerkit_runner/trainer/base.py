@@ -1,4 +1,4 @@
-"""BaseProgram: what a job runs besides its training steps, such as one evaluation."""
+"""BaseProgram: an evaluation, a decoding or another program that runs beside training."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from layerkit_runner.training.train_state import TrainState
 
 
 class BaseProgram:
-    """Base of evaluations, decodings and what users add to them.
+    """Base of evaluations, decodings and programs that users add.
 
-    An experiment lists programs as configs, `Config(MyProgram, name="probe", interval_steps=50)`;
-    the first five arguments are given by the job.
+    An experiment lists programs as configs, `Config(MyProgram, name="probe", interval_steps=50)`.
+    The job fills in the first five arguments.
 
     Args:
-      task: The task, bound to the partitioner.
-      partitioner: Started.
-      dataset: What it reads; None for a program without data.
-      name: What it is called in outputs.
-      folder: Where it may keep files, in sight of every process; None keeps nothing.
-      interval_steps: After every so many training steps it runs; None as often as the task says,
-        `eval_interval_steps` or `decode_interval_steps`.
+      task: Task, bound to the partitioner.
+      partitioner: Started partitioner.
+      dataset: Input that the program reads; None for a program without data.
+      name: Name of the program in outputs.
+      folder: Folder for files of the program, visible to every process; None keeps nothing.
+      interval_steps: Number of training steps between two runs of the program; None for
+        `eval_interval_steps` or `decode_interval_steps` of the task.
 
     Attributes:
-      metrics: What a decoding reported of its last records, if anything.
+      metrics: Metrics that a decoding reported of its last records.
 
     Raises:
-      UsageError: an interval below 1.
+      UsageError: An interval below 1.
     """
 
     def __init__(
@@ -60,16 +60,16 @@ class BaseProgram:
         self._told_of_casts = False
 
     def run(self, state: TrainState, step: int, observers: Observer) -> Any:
-        """Runs with the state after `step` steps; called by every process.
+        """Run on the state after `step` steps; called by every process.
 
         Args:
-          state: Not to be kept: the next training step consumes it.
-          step: Completed steps.
-          observers: Whom to report to.
+          state: State to read. Do not keep it: the next training step consumes it.
+          step: Number of completed steps.
+          observers: Receiver of what the program reports.
 
         Returns:
-          Of an evaluation, metrics by name, equal on all processes; early stopping and the choice
-          of the best checkpoint know them as `NAME/METRIC`. Of a decoding, a list of records.
+          Metrics by name for an evaluation, equal on all processes; early stopping and the choice
+          of the best checkpoint know them as `NAME/METRIC`. A list of records for a decoding.
         """
         raise NotImplementedError(f"{type(self).__qualname__} must define run")
 
@@ -79,13 +79,15 @@ class BaseProgram:
             observers.message(f"{self.name}: cast {casts}")
         self._told_of_casts = True
 
-    def metric_names(self, abstract_state: TrainState) -> set[str] | None:
-        """Names of the metrics that an evaluation reports, told without running it.
+    def trace(self, abstract_state: TrainState) -> set[str] | None:
+        """Trace the program on its first batch, so that a mistake is found before the first step.
+
+        Nothing is computed on the devices, and the position of the data set stays.
 
         Args:
-          abstract_state: Shapes, dtypes and shardings of the state.
+          abstract_state: Shapes, dtypes and shardings of the state on the devices.
 
         Returns:
-          None where only running it tells.
+          Names of the metrics that an evaluation reports; None if only running it tells.
         """
         return None

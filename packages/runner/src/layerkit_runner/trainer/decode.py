@@ -16,7 +16,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from layerkit_inputs.base_input import BaseInput
-from layerkit_runner.data.infeed import eval_batches
+from layerkit_runner.data.infeed import eval_batches, peek_eval_batch
 from layerkit_runner.data.skipped_records import report_skipped
 from layerkit_runner.distributed.process_exchange import from_process_0
 from layerkit_runner.errors import UsageError
@@ -37,6 +37,7 @@ from layerkit_runner.training.by_example import ByExample, as_floats, check_has_
 from layerkit_runner.training.task import SingleTask
 from layerkit_runner.training.train_state import TrainState
 
+_BATCH_INDEX = jax.ShapeDtypeStruct((), np.int32)
 # Counted up when records change, so that those of an older form are made again.
 _RECORD_FORMAT = 2
 
@@ -68,6 +69,19 @@ class DecodeProgram(BaseProgram):
         super().__init__(task, partitioner, dataset, name, folder, interval_steps=interval_steps)
         self._weights_digest = weights_digest_fn(task, partitioner)
         self._step = partitioner.decode_step_fn(task)
+
+    def trace(self, abstract_state: TrainState) -> None:
+        """Trace one step on the first batch; see `BaseProgram.trace`."""
+        if type(self).run is not DecodeProgram.run:
+            return
+        try:
+            batch = peek_eval_batch(self.dataset)
+        except StopIteration:
+            return
+        if self.dataset.has_prediction_metrics:
+            check_has_provenance(batch, self.name)
+        abstract_batch = self.partitioner.abstract_batch(batch)
+        jax.eval_shape(self._step, abstract_state, abstract_batch, _BATCH_INDEX)
 
     def output_path(self, step: int) -> epath.Path | None:
         """Where the outputs of the weights after `step` steps are kept."""

@@ -1,27 +1,31 @@
-"""EvalProgram: the metrics of a model over one held-out data set.
+"""Evaluation programs: metrics over a held-out data set, or over the next training batch.
 
-Two kinds: means of what the model reports of its batches, and, where the data set defines them,
-metrics over the scores that the model gave each of its examples.
+There are two kinds of metrics: means of what the model reports of its batches and, if the data set
+defines them, metrics over the scores that the model gave each of its examples.
 """
 
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from etils import epath
 
+from layerkit.base_model import WeightedScalar
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
-from layerkit_runner.data.infeed import eval_batches, peek_batch
+from layerkit_inputs.eval_padding import empty_batch, example_rows, num_rows_of
+from layerkit_runner.data.infeed import eval_batches, peek_eval_batch
 from layerkit_runner.data.skipped_records import SKIPPED_RECORDS, report_skipped
-from layerkit_runner.distributed.process_exchange import from_process_0
+from layerkit_runner.distributed.process_exchange import from_process_0, gather_values
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import TOTAL_WEIGHT, Observer
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.trainer.base import BaseProgram
-from layerkit_runner.trainer.padding_check import PaddingCheck
+from layerkit_runner.trainer.train import TrainInput
 from layerkit_runner.training.by_example import ByExample, as_floats, check_has_provenance
 from layerkit_runner.training.metrics import OverBatches, names_of_numbers
 from layerkit_runner.training.task import SingleTask
@@ -29,21 +33,23 @@ from layerkit_runner.training.train_state import TrainState
 
 SCORE_PREFIX = "score/"
 
+_TRAINING = "train"
+
 
 class EvalProgram(BaseProgram):
     """Evaluates one data set.
 
     Args:
-      task: The task, bound to the partitioner.
-      partitioner: Started.
-      dataset: Held-out batches; how many one evaluation takes is the input's own affair.
-      name: What the evaluation is called in outputs.
+      task: Task, bound to the partitioner.
+      partitioner: Started partitioner.
+      dataset: Held-out batches; the input decides how many one evaluation takes.
+      name: Name of the evaluation in outputs.
       folder: Not used.
       interval_steps: See `BaseProgram`.
-      use_ema_states: Whether the averaged weights are evaluated; None as the task says.
+      use_ema_states: Whether the averaged weights are evaluated; None for the setting of the task.
 
     Raises:
-      UsageError: averaged weights of a task that keeps none, or an interval below 1.
+      UsageError: Averaged weights of a task that keeps none, or an interval below 1.
     """
 
     dataset: BaseInput
@@ -69,19 +75,18 @@ class EvalProgram(BaseProgram):
         self._scores_examples = dataset.has_score_metrics
         make_step = partitioner.score_step_fn if self._scores_examples else partitioner.eval_step_fn
         self._step = make_step(task, averaged=use_ema_states)
-        self._told_of_padding = False
+        self._has_reported_padding = False
 
     def run(self, state: TrainState, step: int, observers: Observer) -> dict[str, float]:
-        """Evaluates the weights after `step` steps, and reports and returns the metrics.
+        """Evaluate the weights after `step` steps; report and return the metrics.
 
         Returns:
-          The metrics of model and task; `total_weight`, the weight behind the loss; and what the
-          data set makes of the scores of its examples, under `score/…`.
+          Metrics of model and task; `total_weight`, the weight behind the loss; and metrics of the
+          data set over the scores of its examples, as `score/…`.
 
         Raises:
-          ValueError: the data set is empty.
-          UsageError: its data cannot be read, or it names an example twice that it wants a score
-            of.
+          ValueError: The data set is empty.
+          UsageError: The data cannot be read, or an example that needs a score occurs twice.
         """
         reported, scores = OverBatches(), ByExample[float](self.name)
         padding = PaddingCheck(self.dataset)
@@ -117,20 +122,24 @@ class EvalProgram(BaseProgram):
             observers.eval_histograms(step, self.name, histograms)
         return metrics
 
-    def metric_names(self, abstract_state: TrainState) -> set[str] | None:
-        """Of what `run` reports.
+    def trace(self, abstract_state: TrainState) -> set[str] | None:
+        """Trace one step on the first batch; see `BaseProgram.trace`.
 
-        None where a derived class has a `run` of its own, the data set is read up, or it makes
-        metrics of scores.
+        Returns:
+          None if a derived class has a `run` of its own, the data set has ended, or it defines
+          metrics over scores.
         """
-        if type(self).run is not EvalProgram.run or self._scores_examples:
+        if type(self).run is not EvalProgram.run:
             return None
         try:
-            batch = self.partitioner.abstract_batch(peek_batch(self.dataset))
+            batch = peek_eval_batch(self.dataset)
         except StopIteration:
             return None
-        reported = jax.eval_shape(self._step, abstract_state, batch)
-        return names_of_numbers(reported) | {SKIPPED_RECORDS}
+        if self._scores_examples:
+            check_has_provenance(batch, self.name)
+        abstract_batch = self.partitioner.abstract_batch(batch)
+        reported = jax.eval_shape(self._step, abstract_state, abstract_batch)
+        return None if self._scores_examples else names_of_numbers(reported) | {SKIPPED_RECORDS}
 
     def _put(self, batch: NestedMap) -> NestedMap:
         if self._scores_examples:
@@ -138,7 +147,7 @@ class EvalProgram(BaseProgram):
         return self.partitioner.put_batch(batch)
 
     def _start(self, state: TrainState, global_batch: NestedMap) -> tuple[Any, Any]:
-        """Metrics of a batch and, where they are wanted, scores of its rows; not yet computed."""
+        """Start a step; return metrics and, if the data set needs them, scores of the rows."""
         found = self._step(state, global_batch)
         return found if self._scores_examples else (found, None)
 
@@ -146,14 +155,14 @@ class EvalProgram(BaseProgram):
         self, padding: PaddingCheck, reported: OverBatches, state: TrainState, observers: Observer
     ) -> None:
         """Warn, once for each data set, of metrics that count the rows of padding."""
-        if self._told_of_padding:
+        if self._has_reported_padding:
             return
         counted = padding.counted(
             reported.weights(), lambda batch: self._start(state, self._put(batch))[0]
         )
         if counted is None:
             return
-        self._told_of_padding = True
+        self._has_reported_padding = True
         names, num_rows, num_examples = counted
         model = type(self.task.model).__qualname__
         observers.message(
@@ -162,3 +171,107 @@ class EvalProgram(BaseProgram):
             f" layerkit.models.example_weights.example_weights(batch, num_rows) in"
             f" {model}.compute_loss."
         )
+
+
+class NextBatchEvalProgram(BaseProgram):
+    """Evaluates the batch that is trained on next, as `eval_skip_train=False` asks.
+
+    Beside the held-out loss it shows how much of that is overfitting: the batch was not trained on
+    in this epoch. Training reads the same batches as without this program.
+
+    Args:
+      task: Task, bound to the partitioner.
+      partitioner: Started partitioner.
+      data: Training data set.
+    """
+
+    def __init__(self, task: SingleTask, partitioner: Partitioner, data: TrainInput) -> None:
+        name = _TRAINING if data.name is None else f"{_TRAINING}/{data.name}"
+        super().__init__(task, partitioner, None, name)
+        self._data = data
+        self._step = partitioner.eval_step_fn(task)
+
+    def run(self, state: TrainState, step: int, observers: Observer) -> dict[str, float]:
+        """Evaluate the next batch; report and return the metrics and `total_weight`."""
+        reported = OverBatches()
+        reported.add(self._step(state, self._data.feed.peek()))
+        metrics = reported.means()
+        metrics[TOTAL_WEIGHT] = reported.weight(self.task.loss_name)
+        observers.eval_metrics(step, self.name, metrics)
+        if histograms := reported.histograms():
+            observers.eval_histograms(step, self.name, histograms)
+        return metrics
+
+    def trace(self, abstract_state: TrainState) -> set[str]:
+        """Trace one step; see `BaseProgram.trace`."""
+        # Not on the batch of the feed: sending it would start at the position before a restore.
+        reported = jax.eval_shape(self._step, abstract_state, self._data.abstract_batch())
+        return names_of_numbers(reported)
+
+
+class PaddingCheck:
+    """Finds metrics that count the rows that only fill up a batch.
+
+    A metric is suspected if its weight is the number of all rows. To exclude chance, the step is
+    then run on a batch of padding alone, in which every metric must have weight 0.
+
+    Args:
+      dataset: Held-out data set.
+    """
+
+    def __init__(self, dataset: BaseInput) -> None:
+        self._dataset = dataset
+        self._is_marked = True
+        self._num_rows = 0
+        self._num_examples_here = 0
+        self._global_rows = 0
+        self._batch: NestedMap | None = None
+
+    def add(self, batch: NestedMap, *, global_rows: int) -> None:
+        """Count the rows of a batch.
+
+        Args:
+          batch: Host-local batch.
+          global_rows: Rows of the global batch that it is part of.
+        """
+        rows = example_rows(batch)
+        if rows is None:
+            self._is_marked = False
+            return
+        self._num_rows += global_rows
+        self._num_examples_here += int(rows.sum())
+        self._global_rows, self._batch = global_rows, batch
+
+    def counted(
+        self, weights: Mapping[str, float], evaluate: Callable[[NestedMap], Mapping[str, Any]]
+    ) -> tuple[list[str], int, int] | None:
+        """Return the metrics that count padding; None if there are none.
+
+        Every process must call it with the same weights.
+
+        Args:
+          weights: Total weight of each metric over the evaluation, by name.
+          evaluate: Returns the metrics of the global batch that a host-local batch is part of.
+
+        Returns:
+          (names of the metrics, number of all rows, number of rows that count).
+        """
+        if not self._is_marked or self._batch is None:
+            return None
+        suspects = [name for name, weight in weights.items() if weight == self._num_rows]
+        if not suspects:
+            return None
+        # Hosts that feed the same rows count them once.
+        hosts = gather_values([self._dataset.infeed_host_index, self._num_examples_here])
+        num_examples = sum(dict(hosts).values())
+        if num_examples == self._num_rows:
+            return None
+        padding = empty_batch(self._batch, num_rows_of(self._batch))
+        metrics = jax.device_get(dict(evaluate(padding)))
+        names = [
+            name
+            for name in suspects
+            if isinstance(metrics[name], WeightedScalar)
+            and np.equal(metrics[name].weight, self._global_rows)
+        ]
+        return (names, self._num_rows, num_examples) if names else None

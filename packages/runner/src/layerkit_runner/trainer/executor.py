@@ -24,8 +24,9 @@ from layerkit_runner.files.metric_paths import by_path, program_of
 from layerkit_runner.observers import DECODE_PREFIX, Goodput, Observer, Throughput
 from layerkit_runner.observers.step_profiler import StepProfiler
 from layerkit_runner.optim.early_stopping import EarlyStop
-from layerkit_runner.trainer import BaseProgram, TrainPrograms
+from layerkit_runner.trainer.base import BaseProgram
 from layerkit_runner.trainer.skipped_steps import SKIPPED_STEPS
+from layerkit_runner.trainer.train import TrainPrograms
 from layerkit_runner.training.train_hparams import TrainHParams
 from layerkit_runner.training.train_state import TrainState
 
@@ -45,19 +46,21 @@ class Executor:
     `decode`. Fields of their own are set by the experiment.
 
     Attributes:
-      train: How long, and how often what is due.
-      train_programs: Started.
-      eval_programs: Those that report metrics.
-      decode_programs: Those that give records.
-      checkpoints: Where to save; None saves nothing.
-      metadata: Kept beside each checkpoint.
-      observers: Whom to report to.
-      throughput: The clock of the steps.
-      signals: Entered.
-      goodput: What becomes of the time.
-      exit_after_ondemand_checkpoint: Whether to leave once a signal asked to save.
-      profiler: Entered; None captures nothing.
-      early_stop: Asked after each step at which something was evaluated; None for no such end.
+      train: Number of steps and intervals.
+      train_programs: Training programs.
+      eval_programs: Programs that report metrics.
+      decode_programs: Programs that return records.
+      checkpoints: Checkpoints of the job; None saves nothing.
+      metadata: Metadata kept beside each checkpoint.
+      observers: Observers of the job.
+      throughput: Clock of the steps.
+      signals: Active signal handler (already entered as a context manager).
+      goodput: Wall-clock accounting by phase.
+      exit_after_ondemand_checkpoint: Whether the run ends after a checkpoint that a signal asked
+        for.
+      profiler: Active profiler of steps; None captures nothing.
+      early_stop: Rule that is asked after each step with an evaluation; None for no such rule.
+      decode_interval_steps: Steps between two decodings; None for the setting of `train`.
     """
 
     train: TrainHParams
@@ -73,6 +76,7 @@ class Executor:
     exit_after_ondemand_checkpoint: bool = False
     profiler: StepProfiler | None = None
     early_stop: EarlyStop | None = None
+    decode_interval_steps: int | None = None
     # Metrics by program, and after which step.
     _evaluated: tuple[int, dict[str, dict[str, float]]] = dataclasses.field(
         default_factory=lambda: (-1, {}), init=False
@@ -137,7 +141,8 @@ class Executor:
     def run_due(self, state: TrainState, step: int) -> None:
         """Evaluates and decodes what is due after `step` steps, and asks whether to go on."""
         evals = due_programs(self.eval_programs, step, self.train.eval_interval_steps)
-        decodes = due_programs(self.decode_programs, step, self.train.decode_interval_steps)
+        interval = self.decode_interval_steps or self.train.decode_interval_steps
+        decodes = due_programs(self.decode_programs, step, interval)
         metrics: dict[str, float] = {}
         if evals:
             metrics |= by_path(self.evaluate(state, step, evals))

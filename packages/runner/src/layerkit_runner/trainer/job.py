@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
 import importlib.metadata
 import os
 import sys
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -132,13 +134,23 @@ class Job:
             ) from error
 
     def abstract_state(self) -> TrainState:
-        """The state on the devices as shapes, dtypes and shardings.
+        """Return the state on the devices as shapes, dtypes and shardings.
 
         Raises:
-          UsageError: a layer refuses its fields, or the mesh does not divide a weight.
+          UsageError: A layer refuses its fields, or the mesh does not divide a weight.
         """
-        try:
+        with self._naming_experiment():
             return self.partitioner.abstract_state(self.task)
+
+    def abstract_stored_state(self) -> TrainState:
+        """Return the state as a checkpoint holds it; see `abstract_state`."""
+        with self._naming_experiment():
+            return self.partitioner.abstract_stored_state(self.task)
+
+    @contextlib.contextmanager
+    def _naming_experiment(self) -> Iterator[None]:
+        try:
+            yield
         except ValueError as error:
             raise UsageError(f"{self.resolved.name}: {layer_error_text(error)}") from error
 
@@ -157,9 +169,8 @@ class Job:
           NonFiniteError: the state is to be trained and holds values that are not finite.
           UsageError: there is no such step, or it is damaged, or of another model.
         """
+        abstract = self.abstract_stored_state()
         try:
-            self.abstract_state()  # refused fields are told in the name of the experiment
-            abstract = self.partitioner.abstract_stored_state(self.task)
             if not for_training:
                 abstract = abstract.for_inference()
             restored = checkpoints.restore(

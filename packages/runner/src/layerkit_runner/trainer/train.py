@@ -1,4 +1,10 @@
-"""TrainProgram: the training steps on one data set; `TrainPrograms` says when each is started.
+"""The training steps of a job: data sets that take turns, and the compiled step on each of them.
+
+    TrainInput      one training data set, on its way to the devices
+    TrainInputs     the data sets of a job, and whose turn a step is
+    CompiledStep    the training step, compiled for the batches of one data set
+    TrainProgram    runs the compiled step on a data set and reports what it computed
+    TrainPrograms   starts each step by the program whose turn it is
 
 The batches of the next steps are sent while one runs. What a step reports is fetched only after
 later steps have been started, so metrics never stall the device.
@@ -7,8 +13,10 @@ later steps have been started, so metrics never stall the device.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -38,88 +46,196 @@ T = TypeVar("T")
 IS_VALID = "learning/is_valid_step"
 """Scalar of a step that is 0 if its loss or gradient is not finite, or its gradient too large."""
 
+_KEY_PREFIX = "train/"
+
+# How many steps ahead batches are sent to the devices.
+_STEPS_AHEAD = 2
+
+
+class TrainInput:
+    """One training data set, whose batches are sent to the devices ahead of the steps.
+
+    Args:
+      dataset: Endless batches. From the first step on, only `feed` reads them.
+      partitioner: Started partitioner.
+      name: Name of the training program beside others; None for the only one of a job.
+      steps: Number of steps in a row before it is the next data set's turn.
+
+    Attributes:
+      feed: The batches on the devices.
+    """
+
+    def __init__(
+        self, dataset: Prefetch, partitioner: Partitioner, name: str | None = None, steps: int = 1
+    ) -> None:
+        self.dataset = dataset
+        self.name = name
+        self.steps = steps
+        self.feed = DeviceFeed(dataset, partitioner)
+        self._partitioner = partitioner
+
+    @property
+    def key(self) -> str:
+        """Key of the input position in a checkpoint."""
+        source = self.dataset.source
+        return _KEY_PREFIX + (source.name or type(source).__name__)
+
+    def abstract_batch(self) -> NestedMap:
+        """Return shapes, dtypes and shardings of a global batch; the input position stays."""
+        return self._partitioner.abstract_batch(peek_batch(self.dataset))
+
+
+class TrainInputs:
+    """The training data sets of a job, in turns.
+
+    Whose turn it is follows from the number of the step alone, so a resumed run continues within a
+    turn.
+
+    Args:
+      inputs: At least one data set. The first one begins, and after the last it is its turn again.
+    """
+
+    def __init__(self, inputs: Sequence[TrainInput]) -> None:
+        self.inputs = tuple(inputs)
+        self._ends = [*itertools.accumulate(each.steps for each in inputs)]
+
+    @property
+    def num_turn_steps(self) -> int:
+        """Number of steps after which it is the first data set's turn again."""
+        return self._ends[-1]
+
+    def index_of_step(self, step: int) -> int:
+        """Return the index of the data set of a step; the first step is number 1."""
+        place = (step - 1) % self.num_turn_steps
+        return next(index for index, end in enumerate(self._ends) if place < end)
+
+    def share(self, index: int) -> float:
+        """Return the fraction of the steps that use a data set."""
+        return self.inputs[index].steps / self.num_turn_steps
+
+    def by_key(self) -> dict[str, Prefetch]:
+        """Return the data sets by their keys in a checkpoint."""
+        return {each.key: each.dataset for each in self.inputs}
+
+    def set_states(self, states: Mapping[str, Any]) -> list[str]:
+        """Restore the input positions of a checkpoint, before the first step.
+
+        Returns:
+          Keys of data sets without a position in the checkpoint; they start at their beginning.
+        """
+        known = [key for key in states if key == "train" or key.startswith(_KEY_PREFIX)]
+        if len(known) == len(self.inputs) == 1:
+            # Its data set may have been renamed; the oldest checkpoints give no name.
+            self.inputs[0].dataset.set_state(states[known[0]])
+            return []
+        for each in self.inputs:
+            if each.key in states:
+                each.dataset.set_state(states[each.key])
+        return [each.key for each in self.inputs if each.key not in states]
+
+    def close(self) -> None:
+        """Stop reading."""
+        for each in self.inputs:
+            each.dataset.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+    """The training step of a task, compiled for the batches of one data set.
+
+    Attributes:
+      task: Task that is trained.
+      partitioner: Partitioner that spreads the step.
+      run: `(state, batch) -> (state, (metrics, scalars))`; consumes the given state.
+      batch: Shapes, dtypes and shardings of the batches.
+      summarize_layers: `(state, batch) -> (histograms, images)`; None if layers report none.
+    """
+
+    task: SingleTask
+    partitioner: Partitioner
+    run: Callable[[TrainState, NestedMap], tuple[TrainState, Any]]
+    batch: NestedMap
+    summarize_layers: Callable[[TrainState, NestedMap], Any] | None = None
+
+
+def trace_step(
+    task: SingleTask, partitioner: Partitioner, state: TrainState, batch: NestedMap
+) -> Callable[[], CompiledStep]:
+    """Trace the training step; return a function that compiles it.
+
+    Args:
+      task: Task, bound to the partitioner.
+      partitioner: Started partitioner.
+      state: Shapes, dtypes and shardings of the state on the devices.
+      batch: The same of a global batch.
+    """
+    lowered = partitioner.train_step_fn(task).lower(state, batch)
+    _, (_, scalars) = lowered.out_info
+    summarize = partitioner.summary_step_fn(task) if has_arrays(scalars) else None
+    return lambda: CompiledStep(task, partitioner, lowered.compile(), batch, summarize)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepReports:
+    """Receivers of what steps report.
+
+    Attributes:
+      observers: Observers of the job.
+      throughput: Clock of the steps, over all programs.
+      work: Examples, tokens and FLOPs of one step; None for those of `throughput`.
+      goodput: Wall-clock accounting by phase.
+    """
+
+    observers: Observer
+    throughput: Throughput
+    work: StepWork | None = None
+    goodput: Goodput = dataclasses.field(default_factory=Goodput)
+
 
 class _StartedStep(NamedTuple):
     """A step that is not reported yet."""
 
     step: int
     is_summarized: bool
-    # Metrics and scalars of the step, what the weights are like, what layers tell; on the devices.
+    # On the devices: metrics, scalars, norms and histograms of weights, summaries of layers.
     reported: Any
 
 
 class TrainProgram:
-    """The compiled training step, fed by one input.
+    """Runs the compiled training step on one data set.
 
-    An experiment that trains on several lists a config for each, and they take turns:
+    An experiment that trains on several data sets lists a config for each, and they take turns:
     `[Config(TrainProgram, dataset="web", steps=3), Config(TrainProgram, dataset="code")]` trains
-    three steps on the one, one on the other, and so on.
+    three steps on "web", one on "code", and so on.
 
     Args:
-      task: What is trained.
-      partitioner: Started, and the task bound to it.
-      dataset: Endless batches; from the first step on, this program's alone.
-      name: What it is called beside others; None for the only one of a job.
-      steps: How many steps its turn has.
+      compiled: Compiled step. The job fills in all arguments but `dataset` and `steps`.
+      dataset: The data set; in the config of an experiment, its name.
+      name: Name of the program beside others; None for the only one of a job.
+      reports: Receivers of what steps report.
+      steps: Number of steps in a row before it is the next program's turn.
     """
 
     def __init__(
         self,
-        task: SingleTask,
-        partitioner: Partitioner,
-        dataset: Prefetch,
-        name: str | None = None,
+        compiled: CompiledStep,
+        dataset: TrainInput,
+        name: str | None,
+        reports: StepReports,
         *,
         steps: int = 1,
     ) -> None:
-        self.dataset = dataset
+        self.data = dataset
         self.name = name
         self.steps = steps
-        self._task = task
-        self._partitioner = partitioner
-        self._feed = DeviceFeed(dataset, partitioner)
-        self._pending: collections.deque[_StartedStep] = collections.deque()
-        self._compiled: Any = None
-        self._summarize_weights = weight_summary_fn(partitioner.replicated())
-        self._since_summary = OverBatches()
-        self._summarize_layers: Any = None
-        self._specs: Any = None
-
-    @property
-    def dataset_name(self) -> str:
-        """What its data set is called."""
-        source = self.dataset.source
-        return source.name or type(source).__name__
-
-    def lower(self, abstract_state: TrainState) -> Any:
-        """The step for these shapes, traced and ready to compile."""
-        batch = self._specs = self.abstract_batch()
-        lowered = self._partitioner.train_step_fn(self._task).lower(abstract_state, batch)
-        _, (_, scalars) = lowered.out_info
-        if has_arrays(scalars):
-            self._summarize_layers = self._partitioner.summary_step_fn(self._task)
-        return lowered
-
-    def abstract_batch(self) -> NestedMap:
-        """Shapes, dtypes and shardings of a global batch; data may still be put elsewhere."""
-        return self._partitioner.abstract_batch(peek_batch(self.dataset))
-
-    def start(
-        self,
-        compiled: Any,
-        observers: Observer,
-        throughput: Throughput,
-        goodput: Goodput | None = None,
-        work: StepWork | None = None,
-    ) -> None:
-        """Takes the compiled step, whom to report to, and what a step comes to."""
         self._compiled = compiled
-        self._observers = observers
-        self._throughput = throughput
-        self._rates = throughput.rates_since_asked()
-        self._goodput = goodput or Goodput()
-        self._work = work
-        self._skipped = SkippedRecords(self.dataset, self.name or "train", observers)
+        self._train = compiled.task.train
+        self._reports = reports
+        self._rates = reports.throughput.rates_since_asked()
+        self._skipped_records = SkippedRecords(dataset.dataset, name or "train", reports.observers)
+        self._summarize_weights = weight_summary_fn(compiled.partitioner.replicated())
+        self._since_summary = OverBatches()
+        self._pending: collections.deque[_StartedStep] = collections.deque()
         self._last_step: int | None = None
 
     def start_step(
@@ -132,42 +248,32 @@ class TrainProgram:
         """Start step number `step` (from 1) and return its state, not yet computed.
 
         Args:
-          state: Consumed.
-          step: Steps that are not this program's are left out.
+          state: State before the step; it is consumed.
+          step: Number of the step; steps of other programs are left out.
           is_idle: Whether every step that was started, by any program, has ended.
-          signals: Ends the wait for a batch; None waits for as long as it takes.
+          signals: Signals that end the wait for a batch; None waits without a limit.
 
         Raises:
           StopRequestedError: The step was not started because of a signal.
-          UsageError: the data cannot be read, or the batch is not like the first one.
+          UsageError: The data cannot be read, or the batch is not like the first one.
         """
-        progress(f"reading the batch of step {step}")
-        if signals is None:
-            batch, idle_seconds = self._feed.take(is_idle)
-        else:
-            batch, idle_seconds = self._feed.take(
-                is_idle,
-                gives_up=signals.gives_up_waiting,
-                may_take=functools.partial(signals.may_start, step),
-            )
+        batch = self._next_batch(step, is_idle, signals)
         progress(f"starting step {step}", waits_for_others=True)
-        self._throughput.waited(idle_seconds)
-        self._goodput.moved("input_wait", idle_seconds)
         is_summarized = self._is_summarized(step)
         self._last_step = step
         layers = None
-        if self._summarize_layers is not None and is_summarized:
+        if self._compiled.summarize_layers is not None and is_summarized:
             # Before the step, which consumes the state.
-            layers = self._summarize_layers(state, batch)
+            layers = self._compiled.summarize_layers(state, batch)
         with jax.profiler.StepTraceAnnotation(STEP_EVENT, step_num=step):
             try:
-                state, reported = self._compiled(state, batch)
+                state, reported = self._compiled.run(state, batch)
             except TypeError as error:
                 self._check_like_first(batch, step)
                 raise error from None
         # Sent to the host while later steps run, since it is read of every step.
         reported[1][IS_VALID].copy_to_host_async()
-        every, weights = self._task.train.weight_summary_interval_steps, None
+        every, weights = self._train.weight_summary_interval_steps, None
         if every is not None and step % every == 0:
             # Now, as the next step consumes the state.
             weights = self._summarize_weights(self.stored_state(state.for_inference()).params)
@@ -175,26 +281,14 @@ class TrainProgram:
         return state
 
     def stored_state(self, state: TrainState) -> TrainState:
-        """What a checkpoint holds of a state, as it is without what the mesh asks for."""
-        return self._partitioner.stored_state(self._task, state)
-
-    def fill_feed(self) -> None:
-        """Sends the batches that are ready, as far as there is room; waits for none."""
-        self._feed.fill()
+        """Return a state as a checkpoint holds it, without the padding that the mesh needs."""
+        return self._compiled.partitioner.stored_state(self._compiled.task, state)
 
     def is_idle(self) -> bool:
-        """Whether every step that was started has ended."""
+        """Return whether every step that was started has ended."""
         return all(
             x.is_ready() for started in self._pending for x in jax.tree.leaves(started.reported)
         )
-
-    def next_batch(self) -> NestedMap:
-        """The global batch that the next step reads; it is still there for it."""
-        return self._feed.peek()
-
-    def input_state(self) -> dict[str, Any]:
-        """Where the input stands after the steps that were started."""
-        return self._feed.state()
 
     def report_oldest(self, skipped: SkippedSteps) -> None:
         """Wait for the oldest step that is not reported yet, and report it.
@@ -203,12 +297,13 @@ class TrainProgram:
           skipped: Counts the step if it was not valid.
         """
         step, is_summarized, (metrics, scalars, weights, layers) = self._pending.popleft()
+        observers = self._reports.observers
         progress(f"waiting for the devices to end step {step}", waits_for_others=True)
         jax.block_until_ready(metrics)
         progress(f"reporting step {step}")
-        self._throughput.completed(step, self._work)
-        self._observers.progress(step)
-        own = {name: metrics.pop(name) for name in self._task.own_metrics}
+        self._reports.throughput.completed(step, self._reports.work)
+        observers.progress(step)
+        own = {name: metrics.pop(name) for name in self._compiled.task.own_metrics}
         is_valid = bool(scalars[IS_VALID])
         if is_valid:
             skipped.add_valid()
@@ -216,11 +311,27 @@ class TrainProgram:
         if is_summarized or not is_valid:
             self._report_metrics(step, metrics, scalars, skipped, is_summarized=is_summarized)
         if weights is not None:
-            self._observers.histograms(step, weight_histograms(jax.device_get(weights)))
+            observers.histograms(step, weight_histograms(jax.device_get(weights)))
         if layers is not None:
             found, images = for_observers(jax.device_get(layers))
-            self._observers.histograms(step, found)
-            self._observers.images(step, images)
+            observers.histograms(step, found)
+            observers.images(step, images)
+
+    def _next_batch(
+        self, step: int, is_idle: Callable[[], bool], signals: StopSignals | None
+    ) -> NestedMap:
+        progress(f"reading the batch of step {step}")
+        if signals is None:
+            batch, idle_seconds = self.data.feed.take(is_idle)
+        else:
+            batch, idle_seconds = self.data.feed.take(
+                is_idle,
+                gives_up=signals.gives_up_waiting,
+                may_take=functools.partial(signals.may_start, step),
+            )
+        self._reports.throughput.waited(idle_seconds)
+        self._reports.goodput.moved("input_wait", idle_seconds)
+        return batch
 
     def _report_metrics(
         self,
@@ -235,7 +346,7 @@ class TrainProgram:
         metrics, scalars = jax.device_get((metrics, scalars))
         values = {name: float(metric.value) for name, metric in metrics.items()}
         if not scalars[IS_VALID]:
-            loss_name = self._task.loss_name
+            loss_name = self._compiled.task.loss_name
             line = skipped.add(
                 step,
                 loss_name=loss_name,
@@ -243,37 +354,37 @@ class TrainProgram:
                 grad_norm=float(scalars["learning/raw_grad_norm"]),
             )
             if line is not None:
-                self._observers.message(line)
+                self._reports.observers.message(line)
         if is_summarized:
-            values |= self._since_summary.means() | self._skipped.scalars()
+            values |= self._since_summary.means() | self._skipped_records.scalars()
         values = self._of_this_program(values)
         values |= {n: float(v) for n, v in scalars.items() if not isinstance(v, Summary)}
         values["learning/skipped_steps"] = float(skipped.in_all)
         if is_summarized:
             values |= self._rates()
-            values |= self._goodput.shares() | memory_scalars()
-        self._observers.train_metrics(step, values)
+            values |= self._reports.goodput.shares() | memory_scalars()
+        self._reports.observers.train_metrics(step, values)
         if is_summarized:
             if histograms := self._since_summary.histograms():
-                self._observers.histograms(step, self._of_this_program(histograms))
+                self._reports.observers.histograms(step, self._of_this_program(histograms))
             self._since_summary = OverBatches()
 
     def _of_this_program(self, found: Mapping[str, T]) -> dict[str, T]:
-        """What was found by name; beside other programs, as `PROGRAM/NAME`, and the loss as both.
+        """Return what was found by `PROGRAM/NAME` if there are several programs, the loss by both.
 
         So a curve is of one data set, and the loss is where everything looks for it.
         """
         if self.name is None:
             return dict(found)
-        loss = self._task.loss_name
+        loss = self._compiled.task.loss_name
         both = {loss: found[loss]} if loss in found else {}
         return both | {f"{self.name}/{name}": value for name, value in found.items()}
 
     def _check_like_first(self, batch: NestedMap, step: int) -> None:
-        """Raises UsageError where a batch has other fields, shapes or dtypes than the first had."""
+        """Raise UsageError if a batch has other fields, shapes or dtypes than the first had."""
         first, now = (
             {name: f"{x.dtype.name}{list(x.shape)}" for name, x in b.flatten_items()}
-            for b in (self._specs, batch)
+            for b in (self._compiled.batch, batch)
         )
         other = [
             f"{name} is {now.get(name, 'missing')}, not {first.get(name, 'there')}"
@@ -286,13 +397,81 @@ class TrainProgram:
             )
 
     def _is_summarized(self, step: int) -> bool:
-        """Whether what a step reports is written.
+        """Return whether the metrics of a step are written.
 
-        It is of this program's first and of the last one, and of its first in every so many.
+        They are for this program's first step, for the last step of the run, and for its first
+        step of every summary interval.
         """
-        train = self._task.train
-        if self._last_step is None or step == train.num_train_steps:
+        if self._last_step is None or step == self._train.num_train_steps:
             return True
-        return (
-            step // train.summary_interval_steps > self._last_step // train.summary_interval_steps
-        )
+        interval = self._train.summary_interval_steps
+        return step // interval > self._last_step // interval
+
+
+class TrainPrograms:
+    """Runs each training step by the program whose turn it is.
+
+    The host runs at most `max_inflight_steps` ahead of the devices, over all programs together.
+    Steps are reported in the order in which they were started.
+
+    Args:
+      inputs: Data sets in turns.
+      programs: One program for each data set, in their order.
+      max_inflight_steps: Number of steps that may be started and not reported.
+      skipped: Counts of the steps that were not valid; None counts without a limit.
+    """
+
+    def __init__(
+        self,
+        inputs: TrainInputs,
+        programs: Sequence[TrainProgram],
+        *,
+        max_inflight_steps: int,
+        skipped: SkippedSteps | None = None,
+    ) -> None:
+        self.inputs = inputs
+        self.programs = tuple(programs)
+        self.skipped = SkippedSteps() if skipped is None else skipped
+        self._max_inflight_steps = max_inflight_steps
+        # The program of each step that is not reported yet.
+        self._started: collections.deque[TrainProgram] = collections.deque()
+        self._has_reported = False
+
+    def run_step(
+        self, state: TrainState, step: int, signals: StopSignals | None = None
+    ) -> TrainState:
+        """Start step number `step` (from 1) and return its state, not yet computed.
+
+        Raises:
+          StopRequestedError: One of the `signals` came before the step was started.
+        """
+        program = self.programs[self.inputs.index_of_step(step)]
+        state = program.start_step(state, step, self._is_idle, signals)
+        self._started.append(program)
+        for later in range(step + 1, step + 1 + _STEPS_AHEAD):
+            self.inputs.inputs[self.inputs.index_of_step(later)].feed.fill()
+        # The first step is waited for, so that its loss is seen as soon as there is one.
+        limit = self._max_inflight_steps if self._has_reported else 0
+        while len(self._started) > limit:
+            self._report_oldest()
+        return state
+
+    def drain(self) -> None:
+        """Wait for all steps and report them."""
+        while self._started:
+            self._report_oldest()
+
+    def stored_state(self, state: TrainState) -> TrainState:
+        """Return a state as a checkpoint holds it; see `TrainProgram.stored_state`."""
+        return self.programs[0].stored_state(state)
+
+    def input_states(self) -> dict[str, Any]:
+        """Return the input positions after the steps that were started, by key in a checkpoint."""
+        return {each.key: each.feed.state() for each in self.inputs.inputs}
+
+    def _is_idle(self) -> bool:
+        return all(program.is_idle() for program in self.programs)
+
+    def _report_oldest(self) -> None:
+        self._started.popleft().report_oldest(self.skipped)
+        self._has_reported = True
