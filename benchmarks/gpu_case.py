@@ -36,7 +36,7 @@ from layerkit_runner.data.training_data import training_config
 from layerkit_runner.errors import UsageError
 from layerkit_runner.modes.start_report import LayerNotes, num_params
 from layerkit_runner.partitioning import Partitioner
-from layerkit_runner.tools.plan.bounds import bounds_of
+from layerkit_runner.tools.plan.bounds import device_work, step_bounds
 from layerkit_runner.tools.plan.collectives import collective_traffic
 from layerkit_runner.tools.plan.compiling import (
     CompiledStep,
@@ -206,13 +206,10 @@ def predictions(traced: Traced, step: CompiledStep, device: DeviceKind) -> dict[
     memory = step_memory(tensor_memory(traced.state, traced.batch), step)
     rows, length = traced.batch.ids.shape
     flops = model_flops_per_step(traced.resolved.task, traced.batch, rows)
-    bounds = bounds_of(
-        memory,
-        collective_traffic(step.hlo_text, dict(mesh.shape), slices=[0] * mesh.size),
-        device,
-        flops_per_device=program_flops(traced.program.jaxpr) / mesh.size,
-        model_flops_per_device=flops / mesh.size,
-        tokens=rows * length,
+    collectives = collective_traffic(step.hlo_text, dict(mesh.shape), slices=[0] * mesh.size)
+    work = device_work(memory, collectives, flops=program_flops(traced.program.jaxpr) / mesh.size)
+    bounds = step_bounds(
+        work, device, model_flops_per_device=flops / mesh.size, tokens=rows * length
     )
     notes = [note for note in traced.notes if note.startswith("attention backend")]
     return {

@@ -8,7 +8,7 @@ import pytest
 from layerkit_runner.config.overrides import Override
 from layerkit_runner.config.resolve import resolve
 from layerkit_runner.data.infeed import make_input
-from layerkit_runner.tools.plan.bounds import DeviceWork, bounds_of, memory_traffic, step_bounds
+from layerkit_runner.tools.plan.bounds import DeviceWork, device_work, step_bounds
 from layerkit_runner.tools.plan.collectives import Traffic
 from layerkit_runner.tools.plan.hardware import device_kind
 from layerkit_runner.tools.plan.memory import Memory
@@ -88,8 +88,9 @@ def test_a_network_that_is_not_known_leaves_a_bound_of_the_others():
 
 def test_bytes_that_memory_moves():
     # Arguments read, outputs written, weights read twice more; temporaries written and read.
-    assert memory_traffic(MEMORY, bytes_received=0) == 310 + 305 + 200 + 2000
-    assert memory_traffic(MEMORY, bytes_received=3000) == 310 + 305 + 200 + 6000
+    assert device_work(MEMORY, [], flops=1.0).memory_bytes == 310 + 305 + 200 + 2000
+    received = [Traffic("all-gather", "fsdp", 1, 3000, is_exact=True)]
+    assert device_work(MEMORY, received, flops=1.0).memory_bytes == 310 + 305 + 200 + 6000
 
 
 def test_traffic_is_told_apart_by_network():
@@ -98,11 +99,9 @@ def test_traffic_is_told_apart_by_network():
         Traffic("all-reduce", "data", 1, 50, is_exact=True, bytes_slow=50),
         Traffic("all-reduce", "tensor", 1, 30, is_exact=True),
     ]
-    found = bounds_of(
-        MEMORY, sent, H100, flops_per_device=1.0, model_flops_per_device=1.0, tokens=None
-    )
-    assert (found.work.fast_bytes, found.work.slow_bytes) == (530, 250)
-    assert found.tokens_per_sec is None
+    work = device_work(MEMORY, sent, flops=1.0)
+    assert (work.fast_bytes, work.slow_bytes) == (530, 250)
+    assert step_bounds(work, H100, model_flops_per_device=1.0, tokens=None).tokens_per_sec is None
 
 
 def flops(experiment, *, remat, parts=1):

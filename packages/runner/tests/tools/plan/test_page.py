@@ -6,7 +6,7 @@ import pytest
 
 from layerkit_runner.files.byte_sizes import size_text
 from layerkit_runner.tools.plan import BatchPlan, Plan
-from layerkit_runner.tools.plan.bounds import PipelinePlan, bounds_of
+from layerkit_runner.tools.plan.bounds import PipelinePlan, device_work, step_bounds
 from layerkit_runner.tools.plan.collectives import Traffic
 from layerkit_runner.tools.plan.hardware import device_kind
 from layerkit_runner.tools.plan.memory import Memory, TensorMemory
@@ -68,11 +68,9 @@ PLAN = Plan(
             1_000_000_000, "f32[2,1024,122]", 3, "jvp(lm)/softmax", "layerkit/layers/losses.py:88"
         )
     ],
-    bounds=bounds_of(
-        MEMORY,
-        COLLECTIVES,
+    bounds=step_bounds(
+        device_work(MEMORY, COLLECTIVES, flops=5e13),
         H100,
-        flops_per_device=5e13,
         model_flops_per_device=4e13,
         tokens=8192,
     ),

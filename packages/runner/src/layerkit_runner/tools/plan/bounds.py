@@ -82,15 +82,20 @@ class Bounds:
     unknown: list[str]
 
 
-def memory_traffic(memory: Memory, *, bytes_received: float) -> float:
-    """Return the least bytes that a device reads from its memory and writes to it in a step.
+def device_work(memory: Memory, collectives: Iterable[Traffic], *, flops: float) -> DeviceWork:
+    """Return the least work of a device in a compiled step.
 
     Args:
-      memory: Memory of the step.
-      bytes_received: Bytes from other devices; most land in temporaries, so the larger counts.
+      memory: Memory of the step on a device.
+      collectives: Traffic of each device.
+      flops: FLOPs of all products on a device, repeated ones included.
     """
-    between = 2 * max(memory.temporaries, bytes_received)
-    return memory.arguments + memory.outputs + 2 * memory.weights + between
+    sent = list(collectives)
+    total, slow = sum(each.bytes_sent for each in sent), sum(each.bytes_slow for each in sent)
+    # Most of what is received lands in temporaries, so the larger counts.
+    between = 2 * max(memory.temporaries, total)
+    moved = memory.arguments + memory.outputs + 2 * memory.weights + between
+    return DeviceWork(flops, moved, fast_bytes=total - slow, slow_bytes=slow)
 
 
 def step_bounds(
@@ -147,32 +152,6 @@ def _ratio(amount: float, rate: float | None) -> float | None:
     if amount == 0:
         return 0.0
     return None if rate is None else amount / rate
-
-
-def bounds_of(
-    memory: Memory,
-    collectives: Iterable[Traffic],
-    device: DeviceKind,
-    *,
-    flops_per_device: float,
-    model_flops_per_device: float,
-    tokens: int | None,
-) -> Bounds:
-    """Return the bounds of a compiled step; for the arguments see `step_bounds`.
-
-    Args:
-      memory: Memory of the step on a device.
-      collectives: Traffic of each device.
-      device: Peak rates of a device.
-      flops_per_device: FLOPs of all products, repeated ones included.
-      model_flops_per_device: FLOPs without repeated ones.
-      tokens: Tokens of the global batch; None if it has none.
-    """
-    sent = list(collectives)
-    total, slow = sum(each.bytes_sent for each in sent), sum(each.bytes_slow for each in sent)
-    moved = memory_traffic(memory, bytes_received=total)
-    work = DeviceWork(flops_per_device, moved, fast_bytes=total - slow, slow_bytes=slow)
-    return step_bounds(work, device, model_flops_per_device=model_flops_per_device, tokens=tokens)
 
 
 @dataclasses.dataclass(frozen=True)

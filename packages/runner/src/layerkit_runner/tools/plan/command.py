@@ -1,4 +1,4 @@
-"""`--mode=plan`: prints what a training step will need, before any hardware is asked for.
+"""`--mode=plan`: report what a training step needs of devices that need not be here.
 
     runner --exp=… --mode=plan                      on as many devices as the mesh has
     runner --exp=… --mode=plan --num_devices=8      where the mesh takes what there is, as pmap does
@@ -23,34 +23,39 @@ from layerkit_runner.distributed.xla_flags import check_devices, flag_lines, set
 from layerkit_runner.tools.plan.devices import planned_target, target_devices
 from layerkit_runner.tools.plan.page import plan_json, plan_page
 from layerkit_runner.tools.plan.plan import make_plan
-from layerkit_runner.tools.plan.search import Limits, search, search_json, search_page
+from layerkit_runner.tools.plan.search import search, search_json, search_page
 from layerkit_runner.trainer.build_programs import check_train_programs
 from layerkit_runner.trainer.job import build_parts
 
 
 def run_plan(resolved: ResolvedExperiment, options: RunOptions) -> int:
-    """Prints the plan of an experiment; returns the exit code.
+    """Print the plan of an experiment, or a search, and return the exit code.
 
     Raises:
       UsageError: flags or fields that do not fit together, or sizes that do not fit the mesh.
     """
-    check_train_programs(resolved)  # a plan is of training: what only evaluates has none
+    check_train_programs(resolved)  # an experiment without training has no step to plan
     parts = build_parts(resolved)
     target = planned_target(parts[0], target=options.target, num_devices=options.num_devices)
     set_compiler_flags(options)
     devices = target_devices(target)
     check_devices(options, devices[0].device_kind)
-    # A program from the cache would cost no time to compile, and tell less about itself.
+    # A program from the cache takes no time to compile, and has no figures.
     jax.config.update("jax_enable_compilation_cache", False)  # noqa: FBT003
 
-    flags = [f"compiled with {line}" for line in flag_lines(options)]
-
     if options.search:
-        limits = Limits(options.max_compilations, options.max_seconds)
-        found = search(resolved, devices, target=target, limits=limits, effort=options.plan_effort)
+        found = search(
+            resolved,
+            devices,
+            target=target,
+            max_compilations=options.max_compilations,
+            max_seconds=options.max_seconds,
+            effort=options.plan_effort,
+        )
         print(search_json(found) if options.json else search_page(found), flush=True)
         return 0
     plan = make_plan(resolved, devices, parts=parts, target=target, effort=options.plan_effort)
+    flags = [f"compiled with {line}" for line in flag_lines(options)]
     plan = dataclasses.replace(plan, notes=[*flags, *plan.notes])
     print(plan_json(plan) if options.json else plan_page(plan), flush=True)
     return 0

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from layerkit_runner.files.byte_sizes import size_text
 from layerkit_runner.tools.plan.bounds import Bounds, PipelinePlan
-from layerkit_runner.tools.plan.collectives import Traffic
-from layerkit_runner.tools.plan.hardware import DeviceKind
 from layerkit_runner.tools.plan.memory import Memory, TensorMemory
 from layerkit_runner.tools.plan.plan import BatchPlan, Plan
-from layerkit_runner.tools.plan.temporaries import TemporaryTensor
 
 _WIDTH = 100
 _LARGEST_TENSORS = 6
@@ -27,11 +24,20 @@ def plan_json(plan: Plan) -> str:
 
 
 def plan_page(plan: Plan) -> str:
-    """The plan for people."""
-    return "\n".join(_lines(plan))
+    """Return the plan as a page of text."""
+    sections = [
+        _summary_lines(plan),
+        _memory_lines(plan.memory),
+        _tensor_lines(plan.tensors),
+        _temporary_lines(plan),
+        _traffic_lines(plan),
+        _bound_lines(plan),
+        _last_lines(plan),
+    ]
+    return "\n\n".join(text for lines in sections if (text := "\n".join(lines)))
 
 
-def _lines(plan: Plan) -> Iterator[str]:
+def _summary_lines(plan: Plan) -> Iterator[str]:
     yield f"plan of {plan.experiment}"
     yield f"for {_devices(plan)}; layerkit {plan.versions['layerkit']}, jax {plan.versions['jax']}"
     yield from _verdict(plan)
@@ -40,25 +46,13 @@ def _lines(plan: Plan) -> Iterator[str]:
     mesh = " × ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
     yield f"mesh         {mesh} ({plan.partitioner})"
     yield from _batch_lines(plan.batch, plan.num_devices)
-    for pipeline in plan.pipelines:
-        yield from _pipeline_lines(pipeline)
+    yield from map(_pipeline_line, plan.pipelines)
     yield (
         f"model FLOPs  {plan.flops_per_step:.3e} per step, {plan.flops_per_device:.3e} per device"
     )
-    yield ""
-    yield from _memory_lines(plan.memory)
-    yield ""
-    yield from _tensor_lines(plan.tensors)
-    if plan.temporaries:
-        yield ""
-        yield from _temporary_lines(plan.temporaries)
-    if plan.bounds is not None:  # there is a program, which was read
-        yield ""
-        yield from _traffic_lines(plan.collectives)
-    if plan.bounds is not None and plan.device is not None:
-        yield ""
-        yield from _bound_lines(plan.bounds, plan.device, plan.flops_per_device)
-    yield ""
+
+
+def _last_lines(plan: Plan) -> Iterator[str]:
     yield from (f"note: {note}" for note in plan.notes)
     yield (
         f"traced in {plan.trace_seconds:.1f} s, compiled in {plan.compile_seconds:.1f} s;"
@@ -67,7 +61,7 @@ def _lines(plan: Plan) -> Iterator[str]:
 
 
 def _devices(plan: Plan) -> str:
-    """`h100x256: 256 × NVIDIA H100 80GB HBM3 in 32 slices or nodes`."""
+    """Return text such as `h100x256: 256 × NVIDIA H100 80GB HBM3 in 32 nodes`."""
     if plan.device is None or plan.device.platform == "cpu":
         return f"{plan.num_devices} simulated {plan.target} device(s)"
     groups = "nodes" if plan.device.platform == "gpu" else "slices"
@@ -76,24 +70,21 @@ def _devices(plan: Plan) -> str:
 
 
 def _verdict(plan: Plan) -> Iterator[str]:
-    """Whether it fits, which is what most want to know."""
-    device = plan.device
+    device, peak = plan.device, plan.memory.peak
     if plan.fits is None or device is None:
         return
-    peak = plan.memory.peak
     if plan.refusal is not None:
         yield f"DOES NOT FIT: {_cut(' '.join(plan.refusal.split()), _WIDTH - 14)}"
-    if device.usable_bytes is None or device.memory_bytes is None:
-        return
-    usable = f"{size_text(device.usable_bytes)} that a program can have"
-    if device.reserved_bytes:
-        usable += f" of {size_text(device.memory_bytes)}"
-    if plan.fits:
-        part = 100 * peak / device.usable_bytes
-        yield f"fits: {size_text(peak)} on each device, {part:.0f} % of the {usable}"
-    elif plan.refusal is None:
-        over = size_text(peak - device.usable_bytes)
-        yield f"DOES NOT FIT: {size_text(peak)} on each device, {over} more than the {usable}"
+    elif device.usable_bytes is not None and device.memory_bytes is not None:
+        usable = f"{size_text(device.usable_bytes)} that a program can have"
+        if device.reserved_bytes:
+            usable += f" of {size_text(device.memory_bytes)}"
+        if plan.fits:
+            part = 100 * peak / device.usable_bytes
+            yield f"fits: {size_text(peak)} on each device, {part:.0f} % of the {usable}"
+        else:
+            over = size_text(peak - device.usable_bytes)
+            yield f"DOES NOT FIT: {size_text(peak)} on each device, {over} more than the {usable}"
     if not plan.fits:
         yield _SEARCH
 
@@ -112,9 +103,9 @@ def _batch_lines(batch: BatchPlan, num_devices: int) -> Iterator[str]:
     yield f"             {_cut(', '.join(batch.fields), _WIDTH - 13)}"
 
 
-def _pipeline_lines(pipeline: PipelinePlan) -> Iterator[str]:
+def _pipeline_line(pipeline: PipelinePlan) -> str:
     around = f", {pipeline.circular_repeats} times around" if pipeline.circular_repeats > 1 else ""
-    yield (
+    return (
         f"pipeline     {pipeline.num_stages} stages, {pipeline.num_microbatches} microbatches of"
         f" {pipeline.rows_per_microbatch} rows{around};"
         f" idle {pipeline.num_stages - 1} of {pipeline.num_ticks} ticks,"
@@ -124,7 +115,8 @@ def _pipeline_lines(pipeline: PipelinePlan) -> Iterator[str]:
 
 def _memory_lines(memory: Memory) -> Iterator[str]:
     own = memory.outputs - memory.donated
-    rows = [
+    yield "memory per device"
+    for name, size, remark in (
         ("weights", memory.weights, ""),
         ("non-trainable", memory.non_trainable, ""),
         ("averages", memory.averages, ""),
@@ -134,69 +126,68 @@ def _memory_lines(memory: Memory) -> Iterator[str]:
         ("outputs", own, f"besides {size_text(memory.donated)} in place of the old state"),
         ("peak", memory.peak, "inputs that the step reads + temporaries + outputs"),
         ("on the host", memory.host_arguments + memory.host_temporaries, "offloaded, per device"),
-    ]
-    yield "memory per device"
-    for name, size, remark in rows:
+    ):
         if size:
             yield f"  {name:<14}{size_text(size):>10}  {remark}".rstrip()
 
 
-def _tensor_lines(tensors: Sequence[TensorMemory]) -> Iterator[str]:
+def _tensor_lines(tensors: list[TensorMemory]) -> Iterator[str]:
     yield f"largest of {len(tensors)} tensors of state and batch, per device"
     for tensor in tensors[:_LARGEST_TENSORS]:
+        # Each dimension is divided by what splits it: `float32[18, 3072/fsdp]`.
+        sizes = zip(tensor.shape, tensor.sharding, strict=True)
+        shape = ", ".join("/".join([str(size), *axes]) for size, axes in sizes)
         size = size_text(tensor.bytes_per_device)
-        yield _cut(f"  {size:>10}  {tensor.path}  {_shape_text(tensor)}", _WIDTH)
+        yield _cut(f"  {size:>10}  {tensor.path}  {tensor.dtype}[{shape}]", _WIDTH)
 
 
-def _shape_text(tensor: TensorMemory) -> str:
-    """Dtype and shape, each dimension divided by what splits it: `float32[18, 3072/fsdp]`."""
-    sizes = zip(tensor.shape, tensor.sharding, strict=True)
-    return f"{tensor.dtype}[{', '.join('/'.join([str(size), *axes]) for size, axes in sizes)}]"
-
-
-def _temporary_lines(temporaries: Sequence[TemporaryTensor]) -> Iterator[str]:
-    yield "largest results of the step, per device; not all are there at a time"
-    for each in temporaries[:_LARGEST_TEMPORARIES]:
+def _temporary_lines(plan: Plan) -> Iterator[str]:
+    if plan.temporaries:
+        yield "largest results of the step, per device; not all are there at a time"
+    for each in plan.temporaries[:_LARGEST_TEMPORARIES]:
         count = f"{each.count} × " if each.count > 1 else ""
         place = " (host)" if each.memory == "host" else ""
         what = f"  {size_text(each.bytes_per_device):>10}  {count}{each.shape}{place}  "
-        room = _WIDTH - len(what) - len(each.source) - 2
-        yield f"{what}{_cut_left(each.name, max(room, 12))}  {each.source}".rstrip()
+        room = max(_WIDTH - len(what) - len(each.source) - 2, 12)
+        name = each.name if len(each.name) <= room else "…" + each.name[1 - room :]
+        yield f"{what}{name}  {each.source}".rstrip()
 
 
-def _traffic_lines(collectives: Sequence[Traffic]) -> Iterator[str]:
-    if not collectives:
+def _traffic_lines(plan: Plan) -> Iterator[str]:
+    if plan.bounds is None:  # there is no program to read
+        return
+    if not plan.collectives:
         yield "collectives  none"
         return
     yield "collectives of one step, bytes sent by each device"
-    for traffic in collectives[:_MOST_COLLECTIVES]:
+    for traffic in plan.collectives[:_MOST_COLLECTIVES]:
         remark = "" if traffic.is_exact else "  (not exact: a loop of unknown length)"
         slow = f"  {size_text(traffic.bytes_slow)} of it slow" if traffic.bytes_slow else ""
         yield (
             f"  {traffic.kind:<19}{traffic.axes:<16}{traffic.executions:>7,} ×"
             f"{size_text(traffic.bytes_sent):>12}{slow}{remark}"
         )
-    rest = collectives[_MOST_COLLECTIVES:]
-    if rest:
+    if rest := plan.collectives[_MOST_COLLECTIVES:]:
         size = size_text(sum(traffic.bytes_sent for traffic in rest))
         yield f"  {len(rest)} more kinds{size:>45}"
 
 
-def _bound_lines(bounds: Bounds, device: DeviceKind, model_flops: float) -> Iterator[str]:
+def _bound_lines(plan: Plan) -> Iterator[str]:
+    bounds, device = plan.bounds, plan.device
+    if bounds is None or device is None:
+        return
     if bounds.step_seconds is None:
         yield (
             f"time         nothing is known of the speed of {device.name}; --target=h100x8 or v5p"
             " tells of devices that are known"
         )
         return
-    work, peak = bounds.work, device.peak_flops
-    repeated = f"{work.flops / model_flops:.2f} × the model's " if model_flops else ""
-    rows = [
-        (
-            "compute",
-            bounds.compute_seconds,
-            f"{repeated}FLOPs" + (f" at {peak / 1e12:.4g} TFLOP/s" if peak else ""),
-        ),
+    work, peak, model_flops = bounds.work, device.peak_flops, plan.flops_per_device
+    flops = f"{work.flops / model_flops:.2f} × the model's FLOPs" if model_flops else "FLOPs"
+    flops += f" at {peak / 1e12:.4g} TFLOP/s" if peak else ""
+    yield "time of a step, at least"
+    for name, seconds, what in (
+        ("compute", bounds.compute_seconds, flops),
         ("memory", bounds.memory_seconds, _moved(work.memory_bytes, device.memory_bandwidth)),
         (
             "fast network",
@@ -208,28 +199,12 @@ def _bound_lines(bounds: Bounds, device: DeviceKind, model_flops: float) -> Iter
             bounds.slow_network_seconds,
             _moved(work.slow_bytes, device.slow_bandwidth),
         ),
-    ]
-    yield "time of a step, at least"
-    for name, seconds, what in rows:
+    ):
         if seconds != 0:
             time = "not known" if seconds is None else seconds_text(seconds)
             mark = "  ← the bound" if name == bounds.limited_by else ""
             yield f"  {name:<14}{time:>10}  {what}{mark}"
-    yield _reached(
-        "all hidden",
-        bounds.step_seconds,
-        bounds.tokens_per_sec,
-        bounds.mfu,
-        "if all communication runs beside arithmetic",
-    )
-    if bounds.step_seconds_no_overlap != bounds.step_seconds:
-        yield _reached(
-            "none hidden",
-            bounds.step_seconds_no_overlap,
-            bounds.tokens_per_sec_no_overlap,
-            bounds.mfu_no_overlap,
-            "if all of it runs alone",
-        )
+    yield from _ends(bounds)
 
 
 def _moved(amount: float, rate: float | None) -> str:
@@ -237,18 +212,27 @@ def _moved(amount: float, rate: float | None) -> str:
     return f"{size_text(amount)}{at}"
 
 
-def _reached(
-    name: str, seconds: float | None, tokens: float | None, mfu: float | None, condition: str
-) -> str:
-    """What a step comes to at one end of what can be hidden."""
-    time = "" if seconds is None else seconds_text(seconds)
-    speed = "" if tokens is None else f"{tokens:,.0f} tokens/s, "
-    part = "" if mfu is None else f"MFU {100 * mfu:.0f} %, "
-    return f"  {name:<14}{time:>10}  {speed}{part}{condition}"
+def _ends(bounds: Bounds) -> Iterator[str]:
+    """Yield the time of a step with all communication hidden, and with none."""
+    hidden = (bounds.step_seconds, bounds.tokens_per_sec, bounds.mfu)
+    none = (
+        bounds.step_seconds_no_overlap,
+        bounds.tokens_per_sec_no_overlap,
+        bounds.mfu_no_overlap,
+    )
+    for name, (seconds, tokens, mfu), condition in (
+        ("all hidden", hidden, "if all communication runs beside arithmetic"),
+        ("none hidden", none, "if all of it runs alone"),
+    ):
+        if seconds is None or (name == "none hidden" and seconds == bounds.step_seconds):
+            continue
+        speed = "" if tokens is None else f"{tokens:,.0f} tokens/s, "
+        part = "" if mfu is None else f"MFU {100 * mfu:.0f} %, "
+        yield f"  {name:<14}{seconds_text(seconds):>10}  {speed}{part}{condition}"
 
 
 def seconds_text(seconds: float) -> str:
-    """`1.23 s`, `45.6 ms`, `7.89 µs`.
+    """Return a time such as `1.23 s`, `45.6 ms` or `7.89 µs`.
 
     >>> seconds_text(0.0456)
     '45.6 ms'
@@ -261,7 +245,3 @@ def seconds_text(seconds: float) -> str:
 
 def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
-
-
-def _cut_left(text: str, width: int) -> str:
-    return text if len(text) <= width else "…" + text[1 - width :]

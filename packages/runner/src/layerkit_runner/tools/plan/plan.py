@@ -20,7 +20,13 @@ from layerkit_runner.data.training_data import training_configs
 from layerkit_runner.errors import UsageError, layer_error_text
 from layerkit_runner.modes.start_report import LayerNotes, num_params
 from layerkit_runner.partitioning import Partitioner
-from layerkit_runner.tools.plan.bounds import Bounds, PipelinePlan, bounds_of, pipeline_plans
+from layerkit_runner.tools.plan.bounds import (
+    Bounds,
+    PipelinePlan,
+    device_work,
+    pipeline_plans,
+    step_bounds,
+)
 from layerkit_runner.tools.plan.collectives import Traffic, collective_traffic
 from layerkit_runner.tools.plan.compiling import (
     CompiledStep,
@@ -38,7 +44,6 @@ from layerkit_runner.training.batch_specs import batch_spec
 from layerkit_runner.training.flops import program_flops
 from layerkit_runner.training.step_flops import model_flops_per_step
 from layerkit_runner.training.task import SingleTask
-from layerkit_runner.training.train_state import TrainState
 
 # More than a page shows, for the JSON form.
 _TEMPORARIES = 30
@@ -134,69 +139,8 @@ class Plan:
     dataset: str | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class PreparedStep:
-    """A training step as shapes and shardings, before it is traced and compiled."""
-
-    resolved: ResolvedExperiment
-    devices: Sequence[jax.Device]
-    target: Target
-    partitioner: Partitioner
-    task: SingleTask
-    state: TrainState
-    # Global batch by training data set, and the names of all of these.
-    batches: dict[str, Any]
-    datasets: list[str]
-
-    @property
-    def device(self) -> DeviceKind:
-        """Figures of each device."""
-        return described_kind(self.target, self.devices)
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of weights and optimizer state on each device."""
-        return sum(tensor.bytes_per_device for tensor in tensor_memory(self.state, {}))
-
-
-def prepare_step(
-    resolved: ResolvedExperiment,
-    devices: Sequence[jax.Device],
-    *,
-    parts: tuple[Partitioner, SingleTask] | None = None,
-    target: Target | None = None,
-    dataset: str | None = None,
-) -> PreparedStep:
-    """Lay out state and batches of an experiment on `devices`; nothing is traced or compiled.
-
-    Args:
-      resolved: The experiment.
-      devices: Devices to compile for; they need not be able to run the step.
-      parts: Partitioner and task if they are built already; consumed.
-      target: What the devices stand for; None for the devices themselves.
-      dataset: The training data set whose step is planned; None for all of them.
-
-    Raises:
-      UsageError: fields that do not fit together, sizes that cannot be split over the mesh.
-    """
-    partitioner, task = build_parts(resolved) if parts is None else parts
-    try:
-        partitioner.start(devices)
-        partitioner.bind(task)
-        configs = training_configs(resolved)
-        chosen = configs if dataset is None else {dataset: configs[dataset]}
-        return PreparedStep(
-            resolved,
-            devices,
-            Target(None) if target is None else target,
-            partitioner,
-            task,
-            partitioner.abstract_state(task),
-            {name: _abstract_batch(config, partitioner) for name, config in chosen.items()},
-            list(configs),
-        )
-    except ValueError as error:
-        raise UsageError(f"{resolved.name}: {layer_error_text(error)}") from error
+class StateTooLargeError(UsageError):
+    """Weights and optimizer state alone exceed the memory of a device."""
 
 
 def make_plan(
@@ -206,55 +150,79 @@ def make_plan(
     parts: tuple[Partitioner, SingleTask] | None = None,
     target: Target | None = None,
     effort: str = "full",
+    dataset: str | None = None,
+    check_state: bool = False,
 ) -> Plan:
-    """Prepare and compile the training step of an experiment; see the two functions for both."""
-    return compile_plan(prepare_step(resolved, devices, parts=parts, target=target), effort=effort)
-
-
-def compile_plan(step: PreparedStep, *, effort: str = "full") -> Plan:
-    """Compile a training step and measure it.
+    """Compile the training step of an experiment for `devices` and measure it.
 
     If several data sets take turns, each has a step of its own. The plan is of the step that needs
     most memory, and a note names it.
 
     Args:
-      step: The step, laid out.
+      resolved: The experiment.
+      devices: Devices to compile for; they need not be able to run the step.
+      parts: Partitioner and task if they are built already; consumed.
+      target: What the devices stand for; None for the devices themselves.
       effort: Effort of the compiler, `quick` or `full`; see `compile_step`. A quick step that needs
         nearly all memory of a device, or is rejected, is compiled again in full.
+      dataset: The training data set whose step is planned; None for all of them.
+      check_state: Whether a state that exceeds the memory is an error, before compilation.
 
     Raises:
-      UsageError: a layer rejects its fields or sizes.
+      UsageError: fields that do not fit together, sizes that cannot be split over the mesh.
+      StateTooLargeError: under `check_state`.
     """
-    plans = {name: _plan_step(step, batch, effort) for name, batch in step.batches.items()}
+    partitioner, task = build_parts(resolved) if parts is None else parts
+    target = Target(None) if target is None else target
+    device = described_kind(target, devices)
+    try:
+        partitioner.start(devices)
+        partitioner.bind(task)
+        configs = training_configs(resolved)
+        chosen = configs if dataset is None else {dataset: configs[dataset]}
+        batches = {name: _abstract_batch(config, partitioner) for name, config in chosen.items()}
+        if check_state and device.usable_bytes is not None:
+            tensors = tensor_memory(partitioner.abstract_state(task), {})
+            if sum(tensor.bytes_per_device for tensor in tensors) > device.usable_bytes:
+                raise StateTooLargeError("weights and optimizer state alone exceed the memory")
+        plans = {
+            name: _plan_step(resolved, devices, partitioner, task, batch, target, effort)
+            for name, batch in batches.items()
+        }
+    except ValueError as error:
+        raise UsageError(f"{resolved.name}: {layer_error_text(error)}") from error
     largest = max(plans, key=lambda name: (plans[name].fits is False, plans[name].memory.peak))
     plan = plans[largest]
-    if len(step.datasets) == 1:
+    if len(configs) == 1:
         return plan
-    others = ", ".join(name for name in step.datasets if name != largest)
+    others = ", ".join(name for name in configs if name != largest)
+    note = f"the step on {largest}, which needs most memory; it takes turns with {others}"
     return dataclasses.replace(
         plan,
         dataset=largest,
-        notes=[
-            f"the step on {largest}, which needs most memory; it takes turns with {others}",
-            *plan.notes,
-        ],
+        notes=[note, *plan.notes],
         trace_seconds=sum(each.trace_seconds for each in plans.values()),
         compile_seconds=sum(each.compile_seconds for each in plans.values()),
     )
 
 
-def _plan_step(prepared: PreparedStep, batch: Any, effort: str) -> Plan:
-    partitioner, task, state = prepared.partitioner, prepared.task, prepared.state
-    target, device, devices = prepared.target, prepared.device, prepared.devices
+def _plan_step(
+    resolved: ResolvedExperiment,
+    devices: Sequence[jax.Device],
+    partitioner: Partitioner,
+    task: SingleTask,
+    batch: Any,
+    target: Target,
+    effort: str,
+) -> Plan:
+    device = described_kind(target, devices)
     begun = time.perf_counter()
-    try:
-        with LayerNotes() as notes, tracing_for(devices[0]):
-            program = partitioner.train_step_fn(task).trace(state, batch)
-            lowered = program.lower()
-        batch_plan = _plan_batch(batch, partitioner, parts=task.train.gradient_accumulation_steps)
-        flops = model_flops_per_step(prepared.resolved.task, batch, batch_plan.rows)
-    except ValueError as error:
-        raise UsageError(f"{prepared.resolved.name}: {layer_error_text(error)}") from error
+    state = partitioner.abstract_state(task)
+    with LayerNotes() as notes, tracing_for(devices[0]):
+        program = partitioner.train_step_fn(task).trace(state, batch)
+        lowered = program.lower()
+    batch_plan = _plan_batch(batch, partitioner, parts=task.train.gradient_accumulation_steps)
+    flops = model_flops_per_step(resolved.task, batch, batch_plan.rows)
     traced = time.perf_counter()
     stored = partitioner.abstract_stored_state(task)
     tensors = tensor_memory(state, batch, stored=stored)
@@ -266,17 +234,13 @@ def _plan_step(prepared: PreparedStep, batch: Any, effort: str) -> Plan:
     memory = step_memory(tensors, step)
     mesh, slices = dict(partitioner.mesh.shape), _slices(partitioner.mesh, target)
     collectives = collective_traffic(step.hlo_text, mesh, slices=slices)
-    bounds = bounds_of(
-        memory,
-        collectives,
-        device,
-        flops_per_device=program_flops(program.jaxpr) / len(devices),
-        model_flops_per_device=flops / len(devices),
-        tokens=batch_plan.tokens,
+    work = device_work(memory, collectives, flops=program_flops(program.jaxpr) / len(devices))
+    bounds = step_bounds(
+        work, device, model_flops_per_device=flops / len(devices), tokens=batch_plan.tokens
     )
     padded = partitioner.padding_text(task)
     return Plan(
-        experiment=prepared.resolved.name,
+        experiment=resolved.name,
         target=target.describe() if target.kind else f"{HERE} ({device.name})",
         num_devices=len(devices),
         versions=versions(),
@@ -303,7 +267,7 @@ def _plan_step(prepared: PreparedStep, batch: Any, effort: str) -> Plan:
         refusal=step.refusal,
         temporaries=largest_temporaries(step.hlo_text, most=_TEMPORARIES),
         bounds=bounds if step.hlo_text else None,
-        pipelines=pipeline_plans(prepared.resolved.task, rows=batch_plan.rows // batch_plan.parts),
+        pipelines=pipeline_plans(resolved.task, rows=batch_plan.rows // batch_plan.parts),
         is_quick=step.is_quick,
     )
 

@@ -27,9 +27,10 @@ from layerkit_runner.config.overrides import Override
 from layerkit_runner.config.resolve import ResolvedExperiment, resolve
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.byte_sizes import size_text
+from layerkit_runner.tools.plan.bounds import Bounds
 from layerkit_runner.tools.plan.compiling import QUICK_NOTE
 from layerkit_runner.tools.plan.page import seconds_text
-from layerkit_runner.tools.plan.plan import Plan, compile_plan, prepare_step
+from layerkit_runner.tools.plan.plan import Plan, StateTooLargeError, make_plan
 from layerkit_runner.tools.plan.targets import Target
 
 _ICI = "partitioner.ici_mesh_shape"
@@ -43,36 +44,28 @@ _FREE_AXES = ("data", "fsdp", "tensor")
 # The network between slices is too slow for activations.
 _FREE_AXES_ACROSS = ("data", "fsdp")
 _REASON_LENGTH = 200
-_REASON_LENGTH_ON_PAGE = 60
 
 BY_TIME = "time of a step, midway between all communication hidden and none"
 BY_BYTES = (
     "bytes sent between slices, then all bytes read, written and sent, since speeds are unknown"
 )
+_REJECTED = "the mesh or the experiment does not allow it"
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A compiled variant of the experiment. Fields of its plan are None if there is no program.
+    """A compiled variant of the experiment.
 
     Attributes:
       flags: Flags to add to the command; empty for the experiment as it is.
       mesh: Size of each mesh axis.
-      across: Number of slices along each mesh axis that spans several.
       remat: Rematerialisation policy; None if the experiment has none to choose.
+      across: Number of slices along each mesh axis that spans several.
       accumulation: Number of parts of the batch whose gradients are added up one after another.
-      peak: Peak bytes per device.
+      peak: Peak bytes per device; None if it was not compiled.
       fits: Whether the peak is within the device's memory; None if that is unknown.
-      step_seconds: Lower bound of the step time with all communication hidden.
-      step_seconds_no_overlap: Lower bound of the step time with no communication hidden.
-      mfu: Model FLOPs utilisation at `step_seconds`.
-      mfu_no_overlap: Model FLOPs utilisation at `step_seconds_no_overlap`.
-      limited_by: The resource that takes longest.
-      bytes_moved: Bytes that each device reads from and writes to its memory.
-      bytes_sent: Bytes that each device sends.
-      bytes_slow: Part of `bytes_sent` that goes to other slices or nodes.
-      unknown: Device speeds that the times would need and that are unknown.
-      reason: Why the candidate could not be compiled; None if it was.
+      bounds: Lower bounds of the step time; None if there is no program to read.
+      reason: Why it could not be compiled; None if it was.
     """
 
     flags: list[str]
@@ -82,15 +75,7 @@ class Candidate:
     accumulation: int = 1
     peak: int | None = None
     fits: bool | None = None
-    step_seconds: float | None = None
-    step_seconds_no_overlap: float | None = None
-    mfu: float | None = None
-    mfu_no_overlap: float | None = None
-    limited_by: str | None = None
-    bytes_moved: float | None = None
-    bytes_sent: int | None = None
-    bytes_slow: int | None = None
-    unknown: list[str] = dataclasses.field(default_factory=list)
+    bounds: Bounds | None = None
     reason: str | None = None
 
 
@@ -130,19 +115,6 @@ class Search:
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
-    """Limits of a search.
-
-    Attributes:
-      compilations: Maximum number of compiled candidates.
-      seconds: Time after which no further compilation starts.
-    """
-
-    compilations: int
-    seconds: float
-
-
-@dataclasses.dataclass(frozen=True)
 class Point:
     """The choices that a search varies.
 
@@ -162,15 +134,12 @@ class Point:
 def neighbours(
     point: Point, axes: Sequence[str], *, fits: bool | None
 ) -> Iterator[tuple[str, Point]]:
-    """Yield the points that differ from `point` in one choice, each with the name of the move.
+    """Yield (move, neighbour): the points that differ from `point` in one choice.
 
     Args:
       point: Where to start.
       axes: Names of the mesh axes.
       fits: Whether the point fits in memory. Only if False, gradient accumulation is increased.
-
-    Yields:
-      (move, neighbour). Applying the same move again goes further in the same direction.
     """
     if point.remat is not None:
         at = _POLICIES.index(point.remat) if point.remat in _POLICIES else len(_POLICIES)
@@ -178,13 +147,11 @@ def neighbours(
             if 0 <= index < len(_POLICIES):
                 yield move, dataclasses.replace(point, remat=_POLICIES[index])
     if fits is False:
-        more = dataclasses.replace(point, accumulation=2 * point.accumulation)
-        yield "accumulate", more
+        yield "accumulate", dataclasses.replace(point, accumulation=2 * point.accumulation)
     for move, sizes in _moved(point.ici, axes, _FREE_AXES):
         yield f"ici {move}", dataclasses.replace(point, ici=sizes)
-    if point.dcn is not None:
-        for move, sizes in _moved(point.dcn, axes, _FREE_AXES_ACROSS):
-            yield f"dcn {move}", dataclasses.replace(point, dcn=sizes)
+    for move, sizes in _moved(point.dcn or (1,) * len(axes), axes, _FREE_AXES_ACROSS):
+        yield f"dcn {move}", dataclasses.replace(point, dcn=sizes)
 
 
 def _moved(
@@ -207,22 +174,21 @@ def order(candidate: Candidate, ranked_by: str) -> tuple[float, ...]:
     Candidates that fit come first, in the order of `ranked_by`. Those that do not fit follow by
     their peak, and those that could not be compiled come last.
     """
+    peak, bounds = float(candidate.peak or 0), candidate.bounds
     if candidate.reason is not None:
         return (3.0,)
-    peak = float(candidate.peak or 0)
     if candidate.fits is False:
         return (2.0, peak)
-    if candidate.bytes_moved is None:  # the compiled program could not be read
+    if bounds is None:  # the compiled program could not be read
         return (1.0, peak)
     if ranked_by == BY_TIME:
-        seconds = (candidate.step_seconds or 0) + (candidate.step_seconds_no_overlap or 0)
-        return (0.0, seconds, peak)
-    sent, slow = candidate.bytes_sent or 0, candidate.bytes_slow or 0
-    return (0.0, float(slow), candidate.bytes_moved + sent, peak)
+        return (0.0, (bounds.step_seconds or 0) + (bounds.step_seconds_no_overlap or 0), peak)
+    work = bounds.work
+    return (0.0, work.slow_bytes, work.memory_bytes + work.fast_bytes + work.slow_bytes, peak)
 
 
 class _Searcher:
-    """The state of one search."""
+    """The state of one search; `candidates` has what was compiled so far."""
 
     def __init__(
         self,
@@ -238,22 +204,24 @@ class _Searcher:
         self._effort = effort
         self._values: dict[str, Any] = config_json(resolved)["config"]
         paths = [path for path in self._values if path.startswith("task.")]
-        stages = [path.removesuffix(_STAGE_REMAT) for path in paths if path.endswith(_STAGE_REMAT)]
-        self._remat_paths = [f"{stage}{_STAGE_REMAT}" for stage in stages] + [
+        stages = {path.removesuffix(_STAGE_REMAT) for path in paths if path.endswith(_STAGE_REMAT)}
+        self._remat_paths = [
             path
             for path in paths
-            if path.endswith(_REMAT) and path.removesuffix(_REMAT) not in stages
+            if path.endswith(_STAGE_REMAT)
+            or (path.endswith(_REMAT) and path.removesuffix(_REMAT) not in stages)
         ]
-        self.candidates: dict[Point, Candidate] = {}
-        self.moves: dict[Point, str] = {}
-        self.times_tried: collections.Counter[str] = collections.Counter()
+        try:
+            self.first = make_plan(resolved, devices, target=target, effort=effort)
+        except UsageError as error:
+            raise UsageError(f"{resolved.name} cannot be planned as it is: {error}") from error
+        self._axes = tuple(self.first.mesh)
+        self._start = self._own_point()
+        self.candidates = {self._start: self._candidate(self._start, [], self.first)}
         self.left_out: collections.Counter[str] = collections.Counter()
-        self.tried: set[Point] = set()
-        self.first = self._plan({})
-        self.axes = tuple(self.first.mesh)
-        self.start = self._own_point()
-        self.tried.add(self.start)
-        self.candidates[self.start] = self._candidate(self.start, [], self.first)
+        self._tried = {self._start}
+        self._moves: dict[Point, str] = {}
+        self._times_tried: collections.Counter[str] = collections.Counter()
 
     def _own_point(self) -> Point:
         if _ICI not in self._values:
@@ -263,55 +231,64 @@ class _Searcher:
                 f" has none: it runs under {self.first.partitioner} on {mesh}"
             )
         dcn = tuple(self._values[_DCN] or ())
-        if not dcn and self._values[_ICI] is None:
+        if not dcn and self._values[_ICI] is None and self._devices[0].platform == "tpu":
             # Without sizes the partitioner lays the slices along the first axis.
-            slices = self.first.num_slices if self._devices[0].platform == "tpu" else 1
-            dcn = (slices, *[1] * (len(self.axes) - 1))
-        across = dcn if math.prod(dcn) > 1 else (1,) * len(self.axes)
+            dcn = (self.first.num_slices, *[1] * (len(self._axes) - 1))
+        is_sliced = math.prod(dcn) > 1
+        across = dcn if is_sliced else (1,) * len(self._axes)
         sizes = zip(self.first.mesh.values(), across, strict=True)
         return Point(
             ici=tuple(size // outer for size, outer in sizes),
-            dcn=dcn if math.prod(dcn) > 1 else None,
+            dcn=dcn if is_sliced else None,
             remat=self._values[self._remat_paths[0]] if self._remat_paths else None,
             accumulation=self._values.get(_ACCUMULATION, 1),
         )
 
+    def ranked_by(self) -> str:
+        """Return what candidates are ranked by: times only if all speeds they need are known."""
+        bounds = [each.bounds for each in self.candidates.values() if each.bounds is not None]
+        knows_times = all(each.step_seconds is not None and not each.unknown for each in bounds)
+        return BY_TIME if knows_times else BY_BYTES
+
     def next_point(self) -> tuple[str, Point] | None:
         """Return an untried neighbour of the best candidate that has one, and the move to it."""
         ranked_by = self.ranked_by()
-        best_first = sorted(
-            self.candidates, key=lambda point: order(self.candidates[point], ranked_by)
-        )
-        for point in best_first:
-            candidate = self.candidates[point]
-            if candidate.reason is not None:
-                break
-            found = [
-                (move, each)
-                for move, each in neighbours(point, self.axes, fits=candidate.fits)
-                if each not in self.tried
-            ]
-            if found:
+        points = sorted(self.candidates, key=lambda each: order(self.candidates[each], ranked_by))
+        for point in points:
+            if self.candidates[point].reason is not None:
+                continue
+            moves = neighbours(point, self._axes, fits=self.candidates[point].fits)
+            if found := [(move, each) for move, each in moves if each not in self._tried]:
                 # The move that led here comes first, then those that were tried least.
-                last = self.moves.get(point)
-                return min(found, key=lambda each: (each[0] != last, self.times_tried[each[0]]))
+                last = self._moves.get(point)
+                return min(found, key=lambda each: (each[0] != last, self._times_tried[each[0]]))
         return None
 
     def try_point(self, move: str, point: Point) -> None:
         """Compile a point, or count why it is left out."""
-        self.tried.add(point)
-        self.moves[point] = move
-        self.times_tried[move] += 1
+        self._tried.add(point)
+        self._moves[point] = move
+        self._times_tried[move] += 1
         edits = self._edits(point)
         flags = [f"--fdl.{path}={text}" for path, text in edits.items()]
         try:
-            plan = self._plan(edits)
-        except _LeftOutError as error:
-            self.left_out[str(error)] += 1
-        except (ValueError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
-            self.candidates[point] = self._candidate(point, flags, None, reason=_reason(error))
-        else:
+            plan = make_plan(
+                self.varied(edits),
+                self._devices,
+                target=self._target,
+                effort=self._effort,
+                dataset=self.first.dataset,
+                check_state=True,
+            )
             self.candidates[point] = self._candidate(point, flags, plan)
+        except StateTooLargeError as error:
+            self.left_out[str(error)] += 1
+        except UsageError:
+            self.left_out[_REJECTED] += 1
+        except (ValueError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+            source = "the compiler: " if isinstance(error, jax.errors.JaxRuntimeError) else ""
+            reason = (source + " ".join(str(error).split()))[:_REASON_LENGTH]
+            self.candidates[point] = self._candidate(point, flags, None, reason)
         finally:
             # JAX caches programs that will never run again; they add up to gigabytes.
             jax.clear_caches()
@@ -319,17 +296,18 @@ class _Searcher:
 
     def _edits(self, point: Point) -> dict[str, str]:
         """Return the configuration paths in which a point differs from the experiment."""
-        edits: dict[str, str] = {}
-        if point.ici != self.start.ici:
-            edits[_ICI] = _literal(point.ici)
-        if point.dcn is not None and (point.dcn != self.start.dcn or point.ici != self.start.ici):
-            edits[_DCN] = _literal(point.dcn)
-        if point.remat != self.start.remat:
-            edits |= dict.fromkeys(self._remat_paths, str(point.remat))
-        if point.accumulation != self.start.accumulation:
-            edits[_ACCUMULATION] = str(point.accumulation)
+        start, edits = self._start, dict[str, Any]()
+        if point.ici != start.ici:
+            edits[_ICI] = point.ici
+        if point.dcn is not None and (point.ici, point.dcn) != (start.ici, start.dcn):
+            edits[_DCN] = point.dcn
+        if point.remat != start.remat:
+            edits |= dict.fromkeys(self._remat_paths, point.remat)
+        if point.accumulation != start.accumulation:
+            edits[_ACCUMULATION] = point.accumulation
         return {
-            path: text for path, text in edits.items() if text != _literal(self._values.get(path))
+            path: f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
+            for path, value in edits.items()
         }
 
     def varied(self, edits: Mapping[str, str]) -> ResolvedExperiment:
@@ -338,70 +316,22 @@ class _Searcher:
         more = [Override(path, text) for path, text in edits.items()]
         return resolve(self._resolved.experiment, [*kept, *more])
 
-    def _plan(self, edits: Mapping[str, str]) -> Plan:
-        is_first = not edits
-        try:
-            varied = self._resolved if is_first else self.varied(edits)
-            step = prepare_step(
-                varied,
-                self._devices,
-                target=self._target,
-                dataset=None if is_first else self.first.dataset,
-            )
-        except UsageError as error:
-            if is_first:
-                raise UsageError(
-                    f"{self._resolved.name} cannot be planned as it is: {error}"
-                ) from error
-            raise _LeftOutError("the mesh or the experiment does not allow it") from error
-        usable = step.device.usable_bytes
-        if usable is not None and step.state_bytes > usable and not is_first:
-            raise _LeftOutError("weights and optimizer state alone exceed the memory")
-        return compile_plan(step, effort=self._effort)
-
-    def ranked_by(self) -> str:
-        """Return what candidates are ranked by: times only if all speeds they need are known."""
-        read = [each for each in self.candidates.values() if each.bytes_moved is not None]
-        knows_times = all(each.step_seconds is not None and not each.unknown for each in read)
-        return BY_TIME if knows_times else BY_BYTES
-
     def _candidate(
-        self, point: Point, flags: list[str], plan: Plan | None, *, reason: str | None = None
+        self, point: Point, flags: list[str], plan: Plan | None, reason: str | None = None
     ) -> Candidate:
         dcn = point.dcn or (1,) * len(point.ici)
-        sizes = zip(self.axes, point.ici, dcn, strict=True)
-        candidate = Candidate(
+        sizes = zip(self._axes, point.ici, dcn, strict=True)
+        return Candidate(
             flags,
             {axis: inner * outer for axis, inner, outer in sizes},
             point.remat,
-            across={axis: n for axis, n in zip(self.axes, dcn, strict=True) if n > 1},
+            across={axis: n for axis, n in zip(self._axes, dcn, strict=True) if n > 1},
             accumulation=point.accumulation,
+            peak=None if plan is None else plan.memory.peak,
+            fits=None if plan is None else plan.fits,
+            bounds=None if plan is None else plan.bounds,
             reason=reason,
         )
-        return candidate if plan is None else measured(candidate, plan)
-
-
-def measured(candidate: Candidate, plan: Plan) -> Candidate:
-    """Return the candidate with the figures of its plan."""
-    found = dataclasses.replace(candidate, peak=plan.memory.peak, fits=plan.fits)
-    if plan.bounds is None:  # the compiler rejected the step, or its program cannot be read
-        return found
-    return dataclasses.replace(
-        found,
-        step_seconds=plan.bounds.step_seconds,
-        step_seconds_no_overlap=plan.bounds.step_seconds_no_overlap,
-        mfu=plan.bounds.mfu,
-        mfu_no_overlap=plan.bounds.mfu_no_overlap,
-        limited_by=plan.bounds.limited_by,
-        bytes_moved=plan.bounds.work.memory_bytes,
-        bytes_sent=sum(traffic.bytes_sent for traffic in plan.collectives),
-        bytes_slow=sum(traffic.bytes_slow for traffic in plan.collectives),
-        unknown=plan.bounds.unknown,
-    )
-
-
-class _LeftOutError(Exception):
-    """A candidate that is not compiled, with the reason."""
 
 
 def search(
@@ -409,7 +339,8 @@ def search(
     devices: Sequence[jax.Device],
     *,
     target: Target,
-    limits: Limits,
+    max_compilations: int,
+    max_seconds: float,
     effort: str = "full",
     clock: Callable[[], float] = time.monotonic,
 ) -> Search:
@@ -419,66 +350,53 @@ def search(
       resolved: The experiment. It is compiled first, as it is.
       devices: Devices to compile for.
       target: What the devices stand for.
-      limits: Limits of the search.
+      max_compilations: Maximum number of compiled candidates.
+      max_seconds: Time after which no further compilation starts.
       effort: Effort of the compiler; see `compile_step`.
       clock: Clock in seconds.
 
     Raises:
-      UsageError: `limits` allows no compilation, or the experiment has no mesh to choose or cannot
-        be planned as it is.
+      UsageError: no compilation is allowed, or the experiment has no mesh to choose or cannot be
+        planned as it is.
     """
-    if limits.compilations < 1:
-        raise UsageError("--max_compilations=0: a search compiles at least the experiment as it is")
+    if max_compilations < 1:
+        raise UsageError(
+            f"--max_compilations={max_compilations}: a search compiles at least the experiment as"
+            " it is"
+        )
     begun = clock()
     searcher = _Searcher(resolved, devices, target=target, effort=effort)
     limit = None
     while (found := searcher.next_point()) is not None:
-        if len(searcher.candidates) >= limits.compilations:
-            limit = f"{limits.compilations} compilations (--max_compilations)"
+        if len(searcher.candidates) >= max_compilations:
+            limit = f"{max_compilations} compilations (--max_compilations)"
             break
-        if clock() - begun >= limits.seconds:
-            limit = f"{limits.seconds:g} s (--max_seconds)"
+        if clock() - begun >= max_seconds:
+            limit = f"{max_seconds:g} s (--max_seconds)"
             break
         searcher.try_point(*found)
     ranked_by, first = searcher.ranked_by(), searcher.first
     ranked = sorted(searcher.candidates.values(), key=lambda each: order(each, ranked_by))
-    assert first.device is not None
+    command = None
+    if ranked[0].fits is not False:
+        edits = dict(flag.removeprefix("--fdl.").split("=", 1) for flag in ranked[0].flags)
+        overrides = config_json(searcher.varied(edits))["overrides"]
+        command = [f"--fdl.{path}={text}" for path, text in overrides.items()]
     return Search(
         experiment=resolved.name,
         target=first.target,
         num_devices=first.num_devices,
-        usable_bytes=first.device.usable_bytes,
+        usable_bytes=None if first.device is None else first.device.usable_bytes,
         rows=first.batch.rows,
         ranked=ranked,
         ranked_by=ranked_by,
-        command=_command(searcher, ranked[0]),
+        command=command,
         compilations=len(ranked),
         left_out=dict(searcher.left_out),
         limit=limit,
         seconds=clock() - begun,
         is_quick=first.is_quick,
     )
-
-
-def _command(searcher: _Searcher, best: Candidate) -> list[str] | None:
-    if best.fits is False:
-        return None
-    edits = dict(flag.removeprefix("--fdl.").split("=", 1) for flag in best.flags)
-    overrides = config_json(searcher.varied(edits))["overrides"]
-    return [f"--fdl.{path}={text}" for path, text in overrides.items()]
-
-
-def _literal(value: Any) -> str:
-    """Return a value as the command line accepts it, without blanks."""
-    if isinstance(value, (list, tuple)):
-        return f"[{','.join(map(str, value))}]"
-    return str(value)
-
-
-def _reason(error: Exception) -> str:
-    source = "the compiler: " if isinstance(error, jax.errors.JaxRuntimeError) else ""
-    text = source + " ".join(str(error).split())
-    return text if len(text) <= _REASON_LENGTH else text[: _REASON_LENGTH - 1] + "…"
 
 
 def search_json(search: Search) -> str:
@@ -488,41 +406,38 @@ def search_json(search: Search) -> str:
 
 def search_page(search: Search) -> str:
     """Return a search as a table."""
-    return "\n".join(_lines(search))
-
-
-def _lines(search: Search) -> Iterator[str]:
-    yield f"search for {search.experiment}"
     memory = "" if search.usable_bytes is None else f", {size_text(search.usable_bytes)} on each"
-    yield f"on {search.target}, {search.num_devices} devices{memory}; {search.rows} rows in a batch"
-    yield f"{search.compilations} candidates compiled in {search.seconds:.0f} s"
-    if search.is_quick:
-        yield QUICK_NOTE
-    for why, count in search.left_out.items():
-        yield f"  {count} left out: {why}"
+    lines = [
+        f"search for {search.experiment}",
+        f"on {search.target}, {search.num_devices} devices{memory}; {search.rows} rows in a batch",
+        f"{search.compilations} candidates compiled in {search.seconds:.0f} s",
+        *([QUICK_NOTE] if search.is_quick else []),
+        *(f"  {count} left out: {why}" for why, count in search.left_out.items()),
+    ]
     if search.limit is not None:
-        yield f"stopped at the limit of {search.limit}; other candidates were not compiled"
-    yield f"ranked by: {search.ranked_by}"
-    yield ""
-    by_time = search.ranked_by == BY_TIME
-    crosses = any(each.bytes_slow for each in search.ranked)
+        lines.append(f"stopped at the limit of {search.limit}; other candidates were not compiled")
     meshes = [_mesh_text(each) for each in search.ranked]
     axes = " × ".join(search.ranked[0].mesh)
     width = max(map(len, [axes, *meshes]))
-    last = "step     none hidden  MFU" if by_time else "sent by each device  read and written"
-    last = f"{'slow':>9}  {last}" if crosses else last
-    yield f"      {axes:<{width}}  {'remat':<14}{'peak':>9}  fits   {last}"
+    lines += [
+        f"ranked by: {search.ranked_by}",
+        "",
+        f"      {axes:<{width}}  {'remat':<14}{'peak':>9}  fits {'sent':>9} {'between slices':>15}"
+        f"  {'all hidden':<10}  {'none hidden':<11}  MFU",
+    ]
     for number, (candidate, mesh) in enumerate(zip(search.ranked, meshes, strict=True), start=1):
-        now = "*" if not candidate.flags else " "
-        figures = _figures(candidate, by_time=by_time, crosses=crosses)
-        yield f"{number:>3} {now} {mesh:<{width}}  {candidate.remat or '':<14}{figures}".rstrip()
-    yield "* the experiment as it is"
-    yield ""
+        mark = " " if candidate.flags else "*"
+        row = (
+            f"{number:>3} {mark} {mesh:<{width}}  {candidate.remat or '':<14}{_figures(candidate)}"
+        )
+        lines.append(row.rstrip())
+    lines += ["* the experiment as it is", ""]
     if search.command is None:
-        yield "no compiled candidate fits"
+        lines.append("no compiled candidate fits")
     else:
-        yield "the best"
-        yield f"  --exp={search.experiment} {shlex.join(search.command)}".rstrip()
+        command = shlex.join([f"--exp={search.experiment}", *search.command])
+        lines += ["the best", f"  {command}"]
+    return "\n".join(lines)
 
 
 def _mesh_text(candidate: Candidate) -> str:
@@ -533,20 +448,18 @@ def _mesh_text(candidate: Candidate) -> str:
     return "".join([" × ".join(map(str, candidate.mesh.values())), *more])
 
 
-def _figures(candidate: Candidate, *, by_time: bool, crosses: bool) -> str:
+def _figures(candidate: Candidate) -> str:
     if candidate.reason is not None:
-        return candidate.reason[:_REASON_LENGTH_ON_PAGE]
+        return candidate.reason[:60]
     fits = {None: "?", True: "yes", False: "no"}[candidate.fits]
-    start = f"{size_text(candidate.peak or 0):>9}  {fits:<5}"
-    if candidate.bytes_moved is None:
-        return start
-    if crosses:
-        start += f"  {size_text(candidate.bytes_slow or 0):>9}"
-    if not by_time or candidate.step_seconds is None or candidate.step_seconds_no_overlap is None:
-        moved = size_text(candidate.bytes_moved)
-        return f"{start}  {size_text(candidate.bytes_sent or 0):<19}  {moved}"
-    mfu = "" if candidate.mfu is None else f"{100 * candidate.mfu:.0f} %"
-    return (
-        f"{start}  {seconds_text(candidate.step_seconds):<8}"
-        f" {seconds_text(candidate.step_seconds_no_overlap):<12} {mfu:<5} {candidate.limited_by}"
-    )
+    text = f"{size_text(candidate.peak or 0):>9}  {fits:<4}"
+    bounds = candidate.bounds
+    if bounds is None:
+        return text
+    work = bounds.work
+    text += f" {size_text(work.fast_bytes + work.slow_bytes):>9} {size_text(work.slow_bytes):>15}"
+    if bounds.step_seconds is None or bounds.step_seconds_no_overlap is None:
+        return text
+    mfu = "" if bounds.mfu is None else f"{100 * bounds.mfu:.0f} %"
+    hidden, none_hidden = map(seconds_text, (bounds.step_seconds, bounds.step_seconds_no_overlap))
+    return f"{text}  {hidden:<10}  {none_hidden:<11}  {mfu:<5} {bounds.limited_by}"
