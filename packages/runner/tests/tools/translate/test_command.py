@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+import jax
 import pytest
 
 from layerkit_runner import cli
@@ -41,6 +42,12 @@ class Tiny(TransformerLmSpmdAdam, SyntheticDataset):
   PERCORE_BATCH_SIZE = 1
   ICI_MESH_SHAPE = [1, 1, 1]
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def started_devices() -> None:
+    """Start JAX, so that --mode=inspect does not fix the number of devices for later tests."""
+    jax.devices()
 
 
 @pytest.fixture

@@ -281,6 +281,11 @@ def test_statement_of_a_class_body_that_is_no_constant_is_listed(statement):
     assert left.startswith("file.py:")
 
 
+def test_decorator_that_registers_nothing_is_listed():
+    text = "@frozen\n@experiment_registry.register(allow=True)\nclass X(c4.C4SpmdAdam):\n  pass\n"
+    assert told(text) == ["file.py:1: @frozen: it is no constant"]
+
+
 def test_constants_of_the_module():
     head = (
         "from jax.numpy import bfloat16\nimport jax.numpy as jnp\nN = 3\nM = N * 2\nK = 1\nK = 2\n"

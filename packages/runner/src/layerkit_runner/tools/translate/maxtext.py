@@ -128,11 +128,7 @@ class _Keys:
 
 
 def _sizes(keys: _Keys, sizes: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """Return sizes after scale.
-
-    In 2023 `scale` multiplied all of them. `global_parameter_scale` is a power of 2 that doubles
-    heads and feed-forward, width, and depth in turn.
-    """
+    """Return sizes multiplied by `scale`, and by doublings of `global_parameter_scale` in turn."""
     scale = keys.get("scale", "integer", 1)
     power = keys.get("global_parameter_scale", "integer", 1)
     if power is not None and (power < 1 or power & (power - 1)):

@@ -115,7 +115,7 @@ def _read_file(name: str, text: str, table: Mapping[str, Any]) -> Iterator[_PaxC
         raise UsageError(f"{name}: expected code that is less deeply nested.") from None
     lines = re.split("\r\n|\r|\n", text)  # as Python counts them
 
-    def quote(node: ast.stmt) -> tuple[str, str]:
+    def quote(node: ast.stmt | ast.expr) -> tuple[str, str]:
         """Return a statement, shortened, with its place; of a compound statement the first line."""
         last = node.lineno if hasattr(node, "body") else node.end_lineno or node.lineno
         parts = lines[node.lineno - 1 : min(last, node.lineno + _MAX_LINES)]
@@ -128,13 +128,16 @@ def _read_file(name: str, text: str, table: Mapping[str, Any]) -> Iterator[_PaxC
     # A class of the module wins over one of the same name in a branch or another class.
     for node in sorted(nodes, key=lambda node: id(node) in outermost):
         own, others = _read_body(node.body, quote, constants)
+        unknown = [d for d in node.decorator_list if not _last_name(d).startswith("register")]
         yield _PaxClass(
             name=node.name,
             bases=[_last_name(base) for base in node.bases],
             summary=(ast.get_docstring(node) or node.name).partition("\n")[0],
             constants=own,
-            leftovers=[Leftover(*quote(each), why) for each, why in _unmapped(others, table)],
-            is_registered=any(_last_name(d).startswith("register") for d in node.decorator_list),
+            leftovers=[
+                Leftover(*quote(each), why) for each, why in _unmapped([*unknown, *others], table)
+            ],
+            is_registered=len(unknown) < len(node.decorator_list),
         )
 
 
@@ -148,7 +151,7 @@ def _last_name(node: ast.expr) -> str:
 
 def _read_body(
     body: Sequence[ast.stmt],
-    quote: Callable[[ast.stmt], tuple[str, str]],
+    quote: Callable[[ast.stmt | ast.expr], tuple[str, str]],
     outer: dict[str, _Constant],
     *,
     is_module: bool = False,
@@ -296,10 +299,10 @@ def _lineage(
 
 
 def _unmapped(
-    statements: Sequence[ast.stmt], table: Mapping[str, Any]
-) -> Iterator[tuple[ast.stmt, str]]:
-    """Yield statements of a class body with a reason; for a task() each that may set something."""
-    for node in statements:
+    nodes: Sequence[ast.stmt | ast.expr], table: Mapping[str, Any]
+) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
+    """Yield parts of a class with a reason; of a task() each statement that may set something."""
+    for node in nodes:
         if not isinstance(node, _DEFINITIONS):
             yield node, "it is no constant"
         elif node.name != "task":
