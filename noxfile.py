@@ -50,7 +50,7 @@ COMPILER_SUITES = (
     "packages/layerkit/tests/layers/attention/test_kernels_compile.py",
     "packages/runner/tests/partitioning/test_mesh.py",
     "packages/runner/tests/tools/plan/test_absent_devices.py",
-    "packages/runner/tests/distributed/test_xla_flags.py",
+    "packages/runner/tests/distributed/test_devices.py",
     "packages/experiments/tests/lm/test_planned_fields.py",
     "integration_tests/test_gpu_benchmark.py",
 )

@@ -34,7 +34,7 @@ from gpu_case import DTYPES, MODELS, Case
 from layerkit.layers.attention.backends import BACKEND_NAMES
 from layerkit.layers.remat import REMAT_POLICIES
 from layerkit.near_names import near_names
-from layerkit_runner.distributed.xla_flags import set_gpu_memory_share
+from layerkit_runner.distributed.devices import set_gpu_memory_share
 
 _FOLDER = Path(__file__).parent
 _MOST_ROWS = 4096

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from layerkit_runner.distributed.stop_agreement import Requests, StopAgreement
+from layerkit_runner.distributed.stop_signals import Requests, StopAgreement
 
 
 class Store:

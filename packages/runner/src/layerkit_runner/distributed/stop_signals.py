@@ -1,31 +1,45 @@
 """Ctrl-C, SIGTERM and SIGHUP: finish the step, save, leave. SIGUSR1: save, and continue.
 
 The first signal only sets a flag, which the loop reads between steps and while it waits for its
-input. A second Ctrl-C leaves at once, without saving. Where several processes train together, a
-signal to any of them is one to all, at the same step (`stop_agreement.py`). Work that a signal may
-cut off, such as the report at the end of training, is done inside `StopSignals.leaving_at_once`.
+input. A second Ctrl-C leaves at once, without saving. Work that a signal may cut off, such as the
+report at the end of training, is done inside `StopSignals.leaving_at_once`.
+
+If several processes train together, all act on a signal to any of them, after the same step. A
+process that learns of a signal starts no further step and publishes the last step that it has
+started. When all have done so, all act after the newest of these steps, since a step that one
+process has started ends only when all others start it, too. The exchange uses the key-value store
+of JAX's coordinator and no device: a process can take part while it waits for its input or for the
+other processes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import json
 import os
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
-import numpy as np
-
 from layerkit_runner.distributed.forced_exit import forced_exit, say
-from layerkit_runner.distributed.process_exchange import KeyValueStore
-from layerkit_runner.distributed.stop_agreement import Requests, StopAgreement
+from layerkit_runner.distributed.process_exchange import KeyValueStore, gather_values
+from layerkit_runner.distributed.watchdog import progress
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAVE_SIGNAL = signal.SIGUSR1
 _SIGNALS = (*_STOP_SIGNALS, _SAVE_SIGNAL)
+
+# How a process takes part in the agreement on the last step.
+_POLL_SECONDS = 1.0
+_WAIT_SECONDS = 0.05
+_SECONDS_TO_CLOSE = 5.0
+_KEY = "layerkit_runner/stop"
+# Step of a process that has left the loop of steps: a signal comes too late for all.
+_FINISHED = 2**62
 
 _active: StopSignals | None = None
 
@@ -56,12 +70,12 @@ class StopSignals:
     """Catches signals while it is entered, on the main thread.
 
     Args:
-      leaving: What the job does once it is asked to stop, for the message.
-      saving: What it does once it is asked to save.
+      leaving: What the job does after a signal to stop, for the message.
+      saving: What it does after a signal to save.
 
     Attributes:
       received: The signal to stop that came first; None if none came.
-      save_received: Whether a signal to save came that is not agreed on yet.
+      save_received: Whether a signal to save came that the processes have not agreed on yet.
     """
 
     def __init__(
@@ -78,14 +92,15 @@ class StopSignals:
         self._save_agreed = False
         self._at_once: str | None = None
         self._agreement: StopAgreement | None = None
-        self._is_taken = False
+        # Signal to stop that the other processes have not been told about; 0 for none.
+        self._unpublished = 0
         self._terminals: list[int] = []
         self.received: signal.Signals | None = None
         self.save_received = False
 
     def __enter__(self) -> StopSignals:
-        # Python runs a handler in the main thread, which may wait in compiled code for long. What
-        # is written to this pipe comes from the C level, at once, and a thread reads it.
+        # Python runs a handler in the main thread, which may wait in compiled code for long. The C
+        # level writes to this pipe at once, and a thread reads it.
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
@@ -114,23 +129,17 @@ class StopSignals:
         os.close(self._reader)
 
     def agree_by(self, store: KeyValueStore, process: int, num_processes: int) -> None:
-        """Agree with the other processes of a training job on the step for each signal.
-
-        Args:
-          store: Shared by the processes.
-          process: Number of this process.
-          num_processes: Number of processes.
-        """
+        """Agree with the other processes of a training job on the step for each signal."""
         self._agreement = StopAgreement(
             store,
             process,
             num_processes,
             take_requests=self._take_requests,
-            has_requests=lambda: self.save_received or self._has_untaken_stop(),
+            has_requests=lambda: self.save_received or self._unpublished != 0,
         )
 
     def agreed(self, step: int) -> bool:
-        """Whether all processes stop after `step` steps; to be asked between all steps."""
+        """Return whether all processes stop after `step` steps; to be called between all steps."""
         if self._agreement is None:
             self._agreed = self.received
             self._save_agreed |= self._take_received_save()
@@ -140,28 +149,24 @@ class StopSignals:
         return self._agreed is not None
 
     def agreed_now(self) -> bool:
-        """Whether all processes stop now; all must ask, in the same order as all else they do."""
-        if jax.process_count() == 1:
-            return self.agreed(0)
-        from jax.experimental import multihost_utils
-
-        stop = 0 if self.received is None else int(self.received)
-        latest = int(multihost_utils.process_allgather(np.int32(stop)).max())
+        """Return whether all processes stop now; all must call it at the same place."""
+        latest = max(gather_values(0 if self.received is None else int(self.received)))
         self._agreed = signal.Signals(latest) if latest else None
+        self._save_agreed |= self._take_received_save()
         return self._agreed is not None
 
     def gives_up_waiting(self) -> bool:
-        """Whether to stop waiting for the input of the next step, and to ask `agreed` again."""
+        """Return whether to stop waiting for the next step's input, and to call `agreed` again."""
         if self._agreement is None:
             return self.received is not None
         return self._agreement.is_open
 
     def may_start(self, step: int) -> bool:
-        """Whether to start a step whose batch is there; if not, `agreed` is to be asked again."""
+        """Return whether to start a step whose batch is there; if not, call `agreed` again."""
         return self._agreement is None or self._agreement.may_start(step)
 
     def finish(self) -> bool:
-        """Leave the loop of steps; returns False if a signal came, and `agreed` is to be asked."""
+        """Leave the loop of steps; return False if a signal came, and `agreed` is to be called."""
         return self._agreement is None or self._agreement.finish()
 
     @property
@@ -169,13 +174,8 @@ class StopSignals:
         """Whether an evaluation may end without its result, so that the process can leave."""
         return self.received is not None and self._at_once is None
 
-    def _has_untaken_stop(self) -> bool:
-        return self.received is not None and not self._is_taken
-
     def _take_requests(self) -> Requests:
-        stop = 0
-        if self.received is not None and not self._is_taken:
-            stop, self._is_taken = int(self.received), True
+        stop, self._unpublished = self._unpublished, 0
         return Requests(stop=stop, saves=self._take_received_save())
 
     @contextlib.contextmanager
@@ -198,11 +198,11 @@ class StopSignals:
             self._at_once = None
 
     def wait(self, seconds: float) -> None:
-        """Waits so long, and no longer once this process was asked to stop."""
+        """Wait for so long, or until this process receives a signal to stop."""
         self._stop.wait(seconds)
 
     def take_save_request(self) -> bool:
-        """Whether all processes save now, as `agreed` found; asked for again by another signal."""
+        """Return whether all processes save now, as `agreed` found; once for each signal."""
         is_agreed, self._save_agreed = self._save_agreed, False
         return is_agreed
 
@@ -212,7 +212,7 @@ class StopSignals:
 
     @property
     def exit_code(self) -> int:
-        """What a shell expects of a process that stopped for a signal; 0 if none was agreed on."""
+        """The exit code of a process that stopped for a signal; 0 if none was agreed on."""
         return 0 if self._agreed is None else 128 + self._agreed
 
     def forget_in_child(self) -> None:
@@ -243,7 +243,7 @@ class StopSignals:
         if number == signal.SIGHUP:
             self._drop_lost_terminals()
         if self.received is None:
-            self.received = number
+            self.received, self._unpublished = number, int(number)
             self._stop.set()
             if (what := self._at_once) is not None:
                 say(f"\n{number.name}: leaving at once; {what}")
@@ -254,7 +254,7 @@ class StopSignals:
             say(f"\n{number.name}: {self._leaving}{again}")
 
     def _drop_lost_terminals(self) -> None:
-        """Let output go nowhere whose terminal was closed, where printing would be an error."""
+        """Redirect output to a closed terminal to nowhere, since printing would be an error."""
         for number in self._terminals:
             if not os.isatty(number):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -263,3 +263,154 @@ class StopSignals:
 
     def _leave(self, number: signal.Signals) -> None:
         forced_exit(128 + number, f"it was stopped by {number.name}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Requests:
+    """What signals request of the processes.
+
+    Attributes:
+      stop: Number of the signal to stop; 0 for none.
+      saves: Whether to save, and continue.
+    """
+
+    stop: int = 0
+    saves: bool = False
+
+
+class StopAgreement:
+    """The agreement of this process with the others, from one request to the next.
+
+    Args:
+      store: Shared by all processes.
+      process: Number of this process.
+      num_processes: Number of processes.
+      take_requests: Returns the requests that this process received since the last call.
+      has_requests: Returns whether `take_requests` would return any.
+    """
+
+    def __init__(
+        self,
+        store: KeyValueStore,
+        process: int,
+        num_processes: int,
+        *,
+        take_requests: Callable[[], Requests],
+        has_requests: Callable[[], bool],
+    ) -> None:
+        self._store = store
+        self._process = process
+        self._num_processes = num_processes
+        self._take_requests = take_requests
+        self._has_requests = has_requests
+        self._lock = threading.Lock()
+        self._round = 0
+        # The last step that this process has started; None before its loop.
+        self._started: int | None = None
+        self._is_frozen = False
+        # What this process publishes in this round, the same at each attempt.
+        self._at: dict[str, Any] | None = None
+        self._is_published = False
+        self._decision: tuple[int, Requests] | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="stop-agreement", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching for requests."""
+        self._ended.set()
+        self._thread.join(_SECONDS_TO_CLOSE)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a request came whose step is not decided yet."""
+        return self._is_frozen and self._decision is None
+
+    def may_start(self, step: int) -> bool:
+        """Return whether this process may start a step; if not, call `reached`."""
+        with self._lock:
+            if self._is_frozen and (self._decision is None or step > self._decision[0]):
+                return False
+            self._started = step
+            return True
+
+    def reached(self, step: int) -> Requests | None:
+        """Return what all processes do after this step, or None if they do nothing.
+
+        Waits for the other processes while a request is open. To be called between steps.
+
+        Args:
+          step: The last step that this process has started.
+        """
+        with self._lock:
+            if self._started is None:
+                self._started = step
+            if not self._is_frozen:
+                return None
+            self._publish()
+        if self._decision is None:
+            self._decision = self._wait()
+        last, requests = self._decision
+        if step < last:
+            return None
+        with self._lock:
+            self._round += 1
+            self._is_frozen = self._is_published = False
+            self._at = self._decision = None
+        return requests
+
+    def finish(self) -> bool:
+        """Leave the loop of steps; return False if a request came that is to be met first."""
+        with self._lock:
+            is_over = self._decision is not None and self._decision[0] == _FINISHED
+            if self._is_frozen and not is_over:
+                return False
+            self._started = _FINISHED
+            return True
+
+    def _wait(self) -> tuple[int, Requests]:
+        progress("agreeing with the other processes on the last step", waits_for_others=True)
+        while len(found := self._list("at")) < self._num_processes:
+            time.sleep(_WAIT_SECONDS)
+        last = max(each["started"] for each in found)
+        stop = max(each["stop"] for each in found)
+        return last, Requests(stop=stop, saves=any(each["saves"] for each in found))
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_POLL_SECONDS):
+            try:
+                self._look()
+            except Exception:
+                # The coordinator may answer next time; where it is gone, the job ends.
+                continue
+
+    def _look(self) -> None:
+        if self._is_frozen:
+            with self._lock:
+                self._publish()
+            return
+        is_own = self._has_requests()
+        if is_own:
+            self._set("request", {})
+        if is_own or self._list("request"):
+            with self._lock:
+                self._is_frozen = True
+                self._publish()
+
+    def _publish(self) -> None:
+        if self._is_published or not self._is_frozen or self._started is None:
+            return
+        if self._at is None:
+            requests = dataclasses.asdict(self._take_requests())
+            self._at = {"started": self._started, **requests}
+        self._set("at", self._at)
+        self._is_published = True
+
+    def _set(self, name: str, value: Any) -> None:
+        key = f"{_KEY}/{self._round}/{name}/{self._process}"
+        # An attempt that failed may have stored it.
+        self._store.key_value_set(key, json.dumps(value), allow_overwrite=True)
+
+    def _list(self, name: str) -> list[Any]:
+        found = self._store.key_value_dir_get(f"{_KEY}/{self._round}/{name}/")
+        return [json.loads(value) for _, value in found]

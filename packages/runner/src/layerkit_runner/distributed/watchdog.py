@@ -1,10 +1,8 @@
-"""The watchdog: ends a job that no longer makes progress, and says what it was doing.
+"""The watchdog: ends a process that no longer makes progress, and reports what it was doing.
 
-A reader that never returns, a collective that one device never enters, a store that does not
-answer: the process lives, and nothing moves. Whatever makes progress says so by `progress`, in
-passing; a thread looks at the time of the last word.
-
-There is one of it in a process, as there is one of what it ends.
+A reader may never return, a collective may wait for a device that never enters it, a store may not
+answer. Code that makes progress calls `progress`; a thread looks at the time of the last call.
+A process has one watchdog.
 """
 
 from __future__ import annotations
@@ -27,30 +25,30 @@ from layerkit_runner.distributed.forced_exit import (
 )
 from layerkit_runner.files.atomic_write import open_append
 
-# Of a process that ends itself because nothing moved: sysexits.h's "internal software error".
+# Exit code of a process that the watchdog ends: sysexits.h's "internal software error".
 HUNG_EXIT_CODE = 70
 
-# Compiling a large step takes long, and so does reading a large checkpoint: at least so many
-# seconds, and so many times what anything else may take.
+# Compiling a large step and reading a large checkpoint may take so many seconds, or so many times
+# the limit of anything else if that is longer.
 STARTING_SECONDS = 7200.0
 STARTING_TIMES = 4
 
 _STDERR = 2
-# This thread itself did not run for so long: the whole process was stopped.
+# If the watchdog's own thread did not run for so long, the whole process was stopped.
 _STOOD_STILL_SECONDS = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
-class _Word:
-    """What is being done, since when, and what it may wait for."""
+class _Phase:
+    """What the process is doing, since when, and what it may wait for."""
 
-    phase: str
+    name: str
     since: float
     compiles: bool
     waits_for_others: bool
 
     def limit(self, seconds: float) -> float:
-        """For how long it may last where ordinary work may last `seconds`."""
+        """Return how long it may last if ordinary work may last `seconds`."""
         if self.compiles:
             return _longest(seconds)
         return 1.25 * seconds if self.waits_for_others else seconds
@@ -60,63 +58,53 @@ def _longest(seconds: float) -> float:
     return max(STARTING_SECONDS, STARTING_TIMES * seconds)
 
 
-_last_word: _Word | None = None
+_current: _Phase | None = None
 
 
 def progress(phase: str, *, compiles: bool = False, waits_for_others: bool = False) -> None:
-    """Tells the watchdog that something was done, and what is done next. Costs a microsecond.
+    """Report to the watchdog that the last phase has ended; takes a microsecond.
 
     Args:
-      phase: What is done next, such as `reading the batch of step 7`.
-      compiles: Whether that may take longer: `STARTING_SECONDS`, or `STARTING_TIMES` as long.
-      waits_for_others: Whether it may wait for another process. That one speaks first then, since
-        it knows what keeps all waiting.
+      phase: Name of the next phase, such as `reading the batch of step 7`.
+      compiles: Whether it may last longer: `STARTING_SECONDS`, or `STARTING_TIMES` the limit.
+      waits_for_others: Whether it may wait for another process. It then lasts a bit longer, so that
+        the process that keeps all waiting reports first.
     """
-    global _last_word
-    if _last_word is not None:
-        _last_word = _Word(phase, time.monotonic(), compiles, waits_for_others)
+    global _current
+    if _current is not None:
+        _current = _Phase(phase, time.monotonic(), compiles, waits_for_others)
 
 
 @contextlib.contextmanager
-def watched(
-    seconds: float | None,
-    *,
-    process: str,
-    log: Callable[[], Path],
-) -> Iterator[None]:
-    """Ends the process, with `HUNG_EXIT_CODE`, if nothing says `progress` for long inside.
+def watched(seconds: float | None, *, process: str, log: Callable[[], Path]) -> Iterator[None]:
+    """End the process with `HUNG_EXIT_CODE` if nothing calls `progress` for long in the block.
 
-    What comes before the first word is the start of a job, and may compile.
+    The time before the first call is the start of a job, and may compile.
 
     Args:
-      seconds: How long one thing may take; None for ever.
-      process: How this process is named to people.
-      log: Where to append the stacks of all threads.
+      seconds: Longest duration of a phase; None for no limit.
+      process: Name of this process, for messages.
+      log: Returns the file to which the stacks of all threads are appended.
     """
-    global _last_word
+    global _current
     if seconds is None:
         yield
         return
-    _last_word = _Word("starting", time.monotonic(), compiles=True, waits_for_others=True)
+    _current = _Phase("starting", time.monotonic(), compiles=True, waits_for_others=True)
     ended = threading.Event()
-    thread = threading.Thread(target=_watch, args=(seconds, ended, process, log), daemon=True)
-    thread.name = "watchdog"
+    arguments = (seconds, ended, process, log)
+    thread = threading.Thread(target=_watch, args=arguments, name="watchdog", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        _last_word = None
+        _current = None
         ended.set()
         thread.join()
 
 
-def _watch(
-    seconds: float,
-    ended: threading.Event,
-    process: str,
-    log: Callable[[], Path],
-) -> None:
-    global _last_word
+def _watch(seconds: float, ended: threading.Event, process: str, log: Callable[[], Path]) -> None:
+    global _current
     pause = min(10.0, seconds / 10)
     looked = time.monotonic()
     try:
@@ -127,18 +115,18 @@ def _watch(
             faulthandler.dump_traceback_later(
                 _longest(seconds) + pause + 60, exit=True, file=_STDERR
             )
-            word = _last_word
-            if word is not None and looked - before > pause + _STOOD_STILL_SECONDS:
-                _last_word = dataclasses.replace(word, since=looked)  # Ctrl-Z, and back
-            elif word is not None and time.monotonic() - word.since > word.limit(seconds):
-                _end(word, process, log)
+            phase = _current
+            if phase is not None and looked - before > pause + _STOOD_STILL_SECONDS:
+                _current = dataclasses.replace(phase, since=looked)  # Ctrl-Z, and back
+            elif phase is not None and time.monotonic() - phase.since > phase.limit(seconds):
+                _end(phase, process, log)
     finally:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _end(word: _Word, process: str, log: Callable[[], Path]) -> None:
-    lasted = time.monotonic() - word.since
-    hung = f"hung: {word.phase} has taken {lasted:.0f} s"
+def _end(phase: _Phase, process: str, log: Callable[[], Path]) -> None:
+    lasted = time.monotonic() - phase.since
+    hung = f"hung: {phase.name} has taken {lasted:.0f} s"
     say(
         f"runner: {process} {hung}, and nothing else was done. The same command resumes from the"
         " newest checkpoint; --hung_step_timeout_secs sets how long to wait."
@@ -148,21 +136,17 @@ def _end(word: _Word, process: str, log: Callable[[], Path]) -> None:
 
     def write() -> None:
         path = log()
-        _write_stacks(path, f"{process} {hung}; its threads stand here")
+        with io.TextIOWrapper(open_append(path), encoding="utf-8") as file:
+            names = ", ".join(f"0x{t.ident or 0:016x} is {t.name}" for t in threading.enumerate())
+            file.write(f"{process} {hung}; its threads stand here; of the threads, {names}\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
         written.append(path)
 
-    # What hangs may be the disk of the log.
+    # The disk of the log may be what hangs.
     if finished_within(SECONDS_TO_WRITE, write):
         say(f"runner: {written[0]} says where each of its threads stands.")
     else:
         finished_within(SECONDS_TO_WRITE, lambda: faulthandler.dump_traceback(_STDERR))
         say("runner: where its threads stand is above, since its log cannot be written.")
     end(HUNG_EXIT_CODE)
-
-
-def _write_stacks(path: Path, title: str) -> None:
-    with io.TextIOWrapper(open_append(path), encoding="utf-8") as file:
-        names = ", ".join(f"0x{t.ident or 0:016x} is {t.name}" for t in threading.enumerate())
-        file.write(f"{title}; of the threads, {names}\n")
-        file.flush()
-        faulthandler.dump_traceback(file, all_threads=True)

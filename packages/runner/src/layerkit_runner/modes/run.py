@@ -55,7 +55,7 @@ def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
     if options.job_log_dir is None:
         raise UsageError(f"--mode={mode} needs --job_log_dir=DIR")
     from layerkit_runner.distributed.cluster import joined
-    from layerkit_runner.distributed.xla_flags import (
+    from layerkit_runner.distributed.devices import (
         check_no_automatic_profile,
         set_compiler_flags,
         set_gpu_memory_share,

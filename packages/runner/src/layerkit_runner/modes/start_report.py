@@ -14,7 +14,7 @@ from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner.data.batch_checks import cast_text
 from layerkit_runner.data.infeed import peek_batch
-from layerkit_runner.distributed.xla_flags import flag_lines
+from layerkit_runner.distributed.devices import flag_lines
 from layerkit_runner.files.byte_sizes import megabytes
 from layerkit_runner.observers import RunInfo
 from layerkit_runner.trainer.job import Job, versions

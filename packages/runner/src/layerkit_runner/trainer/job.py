@@ -30,8 +30,7 @@ from layerkit_runner.config.compilation_cache import cache_folder, make_private
 from layerkit_runner.config.config_text import config_json
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
-from layerkit_runner.distributed.platforms import start_devices
-from layerkit_runner.distributed.xla_flags import check_devices
+from layerkit_runner.distributed.devices import check_devices, start_devices
 from layerkit_runner.errors import UsageError, layer_error_text
 from layerkit_runner.files.atomic_write import UnsafePathError, absolute
 from layerkit_runner.observers import (

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from layerkit_runner.distributed.xla_flags import PRESETS
+from layerkit_runner.distributed.devices import PRESETS
 from layerkit_runner.errors import UsageError
 from layerkit_runner.tools.launch import tpu
 from layerkit_runner.tools.launch.tpu import parse_accelerator_type

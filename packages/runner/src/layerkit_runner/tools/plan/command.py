@@ -19,7 +19,7 @@ import jax
 
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
-from layerkit_runner.distributed.xla_flags import check_devices, flag_lines, set_compiler_flags
+from layerkit_runner.distributed.devices import check_devices, flag_lines, set_compiler_flags
 from layerkit_runner.tools.plan.devices import planned_target, target_devices
 from layerkit_runner.tools.plan.page import plan_json, plan_page
 from layerkit_runner.tools.plan.plan import make_plan

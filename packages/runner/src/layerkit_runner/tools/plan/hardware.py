@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 
 from layerkit.near_names import near_names
-from layerkit_runner.distributed.xla_flags import GPU_MEMORY_SHARE
+from layerkit_runner.distributed.devices import GPU_MEMORY_SHARE
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers.throughput import peak_flops
 

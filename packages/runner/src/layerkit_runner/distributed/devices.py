@@ -1,4 +1,4 @@
-"""Settings of compilers and allocators: sets of XLA flags, profiles, the share of a GPU's memory.
+"""Starting JAX's devices, and the settings of their compilers and allocators before that.
 
 XLA reads its flags from the environment when the first device is used, so they are set before that
 (`set_compiler_flags`). Whether they fit the devices is known only afterwards (`check_devices`).
@@ -12,12 +12,27 @@ are fully sharded (its pull request 6528), which Google's recipes for v5p use as
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
+import importlib.util
 import os
 import re
 from collections.abc import Iterator, Mapping, MutableMapping
 
+import jax
+
+from layerkit.near_names import near_names
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run_options import RunOptions
+
+# By value of JAX_PLATFORMS: the modules of which JAX needs one, and how to install it.
+_GPU_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+_NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
+    "cpu": ((), ""),
+    "cuda": (_GPU_PLUGINS, "pip install 'jax[cuda13]'"),
+    "gpu": ((*_GPU_PLUGINS, "jax_rocm7_plugin"), "pip install 'jax[cuda13]'"),
+    "rocm": (("jax_rocm7_plugin", "jax_rocm60_plugin"), "pip install jax-rocm7-plugin"),
+    "tpu": (("libtpu",), "pip install 'jax[tpu]'"),
+}
 
 # Share of a GPU's memory for a program, here and in plans. The rest is for CUDA's context, NCCL's
 # buffers and libraries. With JAX's own default, three quarters, runs that fit would fail.
@@ -107,6 +122,53 @@ PRESETS: Mapping[str, FlagSet] = {
 }
 
 
+def start_devices() -> None:
+    """Let JAX start its devices.
+
+    Raises:
+      UsageError: JAX cannot start them; it names what is missing and what to do.
+    """
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(_refusal(os.environ.get("JAX_PLATFORMS"), error)) from error
+
+
+def _refusal(platforms: str | None, error: Exception) -> str:
+    names = [name.strip() for name in (platforms or "").split(",") if name.strip()]
+    known = {*_NEEDS, *_registered()}
+    for name in names:
+        if name not in known:
+            return (
+                f"JAX_PLATFORMS={platforms}: unknown platform {name!r}{near_names(name, known)}"
+                f" Expected one of {', '.join(sorted(known))}."
+            )
+    version = importlib.metadata.version("jax")
+    for name in names:
+        modules, command = _NEEDS.get(name, ((), ""))
+        if modules and not any(map(importlib.util.find_spec, modules)):
+            return (
+                f"JAX_PLATFORMS={platforms}: JAX {version} is installed without its plugin for"
+                f" {name} ({' or '.join(modules)}). Install it ({command}), or set"
+                " JAX_PLATFORMS=cpu."
+            )
+    # An AssertionError says nothing: the plugin is there and found no device.
+    reason = f": {error}" if str(error) else ", since it finds none"
+    where = f"JAX_PLATFORMS={platforms}: " if platforms else ""
+    return (
+        f"{where}JAX {version} cannot start its devices{reason.splitlines()[0]}. Run `runner"
+        " doctor` to check this machine, or set JAX_PLATFORMS=cpu."
+    )
+
+
+def _registered() -> set[str]:
+    """Return the platforms of installed plugins, also those that JAX does not come with."""
+    # Not public, and nothing public tells them before the devices are started.
+    from jax._src import xla_bridge
+
+    return set(getattr(xla_bridge, "_backend_factories", {})) - {"interpreter"}
+
+
 def set_compiler_flags(
     options: RunOptions, environment: MutableMapping[str, str] = os.environ
 ) -> None:
@@ -160,8 +222,6 @@ def check_no_automatic_profile() -> None:
     Raises:
       UsageError: `jax_enable_pgle` is set.
     """
-    import jax
-
     if getattr(jax.config, "jax_enable_pgle", False):
         raise UsageError(
             "jax_enable_pgle does nothing for a training step that is compiled ahead of time, as"

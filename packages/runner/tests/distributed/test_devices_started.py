@@ -12,7 +12,7 @@ import pytest
 PROCESS = """
 import sys
 from layerkit_runner.errors import UsageError
-from layerkit_runner.distributed.platforms import start_devices
+from layerkit_runner.distributed.devices import start_devices
 try:
     start_devices()
 except UsageError as error:

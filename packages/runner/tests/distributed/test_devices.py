@@ -14,7 +14,7 @@ from jaxlib.xla_client import generate_pjrt_gpu_plugin_options
 
 from layerkit_runner import UsageError
 from layerkit_runner.config.flags import RunOptions, parse_flags
-from layerkit_runner.distributed.xla_flags import (
+from layerkit_runner.distributed.devices import (
     PRESETS,
     check_devices,
     check_no_automatic_profile,
