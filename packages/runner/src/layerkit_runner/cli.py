@@ -112,7 +112,7 @@ def _run(words: Sequence[str]) -> int:
     if flags.given.get("print_config"):
         return _print_config(resolved, flags)
     # By now the experiment has imported what this needs.
-    from layerkit_runner.config.remedies import flags_named
+    from layerkit_runner.config.field_paths import flags_named
 
     with flags_named(resolved):
         if flags.mode not in MODES:

@@ -15,16 +15,12 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from layerkit.config import assigned_fields, field_names, is_config
+from layerkit.config import is_config
 from layerkit_runner.config import field_types
+from layerkit_runner.config.config_tree import NOT_SET, target_name, walk
 from layerkit_runner.config.flags import run_words
 from layerkit_runner.config.overrides import OPTIONAL_ROOTS, ROOTS
-from layerkit_runner.config.resolve import (
-    NOT_SET,
-    ResolvedExperiment,
-    field_value,
-    target_name,
-)
+from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.run_options import RunOptions
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -99,36 +95,14 @@ def _walk(resolved: ResolvedExperiment) -> Iterator[tuple[str, Any]]:
     seen: dict[int, str] = {}
     for root in ROOTS:
         value = getattr(resolved, root)
-        is_unused = value is None if root in OPTIONAL_ROOTS else root == "observers" and not value
-        if not is_unused:
-            yield from _lines(root, value, seen)
-
-
-def _lines(path: str, value: Any, seen: dict[int, str]) -> Iterator[tuple[str, Any]]:
-    if is_config(value):
-        if id(value) in seen:
-            yield path, Name(f"the same as {seen[id(value)]}")
-            return
-        seen[id(value)] = path
-        yield path, Name(target_name(value))
-        for name in dict.fromkeys([*field_names(value), *assigned_fields(value)]):
-            yield from _lines(f"{path}.{name}", field_value(value, name), seen)
-    elif isinstance(value, (list, tuple)) and any(_holds_config(item) for item in value):
-        for index, item in enumerate(value):
-            yield from _lines(f"{path}.{index}", item, seen)
-    elif isinstance(value, dict) and any(_holds_config(item) for item in value.values()):
-        for key, item in value.items():
-            yield from _lines(f"{path}.{key}", item, seen)
-    else:
-        yield path, Name(value) if value is NOT_SET else value
-
-
-def _holds_config(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(_holds_config(item) for item in value.values())
-    if isinstance(value, (list, tuple)):
-        return any(_holds_config(item) for item in value)
-    return is_config(value)
+        if value is None if root in OPTIONAL_ROOTS else root == "observers" and not value:
+            continue
+        for path, each in walk(value, root, seen):
+            if is_config(each):
+                first = seen.get(id(each), path)
+                yield path, Name(target_name(each) if first == path else f"the same as {first}")
+            else:
+                yield path, Name(each) if each is NOT_SET else each
 
 
 def plain_value(value: Any) -> Any:

@@ -9,14 +9,13 @@ touched.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from layerkit.config import Config, assigned_fields, copy_config, field_names, is_config, target_of
+from layerkit.config import Config, copy_config, is_config
 from layerkit.near_names import near_names
 from layerkit_inputs.extras import MissingExtraError
-from layerkit_runner.config import field_types
+from layerkit_runner.config.config_tree import PathSetter
 from layerkit_runner.config.experiment import BaseExperiment, experiment_fields, reduced_values
 from layerkit_runner.config.overrides import (
     OPTIONAL_ROOTS,
@@ -30,7 +29,7 @@ from layerkit_runner.config.registry import (
     find_experiment,
     load_experiment,
 )
-from layerkit_runner.errors import UsageError, first_names
+from layerkit_runner.errors import UsageError
 
 if TYPE_CHECKING:
     from layerkit_runner.config.flags import ParsedFlags
@@ -78,13 +77,12 @@ def resolve(
       deep_overrides: Paths that start with one of `overrides.ROOTS`.
 
     Raises:
-      UsageError: MAX_STEPS is below 1; `validate()` refuses the fields, or misses a file or a
+      UsageError: `validate()` refuses the fields, or misses a file or a
         package; a path does not exist; a value does not fit the field it is for; two overrides
         contradict each other.
       TypeError: a method of the experiment returns something else than configs.
     """
     try:
-        _check_length(experiment)
         experiment.validate()
     except (ValueError, OSError, MissingExtraError) as error:
         raise UsageError(f"{type(experiment).__qualname__} cannot run as asked: {error}") from error
@@ -92,7 +90,15 @@ def resolve(
     # which hands out the same config twice is not changed by the overrides.
     roots = copy_config({root: _checked(experiment, root) for root in ROOTS})
     overrides = check_consistent(deep_overrides)
-    _apply(roots, overrides)
+    setter = PathSetter()
+    for override in overrides:
+        root = override.parts[0]
+        if root not in ROOTS or not override.is_deep:
+            raise UsageError(
+                f"{override}: a path starts with one of {', '.join(ROOTS)} and has names below it"
+                f"{near_names(root, ROOTS)}"
+            )
+        roots[root] = setter.set(roots[root], override)
     return ResolvedExperiment(experiment, **roots, deep_overrides=overrides)
 
 
@@ -131,16 +137,6 @@ def resolve_flags(flags: ParsedFlags) -> ResolvedExperiment:
     return resolve_entry(entry, flags.overrides, reduced=bool(flags.given.get("reduced")))
 
 
-def _check_length(experiment: BaseExperiment) -> None:
-    """Raise an error for a run without a step.
-
-    Schedules are made from MAX_STEPS, and would name lengths that the user did not set.
-    """
-    steps = getattr(experiment, "MAX_STEPS", None)
-    if isinstance(steps, int) and steps < 1:
-        raise ValueError(f"MAX_STEPS={steps}: expected a positive integer")
-
-
 def _checked(experiment: BaseExperiment, root: str) -> Any:
     result = getattr(experiment, root)()
     label = f"{type(experiment).__qualname__}.{root}()"
@@ -153,141 +149,3 @@ def _checked(experiment: BaseExperiment, root: str) -> Any:
     if not isinstance(result, (list, tuple)) or not all(is_config(item) for item in result):
         raise TypeError(f"{label} must return a list of Configs, got {result!r}")
     return list(result)
-
-
-def _apply(roots: dict[str, Any], overrides: Iterable[Override]) -> None:
-    # Which override has set what below which config, to catch two paths to one shared config.
-    owners: dict[tuple[int, str], Override] = {}
-    for override in overrides:
-        root, *rest = override.parts
-        if root not in ROOTS or not rest:
-            raise UsageError(
-                f"{override}: a path starts with one of {', '.join(ROOTS)} and goes on from there"
-                f"{near_names(root, ROOTS)}"
-            )
-        roots[root] = _Setter(override, owners).set(roots[root], rest, root)
-
-
-class _Setter:
-    """Sets one override; a walk down the path that rebuilds containers on the way back."""
-
-    def __init__(self, override: Override, owners: dict[tuple[int, str], Override]):
-        self._override = override
-        self._owners = owners
-
-    def set(self, node: Any, rest: list[str], here: str, *, annotation: str | None = None) -> Any:
-        """`node`, which is at path `here`, with the value set at `rest` below it."""
-        if not rest:
-            return self._parse(node, here, annotation)
-        name, *deeper = rest
-        if is_config(node):
-            child, field_annotation = self._field(node, name, here)
-            path = f"{here}.{name}"
-            if is_config(child) and deeper:
-                self.set(child, deeper, path)
-                return node
-            self._claim(node, rest)
-            value = self.set(child, deeper, path, annotation=field_annotation)
-            setattr(node, name, self._fitting(value, path, field_annotation))
-            return node
-        if isinstance(node, dict):
-            return self._set_in_dict(node, name, deeper, here)
-        if isinstance(node, (list, tuple)):
-            index = self._index(node, name, deeper, here)
-            items = list(node)
-            items[index] = self.set(items[index], deeper, f"{here}.{index}")
-            return type(node)(*items) if hasattr(node, "_fields") else type(node)(items)
-        raise self._error(f"{here} is {_shown(node)}, which has no field {name!r} nor any other.")
-
-    def _parse(self, old: Any, here: str, annotation: str | None) -> Any:
-        try:
-            value = field_types.parse_value(self._override.text, annotation)
-        except field_types.MismatchError as error:
-            raise self._error(str(error)) from None
-        if is_config(old) and value is not None:
-            example = next(iter(_fields(old)), "NAME")
-            raise self._error(
-                f"{here} is {_shown(old)}; set its fields, such as {here}.{example}, or None."
-            )
-        return value
-
-    def _fitting(self, value: Any, path: str, annotation: str | None) -> Any:
-        try:
-            return field_types.convert(value, annotation)
-        except field_types.MismatchError as error:
-            raise self._error(f"{path} would not fit any more: {error}") from None
-
-    def _field(self, config: Any, name: str, here: str) -> tuple[Any, str | None]:
-        annotations = _fields(config)
-        if name not in annotations and name not in assigned_fields(config):
-            raise self._error(
-                f"{here} is {_shown(config)}, which has no field {name!r}"
-                f"{near_names(name, annotations)} Its fields: {first_names(annotations)}."
-            )
-        return field_value(config, name), annotations.get(name)
-
-    def _set_in_dict(self, node: dict[Any, Any], name: str, deeper: list[str], here: str) -> Any:
-        keys = {str(key): key for key in node}
-        if name not in keys:
-            raise self._error(
-                f"{here} has no key {name!r}{near_names(name, keys)} Its keys: {first_names(keys)}."
-            )
-        value = self.set(node[keys[name]], deeper, f"{here}.{name}")
-        return type(node)({**node, keys[name]: value})
-
-    def _index(self, items: Sequence[Any], name: str, deeper: list[str], here: str) -> int:
-        if not name.isdecimal():
-            path = ".".join([here, "0", name, *deeper])
-            raise self._error(f"{here} is a list; say which element, such as {path}.")
-        if int(name) >= len(items):
-            count = f"{len(items)} elements, 0 to {len(items) - 1}" if items else "no elements"
-            raise self._error(f"{here} has no element {name}; it has {count}.")
-        return int(name)
-
-    def _claim(self, config: Any, rest: list[str]) -> None:
-        earlier = self._owners.setdefault((id(config), ".".join(rest)), self._override)
-        if earlier is not self._override and earlier.text != self._override.text:
-            raise self._error(
-                f"it contradicts {earlier}: both paths lead to the same {target_name(config)}."
-            )
-
-    def _error(self, text: str) -> UsageError:
-        return UsageError(f"--fdl.{self._override.path}: {text}")
-
-
-NOT_SET = "(not set)"
-
-
-def field_value(config: Any, name: str) -> Any:
-    """The value that `config` has for a field, be it the default; `NOT_SET` where there is none."""
-    try:
-        value = getattr(config, name)
-    except (AttributeError, TypeError, ValueError):
-        return NOT_SET
-    return NOT_SET if value is inspect.Parameter.empty else value
-
-
-def target_name(config: Any) -> str:
-    """The name of the class or function that `config` describes a call of."""
-    target = target_of(config)
-    return getattr(target, "__qualname__", repr(target))
-
-
-def _fields(config: Any) -> dict[str, str | None]:
-    """The fields of a config, each with its annotation's text where that is known."""
-    target = target_of(config)
-    if dataclasses.is_dataclass(target):
-        annotations: dict[str, Any] = {f.name: f.type for f in dataclasses.fields(target)}
-    else:
-        parameters = inspect.signature(target).parameters.values()
-        annotations = {p.name: p.annotation for p in parameters}
-    texts = {name: annotations.get(name) for name in field_names(config)}
-    return {name: field_types.annotation_text(text) for name, text in texts.items()}
-
-
-def _shown(value: Any) -> str:
-    if value is NOT_SET:
-        return "not set"
-    if is_config(value):
-        return f"a config of {target_name(value)}"
-    return repr(value) if isinstance(value, (int, float, str, type(None))) else type(value).__name__

@@ -12,7 +12,7 @@ from layerkit.config import Config, assigned_fields, target_of
 from layerkit.near_names import near_names
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.prefetch import Prefetch
-from layerkit_runner.config.required_fields import check_filled_in
+from layerkit_runner.config.config_tree import check_filled_in
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.data.infeed import make_input
 from layerkit_runner.data.training_data import chosen_dataset, datasets_by_name, training_configs

@@ -15,7 +15,7 @@ from typing import Any
 from layerkit.config import target_of
 from layerkit.near_names import near_names
 from layerkit_runner.checkpointing import CheckpointManager
-from layerkit_runner.config.required_fields import check_filled_in
+from layerkit_runner.config.config_tree import check_filled_in
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.distributed.stop_signals import StopRequestedError, StopSignals
 from layerkit_runner.distributed.watchdog import progress

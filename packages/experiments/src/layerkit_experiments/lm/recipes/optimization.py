@@ -50,6 +50,16 @@ class TrainingLength:
         "CHECKPOINT_EVERY_N_STEPS": 100,
     }
 
+    def validate(self) -> None:
+        """Check the length before schedules are made from it.
+
+        Raises:
+          ValueError: MAX_STEPS is below 1.
+        """
+        super().validate()  # type: ignore[misc]
+        if self.MAX_STEPS < 1:
+            raise ValueError(f"MAX_STEPS={self.MAX_STEPS}: expected a positive integer")
+
     def train_config(self, learner: Config) -> Config:
         """How the task is trained, with this learner."""
         return TrainHParams.HParams.config(

@@ -26,8 +26,9 @@ from layerkit.config import field_names, is_config
 from layerkit.sharding import BoundSharding
 from layerkit.weights import check_init, floating_dtype
 from layerkit_runner.config.config_text import Name, plain_value, value_text
+from layerkit_runner.config.config_tree import target_name
 from layerkit_runner.config.flags import RunOptions
-from layerkit_runner.config.resolve import ResolvedExperiment, target_name
+from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError, layer_error_text
 from layerkit_runner.tools.inspect.numbered_layers import joint_path, without_number
 from layerkit_runner.tools.plan.devices import num_planned_devices, simulated_devices

@@ -16,14 +16,10 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from layerkit.config import assigned_fields, field_names, is_config, target_of
+from layerkit.config import assigned_fields, field_names, target_of
+from layerkit_runner.config.config_tree import NOT_SET, configs_in, field_value, target_name
 from layerkit_runner.config.overrides import ROOTS
-from layerkit_runner.config.resolve import (
-    NOT_SET,
-    ResolvedExperiment,
-    field_value,
-    target_name,
-)
+from layerkit_runner.config.resolve import ResolvedExperiment
 
 _VALUES_SHOWN = 6
 _VALUE_LENGTH = 32
@@ -83,7 +79,9 @@ def config_graph(resolved: ResolvedExperiment) -> ConfigGraph:
     root = Node("experiment", type(experiment).__qualname__, *_shown(values), is_class=True)
     drawing = _Drawing([root], [], {})
     held = [
-        (name, value) for field in ROOTS for name, value in _held(field, getattr(resolved, field))
+        (name, value)
+        for field in ROOTS
+        for name, value in configs_in(getattr(resolved, field), field)
     ]
     drawing.add_children("experiment", held, num_layers=None, parent=None)
     return ConfigGraph(drawing.nodes, drawing.edges)
@@ -138,9 +136,9 @@ class _Drawing:
         own = assigned_fields(config).get("num_layers")
         depth = own if isinstance(own, int) else num_layers
         names = dict.fromkeys([*field_names(config), *assigned_fields(config)])
-        if "block_tpls" in names and any(_held("", field_value(config, "block_tpls"))):
+        if "block_tpls" in names and any(configs_in(field_value(config, "block_tpls"))):
             del names["layer_tpl"]  # a pattern of layers stands in its place
-        held = [each for name in names for each in _held(str(name), field_value(config, name))]
+        held = [each for name in names for each in configs_in(field_value(config, name), str(name))]
         self.add_children(key, held, num_layers=depth, parent=config)
 
 
@@ -172,23 +170,11 @@ def _repeats(parent: Any, names: list[str], num_layers: int | None) -> int:
     return sum(layer % period in blocks for layer in range(count))
 
 
-def _held(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The configs in a value, with the way to them: through lists, tuples and dicts."""
-    if is_config(value):
-        yield name, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _held(f"{name}.{key}", item)
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _held(f"{name}.{index}", item)
-
-
 def _set_values(config: Any) -> Iterator[tuple[str, Any]]:
     """Fields that were given another value than the class has, without those that hold configs."""
     defaults = _defaults(target_of(config))
     for name, value in assigned_fields(config).items():
-        if any(_held("", value)) or value is None or value is NOT_SET:
+        if any(configs_in(value)) or value is None or value is NOT_SET:
             continue
         default = defaults.get(str(name), NOT_SET)
         if type(default) is type(value) and default == value:

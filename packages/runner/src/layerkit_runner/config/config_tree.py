@@ -1,0 +1,221 @@
+"""Trees of configs: walk over them, and get and set values by path.
+
+A path is names and indices joined by dots, such as `datasets.0.batch_size`, through the fields of
+configs and through lists, tuples and dicts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from layerkit.config import Config, assigned_fields, field_names, is_config, target_of
+from layerkit.near_names import near_names
+from layerkit_runner.config import field_types
+from layerkit_runner.config.overrides import Override
+from layerkit_runner.errors import UsageError, first_names
+
+NOT_SET = "(not set)"
+
+
+def children(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of a config's fields, or of what a list, tuple or dict holds."""
+    if is_config(value):
+        for name in dict.fromkeys([*field_names(value), *assigned_fields(value)]):
+            yield str(name), field_value(value, name)
+    elif isinstance(value, dict):
+        yield from ((str(key), item) for key, item in value.items())
+    elif isinstance(value, (list, tuple)):
+        yield from ((str(index), item) for index, item in enumerate(value))
+
+
+def configs_in(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the outermost configs in a value and the paths to them."""
+    if is_config(value):
+        yield path, value
+        return
+    for name, item in children(value):
+        yield from configs_in(item, f"{path}.{name}" if path else name)
+
+
+def walk(value: Any, path: str, seen: dict[int, str] | None = None) -> Iterator[tuple[str, Any]]:
+    """Yield each path in a tree of configs with its value, outer ones first.
+
+    A list or dict without a config in it is one value. A config that was yielded before, at another
+    path, is yielded again without what it holds.
+
+    Args:
+      value: Root of the tree.
+      path: Path of the root.
+      seen: Paths at which configs are yielded first, by identity; the walk adds to it.
+    """
+    seen = {} if seen is None else seen
+    is_repeated = is_config(value) and id(value) in seen
+    if is_config(value) or not any(configs_in(value)):
+        yield path, value
+    if is_config(value):
+        seen.setdefault(id(value), path)
+    if not is_repeated and any(configs_in(value)):
+        for name, item in children(value):
+            yield from walk(item, f"{path}.{name}", seen)
+
+
+def value_at(value: Any, names: Sequence[str]) -> Any:
+    """Return the value at a path below another one; `NOT_SET` if the path leads nowhere."""
+    for name in names:
+        value = dict(children(value)).get(name, NOT_SET)
+    return value
+
+
+def field_value(config: Any, name: str) -> Any:
+    """Return the value of a config's field, which may be its default, or `NOT_SET`."""
+    try:
+        value = getattr(config, name)
+    except (AttributeError, TypeError, ValueError):
+        return NOT_SET
+    return NOT_SET if value is inspect.Parameter.empty else value
+
+
+def target_name(config: Any) -> str:
+    """Return the name of the class or function that a config describes a call of."""
+    target = target_of(config)
+    return getattr(target, "__qualname__", repr(target))
+
+
+def check_filled_in(config: Config, path: str, *, by_job: Collection[str]) -> None:
+    """Check that an experiment sets those fields of a config that are its own, and no others.
+
+    Args:
+      config: Config of a class.
+      path: Its path, for messages.
+      by_job: Fields that the job fills in.
+
+    Raises:
+      UsageError: A field is set that the job fills in, or one without a default is not set.
+    """
+    kind, assigned = target_of(config), assigned_fields(config)
+    if taken := [name for name in assigned if name in by_job]:
+        raise UsageError(f"{path}.{taken[0]} is filled in by the job and cannot be set")
+    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    parameters = [p for p in inspect.signature(kind).parameters.values() if p.kind not in kinds]
+    needed = [p.name for p in parameters if p.default is p.empty and p.name not in by_job]
+    if missing := [name for name in needed if name not in assigned]:
+        raise UsageError(f"{path}: {kind.__qualname__} needs a value for {first_names(missing)}")
+
+
+class PathSetter:
+    """Sets overrides; each walks down its path and rebuilds containers on the way back."""
+
+    def __init__(self) -> None:
+        # The override that has set a path below a config, to find two paths to a shared config.
+        self._owners: dict[tuple[int, str], Override] = {}
+        self._override = Override("", "")
+
+    def set(self, root: Any, override: Override) -> Any:
+        """Return the root with the value of an override set below it.
+
+        Raises:
+          UsageError: The path does not exist, the value does not fit the field, or another override
+            sets the same field differently.
+        """
+        self._override = override
+        name, *rest = override.parts
+        return self._set(root, rest, name)
+
+    def _set(self, node: Any, rest: list[str], here: str, *, annotation: str | None = None) -> Any:
+        if not rest:
+            return self._parse(node, here, annotation)
+        name, *deeper = rest
+        if is_config(node):
+            child, field_annotation = self._field(node, name, here)
+            path = f"{here}.{name}"
+            if is_config(child) and deeper:
+                self._set(child, deeper, path)
+                return node
+            self._claim(node, rest)
+            value = self._set(child, deeper, path, annotation=field_annotation)
+            setattr(node, name, self._fitting(value, path, field_annotation))
+            return node
+        if isinstance(node, dict):
+            keys = {str(key): key for key in node}
+            if name not in keys:
+                near = near_names(name, keys)
+                raise self._error(
+                    f"{here} has no key {name!r}{near} Its keys: {first_names(keys)}."
+                )
+            value = self._set(node[keys[name]], deeper, f"{here}.{name}")
+            return type(node)({**node, keys[name]: value})
+        if isinstance(node, (list, tuple)):
+            index = self._index(node, name, deeper, here)
+            items = list(node)
+            items[index] = self._set(items[index], deeper, f"{here}.{index}")
+            return type(node)(*items) if hasattr(node, "_fields") else type(node)(items)
+        raise self._error(f"{here} is {_shown(node)}, which has no field {name!r} nor any other.")
+
+    def _parse(self, old: Any, here: str, annotation: str | None) -> Any:
+        try:
+            value = field_types.parse_value(self._override.text, annotation)
+        except field_types.MismatchError as error:
+            raise self._error(str(error)) from None
+        if is_config(old) and value is not None:
+            example = next(iter(field_names(old)), "NAME")
+            raise self._error(
+                f"{here} is {_shown(old)}; set its fields, such as {here}.{example}, or None."
+            )
+        return value
+
+    def _fitting(self, value: Any, path: str, annotation: str | None) -> Any:
+        try:
+            return field_types.convert(value, annotation)
+        except field_types.MismatchError as error:
+            raise self._error(f"{path} would not fit any more: {error}") from None
+
+    def _field(self, config: Any, name: str, here: str) -> tuple[Any, str | None]:
+        annotations = _annotations(config)
+        if name not in annotations and name not in assigned_fields(config):
+            raise self._error(
+                f"{here} is {_shown(config)}, which has no field {name!r}"
+                f"{near_names(name, annotations)} Its fields: {first_names(annotations)}."
+            )
+        return field_value(config, name), annotations.get(name)
+
+    def _index(self, items: Sequence[Any], name: str, deeper: list[str], here: str) -> int:
+        if not name.isdecimal():
+            path = ".".join([here, "0", name, *deeper])
+            raise self._error(f"{here} is a list; say which element, such as {path}.")
+        if int(name) >= len(items):
+            count = f"{len(items)} elements, 0 to {len(items) - 1}" if items else "no elements"
+            raise self._error(f"{here} has no element {name}; it has {count}.")
+        return int(name)
+
+    def _claim(self, config: Any, rest: list[str]) -> None:
+        earlier = self._owners.setdefault((id(config), ".".join(rest)), self._override)
+        if earlier.text != self._override.text:
+            raise self._error(
+                f"it contradicts {earlier}: both paths lead to the same {target_name(config)}."
+            )
+
+    def _error(self, text: str) -> UsageError:
+        return UsageError(f"--fdl.{self._override.path}: {text}")
+
+
+def _annotations(config: Any) -> dict[str, str | None]:
+    """Return the fields of a config, each with its annotation's text where that is known."""
+    target = target_of(config)
+    if dataclasses.is_dataclass(target):
+        annotations: dict[str, Any] = {f.name: f.type for f in dataclasses.fields(target)}
+    else:
+        parameters = inspect.signature(target).parameters.values()
+        annotations = {p.name: p.annotation for p in parameters}
+    texts = {name: annotations.get(name) for name in field_names(config)}
+    return {name: field_types.annotation_text(text) for name, text in texts.items()}
+
+
+def _shown(value: Any) -> str:
+    if value is NOT_SET:
+        return "not set"
+    if is_config(value):
+        return f"a config of {target_name(value)}"
+    return repr(value) if isinstance(value, (int, float, str, type(None))) else type(value).__name__

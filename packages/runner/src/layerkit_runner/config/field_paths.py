@@ -1,0 +1,121 @@
+"""The experiment's fields behind the paths of a configuration.
+
+Errors name configuration paths, such as `partitioner.ici_mesh_shape`. Where a field of the
+experiment gives a path its value, whoever runs the experiment sets that field.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from layerkit_runner.config.config_text import plain_value
+from layerkit_runner.config.config_tree import NOT_SET, value_at, walk
+from layerkit_runner.config.experiment import experiment_fields
+from layerkit_runner.config.resolve import ResolvedExperiment
+from layerkit_runner.errors import UsageError
+
+_FLAG = re.compile(r"--fdl\.([a-z]\w*(?:\.\w+)+)")
+
+
+def source_field(resolved: ResolvedExperiment, path: str) -> str | None:
+    """Return the field of the experiment that gives a configuration path its value.
+
+    Args:
+      resolved: The experiment.
+      path: Path in what it resolves to, such as `partitioner.ici_mesh_shape`.
+
+    Returns:
+      Name of the field; None if an override sets the path, or no single field does.
+    """
+    if any(f"{path}.".startswith(f"{each.path}.") for each in resolved.deep_overrides):
+        return None
+    experiment, (root, *names) = resolved.experiment, path.split(".")
+    fields = experiment_fields(type(experiment))
+    value = value_at(getattr(resolved, root, None), names)
+    if value is NOT_SET:
+        return None
+    traced = copy.copy(experiment)
+    for name in fields:
+        object.__setattr__(traced, name, _marked(getattr(experiment, name), name))
+    # A method may refuse a marked value, or do without the fields.
+    with contextlib.suppress(Exception):
+        mark = _mark(value_at(getattr(traced, root)(), names))
+        if mark is not None and plain_value(value) == plain_value(getattr(experiment, mark)):
+            return mark
+    # Marks are lost in conversions, and None and bools carry none. The name tells then.
+    same_name = names[-1].upper() if names else ""
+    is_same = same_name in fields and plain_value(getattr(experiment, same_name)) == plain_value(
+        value
+    )
+    return same_name if is_same else None
+
+
+def override_path(resolved: ResolvedExperiment, path: str) -> str:
+    """Return what `--fdl.` takes to set a path: the experiment's field, or the path itself."""
+    return source_field(resolved, path) or path
+
+
+def _marked(value: Any, name: str) -> Any:
+    """Return an equal value that carries the name of a field; some types cannot carry one."""
+    kind = type(value)
+    if kind in (list, tuple):
+        value = kind(_marked(item, name) for item in value)
+    if kind not in (int, float, str, list, tuple, dict):
+        return value
+    return type(kind.__name__, (kind,), {"experiment_field": name})(value)
+
+
+def _mark(value: Any) -> str | None:
+    """Return the name that a value or all of its elements carry."""
+    mark: str | None = getattr(value, "experiment_field", None)
+    if mark is None and isinstance(value, (list, tuple)) and value:
+        marks = {_mark(item) for item in value}
+        return marks.pop() if len(marks) == 1 else None
+    return mark
+
+
+@contextlib.contextmanager
+def flags_named(resolved: ResolvedExperiment) -> Iterator[None]:
+    """Name the experiment's own fields in the text of a UsageError.
+
+    A flag that sets a configuration path is replaced by that of the field behind the path. Where
+    the cause has `remedies`, values by names of fields of inputs, flags for them are added; see
+    `layerkit_inputs.bad_records.UnfitFieldError`.
+    """
+    try:
+        yield
+    except UsageError as error:
+        text = _FLAG.sub(lambda found: f"--fdl.{override_path(resolved, found[1])}", str(error))
+        flags = [_input_flags(resolved, name, value) for name, value in _remedies(error).items()]
+        if any(flags):
+            text += f" Flags: {', or '.join(filter(None, flags))}"
+        error.args = (text, *error.args[1:])
+        raise
+
+
+def _remedies(error: BaseException) -> Mapping[str, Any]:
+    cause: BaseException | None = error
+    while cause is not None:
+        if remedies := getattr(cause, "remedies", None):
+            return remedies
+        cause = cause.__cause__
+    return {}
+
+
+def _input_flags(resolved: ResolvedExperiment, name: str, value: Any) -> str:
+    """Return the flags that set a field of every input that has it with another value."""
+    text = shlex.quote(json.dumps(value) if isinstance(value, list) else str(value))
+    paths = [
+        path
+        for root in ("datasets", "decode_datasets")
+        for path, current in walk(getattr(resolved, root), root)
+        if path.rpartition(".")[2] == name and current != value
+    ]
+    sources = dict.fromkeys(override_path(resolved, path) for path in paths)
+    return " ".join(f"--fdl.{path}={text}" for path in sources)
