@@ -1,16 +1,19 @@
-"""Notes on errors that name the input they come from; loads neither NumPy nor JAX."""
+"""Errors know the input that they come from; loads neither NumPy nor JAX."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 
-_NOTE = "In input "
+_ATTRIBUTE = "layerkit_input"
 
 
 @contextlib.contextmanager
 def naming_input(label: str) -> Iterator[None]:
-    """Add the label of an input as a note to errors, except to the end of its data.
+    """Record the label of an input in errors, except in the end of its data.
+
+    Errors of values and files say what is wrong with the data, and whoever reports them adds the
+    label by `input_of`. All others carry it as a note, which a traceback shows.
 
     Args:
       label: Class and name, such as `LocalText 'train'`.
@@ -22,13 +25,12 @@ def naming_input(label: str) -> Iterator[None]:
     except Exception as error:
         # An input that reads others is not where the error comes from.
         if input_of(error) is None:
-            error.add_note(f"{_NOTE}{label}")
+            setattr(error, _ATTRIBUTE, label)
+            if not isinstance(error, (OSError, ValueError)):
+                error.add_note(f"In input {label}")
         raise
 
 
 def input_of(error: BaseException) -> str | None:
     """Return the label of the input that raised an error, such as `LocalText 'train'`."""
-    for note in getattr(error, "__notes__", ()):
-        if note.startswith(_NOTE):
-            return str(note.removeprefix(_NOTE))
-    return None
+    return getattr(error, _ATTRIBUTE, None)
