@@ -67,10 +67,10 @@ class Range:
         """Return the values to check a field's type with."""
         return [self.low, self.high, *([] if self.step is None else [self.low + self.step])]
 
-    def all_values(self) -> list[Value] | None:
-        """Return every value, or None if they cannot be counted."""
+    def all_values(self) -> list[Value]:
+        """Return every value; none if they cannot be counted."""
         if self.log or (self.step is None and isinstance(self.low, float)):
-            return None
+            return []
         step = 1 if self.step is None else self.step
         return [self.low + i * step for i in range(round((self.high - self.low) / step) + 1)]
 
@@ -190,17 +190,16 @@ def _is_part(path: str, of: str) -> bool:
 
 def _document(path: str) -> dict[str, Any]:
     file = Path(path).expanduser()
-    if file.suffix not in (".toml", ".json"):
+    parse = {".toml": parse_toml, ".json": parse_json}.get(file.suffix)
+    if parse is None:
         raise UsageError("a study file ends in .toml or .json.")
     try:
-        text = read_text(file, max_bytes=_MAX_BYTES)
+        document = parse(read_text(file, max_bytes=_MAX_BYTES))
     except FileNotFoundError:
         beside = [other.name for other in file.parent.iterdir()] if file.parent.is_dir() else []
         raise UsageError(f"there is no such file{near_names(file.name, beside)}") from None
-    except (OSError, DocumentError) as error:
+    except OSError as error:
         raise UsageError(f"cannot be read: {error}") from error
-    try:
-        document = parse_toml(text) if file.suffix == ".toml" else parse_json(text)
     except DocumentError as error:
         raise UsageError(f"is not {file.suffix[1:].upper()}: {error}") from error
     if not isinstance(document, dict):
@@ -231,7 +230,7 @@ def _parse(path: str, document: dict[str, Any], num_trials: int | None) -> Study
         if num_trials is not None and (type(num_trials) is not int or num_trials < 1):
             raise UsageError(f"num_trials={num_trials!r} is a whole number, at least 1.")
     if sampler.name == "grid":
-        size = _grid_size(parameters)
+        size = math.prod(len(values) for values in grid(parameters).values())
         num_trials = size if num_trials is None else min(num_trials, size)
     return StudyFile(
         path, parameters, metric, direction, num_trials or _NUM_TRIALS, sampler, pruner
@@ -246,14 +245,13 @@ def _check_keys(given: Iterable[str], valid: Iterable[str]) -> None:
             raise UsageError(f"there is no {key!r}{near} Keys: {', '.join(valid)}")
 
 
-def _grid_size(space: Mapping[str, Parameter]) -> int:
-    counts = []
-    for path, parameter in space.items():
-        values = parameter.all_values()
-        if values is None:
+def grid(space: Mapping[str, Parameter]) -> dict[str, list[Value]]:
+    """Return all values of each field; a range without a step is a UsageError."""
+    values = {path: parameter.all_values() for path, parameter in space.items()}
+    for path, found in values.items():
+        if not found:
             raise UsageError(f"space.{path}: a grid needs choices, or a range with a step.")
-        counts.append(len(values))
-    return math.prod(counts)
+    return values
 
 
 def parse_space(document: Mapping[str, Any]) -> dict[str, Parameter]:

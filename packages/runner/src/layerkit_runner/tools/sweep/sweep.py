@@ -24,7 +24,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from layerkit_runner.errors import UsageError
 from layerkit_runner.tools.sweep import report
-from layerkit_runner.tools.sweep.study_file import Method, StudyFile, Value, override_text
+from layerkit_runner.tools.sweep.study_file import Method, StudyFile, Value, grid, override_text
 from layerkit_runner.tools.sweep.trials import (
     Outcome,
     SweepFolder,
@@ -113,7 +113,7 @@ class Study:
                     if lock is not None:
                         self.optuna.sampler = _sampler(self._file, frozen.number)
                         trial = optuna.Trial(self.optuna, frozen._trial_id)
-                        return self._own(trial, lock, frozenset(frozen.intermediate_values))
+                        return self._own(trial, lock, frozen)
             if len(trials) >= self._file.num_trials:
                 return None
             self.optuna.sampler = _sampler(self._file, len(trials))
@@ -124,15 +124,17 @@ class Study:
                     f"{self._folder.trial(trial.number)} is in use, but the storage does not know"
                     " that trial; was its study deleted?"
                 )
-            return self._own(trial, lock, None)
+            return self._own(trial, lock)
 
-    def _own(self, trial: optuna.Trial, lock: IO[bytes], known: frozenset[int] | None) -> OwnTrial:
+    def _own(
+        self, trial: optuna.Trial, lock: IO[bytes], earlier: FrozenTrial | None = None
+    ) -> OwnTrial:
         # Values that the trial has already are returned as they are.
         values = {path: p.suggest(trial, path) for path, p in self._file.space.items()}
         # The sampler is only for drawing; Optuna would also call it when the trial ends.
         self.optuna.sampler = optuna.samplers.RandomSampler()
-        is_resumed = known is not None
-        return OwnTrial(trial.number, values, is_resumed, trial, lock, known or frozenset())
+        known = frozenset(earlier.intermediate_values if earlier is not None else ())
+        return OwnTrial(trial.number, values, earlier is not None, trial, lock, known)
 
     def end(self, own: OwnTrial, outcome: Outcome) -> None:
         """Store how a trial ended, and release it. A stopped trial can be resumed."""
@@ -158,8 +160,7 @@ def _sampler(file: StudyFile, number: int) -> optuna.samplers.BaseSampler:
     options = {"seed": 0, **file.sampler.options}
     seed = options.pop("seed")
     if file.sampler.name == "grid":
-        grid = {path: parameter.all_values() or [] for path, parameter in file.space.items()}
-        return optuna.samplers.GridSampler(grid, seed=seed)
+        return optuna.samplers.GridSampler(grid(file.space), seed=seed)
     if file.sampler.name == "random":
         return optuna.samplers.RandomSampler(seed=seed + number)
     # The constant liar keeps away from the values of trials that run in other processes.

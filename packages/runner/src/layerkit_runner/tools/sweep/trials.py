@@ -81,16 +81,16 @@ class SweepFolder:
 
     def recorded(self) -> dict[str, Any] | None:
         """Return what is searched here, or None in a new folder."""
-        path = self.path / RECORD
-        if not path.exists():
-            return None
+        path, problem = self.path / RECORD, "expected an object"
         try:
             found = parse_json(read_text(path))
+            if isinstance(found, dict):
+                return found
+        except FileNotFoundError:
+            return None
         except (OSError, DocumentError) as error:
-            raise UsageError(f"{path} is damaged: {error}. {_DAMAGED}") from error
-        if not isinstance(found, dict):
-            raise UsageError(f"{path} is damaged: expected an object. {_DAMAGED}")
-        return found
+            problem = str(error)
+        raise UsageError(f"{path} is damaged: {problem}. {_DAMAGED}")
 
     def record(self, found: Mapping[str, Any]) -> None:
         """Write what is searched here."""
