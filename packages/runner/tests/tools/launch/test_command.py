@@ -155,6 +155,38 @@ def test_data_that_nothing_names_are_told_and_stop_nothing(tmp_path: Path, capsy
         assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    ("exp", "names"),
+    [
+        (EXP, ("--fdl.ICI_MESH_SHAPE", "--fdl.DCN_MESH_SHAPE")),
+        ("meshes.OwnMesh", ("--fdl.MESH", "--fdl.partitioner.dcn_mesh_shape")),
+    ],
+)
+def test_wrong_number_of_devices_names_the_fields_of_the_experiment(
+    tmp_path: Path, capsys, monkeypatch, exp, names
+):
+    (tmp_path / "meshes.py").write_text(
+        "from layerkit_runner import BaseExperiment\n"
+        "from layerkit_runner.partitioning import SpmdPartitioner\n"
+        "from layerkit_experiments.lm.lm_cloud import LmCloudSpmdTest\n"
+        "class OwnMesh(BaseExperiment):\n"
+        "    MESH: list[int] = [4]\n"
+        "    def task(self):\n"
+        "        return LmCloudSpmdTest().task()\n"
+        "    def datasets(self):\n"
+        "        return LmCloudSpmdTest().datasets()\n"
+        "    def partitioner(self):\n"
+        "        return SpmdPartitioner.HParams.config(\n"
+        "            mesh_axis_names=['data'], ici_mesh_shape=self.MESH)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    words = [f"--exp={exp}", f"--job_log_dir={tmp_path}/run", "--gpus_per_node=7", "--dry_run"]
+    assert launch("slurm", *words) == 2
+    error = capsys.readouterr().err
+    assert "--nodes=1 --gpus_per_node=7 make 7 devices, and the mesh of" in error
+    assert f"set {names[0]} and {names[1]}, or the devices." in error
+
+
 def test_a_program_that_is_not_here(tmp_path: Path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", os.fspath(tmp_path))

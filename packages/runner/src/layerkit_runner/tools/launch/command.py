@@ -15,6 +15,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from layerkit.near_names import near_names
 from layerkit_runner.config.flags import flag_rows, read_flags, table, unknown_flag
@@ -24,6 +25,9 @@ from layerkit_runner.tools.launch import kubernetes, local, slurm, tpu
 from layerkit_runner.tools.launch.recipe import Recipe, follow, recipe_lines
 from layerkit_runner.tools.launch.request import Request, Resolve, make_request
 from layerkit_runner.tools.launch.values import Options, check_dashes, check_words, read_variable
+
+if TYPE_CHECKING:
+    from layerkit_runner.config.resolve import ResolvedExperiment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,9 +132,16 @@ def run_launch(words: Sequence[str], resolve: Resolve) -> int:
         print(_HELP_OF.format(kind=name, help=KINDS[name].help, flags="\n".join(table(rows))))
         return 0
     request = make_request(others, resolve, runs_elsewhere=KINDS[name].runs_elsewhere)
-    recipe = make_recipe(request, options)
-    for line in _unset_variables(request, options):
-        print(f"launch: {line}", file=sys.stderr)
+    if request.resolved is None:
+        recipe = make_recipe(request, options)
+    else:
+        # The experiment has imported what this needs.
+        from layerkit_runner.config.field_paths import flags_named
+
+        with flags_named(request.resolved):
+            recipe = make_recipe(request, options)
+        for line in _unset_variables(request.resolved, options):
+            print(f"launch: {line}", file=sys.stderr)
     if options.dry_run:
         print("\n".join(recipe_lines(recipe)))
         return 0
@@ -177,14 +188,14 @@ def make_recipe(request: Request, options: Options) -> Recipe:
     return KINDS[options.kind].make_recipe(request, options)
 
 
-def _unset_variables(request: Request, options: Options) -> list[str]:
+def _unset_variables(resolved: ResolvedExperiment, options: Options) -> list[str]:
     """Return a line for each variable that the inputs read and that nothing sets for the run."""
     environment = {*dict(options.env)}
     if not KINDS[options.kind].runs_elsewhere:
         environment |= {*os.environ}
     return [
         f"nothing sets {name} where the run will be, and {consequence}"
-        for name, consequence in request.variables.items()
+        for name, consequence in resolved.experiment.unset_variables().items()
         if name not in environment and not any(f"{name}=" in line for line in options.setup)
     ]
 

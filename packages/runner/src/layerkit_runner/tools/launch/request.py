@@ -37,7 +37,7 @@ class Request:
     Attributes:
       mesh: Number of devices of the mesh within a slice, and number of slices. None if any number
         of devices will do, or if the experiment could not be imported here.
-      variables: Environment variables that the inputs read, each with what follows without it.
+      resolved: The experiment, if it could be imported here.
     """
 
     words: tuple[str, ...]
@@ -45,7 +45,7 @@ class Request:
     mode: str
     experiment: str
     mesh: tuple[int, int] | None = None
-    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    resolved: ResolvedExperiment | None = None
 
     @property
     def job_name(self) -> str:
@@ -161,8 +161,7 @@ def make_request(words: Sequence[str], resolve: Resolve, *, runs_elsewhere: bool
             raise
         _report(f"not looked at any further here: {error}")
         return request
-    variables = resolved.experiment.unset_variables()
-    return dataclasses.replace(request, mesh=mesh_devices(resolved), variables=variables)
+    return dataclasses.replace(request, mesh=mesh_devices(resolved), resolved=resolved)
 
 
 def _report(line: str) -> None:
