@@ -16,15 +16,17 @@ import re
 import socket
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from etils import epath
 
 from layerkit_runner.observers.base import DECODE_PREFIX, Histogram, Observer, RunInfo
 
+if TYPE_CHECKING:
+    from tensorboardX.record_writer import RecordWriter
+
 _SECONDS_BETWEEN_FLUSHES = 30
-_FILE_VERSION = "brain.Event:2"
 
 
 class TensorBoard(Observer):
@@ -38,7 +40,8 @@ class TensorBoard(Observer):
     def __init__(self) -> None:
         self._summaries: epath.Path | None = None
         self._purge_step: int | None = None
-        self._files: dict[str, EventFile] = {}
+        self._files: dict[str, RecordWriter] = {}
+        self._next_flush = 0.0
 
     def start(self, info: RunInfo) -> None:
         if info.job_log_dir is not None:
@@ -72,6 +75,7 @@ class TensorBoard(Observer):
         self._add(eval_folder(DECODE_PREFIX + name), step, summary.text("sample", verbatim))
 
     def flush(self) -> None:
+        self._next_flush = time.monotonic() + _SECONDS_BETWEEN_FLUSHES
         for file in self._files.values():
             file.flush()
 
@@ -114,62 +118,30 @@ class TensorBoard(Observer):
         if self._summaries is None:
             return
         if folder not in self._files:
-            self._files[folder] = EventFile(
-                os.fspath(self._summaries / folder),
-                flush_secs=_SECONDS_BETWEEN_FLUSHES,
-                purge_step=self._purge_step,
-            )
-        self._files[folder].add(step, summary)
-
-
-class EventFile:
-    """A new file of TensorBoard events, written by the thread that adds to it.
-
-    The writer of tensorboardX has a thread of its own. An error, such as a full disk, ends that
-    thread, and the caller that adds an event then waits forever. Here the caller gets the error.
-
-    Args:
-      folder: Folder on a disk, or in a store that tensorboardX supports; it is created.
-      flush_secs: Longest time between two flushes while events are added.
-      purge_step: Step from which on TensorBoard hides the events of earlier files; None hides none.
-
-    Raises:
-      OSError: The file cannot be written. The methods raise it, too.
-    """
-
-    def __init__(self, folder: str, *, flush_secs: float, purge_step: int | None = None) -> None:
-        # Up to a second, for it imports PyTorch where there is one.
-        from tensorboardX.proto.event_pb2 import SessionLog
-        from tensorboardX.record_writer import RecordWriter, directory_check
-
-        directory_check(folder)
-        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
-        self._records = RecordWriter(os.path.join(folder, name))
-        self._flush_secs = flush_secs
-        self._next_flush = time.monotonic()  # at once, so that TensorBoard sees the run
-        self._write(file_version=_FILE_VERSION)
-        if purge_step is not None:
-            self._write(step=purge_step, session_log=SessionLog(status=SessionLog.START))
-
-    def add(self, step: int, summary: Any) -> None:
-        """Add what a function of `tensorboardX.summary` made."""
-        self._write(step=step, summary=summary)
+            self._new_file(folder, os.fspath(self._summaries / folder))
+        self._write(folder, step=step, summary=summary)
         if time.monotonic() >= self._next_flush:
             self.flush()
 
-    def flush(self) -> None:
-        """Write out what is buffered."""
-        self._next_flush = time.monotonic() + self._flush_secs
-        self._records.flush()
+    def _new_file(self, folder: str, path: str) -> None:
+        # Not a `SummaryWriter`, whose thread ends with an error such as a full disk; whoever adds
+        # an event then waits forever. Here the error is raised.
+        from tensorboardX.proto.event_pb2 import SessionLog  # a second, if it imports PyTorch
+        from tensorboardX.record_writer import RecordWriter, directory_check
 
-    def close(self) -> None:
-        """Write out what is buffered, and close the file even if that fails."""
-        self._records.close()
+        directory_check(path)
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._files[folder] = RecordWriter(os.path.join(path, name))
+        self._next_flush = 0.0  # at once, so that TensorBoard sees the run
+        self._write(folder, file_version="brain.Event:2")
+        if self._purge_step is not None:
+            restart = SessionLog(status=SessionLog.START)
+            self._write(folder, step=self._purge_step, session_log=restart)
 
-    def _write(self, **fields: Any) -> None:
+    def _write(self, folder: str, **fields: Any) -> None:
         from tensorboardX.proto.event_pb2 import Event
 
-        self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
+        self._files[folder].write(Event(wall_time=time.time(), **fields).SerializeToString())
 
 
 def _tag(name: str) -> str:
