@@ -105,8 +105,8 @@ def refusal(job: Any, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         (
             {"DECAY_END": 8},
             "schedule: 0 <= warmup_steps=4 <= decay_start=8 < decay_end=8 does not hold. A shorter"
-            " run needs a shorter warmup: with the recipes' fields, --fdl.WARMUP_STEPS=1"
-            " --fdl.DECAY_START=1",
+            " run needs a shorter warmup, such as warmup_steps=1, decay_start=1. Flags:"
+            " --fdl.WARMUP_STEPS=1 --fdl.DECAY_START=1",
         ),
     ],
 )

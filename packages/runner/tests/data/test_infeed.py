@@ -110,8 +110,8 @@ def test_a_product_that_is_whole_but_for_rounding(tiny: SimpleNamespace):
         ),
         (
             {"percore_batch_size": 0.0},
-            "train: a batch of 0 rows holds nothing; PERCORE_BATCH_SIZE, or the input's batch_size"
-            " or percore_batch_size, must come to at least one row",
+            "train: a batch of 0 rows holds nothing; the input's batch_size"
+            " or percore_batch_size must come to at least one row",
         ),
         (
             {"percore_batch_size": 1.0, "batch_padding_size": -1},

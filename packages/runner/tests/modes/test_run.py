@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 from collections.abc import Callable
@@ -24,12 +25,38 @@ from layerkit_runner.config.resolve import ResolvedExperiment, resolve
 from layerkit_runner.errors import UsageError, layer_error_text, unknown_name_text
 from layerkit_runner.modes import export, inference, train
 from layerkit_runner.modes.run import OutOfMemoryError, memory_remedies, memory_words, run
+from layerkit_runner.partitioning import SpmdPartitioner
+
+
+@dataclasses.dataclass
+class Input:
+    """An input with a batch size for each core."""
+
+    percore_batch_size: float
+    is_training: bool = True
+
+
+@dataclasses.dataclass
+class Stack:
+    """A stack of layers."""
+
+    checkpoint_policy: str
 
 
 class Large(BaseExperiment):
-    PERCORE_BATCH_SIZE: float = 8.0
-    CHECKPOINT_POLICY: str = "save_all"
+    """A model, a partitioner and an input, with fields for what takes memory."""
+
+    PERCORE: float = 8.0
     ICI_MESH_SHAPE: list[int] | None = None
+
+    def task(self) -> Config:
+        return Config(Stack, checkpoint_policy="save_all")
+
+    def datasets(self) -> list[Config]:
+        return [Config(Input, percore_batch_size=self.PERCORE)]
+
+    def partitioner(self) -> Config:
+        return SpmdPartitioner.HParams.config(ici_mesh_shape=self.ICI_MESH_SHAPE)
 
 
 class Bare(BaseExperiment):
@@ -72,18 +99,18 @@ def test_long_words_are_shortened():
     assert words.endswith(" …")
 
 
-def test_remedies_are_those_that_the_experiment_has():
-    name = f"{__name__}.Large"
-    assert memory_remedies("train", Large()) == (
-        " What takes less: a smaller --fdl.PERCORE_BATCH_SIZE, a --fdl.CHECKPOINT_POLICY that keeps"
+def test_remedies_name_fields_and_paths():
+    large, name = resolve(Large()), f"{__name__}.Large"
+    assert memory_remedies("train", large) == (
+        " What takes less: a smaller --fdl.PERCORE, a --fdl.task.checkpoint_policy that keeps"
         " less, a --fdl.ICI_MESH_SHAPE with more fsdp. What fits, without the devices: runner"
         f" --exp={name} --mode=plan --search, with the same --fdl flags."
     )
-    assert memory_remedies("eval", Large()) == (
-        " What takes less: a smaller --fdl.PERCORE_BATCH_SIZE, a --fdl.ICI_MESH_SHAPE with more"
-        " fsdp."
+    assert memory_remedies("eval", large) == (
+        " What takes less: a smaller --fdl.PERCORE, a --fdl.ICI_MESH_SHAPE with more fsdp."
     )
-    assert memory_remedies("eval", Bare()) == ""
+    bare = ResolvedExperiment(Bare(), Config(dict), [], [], Config(dict))
+    assert memory_remedies("eval", bare) == ""
 
 
 def test_a_run_without_memory_ends_in_one_sentence(tmp_path: Path, monkeypatch: Any):
@@ -97,7 +124,7 @@ def test_a_run_without_memory_ends_in_one_sentence(tmp_path: Path, monkeypatch: 
     log = tmp_path / "logs" / "process_0000.log"
     assert str(caught.value) == (
         f"{__name__}.Bare ran out of memory: Out of memory allocating 104857600000 bytes (105 GB)."
-        f"{memory_remedies('train', Bare())} The whole error is in {log}."
+        f"{memory_remedies('train', resolved)} The whole error is in {log}."
     )
     assert caught.value.exit_code == 1
     assert "in fails\n    raise jax.errors.JaxRuntimeError(" in log.read_text()

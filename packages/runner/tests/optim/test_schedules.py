@@ -74,11 +74,11 @@ def test_peak_scales_everything():
 @pytest.mark.parametrize(
     ("steps", "flags"),
     [
-        ((-1, 5, 10), {"WARMUP_STEPS": 1, "DECAY_START": 1}),
-        ((6, 5, 10), {"WARMUP_STEPS": 1, "DECAY_START": 1}),
-        ((5, 10, 10), {"WARMUP_STEPS": 1, "DECAY_START": 1}),
-        ((2000, 2000, 100), {"WARMUP_STEPS": 10}),
-        ((5, 5, 1), {"WARMUP_STEPS": 1, "DECAY_END": 2}),
+        ((-1, 5, 10), {"warmup_steps": 1, "decay_start": 1}),
+        ((6, 5, 10), {"warmup_steps": 1, "decay_start": 1}),
+        ((5, 10, 10), {"warmup_steps": 1, "decay_start": 1}),
+        ((2000, 2000, 100), {"warmup_steps": 10}),
+        ((5, 5, 1), {"warmup_steps": 1, "decay_end": 2}),
     ],
 )
 def test_steps_out_of_order_are_refused(
@@ -89,12 +89,12 @@ def test_steps_out_of_order_are_refused(
     with pytest.raises(UsageError) as caught:
         schedule(1.0, **given, min_ratio=0.1)
     warmup, start, end = steps
-    advice = " ".join(f"--fdl.{name}={value}" for name, value in flags.items())
+    advice = ", ".join(f"{name}={value}" for name, value in flags.items())
     assert str(caught.value) == (
         f"schedule: 0 <= warmup_steps={warmup} <= decay_start={start} < decay_end={end} does not"
-        f" hold. A shorter run needs a shorter warmup: with the recipes' fields, {advice}"
+        f" hold. A shorter run needs a shorter warmup, such as {advice}."
     )
-    followed = {name.lower(): value for name, value in flags.items()}
+    followed = dict(flags)
     if "decay_start" not in followed:  # which the recipes then take from the warmup
         followed["decay_start"] = followed["warmup_steps"]
     schedule(1.0, **{**given, **followed}, min_ratio=0.1)

@@ -52,19 +52,19 @@ def test_slices_are_the_slow_part_of_an_axis():
             {"ici_mesh_shape": [1, 4, 1]},
             "the mesh needs 4 devices (ici_mesh_shape=[1, 4, 1] × dcn_mesh_shape=[1, 1, 1] over"
             " data, fsdp, tensor), but there are 8 (cpu).\nFor these devices try"
-            " --fdl.ICI_MESH_SHAPE=[8,1,1]",
+            " --fdl.partitioner.ici_mesh_shape=[8,1,1]",
         ),
         (
             {"ici_mesh_shape": [1, 4, 1], "dcn_mesh_shape": [4, 1, 1]},
             "the mesh needs 16 devices (ici_mesh_shape=[1, 4, 1] × dcn_mesh_shape=[4, 1, 1] over"
             " data, fsdp, tensor), but there are 8 (cpu).\nFor these devices try"
-            " --fdl.ICI_MESH_SHAPE=[8,1,1] --fdl.DCN_MESH_SHAPE=None",
+            " --fdl.partitioner.ici_mesh_shape=[8,1,1] --fdl.partitioner.dcn_mesh_shape=None",
         ),
         (
             {"dcn_mesh_shape": [3, 1, 1]},
             "the mesh needs 6 devices (ici_mesh_shape=[2, 1, 1] × dcn_mesh_shape=[3, 1, 1] over"
             " data, fsdp, tensor), but there are 8 (cpu).\nFor these devices try"
-            " --fdl.ICI_MESH_SHAPE=[8,1,1] --fdl.DCN_MESH_SHAPE=None",
+            " --fdl.partitioner.ici_mesh_shape=[8,1,1] --fdl.partitioner.dcn_mesh_shape=None",
         ),
         (
             {"ici_mesh_shape": [8, 1]},
@@ -120,5 +120,6 @@ def test_slices_that_a_mesh_does_not_know_of_are_refused():
         make_mesh(AXES, ici_mesh_shape=[1, 8, 1], devices=tpu_devices("v5e:2x2", 2))
     assert str(caught.value) == (
         "the devices lie in 2 slices, but dcn_mesh_shape=[1, 1, 1] in 1.\nTry"
-        " --fdl.DCN_MESH_SHAPE=[2,1,1], and --fdl.ICI_MESH_SHAPE=… for the 4 devices of one slice"
+        " --fdl.partitioner.dcn_mesh_shape=[2,1,1], and --fdl.partitioner.ici_mesh_shape=…"
+        " for the 4 devices of one slice"
     )

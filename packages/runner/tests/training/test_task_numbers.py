@@ -112,8 +112,7 @@ SCHEDULE = "task.train.learner.auxiliary_optimizers.0.learning_rate"
             f"{SCHEDULE}.warmup_steps",
             "-1",
             "schedule: 0 <= warmup_steps=-1 <= decay_start=10 < decay_end=100 does not hold. A"
-            " shorter run needs a shorter warmup: with the recipes' fields, --fdl.WARMUP_STEPS=10"
-            " --fdl.DECAY_START=10",
+            " shorter run needs a shorter warmup, such as warmup_steps=10, decay_start=10.",
         ),
         (
             "task.train.random_seed",

@@ -84,15 +84,16 @@ def _mark(value: Any) -> str | None:
 def flags_named(resolved: ResolvedExperiment) -> Iterator[None]:
     """Name the experiment's own fields in the text of a UsageError.
 
-    A flag that sets a configuration path is replaced by that of the field behind the path. Where
-    the cause has `remedies`, values by names of fields of inputs, flags for them are added; see
-    `layerkit_inputs.bad_records.UnfitFieldError`.
+    A flag that sets a configuration path is replaced by that of the field behind the path. Flags
+    are added for the `remedies` of a cause (see `layerkit_inputs.bad_records.UnfitFieldError`), one
+    of which helps, and for `settings` of the error, which help together.
     """
     try:
         yield
     except UsageError as error:
         text = _FLAG.sub(lambda found: f"--fdl.{override_path(resolved, found[1])}", str(error))
-        flags = [_input_flags(resolved, name, value) for name, value in _remedies(error).items()]
+        flags = [_flags(resolved, {name: value}) for name, value in _remedies(error).items()]
+        flags.append(_flags(resolved, getattr(error, "settings", {})))
         if any(flags):
             text += f" Flags: {', or '.join(filter(None, flags))}"
         error.args = (text, *error.args[1:])
@@ -108,14 +109,14 @@ def _remedies(error: BaseException) -> Mapping[str, Any]:
     return {}
 
 
-def _input_flags(resolved: ResolvedExperiment, name: str, value: Any) -> str:
-    """Return the flags that set a field of every input that has it with another value."""
-    text = shlex.quote(json.dumps(value) if isinstance(value, list) else str(value))
-    paths = [
-        path
-        for root in ("datasets", "decode_datasets")
-        for path, current in walk(getattr(resolved, root), root)
-        if path.rpartition(".")[2] == name and current != value
-    ]
-    sources = dict.fromkeys(override_path(resolved, path) for path in paths)
-    return " ".join(f"--fdl.{path}={text}" for path in sources)
+def _flags(resolved: ResolvedExperiment, settings: Mapping[str, Any]) -> str:
+    """Return the flags that set fields wherever the configuration has another value for them."""
+    texts: dict[str, str] = {}
+    for root in ("task", "datasets", "decode_datasets"):
+        for path, current in walk(getattr(resolved, root), root):
+            name = path.rpartition(".")[2]
+            if name in settings and current != settings[name]:
+                value = settings[name]
+                text = shlex.quote(json.dumps(value) if isinstance(value, list) else str(value))
+                texts[override_path(resolved, path)] = f"={text}"
+    return " ".join(f"--fdl.{path}{text}" for path, text in texts.items())

@@ -14,7 +14,8 @@ from typing import Any
 import jax
 
 from layerkit_inputs.extras import MissingExtraError
-from layerkit_runner.config.experiment import experiment_fields
+from layerkit_runner.config.config_tree import NOT_SET, value_at
+from layerkit_runner.config.field_paths import override_path
 from layerkit_runner.distributed.process_exchange import all_arrive
 from layerkit_runner.errors import UsageError, unknown_name_text
 from layerkit_runner.files.atomic_write import atomic_write
@@ -228,9 +229,10 @@ def next_commands(job: Job, step: int) -> list[str]:
 
 
 def _on_eight_devices(job: Job) -> dict[str, str | None]:
-    fields = experiment_fields(type(job.resolved.experiment))
-    if "ICI_MESH_SHAPE" not in fields or len(job.partitioner.mesh.axis_names) != 3:
+    within, across = "partitioner.ici_mesh_shape", "partitioner.dcn_mesh_shape"
+    has_sizes = value_at(job.resolved.partitioner, ["ici_mesh_shape"]) is not NOT_SET
+    if not has_sizes or len(job.partitioner.mesh.axis_names) != 3:
         return {}
-    deep = {"partitioner.ici_mesh_shape": None, "partitioner.dcn_mesh_shape": None}
-    one_slice = {"DCN_MESH_SHAPE": None} if "DCN_MESH_SHAPE" in fields else {}
-    return {"ICI_MESH_SHAPE": "[2,4,1]", **one_slice, **deep}
+    # None takes an override out.
+    one_slice = {across: None, override_path(job.resolved, across): None, within: None}
+    return {**one_slice, override_path(job.resolved, within): "[2,4,1]"}

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from layerkit.diagnostics import layer_of
 from layerkit.nested_map import MissingKeyError
-from layerkit_runner.config.experiment import BaseExperiment, experiment_fields
+from layerkit_runner.config.config_tree import walk
+from layerkit_runner.config.field_paths import override_path
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.errors import (
@@ -142,7 +143,7 @@ def _in_one_sentence(
             raise
         raise OutOfMemoryError(
             f"{resolved.name} ran out of memory: {words}."
-            f"{memory_remedies(mode, resolved.experiment)}{_kept_traceback(error, process)}"
+            f"{memory_remedies(mode, resolved)}{_kept_traceback(error, process)}"
         ) from error
     except MemoryError as error:
         # NumPy says how much it was asked for, Python nothing.
@@ -166,25 +167,30 @@ def memory_words(text: str) -> str | None:
     return textwrap.shorten(line, 200, placeholder=" …").rstrip(".")
 
 
-def memory_remedies(mode: str, experiment: BaseExperiment) -> str:
-    """What makes a run need less, by those fields that the experiment has; starts with a space."""
-    fields = experiment_fields(type(experiment))
+def memory_remedies(mode: str, resolved: ResolvedExperiment) -> str:
+    """Return the overrides with which a run needs less memory; the text starts with a space."""
+    paths = {
+        path.rpartition(".")[2]: path
+        for root in ("task", "datasets", "partitioner")
+        for path, value in walk(getattr(resolved, root), root)
+        if value is not None or root == "partitioner"
+    }
     is_training = mode == "train"
     remedies = [
-        words
+        words.format(f"--fdl.{override_path(resolved, paths[name])}")
         for name, words, applies in (
-            ("PERCORE_BATCH_SIZE", "a smaller --fdl.PERCORE_BATCH_SIZE", True),
-            ("CHECKPOINT_POLICY", "a --fdl.CHECKPOINT_POLICY that keeps less", is_training),
-            ("ICI_MESH_SHAPE", "a --fdl.ICI_MESH_SHAPE with more fsdp", True),
+            ("percore_batch_size", "a smaller {}", True),
+            ("batch_size", "a smaller {}", True),
+            ("checkpoint_policy", "a {} that keeps less", is_training),
+            ("ici_mesh_shape", "a {} with more fsdp", True),
         )
-        if applies and name in fields
+        if applies and name in paths
     ]
     text = f" What takes less: {', '.join(remedies)}." if remedies else ""
     if is_training:
-        cls = type(experiment)
         text += (
-            f" What fits, without the devices: runner --exp={cls.__module__}.{cls.__qualname__}"
-            " --mode=plan --search, with the same --fdl flags."
+            f" What fits, without the devices: runner --exp={resolved.name} --mode=plan --search,"
+            " with the same --fdl flags."
         )
     return text
 

@@ -17,7 +17,7 @@ is, as in `Config(optax.linear_schedule, 0.0, 1.0, 100)`:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,18 @@ from layerkit_runner.errors import UsageError
 
 # Of the int32 in which a training state counts its steps.
 _LAST_STEP = 2**31 - 1
+
+
+class UnfitStepsError(UsageError):
+    """Steps of a schedule that are out of order.
+
+    Attributes:
+      settings: Fields of the schedule with values that fit, all of them together.
+    """
+
+    def __init__(self, message: str, settings: Mapping[str, int]):
+        super().__init__(message)
+        self.settings = dict(settings)
 
 
 def linear_warmup_exponential_decay(
@@ -242,16 +254,17 @@ def _check_steps(warmup_steps: int, decay_start: int, decay_end: int) -> None:
         _check_last("decay_start", decay_start)
         return
     shorter = max(1, decay_end // 10)
-    fields = {"WARMUP_STEPS": shorter}
+    fields = {"warmup_steps": shorter}
     if decay_start != warmup_steps:
-        fields["DECAY_START"] = shorter
+        fields["decay_start"] = shorter
     if decay_end <= shorter:
-        fields["DECAY_END"] = shorter + 1
-    flags = " ".join(f"--fdl.{name}={steps}" for name, steps in fields.items())
-    raise UsageError(
+        fields["decay_end"] = shorter + 1
+    shown = ", ".join(f"{name}={steps}" for name, steps in fields.items())
+    raise UnfitStepsError(
         f"schedule: 0 <= warmup_steps={warmup_steps} <= decay_start={decay_start} <"
-        f" decay_end={decay_end} does not hold. A shorter run needs a shorter warmup: with the"
-        f" recipes' fields, {flags}"
+        f" decay_end={decay_end} does not hold. A shorter run needs a shorter warmup, such as"
+        f" {shown}.",
+        fields,
     )
 
 

@@ -73,8 +73,9 @@ def flags_for(num_devices: int, num_axes: int, dcn_mesh_shape: Sequence[int] | N
     """Flags that put all of so many devices on the first axis, where there was another mesh."""
     # Without blanks, so that a shell takes each as one word.
     sizes = ",".join(map(str, [num_devices, *[1] * (num_axes - 1)]))
-    one_slice = " --fdl.DCN_MESH_SHAPE=None" if math.prod(dcn_mesh_shape or ()) > 1 else ""
-    return f"--fdl.ICI_MESH_SHAPE=[{sizes}]{one_slice}"
+    flags = f"--fdl.partitioner.ici_mesh_shape=[{sizes}]"
+    has_slices = math.prod(dcn_mesh_shape or ()) > 1
+    return f"{flags} --fdl.partitioner.dcn_mesh_shape=None" if has_slices else flags
 
 
 def num_tpu_slices(devices: Sequence[Any]) -> int:
@@ -89,8 +90,9 @@ def _arrange(ici: list[int], dcn: list[int], devices: list[Any]) -> np.ndarray:
         sizes = ",".join(map(str, [num_slices, *dcn[1:]]))
         raise UsageError(
             f"the devices lie in {num_slices} slices, but dcn_mesh_shape={dcn} in"
-            f" {math.prod(dcn)}.\nTry --fdl.DCN_MESH_SHAPE=[{sizes}], and --fdl.ICI_MESH_SHAPE=…"
-            f" for the {len(devices) // num_slices} devices of one slice"
+            f" {math.prod(dcn)}.\nTry --fdl.partitioner.dcn_mesh_shape=[{sizes}], and"
+            f" --fdl.partitioner.ici_mesh_shape=… for the"
+            f" {len(devices) // num_slices} devices of one slice"
         )
     on_tpu = bool(devices) and devices[0].platform == "tpu"
     if math.prod(dcn) == 1 or (on_tpu and num_slices == 1):

@@ -287,8 +287,8 @@ class Partitioner(Configurable):
         shards = self.num_batch_shards()
         if rows < 1:
             raise UsageError(
-                f"{source}: a batch of {rows} rows holds nothing; PERCORE_BATCH_SIZE, or the"
-                " input's batch_size or percore_batch_size, must come to at least one row"
+                f"{source}: a batch of {rows} rows holds nothing; the input's batch_size or"
+                " percore_batch_size must come to at least one row"
             )
         if rows % shards:
             raise UsageError(

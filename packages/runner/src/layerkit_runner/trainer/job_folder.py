@@ -20,7 +20,8 @@ from typing import Any
 from etils import epath
 
 from layerkit_runner.config.config_text import config_json, config_text
-from layerkit_runner.config.experiment import experiment_fields, reduced_overrides, reduced_values
+from layerkit_runner.config.experiment import reduced_overrides, reduced_values
+from layerkit_runner.config.field_paths import override_path
 from layerkit_runner.config.flags import RunOptions, parse_flags, run_words
 from layerkit_runner.config.recorded import RecordedConfig, read_recorded_config
 from layerkit_runner.config.resolve import ResolvedExperiment
@@ -236,9 +237,11 @@ def longer(resolved: ResolvedExperiment, num_steps: int) -> dict[str, str | None
 
 
 def last_step_path(resolved: ResolvedExperiment) -> str:
-    """Which override says how long a run is: MAX_STEPS, by which schedules stretch, if there is."""
-    has_field = "MAX_STEPS" in experiment_fields(type(resolved.experiment))
-    return "MAX_STEPS" if has_field else "task.train.num_train_steps"
+    """Return the override that sets the length of a run.
+
+    A field of the experiment, if one gives the length, may stretch schedules, too.
+    """
+    return override_path(resolved, "task.train.num_train_steps")
 
 
 def command_line(

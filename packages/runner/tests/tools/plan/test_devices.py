@@ -68,7 +68,8 @@ def test_number_of_simulated_devices():
             {"target": "cpux4"},
             "--target=cpux4, but the mesh of this experiment has 8 devices"
             " (ici_mesh_shape=[1, 4, 1] × dcn_mesh_shape=[2, 1, 1]).\nFor these devices try"
-            " --fdl.ICI_MESH_SHAPE=[4,1,1] --fdl.DCN_MESH_SHAPE=None, or write --target=cpu for as"
+            " --fdl.partitioner.ici_mesh_shape=[4,1,1] --fdl.partitioner.dcn_mesh_shape=None,"
+            " or write --target=cpu for as"
             " many as it has",
         ),
         (
@@ -76,14 +77,16 @@ def test_number_of_simulated_devices():
             {"target": "v5p:4x4x4"},
             "--target=v5p:4x4x4 (64 devices), but the mesh of this experiment has 8 devices"
             " (ici_mesh_shape=[1, 4, 1] × dcn_mesh_shape=[2, 1, 1]).\nFor these devices try"
-            " --fdl.ICI_MESH_SHAPE=[64,1,1] --fdl.DCN_MESH_SHAPE=None, or write --target=v5p for as"
+            " --fdl.partitioner.ici_mesh_shape=[64,1,1] --fdl.partitioner.dcn_mesh_shape=None,"
+            " or write --target=v5p for as"
             " many as it has",
         ),
         (
             FSDP_4,
             {"target": "v5e:2x2*2"},
             "--target=v5e:2x2*2 (8 devices), but the mesh of this experiment has 4 devices"
-            " (ici_mesh_shape=[1, 4, 1]).\nFor these devices try --fdl.ICI_MESH_SHAPE=[4,1,1]"
+            " (ici_mesh_shape=[1, 4, 1]).\nFor these devices try"
+            " --fdl.partitioner.ici_mesh_shape=[4,1,1]"
             " --fdl.partitioner.dcn_mesh_shape=[2,1,1], or write --target=v5e for as"
             " many as it has",
         ),
@@ -92,7 +95,7 @@ def test_number_of_simulated_devices():
             {"num_devices": 8},
             "--num_devices=8, but the mesh of this experiment has 4 devices"
             " (ici_mesh_shape=[1, 4, 1]).\nFor these devices try"
-            " --fdl.ICI_MESH_SHAPE=[8,1,1], or leave it out for as many as it has",
+            " --fdl.partitioner.ici_mesh_shape=[8,1,1], or leave it out for as many as it has",
         ),
         (
             SpmdPartitioner(ici_mesh_shape=[1, 8, 1]),
