@@ -91,8 +91,7 @@ def make_recipe(request: Request, options: Options) -> Recipe:
     preset = "gpu_latency_hiding" if options.gpus_per_node else None
     if tpu is not None:
         preset = tpu.preset(options.num_slices)
-    if options.recommended_xla_flags:
-        request = request.with_preset(preset)
+    request = request.with_preset(preset, options)
     name = options.name or request.job_name
     # Not in the folder of the run, which may only be in sight of the pods.
     path = options.script or f"{name}.jobset.yaml"
@@ -136,8 +135,6 @@ def _check(request: Request, options: Options, tpu: TpuSlice | None) -> None:
             )
         flags = f"--tpu={options.tpu} --tpu_topology={options.tpu_topology}"
         count = tpu.num_chips * options.num_slices
-        if options.num_slices > 1:
-            flags += f" --num_slices={options.num_slices}"
         request.check_devices(count, flags, num_slices=options.num_slices)
     elif options.num_slices > 1:
         raise UsageError("--num_slices is of TPUs; machines with GPUs are counted by --nodes.")

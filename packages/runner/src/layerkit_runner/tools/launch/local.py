@@ -64,8 +64,8 @@ trap 'forward INT' INT
 
 def make_recipe(request: Request, options: Options) -> Recipe:
     """Return the script, and a command that runs it."""
-    if options.devices == "gpu" and options.recommended_xla_flags:
-        request = request.with_preset("gpu_latency_hiding")
+    if options.devices == "gpu":
+        request = request.with_preset("gpu_latency_hiding", options)
     path = script_path(request, "local.sh", options.script)
     command = split_command(options.runner, own_command())
     text = "\n".join(

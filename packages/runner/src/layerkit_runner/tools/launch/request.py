@@ -15,6 +15,7 @@ from layerkit_runner.config.flags import ParsedFlags, flag_word, parse_flags
 from layerkit_runner.config.recorded import with_recorded_experiment
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run_options import JOINING_MODES, RunOptions
+from layerkit_runner.tools.launch.values import Options
 
 if TYPE_CHECKING:
     from layerkit_runner.config.resolve import ResolvedExperiment
@@ -63,13 +64,14 @@ class Request:
         """Whether the folder is in a store, such as `gs://…`."""
         return "://" in self.folder
 
-    def with_preset(self, preset: str | None) -> Request:
-        """Return the request with compiler flags, unless it has some or does not train."""
-        if preset is None or self.mode != "train" or self.options.xla_flags_preset is not None:
+    def with_preset(self, preset: str | None, options: Options) -> Request:
+        """Return the request with compiler flags, unless it has some or is not to have them."""
+        has_some = self.options.xla_flags_preset is not None
+        is_wanted = options.recommended_xla_flags and self.mode == "train"
+        if preset is None or has_some or not is_wanted:
             return self
-        options = dataclasses.replace(self.options, xla_flags_preset=preset)
         words = (*self.words, f"--xla_flags_preset={preset}")
-        return dataclasses.replace(self, options=options, words=words)
+        return dataclasses.replace(self, words=words)
 
     def check_devices(self, count: int, flags: str, *, num_slices: int | None = None) -> None:
         """Raise a UsageError if the mesh has another number of devices than `flags` ask for.
@@ -82,6 +84,8 @@ class Request:
         if self.mesh is None:
             return
         within, across = self.mesh
+        if num_slices is not None and num_slices > 1:
+            flags += f" --num_slices={num_slices}"
         to_do = f"{_SET_THE_MESH}, or the devices."
         if within * across != count:
             raise UsageError(

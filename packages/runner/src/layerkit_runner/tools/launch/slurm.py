@@ -57,8 +57,8 @@ FLAGS = (
 def make_recipe(request: Request, options: Options) -> Recipe:
     """Return the batch script, and the command that submits it."""
     _check(request, options)
-    if options.gpus_per_node and options.recommended_xla_flags:
-        request = request.with_preset("gpu_latency_hiding")
+    if options.gpus_per_node:
+        request = request.with_preset("gpu_latency_hiding", options)
     path = local.script_path(request, "slurm.sh", options.script)
     return Recipe(
         files={path: batch_script(request, options)},

@@ -155,8 +155,6 @@ def make_recipe(request: Request, options: Options) -> Recipe:
     tpu = parse_accelerator_type(options.accelerator_type)
     num_slices = getattr(options, "num_slices", 1)
     flags = f"--accelerator_type={options.accelerator_type}"
-    if num_slices > 1:
-        flags += f" --num_slices={num_slices}"
     request.check_devices(tpu.num_chips * num_slices, flags, num_slices=num_slices)
     if not request.is_in_store:
         raise UsageError(
@@ -169,8 +167,7 @@ def make_recipe(request: Request, options: Options) -> Recipe:
             " environment. Read a secret on the hosts instead:"
             f" --setup='export {name}=$(gcloud secrets versions access latest --secret=NAME)'"
         )
-    if options.recommended_xla_flags:
-        request = request.with_preset(tpu.preset(num_slices))
+    request = request.with_preset(tpu.preset(num_slices), options)
     is_queued = options.kind == "queued_resources"
     make = {
         "create": lambda: [_create(tpu, num_slices, options)],
