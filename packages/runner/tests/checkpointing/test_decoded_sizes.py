@@ -15,7 +15,7 @@ from layerkit_runner.checkpointing import CheckpointManager, DamagedCheckpointEr
 from layerkit_runner.checkpointing.formats import check_decoded_sizes
 from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec
 from layerkit_runner.errors import UsageError
-from layerkit_runner.init_from.stored_checkpoint import StoredCheckpoint
+from layerkit_runner.init_from.sources import StoredCheckpoint
 
 LEAVES: dict[LeafPath, LeafSpec] = {
     ("params", "w"): LeafSpec((300, 400), np.dtype(np.float32)),

@@ -94,8 +94,7 @@ def test_any_format_on_any_mesh(begin: Any, tmp_path: Path, one_file: bool, arra
 def test_values_are_read_as_they_are_laid_out(begin: Any, repeated: bool):
     from layerkit_runner.init_from import first_state as module
     from layerkit_runner.init_from.matching import match
-    from layerkit_runner.init_from.origins import Opened
-    from layerkit_runner.init_from.stored_checkpoint import StoredCheckpoint
+    from layerkit_runner.init_from.sources import Opened, StoredCheckpoint
 
     rules = None if repeated else [*OUT_OF_STACK[:1], (".*", r"\g<0>")]
     settings = begin.init_from({"folder": str(begin.job), "rules": rules})

@@ -18,8 +18,8 @@ from layerkit.base_model import BaseModel
 from layerkit_runner.checkpointing.structure import LeafSpec, spec_of
 from layerkit_runner.errors import UsageError
 from layerkit_runner.init_from import InitFrom, Source
-from layerkit_runner.init_from.matching import match
-from layerkit_runner.init_from.origins import Matched, Opened
+from layerkit_runner.init_from.matching import Matched, match
+from layerkit_runner.init_from.sources import Opened
 from layerkit_runner.training.train_state import TrainState
 
 

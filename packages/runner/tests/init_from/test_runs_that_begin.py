@@ -158,11 +158,11 @@ def test_a_weight_that_is_to_be_drawn(train: Any, job: Path, tmp_path: Path):
         (
             ["--init_from=a", "--restore_checkpoint_dir=b"],
             "--init_from begins a new run with the weights of a folder, --restore_checkpoint_dir"
-            " goes on with the whole state of another; keep one.",
+            " resumes the whole state of another; keep one.",
         ),
         (
             ["--init_from=a", "--init_draw=(x"],
-            "--init_draw=(x is not a regular expression: missing ), unterminated subpattern at"
+            "--init_draw=(x: expected a regular expression: missing ), unterminated subpattern at"
             " position 0.",
         ),
         (["--init_from=a", "--mode=eval"], "--init_from belongs to --mode=train, and the mode is"),

@@ -1,14 +1,11 @@
 """Init from anywhere: the first values of a run out of checkpoints and Hugging Face folders.
 
-    settings.py             what an experiment says: `InitFrom`, its sources and their rules
-    rules.py                one rule: a pattern over names here, a name there
-    folders.py              which kind of folder a path names
-    stored_checkpoint.py    one of our checkpoints, read by name
-    stored_hugging_face.py  a Hugging Face folder, likewise
-    origins.py              what is told of stored values, and of those that were found
-    matching.py             rules and stored names in, the origin of every value out, or all faults
-    first_state.py          the state before the first step, values read to where they belong
-    provenance.py           the record of where each value came from
+    settings.py     what an experiment sets: `InitFrom`, its sources and their rules
+    rules.py        one rule: a pattern over names of this run, and a name in the source
+    sources.py      folders: recognised, opened, and read by name
+    matching.py     rules and stored names in; the origin of every value out, or all faults at once
+    first_state.py  the state before the first step, each value read into its sharding
+    provenance.py   the record of the origin of each value
 
 It takes effect on a fresh start alone: a run that resumes reads its own checkpoints instead. The
 names below are imported when they are first used.

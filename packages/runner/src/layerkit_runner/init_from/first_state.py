@@ -19,20 +19,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from layerkit_runner.checkpointing.structure import LeafPath, join, named_leaves
 from layerkit_runner.errors import UsageError, first_names
-from layerkit_runner.init_from.folders import CheckpointFolder, recognise
-from layerkit_runner.init_from.matching import match
-from layerkit_runner.init_from.origins import (
-    OPT_STATE,
-    PARAMS,
-    Found,
-    Matched,
-    Opened,
-    StoredValues,
-)
+from layerkit_runner.init_from.matching import OPT_STATE, PARAMS, Found, Matched, match
 from layerkit_runner.init_from.provenance import RANDOM_INIT, FirstState, Provenance, copy_of
-from layerkit_runner.init_from.settings import InitFrom, Source
-from layerkit_runner.init_from.stored_checkpoint import StoredCheckpoint
-from layerkit_runner.init_from.stored_hugging_face import StoredHuggingFace
+from layerkit_runner.init_from.settings import InitFrom
+from layerkit_runner.init_from.sources import StoredHuggingFace, StoredValues, open_source
 from layerkit_runner.training.task import SingleTask
 from layerkit_runner.training.train_state import TrainState
 
@@ -72,22 +62,11 @@ def plan_first_state(
         return lambda: _from_loader(partitioner, task, source)
     state = partitioner.abstract_stored_state(task)
     try:
-        opened = [_open(one, state, report) for one in source.sources]
+        opened = [open_source(one, state, report) for one in source.sources]
     except UsageError as error:
         raise UsageError(f"{source.label}: {error}") from error
     matched = match(source, opened, state, model=task.model)
     return lambda: _from_match(partitioner, task, state, matched)
-
-
-def _open(source: Source, state: TrainState, report: Report) -> Opened:
-    kind = recognise(source.folder or "")
-    if not isinstance(kind, CheckpointFolder):
-        like = named_leaves(state) if source.rules is None else None
-        return Opened(source, StoredHuggingFace(kind.directory, like=like))
-    if source.step is not None and kind.step not in (None, source.step):
-        raise UsageError(f"step={source.step}, but the folder {source.folder} is another step")
-    step = kind.step if source.step is None else source.step
-    return Opened(source, StoredCheckpoint(kind.directory, step=step, report=report))
 
 
 def _from_match(

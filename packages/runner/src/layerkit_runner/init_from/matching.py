@@ -5,28 +5,29 @@ Nothing is read here, so a mistake is answered before a model is compiled or a f
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
+from layerkit.base_layer import PARAMS
 from layerkit.base_model import BaseModel
 from layerkit.near_names import near_names
 from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec, join, named_leaves, spec_of
 from layerkit_runner.errors import UsageError
-from layerkit_runner.init_from.origins import (
-    EMA,
-    MODEL_FIELDS,
-    OPT_STATE,
-    PARAMS,
-    Found,
-    Matched,
-    Opened,
-)
 from layerkit_runner.init_from.rules import Origin, Rule
 from layerkit_runner.init_from.settings import ADAPTER_WEIGHTS, InitFrom
+from layerkit_runner.init_from.sources import Opened, StoredValues
 from layerkit_runner.training.train_state import TrainState
+
+OPT_STATE = "opt_state"
+EMA = "ema"
+# The fields of a state that a model reads; their values are named by layer path alone.
+MODEL_FIELDS = (PARAMS, "non_trainable", "overwrite_with_gradient")
 
 _MOST_FAULTS = 20
 # (part of the names here, part of those there, the rule)
@@ -40,6 +41,52 @@ _STACK = (
     "/layers_0/",
     r'(r"(.*)/repeat/sub/(.*)", r"\1/layers_{layer}/\2")',
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The origin of one first value.
+
+    Attributes:
+      stored: Source that holds it.
+      origin: How the value is made of values of the source.
+      paths: Paths of these values in the source.
+      target: Shape, dtype and sharding of the value in this run.
+    """
+
+    stored: StoredValues
+    origin: Origin
+    paths: tuple[LeafPath, ...]
+    target: jax.ShapeDtypeStruct
+
+    @property
+    def stored_dtype(self) -> np.dtype:
+        """Dtype of the value in the source."""
+        return self.stored.leaves[self.paths[0]].dtype
+
+    def __str__(self) -> str:
+        """Return `DIR:STEP:params/lm/w[3]`."""
+        collection = self.paths[0][0]
+        return f"{self.stored.label}:{collection}/{self.origin.text}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Matched:
+    """The origins of all first values.
+
+    Attributes:
+      found: Origins by path in the state, such as `("params", "lm", "w")`.
+      drawn: Paths of the weights that are drawn.
+      copied: Paths below `params` of weights that start as copies, with the paths of the originals.
+      step: Step that the run counts on from.
+      step_from: Label of the source of `step`; None if the run counts from 0.
+    """
+
+    found: Mapping[LeafPath, Found]
+    drawn: tuple[LeafPath, ...]
+    copied: Mapping[LeafPath, LeafPath] = dataclasses.field(default_factory=dict)
+    step: int = 0
+    step_from: str | None = None
 
 
 def match(

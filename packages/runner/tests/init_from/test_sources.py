@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.init_from.folders import CheckpointFolder, HuggingFaceFolder, recognise
+from layerkit_runner.init_from.sources import CheckpointFolder, HuggingFaceFolder, recognise
 
 
 @pytest.fixture

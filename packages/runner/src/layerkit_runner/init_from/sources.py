@@ -1,0 +1,292 @@
+"""Folders that hold first values: checkpoints of a job, and Hugging Face folders.
+
+`open_source` recognises the kind of a folder and reads the names, shapes and dtypes of its values.
+The values themselves are read later, each straight into the sharding that it has on the mesh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
+
+import jax
+from etils import epath
+
+from layerkit.base_layer import PARAMS
+from layerkit.config import build
+from layerkit.interop.hugging_face import families, folder, importing, tensors
+from layerkit.near_names import near_names
+from layerkit_runner.checkpointing import (
+    CheckpointManager,
+    DamagedCheckpointError,
+    LayoutVersionError,
+    StateFormat,
+    documents,
+    folders,
+)
+from layerkit_runner.checkpointing.formats import check_decoded_sizes, format_of
+from layerkit_runner.checkpointing.integrity import verify_together
+from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec, named_leaves
+from layerkit_runner.distributed.process_exchange import from_each_process
+from layerkit_runner.errors import UsageError, first_names
+from layerkit_runner.files.atomic_write import absolute
+from layerkit_runner.init_from.settings import Source
+from layerkit_runner.training.train_state import TrainState
+
+_STEP_NAME = re.compile(rf"{folders.STEP_PREFIX}_(\d+)")
+
+
+class StoredValues(Protocol):
+    """An open source, by names."""
+
+    @property
+    def label(self) -> str:
+        """The place of the source, for messages and records."""
+
+    @property
+    def step(self) -> int | None:
+        """The step of a checkpoint; None for a Hugging Face folder."""
+
+    @property
+    def leaves(self) -> Mapping[LeafPath, LeafSpec]:
+        """Shape and dtype of every value by its path, such as `("params", "lm", "w")`."""
+
+    def read(self, wanted: Mapping[LeafPath, jax.ShapeDtypeStruct]) -> dict[LeafPath, jax.Array]:
+        """Read some of the values, each into the sharding of `wanted`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A source of the settings, and the values found in its folder."""
+
+    settings: Source
+    stored: StoredValues
+
+
+def open_source(source: Source, state: TrainState, report: Callable[[str], None]) -> Opened:
+    """Open the folder of a source; only names, shapes and dtypes are read.
+
+    Args:
+      source: Settings of the source.
+      state: State of this run, as shapes, dtypes and shardings.
+      report: Called with each line about damaged checkpoints.
+
+    Raises:
+      UsageError: The folder or its checkpoint is missing, damaged or of an unknown kind.
+    """
+    kind = recognise(source.folder or "")
+    if not isinstance(kind, CheckpointFolder):
+        like = named_leaves(state) if source.rules is None else None
+        return Opened(source, StoredHuggingFace(kind.directory, like=like))
+    if source.step is not None and kind.step not in (None, source.step):
+        raise UsageError(f"step={source.step}, but the folder {source.folder} is another step")
+    step = kind.step if source.step is None else source.step
+    return Opened(source, StoredCheckpoint(kind.directory, step=step, report=report))
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointFolder:
+    """A folder of checkpoints, absolute; `step` is None unless the path names one step."""
+
+    directory: epath.Path
+    step: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class HuggingFaceFolder:
+    """A folder with `config.json` and safetensors files, absolute."""
+
+    directory: epath.Path
+
+
+def recognise(given: str) -> CheckpointFolder | HuggingFaceFolder:
+    """Return the kind of a folder.
+
+    Args:
+      given: Path of a job, of its checkpoints, of one checkpoint, or of a Hugging Face folder; on
+        this machine or in a store, such as `gs://bucket/run`.
+
+    Raises:
+      UsageError: The folder does not exist, or is of no such kind.
+    """
+    directory = absolute(given)
+    if not directory.is_dir():
+        parent = directory.parent
+        beside = [path.name for path in parent.iterdir()] if parent.is_dir() else []
+        what = f"{given} is a file" if directory.exists() else f"there is no folder {given}"
+        raise UsageError(f"{what}{near_names(directory.name, beside)}")
+    named = _STEP_NAME.fullmatch(directory.name)
+    if named and (directory / "state").is_dir():
+        return CheckpointFolder(directory.parent, int(named[1]))
+    for place in (directory, directory / "checkpoints"):
+        if folders.committed_steps(place):
+            return CheckpointFolder(place, None)
+    children = [path.name for path in directory.iterdir()]
+    if "config.json" in children and any(name.endswith(".safetensors") for name in children):
+        return HuggingFaceFolder(directory)
+    raise UsageError(
+        "expected the folder of a job, of its checkpoints or one of them, or of Hugging Face"
+        f" (config.json and *.safetensors); {given} {_contents(children)}"
+    )
+
+
+def _contents(children: list[str]) -> str:
+    if not children:
+        return "is empty"
+    if "checkpoints" in children:
+        return "is that of a job without a checkpoint"
+    if any(name.endswith(".bin") for name in children):
+        return "has *.bin, which is not read: save the model anew, which writes safetensors"
+    return f"holds {first_names(sorted(children), limit=5)}"
+
+
+class StoredCheckpoint:
+    """A checkpoint of either format, written under any partitioner.
+
+    Attributes:
+      label: `DIR:STEP`, for messages and records.
+      step: Step of the checkpoint.
+      leaves: Shape and dtype of every value by its path, such as `("params", "lm", "w")`.
+    """
+
+    def __init__(
+        self, directory: epath.Path, *, step: int | None, report: Callable[[str], None]
+    ) -> None:
+        """Open a checkpoint; only names, shapes and dtypes are read.
+
+        Args:
+          directory: Folder of the checkpoints.
+          step: Step to read; None for the newest that is not damaged.
+          report: Called with each line about newer checkpoints that are damaged.
+
+        Raises:
+          UsageError: No such checkpoint exists, it is damaged, or a later version wrote it.
+        """
+        self.step = _choose(directory, step, report)
+        self.label = f"{directory}:{self.step}"
+        self._state = folders.step_folder(directory, self.step) / "state"
+        try:
+            documents.read(self._state.parent)
+        except LayoutVersionError as error:
+            raise UsageError(str(error)) from error
+        # Orbax takes most of a second to import.
+        from layerkit_runner.checkpointing import handlers
+
+        self.leaves: Mapping[LeafPath, LeafSpec] = handlers.stored_leaves(self._state)
+
+    def read(self, wanted: Mapping[LeafPath, jax.ShapeDtypeStruct]) -> dict[LeafPath, jax.Array]:
+        """Read some of the values, each into the sharding of `wanted`.
+
+        A process reads only what its devices hold. A single file (`StateFormat.MSGPACK`) is read
+        one value at a time.
+
+        Args:
+          wanted: Stored shape and dtype of each value, with a sharding.
+
+        Raises:
+          UsageError: A chunk would decompress to more than its array holds.
+        """
+        from layerkit_runner.checkpointing import handlers
+
+        if format_of(self._state) is StateFormat.TENSORSTORE:
+            own = list(wanted)[jax.process_index() :: jax.process_count()]
+            chosen = {path: self.leaves[path] for path in own}
+            try:
+                from_each_process(lambda: check_decoded_sizes(self._state, chosen))
+            except DamagedCheckpointError as error:
+                raise UsageError(str(error)) from error
+        handler = handlers.StateHandler()
+        try:
+            return handler.restore(self._state, handlers.StateRestore(wanted))
+        finally:
+            handler.close()
+
+
+def _choose(directory: epath.Path, step: int | None, report: Callable[[str], None]) -> int:
+    if step is None:
+        with CheckpointManager(directory, read_only=True, report=report) as checkpoints:
+            step = checkpoints.newest_sound_step()
+        if step is None:
+            raise UsageError(f"no checkpoint in {directory} is sound")
+        return step
+    steps = folders.committed_steps(directory)
+    if step not in steps:
+        raise UsageError(
+            f"{directory} has no checkpoint of step {step}; it has {first_names(map(str, steps))}"
+        )
+    findings = verify_together(folders.step_folder(directory, step))
+    damage = [str(finding) for finding in findings if finding.is_damage]
+    if damage:
+        raise UsageError(
+            f"{folders.step_folder(directory, step)} is damaged: {first_names(damage)}"
+        )
+    return step
+
+
+class StoredHuggingFace:
+    """The weights of a Hugging Face folder, named as in the model that config.json describes.
+
+    Attributes:
+      label: The folder, for messages and records.
+      step: None.
+      leaves: Shape and dtype of every weight by its path, such as `("params", "lm", "w")`.
+    """
+
+    step = None
+
+    def __init__(self, directory: epath.Path, *, like: Collection[LeafPath] | None) -> None:
+        """Read config.json and the names of the tensors.
+
+        Args:
+          directory: The folder.
+          like: Paths of the weights of this run. Layers are named as a stack or one by one,
+            whichever shares more names with these. None names them as a stack.
+
+        Raises:
+          UsageError: The model is not supported, or a file is missing.
+        """
+        self.label = str(directory)
+        self._directory = directory
+        try:
+            self._family = families.family_of(folder.read_json(directory).get("model_type"))
+            self._chosen = self._anatomy(repeated=True)
+            if like is not None and not self._chosen.weights.keys() <= set(like):
+                unrolled = self._anatomy(repeated=False)
+                ways = (self._chosen, unrolled)
+                self._chosen = max(ways, key=lambda way: len(way.weights.keys() & set(like)))
+            self.leaves: Mapping[LeafPath, LeafSpec] = self._read_names()
+        except (OSError, ValueError, ImportError) as error:
+            raise UsageError(str(error)) from error
+
+    def read(self, wanted: Mapping[LeafPath, jax.ShapeDtypeStruct]) -> dict[LeafPath, jax.Array]:
+        """Read some of the weights, slice by slice, each into the sharding of `wanted`.
+
+        Args:
+          wanted: Shape and dtype from `leaves`, with a sharding.
+
+        Raises:
+          UsageError: A tensor is missing, surplus, or of another shape.
+        """
+        try:
+            with folder.SafetensorsFolder(self._directory) as source:
+                like = tensors.unflatten(wanted)
+                read = importing.read_weights(source, self._family, self._chosen, like=like)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{self.label}: {error}") from error
+        return tensors.flatten(read)
+
+    def _anatomy(self, *, repeated: bool) -> tensors.Anatomy:
+        model = build(importing.model_config(self._directory, repeated=repeated))
+        return tensors.dissect(model, self._family.rows)
+
+    def _read_names(self) -> dict[LeafPath, LeafSpec]:
+        """Return the weights with the dtypes in which they are stored."""
+        with folder.SafetensorsFolder(self._directory) as source:
+            dtypes = importing.stored_dtypes(source, self._family, self._chosen)
+        return {
+            path: LeafSpec(tuple(weight.shape), dtypes[path])
+            for path, weight in self._chosen.weights.items()
+            if path[0] == PARAMS and path in dtypes
+        }
