@@ -74,7 +74,7 @@ class ClusterInfo:
 
 @dataclasses.dataclass(frozen=True)
 class JoinedProcess:
-    """This process in its job.
+    """The place of this process in its job.
 
     Attributes:
       identity: Number, host and pid of the process.

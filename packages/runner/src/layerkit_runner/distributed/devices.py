@@ -16,12 +16,15 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, MutableMapping
+from pathlib import Path
 
 import jax
 
 from layerkit.near_names import near_names
 from layerkit_runner.errors import UsageError
+from layerkit_runner.files.atomic_write import UnsafePathError, private_folder
 from layerkit_runner.run_options import RunOptions
 
 # By value of JAX_PLATFORMS: the modules of which JAX needs one, and how to install it.
@@ -253,3 +256,58 @@ def _chosen(options: RunOptions) -> Iterator[tuple[str, list[str]]]:
         flags = chosen.setdefault(_GPU, [])
         flags += [flag for flag in guided if flag not in flags]
     yield from chosen.items()
+
+
+def enable_compilation_cache(flag: str | None) -> None:
+    """Keep compiled programs on disk, so that a restart or a second run starts fast.
+
+    Args:
+      flag: Value of --jax_compilation_cache.
+    """
+    folder = cache_folder(flag, os.environ)
+    try:
+        if folder is not None:
+            make_private(folder, os.environ)
+    except UnsafePathError as error:
+        print(f"runner: compiled programs are not kept: {error}", file=sys.stderr, flush=True)
+        folder = None
+    except OSError:
+        pass  # a home folder that cannot be written; JAX reports it and compiles
+    if folder is None:
+        jax.config.update("jax_enable_compilation_cache", False)  # noqa: FBT003
+        return
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def cache_folder(flag: str | None, environ: Mapping[str, str]) -> str | None:
+    """Return the folder of the compilation cache as an absolute path; None for no cache.
+
+    It is set by --jax_compilation_cache, else by JAX's variable; the default is below the user's
+    own cache. It may be in a store.
+    """
+    folder = flag or environ.get("JAX_COMPILATION_CACHE_DIR") or _default_folder(environ)
+    if folder == "off":
+        return None
+    # A shell leaves the ~ of --jax_compilation_cache=~/x as it is.
+    return folder if "://" in folder else os.path.abspath(os.path.expanduser(folder))
+
+
+def make_private(folder: str, environ: Mapping[str, str]) -> None:
+    """Create the default folder for this user alone; leave a folder that was chosen as it is.
+
+    JAX runs the programs that it finds there, so whoever can write them can run code in a job.
+
+    Raises:
+      UnsafePathError: The default folder belongs to another user.
+      OSError: The default folder cannot be created.
+    """
+    if folder == os.path.abspath(_default_folder(environ)):
+        Path(folder).parent.mkdir(parents=True, exist_ok=True)
+        private_folder(Path(folder))
+
+
+def _default_folder(environ: Mapping[str, str]) -> str:
+    cache_home = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return os.path.join(cache_home, "layerkit", "jax")

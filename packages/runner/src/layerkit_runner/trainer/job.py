@@ -7,8 +7,6 @@ import dataclasses
 import datetime
 import functools
 import importlib.metadata
-import os
-import sys
 from collections.abc import Iterator
 
 import jax
@@ -26,13 +24,16 @@ from layerkit_runner.checkpointing import (
     structure,
 )
 from layerkit_runner.checkpointing.folders import step_folder
-from layerkit_runner.config.compilation_cache import cache_folder, make_private
 from layerkit_runner.config.config_text import config_json
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
-from layerkit_runner.distributed.devices import check_devices, start_devices
+from layerkit_runner.distributed.devices import (
+    check_devices,
+    enable_compilation_cache,
+    start_devices,
+)
 from layerkit_runner.errors import UsageError, layer_error_text
-from layerkit_runner.files.atomic_write import UnsafePathError, absolute
+from layerkit_runner.files.atomic_write import absolute
 from layerkit_runner.observers import (
     Goodput,
     GoodputLog,
@@ -214,7 +215,7 @@ def start_job(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> J
       UsageError: fields or flags that do not fit together or do not fit the devices.
     """
     goodput = Goodput()
-    enable_compilation_cache(options)
+    enable_compilation_cache(options.jax_compilation_cache)
     if options.job_log_dir is None:
         raise UsageError(f"--mode={mode} needs a folder to write to: --job_log_dir=DIR")
     directory = absolute(options.job_log_dir)
@@ -273,25 +274,6 @@ def build_parts(resolved: ResolvedExperiment) -> tuple[Partitioner, SingleTask]:
 def checkpoint_folder(directory: epath.Path) -> epath.Path:
     """Where the checkpoints of another job are, given its folder or the one they are in."""
     return directory if directory.name == "checkpoints" else directory / "checkpoints"
-
-
-def enable_compilation_cache(options: RunOptions) -> None:
-    """Keeps compiled programs on disk, so that a restart or a second run starts fast."""
-    folder = cache_folder(options.jax_compilation_cache, os.environ)
-    try:
-        if folder is not None:
-            make_private(folder, os.environ)
-    except UnsafePathError as error:
-        print(f"runner: compiled programs are not kept: {error}", file=sys.stderr, flush=True)
-        folder = None
-    except OSError:
-        pass  # a home folder that cannot be written; JAX reports it and compiles
-    if folder is None:
-        jax.config.update("jax_enable_compilation_cache", False)  # noqa: FBT003
-        return
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
 def versions() -> dict[str, str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from layerkit_runner.config.compilation_cache import cache_folder, make_private
+from layerkit_runner.distributed.devices import cache_folder, make_private
 from layerkit_runner.files.atomic_write import UnsafePathError
 
 
