@@ -1,18 +1,9 @@
 """Lower bounds of the time of a step: what arithmetic, memory and networks need for it.
 
 Each is the work of a device divided by its peak rate (the roofline model: Williams, Waterman and
-Patterson, 2009). No step is faster than the slowest of them. What is counted and assumed:
-
-- Arithmetic: the products of the whole traced step (forward, backward, and those that
-  rematerialisation and bubbles of a pipeline repeat), shared evenly by all devices, at the dense
-  bfloat16 peak. Work that several devices repeat alike, and what is no product, costs more.
-- Memory: state and batch are read once, and weights twice more, by the forward and the backward
-  pass; results are written; temporaries and what a network delivers are written and read once.
-  Layers of a loop use the same memory again and again, so more is moved.
-- Networks: bytes that a device sends with all its links busy. A ring along one axis of a torus uses
-  two of its links, and latencies are not counted.
-
-Communication that hides behind arithmetic costs nothing, the rest adds up: both ends are reported.
+Patterson, 2009). No step is faster than the slowest of them. docs/planning.md has a table of what
+is counted and what is assumed. Communication that hides behind arithmetic costs nothing, the rest
+adds up: both ends are reported.
 """
 
 from __future__ import annotations
@@ -52,18 +43,12 @@ class Bounds:
     """Lower bounds of a step; None if a figure of the device is unknown.
 
     Attributes:
-      work: The work of each device.
-      compute_seconds: Time of the arithmetic.
-      memory_seconds: Time of reading and writing memory.
       fast_network_seconds: Time of sending within a slice or node.
       slow_network_seconds: Time of sending to others.
       limited_by: The longest of them: `compute`, `memory`, `fast network`, `slow network`.
       step_seconds: Time with all communication hidden: the longest of the four.
       step_seconds_no_overlap: Time with none hidden: the longer of the first two and the networks.
-      tokens_per_sec: Tokens/s of all devices at `step_seconds`.
-      tokens_per_sec_no_overlap: Tokens/s at `step_seconds_no_overlap`.
-      mfu: Model FLOPs utilisation at `step_seconds`: a fraction of the peak.
-      mfu_no_overlap: Model FLOPs utilisation at `step_seconds_no_overlap`.
+      mfu: Model FLOPs utilisation at `step_seconds`, a fraction; likewise for `…_no_overlap`.
       unknown: Figures of the device that were needed and are unknown.
     """
 
@@ -90,9 +75,11 @@ def device_work(memory: Memory, collectives: Iterable[Traffic], *, flops: float)
       collectives: Traffic of each device.
       flops: FLOPs of all products on a device, repeated ones included.
     """
+    # Products are taken to be shared evenly by all devices. State and batch are read once, weights
+    # twice more, by both passes; what is received and temporaries are written and read once.
     sent = list(collectives)
     total, slow = sum(each.bytes_sent for each in sent), sum(each.bytes_slow for each in sent)
-    # Most of what is received lands in temporaries, so the larger counts.
+    # Most of what is received lands in temporaries.
     between = 2 * max(memory.temporaries, total)
     moved = memory.arguments + memory.outputs + 2 * memory.weights + between
     return DeviceWork(flops, moved, fast_bytes=total - slow, slow_bytes=slow)
@@ -159,11 +146,9 @@ class PipelinePlan:
     """One pipeline of a task, scheduled as `layerkit.layers.pipeline_schedule` does.
 
     Attributes:
-      num_stages: Number S of stages.
-      num_microbatches: Number M of microbatches in one pass of rows.
       rows_per_microbatch: Rows of each microbatch, over all devices.
       circular_repeats: Number R of rounds; 1 is GPipe.
-      num_ticks: M·R + S − 1, from the first microbatch entering to the last one leaving.
+      num_ticks: M·R + S − 1 for M microbatches and S stages.
       bubble_fraction: Fraction of the ticks in which a stage idles: (S − 1) / num_ticks.
     """
 

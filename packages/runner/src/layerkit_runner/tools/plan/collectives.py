@@ -1,20 +1,11 @@
 """What the devices of a compiled step send to one another: kinds, mesh axes, times and bytes.
 
-Bytes are those that each device SENDS (and receives as many) when a collective over g devices in s
-slices (or nodes), as many in each, is done with the least traffic, as a ring does it:
-
-| kind | bytes sent by each device | part of them that leaves its slice |
-|---|---|---|
-| all-gather | (g − 1)/g of its result | (s − 1)/g of its result |
-| all-reduce | 2 (g − 1)/g of its result | 2 (s − 1)/g of its result |
-| reduce-scatter | (g − 1) times its result | (s − 1) times its result |
-| all-to-all | (g − 1)/g of its result | (s − 1)/s of its result |
-| collective-permute | its result | all, if any pair of devices lies in two slices |
-
-(Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
-2005.) Least leaves a slice when what is common is done within it first, as libraries do it. Shapes
-in HLO are those on one device. TPUs split what runs over several slices themselves: the part that
-crosses them is a `send` through the host, reported as the collective that it stands for.
+Bytes are those that each device SENDS (and receives as many) when a collective is done with the
+least traffic, as a ring does it (Thakur, Rabenseifner and Gropp, "Optimization of collective
+communication operations in MPICH", 2005): `_SENT` has the formulas. Least leaves a slice when what
+is common is done within it first, as libraries do it. Shapes in HLO are those on one device. TPUs
+split what runs over several slices themselves: the part that crosses them is a `send` through the
+host, reported as the collective that it stands for.
 
 HLO does not know our mesh axes. It lists groups of device numbers, where number i is the i-th
 device of the mesh in row-major order, in one of three ways, or as the pairs of a permutation:

@@ -43,10 +43,10 @@ class Sizes:
     """Bytes on one device, as a compiler reports them.
 
     Attributes:
-      arguments: Bytes of the arguments that the program reads.
-      outputs: Bytes of all results.
-      donated: Part of `outputs` that takes the place of arguments.
-      temporaries: Bytes of everything else at the moment of the peak.
+      arguments: Part of state and batch that the step reads.
+      temporaries: Gradients, activations and workspace at the moment of the peak.
+      outputs: All results: new state, metrics and scalars.
+      donated: Part of `outputs` that takes the place of the old state.
       host_arguments: Bytes of arguments in the memory of the host, per device.
       host_temporaries: Bytes of temporaries in the memory of the host, per device.
     """

@@ -146,7 +146,7 @@ def target_devices(target: Target) -> list[jax.Device]:
     assert target.num_devices is not None, target
     if target.kind.platform == "cpu":
         return simulated_devices(target.num_devices)
-    _touch_no_accelerator()
+    jax.config.update("jax_platforms", "cpu")  # touches no accelerator of this machine
     if target.kind.platform == "tpu":
         return _tpu_devices(target, target.kind)
     return _gpu_devices(target, target.kind)
@@ -163,10 +163,6 @@ def described_kind(target: Target, devices: Sequence[jax.Device]) -> DeviceKind:
         return kind
     # What the allocator was given is all for the program.
     return dataclasses.replace(kind, memory_bytes=limit, reserved_bytes=0)
-
-
-def _touch_no_accelerator() -> None:
-    jax.config.update("jax_platforms", "cpu")
 
 
 def _tpu_devices(target: Target, kind: DeviceKind) -> list[jax.Device]:
@@ -235,7 +231,7 @@ def simulated_devices(count: int) -> list[jax.Device]:
     except RuntimeError:
         pass  # JAX has its devices already; they are counted below
     else:
-        _touch_no_accelerator()
+        jax.config.update("jax_platforms", "cpu")  # touches no accelerator of this machine
         # XLA rejects two settings of the number of devices.
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = _FORCED_COUNT.sub("", flags).strip()

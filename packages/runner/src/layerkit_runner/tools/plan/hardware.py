@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from layerkit.near_names import near_names
 from layerkit_runner.distributed.devices import GPU_MEMORY_SHARE
@@ -22,33 +23,11 @@ _GIGABIT = 10**9 / 8
 
 
 @dataclasses.dataclass(frozen=True)
-class GpuChip:
-    """Figures of an NVIDIA chip that XLA asks the driver for (`cudaDeviceProp`).
-
-    Attributes:
-      compute_capability: Major and minor version.
-      multiprocessors: Number of multiprocessors of the product.
-      float32_units: Number of float32 units of a multiprocessor.
-      shared_memory: KiB of shared memory of a multiprocessor; a block may ask for 1 KiB less.
-      l2_bytes: Bytes of the second-level cache.
-      clock_ghz: Highest clock rate.
-    """
-
-    compute_capability: tuple[int, int]
-    multiprocessors: int
-    float32_units: int
-    shared_memory: int
-    l2_bytes: int
-    clock_ghz: float
-
-
-@dataclasses.dataclass(frozen=True)
 class DeviceKind:
     """A kind of device; None for unknown figures.
 
     Attributes:
       name: Name in `--target`.
-      platform: `tpu`, `gpu` or `cpu`.
       device_kind: Name in `jax.Device.device_kind`.
       pattern: Regular expression of all device kinds with these figures.
       memory_bytes: Bytes of memory, as the driver counts them.
@@ -103,14 +82,46 @@ _GPUS: tuple[tuple[str, str, str, int, float, float, float], ...] = (
     ("h200", "NVIDIA H200", "( 141GB HBM3e)?", 1398 * _GIB // 10, 4800, 450, 400),
     ("b200", "NVIDIA B200", "", 191_514_411_008, 8000, 900, 400),
 )
-# What CUDA reports of each chip, and NVIDIA's tuning guides print.
-_AMPERE = GpuChip((8, 0), 108, 64, 164, 40 * _MIB, 1.41)
-_HOPPER = GpuChip((9, 0), 132, 128, 228, 50 * _MIB, 1.98)
-_BLACKWELL = GpuChip((10, 0), 148, 128, 228, 132_644_864, 1.965)
+
+
+def _chip(
+    capability: tuple[int, int],
+    multiprocessors: int,
+    fpus: int,
+    shared_kib: int,
+    l2: int,
+    ghz: float,
+) -> dict[str, Any]:
+    """Return what CUDA reports of a chip, under the names of XLA's `GpuDeviceInfoProto`."""
+    return {
+        "cuda_compute_capability": f"{{ major: {capability[0]} minor: {capability[1]} }}",
+        "core_count": multiprocessors,
+        "fpus_per_core": fpus,
+        "shared_memory_per_core": shared_kib * _KIB,
+        "shared_memory_per_block_optin": (shared_kib - 1) * _KIB,
+        "l2_cache_size": l2,
+        "clock_rate_ghz": ghz,
+    }
+
+
 _CHIPS = {
-    **dict.fromkeys(("a100", "a100-40gb"), _AMPERE),
-    **dict.fromkeys(("h100", "h200"), _HOPPER),
-    "b200": _BLACKWELL,
+    **dict.fromkeys(("a100", "a100-40gb"), _chip((8, 0), 108, 64, 164, 40 * _MIB, 1.41)),
+    **dict.fromkeys(("h100", "h200"), _chip((9, 0), 132, 128, 228, 50 * _MIB, 1.98)),
+    "b200": _chip((10, 0), 148, 128, 228, 132_644_864, 1.965),
+}
+_EVERY_CHIP = {
+    "threads_per_block_limit": 1024,
+    "threads_per_warp": 32,
+    "shared_memory_per_block": 48 * _KIB,
+    "threads_per_core_limit": 2048,
+    "block_dim_limit_x": 2**31 - 1,
+    "block_dim_limit_y": 2**16 - 1,
+    "block_dim_limit_z": 2**16 - 1,
+    "thread_dim_limit_x": 1024,
+    "thread_dim_limit_y": 1024,
+    "thread_dim_limit_z": 64,
+    "registers_per_core_limit": 65536,
+    "registers_per_block_limit": 65536,
 }
 
 
@@ -182,32 +193,12 @@ def target_config(kind: DeviceKind) -> str:
 
     This is the text of a `GpuTargetConfigProto`; on a machine with GPUs XLA asks the driver.
     """
-    chip = _CHIPS[kind.name]
-    major, minor = chip.compute_capability
     assert kind.memory_bandwidth is not None
-    device = {
-        "threads_per_block_limit": 1024,
-        "threads_per_warp": 32,
-        "shared_memory_per_block": 48 * _KIB,
-        "shared_memory_per_core": chip.shared_memory * _KIB,
-        "shared_memory_per_block_optin": (chip.shared_memory - 1) * _KIB,
-        "threads_per_core_limit": 2048,
-        "core_count": chip.multiprocessors,
-        "fpus_per_core": chip.float32_units,
-        "block_dim_limit_x": 2**31 - 1,
-        "block_dim_limit_y": 2**16 - 1,
-        "block_dim_limit_z": 2**16 - 1,
-        "thread_dim_limit_x": 1024,
-        "thread_dim_limit_y": 1024,
-        "thread_dim_limit_z": 64,
+    memory = {
         "memory_bandwidth": round(kind.memory_bandwidth),
-        "l2_cache_size": chip.l2_bytes,
-        "clock_rate_ghz": chip.clock_ghz,
         "device_memory_size": kind.memory_bytes,
-        "registers_per_core_limit": 65536,
-        "registers_per_block_limit": 65536,
-        "cuda_compute_capability": f"{{ major: {major} minor: {minor} }}",
     }
+    device = {**_EVERY_CHIP, **_CHIPS[kind.name], **memory}
     fields = " ".join(f"{name}: {value}" for name, value in device.items())
     return (
         f"gpu_device_info {{ {fields} }}\n"

@@ -37,9 +37,7 @@ class Instruction:
     """One instruction of HLO.
 
     Attributes:
-      name: Name without the `%`.
       type: Type of the result, such as `f32[4,8]{1,0}`, or a tuple of types in brackets.
-      opcode: Operation, such as `all-reduce`.
       rest: Operands and attributes: everything after the opening bracket.
       executions: Number of runs each time the program runs.
       is_exact: False inside a loop of unknown length, whose body counts once, and inside a branch

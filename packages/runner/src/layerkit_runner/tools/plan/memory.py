@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from layerkit_runner.tools.plan.compiling import CompiledStep, refused_sizes
+from layerkit_runner.tools.plan.compiling import CompiledStep, Sizes, refused_sizes
 from layerkit_runner.training.train_state import TrainState
 
 KINDS = ("weights", "non-trainable", "averages", "optimizer", "batch")
@@ -33,7 +33,6 @@ class TensorMemory:
       path: Path of names, such as `params/lm/softmax/w`.
       kind: One of `KINDS`.
       shape: Shape of the whole tensor, without padding.
-      dtype: Name of the dtype.
       sharding: For each dimension the mesh axes that split it, `[[], ["fsdp"], ["data", "fsdp"]]`.
       bytes_per_device: Bytes of one shard, with padding.
     """
@@ -46,23 +45,14 @@ class TensorMemory:
     bytes_per_device: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """Bytes on one device while a step runs.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory(Sizes):
+    """Bytes on one device while a step runs: by kind of tensor, and as the compiler reports them.
 
     Attributes:
-      weights: Weights, trained and frozen.
-      non_trainable: Other variables of the model.
       averages: Moving averages of the weights (`learner.ema_decay`).
       optimizer: State of the optimizer, and the step counter.
-      batch: One batch, with the fields that the step does not read.
-      temporaries: Gradients, activations and workspace.
-      outputs: All results of the step: new state, metrics and scalars.
-      donated: Part of `outputs` that takes the place of the old state.
-      arguments: Part of state and batch that the step reads.
       peak: arguments + outputs − donated + temporaries.
-      host_arguments: State in the memory of the host, for one device.
-      host_temporaries: Activations that are offloaded to it.
     """
 
     weights: int
@@ -70,13 +60,7 @@ class Memory:
     averages: int
     optimizer: int
     batch: int
-    temporaries: int
-    outputs: int
-    donated: int
-    arguments: int
     peak: int
-    host_arguments: int = 0
-    host_temporaries: int = 0
 
 
 def tensor_memory(
@@ -112,20 +96,15 @@ def step_memory(tensors: Iterable[TensorMemory], step: CompiledStep) -> Memory:
     if sizes is None:
         sizes = refused_sizes(step.refusal or "", arguments=sum(by_kind.values()))
     return Memory(
+        **dataclasses.asdict(sizes),
         weights=by_kind["weights"],
         non_trainable=by_kind["non-trainable"],
         averages=by_kind["averages"],
         optimizer=by_kind["optimizer"],
         batch=by_kind["batch"],
-        temporaries=sizes.temporaries,
-        outputs=sizes.outputs,
-        donated=sizes.donated,
-        arguments=sizes.arguments,
         # Not the compiler's own peak, which on CPU leaves the temporaries out. On TPUs the sum is
         # that peak: see `temporary_bytes`.
         peak=sizes.arguments + sizes.outputs - sizes.donated + sizes.temporaries,
-        host_arguments=sizes.host_arguments,
-        host_temporaries=sizes.host_temporaries,
     )
 
 

@@ -56,10 +56,8 @@ class BatchPlan:
     """The layout of a batch.
 
     Attributes:
-      rows: Rows of the global batch.
       rows_per_device: rows / number of devices; a fraction if devices share rows.
       num_shards: Number of parts that the rows are split into.
-      split_over: The mesh axes that split the rows.
       length: Positions of a row; None if the batch has no `ids` `[batch, length]`.
       tokens: rows × length.
       fields: Dtype and global shape by name, such as `int32[32, 1024]`.
@@ -81,32 +79,19 @@ class Plan:
     """A compiled training step. All bytes are per device; the JSON form has these very keys.
 
     Attributes:
-      experiment: Full name of the experiment.
       target: Target in the syntax of `--target`, such as `h100x256`.
-      num_devices: Number of devices.
-      versions: Versions of the packages that decide the numbers.
-      partitioner: Class of the partitioner.
-      mesh: Size of each mesh axis.
       num_params: Number of trained scalars.
-      param_dtypes: Dtypes of the weights.
-      batch: Layout of the batch.
       flops_per_step: Model FLOPs of all devices (`layerkit_runner.training.flops`), without what
         rematerialisation repeats.
-      flops_per_device: Model FLOPs divided by the devices.
-      memory: Bytes by kind.
       tensors: All tensors of state and batch, largest first.
       collectives: Traffic between devices in one step.
       notes: Messages of layers while they were traced, and what to know about the numbers.
-      trace_seconds: Duration of tracing and lowering.
-      compile_seconds: Duration of compiling.
-      device: Figures of each device.
       num_slices: Number of slices or nodes that the devices lie in.
       fits: Whether the peak is within the usable memory of a device; None if that is unknown.
       refusal: The compiler's message for a step that is too large for the device. There are then
         no temporaries, outputs and collectives.
       temporaries: The largest results that the step computes.
-      bounds: Lower bounds of the step time; None if there is no program to read.
-      pipelines: Pipelines of the model.
+      bounds: None if there is no program to read.
       is_quick: Whether the compiler was asked for less effort than a run asks for.
       dataset: The data set whose step this is, if several take turns.
     """

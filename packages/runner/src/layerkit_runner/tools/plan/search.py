@@ -18,7 +18,7 @@ import math
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -58,7 +58,6 @@ class Candidate:
 
     Attributes:
       flags: Flags to add to the command; empty for the experiment as it is.
-      mesh: Size of each mesh axis.
       remat: Rematerialisation policy; None if the experiment has none to choose.
       across: Number of slices along each mesh axis that spans several.
       accumulation: Number of parts of the batch whose gradients are added up one after another.
@@ -84,18 +83,11 @@ class Search:
     """The result of a search.
 
     Attributes:
-      experiment: Full name of the experiment.
-      target: The devices in the syntax of `--target`.
-      num_devices: Number of devices.
-      usable_bytes: Usable memory of one device; None if unknown.
-      rows: Rows of the global batch, the same for all candidates.
       ranked: The compiled candidates, best first.
       ranked_by: What candidates that fit are ranked by.
       command: All `--fdl` flags of the best candidate; None if no candidate fits.
-      compilations: Number of compiled candidates.
       left_out: Number of candidates that were not compiled, by reason.
       limit: The limit that ended the search; None if no candidate was left to compile.
-      seconds: Duration of the search.
       is_quick: Whether the compiler was asked for less effort than a run asks for.
     """
 
@@ -114,16 +106,8 @@ class Search:
     is_quick: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """The choices that a search varies.
-
-    Attributes:
-      ici: Size of each mesh axis within a slice.
-      dcn: Number of slices along each mesh axis; None for one slice.
-      remat: Rematerialisation policy; None if there is none to choose.
-      accumulation: Number of parts of the batch.
-    """
+class Point(NamedTuple):
+    """The choices that a search varies: `dcn` is None for one slice."""
 
     ici: tuple[int, ...]
     dcn: tuple[int, ...] | None = None
@@ -145,13 +129,13 @@ def neighbours(
         at = _POLICIES.index(point.remat) if point.remat in _POLICIES else len(_POLICIES)
         for move, index in (("keep more", at - 1), ("keep less", at + 1)):
             if 0 <= index < len(_POLICIES):
-                yield move, dataclasses.replace(point, remat=_POLICIES[index])
+                yield move, point._replace(remat=_POLICIES[index])
     if fits is False:
-        yield "accumulate", dataclasses.replace(point, accumulation=2 * point.accumulation)
+        yield "accumulate", point._replace(accumulation=2 * point.accumulation)
     for move, sizes in _moved(point.ici, axes, _FREE_AXES):
-        yield f"ici {move}", dataclasses.replace(point, ici=sizes)
+        yield f"ici {move}", point._replace(ici=sizes)
     for move, sizes in _moved(point.dcn or (1,) * len(axes), axes, _FREE_AXES_ACROSS):
-        yield f"dcn {move}", dataclasses.replace(point, dcn=sizes)
+        yield f"dcn {move}", point._replace(dcn=sizes)
 
 
 def _moved(

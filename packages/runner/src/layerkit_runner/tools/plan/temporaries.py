@@ -40,7 +40,6 @@ class TemporaryTensor:
     """A result that a device holds while a step runs.
 
     Attributes:
-      bytes_per_device: Bytes of one such result.
       shape: Dtype and shape on one device, such as `bf16[6,2048,1536]`.
       count: Instructions with such a result from the same line under the same name; those of a
         loop's body count once.
