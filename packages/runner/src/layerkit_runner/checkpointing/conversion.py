@@ -29,15 +29,9 @@ _WRITTEN_ANEW = ("state/", f"{integrity.MANIFEST_FOLDER}/", folders.COMMIT_FILE)
 
 
 def copy_step(source: epath.Path, destination: epath.Path, step: int) -> epath.Path:
-    """Copy a step with its recorded evaluation; show the progress on a terminal.
+    """Copy a step and its recorded evaluation to another folder of checkpoints; return its folder.
 
-    Args:
-      source: The folder of the checkpoints to copy from.
-      destination: The folder of checkpoints to copy to; made if need be.
-      step: A committed step.
-
-    Returns:
-      The folder of the copy.
+    A terminal shows the progress.
 
     Raises:
       FileExistsError: The destination has this step.
@@ -81,15 +75,12 @@ def copy_evaluations(source: epath.Path, destination: epath.Path, step: int) -> 
 def convert_step(
     source: epath.Path, destination: epath.Path, step: int, *, state_format: StateFormat
 ) -> epath.Path:
-    """Write a step once more, its state in another format; return the folder of the new step.
+    """Write a step to another folder of checkpoints, its state in another format.
 
     Input states, metadata and date stay. The whole state passes through this machine's memory.
 
-    Args:
-      source: The folder of the checkpoints to read.
-      destination: The folder of checkpoints to write to; made if need be.
-      step: A committed step.
-      state_format: Format of the new step.
+    Returns:
+      The folder of the new step.
 
     Raises:
       FileExistsError: The destination has this step.
@@ -121,16 +112,7 @@ def convert_step(
 def write_safetensors(
     source: epath.Path, path: epath.Path, step: int, *, part: str = "params"
 ) -> int:
-    """Write arrays of a step as one safetensors file, by the names of their paths.
-
-    Args:
-      source: The folder of the checkpoints to read.
-      path: The file to write.
-      step: A committed step.
-      part: Part of the state, the first name of the paths.
-
-    Returns:
-      How many arrays were written.
+    """Write a part of the state of a step as one safetensors file; return the number of arrays.
 
     Raises:
       FileExistsError: The file is there.

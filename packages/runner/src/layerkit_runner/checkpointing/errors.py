@@ -13,10 +13,11 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+# What storage raises: the file system's errors, and TensorStore's, which are ValueErrors.
+STORAGE_ERRORS = (OSError, ValueError)
 _ENDING = "cannot schedule new futures after"
 _ORBAX = f"{os.sep}orbax{os.sep}checkpoint{os.sep}"
 
@@ -63,45 +64,34 @@ def save_error(
     )
 
 
-def silence_tracebacks(errors: tuple[type[BaseException], ...]) -> None:
-    """Keep tracebacks of these errors of a save off the screen. Repeated calls change nothing.
+def silence_tracebacks() -> None:
+    """Keep tracebacks of storage errors of a save off the screen. Repeated calls change nothing.
 
     The manager raises the error as one sentence. Orbax logs a traceback from each thread that met
     it. Orbax also closes the event loop with the first write that fails, and TensorStore then
     prints a traceback for each other write.
     """
     logger = logging.getLogger("absl")
-    if not any(isinstance(known, _FailedSaves) for known in logger.filters):
-        logger.addFilter(_FailedSaves(errors))
-        sys.unraisablehook = _ExceptClosedLoops(sys.unraisablehook)
+    if _is_logged in logger.filters:
+        return
+    logger.addFilter(_is_logged)
+    show = sys.unraisablehook
+
+    def show_except_closed_loops(unraisable: Any) -> None:
+        is_runtime_error = isinstance(unraisable.exc_value, RuntimeError)
+        if not (is_runtime_error and _is_in_asyncio_alone(unraisable.exc_traceback)):
+            show(unraisable)
+
+    sys.unraisablehook = show_except_closed_loops
 
 
-class _FailedSaves(logging.Filter):
-    def __init__(self, errors: tuple[type[BaseException], ...]) -> None:
-        super().__init__()
-        self._errors = errors
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        is_raised_elsewhere = isinstance(error, self._errors) or (
-            # A thread of the failed save still works while the process ends.
-            isinstance(error, RuntimeError) and _ENDING in str(error)
-        )
-        return not (is_raised_elsewhere and _ORBAX in record.pathname)
-
-
-class _ExceptClosedLoops:
-    """An `unraisablehook` that leaves out results of TensorStore whose event loop is closed."""
-
-    def __init__(self, hook: Callable[[Any], Any]) -> None:
-        self._hook = hook
-
-    def __call__(self, unraisable: Any) -> None:
-        is_left_out = isinstance(unraisable.exc_value, RuntimeError) and _is_in_asyncio_alone(
-            unraisable.exc_traceback
-        )
-        if not is_left_out:
-            self._hook(unraisable)
+def _is_logged(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    is_raised_elsewhere = isinstance(error, STORAGE_ERRORS) or (
+        # A thread of the failed save still works while the process ends.
+        isinstance(error, RuntimeError) and _ENDING in str(error)
+    )
+    return not (is_raised_elsewhere and _ORBAX in record.pathname)
 
 
 def _is_in_asyncio_alone(trace: TracebackType | None) -> bool:

@@ -78,9 +78,9 @@ class Finding:
 
     Attributes:
       file: Path relative to the step.
-      kind: What is wrong.
-      expected: The manifest's entry; None if it has none for this file.
-      found: The file as it is now; None if it is gone.
+      kind: Sort of the difference.
+      expected: The manifest's entry, if it has one.
+      found: The file as it is now, if it was read.
       reason: Why it cannot be used, where sizes and digests do not show it.
     """
 
@@ -127,13 +127,7 @@ def hash_folder(directory: epath.Path, *, name: str) -> dict[str, Entry]:
 
 
 def write_share(step_directory: epath.Path, files: Mapping[str, Entry], *, process: int) -> None:
-    """Write what one process hashed, for `write` to merge.
-
-    Args:
-      step_directory: The unfinished step.
-      files: What the process wrote, by path relative to the step.
-      process: Number of the process.
-    """
+    """Write what one process hashed, by path relative to the step, for `write` to merge."""
     text = json.dumps({name: dataclasses.asdict(entry) for name, entry in files.items()})
     (step_directory / _SHARE_NAME.format(process)).write_text(text)
 
@@ -295,9 +289,7 @@ def newest_sound(
 ) -> tuple[int | None, dict[int, Sequence[Finding]]]:
     """Return the newest step without damage, and the findings of newer ones, newest first.
 
-    Args:
-      steps: The committed steps, in any order.
-      findings_of: Returns all findings of one step. No step older than the result is asked for.
+    No older step is verified.
     """
     damaged: dict[int, Sequence[Finding]] = {}
     for step in sorted(steps, reverse=True):

@@ -19,14 +19,18 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import jax
 from etils import epath
 
 from layerkit_runner.checkpointing import documents, folders, formats, integrity, structure
-from layerkit_runner.checkpointing.errors import SaveError, save_error, silence_tracebacks
+from layerkit_runner.checkpointing.errors import (
+    STORAGE_ERRORS,
+    SaveError,
+    save_error,
+    silence_tracebacks,
+)
 from layerkit_runner.checkpointing.formats import StateFormat
 from layerkit_runner.checkpointing.policy import CheckpointPolicy, SavedStep
 from layerkit_runner.distributed.process_exchange import from_process_0
@@ -37,8 +41,6 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-# What storage raises: the file system's errors, and TensorStore's, which are ValueErrors.
-_STORAGE_ERRORS = (OSError, ValueError)
 _POLL_SECONDS = 0.005
 # Orbax, whose time limit is the same, says more of what it waits for.
 _SECONDS_BEYOND_DEADLINE = 1.0
@@ -102,7 +104,7 @@ class CheckpointManager:
         self._async_timeout_secs = async_timeout_secs
         self._read_only = read_only
         self._report = report
-        self._on_commit = on_commit
+        self._on_commit = None if read_only else on_commit
         self._being_saved: int | None = None
         self._orbax: ocp.CheckpointManager | None = None
         self._sound: set[int] = set()
@@ -204,7 +206,7 @@ class CheckpointManager:
             self._deadline = time.monotonic() + self._async_timeout_secs
             storage.save(step, args=items, force=True)
             self._being_saved = step
-        except _STORAGE_ERRORS as error:
+        except STORAGE_ERRORS as error:
             raise self._failed(error) from error
         return True
 
@@ -255,7 +257,7 @@ class CheckpointManager:
                 self._orbax.reload()
         if step is not None:
             self._sound.add(step)
-            self._tell_commit(step)
+            self._announce_commit(step)
         return step
 
     def restore(
@@ -332,14 +334,13 @@ class CheckpointManager:
                     raise TimeoutError
                 time.sleep(_POLL_SECONDS)
             self._orbax.wait_until_finished()
-        except _STORAGE_ERRORS as error:
+        except STORAGE_ERRORS as error:
             raise self._failed(error) from error
         step, self._being_saved = self._being_saved, None
-        if step is not None:
-            self._tell_commit(step)
+        self._announce_commit(step)
 
-    def _tell_commit(self, step: int) -> None:
-        if not (self._on_commit is None or self._read_only) and jax.process_index() == 0:
+    def _announce_commit(self, step: int | None) -> None:
+        if step is not None and self._on_commit is not None and jax.process_index() == 0:
             self._on_commit(step)
 
     def _is_overdue(self) -> bool:
@@ -368,12 +369,7 @@ class CheckpointManager:
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _storage(self) -> ocp.CheckpointManager:
@@ -383,7 +379,7 @@ class CheckpointManager:
 
             from layerkit_runner.checkpointing import handlers
 
-            silence_tracebacks(_STORAGE_ERRORS)
+            silence_tracebacks()
             options = ocp.CheckpointManagerOptions(
                 step_name_format=ocp.path.step.standard_name_format(
                     step_prefix=folders.STEP_PREFIX, step_format_fixed_length=folders.STEP_DIGITS
@@ -406,16 +402,16 @@ class CheckpointManager:
     def _clean_unfinished(self) -> None:
         """Delete the folders of killed saves."""
         left_over = folders.unfinished(self._directory)
-        if left_over and jax.process_index() == 0:
-            for path in left_over:
-                try:
-                    path.rmtree()
-                except OSError as error:
-                    raise SaveError(
-                        f"The unfinished checkpoint {path}, left by a killed save, cannot be "
-                        f"deleted: {error}."
-                    ) from error
-                self._report(f"Deleted the unfinished checkpoint {path}, left by a killed save.")
+        # Without a folder of a killed save, JAX need not start.
+        for path in left_over if left_over and jax.process_index() == 0 else ():
+            try:
+                path.rmtree()
+            except OSError as error:
+                raise SaveError(
+                    f"The unfinished checkpoint {path}, left by a killed save, cannot be "
+                    f"deleted: {error}."
+                ) from error
+            self._report(f"Deleted the unfinished checkpoint {path}, left by a killed save.")
 
     def _write_evaluations(self) -> None:
         """Write the evaluations of the saved steps, and forget the others."""

@@ -26,16 +26,7 @@ from typing import Any
 from etils import epath
 
 from layerkit.near_names import near_names
-from layerkit_runner.checkpointing import (
-    DamagedCheckpointError,
-    LayoutVersionError,
-    NewerManifestError,
-    documents,
-    folders,
-    formats,
-    integrity,
-    inventory,
-)
+from layerkit_runner.checkpointing import documents, errors, folders, formats, integrity, inventory
 from layerkit_runner.errors import StorageError, UsageError, first_names
 from layerkit_runner.files.atomic_write import absolute
 
@@ -52,12 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     problem: Exception
     try:
-        return _COMMANDS[options.command](options)
+        return options.run(options)
     except UsageError as error:
         problem, code = error, error.exit_code
-    except (FileExistsError, LayoutVersionError, NewerManifestError) as error:
+    except (FileExistsError, errors.LayoutVersionError, errors.NewerManifestError) as error:
         problem, code = error, UsageError.exit_code
-    except (DamagedCheckpointError, OSError) as error:
+    except (errors.DamagedCheckpointError, OSError) as error:
         problem, code = error, StorageError.exit_code
     _tell(f"checkpoints: {problem}")
     return code
@@ -70,33 +61,33 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(name: str, text: str) -> argparse.ArgumentParser:
+    def add(run: Callable[..., int], text: str) -> argparse.ArgumentParser:
+        name = run.__name__.lstrip("_")
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         command.add_argument("directory", metavar="DIR", help="of a job, or of its checkpoints")
+        command.set_defaults(run=run)
         return command
 
-    listing = add("list", "the steps: date, size, format, whether sound, and why each stays")
-    listing.add_argument(
-        "--read", action="store_true", help="look for damage by reading all, not by sizes alone"
-    )
+    listing = add(_list, "the steps: date, size, format, whether sound, and why each stays")
+    read = "look for damage by reading all, not by sizes alone"
+    listing.add_argument("--read", action="store_true", help=read)
     step: dict[str, Any] = {"type": int, "metavar": "STEP"}
     one_or_all = step | {"help": "one step (default: all)"}
     one_or_newest = step | {"help": "which (default: the newest)"}
     verify = "read every file, compare it with what was saved, and look for NaN and infinities"
-    add("verify", verify).add_argument("--step", **one_or_all)
-    add("show", "arrays by name: shape, dtype, bytes").add_argument("--step", **one_or_newest)
-    copy = add("copy", "copy the steps that another folder or store lacks, and verify the copies")
+    add(_verify, verify).add_argument("--step", **one_or_all)
+    add(_show, "arrays by name: shape, dtype, bytes").add_argument("--step", **one_or_newest)
+    copy = add(_copy, "copy the steps that another folder or store lacks, and verify the copies")
     copy.add_argument("destination", metavar="DEST", help="of a job, or of its checkpoints")
     copy.add_argument("--step", **one_or_all)
-    convert = add("convert", "rewrite a step in another format")
+    convert = add(_convert, "rewrite a step in another format")
     convert.add_argument("destination", metavar="DEST", help="of a job; a file for safetensors")
     convert.add_argument("--to", required=True, choices=_TARGETS)
     convert.add_argument("--step", **one_or_newest)
-    convert.add_argument(
-        "--part", default="params", help="of the state, for safetensors (default: params)"
-    )
+    part = "of the state, for safetensors (default: params)"
+    convert.add_argument("--part", default="params", help=part)
     return parser
 
 
@@ -196,7 +187,7 @@ def _copy(options: argparse.Namespace) -> int:
                 passed_over.append(step)
             else:
                 print(conversion.copy_step(source, destination, step), flush=True)
-        except (DamagedCheckpointError, FileExistsError) as error:
+        except (errors.DamagedCheckpointError, FileExistsError) as error:
             _tell(f"checkpoints: {error}")
             failed.append((step, error))
     if passed_over:
@@ -252,15 +243,6 @@ def _convert(options: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from error
     return 0
-
-
-_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "list": _list,
-    "verify": _verify,
-    "show": _show,
-    "copy": _copy,
-    "convert": _convert,
-}
 
 
 def _checkpoints_of(directory: str) -> epath.Path:

@@ -21,8 +21,8 @@ def logged():
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logger.addHandler(handler)
-    errors.silence_tracebacks((OSError,))
-    errors.silence_tracebacks((OSError,))
+    errors.silence_tracebacks()
+    errors.silence_tracebacks()
     assert len(logger.filters) <= len(before) + 1
     yield messages
     logger.removeHandler(handler)
@@ -50,8 +50,8 @@ PROCESS = """
 import asyncio, weakref
 from layerkit_runner.checkpointing.errors import silence_tracebacks
 
-silence_tracebacks((OSError,))
-silence_tracebacks((OSError,))
+silence_tracebacks()
+silence_tracebacks()
 loop = asyncio.new_event_loop()
 loop.close()
 
