@@ -5,10 +5,13 @@ import dataclasses
 import jax
 import pytest
 
+from layerkit.config import Config, assigned_fields
+from layerkit.layers.pipeline_schedule import PipelineSchedule
+from layerkit.layers.pipelined_transformer import PipelinedTransformer
 from layerkit_runner.config.overrides import Override
 from layerkit_runner.config.resolve import resolve
 from layerkit_runner.data.infeed import make_input
-from layerkit_runner.tools.plan.bounds import DeviceWork, device_work, step_bounds
+from layerkit_runner.tools.plan.bounds import DeviceWork, device_work, pipeline_plans, step_bounds
 from layerkit_runner.tools.plan.collectives import Traffic
 from layerkit_runner.tools.plan.hardware import device_kind
 from layerkit_runner.tools.plan.memory import Memory
@@ -55,7 +58,7 @@ def bounds(*, compute=0.0, memory=0.0, fast=0.0, slow=0.0, device=H100):
         ({"compute": 0.5, "memory": 0.25, "fast": 1.0, "slow": 4.0}, "slow network", 4.0, 5.5),
     ],
 )
-def test_the_slowest_part_bounds_a_step(seconds, limited_by, step, no_overlap):
+def test_step_time_is_bounded_by_the_slowest_resource(seconds, limited_by, step, no_overlap):
     found = bounds(**seconds)
     assert found.limited_by == limited_by
     assert found.step_seconds == pytest.approx(step)
@@ -67,7 +70,7 @@ def test_the_slowest_part_bounds_a_step(seconds, limited_by, step, no_overlap):
     assert found.unknown == []
 
 
-def test_what_is_not_known_is_said_and_not_invented():
+def test_unknown_device_figures_leave_times_none():
     found = bounds(compute=0.5, slow=1, device=device_kind("cpu"))
     assert found.unknown == ["peak FLOP/s", "bandwidth between slices"]
     figures = dataclasses.asdict(found)
@@ -79,21 +82,21 @@ def test_what_is_not_known_is_said_and_not_invented():
     }
 
 
-def test_a_network_that_is_not_known_leaves_a_bound_of_the_others():
+def test_unknown_network_bandwidth_keeps_the_bound_of_other_resources():
     device = dataclasses.replace(H100, slow_bandwidth=None)
     found = bounds(compute=0.5, fast=0.25, slow=100, device=device)
     assert (found.limited_by, found.step_seconds) == ("compute", pytest.approx(0.5))
     assert found.unknown == ["bandwidth between slices"]
 
 
-def test_bytes_that_memory_moves():
+def test_memory_bytes_of_a_step():
     # Arguments read, outputs written, weights read twice more; temporaries written and read.
     assert device_work(MEMORY, [], flops=1.0).memory_bytes == 310 + 305 + 200 + 2000
     received = [Traffic("all-gather", "fsdp", 1, 3000, is_exact=True)]
     assert device_work(MEMORY, received, flops=1.0).memory_bytes == 310 + 305 + 200 + 6000
 
 
-def test_traffic_is_told_apart_by_network():
+def test_sent_bytes_are_split_by_network():
     sent = [
         Traffic("all-gather", "fsdp", 3, 700, is_exact=True, bytes_slow=200),
         Traffic("all-reduce", "data", 1, 50, is_exact=True, bytes_slow=50),
@@ -119,7 +122,7 @@ def flops(experiment, *, remat, parts=1):
     return program_flops(step.jaxpr), model_flops_per_step(resolved.task, batch, rows=4)
 
 
-def test_flops_of_the_whole_step_have_what_rematerialisation_repeats(small_lm):
+def test_flops_of_a_traced_step_include_rematerialisation(small_lm):
     tokens, layers = 4 * 8, 2
     # Per token and layer: attention projections, causal products, and the feed-forward.
     projections, products, feed_forward = 2 * 4 * 16 * 16, 2 * 2 * 8 * 16 / 2, 2 * 2 * 16 * 32
@@ -134,3 +137,69 @@ def test_flops_of_the_whole_step_have_what_rematerialisation_repeats(small_lm):
 @pytest.mark.slow
 def test_accumulated_gradients_take_as_many_flops(small_lm):
     assert flops(small_lm, remat="full", parts=2) == flops(small_lm, remat="full")
+
+
+def pipelined(resolved, **fields):
+    """The experiment with its stack as a pipeline."""
+    lm = resolved.task.model.lm_tpl
+    layer = assigned_fields(lm.stack_tpl)["layer_tpl"]
+    lm.stack_tpl = PipelinedTransformer.HParams.config(layer_tpl=layer, **fields)
+    return resolved
+
+
+@pytest.mark.parametrize(
+    ("fields", "microbatches", "repeats"),
+    [
+        ({"num_stages": 2, "num_microbatches": 4}, 4, 1),
+        ({"num_stages": 4, "microbatch_size": 4}, 8, 1),
+        ({"num_stages": 2, "microbatch_size": 8, "circular_repeats": 2}, 4, 2),
+    ],
+)
+def test_pipeline_plan_of_a_task(small_lm, fields, microbatches, repeats):
+    resolved = pipelined(resolve(small_lm(NUM_LAYERS=4)), **fields)
+    (found,) = pipeline_plans(resolved.task, rows=32)
+    assert (found.num_stages, found.num_microbatches) == (fields["num_stages"], microbatches)
+    assert (found.circular_repeats, found.rows_per_microbatch) == (repeats, 32 // microbatches)
+    # A stage works in as many ticks as it has pieces; in all others it idles.
+    schedule = PipelineSchedule(fields["num_stages"], microbatches, repeats)
+    ticks = schedule.ticks_of_work()
+    assert found.num_ticks == ticks.max() + 1
+    working = {len(set(ticks[..., stage].ravel())) for stage in range(fields["num_stages"])}
+    assert working == {microbatches * repeats}
+    assert found.bubble_fraction == pytest.approx(1 - microbatches * repeats / found.num_ticks)
+
+
+def test_task_without_a_pipeline_has_no_pipeline_plan(small_lm):
+    assert pipeline_plans(resolve(small_lm()).task, rows=32) == []
+
+
+def test_model_flops_are_those_of_the_layers_alone(small_lm):
+    def model_flops(resolved):
+        partitioner, _ = build_parts(resolved)
+        partitioner.start()
+        batch = make_input(resolved.datasets[0], partitioner).peek()
+        return model_flops_per_step(resolved.task, batch, rows=8)
+
+    experiment = small_lm(NUM_LAYERS=4, USE_PMAP=True)
+    plain = resolve(experiment)
+    staged: Config = pipelined(resolve(experiment), num_stages=2, num_microbatches=4)
+    assert model_flops(staged) == model_flops(plain) > 0
+
+
+@pytest.mark.slow
+def test_flops_of_a_traced_step_include_bubbles(small_lm):
+    resolved = pipelined(
+        resolve(small_lm(NUM_LAYERS=4, MESH=[1, 2, 1], PERCORE_BATCH_SIZE=4)),
+        num_stages=2,
+        num_microbatches=4,
+        stage_remat="none",
+    )
+    partitioner, task = build_parts(resolved)
+    partitioner.start(jax.devices("cpu")[:2])
+    partitioner.bind(task)
+    batch = partitioner.abstract_batch(make_input(resolved.datasets[0], partitioner).peek())
+    step = partitioner.train_step_fn(task).trace(partitioner.abstract_state(task), batch)
+    tokens = 8 * 8
+    layer = 2 * (4 * 16 * 16 + 2 * 16 * 32) + 2 * 2 * 8 * 16 / 2
+    # Four microbatches take five ticks of both stages; the softmax is in no stage.
+    assert program_flops(step.jaxpr) == 3 * tokens * (4 * layer * 5 / 4 + 2 * 16 * 32)

@@ -25,7 +25,7 @@ def runner(experiment_folder, tmp_path):
     return run
 
 
-def test_sixteen_devices_that_are_not_there(runner, tmp_path):
+def test_plan_for_sixteen_simulated_devices(runner, tmp_path):
     # The environment of the tests says 8 devices, which must not matter.
     result = runner("--exp=small_lm_experiment.SmallLm", "--fdl.MESH=[2,4,2]", "--json")
     assert result.returncode == 0, result.stderr
@@ -57,7 +57,7 @@ def test_a_mesh_that_does_not_fit_ends_without_a_traceback(runner):
     assert "Traceback" not in result.stderr
 
 
-def test_compiler_flags_for_other_devices_than_the_target_are_refused(runner):
+def test_compiler_flags_of_another_platform_are_rejected(runner):
     result = runner("--exp=small_lm_experiment.SmallLm", "--xla_flags_preset=tpu_fsdp")
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith(
@@ -72,7 +72,7 @@ def test_compiler_flags_for_other_devices_than_the_target_are_refused(runner):
         (["--fdl.MESH=[1,1]"], "ici_mesh_shape=[1, 1]"),
     ],
 )
-def test_fields_that_cannot_be_are_refused_without_a_run(runner, tmp_path, flags, named):
+def test_invalid_fields_are_rejected(runner, tmp_path, flags, named):
     result = runner("--exp=small_lm_experiment.SmallLm", *flags)
     assert (result.returncode, result.stdout) == (2, "")
     assert named in result.stderr

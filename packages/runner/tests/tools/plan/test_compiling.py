@@ -38,18 +38,18 @@ GIB = 2**30
         ("RESOURCE_EXHAUSTED: words that nobody has seen", 0),
     ],
 )
-def test_figures_in_the_words_of_a_refusal(refusal, temporaries):
+def test_refused_sizes_are_read_from_the_compilers_message(refusal, temporaries):
     assert refused_sizes(refusal, arguments=GIB) == Sizes(GIB, GIB, GIB, temporaries)
 
 
-def test_memory_of_a_step_that_was_refused():
+def test_memory_of_a_step_that_the_compiler_rejects():
     state = TensorMemory("params/w", "weights", [2**28], "float32", [[]], GIB)
     memory = step_memory([state], CompiledStep(refusal=COUNTED))
     assert (memory.weights, memory.arguments, memory.outputs - memory.donated) == (GIB, GIB, 0)
     assert memory.peak == round(17.5 * GIB)
 
 
-def test_what_a_compiled_function_tells_of_itself():
+def test_measured_step_has_program_and_sizes():
     lowered = jax.jit(lambda x: jnp.sin(x) * 2, donate_argnums=0).lower(np.ones(256, np.float32))
     step = compile_step(lowered, platform="cpu", is_here=True)
     assert step.refusal is None
@@ -68,7 +68,7 @@ def test_what_a_compiled_function_tells_of_itself():
         ("cpu", False, "quick", False),
     ],
 )
-def test_only_compilers_of_absent_tpus_do_less(platform, is_here, effort, is_quick):
+def test_quick_effort_applies_to_absent_tpus_alone(platform, is_here, effort, is_quick):
     asked = []
 
     class Lowered:
@@ -110,7 +110,7 @@ def test_other_errors_of_a_compiler_are_not_taken_for_a_lack_of_memory():
         compile_step(Broken(), platform="cpu", is_here=True)
 
 
-def test_what_cannot_be_known_without_a_gpu_is_said():
+def test_notes_of_a_step_compiled_without_a_gpu():
     def notes(hlo_text, *, is_here):
         step = CompiledStep(hlo_text)
         return list(compiler_notes(None, step, platform="gpu", is_here=is_here))

@@ -49,7 +49,7 @@ TWICE_4 = SpmdPartitioner(ici_mesh_shape=[1, 4, 1], dcn_mesh_shape=[2, 1, 1])
         (FSDP_4, {"target": "here"}, "here", 1),
     ],
 )
-def test_what_flags_leave_open_the_mesh_says(partitioner, flags, described, num_slices):
+def test_target_is_completed_from_the_mesh(partitioner, flags, described, num_slices):
     found = planned_target(partitioner, **flags)
     assert (found.describe(), found.num_slices) == (described, num_slices)
 
@@ -118,7 +118,7 @@ def test_number_of_simulated_devices():
         ),
     ],
 )
-def test_contradictions_are_refused(partitioner, flags, message):
+def test_contradictory_flags_are_rejected(partitioner, flags, message):
     with pytest.raises(UsageError) as caught:
         planned_target(partitioner, **flags)
     assert str(caught.value) == message
@@ -148,7 +148,7 @@ def test_devices_that_are_here():
     assert kind.device_kind == devices[0].device_kind
 
 
-def test_a_process_that_has_fewer_devices_says_so():
+def test_too_few_simulated_devices_is_an_error():
     started = len(jax.devices("cpu"))
     assert simulated_devices(started - 1) == jax.devices("cpu")[: started - 1]
     with pytest.raises(UsageError) as caught:

@@ -23,12 +23,12 @@ def test_other_names():
     assert device_kind("ironwood") is device_kind("tpu7x") is device_kind("v7x")
 
 
-def test_an_unknown_kind_is_answered_with_the_nearest():
+def test_unknown_kind_error_has_the_nearest_name():
     with pytest.raises(UsageError, match="no kind of device 'h10' is known; did you mean 'h100'"):
         device_kind("h10")
 
 
-def test_a_device_of_which_nothing_is_known_has_no_figures():
+def test_unknown_device_kind_has_no_figures():
     kind = kind_of_device("NVIDIA H100 PCIe", platform="gpu")
     assert (kind.name, kind.platform) == ("NVIDIA H100 PCIe", "gpu")
     figures = dataclasses.asdict(kind)
@@ -44,7 +44,7 @@ def test_memory_that_a_program_can_have():
 
 
 @pytest.mark.parametrize("name", ["a100", "a100-40gb", "h100", "h200", "b200"])
-def test_what_xla_is_told_of_a_gpu(name):
+def test_target_config_of_a_gpu(name):
     kind = device_kind(name)
     text = target_config(kind)
     fields = dict(re.findall(r"(\w+): (\d+)\b", text))

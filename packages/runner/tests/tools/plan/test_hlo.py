@@ -118,14 +118,14 @@ ENTRY %main (x: f32[4]) -> f32[4] {
         ("unknown", 12, False),
     ],
 )
-def test_rounds_of_a_loop_whose_condition_tells_them(step, executions, is_exact):
+def test_loop_count_is_read_from_the_condition(step, executions, is_exact):
     program = {each.name: each for each in instructions(LOOP.replace("STEP", step))}
     assert (program["y"].executions, program["y"].is_exact) == (executions, is_exact)
     assert program["y"].computation == "body"
     assert not program["y"].is_fused
 
 
-def test_a_loop_whose_condition_tells_nothing_counts_once():
+def test_loop_of_unknown_length_counts_once():
     text = LOOP.replace("STEP", "1").replace("direction=LT", "direction=NE")
     program = {each.name: each for each in instructions(text)}
     assert (program["y"].executions, program["y"].is_exact) == (1, False)

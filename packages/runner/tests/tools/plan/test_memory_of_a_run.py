@@ -20,7 +20,7 @@ SIZES = (
 @pytest.mark.parametrize(
     ("rows", "remat"), [(2, "full"), (8, "full"), (8, "none")], ids=["state", "both", "activations"]
 )
-def test_the_peak_of_a_run_is_the_predicted_one(experiment_folder, rows, remat):
+def test_peak_memory_of_a_run_matches_its_plan(experiment_folder, rows, remat):
     result = subprocess.run(
         [
             sys.executable,

@@ -58,13 +58,13 @@ def check_live_arrays(resolved, devices, plan):
     assert memory.temporaries > memory.weights
 
 
-def test_a_plan_is_that_of_the_step_which_trains(planned):
+def test_plan_matches_the_live_arrays_of_a_step(planned):
     check_live_arrays(*planned)
 
 
 @pytest.mark.slow  # one of each kind is above
 @pytest.mark.parametrize("mesh", [[1, 2, 2], [1, 4, 1], [2, 1, 2], [1, 3, 1]])
-def test_a_plan_is_that_of_the_step_on_other_meshes(small_lm, mesh):
+def test_plan_matches_the_live_arrays_on_other_meshes(small_lm, mesh):
     resolved = resolve(small_lm(MESH=mesh, NUM_LAYERS=1))
     devices = jax.devices("cpu")[: math.prod(mesh)]
     plan = make_plan(resolved, devices)
@@ -72,7 +72,7 @@ def test_a_plan_is_that_of_the_step_on_other_meshes(small_lm, mesh):
     check_live_arrays(resolved, devices, plan)
 
 
-def test_what_a_plan_says_of_the_model(small_lm):
+def test_plan_describes_model_batch_and_tensors(small_lm):
     plan = make_plan(resolve(small_lm(PERCORE_BATCH_SIZE=0.5)), jax.devices("cpu")[:8])
     assert plan.mesh == {"data": 2, "fsdp": 2, "tensor": 2}
     assert plan.num_params == NUM_PARAMS
@@ -137,7 +137,7 @@ def test_under_pmap_each_gradient_is_added_over_all_devices(plan_of):
     assert 0 < reduce.bytes_sent - gradients < 200
 
 
-def test_sizes_that_do_not_fit_the_mesh_are_refused_by_name(small_lm):
+def test_sizes_that_the_mesh_does_not_divide_are_rejected_by_name(small_lm):
     resolved = resolve(small_lm(MESH=[1, 1, 4]))
     with pytest.raises(UsageError) as caught:
         make_plan(resolved, jax.devices("cpu")[:4])

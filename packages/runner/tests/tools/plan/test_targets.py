@@ -69,7 +69,7 @@ def test_the_devices_of_this_machine():
         ("cpu8", "no kind of device 'cpu8' is known; did you mean 'cpu'?"),
     ],
 )
-def test_what_is_no_target_is_refused(text, problem):
+def test_invalid_targets_are_rejected(text, problem):
     with pytest.raises(UsageError) as caught:
         parse_target(text)
     assert str(caught.value).startswith(f"--target={text}: {problem}")

@@ -66,7 +66,7 @@ def test_results_with_their_names_and_lines():
     assert len(largest_temporaries(PROGRAM, most=2)) == 2
 
 
-def test_a_program_of_this_machine():
+def test_temporaries_of_a_compiled_program():
     def loss(w, x):
         return jnp.tanh(x @ w).sum()  # this line
 
@@ -78,7 +78,7 @@ def test_a_program_of_this_machine():
     assert largest.source == f"plan/test_temporaries.py:{line}"
 
 
-def test_a_program_that_says_nothing_of_itself():
+def test_program_without_metadata():
     text = "ENTRY %main (x: f32[4]) -> f32[4] {\n  ROOT %y = f32[4]{0} negate(%x)\n}\n"
     assert largest_temporaries(text, most=3) == [TemporaryTensor(16, "f32[4]", 1, "y", "")]
     assert largest_temporaries("", most=3) == []
