@@ -13,8 +13,8 @@ optuna = pytest.importorskip("optuna")
 
 from layerkit_runner.errors import UsageError  # noqa: E402
 from layerkit_runner.tools.sweep.study_file import StudyFile  # noqa: E402
-from layerkit_runner.tools.sweep.sweep import OwnTrial, Study  # noqa: E402
-from layerkit_runner.tools.sweep.trials import Outcome, SweepFolder  # noqa: E402
+from layerkit_runner.tools.sweep.sweep import Outcome, OwnTrial, Study  # noqa: E402
+from layerkit_runner.tools.sweep.trials import SweepFolder  # noqa: E402
 
 SPACE = {
     "RATE": {"low": 1e-4, "high": 1.0, "log": True},

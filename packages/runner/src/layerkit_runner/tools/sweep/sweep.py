@@ -15,7 +15,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import optuna
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
@@ -26,18 +26,27 @@ from layerkit_runner.errors import UsageError
 from layerkit_runner.tools.sweep import report
 from layerkit_runner.tools.sweep.study_file import Method, StudyFile, Value, grid, override_text
 from layerkit_runner.tools.sweep.trials import (
-    Outcome,
     SweepFolder,
     TrialMetrics,
     TrialProcess,
     UnknownMetricError,
-    follow,
 )
 
 _DATABASE_TIMEOUT_SECS = 60
+_SECONDS_BETWEEN_POLLS = 0.5
 # When so many trials fail in a row and none has succeeded, the cause is common to all.
 _MAX_FAILURES = 3
 _STATES = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a trial's process ended. A stopped trial can be resumed: the sweep itself was stopped."""
+
+    state: Literal["complete", "pruned", "failed", "stopped"]
+    value: float | None  # of the last evaluation
+    step: int
+    reason: str = ""  # why it failed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,12 +203,9 @@ class StopRequests:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def any(self) -> bool:
-        """Return whether the sweep is to stop."""
-        return bool(self.received)
-
-    def again(self) -> bool:
-        """Return whether Ctrl-C came a second time: stop at once."""
+    @property
+    def is_urgent(self) -> bool:
+        """Whether Ctrl-C came a second time: stop at once."""
         return len(self.received) > 1 and self.received[-1] == signal.SIGINT
 
 
@@ -229,7 +235,7 @@ class Sweep:
         """Run trials until all are done or a signal comes; return the exit code."""
         num_failed = 0
         with StopRequests() as stops:
-            while not stops.any():
+            while not stops.received:
                 own = self.study.take()
                 if own is None:
                     break
@@ -247,28 +253,16 @@ class Sweep:
         return 0 if any(result.state in ("complete", "unfinished") for result in found) else 1
 
     def _run_trial(self, own: OwnTrial, stops: StopRequests) -> Outcome:
-        folder, label = self.folder.trial(own.number), f"trial {own.number:04d}"
+        label, began = f"trial {own.number:04d}", time.monotonic()
         resumed = "resumed: " if own.is_resumed else ""
         values = ", ".join(f"{path}={report.shown(value)}" for path, value in own.values.items())
         _say(f"{label}: {resumed}{values}")
+        folder = self.folder.trial(own.number)
         name = self.file.metric.removeprefix(f"{self.dataset}/")
         metrics = TrialMetrics(folder / "metrics.jsonl", dataset=self.dataset, name=name)
-
-        def report_value(step: int, value: float) -> None:
-            if own.report(step, value):
-                _say(f"{label}: {self.file.metric} {value:.5g} at step {step}")
-
-        began = time.monotonic()
         process = TrialProcess(folder, self.command(_texts(own.values), str(folder)))
         try:
-            outcome = follow(
-                process,
-                metrics,
-                report=report_value,
-                should_prune=own.trial.should_prune,
-                should_stop=stops.any,
-                should_kill=stops.again,
-            )
+            outcome = self._follow(own, process, metrics, stops)
         except UnknownMetricError as error:
             process.close()
             # The trial is resumed once the metric is spelt right.
@@ -282,6 +276,39 @@ class Sweep:
         reason = f": {outcome.reason}" if outcome.reason else ""
         _say(f"{label}: {outcome.state} at step {outcome.step}, {took}{reason}")
         return outcome
+
+    def _follow(
+        self, own: OwnTrial, process: TrialProcess, metrics: TrialMetrics, stops: StopRequests
+    ) -> Outcome:
+        """Wait for the end of a trial, or stop it."""
+        is_pruned, is_asked, is_killed = False, False, False
+        code = None
+        while code is None:
+            code = process.wait(_SECONDS_BETWEEN_POLLS)
+            for step, value in metrics.read():
+                if own.report(step, value):
+                    _say(f"trial {own.number:04d}: {metrics.label} {value:.5g} at step {step}")
+                if code is None and not metrics.is_last(step):
+                    is_pruned = is_pruned or own.trial.should_prune()
+            is_to_stop = is_pruned or metrics.problem or stops.received
+            if is_to_stop and not is_asked and code is None:
+                process.stop()
+                is_asked = True
+            if stops.is_urgent and not is_killed and code is None:
+                process.kill()
+                is_killed = True
+        last, step = metrics.last_value, metrics.step
+        if metrics.problem:
+            return Outcome("failed", last, step, metrics.problem)
+        if code == 0 and last is not None:
+            return Outcome("complete", last, step)
+        if code == 0:
+            return Outcome("failed", last, step, f"no evaluation reported {metrics.label}")
+        if is_pruned:
+            return Outcome("pruned", last, step)
+        if stops.received:
+            return Outcome("stopped", last, step)
+        return Outcome("failed", last, step, process.reason(code))
 
     def _write_results(self) -> list[report.TrialResult]:
         found = report.results(self.study.trials(), self.file, self.folder)

@@ -15,7 +15,6 @@ these words while it holds LOCK, and stops when its sweep is gone.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -25,9 +24,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 from layerkit.near_names import near_names
 from layerkit_runner.errors import UsageError, first_names
@@ -38,7 +37,6 @@ from layerkit_runner.observers.metrics_log import Record, parse_record
 
 # `trainer.job_folder` knows it too, and does not train in a folder that holds it.
 RECORD = "study.json"
-_SECONDS_BETWEEN_POLLS = 0.5
 _MAX_REASON_BYTES = 4000  # of the end of a trial's output
 _DAMAGED = "Copy it from a backup, or delete it: the next command of the study writes it anew."
 
@@ -102,16 +100,6 @@ class SweepFolder:
             self.record({**(self.recorded() or {}), "metric": None})
 
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """How a trial's process ended. A stopped trial can be resumed: the sweep itself was stopped."""
-
-    state: Literal["complete", "pruned", "failed", "stopped"]
-    value: float | None  # of the last evaluation
-    step: int
-    reason: str = ""  # why it failed
-
-
 class UnknownMetricError(UsageError):
     """No evaluation reports the metric of the study."""
 
@@ -149,6 +137,15 @@ class TrialMetrics:
             for line in complete.decode().splitlines():
                 self._add(parse_record(line))
         return list(self.values.items())[before:]
+
+    def is_last(self, step: int) -> bool:
+        """Return whether the evaluation at a step is that of the end of training."""
+        return self.num_train_steps is not None and step >= self.num_train_steps
+
+    @property
+    def last_value(self) -> float | None:
+        """The metric of the last evaluation."""
+        return self.values[max(self.values)] if self.values else None
 
     def _add(self, record: Record) -> None:
         step = record["step"]
@@ -227,56 +224,6 @@ class TrialProcess:
             return f"ended by {signal.Signals(number).name}"
         last = next((line for line in reversed(lines) if line.strip()), "no output")
         return f"exit code {code}: {last.strip()}"
-
-
-def follow(
-    process: TrialProcess,
-    metrics: TrialMetrics,
-    *,
-    report: Callable[[int, float], None],
-    should_prune: Callable[[], bool],
-    should_stop: Callable[[], bool],
-    should_kill: Callable[[], bool],
-) -> Outcome:
-    """Wait for the end of a trial, or stop it.
-
-    Args:
-      process: The trial's process.
-      metrics: The metrics of its folder.
-      report: Called with the step and value of each new evaluation.
-      should_prune: Called after each evaluation but the last.
-      should_stop: Returns whether the sweep was asked to stop.
-      should_kill: Returns whether the sweep was asked to stop at once.
-
-    Raises:
-      UnknownMetricError: The evaluations do not report the metric.
-    """
-    is_pruned, is_asked, is_killed = False, False, False
-    code = None
-    while code is None:
-        code = process.wait(_SECONDS_BETWEEN_POLLS)
-        for step, value in metrics.read():
-            report(step, value)
-            is_last = metrics.num_train_steps is not None and step >= metrics.num_train_steps
-            if code is None and not is_last:
-                is_pruned = is_pruned or should_prune()
-        if (is_pruned or metrics.problem or should_stop()) and not is_asked and code is None:
-            process.stop()
-            is_asked = True
-        if should_kill() and not is_killed and code is None:
-            process.kill()
-            is_killed = True
-    last = metrics.values[max(metrics.values)] if metrics.values else None
-    if code == 0 and last is not None and not metrics.problem:
-        return Outcome("complete", last, metrics.step)
-    if code == 0 or metrics.problem:
-        problem = metrics.problem or f"no evaluation reported {metrics.label}"
-        return Outcome("failed", last, metrics.step, problem)
-    if is_pruned:
-        return Outcome("pruned", last, metrics.step)
-    if should_stop():
-        return Outcome("stopped", last, metrics.step)
-    return Outcome("failed", last, metrics.step, process.reason(code))
 
 
 def _main() -> None:
