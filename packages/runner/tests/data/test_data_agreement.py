@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from layerkit_inputs import LocalText
-from layerkit_runner.data.data_agreement import check_same_data
+from layerkit_runner.data.training_data import check_same_data
 from layerkit_runner.errors import UsageError
 
 

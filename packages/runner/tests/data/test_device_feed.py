@@ -123,5 +123,5 @@ def test_what_the_source_raises_comes_after_the_batches_before_it(gated: Any):
     for number in (1, 2):
         assert feed.take(lambda: True)[0].ids[0] == number
         feed.fill()
-    with pytest.raises(UsageError, match="^the disk is away$"):
+    with pytest.raises(UsageError, match="the disk is away"):
         feed.take(lambda: True)

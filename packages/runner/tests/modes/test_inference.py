@@ -18,8 +18,7 @@ import pytest
 from layerkit_runner import UsageError, cli
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment, resolve
-from layerkit_runner.modes.checkpoint_reader import CheckpointReader
-from layerkit_runner.modes.inference import run_inference
+from layerkit_runner.modes.inference import CheckpointReader, run_inference
 from layerkit_runner.modes.train import run_train
 from layerkit_runner.observers import metrics_path, read_metrics
 from layerkit_runner.optim.early_stopping import EarlyStopping

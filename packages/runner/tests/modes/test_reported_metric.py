@@ -13,7 +13,7 @@ from layerkit.models.classification_model import ClassificationModel
 from layerkit.models.language_model import LanguageModel
 from layerkit.models.preference_model import DpoModel
 from layerkit.models.sequence_model import SequenceModel
-from layerkit_runner.modes.reported_metric import ReportedMetric
+from layerkit_runner.modes.end_report import ReportedMetric
 
 
 def reported(tiny: SimpleNamespace, token_unit: str = "byte", **attributes: Any) -> ReportedMetric:

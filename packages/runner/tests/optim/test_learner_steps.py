@@ -15,7 +15,7 @@ from layerkit.config import Config, Partial
 from layerkit.nested_map import NestedMap
 from layerkit_runner.errors import UsageError
 from layerkit_runner.optim.learner import AuxiliaryOptimizer, Learner
-from layerkit_runner.training.step_context import GLOBAL_BATCH
+from layerkit_runner.training.metrics import GLOBAL_BATCH
 
 PARAMS = {"lm": {"embedding": {"w": jnp.ones(3)}, "head": {"w": jnp.full(2, 2.0)}}}
 GRADS = {"lm": {"embedding": {"w": jnp.full(3, 2.0)}, "head": {"w": jnp.array([2.0, 0.0])}}}

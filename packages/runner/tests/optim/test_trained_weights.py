@@ -19,7 +19,7 @@ from layerkit_runner.errors import UsageError
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.optim.trained_weights import TrainedWeights
 from layerkit_runner.training.flops import forward_flops
-from layerkit_runner.training.step_context import GLOBAL_BATCH
+from layerkit_runner.training.metrics import GLOBAL_BATCH
 
 PARAMS = {"lm": {"embedding": {"w": jnp.ones(3)}, "norm": {"scale": jnp.full(2, 2.0)}}}
 NORM = {"lm": {"norm": PARAMS["lm"]["norm"]}}

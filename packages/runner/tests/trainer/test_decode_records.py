@@ -14,7 +14,7 @@ import pytest
 from layerkit.nested_map import NestedMap
 from layerkit_runner import UsageError
 from layerkit_runner.observers.metrics_log import encode
-from layerkit_runner.trainer.decode_records import LARGEST_LIST, DecodedRecords
+from layerkit_runner.trainer.decode import LARGEST_LIST, DecodedRecords
 
 
 @pytest.fixture

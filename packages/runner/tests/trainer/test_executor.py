@@ -105,7 +105,7 @@ def make(tiny: SimpleNamespace, tmp_path: Any) -> Any:
         recorder = Recorder(signals, stop_at, save_at)
         throughput = Throughput(run_info(task.train.num_train_steps))
         abstract_state = partitioner.abstract_state(task)
-        compiled = trace_step(task, partitioner, abstract_state, data.abstract_batch())()
+        compiled = trace_step(task, partitioner, abstract_state, data.abstract_batch)()
         program = TrainProgram(compiled, data, None, StepReports(recorder, throughput))
         policy = CheckpointPolicy(
             save_interval_steps=task.train.save_interval_steps,

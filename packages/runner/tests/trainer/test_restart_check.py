@@ -9,7 +9,7 @@ import pytest
 from etils import epath
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.trainer.restart_check import (
+from layerkit_runner.trainer.job_folder import (
     FILE_NAME,
     FLAG,
     check_restart,

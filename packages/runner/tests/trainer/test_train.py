@@ -94,7 +94,7 @@ def started(
         peak_flops_per_device=None,
     )
     abstract_state = partitioner.abstract_state(task)
-    compiled = trace_step(task, partitioner, abstract_state, data.abstract_batch())()
+    compiled = trace_step(task, partitioner, abstract_state, data.abstract_batch)()
     program = TrainProgram(compiled, data, None, StepReports(recorder, Throughput(info)))
     inflight = task.train.max_inflight_steps
     programs = TrainPrograms(TrainInputs([data]), [program], max_inflight_steps=inflight)

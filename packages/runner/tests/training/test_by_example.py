@@ -7,7 +7,7 @@ import pytest
 
 from layerkit.nested_map import NestedMap
 from layerkit_runner.errors import UsageError
-from layerkit_runner.training.by_example import ByExample, as_floats, check_has_provenance
+from layerkit_runner.training.metrics import ByExample, as_floats, check_has_provenance
 
 
 def test_padding_is_left_out_and_order_does_not_matter():

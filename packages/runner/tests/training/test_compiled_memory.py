@@ -7,7 +7,7 @@ import types
 import jax
 import jax.numpy as jnp
 
-from layerkit_runner.training.compiled_memory import temporary_bytes
+from layerkit_runner.training.step_cost import temporary_bytes
 
 
 def test_temporaries_of_tpus_are_what_there_is_at_one_time():

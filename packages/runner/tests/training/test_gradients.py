@@ -13,7 +13,7 @@ import pytest
 from layerkit.nested_map import NestedMap
 from layerkit_runner.errors import UsageError
 from layerkit_runner.training.gradients import split_rows
-from layerkit_runner.training.step_context import GLOBAL_BATCH
+from layerkit_runner.training.metrics import GLOBAL_BATCH
 
 
 def unequal_rows(count: int = 8) -> NestedMap:

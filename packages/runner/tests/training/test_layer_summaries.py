@@ -16,7 +16,7 @@ from layerkit.nested_map import NestedMap
 from layerkit.summaries import LOG_EDGES
 from layerkit_runner.partitioning import Partitioner, PmapPartitioner, SpmdPartitioner
 from layerkit_runner.training.layer_summaries import array_summaries, for_observers, has_arrays
-from layerkit_runner.training.step_context import GLOBAL_BATCH
+from layerkit_runner.training.metrics import GLOBAL_BATCH
 
 
 class Drawn(Linear):

@@ -12,7 +12,7 @@ import pytest
 
 from layerkit.base_model import WeightedScalar
 from layerkit.nested_map import NestedMap
-from layerkit_runner.training.step_context import GLOBAL_BATCH
+from layerkit_runner.training.metrics import GLOBAL_BATCH
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from layerkit.nested_map import NestedMap
 from layerkit_runner.config.flags import parse_flags
 from layerkit_runner.errors import UsageError
-from layerkit_runner.training.step_context import GLOBAL_BATCH
+from layerkit_runner.training.metrics import GLOBAL_BATCH
 
 ROWS = NestedMap(x=jnp.ones((64, 2)), y=jnp.zeros(64), weights=jnp.ones(64))
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from layerkit.base_model import WeightedScalar
-from layerkit_runner.training.step_context import GLOBAL_BATCH, StepContext
+from layerkit_runner.training.metrics import GLOBAL_BATCH, StepContext
 
 SHARDS = StepContext(
     batch_sum=functools.partial(jax.lax.psum, axis_name="shard"),

@@ -20,7 +20,7 @@ from layerkit.layers.linears import Linear
 from layerkit.nested_map import NestedMap
 from layerkit.weights import logical_axes
 from layerkit_runner.optim.learner import Learner
-from layerkit_runner.training.step_context import GLOBAL_BATCH
+from layerkit_runner.training.metrics import GLOBAL_BATCH
 from layerkit_runner.training.train_hparams import TrainHParams
 
 

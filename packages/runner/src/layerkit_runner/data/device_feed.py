@@ -15,7 +15,7 @@ from typing import Any
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner.data.batch_checks import check_batch
-from layerkit_runner.data.infeed import told_in_one_line
+from layerkit_runner.data.infeed import as_usage_error
 from layerkit_runner.distributed.stop_signals import StopRequestedError
 from layerkit_runner.partitioning import Partitioner
 
@@ -99,7 +99,7 @@ class DeviceFeed:
     def _send_next(self) -> None:
         if self._state is None:
             self._state = self._source.get_state()
-        with told_in_one_line():
+        with as_usage_error():
             batch = check_batch(self._source, self._source.get_next())
         self._waiting.append((self._partitioner.put_batch(batch), self._source.get_state()))
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import itertools
+import queue
+import threading
+import time
 from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import jax
 
@@ -16,8 +22,8 @@ from layerkit_inputs.eval_padding import mark_rows, pad_rows
 from layerkit_inputs.extras import MissingExtraError
 from layerkit_inputs.feeds import FeedPlan, plan_feeds
 from layerkit_runner.data.batch_checks import check_batch
-from layerkit_runner.data.interruptible import read
 from layerkit_runner.distributed.process_exchange import gather_values
+from layerkit_runner.distributed.stop_signals import StopRequestedError, active_signals
 from layerkit_runner.distributed.watchdog import progress
 from layerkit_runner.errors import UsageError, input_error_text
 from layerkit_runner.partitioning import Partitioner
@@ -68,7 +74,7 @@ def make_input(config: Config, partitioner: Partitioner, place: Place | None = N
         num_infeed_hosts=plan.num_infeed_hosts,
         infeed_host_index=plan.infeed_host_index(place.process_index),
     )
-    with told_in_one_line():
+    with as_usage_error():
         return filled.Instantiate()
 
 
@@ -160,13 +166,13 @@ def eval_batches(dataset: BaseInput) -> Iterator[NestedMap]:
       StopRequestedError: A signal to stop came, and the input does not answer.
       UsageError: The data cannot be read.
     """
-    with told_in_one_line():
+    with as_usage_error():
         gather = gather_values if jax.process_count() > 1 else None
         batches = read(lambda: dataset.eval_batches(gather))
     name = dataset.name or type(dataset).__name__
     for number in itertools.count(1):
         progress(f"reading batch {number} of {name}", waits_for_others=True)
-        with told_in_one_line():
+        with as_usage_error():
             batch = read(lambda: next(batches, None))
         if batch is None:
             return
@@ -183,7 +189,7 @@ def peek_batch(dataset: BaseInput) -> NestedMap:
       StopIteration: the data have ended.
       UsageError: the data cannot be read, or the batch is not what the input declares.
     """
-    with told_in_one_line():
+    with as_usage_error():
         return check_batch(dataset, dataset.peek())
 
 
@@ -194,9 +200,68 @@ def peek_eval_batch(dataset: BaseInput) -> NestedMap:
 
 
 @contextlib.contextmanager
-def told_in_one_line() -> Iterator[None]:
+def as_usage_error() -> Iterator[None]:
     """Faults of data, which name the file and what is wrong with it, need no traceback."""
     try:
         yield
     except (MissingExtraError, OSError, ValueError) as error:
         raise UsageError(input_error_text(error)) from error
+
+
+# After a signal, an evaluation waits so long for its next batch.
+_SECONDS_FOR_INPUT = 5.0
+_POLL_SECONDS = 0.1
+
+T = TypeVar("T")
+
+
+def read(act: Callable[[], T]) -> T:
+    """Return what `act` returns, or give it up if it does not answer after a signal to stop.
+
+    In a job of several processes `act` is called directly: the others may wait for this one inside
+    of it, and would not know that it was given up.
+
+    Args:
+      act: Reads something. All calls of it come from the same thread.
+
+    Raises:
+      StopRequestedError: A signal came, and `act` took some seconds more.
+    """
+    signals = active_signals()
+    if signals is None or jax.process_count() > 1:
+        return act()
+    future = _reader().submit(act)
+    since: float | None = None
+    while not concurrent.futures.wait([future], _POLL_SECONDS).done:
+        if signals.gives_up_evaluation:
+            since = since or time.monotonic()
+            if time.monotonic() - since > _SECONDS_FOR_INPUT:
+                raise StopRequestedError
+    return future.result()
+
+
+class _Reader:
+    """A daemon thread that makes the calls it is given, one after the other."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Any]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="eval-input", daemon=True).start()
+
+    def submit(self, act: Callable[[], T]) -> concurrent.futures.Future[T]:
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._calls.put((act, future))
+        return future
+
+    def _run(self) -> None:
+        while True:
+            act, future = self._calls.get()
+            try:
+                future.set_result(act())
+            except BaseException as error:  # raised where the result is wanted
+                future.set_exception(error)
+            del act, future  # they may hold large arrays
+
+
+@functools.cache
+def _reader() -> _Reader:
+    return _Reader()

@@ -1,15 +1,24 @@
-"""Which data sets a job trains on: one, or those that its training programs name."""
+"""The data sets of a job: which ones it trains on, and whether all processes read the same data.
+
+Readers that go by index cut one global order into the rows of each process. Processes whose files
+differ (another patch release of Python has other sources, say) would each cut an order of their
+own, and their evaluations would end apart and wait for one another.
+"""
 
 from __future__ import annotations
 
+import json
 import numbers
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from layerkit.config import Config, assigned_fields
 from layerkit.near_names import near_names
+from layerkit_inputs.base_input import BaseInput
+from layerkit_inputs.eval_padding import AllGather
 from layerkit_runner.config.resolve import ResolvedExperiment
-from layerkit_runner.data.infeed import dataset_name
+from layerkit_runner.data.infeed import as_usage_error, dataset_name
 from layerkit_runner.errors import UsageError, first_names
 
 
@@ -115,3 +124,36 @@ def _only_evaluates(resolved: ResolvedExperiment) -> str:
         return text
     name = f"{trainer.__module__}.{trainer.__qualname__}"
     return f"{text}; to train or to plan, take {name}, whose model it evaluates"
+
+
+def check_same_data(inputs: Mapping[str, BaseInput], all_gather: AllGather) -> None:
+    """Compares where the inputs stand, and in which data, across processes.
+
+    Args:
+      inputs: By name; those whose state is not the same on every process are left out.
+      all_gather: A JSON value of this process → those of all processes.
+
+    Raises:
+      UsageError: on every process, naming the inputs and the processes that differ from process 0;
+        or the data cannot be read.
+    """
+    names = [name for name, dataset in inputs.items() if dataset.state_scope == "global"]
+    with as_usage_error():
+        mine = [_digest(inputs[name].get_state()) for name in names]
+    digests = all_gather(mine)
+    for column, name in enumerate(names):
+        others = [
+            process
+            for process, theirs in enumerate(digests)
+            if theirs[column] != digests[0][column]
+        ]
+        if others:
+            raise UsageError(
+                f"the data of {name!r} differ between processes: {others} read other data than"
+                " process 0. Give every machine the same files (and Python release, where the text"
+                " is Python's own)."
+            )
+
+
+def _digest(state: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(state, sort_keys=True).encode())

@@ -6,6 +6,8 @@ part that fails is reported, the others are made, and the exit code stays that o
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -13,6 +15,7 @@ from typing import Any
 
 import jax
 
+from layerkit.base_model import NATS_PER_TOKEN
 from layerkit_inputs.extras import MissingExtraError
 from layerkit_runner.config.config_tree import NOT_SET, value_at
 from layerkit_runner.config.field_paths import override_path
@@ -20,12 +23,12 @@ from layerkit_runner.distributed.process_exchange import all_arrive
 from layerkit_runner.errors import UsageError, unknown_name_text
 from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.files.byte_sizes import megabytes
-from layerkit_runner.modes.reported_metric import ReportedMetric
 from layerkit_runner.observers import draw_loss_curve, memory_scalars, metrics_path
 from layerkit_runner.observers.metrics_log import encode
 from layerkit_runner.trainer.executor import Executor
 from layerkit_runner.trainer.job import Job
 from layerkit_runner.trainer.job_folder import command_line, longer
+from layerkit_runner.training.task import SingleTask
 from layerkit_runner.training.train_state import TrainState
 
 ERRORS_FILE = "end_report_errors.txt"
@@ -236,3 +239,50 @@ def _on_eight_devices(job: Job) -> dict[str, str | None]:
     # None takes an override out.
     one_slice = {across: None, override_path(job.resolved, across): None, within: None}
     return {**one_slice, override_path(job.resolved, within): "[2,4,1]"}
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportedMetric:
+    """The metric that the reports of a task show.
+
+    Attributes:
+      name: Name of the metric.
+      unit: Unit of its values, such as `nats per byte`; None for a metric without one.
+      is_cross_entropy: Whether it is a cross-entropy over tokens, so that bits are reported too and
+        the baselines of the data set compare with it.
+    """
+
+    name: str
+    unit: str | None = None
+    is_cross_entropy: bool = False
+
+    @classmethod
+    def of(cls, task: SingleTask, *, token_unit: str = "token") -> ReportedMetric:
+        """Return the metric that the model chooses, else the loss of the task.
+
+        Args:
+          task: The task.
+          token_unit: The data set's word for a token, such as `byte`.
+        """
+        name = task.model.reported_metric or task.loss_name
+        unit = task.model.metric_units.get(name)
+        if unit == NATS_PER_TOKEN:
+            return cls(name, f"nats per {token_unit}", is_cross_entropy=True)
+        return cls(name, unit)
+
+    @property
+    def axis_label(self) -> str:
+        """The label of an axis of its values, such as `xent (nats per byte)`."""
+        return self.name if self.unit is None else f"{self.name} ({self.unit})"
+
+    def value_text(self, value: float) -> str:
+        """Return a value with its unit, such as `1.534 nats per byte = 2.213 bits per byte`."""
+        text = f"{value:.4f}" if self.unit is None else f"{value:.4f} {self.unit}"
+        if self.is_cross_entropy:
+            assert self.unit is not None
+            text += f" = {value / math.log(2):.4f} {self.unit.replace('nats', 'bits')}"
+        return text
+
+    def line(self, dataset: str, value: float) -> str:
+        """Return the line of one data set, such as `heldout: reward_accuracy 0.8125`."""
+        return f"{dataset}: {self.name} {self.value_text(value)}"

@@ -19,7 +19,7 @@ from layerkit_runner.files.byte_sizes import megabytes
 from layerkit_runner.observers import RunInfo
 from layerkit_runner.trainer.job import Job, versions
 from layerkit_runner.trainer.train import TrainInputs
-from layerkit_runner.training.compiled_memory import temporary_bytes
+from layerkit_runner.training.step_cost import temporary_bytes
 from layerkit_runner.training.train_state import TrainState
 
 
@@ -85,7 +85,7 @@ def start_lines(
     for each in data.inputs:
         if each.name is not None:
             yield f"program      {each.name}, {each.steps} of every {data.num_turn_steps} steps"
-        yield f"batch        {batch_text(each.abstract_batch())}"
+        yield f"batch        {batch_text(each.abstract_batch)}"
         yield from input_lines(each.dataset)
     yield f"state        {megabytes(bytes_per_device(state))} per device with optimizer"
     train = job.task.train

@@ -22,8 +22,8 @@ from layerkit_inputs.base_input import BaseInput
 from layerkit_runner.checkpointing import CheckpointManager, SaveTimeoutError
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
-from layerkit_runner.data.data_agreement import check_same_data
-from layerkit_runner.data.infeed import peek_batch, told_in_one_line
+from layerkit_runner.data.infeed import as_usage_error, peek_batch
+from layerkit_runner.data.training_data import check_same_data
 from layerkit_runner.distributed.forced_exit import before_forced_exit, forced_exit_on
 from layerkit_runner.distributed.process_exchange import coordinator_store, gather_values
 from layerkit_runner.distributed.stop_signals import StopSignals
@@ -54,14 +54,15 @@ from layerkit_runner.trainer.executor import (
 from layerkit_runner.trainer.job import Job, start_job, versions
 from layerkit_runner.trainer.job_folder import (
     check_no_sweep,
+    check_restart,
+    forget_checkpoint,
     last_step_path,
     only_trainer,
     write_config,
 )
-from layerkit_runner.trainer.restart_check import check_restart, forget_checkpoint
 from layerkit_runner.trainer.skipped_steps import SKIPPED_STEPS, SkippedSteps
 from layerkit_runner.trainer.train import CompiledStep, StepReports, TrainInputs, trace_step
-from layerkit_runner.training.step_flops import model_flops_per_step
+from layerkit_runner.training.step_cost import model_flops_per_step
 from layerkit_runner.training.train_state import TrainState
 
 
@@ -275,6 +276,8 @@ class _Prepared:
     start: _Start
     compiled: list[CompiledStep]
     works: list[StepWork]
+    # Eval and decode programs that are traced after the first step.
+    untraced: list[BaseProgram]
     # What layers logged while they were traced.
     notes: list[str]
 
@@ -291,20 +294,30 @@ def _prepare(
         traced = []
         for data in programs.data.inputs:
             with _naming_program(job, data.name):
-                batch = data.abstract_batch()
+                batch = data.abstract_batch
                 traced.append(trace_step(job.task, job.partitioner, abstract_state, batch))
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         compiling = [pool.submit(compile_step) for compile_step in traced]
-        with job.goodput.phase("compile"):
-            for program in _programs_that_run(job, programs):
-                with _naming_program(job, program.name):
-                    program.trace(abstract_state)
         works = [_step_work(job, data.dataset) for data in programs.data.inputs]
         start = _first_state(job, checkpoints, plan)
-        _restore_positions(job, programs, start)
         with job.goodput.phase("compile"):
+            untraced = _programs_that_run(job, programs)
+            # A step from the cache has been started before, and its first loss need not wait.
+            while untraced and not all(_is_from_cache(each) for each in compiling):
+                _trace(job, untraced.pop(0), abstract_state)
             compiled = [each.result() for each in compiling]
-    return _Prepared(start, compiled, works, notes.lines)
+        _restore_positions(job, programs, start)
+    return _Prepared(start, compiled, works, untraced, notes.lines)
+
+
+def _is_from_cache(compiling: concurrent.futures.Future[CompiledStep]) -> bool:
+    return compiling.done() and compiling.result().is_from_cache
+
+
+def _trace(job: Job, program: BaseProgram, abstract_state: TrainState) -> None:
+    """Trace an eval or decode program, so that a mistake in it is found now."""
+    with _naming_program(job, program.name):
+        program.trace(abstract_state)
 
 
 @contextlib.contextmanager
@@ -394,10 +407,15 @@ def choose_step(checkpoints: CheckpointManager, wanted: int | None) -> int:
     return step
 
 
+def _trace_rest(job: Job, programs: Sequence[BaseProgram]) -> None:
+    for program in programs:
+        _trace(job, program, job.abstract_state())
+
+
 def _restore_positions(job: Job, programs: _Programs, start: _Start) -> None:
     """Restore the input positions and the state of early stopping, before the first step."""
     if start.first.is_restored:
-        with told_in_one_line():
+        with as_usage_error():
             for key in programs.data.set_states(start.input_states):
                 job.observers.message(
                     f"the checkpoint does not tell a position of {key}, which is read from its"
@@ -471,6 +489,7 @@ def _build_executor(
         profiler=profiler,
         early_stop=programs.early_stop,
         decode_interval_steps=programs.decode_interval_steps,
+        after_first_step=functools.partial(_trace_rest, job, prepared.untraced),
     )
 
 

@@ -22,9 +22,8 @@ from layerkit.sharding import BoundSharding
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import padding
 from layerkit_runner.partitioning.state_axes import axes_by_path, map_with_axes
-from layerkit_runner.training.batch_specs import batch_spec
 from layerkit_runner.training.task import SingleTask
-from layerkit_runner.training.train_state import TrainState
+from layerkit_runner.training.train_state import TrainState, batch_spec
 
 ROWS = "rows"
 REPLICATED = "replicated"

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from layerkit.sharding import DEFAULT_RULES, BoundSharding, ShardingRules
 from layerkit_runner.partitioning.mesh import make_mesh
 from layerkit_runner.partitioning.partitioner import ROWS, Partitioner
-from layerkit_runner.training.step_context import StepContext
+from layerkit_runner.training.metrics import StepContext
 
 BATCH_AXIS = "batch"
 

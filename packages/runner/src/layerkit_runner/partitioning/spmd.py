@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 from layerkit.sharding import DEFAULT_RULES, BoundSharding, ShardingRules
 from layerkit_runner.partitioning.mesh import make_mesh
 from layerkit_runner.partitioning.partitioner import Partitioner
-from layerkit_runner.training.step_context import GLOBAL_BATCH
+from layerkit_runner.training.metrics import GLOBAL_BATCH
 
 
 class SpmdPartitioner(Partitioner):

@@ -18,16 +18,21 @@ from layerkit.base_model import WeightedScalar
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.eval_padding import empty_batch, example_rows, num_rows_of
+from layerkit_runner.data.batch_checks import SKIPPED_RECORDS, report_skipped
 from layerkit_runner.data.infeed import eval_batches, peek_eval_batch
-from layerkit_runner.data.skipped_records import SKIPPED_RECORDS, report_skipped
 from layerkit_runner.distributed.process_exchange import from_process_0, gather_values
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import TOTAL_WEIGHT, Observer
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.trainer.base import BaseProgram
 from layerkit_runner.trainer.train import TrainInput
-from layerkit_runner.training.by_example import ByExample, as_floats, check_has_provenance
-from layerkit_runner.training.metrics import OverBatches, names_of_numbers
+from layerkit_runner.training.metrics import (
+    ByExample,
+    OverBatches,
+    as_floats,
+    check_has_provenance,
+    names_of_numbers,
+)
 from layerkit_runner.training.task import SingleTask
 from layerkit_runner.training.train_state import TrainState
 
@@ -205,7 +210,7 @@ class NextBatchEvalProgram(BaseProgram):
     def trace(self, abstract_state: TrainState) -> set[str]:
         """Trace one step; see `BaseProgram.trace`."""
         # Not on the batch of the feed: sending it would start at the position before a restore.
-        reported = jax.eval_shape(self._step, abstract_state, self._data.abstract_batch())
+        reported = jax.eval_shape(self._step, abstract_state, self._data.abstract_batch)
         return names_of_numbers(reported)
 
 

@@ -61,6 +61,7 @@ class Executor:
       profiler: Active profiler of steps; None captures nothing.
       early_stop: Rule that is asked after each step with an evaluation; None for no such rule.
       decode_interval_steps: Steps between two decodings; None for the setting of `train`.
+      after_first_step: Called once, after the first step of this process; None for nothing.
     """
 
     train: TrainHParams
@@ -77,6 +78,7 @@ class Executor:
     profiler: StepProfiler | None = None
     early_stop: EarlyStop | None = None
     decode_interval_steps: int | None = None
+    after_first_step: Callable[[], None] | None = None
     # Metrics by program, and after which step.
     _evaluated: tuple[int, dict[str, dict[str, float]]] = dataclasses.field(
         default_factory=lambda: (-1, {}), init=False
@@ -124,6 +126,10 @@ class Executor:
             with contextlib.suppress(StopRequestedError):
                 state = self.train_programs.run_step(state, step + 1, self.signals)
                 step += 1
+                if self.after_first_step is not None:
+                    with self._paused_phase("compile"):
+                        self.after_first_step()
+                    self.after_first_step = None
                 if self.profiler is not None and self.profiler.ends_after(step):
                     self._stop_profile(step)
                 if step < self.train.num_train_steps:
@@ -161,7 +167,7 @@ class Executor:
         self.train_programs.drain()
         positions = self._eval_input_states()
         try:
-            with self._besides("eval"):
+            with self._paused_phase("eval"):
                 found = {p.name: dict(p.run(state, step, self.observers)) for p in programs}
         except StopRequestedError:
             # The input that does not answer is in the middle of this evaluation.
@@ -191,11 +197,11 @@ class Executor:
         if step < self.train.decode_start_after_n_steps or not programs:
             return {}
         self.train_programs.drain()
-        with self._besides("decode"):
+        with self._paused_phase("decode"):
             return {p.name: p.run(state, step, self.observers) for p in programs}
 
     @contextlib.contextmanager
-    def _besides(self, phase: str) -> Iterator[None]:
+    def _paused_phase(self, phase: str) -> Iterator[None]:
         """Around work that is no training step: its time counts as `phase`, and in no rate."""
         with self.throughput.pause(), self.goodput.phase(phase):
             yield
@@ -203,14 +209,14 @@ class Executor:
     def _start_profile_if_due(self, step: int) -> None:
         if self.profiler is not None and self.profiler.starts_before(step):
             self.train_programs.drain()
-            with self._besides("profile"):
+            with self._paused_phase("profile"):
                 self.profiler.start(step)
 
     def _stop_profile(self, step: int) -> None:
         """Waits for all steps, and writes the trace of the last ones where there is one."""
         self.train_programs.drain()
         if self.profiler is not None:
-            with self._besides("profile"):
+            with self._paused_phase("profile"):
                 self.profiler.stop(step)
 
     def _record(self, step: int, found: Mapping[str, Mapping[str, float]]) -> None:
@@ -242,7 +248,7 @@ class Executor:
             return
         progress(f"saving step {step}", waits_for_others=True)
         self.observers.flush()
-        with self._besides("save"):
+        with self._paused_phase("save"):
             self.checkpoints.save(
                 step,
                 self.train_programs.stored_state(state),

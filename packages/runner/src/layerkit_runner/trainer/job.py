@@ -50,8 +50,8 @@ from layerkit_runner.trainer.job_folder import (
     changes_since_recorded,
     check_same_experiment,
     check_writable,
+    record_checkpoint,
 )
-from layerkit_runner.trainer.restart_check import record_checkpoint
 from layerkit_runner.training.task import SingleTask
 from layerkit_runner.training.train_state import TRAINING_ONLY, TrainState
 

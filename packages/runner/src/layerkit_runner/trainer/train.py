@@ -13,10 +13,12 @@ later steps have been started, so metrics never stall the device.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -24,9 +26,9 @@ import jax
 from layerkit.nested_map import NestedMap
 from layerkit.summaries import Summary
 from layerkit_inputs.prefetch import Prefetch
+from layerkit_runner.data.batch_checks import SkippedRecords
 from layerkit_runner.data.device_feed import DeviceFeed
 from layerkit_runner.data.infeed import peek_batch
-from layerkit_runner.data.skipped_records import SkippedRecords
 from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.distributed.watchdog import progress
 from layerkit_runner.errors import UsageError
@@ -47,6 +49,8 @@ IS_VALID = "learning/is_valid_step"
 """Scalar of a step that is 0 if its loss or gradient is not finite, or its gradient too large."""
 
 _KEY_PREFIX = "train/"
+
+_CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 # How many steps ahead batches are sent to the devices.
 _STEPS_AHEAD = 2
@@ -80,8 +84,9 @@ class TrainInput:
         source = self.dataset.source
         return _KEY_PREFIX + (source.name or type(source).__name__)
 
+    @functools.cached_property
     def abstract_batch(self) -> NestedMap:
-        """Return shapes, dtypes and shardings of a global batch; the input position stays."""
+        """Shapes, dtypes and shardings of a global batch; the input position stays."""
         return self._partitioner.abstract_batch(peek_batch(self.dataset))
 
 
@@ -149,6 +154,7 @@ class CompiledStep:
       run: `(state, batch) -> (state, (metrics, scalars))`; consumes the given state.
       batch: Shapes, dtypes and shardings of the batches.
       summarize_layers: `(state, batch) -> (histograms, images)`; None if layers report none.
+      is_from_cache: Whether the compilation cache held it, as it does when a run is repeated.
     """
 
     task: SingleTask
@@ -156,6 +162,7 @@ class CompiledStep:
     run: Callable[[TrainState, NestedMap], tuple[TrainState, Any]]
     batch: NestedMap
     summarize_layers: Callable[[TrainState, NestedMap], Any] | None = None
+    is_from_cache: bool = False
 
 
 def trace_step(
@@ -172,7 +179,30 @@ def trace_step(
     lowered = partitioner.train_step_fn(task).lower(state, batch)
     _, (_, scalars) = lowered.out_info
     summarize = partitioner.summary_step_fn(task) if has_arrays(scalars) else None
-    return lambda: CompiledStep(task, partitioner, lowered.compile(), batch, summarize)
+
+    def compile_step() -> CompiledStep:
+        with _cache_hits() as hits:
+            run = lowered.compile()
+        return CompiledStep(task, partitioner, run, batch, summarize, is_from_cache=bool(hits))
+
+    return compile_step
+
+
+@contextlib.contextmanager
+def _cache_hits() -> Iterator[list[str]]:
+    """Collect the events of this thread that say that the compilation cache held a program."""
+    hits: list[str] = []
+    thread = threading.get_ident()
+
+    def listen(event: str, **_: Any) -> None:
+        if event == _CACHE_HIT and threading.get_ident() == thread:
+            hits.append(event)
+
+    jax.monitoring.register_event_listener(listen)
+    try:
+        yield hits
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
 
 
 @dataclasses.dataclass(frozen=True)

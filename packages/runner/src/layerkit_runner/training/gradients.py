@@ -15,15 +15,14 @@ import jax.numpy as jnp
 from layerkit.base_layer import AUX_LOSS, NON_TRAINABLE, SUMMARIES
 from layerkit.layers.quantization.fp8 import accumulate_by_max
 from layerkit_runner.errors import UsageError
-from layerkit_runner.training.metrics import Reported, over_parts
-from layerkit_runner.training.step_context import StepContext
+from layerkit_runner.training.metrics import Reported, StepContext, reduce_microbatches
 
 
 class Variables(NamedTuple):
     """What a model is run with, nested dicts of arrays `[...]`.
 
     Attributes:
-      trained: Weights to differentiate by.
+      trained: Weights to compute_gradients by.
       overwritten: Variables whose gradient is their next value.
       non_trainable: Variables that a run of the model changes.
     """
@@ -40,7 +39,7 @@ LossTerms = Callable[[Mapping[str, Any]], Mapping[str, float]]
 """Which metrics make up the loss, and with what factors."""
 
 
-class Differentiated(NamedTuple):
+class GradientResult(NamedTuple):
     """What came of the rows of one shard.
 
     Attributes:
@@ -60,7 +59,7 @@ class Differentiated(NamedTuple):
     summaries: Any
 
 
-def differentiate(
+def compute_gradients(
     run: Run,
     terms: LossTerms,
     variables: Variables,
@@ -69,7 +68,7 @@ def differentiate(
     context: StepContext,
     *,
     microbatches: int = 1,
-) -> Differentiated:
+) -> GradientResult:
     """Metrics of a batch and the gradient of its loss.
 
     With several microbatches the activations of one are alive at a time. Loss and gradient are
@@ -90,7 +89,7 @@ def differentiate(
       UsageError: the rows cannot be divided so.
     """
     if microbatches == 1:
-        return _differentiate(run, terms, variables, batch, key, context)
+        return _compute_batch_gradients(run, terms, variables, batch, key, context)
     parts = split_rows(batch, microbatches, multiple=context.row_shards)
     return _accumulate(run, terms, variables, parts, key, context, microbatches)
 
@@ -139,7 +138,7 @@ def _accumulate(
     key: jax.Array,
     context: StepContext,
     microbatches: int,
-) -> Differentiated:
+) -> GradientResult:
     """What came of microbatches `[microbatches, rows, ...]`, one after another."""
     keys = microbatch_keys(key, microbatches)
 
@@ -150,8 +149,8 @@ def _accumulate(
     # Weights come from the batch alone, so the compiler leaves nothing of the network in this.
     totals = context.batch_sum(jax.tree.map(jnp.sum, jax.lax.map(weights, (parts, keys))))
 
-    def add(carry: Differentiated, part: tuple[Any, jax.Array]) -> tuple[Any, Any]:
-        found = _differentiate(
+    def add(carry: GradientResult, part: tuple[Any, jax.Array]) -> tuple[Any, Any]:
+        found = _compute_batch_gradients(
             run,
             terms,
             variables._replace(non_trainable=carry.non_trainable),
@@ -172,7 +171,7 @@ def _accumulate(
         )
         return carry, (found.metrics, found.aux, found.summaries)
 
-    start = Differentiated(
+    start = GradientResult(
         gradients=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), variables.trained),
         overwriting=jax.tree.map(jnp.zeros_like, variables.overwritten),
         metrics={},
@@ -185,13 +184,13 @@ def _accumulate(
         gradients=jax.tree.map(
             lambda total, leaf: total.astype(leaf.dtype), found.gradients, variables.trained
         ),
-        metrics={name: over_parts(metric) for name, metric in metrics.items()},
+        metrics={name: reduce_microbatches(metric) for name, metric in metrics.items()},
         aux=None if aux is None else jnp.sum(aux),
         summaries=summaries,
     )
 
 
-def _differentiate(
+def _compute_batch_gradients(
     run: Run,
     terms: LossTerms,
     variables: Variables,
@@ -201,7 +200,7 @@ def _differentiate(
     *,
     totals: Mapping[str, jax.Array] | None = None,
     share: float = 1.0,
-) -> Differentiated:
+) -> GradientResult:
     """One batch; `totals` are the global weights of the loss terms, where more than it counts."""
 
     def loss_share(trained: Any, overwritten: Any) -> tuple[jax.Array, Any]:
@@ -226,7 +225,7 @@ def _differentiate(
     (gradients, overwriting), (metrics, aux, updates) = jax.grad(
         loss_share, argnums=(0, 1), has_aux=True
     )(variables.trained, variables.overwritten)
-    return Differentiated(
+    return GradientResult(
         gradients=gradients,
         overwriting=overwriting,
         metrics=metrics,

@@ -17,8 +17,7 @@ import numpy as np
 from layerkit.summaries import DEFAULT_VERBOSITY, MAX_IMAGES, Summary
 from layerkit_runner.observers import Histogram
 from layerkit_runner.training.gradients import microbatch_keys, split_rows
-from layerkit_runner.training.metrics import histogram_of
-from layerkit_runner.training.step_context import StepContext
+from layerkit_runner.training.metrics import StepContext, histogram_of
 
 PREFIX = "summaries/"
 

@@ -1,18 +1,21 @@
-"""What steps report, and how it becomes one number: over microbatches, shards, and many batches.
+"""What steps report, and how it becomes one number over microbatches, shards and many batches.
 
-Three kinds, each of which any of these may take apart and put together again:
+There are three kinds:
 
     WeightedScalar    a mean; Σ value·weight / Σ weight
     Maximum           a largest value; the maximum
-    BinCounts         how values are spread over fixed bins; counts are added
+    BinCounts         a histogram over fixed bins; counts are added
 
-A step keeps them on the device. `OverBatches` adds them up on the host, in double precision.
+A step keeps them on the device, and is written once for all partitioners (`StepContext`).
+`OverBatches` adds them up on the host in double precision, and `ByExample` collects one value for
+each example of a data set.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +23,10 @@ import numpy as np
 from flax import struct
 
 from layerkit.base_model import WeightedScalar
+from layerkit.nested_map import NestedMap
 from layerkit.summaries import BinCounts
+from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import TOTAL_WEIGHT, Histogram
-
-if TYPE_CHECKING:
-    from layerkit_runner.training.step_context import StepContext
 
 
 class Maximum(struct.PyTreeNode):
@@ -40,7 +42,7 @@ class Maximum(struct.PyTreeNode):
 Reported = WeightedScalar | Maximum | BinCounts
 
 
-def over_parts(metric: Reported) -> Reported:
+def reduce_microbatches(metric: Reported) -> Reported:
     """What several microbatches reported `[microbatches, ...]`, as one."""
     if isinstance(metric, WeightedScalar):
         # A part of weight 0 says nothing, whatever its value is.
@@ -52,7 +54,7 @@ def over_parts(metric: Reported) -> Reported:
     return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), metric)
 
 
-def over_shards(metric: Reported, context: StepContext) -> Reported:
+def reduce_shards(metric: Reported, context: StepContext) -> Reported:
     """What the shards of a batch reported, as that of the global batch."""
     if isinstance(metric, WeightedScalar):
         value = jnp.where(metric.weight > 0, metric.value, 0.0)
@@ -130,3 +132,92 @@ def histogram_of(counts: BinCounts) -> Histogram:
         sum=float(counts.sum),
         sum_of_squares=float(counts.sum_of_squares),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class StepContext:
+    """How a step function adds over the batch and draws random numbers.
+
+    Attributes:
+      batch_sum: Adds a tree of arrays over all shards of the batch.
+      batch_max: The maximum over them, likewise.
+      fold_shard: Makes a key different on each shard (identity where there is one).
+      num_shards: How many shards of the batch there are; 1 under SPMD.
+      row_shards: Over how many devices the rows that a step sees are split; 1 under pmap.
+    """
+
+    batch_sum: Callable[[Any], Any]
+    batch_max: Callable[[Any], Any]
+    fold_shard: Callable[[jax.Array], jax.Array]
+    num_shards: int
+    row_shards: int = 1
+
+    def mean_metrics(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """What is reported of the global batch, from what each shard reports; see `Reported`."""
+        return {name: reduce_shards(metric, self) for name, metric in metrics.items()}
+
+
+GLOBAL_BATCH = StepContext(
+    batch_sum=lambda tree: tree,
+    batch_max=lambda tree: tree,
+    fold_shard=lambda key: key,
+    num_shards=1,
+)
+
+
+Value = TypeVar("Value")
+
+
+class ByExample(Generic[Value]):
+    """Collects one value for each example; rows of padding (provenance -1) are left out.
+
+    Attributes:
+      values: By the number of the example.
+    """
+
+    def __init__(self, dataset: str) -> None:
+        self._dataset = dataset
+        self.values: dict[int, Value] = {}
+
+    def add(self, provenance: Any, values: Sequence[Value]) -> None:
+        """Adds the rows of a global batch.
+
+        Args:
+          provenance: int `[batch]`, see `BaseInput`.
+          values: One for each row.
+
+        Raises:
+          UsageError: an example that came before, or not one number for each row.
+        """
+        numbers = np.asarray(provenance)
+        if numbers.shape != (len(values),):
+            raise UsageError(
+                f"the data set {self._dataset!r} has provenance of shape {list(numbers.shape)} in"
+                f" a batch of {len(values)} rows; expected one number for each row"
+            )
+        for number, value in zip(numbers.tolist(), values, strict=True):
+            if number < 0:
+                continue
+            if number in self.values:
+                raise UsageError(
+                    f"the data set {self._dataset!r} gave example {number} twice in one"
+                    " evaluation, so its metrics would count it twice. Evaluate one epoch"
+                    " (reset_for_eval=True, repeat=False), and give each example a provenance of"
+                    " its own."
+                )
+            self.values[number] = value
+
+
+def check_has_provenance(batch: NestedMap, dataset: str) -> None:
+    """Raises UsageError where rows do not say whose they are, which metrics by example need."""
+    if "provenance" not in batch:
+        raise UsageError(
+            f"the data set {dataset!r} has metrics over its examples, but its batches do not say"
+            f" whose rows they hold: there is no provenance (int32 [batch], -1 for padding) beside"
+            f" {', '.join(sorted(batch))}"
+        )
+
+
+def as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics as plain numbers, whichever library made them."""
+    return {name: float(value) for name, value in metrics.items()}

@@ -1,6 +1,6 @@
 """SingleTask: one model, how it is trained, and the steps as pure functions.
 
-The steps know neither a mesh nor a partitioner; see `layerkit_runner.training.step_context`.
+The steps know neither a mesh nor a partitioner; see `layerkit_runner.training.metrics`.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from layerkit_runner.optim.learner import choose, global_norm
 from layerkit_runner.optim.schedules import concrete_number
 from layerkit_runner.optim.stacked_weights import Stacks, stacks_of
 from layerkit_runner.optim.variational_noise import VariationalNoise
-from layerkit_runner.training.gradients import Variables, differentiate, sum_leaves
+from layerkit_runner.training.gradients import Variables, compute_gradients, sum_leaves
 from layerkit_runner.training.layer_summaries import (
     ArraySummaries,
     array_summaries,
     scalars_and_marks,
 )
-from layerkit_runner.training.step_context import StepContext
+from layerkit_runner.training.metrics import StepContext
 from layerkit_runner.training.task_metrics import named_metrics, of_examples, of_step
 from layerkit_runner.training.train_hparams import TrainHParams
 from layerkit_runner.training.train_state import TrainState
@@ -169,7 +169,7 @@ class SingleTask(Configurable):
             return self._with_own(metrics, outputs, rows), updates
 
         trained = learner.trained_weights.select(state.params)
-        found = differentiate(
+        found = compute_gradients(
             run,
             self._loss_terms,
             Variables(trained, state.overwrite_with_gradient, state.non_trainable),

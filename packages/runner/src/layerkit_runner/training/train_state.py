@@ -1,4 +1,4 @@
-"""TrainState: everything that a step changes, and that a checkpoint must hold."""
+"""TrainState: everything that a step changes and a checkpoint holds; and shapes of batches."""
 
 from __future__ import annotations
 
@@ -46,3 +46,18 @@ class TrainState(struct.PyTreeNode):
         if is_schedule_free(self.opt_state):
             return self
         return self.replace(**dict.fromkeys(TRAINING_ONLY, ()))
+
+
+def batch_spec(
+    leaf: Any, *, rows: int, sharding: jax.sharding.Sharding | None = None
+) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype that an array of a batch has on the devices.
+
+    Args:
+      leaf: Array `[host_rows, …]` of NumPy or JAX, or its description.
+      rows: Number of rows on the devices.
+      sharding: Sharding of the array; None for no sharding.
+    """
+    # JAX stores 64-bit values of the host in 32 bits, unless `jax_enable_x64` is set.
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+    return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), dtype, sharding=sharding)

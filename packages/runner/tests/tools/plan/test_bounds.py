@@ -17,7 +17,7 @@ from layerkit_runner.tools.plan.hardware import device_kind
 from layerkit_runner.tools.plan.memory import Memory
 from layerkit_runner.trainer.job import build_parts
 from layerkit_runner.training.flops import program_flops
-from layerkit_runner.training.step_flops import model_flops_per_step
+from layerkit_runner.training.step_cost import model_flops_per_step
 
 H100 = device_kind("h100")
 PEAK = 989.4e12
@@ -129,7 +129,7 @@ def test_flops_of_a_traced_step_include_rematerialisation(small_lm):
     layer = projections + products + feed_forward
     model = 3 * tokens * (layers * layer + 2 * 16 * 32)
     assert flops(small_lm, remat="none") == (model, model)
-    # The result of a layer is not needed to differentiate it, so its last product is left out.
+    # The result of a layer is not needed to compute_gradients it, so its last product is left out.
     again = tokens * layers * (layer - 2 * 32 * 16)
     assert flops(small_lm, remat="full") == (model + again, model)
 

@@ -22,8 +22,17 @@ from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
-from layerkit_runner.data.batch_checks import check_batch
-from layerkit_runner.data.batch_text import (
+from layerkit_runner.data.batch_checks import check_batch, skipped_line
+from layerkit_runner.data.infeed import (
+    Place,
+    as_usage_error,
+    dataset_name,
+    make_input,
+    plan_input,
+)
+from layerkit_runner.errors import UsageError
+from layerkit_runner.partitioning import Partitioner
+from layerkit_runner.tools.inspect.batch_text import (
     SPECIAL,
     UNWEIGHTED,
     field_table,
@@ -31,16 +40,6 @@ from layerkit_runner.data.batch_text import (
     row_lines,
     summary,
 )
-from layerkit_runner.data.infeed import (
-    Place,
-    dataset_name,
-    make_input,
-    plan_input,
-    told_in_one_line,
-)
-from layerkit_runner.data.skipped_records import skipped_line
-from layerkit_runner.errors import UsageError
-from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.tools.plan.devices import num_planned_devices, simulated_devices
 
 _ROWS_SHOWN = 2
@@ -52,7 +51,7 @@ def run_inspect(resolved: ResolvedExperiment, options: RunOptions) -> int:
     Raises:
       UsageError: data that cannot be read, or fields or flags that do not fit together.
     """
-    with told_in_one_line():
+    with as_usage_error():
         partitioner = resolved.partitioner.Instantiate()
     count = num_planned_devices(
         partitioner, num_devices=options.num_devices, default=max(1, options.num_hosts)
@@ -138,7 +137,7 @@ def _reads(dataset: BaseInput) -> str:
 
 
 def _next(dataset: BaseInput) -> NestedMap | None:
-    with told_in_one_line():
+    with as_usage_error():
         try:
             if dataset.is_training:
                 return check_batch(dataset, dataset.get_next())

@@ -16,7 +16,7 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from layerkit.layers.attention.cudnn import has_cudnn
-from layerkit_runner.training.compiled_memory import temporary_bytes
+from layerkit_runner.training.step_cost import temporary_bytes
 
 # These change the machine code, which nobody will run, and not the program.
 _CPU_OPTIONS = {"xla_backend_optimization_level": 0}

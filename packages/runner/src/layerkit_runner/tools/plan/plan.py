@@ -40,10 +40,10 @@ from layerkit_runner.tools.plan.memory import Memory, TensorMemory, step_memory,
 from layerkit_runner.tools.plan.targets import HERE, Target
 from layerkit_runner.tools.plan.temporaries import TemporaryTensor, largest_temporaries
 from layerkit_runner.trainer.job import build_parts, versions
-from layerkit_runner.training.batch_specs import batch_spec
 from layerkit_runner.training.flops import program_flops
-from layerkit_runner.training.step_flops import model_flops_per_step
+from layerkit_runner.training.step_cost import model_flops_per_step
 from layerkit_runner.training.task import SingleTask
+from layerkit_runner.training.train_state import batch_spec
 
 # More than a page shows, for the JSON form.
 _TEMPORARIES = 30

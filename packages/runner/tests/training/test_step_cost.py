@@ -13,7 +13,7 @@ from layerkit.nested_map import NestedMap
 from layerkit_runner.config.experiment import BaseExperiment
 from layerkit_runner.config.resolve import resolve
 from layerkit_runner.optim.learner import Learner
-from layerkit_runner.training.step_flops import model_flops_per_step
+from layerkit_runner.training.step_cost import model_flops_per_step
 from layerkit_runner.training.task import SingleTask
 from layerkit_runner.training.train_hparams import TrainHParams
 
