@@ -26,6 +26,11 @@ JOINING_MODES = ("train", "eval", "eval_once", "decode", "decode_once")
 _READING_MODES = (*JOINING_MODES, "export")
 _TRAIN, _PLAN, _INSPECT = ("train",), ("plan",), ("inspect",)
 
+_PRESETS = (
+    *("gpu_latency_hiding", "gpu_pipelined_collectives", "tpu_v5e_collective_fusion"),
+    *("tpu_fsdp", "tpu_multislice", "tpu_v6e_dense", "tpu_v6e_moe"),
+)
+
 AUTO_ADDRESS = "auto"
 
 # Other names of flags. Those of Pax include --num_hosts, which is --num_processes in modes that
@@ -59,10 +64,9 @@ INSPECTED = {
 
 def switch(text: str) -> bool:
     """Read True or False."""
-    values = {"true": True, "1": True, "false": False, "0": False}
-    if text.lower() not in values:
+    if text.lower() not in ("true", "1", "false", "0"):
         raise ValueError("expected True or False.")
-    return values[text.lower()]
+    return text.lower() in ("true", "1")
 
 
 def non_negative(text: str) -> int:
@@ -138,14 +142,15 @@ class Flag:
         return self.read is bool
 
 
-def _option(help: str, metavar: str = "", *, default: Any = None, **row: Any) -> Any:  # noqa: A002
+def _option(help: str, metavar: str, modes: tuple[str, ...] = (), **row: Any) -> Any:  # noqa: A002
     """Return a field of `RunOptions`, and with it a row of the table of flags."""
-    row = {"help": help, "metavar": metavar, "default": default, **row}
+    default = row.setdefault("default", None)
+    row |= {"help": help, "metavar": metavar, "modes": modes}
     return dataclasses.field(default=default, metadata={"row": row})
 
 
-def _switch(help: str, *, default: bool = False, **row: Any) -> Any:  # noqa: A002
-    return _option(help, default=default, read=bool, **row)
+def _switch(help: str, modes: tuple[str, ...], *, default: bool = False) -> Any:  # noqa: A002
+    return _option(help, "", modes, default=default)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,201 +158,144 @@ class RunOptions:
     """What a run is told besides its experiment: the flags of the same names."""
 
     job_log_dir: str | None = _option("folder for everything the run writes", "DIR")
-    enable_checkpoint_saving: bool = _switch(
-        "whether to save checkpoints", default=True, modes=_TRAIN
-    )
+    enable_checkpoint_saving: bool = _switch("whether to save checkpoints", _TRAIN, default=True)
     allow_restart_from_scratch: bool = _switch(
-        "train from the start although the checkpoints that this job saved are missing or damaged",
-        modes=_TRAIN,
+        "train from the start although the saved checkpoints are missing or damaged", _TRAIN
     )
     restore_checkpoint_dir: str | None = _option(
-        "start from the checkpoints of this folder", "DIR", modes=_READING_MODES
+        "start from the checkpoints of this folder", "DIR", _READING_MODES
     )
     restore_checkpoint_step: tuple[int, ...] | None = _option(
-        "start from this step, not the newest; eval_once and decode_once take several, as in "
-        "100,200",
+        "start from this step, not the newest; the modes _once take several: 100,200",
         "STEP",
-        read=steps,
-        modes=("train", *ONCE_MODES, "export"),
+        ("train", *ONCE_MODES, "export"),
     )
     init_from: str | None = _option(
-        "begin with the weights of this folder: of a job, a checkpoint, or Hugging Face; a "
-        "run that goes on does not read it",
+        "begin a new run with the weights of a job, a checkpoint or a Hugging Face folder",
         "DIR",
-        modes=_TRAIN,
+        _TRAIN,
     )
     init_draw: str | None = _option(
-        "weights that --init_from leaves to be drawn, as a regular expression",
-        "PATTERN",
-        modes=_TRAIN,
+        "weights that --init_from leaves to be drawn, as a regular expression", "PATTERN", _TRAIN
     )
     restore_cast_dtypes: bool = _switch(
-        "convert floating-point arrays of a checkpoint whose dtype is another, as after a "
-        "change of the weights' dtype",
-        modes=_READING_MODES,
+        "convert floating-point arrays of a checkpoint with another dtype", _READING_MODES
     )
     async_timeout_secs: int = _option(
-        "end a job whose save takes longer", "SECONDS", default=600, read=non_negative, modes=_TRAIN
+        "end a job whose save takes longer", "SECONDS", _TRAIN, default=600
     )
-    exit_after_ondemand_checkpoint: bool = _switch(
-        "leave after the save that SIGUSR1 asks for, instead of going on", modes=_TRAIN
-    )
+    exit_after_ondemand_checkpoint: bool = _switch("leave after the save on SIGUSR1", _TRAIN)
     eval_on_test: bool = _switch(
-        "whether held-out data are evaluated, or left to --mode=eval beside this job",
-        default=True,
-        modes=_TRAIN,
+        "whether held-out data are evaluated, or left to --mode=eval", _TRAIN, default=True
     )
     decode_during_train: bool = _switch(
-        "where task.train.decode_interval_steps is None, decode as often as is saved, not "
-        "only at the end",
-        modes=_TRAIN,
+        "without task.train.decode_interval_steps, decode at each save, not only at the end", _TRAIN
     )
-    eval_during_decode: bool = _switch("also evaluate", modes=("decode", "decode_once"))
+    eval_during_decode: bool = _switch("also evaluate", ("decode", "decode_once"))
     follow_timeout_secs: int | None = _option(
         "end when no new checkpoint came for so long; off: never",
         "SECONDS",
+        FOLLOWING_MODES,
         read=positive_or_off,
-        modes=FOLLOWING_MODES,
     )
     pmap_use_tensorstore: bool = _switch(
-        "save pmap runs one entry per parameter, not as one file; reading finds out by itself",
-        modes=JOINING_MODES,
+        "save pmap runs one entry per parameter, not as one file", JOINING_MODES
     )
     target: str | None = _option(
-        "the devices to plan for, which need not be here: cpux256, h100x256, v5p:8x8x4, "
-        "2xv4-128, or here for those that are; the number may be left to the mesh, as in h100",
+        "devices to plan for, which need not be here, such as cpux256, h100x256, v5p:8x8x4 or"
+        " 2xv4-128; here: those of this machine; h100: as many as the mesh has",
         "TARGET",
-        modes=_PLAN,
+        _PLAN,
     )
-    num_devices: int | None = _option(
-        "how many of them", "N", read=non_negative, modes=("plan", "inspect")
-    )
+    num_devices: int | None = _option("number of devices", "N", ("plan", "inspect"))
     plan_effort: str = _option(
-        "full: a TPU's program is compiled as for a run; quick: with less effort, a third of "
-        "the time, unless it needs nearly all memory",
+        "full: compile for a TPU as a run does; quick: in a third of the time, unless the program"
+        " needs nearly all memory",
         "EFFORT",
+        _PLAN,
         default="quick",
         choices=("quick", "full"),
-        modes=_PLAN,
     )
     search: bool = _switch(
-        "compile other meshes, rematerialisation policies and, if nothing fits, more gradient "
-        "accumulation, and rank them",
-        modes=_PLAN,
+        "compile other meshes, rematerialisation policies and, if nothing fits, more gradient"
+        " accumulation, and rank them",
+        _PLAN,
     )
     max_compilations: int = _option(
-        "how many candidates a search compiles at most",
-        "N",
-        default=12,
-        read=non_negative,
-        modes=_PLAN,
+        "how many candidates a search compiles at most", "N", _PLAN, default=12
     )
     max_seconds: float = _option(
-        "after so long, a search compiles nothing more",
-        "SECONDS",
-        default=600.0,
-        read=positive_number,
-        modes=_PLAN,
+        "after so long, a search compiles nothing more", "SECONDS", _PLAN, default=600.0
     )
     inspect: str = _option(
-        "config, the configuration; layers, each with the values that it is built with; "
-        "parameters, a table of the weights; graph, the configuration as a Mermaid diagram; "
-        "or batches, a few of each input",
+        "config: the configuration; layers: each with its values; parameters: a table of the"
+        " weights; graph: the configuration as a Mermaid diagram; batches: a few of each input",
         "WHAT",
+        _INSPECT,
         default="config",
-        choices=("config", "layers", "parameters", "graph", "batches"),
-        modes=_INSPECT,
+        choices=tuple(INSPECTED),
     )
-    num_batches: int = _option(
-        "batches of each input", "N", default=2, read=non_negative, modes=_INSPECT
-    )
-    num_hosts: int = _option(
-        "hosts among which inputs are split", "N", default=1, read=non_negative, modes=_INSPECT
-    )
+    num_batches: int = _option("batches of each input", "N", _INSPECT, default=2)
+    num_hosts: int = _option("hosts among which inputs are split", "N", _INSPECT, default=1)
     json: bool = _switch(
-        "print the plan, the configuration, the layers, the weights, the list of experiments "
-        "or the checks of doctor as JSON",
-        modes=("plan", "inspect"),
+        "print as JSON; also with --list, --print_config, --diff_config and doctor",
+        ("plan", "inspect"),
     )
-    export_dir: str | None = _option("the folder to write", "DIR", modes=("export",))
+    export_dir: str | None = _option("the folder to write", "DIR", ("export",))
     jax_compilation_cache: str | None = _option("folder for compiled programs, or off", "DIR")
     coordinator_address: str | None = _option(
-        "host:port where the processes of a job meet, at process 0; auto: found out. Without "
-        "it, what Slurm, Open MPI, torchrun, Kubernetes or a TPU pod says",
+        "host:port where the processes of a job meet, at process 0; auto: ask the launcher, which"
+        " must be there. Without it, ask Slurm, Open MPI, torchrun, Kubernetes or the TPU pod",
         "ADDRESS",
-        modes=JOINING_MODES,
+        JOINING_MODES,
     )
     num_processes: int | None = _option(
-        "how many processes the job has", "N", read=positive, modes=JOINING_MODES
+        "how many processes the job has", "N", JOINING_MODES, read=positive
     )
-    process_id: int | None = _option(
-        "which of them this is, from 0", "I", read=non_negative, modes=JOINING_MODES
-    )
+    process_id: int | None = _option("which of them this is, from 0", "I", JOINING_MODES)
     multiprocess_gpu: bool = _switch(
-        "one of several processes; Pax's names --server_addr, --num_hosts and --host_idx are "
-        "understood",
-        modes=JOINING_MODES,
+        "one of several processes, as Pax says it, with --server_addr, --num_hosts, --host_idx",
+        JOINING_MODES,
     )
     hung_step_timeout_secs: int | None = _option(
         "end a job that made no step, batch or save for so long; off: never",
         "SECONDS",
+        JOINING_MODES,
         default=1800,
         read=positive_or_off,
-        modes=JOINING_MODES,
     )
     peak_tflops_per_device: float | None = _option(
-        "what one device could do at best, for MFU, where the table of known devices has no "
-        "figure or another",
-        "TFLOPS",
-        read=positive_number,
-        modes=_TRAIN,
+        "peak speed of one device, for MFU, in place of the table's", "TFLOPS", _TRAIN
     )
     xla_flags_preset: str | None = _option(
-        "a set of compiler flags: gpu_latency_hiding, gpu_pipelined_collectives, "
-        "tpu_v5e_collective_fusion, tpu_fsdp, tpu_multislice, tpu_v6e_dense or tpu_v6e_moe",
+        f"a set of compiler flags: {', '.join(_PRESETS)}",
         "NAME",
-        choices=(
-            "gpu_latency_hiding",
-            "gpu_pipelined_collectives",
-            "tpu_v5e_collective_fusion",
-            "tpu_fsdp",
-            "tpu_multislice",
-            "tpu_v6e_dense",
-            "tpu_v6e_moe",
-        ),
-        modes=("train", "plan"),
+        ("train", "plan"),
+        choices=_PRESETS,
     )
     pgle_profile: str | None = _option(
-        "a profile of earlier steps that guides the scheduler of NVIDIA GPUs", "FILE", modes=_TRAIN
+        "a profile of earlier steps that guides the scheduler of NVIDIA GPUs", "FILE", _TRAIN
     )
     jax_profiler_port: int | None = _option(
-        "where xprof or TensorBoard can ask for a trace at any time",
-        "PORT",
-        read=positive,
-        modes=_TRAIN,
+        "where xprof or TensorBoard can ask for a trace", "PORT", _TRAIN, read=positive
     )
     wandb_project: str | None = _option(
-        "also report to this project of Weights & Biases", "NAME", modes=_TRAIN
+        "also report to this project of Weights & Biases", "NAME", _TRAIN
     )
     study: str | None = _option(
-        "search fields of the experiment as this TOML or JSON file says, each trial a run in "
-        "DIR/trials; started several times, several trials run at once",
+        "search fields of the experiment as this TOML or JSON file says, each trial a run in"
+        " DIR/trials; started several times, several trials run at once",
         "FILE",
-        modes=_TRAIN,
+        _TRAIN,
     )
     num_trials: int | None = _option(
-        "how many trials the study has in all, in place of what its file says",
-        "N",
-        read=positive,
-        modes=_TRAIN,
+        "trials of the study in all, in place of its file's", "N", _TRAIN, read=positive
     )
     study_storage: str | None = _option(
-        "a database, or a journal file for a network disk, in place of DIR/study.db",
-        "URL",
-        modes=_TRAIN,
+        "a database, or a journal file on a network disk, not DIR/study.db", "URL", _TRAIN
     )
     enable_summary_writer: bool = _switch(
-        "whether to write DIR/summaries for TensorBoard", default=True, modes=JOINING_MODES
+        "whether to write DIR/summaries for TensorBoard", JOINING_MODES, default=True
     )
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     """Values of the flags that a mode of another package has, by name."""
@@ -358,60 +306,53 @@ class RunOptions:
         return None if self.restore_checkpoint_step is None else self.restore_checkpoint_step[0]
 
 
+# How the text of a flag is read, by the type of its field.
+_READ: dict[str, Callable[[str], Any]] = {
+    "str": str,
+    "bool": bool,
+    "int": non_negative,
+    "float": positive_number,
+    "tuple[int, ...]": steps,
+}
+
+
 def _option_flags() -> list[Flag]:
-    rows = [(f.name, f.metadata["row"]) for f in dataclasses.fields(RunOptions) if f.metadata]
-    return [Flag(name, **{"read": str, **row}) for name, row in rows]
+    fields = [field for field in dataclasses.fields(RunOptions) if "row" in field.metadata]
+    reads = [_READ[str(field.type).removesuffix(" | None")] for field in fields]
+    return [
+        Flag(field.name, **{"read": read, **field.metadata["row"]})
+        for field, read in zip(fields, reads, strict=True)
+    ]
 
 
 FLAGS = (
     Flag(
         "exp",
         str,
-        "the experiment, such as lm.quickstart.LocalText; see --list. Without it, any mode "
-        "but train takes experiment and fields from --job_log_dir",
+        "the experiment, such as lm.quickstart.LocalText; see --list. Without it, any mode but"
+        " train takes experiment and fields from --job_log_dir",
         "NAME",
     ),
-    Flag(
-        "reduced",
-        bool,
-        "the experiment at a size for this machine, as it defines it; --fdl.NAME=VALUE still wins",
-        default=False,
-    ),
+    Flag("reduced", bool, "the experiment at a size for this machine, as it defines it"),
     Flag("tfds_data_dir", str, "folder of TensorFlow Datasets; a field of the experiment", "DIR"),
     Flag("mode", str, "what to do, see above", "MODE", default="train"),
     *_option_flags(),
-    Flag(
-        "print_config",
-        bool,
-        "print the configuration, every override applied, and leave; can be added to any command",
-        default=False,
-    ),
+    Flag("print_config", bool, "print the configuration, every override applied, and leave"),
     Flag(
         "diff_config",
         str,
-        "print the fields that differ from those of another experiment or of a job's folder, "
-        "and leave; exit code 0: none, 1: some",
+        "print the fields that differ from those of another experiment or of a job's folder, and"
+        " leave; exit code 0: none, 1: some",
         "OTHER",
     ),
-    Flag(
-        "list",
-        bool,
-        "print every experiment with its weights, mesh and data, and leave",
-        default=False,
-    ),
+    Flag("list", bool, "print every experiment with its weights, mesh and data, and leave"),
     Flag(
         "tag",
         str,
-        "of --list, only experiments with this tag, such as moe; given several times, with "
-        "all of them",
+        "list only what has this tag, such as moe, or all of several",
         "NAME",
         repeats=True,
     ),
-    Flag(
-        "wide",
-        bool,
-        "of --list, all columns in full, however narrow the terminal is",
-        default=False,
-    ),
-    Flag("help", bool, "print this and leave", default=False),
+    Flag("wide", bool, "list all columns in full, however narrow the terminal is"),
+    Flag("help", bool, "print this and leave"),
 )

@@ -44,27 +44,24 @@ def experiment(tiny: SimpleNamespace) -> type[BaseExperiment]:
     return Small
 
 
-def arrows_from(graph: ConfigGraph, title: str) -> dict[tuple[str, ...], int]:
+def arrows_from(graph: ConfigGraph, title: str) -> set[tuple[str, ...]]:
     keys = {node.key for node in graph.nodes if node.title == title}
-    return {edge.fields: edge.count for edge in graph.edges if edge.parent in keys}
+    return {edge.fields for edge in graph.edges if edge.parent in keys}
 
 
-def test_depth_and_equal_templates(experiment: Any):
+def test_equal_templates_share_a_box(experiment: Any):
     graph = config_graph(resolve(experiment()))
-    assert arrows_from(graph, "StackedTransformerRepeated")["layer_tpl",] == 7
+    assert ("layer_tpl",) in arrows_from(graph, "StackedTransformerRepeated")
     fields = arrows_from(graph, "MultiHeadAttention")
-    assert fields["key_tpl", "value_tpl"] == 1
-    assert ("query_tpl",) in fields
+    assert {("key_tpl", "value_tpl"), ("query_tpl",)} <= fields
     assert len(graph.nodes) < 80
 
 
-def test_a_pattern_of_layers(experiment: Any):
-    graph = config_graph(resolve(experiment(PATTERN=True)))
-    counts = arrows_from(graph, "StackedTransformer")
-    # Layers 0 to 6 are blocks 0 1 2 0 1 2 0.
-    assert counts["block_tpls.0", "block_tpls.1"] == 5
-    assert counts["block_tpls.2",] == 2
-    assert not any("layer_tpl" in fields for fields in counts)
+def test_pattern_of_layers(experiment: Any):
+    fields = arrows_from(config_graph(resolve(experiment(PATTERN=True))), "StackedTransformer")
+    assert ("block_tpls.0", "block_tpls.1") in fields
+    # The third block is equal to the template that the pattern replaces.
+    assert any("block_tpls.2" in names for names in fields)
 
 
 def test_every_config_hangs_on_the_experiment(experiment: Any):
@@ -119,6 +116,5 @@ def test_mermaid(experiment: Any):
     assert len(set(boxes)) == len(boxes)
     assert {end for arrow in arrows for end in arrow} == set(boxes)
     assert "name = a #quot;b#quot; #lt;c#gt; #35;d" in "\n".join(lines)
-    assert any("layer_tpl ×7" in line for line in lines)
     # Optimizers are functions.
     assert any('(["sgd' in line for line in lines)

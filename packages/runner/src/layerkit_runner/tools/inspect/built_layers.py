@@ -4,15 +4,16 @@
     runner --exp=… --mode=inspect --inspect=layers --num_devices=8  on as many as there will be
     runner --exp=… --mode=inspect --inspect=layers --json           for programs
 
-The configuration has templates; what stands here is what became of them: with the sizes that a
-layer hands on to those inside it, and the dtypes that they inherit. Only `train` is for each
-program to say, and None where no layer insists. Devices are simulated, and no weight is made.
+The configuration has templates; here are the layers built from them, with sizes that outer layers
+set and dtypes that they inherit. `train` is None unless a layer sets it, since each program sets it
+for itself. Devices are simulated, and no weight is made.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,9 +31,11 @@ from layerkit_runner.config.config_tree import target_name
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError, layer_error_text
-from layerkit_runner.tools.inspect.numbered_layers import joint_path, without_number
 from layerkit_runner.tools.plan.devices import num_planned_devices, simulated_devices
 from layerkit_runner.trainer.job import build_parts
+
+# The number of a layer in a list: the 3 of `layers_3`.
+_NUMBER = re.compile(r"(?<=_)\d+(?=/|$)")
 
 # Fields of every layer, but for that which its path says already.
 _COMMON = [name for name in field_names(BaseLayer) if name != "name"]
@@ -43,12 +46,11 @@ class BuiltLayer:
     """A layer of a model.
 
     Attributes:
-      path: Of the names that lead to it, as in `lm/softmax`; "" is the model itself.
-      cls: Its class.
-      fields: The values that it has: its own fields, and then those of every layer. `sharding` is
-        left out where it is that of the model. A layer or a template stands as the name of its
-        class.
-      changed: The names of those that are not what its class has where nobody sets them.
+      path: Path of names, such as `lm/softmax`; "" for the model itself.
+      cls: Class of the layer.
+      fields: Values of its own fields, then of those that every layer has. `sharding` is left out
+        where it is that of the model. A layer or template is shown as the name of its class.
+      changed: Names of the fields that are not at the default of the class.
     """
 
     path: str
@@ -58,7 +60,7 @@ class BuiltLayer:
 
 
 def describe_layers(resolved: ResolvedExperiment, options: RunOptions) -> str:
-    """The layers of an experiment as text, or as one JSON object where `options.json` is set.
+    """Return the layers of an experiment as text, or as JSON where `options.json` is set.
 
     Raises:
       UsageError: fields or flags that do not fit together.
@@ -79,7 +81,7 @@ def describe_layers(resolved: ResolvedExperiment, options: RunOptions) -> str:
 
 
 def built_layers(model: BaseModel) -> list[BuiltLayer]:
-    """The layers of a model, each before those inside it; of a repeated body there is one.
+    """Return the layers of a model, outer ones first; a repeated body is one layer.
 
     Raises:
       ValueError: a layer refuses its fields.
@@ -131,14 +133,14 @@ def _differ(value: Any, default: Any) -> bool:
 
 
 def _effective(name: str, value: Any, *, owner: str) -> Any:
-    """What an inherited field means to a layer, None included."""
+    """Return what an inherited field means to a layer, None included."""
     if name in ("dtype", "fprop_dtype"):
         return floating_dtype(value, field=name, owner=owner).name
     return check_init(value, owner=owner) if name == "params_init" else value
 
 
 def _named(value: Any) -> Any:
-    """The value, with the names of classes in place of what is told elsewhere."""
+    """Return the value with the names of classes in place of layers and templates."""
     if is_config(value):
         return Name(target_name(value))
     if isinstance(value, (nn.Module, BoundSharding)):
@@ -175,10 +177,32 @@ def _lines(experiment: str, mesh: dict[str, int], layers: Sequence[BuiltLayer]) 
 
 
 def _alike(layers: Sequence[BuiltLayer]) -> list[list[BuiltLayer]]:
-    """Numbered layers that have the same values, where the first of them is."""
+    """Return the layers in groups of numbered ones with the same values."""
     groups: dict[tuple[Any, ...], list[BuiltLayer]] = {}
     for layer in layers:
         values = tuple(map(value_text, layer.fields.values()))
         key = (without_number(layer.path), layer.cls, values, layer.changed)
         groups.setdefault(key, []).append(layer)
     return list(groups.values())
+
+
+def without_number(path: str) -> str:
+    """Return a path without its number; a path with several numbers stays as it is."""
+    return path if len(_NUMBER.findall(path)) > 1 else _NUMBER.sub("#", path)
+
+
+def joint_path(paths: Sequence[str]) -> str:
+    """Return one path for paths that differ in one number.
+
+    >>> joint_path(["stack/layers_0/w", "stack/layers_1/w", "stack/layers_2/w"])
+    'stack/layers_0…2/w'
+    >>> joint_path(["stack/layers_0/w", "stack/layers_2/w"])
+    'stack/layers_0,2/w'
+    """
+    if len(paths) == 1:
+        return paths[0]
+    numbers = sorted(int(_NUMBER.findall(path)[0]) for path in paths)
+    lowest, highest = numbers[0], numbers[-1]
+    is_range = numbers == list(range(lowest, highest + 1))
+    text = f"{lowest}…{highest}" if is_range else ",".join(map(str, numbers))
+    return _NUMBER.sub(text, paths[0])

@@ -40,8 +40,8 @@ class Side:
     """One of two configurations.
 
     Attributes:
-      name: Of the experiment, and where it was recorded if it was.
-      values: By path; those of the experiment's own fields start with `experiment.`.
+      name: Name of the experiment, and the folder where it was recorded.
+      values: Values by path; those of the experiment's own fields start with `experiment.`.
     """
 
     name: str
@@ -50,12 +50,7 @@ class Side:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """A field that differs; a side that does not have it is left out of `values`.
-
-    Attributes:
-      path: Of the field.
-      values: By side, `here` and `there`.
-    """
+    """A field that differs; `values` has those of `here` and `there`, as far as they have it."""
 
     path: str
     values: Mapping[str, Any]
@@ -81,18 +76,15 @@ def run_diff_config(flags: ParsedFlags) -> int:
 
 
 def is_folder(other: str) -> bool:
-    """Whether `--diff_config` names a folder; everything else is the name of an experiment."""
+    """Return whether `--diff_config` names a folder, not an experiment."""
     return "://" in other or os.sep in other or os.path.isdir(os.path.expanduser(other))
 
 
 def recorded_side(folder: str) -> Side:
-    """The configuration with which a job's folder was last written.
-
-    Args:
-      folder: Of the job, here or in a store such as gs://bucket/run.
+    """Return the configuration with which a job's folder was last written.
 
     Raises:
-      UsageError: it has none, or one that cannot be read.
+      UsageError: The folder has none, or one that cannot be read.
     """
     recorded = read_recorded_config(folder)
     if recorded is None:
@@ -105,7 +97,7 @@ def recorded_side(folder: str) -> Side:
 
 
 def resolved_side(resolved: ResolvedExperiment) -> Side:
-    """The configuration of an experiment at hand, as it would be recorded."""
+    """Return the configuration of an experiment at hand, as it would be recorded."""
     recorded = json.loads(json.dumps(config_json(resolved)))
     return _side(recorded["experiment"], recorded["fields"], recorded["config"])
 
@@ -115,7 +107,7 @@ def _side(name: str, fields: Mapping[str, Any], config: Mapping[str, Any]) -> Si
 
 
 def differences(here: Side, there: Side) -> list[Difference]:
-    """The fields that differ, in the order of `here`, then those that only `there` has."""
+    """Return the fields that differ, in the order of `here`, then those of `there` alone."""
     found = []
     for path in {**here.values, **there.values}:
         sides = {"here": here.values, "there": there.values}
@@ -127,7 +119,7 @@ def differences(here: Side, there: Side) -> list[Difference]:
 
 
 def difference_text(here: Side, there: Side, found: Sequence[Difference]) -> str:
-    """The differences for people: a line for each field, or three where the values are long."""
+    """Return a line for each difference, or three where the values are long."""
     return "\n".join(_lines(here, there, found))
 
 
@@ -167,7 +159,7 @@ def _shown(value: Any) -> str:
 
 
 def difference_json(here: Side, there: Side, found: Sequence[Difference]) -> str:
-    """The same as one JSON object: `here` and `there`, and the `differences` by path."""
+    """Return one JSON object: `here` and `there`, and the `differences` by path."""
     return json.dumps(
         {
             "here": here.name,

@@ -24,11 +24,19 @@ from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError, layer_error_text
 from layerkit_runner.files.byte_sizes import size_text
 from layerkit_runner.partitioning import Partitioner
-from layerkit_runner.tools.inspect.numbered_layers import joint_path, without_number
+from layerkit_runner.tools.inspect.built_layers import joint_path, without_number
 from layerkit_runner.tools.plan.devices import num_planned_devices, simulated_devices
 from layerkit_runner.tools.plan.memory import TensorMemory, tensor_memory
 from layerkit_runner.trainer.job import build_parts
 from layerkit_runner.training.task import SingleTask
+
+_TOTALS = {
+    "weights": "weights in all",
+    "frozen": "of them frozen",
+    "non_trainable": "non-trainable",
+    "optimizer": "optimizer state",
+    "averages": "averaged weights",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,15 +44,15 @@ class Parameter:
     """A weight, or another variable of the model.
 
     Attributes:
-      path: Of the layer, and its name: `lm/softmax/w`.
-      shape: Of the whole, without padding.
-      dtype: Its name.
+      path: Path of the layer and the name: `lm/softmax/w`.
+      shape: Whole shape, without padding.
+      dtype: Name of the dtype.
       axes: A logical axis name or None for each dimension.
-      sharding: For each dimension the mesh axes that split it.
-      starts_as: Its first value in words; "" where nobody declared it.
-      count: Entries.
-      bytes_per_device: Of one shard, with padding.
-      is_frozen: A weight that is not trained.
+      sharding: The mesh axes that split each dimension.
+      starts_as: First value in words; "" if it is not declared.
+      count: Number of entries.
+      bytes_per_device: Size of one shard, with padding.
+      is_frozen: Whether it is a weight that is not trained.
     """
 
     path: str
@@ -60,7 +68,7 @@ class Parameter:
 
 @dataclasses.dataclass(frozen=True)
 class Total:
-    """What some arrays add up to; `bytes` of all devices as if they held no copies."""
+    """Sums over arrays; `bytes` is the size without copies on several devices."""
 
     count: int
     bytes: int
@@ -69,19 +77,19 @@ class Total:
 
 @dataclasses.dataclass(frozen=True)
 class ParameterTable:
-    """All arrays of a training state; the JSON form has these very keys.
+    """All arrays of a training state; the JSON form has these keys.
 
     Attributes:
-      experiment: Its full name.
+      experiment: Full name.
       num_devices: Devices of the mesh.
       mesh: Size of each mesh axis.
-      parameters: The weights, by path.
+      parameters: Weights, by path.
       non_trainable: Other variables of the model, such as moving statistics.
       modules: Totals of the weights by the first layers at which the model branches.
-      totals: Of all weights (`weights`), those that are trained, those that are frozen, and what
-        else a state holds: `non_trainable`, `optimizer`, `averages`.
-      loads: What sets weights before the first step, instead of `starts_as`; None for nothing.
-      padded: Which weights the mesh does not divide, and what they take; "" for none.
+      totals: Totals of `weights`, `trained` and `frozen` weights, and of the rest of a state:
+        `non_trainable`, `optimizer`, `averages`.
+      loads: What sets weights before the first step; None for nothing.
+      padded: Weights that the mesh does not divide, and their padding; "" for none.
     """
 
     experiment: str
@@ -235,19 +243,17 @@ def _module_totals(weights: Sequence[TensorMemory]) -> dict[str, Total]:
 
 
 def _total(tensors: Sequence[TensorMemory]) -> Total:
+    counts = [math.prod(tensor.shape) for tensor in tensors]
+    sizes = [jax.numpy.dtype(tensor.dtype).itemsize for tensor in tensors]
     return Total(
-        count=sum(math.prod(tensor.shape) for tensor in tensors),
-        bytes=sum(math.prod(tensor.shape) * _itemsize(tensor.dtype) for tensor in tensors),
+        count=sum(counts),
+        bytes=sum(count * size for count, size in zip(counts, sizes, strict=True)),
         bytes_per_device=sum(tensor.bytes_per_device for tensor in tensors),
     )
 
 
-def _itemsize(dtype: str) -> int:
-    return int(jax.numpy.dtype(dtype).itemsize)
-
-
 def table_text(table: ParameterTable) -> str:
-    """The table for people."""
+    """Return the table as text."""
     return "\n".join(_lines(table))
 
 
@@ -269,24 +275,14 @@ def _lines(table: ParameterTable) -> Iterator[str]:
         share = 100 * total.count / max(weights.count, 1)
         yield f"{name:<{width}}  {total.count:>16,}  {share:5.1f} %  {_sizes(total)}"
     yield ""
-    yield from _total_lines(table.totals)
+    for name, words in _TOTALS.items():
+        total = table.totals[name]
+        if total.count or name in ("weights", "non_trainable", "optimizer"):
+            yield f"{words:<16}  {total.count:>16,}  {_sizes(total)}"
     if table.padded:
         yield f"padded on the devices: {table.padded}"
     if table.loads is not None:
         yield f"task.initial_weights ({table.loads}) sets weights before the first step"
-
-
-def _total_lines(totals: dict[str, Total]) -> Iterator[str]:
-    for name, words in (
-        ("weights", "weights in all"),
-        ("frozen", "of them frozen"),
-        ("non_trainable", "non-trainable"),
-        ("optimizer", "optimizer state"),
-        ("averages", "averaged weights"),
-    ):
-        total = totals[name]
-        if total.count or name in ("weights", "non_trainable", "optimizer"):
-            yield f"{words:<16}  {total.count:>16,}  {_sizes(total)}"
 
 
 def _sizes(total: Total) -> str:
