@@ -77,3 +77,9 @@ def test_numbers_fit_their_rows_and_what_may_be_decoded():
 def test_what_does_not_fit_together_is_refused(fields: dict[str, Any], expected: str):
     with pytest.raises(UsageError, match=re.escape(expected)):
         resolve(EnglishToGermanNumbers(**fields))
+
+
+def test_variable_of_tfds_counts_only_where_seqio_reads_without_a_folder():
+    assert list(wmt.TransformerBase(DATA_FORMAT="seqio").unset_variables()) == ["TFDS_DATA_DIR"]
+    with_folder = wmt.TransformerBase(DATA_FORMAT="seqio", TFDS_DATA_DIR="tfds")
+    assert with_folder.unset_variables() == wmt.TransformerBase().unset_variables() == {}
