@@ -44,7 +44,7 @@ class MetricsLog(Observer):
 
     def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._lines: LineWriter | None = None
+        self._lines: LocalLines | StoredLines | None = None
 
     def start(self, info: RunInfo) -> None:
         if info.job_log_dir is None:
@@ -116,37 +116,20 @@ def _plain(value: Any) -> Any:
     return number
 
 
-class LineWriter:
-    """Adds lines to a file, and keeps those already there.
-
-    Attributes:
-      resumed: Whether the file held lines before.
-    """
-
-    resumed: bool
-
-    def write(self, line: str) -> None:
-        """Add one line, given without its end."""
-        raise NotImplementedError
-
-    def flush(self) -> None:
-        """Start writing out what is buffered, without waiting."""
-
-    def close(self) -> None:
-        """Write out what is left, and wait for it."""
-
-
-def open_lines(path: epath.PathLike) -> LineWriter:
+def open_lines(path: epath.PathLike) -> LocalLines | StoredLines:
     """Return the writer for the kind of store that holds `path`; create the folder."""
     path = epath.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     return StoredLines(path) if is_remote(path) else LocalLines(path)
 
 
-class LocalLines(LineWriter):
-    """Appends to a file on a local disk, after removing a line that an earlier kill cut off.
+class LocalLines:
+    """Appends lines to a file on a local disk, after removing one that an earlier kill cut off.
 
     Each line is passed to the operating system at once.
+
+    Attributes:
+      resumed: Whether the file held lines before.
     """
 
     def __init__(self, path: epath.Path) -> None:
@@ -157,18 +140,26 @@ class LocalLines(LineWriter):
         self._file.truncate(len(whole))
 
     def write(self, line: str) -> None:
+        """Add one line, given without its end."""
         self._file.write(line.encode() + b"\n")
         self._file.flush()
 
+    def flush(self) -> None:
+        """Do nothing, since no line is held back."""
+
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 
-class StoredLines(LineWriter):
-    """Rewrites the whole file in a store without append, such as `gs://…`, in the background.
+class StoredLines:
+    """Adds lines to a file in a store without append, such as `gs://…`, by rewriting all of it.
 
-    It does so every `interval` seconds and on `flush`. The error of a rewrite is raised by a later
-    call.
+    It does so in the background, every `interval` seconds and on `flush`. The error of a rewrite is
+    raised by a later call.
+
+    Attributes:
+      resumed: Whether the file held lines before.
     """
 
     def __init__(self, path: epath.Path, *, interval: float = _SECONDS_BETWEEN_REWRITES) -> None:
@@ -181,17 +172,20 @@ class StoredLines(LineWriter):
         self._next_rewrite = 0.0
 
     def write(self, line: str) -> None:
+        """Add one line, given without its end."""
         self._content += line.encode() + b"\n"
         if self._background.is_idle and time.monotonic() >= self._next_rewrite:
             self.flush()
 
     def flush(self) -> None:
+        """Start a rewrite, without waiting."""
         if self._num_submitted < len(self._content):
             self._background.submit(atomic_write, self._path, bytes(self._content))
             self._num_submitted = len(self._content)
             self._next_rewrite = time.monotonic() + self._interval
 
     def close(self) -> None:
+        """Write out what is left, and wait for it."""
         try:
             self.flush()
         finally:
