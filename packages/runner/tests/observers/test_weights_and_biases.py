@@ -13,7 +13,8 @@ import pytest
 from etils import epath
 
 from layerkit_runner import UsageError
-from layerkit_runner.observers import Histogram, Observers, Progress, WeightsAndBiases
+from layerkit_runner.observers import Histogram, Observers, Progress
+from layerkit_runner.observers.weights_and_biases import WeightsAndBiases
 
 
 def test_without_wandb_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch):

@@ -24,7 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import jax
 
@@ -34,11 +34,14 @@ from layerkit_runner.distributed.launchers import (
     find_launch,
     local_device_ids,
 )
-from layerkit_runner.distributed.peer_monitor.start import Identity, PeerMonitor
+from layerkit_runner.distributed.peer_monitor import Identity
 from layerkit_runner.distributed.process_exchange import distributed_state
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import absolute, check_links, private_folder
 from layerkit_runner.run_options import AUTO_ADDRESS, RunOptions
+
+if TYPE_CHECKING:
+    from layerkit_runner.distributed.peer_monitor.start import PeerMonitor
 
 # Exit code of a process that ends because another was lost: sysexits.h's "try again".
 LOST_PROCESS_EXIT_CODE = 75
@@ -234,6 +237,9 @@ def _initialize(cluster: ClusterInfo) -> Identity:
 
 def _start_monitor(identity: Identity, log: Path) -> PeerMonitor:
     """Start the peer monitor, whose hub, beside process 0, is announced by JAX's coordinator."""
+    # A process that is the whole job has none.
+    from layerkit_runner.distributed.peer_monitor.start import PeerMonitor
+
     state = distributed_state()
     listener = None
     # By this name the coordinator, which is in process 0, is found.

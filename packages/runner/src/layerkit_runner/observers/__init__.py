@@ -19,7 +19,6 @@ from layerkit_runner.observers.metrics_log import Metrics, MetricsLog, metrics_p
 from layerkit_runner.observers.progress import Progress
 from layerkit_runner.observers.tensorboard import TensorBoard
 from layerkit_runner.observers.throughput import StepWork, Throughput, memory_scalars, peak_flops
-from layerkit_runner.observers.weights_and_biases import WeightsAndBiases
 
 __all__ = [
     "DECODE_PREFIX",
@@ -36,7 +35,6 @@ __all__ = [
     "StepWork",
     "TensorBoard",
     "Throughput",
-    "WeightsAndBiases",
     "build_observers",
     "draw_loss_curve",
     "memory_scalars",

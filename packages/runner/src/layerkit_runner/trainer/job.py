@@ -42,7 +42,6 @@ from layerkit_runner.observers import (
     Observers,
     Progress,
     TensorBoard,
-    WeightsAndBiases,
     build_observers,
 )
 from layerkit_runner.partitioning import Partitioner, PmapPartitioner
@@ -252,6 +251,8 @@ def _built_in_observers(
         observers.append(TensorBoard())
     observers.append(GoodputLog(goodput))
     if options.wandb_project is not None:
+        from layerkit_runner.observers.weights_and_biases import WeightsAndBiases
+
         config = config_json(resolved)["config"]
         observers.append(
             WeightsAndBiases(options.wandb_project, config=config, report=progress.message)

@@ -8,3 +8,27 @@
 It is a separate process because it acts when the other cannot: aborted from C++, killed, stopped,
 or in compiled code that holds Python's lock. It imports nothing but the standard library.
 """
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity:
+    """A process as its peers name it.
+
+    Attributes:
+      process: Number of the process.
+      num_processes: Number of processes of its job.
+      host: Name of its machine.
+      pid: Process id on that machine.
+    """
+
+    process: int
+    num_processes: int
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"process {self.process} of {self.num_processes} (host {self.host}, pid {self.pid})"

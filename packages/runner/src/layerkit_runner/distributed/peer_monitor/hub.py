@@ -146,26 +146,6 @@ def _signature(key: bytes, role: str, number: int, content: bytes) -> bytes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Identity:
-    """A process as its peers name it.
-
-    Attributes:
-      process: Number of the process.
-      num_processes: Number of processes of its job.
-      host: Name of its machine.
-      pid: Process id on that machine.
-    """
-
-    process: int
-    num_processes: int
-    host: str
-    pid: int
-
-    def __str__(self) -> str:
-        return f"process {self.process} of {self.num_processes} (host {self.host}, pid {self.pid})"
-
-
-@dataclasses.dataclass(frozen=True)
 class Loss:
     """The end of a process without which no step can be made.
 

@@ -19,6 +19,7 @@ import time
 from typing import BinaryIO
 
 from layerkit_runner.distributed.forced_exit import finished_within
+from layerkit_runner.distributed.peer_monitor import Identity
 from layerkit_runner.distributed.peer_monitor.hub import (
     BEAT_SECONDS,
     ENDED,
@@ -30,7 +31,6 @@ from layerkit_runner.distributed.peer_monitor.hub import (
     STALLED,
     STALLED_SECONDS,
     Hub,
-    Identity,
     Link,
     Loss,
 )

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import layerkit_runner
 from layerkit_runner.distributed.forced_exit import finished_within
-from layerkit_runner.distributed.peer_monitor.hub import Identity, Link
+from layerkit_runner.distributed.peer_monitor import Identity
+from layerkit_runner.distributed.peer_monitor.hub import Link
 from layerkit_runner.distributed.peer_monitor.program import Task
 from layerkit_runner.files.atomic_write import open_append
 
