@@ -1,39 +1,18 @@
-"""The command `runner`.
+"""The command `runner`: parse the command line, find the experiment, and call a mode or a tool.
 
-    runner --exp=lm.quickstart.LocalText --job_log_dir=DIR     train; again: resume
-    runner --exp=… --mode=eval --job_log_dir=DIR               beside it; or eval_once, decode,
-                                                               decode_once, export, plan, inspect
-    runner --mode=export --job_log_dir=DIR …                   of any mode but train: the experiment
-                                                               and fields that DIR records
-    runner --exp=… --mode=inspect --inspect=batches            what the inputs feed; or layers,
-                                                               parameters, graph
-    runner --exp=… --job_log_dir=DIR --study=FILE              many runs: search its fields
-    runner --exp=… --print_config                              every field, and leave
-    runner --exp=… --diff_config=OTHER                         what differs from another experiment
-                                                               or a job's folder; exit code 1: some
+    runner --exp=lm.quickstart.LocalText --job_log_dir=DIR     train; the same command resumes
+    runner --exp=… --mode=eval --job_log_dir=DIR               another mode
     runner --exp=… --fdl.NAME=VALUE                            set a field of the experiment
     runner --exp=… --fdl.task.model.lm_tpl.num_layers=2        or any field, by its path
-    runner --exp=… --reduced                                   at a size for this machine
-    runner --list                                              every experiment; --tag=moe: those
-                                                               with that tag; --wide: in full
-    runner doctor                                              what is wrong with this machine;
-                                                               exit code 1: something
-    runner launch KIND --exp=… --job_log_dir=DIR               start it on Slurm, TPUs, Kubernetes
-                                                               or this machine; --dry_run: print
-    runner --help                                              every flag
-
-Exit codes: 0 done, 2 the command line or the fields are wrong, 65 too many training steps in a row
-or the state are not finite, 70 no progress, 75 another process of the job was lost, 129 stopped by
-SIGHUP, 130 by Ctrl-C and 143 by SIGTERM. A training run that is stopped
-finishes its step and saves first (unless it was told not to save, or Ctrl-C came twice), and the
-same command resumes it.
+    runner --list                                              every experiment
+    runner --help                                              every flag; exit codes
 
 A wrong flag or experiment is reported before JAX is imported, a wrong field as soon as its
 experiment is imported, a wrong path as soon as the configuration is made, before any device is
 touched. Each message names the nearest right thing, and nothing is written.
 
 Tools, such as `--mode=plan` and `runner launch`, are found by the entry-point group
-`layerkit.commands`; see `commands`.
+`layerkit.commands`; see `config.commands`.
 """
 
 from __future__ import annotations

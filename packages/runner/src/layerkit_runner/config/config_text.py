@@ -27,7 +27,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def config_text(resolved: ResolvedExperiment) -> str:
-    """The lines `path = value`: the experiment and its fields, then all that they resolve to."""
+    """Return lines `path = value`: the experiment, its fields, then all that they resolve to."""
     lines = [f"experiment = {resolved.name}"]
     for name, value in _experiment_values(resolved):
         lines.append(f"experiment.{name} = {value_text(value)}")
@@ -38,17 +38,17 @@ def config_text(resolved: ResolvedExperiment) -> str:
 def config_json(
     resolved: ResolvedExperiment, options: RunOptions | None = None, *, mode: str = "train"
 ) -> dict[str, Any]:
-    """The same for programs, with what it takes to make it again.
+    """Return a resolved experiment as JSON, with what it takes to resolve it again.
 
     Args:
       resolved: The experiment with its overrides.
-      options: Of the run that it is of; None where there is no run.
-      mode: What that run does.
+      options: Options of the run; None if there is no run.
+      mode: Mode of the run.
 
     Returns:
-      `experiment`: the full name; `overrides`: path to text; `arguments`: the words of the command
-      line that say both, and the flags of the run; `fields` and `config`: name or path to value,
-      which is a number, a string, a bool, None, or the text of anything else.
+      `experiment`: full name; `overrides`: text by path; `arguments`: words of a command line with
+      both and the flags of the run; `fields` and `config`: values by name or path. A value is a
+      number, a string, a bool, None, or the text of anything else.
     """
     fields = {name: _as_typed(value) for name, value in resolved.experiment.overrides.items()}
     overrides = fields | {o.path: o.text for o in resolved.deep_overrides}
@@ -81,7 +81,7 @@ def _run_arguments(options: RunOptions, mode: str) -> list[str]:
 
 
 class Name(str):
-    """Text that stands for itself, without quotes: the name of a class, or where to look."""
+    """Text that is printed without quotes, such as the name of a class."""
 
 
 def _experiment_values(resolved: ResolvedExperiment) -> Iterator[tuple[str, Any]]:
@@ -106,7 +106,7 @@ def _walk(resolved: ResolvedExperiment) -> Iterator[tuple[str, Any]]:
 
 
 def plain_value(value: Any) -> Any:
-    """A value as JSON has it: as it is, or else its text."""
+    """Return a value as JSON has it: as it is, or else its text."""
     if isinstance(value, (list, tuple)):
         return [plain_value(item) for item in value]
     if isinstance(value, dict):
@@ -118,7 +118,7 @@ def plain_value(value: Any) -> Any:
 
 
 def _as_typed(value: Any) -> str:
-    """The text of an override: without quotes where a reader takes it for a string anyway."""
+    """Return the text of an override, without quotes where it is read as a string anyway."""
     if isinstance(value, str) and value not in ("true", "false"):  # asked about, not taken
         with contextlib.suppress(field_types.MismatchError):
             if field_types.parse_literal(value) == value:
@@ -127,7 +127,7 @@ def _as_typed(value: Any) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A value as one line holds it."""
+    """Return the text of a value, in one line."""
     if isinstance(value, Name):
         return str(value)
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):

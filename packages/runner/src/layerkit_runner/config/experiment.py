@@ -1,4 +1,4 @@
-"""An experiment: a class whose UPPER_CASE attributes are its knobs and whose methods say what runs.
+"""The base class of experiments: UPPER_CASE fields, and methods that return what runs.
 
     class MyLm(BaseExperiment):
         \"\"\"A small language model.\"\"\"
@@ -9,11 +9,10 @@
         def task(self): ...        # a Config, made from self.NUM_LAYERS, self.MODEL_DIMS, …
         def datasets(self): ...    # Configs of inputs
 
-A new knob needs an annotation; a subclass may assign an inherited one without. Assigning a name
-that nobody declared is an error when the class is made, because a misspelt knob would otherwise do
-nothing, in silence. Knobs can be overridden for one instance, `MyLm(NUM_LAYERS=2)`, which happens
-before any method is called: what the methods derive from them is never stale. Plain classes with
-annotated knobs can be mixed in.
+A new field needs an annotation; a subclass assigns an inherited one without. Assigning a name that
+is not declared is an error when the class is made. Fields can be overridden for one instance,
+`MyLm(NUM_LAYERS=2)`, before any method is called. Plain classes with annotated fields can be mixed
+in.
 """
 
 from __future__ import annotations
@@ -35,32 +34,29 @@ if TYPE_CHECKING:
 
 _FIELD_NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 
-# How near a method's name has to be to that of a hook to be taken for it: `eval_program` is, and
-# `validator` is not.
+# Similarity above which a method is taken for a misspelt hook: `eval_program`, not `validator`.
 _NEAR_ENOUGH = 0.86
 
 
 class ExperimentClassError(UsageError, TypeError):
-    """A class whose fields or methods, as they are written, would do nothing."""
+    """A class with fields or methods that would have no effect."""
 
 
 class BaseExperiment:
     """Base of all experiments.
 
-    A class that only serves as a base for others says so by `class Base(BaseExperiment,
-    abstract=True)` or by a name that starts with an underscore; it is not listed and does not run.
+    A class that is only a base for others is declared by `class Base(BaseExperiment,
+    abstract=True)` or a name with a leading underscore. It is not listed and does not run.
     """
 
     _is_abstract: ClassVar[bool] = True
 
     reduced_fields: ClassVar[Mapping[str, Any]] = {}
-    """What `--reduced` sets: values of fields at which the experiment trains on this machine in a
-    minute, and without a download. Each base and mix-in has a say on its own fields; see
-    `reduced_values`."""
+    """Values that `--reduced` sets, with which the experiment trains on this machine in a minute and
+    without a download. Each base and mix-in has those of its own fields; see `reduced_values`."""
 
     trained_by: ClassVar[type[BaseExperiment] | None] = None
-    """For an experiment that only evaluates: the one that trains its model, which is named to those
-    who ask to train or to plan this one."""
+    """The experiment that trains the model of one that only evaluates; errors name it."""
 
     tags: ClassVar[tuple[str, ...]] = ()
     """Words by which `runner --list --tag=NAME` finds it, such as `moe`. An experiment has those of
@@ -74,11 +70,11 @@ class BaseExperiment:
         _check_assigned(cls)
 
     def __init__(self, **overrides: Any):
-        """Makes the experiment with some fields overridden.
+        """Create the experiment with some fields overridden.
 
         Raises:
-          FieldError: (a TypeError) an override names no field; a field, overridden or not, has a
-            value that does not fit its annotation; a field has no value.
+          FieldError: An override names no field, a value does not fit its annotation, or a field
+            has no value.
         """
         declared = experiment_fields(type(self))
         for name in overrides:
@@ -104,23 +100,23 @@ class BaseExperiment:
 
     @property
     def overrides(self) -> types.MappingProxyType[str, Any]:
-        """The fields that were given other values than the class has, by name."""
+        """Values of the overridden fields, by name."""
         return types.MappingProxyType(self._overrides)
 
     def task(self) -> Config:
-        """The task to train: a config of a `SingleTask`."""
+        """Return a config of the `SingleTask` to train."""
         raise NotImplementedError(f"{type(self).__qualname__} must define task()")
 
     def datasets(self) -> list[Config]:
-        """Configs of the inputs: those to train on have `is_training=True`, the others evaluate."""
+        """Return configs of inputs: `is_training=True` to train on, the others to evaluate."""
         raise NotImplementedError(f"{type(self).__qualname__} must define datasets()")
 
     def decode_datasets(self) -> list[Config]:
-        """Configs of the inputs whose examples are decoded; none by default."""
+        """Return configs of the inputs whose examples are decoded; none by default."""
         return []
 
     def train_programs(self) -> list[Config] | None:
-        """What trains: configs of `TrainProgram`, which take turns, or of a class derived from it.
+        """Return configs of `TrainProgram`, or of a class derived from it, to run in turns.
 
         `[Config(TrainProgram, dataset="web", steps=3), Config(TrainProgram, dataset="code")]`
         trains three steps on one of `datasets()`, one on another, and so on. None, the default,
@@ -129,7 +125,7 @@ class BaseExperiment:
         return None
 
     def eval_programs(self) -> list[Config] | None:
-        """What evaluates: configs of `EvalProgram`, or of a `BaseProgram` of your own.
+        """Return configs of `EvalProgram`, or of another `BaseProgram`.
 
         `Config(EvalProgram, dataset="heldout", interval_steps=50)`, where `dataset` names a
         held-out one of `datasets()`. None, the default, evaluates each of them.
@@ -137,7 +133,7 @@ class BaseExperiment:
         return None
 
     def decode_programs(self) -> list[Config] | None:
-        """What decodes: configs of `DecodeProgram`, or of a `BaseProgram` of your own.
+        """Return configs of `DecodeProgram`, or of another `BaseProgram`.
 
         Their `dataset` names one of `decode_datasets()`. None, the default, decodes each of them.
         """
@@ -152,21 +148,21 @@ class BaseExperiment:
         return None
 
     def observers(self) -> list[Config]:
-        """Configs of `layerkit_runner.observers.Observer` that watch the run; none by default.
+        """Return configs of observers (`layerkit_runner.observers.Observer`); none by default.
 
         They run beside the built-in ones, on threads of their own; see docs/observing.md.
         """
         return []
 
     def partitioner(self) -> Config:
-        """How the work is laid out over devices; by default they share the rows of each batch."""
+        """Return a config of the partitioner; by default devices share the rows of each batch."""
         # Partitioning needs JAX, which a class body or a look at the fields must not load.
         from layerkit_runner.partitioning import SpmdPartitioner
 
         return SpmdPartitioner.HParams.config()
 
     def data_summary(self) -> str:
-        """Where the data come from, in a few words for `--list`; else the class of the reader."""
+        """Return the source of the data for `--list`; by default the class of the reader."""
         from layerkit.config import target_of
 
         datasets = self.datasets()
@@ -186,11 +182,11 @@ class BaseExperiment:
         return {}
 
     def validate(self) -> None:
-        """Cheap checks of the fields against each other, after overrides, before anything is made.
+        """Check the fields against each other, after overrides and before anything is made.
 
         Raises:
-          ValueError: what does not fit together; the command line shows it without a traceback, as
-            it does with an OSError or a MissingExtraError.
+          ValueError: Fields do not fit together. The command line shows it, an OSError or a
+            MissingExtraError without a traceback.
         """
 
 
@@ -218,10 +214,7 @@ def experiment_tags(cls: type) -> tuple[str, ...]:
 
 
 def reduced_values(cls: type) -> dict[str, Any]:
-    """What `--reduced` sets in an experiment: the `reduced_fields` of all its bases.
-
-    Where two name a field, the one has it that is looked up first.
-    """
+    """Return what `--reduced` sets: the `reduced_fields` of all bases, in Python's order."""
     values: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         values |= vars(base).get("reduced_fields", {})
@@ -261,14 +254,14 @@ def _order_of_setting(experiment: BaseExperiment, name: str) -> int:
 
 
 def is_field_name(name: str) -> bool:
-    """Whether `name` is spelt as the fields of experiments are: `NUM_LAYERS`."""
+    """Return whether a name is spelt like a field of an experiment: `NUM_LAYERS`."""
     return _FIELD_NAME.fullmatch(name) is not None
 
 
 def experiment_fields(cls: type) -> dict[str, str | None]:
-    """The fields of an experiment class, those of its bases first, each with its annotation's text.
+    """Return the texts of the annotations of an experiment's fields, those of its bases first.
 
-    A property of a field's name makes it a derived value, which is no field any more.
+    A property with the name of a field makes it a derived value, which is no field any more.
     """
     fields = _annotated_fields(cls)
     derived = {name for name in fields if isinstance(getattr(cls, name, None), property)}
@@ -276,7 +269,7 @@ def experiment_fields(cls: type) -> dict[str, str | None]:
 
 
 def _check_assigned(cls: type) -> None:
-    """Refuses values of fields that nobody declared."""
+    """Raise an error if a field is assigned that is not declared."""
     declared = _annotated_fields(cls)
     assigned = [(base, name) for base in cls.__mro__ for name in vars(base)]
     for base, name in assigned:
@@ -296,7 +289,7 @@ def _check_assigned(cls: type) -> None:
 
 
 def _check_methods(cls: type) -> None:
-    """Refuses methods that look as if a run called them, and are never called."""
+    """Raise an error if a method has nearly the name of a hook."""
     hooks = [name for name in vars(BaseExperiment) if _is_hook_like(BaseExperiment, name)]
     own = [base for base in cls.__mro__ if base not in (BaseExperiment, object)]
     misspelt = [(base, name, hook) for base in own for name, hook in _near_hooks(base, hooks)]
@@ -312,7 +305,7 @@ def _check_methods(cls: type) -> None:
 
 
 def _near_hooks(base: type, hooks: list[str]) -> list[tuple[str, str]]:
-    """The methods of a class that may be misspelt hooks, each with the hook."""
+    """Return the methods of a class that may be misspelt hooks, each with the hook."""
     return [
         (name, near[0])
         for name in vars(base)
@@ -323,7 +316,7 @@ def _near_hooks(base: type, hooks: list[str]) -> list[tuple[str, str]]:
 
 
 def _is_hook_like(base: type, name: str) -> bool:
-    """Whether it is a public method that takes nothing but `self`, as all hooks do."""
+    """Return whether an attribute is a public method without arguments, as all hooks are."""
     value = vars(base)[name]
     return (
         not name.startswith("_")

@@ -1,9 +1,8 @@
-"""Whether a value fits a field, told from the text of the field's annotation.
+"""Whether a value fits a field, by the text of the field's annotation.
 
-Annotations are handled as text because that is what a syntax tree gives: a misspelt value must be
-answered before the module that declares the field is imported. Only plain types are checked (int,
-float, bool, str, None, lists, tuples, dicts, Optional, unions and Literal of these); a field of any
-other type takes any value.
+Annotations are handled as text, since the names in them may be imported for type checkers only.
+Plain types are checked (int, float, bool, str, None, lists, tuples, dicts, Optional, unions and
+Literal of these); a field of any other type takes any value.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ class MismatchError(ValueError):
 
 
 def annotation_text(annotation: Any) -> str | None:
-    """The source text of an annotation, or None where there is none."""
+    """Return the source text of an annotation, or None."""
     if annotation is None or annotation is inspect.Parameter.empty:
         return None
     return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
 
 
 def convert(value: Any, annotation: str | None) -> Any:
-    """`value` as a field with this annotation holds it.
+    """Return a value as a field with this annotation holds it.
 
     An int becomes a float where a float is asked for, a list a tuple, and a tuple a list; nothing
     else changes. In particular True is no int, and 1.0 is no int.
@@ -49,7 +48,7 @@ def convert(value: Any, annotation: str | None) -> Any:
 
 
 def parse_value(text: str, annotation: str | None = None) -> Any:
-    """The value that `text` on a command line means for a field with this annotation.
+    """Return the value that a text on a command line has for a field with this annotation.
 
     `text` is a Python literal, in which bare words (`bfloat16`, also inside brackets) are strings.
     A field that takes strings takes any other text as it stands: `3` is then `"3"`.
@@ -76,7 +75,7 @@ def parse_value(text: str, annotation: str | None = None) -> Any:
 
 
 def parse_literal(text: str) -> Any:
-    """A Python literal in which bare words are strings.
+    """Read a Python literal in which bare words are strings.
 
     Raises:
       MismatchError: `text` opens a bracket or a quote and is not a literal, or nests too deeply.

@@ -60,7 +60,7 @@ class Override:
 
 
 def parse_override(path: str, text: str) -> Override:
-    """Reads one override.
+    """Read one override.
 
     Raises:
       UsageError: the path is not made of names and indices joined by dots.
@@ -84,7 +84,7 @@ def parse_override(path: str, text: str) -> Override:
 
 
 def check_consistent(overrides: Iterable[Override]) -> tuple[Override, ...]:
-    """The overrides without repetitions.
+    """Return the overrides without repetitions.
 
     Raises:
       UsageError: two of them set the same path differently, or one sets a part of another.
@@ -107,7 +107,7 @@ def check_consistent(overrides: Iterable[Override]) -> tuple[Override, ...]:
 def parse_fields(
     experiment: str, annotations: Mapping[str, str | None], overrides: Iterable[Override]
 ) -> dict[str, Any]:
-    """The values that overrides give to the experiment's own fields; deep paths are passed over.
+    """Return the values that overrides give to the experiment's own fields, without deep paths.
 
     Args:
       experiment: The experiment's name, for messages.
@@ -141,7 +141,7 @@ def parse_fields(
 
 
 def unknown_field(experiment: str, name: str, valid: Iterable[str]) -> str:
-    """The message about a field that the experiment does not have."""
+    """Return the message about a field that the experiment does not have."""
     valid = list(valid)
     fields = f" Its fields: {first_names(valid)}." if valid else ""
     return f"{experiment} has no field {name!r}{near_names(name, valid)}{fields}"

@@ -70,10 +70,10 @@ class ResolvedExperiment:
 def resolve(
     experiment: BaseExperiment, deep_overrides: Iterable[Override] = ()
 ) -> ResolvedExperiment:
-    """Calls the experiment's methods and sets the deep overrides on what they return.
+    """Call the experiment's methods and set the deep overrides on what they return.
 
     Args:
-      experiment: With its own fields overridden already.
+      experiment: Experiment with its own fields overridden.
       deep_overrides: Paths that start with one of `overrides.ROOTS`.
 
     Raises:
