@@ -52,7 +52,7 @@ class BaseExperiment:
     _is_abstract: ClassVar[bool] = True
 
     reduced_fields: ClassVar[Mapping[str, Any]] = {}
-    """Values that `--reduced` sets, with which the experiment trains on this machine in a minute and
+    """Values that `--reduced` sets, with which the experiment trains on this machine in a minute,
     without a download. Each base and mix-in has those of its own fields; see `reduced_values`."""
 
     trained_by: ClassVar[type[BaseExperiment] | None] = None
