@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,8 +18,10 @@ from layerkit_runner.data.batch_checks import cast_text
 from layerkit_runner.data.infeed import peek_batch
 from layerkit_runner.distributed.devices import flag_lines
 from layerkit_runner.files.byte_sizes import megabytes
-from layerkit_runner.observers import RunInfo
+from layerkit_runner.init_from.provenance import FirstState
+from layerkit_runner.observers import RunInfo, StepWork, peak_flops
 from layerkit_runner.trainer.job import Job, versions
+from layerkit_runner.trainer.job_folder import last_step_path
 from layerkit_runner.trainer.train import TrainInputs
 from layerkit_runner.training.step_cost import temporary_bytes
 from layerkit_runner.training.train_state import TrainState
@@ -155,6 +159,64 @@ def run_info(job: Job, *, start_step: int) -> RunInfo:
         device_kind=jax.devices()[0].device_kind,
         peak_flops_per_device=None,
     )
+
+
+def train_run_info(
+    job: Job, data: TrainInputs, works: Sequence[StepWork], *, start_step: int
+) -> RunInfo:
+    """Return what is known of a training run; for several data sets, the mean over their turns."""
+    known = run_info(job, start_step=start_step)
+
+    def mean(values: Sequence[Any]) -> Any:
+        if len(values) == 1:
+            return values[0]
+        return sum(map(operator.mul, map(data.share, range(len(values))), values))
+
+    peak = job.options.peak_tflops_per_device
+    return dataclasses.replace(
+        known,
+        tokens_per_step=mean([work.tokens for work in works]),
+        examples_per_step=mean([work.examples for work in works]),
+        flops_per_step=mean([work.flops for work in works]),
+        peak_flops_per_device=peak_flops(known.device_kind) if peak is None else peak * 1e12,
+        train_programs=tuple(each.name for each in data.inputs if each.name),
+    )
+
+
+def report_start(
+    job: Job, data: TrainInputs, first: FirstState, info: RunInfo, compiled: Sequence[str]
+) -> None:
+    """Report what will run, and start the observers.
+
+    Args:
+      job: The job.
+      data: Training data sets.
+      first: First state.
+      info: What is known of the run.
+      compiled: Lines about the compiled steps.
+    """
+    train, report = job.task.train, job.observers.message
+    if jax.process_index() == 0:
+        for line in [
+            *start_lines(job, first.state, data, start_step=first.step),
+            *(first.provenance.lines() if first.provenance is not None else []),
+            *compiled,
+        ]:
+            report(line)
+    if first.step > train.num_train_steps:
+        path = last_step_path(job.resolved)
+        report(
+            f"nothing is trained: step {first.step} is already beyond"
+            f" task.train.num_train_steps={train.num_train_steps}; to go on, give more than"
+            f" {first.step} steps, as in --fdl.{path}={2 * first.step}"
+        )
+    job.observers.start(info)
+    missed = train.profiler_capture_step
+    if missed is not None and missed <= first.step:
+        report(
+            f"no profile: task.train.profiler_capture_step={missed} is done, and this run begins"
+            f" after step {first.step}"
+        )
 
 
 def num_params(state: TrainState) -> int:

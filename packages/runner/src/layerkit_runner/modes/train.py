@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -30,8 +29,13 @@ from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.errors import StorageError, UsageError, layer_error_text
 from layerkit_runner.init_from.provenance import FirstState, write_record
 from layerkit_runner.modes import end_report
-from layerkit_runner.modes.start_report import LayerNotes, compiled_lines, run_info, start_lines
-from layerkit_runner.observers import DECODE_PREFIX, RunInfo, StepWork, Throughput, peak_flops
+from layerkit_runner.modes.start_report import (
+    LayerNotes,
+    compiled_lines,
+    report_start,
+    train_run_info,
+)
+from layerkit_runner.observers import DECODE_PREFIX, RunInfo, StepWork, Throughput
 from layerkit_runner.observers.step_profiler import StepProfiler, profiler_server
 from layerkit_runner.optim.early_stopping import EarlyStop
 from layerkit_runner.trainer.base import BaseProgram
@@ -56,7 +60,6 @@ from layerkit_runner.trainer.job_folder import (
     check_no_sweep,
     check_restart,
     forget_checkpoint,
-    last_step_path,
     only_trainer,
     write_config,
 )
@@ -84,16 +87,20 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
         plan = _plan_if_new(job, checkpoints)
         _check_data(programs)
         prepared = _prepare(job, programs, abstract_state, checkpoints, plan)
-        info = _run_info(job, programs.data, prepared)
+        first = prepared.start.first
+        info = train_run_info(job, programs.data, prepared.works, start_step=first.step)
         executor = _build_executor(job, programs, prepared, info, checkpoints, signals, profiler)
-        _report_start(job, programs.data, prepared, info, checkpoints)
+        is_new = checkpoints.latest_step() is None
+        _record_start(job, first, is_new=is_new)
+        compiled = compiled_lines([each.run for each in prepared.compiled])
+        report_start(job, programs.data, first, info, [*prepared.notes, *compiled])
         if options.enable_checkpoint_saving:
             # The first save needs Orbax, which takes a second to import.
             threading.Thread(target=importlib.import_module, args=("orbax.checkpoint",)).start()
         starting.close()
         if jax.process_count() > 1:
             signals.agree_by(coordinator_store(), jax.process_index(), jax.process_count())
-        state, step = executor.run(prepared.start.first.state, prepared.start.first.step)
+        state, step = executor.run(first.state, first.step)
         job.goodput.outermost("other")
         _report_end(job, executor, state, step)
         return signals.exit_code
@@ -216,14 +223,10 @@ def _plan_if_new(job: Job, checkpoints: CheckpointManager) -> Callable[[], First
 
 
 def _check_restart(job: Job, checkpoints: CheckpointManager) -> None:
-    """Raise UsageError if training would start from scratch unasked; see `check_restart`."""
-    if job.options.enable_checkpoint_saving:
-        check_restart(
-            job.directory,
-            checkpoints.directory,
-            is_allowed=job.options.allow_restart_from_scratch,
-            report=job.observers.message,
-        )
+    options, report = job.options, job.observers.message
+    if options.enable_checkpoint_saving:
+        is_allowed = options.allow_restart_from_scratch
+        check_restart(job.directory, checkpoints.directory, is_allowed=is_allowed, report=report)
 
 
 def _plan_first_state(job: Job) -> Callable[[], FirstState]:
@@ -303,15 +306,11 @@ def _prepare(
         with job.goodput.phase("compile"):
             untraced = _programs_that_run(job, programs)
             # A step from the cache has been started before, and its first loss need not wait.
-            while untraced and not all(_is_from_cache(each) for each in compiling):
+            while untraced and not all(f.done() and f.result().is_from_cache for f in compiling):
                 _trace(job, untraced.pop(0), abstract_state)
             compiled = [each.result() for each in compiling]
         _restore_positions(job, programs, start)
     return _Prepared(start, compiled, works, untraced, notes.lines)
-
-
-def _is_from_cache(compiling: concurrent.futures.Future[CompiledStep]) -> bool:
-    return compiling.done() and compiling.result().is_from_cache
 
 
 def _trace(job: Job, program: BaseProgram, abstract_state: TrainState) -> None:
@@ -434,27 +433,6 @@ def _restore_positions(job: Job, programs: _Programs, start: _Start) -> None:
         )
 
 
-def _run_info(job: Job, data: TrainInputs, prepared: _Prepared) -> RunInfo:
-    """Return what is known of the run; for several data sets, the mean over their turns."""
-    known = run_info(job, start_step=prepared.start.first.step)
-    works = prepared.works
-
-    def mean(values: Sequence[Any]) -> Any:
-        if len(values) == 1:
-            return values[0]
-        return sum(map(operator.mul, map(data.share, range(len(values))), values))
-
-    peak = job.options.peak_tflops_per_device
-    return dataclasses.replace(
-        known,
-        tokens_per_step=mean([work.tokens for work in works]),
-        examples_per_step=mean([work.examples for work in works]),
-        flops_per_step=mean([work.flops for work in works]),
-        peak_flops_per_device=peak_flops(known.device_kind) if peak is None else peak * 1e12,
-        train_programs=tuple(each.name for each in data.inputs if each.name),
-    )
-
-
 def _build_executor(
     job: Job,
     programs: _Programs,
@@ -493,44 +471,16 @@ def _build_executor(
     )
 
 
-def _report_start(
-    job: Job,
-    data: TrainInputs,
-    prepared: _Prepared,
-    info: RunInfo,
-    checkpoints: CheckpointManager,
-) -> None:
-    """Write the configuration into the job folder, report what will run, and start observers."""
-    first, train = prepared.start.first, job.task.train
+def _record_start(job: Job, first: FirstState, *, is_new: bool) -> None:
+    """Write the configuration, and where first weights come from, into the job folder."""
+    if jax.process_index() != 0:
+        return
     report = job.observers.message
-    if jax.process_index() == 0:
-        goes_on = checkpoints.latest_step() is not None
-        write_config(job.directory, job.resolved, job.options, goes_on=goes_on, report=report)
-        if not goes_on and job.options.enable_checkpoint_saving:
-            forget_checkpoint(job.directory)
-        if not first.is_restored:
-            write_record(job.directory, first.provenance)
-        for line in [
-            *start_lines(job, first.state, data, start_step=first.step),
-            *(first.provenance.lines() if first.provenance is not None else []),
-            *prepared.notes,
-            *compiled_lines([each.run for each in prepared.compiled]),
-        ]:
-            report(line)
-    if first.step > train.num_train_steps:
-        path = last_step_path(job.resolved)
-        report(
-            f"nothing is trained: step {first.step} is already beyond"
-            f" task.train.num_train_steps={train.num_train_steps}; to go on, give more than"
-            f" {first.step} steps, as in --fdl.{path}={2 * first.step}"
-        )
-    job.observers.start(info)
-    missed = train.profiler_capture_step
-    if missed is not None and missed <= first.step:
-        report(
-            f"no profile: task.train.profiler_capture_step={missed} is done, and this run begins"
-            f" after step {first.step}"
-        )
+    write_config(job.directory, job.resolved, job.options, goes_on=not is_new, report=report)
+    if is_new and job.options.enable_checkpoint_saving:
+        forget_checkpoint(job.directory)
+    if not first.is_restored:
+        write_record(job.directory, first.provenance)
 
 
 def _report_end(job: Job, executor: Executor, state: TrainState, step: int) -> None:

@@ -6,8 +6,8 @@
     TrainProgram    runs the compiled step on a data set and reports what it computed
     TrainPrograms   starts each step by the program whose turn it is
 
-The batches of the next steps are sent while one runs. What a step reports is fetched only after
-later steps have been started, so metrics never stall the device.
+Batches are sent ahead of the steps, and reports of a step are fetched after later steps were
+started, so neither stalls the device.
 """
 
 from __future__ import annotations
@@ -93,8 +93,7 @@ class TrainInput:
 class TrainInputs:
     """The training data sets of a job, in turns.
 
-    Whose turn it is follows from the number of the step alone, so a resumed run continues within a
-    turn.
+    The turn follows from the number of the step alone, so a resumed run continues within a turn.
 
     Args:
       inputs: At least one data set. The first one begins, and after the last it is its turn again.
@@ -400,10 +399,7 @@ class TrainProgram:
             self._since_summary = OverBatches()
 
     def _of_this_program(self, found: Mapping[str, T]) -> dict[str, T]:
-        """Return what was found by `PROGRAM/NAME` if there are several programs, the loss by both.
-
-        So a curve is of one data set, and the loss is where everything looks for it.
-        """
+        """Prefix names by the program if there are several; the loss keeps its own name too."""
         if self.name is None:
             return dict(found)
         loss = self._compiled.task.loss_name
@@ -429,8 +425,7 @@ class TrainProgram:
     def _is_summarized(self, step: int) -> bool:
         """Return whether the metrics of a step are written.
 
-        They are for this program's first step, for the last step of the run, and for its first
-        step of every summary interval.
+        It is, for this program's first step, the run's last, and the first of a summary interval.
         """
         if self._last_step is None or step == self._train.num_train_steps:
             return True
@@ -441,7 +436,6 @@ class TrainProgram:
 class TrainPrograms:
     """Runs each training step by the program whose turn it is.
 
-    The host runs at most `max_inflight_steps` ahead of the devices, over all programs together.
     Steps are reported in the order in which they were started.
 
     Args:
@@ -470,11 +464,7 @@ class TrainPrograms:
     def run_step(
         self, state: TrainState, step: int, signals: StopSignals | None = None
     ) -> TrainState:
-        """Start step number `step` (from 1) and return its state, not yet computed.
-
-        Raises:
-          StopRequestedError: One of the `signals` came before the step was started.
-        """
+        """Start step number `step` (from 1) and return its state; see `TrainProgram.start_step`."""
         program = self.programs[self.inputs.index_of_step(step)]
         state = program.start_step(state, step, self._is_idle, signals)
         self._started.append(program)
@@ -496,7 +486,7 @@ class TrainPrograms:
         return self.programs[0].stored_state(state)
 
     def input_states(self) -> dict[str, Any]:
-        """Return the input positions after the steps that were started, by key in a checkpoint."""
+        """Return the input positions after the started steps, by key in a checkpoint."""
         return {each.key: each.feed.state() for each in self.inputs.inputs}
 
     def _is_idle(self) -> bool:
