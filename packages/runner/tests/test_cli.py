@@ -103,6 +103,7 @@ _FILES = {
     ),
     "tools/acme_tools-1.0.dist-info/entry_points.txt": (
         "[layerkit.commands]\ncount = acme_tools:MODE\nsay = acme_tools:SAY\nlost = nowhere:MODE\n"
+        "twice = acme_tools:TWICE\n"
     ),
     "tools/acme_tools.py": """
         from layerkit_runner import Command, Flag, Mode
@@ -121,6 +122,7 @@ _FILES = {
         TIMES = Flag("times", int, "how often", "N", default=1)
         MODE = Mode("count the data sets", count, flags=(TIMES,), uses=("json",))
         SAY = Command("say it", say)
+        TWICE = Mode("count", count, flags=(Flag("json", int, "how often", "N"),))
     """,
     "site/acme/catalogue.json": json.dumps(
         {
@@ -323,7 +325,7 @@ _WRONG = {
     ),
     "tag without a list": (
         ["--exp=lm.Small", "--tag=small"],
-        "--tag chooses what --list shows; add --list.\n",
+        "--tag needs --list.\n",
     ),
     "command": (["docter"], "unexpected argument 'docter'; did you mean 'doctor'?\n"),
     "command after a flag": (
@@ -332,7 +334,7 @@ _WRONG = {
     ),
     "two ways to look": (
         ["--exp=lm.Small", "--print_config", "--diff_config=lm.Large"],
-        "--print_config prints one configuration, --diff_config compares two.\n",
+        "--print_config and --diff_config contradict each other; keep one.\n",
     ),
     "flag of another look": (
         ["--exp=lm.Small", "--mode=inspect", "--inspect=graph", "--num_batches=3"],
@@ -571,6 +573,8 @@ def test_package_adds_mode_and_command(place: Path, monkeypatch: pytest.MonkeyPa
     assert (code, text.endswith("; did you mean 'count'?\n")) == (2, True)
     text = "runner: --mode=lost: the tool lost is not installed: No module named 'nowhere'.\n"
     assert answered("--exp=own.Mine", "--mode=lost") == (2, text)
+    text = "runner: --mode=twice has a flag --json, which the runner has itself.\n"
+    assert answered("--exp=own.Mine", "--mode=twice") == (2, text)
 
 
 def test_an_interrupt_before_the_run_has_an_exit_code_of_its_own(place: Path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -103,6 +104,22 @@ def positive_number(text: str) -> float:
     return value
 
 
+def pattern(text: str) -> str:
+    """Read a regular expression."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"expected a regular expression: {error}.") from None
+    return text
+
+
+def address(text: str) -> str:
+    """Read HOST:PORT, or auto."""
+    if text != AUTO_ADDRESS and not re.fullmatch(r".+:\d+", text):
+        raise ValueError(f"expected HOST:PORT, or {AUTO_ADDRESS}.")
+    return text
+
+
 def steps(text: str) -> tuple[int, ...]:
     """Read non-negative integers with commas between them; one that is repeated is read once."""
     parts = text.split(",")
@@ -176,7 +193,10 @@ class RunOptions:
         _TRAIN,
     )
     init_draw: str | None = _option(
-        "weights that --init_from leaves to be drawn, as a regular expression", "PATTERN", _TRAIN
+        "weights that --init_from leaves to be drawn, as a regular expression",
+        "PATTERN",
+        _TRAIN,
+        read=pattern,
     )
     restore_cast_dtypes: bool = _switch(
         "convert floating-point arrays of a checkpoint with another dtype", _READING_MODES
@@ -248,6 +268,7 @@ class RunOptions:
         " must be there. Without it, ask Slurm, Open MPI, torchrun, Kubernetes or the TPU pod",
         "ADDRESS",
         JOINING_MODES,
+        read=address,
     )
     num_processes: int | None = _option(
         "how many processes the job has", "N", JOINING_MODES, read=positive

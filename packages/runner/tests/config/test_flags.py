@@ -200,7 +200,7 @@ def test_mistakes(words: list[str], text: str):
 def test_an_experiment_must_be_named_unless_it_is_not_needed():
     assert refusal() == "which experiment? Say --exp=NAME; `runner --list` shows all."
     assert parse_flags(["--list"]).given == {"list": True}
-    assert refusal("--tag=moe") == "--tag chooses what --list shows; add --list."
+    assert refusal("--tag=moe") == "--tag needs --list."
     assert parse_flags(["--help"]).given == parse_flags(["-h"]).given == {"help": True}
 
 

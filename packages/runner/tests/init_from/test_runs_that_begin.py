@@ -153,12 +153,11 @@ def test_a_weight_that_is_to_be_drawn(train: Any, job: Path, tmp_path: Path):
     [
         (
             ["--init_draw=x"],
-            "--init_draw says what --init_from leaves out; give --init_from=DIR too.",
+            "--init_draw needs --init_from.",
         ),
         (
             ["--init_from=a", "--restore_checkpoint_dir=b"],
-            "--init_from begins a new run with the weights of a folder, --restore_checkpoint_dir"
-            " resumes the whole state of another; keep one.",
+            "--init_from and --restore_checkpoint_dir contradict each other; keep one.",
         ),
         (
             ["--init_from=a", "--init_draw=(x"],

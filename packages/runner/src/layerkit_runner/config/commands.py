@@ -6,9 +6,9 @@ own tools:
     [project.entry-points."layerkit.commands"]
     count = "acme.counting:MODE"
 
-The named object is a `Mode` (`runner --mode=count …`), a `Command` (`runner count …`) or a
-`FlagCommand` (`runner --count=…`). Its module is imported to parse a command line and for `--help`,
-so it must be quick to import: what `run` needs is imported inside `run`.
+The named object is a `Mode` (`runner --mode=count …`) or a `Command` (`runner count …`). Its module
+is imported to parse a command line and for `--help`, so it must be quick to import: what takes long
+is imported inside `run`.
 """
 
 from __future__ import annotations

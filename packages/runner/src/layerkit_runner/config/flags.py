@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -42,6 +41,14 @@ _LEFT_OUT = (
     *("job_log_dir", "allow_restart_from_scratch", "study", "num_trials", "study_storage"),
     *("coordinator_address", "num_processes", "process_id", "multiprocess_gpu"),
 )
+_OWN_NAMES = frozenset(row.name for row in FLAGS)
+# Flags without a meaning of their own, each with the one that it adds to.
+_NEEDS = {
+    **dict.fromkeys(("tag", "wide"), "list"),
+    **dict.fromkeys(("num_trials", "study_storage"), "study"),
+    "init_draw": "init_from",
+}
+_CONTRADICTIONS = (("init_from", "restore_checkpoint_dir"), ("print_config", "diff_config"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,6 +199,11 @@ def parse_flags(words: Sequence[str]) -> ParsedFlags:
     if path := given.get("tfds_data_dir"):
         # The field of the experiment has the flag's name, in upper case as all fields.
         overrides.append(Override("tfds_data_dir".upper(), path))
+    for row in own:
+        if row.name in _OWN_NAMES:
+            raise UsageError(
+                f"--mode={given['mode']} has a flag --{row.name}, which the runner has itself."
+            )
     values = {row.name: given.get(row.name, row.default) for row in (*FLAGS, *own)}
     if not given.get("help") and not given.get("list"):
         _check_together(given, values, tool)
@@ -247,11 +259,15 @@ def _understand_pax(given: dict[str, Any]) -> None:
 def _check_together(
     given: Mapping[str, Any], values: Mapping[str, Any], tool: commands.Mode | None
 ) -> None:
+    """Check flags against each other; `distributed.launchers` knows the environment, too."""
     mode = values["mode"]
+    for name, other in _NEEDS.items():
+        if name in given and other not in given:
+            raise UsageError(f"--{name} needs --{other}.")
+    for name, other in _CONTRADICTIONS:
+        if given.get(name) and given.get(other):
+            raise UsageError(f"--{name} and --{other} contradict each other; keep one.")
     is_looked_at = bool(values["print_config"]) or values["diff_config"] is not None
-    for name in ("tag", "wide"):
-        if name in given:
-            raise UsageError(f"--{name} chooses what --list shows; add --list.")
     # A folder names the experiment that was trained there, but not what to train next.
     has_record = given.get("job_log_dir") and (mode != "train" or is_looked_at)
     if not values["exp"] and not has_record:
@@ -264,8 +280,13 @@ def _check_together(
             *others, last = row.modes
             belongs = f"{', '.join(others)} or {last}" if others else last
             raise UsageError(f"--{row.name} belongs to --mode={belongs}, and the mode is {mode}.")
-    if values["print_config"] and values["diff_config"] is not None:
-        raise UsageError("--print_config prints one configuration, --diff_config compares two.")
+        apt = [what for what, names in INSPECTED.items() if row.name in names]
+        if mode == "inspect" and not is_looked_at and row.name in given and apt:
+            what = values["inspect"]
+            if what not in apt:
+                belongs = " or ".join(apt)
+                text = f"--{row.name} belongs to --inspect={belongs}, and this is {what}."
+                raise UsageError(text)
     steps = values["restore_checkpoint_step"] or ()
     if len(steps) > 1 and mode not in ONCE_MODES:
         raise UsageError(
@@ -277,46 +298,7 @@ def _check_together(
             "--exit_after_ondemand_checkpoint leaves after a save, and --noenable_checkpoint_saving"
             " saves nothing; keep one."
         )
-    for name in ("num_trials", "study_storage"):
-        if name in given and "study" not in given:
-            raise UsageError(f"--{name} is of a study; give --study=FILE too.")
-    if mode == "inspect" and not is_looked_at:
-        _check_inspect(given, values["inspect"])
-    _check_init_from(values)
-    _check_processes(values)
-
-
-def _check_inspect(given: Mapping[str, Any], what: str) -> None:
-    for name in ("num_batches", "num_hosts", "num_devices", "json"):
-        if name in given and name not in INSPECTED[what]:
-            belongs = " or ".join(shown for shown, names in INSPECTED.items() if name in names)
-            raise UsageError(f"--{name} belongs to --inspect={belongs}, and this is {what}.")
-
-
-def _check_init_from(values: Mapping[str, Any]) -> None:
-    folder, draw = values["init_from"], values["init_draw"]
-    if folder is not None and values["restore_checkpoint_dir"] is not None:
-        raise UsageError(
-            "--init_from begins a new run with the weights of a folder, --restore_checkpoint_dir"
-            " resumes the whole state of another; keep one."
-        )
-    if draw is None:
-        return
-    if folder is None:
-        raise UsageError("--init_draw says what --init_from leaves out; give --init_from=DIR too.")
-    try:
-        re.compile(draw)
-    except re.error as error:
-        raise UsageError(f"--init_draw={draw}: expected a regular expression: {error}.") from None
-
-
-def _check_processes(values: Mapping[str, Any]) -> None:
-    """Check what the flags tell of processes; `launchers.check_processes` knows the environment."""
-    address, count, index = (
-        values[name] for name in ("coordinator_address", "num_processes", "process_id")
-    )
-    if address not in (None, AUTO_ADDRESS) and not re.fullmatch(r".+:\d+", address):
-        raise UsageError(f"--coordinator_address={address}: expected HOST:PORT, or {AUTO_ADDRESS}.")
+    count, index = values["num_processes"], values["process_id"]
     if count is not None and index is not None and index >= count:
         raise UsageError(
             f"--process_id={index} with --num_processes={count}: expected 0 to {count - 1}."

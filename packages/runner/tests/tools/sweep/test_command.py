@@ -132,7 +132,7 @@ def test_without_optuna_the_command_that_installs_it_is_named(
 
 @pytest.mark.parametrize("flag", ["num_trials=3", "study_storage=x"])
 def test_what_is_of_a_study_needs_one(flag: str):
-    with pytest.raises(UsageError, match=f"^--{flag.partition('=')[0]} is of a study; give --stu"):
+    with pytest.raises(UsageError, match=f"^--{flag.partition('=')[0]} needs --study"):
         parse_flags(["--exp=E", f"--{flag}"])
 
 
