@@ -17,6 +17,7 @@ from layerkit_runner.tools.plan.hardware import device_kind
 from layerkit_runner.tools.plan.plan import StateTooLargeError, make_plan
 from layerkit_runner.tools.plan.search import (
     BY_BYTES,
+    BY_SLOW_BYTES,
     BY_TIME,
     Candidate,
     Point,
@@ -324,6 +325,14 @@ def test_candidates_of_unknown_speed_are_ordered_by_slow_bytes_then_all_bytes():
     )
     found = sorted([ACROSS, more, SLICED], key=lambda each: order(each, BY_BYTES))
     assert found == [SLICED, more, ACROSS]
+
+
+def test_candidates_with_an_unknown_network_between_slices_are_ordered_by_its_bytes_then_time():
+    slower = dataclasses.replace(
+        SLICED, bounds=bounds(step=4.5, no_overlap=5.0, moved=1e10, fast=1e9, slow=1.37e9)
+    )
+    found = sorted([ACROSS, slower, SLICED], key=lambda each: order(each, BY_SLOW_BYTES))
+    assert found == [SLICED, slower, ACROSS]
 
 
 def test_candidates_that_do_not_fit_are_ordered_by_their_peak():

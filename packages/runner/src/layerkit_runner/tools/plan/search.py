@@ -46,6 +46,7 @@ _FREE_AXES_ACROSS = ("data", "fsdp")
 _REASON_LENGTH = 200
 
 BY_TIME = "time of a step, midway between all communication hidden and none"
+BY_SLOW_BYTES = f"bytes sent between slices, whose speed is unknown, then {BY_TIME}"
 BY_BYTES = (
     "bytes sent between slices, then all bytes read, written and sent, since speeds are unknown"
 )
@@ -165,10 +166,12 @@ def order(candidate: Candidate, ranked_by: str) -> tuple[float, ...]:
         return (2.0, peak)
     if bounds is None:  # the compiled program could not be read
         return (1.0, peak)
-    if ranked_by == BY_TIME:
-        return (0.0, (bounds.step_seconds or 0) + (bounds.step_seconds_no_overlap or 0), peak)
     work = bounds.work
-    return (0.0, work.slow_bytes, work.memory_bytes + work.fast_bytes + work.slow_bytes, peak)
+    slow = 0.0 if ranked_by == BY_TIME else work.slow_bytes
+    if ranked_by == BY_BYTES:
+        return (0.0, slow, work.memory_bytes + work.fast_bytes + work.slow_bytes, peak)
+    seconds = (bounds.step_seconds or 0) + (bounds.step_seconds_no_overlap or 0)
+    return (0.0, slow, seconds, peak)
 
 
 class _Searcher:
@@ -229,10 +232,12 @@ class _Searcher:
         )
 
     def ranked_by(self) -> str:
-        """Return what candidates are ranked by: times only if all speeds they need are known."""
+        """Return what candidates are ranked by: times as far as all speeds they need are known."""
         bounds = [each.bounds for each in self.candidates.values() if each.bounds is not None]
-        knows_times = all(each.step_seconds is not None and not each.unknown for each in bounds)
-        return BY_TIME if knows_times else BY_BYTES
+        unknown = {name for each in bounds for name in each.unknown}
+        if not unknown:
+            return BY_TIME
+        return BY_SLOW_BYTES if unknown == {"bandwidth between slices"} else BY_BYTES
 
     def next_point(self) -> tuple[str, Point] | None:
         """Return an untried neighbour of the best candidate that has one, and the move to it."""
@@ -283,7 +288,7 @@ class _Searcher:
         start, edits = self._start, dict[str, Any]()
         if point.ici != start.ici:
             edits[_ICI] = point.ici
-        if point.dcn is not None and (point.ici, point.dcn) != (start.ici, start.dcn):
+        if point.dcn is not None and list(point.dcn) != list(self._values[_DCN] or ()):
             edits[_DCN] = point.dcn
         if point.remat != start.remat:
             edits |= dict.fromkeys(self._remat_paths, point.remat)
