@@ -1,13 +1,14 @@
-"""Trains, evaluates and decodes; the command line `runner`.
+"""Training, evaluation and decoding of layerkit models; the command `runner`.
 
-The names below load their modules when they are first used, so that the command line can answer a
-mistake without importing JAX.
+Import public names from here: modules below this package may move between versions. A name loads
+its module when it is first used, so that the command line answers a mistake without JAX.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from layerkit.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from layerkit_runner.config.commands import Command as Command
@@ -16,30 +17,49 @@ if TYPE_CHECKING:
     from layerkit_runner.config.overrides import Override as Override
     from layerkit_runner.config.resolve import ResolvedExperiment as ResolvedExperiment
     from layerkit_runner.errors import UsageError as UsageError
+    from layerkit_runner.init_from.settings import InitFrom as InitFrom
+    from layerkit_runner.init_from.settings import Source as Source
+    from layerkit_runner.observers.base import Observer as Observer
+    from layerkit_runner.optim.early_stopping import EarlyStopping as EarlyStopping
+    from layerkit_runner.optim.early_stopping import StoppingRule as StoppingRule
+    from layerkit_runner.optim.learner import AuxiliaryOptimizer as AuxiliaryOptimizer
+    from layerkit_runner.optim.learner import Learner as Learner
+    from layerkit_runner.partitioning.pmap import PmapPartitioner as PmapPartitioner
+    from layerkit_runner.partitioning.spmd import SpmdPartitioner as SpmdPartitioner
     from layerkit_runner.run_options import Flag as Flag
     from layerkit_runner.run_options import RunOptions as RunOptions
+    from layerkit_runner.trainer.base import BaseProgram as BaseProgram
+    from layerkit_runner.trainer.decode import DecodeProgram as DecodeProgram
+    from layerkit_runner.trainer.eval import EvalProgram as EvalProgram
+    from layerkit_runner.trainer.executor import Executor as Executor
+    from layerkit_runner.trainer.train import TrainProgram as TrainProgram
+    from layerkit_runner.training.task import SingleTask as SingleTask
+    from layerkit_runner.training.train_hparams import TrainHParams as TrainHParams
 
-# The module of each public name. A function called as its module (`resolve`) cannot be here: once
-# the module is imported, Python would find that under the name.
-_MODULES = {
-    "BaseExperiment": "config.experiment",
-    "Command": "config.commands",
-    "Flag": "run_options",
-    "Mode": "config.commands",
-    "Override": "config.overrides",
-    "ResolvedExperiment": "config.resolve",
-    "RunOptions": "run_options",
-    "UsageError": "errors",
+# A function called as its module (`resolve`) cannot be here: once the module is imported, Python
+# would find that under the name.
+_NAMES = {
+    "config.commands": "Command Mode",
+    "config.experiment": "BaseExperiment",
+    "config.overrides": "Override",
+    "config.resolve": "ResolvedExperiment",
+    "errors": "UsageError",
+    "init_from.settings": "InitFrom Source",
+    "observers.base": "Observer",
+    "optim.early_stopping": "EarlyStopping StoppingRule",
+    "optim.learner": "AuxiliaryOptimizer Learner",
+    "partitioning.pmap": "PmapPartitioner",
+    "partitioning.spmd": "SpmdPartitioner",
+    "run_options": "Flag RunOptions",
+    "trainer.base": "BaseProgram",
+    "trainer.decode": "DecodeProgram",
+    "trainer.eval": "EvalProgram",
+    "trainer.executor": "Executor",
+    "trainer.train": "TrainProgram",
+    "training.task": "SingleTask",
+    "training.train_hparams": "TrainHParams",
 }
 
-__all__ = sorted(_MODULES)
+__all__ = sorted(" ".join(_NAMES.values()).split())
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES})
+__getattr__, __dir__ = lazy_names(__name__, _NAMES)
