@@ -10,8 +10,9 @@ The texts say what was given, what was expected and the nearest right thing.
 
 from __future__ import annotations
 
+import re
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from layerkit.diagnostics import layer_of
@@ -144,7 +145,31 @@ def as_sentence(text: str) -> str:
 
 
 def first_names(names: Iterable[str], *, limit: int = 12) -> str:
-    """Names as a list for an error message, at most `limit` of them."""
+    """Return names as a list for an error message, at most `limit` of them."""
     names = list(names)
     more = f", … ({len(names) - limit} more)" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
+
+
+def check_patterns(patterns: Sequence[str], *, label: str) -> None:
+    """Raise an error unless a field is a sequence of regular expressions.
+
+    Args:
+      patterns: Value of the field.
+      label: Name of the field, for messages.
+
+    Raises:
+      UsageError: The value is a bare string, or an item is not a regular expression.
+    """
+    if isinstance(patterns, str):
+        raise UsageError(f"{label}={patterns!r}: expected a tuple of patterns")
+    for number, pattern in enumerate(patterns):
+        check_pattern(pattern, label=f"{label}[{number}]")
+
+
+def check_pattern(pattern: str, *, label: str) -> None:
+    """Raise `UsageError` unless a value is a regular expression."""
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise UsageError(f"{label}: {pattern!r} is not a regular expression: {error}") from None

@@ -240,7 +240,10 @@ def test_each_optimizer_updates_its_own_weights():
         ([auxiliary("main")], "AuxiliaryOptimizer.name='main': expected a word other than 'main'"),
         ([auxiliary("a", weights=())], "auxiliary optimizer a: weights=(): expected at least one"),
         ([auxiliary("a", weights="lm/.*")], "a: weights='lm/.*': expected a tuple of patterns"),
-        ([auxiliary("a", "(")], "auxiliary optimizer a: weights: '(' is not a regular expression"),
+        (
+            [auxiliary("a", "(")],
+            "auxiliary optimizer a: weights[0]: '(' is not a regular expression",
+        ),
     ],
 )
 def test_wrong_auxiliary_optimizers_are_refused(optimizers: list[Config], text: str):

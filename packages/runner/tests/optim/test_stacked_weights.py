@@ -17,9 +17,9 @@ from layerkit.layers.repeat import Repeat
 from layerkit.nested_map import NestedMap
 from layerkit_runner.errors import UsageError
 from layerkit_runner.optim.learner import Learner
-from layerkit_runner.optim.optimizer_reach import Reach, reach_of
+from layerkit_runner.optim.optimizer_calls import Reach, reach_of
+from layerkit_runner.optim.optimizer_groups import map_tensors, stacks_of
 from layerkit_runner.optim.optimizers import adam_with_update_cap
-from layerkit_runner.optim.stacked_weights import map_tensors, stacks_of
 from layerkit_runner.training.metrics import GLOBAL_BATCH
 from layerkit_runner.training.task import SingleTask
 from layerkit_runner.training.train_hparams import TrainHParams

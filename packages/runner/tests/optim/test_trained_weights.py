@@ -17,7 +17,7 @@ from layerkit.layers.linears import FeedForward
 from layerkit.nested_map import NestedMap
 from layerkit_runner.errors import UsageError
 from layerkit_runner.optim.learner import Learner
-from layerkit_runner.optim.trained_weights import TrainedWeights
+from layerkit_runner.optim.weight_patterns import TrainedWeights
 from layerkit_runner.training.flops import forward_flops
 from layerkit_runner.training.metrics import GLOBAL_BATCH
 
@@ -66,8 +66,8 @@ def test_by_default_all_are_trained():
         ({"trainable": ()}, "Learner.trainable: no weight is left to train"),
         (
             {"frozen": ("(",)},
-            "Learner.frozen: '(' is not a regular expression: missing ), unterminated subpattern at"
-            " position 0",
+            "Learner.frozen[0]: '(' is not a regular expression: missing ), unterminated subpattern"
+            " at position 0",
         ),
         ({"frozen": "lm/.*"}, "Learner.frozen='lm/.*': expected a tuple of patterns"),
         (

@@ -13,7 +13,7 @@ import pytest
 from layerkit.config import Config
 from layerkit.nested_map import NestedMap
 from layerkit_runner.errors import UsageError
-from layerkit_runner.optim.variational_noise import VariationalNoise
+from layerkit_runner.optim.weight_patterns import VariationalNoise
 from layerkit_runner.training.metrics import GLOBAL_BATCH
 
 PARAMS = {"lm": {"w": jnp.ones((100, 100)), "b": jnp.zeros(10)}}

@@ -22,7 +22,7 @@ from layerkit.nested_map import NestedMap
 from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy
 from layerkit_runner.optim.learner import AuxiliaryOptimizer
 from layerkit_runner.optim.optimizers import adam_with_update_cap
-from layerkit_runner.optim.variational_noise import VariationalNoise
+from layerkit_runner.optim.weight_patterns import VariationalNoise
 
 DIMS, ROWS, BAD_STEP = 16, 16, 2
 SHAPES = {"2 x 2 x 2": [2, 2, 2], "pmap": None}

@@ -1,8 +1,7 @@
-"""YAML, TOML and JSON documents from elsewhere, read with bounds on time and memory.
+"""Readers of YAML, TOML and JSON documents that this package did not write itself.
 
-A short document can describe a huge value: an alias of YAML repeats a part of it, and a value that
-is nested deeply exceeds the stack of whatever walks it. Every document that this package did not
-write itself is read here.
+They bound time and memory, since a short document can describe a huge value: an alias of YAML
+repeats a part of it, and deep nesting exceeds the stack of whatever walks the value.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import yaml
 
-# Text of a configuration that people write, in bytes.
+# Bound of a configuration that people write.
 MAX_BYTES = 1_000_000
 
 _MAX_DEPTH = 100
-# Of a YAML document with every alias written out.
+# Bound of a YAML document with every alias written out.
 _MAX_NODES = 20_000
-# Of one YAML value; longer ones take long to read as a number.
+# Bound of one YAML value; a longer one takes long to read as a number.
 _MAX_CHARACTERS = 2_000
 
 
@@ -68,13 +67,13 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 def _parse(load: Callable[[str], Any], text: str) -> Any:
     try:
-        return _checked_depth(load(text))
+        document = load(text)
     except RecursionError:
         raise _too_deep() from None
-    except DocumentError:
-        raise
     except ValueError as error:
         raise DocumentError(str(error)) from error
+    _check_depth(document)
+    return document
 
 
 def parse_yaml(text: str) -> Any:
@@ -86,65 +85,60 @@ def parse_yaml(text: str) -> Any:
     import yaml
 
     try:
-        return yaml.load(text, Loader=_bounded_loader())
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        _check_node(root, 1, {})
+        return loader.construct_document(root)
     except RecursionError:
         raise _too_deep() from None
     except yaml.MarkedYAMLError as error:
         raise DocumentError(f"{error.problem}{_place(error.problem_mark)}") from error
     except yaml.YAMLError as error:
         raise DocumentError(" ".join(str(error).split())) from error
-    except ValueError as error:  # of a date that no calendar has, or a number of too many digits
+    except DocumentError:
+        raise
+    except ValueError as error:  # a date that no calendar has, or a number of too many digits
         raise DocumentError(f"a value cannot be read: {error}") from error
 
 
-def _bounded_loader() -> type[yaml.SafeLoader]:
-    """Return a safe loader that counts what it composes; PyYAML is only imported for YAML."""
-    import yaml
+def _check_node(node: yaml.Node, depth: int, sizes: dict[int, int | None]) -> int:
+    """Check a YAML node against the bounds before any value is made of it.
 
-    class BoundedLoader(yaml.SafeLoader):
-        """Safe loader that fails before a value exceeds the bounds."""
+    Args:
+      node: The node.
+      depth: Number of nodes from the root to this one.
+      sizes: Size of each node seen so far by its identity; None while the node is being counted.
 
-        def __init__(self, stream: str) -> None:
-            super().__init__(stream)
-            # Nodes below each composed node, itself included, by the identity of the node.
-            self._sizes: dict[int, int] = {}
-            self._depth = 0
-
-        def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-            is_alias = self.check_event(yaml.AliasEvent)
-            mark = self.peek_event().start_mark
-            self._depth += 1
-            if self._depth > _MAX_DEPTH:
-                raise yaml.MarkedYAMLError(problem=str(_too_deep()), problem_mark=mark)
-            node: yaml.Node = super().compose_node(parent, index)
-            self._depth -= 1
-            if is_alias:
-                size = self._sizes.get(id(node))
-                if size is None:
-                    problem = "an alias repeats the value that it is in"
-                    raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
-            else:
-                size = self._size(node, mark)
-            if size > _MAX_NODES:
-                problem = f"expected at most {_MAX_NODES:,} values with aliases written out"
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
-            return node
-
-        def _size(self, node: yaml.Node, mark: yaml.Mark) -> int:
-            if isinstance(node, yaml.ScalarNode):
-                if len(node.value) > _MAX_CHARACTERS:
-                    problem = f"expected a value of at most {_MAX_CHARACTERS:,} characters"
-                    raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
-                parts: list[yaml.Node] = []
-            elif isinstance(node, yaml.MappingNode):
-                parts = [part for pair in node.value for part in pair]
-            else:
-                parts = list(node.value)
-            size = 1 + sum(self._sizes[id(part)] for part in parts)
-            self._sizes[id(node)] = size
-            return size
-
-    return BoundedLoader
+    Returns:
+      The number of nodes in it with aliases written out.
+    """
+    place = _place(node.start_mark)
+    if id(node) in sizes:
+        known = sizes[id(node)]
+        if known is None:
+            raise DocumentError(f"an alias repeats the value that it is in{place}")
+        return known
+    if depth > _MAX_DEPTH:
+        raise DocumentError(f"{_too_deep()}{place}")
+    parts = node.value
+    if isinstance(parts, str):
+        if len(parts) > _MAX_CHARACTERS:
+            raise DocumentError(
+                f"expected a value of at most {_MAX_CHARACTERS:,} characters{place}"
+            )
+        parts = []
+    elif parts and isinstance(parts[0], tuple):  # keys and values of a mapping
+        parts = [part for pair in parts for part in pair]
+    sizes[id(node)] = None
+    size = 1 + sum(_check_node(part, depth + 1, sizes) for part in parts)
+    if size > _MAX_NODES:
+        raise DocumentError(
+            f"expected at most {_MAX_NODES:,} values with aliases written out{place}"
+        )
+    sizes[id(node)] = size
+    return size
 
 
 def _place(mark: yaml.Mark | None) -> str:
@@ -155,14 +149,11 @@ def _too_deep() -> DocumentError:
     return DocumentError(f"expected values nested at most {_MAX_DEPTH} deep")
 
 
-def _checked_depth(document: Any) -> Any:
-    """Return the document; level by level, since a walk by calls would itself exceed the stack."""
-    level = [document]
-    for _ in range(_MAX_DEPTH):
-        dicts = [part for part in level if isinstance(part, dict)]
-        lists = [part for part in level if isinstance(part, list)]
-        level = [item for part in dicts for item in part.values()]
-        level += [item for part in lists for item in part]
-        if not level:
-            return document
-    raise _too_deep()
+def _check_depth(value: Any, depth: int = 1) -> None:
+    if depth > _MAX_DEPTH:
+        raise _too_deep()
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            _check_depth(item, depth + 1)

@@ -1,8 +1,7 @@
-"""Locks on files, by which processes keep out of each other's way.
+"""File locks between processes, by the operating system's flock.
 
-They are the operating system's (flock): they end with the process that holds them, however it ends.
-No clock is asked, on this or another machine. A process that is forked off would hold them too, and
-for longer; so it lets go of them at once.
+A lock ends with the process that holds it, however that process ends, and needs no clock. A forked
+process would share the locks of its parent and keep them longer, so it closes them at once.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from layerkit_runner.files.atomic_write import open_append
 
 
 class NoLocksError(UsageError):
-    """The file system of a folder has no locks."""
+    """A file system without locks."""
 
 
 @contextlib.contextmanager
 def lock(path: Path) -> Iterator[None]:
-    """Holds a lock, and waits for it before; makes its folder.
+    """Wait for the lock on a file and hold it; create the file and its folder if needed.
 
     Raises:
-      UsageError: there can be no such file, or no lock on it (`NoLocksError`).
+      UsageError: The file cannot be created or locked (`NoLocksError`).
     """
     with _open(path) as file:
         _flock(file, fcntl.LOCK_EX)
@@ -37,10 +36,10 @@ def lock(path: Path) -> Iterator[None]:
 
 
 def try_lock(path: Path) -> IO[bytes] | None:
-    """A lock that is held until the file is closed; None if another process holds it.
+    """Return a file that holds a lock until it is closed; None if another process holds the lock.
 
     Raises:
-      UsageError: there can be no such file, or no lock on it (`NoLocksError`).
+      UsageError: The file cannot be created or locked (`NoLocksError`).
     """
     while True:
         with contextlib.ExitStack() as stack:
@@ -49,18 +48,19 @@ def try_lock(path: Path) -> IO[bytes] | None:
                 _flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return None
-            # Between the two lines above, who held it may have deleted the file; whoever makes it
-            # anew would not meet a lock on the one that is gone.
-            if _is_at(file, path):
-                stack.pop_all()
-                return file
+            # The process that held the lock may have deleted the file since it was opened here. A
+            # lock on the deleted file would not keep out a process that creates the file anew.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), path.lstat()):
+                    stack.pop_all()
+                    return file
 
 
 def delete_and_unlock(file: IO[bytes]) -> None:
-    """Lets go of what `try_lock` gave, and leaves no file behind."""
+    """Delete and unlock a file that `try_lock` returned."""
     with contextlib.suppress(OSError):  # gone, or on a disk that became read-only
         os.unlink(file.name)
-    # Closing alone would leave the lock to whoever has got the descriptor by a fork in C.
+    # Closing alone would leave the lock to a process that C code forked with the descriptor.
     fcntl.flock(file, fcntl.LOCK_UN)
     file.close()
 
@@ -93,10 +93,3 @@ def _flock(file: IO[bytes], operation: int) -> None:
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
             raise
         raise NoLocksError(f"{file.name}: this file system has no locks ({error}).") from error
-
-
-def _is_at(file: IO[bytes], path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.lstat())
-    except FileNotFoundError:
-        return False

@@ -1,8 +1,8 @@
-"""When a run ends before its last step, because its evaluations no longer get better.
+"""Early stopping: end a run when its evaluations no longer improve.
 
-A `StoppingRule` decides; `EarlyStop` is a rule at work in one run. Process 0 asks the rule and
-tells the others, so all leave together, and every checkpoint holds what the rule remembers: a
-resumed run decides as an uninterrupted one, and one that has stopped does not train on.
+A `StoppingRule` decides, and `EarlyStop` applies it in one run. Process 0 asks the rule and sends
+the answer to the others, so that all processes stop at the same step. Each checkpoint holds the
+rule's state: a resumed run decides as an uninterrupted one, and a stopped run does not train on.
 """
 
 from __future__ import annotations
@@ -17,60 +17,57 @@ from layerkit.near_names import near_names
 from layerkit_runner.distributed.process_exchange import from_process_0
 from layerkit_runner.errors import UsageError, first_names
 from layerkit_runner.files.metric_paths import program_of
+from layerkit_runner.optim.schedules import check_finite
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class StoppingRule(Configurable):
-    """Base of the rules; a subclass defines `should_stop`.
+    """A rule that ends training; a subclass defines `should_stop`.
 
-    A rule that remembers something between evaluations tells it by `state` and takes it back by
-    `set_state`, or it would begin anew when a run is resumed.
+    A rule with a state returns it from `state` and restores it in `set_state`. Without them, it
+    starts anew when a run is resumed.
     """
 
     def check(self, datasets: Iterable[str]) -> None:
-        """Refuses settings that cannot work with these evaluated data sets, before a run begins.
-
-        Raises:
-          UsageError: what is wrong.
-        """
+        """Raise `UsageError` if the rule cannot work with these evaluated data sets."""
 
     def should_stop(self, metrics: Mapping[str, float], step: int) -> bool:
-        """Whether training ends after `step` steps; asked on process 0 alone, of several.
+        """Return whether training ends after `step` steps; called on process 0 only.
 
         Args:
-          metrics: What the evaluations and decodings of this step found, by `DATASET/METRIC` and
-            `decode/DATASET/METRIC`. Data sets whose turn was not at this step are missing.
-          step: Completed steps.
+          metrics: Results of this step, by `DATASET/METRIC` for evaluations and
+            `decode/DATASET/METRIC` for decodings. Only data sets that were due at this step.
+          step: Number of completed steps.
         """
         raise NotImplementedError(f"{type(self).__qualname__} must define should_stop")
 
     def reason(self) -> str:
-        """Why it stopped, as the end of a sentence."""
+        """Return why training stopped, as the end of a sentence."""
         return f"{type(self).__qualname__} says so"
 
     def state(self) -> dict[str, Any]:
-        """What it remembers, as JSON values."""
+        """Return the state of the rule, as JSON values."""
         return {}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Takes back what `state` told."""
+        """Restore what `state` returned."""
 
 
 class EarlyStopping(StoppingRule):
-    """Stops when a metric has not improved for some evaluations.
+    """A rule that stops when a metric has not improved for some evaluations.
 
-    The weights of the best evaluation stay if `save_best_metric` names the same metric; training
-    ends with those of the last one.
+    The final weights are those of the last evaluation. To keep the weights of the best one, set
+    `save_best_metric` to the same metric.
 
     Attributes:
-      metric: Written `DATASET/METRIC`, as in `heldout/loss`.
-      patience: So many evaluations in a row without improvement end the run.
-      min_delta: By how much a value has to be better than the best so far to count as improved.
+      metric: Metric as `DATASET/METRIC`, such as `heldout/loss`.
+      patience: Number of evaluations in a row without improvement that end the run.
+      min_delta: Smallest difference to the best value that counts as an improvement.
       mode: `min` if a lower value is better, `max` if a higher one is.
 
     Raises:
-      UsageError: a number out of range, or another mode.
+      UsageError: A number is out of range, or `mode` is unknown.
     """
 
     metric: str
@@ -82,14 +79,13 @@ class EarlyStopping(StoppingRule):
         path = "task.early_stopping"
         if not self.patience >= 1:
             raise UsageError(f"{path}.patience={self.patience} must be at least 1")
-        if not 0 <= self.min_delta < math.inf:
-            raise UsageError(f"{path}.min_delta={self.min_delta} must be a finite number from 0")
+        check_finite(f"{path}.min_delta", self.min_delta)
         if self.mode not in ("min", "max"):
             raise UsageError(f"{path}.mode={self.mode!r} must be 'min' or 'max'")
         self._best: float | None = None
         self._best_step = 0
         self._without_improvement = 0
-        # All that may be evaluated, where that is known.
+        # All data sets that may be evaluated, if known.
         self._datasets: tuple[str, ...] = ()
 
     def check(self, datasets: Iterable[str]) -> None:
@@ -141,20 +137,18 @@ class EarlyStopping(StoppingRule):
         self._without_improvement = state["without_improvement"]
 
     def _improves(self, value: float) -> bool:
-        if math.isnan(value):
-            return False
-        if self._best is None:
-            return True
+        if self._best is None or math.isnan(value):
+            return not math.isnan(value)
         gain = self._best - value if self.mode == "min" else value - self._best
         return gain > self.min_delta
 
 
 class EarlyStop:
-    """A rule at work in one run.
+    """A stopping rule at work in one run.
 
     Attributes:
-      rule: It decides.
-      stopped_at: After how many steps it ended the run; None as long as it has not.
+      rule: The rule.
+      stopped_at: Number of steps after which the rule ended the run; None if it has not.
     """
 
     def __init__(self, rule: StoppingRule) -> None:
@@ -162,17 +156,17 @@ class EarlyStop:
         self.stopped_at: int | None = None
 
     def asks_to_stop(self, metrics: Mapping[str, float], step: int) -> bool:
-        """Shows the rule what a step found; whether to stop, the same on all processes."""
+        """Return whether to stop after `step` with these metrics, the same on all processes."""
         if from_process_0(lambda: bool(self.rule.should_stop(metrics, step))):
             self.stopped_at = step
         return self.stopped_at is not None
 
     def message(self) -> str:
-        """What to say of a run that it ended."""
+        """Return the line that reports why the run ended."""
         return f"stopped early after step {self.stopped_at}: {self.rule.reason()}"
 
     def record(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON values."""
+        """Return what a checkpoint stores, as JSON values."""
         return {
             "rule": _text(self.rule),
             "state": self.rule.state(),
@@ -180,11 +174,11 @@ class EarlyStop:
         }
 
     def restore(self, record: Mapping[str, Any], *, report: Callable[[str], None]) -> None:
-        """Goes on from what a checkpoint kept; a rule with other settings begins anew.
+        """Restore the state of the rule; a rule with other settings starts anew.
 
         Args:
-          record: See `record`.
-          report: Takes a message.
+          record: Value of `record`.
+          report: Called with a message if the rule starts anew.
         """
         if record["rule"] != _text(self.rule):
             report(f"early stopping begins anew: it was {record['rule']}")
@@ -194,5 +188,5 @@ class EarlyStop:
 
 
 def _text(rule: StoppingRule) -> str:
-    """The rule and its settings; addresses differ from run to run and say nothing."""
+    """Return the rule and its settings without addresses, which differ from run to run."""
     return _ADDRESS.sub("", repr(rule))

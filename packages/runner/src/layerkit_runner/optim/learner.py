@@ -1,4 +1,4 @@
-"""Learner: gradients in, updates out.
+"""Learner: from gradients to new weights.
 
 The optimizer is any Optax transformation, by config. The learner adds what belongs to a training
 run rather than to an optimizer: the learning rate that is also reported, gradient clipping, steps
@@ -8,7 +8,7 @@ that are skipped, averaged weights, several optimizers, and which weights are tr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,26 +16,29 @@ import jax.numpy as jnp
 import optax
 
 from layerkit.config import Configurable, instance_field
-from layerkit_runner.errors import UsageError
+from layerkit_runner.errors import UsageError, check_patterns
 from layerkit_runner.optim.optimizer_calls import is_schedule_free
-from layerkit_runner.optim.optimizer_groups import MAIN, NamedOptimizer, OptimizerGroups
+from layerkit_runner.optim.optimizer_groups import (
+    MAIN,
+    NamedOptimizer,
+    OptimizerGroups,
+    Stacks,
+    map_tensors,
+)
 from layerkit_runner.optim.schedules import concrete_number
-from layerkit_runner.optim.stacked_weights import Stacks, map_tensors
-from layerkit_runner.optim.trained_weights import TrainedWeights, check_patterns
-
-Schedule = Callable[[jax.Array], jax.Array]
+from layerkit_runner.optim.weight_patterns import TrainedWeights
 
 
 class Update(NamedTuple):
-    """What one step of a learner gives.
+    """Result of one step of a learner.
 
     Attributes:
       params: New weights, all of them.
       opt_state: New state of the optimizer.
       ema: New averaged weights.
-      is_valid: Bool scalar, whether loss and gradient are finite and the norm is within its limit.
-        Unless it holds and the learner skips steps, the weights and states are the old ones.
-      scalars: To report.
+      is_valid: Whether loss and gradient are finite and the norm is within its limit, bool scalar.
+        If not, and the learner skips steps, the weights and states are the old ones.
+      scalars: Scalars to report.
     """
 
     params: Any
@@ -49,15 +52,15 @@ class AuxiliaryOptimizer(Configurable):
     """An optimizer for some of the weights.
 
     Attributes:
-      name: In scalars (`learning/lr_<name>`) and in the optimizer's state.
-      weights: Regular expressions, each of which has to match the whole path of one trained weight
-        at least. Those of several optimizers must not overlap.
-      optimizer: As `Learner.optimizer`.
-      learning_rate: As `Learner.learning_rate`.
+      name: Name in scalars (`learning/lr_<name>`) and in the optimizer's state.
+      weights: Regular expressions, each of which has to match the whole path of at least one
+        trained weight. Those of several optimizers must not overlap.
+      optimizer: An optimizer; see `Learner.optimizer`.
+      learning_rate: A learning rate; see `Learner.learning_rate`.
 
     Raises:
-      UsageError: no name or no weights.
-      ValueError: contradictory fields, or a rate that is out of range.
+      UsageError: There is no name, or there are no weights.
+      ValueError: Fields contradict each other, or a rate is out of range.
     """
 
     name: str = ""
@@ -72,7 +75,7 @@ class AuxiliaryOptimizer(Configurable):
                 " as 'embedding'"
             )
         field = f"auxiliary optimizer {self.name}: weights"
-        check_patterns(self.weights, field=field)
+        check_patterns(self.weights, label=field)
         if not self.weights:
             raise UsageError(f"{field}={self.weights!r}: expected at least one pattern")
         self.transformation = make_transformation(
@@ -87,29 +90,31 @@ class Learner(Configurable):
       optimizer: A `Partial` of an Optax optimizer that takes `learning_rate`, or the config of any
         `GradientTransformation` (then `learning_rate` must be None, since it has its own).
       learning_rate: A number, or the config of a schedule `step -> rate`.
-      auxiliary_optimizers: Configs of `AuxiliaryOptimizer`: other optimizers for some weights.
+      auxiliary_optimizers: Configs of `AuxiliaryOptimizer`, optimizers for some weights.
       per_layer: Whether each layer of a repeated stack is a tensor of its own to the optimizers.
-        None: it is to those that go by whole tensors (Adafactor, LAMB, a cap on the update's
-        RMS), and makes no difference to those that go by entries (Adam). What looks across weights
-        has to say.
-      clip_global_norm: Gradients are scaled by min(1, c/‖g‖) over all weights together.
-      clip_per_tensor_norm: The same for each weight on its own, and for each layer of a stack; not
-        together with the other.
+        None decides by optimizer: yes for those that work on whole tensors (Adafactor, LAMB, a
+        cap on the update's RMS); no for those that work on entries (Adam), where it makes no
+        difference; an error for those that look across weights.
+      clip_global_norm: Limit c of the gradient norm: gradients are scaled by min(1, c/‖g‖) over
+        all weights together.
+      clip_per_tensor_norm: Limit of the norm of each weight's gradient by itself, and of each layer
+        of a stack. Cannot be combined with `clip_global_norm`.
       skip_nonfinite_gradients: Whether to skip a step whose loss or gradient holds NaN or an
         infinity. A skipped step changes the step number and nothing else in the state.
       skip_step_gradient_norm_value: Largest norm of the gradient, before clipping, with which a
         step is taken; a step with a larger or non-finite norm is skipped. None for no limit.
-      ema_decay: Keeps an exponential moving average of the trained weights, in float32, with decay
-        min(d, (1 + t)/(10 + t)) at step t; None keeps none.
-      grad_norm_summary: Whether `learning/applied_grad_norm` is reported, the norm of what the
-        optimizer adds to the weights; it takes another pass over them.
-      trainable: Regular expressions of the weights that are trained, such as `.*/lora_[ab]`; each
-        has to match the whole path of one weight at least. None trains all but `frozen`.
-      frozen: Those of weights that keep their values, without gradient, optimizer state or decay.
+      ema_decay: Decay d of an exponential moving average of the trained weights, kept in float32.
+        The decay at step t is min(d, (1 + t)/(10 + t)). None for no average.
+      grad_norm_summary: Whether to report `learning/applied_grad_norm`, the norm of the updates; it
+        takes another pass over the weights.
+      trainable: Regular expressions of the weights to train, such as `.*/lora_[ab]`; each has to
+        match the whole path of at least one weight. None trains all but `frozen`.
+      frozen: Regular expressions of weights that keep their values, without gradient, optimizer
+        state or decay.
 
     Raises:
-      ValueError: contradictory fields, or a limit that is out of range.
-      UsageError: contradictory patterns or names.
+      ValueError: Fields contradict each other, or a limit is out of range.
+      UsageError: Patterns or names contradict each other.
     """
 
     optimizer: Any = instance_field(None)
@@ -173,19 +178,19 @@ class Learner(Configurable):
 
     @property
     def skips_steps(self) -> bool:
-        """Whether a step may be skipped."""
+        """True if the learner may skip a step."""
         return self.skip_nonfinite_gradients or self.skip_step_gradient_norm_value is not None
 
     def init(self, params: Any, *, stacks: Stacks | None = None) -> Any:
-        """The optimizer's first state, for the trained part of `params`.
+        """Return the optimizer's first state, for the trained part of `params`.
 
         Args:
           params: All weights, nested dicts `[...]`.
-          stacks: Which of them are stacked; see `layerkit_runner.optim.stacked_weights`.
+          stacks: Sizes of the stacked axes by path; see `optimizer_groups.stacks_of`.
 
         Raises:
-          UsageError: a pattern matches no weight, or no weight is left to train; an optimizer that
-            cannot be used; averaged weights of a schedule-free optimizer, which has its own.
+          UsageError: A pattern matches no weight, or no weight is left to train. An optimizer
+            cannot be used. `ema_decay` is set for a schedule-free optimizer, which averages itself.
         """
         state = self._groups.init(self.trained_weights.select(params), stacks or {})
         if self.ema_decay is not None and is_schedule_free(state):
@@ -196,14 +201,14 @@ class Learner(Configurable):
         return state
 
     def init_ema(self, params: Any) -> Any:
-        """The first averaged weights: a float32 copy of the trained ones, or nothing."""
+        """Return the first averaged weights: a float32 copy of the trained ones, or `{}`."""
         if self.ema_decay is None:
             return {}
         trained = self.trained_weights.select(params)
         return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), trained)
 
     def averaged(self, params: Any, ema: Any) -> Any:
-        """`params` with the averaged weights in place of the trained ones, in their dtypes."""
+        """Return `params` with the averaged weights in place of the trained ones."""
         trained = self.trained_weights.select(params)
         cast = jax.tree.map(lambda mean, leaf: mean.astype(leaf.dtype), ema, trained)
         return self.trained_weights.merge(params, cast)
@@ -211,13 +216,13 @@ class Learner(Configurable):
     def evaluated(self, params: Any, opt_state: Any, *, stacks: Stacks | None = None) -> Any:
         """Return the weights to evaluate, decode and export with.
 
-        They are `params`, except for weights that a schedule-free optimizer trains: of these they
-        are its averages (Defazio et al., 2024, arXiv:2405.15682).
+        For weights that a schedule-free optimizer trains, these are its averages (Defazio et al.,
+        2024, arXiv:2405.15682); the others are those of `params`.
 
         Args:
           params: All weights.
-          opt_state: State of the optimizer; may be left out, as `()`, if it is not schedule-free.
-          stacks: Which weights are stacked.
+          opt_state: State of the optimizer; may be `()` if it is not schedule-free.
+          stacks: Sizes of the stacked axes, by path.
         """
         if not is_schedule_free(opt_state):
             return params
@@ -242,11 +247,12 @@ class Learner(Configurable):
           grads: Gradients of the global loss, shaped like the trained part of `params`.
           opt_state: State of the optimizer.
           params: Current weights, all of them.
-          step: int32 scalar, completed steps, for the reported learning rate and the average.
+          step: Number of completed steps, int32 scalar, for the reported learning rate and the
+            average.
           loss: Global loss, a scalar, for optimizers that need it and to decide whether the step
             is valid; None if it is unknown.
-          ema: Averaged weights, where there are any.
-          stacks: Which weights are stacked.
+          ema: Averaged weights; None without `ema_decay`.
+          stacks: Sizes of the stacked axes, by path.
         """
         stacks = stacks or {}
         norm = global_norm(grads)
@@ -282,7 +288,7 @@ class Learner(Configurable):
         )
 
     def _is_valid(self, norm: jax.Array, loss: jax.Array | None) -> jax.Array:
-        """Return whether a step is valid, from what it computes anyway.
+        """Return whether a step is valid, from values that it computes anyway.
 
         One gradient entry that is not finite makes the norm non-finite. The loss is checked too,
         because a label outside the vocabulary gives a NaN loss with a finite gradient.
@@ -295,7 +301,7 @@ class Learner(Configurable):
         return is_valid
 
     def _clip(self, grads: Any, norm: jax.Array, stacks: Stacks) -> tuple[Any, dict[str, Any]]:
-        """Clipped gradients, and scalars to report."""
+        """Return the clipped gradients and scalars to report."""
         if self.clip_global_norm is not None:
             scale = _scale_to(self.clip_global_norm, norm)
             clipped = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
@@ -327,10 +333,10 @@ class Learner(Configurable):
     def _rates(
         self, opt_state: Any, trained: Any, stacks: Stacks, step: jax.Array
     ) -> dict[str, jax.Array]:
-        """The learning rates that this step applies."""
+        """Return the learning rates of this step as scalars to report."""
         counts = {}
         if self.skips_steps:
-            # An optimizer counts the steps that it took itself, and its schedule goes by those.
+            # An optimizer's schedule counts the steps that were not skipped.
             counts = self._groups.steps_taken(opt_state, trained, stacks)
         rates = {}
         for optimizer in self._optimizers:
@@ -344,15 +350,15 @@ class Learner(Configurable):
 def make_transformation(
     optimizer: Any, learning_rate: Any, *, owner: str
 ) -> optax.GradientTransformation:
-    """The Optax transformation of an `optimizer` field and a `learning_rate`.
+    """Return the Optax transformation of an `optimizer` field and a `learning_rate`.
 
     Args:
-      optimizer: A transformation, or a function of `learning_rate` that makes one.
-      learning_rate: A number or schedule, or None for a transformation that has its own.
-      owner: Whose fields they are, for messages.
+      optimizer: A transformation, or a function of `learning_rate` that returns one.
+      learning_rate: A number or schedule; None for a transformation that has its own.
+      owner: Owner of the two fields, for messages.
 
     Raises:
-      ValueError: one of them is missing, both say the rate, or it is none.
+      ValueError: A field is missing, both set the rate, or the rate is out of range.
     """
     if optimizer is None:
         raise ValueError(f"{owner}optimizer is not set; for example Partial(optax.adamw)")
@@ -365,7 +371,12 @@ def make_transformation(
         return optimizer
     if learning_rate is None:
         raise ValueError(f"{owner}learning_rate is not set, and the optimizer needs one")
-    if not _is_rate(learning_rate):
+    number = concrete_number(learning_rate)
+    if number is None:
+        is_rate = callable(learning_rate) or isinstance(learning_rate, jax.core.Tracer)
+    else:
+        is_rate = 0 <= number < math.inf  # nor is NaN
+    if not is_rate:
         raise ValueError(
             f"{owner}learning_rate={learning_rate!r} must be a finite number from 0, or a schedule"
         )
@@ -373,7 +384,7 @@ def make_transformation(
 
 
 def global_norm(tree: Any) -> jax.Array:
-    """√Σ x² over all leaves, in float32."""
+    """Return √Σ x² over all leaves, in float32."""
     squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
     return jnp.sqrt(sum(squares, start=jnp.float32(0)))
 
@@ -385,10 +396,3 @@ def _scale_to(limit: float, norm: jax.Array) -> jax.Array:
 def choose(is_valid: jax.Array, new: Any, old: Any) -> Any:
     """Return `new` where the step is valid and `old` where it is not; both are trees of arrays."""
     return jax.tree.map(lambda a, b: jnp.where(is_valid, a, b), new, old)
-
-
-def _is_rate(value: Any) -> bool:
-    number = concrete_number(value)
-    if number is None:
-        return callable(value) or isinstance(value, jax.core.Tracer)
-    return 0 <= number < math.inf  # nor is NaN

@@ -1,15 +1,16 @@
 """Which optimizer updates which weights, and which weights it sees as several tensors.
 
-The trained weights are divided into groups: by the optimizer whose patterns they match and, where
-that optimizer goes by tensors, by how they are stacked; a group of stacked weights is updated layer
-by layer, under `jax.vmap`. Each group's optimizer sees that group alone and has a state of its own.
+The trained weights are divided into groups: by the optimizer whose patterns they match and, if that
+optimizer works on whole tensors, by how they are stacked. Repeated and pipelined layers keep their
+weights stacked on leading axes. A rule that works on a whole tensor, such as clipping by its norm,
+is applied to each layer by itself (`jax.vmap`), so that training does not depend on the layout of
+layers. Each group's optimizer sees that group alone and has a state of its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,13 +18,50 @@ import jax.numpy as jnp
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from layerkit.near_names import near_names
-from layerkit_runner.errors import UsageError, first_names
+from layerkit.weights import is_box
+from layerkit_runner.errors import UsageError
 from layerkit_runner.optim import optimizer_calls
-from layerkit_runner.optim.optimizer_reach import Reach, reach_of
-from layerkit_runner.optim.stacked_weights import Path, Stacks, over_stack
+from layerkit_runner.optim.optimizer_calls import Reach
+from layerkit_runner.optim.weight_patterns import matching_paths
+
+Path = tuple[str, ...]
+Stacks = Mapping[Path, tuple[int, ...]]
 
 MAIN = "main"
+
+# Names of the axes that `layerkit.layers.repeat` and `layerkit.layers.pipeline` add.
+STACK_AXES = frozenset({"layers", "stage"})
+
+
+def stacks_of(boxed: Any) -> dict[Path, tuple[int, ...]]:
+    """Return the sizes of the leading stacked axes of each stacked weight, by path.
+
+    Args:
+      boxed: Weights still in their boxes, nested dicts by layer path.
+    """
+    stacks: dict[Path, tuple[int, ...]] = {}
+    for path, box in flatten_dict(boxed, is_leaf=lambda _, leaf: is_box(leaf)).items():
+        depth = 0
+        while is_box(box) and depth < len(box.axes) and box.axes[depth] in STACK_AXES:
+            depth += 1
+        if depth:
+            stacks[path] = tuple(box.value.shape[:depth])
+    return stacks
+
+
+def over_stack(fn: Callable[..., Any], sizes: tuple[int, ...]) -> Callable[..., Any]:
+    """Return a function of stacks, arrays `[*sizes, ...]`, that applies `fn` to each layer."""
+    for _ in sizes:
+        fn = jax.vmap(fn)
+    return fn
+
+
+def map_tensors(fn: Callable[[jax.Array], jax.Array], tree: Any, stacks: Stacks) -> Any:
+    """Apply `fn` to each tensor of a tree of weights `[...]`, to stacked ones layer by layer."""
+    flat = flatten_dict(tree)
+    return unflatten_dict(
+        {path: over_stack(fn, stacks.get(path, ()))(leaf) for path, leaf in flat.items()}
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +69,11 @@ class NamedOptimizer:
     """An optimizer of a learner.
 
     Attributes:
-      name: In scalars and in the state.
-      field: What configures it, for messages.
+      name: Name in scalars and in the state.
+      field: Field that configures it, for messages.
       transformation: The optimizer.
-      learning_rate: A number or schedule, for reports; None where it has its own.
-      weights: Patterns of the weights that it updates; None for all that are left.
+      learning_rate: A number or schedule, for reports; None if the optimizer has its own.
+      weights: Patterns of the weights that it updates; None for all weights that are left.
     """
 
     name: str
@@ -45,7 +83,7 @@ class NamedOptimizer:
     weights: Sequence[str] | None = None
 
     def rate(self, step: jax.Array) -> jax.Array | None:
-        """The float32 rate at `step`, where it is known."""
+        """Return the float32 learning rate at `step`; None if it is unknown."""
         if self.learning_rate is None:
             return None
         rate = self.learning_rate(step) if callable(self.learning_rate) else self.learning_rate
@@ -59,7 +97,7 @@ class _Group:
     paths: tuple[Path, ...]
     sizes: tuple[int, ...]
 
-    def take(self, flat: Mapping[Path, Any]) -> Any:
+    def select(self, flat: Mapping[Path, Any]) -> Any:
         return unflatten_dict({path: flat[path] for path in self.paths})
 
 
@@ -67,8 +105,8 @@ class OptimizerGroups:
     """All optimizers of a learner as one.
 
     Args:
-      optimizers: The first is the main one.
-      per_layer: Whether layers of a stack are tensors of their own; None asks the optimizer.
+      optimizers: The optimizers; the first is the main one.
+      per_layer: Whether layers of a stack are tensors of their own; None asks each optimizer.
     """
 
     def __init__(self, optimizers: Sequence[NamedOptimizer], *, per_layer: bool | None):
@@ -77,21 +115,20 @@ class OptimizerGroups:
         self._groups: tuple[Any, dict[str, _Group]] | None = None
 
     def init(self, params: Any, stacks: Stacks) -> Any:
-        """The first state: of a single group that of its optimizer, else one by group name.
+        """Return the first state: that of the only group, or a dict by group name.
 
         Args:
           params: The trained weights, nested dicts `[...]`.
-          stacks: Which of them are stacked.
+          stacks: Sizes of the stacked axes, by path.
 
         Raises:
-          UsageError: patterns that overlap, or match nothing or everything; an optimizer that
-            cannot be used, or of which it is not clear what the layers of a stack are to it.
+          UsageError: Patterns overlap, or match nothing or everything. An optimizer cannot be
+            used, or `per_layer` is needed to know what the layers of a stack are to it.
         """
-
         flat = flatten_dict(params)
         return _bare(
             {
-                name: over_stack(group.transformation.init, group.sizes)(group.take(flat))
+                name: over_stack(group.transformation.init, group.sizes)(group.select(flat))
                 for name, group in self._divide(params, stacks).items()
             }
         )
@@ -106,13 +143,13 @@ class OptimizerGroups:
         raw_grads: Any,
         loss: jax.Array | None,
     ) -> tuple[Any, Any]:
-        """Return (what to add to the weights, next state), shaped as in `init`.
+        """Return (updates to add to the weights, next state), shaped as in `init`.
 
         Args:
-          grads: Gradients, clipped where the learner clips.
+          grads: Gradients, clipped if the learner clips.
           state: State of the optimizers.
           params: The trained weights.
-          stacks: Which of them are stacked.
+          stacks: Sizes of the stacked axes, by path.
           raw_grads: Gradients before clipping.
           loss: The global loss; None if it is unknown.
         """
@@ -129,7 +166,7 @@ class OptimizerGroups:
                     group.transformation, grads, state, params, raw_grads=raw, loss=loss
                 )
 
-            own_grads, own_params, own_raw = (group.take(tree) for tree in trees)
+            own_grads, own_params, own_raw = (group.select(tree) for tree in trees)
             own, states[name] = over_stack(update_one, group.sizes)(
                 own_grads, states[name], own_params, own_raw
             )
@@ -142,7 +179,7 @@ class OptimizerGroups:
         Args:
           params: The trained weights.
           state: State of the optimizers.
-          stacks: Which weights are stacked.
+          stacks: Sizes of the stacked axes, by path.
         """
         groups = self._divide(params, stacks)
         flat = flatten_dict(params)
@@ -150,18 +187,18 @@ class OptimizerGroups:
             if optimizer_calls.is_schedule_free(own):
                 group = groups[name]
                 find = over_stack(optimizer_calls.evaluated, group.sizes)
-                flat.update(flatten_dict(find(own, group.take(flat))))
+                flat.update(flatten_dict(find(own, group.select(flat))))
         return unflatten_dict(flat)
 
     def steps_taken(self, state: Any, params: Any, stacks: Stacks) -> dict[str, jax.Array]:
-        """Return the count by which each optimizer's schedule goes, where it is known."""
+        """Return the step count of each optimizer's schedule by its name, where it is known."""
         groups = self._divide(params, stacks)
-        taken = {}
+        counts = {}
         for name, own in _by_name(state, groups).items():
             count = optimizer_calls.steps_taken(own)
             if count is not None:
-                taken[groups[name].owner] = count
-        return taken
+                counts[groups[name].owner] = count
+        return counts
 
     def _divide(self, params: Any, stacks: Stacks) -> dict[str, _Group]:
         flat = flatten_dict(params)
@@ -176,7 +213,7 @@ class OptimizerGroups:
             part = unflatten_dict({path: flat[path] for path in paths})
             optimizer_calls.check_usable(optimizer.transformation, part, field=optimizer.field)
             stacked = {path: stacks[path] for path in paths if path in stacks}
-            if not stacked or not self._goes_by_layer(optimizer, part, stacked):
+            if not stacked or not self._works_by_layer(optimizer, part, stacked):
                 stacked = {}
             for sizes in sorted({stacked.get(path, ()) for path in paths}):
                 own = tuple(path for path in paths if stacked.get(path, ()) == sizes)
@@ -184,10 +221,10 @@ class OptimizerGroups:
                 groups[name] = _Group(optimizer.name, optimizer.transformation, own, sizes)
         return groups
 
-    def _goes_by_layer(self, optimizer: NamedOptimizer, params: Any, stacked: Stacks) -> bool:
+    def _works_by_layer(self, optimizer: NamedOptimizer, params: Any, stacked: Stacks) -> bool:
         if self._per_layer is not None:
             return self._per_layer
-        reach = reach_of(optimizer.transformation, params)
+        reach = optimizer_calls.reach_of(optimizer.transformation, params)
         if reach is Reach.TREE:
             raise UsageError(
                 f"{optimizer.field} looks across weights, as optax.clip_by_global_norm does, and"
@@ -199,45 +236,37 @@ class OptimizerGroups:
         return reach is Reach.TENSOR
 
     def _assign(self, paths: list[Path]) -> list[list[Path]]:
-        """The weights of each optimizer, in its order."""
-        names = {"/".join(path): path for path in paths}
-        taken: dict[str, NamedOptimizer] = {}
-        for optimizer in self._optimizers[1:]:
+        """Return the paths of each optimizer's weights, in the order of the optimizers."""
+        main, *others = self._optimizers
+        owners: dict[str, NamedOptimizer] = {}
+        names = ["/".join(path) for path in paths]
+        for optimizer in others:
             for pattern in optimizer.weights or ():
-                found = [name for name in names if re.fullmatch(pattern, name)]
-                if not found:
-                    raise UsageError(
-                        f"{optimizer.field}: {pattern!r} matches no trained weight"
-                        f"{near_names(pattern, list(names))} A pattern has to match the whole"
-                        f" path. Weights: {first_names(names)}."
-                    )
-                for name in found:
-                    other = taken.setdefault(name, optimizer)
+                field = optimizer.field
+                for name in matching_paths(pattern, names, field=field, kind="trained weight"):
+                    other = owners.setdefault(name, optimizer)
                     if other is not optimizer:
                         raise UsageError(
-                            f"{optimizer.field}: {pattern!r} matches {name}, which"
-                            f" {other.field} updates already; patterns must not overlap"
+                            f"{field}: {pattern!r} matches {name}, which {other.field} updates"
+                            " already; patterns must not overlap"
                         )
-        left = [path for name, path in names.items() if name not in taken]
-        if not left:
-            raise UsageError(
-                f"{self._optimizers[0].field}: no weight is left to it, since the auxiliary"
-                " optimizers update them all"
-            )
-        return [
-            left,
-            *(
-                [names[name] for name in names if taken.get(name) is optimizer]
-                for optimizer in self._optimizers[1:]
-            ),
+        assigned = [
+            [path for name, path in zip(names, paths, strict=True) if owners.get(name, main) is one]
+            for one in self._optimizers
         ]
+        if not assigned[0]:
+            raise UsageError(
+                f"{main.field}: no weight is left to it, since the auxiliary optimizers update"
+                " them all"
+            )
+        return assigned
 
 
 def _bare(states: dict[str, Any]) -> Any:
-    """States by group; that of a single group is the state of its optimizer, as Optax has it."""
+    """Return the states by group, or the state of the only group as Optax has it."""
     return next(iter(states.values())) if len(states) == 1 else states
 
 
 def _by_name(state: Any, groups: Mapping[str, _Group]) -> dict[str, Any]:
-    """The reverse of `_bare`."""
+    """Return the states by group from what `_bare` returned."""
     return dict.fromkeys(groups, state) if len(groups) == 1 else dict(state)

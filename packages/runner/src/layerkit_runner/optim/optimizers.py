@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
 import optax
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.optim.schedules import concrete_number
+from layerkit_runner.optim.schedules import check_finite, concrete_number
 
 
 def adam_with_update_cap(
@@ -22,31 +21,28 @@ def adam_with_update_cap(
     update_rms_cap: float | None = 1.0,
     mu_dtype: Any = None,
 ) -> optax.GradientTransformation:
-    """Adam as Pax's language models use it (Kingma and Ba, 2015; the cap is Adafactor's, 2018).
+    """Return Adam (Kingma and Ba, 2015) with Adafactor's cap (2018), as Pax's language models do.
 
     Args:
       learning_rate: A number or schedule.
       b1: Decay of the first moment.
       b2: Decay of the second moment.
-      eps: Added to the root of the second moment.
-      weight_decay: Decoupled (Loshchilov and Hutter, 2019).
-      update_rms_cap: Each tensor's update is scaled down to this root mean square, before weight
-        decay and learning rate; None for no cap. Each layer of a stack is a tensor.
-      mu_dtype: Of the first moment, such as bfloat16, which halves its memory; None for that of the
-        weights. The second moment grows by too little a step for that.
+      eps: Number added to the root of the second moment.
+      weight_decay: Decoupled weight decay (Loshchilov and Hutter, 2019).
+      update_rms_cap: Largest root mean square of a tensor's update, before weight decay and
+        learning rate; None for no cap. Each layer of a stack is a tensor.
+      mu_dtype: Dtype of the first moment, such as bfloat16, which halves its memory; None for that
+        of the weights. The second moment grows by too little a step for bfloat16.
 
     Raises:
-      UsageError: a number with which nothing would be learnt.
+      UsageError: A number is out of range.
     """
-    for name, value, limit, expected in (
-        ("b1", b1, 1.0, "from 0 to below 1"),
-        ("b2", b2, 1.0, "from 0 to below 1"),
-        ("eps", eps, math.inf, "a finite number from 0"),
-        ("weight_decay", weight_decay, math.inf, "a finite number from 0"),
-    ):
-        number = concrete_number(value)
-        if number is not None and not 0 <= number < limit:  # nor is NaN
-            raise UsageError(f"adam_with_update_cap: {name}={value} must be {expected}")
+    for name, decay in (("b1", b1), ("b2", b2)):
+        number = concrete_number(decay)
+        if number is not None and not 0 <= number < 1:  # nor is NaN
+            raise UsageError(f"adam_with_update_cap: {name}={decay} must be from 0 to below 1")
+    check_finite("adam_with_update_cap: eps", eps)
+    check_finite("adam_with_update_cap: weight_decay", weight_decay)
     cap_number = concrete_number(update_rms_cap)
     if cap_number is not None and not cap_number > 0:
         raise UsageError(
@@ -63,12 +59,9 @@ def adam_with_update_cap(
 
 
 def decays(params: Any) -> Any:
-    """Which weights decay, for `optax.adamw(mask=…)`: the matrices (`w`), not scales and biases.
+    """Return a mask for `optax.adamw(mask=…)`: True for matrices (`w`), not scales and biases.
 
     Args:
       params: Weights by layer path.
-
-    Returns:
-      The same tree with a bool for each weight.
     """
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "w", params)

@@ -1,8 +1,8 @@
 """Learning-rate schedules that Optax has only in parts: `step -> learning rate`.
 
-Those with a linear warmup start at 0, so the first step changes nothing but the optimizer's
-statistics; `warmup_steps=0` starts at the peak instead. What Optax has is used as it
-is, as in `Config(optax.linear_schedule, 0.0, 1.0, 100)`:
+A linear warmup starts at 0, so the first step changes only the optimizer's statistics;
+`warmup_steps=0` starts at the peak instead. Schedules that Optax has are used directly, such as
+`Config(optax.linear_schedule, 0.0, 1.0, 100)`:
 
     constant          optax.constant_schedule(value), or a plain number
     linear            optax.linear_schedule(init_value, end_value, transition_steps)
@@ -26,7 +26,7 @@ import optax
 
 from layerkit_runner.errors import UsageError
 
-# Of the int32 in which a training state counts its steps.
+# Largest int32, in which a training state counts its steps.
 _LAST_STEP = 2**31 - 1
 
 
@@ -34,7 +34,7 @@ class UnfitStepsError(UsageError):
     """Steps of a schedule that are out of order.
 
     Attributes:
-      settings: Fields of the schedule with values that fit, all of them together.
+      settings: Fields of the schedule with values that are in order together.
     """
 
     def __init__(self, message: str, settings: Mapping[str, int]):
@@ -45,19 +45,19 @@ class UnfitStepsError(UsageError):
 def linear_warmup_exponential_decay(
     peak: float, *, warmup_steps: int, decay_start: int, decay_end: int, min_ratio: float
 ) -> optax.Schedule:
-    """Linear from 0 to `peak`, flat until `decay_start`, then exponential to peak·min_ratio.
+    """Return a linear warmup to `peak`, then a flat part, then exponential decay to peak·min_ratio.
 
     Args:
       peak: The highest rate.
-      warmup_steps: Where the peak is reached; 0 for no warmup.
-      decay_start: Where the decay begins, at least `warmup_steps`.
-      decay_end: Where the rate reaches peak·min_ratio and stays.
-      min_ratio: Of the last rate to the peak, in (0, 1].
+      warmup_steps: Step at which the peak is reached; 0 for no warmup.
+      decay_start: Step at which the decay begins, at least `warmup_steps`.
+      decay_end: Step at which the rate reaches peak·min_ratio and stays.
+      min_ratio: Ratio of the last rate to the peak, in (0, 1].
 
     Raises:
-      UsageError: steps out of order or a number out of range.
+      UsageError: Steps are out of order, or a number is out of range.
     """
-    _check_rate("peak", peak)
+    check_finite("schedule: peak", peak)
     _check_steps(warmup_steps, decay_start, decay_end)
     if not 0 < min_ratio <= 1:
         raise UsageError(f"schedule: min_ratio={min_ratio} must be above 0 and at most 1")
@@ -70,19 +70,19 @@ def linear_warmup_exponential_decay(
 def linear_warmup_cosine_decay(
     peak: float, *, warmup_steps: int, decay_start: int, decay_end: int, min_ratio: float = 0.0
 ) -> optax.Schedule:
-    """Linear from 0 to `peak`, flat until `decay_start`, then half a cosine to peak·min_ratio.
+    """Return a linear warmup to `peak`, then a flat part, then half a cosine to peak·min_ratio.
 
     Args:
       peak: The highest rate.
-      warmup_steps: Where the peak is reached; 0 for no warmup.
-      decay_start: Where the decay begins, at least `warmup_steps`.
-      decay_end: Where the rate reaches peak·min_ratio and stays.
-      min_ratio: Of the last rate to the peak, in [0, 1].
+      warmup_steps: Step at which the peak is reached; 0 for no warmup.
+      decay_start: Step at which the decay begins, at least `warmup_steps`.
+      decay_end: Step at which the rate reaches peak·min_ratio and stays.
+      min_ratio: Ratio of the last rate to the peak, in [0, 1].
 
     Raises:
-      UsageError: steps out of order or a number out of range.
+      UsageError: Steps are out of order, or a number is out of range.
     """
-    _check_rate("peak", peak)
+    check_finite("schedule: peak", peak)
     _check_steps(warmup_steps, decay_start, decay_end)
     if not 0 <= min_ratio <= 1:
         raise UsageError(f"schedule: min_ratio={min_ratio} must be from 0 to 1")
@@ -99,7 +99,7 @@ def linear_warmup_polynomial_decay(
     min_ratio: float = 0.0,
     power: float = 1.0,
 ) -> optax.Schedule:
-    """Linear from 0 to `peak`, flat until `decay_start`, then as a power to peak·min_ratio.
+    """Return a linear warmup to `peak`, then a flat part, then a power decay to peak·min_ratio.
 
     In the decay, with u from 1 down to 0, the rate is peak·(min_ratio + (1 - min_ratio)·u^power).
     With a long flat part and power 1 this is warmup-stable-decay (Hu et al., "MiniCPM", 2024,
@@ -107,16 +107,16 @@ def linear_warmup_polynomial_decay(
 
     Args:
       peak: The highest rate.
-      warmup_steps: Where the peak is reached; 0 for no warmup.
-      decay_start: Where the decay begins, at least `warmup_steps`.
-      decay_end: Where the rate reaches peak·min_ratio and stays.
-      min_ratio: Of the last rate to the peak, in [0, 1].
-      power: 1 for a straight line, above 0.
+      warmup_steps: Step at which the peak is reached; 0 for no warmup.
+      decay_start: Step at which the decay begins, at least `warmup_steps`.
+      decay_end: Step at which the rate reaches peak·min_ratio and stays.
+      min_ratio: Ratio of the last rate to the peak, in [0, 1].
+      power: Exponent above 0; 1 for a straight line.
 
     Raises:
-      UsageError: steps out of order or a number out of range.
+      UsageError: Steps are out of order, or a number is out of range.
     """
-    _check_rate("peak", peak)
+    check_finite("schedule: peak", peak)
     _check_steps(warmup_steps, decay_start, decay_end)
     if not 0 <= min_ratio <= 1:
         raise UsageError(f"schedule: min_ratio={min_ratio} must be from 0 to 1")
@@ -127,16 +127,16 @@ def linear_warmup_polynomial_decay(
 
 
 def linear_warmup_sqrt_decay(peak: float, *, warmup_steps: int) -> optax.Schedule:
-    """Linear from 0 to `peak` at `warmup_steps`, then peak·√(warmup_steps / step).
+    """Return a linear warmup to `peak`, then peak·√(warmup_steps / step).
 
     Args:
       peak: The highest rate.
-      warmup_steps: Where it is reached, at least 1.
+      warmup_steps: Step at which the peak is reached, at least 1.
 
     Raises:
-      UsageError: no steps of warmup, or a number out of range.
+      UsageError: A number is out of range.
     """
-    _check_rate("peak", peak)
+    check_finite("schedule: peak", peak)
     _check_at_least_one("warmup_steps", warmup_steps)
     _check_last("warmup_steps", warmup_steps)
 
@@ -148,22 +148,22 @@ def linear_warmup_sqrt_decay(peak: float, *, warmup_steps: int) -> optax.Schedul
 
 
 def piecewise_constant(*, boundaries: Sequence[int], values: Sequence[float]) -> optax.Schedule:
-    """values[0] before boundaries[0], values[1] from there to boundaries[1], and so on.
+    """Return values[0] before boundaries[0], values[1] from there to boundaries[1], and so on.
 
     `optax.piecewise_constant_schedule` takes factors between the values instead.
 
     Args:
-      boundaries: Steps, rising.
-      values: One more than boundaries.
+      boundaries: Rising steps.
+      values: Rates, one more than boundaries.
 
     Raises:
-      UsageError: boundaries out of order, another number of values, or one out of range.
+      UsageError: Boundaries are out of order, or values are too few, too many or out of range.
     """
     boundaries, values = tuple(boundaries), tuple(values)
     if len(values) != len(boundaries) + 1:
         raise UsageError(f"schedule: values={values} must be one more than boundaries={boundaries}")
     for index, value in enumerate(values):
-        _check_rate(f"values[{index}]", value)
+        check_finite(f"schedule: values[{index}]", value)
     _check_rising(boundaries)
 
     def rate(step: jax.typing.ArrayLike) -> jax.Array:
@@ -174,14 +174,14 @@ def piecewise_constant(*, boundaries: Sequence[int], values: Sequence[float]) ->
 
 
 def cycle(schedules: Sequence[optax.Schedule], *, boundaries: Sequence[int]) -> optax.Schedule:
-    """One schedule after another, again and again.
+    """Return schedules one after another, and then from the first again.
 
     Args:
-      schedules: Each counts steps from its own beginning.
-      boundaries: Where each ends, rising; the last is where the first begins again.
+      schedules: Schedules, each of which counts steps from its own beginning.
+      boundaries: Rising steps at which each ends; at the last, the first begins again.
 
     Raises:
-      UsageError: boundaries out of order, or not one for each schedule.
+      UsageError: Boundaries are out of order, or not one for each schedule.
     """
     schedules, boundaries = tuple(schedules), tuple(boundaries)
     if not schedules or len(schedules) != len(boundaries):
@@ -195,22 +195,22 @@ def cycle(schedules: Sequence[optax.Schedule], *, boundaries: Sequence[int]) -> 
 
 
 def transformer(*, warmup_steps: int, model_dims: int, scale: float = 1.0) -> optax.Schedule:
-    """scale·√(1/model_dims)·min((step + 1)/warmup_steps^1.5, 1/√(step + 1)).
+    """Return scale·√(1/model_dims)·min((step + 1)/warmup_steps^1.5, 1/√(step + 1)).
 
-    Linear up to `warmup_steps`, then with the inverse square root (Vaswani et al., 2017,
-    arXiv:1706.03762, equation 3, counting steps from 0).
+    The rate is linear up to `warmup_steps`, then falls with the inverse square root (Vaswani et
+    al., 2017, arXiv:1706.03762, equation 3, counting steps from 0).
 
     Args:
-      warmup_steps: Where the highest rate is reached.
+      warmup_steps: Step at which the highest rate is reached.
       model_dims: Size of the model dimension.
-      scale: Multiplies the rate.
+      scale: Factor of the rate.
 
     Raises:
-      UsageError: sizes below one, or a scale out of range.
+      UsageError: A number is out of range.
     """
     _check_at_least_one("warmup_steps", warmup_steps)
     _check_at_least_one("model_dims", model_dims)
-    _check_rate("scale", scale)
+    check_finite("schedule: scale", scale)
 
     def rate(step: jax.typing.ArrayLike) -> jax.Array:
         count = jnp.asarray(step, jnp.float32) + 1.0
@@ -220,7 +220,7 @@ def transformer(*, warmup_steps: int, model_dims: int, scale: float = 1.0) -> op
 
 
 def longest_warmup(num_steps: int) -> int:
-    """Return the steps of warmup that suit a run of `num_steps`: a tenth, and fewer than all."""
+    """Return the longest warmup that suits a run of `num_steps`: a tenth, and fewer than all."""
     return min(max(1, num_steps // 10), num_steps - 1)
 
 
@@ -237,6 +237,13 @@ def concrete_number(value: Any) -> float | None:
         return float(value)
     except (TypeError, ValueError):
         return None
+
+
+def check_finite(label: str, value: Any) -> None:
+    """Raise `UsageError` for a number that is not finite or below 0; `label` names its field."""
+    number = concrete_number(value)
+    if number is not None and not 0 <= number < math.inf:  # nor is NaN
+        raise UsageError(f"{label}={value} must be a finite number from 0")
 
 
 def _after_warmup(
@@ -275,19 +282,13 @@ def _check_rising(boundaries: Sequence[int]) -> None:
         _check_last(f"boundaries[{index}]", boundary)
 
 
-def _check_rate(name: str, value: float) -> None:
-    number = concrete_number(value)
-    if number is not None and not 0 <= number < math.inf:  # nor is NaN
-        raise UsageError(f"schedule: {name}={value} must be a finite number from 0")
-
-
 def _check_at_least_one(name: str, value: float) -> None:
     if not value >= 1:
         raise UsageError(f"schedule: {name}={value} must be at least 1")
 
 
 def _check_last(name: str, step: int) -> None:
-    """Refuses a step that no run comes to, and that JAX could not compare with those of one."""
+    """Raise an error for a step that no run reaches and JAX cannot compare with an int32."""
     if not step <= _LAST_STEP:
         raise UsageError(
             f"schedule: {name}={step} must be at most {_LAST_STEP}, the last step that a run counts"

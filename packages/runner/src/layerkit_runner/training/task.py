@@ -32,9 +32,9 @@ from layerkit.weights import unbox
 from layerkit_runner.errors import UsageError
 from layerkit_runner.optim.early_stopping import StoppingRule
 from layerkit_runner.optim.learner import choose, global_norm
+from layerkit_runner.optim.optimizer_groups import Stacks, stacks_of
 from layerkit_runner.optim.schedules import concrete_number
-from layerkit_runner.optim.stacked_weights import Stacks, stacks_of
-from layerkit_runner.optim.variational_noise import VariationalNoise
+from layerkit_runner.optim.weight_patterns import VariationalNoise
 from layerkit_runner.training.gradients import Variables, compute_gradients, sum_leaves
 from layerkit_runner.training.layer_summaries import (
     ArraySummaries,
