@@ -55,6 +55,13 @@ def start(folder: Path, script: str, codes: str) -> subprocess.Popen[str]:
     )
 
 
+def wait_for_srun(folder: Path) -> None:
+    """Wait until srun has written its number, which scancel reads."""
+    path = folder / "srun.pid"
+    while not (path.exists() and path.read_text().endswith("\n")):
+        time.sleep(0.01)
+
+
 def test_the_whole_script(request_of, flags_of, check_bash):
     flags = flags_of(
         "slurm",
@@ -110,8 +117,7 @@ def test_before_the_time_is_up_the_run_is_told_and_the_job_queues_again(
     folder, request_of, flags_of
 ):
     process = start(folder, slurm.batch_script(request_of(), flags_of("slurm")), "wait")
-    while not (folder / "srun.pid").exists():
-        time.sleep(0.01)
+    wait_for_srun(folder)
     process.send_signal(signal.SIGUSR1)
     output, _ = process.communicate(timeout=30)
     assert (process.returncode, "the time is up" in output) == (0, True)
@@ -125,8 +131,7 @@ def test_job_is_not_queued_again_when_its_run_ended_for_good_as_the_time_was_up(
 ):
     script = slurm.batch_script(request_of(), flags_of("slurm"))
     process = start(folder, script, f"wait_{code}")
-    while not (folder / "srun.pid").exists():
-        time.sleep(0.01)
+    wait_for_srun(folder)
     process.send_signal(signal.SIGUSR1)
     process.communicate(timeout=30)
     assert process.returncode == code

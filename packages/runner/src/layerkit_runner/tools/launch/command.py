@@ -87,20 +87,9 @@ _COMMON = (
         "NAME[=VALUE]",
         repeats=True,
     ),
-    Flag(
-        "setup",
-        str,
-        "a line of shell before the run, such as 'module load cuda'; repeatable",
-        "LINE",
-        repeats=True,
-    ),
+    Flag("setup", str, "a line of shell before the run; repeatable", "LINE", repeats=True),
     Flag("runner", str, "how `runner` is called there", "COMMAND"),
-    Flag(
-        "recommended_xla_flags",
-        bool,
-        "whether to add the --xla_flags_preset that is recommended for the devices",
-        default=True,
-    ),
+    Flag("recommended_xla_flags", bool, "whether to add an --xla_flags_preset", default=True),
     Flag("dry_run", bool, "print what would be written and run"),
     Flag("help", bool, "print these flags"),
 )

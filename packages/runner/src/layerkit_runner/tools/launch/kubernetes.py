@@ -56,27 +56,12 @@ FLAGS = (
     Flag("num_slices", positive, "how many of them in one job", "N", default=1),
     Flag("volume", _volume, "a persistent volume claim and where to mount it", "CLAIM:PATH"),
     Flag("name", _name, "of the set, one for each run; by default of the experiment", "NAME"),
-    Flag(
-        "replace",
-        bool,
-        "delete the set of that name first; its pods save and leave, and the new ones resume",
-    ),
+    Flag("replace", bool, "delete the set of that name first; its pods save and leave"),
     Flag("namespace", str, "where the job belongs", "NAME"),
-    Flag(
-        "env_secret",
-        str,
-        "the Kubernetes secret with the variables that --env=NAME gives without a value",
-        "SECRET",
-    ),
+    Flag("env_secret", str, "the secret with the variables that --env=NAME refers to", "SECRET"),
     Flag("service_account", str, "as whom the pods run, such as to write to a store", "NAME"),
     Flag("max_restarts", non_negative, "how often all pods are started again", "N", default=10),
-    Flag(
-        "save_before_end",
-        positive,
-        "seconds for a last save when a pod is told to go",
-        "SECONDS",
-        default=300,
-    ),
+    Flag("save_before_end", positive, "time for a last save of a pod", "SECONDS", default=300),
     Flag("script", str, "where to write the manifest; by default ./NAME.jobset.yaml", "FILE"),
 )
 

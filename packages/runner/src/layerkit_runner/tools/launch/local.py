@@ -38,14 +38,7 @@ SCRIPT = Flag(
 )
 FLAGS = (
     MAX_RESTARTS,
-    Flag(
-        "devices",
-        str,
-        "gpu: use the compiler flags that are recommended for GPUs",
-        "KIND",
-        default="other",
-        choices=("gpu", "other"),
-    ),
+    Flag("devices", str, "gpu: use compiler flags for GPUs", "KIND", "other", ("gpu", "other")),
     SCRIPT,
 )
 
