@@ -240,8 +240,9 @@ def describe(paths: Sequence[LeafPath]) -> str:
 @functools.lru_cache
 def _finder(mesh: Any, may_be_infinite: bool) -> Callable[[jax.Array], jax.Array]:  # noqa: FBT001
     def find(x: jax.Array) -> jax.Array:
-        # A maximum would be faster on CPUs, but collectives need not return NaN as the maximum.
-        return jnp.any(jnp.isnan(x) if may_be_infinite else ~jnp.isfinite(x))
+        is_bad = jnp.isnan(x) if may_be_infinite else ~jnp.isfinite(x)
+        # On CPUs a sum takes two thirds of the time of `any`.
+        return jnp.sum(is_bad, dtype=jnp.float32) > 0
 
     # Whole on every process, so that each can read it.
     return jax.jit(find, out_shardings=mesh and NamedSharding(mesh, PartitionSpec()))
