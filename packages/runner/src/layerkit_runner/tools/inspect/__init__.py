@@ -1,8 +1,8 @@
 """What an experiment is, before anything runs: its layers and weights, its configs as a graph.
 
     built_layers.py       every layer with the values that it is built with
-    parameter_table.py    every weight: shape, axes, sharding, how it starts; totals
-    numbered_layers.py    paths of layers that are alike, as one
+    parameter_table.py    every weight: shape, axes, sharding, first value; totals
+    batches.py            a few batches of each input
     config_graph.py       the tree of configs as a Mermaid diagram
     config_difference.py  the fields in which two configurations differ
 
