@@ -9,7 +9,6 @@ from layerkit.config import Config, build
 from layerkit_inputs import (
     LocalText,
     LocalTextPrompts,
-    SyntheticInput,
     Tokenizer,
     tokenizer_config,
 )
@@ -32,6 +31,9 @@ class SyntheticTokens:
 
     def datasets(self) -> list[Config]:
         """The config of the training input."""
+        # Recipes on text need not import it.
+        from layerkit_inputs import SyntheticInput
+
         return [
             SyntheticInput.HParams.config(
                 name="train",
