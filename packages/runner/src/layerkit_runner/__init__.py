@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from layerkit_runner.optim.early_stopping import StoppingRule as StoppingRule
     from layerkit_runner.optim.learner import AuxiliaryOptimizer as AuxiliaryOptimizer
     from layerkit_runner.optim.learner import Learner as Learner
-    from layerkit_runner.partitioning.pmap import PmapPartitioner as PmapPartitioner
-    from layerkit_runner.partitioning.spmd import SpmdPartitioner as SpmdPartitioner
+    from layerkit_runner.partitioning.partitioner import PmapPartitioner as PmapPartitioner
+    from layerkit_runner.partitioning.partitioner import SpmdPartitioner as SpmdPartitioner
     from layerkit_runner.run_options import Flag as Flag
     from layerkit_runner.run_options import RunOptions as RunOptions
     from layerkit_runner.trainer.base import BaseProgram as BaseProgram
@@ -48,8 +48,7 @@ _NAMES = {
     "observers.base": "Observer",
     "optim.early_stopping": "EarlyStopping StoppingRule",
     "optim.learner": "AuxiliaryOptimizer Learner",
-    "partitioning.pmap": "PmapPartitioner",
-    "partitioning.spmd": "SpmdPartitioner",
+    "partitioning.partitioner": "PmapPartitioner SpmdPartitioner",
     "run_options": "Flag RunOptions",
     "trainer.base": "BaseProgram",
     "trainer.decode": "DecodeProgram",

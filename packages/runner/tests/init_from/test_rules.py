@@ -7,8 +7,8 @@ import re
 import numpy as np
 import pytest
 
-from layerkit_runner.errors import UsageError
-from layerkit_runner.init_from.rules import Origin, Rule, check_patterns, parse_rules
+from layerkit_runner.errors import UsageError, check_patterns
+from layerkit_runner.init_from.rules import Origin, Rule, parse_rules
 
 
 def origin(pattern: str, source: str, name: str, shape: tuple[int, ...] = (2, 3)) -> Origin:

@@ -21,7 +21,7 @@ from layerkit_runner.optim.early_stopping import EarlyStopping
 from layerkit_runner.optim.learner import AuxiliaryOptimizer, Learner
 from layerkit_runner.optim.optimizers import adam_with_update_cap
 from layerkit_runner.optim.weight_patterns import VariationalNoise
-from layerkit_runner.partitioning.spmd import SpmdPartitioner
+from layerkit_runner.partitioning import SpmdPartitioner
 from layerkit_runner.trainer.job import build_parts
 from layerkit_runner.training.train_hparams import TrainHParams
 

@@ -15,7 +15,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
-from layerkit_runner.errors import UsageError
+from layerkit_runner.errors import UsageError, check_pattern
 
 LAYER = "{layer}"
 
@@ -137,26 +137,6 @@ def parse_rules(pairs: Sequence[tuple[str, str]], *, label: str) -> list[Rule]:
         check_pattern(pair[0], label=here)
         rules.append(Rule(pair[0], pair[1], here))
     return rules
-
-
-def check_patterns(patterns: Sequence[str], *, label: str) -> None:
-    """Checks a tuple of regular expressions.
-
-    Raises:
-      UsageError: it is a bare text, or holds something that is no regular expression.
-    """
-    if isinstance(patterns, str):
-        raise UsageError(f"{label}={patterns!r}: expected a tuple of patterns")
-    for number, pattern in enumerate(patterns):
-        check_pattern(pattern, label=f"{label}[{number}]")
-
-
-def check_pattern(pattern: str, *, label: str) -> None:
-    """Raises UsageError for what is no regular expression."""
-    try:
-        re.compile(pattern)
-    except (re.error, TypeError) as error:
-        raise UsageError(f"{label}: {pattern!r} is not a regular expression: {error}") from None
 
 
 def _parse_indices(text: str) -> tuple[int | tuple[int, ...], ...]:

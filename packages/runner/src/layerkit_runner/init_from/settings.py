@@ -8,8 +8,8 @@ from typing import Any
 from layerkit.config import Configurable, instance_field
 from layerkit.layers.adapters import LORA_WEIGHTS
 from layerkit.layers.residual_adapters import RESIDUAL_ADAPTER_WEIGHTS
-from layerkit_runner.errors import UsageError
-from layerkit_runner.init_from.rules import check_patterns, parse_rules
+from layerkit_runner.errors import UsageError, check_patterns
+from layerkit_runner.init_from.rules import parse_rules
 
 ADAPTER_WEIGHTS = (LORA_WEIGHTS, RESIDUAL_ADAPTER_WEIGHTS)
 """Weights that begin as no change of the model, and are drawn where no source holds them."""

@@ -16,10 +16,28 @@ from layerkit.config import Configurable
 from layerkit.near_names import near_names
 from layerkit_runner.distributed.process_exchange import from_process_0
 from layerkit_runner.errors import UsageError, first_names
-from layerkit_runner.files.metric_paths import program_of
 from layerkit_runner.optim.schedules import check_finite
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def by_path(metrics_by_program: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Return the metrics of several programs as one dict by `PROGRAM/METRIC`."""
+    return {
+        f"{name}/{metric}": value
+        for name, metrics in metrics_by_program.items()
+        for metric, value in metrics.items()
+    }
+
+
+def program_of(metric: str, names: Iterable[str]) -> str | None:
+    """Return the program that a metric `PROGRAM/METRIC` belongs to; None if it is not in `names`.
+
+    Args:
+      metric: Path of the metric.
+      names: Names of all programs. One may begin with another: `heldout`, `heldout/averaged`.
+    """
+    return max((name for name in names if metric.startswith(f"{name}/")), key=len, default=None)
 
 
 class StoppingRule(Configurable):

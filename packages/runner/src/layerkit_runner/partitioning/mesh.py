@@ -1,7 +1,7 @@
 """Device meshes: ICI × DCN, elementwise.
 
-`ici_mesh_shape` says how the devices of one slice (fast network) are arranged, `dcn_mesh_shape` how
-slices (or hosts) are; the mesh is their elementwise product, with the slow network outermost.
+`ici_mesh_shape` arranges the devices of one slice (fast network), and `dcn_mesh_shape` arranges the
+slices or hosts. The mesh is their elementwise product, with the slow network outermost.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ def make_mesh(
     dcn_mesh_shape: Sequence[int] | None = None,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """Arranges devices in a mesh.
+    """Arrange devices in a mesh.
 
     Args:
       axis_names: Names of the mesh axes.
-      ici_mesh_shape: A size per axis within one slice; None puts all devices of a slice on the
+      ici_mesh_shape: Size of each axis within one slice; None puts all devices of a slice on the
         first axis.
-      dcn_mesh_shape: A size per axis across slices; None for one slice, and where `ici_mesh_shape`
-        is None too, for the slices there are, on the first axis.
-      devices: All devices of all processes by default.
+      dcn_mesh_shape: Size of each axis across slices; None for one slice. If `ici_mesh_shape` is
+        None too, all slices that exist are on the first axis.
+      devices: Devices to arrange; by default all devices of all processes.
 
     Raises:
-      UsageError: sizes that do not match the names or the number of devices.
+      UsageError: Sizes do not match the names or the number of devices.
     """
     devices = list(jax.devices() if devices is None else devices)
     ones = [1] * (len(axis_names) - 1)
@@ -47,7 +47,7 @@ def make_mesh(
         dcn_mesh_shape = [num_tpu_slices(devices), *ones]
     dcn_mesh_shape = dcn_mesh_shape or [1, *ones]
     if ici_mesh_shape is None:
-        # A shape that is refused below may hold a 0.
+        # The shape may hold a 0, which the check below reports.
         num_slices = max(math.prod(dcn_mesh_shape), 1)
         ici_mesh_shape = [max(len(devices) // num_slices, 1), *ones]
     for field, shape in (("ici_mesh_shape", ici_mesh_shape), ("dcn_mesh_shape", dcn_mesh_shape)):
@@ -70,8 +70,8 @@ def make_mesh(
 
 
 def flags_for(num_devices: int, num_axes: int, dcn_mesh_shape: Sequence[int] | None) -> str:
-    """Flags that put all of so many devices on the first axis, where there was another mesh."""
-    # Without blanks, so that a shell takes each as one word.
+    """Return flags that put all devices on the first axis of a mesh with that many axes."""
+    # Without blanks, so that a shell reads each flag as one word.
     sizes = ",".join(map(str, [num_devices, *[1] * (num_axes - 1)]))
     flags = f"--fdl.partitioner.ici_mesh_shape=[{sizes}]"
     has_slices = math.prod(dcn_mesh_shape or ()) > 1
@@ -79,7 +79,7 @@ def flags_for(num_devices: int, num_axes: int, dcn_mesh_shape: Sequence[int] | N
 
 
 def num_tpu_slices(devices: Sequence[Any]) -> int:
-    """In how many slices of TPUs devices lie; 1 for others, whose nodes are no matter of a mesh."""
+    """Return the number of TPU slices that devices lie in; 1 for other devices."""
     slices = {getattr(device, "slice_index", None) for device in devices}
     return len(slices) if devices and devices[0].platform == "tpu" else 1
 
@@ -96,7 +96,7 @@ def _arrange(ici: list[int], dcn: list[int], devices: list[Any]) -> np.ndarray:
         )
     on_tpu = bool(devices) and devices[0].platform == "tpu"
     if math.prod(dcn) == 1 or (on_tpu and num_slices == 1):
-        # Within a slice all chips are neighbours of a torus, whatever part of the mesh they are in.
+        # Within a slice all chips are neighbours on a torus, wherever they are in the mesh.
         shape = [d * i for d, i in zip(dcn, ici, strict=True)]
         return _on_torus(mesh_utils.create_device_mesh, shape, devices=devices)
     slices = {getattr(device, "slice_index", None) for device in devices}
@@ -107,22 +107,18 @@ def _arrange(ici: list[int], dcn: list[int], devices: list[Any]) -> np.ndarray:
         return mesh_utils.create_hybrid_device_mesh(
             ici, dcn, devices=devices, process_is_granule=True
         )
-    # Devices that do not say where they are (simulated ones): consecutive devices form a slice.
+    # Simulated devices have no slice index: consecutive devices form a slice.
     # Axes are then ordered [dcn_0, ici_0, dcn_1, ici_1, …], the slow network outermost.
     grid = np.asarray(devices, dtype=object).reshape([*dcn, *ici])
-    order = [
-        axis
-        for pair in zip(range(len(dcn)), range(len(dcn), 2 * len(dcn)), strict=True)
-        for axis in pair
-    ]
+    order = [axis for dim in range(len(dcn)) for axis in (dim, len(dcn) + dim)]
     return grid.transpose(order).reshape([d * i for d, i in zip(dcn, ici, strict=True)])
 
 
 def _on_torus(arrange: Callable[..., np.ndarray], *shapes: list[int], devices: Any) -> np.ndarray:
-    """Lays mesh axes along whole axes of a TPU's torus, or where that cannot be, along parts."""
+    """Lay mesh axes along whole axes of a TPU's torus, or along parts if that is impossible."""
     try:
         return arrange(*shapes, devices=devices)
-    except NotImplementedError:  # what JAX says where sizes do not multiply to those of the torus
+    except NotImplementedError:  # the sizes do not multiply to those of the torus
         found = arrange(*shapes, devices=devices, allow_split_physical_axes=True)
     _LOG.warning(
         "mesh: %s does not lie along whole axes of the slice's torus, so that some mesh axes have a"

@@ -1,9 +1,9 @@
-"""Arrays of a state that their mesh axes do not divide, such as 50257 words over 8 devices.
+"""Padding of arrays of a state that the mesh does not divide, such as 50257 words on 8 devices.
 
-Between steps JAX holds arrays in equal parts only. So such a dimension is rounded up on the
-devices, with zeros at its end. A compiled step cuts them off first and adds them last, which costs
-no communication; what is between, the model and the optimizer, sees the array as it is, split
-unevenly by XLA. Storage holds it as it is, so that a checkpoint knows no mesh.
+Between steps JAX holds arrays in equal parts only, so such a dimension is rounded up on the devices
+with zeros at its end. A compiled step cuts them off first and adds them last, which costs no
+communication. The model and the optimizer see the array without padding, split unevenly by XLA.
+Storage holds it without padding too, so a checkpoint does not depend on the mesh.
 
     on the devices   [50264/tensor, 768]     equal parts, zeros at the end
     within a step    [50257/tensor, 768]
@@ -29,13 +29,13 @@ from layerkit_runner.partitioning.state_axes import Axes
 
 @dataclasses.dataclass(frozen=True)
 class UnevenArray:
-    """One such array, and its forms.
+    """An array that its mesh axes do not divide, and its forms.
 
     Attributes:
-      shape: As it is.
-      dtype: The same in all forms.
-      axes: The logical name of each dimension.
-      sharding: By the rules, which divide `shape` unevenly.
+      shape: Shape without padding.
+      dtype: Dtype of all forms.
+      axes: Logical name of each dimension.
+      sharding: Sharding by the rules, which divide `shape` unevenly.
     """
 
     shape: tuple[int, ...]
@@ -45,40 +45,40 @@ class UnevenArray:
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
-        """On the devices: each dimension rounded up to a multiple of its parts."""
+        """Shape on the devices: each dimension is rounded up to a multiple of its parts."""
         return tuple(
             -(-size // parts) * parts for size, parts in zip(self.shape, self.parts, strict=True)
         )
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Into how many parts each dimension is split."""
+        """Number of parts that each dimension is split into."""
         return tuple(_num_parts(axes, self.sharding) for axes in _axes(self.sharding, self.shape))
 
     @property
     def on_devices(self) -> jax.ShapeDtypeStruct:
-        """The form that lives on the devices between steps."""
+        """Form on the devices between steps."""
         return jax.ShapeDtypeStruct(self.padded_shape, self.dtype, sharding=self.sharding)
 
     @property
     def in_storage(self) -> jax.ShapeDtypeStruct:
-        """The form that storage reads and writes."""
+        """Form that storage reads and writes."""
         sharding = NamedSharding(self.sharding.mesh, self._even_spec())
         return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=sharding)
 
     def padded(self, x: jax.Array) -> jax.Array:
-        """Traced: `x` `[...]` with zeros at the end of uneven dimensions."""
+        """Return `x` `[...]` with zeros at the end of uneven dimensions; for traced code."""
         x = jax.lax.with_sharding_constraint(x, self.sharding)
         more = [(0, to - size, 0) for size, to in zip(self.shape, self.padded_shape, strict=True)]
         return jax.lax.pad(x, jnp.zeros((), x.dtype), more)
 
     def cut(self, x: jax.Array) -> jax.Array:
-        """Traced: `x` `[...]` without what `padded` added."""
+        """Return `x` `[...]` without the zeros that `padded` added; for traced code."""
         x = jax.lax.slice(x, (0,) * x.ndim, self.shape)
         return jax.lax.with_sharding_constraint(x, self.sharding)
 
     def _even_spec(self) -> PartitionSpec:
-        """The axes of uneven dimensions go to the largest that they divide, if there is one."""
+        """Return a spec that moves the axes of uneven dimensions to one that they divide."""
         axes = _axes(self.sharding, self.shape)
         uneven = [d for d, parts in enumerate(self.parts) if self.shape[d] % parts]
         moved = tuple(axis for dim in uneven for axis in axes[dim])
@@ -92,31 +92,31 @@ class UnevenArray:
 
 
 Uneven = Mapping[str, UnevenArray]
-"""By the path of the array in a state, as `jax.tree_util.keystr` writes it."""
+"""Uneven arrays by their path in a state, as `jax.tree_util.keystr` writes it."""
 
 
 def stored_shapes(state: Any, uneven: Uneven) -> Any:
-    """What storage is asked for, of the shapes, dtypes and shardings on the devices."""
+    """Return shapes, dtypes and shardings in storage from those on the devices."""
     return _each(state, uneven, lambda array, _: array.in_storage)
 
 
 def cut(state: Any, uneven: Uneven) -> Any:
-    """Traced: a state as the model knows it, of one on the devices; itself if none is uneven."""
+    """Return a state on the devices without padding; for traced code."""
     return _each(state, uneven, lambda array, x: array.cut(x))
 
 
 def padded(state: Any, uneven: Uneven) -> Any:
-    """Traced: the reverse of `cut`."""
+    """Return a state with padding, the reverse of `cut`; for traced code."""
     return _each(state, uneven, lambda array, x: array.padded(x))
 
 
 def to_storage(state: Any, uneven: Uneven) -> Any:
-    """A state as storage holds it, of one on the devices; what is even is the very same array."""
+    """Return a state on the devices as storage holds it; even arrays are returned as they are."""
     return _each(state, uneven, lambda array, x: _cutting(array)(x))
 
 
 def to_devices(state: Any, uneven: Uneven) -> Any:
-    """The reverse of `to_storage`."""
+    """Return a state from storage as the devices hold it, the reverse of `to_storage`."""
     return _each(state, uneven, lambda array, x: _padding(array)(x))
 
 
@@ -131,7 +131,7 @@ def _each(state: Any, uneven: Uneven, change: Callable[[UnevenArray, Any], Any])
     return jax.tree_util.tree_map_with_path(visit, state)
 
 
-# One program for all arrays that are alike, such as a weight and its moments, and for all saves.
+# One program serves all saves and all arrays that are alike, such as a weight and its moments.
 @functools.lru_cache
 def _cutting(array: UnevenArray) -> Any:
     return jax.jit(array.cut, out_shardings=array.in_storage.sharding)
@@ -143,10 +143,10 @@ def _padding(array: UnevenArray) -> Any:
 
 
 def padding_text(uneven: Uneven) -> str:
-    """What is padded, from what to what, over which mesh axes, and what that takes.
+    """Return which dimensions are padded over which mesh axes, and the bytes that this takes.
 
-    `vocab 50257 → 50264 over tensor (lm/softmax/w); 16.1 kB per device`: the bytes are those of
-    the whole state, beyond what an even split would take. "" where nothing is padded.
+    An example is `vocab 50257 → 50264 over tensor (lm/softmax/w); 16.1 kB per device`. The bytes
+    are those of the whole state beyond an even split. The text is "" if nothing is padded.
     """
     changes: dict[str, list[str]] = {}
     for path, array in uneven.items():
@@ -158,18 +158,16 @@ def padding_text(uneven: Uneven) -> str:
                 changes.setdefault(change, []).append(path)
     if not changes:
         return ""
-    extra = sum(_extra_bytes(array) for array in uneven.values())
+    extra = 0.0
+    for array in uneven.values():
+        more = math.prod(array.padded_shape) - math.prod(array.shape)
+        extra += more * array.dtype.itemsize / math.prod(array.parts)
     parts = [f"{change} ({_names(paths)})" for change, paths in changes.items()]
     return f"{', '.join(parts)}; {size_text(extra)} per device"
 
 
-def _extra_bytes(array: UnevenArray) -> float:
-    more = math.prod(array.padded_shape) - math.prod(array.shape)
-    return more * array.dtype.itemsize / math.prod(array.parts)
-
-
 def _names(paths: list[str]) -> str:
-    """Those of weights, `lm/softmax/w` for `.params['lm']['softmax']['w']`; else all there are."""
+    """Return names such as `lm/softmax/w`: of the weights, or of all arrays if none is a weight."""
     weights = [path for path in paths if path.startswith(".params")] or paths
     return first_names(
         (path.partition("[")[2].strip("'[]").replace("']['", "/") for path in weights), limit=3
@@ -177,7 +175,7 @@ def _names(paths: list[str]) -> str:
 
 
 def _axes(sharding: NamedSharding, shape: tuple[int, ...]) -> list[tuple[str, ...]]:
-    """For each dimension the mesh axes that split it."""
+    """Return the mesh axes that split each dimension."""
     entries = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
     return [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries]
 

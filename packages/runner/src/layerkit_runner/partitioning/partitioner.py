@@ -1,15 +1,15 @@
-"""Partitioner: where state and batches live, and how a step is compiled for them.
+"""Partitioners: where state and batches live, and how a step is compiled for them.
 
-The task's steps, the programs and the checkpoints do not know which partitioner runs them. A
-concrete one says three things: the shardings of state and batch, and how a step function is spread
-over the mesh (`_spread`).
+`SpmdPartitioner` compiles one program for all devices, laid out by named shardings (Pax's pjit).
+`PmapPartitioner` keeps the whole state on every device and splits the rows of a batch. The task's
+steps, the programs and the checkpoints do not know which of them is used.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,20 +18,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from layerkit.config import Configurable
 from layerkit.nested_map import NestedMap
-from layerkit.sharding import BoundSharding
+from layerkit.sharding import DEFAULT_RULES, BoundSharding, ShardingRules
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import padding
+from layerkit_runner.partitioning.mesh import make_mesh
 from layerkit_runner.partitioning.state_axes import axes_by_path, map_with_axes
+from layerkit_runner.training.metrics import GLOBAL_BATCH, StepContext
 from layerkit_runner.training.task import SingleTask
 from layerkit_runner.training.train_state import TrainState, batch_spec
 
 ROWS = "rows"
 REPLICATED = "replicated"
+BATCH_AXIS = "batch"
 
 
 @dataclasses.dataclass(frozen=True)
 class _PlacedState:
-    """Where the state of a task lives: shapes, dtypes and shardings, and what is padded there."""
+    """State of a task as shapes, dtypes and shardings on the devices, and its padded arrays."""
 
     task: SingleTask
     on_devices: TrainState
@@ -47,27 +50,27 @@ class Partitioner(Configurable):
         self._evaluations: dict[str, tuple[SingleTask, Any]] = {}
 
     def start(self, devices: Any = None) -> None:
-        """Arranges the devices (all of them by default) in this partitioner's mesh."""
+        """Arrange the devices, by default all of them, in this partitioner's mesh."""
         self._mesh = self._make_mesh(devices)
 
     @property
     def mesh(self) -> Mesh:
-        """The devices and their named axes."""
+        """Devices and their named axes."""
         if self._mesh is None:
             raise RuntimeError("Partitioner.start() has not been called")
         return self._mesh
 
-    # What a concrete partitioner defines.
+    # Methods that a subclass defines.
 
     def _make_mesh(self, devices: Any) -> Mesh:
         raise NotImplementedError
 
     def model_sharding(self) -> BoundSharding:
-        """What the model's layers are bound to."""
+        """Return the mesh and rules that the model's layers are bound to."""
         raise NotImplementedError
 
     def batch_axes(self) -> tuple[str, ...]:
-        """Mesh axes that the rows of a batch are split over."""
+        """Return the mesh axes that the rows of a batch are split over."""
         raise NotImplementedError
 
     def _weight_spec(self, path: str, axes: Any, shape: tuple[int, ...]) -> PartitionSpec:
@@ -76,32 +79,32 @@ class Partitioner(Configurable):
     def _spread(
         self, step: Callable[..., Any], *, output: str | tuple[str, ...]
     ) -> Callable[..., Any]:
-        """`step(state, batch, context)` as a function of global `(state, batch)`.
+        """Return `step(state, batch, context)` as a function of global `(state, batch)`.
 
         Args:
-          step: Returns a state and an output.
-          output: `ROWS` or `REPLICATED`; of an output that is a tuple, one for each part.
+          step: Function that returns a state and an output.
+          output: `ROWS` or `REPLICATED`, the layout of the output; a tuple for a tuple of outputs.
         """
         raise NotImplementedError
 
     def describe(self) -> str:
-        """One line for people."""
+        """Return one line for the start report."""
         raise NotImplementedError
 
-    # What is the same for all.
+    # Methods that all partitioners share.
 
     def bind(self, task: SingleTask) -> None:
-        """Binds the task's model to this partitioner's mesh and rules."""
+        """Bind the task's model to this partitioner's mesh and rules."""
         task.bind_sharding(self.model_sharding())
         self._placed = None
         self._evaluations.clear()
 
     def abstract_state(self, task: SingleTask) -> TrainState:
-        """The state on the devices as shapes, dtypes and shardings; nothing is computed."""
+        """Return the state on the devices as shapes, dtypes and shardings; compute nothing."""
         return self._place(task).on_devices
 
     def abstract_stored_state(self, task: SingleTask) -> TrainState:
-        """The same as a checkpoint holds it: nothing is padded (`partitioning/padding.py`)."""
+        """Return the same as a checkpoint stores it, without padding."""
         placed = self._place(task)
         return padding.stored_shapes(placed.on_devices, placed.padded)
 
@@ -126,27 +129,29 @@ class Partitioner(Configurable):
         return _PlacedState(task, on_devices, arrays)
 
     def padding_text(self, task: SingleTask) -> str:
-        """Which weights are padded on the devices, and how; "" if the mesh divides them all."""
+        """Return which weights are padded on the devices, and how; "" if none is."""
         return padding.padding_text(self._place(task).padded)
 
     def state_shardings(self, task: SingleTask) -> TrainState:
-        """The shardings of the state on the devices."""
+        """Return the shardings of the state on the devices."""
         return jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state(task))
 
     def stored_state(self, task: SingleTask, state: TrainState) -> TrainState:
-        """What storage is given of a state on the devices, or of a part of one.
+        """Return a state on the devices, or a part of one, as storage holds it.
 
-        What the mesh divides is the very same array.
+        Arrays that are not padded are returned as they are.
         """
         return padding.to_storage(state, self._place(task).padded)
 
     def device_state(self, task: SingleTask, stored: TrainState) -> TrainState:
-        """The state on the devices, of what storage gave for `abstract_stored_state`."""
+        """Return the state on the devices from what storage restored."""
         return padding.to_devices(stored, self._place(task).padded)
 
     def init_fn(self, task: SingleTask) -> Callable[[], TrainState]:
-        """A jitted function that makes the first state, born sharded: no device or host ever
-        holds more than its part."""
+        """Return a jitted function that makes the first state, sharded from the start.
+
+        No device or host ever holds more than its part.
+        """
 
         def init() -> TrainState:
             return task.init_state(task.first_key())
@@ -156,12 +161,12 @@ class Partitioner(Configurable):
     def jit_making(
         self, task: SingleTask, function: Callable[..., TrainState], **options: Any
     ) -> Any:
-        """Jits a function that makes a state, which is laid out as steps take it.
+        """Jit a function that makes a state, and lay the state out as steps expect it.
 
         Args:
-          task: Whose state it is.
-          function: Returns a state as the model knows it.
-          options: Of `jax.jit`, such as `donate_argnums`.
+          task: Task of the state.
+          function: Function that returns a state without padding.
+          options: Options of `jax.jit`, such as `donate_argnums`.
         """
         arrays = self._place(task).padded
 
@@ -171,7 +176,7 @@ class Partitioner(Configurable):
         return jax.jit(making, out_shardings=self.state_shardings(task), **options)
 
     def train_step_fn(self, task: SingleTask) -> Any:
-        """Jitted `(state, batch) -> (state, (metrics, scalars))`; the given state is consumed."""
+        """Return jitted `(state, batch) -> (state, (metrics, scalars))`; the state is donated."""
         state, arrays = self.state_shardings(task), self._place(task).padded
         step = self._spread(task.train_step, output=REPLICATED)
 
@@ -187,37 +192,37 @@ class Partitioner(Configurable):
         )
 
     def eval_step_fn(self, task: SingleTask, *, averaged: bool | None = None) -> Any:
-        """Jitted `(state, batch) -> metrics`; one function however often it is asked for.
+        """Return jitted `(state, batch) -> metrics`, the same function at each call.
 
         Args:
-          task: What is evaluated.
-          averaged: Whether with the averaged weights; None as the task says.
+          task: Task to evaluate.
+          averaged: Whether to use the averaged weights; None for the task's setting.
         """
         averaged = task.train.eval_use_ema_states if averaged is None else averaged
         step = functools.partial(task.eval_step, averaged=averaged)
-        return self._kept(
-            f"eval {averaged}", task, lambda: self._evaluating(task, step, output=REPLICATED)
+        return self._cached(
+            f"eval {averaged}", task, lambda: self._jit_evaluation(task, step, output=REPLICATED)
         )
 
     def score_step_fn(self, task: SingleTask, *, averaged: bool | None = None) -> Any:
-        """Jitted `(state, batch) -> (metrics, rows of all examples)`; see `score_step`."""
+        """Return jitted `(state, batch) -> (metrics, rows of all examples)`; see `score_step`."""
         averaged = task.train.eval_use_ema_states if averaged is None else averaged
         step = functools.partial(task.score_step, averaged=averaged)
-        return self._kept(
+        return self._cached(
             f"score {averaged}",
             task,
-            lambda: self._evaluating(task, step, output=(REPLICATED, ROWS)),
+            lambda: self._jit_evaluation(task, step, output=(REPLICATED, ROWS)),
         )
 
-    def _kept(self, name: str, task: SingleTask, make: Callable[[], Any]) -> Any:
-        """What `make` made for this task before; many data sets are evaluated by one program."""
-        kept_for, made = self._evaluations.get(name, (None, None))
-        if kept_for is not task:
+    def _cached(self, name: str, task: SingleTask, make: Callable[[], Any]) -> Any:
+        """Return the cached result of `make` for this task; data sets share compiled programs."""
+        cached_for, made = self._evaluations.get(name, (None, None))
+        if cached_for is not task:
             made = make()
             self._evaluations[name] = (task, made)
         return made
 
-    def _evaluating(
+    def _jit_evaluation(
         self, task: SingleTask, evaluate: Callable[..., Any], *, output: str | tuple[str, ...]
     ) -> Any:
         def step(state: TrainState, batch: NestedMap, context: Any) -> tuple[Any, Any]:
@@ -229,17 +234,17 @@ class Partitioner(Configurable):
         )
 
     def summary_step_fn(self, task: SingleTask) -> Any:
-        """Jitted `(state, batch) -> (histograms, images)`; see `summary_step`."""
-        return self._evaluating(task, task.summary_step, output=(REPLICATED, ROWS))
+        """Return jitted `(state, batch) -> (histograms, images)`; see `summary_step`."""
+        return self._jit_evaluation(task, task.summary_step, output=(REPLICATED, ROWS))
 
     def decode_step_fn(self, task: SingleTask) -> Any:
-        """Jitted `(state, batch, batch_index) -> outputs of all examples`; see `decode_step`."""
+        """Return jitted `(state, batch, batch_index) -> outputs of all examples`."""
 
         def step(whole: Any, batch: NestedMap, context: Any) -> tuple[Any, Any]:
             state, batch_index = whole
             return whole, task.decode_step(state, batch, context, batch_index=batch_index)
 
-        # The index is held whole by every shard, as the state is, so it travels with it.
+        # Every shard holds the index whole, as it does the state.
         spread = self._spread(step, output=ROWS)
         return self.jit_reading(
             task,
@@ -249,13 +254,13 @@ class Partitioner(Configurable):
         )
 
     def jit_reading(self, task: SingleTask, function: Callable[..., Any], *shardings: Any) -> Any:
-        """Jits a function that reads a state, without what only training needs, and changes none.
+        """Jit a function that reads a state, without the parts that only training needs.
 
         Args:
-          task: Whose states they are.
-          function: Called with the state and as many arguments as there are `shardings`; what it
-            returns is held whole by every device.
-          shardings: Of the arguments after the state.
+          task: Task of the states.
+          function: Function of the state and one argument for each of `shardings`. Every device
+            holds its whole result.
+          shardings: Shardings of the arguments after the state.
         """
         arrays = self._place(task).padded
 
@@ -270,19 +275,19 @@ class Partitioner(Configurable):
         return lambda state, *rest: jitted(state.for_inference(), *rest)
 
     def replicated(self) -> NamedSharding:
-        """The sharding of what every device holds whole."""
+        """Return the sharding of arrays that every device holds whole."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def batch_sharding(self) -> NamedSharding:
-        """The sharding of a batch: rows over `batch_axes`, everything else whole."""
+        """Return the sharding of a batch: rows over `batch_axes`, other dimensions whole."""
         return NamedSharding(self.mesh, PartitionSpec(self.batch_axes()))
 
     def num_batch_shards(self) -> int:
-        """Into how many parts the rows of a batch are split."""
+        """Return the number of parts that the rows of a batch are split into."""
         return int(np.prod([self.mesh.shape[axis] for axis in self.batch_axes()]))
 
     def check_batch_size(self, rows: int, *, source: str) -> None:
-        """Raises UsageError when a global batch cannot be split evenly over the mesh."""
+        """Raise `UsageError` if a global batch cannot be split evenly over the mesh."""
         shards = self.num_batch_shards()
         if rows < 1:
             raise UsageError(
@@ -296,9 +301,9 @@ class Partitioner(Configurable):
             )
 
     def abstract_batch(self, batch: Any) -> Any:
-        """Shapes, dtypes and shardings of the global batch that a host batch is part of."""
+        """Return shapes, dtypes and shardings of the global batch of a host-local batch."""
         sharding, shards = self.batch_sharding(), self.num_batch_shards()
-        # Processes that hold the same rows read the same, so they do not all add up.
+        # Processes that hold the same rows read the same data, so their rows do not add up.
         held = sharding.addressable_devices_indices_map((shards,)).values()
         held_here = len({index[0].indices(shards) for index in held if index is not None})
 
@@ -308,10 +313,108 @@ class Partitioner(Configurable):
         return jax.tree.map(place, batch)
 
     def put_batch(self, batch: NestedMap) -> NestedMap:
-        """Puts this process's rows of a batch on its devices, as part of the global batch."""
+        """Put this process's rows of a batch on its devices, as part of the global batch."""
         sharding = self.batch_sharding()
         if jax.process_count() == 1:
             return jax.device_put(batch, sharding)
         return jax.tree.map(
             lambda leaf: jax.make_array_from_process_local_data(sharding, leaf), batch
         )
+
+
+class SpmdPartitioner(Partitioner):
+    """A partitioner that splits weights and activations over a named mesh.
+
+    The compiler adds the communication.
+
+    Attributes:
+      mesh_axis_names: Names of the mesh axes.
+      ici_mesh_shape: Size of each axis within a slice; None puts all devices on the first axis.
+      dcn_mesh_shape: Size of each axis across slices; None for one slice.
+      rules: Mesh axes that each logical axis name is split over.
+    """
+
+    mesh_axis_names: Sequence[str] = ("data", "fsdp", "tensor")
+    ici_mesh_shape: Sequence[int] | None = None
+    dcn_mesh_shape: Sequence[int] | None = None
+    rules: ShardingRules = DEFAULT_RULES
+
+    def _make_mesh(self, devices: Any) -> Mesh:
+        return make_mesh(
+            self.mesh_axis_names,
+            ici_mesh_shape=self.ici_mesh_shape,
+            dcn_mesh_shape=self.dcn_mesh_shape,
+            devices=devices,
+        )
+
+    def model_sharding(self) -> BoundSharding:
+        return BoundSharding(self.mesh, self.rules)
+
+    def batch_axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis in self.rules.mesh_axes("batch") if axis in self.mesh.shape)
+
+    def _weight_spec(self, path: str, axes: Any, shape: tuple[int, ...]) -> PartitionSpec:
+        return self.model_sharding().spec(axes, shape=shape, owner=path, allow_uneven=True)
+
+    def _spread(
+        self, step: Callable[..., Any], *, output: str | tuple[str, ...]
+    ) -> Callable[..., Any]:
+        del output  # Every result is global; jit's out_shardings place it.
+        context = dataclasses.replace(GLOBAL_BATCH, row_shards=self.num_batch_shards())
+        return lambda state, batch: step(state, batch, context)
+
+    def describe(self) -> str:
+        sizes = " × ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items())
+        return f"SPMD over {self.mesh.size} device(s): {sizes}"
+
+
+class PmapPartitioner(Partitioner):
+    """A partitioner with the whole state on every device and the rows of a batch split.
+
+    `jax.pmap` is in maintenance mode and is itself jit + shard_map, so this is
+    `jit(shard_map(step))` over one `batch` axis. A step sees its own rows only and adds over the
+    devices through its StepContext.
+
+    Attributes:
+      rules: Names that weights and activations may use; nothing is split by them.
+    """
+
+    rules: ShardingRules = DEFAULT_RULES
+
+    def _make_mesh(self, devices: Any) -> Mesh:
+        return make_mesh([BATCH_AXIS], devices=devices)
+
+    def model_sharding(self) -> BoundSharding:
+        return BoundSharding(None, self.rules)
+
+    def batch_axes(self) -> tuple[str, ...]:
+        return (BATCH_AXIS,)
+
+    def _weight_spec(self, path: str, axes: Any, shape: tuple[int, ...]) -> PartitionSpec:
+        self.model_sharding().spec(axes, shape=shape, owner=path)  # fails for unknown names
+        return PartitionSpec()
+
+    def _spread(
+        self, step: Callable[..., Any], *, output: str | tuple[str, ...]
+    ) -> Callable[..., Any]:
+        context = StepContext(
+            batch_sum=functools.partial(jax.lax.psum, axis_name=BATCH_AXIS),
+            batch_max=functools.partial(jax.lax.pmax, axis_name=BATCH_AXIS),
+            fold_shard=lambda key: jax.random.fold_in(key, jax.lax.axis_index(BATCH_AXIS)),
+            num_shards=self.num_batch_shards(),
+        )
+        outputs = jax.tree.map(
+            lambda kind: PartitionSpec(BATCH_AXIS) if kind == ROWS else PartitionSpec(), output
+        )
+        # The step itself adds the gradients of each device's rows. With check_vma=True, JAX would
+        # add them while differentiating, and the step once more.
+        return jax.shard_map(
+            lambda state, batch: step(state, batch, context),
+            mesh=self.mesh,
+            in_specs=(PartitionSpec(), PartitionSpec(BATCH_AXIS)),
+            out_specs=(PartitionSpec(), outputs),
+            check_vma=False,
+        )
+
+    def describe(self) -> str:
+        return f"pmap over {self.mesh.size} device(s), state replicated"

@@ -1,9 +1,8 @@
-"""Which logical axes each array of a training state has.
+"""Logical axes of each array of a training state.
 
 A weight's axes come with its declaration. An optimizer keeps arrays shaped like the weights
-(moments, traces) in trees of its own; each is recognised by the weight's path at the end of its
-own, and has the weight's axes. What is shaped otherwise (counters, factored moments) has none and
-is replicated.
+(moments, traces) in trees of its own. Such an array has the axes of the weight whose path its own
+path ends with. Arrays of other shapes (counters, factored moments) have none and are replicated.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ Path = tuple[Any, ...]
 
 
 def axes_by_path(boxed: Any) -> dict[Path, tuple[Axes, tuple[int, ...]]]:
-    """From boxed variables `{collection: …}`: layer path of each weight → (axes, shape)."""
+    """Return (axes, shape) of each weight of boxed variables `{collection: …}` by layer path."""
     leaves = jax.tree_util.tree_leaves_with_path(boxed, is_leaf=is_box)
     return {
-        # Without the collection, which is a field of a state and no part of the layer's path.
+        # Without the collection, which is a field of a state and not part of the layer's path.
         _dict_keys(path)[1:]: (box.axes, box.value.shape)
         for path, box in leaves
         if is_box(box)
@@ -34,12 +33,12 @@ def axes_by_path(boxed: Any) -> dict[Path, tuple[Axes, tuple[int, ...]]]:
 def map_with_axes(
     fn: Callable[[str, Axes, Any], Any], state: Any, weights: dict[Path, tuple[Axes, tuple]]
 ) -> Any:
-    """`fn(path, axes, leaf)` for every array of a state.
+    """Map `fn(path, axes, leaf)` over every array of a state.
 
     Args:
-      fn: What to make of a leaf; `path` is its name for messages.
-      state: A tree that holds weights and what an optimizer keeps beside them.
-      weights: From `axes_by_path`.
+      fn: Function of an array's name for messages, its axes and the array.
+      state: A tree of weights and of arrays that an optimizer keeps.
+      weights: Value of `axes_by_path`.
     """
 
     def visit(path: KeyPath, leaf: Any) -> Any:
@@ -58,7 +57,7 @@ def _axes_of(keys: Path, leaf: Any, weights: dict[Path, tuple[Axes, tuple]]) -> 
 
 
 def _dict_keys(path: KeyPath) -> Path:
-    """The dict keys that a path ends with."""
+    """Return the dict keys that a path ends with."""
     keys: list[Any] = []
     for entry in reversed(path):
         if not isinstance(entry, DictKey):

@@ -17,8 +17,7 @@ from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.data.infeed import make_input
 from layerkit_runner.data.training_data import chosen_dataset, datasets_by_name, training_configs
 from layerkit_runner.errors import UsageError, first_names
-from layerkit_runner.files.metric_paths import program_of
-from layerkit_runner.optim.early_stopping import EarlyStopping
+from layerkit_runner.optim.early_stopping import EarlyStopping, program_of
 from layerkit_runner.trainer.base import BaseProgram
 from layerkit_runner.trainer.decode import DecodeProgram
 from layerkit_runner.trainer.eval import EvalProgram, NextBatchEvalProgram

@@ -20,10 +20,9 @@ from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.distributed.stop_signals import StopRequestedError, StopSignals
 from layerkit_runner.distributed.watchdog import progress
 from layerkit_runner.errors import NonFiniteError, UsageError, first_names
-from layerkit_runner.files.metric_paths import by_path, program_of
 from layerkit_runner.observers import DECODE_PREFIX, Goodput, Observer, Throughput
 from layerkit_runner.observers.step_profiler import StepProfiler
-from layerkit_runner.optim.early_stopping import EarlyStop
+from layerkit_runner.optim.early_stopping import EarlyStop, by_path, program_of
 from layerkit_runner.trainer.base import BaseProgram
 from layerkit_runner.trainer.skipped_steps import SKIPPED_STEPS
 from layerkit_runner.trainer.train import TrainPrograms

@@ -18,7 +18,7 @@ from layerkit.weights import WeightHParams, WeightInit
 from layerkit_runner import BaseExperiment, UsageError
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import resolve
-from layerkit_runner.partitioning.spmd import SpmdPartitioner
+from layerkit_runner.partitioning import SpmdPartitioner
 from layerkit_runner.tools.inspect import built_layers as looked_at
 from layerkit_runner.tools.inspect.built_layers import BuiltLayer, built_layers, describe_layers
 
