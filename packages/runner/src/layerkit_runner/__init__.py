@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from layerkit_runner.optim.early_stopping import StoppingRule as StoppingRule
     from layerkit_runner.optim.learner import AuxiliaryOptimizer as AuxiliaryOptimizer
     from layerkit_runner.optim.learner import Learner as Learner
+    from layerkit_runner.optim.weight_patterns import VariationalNoise as VariationalNoise
     from layerkit_runner.partitioning.partitioner import PmapPartitioner as PmapPartitioner
     from layerkit_runner.partitioning.partitioner import SpmdPartitioner as SpmdPartitioner
     from layerkit_runner.run_options import Flag as Flag
@@ -48,6 +49,7 @@ _NAMES = {
     "observers.base": "Observer",
     "optim.early_stopping": "EarlyStopping StoppingRule",
     "optim.learner": "AuxiliaryOptimizer Learner",
+    "optim.weight_patterns": "VariationalNoise",
     "partitioning.partitioner": "PmapPartitioner SpmdPartitioner",
     "run_options": "Flag RunOptions",
     "trainer.base": "BaseProgram",
