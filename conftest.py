@@ -31,9 +31,14 @@ QUICK_COMPILES = [
 if Version(importlib.metadata.version("jaxlib")) < Version("0.11.1"):
     QUICK_COMPILES.append("--xla_cpu_use_fusion_emitters=false")
 
-# A collective whose devices wait longer than this for one another ends the process. XLA's own limit
-# of 40 seconds is reached by a sound program on a busy machine.
-PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=300"
+COLLECTIVES = [
+    # XLA's scheduler for more concurrency lets each device start independent collectives in an
+    # order of its own. Devices that wait in different collectives wait for ever, as in pipelines.
+    "--xla_cpu_enable_concurrency_optimized_scheduler=false",
+    # A collective whose devices wait longer than this for one another ends the process. XLA's own
+    # limit of 40 seconds is reached by a sound program on a busy machine.
+    "--xla_cpu_collective_call_terminate_timeout_seconds=300",
+]
 
 if "jax" in sys.modules:
     raise pytest.UsageError(
@@ -41,7 +46,7 @@ if "jax" in sys.modules:
         "find the plugin or PYTHONSTARTUP file that imports it."
     )
 if DEVICES not in os.environ.get("XLA_FLAGS", ""):
-    flags = [os.environ.get("XLA_FLAGS", ""), f"{DEVICES}=8", *QUICK_COMPILES, PATIENCE]
+    flags = [os.environ.get("XLA_FLAGS", ""), f"{DEVICES}=8", *QUICK_COMPILES, *COLLECTIVES]
     os.environ["XLA_FLAGS"] = " ".join(flags).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # XLA sizes the thread pool of its simulated devices by NPROC. With fewer threads than devices that

@@ -251,7 +251,9 @@ def test_the_balance_loss_of_mixtral_agrees():
     variables = ours.init(jax.random.key(0))
     variables["params"]["router"]["w"] = jnp.asarray(experts.gate.weight.detach().numpy().T)
     x, is_token = jnp.asarray(seen[0]), jnp.asarray(is_token)
-    _, updates = ours.clone(train=False).apply(variables, x, is_token=is_token, mutable=["aux_loss"])
+    _, updates = ours.clone(train=False).apply(
+        variables, x, is_token=is_token, mutable=["aux_loss"]
+    )
     (loss,) = jax.tree.leaves(updates)
     np.testing.assert_allclose(loss, 0.5 * outputs.aux_loss.numpy(), rtol=1e-5)
 
