@@ -265,11 +265,13 @@ class _Start:
       first: First state.
       input_states: Input positions of the checkpoint that was restored.
       own_metadata: Metadata of the job's own checkpoint that is resumed; empty for a new run.
+      source: Folder of the checkpoints that were restored from; None for a new run.
     """
 
     first: FirstState
     input_states: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     own_metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    source: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,13 +358,8 @@ def _first_state(
             return _Start((plan or _plan_first_state(job))())
         restored = job.restore(source, step)
         first = FirstState(restored.state, step, is_restored=True)
-        job.observers.message(f"goes on from step {step} of {source.directory}")
-        if job.options.init_from is not None:
-            job.observers.message(
-                f"--init_from={job.options.init_from} is not used: this run has begun"
-            )
         metadata = restored.metadata if source is checkpoints else {}
-        return _Start(first, restored.input_states, metadata)
+        return _Start(first, restored.input_states, metadata, str(source.directory))
 
 
 @contextlib.contextmanager
@@ -423,6 +420,12 @@ def _restore_positions(job: Job, programs: _Programs, start: _Start) -> None:
             for key, dataset in programs.eval_inputs().items():
                 if key in start.input_states:
                     dataset.set_state(start.input_states[key])
+        # Reported once every input has accepted its position: data of another shape end the run.
+        job.observers.message(f"goes on from step {start.first.step} of {start.source}")
+        if job.options.init_from is not None:
+            job.observers.message(
+                f"--init_from={job.options.init_from} is not used: this run has begun"
+            )
     early_stop = programs.early_stop
     if early_stop is None or EARLY_STOPPING not in start.own_metadata:
         return
