@@ -22,7 +22,7 @@ from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError
 from layerkit_runner.init_from.provenance import recorded_hugging_face
-from layerkit_runner.modes.train import choose_step
+from layerkit_runner.modes.start_state import choose_step
 from layerkit_runner.trainer.job import Job, start_job
 
 

@@ -32,7 +32,7 @@ from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.modes.end_report import ReportedMetric, sample_text
 from layerkit_runner.modes.following import follow
 from layerkit_runner.modes.start_report import run_info
-from layerkit_runner.modes.train import choose_step
+from layerkit_runner.modes.start_state import choose_step
 from layerkit_runner.observers.metrics_log import encode
 from layerkit_runner.run_options import FOLLOWING_MODES
 from layerkit_runner.trainer import BaseProgram, DecodeProgram
@@ -107,8 +107,8 @@ class CheckpointReader:
 
     Attributes:
       job: Started.
-      eval_programs: Those whose metrics are recorded.
-      decode_programs: Those that keep their outputs themselves.
+      eval_programs: Programs whose metrics are recorded.
+      decode_programs: Programs that keep their outputs themselves.
       is_asked_to_stop: Whether to leave out what is not begun yet; all processes agree.
     """
 

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import importlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -35,6 +35,7 @@ from layerkit_runner.modes.start_report import (
     report_start,
     train_run_info,
 )
+from layerkit_runner.modes.start_state import Start, first_state, plan_if_new
 from layerkit_runner.observers import DECODE_PREFIX, RunInfo, StepWork, Throughput
 from layerkit_runner.observers.step_profiler import StepProfiler, profiler_server
 from layerkit_runner.optim.early_stopping import EarlyStop
@@ -58,7 +59,6 @@ from layerkit_runner.trainer.executor import (
 from layerkit_runner.trainer.job import Job, start_job, versions
 from layerkit_runner.trainer.job_folder import (
     check_no_sweep,
-    check_restart,
     forget_checkpoint,
     only_trainer,
     write_config,
@@ -84,7 +84,7 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
         programs = _build_programs(job, stack)
         abstract_state = _check_programs(job, programs)
         checkpoints = _open_checkpoints(job, stack)
-        plan = _plan_if_new(job, checkpoints)
+        plan = plan_if_new(job, checkpoints)
         _check_data(programs)
         prepared = _prepare(job, programs, abstract_state, checkpoints, plan)
         first = prepared.start.first
@@ -211,41 +211,6 @@ def _open_checkpoints(job: Job, stack: contextlib.ExitStack) -> CheckpointManage
     return stack.enter_context(job.checkpoints(read_only=not saves))
 
 
-def _plan_if_new(job: Job, checkpoints: CheckpointManager) -> Callable[[], FirstState] | None:
-    """Return the plan of a new run's first state; None if the run may resume or restore.
-
-    So mistakes in the sources of first weights are found before the training step is compiled.
-    """
-    if checkpoints.latest_step() is not None:
-        return None
-    _check_restart(job, checkpoints)
-    return None if job.options.restore_checkpoint_dir is not None else _plan_first_state(job)
-
-
-def _check_restart(job: Job, checkpoints: CheckpointManager) -> None:
-    options, report = job.options, job.observers.message
-    if options.enable_checkpoint_saving:
-        is_allowed = options.allow_restart_from_scratch
-        check_restart(job.directory, checkpoints.directory, is_allowed=is_allowed, report=report)
-
-
-def _plan_first_state(job: Job) -> Callable[[], FirstState]:
-    """Compare what a new run is to start from; return a function that reads or draws it."""
-    options, task = job.options, job.task
-    if options.init_from is None and task.initial_weights is None:
-        return lambda: FirstState(job.partitioner.init_fn(task)())
-    # Only runs that start from stored weights need the readers of all formats.
-    from layerkit_runner.init_from import plan_first_state
-    from layerkit_runner.init_from.settings import init_from_flags
-
-    weights = None
-    if options.init_from is not None:
-        if task.initial_weights is not None:
-            job.observers.message("--init_from takes the place of task.initial_weights")
-        weights = init_from_flags(options.init_from, options.init_draw)
-    return plan_first_state(job.partitioner, task, weights=weights, report=job.observers.message)
-
-
 def _check_data(programs: _Programs) -> None:
     """Read the first training batches, and compare the data sets among processes."""
     for each in programs.data.inputs:
@@ -258,27 +223,10 @@ def _check_data(programs: _Programs) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Start:
-    """What a run starts from.
-
-    Attributes:
-      first: First state.
-      input_states: Input positions of the checkpoint that was restored.
-      own_metadata: Metadata of the job's own checkpoint that is resumed; empty for a new run.
-      source: Folder of the checkpoints that were restored from; None for a new run.
-    """
-
-    first: FirstState
-    input_states: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    own_metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    source: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class _Prepared:
     """What a run starts from, and the compiled step and its work for each training data set."""
 
-    start: _Start
+    start: Start
     compiled: list[CompiledStep]
     works: list[StepWork]
     # Eval and decode programs that are traced after the first step.
@@ -304,7 +252,7 @@ def _prepare(
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         compiling = [pool.submit(compile_step) for compile_step in traced]
         works = [_step_work(job, data.dataset) for data in programs.data.inputs]
-        start = _first_state(job, checkpoints, plan)
+        start = first_state(job, checkpoints, plan)
         with job.goodput.phase("compile"):
             untraced = _programs_that_run(job, programs)
             # A step from the cache has been started before, and its first loss need not wait.
@@ -349,66 +297,12 @@ def _step_work(job: Job, dataset: Any) -> StepWork:
     return StepWork(examples=rows, tokens=rows * columns, flops=flops)
 
 
-def _first_state(
-    job: Job, checkpoints: CheckpointManager, plan: Callable[[], FirstState] | None
-) -> _Start:
-    """Restore the state of the checkpoint to start from, or else make the first state."""
-    with _source_of_state(job, checkpoints) as (source, step):
-        if source is None or step is None:
-            return _Start((plan or _plan_first_state(job))())
-        restored = job.restore(source, step)
-        first = FirstState(restored.state, step, is_restored=True)
-        metadata = restored.metadata if source is checkpoints else {}
-        return _Start(first, restored.input_states, metadata, str(source.directory))
-
-
-@contextlib.contextmanager
-def _source_of_state(
-    job: Job, checkpoints: CheckpointManager
-) -> Iterator[tuple[CheckpointManager | None, int | None]]:
-    """Open the checkpoint to start from: the job's own, else that of --restore_checkpoint_dir."""
-    options = job.options
-    if options.restore_checkpoint_step is not None and options.restore_checkpoint_dir is None:
-        raise UsageError(
-            "--restore_checkpoint_step needs --restore_checkpoint_dir: a run goes on from the"
-            " newest of its own checkpoints. To go on from an older one, give that folder as"
-            " --restore_checkpoint_dir and a new --job_log_dir."
-        )
-    own = checkpoints.newest_sound_step()
-    if own is not None:
-        if options.restore_checkpoint_dir is not None:
-            job.observers.message(
-                f"--restore_checkpoint_dir is not used: {job.given_directory} has checkpoints of"
-                " its own"
-            )
-        yield checkpoints, own
-        return
-    _check_restart(job, checkpoints)
-    if options.restore_checkpoint_dir is None:
-        yield None, None
-        return
-    with job.checkpoints(read_only=True, directory=options.restore_checkpoint_dir) as other:
-        yield other, choose_step(other, options.only_restore_step)
-
-
-def choose_step(checkpoints: CheckpointManager, wanted: int | None) -> int:
-    """Return the step to read: the one that is wanted, or else the newest sound one.
-
-    Raises:
-      UsageError: There is none.
-    """
-    step = checkpoints.newest_sound_step() if wanted is None else wanted
-    if step is None:
-        raise UsageError(f"no checkpoint in {checkpoints.directory}")
-    return step
-
-
 def _trace_rest(job: Job, programs: Sequence[BaseProgram]) -> None:
     for program in programs:
         _trace(job, program, job.abstract_state())
 
 
-def _restore_positions(job: Job, programs: _Programs, start: _Start) -> None:
+def _restore_positions(job: Job, programs: _Programs, start: Start) -> None:
     """Restore the input positions and the state of early stopping, before the first step."""
     if start.first.is_restored:
         with as_usage_error():
