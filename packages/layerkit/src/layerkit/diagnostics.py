@@ -48,7 +48,7 @@ def unknown_name(layer: Any, kind: str, name: str, names: Collection[str]) -> At
       layer: The layer.
       kind: "weight" or "variable".
       name: The name that was asked for.
-      names: Those that the layer has.
+      names: Names of the weights or variables that the layer has.
     """
     return AttributeError(
         f"{layer.path_name} has no {kind} {name!r}{near_names(name, names)}"

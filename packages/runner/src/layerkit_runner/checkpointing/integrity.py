@@ -198,7 +198,7 @@ def verify(
 
     Args:
       step_directory: The step.
-      share: Which of the shares to read. The first one also lists the folder.
+      share: Index of the share to read. The first share also lists the folder.
       num_shares: Into how many shares the files are divided.
 
     Raises:

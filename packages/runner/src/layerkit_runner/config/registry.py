@@ -103,7 +103,7 @@ def find_experiment(name: str) -> ExperimentEntry:
     """Return the experiment that a name means; `load_experiment` imports it.
 
     Raises:
-      UsageError: There is none, and the nearest names are told; or there are several.
+      UsageError: No experiment has the name, with the nearest names; or several have it.
     """
     packages = experiment_packages()
     catalogued = _catalogued(packages)

@@ -122,9 +122,9 @@ class SkippedRecords:
         self._told = 0
 
     def scalars(self) -> dict[str, float]:
-        """The metric `skipped_records` of this process, where there are any.
+        """Return the metric `skipped_records` of this process; empty if no record was skipped.
 
-        They are told in words as well, the first time and each time their number has doubled.
+        They are also reported in words, the first time and each time their number has doubled.
         """
         count = self._dataset.num_skipped
         if count and count >= 2 * self._told:

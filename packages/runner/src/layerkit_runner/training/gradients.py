@@ -69,7 +69,7 @@ def compute_gradients(
     *,
     microbatches: int = 1,
 ) -> GradientResult:
-    """Metrics of a batch and the gradient of its loss.
+    """Compute the metrics of a batch and the gradient of its loss.
 
     With several microbatches the activations of one are alive at a time. Loss and gradient are
     those of the whole batch: each microbatch counts by its weight, whose sum is taken first, and
@@ -201,7 +201,12 @@ def _compute_batch_gradients(
     totals: Mapping[str, jax.Array] | None = None,
     share: float = 1.0,
 ) -> GradientResult:
-    """One batch; `totals` are the global weights of the loss terms, where more than it counts."""
+    """Compute the gradients of one batch.
+
+    Args:
+      totals: Global weights of the loss terms, if the batch is a part of a larger one.
+      share: Weight of the batch in the auxiliary loss.
+    """
 
     def loss_share(trained: Any, overwritten: Any) -> tuple[jax.Array, Any]:
         """This shard's share of the global loss; the shares add up to it."""

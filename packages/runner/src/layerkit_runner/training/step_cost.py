@@ -100,7 +100,7 @@ def temporary_bytes(stats: Any, *, platform: str) -> int:
 
     Args:
       stats: What `memory_analysis()` of a compiled function returned.
-      platform: Of the devices that it was compiled for.
+      platform: Platform that the function was compiled for, such as "tpu".
     """
     others = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     if platform != "tpu" or stats.peak_memory_in_bytes < others:  # some runtimes tell no peak

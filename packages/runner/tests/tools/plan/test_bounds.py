@@ -108,7 +108,7 @@ def test_sent_bytes_are_split_by_network():
 
 
 def flops(experiment, *, remat, parts=1):
-    """Of the whole step as it is traced, and of the model."""
+    """Return the FLOPs of the whole step as it is traced, and those of the model."""
     overrides = [
         Override("task.model.lm_tpl.stack_tpl.remat", remat),
         Override("task.train.gradient_accumulation_steps", str(parts)),
