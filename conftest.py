@@ -5,13 +5,18 @@ Tests run on eight simulated CPU devices, so that meshes and collectives are rea
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib.metadata
 import importlib.util
+import json
 import os
 import signal
 import sys
 import sysconfig
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -96,3 +101,78 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header(config: pytest.Config) -> list[str]:
     """Says which copies of the packages are under test."""
     return [f"{name}: {origin.parent}" for name, origin in package_origins().items()]
+
+
+MESSAGES = "error_messages.json"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that rewrites the recorded error messages."""
+    parser.addoption(
+        "--update-messages",
+        action="store_true",
+        help=f"rewrite the messages in {MESSAGES} of the tests that run, then review them by git",
+    )
+
+
+@pytest.fixture
+def raises(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Return a replacement of `pytest.raises` that checks an error's data and recorded message.
+
+    Keyword arguments are attributes of the error:
+
+        with raises(ConfigError, field="input_dims", value=0):
+
+    The rendered message is compared with the record of the package, `tests/error_messages.json`.
+    """
+    messages = _Messages(request)
+
+    @contextlib.contextmanager
+    def check(kind: type[Exception], **data: Any) -> Iterator[pytest.ExceptionInfo]:
+        with pytest.raises(kind) as caught:
+            yield caught
+        found = {name: getattr(caught.value, name) for name in data}
+        assert found == data, str(caught.value)
+        messages.check(str(caught.value))
+
+    return check
+
+
+class _Messages:
+    """The recorded error messages of one test, in the order in which it raises them."""
+
+    def __init__(self, request: pytest.FixtureRequest):
+        path = Path(request.node.path)
+        tests = next((p for p in path.parents if p.name == "tests"), path.parent)
+        self._file = tests / MESSAGES
+        self._key = f"{path.relative_to(tests)}::{request.node.name}"
+        self._count = 0
+        self._update = request.config.getoption("--update-messages")
+        has_folder = "tmp_path" in request.fixturenames
+        self._folder = str(request.getfixturevalue("tmp_path")) if has_folder else None
+
+    def check(self, message: str) -> None:
+        """Compare a message with its record, or replace the record."""
+        if self._folder:
+            message = message.replace(self._folder, "TMP")
+        self._count += 1
+        key = self._key if self._count == 1 else f"{self._key} #{self._count}"
+        if self._update:
+            self._record(key, message)
+            return
+        recorded = json.loads(self._file.read_text()) if self._file.exists() else {}
+        assert message == recorded.get(key), (
+            f"{key} is recorded with another message in {self._file}. If the new wording is right,"
+            f" run this test with --update-messages."
+        )
+
+    def _record(self, key: str, message: str) -> None:
+        # Several workers of pytest-xdist write to one file.
+        with self._file.open("a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            recorded = json.loads(file.read() or "{}")
+            recorded[key] = message
+            file.truncate(0)
+            file.write(json.dumps(dict(sorted(recorded.items())), indent=0, ensure_ascii=False))
+            file.write("\n")

@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from layerkit.diagnostics import layer_of
+from layerkit.errors import UserError, as_sentence
 from layerkit.near_names import near_names
 from layerkit.nested_map import MissingKeyError
 from layerkit_inputs.error_notes import input_of
 
 
-class UsageError(Exception):
+class UsageError(UserError):
     """A request that cannot be carried out as it was written; shown without a traceback."""
 
     exit_code = 2
@@ -137,18 +138,6 @@ def _origin(error: Exception) -> tuple[str, str] | None:
 
 def _is_of_this_project(value: object) -> bool:
     return any(cls.__module__.partition(".")[0] in _OURS for cls in type(value).__mro__)
-
-
-def as_sentence(text: str) -> str:
-    """Return a text with a full stop, unless it ends with one or with a question mark."""
-    return text if text.endswith((".", "?")) else f"{text}."
-
-
-def first_names(names: Iterable[str], *, limit: int = 12) -> str:
-    """Return names as a list for an error message, at most `limit` of them."""
-    names = list(names)
-    more = f", … ({len(names) - limit} more)" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
 
 
 def check_patterns(patterns: Sequence[str], *, label: str) -> None:

@@ -29,6 +29,7 @@ from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from layerkit.base_layer import PARAMS
+from layerkit.checks import check_positive, check_sizes
 from layerkit.config import (
     Config,
     copy_config,
@@ -39,7 +40,6 @@ from layerkit.config import (
     walk_configs,
 )
 from layerkit.layers.products import Dot, edit_products, weight_of_dot
-from layerkit.layers.sizes import check_positive, check_sizes
 from layerkit.layers.stochastic import Dropout
 from layerkit.weights import WeightHParams, WeightInit
 

@@ -11,7 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from layerkit.base_layer import BaseLayer
-from layerkit.layers.sizes import check_last_axis, check_not_negative, check_rates, check_sizes
+from layerkit.checks import (
+    check_last_axis,
+    check_non_negative,
+    check_rates,
+    check_sizes,
+)
 from layerkit.weights import WeightHParams, WeightInit
 
 
@@ -43,7 +48,7 @@ class BatchNorm(BaseLayer):
 
     def setup(self) -> None:
         check_sizes(self, dims=self.dims)
-        check_not_negative(self, epsilon=self.epsilon)
+        check_non_negative(self, epsilon=self.epsilon)
         check_rates(self, decay=self.decay)
         zeros, ones = WeightInit.Constant(0.0), WeightInit.Constant(1.0)
         for name in ("scale", "bias"):
@@ -107,7 +112,7 @@ class GroupNorm(BaseLayer):
 
     def setup(self) -> None:
         check_sizes(self, dims=self.dims, num_groups=self.num_groups)
-        check_not_negative(self, epsilon=self.epsilon)
+        check_non_negative(self, epsilon=self.epsilon)
         if self.dims % self.num_groups:
             raise ValueError(
                 f"{self.path_name}: num_groups={self.num_groups} does not divide dims={self.dims}"

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from layerkit.base_layer import BaseLayer
+from layerkit.checks import check_sizes
 from layerkit.config import Config, sub_config_field, target_of
 from layerkit.layers.activations import Identity, ReLU
 from layerkit.layers.linears import FeedForward
-from layerkit.layers.sizes import check_sizes
 
 
 class Sequential(BaseLayer):

@@ -16,6 +16,12 @@ import jax
 import jax.numpy as jnp
 
 from layerkit.base_layer import BaseLayer
+from layerkit.checks import (
+    check_integer_arrays,
+    check_last_axis,
+    check_positive,
+    check_sizes,
+)
 from layerkit.field_checks import Conditions
 from layerkit.layers.losses import (
     TokenLosses,
@@ -26,7 +32,6 @@ from layerkit.layers.losses import (
     weighted_mean,
 )
 from layerkit.layers.products import merge_tokens
-from layerkit.layers.sizes import check_integers, check_last_axis, check_positive, check_sizes
 from layerkit.nested_map import NestedMap
 from layerkit.weights import WeightHParams, WeightInit
 
@@ -90,7 +95,7 @@ def _vectors_hparams(layer: Embedding | SharedEmbeddingSoftmax) -> WeightHParams
 def _embed(
     layer: Embedding | SharedEmbeddingSoftmax, ids: jax.Array, axes: tuple[str | None, ...] | None
 ) -> jax.Array:
-    check_integers(layer, ids=ids)
+    check_integer_arrays(layer, ids=ids)
     # Whole vectors on every device, of its share of the vocabulary: else the compiler keeps the
     # layout of the weight and looks up the ids of all rows everywhere.
     vectors = lookup(layer.constrain(layer.theta.w, layer.weight_axes[0], None), ids)

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import jax
 
 from layerkit.base_layer import BaseLayer
+from layerkit.checks import check_last_axis, check_sizes
 from layerkit.config import sub_config_field
 from layerkit.field_checks import Conditions
 from layerkit.layers.activations import ReLU
 from layerkit.layers.products import create_dot, matmul
-from layerkit.layers.sizes import check_last_axis, check_sizes
 from layerkit.weights import WeightHParams, WeightInit
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from layerkit.base_layer import BaseLayer
-from layerkit.layers.sizes import check_sizes
+from layerkit.checks import check_sizes
 from layerkit.nested_map import NestedMap
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from layerkit.base_layer import BaseLayer
-from layerkit.layers.sizes import check_last_axis, check_not_negative, check_sizes
+from layerkit.checks import check_last_axis, check_non_negative, check_sizes
 from layerkit.weights import WeightHParams, WeightInit
 
 
@@ -39,7 +39,7 @@ class RmsNorm(BaseLayer):
 
     def setup(self) -> None:
         check_sizes(self, dims=self.dims)
-        check_not_negative(self, epsilon=self.epsilon)
+        check_non_negative(self, epsilon=self.epsilon)
         unit = WeightInit.Constant(1.0 - self.scale_offset)
         self.create_variable("scale", WeightHParams((self.dims,), axes=("norm",), init=unit))
 
@@ -68,7 +68,7 @@ class RmsNormNoScale(BaseLayer):
     epsilon: float = 1e-6
 
     def setup(self) -> None:
-        check_not_negative(self, epsilon=self.epsilon)
+        check_non_negative(self, epsilon=self.epsilon)
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
         """`[..., dims]` → `[..., dims]`."""
@@ -101,7 +101,7 @@ class LayerNorm(BaseLayer):
 
     def setup(self) -> None:
         check_sizes(self, dims=self.dims)
-        check_not_negative(self, epsilon=self.epsilon)
+        check_non_negative(self, epsilon=self.epsilon)
         unit = WeightInit.Constant(1.0 - self.scale_offset)
         self.create_variable("scale", WeightHParams((self.dims,), axes=("norm",), init=unit))
         if self.use_bias:

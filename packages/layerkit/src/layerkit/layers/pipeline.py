@@ -35,13 +35,13 @@ from layerkit.base_layer import (
     SUMMARY_ARRAYS,
     BaseLayer,
 )
+from layerkit.checks import check_sizes
 from layerkit.config import is_config, sub_config_field
 from layerkit.layers.microbatches import Arguments, cut, dequeue, enqueue, join, pass_on
 from layerkit.layers.pipeline_schedule import PipelineSchedule, Work
 from layerkit.layers.remat import check_remat_policy, remat_in_scan
 from layerkit.layers.repeat import check_handed_on, stacked_on
 from layerkit.layers.selections import as_float, gradient_where, take, where
-from layerkit.layers.sizes import check_sizes
 from layerkit.summaries import Summary
 from layerkit.weights import unbox
 

@@ -17,9 +17,9 @@ from typing import Any
 import jax
 from flax import linen as nn
 
+from layerkit.checks import check_sizes
 from layerkit.config import Config
 from layerkit.layers.pipeline import Pipeline, check_remat_of_stages
-from layerkit.layers.sizes import check_sizes
 from layerkit.layers.stacks import StackedTransformer, StackedTransformerRepeated
 
 

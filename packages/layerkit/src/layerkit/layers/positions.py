@@ -19,9 +19,9 @@ import numpy as np
 from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
+from layerkit.checks import check_integer_arrays, check_last_axis, check_sizes
 from layerkit.layers.embeddings import lookup
 from layerkit.layers.rotary_scaling import RotaryScaling
-from layerkit.layers.sizes import check_integers, check_last_axis, check_sizes
 from layerkit.near_names import near_names
 from layerkit.weights import WeightHParams, WeightInit
 
@@ -140,7 +140,7 @@ class TrainablePositionalEmbedding(BaseLayer):
                 f"{self.path_name}: max_length={self.max_length}, but the rows have"
                 f" {positions.shape[-1]} positions; raise max_length or shorten the rows"
             )
-        check_integers(self, positions=positions)
+        check_integer_arrays(self, positions=positions)
         return lookup(self.constrain(self.theta.w, self.weight_axes[0], None), positions)
 
 

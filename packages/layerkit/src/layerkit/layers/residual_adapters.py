@@ -22,6 +22,7 @@ from typing import Any
 import jax
 
 from layerkit.base_layer import BaseLayer
+from layerkit.checks import check_last_axis, check_sizes
 from layerkit.config import (
     Config,
     assigned_fields,
@@ -35,7 +36,6 @@ from layerkit.layers.attention.projections import OutputProjection
 from layerkit.layers.feed_forward import TransformerFeedForward
 from layerkit.layers.linears import FeedForward
 from layerkit.layers.products import unused_templates
-from layerkit.layers.sizes import check_last_axis, check_sizes
 from layerkit.weights import WeightInit
 
 RESIDUAL_ADAPTER_WEIGHTS = ".*/adapter/(down|up)/.*"

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from layerkit.base_layer import BaseLayer
+from layerkit.checks import check_last_axis, check_sizes
 from layerkit.layers.losses import weighted_mean
 from layerkit.layers.products import matmul
-from layerkit.layers.sizes import check_last_axis, check_sizes
 from layerkit.nested_map import NestedMap
 from layerkit.weights import WeightHParams, WeightInit
 

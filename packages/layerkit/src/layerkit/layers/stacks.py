@@ -18,6 +18,7 @@ import numpy as np
 from flax import linen as nn
 
 from layerkit.base_layer import CACHE, BaseLayer
+from layerkit.checks import check_rates, check_same_shape, check_sizes
 from layerkit.config import Config, is_config, sub_config_field, target_of
 from layerkit.derived_fields import derive_fields
 from layerkit.field_checks import Conditions
@@ -25,7 +26,6 @@ from layerkit.layers.attention.biases import add_relative_bias
 from layerkit.layers.masks import AttentionMask, row_positions
 from layerkit.layers.remat import check_remat_policy, remat
 from layerkit.layers.repeat import Repeat
-from layerkit.layers.sizes import check_rates, check_same_shape, check_sizes
 from layerkit.layers.transformer import Transformer, given
 
 
@@ -210,7 +210,7 @@ class StackedTransformer(BaseLayer):
     ) -> jax.Array:
         def body(layer: Any, x: jax.Array, own: dict[str, jax.Array]) -> jax.Array:
             outputs = getattr(layer, method)(x, **own, **shared)
-            check_same_shape(layer, x, outputs)
+            check_same_shape(layer, x, outputs=outputs)
             return outputs
 
         # A stack cannot tell whether it is a period in the loop of another, and takes no risk.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
-from layerkit.layers.sizes import check_rates
+from layerkit.checks import check_rates
 
 
 class Dropout(BaseLayer):

@@ -26,6 +26,7 @@ import jax
 from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
+from layerkit.checks import check_same_shape
 from layerkit.config import sub_config_field
 from layerkit.field_checks import Conditions
 from layerkit.layers.attention.multi_head import MultiHeadAttention
@@ -33,7 +34,6 @@ from layerkit.layers.feed_forward import TransformerFeedForward
 from layerkit.layers.masks import AttentionMask
 from layerkit.layers.normalizations import LayerNorm
 from layerkit.layers.remat import name_activation
-from layerkit.layers.sizes import check_same_shape
 from layerkit.layers.stochastic import Dropout, StochasticResidual
 from layerkit.near_names import near_names
 
@@ -227,7 +227,7 @@ class Transformer(BaseLayer):
         if self.norm_policy in ("pre", "pre_post") and not self.parallel_shares_norm:
             x = getattr(self, f"{name}_norm")(x)
         output = branch(x)
-        check_same_shape(getattr(self, name), x, output)
+        check_same_shape(getattr(self, name), x, outputs=output)
         output = name_activation(output, f"{name}_out")
         if self.norm_policy in ("pre_post", "branch"):
             output = getattr(self, f"{name}_post_norm")(output)

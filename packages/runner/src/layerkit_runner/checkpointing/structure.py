@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from layerkit_runner.errors import NonFiniteError, first_names
+from layerkit.errors import first_names
+from layerkit_runner.errors import NonFiniteError
 
 LeafPath = tuple[str, ...]
 

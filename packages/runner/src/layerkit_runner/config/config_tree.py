@@ -12,10 +12,11 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from layerkit.config import Config, assigned_fields, field_names, is_config, target_of
+from layerkit.errors import first_names
 from layerkit.near_names import near_names
 from layerkit_runner.config import field_types
 from layerkit_runner.config.overrides import Override
-from layerkit_runner.errors import UsageError, first_names
+from layerkit_runner.errors import UsageError
 
 NOT_SET = "(not set)"
 

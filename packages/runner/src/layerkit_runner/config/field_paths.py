@@ -91,12 +91,15 @@ def flags_named(resolved: ResolvedExperiment) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        text = _FLAG.sub(lambda found: f"--fdl.{override_path(resolved, found[1])}", str(error))
+        for name in ("problem", "field", "hint"):
+            if text := getattr(error, name):
+                renamed = _FLAG.sub(lambda flag: f"--fdl.{override_path(resolved, flag[1])}", text)
+                setattr(error, name, renamed)
         flags = [_flags(resolved, {name: value}) for name, value in _remedies(error).items()]
         flags.append(_flags(resolved, getattr(error, "settings", {})))
         if any(flags):
-            text += f" Flags: {', or '.join(filter(None, flags))}"
-        error.args = (text, *error.args[1:])
+            suggestion = f"Flags: {', or '.join(filter(None, flags))}"
+            error.hint = f"{error.hint} {suggestion}" if error.hint else suggestion
         raise
 
 

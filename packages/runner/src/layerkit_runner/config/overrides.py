@@ -15,9 +15,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from layerkit.errors import first_names
 from layerkit.near_names import near_names
 from layerkit_runner.config import field_types
-from layerkit_runner.errors import FieldError, UsageError, first_names
+from layerkit_runner.errors import FieldError, UsageError
 
 # Lists that few experiments define; None where they do not.
 PROGRAM_ROOTS = ("train_programs", "eval_programs", "decode_programs")

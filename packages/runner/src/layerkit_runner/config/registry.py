@@ -27,9 +27,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from layerkit.errors import first_names
 from layerkit.near_names import near_names
 from layerkit_runner.config.catalogue import CatalogueLine, read_catalogue
-from layerkit_runner.errors import FieldError, UsageError, first_names
+from layerkit_runner.errors import FieldError, UsageError
 
 if TYPE_CHECKING:
     from layerkit_runner.config.experiment import BaseExperiment

@@ -14,12 +14,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from layerkit.config import Config, assigned_fields
+from layerkit.errors import first_names
 from layerkit.near_names import near_names
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.eval_padding import AllGather
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.data.infeed import as_usage_error, dataset_name
-from layerkit_runner.errors import UsageError, first_names
+from layerkit_runner.errors import UsageError
 
 
 def datasets_by_name(configs: Iterable[Config]) -> dict[str, Config]:

@@ -17,8 +17,9 @@ import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
+from layerkit.errors import first_names
 from layerkit_runner.checkpointing.structure import LeafPath, join, named_leaves
-from layerkit_runner.errors import UsageError, first_names
+from layerkit_runner.errors import UsageError
 from layerkit_runner.init_from.matching import OPT_STATE, PARAMS, Found, Matched, match
 from layerkit_runner.init_from.provenance import RANDOM_INIT, FirstState, Provenance, copy_of
 from layerkit_runner.init_from.settings import InitFrom

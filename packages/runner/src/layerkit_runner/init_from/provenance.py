@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 
 from etils import epath
 
-from layerkit_runner.errors import first_names
+from layerkit.errors import first_names
 from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.training.train_state import TrainState
 

@@ -16,6 +16,7 @@ from etils import epath
 
 from layerkit.base_layer import PARAMS
 from layerkit.config import build
+from layerkit.errors import first_names
 from layerkit.interop.hugging_face import families, folder, importing, tensors
 from layerkit.near_names import near_names
 from layerkit_runner.checkpointing import (
@@ -30,7 +31,7 @@ from layerkit_runner.checkpointing.formats import check_decoded_sizes, format_of
 from layerkit_runner.checkpointing.integrity import verify_together
 from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec, named_leaves
 from layerkit_runner.distributed.process_exchange import from_each_process
-from layerkit_runner.errors import UsageError, first_names
+from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import absolute
 from layerkit_runner.init_from.settings import Source
 from layerkit_runner.training.train_state import TrainState

@@ -13,13 +13,14 @@ from typing import Any
 
 from etils import epath
 
+from layerkit.errors import first_names
 from layerkit_runner.checkpointing import documents
 from layerkit_runner.checkpointing.folders import committed_steps, step_folder
 from layerkit_runner.checkpointing.inventory import CheckpointWatcher
 from layerkit_runner.distributed.process_exchange import from_process_0
 from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.distributed.watchdog import progress
-from layerkit_runner.errors import UsageError, first_names
+from layerkit_runner.errors import UsageError
 from layerkit_runner.trainer.executor import EARLY_STOPPING, ENDED
 from layerkit_runner.trainer.job_folder import recorded_num_train_steps
 

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from layerkit.config import Configurable
+from layerkit.errors import first_names
 from layerkit.near_names import near_names
 from layerkit_runner.distributed.process_exchange import from_process_0
-from layerkit_runner.errors import UsageError, first_names
+from layerkit_runner.errors import UsageError
 from layerkit_runner.optim.schedules import check_finite
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")

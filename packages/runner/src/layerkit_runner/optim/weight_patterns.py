@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from layerkit.config import Configurable
+from layerkit.errors import first_names
 from layerkit.near_names import near_names
-from layerkit_runner.errors import UsageError, check_patterns, first_names
+from layerkit_runner.errors import UsageError, check_patterns
 
 # Folded into the key of a step, so that no layer draws the numbers of the variational noise.
 _NOISE_STREAM = 0x766E

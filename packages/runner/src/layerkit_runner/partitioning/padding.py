@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from layerkit_runner.errors import first_names
+from layerkit.errors import first_names
 from layerkit_runner.files.byte_sizes import size_text
 from layerkit_runner.partitioning.state_axes import Axes
 

@@ -25,9 +25,10 @@ from typing import Any
 
 from etils import epath
 
+from layerkit.errors import first_names
 from layerkit.near_names import near_names
 from layerkit_runner.checkpointing import documents, errors, folders, formats, integrity, inventory
-from layerkit_runner.errors import StorageError, UsageError, first_names
+from layerkit_runner.errors import StorageError, UsageError
 from layerkit_runner.files.atomic_write import absolute
 
 _SAFETENSORS = "safetensors"

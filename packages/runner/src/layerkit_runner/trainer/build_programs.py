@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from layerkit.config import Config, assigned_fields, target_of
+from layerkit.errors import first_names
 from layerkit.near_names import near_names
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.prefetch import Prefetch
@@ -16,7 +17,7 @@ from layerkit_runner.config.config_tree import check_filled_in
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.data.infeed import make_input
 from layerkit_runner.data.training_data import chosen_dataset, datasets_by_name, training_configs
-from layerkit_runner.errors import UsageError, first_names
+from layerkit_runner.errors import UsageError
 from layerkit_runner.optim.early_stopping import EarlyStopping, program_of
 from layerkit_runner.trainer.base import BaseProgram
 from layerkit_runner.trainer.decode import DecodeProgram

@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from layerkit.config import target_of
+from layerkit.errors import first_names
 from layerkit.near_names import near_names
 from layerkit_runner.checkpointing import CheckpointManager
 from layerkit_runner.config.config_tree import check_filled_in
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.distributed.stop_signals import StopRequestedError, StopSignals
 from layerkit_runner.distributed.watchdog import progress
-from layerkit_runner.errors import NonFiniteError, UsageError, first_names
+from layerkit_runner.errors import NonFiniteError, UsageError
 from layerkit_runner.observers import DECODE_PREFIX, Goodput, Observer, Throughput
 from layerkit_runner.observers.step_profiler import StepProfiler
 from layerkit_runner.optim.early_stopping import EarlyStop, by_path, program_of

@@ -29,10 +29,11 @@ import jax.numpy as jnp
 
 from layerkit.base_model import Metrics, WeightedScalar
 from layerkit.config import Configurable
+from layerkit.errors import first_names
 from layerkit.near_names import near_names
 from layerkit.nested_map import NestedMap
 from layerkit.summaries import BinCounts
-from layerkit_runner.errors import UsageError, first_names
+from layerkit_runner.errors import UsageError
 from layerkit_runner.training.metrics import Maximum, Reported
 
 PER_EXAMPLE = ("outputs", "batch")

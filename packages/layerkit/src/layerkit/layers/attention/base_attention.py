@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
+from layerkit.checks import check_positive, check_sizes
 from layerkit.config import sub_config_field
 from layerkit.field_checks import Conditions
 from layerkit.layers.attention.backends import check_backend_name
@@ -21,7 +22,6 @@ from layerkit.layers.attention.context_parallel import check_context_parallel
 from layerkit.layers.attention.dot_product import dot_product_attention
 from layerkit.layers.attention.projections import HeadProjection, OutputProjection
 from layerkit.layers.masks import AttentionMask
-from layerkit.layers.sizes import check_positive, check_sizes
 from layerkit.layers.stochastic import Dropout
 from layerkit.near_names import near_names
 from layerkit.weights import WeightHParams, WeightInit

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from layerkit.base_layer import BaseLayer
-from layerkit.layers.sizes import check_sizes
+from layerkit.checks import check_sizes
 from layerkit.weights import WeightHParams, WeightInit
 
 

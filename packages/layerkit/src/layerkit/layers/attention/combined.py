@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from layerkit.base_layer import BaseLayer
+from layerkit.checks import check_last_axis, check_sizes
 from layerkit.config import sub_config_field
 from layerkit.layers.products import create_dot, matmul
-from layerkit.layers.sizes import check_last_axis, check_sizes
 from layerkit.weights import WeightHParams, WeightInit
 
 

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
+from layerkit.checks import check_sizes
 from layerkit.config import sub_config_field
 from layerkit.field_checks import Conditions
 from layerkit.layers.attention.base_attention import (
@@ -38,7 +39,6 @@ from layerkit.layers.masks import AttentionMask
 from layerkit.layers.normalizations import RmsNorm
 from layerkit.layers.positions import RotaryPositionalEmbedding
 from layerkit.layers.remat import name_activation
-from layerkit.layers.sizes import check_sizes
 from layerkit.layers.stochastic import Dropout
 
 _LATENT_WEIGHT = ("embed", None)

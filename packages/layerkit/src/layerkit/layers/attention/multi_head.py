@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from layerkit.checks import check_sizes
 from layerkit.config import sub_config_field
 from layerkit.field_checks import Conditions
 from layerkit.layers.attention.base_attention import BaseAttention, check_window
@@ -26,7 +27,6 @@ from layerkit.layers.attention.combined import CombinedProjection
 from layerkit.layers.masks import AttentionMask
 from layerkit.layers.products import merge_tokens
 from layerkit.layers.remat import name_activation
-from layerkit.layers.sizes import check_sizes
 
 
 class MultiHeadAttention(BaseAttention):

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 
 from layerkit.base_layer import BaseLayer
+from layerkit.checks import check_last_axis, check_sizes
 from layerkit.config import sub_config_field
 from layerkit.layers.products import create_dot, matmul
-from layerkit.layers.sizes import check_last_axis, check_sizes
 from layerkit.weights import WeightHParams, WeightInit
 
 

@@ -21,6 +21,12 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
+from layerkit.checks import (
+    check_last_axis,
+    check_non_negative,
+    check_positive,
+    check_sizes,
+)
 from layerkit.config import Config, sub_config_field
 from layerkit.field_checks import Conditions
 from layerkit.layers.activations import SiLU
@@ -39,7 +45,6 @@ from layerkit.layers.moe.losses import expert_load, load_balance_loss, router_z_
 from layerkit.layers.moe.routing import Routing, TopKRouter
 from layerkit.layers.moe.slots import from_slots, to_slots, weighted_sum
 from layerkit.layers.products import batched_matmul, create_dot
-from layerkit.layers.sizes import check_last_axis, check_not_negative, check_positive, check_sizes
 from layerkit.weights import WeightHParams, WeightInit
 
 _WIDEN, _NARROW = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
@@ -331,7 +336,7 @@ class MoeFeedForward(BaseLayer):
         check_positive(self, capacity_factor=self.capacity_factor)
         if self.num_groups is not None:
             check_sizes(self, num_groups=self.num_groups)
-        check_not_negative(self, num_shared_experts=self.num_shared_experts)
+        check_non_negative(self, num_shared_experts=self.num_shared_experts)
 
     @nn.nowrap
     def _check_layout(self, rows: jax.Array, axes: tuple[str | None, ...]) -> None:

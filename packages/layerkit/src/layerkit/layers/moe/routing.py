@@ -23,8 +23,13 @@ from flax import linen as nn
 from flax import struct
 
 from layerkit.base_layer import BaseLayer
+from layerkit.checks import (
+    check_last_axis,
+    check_non_negative,
+    check_rates,
+    check_sizes,
+)
 from layerkit.field_checks import Conditions
-from layerkit.layers.sizes import check_last_axis, check_not_negative, check_rates, check_sizes
 from layerkit.near_names import near_names
 from layerkit.weights import WeightHParams, WeightInit
 
@@ -184,7 +189,7 @@ class TopKRouter(BaseLayer):
                 f" num_experts={self.num_experts}"
             )
         check_rates(self, jitter=self.jitter)
-        check_not_negative(self, score_bias_rate=self.score_bias_rate)
+        check_non_negative(self, score_bias_rate=self.score_bias_rate)
 
     @nn.nowrap
     def _check_groups(self) -> None:

@@ -30,8 +30,8 @@ from flax.linen import fp8_ops
 from jax import lax
 
 from layerkit.base_layer import OVERWRITE_WITH_GRADIENT
+from layerkit.checks import check_sizes
 from layerkit.layers.products import Dot
-from layerkit.layers.sizes import check_sizes
 from layerkit.weights import WeightBox, unbox
 
 _TENSORS = ("input", "kernel", "output_grad")

@@ -15,12 +15,13 @@ import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from layerkit.errors import first_names
 from layerkit.near_names import near_names
 from layerkit_runner.config.experiment import experiment_fields
 from layerkit_runner.config.flags import ParsedFlags, flag_word
 from layerkit_runner.config.overrides import Override, parse_fields
 from layerkit_runner.config.registry import ExperimentEntry, load_experiment
-from layerkit_runner.errors import UsageError, first_names
+from layerkit_runner.errors import UsageError
 from layerkit_runner.tools.sweep.study_file import (
     Parameter,
     Range,

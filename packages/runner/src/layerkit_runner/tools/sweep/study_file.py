@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from layerkit.errors import first_names
 from layerkit.near_names import near_names
 from layerkit_runner.config.overrides import Override, parse_fields, parse_override
-from layerkit_runner.errors import UsageError, first_names
+from layerkit_runner.errors import UsageError
 from layerkit_runner.files.bounded_documents import DocumentError, parse_json, parse_toml, read_text
 
 if TYPE_CHECKING:

@@ -28,8 +28,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from layerkit.errors import first_names
 from layerkit.near_names import near_names
-from layerkit_runner.errors import UsageError, first_names
+from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import atomic_write, open_append
 from layerkit_runner.files.bounded_documents import DocumentError, parse_json, read_text
 from layerkit_runner.files.locks import lock, try_lock

@@ -1,0 +1,121 @@
+"""Errors about what a user wrote: configuration fields, arguments and files, as data.
+
+`UserError` carries the field, its value and what was expected, and `render` makes the message of
+all of them, so that programs and tests read attributes instead of sentences:
+
+    UserError                  base of all; raised by no code directly
+    ├── ConfigError            also a ValueError: a wrong field of a layer, input or function
+    └── layerkit_runner's UsageError   a request that the command line refuses
+
+This module imports nothing that takes time, so that command lines and data workers can use it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from typing import Any
+
+from layerkit.near_names import near_names
+
+_MAX_VALUE_LENGTH = 100
+_MAX_CHOICES = 12
+
+
+class _Missing(enum.Enum):
+    MISSING = enum.auto()
+
+
+MISSING = _Missing.MISSING
+
+
+class UserError(Exception):
+    """An error about something that a user wrote, as data.
+
+    The attributes may be completed by a caller that knows more, such as the path of the config that
+    holds a field: `error.owner = "task"`, then `raise`.
+
+    Attributes:
+      problem: What failed, such as "cannot restore". Empty if the field and `expected` say it.
+      owner: What has the field: the layer `Linear(lm/softmax)`, an input, a class or a file.
+      field: Name or path of the field, such as `task.train.num_train_steps`.
+      value: The value of the field; `MISSING` if the error is about no value.
+      expected: Noun phrase that describes valid values, such as "a positive integer".
+      choices: Valid values or names. The message names the nearest ones, or lists them.
+      hint: What to do, as one or more sentences or a command.
+    """
+
+    def __init__(
+        self,
+        problem: str = "",
+        *,
+        owner: str | None = None,
+        field: str | None = None,
+        value: Any = MISSING,
+        expected: str | None = None,
+        choices: Iterable[Any] = (),
+        hint: str | None = None,
+    ):
+        super().__init__(problem)
+        self.problem = problem
+        self.owner = owner
+        self.field = field
+        self.value = value
+        self.expected = expected
+        self.choices = tuple(choices)
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return render(self)
+
+    def __reduce__(self) -> Any:
+        # Keyword arguments are lost when an exception is pickled, as between worker processes.
+        return (type(self), (self.problem,), self.__dict__)
+
+
+class ConfigError(UserError, ValueError):
+    """A field, argument or input that a layer, data set or function cannot use."""
+
+
+def render(error: UserError) -> str:
+    """Return the message: `owner: problem: field=value. Expected …. Did you mean …? Hint.`"""
+    subject = error.field or ""
+    if error.value is not MISSING:
+        value = short_repr(error.value)
+        subject = f"{subject}={value}" if subject else value
+    sentences = [": ".join(part for part in (error.owner, error.problem, subject) if part)]
+    if not (error.expected or error.choices or error.hint):
+        return sentences[0]
+    if error.expected:
+        sentences.append(f"Expected {error.expected}")
+    if error.choices:
+        sentences.append(_choice_sentence(error))
+    text = " ".join(as_sentence(sentence) for sentence in sentences if sentence)
+    # As it stands, since it may end with a command.
+    return f"{text} {error.hint}" if error.hint else text
+
+
+def _choice_sentence(error: UserError) -> str:
+    if isinstance(error.value, str):
+        suggestion = near_names(error.value, [str(choice) for choice in error.choices])
+        if suggestion != ".":
+            return f"Did{suggestion.removeprefix('; did')}"
+    return f"Choices: {first_names(map(str, error.choices))}"
+
+
+def short_repr(value: Any) -> str:
+    """Return the `repr` of a value in one line of at most 100 characters."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _MAX_VALUE_LENGTH else f"{text[:_MAX_VALUE_LENGTH]}…"
+
+
+def first_names(names: Iterable[str], *, limit: int = _MAX_CHOICES) -> str:
+    """Return names as a list for an error message, at most `limit` of them."""
+    names = list(names)
+    more = f", … ({len(names) - limit} more)" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def as_sentence(text: str) -> str:
+    """Return a text with a full stop, unless it ends a sentence already."""
+    return text if text.endswith((".", "?", "!")) else f"{text}."

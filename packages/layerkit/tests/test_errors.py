@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import pickle
+
+from layerkit.errors import ConfigError
+
+
+def test_message_holds_every_part_in_order(raises):
+    with raises(ConfigError, owner="task", field="learner.rate", value=-1, choices=()):
+        raise ConfigError(
+            "cannot train",
+            owner="task",
+            field="learner.rate",
+            value=-1,
+            expected="a number above 0",
+            hint="Leave it out for 0.1.",
+        )
+
+
+def test_message_of_a_problem_alone_is_the_problem():
+    assert str(ConfigError("no data")) == "no data"
+
+
+def test_message_shows_none_as_a_value_and_shortens_long_values(raises):
+    with raises(ConfigError, field="dtype", value=None):
+        raise ConfigError(field="dtype", value=None, expected="a dtype")
+    with raises(ConfigError, field="shape"):
+        raise ConfigError(field="shape", value=list(range(100)), expected="two sizes")
+
+
+def test_message_follows_attributes_that_a_caller_completes():
+    error = ConfigError(field="rate", value=2, expected="a number in [0, 1)")
+    error.owner, error.field = "task", "learner.rate"
+    assert str(error) == "task: learner.rate=2. Expected a number in [0, 1)."
+
+
+def test_pickled_error_keeps_its_data():
+    error = ConfigError(field="rate", value=2, choices=("a", "b"), hint="Choose one")
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), vars(copy), str(copy)) == (ConfigError, vars(error), str(error))
