@@ -25,6 +25,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from layerkit.errors import UserError
 from layerkit_runner.config import commands
 from layerkit_runner.config.flags import ParsedFlags, check_folder, help_text, parse_flags
 from layerkit_runner.errors import UsageError, unknown_name_text
@@ -46,9 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return _run(words)
-    except UsageError as error:
+    except UserError as error:
         print(f"runner: {error}", file=sys.stderr)
-        return error.exit_code
+        return error.exit_code if isinstance(error, UsageError) else UsageError.exit_code
     except (AttributeError, KeyError, TypeError) as error:
         text = unknown_name_text(error)
         if text is None:

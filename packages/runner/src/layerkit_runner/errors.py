@@ -1,11 +1,11 @@
-"""Mistakes of the person at the keyboard, as distinct from faults of the program.
+"""Errors of requests, as distinct from faults of the program, and how errors of others become them.
 
-    UsageError          a wrong flag, name, path or value; the command line prints it, exit code 2
-    ├── FieldError      a wrong experiment field; also a TypeError, for those who call from Python
-    ├── StorageError    storage refused, such as a full disk: nobody's mistake, so exit code 1
+    UsageError          a wrong flag, name, path or value; exit code 2
+    ├── FieldError      a wrong experiment field; also a TypeError, for callers from Python
+    ├── StorageError    storage that fails, such as a full disk; exit code 1
     └── NonFiniteError  loss, gradient or weights are not finite: training ends, exit code 65
 
-The texts say what was given, what was expected and the nearest right thing.
+The command line prints every `layerkit.errors.UserError` without a traceback.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class FieldError(UsageError, TypeError):
 
 
 class StorageError(UsageError):
-    """What a run has to keep cannot be written."""
+    """A failure to write what a run has to keep."""
 
     exit_code = 1
 
@@ -57,28 +57,33 @@ _LOOKUP_FUNCTIONS = frozenset(
 )
 
 
-def layer_error_text(error: Exception) -> str:
-    """Return the text of an error; one line with layer and line of code, if a layer raised it."""
-    layer = layer_of(error)
-    if layer is None:
-        return str(error)
-    text = _first_paragraph(error)
-    if text.startswith(layer):
-        return text
-    origin = _origin(error)
-    place = f", {origin[1]}" if origin else ""
-    return f"{text.rstrip('.')}, in layer {layer}{place}"
+def to_usage_error(error: Exception, *, owner: str | None = None) -> UsageError:
+    """Return an error of a layer, an input or a file as one that the command line prints.
 
+    A `UserError` keeps its data. Any other error becomes one line that names the layer or input
+    that raised it and the line of code outside of the libraries.
 
-def input_error_text(error: Exception) -> str:
-    """Return the text of an error; an input that raised it and the line of its code are named."""
-    source = input_of(error)
-    if source is None or str(error).startswith(source):
-        return str(error)
-    origin = _origin(error)
-    if origin is None or origin[0] in _OURS:
-        return f"{source}: {error}"
-    return f"{source}: {_first_paragraph(error).rstrip('.')}, {origin[1]}"
+    Args:
+      error: The error.
+      owner: Name to put before the owner of the error, such as that of the experiment.
+    """
+    layer, source = layer_of(error), input_of(error)
+    found = UsageError(str(error), owner=owner)
+    if isinstance(error, UserError):
+        vars(found).update(vars(error))
+        names = (owner, error.owner or layer or source)
+        found.owner = ": ".join(name for name in names if name) or None
+    elif layer is not None:
+        found.problem = _first_paragraph(error)
+        if not found.problem.startswith(layer):
+            place = f", {origin[1]}" if (origin := _origin(error)) else ""
+            found.problem = f"{found.problem.rstrip('.')}, in layer {layer}{place}"
+    elif source is not None and not found.problem.startswith(source):
+        origin = _origin(error)
+        found.problem = f"{source}: {error}"
+        if origin is not None and origin[0] not in _OURS:
+            found.problem = f"{source}: {_first_paragraph(error).rstrip('.')}, {origin[1]}"
+    return found
 
 
 def unknown_name_text(error: Exception) -> str | None:
@@ -101,7 +106,7 @@ def unknown_name_text(error: Exception) -> str | None:
     if not is_unknown_name or origin is None or origin[0] in _OURS:
         return None
     text = _first_paragraph(error)
-    # The words of Python and Flax, which name nothing near.
+    # The message of Python and Flax suggests no name.
     if isinstance(error, AttributeError) and "object has no attribute" in text:
         owner, names = type(error.obj).__qualname__, dir(error.obj)
         text = f"{owner} has no attribute {error.name!r}{near_names(str(error.name), names)}"

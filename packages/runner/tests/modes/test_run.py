@@ -22,7 +22,7 @@ from layerkit.weights import WeightHParams
 from layerkit_runner import BaseExperiment
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment, resolve
-from layerkit_runner.errors import UsageError, layer_error_text, unknown_name_text
+from layerkit_runner.errors import UsageError, to_usage_error, unknown_name_text
 from layerkit_runner.modes import export, inference, train
 from layerkit_runner.modes.run import OutOfMemoryError, memory_remedies, memory_words, run
 from layerkit_runner.partitioning import SpmdPartitioner
@@ -303,7 +303,7 @@ def test_an_error_outside_of_layers_stays_as_it_is(tmp_path: Path, monkeypatch: 
 def test_an_error_that_names_its_layer_is_not_given_another():
     error = ValueError("Linear(lm/softmax): input_dims=0, expected at least 1")
     error.add_note("In layer Outer(lm)")
-    assert layer_error_text(error) == "Linear(lm/softmax): input_dims=0, expected at least 1"
+    assert str(to_usage_error(error)) == "Linear(lm/softmax): input_dims=0, expected at least 1"
 
 
 def test_another_error_of_a_device_stays_as_it_is(tmp_path: Path, monkeypatch: Any):

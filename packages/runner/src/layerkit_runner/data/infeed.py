@@ -25,7 +25,7 @@ from layerkit_runner.data.batch_checks import check_batch
 from layerkit_runner.distributed.process_exchange import gather_values
 from layerkit_runner.distributed.stop_signals import StopRequestedError, active_signals
 from layerkit_runner.distributed.watchdog import progress
-from layerkit_runner.errors import UsageError, input_error_text
+from layerkit_runner.errors import UsageError, to_usage_error
 from layerkit_runner.partitioning import Partitioner
 
 
@@ -205,7 +205,7 @@ def as_usage_error() -> Iterator[None]:
     try:
         yield
     except (MissingExtraError, OSError, ValueError) as error:
-        raise UsageError(input_error_text(error)) from error
+        raise to_usage_error(error) from error
 
 
 # After a signal, an evaluation waits so long for its next batch.

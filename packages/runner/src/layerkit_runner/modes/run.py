@@ -22,8 +22,7 @@ from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.errors import (
     StorageError,
     UsageError,
-    as_sentence,
-    layer_error_text,
+    to_usage_error,
     unknown_name_text,
 )
 from layerkit_runner.files.atomic_write import open_append
@@ -109,9 +108,13 @@ def layer_errors(
             is_of_batch = isinstance(error, (TypeError, ValueError, MissingKeyError))
             if not is_of_batch or layer_of(error) is None:
                 raise
-            text = layer_error_text(error)
-        kept = "" if process is None else _kept_traceback(error, process)
-        raise UsageError(f"{resolved.name}: {as_sentence(text)}{kept}") from error
+        found = to_usage_error(error, owner=resolved.name)
+        if text is not None:
+            found.problem = text
+        if process is not None:
+            kept = _kept_traceback(error, process).strip()
+            found.hint = " ".join(part for part in (found.hint, kept) if part)
+        raise found from error
 
 
 @contextlib.contextmanager

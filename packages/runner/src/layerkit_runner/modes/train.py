@@ -26,7 +26,7 @@ from layerkit_runner.data.training_data import check_same_data
 from layerkit_runner.distributed.forced_exit import before_forced_exit, forced_exit_on
 from layerkit_runner.distributed.process_exchange import coordinator_store, gather_values
 from layerkit_runner.distributed.stop_signals import StopSignals
-from layerkit_runner.errors import StorageError, UsageError, layer_error_text
+from layerkit_runner.errors import StorageError, UsageError, to_usage_error
 from layerkit_runner.init_from.provenance import FirstState, write_record
 from layerkit_runner.modes import end_report
 from layerkit_runner.modes.start_report import (
@@ -275,7 +275,7 @@ def _naming_program(job: Job, name: str | None) -> Iterator[None]:
         yield
     except ValueError as error:
         on = "" if name is None else f" on {name}"
-        raise UsageError(f"{job.resolved.name}{on}: {layer_error_text(error)}") from error
+        raise to_usage_error(error, owner=f"{job.resolved.name}{on}") from error
 
 
 def _programs_that_run(job: Job, programs: _Programs) -> list[BaseProgram]:

@@ -32,7 +32,7 @@ from layerkit_runner.distributed.devices import (
     enable_compilation_cache,
     start_devices,
 )
-from layerkit_runner.errors import UsageError, layer_error_text
+from layerkit_runner.errors import UsageError, to_usage_error
 from layerkit_runner.files.atomic_write import absolute
 from layerkit_runner.observers import (
     Goodput,
@@ -151,7 +151,7 @@ class Job:
         try:
             yield
         except ValueError as error:
-            raise UsageError(f"{self.resolved.name}: {layer_error_text(error)}") from error
+            raise to_usage_error(error, owner=self.resolved.name) from error
 
     def restore(
         self, checkpoints: CheckpointManager, step: int, *, for_training: bool = True

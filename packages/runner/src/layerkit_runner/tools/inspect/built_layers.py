@@ -30,7 +30,7 @@ from layerkit_runner.config.config_text import Name, plain_value, value_text
 from layerkit_runner.config.config_tree import target_name
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
-from layerkit_runner.errors import UsageError, layer_error_text
+from layerkit_runner.errors import to_usage_error
 from layerkit_runner.tools.plan.devices import num_planned_devices, simulated_devices
 from layerkit_runner.trainer.job import build_parts
 
@@ -72,7 +72,7 @@ def describe_layers(resolved: ResolvedExperiment, options: RunOptions) -> str:
     try:
         layers = built_layers(task.model)
     except ValueError as error:
-        raise UsageError(f"{resolved.name}: {layer_error_text(error)}") from error
+        raise to_usage_error(error, owner=resolved.name) from error
     mesh = {str(axis): size for axis, size in partitioner.mesh.shape.items()}
     if options.json:
         described = [_as_json(layer) for layer in layers]

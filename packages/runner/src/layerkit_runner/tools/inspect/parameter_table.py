@@ -21,7 +21,7 @@ from layerkit.base_layer import PARAMS
 from layerkit.weights import WeightBox, WeightInit, is_box
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
-from layerkit_runner.errors import UsageError, layer_error_text
+from layerkit_runner.errors import to_usage_error
 from layerkit_runner.files.byte_sizes import size_text
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.tools.inspect.built_layers import joint_path, without_number
@@ -134,7 +134,7 @@ def parameter_table(experiment: str, partitioner: Partitioner, task: SingleTask)
         boxed = jax.eval_shape(lambda: task.model.init_boxed(jax.random.key(0)))
         trained = task.train.learner.trained_weights.select(state.params)
     except ValueError as error:
-        raise UsageError(f"{experiment}: {layer_error_text(error)}") from error
+        raise to_usage_error(error, owner=experiment) from error
     tensors = {tensor.path: tensor for tensor in tensor_memory(on_devices, {}, stored=state)}
     boxes = dict(_by_path(boxed))
     paths = [path for path, _ in _by_path({PARAMS: state.params})]

@@ -17,7 +17,7 @@ from layerkit.config import Config
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.data.infeed import Place, example_batch, plan_input
 from layerkit_runner.data.training_data import training_configs
-from layerkit_runner.errors import UsageError, layer_error_text
+from layerkit_runner.errors import UsageError, to_usage_error
 from layerkit_runner.modes.start_report import LayerNotes, num_params
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.tools.plan.bounds import (
@@ -175,7 +175,7 @@ def make_plan(
             for name, batch in batches.items()
         }
     except ValueError as error:
-        raise UsageError(f"{resolved.name}: {layer_error_text(error)}") from error
+        raise to_usage_error(error, owner=resolved.name) from error
     largest = max(plans, key=lambda name: (plans[name].fits is False, plans[name].memory.peak))
     plan = plans[largest]
     if len(configs) == 1:
