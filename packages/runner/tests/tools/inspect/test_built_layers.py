@@ -172,7 +172,7 @@ def test_the_page(experiment: Any):
     head = (
         f"layers of {__name__}.{experiment.__qualname__}, as they are built\n"
         "on a mesh of data 1 × fsdp 2 × tensor 1\n"
-        "`*`: not what the class has where nobody sets it"
+        "`*`: differs from the default of the class"
     )
     scale = ("* dims = 8", "  epsilon = 1e-06")
     model = ("* dims = 8", "  middle_epsilon = None", "  order = Order()", "  block_tpl = Block")

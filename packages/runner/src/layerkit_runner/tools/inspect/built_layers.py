@@ -164,7 +164,7 @@ def _as_json(layer: BuiltLayer) -> dict[str, Any]:
 def _lines(experiment: str, mesh: dict[str, int], layers: Sequence[BuiltLayer]) -> Iterator[str]:
     yield f"layers of {experiment}, as they are built"
     yield f"on a mesh of {' × '.join(f'{axis} {size}' for axis, size in mesh.items())}"
-    yield "`*`: not what the class has where nobody sets it"
+    yield "`*`: differs from the default of the class"
     for group in _alike(layers):
         layer = group[0]
         depth = "  " * (len(layer.path.split("/")) if layer.path else 0)
