@@ -70,3 +70,9 @@ def test_array_errors_give_shape_and_dtype(raises):
         checks.check_same_shape("Linear(lm)", np.zeros((3, 3)), outputs=np.zeros((2, 3)))
     with raises(ConfigError, value="float64"):
         checks.check_integer_arrays("Linear(lm)", ids=np.zeros(2))
+
+
+def test_require_raises_with_the_data_of_the_field(raises):
+    checks.require(True, "Linear(lm)", "bias", 3, "True or False")
+    with raises(ConfigError, owner="Linear(lm)", field="bias", value=3, expected="True or False"):
+        checks.require(False, "Linear(lm)", "bias", 3, "True or False")

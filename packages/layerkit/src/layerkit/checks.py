@@ -38,7 +38,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def _require(is_valid: Any, owner: Owner, field: str, value: Any, expected: str) -> None:
+def require(is_valid: Any, owner: Owner, field: str, value: Any, expected: str) -> None:
+    """Raise `ConfigError` with the data of a field unless `is_valid`."""
     if not is_valid:
         raise ConfigError(owner=owner_name(owner), field=field, value=value, expected=expected)
 
@@ -49,7 +50,7 @@ def check_integers(owner: Owner, *, minimum: int, **fields: Any) -> None:
     expected = names.get(minimum, f"an integer of at least {minimum}")
     for name, value in fields.items():
         is_integer = _is_number(value) and isinstance(value, numbers.Integral)
-        _require(value is None or (is_integer and value >= minimum), owner, name, value, expected)
+        require(value is None or (is_integer and value >= minimum), owner, name, value, expected)
 
 
 def check_sizes(owner: Owner, **fields: int | None) -> None:
@@ -61,21 +62,21 @@ def check_positive(owner: Owner, **fields: float | None) -> None:
     """Raise `ConfigError` unless each field is a finite number above zero, or None."""
     for name, value in fields.items():
         valid = value is None or (_is_number(value) and math.isfinite(value) and value > 0)
-        _require(valid, owner, name, value, "a number above 0")
+        require(valid, owner, name, value, "a number above 0")
 
 
 def check_non_negative(owner: Owner, **fields: float | None) -> None:
     """Raise `ConfigError` unless each field is a finite number of zero or more, or None."""
     for name, value in fields.items():
         valid = value is None or (_is_number(value) and math.isfinite(value) and value >= 0)
-        _require(valid, owner, name, value, "a number of 0 or more")
+        require(valid, owner, name, value, "a number of 0 or more")
 
 
 def check_rates(owner: Owner, **fields: float | None) -> None:
     """Raise `ConfigError` unless each field is a number in [0, 1), or None."""
     for name, value in fields.items():
         valid = value is None or (_is_number(value) and 0 <= value < 1)
-        _require(valid, owner, name, value, "a number in [0, 1)")
+        require(valid, owner, name, value, "a number in [0, 1)")
 
 
 def check_choice(owner: Owner, choices: Collection[Any], **fields: Any) -> None:
@@ -95,13 +96,13 @@ def check_divisible(owner: Owner, *, by: tuple[str, int], **fields: int) -> None
     """
     divisor, size = by
     for name, value in fields.items():
-        _require(value % size == 0, owner, name, value, f"a multiple of {divisor}={size}")
+        require(value % size == 0, owner, name, value, f"a multiple of {divisor}={size}")
 
 
 def check_regexes(owner: Owner, **fields: Sequence[str] | None) -> None:
     """Raise `ConfigError` unless each field is a sequence of regular expressions, or None."""
     for name, patterns in fields.items():
-        _require(not isinstance(patterns, str), owner, name, patterns, "a tuple of patterns")
+        require(not isinstance(patterns, str), owner, name, patterns, "a tuple of patterns")
         for index, pattern in enumerate(patterns or ()):
             check_regex(owner, **{f"{name}[{index}]": pattern})
 
@@ -124,7 +125,7 @@ def check_last_axis(owner: Owner, array: Any, **size: int) -> None:
     """Raise `ConfigError` unless the last axis of an array `[..., dims]` has a field's size."""
     for field, dims in size.items():
         valid = array.ndim >= 1 and array.shape[-1] == dims
-        _require(valid, owner, "shape of inputs", list(array.shape), f"[..., {field}={dims}]")
+        require(valid, owner, "shape of inputs", list(array.shape), f"[..., {field}={dims}]")
 
 
 def check_same_shape(owner: Owner, expected: Any, **arrays: Any) -> None:
@@ -132,11 +133,11 @@ def check_same_shape(owner: Owner, expected: Any, **arrays: Any) -> None:
     for name, array in arrays.items():
         shape = list(expected.shape)
         valid = list(array.shape) == shape
-        _require(valid, owner, f"shape of {name}", list(array.shape), f"{shape}")
+        require(valid, owner, f"shape of {name}", list(array.shape), f"{shape}")
 
 
 def check_integer_arrays(owner: Owner, **arrays: Any) -> None:
     """Raise `ConfigError` unless each array, such as ids or positions, holds integers."""
     for name, array in arrays.items():
         is_valid = array.dtype.kind in "iu"
-        _require(is_valid, owner, f"dtype of {name}", str(array.dtype), "an integer dtype")
+        require(is_valid, owner, f"dtype of {name}", str(array.dtype), "an integer dtype")
