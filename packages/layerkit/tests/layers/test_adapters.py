@@ -13,6 +13,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from layerkit.base_layer import OVERWRITE_WITH_GRADIENT, PARAMS, BaseLayer
 from layerkit.config import sub_config_field
+from layerkit.errors import ConfigError
 from layerkit.layers.adapters import (
     LORA_WEIGHTS,
     LoraDot,
@@ -256,16 +257,16 @@ def test_a_mesh_changes_nothing():
     np.testing.assert_allclose(found, jax.jit(layer.apply)(variables, x), rtol=1e-5, atol=1e-5)
 
 
-def test_refusals():
+def test_refusals(raises):
     config = Linear.HParams.config(input_dims=8, output_dims=6)
     twice = "with_lora: Linear has a LoraDot already; merge it first"
     with pytest.raises(ValueError, match=re.escape(twice)):
         with_lora(with_lora(config), rank=2)
     with pytest.raises(ValueError, match=re.escape("only='w' matches no layer with products")):
         with_lora(config, only="w")
-    with pytest.raises(ValueError, match=r"LoraDot\(dot\): rank=0, expected at least 1"):
+    with raises(ConfigError, owner="LoraDot(dot)", field="rank", value=0):
         with_lora(config, rank=0).Instantiate().init(KEY)
-    with pytest.raises(ValueError, match=r"LoraDot\(dot\): alpha=0.0, expected more than 0"):
+    with raises(ConfigError, owner="LoraDot(dot)", field="alpha", value=0.0):
         with_lora(config, alpha=0.0).Instantiate().init(KEY)
     with pytest.raises(ValueError, match=r"there are no LoRA weights"):
         merge_lora(with_lora(config), config.Instantiate().init(KEY))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from layerkit.base_layer import NON_TRAINABLE
+from layerkit.errors import ConfigError
 from layerkit.layers.batch_statistics import BatchNorm, GroupNorm
 from layerkit.sharding import BoundSharding
 
@@ -124,8 +125,8 @@ def test_what_lies_in_padding_does_not_matter(layer):
     jax.tree.map(np.testing.assert_array_equal, clean, dirty)
 
 
-def test_sizes_that_do_not_fit_are_refused():
+def test_init_raises_for_an_invalid_field(raises):
     with pytest.raises(ValueError, match=re.escape("num_groups=3 does not divide dims=8")):
         GroupNorm(dims=DIMS, num_groups=3).init(KEY)
-    with pytest.raises(ValueError, match=re.escape("decay=1.0, expected 0 <= decay < 1")):
+    with raises(ConfigError, owner="BatchNorm()", field="decay", value=1.0):
         BatchNorm(dims=DIMS, decay=1.0).init(KEY)

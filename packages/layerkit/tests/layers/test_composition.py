@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from layerkit.errors import ConfigError
 from layerkit.layers.activations import ReLU, Tanh
 from layerkit.layers.composition import MLPBlock, Sequential, StackingOverTime
 from layerkit.layers.linears import FeedForward, Linear
@@ -52,9 +53,9 @@ def test_an_mlp_block_is_its_formula(activate_output):
     np.testing.assert_allclose(layer.apply(variables, X), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_an_mlp_block_refuses_a_layer_with_a_size_of_its_own():
+def test_mlp_block_raises_unless_hidden_dims_are_positive(raises):
     layer = MLPBlock(input_dims=3, hidden_dims=(0,), output_dims=2)
-    with pytest.raises(ValueError, match=re.escape("hidden_dims[0]=0, expected at least 1")):
+    with raises(ConfigError, owner="MLPBlock()", field="hidden_dims[0]", value=0):
         layer.init(KEY)
 
 

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from layerkit.base_layer import SUMMARIES, BaseLayer
+from layerkit.errors import ConfigError
 from layerkit.layers.embeddings import (
     Embedding,
     FullSoftmax,
@@ -294,12 +295,6 @@ def test_init_with_inputs_makes_the_same_weights(cls: Any) -> None:
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        (Embedding(input_dims=2), "Embedding(): num_classes=0, expected at least 1"),
-        (FullSoftmax(num_classes=2), "FullSoftmax(): input_dims=0, expected at least 1"),
-        (
-            SharedEmbeddingSoftmax(input_dims=2, num_classes=-3),
-            "SharedEmbeddingSoftmax(): num_classes=-3, expected at least 1",
-        ),
         (
             FullSoftmax(input_dims=2, num_classes=3, chunk_size=0),
             "FullSoftmax(): chunk_size=0 must be at least 1, or None for all positions at once",
@@ -315,9 +310,22 @@ def test_bad_fields_are_refused_by_name(layer: BaseLayer, message: str) -> None:
         layer.init(KEY)
 
 
-def test_hidden_states_of_another_size_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("layer", "field", "value"),
+    [
+        (Embedding(input_dims=2), "num_classes", 0),
+        (FullSoftmax(num_classes=2), "input_dims", 0),
+        (SharedEmbeddingSoftmax(input_dims=2, num_classes=-3), "num_classes", -3),
+    ],
+)
+def test_init_raises_unless_sizes_are_positive(raises, layer, field, value):
+    with raises(ConfigError, owner=f"{type(layer).__name__}()", field=field, value=value):
+        layer.init(KEY)
+
+
+def test_logits_raises_for_hidden_states_of_another_size(raises):
     layer = FullSoftmax(input_dims=3, num_classes=5)
-    with pytest.raises(ValueError, match=r"FullSoftmax\(\): input_dims=3"):
+    with raises(ConfigError, owner="FullSoftmax()", field="shape of inputs", value=[1, 2, 4]):
         layer.apply(layer.init(KEY), draw(1, 2, 4), method="logits")
 
 

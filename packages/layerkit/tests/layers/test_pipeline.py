@@ -12,6 +12,7 @@ import pytest
 
 from layerkit.base_layer import AUX_LOSS, CACHE, NON_TRAINABLE, PARAMS, SUMMARIES, BaseLayer
 from layerkit.config import sub_config_field
+from layerkit.errors import ConfigError
 from layerkit.layers.pipeline import Pipeline
 from layerkit.layers.repeat import Repeat
 from layerkit.sharding import BoundSharding
@@ -408,7 +409,6 @@ def refusal(call):
             "Pipeline(): num_microbatches=4 cannot be spread over num_stages=3; use 6, or"
             " stream_inputs=False",
         ),
-        ({"num_stages": 0}, "Pipeline(): num_stages=0, expected at least 1"),
         (
             {"circular_repeats": 2, "remat": "none"},
             "Pipeline(): remat='none' with circular_repeats=2 would keep, for every tick, a copy of"
@@ -435,6 +435,12 @@ def test_fields_that_contradict_each_other_are_refused(fields, text):
     }
     layer = Pipeline.HParams.config(**fields).Instantiate()
     assert refusal(lambda: jax.eval_shape(layer.init, KEY)) == text
+
+
+def test_init_raises_without_stages(raises):
+    layer = Pipeline(stage_tpl=Block.HParams.config(), num_stages=0, num_microbatches=4)
+    with raises(ConfigError, owner="Pipeline()", field="num_stages", value=0):
+        layer.init(KEY)
 
 
 @pytest.mark.parametrize(

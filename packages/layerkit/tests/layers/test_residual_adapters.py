@@ -11,6 +11,7 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from layerkit.base_layer import PARAMS
+from layerkit.errors import ConfigError
 from layerkit.layers.activations import SiLU
 from layerkit.layers.attention.projections import OutputProjection
 from layerkit.layers.feed_forward import TransformerFeedForward
@@ -117,7 +118,7 @@ def test_where_there_is_nothing_to_adapt():
 
 
 @pytest.mark.parametrize("field", ["input_dims", "bottleneck_dims"])
-def test_sizes_are_checked(field: str):
+def test_init_raises_unless_sizes_are_positive(raises, field: str):
     sizes = {"input_dims": 8, "bottleneck_dims": 4, field: 0}
-    with pytest.raises(ValueError, match=f"ResidualAdapter.*: {field}=0, expected at least 1"):
+    with raises(ConfigError, owner="ResidualAdapter()", field=field, value=0):
         ResidualAdapter(**sizes).init(KEY)

@@ -13,6 +13,7 @@ from flax import traverse_util
 
 from layerkit.base_layer import AUX_LOSS, CACHE, BaseLayer
 from layerkit.config import sub_config_field
+from layerkit.errors import ConfigError
 from layerkit.layers.attention.biases import Alibi, RelativeBias
 from layerkit.layers.attention.cross import CrossAttention
 from layerkit.layers.masks import AttentionMask
@@ -421,13 +422,11 @@ def test_contradictions_are_refused_naming_both_sides():
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"num_layers": 0}, "num_layers=0, expected at least 1"),
         (
             {"remat": "fulll"},
             "remat='fulll' is not a policy; did you mean 'full'?"
             f" Policies: {', '.join(REMAT_POLICIES)}.",
         ),
-        ({"droppath_rate": 1.0}, "droppath_rate=1.0, expected 0 <= droppath_rate < 1"),
         ({"block_tpls": ()}, "block_tpls is empty, expected layers, or None"),
         (
             {"block_tpls": (LOCAL,), "layer_tpl": GLOBAL},
@@ -449,6 +448,13 @@ def test_contradictions_are_refused_naming_both_sides():
 )
 def test_wrong_fields_are_refused(stack, fields, text):
     assert weights_refused(stack, **fields) == f"{stack.__name__}(): {text}"
+
+
+@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize(("field", "value"), [("num_layers", 0), ("droppath_rate", 1.0)])
+def test_init_raises_for_an_invalid_field(raises, stack, field, value):
+    with raises(ConfigError, owner=f"{stack.__name__}()", field=field, value=value):
+        make(stack, **{field: value}).init(KEY)
 
 
 def test_stacked_axes_that_hold_another_number_of_layers_are_refused():

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from layerkit.errors import ConfigError
 from layerkit.layers.attention.biases import Alibi, RelativeBias, alibi_slopes, relative_buckets
 from layerkit.weights import logical_axes
 
@@ -118,8 +119,6 @@ def test_only_distances_count(layer):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_heads": 0}, "num_heads=0, expected at least 1"),
-        ({"num_buckets": 0}, "num_buckets=0, expected at least 1"),
         (
             {"num_buckets": 1},
             "num_buckets=1 with bidirectional=False, expected at least 2",
@@ -139,3 +138,9 @@ def test_wrong_fields_are_refused(fields, message):
     with pytest.raises(ValueError) as error:
         RelativeBias(**{"num_heads": 2, **fields}).init(jax.random.key(0))
     assert str(error.value) == f"RelativeBias(): {message}"
+
+
+@pytest.mark.parametrize("field", ["num_heads", "num_buckets"])
+def test_init_raises_unless_sizes_are_positive(raises, field):
+    with raises(ConfigError, owner="RelativeBias()", field=field, value=0):
+        RelativeBias(**{"num_heads": 2, field: 0}).init(jax.random.key(0))

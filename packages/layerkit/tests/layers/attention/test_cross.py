@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType
 
 from layerkit.base_layer import CACHE
+from layerkit.errors import ConfigError
 from layerkit.layers.attention.cross import CrossAttention
 from layerkit.layers.masks import AttentionMask
 from layerkit.layers.normalizations import RmsNorm
@@ -182,7 +183,7 @@ def test_cached_steps_leave_kernels_to_whole_rows(caplog):
     assert caplog.messages == ["attention backend: xla (as asked)"]
 
 
-def test_refusals():
+def test_refusals(raises):
     layer = make()
     weights, (x, memory) = drawn_weights(layer), arrays()
     with pytest.raises(ValueError) as error:
@@ -196,5 +197,5 @@ def test_refusals():
     assert str(error.value) == (
         "CrossAttention(): the cache would be lost; apply with mutable=['cache', …]"
     )
-    with pytest.raises(ValueError, match=r"HeadProjection\(key\): input_dims=6"):
+    with raises(ConfigError, owner="HeadProjection(key)", field="shape of inputs"):
         layer.apply(weights, x, memory=x, mask=mask_of())

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType
 
 from layerkit.base_layer import CACHE
+from layerkit.errors import ConfigError
 from layerkit.layers.adapters import with_lora
 from layerkit.layers.attention.latent import MultiHeadLatentAttention
 from layerkit.layers.masks import AttentionMask
@@ -272,22 +273,28 @@ def test_on_a_mesh_equals_one_device(names):
     np.testing.assert_allclose(in_chunks(bound, weights, x, [4, 1, 1]), expected, atol=2e-5)
 
 
-def test_beyond_the_end_of_the_cache_is_nan_and_bad_sizes_are_refused():
+def test_extend_step_beyond_the_end_of_the_cache_returns_nan():
     layer = make()
     weights = drawn_weights(layer)
     cache = empty_cache(layer, weights)
     out, _ = extend(layer, weights, cache, inputs()[:, :2], SLOTS - 1)
     assert np.isnan(out).all()
-    for fields, message in (
-        ({"latent_dims": 0}, "latent_dims=0, expected at least 1"),
-        ({"query_latent_dims": 0}, "query_latent_dims=0, expected at least 1"),
-        ({"value_dim_per_head": 0}, "value_dim_per_head=0, expected at least 1"),
-        ({"logit_cap": -1.0}, "logit_cap=-1.0, expected more than 0"),
-        (
-            {"window": 0},
-            "window=0 must be at least 1, a query's own position, or None for no window",
-        ),
-    ):
-        with pytest.raises(ValueError) as error:
-            make(**fields).init(jax.random.key(0))
-        assert str(error.value) == f"MultiHeadLatentAttention(): {message}"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("latent_dims", 0),
+        ("query_latent_dims", 0),
+        ("value_dim_per_head", 0),
+        ("logit_cap", -1.0),
+    ],
+)
+def test_init_raises_for_an_invalid_field(raises, field, value):
+    with raises(ConfigError, owner="MultiHeadLatentAttention()", field=field, value=value):
+        make(**{field: value}).init(jax.random.key(0))
+
+
+def test_init_raises_for_an_empty_window():
+    with pytest.raises(ValueError, match="window=0"):
+        make(window=0).init(jax.random.key(0))

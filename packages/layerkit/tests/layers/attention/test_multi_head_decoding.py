@@ -14,6 +14,7 @@ from jax.sharding import AxisType
 
 from layerkit.base_layer import CACHE, PARAMS, BaseLayer
 from layerkit.config import sub_config_field
+from layerkit.errors import ConfigError
 from layerkit.layers.attention.biases import Alibi, RelativeBias
 from layerkit.layers.attention.multi_head import MultiHeadAttention
 from layerkit.layers.masks import AttentionMask
@@ -348,7 +349,7 @@ def refusal(call):
     return str(error.value)
 
 
-def test_refusals():
+def test_refusals(raises):
     layer = make()
     weights = drawn_weights(layer)
     cache = empty_cache(layer, weights)
@@ -380,9 +381,8 @@ def test_refusals():
         f"{where}the cache is for batch_size=2 and max_length=8, but extend_step was given"
         " 2 rows of 9 tokens"
     )
-    assert refusal(lambda: empty_cache(layer, weights, slots=0)) == (
-        f"{where}max_length=0, expected at least 1"
-    )
+    with raises(ConfigError, owner="MultiHeadAttention()", field="max_length", value=0):
+        empty_cache(layer, weights, slots=0)
     vector = jnp.zeros((BATCH,), jnp.int32)
     assert (
         refusal(

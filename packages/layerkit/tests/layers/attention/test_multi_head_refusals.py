@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from layerkit.errors import ConfigError
 from layerkit.layers.attention.backends import BackendRefusal
 from layerkit.layers.attention.multi_head import MultiHeadAttention
 from layerkit.layers.masks import AttentionMask
@@ -70,14 +71,10 @@ def test_dropout_is_an_obstacle_in_training_only():
             {"num_kv_heads": 3},
             "num_kv_heads=3 does not divide num_heads=4; the nearest that does is 2",
         ),
-        ({"num_kv_heads": 0}, "num_kv_heads=0, expected at least 1"),
         (
             {"num_kv_heads": 8},
             "num_kv_heads=8 does not divide num_heads=4; the nearest that does is 4",
         ),
-        ({"num_heads": 0}, "num_heads=0, expected at least 1"),
-        ({"dim_per_head": 0}, "dim_per_head=0, expected at least 1"),
-        ({"logit_cap": 0.0}, "logit_cap=0.0, expected more than 0"),
         (
             {"backend": "cuddn"},
             "backend='cuddn' is not an attention backend; did you mean 'cudnn'?"
@@ -88,7 +85,6 @@ def test_dropout_is_an_obstacle_in_training_only():
             "context_parallel='rings' is not a way of context parallelism; did you mean 'ring'?"
             " Ways: all_gather, ring.",
         ),
-        ({"logit_scale": 0.0}, "logit_scale=0.0, expected more than 0"),
         (
             {"window": 0},
             "window=0 must be at least 1, a query's own position, or None for no window",
@@ -104,3 +100,18 @@ def test_wrong_fields_are_refused(fields, text):
     with pytest.raises(ValueError) as error:
         make(**fields).init(jax.random.key(0))
     assert str(error.value) == f"MultiHeadAttention(): {text}"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_heads", 0),
+        ("num_kv_heads", 0),
+        ("dim_per_head", 0),
+        ("logit_cap", 0.0),
+        ("logit_scale", 0.0),
+    ],
+)
+def test_init_raises_for_an_invalid_field(raises, field, value):
+    with raises(ConfigError, owner="MultiHeadAttention()", field=field, value=value):
+        make(**{field: value}).init(jax.random.key(0))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from layerkit.errors import ConfigError
 from layerkit.layers.attention.projections import HeadProjection, OutputProjection
 from layerkit.sharding import DEFAULT_RULES, BoundSharding
 from layerkit.weights import logical_axes
@@ -115,18 +116,19 @@ def test_activation_axes_are_a_field():
     assert heads.sharding.shard_shape(heads.shape) == (1, 6, 4, 2)
 
 
-def test_wrong_sizes_are_refused():
-    for layer, text in [
-        (INTO.clone(head_dim=0), "HeadProjection(): head_dim=0, expected at least 1"),
-        (INTO.clone(num_heads=-1), "HeadProjection(): num_heads=-1, expected at least 1"),
-        (OUT_OF.clone(output_dims=0), "OutputProjection(): output_dims=0, expected at least 1"),
-    ]:
-        with pytest.raises(ValueError) as error:
-            layer.init(jax.random.key(0))
-        assert str(error.value) == text
-    with pytest.raises(ValueError) as error:
+@pytest.mark.parametrize(
+    ("layer", "field", "value"),
+    [
+        (INTO, "head_dim", 0),
+        (INTO, "num_heads", -1),
+        (OUT_OF, "output_dims", 0),
+    ],
+)
+def test_init_raises_unless_sizes_are_positive(raises, layer, field, value):
+    with raises(ConfigError, owner=f"{type(layer).__name__}()", field=field, value=value):
+        layer.clone(**{field: value}).init(jax.random.key(0))
+
+
+def test_projection_raises_for_inputs_of_another_size(raises):
+    with raises(ConfigError, field="shape of inputs", value=[2, 3, 5]):
         INTO.apply(drawn_weights(INTO), jnp.ones((2, 3, 5)))
-    assert str(error.value) == (
-        "HeadProjection(): input_dims=6, but the inputs have the shape (2, 3, 5); their last axis"
-        " must be of that size"
-    )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from layerkit.base_layer import AUX_LOSS, CACHE, NON_TRAINABLE, SUMMARIES
+from layerkit.errors import ConfigError
 from layerkit.layers.activations import ReLU
 from layerkit.layers.masks import AttentionMask
 from layerkit.layers.moe.feed_forward import MoeFeedForward
@@ -255,24 +256,31 @@ def test_cached_steps_are_the_whole_row():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"hidden_dims": 0}, "hidden_dims=0, expected at least 1"),
-        ({"num_experts": 0}, "num_experts=0, expected at least 1"),
         (
             {"grouped_matmul": "ragged"},
             "grouped_matmul='ragged'; did you mean 'ragged_dot'?"
             " Implementations: auto, ragged_dot, blocks.",
         ),
-        (
-            {"capacity_factor": 0.0},
-            "capacity_factor=0.0, expected more than 0",
-        ),
-        ({"capacity_factor": 1.0, "num_groups": 0}, "num_groups=0, expected at least 1"),
-        ({"num_shared_experts": -1}, "num_shared_experts=-1, expected 0 or more"),
     ],
 )
 def test_wrong_fields_are_refused(fields, message):
     with pytest.raises(ValueError, match=re.escape(f"MoeFeedForward(): {message}") + "(\n|$)"):
         jax.eval_shape(make(**fields).init, KEY)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hidden_dims", 0),
+        ("num_experts", 0),
+        ("capacity_factor", 0.0),
+        ("num_groups", 0),
+        ("num_shared_experts", -1),
+    ],
+)
+def test_init_raises_for_an_invalid_field(raises, field, value):
+    with raises(ConfigError, owner="MoeFeedForward()", field=field, value=value):
+        jax.eval_shape(make(**{"capacity_factor": 1.0, field: value}).init, KEY)
 
 
 def test_groups_that_do_not_divide_a_batch_are_refused():

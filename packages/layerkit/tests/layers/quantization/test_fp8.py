@@ -12,6 +12,7 @@ from flax import linen as nn
 
 from layerkit.base_layer import OVERWRITE_WITH_GRADIENT, PARAMS, BaseLayer
 from layerkit.config import sub_config_field
+from layerkit.errors import ConfigError
 from layerkit.layers.attention.projections import HeadProjection, OutputProjection
 from layerkit.layers.linears import Linear
 from layerkit.layers.pipeline import Pipeline
@@ -329,8 +330,8 @@ def test_evaluation_reads_the_state_and_changes_nothing():
     assert updates == {}
 
 
-def test_a_history_without_length_is_refused():
-    with pytest.raises(ValueError, match="Fp8Dot.*: amax_history_length=0, expected at least 1"):
+def test_init_raises_for_an_empty_amax_history(raises):
+    with raises(ConfigError, field="amax_history_length", value=0):
         Fp8Dot(amax_history_length=0).init(KEY)
 
 
