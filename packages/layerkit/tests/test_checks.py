@@ -73,6 +73,7 @@ def test_array_errors_give_shape_and_dtype(raises):
 
 
 def test_require_raises_with_the_data_of_the_field(raises):
-    checks.require(True, "Linear(lm)", "bias", 3, "True or False")
+    is_valid = True
+    checks.require(is_valid, "Linear(lm)", "bias", 3, "True or False")
     with raises(ConfigError, owner="Linear(lm)", field="bias", value=3, expected="True or False"):
-        checks.require(False, "Linear(lm)", "bias", 3, "True or False")
+        checks.require(not is_valid, "Linear(lm)", "bias", 3, "True or False")
