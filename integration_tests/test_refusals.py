@@ -61,7 +61,7 @@ def refusal(job: Any, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         ),
         (
             {"FPROP_DTYPE": "bfloat15"},
-            "LmCloudSpmdTest cannot run as asked: FPROP_DTYPE='bfloat15' is not a dtype; did you"
+            "LmCloudSpmdTest cannot run as asked: FPROP_DTYPE='bfloat15'. Expected a dtype. Did you"
             " mean 'bfloat16' or 'float16'?",
         ),
         (
@@ -88,9 +88,10 @@ def refusal(job: Any, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         ),
         (
             {"ICI_MESH_SHAPE": "[1,1,8]", "PERCORE_BATCH_SIZE": 0.125},
-            f"{NAME}: .params['lm']['stack']['repeat']['sub']['attention']['key']['w']: dimension"
-            " 'kv_heads' of size 2 cannot be split evenly over mesh axes ('tensor',) of size 8; use"
-            " another mesh, another size, or ShardingRules.replace(kv_heads=None)",
+            f"{NAME}: .params['lm']['stack']['repeat']['sub']['attention']['key']['w']: cannot be"
+            " split evenly: dimension 'kv_heads'=2. Expected a multiple of 8, the size of mesh axes"
+            " ('tensor',). Use another mesh, another size, or"
+            " ShardingRules.replace(kv_heads=None).",
         ),
         (
             {"ATTENTION_BACKEND": "cudnn", "ATTENTION_LOGIT_CAP": "None"},

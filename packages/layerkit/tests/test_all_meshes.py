@@ -1,10 +1,10 @@
-"""One language model on every mesh of eight devices: the loss and each gradient stay what they are.
+"""One language model on every mesh of eight devices has the loss and gradients of one device.
 
-There are 56 ways to write eight as a product of six axes, in order. The model has what each axis is
-about: grouped queries with rotary positions on packed rows (tensor, context), a mixture of experts
-with auxiliary losses and a shared expert (expert), repeated layers (fsdp), and a pipeline where the
-mesh has stages. `nox -s meshes` runs them all; the ordinary tests the one whose axes no other test
-of a whole model has.
+Eight is an ordered product of six sizes in 56 ways. The model uses each mesh axis: grouped queries
+with rotary positions on packed rows (tensor, context), a mixture of experts with auxiliary losses
+and a shared expert (expert), repeated layers (fsdp), and a pipeline on meshes with stages.
+`nox -s meshes` runs all meshes. The default tests run one, whose combination of axes no other test
+of a whole model covers.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def name(sizes):
     "sizes",
     [pytest.param(s, marks=() if s in SMOKE else pytest.mark.meshes, id=name(s)) for s in MESHES],
 )
-def test_sharded_is_unsharded(sizes):
-    # Both ways of dispatch, on neighbouring meshes.
+def test_loss_and_gradients_equal_those_of_one_device(sizes):
+    # Neighbouring meshes alternate between the two dispatch methods.
     capacity_factor = (None, 1.5)[MESHES.index(sizes) % 2]
     num_stages = sizes[STANDARD_MESH_AXES.index("stage")]
     model, params, expected = unsharded(num_stages, capacity_factor)
@@ -142,6 +142,6 @@ def assert_close(path, found, expected):
     assert np.abs(found - expected).max() <= bound, where
 
 
-def test_there_are_as_many_meshes_as_promised():
+def test_all_meshes_of_eight_devices_are_listed():
     assert len(MESHES) == 56
     assert set(SMOKE) <= set(MESHES)

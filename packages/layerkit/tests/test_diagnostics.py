@@ -1,4 +1,4 @@
-"""Errors name the layer they come from; a model that is trained in evaluation form warns."""
+"""Errors that name their layer, and the warning about training with `train=None`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from layerkit.base_layer import AUX_LOSS, RANDOM, BaseLayer
 from layerkit.base_model import BaseModel, WeightedScalar
 from layerkit.config import build, sub_config_field
 from layerkit.diagnostics import layer_of
+from layerkit.errors import ConfigError
 from layerkit.layers.embeddings import Embedding, SharedEmbeddingSoftmax
 from layerkit.layers.feed_forward import TransformerFeedForward
 from layerkit.layers.moe.feed_forward import MoeFeedForward
@@ -26,7 +27,7 @@ IDS = jnp.ones((2, 4), jnp.int32)
 
 
 class Wider(TransformerFeedForward):
-    """Returns one feature too many."""
+    """A feed-forward that returns one feature too many."""
 
     def fprop(self, x, *, is_token=None):
         return jnp.concatenate([x, x[..., :1]], axis=-1)
@@ -38,6 +39,14 @@ class Failing(BaseLayer):
 
     def fprop(self, x, *, is_token=None):
         return x + jnp.ones(x.shape[-1] + 1)
+
+
+class WithoutOwner(BaseLayer):
+    input_dims: int = 0
+    hidden_dims: int = 0
+
+    def fprop(self, x, *, is_token=None):
+        raise ConfigError(field="x", value=1)
 
 
 class WiderLayer(BaseLayer):
@@ -65,8 +74,13 @@ def run(layer, *args, **kwargs):
 LOGITS = {"method": "logits"}
 
 
+def layer_notes(error):
+    """Return the notes of an error without those of JAX."""
+    return [note for note in getattr(error, "__notes__", ()) if note.startswith("In layer")]
+
+
 @pytest.mark.parametrize("stack", [StackedTransformer, StackedTransformerRepeated])
-def test_a_branch_of_another_shape_is_named_by_path_with_both_shapes(stack):
+def test_wrong_shape_of_a_branch_raises_with_path_and_both_shapes(stack):
     config = small(stack_tpl=stack.HParams.config())
     config.stack_tpl.layer_tpl.feed_forward_tpl = Wider.HParams.config()
     place = "layers_0" if stack is StackedTransformer else "repeat/sub"
@@ -77,7 +91,7 @@ def test_a_branch_of_another_shape_is_named_by_path_with_both_shapes(stack):
 
 
 @pytest.mark.parametrize("stack", [StackedTransformer, StackedTransformerRepeated])
-def test_a_layer_of_another_shape_is_named_by_path_with_both_shapes(stack):
+def test_wrong_shape_of_a_layer_raises_with_path_and_both_shapes(stack):
     config = small(stack_tpl=stack.HParams.config(layer_tpl=WiderLayer.HParams.config()))
     with pytest.raises(ValueError) as raised:
         run(build(config), IDS, **LOGITS)
@@ -86,32 +100,54 @@ def test_a_layer_of_another_shape_is_named_by_path_with_both_shapes(stack):
 
 
 @pytest.mark.parametrize("stack", [StackedTransformer, StackedTransformerRepeated])
-def test_an_error_of_jax_carries_the_path_of_the_innermost_layer(stack):
+def test_error_of_jax_has_a_note_with_the_innermost_layer(stack):
     config = small(stack_tpl=stack.HParams.config())
     config.stack_tpl.layer_tpl.feed_forward_tpl = Failing.HParams.config()
     with pytest.raises((TypeError, ValueError)) as raised:
         run(build(config), IDS, **LOGITS)
     place = "layers_0" if stack is StackedTransformer else "repeat/sub"
     assert layer_of(raised.value) == f"Failing(stack/{place}/feed_forward)"
-    notes = [note for note in raised.value.__notes__ if note.startswith("In layer")]
-    assert notes == [f"In layer Failing(stack/{place}/feed_forward)"]
+    assert layer_notes(raised.value) == [f"In layer Failing(stack/{place}/feed_forward)"]
+
+
+def test_user_error_without_owner_gets_the_innermost_layer_as_owner():
+    config = small()
+    config.stack_tpl.layer_tpl.feed_forward_tpl = WithoutOwner.HParams.config()
+    with pytest.raises(ConfigError) as raised:
+        run(build(config), IDS, **LOGITS)
+    assert raised.value.owner == "WithoutOwner(stack/layers_0/feed_forward)"
+    assert layer_of(raised.value) == raised.value.owner
+    assert layer_notes(raised.value) == []
 
 
 @pytest.mark.parametrize("text", ["x", "fprop() missing 1 required argument: 'x'", "f(x) is 1"])
-def test_an_error_outside_of_a_layer_has_none(text):
+def test_error_outside_of_a_layer_has_no_layer(text):
     assert layer_of(ValueError(text)) is None
 
 
-def test_an_error_that_begins_with_a_layer_is_of_that_layer():
+@pytest.mark.parametrize(
+    ("owner", "layer"),
+    [
+        ("Linear(lm/softmax)", "Linear(lm/softmax)"),
+        ("Linear().w", "Linear()"),
+        ("SampleDecoder", None),
+        (None, None),
+    ],
+)
+def test_layer_of_a_user_error_is_its_owner(owner, layer):
+    assert layer_of(ConfigError("Linear(lm): text", owner=owner)) == layer
+
+
+def test_error_of_a_check_of_a_layer_has_no_note():
     with pytest.raises(ValueError) as raised:
         run(build(small(num_heads=3)))
     assert layer_of(raised.value) == "MultiHeadAttention(stack/layers_0/attention)"
-    assert not hasattr(raised.value, "__notes__") or "In layer" not in raised.value.__notes__[0]
+    assert layer_notes(raised.value) == []
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.bool_])
 @pytest.mark.parametrize("layer", [Embedding, SharedEmbeddingSoftmax, TrainablePositionalEmbedding])
-def test_ids_that_are_no_integers_are_refused_by_layer_and_dtype(layer, dtype):
+def test_ids_of_another_dtype_raise_with_layer_and_dtype(layer, dtype):
     if layer is TrainablePositionalEmbedding:
         made, method = layer(dims=4, max_length=8), "__call__"
     else:
@@ -124,7 +160,7 @@ def test_ids_that_are_no_integers_are_refused_by_layer_and_dtype(layer, dtype):
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint16, jnp.int32])
-def test_ids_of_any_integer_dtype_are_looked_up(dtype):
+def test_ids_of_any_integer_dtype_are_embedded(dtype):
     run(Embedding(num_classes=8, input_dims=4), IDS.astype(dtype))
 
 
@@ -155,23 +191,23 @@ def losses(body, *, mutable=(AUX_LOSS,), **fields):
 @pytest.mark.parametrize(
     "body", [Dropout.HParams.config(rate=0.5), EXPERTS], ids=["dropout", "moe"]
 )
-def test_a_model_that_is_trained_while_train_is_unset_warns(body):
+def test_training_with_train_unset_warns(body):
     with pytest.warns(UserWarning, match=r"Model\(\): train=None.*clone\(train=True\)"):
         losses(body)
 
 
 @pytest.mark.parametrize("fields", [{"train": True}, {"train": False}], ids=str)
-def test_a_model_whose_train_is_set_does_not_warn(fields):
+def test_model_with_train_set_does_not_warn(fields):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         losses(Dropout.HParams.config(rate=0.5), **fields)
         losses(EXPERTS, **fields)
 
 
-def test_a_model_that_is_the_same_in_training_does_not_warn():
+def test_model_that_does_not_depend_on_train_does_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         losses(Dropout.HParams.config(rate=0.0))
         losses(TransformerFeedForward.HParams.config(input_dims=4, hidden_dims=4))
-        # Not a training step: nothing collects the auxiliary losses.
+        # Auxiliary losses are not collected, so this is no training step.
         losses(EXPERTS, mutable=())

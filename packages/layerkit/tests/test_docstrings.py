@@ -1,4 +1,4 @@
-"""What every file and every public function of the library keeps."""
+"""Rules for every file and every public function of the library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def modules():
 
 
 def public_functions():
-    """(where, function) of all functions and methods that take or give arrays."""
+    """Yield (path, function, docstring) of all public functions and methods."""
     for module in modules():
         for name, thing in vars(module).items():
             if name.startswith("_") or getattr(thing, "__module__", None) != module.__name__:
@@ -46,13 +46,13 @@ def handles_arrays(function):
     return any("jax.Array" in str(annotation) for annotation in annotations)
 
 
-def test_every_public_function_of_arrays_says_their_shapes():
+def test_docstrings_of_array_functions_give_shapes():
     found = {where: doc for where, f, doc in public_functions() if handles_arrays(f)}
     assert len(found) > 50
-    silent = [where for where, doc in found.items() if not SHAPE.search(doc or "")]
-    assert silent == []
+    missing = [where for where, doc in found.items() if not SHAPE.search(doc or "")]
+    assert missing == []
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
-def test_a_file_holds_one_idea(path):
+def test_file_has_at_most_500_lines(path):
     assert len(path.read_text().splitlines()) <= MAX_LINES

@@ -1,6 +1,6 @@
-"""The samples with which Pax's documentation explains hyperparameters, nesting and sharing.
+"""Samples of Pax's documentation that explain hyperparameters, nesting and sharing.
 
-Their classes stand here as they stand there; only bodies (`setup`, `fprop`) are added, to run them.
+The classes are unchanged except for added method bodies (`setup`, `fprop`), so that they run.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def test_partial():
 
 
 class Siamese(base_layer.BaseLayer):
-    """Two towers, which are one where their configs are one."""
+    """Two towers, which share their weights if they have one config."""
 
     class HParams(BaseHParams):
         left: BaseHParams = None
@@ -139,7 +139,7 @@ def test_shared_layers():
     np.testing.assert_array_equal(left, right)
 
 
-def test_layers_that_are_equal_but_not_shared():
+def test_equal_configs_do_not_share_weights():
     linear = Linear.HParams.config(input_dims=2, output_dims=3)
     apart = Siamese.HParams.config(left=linear, right=linear.clone()).Instantiate()
     weights = apart.init(KEY)

@@ -1,4 +1,4 @@
-"""Logical axes: the table, its errors in full, and what devices really hold."""
+"""Logical axes: the table of rules, its errors, and the shards on devices."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from layerkit.errors import ConfigError
 from layerkit.layers.linears import FeedForward
 from layerkit.sharding import DEFAULT_RULES, BoundSharding, ShardingRules
 from layerkit.weights import logical_axes, unbox
@@ -27,40 +28,34 @@ def cube():
     return BoundSharding(make_mesh(2, 2, 2), RULES)
 
 
-def refusal(call):
-    with pytest.raises(ValueError) as caught:
-        call()
-    return str(caught.value)
-
-
-def test_spec_follows_the_table(cube):
+def test_spec_follows_the_rules(cube):
     assert cube.spec(("batch", None, "mlp")) == P(("data", "fsdp"), None, "tensor")
     assert cube.spec(("embed", "mlp")) == P("fsdp", "tensor")
     assert cube.spec(("norm",)) == P(None)
     assert cube.spec(()) == P()
 
 
-def test_mesh_axes_of_one_device_and_standard_axes_that_the_mesh_lacks_split_nothing():
+def test_mesh_axes_of_size_one_and_missing_standard_axes_do_not_split():
     bound = BoundSharding(make_mesh(8, 1, 1), RULES.extend(expert="expert"))
     assert bound.spec(("batch", "mlp", "expert")) == P("data", None, None)
 
 
-def test_replace_changes_a_rule_and_leaves_the_table_it_came_from():
+def test_replace_returns_a_new_table():
     changed = RULES.replace(mlp=None)
     assert changed.mesh_axes("mlp") == () and RULES.mesh_axes("mlp") == ("tensor",)
 
 
-def test_extend_adds_a_name_of_your_own(cube):
+def test_extend_adds_a_custom_name(cube):
     bound = BoundSharding(cube.mesh, RULES.extend(mine=("fsdp", "tensor")))
     assert bound.spec(("mine",)) == P(("fsdp", "tensor"))
 
 
-def test_mesh_axes_may_come_in_a_list():
+def test_mesh_axes_may_be_a_list():
     assert ShardingRules.of(batch=["data", "fsdp"]) == ShardingRules.of(batch=("data", "fsdp"))
     hash(RULES.replace(batch=["data"]).extend(mine=["fsdp", "tensor"]))
 
 
-def test_an_axis_is_split_where_its_mesh_axes_have_several_devices(cube):
+def test_axis_is_split_if_its_mesh_axes_have_several_devices(cube):
     assert cube.is_split("mlp") and cube.is_split("batch")
     assert not cube.is_split("norm")
     assert not cube.is_split("length")  # without a rule
@@ -70,111 +65,91 @@ def test_an_axis_is_split_where_its_mesh_axes_have_several_devices(cube):
     assert not BoundSharding(None, RULES).is_split("batch")
 
 
-def test_rules_with_the_same_content_are_equal_and_hash_alike():
+def test_equal_rules_have_equal_hashes():
     first, second = ShardingRules.of(a="data", b=None), ShardingRules.of(b=None, a="data")
     assert first == second and hash(first) == hash(second)
     mesh = make_mesh(2, 2, 2)
     assert hash(BoundSharding(mesh, first)) == hash(BoundSharding(mesh, second))
 
 
-def test_an_unknown_name_is_refused_with_its_owner_and_the_near_one(cube):
-    assert refusal(lambda: cube.spec(("embd",), owner="Linear(up).w")) == (
-        "Linear(up).w: no sharding rule for logical axis 'embd'; did you mean 'embed'?"
-        " Known: batch, embed, mlp, norm."
-    )
-    assert refusal(lambda: RULES.mesh_axes("zzz")) == (
-        "no sharding rule for logical axis 'zzz'. Known: batch, embed, mlp, norm."
-    )
+@pytest.mark.parametrize(
+    ("axes", "shape", "data"),
+    [
+        (("embd",), None, {"field": "logical axis", "value": "embd"}),
+        (("zzz",), None, {"field": "logical axis", "value": "zzz"}),
+        (("batch", "embed"), None, {"field": "axes", "value": ("batch", "embed")}),
+        (("embed", "mlp"), (4, 7), {"field": "dimension 'mlp'", "value": 7}),
+        (("batch",), (6,), {"field": "dimension 'batch'", "value": 6}),
+        (("embed",), (4, 8), {"field": "axes", "value": ("embed",)}),
+    ],
+    ids=["near", "unknown", "same_mesh_axis", "uneven_features", "uneven_rows", "rank"],
+)
+def test_invalid_axes_raise(raises, cube, axes, shape, data):
+    with raises(ConfigError, owner="Linear(up).w", **data):
+        cube.spec(axes, shape=shape, owner="Linear(up).w")
 
 
-def test_replacing_an_unknown_name_is_refused():
-    assert refusal(lambda: RULES.replace(embd="data")) == (
-        "no sharding rule for 'embd'; did you mean 'embed'? Use extend() to add a logical axis."
-    )
+def test_replacing_an_unknown_name_raises(raises):
+    with raises(ConfigError, owner=None, value="embd"):
+        RULES.replace(embd="data")
 
 
-def test_two_dimensions_on_one_mesh_axis_are_refused(cube):
-    assert refusal(lambda: cube.spec(("batch", "embed"), owner="x")) == (
-        "x: axes ('batch', 'embed'): 'batch' and 'embed' are both split over mesh axis 'fsdp';"
-        " change the rule of one of them"
-    )
+def test_rule_for_an_unknown_mesh_axis_raises(raises, cube):
+    with raises(ConfigError, value="tensr"):
+        BoundSharding(cube.mesh, RULES.extend(mine="tensr"))
 
 
-def test_an_uneven_dimension_is_refused(cube):
-    assert refusal(lambda: cube.spec(("embed", "mlp"), shape=(4, 7), owner="Linear(up).w")) == (
-        "Linear(up).w: dimension 'mlp' of size 7 cannot be split evenly over mesh axes ('tensor',)"
-        " of size 2; use another mesh, another size, or ShardingRules.replace(mlp=None)"
-    )
-    assert refusal(lambda: cube.spec(("batch",), shape=(6,))) == (
-        "dimension 'batch' of size 6 cannot be split evenly over mesh axes ('data', 'fsdp') of size"
-        " 4; use another mesh, another size, or ShardingRules.replace(batch=None)"
-    )
-
-
-def test_a_single_token_or_key_head_stays_whole_and_a_single_row_is_refused():
+def test_single_token_or_key_head_is_not_split_and_a_single_row_raises():
     bound = BoundSharding(make_mesh(2, 2, 2, names=("data", "context", "tensor")))
     axes = ("batch", "length", "act_kv_heads", "head_dim")
     assert bound.spec(axes) == P("data", "context", "tensor", None)
     assert bound.spec(axes, shape=(4, 1, 1, 8)) == P("data", None, None, None)
     assert bound.spec(("embed", "kv_heads"), shape=(4, 1)) == P(None, None)
-    assert "'batch' of size 1 cannot" in refusal(lambda: bound.spec(axes, shape=(1, 4, 2, 8)))
-    assert "'act_heads' of size 1" in refusal(lambda: bound.spec(("act_heads",), shape=(1,)))
+    with pytest.raises(ConfigError, match="'batch'"):
+        bound.spec(axes, shape=(1, 4, 2, 8))
+    with pytest.raises(ConfigError, match="'act_heads'"):
+        bound.spec(("act_heads",), shape=(1,))
     step = jax.jit(lambda x: bound.constrain(x * 1.0, axes))(jnp.ones((4, 1, 1, 8)))
     assert step.sharding.shard_shape(step.shape) == (2, 1, 1, 8)
 
 
-def test_features_may_be_uneven_where_asked_and_rows_never(cube):
+def test_features_may_be_uneven_if_allowed_and_rows_never(cube):
     axes = ("batch", "mlp")
     assert cube.spec(axes, shape=(8, 7), allow_uneven=True) == P(("data", "fsdp"), "tensor")
-    for shape in ((6, 7), (8, 1)):  # no entry for every part of mlp
-        message = refusal(lambda shape=shape: cube.spec(axes, shape=shape, allow_uneven=True))
-        assert "cannot be split evenly" in message
+    for shape in ((6, 7), (8, 1)):  # (8, 1): fewer features than devices
+        with pytest.raises(ConfigError):
+            cube.spec(axes, shape=shape, allow_uneven=True)
     experts = BoundSharding(cube.mesh, RULES.extend(expert=None))
-    shape = (4, 7)
-    message = refusal(lambda: experts.spec(("expert", "mlp"), shape=shape, allow_uneven=True))
-    assert message.startswith("dimension 'mlp' of size 7 cannot be split evenly")
+    with pytest.raises(ConfigError):
+        experts.spec(("expert", "mlp"), shape=(4, 7), allow_uneven=True)
 
 
-def test_an_uneven_activation_is_laid_out_under_jit_alone(cube):
+def test_uneven_activation_is_constrained_only_under_jit(cube):
     x = np.arange(8 * 7, dtype=np.float32).reshape(8, 7)
     lowered = jax.jit(lambda x: jnp.cumsum(cube.constrain(x, ("batch", "mlp")), axis=1)).lower(x)
     assert '"tensor"' in lowered.as_text()
     np.testing.assert_array_equal(lowered.compile()(x), np.cumsum(x, axis=1))
-    message = refusal(lambda: cube.constrain(jnp.ones(3), ("mlp",)))
-    assert message.startswith("dimension 'mlp' of size 3 cannot be split evenly")
+    with pytest.raises(ConfigError):
+        cube.constrain(jnp.ones(3), ("mlp",))
 
 
-def test_a_wrong_number_of_names_is_refused(cube):
-    assert refusal(lambda: cube.spec(("embed",), shape=(4, 8), owner="w")) == (
-        "w: axes ('embed',) do not name the dimensions of (4, 8)"
-    )
-    assert refusal(lambda: cube.constrain(jnp.ones((4, 8)), ("embed",), owner="w")) == (
-        "w: axes ('embed',) do not name the dimensions of (4, 8)"
-    )
-
-
-def test_a_rule_for_an_unknown_mesh_axis_is_refused(cube):
-    assert refusal(lambda: BoundSharding(cube.mesh, RULES.extend(mine="tensr"))) == (
-        "the rule for 'mine' names mesh axis 'tensr'; did you mean 'tensor'?"
-        " The mesh has data, fsdp, tensor."
-    )
-
-
-def test_a_mesh_may_have_axes_of_its_own():
+def test_mesh_may_have_custom_axes():
     bound = BoundSharding(make_mesh(8, names=("rows",)), ShardingRules.of(batch="rows"))
     assert bound.spec(("batch",)) == P("rows")
 
 
-def test_without_a_mesh_names_are_still_checked_and_nothing_is_split():
+def test_names_are_checked_and_nothing_is_split_without_a_mesh(raises):
     bound = BoundSharding(None, RULES)
     x = jnp.ones((3, 5))
     assert bound.constrain(x, ("batch", "mlp")) is x
     assert bound.spec(("batch", "mlp")) == P(None, None)
-    assert "did you mean 'batch'" in refusal(lambda: bound.constrain(x, ("bath", "mlp")))
-    assert refusal(lambda: bound.sharding(("mlp",))) == "this BoundSharding has no mesh"
+    with pytest.raises(ConfigError):
+        bound.constrain(x, ("bath", "mlp"))
+    with raises(ConfigError, field="mesh", value=None):
+        bound.sharding(("mlp",))
 
 
-def test_constrain_lays_out_under_jit_and_keeps_the_values(cube):
+def test_constrain_shards_under_jit_and_keeps_the_values(cube):
     x = np.arange(8 * 3 * 6, dtype=np.float32).reshape(8, 3, 6)
     y = jax.jit(lambda x: cube.constrain(x * 1.0, ("batch", None, "mlp")))(x)
     assert y.sharding.is_equivalent_to(
@@ -185,7 +160,7 @@ def test_constrain_lays_out_under_jit_and_keeps_the_values(cube):
     np.testing.assert_array_equal(y, x)
 
 
-def test_weights_are_born_in_the_layout_that_their_axes_say():
+def test_weights_are_initialized_in_the_layout_of_their_axes():
     bound = BoundSharding(make_mesh(2, 2, 2))
     layer = FeedForward(input_dims=4, output_dims=8, sharding=bound)
     key = jax.random.key(0)
@@ -202,7 +177,7 @@ def test_weights_are_born_in_the_layout_that_their_axes_say():
     jax.tree.map(np.testing.assert_array_equal, born, layer.init(key))
 
 
-def test_the_default_table_names_every_standard_axis_of_weights_and_activations():
+def test_default_rules_name_every_standard_axis():
     names = {name for name, _ in DEFAULT_RULES.table}
     weights = {"embed", "mlp", "heads", "kv_heads", "head_dim", "vocab", "norm", "positions"}
     stacked = {"layers", "stage", "expert"}
@@ -211,12 +186,13 @@ def test_the_default_table_names_every_standard_axis_of_weights_and_activations(
 
 
 @given(st.lists(st.sampled_from([*dict(DEFAULT_RULES.table), None]), max_size=4))
-def test_a_spec_names_each_mesh_axis_once_or_is_refused(axes):
+def test_spec_names_each_mesh_axis_once_or_raises(axes):
     bound = BoundSharding(make_mesh(2, 2, 2))
     wanted = [a for name in axes if name for a in DEFAULT_RULES.mesh_axes(name)]
     wanted = [axis for axis in wanted if axis in bound.mesh.shape]
     if len(wanted) != len(set(wanted)):
-        assert "are both split over mesh axis" in refusal(lambda: bound.spec(axes))
+        with pytest.raises(ConfigError, match="are both split over mesh axis"):
+            bound.spec(axes)
     else:
         spec = bound.spec(axes)
         entries = [e if isinstance(e, tuple) else (e,) for e in spec if e is not None]

@@ -1,15 +1,15 @@
 """layerkit: configuration, layers, models and decoding for JAX.
 
-The names below are the public face; each is imported when it is first used, so that
-`from layerkit import Config` costs neither JAX nor Flax.
+The names below are the public API. The first use of a name imports its module, so that
+`from layerkit import Config` imports neither JAX nor Flax.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from layerkit._version import __version__ as __version__
+from layerkit.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from layerkit.base_layer import BaseLayer as BaseLayer
@@ -29,35 +29,14 @@ if TYPE_CHECKING:
     from layerkit.weights import WeightHParams as WeightHParams
     from layerkit.weights import WeightInit as WeightInit
 
-_MODULE_OF = {
-    "BaseHParams": "config",
-    "BaseLayer": "base_layer",
-    "BaseModel": "base_model",
-    "BoundSharding": "sharding",
-    "Config": "config",
-    "Configurable": "config",
-    "DEFAULT_RULES": "sharding",
-    "NestedMap": "nested_map",
-    "Partial": "config",
-    "ShardingRules": "sharding",
-    "WeightHParams": "weights",
-    "WeightInit": "weights",
-    "WeightedScalar": "base_model",
-    "build": "config",
-    "instance_field": "config",
-    "sub_config_field": "config",
+_NAMES_BY_MODULE = {
+    "base_layer": "BaseLayer",
+    "base_model": "BaseModel WeightedScalar",
+    "config": ("BaseHParams Config Configurable Partial build instance_field sub_config_field"),
+    "nested_map": "NestedMap",
+    "sharding": "DEFAULT_RULES BoundSharding ShardingRules",
+    "weights": "WeightHParams WeightInit",
 }
 
-__all__ = sorted(_MODULE_OF)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        from layerkit.near_names import near_names
-
-        raise AttributeError(f"layerkit has no name {name!r}{near_names(name, __all__)}")
-    return getattr(importlib.import_module(f"layerkit.{_MODULE_OF[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+__all__ = sorted(name for names in _NAMES_BY_MODULE.values() for name in names.split())
+__getattr__, __dir__ = lazy_names(__name__, _NAMES_BY_MODULE)

@@ -163,8 +163,7 @@ class BaseLayer(nn.Module, kw_only=True):
 
         Raises:
           ValueError: sizes below one, axes that do not name every dimension, or weights of an
-            inherited dtype that is not floating.
-          TypeError: an initialiser that is not a `WeightInit`.
+            inherited dtype that is not floating, or an initializer that is not a `WeightInit`.
         """
         owner = f"{self.path_name}.{name}"
         if len(weight.axes) != len(weight.shape):
@@ -175,9 +174,11 @@ class BaseLayer(nn.Module, kw_only=True):
             sizes = ", ".join(f"{a}={n}" for a, n in zip(weight.axes, weight.shape, strict=True))
             raise ValueError(f"{owner}: every size of its shape must be at least 1, got {sizes}")
         if weight.init is None:
-            init = check_init(self.inherited("params_init"), owner=f"{self.path_name}: params_init")
+            init = check_init(
+                self.inherited("params_init"), owner=self.path_name, field="params_init"
+            )
         else:
-            init = check_init(weight.init, owner=f"{owner}: init")
+            init = check_init(weight.init, owner=owner, field="init")
         dtype = canonical_dtype(weight.dtype or self._inherited_dtype("dtype"))
 
         def draw(key: jax.Array) -> WeightBox:

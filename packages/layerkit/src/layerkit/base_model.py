@@ -1,7 +1,7 @@
-"""BaseModel: what a task needs from a network.
+"""The interface of models that a task trains, evaluates and decodes with.
 
-A model turns a batch into predictions, predictions into weighted metrics of which one is the loss,
-and, where it can, a prompt into a continuation.
+A model turns a batch into predictions, and predictions into weighted metrics, one of which is the
+loss. Models that define `decode` also continue prompts.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from flax import linen as nn
 from flax import struct
 
 from layerkit.base_layer import PARAMS, BaseLayer
+from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
 
 NATS_PER_TOKEN = "nats per token"
@@ -25,13 +26,14 @@ Reports replace "token" by the data set's word, such as "byte", and print bits a
 
 
 class WeightedScalar(struct.PyTreeNode):
-    """A mean together with the weight behind it.
+    """A weighted mean and the sum of its weights.
 
-    Means over several batches or devices are Σ value·weight / Σ weight, never a mean of means.
+    The mean over several batches or devices is Σ value·weight / Σ weight, not a mean of means.
 
     Attributes:
-      value: The mean; finite, such as 0, where the weight is 0, or gradients would be NaN.
-      weight: Sum of the weights it was taken over (the number of tokens or examples, say).
+      value: The mean. Finite, such as 0, if the weight is 0, since gradients would be NaN
+        otherwise.
+      weight: Sum of the weights, such as the number of tokens or examples.
     """
 
     value: jax.Array
@@ -39,7 +41,7 @@ class WeightedScalar(struct.PyTreeNode):
 
     @classmethod
     def of(cls, value: Any, weight: Any) -> WeightedScalar:
-        """Both as float32 scalars."""
+        """Return a metric that holds both numbers as float32 scalars."""
         return cls(jnp.asarray(value, jnp.float32), jnp.asarray(weight, jnp.float32))
 
 
@@ -47,84 +49,87 @@ Metrics = dict[str, WeightedScalar]
 
 
 class BaseModel(BaseLayer):
-    """Base of every model.
+    """Base class of models.
 
     `fprop(batch)` is `compute_loss(compute_predictions(batch), batch)`.
 
     A custom training loop differentiates `model.clone(train=True)` and adds the leaves of the
-    collection `aux_loss` to the loss. With `train=None` the model evaluates: dropout is off, and
-    nothing can tell that gradients are taken. `apply` warns where `aux_loss` is mutable then.
+    collection `aux_loss` to the loss. With `train=None` the model evaluates: dropout is off, even
+    if gradients are taken. `apply` warns if `aux_loss` is mutable while `train` is None.
     """
 
     reported_metric: ClassVar[str | None] = None
-    """The metric by which people compare models; None for the one that is trained, which may hold
-    more than that, such as label smoothing or auxiliary losses."""
+    """Metric by which models are compared. None stands for the training loss, which may include
+    label smoothing and auxiliary losses."""
 
     metric_units: ClassVar[Mapping[str, str]] = {}
-    """Units of the metrics that have one, by the metric's name, such as `NATS_PER_TOKEN`."""
+    """Units of metrics by name, such as `NATS_PER_TOKEN`; metrics without a unit are left out."""
 
     @property
     @nn.nowrap
     def frozen_weights(self) -> tuple[str, ...]:
-        """Regular expressions over paths of weights that must stay as they are, such as those of a
-        reference; whoever trains the model refuses to change them."""
+        """Regular expressions that match the paths of weights that must not be trained.
+
+        The weights of a reference model are an example. The runner raises an error if a learner
+        would change them.
+        """
         return ()
 
     @property
     @nn.nowrap
     def initial_copies(self) -> Mapping[str, str]:
-        """Children whose weights start equal to those of another child, as `{copy: original}`.
+        """Children that are initialized with the weights of another child, as `{copy: original}`.
 
-        `init` copies them. Whoever restores the original from a checkpoint that lacks the copy
-        fills the copy from the original too.
+        `init` copies the weights. A restore from a checkpoint without the copy fills it from the
+        original.
         """
         return {}
 
     @nn.nowrap
     def original_of(self, path: tuple[str, ...]) -> tuple[str, ...] | None:
-        """Return the weight of which a weight starts as a copy, by `initial_copies`.
+        """Return the path of the weight that initializes a weight, according to `initial_copies`.
 
         Args:
-          path: Of the weight, such as `("reference_lm", "softmax", "w")`.
+          path: Path of the weight, such as `("reference_lm", "softmax", "w")`.
 
         Returns:
-          Path of the original; None for a weight that is no copy.
+          Path of the original, or None for a weight that is not a copy.
         """
         original = self.initial_copies.get(path[0])
         return None if original is None else (original, *path[1:])
 
     @nn.nowrap
     def init_boxed(self, *args: Any, **kwargs: Any) -> Any:
-        """Like `BaseLayer.init_boxed`, with `initial_copies` made."""
+        """Initialize as `BaseLayer.init_boxed` does, then copy the weights of `initial_copies`."""
         variables = super().init_boxed(*args, **kwargs)
         params = variables[PARAMS]
         copies = {copy: params[original] for copy, original in self.initial_copies.items()}
         return {**variables, PARAMS: {**params, **copies}}
 
     def compute_predictions(self, batch: NestedMap) -> Any:
-        """Runs the network on a batch (batch axis first in every entry)."""
+        """Run the network on a batch whose entries all have the batch axis first."""
         raise NotImplementedError(f"{type(self).__qualname__} does not define compute_predictions")
 
     def compute_loss(self, predictions: Any, batch: NestedMap) -> tuple[Metrics, NestedMap]:
-        """Metrics over the batch, and outputs per example `[batch, …]`.
+        """Compute metrics over the batch, and outputs per example `[batch, …]`.
 
-        One of the metrics is named `loss`; auxiliary losses of the layers are added by the task.
-        The model weights each metric by the rows that count. The last batch of an evaluation is
-        filled up with rows of padding, which `layerkit.models.example_weights.example_weights`
-        gives weight 0:
+        One metric is named `loss`. The task adds the auxiliary losses of the layers to it. Rows of
+        padding, which fill up the last batch of an evaluation, must have weight 0, as
+        `layerkit.models.example_weights.example_weights` gives them:
 
             weights = example_weights(batch, len(errors))
-            mean = weighted_mean(errors, weights)  # of layerkit.layers.losses
+            mean = weighted_mean(errors, weights)  # from layerkit.layers.losses
             metrics = {"loss": WeightedScalar.of(mean, weights.sum())}
 
-        Of the outputs, `scores` float32 `[batch]` are the log-probabilities of the examples' labels
-        in nats; data sets that define metrics over their examples read them.
+        The output `scores` float32 `[batch]`, if present, holds the log-probability of each
+        example's labels in nats. Data sets that define metrics over their examples read it.
         """
         raise NotImplementedError(f"{type(self).__qualname__} does not define compute_loss")
 
     def fprop(self, batch: NestedMap) -> tuple[Metrics, NestedMap]:
+        """Compute metrics and outputs per example `[batch, …]` of a batch."""
         found = self.compute_loss(self.compute_predictions(batch), batch)
-        _check_found(f"{type(self).__qualname__}.compute_loss", found)
+        _check_loss_outputs(f"{type(self).__qualname__}.compute_loss", found)
         return found
 
     @property
@@ -135,66 +140,60 @@ class BaseModel(BaseLayer):
 
     @nn.nowrap
     def check_batch(self, batch: Mapping[str, Any], *needed: str) -> None:
-        """Raise if a batch lacks a key.
+        """Raise `ConfigError` if a batch lacks a key.
 
         Args:
           batch: Batch of the model.
           *needed: Keys that the model reads; `chosen.ids` is the key `ids` of the entry `chosen`.
-
-        Raises:
-          ValueError: naming the missing keys, the needed keys and the keys of the batch.
         """
         keys = _dotted_keys(batch)
         missing = [name for name in needed if name not in keys]
         if missing:
-            raise ValueError(
-                f"{self.path_name}: the batch lacks {', '.join(missing)}. Expected"
-                f" {', '.join(needed)}. It has {', '.join(keys) or 'no keys'}. Add what is missing"
-                " to the batches of the data set."
+            raise ConfigError(
+                f"the batch lacks {', '.join(missing)}",
+                owner=self.path_name,
+                field="batch keys",
+                value=keys,
+                expected=", ".join(needed),
+                hint="Add the missing keys to the batches of the data set.",
             )
 
     def decode(self, batch: NestedMap) -> NestedMap:
-        """Outputs of inference per example, such as the ids of a continuation.
+        """Compute the outputs of inference per example, such as the ids of a continuation.
 
         Raises:
-          NotImplementedError: the model has nothing to decode.
+          NotImplementedError: The model does not decode.
         """
         raise NotImplementedError(f"{type(self).__qualname__} cannot decode")
 
 
-def _check_found(method: str, found: Any) -> None:
-    """Raise an error unless `compute_loss` returned metrics with weights, and outputs by name."""
-    if not isinstance(found, tuple) or len(found) != 2:
-        raise ValueError(
-            f"{method} returned {_type_text(found)}. Expected (metrics, outputs): a dict of"
-            " WeightedScalar by name, and a NestedMap of arrays [batch, …]."
-        )
-    metrics, outputs = found
-    if not isinstance(metrics, Mapping):
-        raise ValueError(
-            f"{method} returned metrics of type {_type_text(metrics)}. Expected a dict of"
-            " WeightedScalar by name."
-        )
-    for name, metric in metrics.items():
-        # Whoever evaluates may know other kinds than WeightedScalar, each with its own rule.
-        if not isinstance(metric, struct.PyTreeNode):
-            raise ValueError(
-                f"{method} returned metrics[{name!r}] of type {_type_text(metric)}. Expected"
-                " WeightedScalar.of(value, weight)."
+def _check_loss_outputs(method: str, found: Any) -> None:
+    """Raise `ConfigError` unless `compute_loss` returned weighted metrics, and outputs by name."""
+
+    def require(is_valid: Any, subject: str, value: Any, expected: str) -> None:
+        if not is_valid:
+            raise ConfigError(
+                owner=method, field=f"type of {subject}", value=_type_text(value), expected=expected
             )
-        if not isinstance(metric, WeightedScalar):
-            continue
-        for field, number in (("value", metric.value), ("weight", metric.weight)):
-            if jnp.shape(number) != ():
-                raise ValueError(
-                    f"{method} returned metrics[{name!r}] with {field}={_type_text(number)}."
-                    " Expected a scalar, such as the weighted mean of the examples."
+
+    is_pair = isinstance(found, tuple) and len(found) == 2
+    require(is_pair, "the result", found, "(metrics, outputs): a dict and a NestedMap")
+    metrics, outputs = found
+    by_name = "a dict of WeightedScalar by name"
+    require(isinstance(metrics, Mapping), "metrics", metrics, by_name)
+    for name, metric in metrics.items():
+        subject = f"metrics[{name!r}]"
+        # The runner has other kinds of metrics, each with its own rule of aggregation.
+        is_metric = isinstance(metric, struct.PyTreeNode)
+        require(is_metric, subject, metric, "WeightedScalar.of(value, weight)")
+        if isinstance(metric, WeightedScalar):
+            for field, number in (("value", metric.value), ("weight", metric.weight)):
+                is_scalar = jnp.shape(number) == ()
+                require(
+                    is_scalar, f"{subject}.{field}", number, "a scalar, such as a weighted mean"
                 )
-    if not isinstance(outputs, Mapping):
-        raise ValueError(
-            f"{method} returned outputs of type {_type_text(outputs)}. Expected a NestedMap of"
-            " arrays [batch, …]; it may be empty."
-        )
+    is_mapping = isinstance(outputs, Mapping)
+    require(is_mapping, "outputs", outputs, "a NestedMap of arrays [batch, …], which may be empty")
 
 
 def _type_text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Fields of a template that its owner decides, such as the sizes that a stack hands on."""
+"""Fields of a template that its owner sets, such as the sizes that a stack passes to its layers."""
 
 from __future__ import annotations
 
@@ -6,33 +6,42 @@ import functools
 from typing import Any
 
 from layerkit.config import Config, assigned_fields, target_of
+from layerkit.errors import ConfigError
 
 
 def derive_fields(template: Config, where: str, **derived: Any) -> Config:
-    """A copy of `template` with fields that its owner decides; None decides nothing.
+    """Return a copy of a template with the fields that its owner derives.
+
+    Args:
+      template: Config of the layer.
+      where: Path of the template, for error messages.
+      **derived: Derived values by field; None leaves a field unchanged.
 
     Raises:
-      ValueError: the template sets one of them to something else, be it to the field's default;
-        names both places.
+      ConfigError: The template sets a field to another value, even to the field's default.
     """
     config = template.clone()
-    set_by_nobody = _set_by_nobody(target_of(config))
+    defaults = _default_fields(target_of(config))
     for name, value in derived.items():
         if value is None:
             continue
         explicit = assigned_fields(config).get(name)
-        is_set = explicit is not None and explicit != set_by_nobody.get(name)
+        is_set = explicit is not None and explicit != defaults.get(name)
         if is_set and explicit != value:
-            raise ValueError(
-                f"{where}: {name}={explicit!r} is set in its config, but its owner derives"
-                f" {name}={value!r}; leave the field out or make them agree"
+            raise ConfigError(
+                owner=where,
+                field=name,
+                value=explicit,
+                expected=f"{value!r}, which the owner derives",
+                hint="Leave the field out.",
             )
         setattr(config, name, value)
     return config
 
 
-# Every trace asks for every layer, and the answer takes as long as making a config.
+# Cached because every trace of every layer needs the result, which takes as long as making a
+# config.
 @functools.cache
-def _set_by_nobody(target: Any) -> dict[str, Any]:
-    """The default templates and containers that every config of a target carries."""
+def _default_fields(target: Any) -> dict[str, Any]:
+    """Return the default templates and containers that each config of a target has."""
     return assigned_fields(Config(target))

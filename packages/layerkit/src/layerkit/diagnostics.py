@@ -1,4 +1,4 @@
-"""Names of layers in errors, and the warning about a model that may be trained by mistake."""
+"""Layer paths in errors, and the warning about training a model in evaluation mode."""
 
 from __future__ import annotations
 
@@ -8,22 +8,28 @@ import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
+from layerkit.errors import UserError, first_names
 from layerkit.near_names import near_names
 
 _NOTE = "In layer "
-# "Linear(lm/softmax): input_dims=0, …", "Linear(lm/softmax).w: …"
-_NAMED = re.compile(r"(\w+\([\w/]*\))[.:]")
+# The owner of a UserError, or the start of the text of another error: "Linear(lm/softmax).w: …".
+_LAYER = re.compile(r"\w+\([\w/]*\)(?=[.:]|$)")
 
 
 def naming_layer(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method of a layer so that errors carry the path of the innermost layer as a note."""
+    """Wrap a method of a layer so that errors name the innermost layer.
+
+    A `UserError` without owner gets the layer as its owner, any other error gets a note.
+    """
 
     @functools.wraps(method)
     def named(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
         except Exception as error:
-            if layer_of(error) is None:
+            if isinstance(error, UserError) and error.owner is None:
+                error.owner = self.path_name
+            elif layer_of(error) is None:
                 error.add_note(f"{_NOTE}{self.path_name}")
             raise
 
@@ -31,10 +37,10 @@ def naming_layer(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def layer_of(error: BaseException) -> str | None:
-    """Return the class and path of the layer in which an error was raised; None if in none."""
-    # Checks of layers begin with it, and need no note.
-    if named := _NAMED.match(str(error)):
-        return named[1]
+    """Return the class and path of the layer that raised an error, or None if no layer did."""
+    text = error.owner or "" if isinstance(error, UserError) else str(error)
+    if named := _LAYER.match(text):
+        return named[0]
     for note in getattr(error, "__notes__", ()):
         if note.startswith(_NOTE):
             return str(note.removeprefix(_NOTE))
@@ -42,30 +48,30 @@ def layer_of(error: BaseException) -> str | None:
 
 
 def unknown_name(layer: Any, kind: str, name: str, names: Collection[str]) -> AttributeError:
-    """Return the error for a weight or variable that a layer does not have.
+    """Return the error about a weight or variable that a layer does not have.
 
     Args:
-      layer: The layer.
+      layer: Layer, a `BaseLayer`.
       kind: "weight" or "variable".
-      name: The name that was asked for.
+      name: Requested name.
       names: Names of the weights or variables that the layer has.
     """
     return AttributeError(
         f"{layer.path_name} has no {kind} {name!r}{near_names(name, names)}"
-        f" Its {kind}s: {', '.join(names) or 'none'}.",
+        f" Its {kind}s: {first_names(names) or 'none'}.",
         name=name,
         obj=layer,
     )
 
 
 def warn_of_unset_train(layer: Any, *, collection: str) -> None:
-    """Warn if a model whose `train` nobody set is applied as if it were trained.
+    """Warn if a model with `train=None` is applied as in training.
 
-    Its gradients would be those of evaluation: without dropout, noise and capacities.
+    Its gradients would be those of evaluation, without dropout, noise and expert capacities.
 
     Args:
-      layer: The layer that depends on `train`.
-      collection: Name of the collection that only training makes mutable.
+      layer: Layer that depends on `train`.
+      collection: Name of a collection that is mutable only in training.
     """
     if layer.inherited("train") is not None or layer.scope is None:
         return

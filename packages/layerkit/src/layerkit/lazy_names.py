@@ -1,4 +1,4 @@
-"""Public names of a package whose modules are imported when a name is first used."""
+"""Public names of a package whose modules are imported at the first use of a name."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ def lazy_names(
 
     Args:
       package: Name of the package.
-      names_by_module: Public names, separated by spaces, by the module below the package that
-        defines them.
+      names_by_module: Public names, separated by spaces, by the submodule that defines them.
     """
     module_of = {
         name: module for module, names in names_by_module.items() for name in names.split()

@@ -1,7 +1,8 @@
-"""What layers report besides scalars: histograms and images.
+"""Summaries of layers: scalars, histograms and images.
 
-They cost more than a scalar, so a layer computes them only where somebody collects them, at the
-few steps that are summarized. Otherwise a mark without any array says that there would be one.
+Histograms and images cost more than a scalar. A layer computes them only if the collection
+`summary_arrays` is mutable, as at the few steps that are summarized. At other steps it reports a
+placeholder without an array, so that the runner knows which summaries exist.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from layerkit.checks import check_choice
+from layerkit.errors import ConfigError
+
 # Names of the Flax collections that layers report to.
 SUMMARIES = "summaries"
 SUMMARY_ARRAYS = "summary_arrays"
@@ -21,23 +25,23 @@ Kind = Literal["scalar", "histogram", "image"]
 KINDS: tuple[Kind, ...] = ("scalar", "histogram", "image")
 
 DEFAULT_VERBOSITY = 3
-"""Of summaries that do not say theirs, and up to which a task reports them (Pax's numbers)."""
+"""Verbosity of summaries by default, and the highest that a task reports by default (as in Pax)."""
 
 MAX_IMAGES = 3
-"""Rows of a batch whose image is kept."""
+"""Largest number of images that a summary keeps of a batch."""
 
 _PER_OCTAVE, _OCTAVES = 4, 10
 
 
 class BinCounts(struct.PyTreeNode):
-    """How values are spread over bins that do not depend on them, so that counts can be added up.
+    """A histogram over fixed bins, so that the counts of several batches can be added.
 
     Attributes:
-      counts: float32 `[bins]`, the weight of the values above an edge, up to and with the next. The
-        first bin holds what lies below it too, the last one what lies above.
+      counts: float32 `[bins]`, the summed weight of the values in each bin (lower edge excluded,
+        upper edge included). The first and last bins include all values beyond the edges.
       sum: float32 scalar, Σ weight·value.
       sum_of_squares: float32 scalar, Σ weight·value².
-      edges: `bins + 1` numbers, ascending.
+      edges: Ascending bin edges, `bins + 1` numbers.
     """
 
     counts: jax.Array
@@ -49,11 +53,14 @@ class BinCounts(struct.PyTreeNode):
     def of(
         cls, values: jax.Array, edges: tuple[float, ...], weights: jax.Array | None = None
     ) -> BinCounts:
-        """Counts `values` `[...]`, each once or by `weights` of that shape; of weight 0 not."""
+        """Count `values` `[...]` by `weights` of that shape; None weights each value by 1.
+
+        Values of weight 0, even if not finite, are left out.
+        """
         values = jnp.asarray(values, jnp.float32)
         weights = jnp.ones(values.shape) if weights is None else weights
         values = jnp.where(weights > 0, values, 0.0)
-        # One pass for each edge, which partitions like any sum; scattering into bins would not.
+        # One pass per edge is partitioned like any sum; scattering into bins is not.
         below = jax.lax.map(
             lambda edge: jnp.sum(jnp.where(values <= edge, weights, 0.0)),
             jnp.asarray(edges[1:-1], jnp.float32),
@@ -68,7 +75,7 @@ class BinCounts(struct.PyTreeNode):
 
 
 def _log_edges() -> tuple[float, ...]:
-    """From −1024 to 1024, four bins between a power of two and the next, one around 0."""
+    """Return edges from −1024 to 1024 with four bins per octave, and one bin around 0."""
     steps = range(-_OCTAVES * _PER_OCTAVE, _OCTAVES * _PER_OCTAVE + 1)
     positive = [math.pow(2.0, step / _PER_OCTAVE) for step in steps]
     return (*(-edge for edge in reversed(positive)), *positive)
@@ -78,13 +85,13 @@ LOG_EDGES = _log_edges()
 
 
 class Summary(struct.PyTreeNode):
-    """One report of a layer.
+    """A value that a layer reports.
 
     Attributes:
-      value: A scalar; a `BinCounts`; images uint8 `[rows, height, width, channels]`, of at most
-        `MAX_IMAGES` rows; None in a mark. Repeated layers put axes in front.
-      kind: Which of these.
-      verbosity: It is reported by tasks with this `summary_verbosity` or a higher one.
+      value: A scalar, a `BinCounts`, or images uint8 `[rows, height, width, channels]` with at most
+        `MAX_IMAGES` rows; None in a placeholder. Repeated layers add leading axes.
+      kind: Kind of the value.
+      verbosity: Smallest `summary_verbosity` of tasks that report the value.
     """
 
     value: Any
@@ -92,9 +99,9 @@ class Summary(struct.PyTreeNode):
     verbosity: int = struct.field(pytree_node=False, default=DEFAULT_VERBOSITY)
 
     def merged(self, axis: int) -> Summary:
-        """What pieces of a batch, stacked on `axis`, reported of the whole.
+        """Return the summary of a batch from those of its parts, which are stacked on `axis`.
 
-        Counts are added up; the images are those of the first piece.
+        Scalars and counts are added. Images are those of the first part.
         """
         if self.kind == "image":
             return self.replace(value=jax.lax.index_in_dim(self.value, 0, axis, keepdims=False))
@@ -102,44 +109,44 @@ class Summary(struct.PyTreeNode):
 
 
 def sow_summary(layer: Any, name: str, value: Any, *, kind: Kind, verbosity: int) -> None:
-    """Puts what a layer reports into the collection for it, where that is collected.
+    """Store a summary of a layer in its Flax collection, if that collection is mutable.
 
     Args:
-      layer: A `BaseLayer`.
-      name: Of the value, below the layer.
-      value: See `BaseLayer.add_summary`.
-      kind: What to make of it.
-      verbosity: See `Summary`.
+      layer: Layer that reports, a `BaseLayer`.
+      name: Name of the summary below the layer.
+      value: Reported array; see `BaseLayer.add_summary`.
+      kind: Kind of the summary.
+      verbosity: Verbosity of the summary; see `Summary`.
 
     Raises:
-      ValueError: another kind, or an image of another shape.
+      ConfigError: The kind is unknown, or the shape is not that of images.
     """
     owner = f"{layer.path_name}.{name}"
-    if kind not in KINDS:
-        raise ValueError(f"{owner}: kind={kind!r} must be one of {', '.join(KINDS)}")
+    check_choice(owner, KINDS, kind=kind)
     if kind == "scalar":
         if layer.is_mutable_collection(SUMMARIES):
             value = jax.lax.stop_gradient(value)
             is_plain = verbosity == DEFAULT_VERBOSITY
             layer.sow(SUMMARIES, name, value if is_plain else Summary(value, kind, verbosity))
     elif layer.is_mutable_collection(SUMMARY_ARRAYS):
-        kept = _counts(value) if kind == "histogram" else _images(value, owner=owner)
+        if kind == "histogram":
+            kept: Any = BinCounts.of(jax.lax.stop_gradient(value), LOG_EDGES)
+        else:
+            kept = _images(value, owner=owner)
         layer.sow(SUMMARY_ARRAYS, name, Summary(kept, kind, verbosity))
     elif layer.is_mutable_collection(SUMMARIES):
         layer.sow(SUMMARIES, name, Summary(None, kind, verbosity))
 
 
-def _counts(value: jax.Array) -> BinCounts:
-    return BinCounts.of(jax.lax.stop_gradient(value), LOG_EDGES)
-
-
 def _images(value: jax.Array, *, owner: str) -> jax.Array:
-    """The first rows, uint8 `[rows, height, width, channels]`."""
+    """Return the images of the first rows, uint8 `[rows, height, width, channels]`."""
     shape = jnp.shape(value)
     if len(shape) != 4 or shape[-1] not in (1, 3, 4):
-        raise ValueError(
-            f"{owner}: an image summary of shape {list(shape)}; expected [rows, height, width,"
-            " channels] with 1, 3 or 4 channels"
+        raise ConfigError(
+            owner=owner,
+            field="shape of the image summary",
+            value=list(shape),
+            expected="[rows, height, width, channels] with 1, 3 or 4 channels",
         )
     images = jax.lax.stop_gradient(jnp.asarray(value)[:MAX_IMAGES])
     if images.dtype == jnp.uint8:

@@ -1,4 +1,4 @@
-"""Weights: their shape, initial values, logical axes and dtype, declared in one line each."""
+"""Declarations of weights (shape, initializer, logical axes, dtype) and their initialization."""
 
 from __future__ import annotations
 
@@ -12,46 +12,47 @@ import jax.numpy as jnp
 from flax import struct
 from flax.core import meta
 
-from layerkit.near_names import near_names
+from layerkit.errors import ConfigError
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64", "int32", "int8")
 
 
 def canonical_dtype(value: Any, *, field: str = "dtype") -> jnp.dtype:
-    """Turns `jnp.bfloat16`, `"bfloat16"` or a NumPy dtype into a dtype.
+    """Return the dtype of `jnp.bfloat16`, `"bfloat16"` or a NumPy dtype.
 
     Raises:
-      ValueError: not the name of a dtype.
+      ConfigError: The value is not the name of a dtype.
     """
     try:
         return jnp.dtype(value)
     except TypeError:
-        known = ("float32", "bfloat16", "float16", "float64", "int32", "int8")
-        raise ValueError(
-            f"{field}={value!r} is not a dtype{near_names(str(value), known)}"
-        ) from None
+        raise ConfigError(field=field, value=value, expected="a dtype", choices=_DTYPES) from None
 
 
 def floating_dtype(value: Any, *, field: str, owner: str) -> jnp.dtype:
-    """Like `canonical_dtype`, for weights and activations; None is float32.
+    """Return the dtype of weights or activations; None stands for float32.
 
     Raises:
-      ValueError: not a dtype, or one of whole numbers, to which everything would be rounded.
+      ConfigError: The value is not a floating dtype. An integer dtype would round every value.
     """
     dtype = canonical_dtype(jnp.float32 if value is None else value, field=field)
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(
-            f"{owner}: {field}={dtype.name!r}, expected a floating dtype such as 'float32' or"
-            " 'bfloat16'"
+        raise ConfigError(
+            owner=owner,
+            field=field,
+            value=dtype.name,
+            expected="a floating dtype such as 'float32' or 'bfloat16'",
         )
     return dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightInit:
-    """How a weight's first values are drawn; made by the class methods below.
+    """An initializer of weights, made by the class methods below.
 
     Attributes:
       method: Name of the distribution.
-      scale: Its one parameter (see each class method).
+      scale: Parameter of the distribution; see each class method.
     """
 
     method: str
@@ -59,61 +60,63 @@ class WeightInit:
 
     @classmethod
     def Xavier(cls, scale: float = 1.0) -> WeightInit:  # noqa: N802 - a constructor
-        """Uniform in ±scale·√(6/(fan_in+fan_out)) (Glorot and Bengio, 2010). The default."""
+        """Draw uniformly from ±scale·√(6/(fan_in+fan_out)) (Glorot and Bengio, 2010; default)."""
         return cls("xavier", scale)
 
     @classmethod
     def Gaussian(cls, scale: float = 1.0) -> WeightInit:  # noqa: N802
-        """Normal with standard deviation `scale`."""
+        """Draw from a normal distribution with standard deviation `scale`."""
         return cls("gaussian", scale)
 
     @classmethod
     def TruncatedGaussian(cls, scale: float = 1.0) -> WeightInit:  # noqa: N802
-        """Normal with standard deviation `scale` before it is cut at ±2·scale."""
+        """Draw from a normal distribution with standard deviation `scale`, truncated at ±2·scale.
+
+        The standard deviation is that before truncation.
+        """
         return cls("truncated_gaussian", scale)
 
     @classmethod
     def FanIn(cls, scale: float = 1.0) -> WeightInit:  # noqa: N802
-        """Normal with standard deviation scale/√fan_in (LeCun et al., 1998)."""
+        """Draw from a normal distribution with deviation scale/√fan_in (LeCun et al., 1998)."""
         return cls("fan_in", scale)
 
     @classmethod
     def Uniform(cls, scale: float = 1.0) -> WeightInit:  # noqa: N802
-        """Uniform in ±scale."""
+        """Draw uniformly from ±scale."""
         return cls("uniform", scale)
 
     @classmethod
     def Constant(cls, value: float = 0.0) -> WeightInit:  # noqa: N802
-        """Every entry is `value`."""
+        """Set every entry to `value`."""
         return cls("constant", value)
 
 
-def check_init(value: Any, *, owner: str) -> WeightInit:
-    """`value` if it is an initialiser; None is Xavier.
+def check_init(value: Any, *, owner: str, field: str) -> WeightInit:
+    """Return an initializer; None stands for Xavier.
 
     Raises:
-      TypeError: something else, such as a bare number.
+      ConfigError: The value is not an initializer, but a number, for example.
     """
     if value is None:
         return WeightInit.Xavier()
     if not isinstance(value, WeightInit):
-        raise TypeError(
-            f"{owner}={value!r}, expected a WeightInit such as WeightInit.Gaussian(0.02)"
-        )
+        expected = "a WeightInit such as WeightInit.Gaussian(0.02)"
+        raise ConfigError(owner=owner, field=field, value=value, expected=expected)
     return value
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightHParams:
-    """The declaration of one weight.
+    """A declaration of a weight.
 
     Attributes:
-      shape: Its dimensions.
-      axes: A logical axis name (or None) per dimension; see `layerkit.sharding`.
-      init: How it starts; None inherits the layer's `params_init`.
-      dtype: None inherits the layer's `dtype`.
-      fan_in_dims: Dimensions that are contracted with the input; default: all but the last.
-      fan_out_dims: Dimensions of the output; default: the last.
+      shape: Shape of the weight.
+      axes: Logical axis name, or None, of each dimension; see `layerkit.sharding`.
+      init: Initializer; None inherits the layer's `params_init`.
+      dtype: Storage dtype; None inherits the layer's `dtype`.
+      fan_in_dims: Dimensions that are contracted with the input; None for all but the last.
+      fan_out_dims: Dimensions of the output; None for the last.
     """
 
     shape: tuple[int, ...]
@@ -124,7 +127,7 @@ class WeightHParams:
     fan_out_dims: tuple[int, ...] | None = None
 
     def fans(self) -> tuple[int, int]:
-        """(fan_in, fan_out) of the weight."""
+        """Return (fan_in, fan_out) of the weight."""
         ins = self.fan_in_dims
         outs = self.fan_out_dims
         if ins is None:
@@ -138,11 +141,11 @@ class WeightHParams:
 
 
 def draw_weight(key: jax.Array, weight: WeightHParams, init: WeightInit, dtype: Any) -> jax.Array:
-    """The first values of a weight, `[...]` as it says; drawn in float32, then cast to `dtype`."""
+    """Return initial values `[...]` of the weight's shape, drawn in float32 and cast to `dtype`."""
     fan_in, fan_out = weight.fans()
     shape, scale = weight.shape, init.scale
 
-    # The dtype is said because without it JAX's x64 mode would draw other numbers.
+    # Without an explicit dtype, JAX's x64 mode would draw other numbers.
     def uniform() -> jax.Array:
         return jax.random.uniform(key, shape, jnp.float32, -1.0, 1.0)
 
@@ -161,22 +164,20 @@ def draw_weight(key: jax.Array, weight: WeightHParams, init: WeightInit, dtype: 
         "constant": lambda: jnp.full(shape, scale),
     }
     if init.method not in samplers:
-        raise ValueError(
-            f"unknown WeightInit method {init.method!r}{near_names(init.method, samplers)}"
-        )
+        raise ConfigError(owner="WeightInit", field="method", value=init.method, choices=samplers)
     return samplers[init.method]().astype(dtype)
 
 
 class WeightBox(struct.PyTreeNode, meta.AxisMetadata[Any]):
-    """A weight together with its logical axes, as it leaves initialisation.
+    """A weight with its logical axes, as initialization returns it.
 
     Flax's lifted transforms add and remove the names of stacked axes (`layers`) through it.
 
     Attributes:
-      value: The weight, `[...]`.
-      axes: Its logical axes.
-      init: How it was drawn, where a layer declared that; a stack draws every layer by itself.
-      fans: (fan_in, fan_out) that it was drawn by.
+      value: Array `[...]` of the weight.
+      axes: Logical axis name, or None, of each dimension.
+      init: Initializer that a layer declared. A stack draws each of its layers separately.
+      fans: (fan_in, fan_out) of the declared weight.
     """
 
     value: Any
@@ -185,32 +186,36 @@ class WeightBox(struct.PyTreeNode, meta.AxisMetadata[Any]):
     fans: tuple[int, int] | None = struct.field(pytree_node=False, default=None)
 
     def unbox(self) -> Any:
+        """Return the array."""
         return self.value
 
     def replace_boxed(self, val: Any) -> WeightBox:
+        """Return a box with another array and the same axes."""
         return self.replace(value=val)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> WeightBox:
+        """Return a box with the name of a stacked axis inserted."""
         axes = list(self.axes)
         axes.insert(index, params[meta.PARTITION_NAME])
         return self.replace(axes=tuple(axes))
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> WeightBox:
+        """Return a box with the name of a stacked axis removed."""
         axes = list(self.axes)
         del axes[index]
         return self.replace(axes=tuple(axes))
 
 
 def is_box(value: Any) -> bool:
-    """Whether `value` is a weight still together with its axes."""
+    """Return whether `value` is a weight with its axes."""
     return isinstance(value, WeightBox)
 
 
 def unbox(tree: Any) -> Any:
-    """The plain arrays of a tree of weights."""
+    """Return the plain arrays of a tree of weights."""
     return jax.tree.map(lambda leaf: leaf.value if is_box(leaf) else leaf, tree, is_leaf=is_box)
 
 
 def logical_axes(tree: Any) -> Any:
-    """The logical axes of a tree of boxed weights (None for a leaf without any)."""
+    """Return the logical axes of a tree of boxed weights, and None for each unboxed leaf."""
     return jax.tree.map(lambda leaf: leaf.axes if is_box(leaf) else None, tree, is_leaf=is_box)

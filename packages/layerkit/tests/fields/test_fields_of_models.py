@@ -114,8 +114,8 @@ EXAMPLES = [
             ),
         },
         model(NestedMap(inputs=NUMBERS, labels=IDS[:, 0] % 4)),
-        input_field=Change("image", refusal="input_field='image' is not in the batch"),
-        label_field=Change("digit", refusal="label_field='digit' is not in the batch"),
+        input_field=Change("image", refusal="the batch lacks image"),
+        label_field=Change("digit", refusal="the batch lacks digit"),
         top_k=2,
     ),
     of(

@@ -467,16 +467,16 @@ def test_init_raises_without_stages(raises):
         (
             pipeline(2, 2, sharding=bound(data=4)),
             4,
-            "Pipeline(): dimension 'batch' of size 2 cannot be split evenly over mesh axes"
-            " ('data',) of size 4; use another mesh, another size, or"
-            " ShardingRules.replace(batch=None)",
+            "Pipeline(): cannot be split evenly: dimension 'batch'=2. Expected a multiple of 4, the"
+            " size of mesh axes ('data',). Use another mesh, another size, or"
+            " ShardingRules.replace(batch=None).",
         ),
         (
             pipeline(3, 3, sharding=bound(stage=2)),
             3,
-            "Pipeline(): dimension 'stage' of size 3 cannot be split evenly over mesh axes"
-            " ('stage',) of size 2; use another mesh, another size, or"
-            " ShardingRules.replace(stage=None)",
+            "Pipeline(): cannot be split evenly: dimension 'stage'=3. Expected a multiple of 2, the"
+            " size of mesh axes ('stage',). Use another mesh, another size, or"
+            " ShardingRules.replace(stage=None).",
         ),
     ],
 )

@@ -403,10 +403,7 @@ def test_contradictions_are_refused_naming_both_sides():
     three = Transformer.HParams.config(num_heads=3)
     inside = Transformer.HParams.config()
     inside.attention_tpl.num_heads = 3
-    ending = (
-        ": num_heads=3 is set in its config, but its owner derives num_heads=4;"
-        " leave the field out or make them agree"
-    )
+    ending = ": num_heads=3. Expected 4, which the owner derives. Leave the field out."
     scan = StackedTransformerRepeated
     assert weights_refused(StackedTransformer, layer_tpl=inside) == (
         f"Transformer(layers_0).attention{ending}"

@@ -1,4 +1,4 @@
-"""LanguageModel: its metrics, and that decoding is the model asked again and again."""
+"""LanguageModel: metrics, and cached decoding compared with repeated full forward passes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from layerkit.config import build
 from layerkit.decoding.beam_search import BeamSearch
 from layerkit.decoding.loop import SampleDecoder
+from layerkit.errors import ConfigError
 from layerkit.layers.attention.latent import MultiHeadLatentAttention
 from layerkit.layers.embeddings import Embedding, FullSoftmax
 from layerkit.layers.pipelined_transformer import PipelinedTransformer
@@ -104,16 +105,16 @@ def greedy_by_asking(logits):
 
 
 def log_probs_of(logits, ids):
-    """log p of each token given those before it, `[batch, length − 1]`."""
+    """Return log p of each token given those before it, `[batch, length − 1]`."""
     table = np.asarray(jax.nn.log_softmax(logits(ids)))[:, :-1]
     return np.take_along_axis(table, ids[:, 1:, None], axis=-1)[..., 0]
 
 
-def test_greedy_decoding_is_asking_again_for_every_token(asked, stack):
+def test_greedy_decoding_equals_repeated_forward_passes(asked, stack):
     variables, logits = asked
     outputs = decode(language_model(stack), variables, BATCH)
     expected = greedy_by_asking(logits)
-    assert len(set(expected[IS_DRAWN])) >= 6  # not one token over and over
+    assert len(set(expected[IS_DRAWN])) >= 6  # not one token repeated
     np.testing.assert_array_equal(outputs.ids, expected)
     np.testing.assert_array_equal(outputs.lengths, [9, 6, 7, 0])
     found = np.where(IS_DRAWN[:, 1:], log_probs_of(logits, expected), 0.0)
@@ -121,7 +122,7 @@ def test_greedy_decoding_is_asking_again_for_every_token(asked, stack):
     np.testing.assert_allclose(outputs.scores, np.sum(found, axis=1), rtol=1e-4, atol=1e-5)
 
 
-def test_a_row_ends_where_the_model_ends_it(asked, stack):
+def test_row_ends_with_its_eos_token(asked, stack):
     variables, logits = asked
     rows = greedy_by_asking(logits)
     eos_id = int(rows[0, 5])
@@ -133,7 +134,7 @@ def test_a_row_ends_where_the_model_ends_it(asked, stack):
     assert int(outputs.lengths[0]) in (5, 6)
 
 
-def test_what_is_drawn_has_the_log_probs_that_the_model_gives_it(asked, stack):
+def test_sampled_tokens_have_the_log_probs_of_the_model(asked, stack):
     variables, logits = asked
     model = language_model(stack, temperature=2.0)
     outputs, again, other = (decode(model, variables, BATCH, jax.random.key(k)) for k in (1, 1, 2))
@@ -151,7 +152,7 @@ SEVERAL = {
 
 
 @pytest.mark.parametrize("decoder", SEVERAL.values(), ids=SEVERAL)
-def test_each_of_several_continuations_has_a_cache_of_its_own(asked, stack, decoder):
+def test_several_continuations_have_separate_caches(asked, stack, decoder):
     variables, logits = asked
     model = language_model(stack).clone(decoder=decoder)
     found = decode(model, variables, BATCH, jax.random.key(1)).candidates
@@ -164,7 +165,7 @@ def test_each_of_several_continuations_has_a_cache_of_its_own(asked, stack, deco
 
 
 def unlike_layers():
-    """A window, then latent attention, and one more of the first behind the loop of both."""
+    """Return a stack that repeats a layer with a window and one with latent attention."""
     window, latent = Transformer.HParams.config(), Transformer.HParams.config()
     window.attention_tpl.window = 3
     latent.attention_tpl = MultiHeadLatentAttention.HParams.config(
@@ -180,7 +181,7 @@ def stages():
 
 
 @pytest.mark.parametrize("make", [unlike_layers, pytest.param(stages, marks=pytest.mark.slow)])
-def test_beams_take_along_caches_of_every_kind(make):
+def test_beams_reorder_caches_of_every_kind(make):
     model = language_model(StackedTransformer)
     lm_tpl = model.lm_tpl.clone(stack_tpl=make(), num_layers=3)
     model = model.clone(lm_tpl=lm_tpl, decoder=SEVERAL["beams"])
@@ -194,7 +195,7 @@ def test_beams_take_along_caches_of_every_kind(make):
         np.testing.assert_allclose(found.log_probs[:, place, 1:], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_row_continues_as_it_does_alone():
+def test_row_continues_as_in_a_batch_of_its_own():
     decoder = SampleDecoder(max_decode_steps=5, temperature=1.5, top_p=0.9, eos_id=3)
     model = language_model().clone(decoder=decoder)
     variables = random_weights(model)
@@ -209,7 +210,7 @@ def test_a_row_continues_as_it_does_alone():
         )
 
 
-def test_rows_of_a_batch_may_have_limits_of_their_own():
+def test_rows_may_have_separate_step_limits():
     model = language_model(StackedTransformer)
     outputs = decode(model, random_weights(model), BATCH | {"max_steps": np.array([3, 0, 9, 9])})
     np.testing.assert_array_equal(outputs.lengths, [7, 1, 7, 0])
@@ -225,37 +226,31 @@ def test_prompts_without_lengths_fill_their_rows():
     np.testing.assert_array_equal(left_out.prompt_lengths, full)
 
 
-def test_drawing_without_a_key_is_refused():
+def test_sampling_without_a_key_raises():
     model = language_model(temperature=1.0)
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="random"):
         decode(model, random_weights(model), BATCH)
-    assert str(caught.value) == (
-        "LanguageModel() needs random numbers: apply with rngs={'random': key}"
-    )
 
 
-def test_packed_rows_are_no_prompts():
+@pytest.mark.parametrize(
+    ("batch", "field"),
+    [
+        (BATCH | {"segment_ids": np.ones((4, 4), np.int32)}, "segment_ids"),
+        (NestedMap(ids=PROMPTS, paddings=np.zeros(PROMPTS.shape)), "prompt_lengths"),
+    ],
+    ids=["packed", "paddings_without_lengths"],
+)
+def test_batch_that_cannot_be_decoded_raises(raises, batch, field):
     model = language_model()
-    with pytest.raises(ValueError) as caught:
-        decode(model, random_weights(model), BATCH | {"segment_ids": np.ones((4, 4), np.int32)})
-    assert str(caught.value) == (
-        "segment_ids: packed rows cannot be decoded; a batch of prompts has one a row, and"
-        " prompt_lengths"
-    )
-
-
-def test_padding_alone_does_not_say_where_prompts_end():
-    model = language_model()
-    batch = NestedMap(ids=PROMPTS, paddings=np.zeros(PROMPTS.shape, np.float32))
-    with pytest.raises(ValueError, match="paddings without prompt_lengths, which say where"):
+    with raises(ConfigError, owner="LanguageModel()", field=field):
         decode(model, random_weights(model), batch)
 
 
-def test_decoding_past_the_last_position_is_refused():
+def test_decoding_past_the_last_position_raises():
     table = TrainablePositionalEmbedding.HParams.config(max_length=8)
     model = language_model(StackedTransformer)
     model = model.clone(lm_tpl=model.lm_tpl.clone(position_tpl=table))
-    with pytest.raises(ValueError, match=r"max_length=8, but the rows have 9 positions"):
+    with pytest.raises(ValueError, match="max_length=8"):
         decode(model, random_weights(model), BATCH)
 
 
@@ -270,7 +265,7 @@ TRAIN_BATCH = NestedMap(
 
 
 def test_metrics_are_weighted_means_over_the_tokens():
-    smoothing = 0.1  # changes what is trained on, not what is reported
+    smoothing = 0.1  # changes the loss, but not the reported xent
     model = language_model()
     softmax = model.lm_tpl.softmax_tpl.clone(label_smoothing=smoothing)
     model = model.clone(lm_tpl=model.lm_tpl.clone(softmax_tpl=softmax))
@@ -296,10 +291,10 @@ def test_metrics_are_weighted_means_over_the_tokens():
     np.testing.assert_allclose(per_example.per_token_xent, expected["xent"], rtol=1e-4, atol=1e-5)
 
 
-def test_a_batch_without_weight_gives_zero_and_finite_gradients():
+def test_batch_without_weight_has_zero_loss_and_gradients():
     model = language_model()
     variables = random_weights(model)
-    # Also where nothing sensible stands in the labels.
+    # Labels of weight 0 may be invalid.
     batch = TRAIN_BATCH | {
         "weights": np.zeros((2, 6), np.float32),
         "labels": np.full((2, 6), -1, np.int32),
@@ -335,7 +330,7 @@ def test_packed_batches_reach_the_network():
     assert np.all(np.abs(packed[:, 4:] - run(TRAIN_BATCH)[:, 4:]) > 1e-6)
 
 
-def test_a_model_is_a_value_that_jit_can_key_on():
+def test_equal_models_are_equal_static_arguments():
     config = LanguageModel.HParams.config()
     assert build(config) == build(config) and hash(build(config)) == hash(build(config))
     assert build(config) != build(config.clone(decoder=SampleDecoder.HParams.config(eos_id=1)))

@@ -1,4 +1,4 @@
-"""A model that mixes what stacks can hold learns, in every weight that it has."""
+"""A model that combines many options of stacks trains all of its weights."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def packed_batch():
 
 
 @pytest.mark.slow  # BertModel learns in the ordinary run; what is mixed here has tests of its own
-def test_a_mixed_model_learns():
+def test_training_changes_every_weight_and_reduces_the_loss():
     model, batch = mixed_model(), packed_batch()
     optimizer = optax.adam(3e-3)
 

@@ -1,9 +1,8 @@
-"""DpoModel: its losses by their formulas, and a reference that stays where it is."""
+"""DpoModel: losses compared with their formulas, and a reference that is not trained."""
 
 from __future__ import annotations
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ import pytest
 from layerkit.base_layer import AUX_LOSS, PARAMS
 from layerkit.config import build
 from layerkit.decoding.loop import SampleDecoder
+from layerkit.errors import ConfigError
 from layerkit.layers.moe.feed_forward import MoeFeedForward
 from layerkit.models.language_model import LanguageModel
 from layerkit.models.preference_model import DpoModel
@@ -77,7 +77,7 @@ def expected_loss(name, h, beta, smoothing):
 @pytest.mark.parametrize(
     ("loss", "smoothing"), [("sigmoid", 0.0), ("sigmoid", 0.2), ("hinge", 0.0), ("ipo", 0.0)]
 )
-def test_the_loss_is_its_formula(loss, smoothing):
+def test_loss_equals_its_formula(loss, smoothing):
     model = dpo(loss=loss, beta=0.7, label_smoothing=smoothing, reference="batch")
     variables, batch = weights(), make_batch()
     random = np.random.default_rng(5)
@@ -103,7 +103,7 @@ def test_the_loss_is_its_formula(loss, smoothing):
     assert metrics["loss"].weight == 3.0
 
 
-def test_a_model_equal_to_its_reference_has_the_loss_log_2_and_learns_the_preference():
+def test_model_equal_to_its_reference_has_loss_log_2_and_learns():
     model = dpo(beta=0.5)
     assert model.frozen_weights == ("reference_lm/.*",)
     params = jax.jit(model.init)(KEY)[PARAMS]
@@ -129,7 +129,7 @@ def test_a_model_equal_to_its_reference_has_the_loss_log_2_and_learns_the_prefer
     assert metrics["reward_accuracy"].value == 1.0
 
 
-def test_without_a_reference_it_counts_as_0():
+def test_log_prob_of_no_reference_is_0():
     model = dpo(reference="none", beta=1.0)
     variables, batch = weights(), make_batch()
     assert set(variables[PARAMS]) == {"lm"}
@@ -137,7 +137,7 @@ def test_without_a_reference_it_counts_as_0():
     np.testing.assert_allclose(pairs.chosen_rewards, log_probs(variables, batch.chosen), rtol=1e-4)
 
 
-def test_pairs_that_fill_up_the_last_batch_of_an_evaluation_do_not_count():
+def test_pairs_of_padding_have_no_weight():
     model = dpo(reference="none")
     variables, batch = weights(), make_batch()
     first = jax.tree.map(lambda x: x[:3], batch)
@@ -151,7 +151,7 @@ def test_pairs_that_fill_up_the_last_batch_of_an_evaluation_do_not_count():
         assert found[name].weight == 3.0
 
 
-def test_labels_that_do_not_count_may_be_anything():
+def test_labels_of_weight_0_have_no_effect():
     model = dpo(reference="none")
     variables, batch = weights(), make_batch()
     before, _ = run(model, variables, batch)
@@ -163,24 +163,22 @@ def test_labels_that_do_not_count_may_be_anything():
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "field", "value"),
     [
-        ({"beta": 0.0}, "beta=0.0 must be positive"),
-        (
-            {"loss": "sigmoyd"},
-            "loss='sigmoyd'; did you mean 'sigmoid'? It is one of sigmoid, hinge,",
-        ),
-        ({"reference": "frosen"}, "reference='frosen'; did you mean 'frozen'?"),
-        ({"label_smoothing": 0.5}, "label_smoothing=0.5, expected 0 <= ε < 0.5"),
-        ({"label_smoothing": 0.1, "loss": "ipo"}, "is of loss='sigmoid' alone, not of 'ipo'"),
+        ({"beta": 0.0}, "beta", 0.0),
+        ({"loss": "sigmoyd"}, "loss", "sigmoyd"),
+        ({"reference": "frosen"}, "reference", "frosen"),
+        ({"label_smoothing": 0.5}, "label_smoothing", 0.5),
+        ({"label_smoothing": 0.1, "loss": "ipo"}, "label_smoothing", 0.1),
     ],
+    ids=["beta", "loss", "reference", "label_smoothing", "label_smoothing_of_ipo"],
 )
-def test_what_does_not_fit_is_refused(fields, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+def test_invalid_field_raises(raises, fields, field, value):
+    with raises(ConfigError, owner="DpoModel()", field=field, value=value):
         dpo(**fields).init(KEY)
 
 
-def test_auxiliary_losses_are_those_of_the_trained_model_alone():
+def test_auxiliary_losses_of_the_reference_are_not_collected():
     config = DpoModel.HParams.config()
     config.lm_tpl.set(vocab_size=VOCAB, model_dims=8, hidden_dims=8, num_layers=1, num_heads=2)
     experts = MoeFeedForward.HParams.config(num_experts=4)
@@ -194,7 +192,7 @@ def test_auxiliary_losses_are_those_of_the_trained_model_alone():
     assert set(updates[AUX_LOSS]) == {"lm"}
 
 
-def test_padding_that_is_marked_is_not_read():
+def test_padding_is_masked_by_segment_ids():
     model = dpo(reference="none")
     variables, batch = weights(), make_batch()
     for rows in (batch.chosen, batch.rejected):
@@ -207,7 +205,7 @@ def test_padding_that_is_marked_is_not_read():
     assert before["loss"].value == after["loss"].value
 
 
-def test_decode_continues_prompts_with_policy():
+def test_decode_continues_prompts_with_the_policy():
     decoder = SampleDecoder.HParams.config(temperature=0.0, max_decode_steps=4)
     model = dpo(decoder=decoder)
     random = np.random.default_rng(1)
@@ -232,14 +230,13 @@ def test_decode_continues_prompts_with_policy():
         ("batch", (), "chosen_reference_log_probs, rejected_reference_log_probs"),
     ],
 )
-def test_batch_without_needed_key_raises_with_needed_and_present_keys(reference, removed, missing):
+def test_batch_without_needed_key_raises(reference, removed, missing):
     batch = make_batch()
     if removed:
         *parents, last = removed
         del functools.reduce(lambda tree, name: tree[name], parents, batch)[last]
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ConfigError, match=f"the batch lacks {missing}:") as caught:
         dpo(reference=reference).apply(weights(), batch)
-    text = str(caught.value)
-    assert text.startswith(f"DpoModel(): the batch lacks {missing}. Expected chosen.ids, ")
-    has = text.partition("It has ")[2]
-    assert "chosen.ids" in has and all(name not in has for name in missing.split(", "))
+    assert caught.value.field == "batch keys"
+    assert "chosen.ids" in caught.value.value
+    assert not {*missing.split(", ")} & {*caught.value.value}

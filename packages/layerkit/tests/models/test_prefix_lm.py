@@ -1,4 +1,4 @@
-"""Prefix language models: what is given reads both ways, the rest from left to right."""
+"""Prefix language models: bidirectional attention within inputs, causal attention for targets."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from layerkit.config import Config
 from layerkit.decoding.beam_search import BeamSearch
 from layerkit.decoding.loop import SampleDecoder
+from layerkit.errors import ConfigError
 from layerkit.layers.attention.latent import MultiHeadLatentAttention
 from layerkit.layers.embeddings import Embedding, FullSoftmax
 from layerkit.layers.positions import RotaryPositionalEmbedding
@@ -66,7 +67,7 @@ def logits_of(model: LanguageModel, variables, ids, **options):
 IDS = np.random.default_rng(1).integers(1, VOCAB, (2, 8), np.int32)
 
 
-def test_without_a_prefix_it_is_causal_and_with_all_of_a_row_it_is_an_encoder():
+def test_empty_prefix_is_causal_and_full_prefix_is_an_encoder():
     config = model_config()
     model = config.Instantiate()
     variables = random_variables(model)
@@ -83,7 +84,7 @@ def test_without_a_prefix_it_is_causal_and_with_all_of_a_row_it_is_an_encoder():
     )
 
 
-def test_packed_documents_have_prefixes_of_their_own():
+def test_packed_documents_have_separate_prefixes():
     model = model_config().Instantiate()
     variables = random_variables(model)
     sizes, given = (5, 3), (3, 1)
@@ -104,11 +105,11 @@ def test_packed_documents_have_prefixes_of_their_own():
     np.testing.assert_allclose(packed[0], np.concatenate(apart), atol=1e-5)
 
 
-def test_a_batch_says_what_is_given():
+def test_inputs_indicator_marks_the_prefix(raises):
     model = model_config().Instantiate()
     variables = random_variables(model)
     batch = NestedMap(ids=IDS, labels=np.roll(IDS, -1, 1), weights=np.ones(IDS.shape, np.float32))
-    with pytest.raises(ValueError, match="no inputs_indicator.* ids, labels, weights"):
+    with raises(ConfigError, field="batch keys", value=["ids", "labels", "weights"]):
         model.apply(variables, batch)
     indicator = (np.arange(8) < 5).astype(np.int32) * np.ones((2, 1), np.int32)
     metrics, _ = model.apply(variables, NestedMap(batch, inputs_indicator=indicator))
@@ -117,11 +118,11 @@ def test_a_batch_says_what_is_given():
     np.testing.assert_allclose(metrics["xent"].value, -log_probs.mean(), rtol=1e-5)
 
 
-def test_a_prefix_is_refused_where_everything_is_seen_anyway():
+def test_prefix_of_a_bidirectional_model_raises(raises):
     config = model_config()
     config.lm_tpl.is_causal = False
     model = config.Instantiate()
-    with pytest.raises(ValueError, match="in_prefix with is_causal=False"):
+    with raises(ConfigError, field="is_causal", value=False):
         logits_of(model, random_variables(model), IDS, in_prefix=np.ones(IDS.shape, bool))
 
 
@@ -160,7 +161,7 @@ def greedy_by_asking(model, variables):
         pytest.param(latent_config(), id="latent"),
     ],
 )
-def test_a_prompt_of_any_length_is_read_both_ways_with_the_cache_as_without(config):
+def test_cached_prompt_of_any_length_attends_in_both_directions(config):
     model = config.Instantiate()
     variables = random_variables(model)
     expected, asked_log_probs = greedy_by_asking(model, variables)
@@ -185,7 +186,7 @@ def test_a_prompt_of_any_length_is_read_both_ways_with_the_cache_as_without(conf
         ),
     ],
 )
-def test_each_of_several_continuations_has_its_own_prefix(decoder):
+def test_several_continuations_have_separate_prefixes(decoder):
     config = model_config()
     config.decoder = decoder
     model = config.Instantiate()

@@ -1,4 +1,4 @@
-"""A language model on eight devices is the language model on one."""
+"""A language model on eight devices computes the results of one device."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def loss_and_gradients(model):
 @pytest.mark.parametrize(
     "make", [pytest.param(rotary_in_a_loop, marks=pytest.mark.slow), biased_in_a_row]
 )
-def test_losses_and_gradients_are_those_of_one_device(bound, make):
+def test_losses_and_gradients_equal_those_of_one_device(bound, make):
     model, batch = make(), packed_batch()
     variables = random_weights(model)
     expected = jax.jit(loss_and_gradients(model))(variables, batch)
@@ -134,7 +134,7 @@ def test_losses_and_gradients_are_those_of_one_device(bound, make):
     assert "all-reduce" in text and "all-gather" in text
 
 
-def test_logits_are_split_as_their_names_say(bound):
+def test_logits_are_sharded_by_their_axes(bound):
     model = rotary_in_a_loop()
     variables = random_weights(model)
     read = lambda model, ids: model.lm.logits(ids)  # noqa: E731
@@ -151,7 +151,7 @@ def test_logits_are_split_as_their_names_say(bound):
 
 
 @pytest.mark.slow  # a smaller model is decoded on a mesh in the tests of decoding
-def test_decoding_is_that_of_one_device(bound):
+def test_decoding_equals_that_of_one_device(bound):
     model = rotary_in_a_loop()
     variables = random_weights(model)
     batch = NestedMap(

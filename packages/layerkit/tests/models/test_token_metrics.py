@@ -1,4 +1,4 @@
-"""token_metrics and the scores of rows, by hand and from the models that report them."""
+"""token_metrics and row_scores compared with sums by hand, and in the models that report them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from layerkit.models.token_metrics import row_scores, token_metrics
 from layerkit.nested_map import NestedMap
 
 
-def test_a_score_is_the_log_probability_of_the_labels_that_count():
+def test_score_is_the_weighted_log_probability_of_the_labels():
     xent = jnp.array([[1.0, 2.0, 4.0], [0.5, jnp.nan, 0.25], [1.0, 1.0, 1.0]])
     weights = jnp.array([[1, 0, 0.5], [1, 0, 1], [0, 0, 0]])
     scores = row_scores(xent, weights)
@@ -22,7 +22,7 @@ def test_a_score_is_the_log_probability_of_the_labels_that_count():
     np.testing.assert_array_equal(gradient, -weights)
 
 
-def test_metrics_are_means_and_scores_are_of_each_row():
+def test_metrics_are_means_and_scores_are_per_row():
     xent = jnp.array([[1.0, 3.0], [2.0, 7.0]])
     weights = jnp.array([[1.0, 1.0], [1.0, 0.0]])
     predictions = NestedMap(
@@ -40,7 +40,7 @@ def test_metrics_are_means_and_scores_are_of_each_row():
     np.testing.assert_array_equal(outputs.exact_match, [0.0, 1.0])
 
 
-def test_a_row_in_which_nothing_counts_is_no_match():
+def test_row_without_weight_is_no_exact_match():
     ones = jnp.ones((2, 2))
     predictions = NestedMap(
         loss=jnp.float32(1.0),
@@ -53,7 +53,7 @@ def test_a_row_in_which_nothing_counts_is_no_match():
     assert outputs.exact_match.tolist() == [1.0, 0.0]
 
 
-def test_classes_are_scored_too():
+def test_classification_model_reports_scores():
     predictions = NestedMap(
         logits=jnp.array([[0.0, 1.0], [2.0, 0.0]]),
         loss=jnp.float32(1.0),

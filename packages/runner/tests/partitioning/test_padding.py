@@ -435,7 +435,7 @@ def test_a_dimension_smaller_than_its_parts(arrangements: Any, tiny: Any):
     model = tiny.Regression.HParams.config(dims=3)
     model.linear_tpl = Linear.HParams.config(weight_axes=("mlp", None))
     partitioner, task = start(arrangements, [1, 1, 8], model=model)
-    with pytest.raises(ValueError, match=r"'mlp' of size 3 cannot be split evenly over mesh axes"):
+    with pytest.raises(ValueError, match=r"cannot be split evenly: dimension 'mlp'=3"):
         partitioner.abstract_state(task)
 
 
@@ -446,6 +446,6 @@ def test_experts_are_told_at_once_that_they_must_be_even(arrangements: Any):
     model.lm_tpl.stack_tpl.layer_tpl.feed_forward_tpl = layer
     axes = ("data", "expert", "tensor")
     partitioner, task = start(arrangements, [2, 2, 2], model=model, axes=axes)
-    expected = r"\['feed_forward'\]\['down'\]: dimension 'expert' of size 3 cannot be split evenly"
+    expected = r"\['feed_forward'\]\['down'\]: cannot be split evenly: dimension 'expert'=3"
     with pytest.raises(ValueError, match=expected):
         partitioner.abstract_state(task)

@@ -132,7 +132,7 @@ def test_what_does_not_divide_is_refused_by_name(arrangements: Any):
     model.lm_tpl.set(num_heads=4)
     task = arrangements.sgd_task(model)
     partitioner.bind(task)
-    with pytest.raises(ValueError, match=r"heads' of size 4 cannot be split evenly over mesh axes"):
+    with pytest.raises(ValueError, match=r"cannot be split evenly: dimension .*heads'=4"):
         partitioner.abstract_state(task)
 
 
@@ -143,7 +143,7 @@ def test_an_axis_without_a_rule_is_refused_under_pmap_too(arrangements: Any, tin
         model.linear_tpl.weight_axes = ("embed", "mlpp")
         task = arrangements.sgd_task(model)
         partitioner.bind(task)
-        with pytest.raises(ValueError, match=r"no sharding rule for logical axis 'mlpp'; did you"):
+        with pytest.raises(ValueError, match=r"no sharding rule: logical axis='mlpp'. Did you"):
             partitioner.abstract_state(task)
 
 

@@ -1,4 +1,4 @@
-"""BertModel: a Transformer that reads both ways and finds the tokens that were hidden from it."""
+"""BertModel: masked language modelling with a bidirectional Transformer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from layerkit.base_model import NATS_PER_TOKEN, BaseModel, Metrics
 from layerkit.config import sub_config_field
+from layerkit.errors import ConfigError
 from layerkit.layers.masked_lm import MaskedLmAugmenter
 from layerkit.models.token_metrics import token_metrics
 from layerkit.models.transformer_lm import TransformerLm
@@ -16,20 +17,20 @@ from layerkit.nested_map import NestedMap
 
 
 class BertModel(BaseModel):
-    """Masked language modelling (Devlin et al., 2018, arXiv:1810.04805).
+    """A masked language model (Devlin et al., 2018, arXiv:1810.04805).
 
     A batch has `ids` int32 `[batch, length]`, and either `paddings` `[batch, length]` (1 is
-    padding) or, for packed rows, `segment_ids` and `segment_pos`. What is hidden is drawn here,
-    unless the batch brings it as `masked_ids` int32 and `masked_weights` float32
-    `[batch, length]`. Nothing is hidden in rows whose `eval_sample_weights` `[batch]` are 0.
+    padding) or, for packed rows, `segment_ids` and `segment_pos`. The model draws which tokens are
+    masked, unless the batch has `masked_ids` int32 and `masked_weights` float32 `[batch, length]`.
+    Rows whose `eval_sample_weights` `[batch]` are 0 are not masked.
 
     Attributes:
-      lm_tpl: The network, with `is_causal=False`.
-      augmenter_tpl: What is hidden.
-      unmasked_ids: Ids that are never hidden, such as those of separators.
+      lm_tpl: Network, with `is_causal=False`.
+      augmenter_tpl: Layer that masks tokens.
+      unmasked_ids: Ids that are never masked, such as those of separators.
 
     Raises:
-      ValueError: a causal network, or one mask field of a batch without the other.
+      ConfigError: The network is causal, or a batch has one mask entry without the other.
     """
 
     reported_metric: ClassVar[str | None] = "xent"
@@ -40,29 +41,32 @@ class BertModel(BaseModel):
     unmasked_ids: tuple[int, ...] = ()
 
     def setup(self) -> None:
+        """Create the network and the augmenter."""
         self.create_child("lm", self.lm_tpl)
         self.create_child("augmenter", self.augmenter_tpl, vocab_size=self.lm.vocab_size)
         if self.lm.is_causal:
-            raise ValueError(
-                f"{self.path_name}: lm_tpl.is_causal=True, but what is hidden is found from both"
-                " sides; set is_causal=False"
+            raise ConfigError(
+                owner=self.path_name,
+                field="lm_tpl.is_causal",
+                value=True,
+                expected="False, since masked tokens are predicted from both sides",
             )
 
     def compute_predictions(self, batch: NestedMap) -> NestedMap:
-        """Predictions of the hidden tokens.
+        """Predict the masked tokens.
 
         Args:
-          batch: `ids` `[batch, length]` and the others named above.
+          batch: `ids` `[batch, length]` and the other entries that the class lists.
 
         Returns:
-          What the softmax reports (see `FullSoftmax.fprop`), and `weights` `[batch, length]`.
+          Outputs of the softmax (see `FullSoftmax.fprop`), and `weights` `[batch, length]`.
         """
         segments = batch.get("segment_ids")
         if segments is None and "paddings" in batch:
             segments = (batch.paddings == 0).astype(jnp.int32)
-        seen, weights = self._hide(batch, segments)
+        masked_ids, weights = self._mask_tokens(batch, segments)
         outputs = self.lm(
-            seen,
+            masked_ids,
             labels=batch.ids,
             weights=weights,
             segment_ids=segments,
@@ -72,22 +76,17 @@ class BertModel(BaseModel):
         return outputs
 
     def compute_loss(self, predictions: NestedMap, batch: NestedMap) -> tuple[Metrics, NestedMap]:
-        """Metrics `loss`, `xent` (nats) and `accuracy` of the hidden tokens; xent of each token."""
+        """Compute `loss`, `xent` (nats) and `accuracy` of the masked tokens, and xent per token."""
         return token_metrics(predictions, predictions.weights)
 
-    def _hide(self, batch: NestedMap, segments: Any) -> tuple[Any, Any]:
-        brought = [name for name in ("masked_ids", "masked_weights") if name in batch]
-        if len(brought) == 1:
-            raise ValueError(
-                f"the batch has {brought[0]} without the other of masked_ids and"
-                " masked_weights; bring both, or neither"
-            )
-        if brought:
+    def _mask_tokens(self, batch: NestedMap, segments: Any) -> tuple[Any, Any]:
+        if "masked_ids" in batch or "masked_weights" in batch:
+            self.check_batch(batch, "masked_ids", "masked_weights")
             return batch.masked_ids, batch.masked_weights
         can_mask = jnp.ones(batch.ids.shape, bool) if segments is None else segments != 0
-        if "eval_sample_weights" in batch:  # 0 for rows that only fill up the batch
+        if "eval_sample_weights" in batch:  # 0 for rows of padding
             can_mask &= batch.eval_sample_weights[:, None] != 0
         for token in self.unmasked_ids:
             can_mask &= batch.ids != token
-        hidden = self.augmenter(batch.ids, can_mask=can_mask)
-        return hidden.ids, hidden.weights
+        masked = self.augmenter(batch.ids, can_mask=can_mask)
+        return masked.ids, masked.weights

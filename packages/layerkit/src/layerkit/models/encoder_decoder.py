@@ -1,8 +1,8 @@
-"""TransformerEncoderDecoder: source ids and target ids to hidden states, logits and losses.
+"""TransformerEncoderDecoder: from source ids and target ids to hidden states, logits and losses.
 
-The encoder reads the source in both directions; the decoder reads the target up to each position
-and, by cross-attention, the encoder's output (Vaswani et al., 2017, arXiv:1706.03762). Both stacks
-are the ones that decoder-only models use, so that their options are the same.
+The encoder attends to the source in both directions. The decoder attends to the target up to each
+position and, by cross-attention, to the encoder's output (Vaswani et al., 2017, arXiv:1706.03762).
+Both stacks have the options of the stacks of decoder-only models.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from flax import linen as nn
 
 from layerkit.base_layer import CACHE, BaseLayer
 from layerkit.config import sub_config_field
+from layerkit.errors import ConfigError
 from layerkit.field_checks import Conditions
 from layerkit.layers.attention.cross import CrossAttention
 from layerkit.layers.embeddings import SharedEmbeddingSoftmax
@@ -40,29 +41,30 @@ class TransformerEncoderDecoder(BaseLayer):
     """An encoder over source ids and a decoder over target ids.
 
     Attributes:
-      vocab_size: Number of token ids of the target, and of the source unless said otherwise.
-      source_vocab_size: Number of token ids of the source, where it has an embedding of its own
+      vocab_size: Number of token ids of the target, and of the source by default.
+      source_vocab_size: Number of token ids of the source, if it has a separate embedding
         (`source_embedding_tpl`).
       model_dims: Size of the model dimension.
-      hidden_dims: Size of the feed-forward's wide dimension.
+      hidden_dims: Size of the hidden dimension of the feed-forward.
       num_encoder_layers: Depth of the encoder.
       num_decoder_layers: Depth of the decoder.
       num_heads: Query heads per layer.
       num_kv_heads: Key and value heads; None for as many as query heads.
-      dim_per_head: None for model_dims / num_heads.
+      dim_per_head: Size of a head; None for model_dims / num_heads.
       softmax_tpl: Output layer; a tied one also embeds.
       embedding_tpl: Embedding of target ids; None to tie it to the softmax.
       source_embedding_tpl: Embedding of source ids; None to use that of the target.
-      position_tpl: Added to the embeddings of both sides, each with weights of its own; None where
-        attention itself knows positions.
-      encoder_stack_tpl: The encoder's layers.
-      decoder_stack_tpl: The decoder's layers, with a `cross_attention_tpl`.
-      encoder_norm_tpl: After the encoder; None where its layers end in a norm (`post`).
-      decoder_norm_tpl: Before the softmax; likewise.
-      dropout_rate: Of the embeddings and of both stacks' outputs, in training.
+      position_tpl: Positional embedding that is added to the embeddings of both sides, with
+        separate weights; None for models whose attention encodes positions.
+      encoder_stack_tpl: Layers of the encoder.
+      decoder_stack_tpl: Layers of the decoder, with a `cross_attention_tpl`.
+      encoder_norm_tpl: Norm after the encoder; None if its layers end in a norm (`post`).
+      decoder_norm_tpl: Norm before the softmax; None if the decoder's layers end in a norm.
+      dropout_rate: Dropout rate of the embeddings and of both stacks' outputs in training.
 
     Raises:
-      ValueError: nothing embeds the ids, or a source vocabulary without an embedding.
+      ConfigError: `embedding_tpl` is None although the softmax cannot embed ids, or the source has
+        another vocabulary but no embedding.
     """
 
     used_only_if: ClassVar[Conditions] = TIED_EMBEDDING_CONDITIONS
@@ -87,6 +89,7 @@ class TransformerEncoderDecoder(BaseLayer):
     dropout_rate: float = 0.0
 
     def setup(self) -> None:
+        """Create the embeddings, both stacks, the norms and the softmax."""
         self._create_embeddings()
         for side in ("source", "target") if self.position_tpl is not None else ():
             self.create_child(f"{side}_position", self.position_tpl, dims=self.model_dims)
@@ -110,22 +113,22 @@ class TransformerEncoderDecoder(BaseLayer):
         target_segment_ids: jax.Array | None = None,
         target_segment_pos: jax.Array | None = None,
     ) -> NestedMap:
-        """Losses of predicting `labels`.
+        """Compute the losses of predicting `labels`.
 
         Args:
-          source_ids: int32 `[batch, source]`.
-          target_ids: int32 `[batch, target]`, the decoder's inputs.
-          labels: int32 `[batch, target]`, the token that follows each position.
-          weights: float32 `[batch, target]`, 0 where a prediction does not count.
-          source_segment_ids: int32 `[batch, source]`, documents packed in a row from 1; 0 is
-            padding. A target document reads the source document of the same number.
-          source_segment_pos: int32 `[batch, source]`, position within the document; None counts
+          source_ids: Source ids int32 `[batch, source]`.
+          target_ids: Inputs of the decoder, int32 `[batch, target]`.
+          labels: Next token of each position, int32 `[batch, target]`.
+          weights: Token weights float32 `[batch, target]`; 0 excludes a token.
+          source_segment_ids: Number of each token's document in its row, int32 `[batch, source]`,
+            from 1; 0 is padding. A target document attends to the source document of its number.
+          source_segment_pos: Position within the document, int32 `[batch, source]`; None counts
             from the start of the row.
-          target_segment_ids: int32 `[batch, target]`.
-          target_segment_pos: int32 `[batch, target]`.
+          target_segment_ids: Number of each token's document in its row, int32 `[batch, target]`.
+          target_segment_pos: Position within the document, int32 `[batch, target]`.
 
         Returns:
-          What the softmax reports; see `FullSoftmax.fprop`.
+          Outputs of the softmax; see `FullSoftmax.fprop`.
         """
         hidden = self.hidden(
             source_ids,
@@ -138,7 +141,7 @@ class TransformerEncoderDecoder(BaseLayer):
         return self.softmax(hidden, labels=labels, weights=weights)
 
     def logits(self, source_ids: jax.Array, target_ids: jax.Array, **packing: Any) -> jax.Array:
-        """Logits float32 `[batch, target, vocab]`; arguments as for `hidden`."""
+        """Compute logits float32 `[batch, target, vocab]`; see `hidden` for the arguments."""
         return self.softmax.logits(self.hidden(source_ids, target_ids, **packing))
 
     def hidden(
@@ -151,7 +154,7 @@ class TransformerEncoderDecoder(BaseLayer):
         target_segment_ids: jax.Array | None = None,
         target_segment_pos: jax.Array | None = None,
     ) -> jax.Array:
-        """Normalised hidden states of the decoder `[batch, target, dims]`; see `fprop`."""
+        """Compute normalized hidden states of the decoder `[batch, target, dims]`; see `fprop`."""
         memory = self.encode(
             source_ids, segment_ids=source_segment_ids, segment_pos=source_segment_pos
         )
@@ -175,12 +178,13 @@ class TransformerEncoderDecoder(BaseLayer):
         segment_ids: jax.Array | None = None,
         segment_pos: jax.Array | None = None,
     ) -> jax.Array:
-        """The encoder's output `[batch, source, dims]` for ids int32 `[batch, source]`.
+        """Compute the encoder's output `[batch, source, dims]`.
 
         Args:
-          ids: Of the source.
-          segment_ids: int32 `[batch, source]`; 0 is padding.
-          segment_pos: int32 `[batch, source]`; None counts from the start of the row.
+          ids: Source ids int32 `[batch, source]`.
+          segment_ids: Number of each token's document, int32 `[batch, source]`; 0 is padding.
+          segment_pos: Position within the document, int32 `[batch, source]`; None counts from the
+            start of the row.
         """
         batch, length = ids.shape
         positions = row_positions(batch, length) if segment_pos is None else segment_pos
@@ -191,33 +195,33 @@ class TransformerEncoderDecoder(BaseLayer):
     def init_cache(
         self, source_ids: jax.Array, max_length: int, *, segment_ids: jax.Array | None = None
     ) -> None:
-        """Encodes the source and creates an empty cache for targets.
+        """Encode the source and create an empty cache for targets.
 
         Args:
-          source_ids: int32 `[batch, source]`, one document a row.
-          max_length: Most tokens of a target.
-          segment_ids: int32 `[batch, source]`, 1 where there is a token and 0 where there is
-            padding; None for no padding.
+          source_ids: Source ids int32 `[batch, source]` with one document per row.
+          max_length: Largest number of tokens of a target.
+          segment_ids: 1 for tokens and 0 for padding, int32 `[batch, source]`; None for no padding.
 
         Raises:
-          ValueError: more tokens than there are positions.
+          ConfigError: The model has fewer positions than `max_length`.
         """
         if segment_ids is None:
             segment_ids = jnp.ones(source_ids.shape, jnp.int32)
         batch = source_ids.shape[0]
         if self.position_tpl is not None:
-            # A table of positions refuses rows that are too long, but a step is never long.
+            # A table of positions raises for rows that are too long. A single step is never too
+            # long.
             self.target_position(row_positions(batch, max_length))
         memory = self.encode(source_ids, segment_ids=segment_ids)
         self.put_variable(CACHE, _SOURCE_SEGMENTS, segment_ids)
         self.decoder.init_cache(batch, max_length, memory=memory)
 
     def extend_step(self, ids: jax.Array, *, time_step: jax.Array) -> jax.Array:
-        """Feeds the next tokens of cached targets.
+        """Run the decoder on the next tokens of cached targets.
 
         Args:
-          ids: int32 `[batch, t]`, the tokens at positions time_step … time_step + t − 1.
-          time_step: int32 scalar, how many tokens the cache holds.
+          ids: Tokens at positions time_step … time_step + t − 1, int32 `[batch, t]`.
+          time_step: Number of tokens in the cache, int32 scalar.
 
         Returns:
           Logits float32 `[batch, t, vocab]`.
@@ -236,18 +240,18 @@ class TransformerEncoderDecoder(BaseLayer):
 
     @nn.nowrap
     def locate_layer(self, layer: int, *, side: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Where the variables of a layer lie in those of this model.
+        """Return the location of a layer's variables in those of this model.
 
         Args:
-          layer: Counted from 0 at the input.
+          layer: Index of the layer, from 0 at the input.
           side: `encoder` or `decoder`.
 
         Returns:
-          The path of its subtree, and the indices into the leading axes of every leaf there; see
+          The path of its subtree, and the indices into the leading axes of each leaf there; see
           `StackedTransformer.locate_layer`.
 
         Raises:
-          IndexError: there is no such layer.
+          IndexError: The stack has no such layer.
         """
         return locate_in_stack(
             self,
@@ -266,7 +270,7 @@ class TransformerEncoderDecoder(BaseLayer):
         source_segments: jax.Array | None,
     ) -> AttentionMask:
         if source_segments is None and target_segments is not None:
-            # A target with padding, and one source document without.
+            # Only the target is padded: the source is one document without padding.
             source_segments = jnp.ones(memory.shape[:2], jnp.int32)
         (batch, num_queries), num_keys = targets.shape, memory.shape[1]
         return AttentionMask.cross_mask(
@@ -289,10 +293,12 @@ class TransformerEncoderDecoder(BaseLayer):
                 input_dims=self.model_dims,
             )
         elif self.source_vocab_size not in (None, self.vocab_size):
-            raise ValueError(
-                f"{self.path_name}: source_vocab_size={self.source_vocab_size} differs from"
-                f" vocab_size={self.vocab_size}, so the source needs an embedding of its own;"
-                " set source_embedding_tpl=Embedding.HParams.config()"
+            raise ConfigError(
+                owner=self.path_name,
+                field="source_vocab_size",
+                value=self.source_vocab_size,
+                expected=f"None or vocab_size={self.vocab_size} without source_embedding_tpl",
+                hint="Set source_embedding_tpl=Embedding.HParams.config().",
             )
 
     @nn.nowrap

@@ -1,4 +1,4 @@
-"""How much each example of a batch counts."""
+"""Weights of the examples of a batch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from layerkit.nested_map import NestedMap
 
 
 def example_weights(batch: NestedMap, num_examples: int) -> jax.Array:
-    """Weights float32 `[num_examples]`: 1, times what the batch says of its examples.
+    """Return weights float32 `[num_examples]`, the product of those that the batch has.
 
     Args:
-      batch: `weights` and `eval_sample_weights`, each `[num_examples]` or left out. The second is
-        what inputs give in evaluation: 0 for rows that only fill up the last batch.
-      num_examples: Rows of the batch.
+      batch: Batch with optional entries `weights` and `eval_sample_weights`, each
+        `[num_examples]`. Inputs set the second in evaluation: it is 0 for rows of padding.
+      num_examples: Number of rows of the batch.
+
+    Returns:
+      Product of the entries, or 1 for each row if the batch has none.
     """
     total = jnp.ones(num_examples, jnp.float32)
     for name in ("weights", "eval_sample_weights"):

@@ -1,11 +1,9 @@
-"""LanguageModel: a TransformerLm as a model that a task can train and decode with."""
+"""LanguageModel: a TransformerLm with a loss and a decoder."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
-
-import jax
 
 from layerkit.base_model import NATS_PER_TOKEN, BaseModel, Metrics
 from layerkit.config import instance_field, sub_config_field
@@ -18,18 +16,19 @@ from layerkit.nested_map import NestedMap
 
 
 class LanguageModel(BaseModel):
-    """Next-token prediction.
+    """A model that predicts the next token.
 
     A batch has `ids`, `labels` int32 and `weights` float32 `[batch, length]`, and for packed rows
-    `segment_ids` and `segment_pos`. For decoding it has `ids` `[batch, prompt]` and
-    `prompt_lengths` int32 `[batch]` (left-aligned prompts; 0 where a row only fills up the batch).
+    `segment_ids` and `segment_pos`. For decoding it has left-aligned prompts: `ids`
+    `[batch, prompt]` and `prompt_lengths` int32 `[batch]`, which is 0 for rows of padding.
 
     Attributes:
-      lm_tpl: The network.
-      is_prefix_lm: What a row is given reads both ways, and only what it is asked for from left to
-        right (prefix language models; Raffel et al., 2020, arXiv:1910.10683). Then a batch has
-        `inputs_indicator` `[batch, length]` as well, 1 on what is given, and a prompt is read so.
-      decoder: How continuations are chosen: `SampleDecoder` or `BeamSearch`.
+      lm_tpl: Network.
+      is_prefix_lm: Use bidirectional attention within the inputs of a row, and causal attention for
+        its targets (prefix language models; Raffel et al., 2020, arXiv:1910.10683). A batch then
+        also has `inputs_indicator` `[batch, length]`, which is 1 on inputs. The SeqIO converter
+        `prefix_lm`, for example, provides it. Prompts are inputs.
+      decoder: Decoder that continues prompts, a `SampleDecoder` or `BeamSearch`.
     """
 
     reported_metric: ClassVar[str | None] = "xent"
@@ -40,53 +39,45 @@ class LanguageModel(BaseModel):
     decoder: Any = instance_field(SampleDecoder.HParams)
 
     def setup(self) -> None:
+        """Create the network."""
         self.create_child("lm", self.lm_tpl)
 
     def compute_predictions(self, batch: NestedMap) -> NestedMap:
-        """What `TransformerLm.fprop` returns.
+        """Return the outputs of `TransformerLm.fprop` for a batch.
 
         Raises:
-          ValueError: a batch without `ids`, `labels` or `weights`, or a prefix model and a batch
-            that does not say what is given.
+          ConfigError: The batch lacks `ids`, `labels` or `weights`, or `inputs_indicator` although
+            the model is a prefix language model.
         """
-        self.check_batch(batch, "ids", "labels", "weights")
+        prefix_keys = ("inputs_indicator",) if self.is_prefix_lm else ()
+        self.check_batch(batch, "ids", "labels", "weights", *prefix_keys)
+        in_prefix = batch.inputs_indicator != 0 if self.is_prefix_lm else None
         return self.lm(
             batch.ids,
             labels=batch.labels,
             weights=batch.weights,
             segment_ids=batch.get("segment_ids"),
             segment_pos=batch.get("segment_pos"),
-            **given(in_prefix=self._prefix_of(batch)),
+            **given(in_prefix=in_prefix),
         )
 
     def compute_loss(self, predictions: NestedMap, batch: NestedMap) -> tuple[Metrics, NestedMap]:
-        """Metrics `loss` (what is trained), `xent` (plain cross-entropy, nats) and `accuracy`."""
+        """Compute `loss` (with label smoothing), `xent` (cross-entropy in nats) and `accuracy`."""
         return token_metrics(predictions, batch.weights)
 
     def decode(self, batch: NestedMap) -> NestedMap:
-        """Continues the prompts of a batch.
+        """Continue the prompts of a batch.
 
         Args:
-          batch: `ids` `[batch, prompt]` and, where they do not fill their rows, `prompt_lengths`
-            `[batch]`. It may have `max_steps` and `row_ids` `[batch]` too; see `extend_prompts`.
+          batch: `ids` `[batch, prompt]`, `prompt_lengths` `[batch]` if prompts do not fill their
+            rows, and optionally `max_steps` and `row_ids` `[batch]`; see `extend_prompts`.
 
         Returns:
-          See `layerkit.decoding.extend_prompts`: `ids`, `lengths`, `log_probs`, `scores`,
-          `prompt_lengths` and, where several continuations were asked for, `candidates`.
+          Outputs of `layerkit.decoding.extend_prompts`: `ids`, `lengths`, `log_probs`, `scores`,
+          `prompt_lengths` and, if the decoder returns several continuations, `candidates`.
 
         Raises:
-          ValueError: no random key where the decoder draws, packed rows, padding without
-            `prompt_lengths`, or fewer positions than tokens.
+          ConfigError: The decoder draws but has no random key, rows are packed, there is padding
+            without `prompt_lengths`, or the model has fewer positions than tokens.
         """
-        return continue_prompts(self, self.lm, batch, reads_prompts_both_ways=self.is_prefix_lm)
-
-    def _prefix_of(self, batch: NestedMap) -> jax.Array | None:
-        if not self.is_prefix_lm:
-            return None
-        if "inputs_indicator" not in batch:
-            raise ValueError(
-                f"{self.path_name}: is_prefix_lm=True, but the batch has no inputs_indicator, which"
-                f" says what is read both ways; it has {', '.join(sorted(batch))}. Inputs that have"
-                " inputs and targets give it, such as those of SeqIO with a prefix_lm converter."
-            )
-        return batch.inputs_indicator != 0
+        return continue_prompts(self, self.lm, batch, is_prefix_lm=self.is_prefix_lm)

@@ -1,7 +1,7 @@
-"""DpoModel: a language model trained on which of two answers people prefer, without a reward model.
+"""DpoModel: a language model trained on preferences between two answers, without a reward model.
 
-With r = log p(answer) under the model minus log p(answer) under a reference that does not change,
-and h = r(chosen) − r(rejected), the losses are
+Let r be log p(answer) under the model minus log p(answer) under a fixed reference model, and
+h = r(chosen) − r(rejected). The losses are
 
     sigmoid   −(1 − ε)·log σ(β·h) − ε·log σ(−β·h)     DPO (Rafailov et al., 2023, arXiv:2305.18290);
                                                       ε > 0 is its conservative form
@@ -21,14 +21,15 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from layerkit.base_model import BaseModel, Metrics, WeightedScalar
+from layerkit.checks import check_choice, check_positive
 from layerkit.config import instance_field, sub_config_field
 from layerkit.decoding.loop import SampleDecoder
+from layerkit.errors import ConfigError
 from layerkit.layers.losses import weighted_mean
 from layerkit.models.example_weights import example_weights
 from layerkit.models.prompt_decoding import continue_prompts
 from layerkit.models.token_metrics import row_scores
 from layerkit.models.transformer_lm import TransformerLm
-from layerkit.near_names import near_names
 from layerkit.nested_map import NestedMap
 
 _SIDES = ("chosen", "rejected")
@@ -57,28 +58,29 @@ _LOSSES: dict[str, Callable[[jax.Array, float, float], jax.Array]] = {
 
 
 class DpoModel(BaseModel):
-    """Direct preference optimisation of a language model.
+    """A language model trained by direct preference optimization.
 
-    A batch has `chosen` and `rejected`, each with `ids`, `labels` int32 and `weights` float32
-    `[batch, length]` (0 on the prompt and on padding), prompts and answers in one row, and, where
-    padding must not be read, `segment_ids` and `segment_pos`. Optional are `weights` float32
-    `[batch]` of the pairs, `eval_sample_weights`, 0 for those that only fill up the batch, and, for
-    `reference="batch"`, `chosen_reference_log_probs` and `rejected_reference_log_probs` float32
-    `[batch]`. For decoding a batch has `ids` and `prompt_lengths`, as for `LanguageModel`.
+    A batch has `chosen` and `rejected`. Each has `ids`, `labels` int32 and `weights` float32
+    `[batch, length]` with prompt and answer in one row; `weights` are 0 on the prompt and on
+    padding. `segment_ids` and `segment_pos` may mask padding. Optional entries of the batch are
+    `weights` float32 `[batch]` of the pairs and `eval_sample_weights` float32 `[batch]`, which is 0
+    for rows of padding. `reference="batch"` needs `chosen_reference_log_probs` and
+    `rejected_reference_log_probs` float32 `[batch]`. For decoding a batch has `ids` and
+    `prompt_lengths`, as for `LanguageModel`.
 
     Attributes:
-      lm_tpl: The network that is trained.
-      reference: Where log p of the reference comes from: `frozen` keeps a second network,
-        `reference_lm`, which starts as a copy of `lm` (drawn or loaded) and which the learner has
-        to freeze; `batch` takes numbers computed beforehand; `none` counts it as 0.
+      lm_tpl: Trained network, the policy.
+      reference: Source of the reference's log p. `frozen` keeps a second network, `reference_lm`,
+        which is initialized with the weights of `lm` (drawn or loaded) and which the learner must
+        freeze. `batch` reads precomputed values from the batch. `none` takes 0.
       loss: `sigmoid`, `hinge` or `ipo`.
-      beta: How far the model may go from the reference: the smaller, the farther.
-      label_smoothing: ε, the part of the preferences believed to be wrong; of `sigmoid` alone.
-      decoder: How the policy's continuations are chosen: `SampleDecoder` or `BeamSearch`.
+      beta: Strength of the penalty on deviations from the reference, above 0.
+      label_smoothing: ε, the share of wrong preferences, in [0, 0.5); only for `sigmoid`.
+      decoder: Decoder of the policy, a `SampleDecoder` or `BeamSearch`.
 
     Raises:
-      ValueError: an unknown reference or loss, a beta that is not positive, or a label smoothing
-        out of range or for a loss without it.
+      ConfigError: The reference or loss is unknown, `beta` is not positive, or `label_smoothing` is
+        out of range or set for a loss without it.
     """
 
     reported_metric: ClassVar[str | None] = "reward_accuracy"
@@ -91,6 +93,7 @@ class DpoModel(BaseModel):
     decoder: Any = instance_field(SampleDecoder.HParams)
 
     def setup(self) -> None:
+        """Check the fields and create the networks."""
         self._check_fields()
         self.create_child("lm", self.lm_tpl)
         if self.reference == "frozen":
@@ -99,24 +102,26 @@ class DpoModel(BaseModel):
     @property
     @nn.nowrap
     def frozen_weights(self) -> tuple[str, ...]:
+        """Regular expression of the paths of the reference model's weights."""
         return ("reference_lm/.*",) if self.reference == "frozen" else ()
 
     @property
     @nn.nowrap
     def initial_copies(self) -> Mapping[str, str]:
+        """The reference model, which is initialized with the policy's weights."""
         return {"reference_lm": "lm"} if self.reference == "frozen" else {}
 
     def compute_predictions(self, batch: NestedMap) -> NestedMap:
-        """Log-probabilities of the answers under the model and under the reference.
+        """Compute log-probabilities of the answers under the policy and the reference.
 
         Args:
-          batch: `chosen` and `rejected`, of rows `[batch, length]`; see the class.
+          batch: `chosen` and `rejected` with rows `[batch, length]`; see the class.
 
         Returns:
-          A NestedMap of `policy` and `reference`, each float32 `[2, batch]`: chosen, rejected.
+          A NestedMap of `policy` and `reference`, each float32 `[2, batch]` (chosen, rejected).
 
         Raises:
-          ValueError: the batch lacks a key that the loss needs.
+          ConfigError: The batch lacks a key that the loss needs.
         """
         needed = [f"{side}.{name}" for side in _SIDES for name in ("ids", "labels", "weights")]
         if self.reference == "batch":
@@ -128,7 +133,7 @@ class DpoModel(BaseModel):
         )
         policy = self._log_probs(self.lm, pairs)
         if self.reference == "frozen":
-            # On its own: auxiliary losses and summaries of the reference are nobody's.
+            # Unbound, so that auxiliary losses and summaries of the reference are not collected.
             reference_lm, variables = self.reference_lm.unbind()
             reference = self._log_probs(partial(reference_lm.apply, variables), pairs)
         elif self.reference == "batch":
@@ -138,10 +143,10 @@ class DpoModel(BaseModel):
         return NestedMap(policy=policy, reference=jax.lax.stop_gradient(reference))
 
     def compute_loss(self, predictions: NestedMap, batch: NestedMap) -> tuple[Metrics, NestedMap]:
-        """Metrics over pairs, and rewards per pair `[batch]`.
+        """Compute metrics over pairs, and the rewards β·r of each pair `[batch]`.
 
-        `reward_accuracy` is how often the chosen answer has the higher reward β·r, and
-        `reward_margin` by how much on average.
+        `reward_accuracy` is the share of pairs whose chosen answer has the higher reward.
+        `reward_margin` is the mean difference of the rewards.
         """
         rewards = self.beta * (predictions.policy - predictions.reference)
         margin = rewards[0] - rewards[1]
@@ -174,23 +179,19 @@ class DpoModel(BaseModel):
         return log_probs.reshape(2, -1)
 
     def _check_fields(self) -> None:
-        for field, names in (("reference", REFERENCES), ("loss", _LOSSES)):
-            value = getattr(self, field)
-            if value not in names:
-                raise ValueError(
-                    f"{self.path_name}: {field}={value!r}{near_names(str(value), names)} It is one"
-                    f" of {', '.join(names)}."
-                )
-        if self.beta <= 0:
-            raise ValueError(f"{self.path_name}: beta={self.beta} must be positive")
-        if not 0.0 <= self.label_smoothing < 0.5:
-            raise ValueError(
-                f"{self.path_name}: label_smoothing={self.label_smoothing}, expected 0 <= ε < 0.5"
-            )
-        if self.label_smoothing and self.loss != "sigmoid":
-            raise ValueError(
-                f"{self.path_name}: label_smoothing={self.label_smoothing} is of loss='sigmoid'"
-                f" alone, not of {self.loss!r}"
+        check_choice(self, REFERENCES, reference=self.reference)
+        check_choice(self, _LOSSES, loss=self.loss)
+        check_positive(self, beta=self.beta)
+        if self.loss == "sigmoid":
+            is_valid, expected = 0.0 <= self.label_smoothing < 0.5, "a number in [0, 0.5)"
+        else:
+            is_valid, expected = self.label_smoothing == 0, f"0 with loss={self.loss!r}"
+        if not is_valid:
+            raise ConfigError(
+                owner=self.path_name,
+                field="label_smoothing",
+                value=self.label_smoothing,
+                expected=expected,
             )
 
 

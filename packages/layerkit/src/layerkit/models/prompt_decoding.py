@@ -1,4 +1,4 @@
-"""Decoding with a TransformerLm: the code that models around such a network share."""
+"""Decoding of prompts with a TransformerLm, for the models that contain one."""
 
 from __future__ import annotations
 
@@ -8,40 +8,46 @@ import jax
 import jax.numpy as jnp
 
 from layerkit.decoding.cached_network import decode_with_cache
+from layerkit.errors import ConfigError
 from layerkit.models.transformer_lm import TransformerLm
 from layerkit.nested_map import NestedMap
 
 
 def continue_prompts(
-    model: Any, lm: TransformerLm, batch: NestedMap, *, reads_prompts_both_ways: bool = False
+    model: Any, lm: TransformerLm, batch: NestedMap, *, is_prefix_lm: bool = False
 ) -> NestedMap:
     """Continue the prompts of a batch.
 
     Args:
       model: Model with a field `decoder`.
       lm: Network that continues the prompts, a child of the model.
-      batch: `ids` `[batch, prompt]` and, where prompts do not fill their rows, `prompt_lengths`
-        `[batch]`. It may have `max_steps` and `row_ids` `[batch]` too; see `extend_prompts`.
-      reads_prompts_both_ways: Whether each position of a prompt reads the whole prompt.
+      batch: `ids` `[batch, prompt]`, `prompt_lengths` `[batch]` if prompts do not fill their rows,
+        and optionally `max_steps` and `row_ids` `[batch]`; see `extend_prompts`.
+      is_prefix_lm: True if each position of a prompt attends to the whole prompt.
 
     Returns:
-      What `layerkit.decoding.extend_prompts` returns: `ids`, `lengths`, `log_probs`, `scores`,
-      `prompt_lengths` and, if several continuations are requested, `candidates`.
+      Outputs of `layerkit.decoding.extend_prompts`: `ids`, `lengths`, `log_probs`, `scores`,
+      `prompt_lengths` and, if the decoder returns several continuations, `candidates`.
 
     Raises:
-      ValueError: no random key although the decoder draws, packed rows, padding without
-        `prompt_lengths`, or fewer positions than tokens.
+      ConfigError: The decoder draws but has no random key, rows are packed, there is padding
+        without `prompt_lengths`, or the model has fewer positions than tokens.
     """
     for name in ("segment_ids", "segment_pos"):
         if name in batch:
-            raise ValueError(
-                f"{name}: packed rows cannot be decoded; a batch of prompts has one a row, and"
-                " prompt_lengths"
+            raise ConfigError(
+                "packed rows cannot be decoded",
+                field=name,
+                expected="a batch with one prompt per row and prompt_lengths",
             )
     lengths = batch.get("prompt_lengths")
     if lengths is None:
         if "paddings" in batch:
-            raise ValueError("paddings without prompt_lengths, which say where prompts end")
+            raise ConfigError(
+                field="prompt_lengths",
+                value=None,
+                expected="the length of each prompt, since the batch has paddings",
+            )
         rows, width = batch.ids.shape
         lengths = jnp.full((rows,), width, jnp.int32)
 
@@ -56,5 +62,5 @@ def continue_prompts(
         inputs=batch.ids,
         prompts=batch.ids,
         prompt_lengths=lengths,
-        prefix_lengths=lengths if reads_prompts_both_ways else None,
+        prefix_lengths=lengths if is_prefix_lm else None,
     )

@@ -1,4 +1,4 @@
-"""SequenceModel: an encoder-decoder as a model that a task can train and decode with."""
+"""SequenceModel: an encoder-decoder with a loss and a decoder."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from layerkit.config import instance_field, sub_config_field
 from layerkit.decoding.cached_network import decode_with_cache
 from layerkit.decoding.loop import SampleDecoder
 from layerkit.decoding.split_rows import pad_columns, row_parts
+from layerkit.errors import ConfigError
 from layerkit.layers.masks import segments_from_paddings
 from layerkit.models.encoder_decoder import TransformerEncoderDecoder
 from layerkit.models.token_metrics import token_metrics
@@ -20,18 +21,18 @@ from layerkit.nested_map import NestedMap
 
 
 class SequenceModel(BaseModel):
-    """From one sequence to another: translation, summaries, T5's text to text.
+    """A model from sequences to sequences, as in translation, summarization or T5.
 
     A batch has `src` with `ids` int32 `[batch, source]`, and `tgt` with `ids` (the decoder's
-    inputs), `labels` int32 and `weights` float32 `[batch, target]`. Padding of the source is told
-    by `src.paddings` (1 is padding) or `src.segment_ids` (0 is padding); packed rows have
-    `segment_ids` and `segment_pos` on both sides. For decoding `tgt` is not needed; a row whose
-    source is all padding only fills up the batch.
+    inputs), `labels` int32 and `weights` float32 `[batch, target]`. Padding of the source is
+    marked by `src.paddings` (1 is padding) or `src.segment_ids` (0 is padding). Packed rows have
+    `segment_ids` and `segment_pos` on both sides. Decoding does not need `tgt`, and treats a row
+    whose source is all padding as a row of padding.
 
     Attributes:
-      model_tpl: The network.
-      decoder: How targets are chosen: `SampleDecoder` or `BeamSearch`.
-      start_id: The decoder's first input.
+      model_tpl: Network.
+      decoder: Decoder of targets, a `SampleDecoder` or `BeamSearch`.
+      start_id: First input of the decoder.
     """
 
     reported_metric: ClassVar[str | None] = "xent"
@@ -42,10 +43,11 @@ class SequenceModel(BaseModel):
     start_id: int = 0
 
     def setup(self) -> None:
+        """Create the network."""
         self.create_child("model", self.model_tpl)
 
     def compute_predictions(self, batch: NestedMap) -> NestedMap:
-        """What `TransformerEncoderDecoder.fprop` returns, for each token `[batch, target]`."""
+        """Return the outputs of `TransformerEncoderDecoder.fprop`, per token `[batch, target]`."""
         return self.model(
             batch.src.ids,
             batch.tgt.ids,
@@ -58,26 +60,31 @@ class SequenceModel(BaseModel):
         )
 
     def compute_loss(self, predictions: NestedMap, batch: NestedMap) -> tuple[Metrics, NestedMap]:
-        """Metrics `loss` (what is trained), `xent` (plain cross-entropy, nats) and `accuracy`."""
+        """Compute `loss` (with label smoothing), `xent` (cross-entropy in nats) and `accuracy`."""
         return token_metrics(predictions, batch.tgt.weights)
 
     def decode(self, batch: NestedMap) -> NestedMap:
-        """Chooses targets for the sources of a batch.
+        """Decode targets for the sources of a batch.
 
         Args:
-          batch: `src`, of rows `[batch, source]` with one document each.
+          batch: `src` with rows `[batch, source]` of one document each.
 
         Returns:
-          See `layerkit.decoding.extend_prompts`; the prompt of each row is `start_id`, which its
-          `ids` and `lengths` count. Besides, `source` has the `ids` `[batch, source]` that were
-          read and their `lengths` `[batch]`.
+          Outputs of `layerkit.decoding.extend_prompts`. The prompt of each row is `start_id`, which
+          `ids` and `lengths` include. `source` has the source `ids` `[batch, source]` and their
+          `lengths` `[batch]`.
 
         Raises:
-          ValueError: no random key where the decoder draws, packed sources, or fewer positions than
-            tokens.
+          ConfigError: The decoder draws but has no random key, sources are packed, or the model has
+            fewer positions than tokens.
         """
         if "segment_pos" in batch.src:
-            raise ValueError("src.segment_pos: packed sources cannot be decoded, one target a row")
+            raise ConfigError(
+                "packed rows cannot be decoded",
+                owner=self.path_name,
+                field="src.segment_pos",
+                expected="a batch with one source per row",
+            )
         segments = _segments(batch.src)
         if segments is None:
             segments = jnp.ones(batch.src.ids.shape, jnp.int32)

@@ -1,4 +1,4 @@
-"""What models that predict tokens report of them."""
+"""Metrics and outputs of models that predict tokens."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from layerkit.nested_map import NestedMap
 
 
 def token_metrics(predictions: NestedMap, weights: jax.Array) -> tuple[Metrics, NestedMap]:
-    """Metrics and outputs of `BaseModel.compute_loss`, from what a softmax reports.
+    """Compute the results of `BaseModel.compute_loss` from the outputs of a softmax.
 
     Args:
-      predictions: See `FullSoftmax.fprop`.
-      weights: `[batch, length]`, 0 where a prediction does not count.
+      predictions: Outputs of `FullSoftmax.fprop`.
+      weights: Token weights `[batch, length]`; 0 excludes a token.
 
     Returns:
-      Metrics `loss` (what is trained), `xent` (plain cross-entropy, nats) and `accuracy`, scalars;
-      `per_token_xent` float32 `[batch, length]`; `scores` float32 `[batch]`, see `row_scores`;
-      `exact_match` float32 `[batch]`, 1 for a row whose labels that count are all the most likely
-      ones, 0 for another and for one in which nothing counts.
+      Metrics `loss` (with label smoothing and the like), `xent` (cross-entropy in nats) and
+      `accuracy`; and the outputs `per_token_xent` float32 `[batch, length]`, `scores` float32
+      `[batch]` (see `row_scores`), and `exact_match` float32 `[batch]`, which is 1 if a row has
+      weighted tokens and the model ranks the label of each of them first, and 0 otherwise.
     """
     weight = predictions.total_weight
     accuracy = weighted_mean(predictions.correct.astype(jnp.float32), weights)
@@ -40,15 +40,15 @@ def token_metrics(predictions: NestedMap, weights: jax.Array) -> tuple[Metrics, 
 
 
 def row_scores(per_token_xent: jax.Array, weights: jax.Array) -> jax.Array:
-    """How likely each row's labels are: their log-probability in nats, summed under the weights.
+    """Return the log-probability of each row's labels in nats, summed with the weights.
 
     Args:
       per_token_xent: −log p(label), `[batch, length]`.
-      weights: `[batch, length]`.
+      weights: Token weights `[batch, length]`.
 
     Returns:
-      float32 `[batch]`; 0 for a row in which nothing counts.
+      Scores float32 `[batch]`; 0 for a row without weighted tokens.
     """
     weights = weights.astype(jnp.float32)
-    # Where nothing counts the label may be no class at all, and 0 · NaN is NaN.
+    # Labels of weight 0 may be invalid, and 0 · NaN is NaN.
     return -jnp.sum(jnp.where(weights > 0, per_token_xent, 0.0) * weights, axis=-1)

@@ -1,8 +1,8 @@
-"""TransformerLm: token ids to hidden states, logits and losses.
+"""TransformerLm: a Transformer from token ids to hidden states, logits and losses.
 
 Embedding (+ positions) → dropout → stack of Transformer layers → norm → softmax. The embedding is
-the softmax's own weight (tied; Press and Wolf, 2017) unless `embedding_tpl` is set. What the layers
-are is the business of the stack, which may be a row, a scan or a pipeline.
+tied to the weight of the softmax (Press and Wolf, 2017) unless `embedding_tpl` is set. The stack
+may unroll, scan or pipeline its layers.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
 from layerkit.config import sub_config_field
+from layerkit.errors import ConfigError
 from layerkit.field_checks import Conditions
 from layerkit.layers.embeddings import SharedEmbeddingSoftmax
 from layerkit.layers.masks import AttentionMask, row_positions
@@ -33,29 +34,29 @@ from layerkit.nested_map import NestedMap
 
 
 class TransformerLm(BaseLayer):
-    """A Transformer over token ids: a decoder, or with `is_causal=False` an encoder.
+    """A Transformer over token ids: a decoder, or an encoder with `is_causal=False`.
 
     Attributes:
       vocab_size: Number of token ids.
       model_dims: Size of the model dimension.
-      hidden_dims: Size of the feed-forward's wide dimension.
+      hidden_dims: Size of the hidden dimension of the feed-forward.
       num_layers: Depth of the stack.
       num_heads: Query heads per layer.
       num_kv_heads: Key and value heads; None for as many as query heads.
-      dim_per_head: None for model_dims / num_heads.
+      dim_per_head: Size of a head; None for model_dims / num_heads.
       softmax_tpl: Output layer; a tied one also embeds.
-      embedding_tpl: A separate input embedding; None to tie it to the softmax.
-      position_tpl: Added to the embeddings; None where attention itself knows positions (rotary).
-      embedding_norm_tpl: Normalises what goes into the stack (BERT, BLOOM); None leaves it.
-      stack_tpl: The layers; `StackedTransformer`, `StackedTransformerRepeated`, or another with
-        their interface.
-      final_norm_tpl: Before the softmax; None where the layers end in a norm (`post`).
-      is_causal: A position sees those up to itself. Otherwise it sees its whole document, as a
-        masked language model does, and nothing can be decoded.
-      dropout_rate: Of the embeddings, in training.
+      embedding_tpl: Separate input embedding; None to tie it to the softmax.
+      position_tpl: Positional embedding that is added to the token embeddings; None for models
+        whose attention encodes positions (rotary).
+      embedding_norm_tpl: Norm of the embeddings before the stack (BERT, BLOOM); None for no norm.
+      stack_tpl: Stack of layers, such as `StackedTransformer` or `StackedTransformerRepeated`.
+      final_norm_tpl: Norm before the softmax; None if the layers end in a norm (`post`).
+      is_causal: True lets a position attend to positions up to itself. False lets it attend to its
+        whole document, as in a masked language model, which cannot decode.
+      dropout_rate: Dropout rate of the embeddings in training.
 
     Raises:
-      ValueError: nothing embeds the ids.
+      ConfigError: `embedding_tpl` is None although the softmax cannot embed ids.
     """
 
     used_only_if: ClassVar[Conditions] = TIED_EMBEDDING_CONDITIONS
@@ -77,6 +78,7 @@ class TransformerLm(BaseLayer):
     dropout_rate: float = 0.0
 
     def setup(self) -> None:
+        """Create the embeddings, the stack, the norms and the softmax."""
         create_token_layers(self)
         if self.position_tpl is not None:
             self.create_child("position", self.position_tpl, dims=self.model_dims)
@@ -89,17 +91,17 @@ class TransformerLm(BaseLayer):
 
     @nn.nowrap
     def locate_layer(self, layer: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Where the variables of a layer lie in those of this model.
+        """Return the location of a layer's variables in those of this model.
 
         Args:
-          layer: Counted from 0 at the input.
+          layer: Index of the layer, from 0 at the input.
 
         Returns:
-          The path of its subtree, and the indices into the leading axes of every leaf there; see
+          The path of its subtree, and the indices into the leading axes of each leaf there; see
           `StackedTransformer.locate_layer`.
 
         Raises:
-          IndexError: there is no such layer.
+          IndexError: The model has no such layer.
         """
         return locate_in_stack(
             self, layer, child="stack", template="stack_tpl", num_layers=self.num_layers
@@ -115,23 +117,24 @@ class TransformerLm(BaseLayer):
         segment_pos: jax.Array | None = None,
         in_prefix: jax.Array | None = None,
     ) -> NestedMap:
-        """Losses of predicting `labels`.
+        """Compute the losses of predicting `labels`.
 
         Args:
-          ids: int32 `[batch, length]`.
-          labels: int32 `[batch, length]`, the token that follows each position.
-          weights: float32 `[batch, length]`, 0 where a prediction does not count.
-          segment_ids: int32 `[batch, length]`, documents packed in a row from 1; 0 is padding.
-          segment_pos: int32 `[batch, length]`, position within the document; None counts from the
+          ids: Token ids int32 `[batch, length]`.
+          labels: Next token of each position, int32 `[batch, length]`.
+          weights: Token weights float32 `[batch, length]`; 0 excludes a token.
+          segment_ids: Number of each token's document in its row, int32 `[batch, length]`, from 1;
+            0 is padding.
+          segment_pos: Position within the document, int32 `[batch, length]`; None counts from the
             start of the row.
-          in_prefix: bool `[batch, length]`, which tokens the whole of their document sees, in a
-            prefix language model. None: each token is seen from its own position on.
+          in_prefix: True for tokens of the prefix, bool `[batch, length]`. All positions of the
+            document attend to the prefix in a prefix language model. None for no prefix.
 
         Returns:
-          What the softmax reports; see `FullSoftmax.fprop`.
+          Outputs of the softmax; see `FullSoftmax.fprop`.
 
         Raises:
-          ValueError: a prefix for a model that sees the whole document anyway.
+          ConfigError: There is a prefix although the model is not causal.
         """
         hidden = self.hidden(
             ids, segment_ids=segment_ids, segment_pos=segment_pos, in_prefix=in_prefix
@@ -146,7 +149,7 @@ class TransformerLm(BaseLayer):
         segment_pos: jax.Array | None = None,
         in_prefix: jax.Array | None = None,
     ) -> jax.Array:
-        """Logits float32 `[batch, length, vocab]` of the token after each position."""
+        """Compute the logits float32 `[batch, length, vocab]` of the token after each position."""
         hidden = self.hidden(
             ids, segment_ids=segment_ids, segment_pos=segment_pos, in_prefix=in_prefix
         )
@@ -160,7 +163,7 @@ class TransformerLm(BaseLayer):
         segment_pos: jax.Array | None = None,
         in_prefix: jax.Array | None = None,
     ) -> jax.Array:
-        """Normalised hidden states `[batch, length, dims]`; see `fprop` for the arguments."""
+        """Compute normalized hidden states `[batch, length, dims]`; `fprop` lists the arguments."""
         batch, length = ids.shape
         if segment_pos is None:
             segment_pos = row_positions(batch, length)
@@ -171,39 +174,45 @@ class TransformerLm(BaseLayer):
         elif in_prefix is None:
             mask = AttentionMask.bidirectional_mask(batch, length, segment_ids=segment_ids)
         else:
-            raise ValueError(
-                f"{self.path_name}: in_prefix with is_causal=False, where every token is seen by"
-                " the whole document"
+            raise ConfigError(
+                owner=self.path_name,
+                field="is_causal",
+                value=False,
+                expected="True for inputs with a prefix (in_prefix)",
             )
         x = self._embed(ids, segment_pos)
         return self._normalize(self.stack(x, mask=mask, positions=segment_pos))
 
     def init_cache(self, batch_size: int, max_length: int) -> None:
-        """Creates an empty cache for sequences of at most `max_length` tokens.
+        """Create an empty cache for sequences of at most `max_length` tokens.
 
         Raises:
-          ValueError: more tokens than there are positions, or a model that is not causal.
+          ConfigError: The model is not causal, or has fewer positions than tokens.
         """
         if not self.is_causal:
-            raise ValueError(
-                f"{self.path_name}: is_causal=False: what a position holds depends on what comes"
-                " after it, so tokens cannot be added to a cache one by one"
+            raise ConfigError(
+                "cannot decode with a cache",
+                owner=self.path_name,
+                field="is_causal",
+                value=False,
+                expected="True, since cached states must not depend on later tokens",
             )
         if self.position_tpl is not None:
-            # A table of positions refuses rows that are too long, but a step is never long.
+            # A table of positions raises for rows that are too long. A single step is never too
+            # long.
             self.position(row_positions(batch_size, max_length))
         self.stack.init_cache(batch_size, max_length)
 
     def extend_step(
         self, ids: jax.Array, *, time_step: jax.Array, prefix_lengths: jax.Array | None = None
     ) -> jax.Array:
-        """Feeds the next tokens of cached sequences.
+        """Run the model on the next tokens of cached sequences.
 
         Args:
-          ids: int32 `[batch, t]`, the tokens at positions time_step … time_step + t − 1.
-          time_step: int32 scalar, how many tokens the cache holds.
-          prefix_lengths: int32 `[batch]`, how many tokens from the first on see one another, in a
-            prefix language model; the first step must bring them all. None for none.
+          ids: Tokens at positions time_step … time_step + t − 1, int32 `[batch, t]`.
+          time_step: Number of tokens in the cache, int32 scalar.
+          prefix_lengths: Number of leading tokens with bidirectional attention in a prefix language
+            model, int32 `[batch]`. The first step must contain all of them. None for no prefix.
 
         Returns:
           Logits float32 `[batch, t, vocab]`.

@@ -257,14 +257,9 @@ def test_without_a_split_length_both_ways_are_plain_attention():
 def test_what_cannot_be_is_refused():
     sharding = bound(context=3)
     for way, owner in (("all_gather", "queries"), ("ring", "queries")):
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match=rf"{owner}: .*dimension 'length'=16"):
             dot_product_attention(*draw(), scale=1.0, sharding=sharding, context_parallel=way)
-        assert str(error.value) == (
-            f"{owner}: dimension 'length' of size 16 cannot be split evenly over mesh axes"
-            " ('context',) of size 3; use another mesh, another size, or"
-            " ShardingRules.replace(length=None)"
-        )
-    with pytest.raises(ValueError, match=r"keys: dimension 'length' of size 6"):
+    with pytest.raises(ValueError, match=r"keys: cannot be split evenly: dimension 'length'=6"):
         dot_product_attention(
             *draw(keys=6), scale=1.0, sharding=bound(context=4), context_parallel="ring"
         )

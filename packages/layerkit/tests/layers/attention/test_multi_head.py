@@ -469,11 +469,6 @@ def test_a_single_key_head_is_replicated_and_other_numbers_need_a_rule():
         np.testing.assert_allclose(actual, run(layer, weights, x), atol=1e-5)
 
     on_the_mesh(1, DEFAULT_RULES)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=r"HeadProjection\(key\): .*'act_kv_heads'=2"):
         on_the_mesh(2, DEFAULT_RULES)
-    assert str(error.value).startswith(
-        "HeadProjection(key): dimension 'act_kv_heads' of size 2 cannot be split evenly over mesh"
-        " axes ('tensor',) of size 4; use another mesh, another size, or"
-        " ShardingRules.replace(act_kv_heads=None)"
-    )
     on_the_mesh(2, DEFAULT_RULES.replace(kv_heads=None, act_kv_heads=None))

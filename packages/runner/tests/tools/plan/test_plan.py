@@ -141,7 +141,7 @@ def test_sizes_that_the_mesh_does_not_divide_are_rejected_by_name(small_lm):
     resolved = resolve(small_lm(MESH=[1, 1, 4]))
     with pytest.raises(UsageError) as caught:
         make_plan(resolved, jax.devices("cpu")[:4])
-    assert "heads' of size 2 cannot be split evenly over mesh axes ('tensor',)" in str(caught.value)
+    assert "cannot be split evenly" in str(caught.value) and "heads'=2" in str(caught.value)
 
 
 def test_padding_counts_as_memory_and_not_as_parameters(small_lm):

@@ -136,7 +136,7 @@ def _effective(name: str, value: Any, *, owner: str) -> Any:
     """Return what an inherited field means to a layer, None included."""
     if name in ("dtype", "fprop_dtype"):
         return floating_dtype(value, field=name, owner=owner).name
-    return check_init(value, owner=owner) if name == "params_init" else value
+    return check_init(value, owner=owner, field=name) if name == "params_init" else value
 
 
 def _named(value: Any) -> Any:
