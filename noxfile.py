@@ -1,8 +1,8 @@
-"""What can be done with this repository, each in an environment of its own.
+"""Commands of this repository, each in a separate environment.
 
-`python3 start.py` lists them and runs them on a fresh machine; where nox is installed, so does
-`nox -s NAME`. Environments are kept, and filled again only when a pin or a dependency has changed:
-a second run starts at once and needs no network.
+`python3 start.py` lists and runs them on a fresh machine. Where nox is installed, so does `nox -s
+NAME`. Environments are kept and reinstalled only when a pin or a dependency has changed, so a second
+run starts at once and needs no network.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import nox
 
 ROOT = Path(__file__).resolve().parent
 CONSTRAINTS = ROOT / "constraints.txt"
-# Arguments of pip that choose the versions of what is installed.
+# Arguments of pip that select versions.
 PINNED = ("--constraint", str(CONSTRAINTS))
 NEWEST = ("--upgrade", "--upgrade-strategy", "eager")
-# Folder under packages/, and the name by which the package is imported; lower layers first.
+# Folder under packages/ and import name of each package; lower layers first.
 PACKAGES = {
     "layerkit": "layerkit",
     "inputs": "layerkit_inputs",
     "runner": "layerkit_runner",
     "experiments": "layerkit_experiments",
 }
-# What compares with PyTorch or transformers, and is skipped where they are not installed.
+# Tests that compare with PyTorch or transformers. They are skipped where these are missing.
 PARITY_SUITES = (
     "packages/layerkit/tests/decoding/test_beam_search.py",
     "packages/layerkit/tests/decoding/test_logit_processors.py",
@@ -38,14 +38,13 @@ PARITY_SUITES = (
     "integration_tests/test_hugging_face_finetune.py",
     "packages/layerkit/tests/interop/hugging_face",
 )
-# The readers that stand on TensorFlow, which takes longer to install than all else together; in the
-# other sessions they are skipped.
+# Tests of readers that need TensorFlow, which takes long to install. Other sessions skip them.
 TENSORFLOW_SUITES = (
     ROOT / "packages/inputs/tests/seqio_adaptor",
     ROOT / "packages/inputs/tests/lingvo_adaptor",
     ROOT / "packages/inputs/tests/testing/test_tfds_folders.py",
 )
-# What asks the compilers of TPUs and GPUs, and is skipped where they are not installed.
+# Tests that need the compilers of TPUs and GPUs. They are skipped where these are missing.
 COMPILER_SUITES = (
     "packages/layerkit/tests/layers/attention/test_kernels_compile.py",
     "packages/runner/tests/partitioning/test_mesh.py",
@@ -54,18 +53,18 @@ COMPILER_SUITES = (
     "packages/experiments/tests/lm/test_planned_fields.py",
     "integration_tests/test_gpu_benchmark.py",
 )
-# The packages whose modules can all be imported; those of inputs need its extras.
+# Packages whose modules can all be imported; some modules of inputs need extras.
 DOCTESTED = ("layerkit", "runner")
-# What layerkit-inputs is installed with.
+# Extras of layerkit-inputs in the ordinary sessions.
 LIGHT_EXTRAS = "[grain,hf,text]"
-# The extras of all packages that TEST_TOOLS and LIGHT_EXTRAS bring.
+# Extras of all packages that TEST_TOOLS and LIGHT_EXTRAS install.
 TESTED_EXTRAS = ("grain", "hf", "text", "plots", "wandb", "sweeps")
 TENSORFLOW_EXTRAS = "[seqio,lingvo]"
-# The named experiments read their corpora through SeqIO, Grain and files.
+# Extras for the corpora of the named experiments.
 CORPUS_EXTRAS = "[grain,hf,seqio,text]"
-# The longest tests first, so that no worker is left with one of them at the end.
+# The longest tests come first, so that workers end at about the same time.
 ALL_SUITES = [*ROOT.glob("integration_tests"), *sorted(ROOT.glob("packages/*/tests"), reverse=True)]
-# safetensors: what the extra layerkit[hf] brings; matplotlib, wandb, optuna: those of the extras
+# safetensors belongs to the extra layerkit[hf]; matplotlib, wandb and optuna belong to the extras
 # layerkit-runner[plots,wandb,sweeps].
 TEST_TOOLS = (
     *("pytest", "pytest-xdist", "hypothesis"),
@@ -77,7 +76,7 @@ BUILD_TOOLS = ("hatchling",)
 
 nox.options.sessions = ["lint", "tests"]
 nox.options.default_venv_backend = "virtualenv"
-# A folder per Python, so that another `python3` does not meet the environments of the last one.
+# One folder per Python version, so that another `python3` gets new environments.
 nox.options.envdir = ".nox/python{}.{}".format(*sys.version_info)
 nox.options.reuse_venv = "yes"
 nox.options.download_python = "never"
@@ -86,7 +85,7 @@ nox.options.error_on_missing_interpreters = False
 
 @nox.session
 def train(session: nox.Session) -> None:
-    """Trains the quickstart language model; arguments go to `runner`, a flag given there wins."""
+    """Train the quickstart language model; arguments go to `runner` and override the defaults."""
     install_sources(session)
     defaults = {"--exp": "lm.quickstart.LocalText", "--job_log_dir": "runs/quickstart"}
     given = {argument.partition("=")[0] for argument in session.posargs}
@@ -99,34 +98,34 @@ def train(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Builds and installs the four wheels, then tests them; arguments go to pytest."""
+    """Build, install and test the four wheels; arguments go to pytest."""
     check_wheels(session, list(PACKAGES), ALL_SUITES)
 
 
 @nox.session
 def slow(session: nox.Session) -> None:
-    """The tests that the ordinary run leaves out: many kills, many more cases of each kind."""
+    """Run the tests that `tests` leaves out: many kills, many more cases of each kind."""
     marker = "slow and not chaos and not experiments"
     check_wheels(session, list(PACKAGES), ALL_SUITES, marker=marker)
 
 
 @nox.session
 def meshes(session: nox.Session) -> None:
-    """One model on all 56 meshes of eight simulated devices; about half an hour on two cores."""
+    """Train a model on all 56 meshes of eight simulated devices; half an hour on two cores."""
     suite = ROOT / "packages/layerkit/tests/test_all_meshes.py"
     check_wheels(session, ["layerkit"], [suite], marker="meshes")
 
 
 @nox.session
 def chaos(session: nox.Session) -> None:
-    """Fifty kills of one run under each partitioner; about half an hour of one core."""
+    """Kill one run fifty times under each partitioner; about half an hour of one core."""
     suite = ROOT / "integration_tests" / "chaos"
     check_wheels(session, list(PACKAGES), [suite], marker="chaos", doctests=False)
 
 
 @nox.session
 def experiments(session: nox.Session) -> None:
-    """Every named experiment, trained in its reduced form; its data through SeqIO and Grain."""
+    """Train every named experiment in its reduced form, with data through SeqIO and Grain."""
     check_wheels(
         session,
         list(PACKAGES),
@@ -139,7 +138,7 @@ def experiments(session: nox.Session) -> None:
 
 @nox.session
 def plans(session: nox.Session) -> None:
-    """Plans every named experiment on the devices it is made for; arguments go to the script."""
+    """Plan every named experiment on its target devices; arguments go to the script."""
     install_sources(session)
     install_compilers(session)
     session.run("python", "scripts/plan_experiments.py", *session.posargs)
@@ -147,25 +146,25 @@ def plans(session: nox.Session) -> None:
 
 @nox.session
 def compilers(session: nox.Session) -> None:
-    """Kernels, meshes and plans by the compilers of TPUs and GPUs, which need no such device."""
+    """Compile kernels, meshes and plans for TPUs and GPUs, without the devices."""
     install_sources(session, TEST_TOOLS)
     install_compilers(session)
-    # Of every kind: most of them are slow, or of the experiments.
+    # Most of these tests are marked slow or experiments.
     every = ["python", "-m", "pytest", "-m", "not chaos"]
     session.run(*every, *(session.posargs or COMPILER_SUITES))
 
 
 @nox.session
 def parity(session: nox.Session) -> None:
-    """Against PyTorch and transformers; the last lines are a table of families and errors."""
+    """Compare with PyTorch and transformers; the last lines are a table of families and errors."""
     install_sources(session, (*TEST_TOOLS, *PARITY_TOOLS))
-    # In one process, whose last lines are the table.
+    # In one process, so that the table comes last.
     session.run("python", "-m", "pytest", *(session.posargs or PARITY_SUITES))
 
 
 @nox.session
 def readers(session: nox.Session) -> None:
-    """The readers on TensorFlow: SeqIO, TFDS folders and Lingvo; arguments go to pytest."""
+    """Test the readers that need TensorFlow: SeqIO, TFDS, Lingvo; arguments go to pytest."""
     packages = ["layerkit", "inputs"]
     install_lingvo(session)
     check_wheels(session, packages, TENSORFLOW_SUITES, extras=TENSORFLOW_EXTRAS, doctests=False)
@@ -173,7 +172,7 @@ def readers(session: nox.Session) -> None:
 
 @nox.session
 def lingvo_native(session: nox.Session) -> None:
-    """Lingvo's native ops, with a newer C library in a folder of its own where this one is old."""
+    """Test Lingvo's native ops, with a newer C library in a separate folder where needed."""
     install_sources(session, TEST_TOOLS)
     install_lingvo(session)
     session.run("python", "scripts/lingvo_native.py", *session.posargs)
@@ -194,12 +193,12 @@ def lowest(session: nox.Session) -> None:
 
 @nox.session
 def layerkit_alone(session: nox.Session) -> None:
-    """Proves that layerkit needs nothing above it: its wheel, its tests, an empty environment."""
+    """Test layerkit's wheel in an environment without the other packages."""
     check_wheels(session, ["layerkit"], [ROOT / "packages/layerkit/tests"])
     session.run("python", "-I", "-c", ALONE, log=False)
 
 
-# For a fresh interpreter, isolated from the checkout: imports all of layerkit, then looks around.
+# Program for an isolated interpreter: imports all of layerkit, then checks the imported modules.
 ALONE = """
 import importlib, importlib.util, pkgutil, sys
 
@@ -222,7 +221,7 @@ print(f"layerkit stands alone: {len(modules)} modules imported, none of {', '.jo
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Formatting, lint rules, types, and the borders between the packages."""
+    """Check formatting, lint rules, prose, types and imports between packages."""
     install_sources(session, LINT_TOOLS)
     session.run("ruff", "format", "--check", ".")
     session.run("ruff", "check", ".")
@@ -230,7 +229,7 @@ def lint(session: nox.Session) -> None:
     session.run("lint-imports")
     for folder in PACKAGES:
         if (ROOT / "packages" / folder / "LICENSE").read_bytes() != (ROOT / "LICENSE").read_bytes():
-            session.error(f"packages/{folder}/LICENSE is no copy of LICENSE")
+            session.error(f"packages/{folder}/LICENSE differs from LICENSE")
 
 
 def check_wheels(
@@ -243,17 +242,17 @@ def check_wheels(
     marker: str = "not slow and not meshes and not chaos and not experiments",
     doctests: bool = True,
 ) -> None:
-    """Runs `suites` and doctests on wheels built now from `folders`.
+    """Run `suites` and doctests on wheels built from `folders`.
 
     Arguments of the session go to pytest; a path among them replaces the suites.
     """
     install_wheels(session, folders, extras=extras, versions=versions)
-    # By file: fixtures of a module are made once, and their compiled steps are used again.
+    # Distributed by file, so that tests of a module share its fixtures and compiled steps.
     workers = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
     pytest = ["python", "-P", "-m", "pytest", *workers, "-m", marker, *session.posargs]
     if not any(Path(argument.partition("::")[0]).exists() for argument in session.posargs):
         if doctests:
-            # --pyargs: the doctests are those of the installed packages.
+            # --pyargs selects the doctests of the installed packages.
             documented = [PACKAGES[folder] for folder in folders if folder in DOCTESTED]
             pytest += ["--doctest-modules", "--pyargs", *documented]
         pytest += [str(suite.relative_to(ROOT)) for suite in suites]
@@ -264,15 +263,15 @@ def check_wheels(
 def install_wheels(
     session: nox.Session, folders: Sequence[str], *, extras: str, versions: Sequence[str]
 ) -> None:
-    """Installs the test tools and wheels built now; that of layerkit-inputs with `extras`."""
+    """Install the test tools and new wheels; layerkit-inputs is installed with `extras`."""
     session.install(*versions, *BUILD_TOOLS, *TEST_TOOLS)
     with tempfile.TemporaryDirectory() as built:
         sources = [f"./packages/{folder}" for folder in folders]
         build = ["pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
         session.run("python", "-m", *build, "--wheel-dir", built, *sources)
         wheels = sorted(str(wheel) for wheel in Path(built).glob("*.whl"))
-        # Twice: the version number does not change with the code, so the wheels are forced in; what
-        # they depend on is left alone where it is there already.
+        # Two steps: wheels are reinstalled although their version has not changed, and their
+        # dependencies are installed only where they are missing.
         session.install("--no-deps", "--no-index", "--force-reinstall", *wheels)
         with_extras = [wheel + extras if "layerkit_inputs-" in wheel else wheel for wheel in wheels]
         session.install(*versions, *with_extras)
@@ -281,7 +280,7 @@ def install_wheels(
 def lowest_versions(session: nox.Session) -> Path:
     """Write constraints that hold the direct dependencies at their lower bounds; return the file.
 
-    The four packages are no dependencies here: they need not be in an index.
+    The four packages are excluded, since no index needs to have them.
     """
     session.install(*PINNED, "uv")
     folder = Path(session.virtualenv.location)
@@ -296,12 +295,12 @@ def lowest_versions(session: nox.Session) -> Path:
 
 
 def install_compilers(session: nox.Session) -> None:
-    """The compilers of TPUs and of NVIDIA GPUs."""
+    """Install the compilers of TPUs and of NVIDIA GPUs."""
     session.install(*PINNED, "--editable", "./packages/runner[plan-tpu,plan-cuda]")
 
 
 def install_lingvo(session: nox.Session) -> None:
-    """Lingvo without what it declares; see docs/lingvo.md."""
+    """Install Lingvo without its declared dependencies; see docs/lingvo.md."""
     session.run("python", "scripts/install_lingvo.py", *PINNED)
 
 

@@ -1,11 +1,11 @@
-"""Sets this project up and runs one of its commands: `python3 start.py train`, or `test`.
+"""Set up this project and run one of its commands: `python3 start.py train`, or `test`.
 
-All it needs is Python 3.11 or later with pip. It never touches the system's Python: nox goes into
-`.start/`, the environments that nox makes go into `.nox/`. Deleting both folders undoes everything.
+The script needs Python 3.11 or later with pip. It does not change the system's Python: nox is
+installed in `.start/`, and its environments are in `.nox/`. Delete both folders to undo everything.
 
-The way there takes three steps, once. `pip install --target` is allowed where the system's Python
-refuses global installs (PEP 668); it fetches virtualenv, which, unlike venv, needs no ensurepip;
-virtualenv makes the environment in which nox lives.
+The first run takes three steps. `pip install --target`, which also works where global installs are
+disabled (PEP 668), downloads virtualenv. virtualenv, which unlike venv needs no ensurepip, creates
+an environment. nox is installed there.
 """
 
 import difflib
@@ -20,28 +20,28 @@ START = ROOT / ".start"
 CONSTRAINTS = ROOT / "constraints.txt"
 OLDEST_PYTHON = (3, 11)
 
-# Command: the nox session that does it, and what it is for.
+# The nox session and the purpose of each command.
 COMMANDS = {
-    "train": ("train", "train a small language model on text of this machine; no download of data"),
+    "train": ("train", "train a small language model on text of this machine; downloads no data"),
     "test": ("tests", "build the four packages, install them and run their tests"),
-    "slow": ("slow", "the tests that `test` leaves out: many kills, more cases of each kind"),
-    "meshes": ("meshes", "one model on all 56 meshes of eight simulated devices"),
-    "chaos": ("chaos", "a run that is killed fifty times, under each partitioner"),
+    "slow": ("slow", "run the tests that `test` leaves out: many kills, more cases of each kind"),
+    "meshes": ("meshes", "train a model on all 56 meshes of eight simulated devices"),
+    "chaos": ("chaos", "kill a run fifty times under each partitioner"),
     "experiments": ("experiments", "train a reduced form of every named experiment"),
-    "plans": ("plans", "plan every named experiment on the devices that it is made for"),
-    "compilers": ("compilers", "test what is compiled for TPUs and GPUs that are not here"),
+    "plans": ("plans", "plan every named experiment on its target devices"),
+    "compilers": ("compilers", "compile kernels and plans for TPUs and GPUs, without the devices"),
     "parity": ("parity", "compare with PyTorch and transformers; prints a table of errors"),
-    "readers": ("readers", "test the readers on TensorFlow: SeqIO, TFDS folders and Lingvo"),
-    "lingvo": ("lingvo_native", "test Lingvo's native ops, on a newer C library where needed"),
-    "lint": ("lint", "check formatting, lint rules, types and the borders between the packages"),
-    "alone": ("layerkit_alone", "test the layerkit package in an environment of its own"),
+    "readers": ("readers", "test the readers that need TensorFlow: SeqIO, TFDS folders and Lingvo"),
+    "lingvo": ("lingvo_native", "test Lingvo's native ops, with a newer C library where needed"),
+    "lint": ("lint", "check formatting, lint rules, prose, types and imports between packages"),
+    "alone": ("layerkit_alone", "test the layerkit package in an empty environment"),
     "newest": ("newest", "test with the newest versions allowed, on each Python installed"),
     "lowest": ("lowest", "test with the lowest versions allowed, on Python 3.11"),
 }
 
 
 def main(arguments):
-    """Runs the command that `arguments` name; what follows it goes to the command itself."""
+    """Run the command that `arguments` name, with the remaining arguments."""
     if sys.version_info < OLDEST_PYTHON:
         sys.exit(
             "This project needs Python {}.{} or later; {} is Python {}.{}.".format(
@@ -55,23 +55,23 @@ def main(arguments):
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        print(f"There is no command {command!r}.{hint}\n\n{usage()}", file=sys.stderr)
+        print(f"Unknown command {command!r}.{hint}\n\n{usage()}", file=sys.stderr)
         sys.exit(2)
     session, _ = COMMANDS[command]
     nox = [str(nox_python()), "-m", "nox", "--noxfile", str(ROOT / "noxfile.py")]
     sys.stdout.flush()
-    # nox takes the place of this process: Ctrl-C and the exit code stay between it and the user.
+    # nox replaces this process, so that it receives Ctrl-C and its exit code is returned.
     os.execv(nox[0], [*nox, "--session", session, "--", *rest])
 
 
 def usage():
-    """The commands, a line each."""
+    """Return the usage text, with a line per command."""
     lines = [f"  {name:12} {purpose}" for name, (_, purpose) in COMMANDS.items()]
     return "\n".join(["Usage: python3 start.py COMMAND [ARGUMENT ...]", "", *lines])
 
 
 def nox_python():
-    """The Python of the environment that holds nox; makes that environment where it is missing."""
+    """Return the Python of the environment with nox; create that environment if it is missing."""
     environment = START / "nox-python{}.{}".format(*sys.version_info)
     python = environment / "bin" / "python"
     complete = environment / "complete"
@@ -96,7 +96,7 @@ def nox_python():
 
 
 def run(command, env=None):
-    """Runs one step of the set-up, and ends here with its exit code where it fails."""
+    """Run one step of the set-up; if it fails, exit with its code."""
     code = subprocess.call(command, env=env)
     if code:
         print(f"This step of the set-up failed: {' '.join(command)}", file=sys.stderr)

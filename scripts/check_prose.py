@@ -21,10 +21,13 @@ ROOT = Path(__file__).resolve().parent.parent
 MAX_FRAGMENTS = 0.02
 # First words of a sentence fragment, in lower case.
 OPENERS = frozenset(
-    "about after and as at because before besides between but by either from has hers his holds how"
-    " if in is its like neither not nor of on only or since so such than that theirs then there"
-    " these they this those to told under unless until was what whatever when where whether which"
-    " who whoever whom whose why with within without".split()
+    re.split(
+        r"\s+",
+        """about after and as at because before besides between but by either from has hers his holds how if in
+is its like neither not nor of on only or since so such than that theirs then there these they this
+those to told under unless until was what whatever when where whether which who whoever whom whose
+why with within without""",
+    )
 )
 ENTRY = re.compile(r"^\s+\*{0,2}\w+: (.*)", re.MULTILINE)
 BANNED = re.compile(
@@ -72,7 +75,8 @@ def main() -> int:
     for path in sorted([*pages, *ROOT.glob("packages/*/src/**/*.py")]):
         for number, line in enumerate(path.read_text().splitlines(), 1):
             if found := BANNED.search(line):
-                print(f"{path.relative_to(ROOT)}:{number}: {found[0]!r} is not plain: {line.strip()}")
+                place = f"{path.relative_to(ROOT)}:{number}"
+                print(f"{place}: {found[0]!r} is not plain: {line.strip()}")
                 failed = True
     return int(failed)
 
