@@ -1,7 +1,7 @@
 """Commands of this repository, each in a separate environment.
 
 `python3 start.py` lists and runs them on a fresh machine. Where nox is installed, so does `nox -s
-NAME`. Environments are kept and reinstalled only when a pin or a dependency has changed, so a second
+NAME`. Environments are kept and reinstalled only when a pin or a dependency changes, so a second
 run starts at once and needs no network.
 """
 

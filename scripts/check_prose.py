@@ -21,12 +21,14 @@ ROOT = Path(__file__).resolve().parent.parent
 MAX_FRAGMENTS = 0.02
 # First words of a sentence fragment, in lower case.
 OPENERS = frozenset(
-    re.split(
-        r"\s+",
-        """about after and as at because before besides between but by either from has hers his holds how if in
-is its like neither not nor of on only or since so such than that theirs then there these they this
-those to told under unless until was what whatever when where whether which who whoever whom whose
-why with within without""",
+    re.findall(
+        r"\w+",
+        """
+        about after and as at because before besides between but by either from has hers his holds
+        how if in is its like neither not nor of on only or since so such than that theirs then
+        there these they this those to told under unless until was what whatever when where whether
+        which who whoever whom whose why with within without
+        """,
     )
 )
 ENTRY = re.compile(r"^\s+\*{0,2}\w+: (.*)", re.MULTILINE)
