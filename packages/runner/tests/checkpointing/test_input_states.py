@@ -51,6 +51,7 @@ import jax, jax.numpy as jnp, numpy as np
 jax.distributed.initialize(f"localhost:{port}", 2, index)
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy, integrity
+from layerkit_runner.errors import NonFiniteError
 
 hashed, hash_file = [], integrity._hash_file
 integrity._hash_file = lambda path: hashed.append(str(path)) or hash_file(path)
@@ -74,7 +75,16 @@ with CheckpointManager(directory, policy=policy, report=lines.append) as manager
     target = {"w": jax.ShapeDtypeStruct(rows.shape, jnp.float32, sharding=split)}
     restored = manager.restore(step, target)
     mine = [np.asarray(shard.data).tolist() for shard in restored.state["w"].addressable_shards]
+    rows[-1, -1] = np.nan  # held by process 1
+    bad = {"w": jax.make_array_from_callback(rows.shape, split, lambda at: rows[at])}
+    manager.save(3, bad, input_states={}, metadata={})
+    try:
+        manager.should_save(4)
+        nonfinite = ""
+    except NonFiniteError as error:
+        nonfinite = str(error)
     answer = {"step": step, "mine": mine, "inputs": restored.input_states, "lines": lines}
+    answer["nonfinite"] = nonfinite
     print(json.dumps({**answer, "saved": saved, "verified": hashed}))
 """
 
@@ -123,6 +133,9 @@ def test_two_processes_save_together_agree_on_the_sound_step_and_one_takes_over(
     assert [len(answer["lines"]) for answer in answers] == [1, 0]
     assert "state/ocdbt.process_1/d/" in answers[0]["lines"][0]
     check_who_hashed(answers, tmp_path)
+    assert "step 3" in answers[0]["nonfinite"]
+    assert answers[0]["nonfinite"] == answers[1]["nonfinite"]
+    assert not list(tmp_path.glob("checkpoint_00000003*"))
 
     target = {
         "w": jax.ShapeDtypeStruct(

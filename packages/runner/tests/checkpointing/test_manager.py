@@ -118,7 +118,9 @@ def with_value(state, part: str, value: float):
 
 @BOTH_FORMATS
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_nonfinite_weights_are_not_saved_and_older_steps_stay(tmp_path, state_format, value):
+def test_nonfinite_weights_are_not_committed_and_older_steps_stay(
+    tmp_path, state_format, value, raises
+):
     shardings = {
         StateFormat.MSGPACK: everywhere,
         StateFormat.TENSORSTORE: split_matrices(mesh(2, 2, 2), ("data", "fsdp"), "tensor"),
@@ -127,26 +129,38 @@ def test_nonfinite_weights_are_not_saved_and_older_steps_stay(tmp_path, state_fo
     policy = CheckpointPolicy(save_interval_steps=1, max_to_keep=1, keep_interval=None)
     with CheckpointManager(tmp_path, policy=policy, state_format=state_format) as manager:
         manager.save(1, state, input_states={}, metadata={})
-        with pytest.raises(NonFiniteError) as caught:
-            manager.save(
-                2, with_value(state, "params", value), input_states={}, metadata={}, force=True
-            )
-        assert "step 2" in str(caught.value) and "params/" in str(caught.value)
-        assert caught.value.exit_code == 65
+        bad = with_value(state, "params", value)
+        assert manager.save(2, bad, input_states={}, metadata={}, force=True)
+        with raises(NonFiniteError, exit_code=65):
+            manager.should_save(3)
         # The manager can be used on.
         assert manager.latest_step() == 1
+        assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_00000001"]
         assert manager.save(3, state, input_states={}, metadata={}, force=True)
     assert [path.name for path in sorted(tmp_path.glob("checkpoint_*"))] == ["checkpoint_00000003"]
 
 
 @pytest.mark.parametrize(("value", "is_saved"), [(np.nan, False), (np.inf, True)])
 def test_optimizer_state_may_hold_infinity_but_no_nan(tmp_path, value, is_saved):
+    """The error of the last save is raised when the manager is closed."""
     state = with_value(place(numbers(), everywhere), "opt_state", value)
-    with CheckpointManager(tmp_path, policy=EVERY_STEP) as manager:
-        with contextlib.nullcontext() if is_saved else pytest.raises(NonFiniteError):
-            manager.save(1, state, input_states={}, metadata={})
-        manager.wait_until_finished()
-        assert manager.latest_step() == (1 if is_saved else None)
+    error = contextlib.nullcontext() if is_saved else pytest.raises(NonFiniteError)
+    with error, CheckpointManager(tmp_path, policy=EVERY_STEP) as manager:
+        manager.save(1, state, input_states={}, metadata={})
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_00000001"] * is_saved
+
+
+@BOTH_FORMATS
+def test_finite_check_sees_the_state_before_a_step_that_takes_its_memory(tmp_path, state_format):
+    step = jax.jit(lambda x: jnp.nan_to_num(x) + 1, donate_argnums=0)
+    with CheckpointManager(tmp_path, policy=EVERY_STEP, state_format=state_format) as manager:
+        weight = jnp.ones((64, 2**17)).at[-1, -1].set(jnp.nan)
+        manager.save(1, {"w": weight}, input_states={}, metadata={})
+        step(weight)
+        assert weight.is_deleted()
+        with pytest.raises(NonFiniteError):
+            manager.wait_until_finished()
+    assert not list(tmp_path.iterdir())
 
 
 TARGETS = {

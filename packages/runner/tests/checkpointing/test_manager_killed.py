@@ -145,3 +145,33 @@ def test_a_killed_save_costs_no_committed_step_and_is_cleaned_up(tmp_path, state
         manager.wait_until_finished()
         assert manager.newest_sound_step() == step + 1
     assert len(lines) == 1
+
+
+KILLED_AFTER_THE_CHECK = """
+import os, signal, sys
+import jax.numpy as jnp
+from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy, structure
+
+finish = structure.FiniteCheck.nonfinite
+
+def finish_and_die(check):
+    found = finish(check)
+    os.kill(os.getpid(), signal.SIGKILL) if step == 2 else None
+    return found
+
+structure.FiniteCheck.nonfinite = finish_and_die
+manager = CheckpointManager(sys.argv[1], policy=CheckpointPolicy(save_interval_steps=1))
+for step in (1, 2):
+    manager.save(step, {"w": jnp.full(4, step)}, input_states={}, metadata={})
+    manager.wait_until_finished()
+"""
+
+
+def test_kill_between_finite_check_and_commit_loses_no_committed_step(tmp_path):
+    saver = subprocess.run([sys.executable, "-c", KILLED_AFTER_THE_CHECK, str(tmp_path)])
+    assert saver.returncode == -signal.SIGKILL
+    [left_over] = unfinished(tmp_path)
+    assert left_over.name.startswith("checkpoint_00000002")
+    with CheckpointManager(tmp_path, report=lambda line: None) as manager:
+        assert manager.newest_sound_step() == 1
+    assert not unfinished(tmp_path)

@@ -141,7 +141,7 @@ def test_checkpoint_that_is_not_finite_is_not_resumed(
 ):
     with monkeypatch.context() as patch:
         # As a version that applied such steps and saved the outcome.
-        patch.setattr(structure, "require_finite", lambda *_: None)
+        patch.setattr(structure.FiniteCheck, "nonfinite", lambda _: [])
         patch.setattr(Learner, "skips_steps", False)
         train("job", fields={"NUM_ROWS": 16, "BAD_ROWS": (3,)})
     with pytest.raises(NonFiniteError) as caught:

@@ -153,7 +153,7 @@ def read_leaves(
 
 
 def nonfinite_arrays(step_directory: epath.Path) -> list[structure.LeafPath]:
-    """Return the paths of stored arrays that are not finite; see `structure.nonfinite_leaves`.
+    """Return the paths of stored arrays that are not finite; see `structure.FiniteCheck`.
 
     Reads about a GiB at a time. The step must be sound.
     """
@@ -161,11 +161,11 @@ def nonfinite_arrays(step_directory: epath.Path) -> list[structure.LeafPath]:
     found, size = [], 0
     for path, spec in handlers.stored_leaves(step_directory / "state").items():
         if group and size + spec.num_bytes > _READ_BYTES:
-            found += structure.nonfinite_leaves(_restore(step_directory, group))
+            found += structure.FiniteCheck(_restore(step_directory, group)).nonfinite()
             group, size = {}, 0
         group[path] = spec
         size += spec.num_bytes
-    return found + structure.nonfinite_leaves(_restore(step_directory, group))
+    return found + structure.FiniteCheck(_restore(step_directory, group)).nonfinite()
 
 
 @contextlib.contextmanager

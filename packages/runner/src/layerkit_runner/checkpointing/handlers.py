@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import jax
@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from layerkit_runner.checkpointing import documents, formats, integrity, structure
+from layerkit_runner.checkpointing.errors import SaveError
 
 _STATE = "state"
 # Several files are hashed side by side. Orbax's default of 2 GiB would leave most cores idle.
@@ -25,10 +26,18 @@ _DATA_FILE_BYTES = 256 * 2**20
 
 @dataclasses.dataclass
 class StateSave(ocp.args.CheckpointArgs):
-    """Saves the leaves of a state; see `StateHandler`."""
+    """Saves the leaves of a state; see `StateHandler`.
+
+    Attributes:
+      leaves: Arrays by path.
+      state_format: Format to write.
+      check: Search for NaN and infinities. The step is not committed if it finds any. None for no
+        such condition.
+    """
 
     leaves: Mapping[structure.LeafPath, jax.Array]
     state_format: formats.StateFormat
+    check: structure.FiniteCheck | None = None
 
 
 @dataclasses.dataclass
@@ -73,10 +82,8 @@ class StateHandler(_AsyncHandler):
     def __init__(self) -> None:
         self._arrays = _array_storage()
 
-    async def async_save(
-        self, directory: epath.Path, args: StateSave
-    ) -> list[ocp.future.Future] | None:
-        """Copy the state to the host; return futures of the writes and of their digests."""
+    async def async_save(self, directory: epath.Path, args: StateSave) -> list[ocp.future.Future]:
+        """Copy the state to the host; return futures of the check, the writes and their digests."""
         if args.state_format is formats.StateFormat.TENSORSTORE:
             saves = await self._arrays.async_save(
                 directory,
@@ -84,12 +91,20 @@ class StateHandler(_AsyncHandler):
                     structure.nest(args.leaves), ocdbt_target_data_file_size=_DATA_FILE_BYTES
                 ),
             )
-            return [_in_background(lambda: _hash_own_arrays(directory, saves), "state_hashes")]
+
+            def finish() -> None:
+                for save in saves or ():
+                    save.result()
+                _require_finite(args.check)
+                _hash_own_arrays(directory)
+
+            return [_in_background(finish, "state_hashes")]
         if jax.process_index() != 0:
-            return None
+            return [_in_background(lambda: _require_finite(args.check), "state_check")]
         leaves = formats.host_copy(args.leaves)
 
         def write() -> None:
+            _require_finite(args.check)
             entry = formats.write_msgpack(directory, leaves)
             files = {f"{_STATE}/{formats.STATE_FILE}": entry}
             integrity.write_share(directory.parent, files, process=0)
@@ -196,13 +211,17 @@ def _in_background(work: Callable[[], None], name: str) -> ocp.future.Future:
     return ocp.future.CommitFutureAwaitingContractedSignals(run(), name=name)
 
 
-def _hash_own_arrays(directory: epath.Path, saves: Sequence[ocp.future.Future] | None) -> None:
-    """Wait until the arrays of this process are written, then hash their files.
+def _require_finite(check: structure.FiniteCheck | None) -> None:
+    """Raise an error, the same on every process, which keeps Orbax from committing the step."""
+    if check is not None and check.nonfinite():
+        raise SaveError("the state is not finite")
+
+
+def _hash_own_arrays(directory: epath.Path) -> None:
+    """Hash the files of this process's arrays, which are written.
 
     Orbax merges the indices of the processes afterwards. It leaves these files as they are.
     """
-    for save in saves or ():
-        save.result()
     process = jax.process_index()
     own = f"ocdbt.process_{process}"
     files = integrity.hash_folder(directory / own, name=f"{_STATE}/{own}")

@@ -15,6 +15,7 @@ import it in the background (`import orbax.checkpoint`) while its first step com
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -33,7 +34,7 @@ from layerkit_runner.checkpointing.errors import (
 )
 from layerkit_runner.checkpointing.formats import StateFormat
 from layerkit_runner.checkpointing.policy import CheckpointPolicy, SavedStep
-from layerkit_runner.distributed.process_exchange import from_process_0
+from layerkit_runner.distributed.process_exchange import from_each_process, from_process_0
 from layerkit_runner.files.atomic_write import absolute
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ class CheckpointManager:
         self._report = report
         self._on_commit = None if read_only else on_commit
         self._being_saved: int | None = None
+        self._check: structure.FiniteCheck | None = None  # of the save in progress
         self._orbax: ocp.CheckpointManager | None = None
         self._sound: set[int] = set()
         self._deadline = 0.0  # of the save in progress
@@ -124,8 +126,10 @@ class CheckpointManager:
         """Return whether the policy wants a checkpoint at `step`; never when read-only.
 
         Raises:
+          NonFiniteError: The state of the save in progress is not finite; see `save`.
           SaveError: The save in progress has failed; see `wait_until_finished`.
         """
+        self._require_finite()
         if self._orbax is not None and (
             self._is_overdue() or not self._orbax.is_saving_in_progress()
         ):
@@ -143,6 +147,10 @@ class CheckpointManager:
     ) -> bool:
         """Start to save a step; return once the state is copied and may be donated.
 
+        Whether the state is finite is found out on the devices meanwhile. If it is not, the step is
+        never committed, and the next call of `should_save`, `save`, `wait_until_finished` or
+        `close` raises NonFiniteError on every process. The committed steps stay.
+
         Args:
           step: The training step, the number of updates that `state` has had.
           state: Any tree of `jax.Array`.
@@ -155,8 +163,8 @@ class CheckpointManager:
           Whether a save was started: False if none is due, or the step is saved already.
 
         Raises:
-          NonFiniteError: Weights hold NaN or infinities, or other parts NaN. Nothing is written,
-            so that the committed checkpoints stay.
+          NonFiniteError: In the save before this one, weights held NaN or infinities, or other
+            parts NaN.
           PermissionError: The manager is read-only.
           SaveError: The save before this one failed, or this one cannot begin.
           TypeError: Something cannot be stored; names it.
@@ -171,13 +179,6 @@ class CheckpointManager:
             return False
         leaves = structure.named_leaves(state)
         structure.check_storable(leaves)
-        newest = self.latest_step()
-        structure.require_finite(
-            f"The checkpoint of step {step} is not written to {self._directory}",
-            leaves,
-            "The steps that are saved stay as they are: "
-            + ("there are none." if newest is None else f"{newest} is the newest of them."),
-        )
         if self._state_format is StateFormat.MSGPACK:
             formats.check_replicated(leaves)
         about = documents.compose(
@@ -192,8 +193,10 @@ class CheckpointManager:
 
         from layerkit_runner.checkpointing import handlers
 
+        # Dispatched before anything can donate the arrays.
+        check = structure.FiniteCheck(leaves)
         items = ocp.args.Composite(
-            state=handlers.StateSave(leaves, self._state_format),
+            state=handlers.StateSave(leaves, self._state_format, check),
             input_states=handlers.InputStatesSave(inputs),
             metadata=ocp.args.JsonSave(about),
             integrity=handlers.ManifestSave(),
@@ -205,7 +208,7 @@ class CheckpointManager:
             storage = self._storage()
             self._deadline = time.monotonic() + self._async_timeout_secs
             storage.save(step, args=items, force=True)
-            self._being_saved = step
+            self._being_saved, self._check = step, check
         except STORAGE_ERRORS as error:
             raise self._failed(error) from error
         return True
@@ -323,21 +326,60 @@ class CheckpointManager:
         """Block until the save in progress is committed.
 
         Raises:
+          NonFiniteError: Its state is not finite. This is raised once.
           SaveError: It failed. This is raised once; the failed step may then be saved again.
         """
-        if self._orbax is None:
-            return
+        self._require_finite()
         try:
-            # Orbax has a time limit for some of the work alone.
-            while self._orbax.is_saving_in_progress():
-                if self._is_overdue():
-                    raise TimeoutError
-                time.sleep(_POLL_SECONDS)
-            self._orbax.wait_until_finished()
+            self._wait_for_orbax()
         except STORAGE_ERRORS as error:
             raise self._failed(error) from error
         step, self._being_saved = self._being_saved, None
         self._announce_commit(step)
+
+    def _wait_for_orbax(self) -> None:
+        if self._orbax is None:
+            return
+        # Orbax has a time limit for some of the work alone.
+        while self._orbax.is_saving_in_progress():
+            if self._is_overdue():
+                raise TimeoutError
+            time.sleep(_POLL_SECONDS)
+        self._orbax.wait_until_finished()
+
+    def _require_finite(self) -> None:
+        """Raise NonFiniteError and delete the unfinished step if its state is not finite.
+
+        The devices ran the check before any later training step, so this costs no time after one.
+        """
+        check, self._check = self._check, None
+        found = [] if check is None else check.nonfinite()
+        if not found:
+            return
+        step = self._being_saved
+
+        def wait() -> None:
+            try:
+                self._wait_for_orbax()
+            except TimeoutError as error:
+                raise self._failed(error) from error
+            except STORAGE_ERRORS:
+                pass  # as the handlers raise for a state that is not finite
+
+        # No folder is deleted while another process still writes to it.
+        from_each_process(wait)
+        for path in folders.unfinished(self._directory) if jax.process_index() == 0 else ():
+            if folders.step_in_name(path) == step:
+                with contextlib.suppress(OSError):  # the next start deletes it
+                    path.rmtree()
+        self._orbax = self._being_saved = None
+        self._last_saved = newest = self.latest_step()
+        raise structure.nonfinite_error(
+            f"The checkpoint of step {step} is not written to {self._directory}",
+            found,
+            "The steps that are saved stay as they are: "
+            + ("there are none." if newest is None else f"{newest} is the newest of them."),
+        )
 
     def _announce_commit(self, step: int | None) -> None:
         if step is not None and self._on_commit is not None and jax.process_index() == 0:
@@ -349,7 +391,8 @@ class CheckpointManager:
     def _failed(self, error: Exception) -> SaveError:
         """Give up the failed save in progress and return the error to raise."""
         step, newest = self._last_saved, self.latest_step()
-        self._orbax = self._being_saved = None  # Orbax would raise the same error for ever
+        # Orbax would raise the same error again and again.
+        self._orbax = self._being_saved = self._check = None
         self._last_saved = newest
         return save_error(
             error,

@@ -28,6 +28,8 @@ LeafPath = tuple[str, ...]
 _MOST_SHOWN = 6
 # These parts may hold an infinity, such as the best value so far of an optimizer, but no NaN.
 _MAY_BE_INFINITE = frozenset({"opt_state", "non_trainable"})
+# JAX blocks while more than 32 programs wait for a CPU.
+_ARRAYS_PER_PROGRAM = 16
 _FIT_ADVICE = (
     "Nothing is padded or cast. Restore with the configuration that wrote the checkpoint, or start "
     "a new job that is initialised from it."
@@ -212,38 +214,67 @@ def nest(leaves: Mapping[LeafPath, Any]) -> dict[str, Any]:
     return tree
 
 
-def nonfinite_leaves(leaves: Mapping[LeafPath, jax.Array]) -> list[LeafPath]:
-    """Return the paths of the arrays that hold NaN or, where it may not be, an infinity.
+class FiniteCheck:
+    """A search for NaN and infinities in a state, which runs on the devices without blocking.
 
-    All processes that share the arrays have to call it, and get the same result.
+    All processes that share the arrays have to make one, and get the same result. The arrays may be
+    donated afterwards, since their devices run the search first.
+
+    Args:
+      leaves: The state by path.
     """
-    flags = {}
-    for path, leaf in leaves.items():
-        if jnp.issubdtype(leaf.dtype, jnp.inexact):
-            mesh = leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
-            flags[path] = _finder(mesh, path[0] in _MAY_BE_INFINITE)(leaf)
-    return [path for path, is_bad in jax.device_get(flags).items() if is_bad]
+
+    def __init__(self, leaves: Mapping[LeafPath, jax.Array]):
+        alike: dict[Any, list[LeafPath]] = collections.defaultdict(list)
+        for path, leaf in leaves.items():
+            if jnp.issubdtype(leaf.dtype, jnp.inexact):
+                may_be_infinite = path[0] in _MAY_BE_INFINITE
+                alike[spec_of(leaf), leaf.sharding, may_be_infinite].append(path)
+        self._flags: dict[LeafPath, jax.Array] = {}
+        for (_, sharding, may_be_infinite), paths in alike.items():
+            mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+            find = _finder(mesh, may_be_infinite)
+            for start in range(0, len(paths), _ARRAYS_PER_PROGRAM):
+                some = paths[start : start + _ARRAYS_PER_PROGRAM]
+                flags = find([leaves[path] for path in some])
+                self._flags |= zip(some, flags, strict=True)
+
+    def nonfinite(self) -> list[LeafPath]:
+        """Wait for the result: the paths of arrays with NaN or a forbidden infinity."""
+        flags = jax.device_get(self._flags)
+        return [path for path, is_bad in flags.items() if is_bad]
 
 
 def require_finite(claim: str, leaves: Mapping[LeafPath, jax.Array], hint: str) -> None:
     """Raise NonFiniteError, which opens with `claim`, if an array is not finite."""
-    found = nonfinite_leaves(leaves)
+    found = FiniteCheck(leaves).nonfinite()
     if found:
-        raise NonFiniteError(f"{claim}: {describe(found)}. Expected finite values. {hint}")
+        raise nonfinite_error(claim, found, hint)
+
+
+def nonfinite_error(claim: str, found: Sequence[LeafPath], hint: str) -> NonFiniteError:
+    """Return the error that opens with `claim` and names arrays that `FiniteCheck` found."""
+    return NonFiniteError(f"{claim}: {describe(found)}. Expected finite values. {hint}")
 
 
 def describe(paths: Sequence[LeafPath]) -> str:
-    """Return a text that names the first of the arrays that `nonfinite_leaves` found."""
+    """Return a text that names the first of the arrays that `FiniteCheck` found."""
     return f"NaN or infinite values in {first_names(map(join, paths), limit=4)}"
 
 
-# One program for all arrays that are alike, such as a weight and its moments, and for all saves.
+# One program for arrays that are alike, such as a weight's two moments, and for all saves.
 @functools.lru_cache
-def _finder(mesh: Any, may_be_infinite: bool) -> Callable[[jax.Array], jax.Array]:  # noqa: FBT001
-    def find(x: jax.Array) -> jax.Array:
-        is_bad = jnp.isnan(x) if may_be_infinite else ~jnp.isfinite(x)
-        # On CPUs a sum takes two thirds of the time of `any`.
-        return jnp.sum(is_bad, dtype=jnp.float32) > 0
+def _finder(mesh: Any, may_be_infinite: bool) -> Callable[[list[jax.Array]], list[jax.Array]]:  # noqa: FBT001
+    def find(arrays: list[jax.Array]) -> list[jax.Array]:
+        def is_bad(x: jax.Array) -> jax.Array:
+            # NaN and infinities times zero are NaN, and on CPUs a sum takes a third of the time of
+            # a search.
+            is_finite = ~jnp.isnan(jnp.sum(x * jnp.zeros((), x.dtype)))
+            if not may_be_infinite:
+                return ~is_finite
+            return jax.lax.cond(is_finite, lambda: False, lambda: jnp.any(jnp.isnan(x)))
+
+        return [is_bad(x) for x in arrays]
 
     # Whole on every process, so that each can read it.
     return jax.jit(find, out_shardings=mesh and NamedSharding(mesh, PartitionSpec()))
