@@ -40,7 +40,7 @@ def resumed(request: pytest.FixtureRequest, jobs: Any, tmp_path_factory: Any) ->
     process = job.start_with([*words, *folders])
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
-    assert "goes on from step 4" in output
+    assert "resuming from step 4" in output
     return name, job
 
 

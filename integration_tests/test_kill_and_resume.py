@@ -50,7 +50,7 @@ def test_killed_inside_a_save_and_at_a_random_step(
     jobs.kill_inside_a_save(job, process)
     kill_after(job, random.Random(0).randrange(3, 8), running)
     output = job.run()
-    assert "goes on from step" in output
+    assert "resuming from step" in output
     assert not jobs.unfinished(job)
     jobs.assert_same_bits(jobs.read_checkpoint(job, STEPS), never_stopped)
     goodput = json.loads((job.folder / "goodput.json").read_text())

@@ -32,5 +32,5 @@ def test_a_run_that_is_killed_is_started_again_and_goes_on(jobs, tmp_path: Path,
     output, _ = launcher.communicate()
     assert launcher.returncode == 0, output
     assert "launch: exit code 137; start 1 of 3 more, from the newest checkpoint" in output
-    assert "goes on from step " in output
+    assert "resuming from step " in output
     assert job.steps_logged()[-1] == 300

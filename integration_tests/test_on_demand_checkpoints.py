@@ -46,10 +46,10 @@ def test_two_processes_save_when_one_is_told_to(jobs: Any, tmp_path: Path):
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
     assert "SIGUSR1: saving after this step" in outputs[1]
     [step] = saved_steps(job.folder)
-    assert f"saved at step {step}; the same command goes on from there" in outputs[0]
+    assert f"saved at step {step}; run the same command to resume" in outputs[0]
 
     alone = jobs.make(EXP, job.folder, num_devices=2, **{**ENDLESS, "MAX_STEPS": step + 2})
-    assert f"goes on from step {step} of " in alone.run()
+    assert f"resuming from step {step} of " in alone.run()
     assert alone.steps_logged()[-2:] == [step + 1, step + 2]
 
 

@@ -71,7 +71,7 @@ def test_two_processes_take_turns_as_one_does(jobs: Any, tmp_path: Path, steps: 
     told = together.run_as(2, f"--fdl.MAX_STEPS={steps}")[0]
     assert "program      short, 2 of every 3 steps" in told
     resumed = jobs.make(TURNS, tmp_path / "together", num_devices=8, **fields)
-    assert f"goes on from step {steps} " in resumed.run()
+    assert f"resuming from step {steps} " in resumed.run()
     ours, reference = (read_metrics(job.folder).train for job in (resumed, alone))
     assert [record["step"] for record in ours] == list(range(1, 9))
     turns = {"short/loss": [1, 2, 4, 5, 7, 8], "long/loss": [3, 6], "loss": list(range(1, 9))}

@@ -58,7 +58,7 @@ def test_signal_while_evaluation_input_stalls_saves_the_last_completed_step(
     process.send_signal(signal.SIGTERM)
     code, output = end(process)
     assert (code, saved_steps(job)) == (128 + signal.SIGTERM, [3]), output
-    assert "the evaluation after step 3 is given up" in output
+    assert "canceled the evaluation after step 3" in output
     assert "Traceback" not in output
 
 
@@ -72,7 +72,7 @@ def test_signal_before_the_first_step_ends_a_job_whose_input_stalls(
     process.send_signal(signal.SIGTERM)
     code, output = end(process)
     assert code == 128 + signal.SIGTERM, output
-    assert "no step was done" in output
+    assert "no step was completed" in output
 
 
 def test_signal_to_one_process_saves_the_step_that_all_completed(jobs: Any, tmp_path: Path):

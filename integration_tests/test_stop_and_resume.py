@@ -68,25 +68,25 @@ def test_a_signal_saves_and_leaves(disturbed: tuple[Any, dict[str, str]], name: 
     assert len(saved) == 1
     step = int(saved[0].split()[3].rstrip(";"))
     assert 0 < step < STEPS
-    assert saved[0] == f"saved at step {step}; the same command goes on from there"
+    assert saved[0] == f"saved at step {step}; run the same command to resume"
 
 
-def test_a_resumed_run_says_where_it_goes_on(disturbed: tuple[Any, dict[str, str]]):
+def test_resumed_run_reports_its_step_and_folder(disturbed: tuple[Any, dict[str, str]]):
     job, said = disturbed
     saved = said["SIGTERM"].split("saved at step ")[1].split(";")[0]
-    assert f"goes on from step {saved} of {job.checkpoints}" in said["SIGINT"]
+    assert f"resuming from step {saved} of {job.checkpoints}" in said["SIGINT"]
 
 
-def test_a_damaged_checkpoint_is_named_and_passed_over(disturbed: tuple[Any, dict[str, str]]):
+def test_damaged_checkpoint_is_reported_and_moved_aside(disturbed: tuple[Any, dict[str, str]]):
     job, said = disturbed
     folder, file = said["damaged"].split()
     step = int(folder.removeprefix("checkpoint_"))
     assert f"CHECKPOINT DAMAGED: step {step} in {job.checkpoints / folder}" in said["finished"]
     assert f"state/d/{file}: altered, expected " in said["finished"]
     assert f"It was moved aside to damaged_{folder}." in said["finished"]
-    went_on = int(said["finished"].split("goes on from step ")[1].split()[0])
-    assert went_on < step
-    assert f"Step {went_on} is used instead; work lost: " in said["finished"]
+    resumed = int(said["finished"].split("resuming from step ")[1].split()[0])
+    assert resumed < step
+    assert f"Step {resumed} is used instead; work lost: " in said["finished"]
 
 
 def test_the_result_does_not_tell_what_happened(
@@ -188,7 +188,7 @@ def test_decoding_once_is_enough(twin: tuple[Any, str], tmp_path: Path, jobs: An
     # Weights, prompts and seed are those of the training job, and so is what it wrote.
     assert output.read_text() == (source.folder / output.relative_to(job.folder)).read_text()
     made = output.stat().st_mtime_ns
-    assert f"{output} is already there" in job.run("--mode=decode_once")
+    assert f"reusing {output}: " in job.run("--mode=decode_once")
     assert output.stat().st_mtime_ns == made
 
 
@@ -212,5 +212,5 @@ def test_longer_training_goes_on(twin: tuple[Any, str], tmp_path: Path, jobs: An
     source, _ = twin
     job = jobs.make(EXP, tmp_path / "longer", f"--restore_checkpoint_dir={source.folder}")
     output = job.run("--restore_checkpoint_step=24", "--fdl.task.train.num_train_steps=28")
-    assert f"goes on from step 24 of {source.checkpoints}" in output
+    assert f"resuming from step 24 of {source.checkpoints}" in output
     assert job.steps_logged() == [25, 26, 27, 28]

@@ -114,7 +114,7 @@ def test_two_processes_decode_one_output(jobs: Any, tmp_path: Path, name: str):
     # Both read what is finished, and leave it as it is.
     written = ours.stat().st_mtime_ns
     outputs = together.run_as(2, "--mode=decode_once")
-    assert f"{ours} is already there" in outputs[0]
+    assert f"reusing {ours}: " in outputs[0]
     assert ours.stat().st_mtime_ns == written
 
 

@@ -78,8 +78,8 @@ def test_a_full_and_a_read_only_disk(jobs: Any, tmp_path: Path):
     assert output["verified"].splitlines() == [
         f"step {step}: sound" for step in range(5, newest + 1, 5)
     ]
-    assert output["read_only"].startswith(f"runner: --job_log_dir={job.folder} cannot be written")
+    assert output["read_only"].startswith("runner: cannot write to the folder: ")
     assert len(output["read_only"].splitlines()) == 1
-    assert f"goes on from step {newest} of {job.checkpoints}" in output["rest"]
+    assert f"resuming from step {newest} of {job.checkpoints}" in output["rest"]
     ended = jobs.make(EXP, said / "job", **FIELDS)
     jobs.assert_same_bits(jobs.read_checkpoint(ended, STEPS), jobs.read_checkpoint(whole, STEPS))

@@ -88,8 +88,8 @@ def test_a_new_run_begins_where_another_ended(train: Any, job: Path, tmp_path: P
     # A run that has begun does not look at the source again, which may be gone.
     shutil.rmtree(there)
     output = train(new, init_from=str(there), fields={"MAX_STEPS": 4})
-    assert f"goes on from step 3 of {new}/checkpoints\n" in output
-    assert f"--init_from={there} is not used: this run has begun\n" in output
+    assert f"resuming from step 3 of {new}/checkpoints\n" in output
+    assert f"--init_from={there} is ignored: the run has a checkpoint\n" in output
     assert "init from  " not in output
     assert json.loads((new / "initial_values.json").read_text()) == record
 
@@ -103,7 +103,7 @@ def test_what_the_experiment_says(train: Any, job: Path, tmp_path: Path):
     assert losses(tmp_path / "new").keys() == {4, 5}
     # The flag goes before it.
     output = train(tmp_path / "newer", init_from=str(tmp_path / "new"), fields=fields)
-    assert "--init_from takes the place of task.initial_weights\n" in output
+    assert "--init_from replaces task.initial_weights\n" in output
     assert f"init from    1 weight from {tmp_path}/new/checkpoints:5\n" in output
     assert losses(tmp_path / "newer").keys() == {1, 2, 3, 4, 5}
 

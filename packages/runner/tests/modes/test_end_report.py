@@ -26,7 +26,7 @@ from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment, resolve
 from layerkit_runner.distributed.cluster import LOST_PROCESS_EXIT_CODE
 from layerkit_runner.errors import UsageError
-from layerkit_runner.modes.end_report import ERRORS_FILE, memory_lines
+from layerkit_runner.modes.end_report import ERRORS_FILE
 from layerkit_runner.modes.inference import run_inference
 from layerkit_runner.modes.train import run_train
 from layerkit_runner.observers import draw_loss_curve
@@ -159,7 +159,7 @@ def test_a_model_without_ids_is_decoded_at_the_end_and_from_its_checkpoint(
 
 
 @pytest.mark.parametrize("part", ["evaluation", "decoding"])
-def test_a_part_that_fails_is_reported_and_the_others_are_made(
+def test_failed_part_is_reported_and_the_others_are_made(
     experiment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str
 ):
     folder = tmp_path / "job"
@@ -195,12 +195,12 @@ def test_decode_that_fails_is_found_before_a_file_is_written(
     experiment: Any, tmp_path: Path, pmap: bool
 ):
     resolved: ResolvedExperiment = resolve(experiment(FAILS="model", PMAP=pmap))
-    with pytest.raises(UsageError, match="Measured on points: no such output"):
+    with pytest.raises(UsageError, match="no such output"):
         run_train(resolved, options(tmp_path / "job"))
     assert not (tmp_path / "job" / "config.json").exists()
 
 
-def test_the_picture_has_the_name_of_the_metric_on_its_axis(experiment: Any, tmp_path: Path):
+def test_loss_curve_labels_its_axis_with_the_metric(experiment: Any, tmp_path: Path):
     folder = tmp_path / "job"
     assert run_train(resolve(experiment()), options(folder)) == 0
     drawn = (folder / "loss_curve.png").read_bytes()
@@ -283,9 +283,3 @@ def test_rows_that_fill_up_the_batches_of_two_processes_are_left_out(tmp_path: P
     found = [json.loads(line) for line in path.read_text().splitlines()]
     # Process 0 has five batches of one row and process 1 three.
     assert sorted(record["twice"] for record in found) == [2, 4, 6, 8, 10, 202, 204, 206]
-
-
-def test_memory_is_told_where_it_is_known():
-    assert memory_lines({"memory/host_rss_bytes": 3e9}) == []
-    scalars = {"memory/device_peak_bytes_in_use": 61.25e9, "memory/host_rss_bytes": 3e9}
-    assert memory_lines(scalars) == ["memory: 61.25 GB at most on one device"]

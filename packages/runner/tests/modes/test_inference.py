@@ -1,6 +1,6 @@
 """Evaluation and decoding of checkpoints: what is done, what is not done twice, when it ends.
 
-Jobs side by side are the business of `test_following.py`.
+Jobs side by side are the business of `test_checkpoint_watcher.py`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def test_a_finished_job_is_evaluated_once(
     assert run_inference("eval", resolve(gated.Gated()), options(job)) == 0
     said = capsys.readouterr().out
     loss = found_by_training(job)[6]["loss"]
-    assert "step 6 is the newest; passed over: 2, 4" in said
+    assert "step 6 is the newest; skipped older steps: 2, 4" in said
     assert f"heldout: loss {loss:.4f}" in said.splitlines()
     assert found(job, 6) == found_by_training(job)[6]
     (line,) = read_metrics(metrics_path(job, mode="eval")).evals["heldout"]
@@ -91,7 +91,7 @@ def test_a_finished_job_is_evaluated_once(
     for mode in ("eval", "eval_once"):
         assert run_inference(mode, resolve(gated.Gated()), options(job)) == 0
         said = capsys.readouterr().out
-        assert f"step 6 was evaluated on heldout before: {record(job, 6)}" in said
+        assert f"reusing {record(job, 6)}: " in said
         assert f"heldout: loss {loss:.4f}" in said.splitlines()
     assert record(job, 6).stat().st_mtime_ns == written
     assert run_inference("eval", resolve(gated.Gated(MAX_STEPS=9)), options(job)) == 0
@@ -101,8 +101,8 @@ def test_a_finished_job_is_evaluated_once(
     )
 
 
-def test_the_steps_that_are_asked_for(gated: ModuleType, job: Path):
-    with pytest.raises(UsageError, match=r"has no checkpoint of step 3; it has 2, 4, 6\.$"):
+def test_steps_of_the_flag_are_evaluated(raises: Any, gated: ModuleType, job: Path):
+    with raises(UsageError, field="--restore_checkpoint_step", value=3, choices=(2, 4, 6)):
         run_inference(
             "eval_once", resolve(gated.Gated()), options(job, restore_checkpoint_step=(2, 3))
         )
@@ -116,7 +116,7 @@ def test_the_steps_that_are_asked_for(gated: ModuleType, job: Path):
     assert not record(job, 6).exists()
 
 
-def test_each_checkpoint_is_given_the_same_few_batches(
+def test_each_checkpoint_is_evaluated_on_the_same_batches(
     gated: ModuleType, job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     resolved = resolve(gated.Gated())
@@ -129,15 +129,10 @@ def test_each_checkpoint_is_given_the_same_few_batches(
     capsys.readouterr()
     assert run_inference("eval_once", resolved, several) == 0
     said = capsys.readouterr().out
-    assert said.count("was evaluated on heldout before") == 2
-    for step in (4, 2):
-        assert (
-            f"before: {record(job, step)}. Its checkpoint, fields and data set are the same; code"
-            " is not compared. Delete this file to evaluate again."
-        ) in said
+    assert all(f"reusing {record(job, step)}: " in said for step in (4, 2))
 
 
-def test_a_record_counts_for_what_it_was_made_from(
+def test_record_of_another_provenance_is_replaced(
     gated: ModuleType, job: Path, capsys: pytest.CaptureFixture[str]
 ):
     resolved = resolve(gated.Gated())
@@ -153,11 +148,11 @@ def test_a_record_counts_for_what_it_was_made_from(
     assert run_train(again, options(job, allow_restart_from_scratch=True)) == 0
     capsys.readouterr()
     assert run_inference("eval_once", again, options(job)) == 0
-    assert "before" not in capsys.readouterr().out
+    assert "reusing" not in capsys.readouterr().out
     assert found(job, 6) == found_by_training(job)[6] != before
 
 
-def test_a_torn_record_does_not_count(gated: ModuleType, job: Path):
+def test_partial_record_is_replaced(gated: ModuleType, job: Path):
     assert run_inference("eval_once", resolve(gated.Gated()), options(job)) == 0
     whole = record(job, 6).read_text()
     record(job, 6).write_text(whole[: len(whole) // 2])
@@ -178,33 +173,31 @@ def test_decoding_and_evaluation_with_it(
     capsys.readouterr()
     written = [path.stat().st_mtime_ns for path in outputs.values()]
     assert run_inference("decode", resolve(gated.Gated()), options(job)) == 0
-    assert f"{outputs[6]} is already there" in capsys.readouterr().out
+    assert f"reusing {outputs[6]}: " in capsys.readouterr().out
     assert [path.stat().st_mtime_ns for path in outputs.values()] == written
 
 
-def test_no_checkpoint_in_time(gated: ModuleType, job: Path, capsys: pytest.CaptureFixture[str]):
+def test_wait_for_a_checkpoint_ends_after_the_timeout(
+    raises: Any, gated: ModuleType, job: Path, capsys: pytest.CaptureFixture[str]
+):
     folder = job / "checkpoints"
     shutil.rmtree(checkpoint(job, 6))
     capsys.readouterr()
     waits = options(job, follow_timeout_secs=1)
-    # The folder says that the last step is 6, whatever this command says.
+    # The last step in the folder takes precedence over that of this command.
     assert run_inference("eval", resolve(gated.Gated(MAX_STEPS=4)), waits) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[-2:] == [
-        f"waiting for a checkpoint after step 4 in {folder} (the last is that of step 6)",
-        f"there was no new checkpoint in {folder} within 1 s (--follow_timeout_secs); the last was"
-        " step 4",
+        f"waiting for a checkpoint after step 4 in {folder} (training ends at step 6)",
+        f"found no new checkpoint in {folder} within --follow_timeout_secs=1; the last was step 4",
     ]
     shutil.rmtree(folder)
     (job / "config.json").unlink()
-    text = rf"^there was no checkpoint in {folder} within 1 s \(--follow_timeout_secs\)$"
-    with pytest.raises(UsageError, match=text):
+    with raises(UsageError, field="--follow_timeout_secs", value=1):
         run_inference("eval", resolve(gated.Gated()), waits)
-    assert (
-        f"waiting for the first checkpoint in {folder} (the last is that of step 6); Ctrl-C ends"
-        " this job, and the same command takes it up again"
-    ) in capsys.readouterr().out
-    with pytest.raises(UsageError, match=f"^no checkpoint in {folder}$"):
+    waiting = f"waiting for the first checkpoint in {folder} (training ends at step 6); Ctrl-C ends"
+    assert waiting in capsys.readouterr().out
+    with raises(UsageError, owner=str(folder)):
         run_inference("eval_once", resolve(gated.Gated()), options(job))
 
 
@@ -260,10 +253,10 @@ def spoil(folder: Path) -> None:
     largest.write_bytes(content)
 
 
-def test_a_checkpoint_that_goes_while_it_is_compared_with_its_checksums(
+def test_checkpoint_deleted_while_it_is_verified_is_left_out(
     gated: ModuleType, job: Path, capsys: pytest.CaptureFixture[str]
 ):
-    # A pipe in place of a file: who reads it waits for the other end.
+    # A reader of a pipe waits for its writer.
     file = next(path for path in (checkpoint(job, 4) / "state").rglob("*") if path.is_file())
     file.unlink()
     os.mkfifo(file)
@@ -283,23 +276,25 @@ def test_a_checkpoint_that_goes_while_it_is_compared_with_its_checksums(
     assert found(job, 6) == found_by_training(job)[6]
 
 
-def test_a_checkpoint_that_goes_while_it_is_restored(
-    gated: ModuleType, job: Path, capsys: pytest.CaptureFixture[str]
+def test_checkpoint_deleted_while_it_is_restored_is_left_out(
+    raises: Any, gated: ModuleType, job: Path, capsys: pytest.CaptureFixture[str]
 ):
     started = start_job("eval", resolve(gated.Gated()), options(job))
     reader = CheckpointReader(started, eval_programs(started), [])
     with reader.open() as checkpoints:
         shutil.rmtree(checkpoint(job, 4))
-        assert reader.look_into(checkpoints, 4) is False
-        said = "step 4 was deleted by the training job while it was read; step 6 is the newest"
+        assert reader.process(checkpoints, 4) is False
+        said = "the training job deleted step 4 while it was read; step 6 is the newest"
         assert said in capsys.readouterr().out
         shutil.rmtree(checkpoint(job, 6))
-        with pytest.raises(UsageError, match="has no checkpoint of step 6; it has 2"):
-            reader.look_into(checkpoints, 6)
+        with pytest.raises(UsageError):
+            reader.process(checkpoints, 6)
     started.observers.close()
 
 
-def test_what_is_left_to_another_job_or_done_besides(gated: ModuleType, tmp_path: Path):
+def test_flags_that_turn_off_evaluation_and_turn_on_decoding(
+    raises: Any, gated: ModuleType, tmp_path: Path
+):
     resolved: ResolvedExperiment = resolve(gated.Gated())
     flags = {"eval_on_test": False, "decode_during_train": True}
     assert run_train(resolved, options(tmp_path / "job", **flags)) == 0
@@ -307,28 +302,25 @@ def test_what_is_left_to_another_job_or_done_besides(gated: ModuleType, tmp_path
     outputs = sorted(path.name for path in (tmp_path / "job/decode/prompts").glob("*.jsonl"))
     assert outputs == [f"step_0000000{step}.jsonl" for step in (2, 4, 6)]
     resolved.task.train.save_best_metric = "heldout/loss"
-    with pytest.raises(UsageError, match=r"^--noeval_on_test leaves out the evaluations by which"):
+    with raises(UsageError, field="task.train.save_best_metric", value="heldout/loss"):
         run_train(resolved, options(tmp_path / "new", **flags))
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize(
-    ("mode", "text"),
-    [
-        ("eval", r"Gated\.datasets\(\) has no held-out input to evaluate$"),
-        ("decode", r"Gated\.decode_datasets\(\) has nothing to decode$"),
-    ],
-)
-def test_nothing_to_do(gated: ModuleType, tmp_path: Path, mode: str, text: str):
+@pytest.mark.parametrize("mode", ["eval", "decode"])
+def test_mode_without_data_sets_is_an_error(
+    raises: Any, gated: ModuleType, tmp_path: Path, mode: str
+):
     resolved = resolve(gated.Gated())
     resolved.datasets.pop()
     resolved.decode_datasets.clear()
-    with pytest.raises(UsageError, match=text):
+    owner = f"{resolved.name}.{'datasets' if mode == 'eval' else 'decode_datasets'}()"
+    with raises(UsageError, owner=owner):
         run_inference(mode, resolved, options(tmp_path / "job"))
     assert not (tmp_path / "job").exists()
 
 
-def test_folder_of_a_job_says_what_is_evaluated(
+def test_experiment_is_read_from_the_job_folder(
     gated: ModuleType, job: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ):
     monkeypatch.syspath_prepend(str(Path(gated.__file__ or "").parent))

@@ -120,7 +120,7 @@ def test_wrong_observer_ends_the_run_before_anything_is_written(experiment: Any,
         def observers(self) -> list[Config]:
             return [Config(dict)]
 
-    with pytest.raises(UsageError, match=r"^observers\.0: dict is no observer\. Expected"):
+    with pytest.raises(UsageError, match=r"observers\.0"):
         run_train(resolve(Wrong()), options(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
@@ -133,7 +133,7 @@ def test_observers_are_shown_and_can_be_set(experiment: Any, tmp_path: Path):
     assert config_json(resolved)["config"]["observers.0.every"] == 5
     titles = {node.title: node.values for node in config_graph(resolved).nodes}
     assert "every = 5" in titles["EveryK"]
-    with pytest.raises(UsageError, match=r"no field 'evry'.*every"):
+    with pytest.raises(UsageError, match="every"):
         resolve(experiment(), [Override("observers.0.evry", "5")])
 
 

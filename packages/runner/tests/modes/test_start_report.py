@@ -1,4 +1,4 @@
-"""What is printed before the first step."""
+"""The report before the first step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from layerkit_inputs.tokenizers import HuggingFaceTokenizer
 from layerkit_runner.modes.start_report import LayerNotes, input_lines
 
 
-def test_notes_of_layers_are_collected_once_and_printed_by_nobody_else(
+def test_notes_of_layers_are_collected_once_and_not_propagated(
     caplog: pytest.LogCaptureFixture,
 ):
     # caplog listens at the root logger, as absl does once TensorFlow is imported.
@@ -30,7 +30,7 @@ def test_notes_of_layers_are_collected_once_and_printed_by_nobody_else(
     assert caplog.messages == ["afterwards"]
 
 
-def test_notes_of_layers_that_failed_are_told_as_always(caplog: pytest.LogCaptureFixture):
+def test_notes_are_logged_if_tracing_fails(caplog: pytest.LogCaptureFixture):
     def fail() -> None:
         with LayerNotes():
             logging.getLogger("layerkit.attention").warning("slow")

@@ -226,14 +226,14 @@ def test_a_resumed_run_whose_metric_is_that_of_its_next_batches(train: Any, tmp_
     assert [one[step]["loss"] for step in one] == [other[step]["loss"] for step in one]
 
 
-def test_a_data_set_may_come_later_and_go(train: Any, tmp_path: Path):
+def test_training_data_sets_may_be_added_and_removed(train: Any, tmp_path: Path):
     train("job", MAX_STEPS=3, TRAINED_ON=("few",), PROGRAMS=None)
     output = train("job", MAX_STEPS=7)
-    told = "the checkpoint does not tell a position of train/many, which is read from its start\n"
-    assert told in output
+    notice = "the checkpoint has no position of train/many: reading it from the beginning\n"
+    assert notice in output
     assert positions(tmp_path / "job", 7) == {"train/few": 8 * (3 + 3), "train/many": 16 * 1}
     output = train("job", MAX_STEPS=9, TRAINED_ON=("few",), PROGRAMS=None)
-    assert "read from its start" not in output
+    assert "from the beginning" not in output
     assert positions(tmp_path / "job", 9) == {"train/few": 8 * (3 + 3 + 2)}
 
 
@@ -244,7 +244,7 @@ def positions(folder: Path, step: int) -> dict[str, int]:
     return {name: state["position"]["rows_done"] for name, state in stored.items()}
 
 
-def test_a_program_of_ones_own(train: Any):
+def test_custom_training_program_runs(train: Any):
     Counting.started.clear()
     own = Config(Counting, dataset="many", key="mine")
     train("job", PROGRAMS=(Config(TrainProgram, dataset="few", steps=2), own))
@@ -257,7 +257,7 @@ def test_fields_of_programs_are_set_from_outside(train: Any, tmp_path: Path):
         assert f"{'many' if step in (3, 4, 5) else 'few'}/loss" in record
 
 
-def test_an_executor_of_ones_own(
+def test_custom_executor_ends_the_run(
     train: Any,
     experiment: type[BaseExperiment],
     tmp_path: Path,
@@ -272,7 +272,7 @@ def test_an_executor_of_ones_own(
     # The end is after an evaluation, which is not done twice.
     lines = (tmp_path / "job" / "metrics.jsonl").read_text().splitlines()
     assert sum('"dataset": "held"' in line for line in lines) == len(losses)
-    # Who follows the job knows that it is over.
+    # A job that watches the checkpoints sees that training ended.
     options = RunOptions(
         job_log_dir=str(tmp_path / "job"), jax_compilation_cache="off", follow_timeout_secs=600.0
     )
@@ -284,54 +284,49 @@ def test_an_executor_of_ones_own(
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"PROGRAMS": None}, r"must hold one input .* not 2; several take turns where train_prog"),
-        ({"PROGRAMS": ()}, r"^no training program reads few, many; train_programs\(\) lists"),
-        (
-            {"PROGRAMS": (Config(TrainProgram, dataset="few"),)},
-            r"^no training program reads many; ",
-        ),
-        (
-            {"PROGRAMS": (Config(TrainProgram, dataset="fwe"),)},
-            r"^train_programs\.0\.dataset='fwe' is no data set for it; did you mean 'few'\?",
-        ),
-        (
-            {"PROGRAMS": (Config(TrainProgram),)},
-            r"^train_programs\.0 needs a dataset; there are f",
-        ),
-        (
-            {"PROGRAMS": (Config(TrainProgram, dataset="few"),) * 2},
-            r"^train_programs\.1\.dataset='few' is that of another training program",
-        ),
+        ({"PROGRAMS": None}, "train_programs"),
+        ({"PROGRAMS": ()}, "few, many"),
+        ({"PROGRAMS": (Config(TrainProgram, dataset="few"),)}, "many"),
+        ({"PROGRAMS": (Config(TrainProgram, dataset="fwe"),)}, "'few'"),
+        ({"PROGRAMS": (Config(TrainProgram),)}, r"train_programs\.0"),
+        ({"PROGRAMS": (Config(TrainProgram, dataset="few"),) * 2}, r"train_programs\.1\.dataset"),
         (
             {"PROGRAMS": tuple(Config(TrainProgram, dataset=name, steps=0) for name in ROWS)},
-            r"^train_programs\.0\.steps=0 must be a whole number of at least 1",
+            r"train_programs\.0\.steps=0",
         ),
         (
             {"PROGRAMS": tuple(Config(TrainProgram, dataset=name, name="x") for name in ROWS)},
-            r"^train_programs\.0\.name is filled in by the job and cannot be set",
+            r"train_programs\.0\.name",
         ),
-        (
-            {"PROGRAMS": tuple(Config(Needing, dataset=name) for name in ROWS)},
-            r"^train_programs\.0: Needing needs a value for factor",
-        ),
-        (
-            {"PROGRAMS": tuple(Config(EvalProgram, dataset=name) for name in ROWS)},
-            r"^train_programs\.0 is a EvalProgram, no TrainProgram",
-        ),
-        ({"EXECUTOR": Config(TrainProgram)}, r"^executor: TrainProgram does not derive from Exec"),
-        (
-            {"EXECUTOR": Config(Patient, metadata={})},
-            r"^executor\.metadata is filled in by the job and cannot be set",
-        ),
+        ({"PROGRAMS": tuple(Config(Needing, dataset=name) for name in ROWS)}, "factor"),
+        ({"EXECUTOR": Config(Patient, metadata={})}, r"executor\.metadata"),
     ],
 )
-def test_refused_before_a_file_is_written(
+def test_wrong_programs_are_an_error_before_a_file_is_written(
     train: Any, tmp_path: Path, fields: dict[str, Any], words: str
 ):
     with pytest.raises(UsageError, match=words):
         train("job", **fields)
     assert not (tmp_path / "job" / "config.json").exists()
     assert not (tmp_path / "job" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "value"),
+    [
+        (
+            {"PROGRAMS": tuple(Config(EvalProgram, dataset=name) for name in ROWS)},
+            "train_programs.0",
+            "EvalProgram",
+        ),
+        ({"EXECUTOR": Config(TrainProgram)}, "executor", "TrainProgram"),
+    ],
+)
+def test_program_of_a_wrong_class_is_an_error(
+    raises: Any, train: Any, fields: dict[str, Any], field: str, value: str
+):
+    with raises(UsageError, field=field, value=value):
+        train("job", **fields)
 
 
 @pytest.mark.parametrize(("index", "name"), [(0, "few"), (1, "many")])

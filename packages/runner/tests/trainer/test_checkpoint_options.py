@@ -1,4 +1,4 @@
-"""What the fields and flags about checkpoints do to a job, from one run to the next."""
+"""Fields and flags of checkpoints, over several runs of a job."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import pytest
 from etils import epath
 
 from layerkit.config import Config, Partial
+from layerkit.errors import UserError
 from layerkit_runner import BaseExperiment, UsageError
 from layerkit_runner.checkpointing import folders, integrity
 from layerkit_runner.config.flags import RunOptions
@@ -25,6 +26,7 @@ from layerkit_runner.config.resolve import ResolvedExperiment, resolve
 from layerkit_runner.modes.inference import run_inference
 from layerkit_runner.modes.train import run_train
 from layerkit_runner.trainer.job import start_job
+from layerkit_runner.training.train_hparams import TrainHParams
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +63,7 @@ def experiment(tiny: SimpleNamespace) -> type[BaseExperiment]:
 
 @pytest.fixture(scope="module")
 def trained(experiment: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of six steps."""
+    """Return the folder of a run of six steps."""
     folder = tmp_path_factory.mktemp("trained")
     assert run_train(resolve(experiment()), options(folder)) == 0
     return folder
@@ -75,53 +77,53 @@ def steps(folder: Path) -> list[int]:
     return folders.committed_steps(epath.Path(folder / "checkpoints"))
 
 
-def test_the_fields_say_what_is_saved_and_what_stays(trained: Path):
+def test_fields_decide_which_steps_are_saved_and_kept(trained: Path):
     # Step 0 is a multiple of all, step 3 is named, step 6 is the newest.
     assert steps(trained) == [0, 3, 6]
 
 
 @pytest.mark.parametrize(
-    ("fields", "text"),
+    "fields",
     [
-        ({"save_keep_interval_steps": 0}, "task.train.save_keep_interval_steps=0 must be at least"),
-        ({"save_best_to_keep": 0}, "task.train.save_best_to_keep=0 must be at least 1"),
-        ({"save_keep_steps": [-1]}, r"task.train.save_keep_steps=\(-1,\) must hold no negative"),
-        ({"save_best_mode": "low"}, "task.train.save_best_mode='low' must be 'min' or 'max'"),
-        ({"save_best_mode": "max"}, "save_best_mode='max' tells nothing without a metric"),
-        ({"save_best_to_keep": 3}, "save_best_to_keep=3 tells nothing without a metric"),
-        (
-            {"save_best_metric": "heldout/loss", "eval_interval_steps": 4},
-            "needs an evaluation at every checkpoint: save_interval_steps=2 must be a multiple of"
-            " eval_interval_steps=4",
-        ),
-        (
-            {"save_best_metric": "heldout/loss", "eval_interval_steps": None},
-            "must be a multiple of eval_interval_steps=None",
-        ),
-        (
-            {"save_best_metric": "held_out/loss"},
-            "save_best_metric='held_out/loss' names no held-out data set; did you mean 'heldout'?",
-        ),
+        {"save_keep_interval_steps": 0},
+        {"save_best_to_keep": 0},
+        {"save_keep_steps": (-1,)},
+        {"save_keep_interval_hours": 0.0},
+        {"save_best_mode": "low"},
+        {"save_best_mode": "max"},  # without save_best_metric
+        {"save_best_to_keep": 3},  # without save_best_metric
     ],
 )
-def test_fields_that_make_no_sense_are_refused_before_anything_is_written(
-    experiment: Any, tmp_path: Path, fields: dict[str, Any], text: str
+def test_wrong_checkpoint_field_is_an_error(fields: dict[str, Any]):
+    with pytest.raises((UserError, ValueError), match=next(iter(fields))):
+        TrainHParams(learner=None, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"save_keep_interval_steps": 0},
+        {"save_best_metric": "heldout/loss", "eval_interval_steps": 4},
+    ],
+)
+def test_wrong_checkpoint_fields_are_an_error_before_a_file_is_written(
+    experiment: Any, tmp_path: Path, fields: dict[str, Any]
 ):
     resolved: ResolvedExperiment = resolve(experiment())
     resolved.task.train.set(**fields)
-    with pytest.raises(UsageError, match=text):
+    with pytest.raises(UserError):
         run_train(resolved, options(tmp_path / "job"))
     assert not (tmp_path / "job").exists()
 
 
-def test_a_save_that_may_take_no_time(experiment: Any, tmp_path: Path):
-    with pytest.raises(UsageError, match=r"^async_timeout_secs is 0; expected at least 1\.$"):
+def test_async_timeout_of_zero_is_an_error(experiment: Any, tmp_path: Path):
+    with pytest.raises(UsageError):
         run_train(resolve(experiment()), options(tmp_path / "job", async_timeout_secs=0))
 
 
 @pytest.fixture
 def copy(trained: Path, tmp_path: Path) -> Path:
-    """A copy of the trained job, to be spoiled."""
+    """Return a copy of the trained job, for damage."""
     return Path(shutil.copytree(trained, tmp_path / "copy"))
 
 
@@ -137,7 +139,7 @@ def test_job_that_lost_its_checkpoints_restarts_only_when_allowed(
     lose(copy / "checkpoints")
     before = (copy / "metrics.jsonl").read_bytes()
     for _ in range(2):
-        with pytest.raises(UsageError, match="--allow_restart_from_scratch"):
+        with pytest.raises(UsageError):
             run_train(resolve(experiment()), options(copy))
     assert (copy / "metrics.jsonl").read_bytes() == before
     assert run_train(resolve(experiment()), options(copy, allow_restart_from_scratch=True)) == 0
@@ -160,14 +162,14 @@ def test_state_of_another_step_is_an_error_without_a_number_in_the_manifest(
     job = start_job("eval", resolve(experiment()), options(copy))
     with (
         job.checkpoints(read_only=True) as checkpoints,
-        pytest.raises(UsageError, match=r"checkpoint_00000007 is damaged: state/step=6"),
+        pytest.raises(UsageError, match="checkpoint_00000007"),
     ):
         job.restore(checkpoints, 7)
 
 
-def test_checkpoints_that_are_no_folder_are_named(experiment: Any, tmp_path: Path):
+def test_checkpoints_that_are_a_file_are_an_error(raises: Any, experiment: Any, tmp_path: Path):
     (tmp_path / "checkpoints").write_text("")
-    with pytest.raises(UsageError, match=f"{tmp_path}/checkpoints cannot be read"):
+    with raises(UsageError, owner=str(tmp_path / "checkpoints")):
         run_train(resolve(experiment()), options(tmp_path))
 
 
@@ -183,16 +185,16 @@ def test_evaluation_reads_no_state_of_the_optimizer(experiment: Any, trained: Pa
         np.testing.assert_array_equal(one, other)
 
 
-def test_other_dtypes_only_when_asked(
+def test_other_dtypes_are_converted_only_with_the_flag(
     experiment: Any, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     shorter = resolve(experiment(DTYPE="bfloat16"))
-    with pytest.raises(UsageError, match="or say --restore_cast_dtypes to convert these"):
+    with pytest.raises(UsageError, match="--restore_cast_dtypes"):
         run_inference("eval_once", shorter, options(trained))
     capsys.readouterr()
     assert run_inference("eval_once", shorter, options(trained, restore_cast_dtypes=True)) == 0
     assert "arrays were converted from float32 to bfloat16" in capsys.readouterr().out
     new = options(tmp_path / "new", restore_checkpoint_dir=str(trained), restore_cast_dtypes=True)
     assert run_train(resolve(experiment(DTYPE="bfloat16", MAX_STEPS=8)), new) == 0
-    assert "goes on from step 6" in capsys.readouterr().out
+    assert "resuming from step 6" in capsys.readouterr().out
     assert steps(tmp_path / "new") == [8]

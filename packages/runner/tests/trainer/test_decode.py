@@ -1,7 +1,7 @@
-"""DecodeProgram: records by hand, on disk and back; which finished outputs stay as they are.
+"""DecodeProgram: records compared with computed ones, and reuse of finished outputs.
 
-The model of conftest.py goes on with three times a prompt's first id, each with log-probability
--0.5; prompt n is n + 1 times the id n + 1.
+The model of conftest.py continues a prompt with three copies of its first id, each with
+log-probability -0.5. Prompt n is n + 1 times the id n + 1.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def decoding(make: Any) -> tuple[DecodeProgram, Any]:
     return make()
 
 
-def test_one_record_for_each_prompt_and_none_for_padding(decoding: tuple[DecodeProgram, Any]):
+def test_decoding_makes_one_record_for_each_prompt(decoding: tuple[DecodeProgram, Any]):
     program, state = decoding
     recorder = Recorder()
     assert program.run(state, 7, recorder) == RECORDS
@@ -98,7 +98,7 @@ def decode_and_mark(program: DecodeProgram, state: Any) -> epath.Path:
     return path
 
 
-def test_a_finished_output_is_read_and_not_made_again(make: Any):
+def test_finished_output_is_reused(make: Any):
     program, state = make()
     path = decode_and_mark(program, state)
     recorder = Recorder()
@@ -106,11 +106,8 @@ def test_a_finished_output_is_read_and_not_made_again(make: Any):
     # So does another process later, also on other devices.
     again, same_state = make(num_devices=4)
     assert again.run(same_state, 7, recorder) == KEPT
-    message = (
-        f"{path} is already there. Its weights, fields and data set are the same; code is not"
-        " compared. Delete this file to decode again."
-    )
-    assert recorder.messages == [message] * 2
+    assert len(recorder.messages) == 2
+    assert all(message.startswith(f"reusing {path}: ") for message in recorder.messages)
     path.unlink()
     assert program.run(state, 7, recorder) == RECORDS
     assert program.run(state, 8, recorder) == RECORDS
@@ -124,7 +121,7 @@ def test_a_finished_output_is_read_and_not_made_again(make: Any):
         ("random seed", {"train": {"random_seed": 7}}),
     ],
 )
-def test_an_output_of_another_task_is_made_again(
+def test_output_of_another_task_is_replaced(
     make: Any, tiny: SimpleNamespace, what: str, changes: dict[str, Any]
 ):
     path = decode_and_mark(*make())
@@ -133,13 +130,12 @@ def test_an_output_of_another_task_is_made_again(
     assert program.run(state, 7, recorder) == RECORDS
     assert len(recorder.messages) == 1
     text = recorder.messages[0]
-    assert text.startswith(f"{path} is there but made with different ")
-    assert what in text.split(";")[0]
-    assert text.endswith("; decoding again")
+    assert text.startswith(f"replacing {path}: it has different ")
+    assert what in text
     assert program.run(state, 7, Recorder()) == RECORDS
 
 
-def test_weights_that_moved_alone_are_other_weights(decoding: tuple[DecodeProgram, Any]):
+def test_output_of_permuted_weights_is_replaced(decoding: tuple[DecodeProgram, Any]):
     program, state = decoding
     path = decode_and_mark(program, state)
     swapped = jax.tree.map(lambda leaf: leaf * np.array([[1], [2]], leaf.dtype), state.params)
@@ -149,28 +145,28 @@ def test_weights_that_moved_alone_are_other_weights(decoding: tuple[DecodeProgra
     mirrored = jax.tree.map(lambda leaf: leaf[::-1], swapped)
     recorder = Recorder()
     assert program.run(state.replace(params=mirrored), 7, recorder) == RECORDS
-    assert recorder.messages == [f"{path} is there but made with different weights; decoding again"]
+    assert recorder.messages == [f"replacing {path}: it has different weights"]
 
 
-def test_an_output_of_other_prompts_is_made_again(make: Any, tiny: SimpleNamespace):
+def test_output_of_other_prompts_is_replaced(make: Any, tiny: SimpleNamespace):
     program, state = make()
     path = decode_and_mark(program, state)
     fewer, state = make(prompts=tiny.Prompts.HParams.config(num_rows=2))
     recorder = Recorder()
     assert fewer.run(state, 7, recorder) == RECORDS[:2]
-    assert recorder.messages == [f"{path} is there but made with different data; decoding again"]
+    assert recorder.messages == [f"replacing {path}: it has different data"]
 
 
-def test_an_output_of_unknown_origin_is_made_again(decoding: tuple[DecodeProgram, Any]):
+def test_output_of_unknown_provenance_is_replaced(decoding: tuple[DecodeProgram, Any]):
     program, state = decoding
     path = decode_and_mark(program, state)
     (path.parent / "step_00000007.made_from.json").unlink()
     recorder = Recorder()
     assert program.run(state, 7, recorder) == RECORDS
-    assert recorder.messages == [f"{path} is there but of unknown origin; decoding again"]
+    assert recorder.messages == [f"replacing {path}: unknown provenance"]
 
 
-def test_each_batch_draws_its_own_numbers(make: Any, tiny: SimpleNamespace):
+def test_each_batch_uses_its_own_random_key(make: Any, tiny: SimpleNamespace):
     traces = []
 
     class Drawing(tiny.Regression):
@@ -286,7 +282,7 @@ def test_a_model_that_reads_a_source_has_it_as_its_prompt(make: Any, tiny: Simpl
     ]
 
 
-def test_a_half_written_output_does_not_count(decoding: tuple[DecodeProgram, Any]):
+def test_partial_output_is_not_reused(decoding: tuple[DecodeProgram, Any]):
     program, state = decoding
     path = program.output_path(7)
     assert path is not None
@@ -331,7 +327,7 @@ def test_a_real_example_without_a_prompt_is_no_padding(make: Any, tiny: SimpleNa
     assert records[0]["prompt"] == ""
 
 
-def test_metrics_without_numbered_rows_are_refused(make: Any, tiny: SimpleNamespace):
+def test_prediction_metrics_without_provenance_are_an_error(make: Any, tiny: SimpleNamespace):
     class Unnumbered(tiny.Prompts):
         """Does not say whose rows these are."""
 
@@ -343,5 +339,5 @@ def test_metrics_without_numbered_rows_are_refused(make: Any, tiny: SimpleNamesp
             return batch
 
     program, state = make(prompts=Unnumbered.HParams.config())
-    with pytest.raises(UsageError, match="do not say whose rows they hold: there is no provenance"):
+    with pytest.raises(UsageError, match="provenance"):
         program.run(state, 7, Recorder())

@@ -1,7 +1,8 @@
-"""The loop of a training job: what happens when, what a signal does, what is saved."""
+"""Executor: intervals, signals, saves, early stopping and invalid steps."""
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from layerkit_runner.optim.early_stopping import EarlyStop, EarlyStopping, Stopp
 from layerkit_runner.partitioning import SpmdPartitioner
 from layerkit_runner.trainer import BaseProgram, DecodeProgram, EvalProgram
 from layerkit_runner.trainer.build_programs import check_best_metric
-from layerkit_runner.trainer.executor import Executor, is_due
+from layerkit_runner.trainer.executor import Executor, due_programs
 from layerkit_runner.trainer.skipped_steps import SKIPPED_STEPS, SkippedSteps
 from layerkit_runner.trainer.train import (
     StepReports,
@@ -37,7 +38,7 @@ from layerkit_runner.training.train_hparams import TrainHParams
 
 
 class Recorder(Observer):
-    """Keeps what it is told; asks to stop at a step, and to save at others."""
+    """Records events; sends a stop request at a step, and save requests at others."""
 
     def __init__(self, signals: StopSignals, stop_at: int | None, save_at: set[int]) -> None:
         self.events: list[str] = []
@@ -67,7 +68,7 @@ class Recorder(Observer):
 
 @pytest.fixture
 def make(tiny: SimpleNamespace, tmp_path: Any) -> Any:
-    """Makes an executor, its first state and its recorder."""
+    """Return a function that makes an executor, its first state and its recorder."""
 
     def build(
         *,
@@ -167,7 +168,7 @@ def run_info(num_train_steps: int) -> RunInfo:
     )
 
 
-def test_what_happens_when(make: Any):
+def test_run_saves_evaluates_and_decodes_at_their_intervals(make: Any):
     job = make(
         num_train_steps=6, eval_interval_steps=2, decode_interval_steps=3, save_interval_steps=4
     )
@@ -219,7 +220,7 @@ def test_run_ends_after_too_many_bad_steps_in_a_row_and_keeps_the_work(make: Any
 def test_run_that_fails_at_its_last_step_fails_again_when_it_is_repeated(make: Any):
     options = {"bad_steps": [4, 5, 6], "learner": SMALL_STEPS}
     job = make(num_train_steps=6, max_consecutive_skipped_steps=3, **options)
-    with pytest.raises(NonFiniteError, match="after step 6"):
+    with pytest.raises(NonFiniteError):
         job.executor.run(job.state, 0)
     with job.executor.checkpoints as checkpoints:
         checkpoints.wait_until_finished()
@@ -235,7 +236,7 @@ def test_run_that_fails_at_its_last_step_fails_again_when_it_is_repeated(make: A
         again.executor.train_programs.skipped.restore(restored.metadata[SKIPPED_STEPS])
         return again.executor.run(restored.state, 6)[1]
 
-    with pytest.raises(NonFiniteError, match="after step 6: 3 steps in a row") as caught:
+    with pytest.raises(NonFiniteError) as caught:
         repeat(6, 3)
     assert caught.value.exit_code == 65
     assert repeat(6, 4) == 6
@@ -251,7 +252,7 @@ def test_run_without_any_valid_step_ends_early_and_saves_nothing(
         bad_steps=range(1, 100),
         learner=SMALL_STEPS,
     )
-    with pytest.raises(NonFiniteError, match="no step was valid"):
+    with pytest.raises(NonFiniteError):
         job.executor.run(job.state, 0)
     assert len(job.recorder.events) <= 12
     job.executor.checkpoints.close()
@@ -286,7 +287,7 @@ def test_a_signal_ends_training_with_a_save(make: Any):
         assert checkpoints.latest_step() == step == int(state.step)
 
 
-def test_a_save_on_demand_comes_besides_those_that_are_due(make: Any, tmp_path: Any):
+def test_save_request_saves_between_the_intervals(make: Any, tmp_path: Any):
     job = make(num_train_steps=8, save_interval_steps=6, save_at={2})
     _, step = job.executor.run(job.state, 0)
     assert step == 8
@@ -294,10 +295,10 @@ def test_a_save_on_demand_comes_besides_those_that_are_due(make: Any, tmp_path: 
     # The flag goes up when step 2 is reported, at most one step behind.
     [on_demand] = set(saved_steps(tmp_path)) - {6, 8}
     assert on_demand in (2, 3)
-    assert job.recorder.messages == [f"step {on_demand} is the checkpoint that SIGUSR1 asked for"]
+    assert job.recorder.messages == [f"saved step {on_demand} on SIGUSR1"]
 
 
-def test_a_save_on_demand_may_be_the_last_thing(make: Any, tmp_path: Any):
+def test_save_request_can_end_the_run(make: Any, tmp_path: Any):
     job = make(num_train_steps=50, save_interval_steps=20, save_at={2}, exits_then=True)
     _, step = job.executor.run(job.state, 0)
     job.executor.checkpoints.close()
@@ -306,14 +307,14 @@ def test_a_save_on_demand_may_be_the_last_thing(make: Any, tmp_path: Any):
     assert job.executor.signals.exit_code == 0
 
 
-def test_a_save_on_demand_in_a_run_that_saves_nothing(make: Any):
+def test_save_request_without_checkpoints_is_reported(make: Any):
     job = make(saves=False, num_train_steps=5, save_at={2}, exits_then=True)
     _, step = job.executor.run(job.state, 0)
     assert step == 5
-    assert job.recorder.messages == ["nothing is saved: this run has --noenable_checkpoint_saving"]
+    assert job.recorder.messages == ["not saved: the run has --noenable_checkpoint_saving"]
 
 
-def test_the_best_checkpoint_stays(make: Any, tmp_path: Any):
+def test_best_checkpoint_is_kept(make: Any, tmp_path: Any):
     """Every step of rate 1 makes this model worse, so the first checkpoint is the best."""
     job = make(
         num_train_steps=4,
@@ -329,47 +330,42 @@ def test_the_best_checkpoint_stays(make: Any, tmp_path: Any):
     assert saved_steps(tmp_path) == sorted({best, 4})
 
 
-def test_a_metric_that_no_evaluation_has(make: Any):
+def test_unknown_best_metric_is_an_error(make: Any, raises: Any):
     job = make(
         saves=False, save_interval_steps=100, save_best_metric="points/lss", eval_interval_steps=1
     )
-    with pytest.raises(UsageError) as caught:
+    with raises(UsageError, field="task.train.save_best_metric", value="points/lss"):
         job.executor.evaluate(job.state, 0)
-    assert str(caught.value) == (
-        "task.train.save_best_metric='points/lss' is no metric of an evaluation; did you mean"
-        " 'points/loss'? There are points/loss, points/total_weight."
-    )
 
 
-def test_the_names_of_metrics_are_known_without_an_evaluation(make: Any):
+def test_trace_returns_the_names_of_the_metrics(make: Any):
     job = make()
     (program,) = job.executor.eval_programs
-    told = program.trace(job.abstract)
+    names = program.trace(job.abstract)
     reported = program.run(job.state, 0, job.recorder)
-    # Records are left out where some cannot be read.
-    assert told == reported.keys() | {"skipped_records"}
-    assert program.trace(job.abstract) is None  # the data are read up
+    # This one is reported if a record cannot be read.
+    assert names == reported.keys() | {"skipped_records"}
+    assert program.trace(job.abstract) is None  # The data set has ended.
 
 
 @pytest.mark.parametrize("metric", ["pionts/loss", "loss"])
-def test_a_metric_of_no_data_set(tiny: SimpleNamespace, metric: str):
-    with pytest.raises(UsageError, match="names no held-out data set") as caught:
+def test_best_metric_of_an_unknown_data_set_is_an_error(
+    raises: Any, tiny: SimpleNamespace, metric: str
+):
+    with raises(UsageError, field="task.train.save_best_metric", value=metric):
         check_best_metric(train_of(tiny, metric), programs(points=None, lines=None))
-    assert str(caught.value).endswith(
-        " It is written DATASET/METRIC, and the data sets are points, lines."
-    )
     check_best_metric(train_of(tiny, "lines/loss"), programs(points=3, lines=None))
     check_best_metric(train_of(tiny, None), [])
 
 
-def test_the_best_is_told_by_evaluations_of_every_checkpoint(tiny: SimpleNamespace):
-    check_best_metric(train_of(tiny, "points/loss"), programs(points=50))
-    with pytest.raises(UsageError) as caught:
-        check_best_metric(train_of(tiny, "points/loss"), programs(points=30))
-    assert str(caught.value) == (
-        "task.train.save_best_metric='points/loss' needs an evaluation at every checkpoint:"
-        " save_interval_steps=5000 must be a multiple of points.interval_steps=30"
-    )
+def test_best_metric_needs_an_evaluation_at_every_checkpoint(raises: Any, tiny: SimpleNamespace):
+    train = train_of(tiny, "points/loss")
+    check_best_metric(train, programs(points=50))
+    with raises(UsageError, field="points.interval_steps", value=30):
+        check_best_metric(train, programs(points=30))
+    train = dataclasses.replace(train, eval_interval_steps=None)
+    with raises(UsageError, field="task.train.eval_interval_steps", value=None):
+        check_best_metric(train, programs(points=None))
 
 
 def train_of(tiny: SimpleNamespace, metric: str | None) -> TrainHParams:
@@ -388,7 +384,7 @@ def saved_steps(folder: Any) -> list[int]:
     return committed_steps(epath.Path(folder) / "checkpoints")
 
 
-def test_a_rolling_evaluation_goes_on_where_it_was(make: Any):
+def test_position_of_a_rolling_evaluation_is_saved(make: Any):
     job = make(num_train_steps=4, eval_interval_steps=2, save_interval_steps=2, eval_batches=1)
     job.executor.run(job.state, 0)
     with job.executor.checkpoints as checkpoints:
@@ -406,7 +402,7 @@ def test_an_evaluation_of_whole_epochs_has_no_state(make: Any):
         assert set(checkpoints.restore(2, job.abstract).input_states) == {"train/Points"}
 
 
-def test_a_finished_run_does_nothing_more(make: Any):
+def test_finished_run_trains_no_step(make: Any):
     job = make(num_train_steps=3, save_interval_steps=20)
     state, _ = job.executor.run(job.state, 0)
     del job.recorder.events[:]
@@ -432,7 +428,7 @@ def test_evaluations_of_several_intervals(make: Any):
     assert events == ["a 2", "b 3", "a 4"]
 
 
-def test_nothing_is_decoded_before_its_time(make: Any):
+def test_decoding_starts_after_n_steps(make: Any):
     job = make(
         num_train_steps=6, saves=False, decode_interval_steps=2, decode_start_after_n_steps=3
     )
@@ -491,8 +487,8 @@ def test_evaluation_and_decoding_on_demand(make: Any):
     assert len(job.executor.decode(job.state, 0)["prompts"]) == 3
 
 
-@pytest.mark.parametrize(
-    ("step", "interval", "due"), [(4, 2, True), (3, 2, False), (3, None, False), (5, 5, True)]
-)
-def test_is_due(step: int, interval: int | None, due: bool):
-    assert is_due(step, interval) == due
+def test_due_programs_run_at_their_own_or_the_default_interval():
+    both = programs(a=2, b=None)
+    due = {step: [p.name for p in due_programs(both, step, 3)] for step in (0, 1, 2, 3, 6)}
+    assert due == {0: ["a", "b"], 1: [], 2: ["a"], 3: ["b"], 6: ["a", "b"]}
+    assert due_programs(programs(a=None), 4, None) == []

@@ -1,4 +1,4 @@
-"""The record of a job in its folder, and the command that it stands for."""
+"""The job folder: its record, its lock and the command that repeats the run."""
 
 from __future__ import annotations
 
@@ -60,24 +60,20 @@ def resolved(**fields: Any) -> ResolvedExperiment:
     return resolve(Mesh(**fields), [Override("partitioner.dcn_mesh_shape", "[1,1,2]")])
 
 
-def test_an_empty_folder_belongs_to_nobody(folder: epath.Path):
+def test_empty_folder_may_be_used(folder: epath.Path):
     check_same_experiment(folder, resolved())
     assert changes_since_recorded(folder, resolved()) == []
     assert not folder.exists()
 
 
-def test_a_folder_belongs_to_one_experiment(folder: epath.Path):
+def test_folder_of_another_experiment_is_an_error(raises: Any, folder: epath.Path):
     write_config(folder, resolved(), RunOptions(), report=pytest.fail)
     check_same_experiment(folder, resolved(SHAPE=[1, 2, 3]))
-    with pytest.raises(UsageError) as caught:
+    with raises(UsageError, owner=f"{__name__}.Other", value=str(folder)):
         check_same_experiment(folder, resolve(Other()))
-    assert str(caught.value) == (
-        f"{folder} holds a run of {__name__}.Mesh, not of {__name__}.Other; give another"
-        " --job_log_dir."
-    )
 
 
-def test_a_folder_that_can_be_written_is_left_as_it_was(folder: epath.Path):
+def test_check_writable_leaves_the_folder_unchanged(folder: epath.Path):
     check_writable(folder / "a" / "b")
     assert not folder.exists()
     folder.mkdir()
@@ -85,22 +81,22 @@ def test_a_folder_that_can_be_written_is_left_as_it_was(folder: epath.Path):
     assert list(folder.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written(folder: epath.Path):
+def test_folder_that_cannot_be_written_is_an_error(raises: Any, folder: epath.Path):
     folder.write_text("a file")
     for path in (folder, folder / "job", epath.Path("/proc/not/a/place")):
-        with pytest.raises(UsageError, match=f"^--job_log_dir={path} cannot be written: "):
+        with raises(UsageError, field="--job_log_dir", value=str(path)):
             check_writable(path)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to another user")
-def test_check_writable_raises_for_a_link_of_another_user(folder: epath.Path):
+def test_check_writable_raises_for_a_link_of_another_user(raises: Any, folder: epath.Path):
     (folder / "scratch").mkdir(parents=True)
     own = folder / "own"
     own.mkdir()
     os.symlink(folder / "scratch", own / "checkpoints")
     check_writable(own)
     os.chown(own / "checkpoints", 65534, 65534, follow_symlinks=False)
-    with pytest.raises(UsageError, match=f"{own}/checkpoints is a symbolic link of user 65534"):
+    with raises(UsageError, field="--job_log_dir", value=str(own)):
         check_writable(own)
 
 
@@ -121,7 +117,7 @@ def arguments_of(folder: epath.Path) -> RunOptions:
     return parse_flags(json.loads((folder / "config.json").read_text())["arguments"]).options
 
 
-def test_the_flags_of_a_run_are_recorded(folder: epath.Path):
+def test_flags_are_recorded_without_folder_and_processes(folder: epath.Path):
     options = RunOptions(
         restore_checkpoint_dir="/old run",
         restore_checkpoint_step=(20,),
@@ -135,15 +131,14 @@ def test_the_flags_of_a_run_are_recorded(folder: epath.Path):
     )
     here = dataclasses.replace(options, job_log_dir=str(folder), num_processes=2, process_id=0)
     write_config(folder, resolved(), here, report=pytest.fail)
-    # Where it is to be made again, and by which processes, is for whoever does.
     assert arguments_of(folder) == options
 
 
-def test_what_a_job_began_with_stays_on_record(folder: epath.Path):
+def test_resumed_run_keeps_the_recorded_flags_of_its_first_start(folder: epath.Path):
     begun = RunOptions(init_from="base", init_draw="head/.*", wandb_project="toy")
     write_config(folder, resolved(), begun, report=pytest.fail)
     later = RunOptions(hung_step_timeout_secs=5)
-    write_config(folder, resolved(), later, goes_on=True, report=pytest.fail)
+    write_config(folder, resolved(), later, resumes=True, report=pytest.fail)
     assert arguments_of(folder) == RunOptions(
         init_from="base", init_draw="head/.*", hung_step_timeout_secs=5
     )
@@ -151,25 +146,23 @@ def test_what_a_job_began_with_stays_on_record(folder: epath.Path):
     assert arguments_of(folder) == later
 
 
-def test_a_later_command_does_not_change_what_a_job_began_with(folder: epath.Path):
+def test_resumed_run_does_not_record_new_flags_of_a_first_start(folder: epath.Path):
     write_config(folder, resolved(), RunOptions(), report=pytest.fail)
     later = RunOptions(init_from="base")
-    write_config(folder, resolved(), later, goes_on=True, report=pytest.fail)
+    write_config(folder, resolved(), later, resumes=True, report=pytest.fail)
     assert arguments_of(folder) == RunOptions()
 
 
-def test_one_run_trains_in_a_folder(folder: epath.Path):
+def test_second_trainer_in_a_folder_is_an_error(folder: epath.Path):
     with only_trainer(folder / "deep"):
         with (
             pytest.raises(UsageError) as caught,
             only_trainer(folder / "deep"),
         ):
-            pytest.fail("it was let in")
-        assert str(caught.value) == (
-            f"a run trains in {folder}/deep already, process {os.getpid()} on"
-            f" {socket.gethostname()}; wait for its end or stop it, or give another --job_log_dir."
-        )
-    # It was made for this alone.
+            pytest.fail("the lock was acquired twice")
+        assert f"process {os.getpid()} on {socket.gethostname()}" in caught.value.problem
+        assert caught.value.value == str(folder / "deep")
+    # It was made for the lock alone.
     assert not folder.exists()
     (folder / "checkpoints").mkdir(parents=True)
     stale = folder / "checkpoints" / f".evaluations.json.{'0' * 16}.partial"
@@ -182,7 +175,7 @@ def test_one_run_trains_in_a_folder(folder: epath.Path):
     assert [path.name for path in folder.iterdir()] == ["config.json"]
 
 
-def test_a_killed_run_frees_its_folder_at_once(folder: epath.Path):
+def test_killed_trainer_releases_its_folder(folder: epath.Path):
     program = """
 import os, sys, time
 from etils import epath
@@ -213,7 +206,7 @@ with only_trainer(epath.Path(sys.argv[1])):
             os.kill(worker, signal.SIGKILL)
 
 
-def test_where_nothing_can_be_locked_a_run_goes_on(
+def test_trainer_runs_without_locks_of_the_file_system(
     folder: epath.Path, monkeypatch: pytest.MonkeyPatch
 ):
     def refuse(*_: Any) -> None:
@@ -227,15 +220,15 @@ def test_where_nothing_can_be_locked_a_run_goes_on(
     assert not folder.exists()
 
 
-def test_a_sweeps_folder_is_not_trained_in(folder: epath.Path):
+def test_folder_of_a_sweep_is_an_error(raises: Any, folder: epath.Path):
     check_no_sweep(folder)
     folder.mkdir()
     (folder / "study.json").write_text("{}")
-    with pytest.raises(UsageError, match=r" holds a sweep \(study\.json\): --study=FILE goes on "):
+    with raises(UsageError, field="--job_log_dir", value=str(folder)):
         check_no_sweep(folder)
 
 
-def test_changed_lines_tell_what_came_and_went():
+def test_changed_lines_show_added_and_removed_paths():
     assert changed_lines({"a": 1, "b": 2}, {"b": 3, "c": 4}) == [
         "a: 1 → None",
         "b: 2 → 3",
@@ -243,7 +236,7 @@ def test_changed_lines_tell_what_came_and_went():
     ]
 
 
-def test_the_command_line_is_understood_again(monkeypatch: pytest.MonkeyPatch):
+def test_command_line_parses_to_the_same_run(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("RUNNER_COMMAND", raising=False)
     options = RunOptions(
         job_log_dir="/tmp/a b",
@@ -289,10 +282,10 @@ class Deep(Mesh):
         ({}, {"LAYERS": None}, ["--fdl.RATE=1.0", "--fdl.SHAPE=None"]),
     ],
 )
-def test_a_reduced_form_is_said_in_a_word(fields: Any, changes: Any, words: list[str]):
+def test_command_line_uses_reduced_if_all_fields_agree(fields: Any, changes: Any, words: list[str]):
     experiment = resolve(Deep(**{**Deep.reduced_fields, **fields}))
     command = shlex.split(command_line(experiment, RunOptions(job_log_dir="x"), changes=changes))
     assert command[2:-1] == words
-    # Without all of them, each field speaks for itself.
+    # Otherwise, each field is an override.
     command = shlex.split(command_line(resolve(Deep(LAYERS=2)), RunOptions(job_log_dir="x")))
     assert command[2:-1] == ["--fdl.LAYERS=2"]

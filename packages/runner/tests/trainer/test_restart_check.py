@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from etils import epath
@@ -11,7 +12,6 @@ from etils import epath
 from layerkit_runner.errors import UsageError
 from layerkit_runner.trainer.job_folder import (
     FILE_NAME,
-    FLAG,
     check_restart,
     forget_checkpoint,
     record_checkpoint,
@@ -39,10 +39,10 @@ def test_job_that_never_saved_starts(tmp_path: Path, check: Callable[..., list[s
 
 @pytest.mark.parametrize("content", ['{"step": 120}', "", "[]"])
 def test_recorded_checkpoint_that_is_missing_is_an_error(
-    tmp_path: Path, check: Callable[..., list[str]], content: str
+    raises: Any, tmp_path: Path, check: Callable[..., list[str]], content: str
 ):
     (tmp_path / FILE_NAME).write_text(content)
-    with pytest.raises(UsageError, match=f"last_checkpoint.json has step=.*--{FLAG}"):
+    with raises(UsageError, field="step", value=120 if "120" in content else "unknown"):
         check()
     assert len(check(is_allowed=True)) == 1
     forget_checkpoint(epath.Path(tmp_path))
@@ -50,12 +50,12 @@ def test_recorded_checkpoint_that_is_missing_is_an_error(
 
 
 def test_damaged_steps_are_an_error_also_without_a_record(
-    tmp_path: Path, check: Callable[..., list[str]]
+    raises: Any, tmp_path: Path, check: Callable[..., list[str]]
 ):
     step = tmp_path / "checkpoints" / "checkpoint_00000010"
     step.mkdir(parents=True)
-    for _ in range(2):  # the first refusal leaves what the second one needs
-        with pytest.raises(UsageError, match=r"damaged=\[10\]"):
+    for _ in range(2):  # The check changes nothing.
+        with raises(UsageError, field="step", value=[10]):
             check()
     check(is_allowed=True)
     assert [path.name for path in step.parent.iterdir()] == ["damaged_checkpoint_00000010"]
@@ -64,8 +64,9 @@ def test_damaged_steps_are_an_error_also_without_a_record(
 def test_record_names_the_newest_step(tmp_path: Path, check: Callable[..., list[str]]):
     for step in (10, 20):
         record_checkpoint(epath.Path(tmp_path), step)
-    with pytest.raises(UsageError, match="step=20"):
+    with pytest.raises(UsageError) as caught:
         check()
+    assert caught.value.value == 20
 
 
 def test_record_of_the_same_step_is_not_written_again(tmp_path: Path):

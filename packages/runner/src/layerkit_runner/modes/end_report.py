@@ -1,7 +1,7 @@
-"""The report at the end of training: held-out metrics, a sample, a picture and commands to try.
+"""The report at the end of training: held-out metrics, a sample, a loss curve and next commands.
 
-Training is complete and saved by then. The parts of the report are independent of one another: a
-part that fails is reported, the others are made, and the exit code stays that of the training.
+Training is complete and saved by then. If a part of the report fails, its failure is reported, the
+other parts are made, and the exit code stays that of the training.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import Any
 import jax
 
 from layerkit.base_model import NATS_PER_TOKEN
+from layerkit.errors import UserError
 from layerkit_inputs.extras import MissingExtraError
 from layerkit_runner.config.config_tree import NOT_SET, value_at
 from layerkit_runner.config.field_paths import override_path
 from layerkit_runner.distributed.process_exchange import all_arrive
-from layerkit_runner.errors import UsageError, unknown_name_text
+from layerkit_runner.errors import unknown_name_text
 from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.files.byte_sizes import megabytes
 from layerkit_runner.observers import draw_loss_curve, memory_scalars, metrics_path
@@ -39,21 +40,21 @@ _ERROR_CHARACTERS = 300
 
 
 def finish(job: Job, executor: Executor, state: TrainState, step: int) -> None:
-    """Evaluate and decode the finished model and report both.
+    """Evaluate and decode the final model and report both.
 
     Raises:
-      Exception: a part failed on this process and not on all others, which wait for it inside.
+      Exception: A part failed on some processes only, while the others wait inside it.
     """
     parts = _Parts(job)
     baselines: dict[str, float] = {}
     parts.make(
         "evaluation",
         lambda: _report_evaluation(job, executor, state, step, baselines),
-        again_by="eval_once",
+        repeat_mode="eval_once",
     )
     parts.make("speed", lambda: _report_speed(job, executor))
     parts.make(
-        "decoding", lambda: _report_decoding(job, executor, state, step), again_by="decode_once"
+        "decoding", lambda: _report_decoding(job, executor, state, step), repeat_mode="decode_once"
     )
     job.observers.flush()
     parts.make("summary", lambda: _report_summary(job))
@@ -61,60 +62,58 @@ def finish(job: Job, executor: Executor, state: TrainState, step: int) -> None:
         token_unit = executor.train_programs.inputs.inputs[0].dataset.token_unit
         parts.make("loss curve", lambda: _draw(job, baselines, token_unit))
         parts.make("commands to try next", lambda: _suggest(job, step))
-    parts.end()
+    if parts.unshared_failure is not None:
+        raise parts.unshared_failure
 
 
 class _Parts:
-    """Parts of one report, made one after the other; a failure of one does not end the others.
+    """The parts of one report; a failure of one does not end the others.
 
     Args:
-      job: The job that reports.
+      job: Job that reports.
+
+    Attributes:
+      unshared_failure: Failure of a part inside which other processes may wait; None without one.
     """
 
     def __init__(self, job: Job) -> None:
+        self.unshared_failure: Exception | None = None
         self._job = job
         self._tracebacks: list[str] = []
-        # Of a part inside which other processes may be waiting.
-        self._not_shared: Exception | None = None
 
-    def make(self, name: str, part: Callable[[], None], *, again_by: str | None = None) -> None:
-        """Make a part, and report its failure instead of raising it.
+    def make(self, name: str, part: Callable[[], None], *, repeat_mode: str | None = None) -> None:
+        """Make a part; report its failure instead of raising it.
 
         Args:
           name: Name of the part, for the message.
-          part: Makes and reports it.
-          again_by: Mode of the command that makes it again, for a part that all processes make
-            together; None for one that each process makes by itself.
+          part: Function that makes and reports it.
+          repeat_mode: Mode that makes this part again, if all processes make it together; None if
+            each process makes it by itself.
         """
-        is_shared = again_by is not None
-        if is_shared and self._not_shared is not None:
-            return  # not all processes would begin it
+        is_shared = repeat_mode is not None
+        if is_shared and self.unshared_failure is not None:
+            return  # Not all processes would start it.
         try:
             part()
         except Exception as error:
-            self._report(name, error, again_by)
+            self._report(name, error, repeat_mode)
             if is_shared and not all_arrive(f"the {name} of the end report failed"):
-                self._not_shared = error
+                self.unshared_failure = error
 
-    def end(self) -> None:
-        """Raise the failure of a part inside which other processes wait, if there is one."""
-        if self._not_shared is not None:
-            raise self._not_shared
-
-    def _report(self, name: str, error: Exception, again_by: str | None) -> None:
+    def _report(self, name: str, error: Exception, repeat_mode: str | None) -> None:
         unknown_name = unknown_name_text(error)
-        what = " ".join((unknown_name or str(error)).split())[:_ERROR_CHARACTERS].rstrip(".")
-        if unknown_name is None and not isinstance(error, UsageError):
-            what = f"{type(error).__name__}: {what}"
+        reason = " ".join((unknown_name or str(error)).split())[:_ERROR_CHARACTERS].rstrip(".")
+        if unknown_name is None and not isinstance(error, UserError):
+            reason = f"{type(error).__name__}: {reason}"
         job = self._job
-        again = command_line(job.resolved, job.options, mode=again_by or "train")
+        command = command_line(job.resolved, job.options, mode=repeat_mode or "train")
         job.observers.message(
-            f"{name} failed: {what}. The training is complete, and this failure does not change"
-            f" its exit code. {self._keep(name, error)} To try again: {again}"
+            f"{name} failed: {reason}. The training is complete, and its exit code is unchanged."
+            f" {self._keep(name, error)} To try again: {command}"
         )
 
     def _keep(self, name: str, error: Exception) -> str:
-        """Write the traceback to the job folder, or else print it; return where it is."""
+        """Write the traceback to the job folder, or else print it; return a sentence about it."""
         text = "".join(traceback.format_exception(error))
         self._tracebacks.append(f"{name}\n{text}")
         if jax.process_index() == 0:
@@ -122,7 +121,7 @@ class _Parts:
                 atomic_write(self._job.directory / ERRORS_FILE, "\n".join(self._tracebacks))
                 return f"The traceback is in {self._job.given_directory / ERRORS_FILE}."
             except OSError:
-                pass  # a full disk, perhaps; standard error is left
+                pass  # such as a full disk
         print(text, file=sys.stderr, flush=True)
         return "The traceback is above."
 
@@ -130,7 +129,7 @@ class _Parts:
 def _report_evaluation(
     job: Job, executor: Executor, state: TrainState, step: int, baselines: dict[str, float]
 ) -> None:
-    """Evaluate what was not evaluated yet and report each data set; adds to `baselines`."""
+    """Evaluate the remaining data sets, report all of them, and add to `baselines`."""
     means = executor.evaluate_rest(state, step) if job.task.train.eval_at_end else {}
     for program in executor.eval_programs:
         if program.dataset is None:
@@ -141,9 +140,9 @@ def _report_evaluation(
             continue
         job.observers.message(metric.line(program.name, value))
         if not metric.is_cross_entropy:
-            continue  # baselines are cross-entropies
+            continue  # Baselines are cross-entropies.
         for name, baseline in program.dataset.baselines().items():
-            if baselines.get(name) == baseline:  # several programs read this data set
+            if baselines.get(name) == baseline:  # Another program reads this data set too.
                 continue
             baselines[name] = baseline
             job.observers.message(f"  for comparison: {name}: {metric.value_text(baseline)}")
@@ -168,18 +167,13 @@ def _report_decoding(job: Job, executor: Executor, state: TrainState, step: int)
 
 def _report_summary(job: Job) -> None:
     job.observers.message(job.goodput.summary())
-    for line in memory_lines(memory_scalars()):
-        job.observers.message(line)
-
-
-def memory_lines(scalars: Mapping[str, float]) -> list[str]:
-    """Return how full the devices were at most, where that is known."""
-    peak = scalars.get("memory/device_peak_bytes_in_use")
-    return [] if peak is None else [f"memory: {megabytes(peak)} at most on one device"]
+    peak = memory_scalars().get("memory/device_peak_bytes_in_use")
+    if peak is not None:
+        job.observers.message(f"memory: peak of {megabytes(peak)} on one device")
 
 
 def _draw(job: Job, baselines: dict[str, float], token_unit: str) -> None:
-    """Draw the loss curve and report where it is, or why there is none."""
+    """Draw the loss curve and report its path, or why there is none."""
     name = "loss_curve.png"
     metric = ReportedMetric.of(job.task, token_unit=token_unit)
     try:
@@ -190,18 +184,18 @@ def _draw(job: Job, baselines: dict[str, float], token_unit: str) -> None:
             key=metric.name,
             y_label=metric.axis_label,
         )
-    except (ValueError, MissingExtraError) as error:  # no finite value, or no matplotlib
+    except (ValueError, MissingExtraError) as error:  # no finite value or no matplotlib
         job.observers.message(f"no loss curve: {error}")
         return
     job.observers.message(f"loss curve: {job.given_directory / name}")
 
 
 def sample_text(name: str, record: Mapping[str, Any]) -> str:
-    """Return what a report shows of a record: a prompt and its continuation, or the outputs.
+    """Return the text of a record for reports: a prompt with its continuation, or the outputs.
 
     Args:
       name: Name of the decoding.
-      record: See `DecodeProgram.run`.
+      record: Record of `DecodeProgram.run`.
     """
     if "prompt" not in record or "continuation" not in record:
         return f"sample ({name}): {encode(record)[:_SAMPLE_CHARACTERS]}"
@@ -213,22 +207,18 @@ def sample_text(name: str, record: Mapping[str, Any]) -> str:
 
 
 def _suggest(job: Job, step: int) -> None:
-    for line in next_commands(job, step):
-        job.observers.message(line)
-
-
-def next_commands(job: Job, step: int) -> list[str]:
-    """Return three commands to try next, below a line that explains them."""
+    """Report three commands to try next, below a line that explains them."""
 
     def command(**more: Any) -> str:
         return "  " + command_line(job.resolved, job.options, **more)
 
-    return [
-        "next: every setting and the path that sets it; twice as many steps; the same on 8 devices",
+    for line in (
+        "next: print all settings; train twice as many steps; plan the same run on 8 devices",
         command(mode="inspect"),
         command(changes=longer(job.resolved, 2 * step)),
         command(mode="plan", changes=_on_eight_devices(job), flags=["--num_devices=8"]),
-    ]
+    ):
+        job.observers.message(line)
 
 
 def _on_eight_devices(job: Job) -> dict[str, str | None]:
@@ -236,20 +226,20 @@ def _on_eight_devices(job: Job) -> dict[str, str | None]:
     has_sizes = value_at(job.resolved.partitioner, ["ici_mesh_shape"]) is not NOT_SET
     if not has_sizes or len(job.partitioner.mesh.axis_names) != 3:
         return {}
-    # None takes an override out.
+    # None removes an override.
     one_slice = {across: None, override_path(job.resolved, across): None, within: None}
     return {**one_slice, override_path(job.resolved, within): "[2,4,1]"}
 
 
 @dataclasses.dataclass(frozen=True)
 class ReportedMetric:
-    """The metric that the reports of a task show.
+    """The metric that reports of a task show.
 
     Attributes:
       name: Name of the metric.
       unit: Unit of its values, such as `nats per byte`; None for a metric without one.
-      is_cross_entropy: Whether it is a cross-entropy over tokens, so that bits are reported too and
-        the baselines of the data set compare with it.
+      is_cross_entropy: True for a cross-entropy over tokens, which is reported in bits too and
+        compared with the baselines of the data set.
     """
 
     name: str
@@ -258,11 +248,11 @@ class ReportedMetric:
 
     @classmethod
     def of(cls, task: SingleTask, *, token_unit: str = "token") -> ReportedMetric:
-        """Return the metric that the model chooses, else the loss of the task.
+        """Return the metric that the model names, or the loss of the task.
 
         Args:
           task: The task.
-          token_unit: The data set's word for a token, such as `byte`.
+          token_unit: Name of one token of the data set, such as `byte`.
         """
         name = task.model.reported_metric or task.loss_name
         unit = task.model.metric_units.get(name)
@@ -272,7 +262,7 @@ class ReportedMetric:
 
     @property
     def axis_label(self) -> str:
-        """The label of an axis of its values, such as `xent (nats per byte)`."""
+        """Label of a plot axis, such as `xent (nats per byte)`."""
         return self.name if self.unit is None else f"{self.name} ({self.unit})"
 
     def value_text(self, value: float) -> str:

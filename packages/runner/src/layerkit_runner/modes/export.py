@@ -1,8 +1,7 @@
-"""`--mode=export`: the newest checkpoint of a job as a folder of Hugging Face.
+"""`--mode=export`: writes a checkpoint of a job as a Hugging Face folder.
 
-The weights are those that decoding uses, averaged ones where the task says so. The folder holds the
-model as others load it: adapters (LoRA) are added to the weights beside them, and of a model that
-was trained on preferences (DPO) the policy is written.
+The weights are those that decoding uses, which are averaged ones if the task says so. Adapters
+(LoRA) are merged into the weights, and a model trained on preferences (DPO) exports its policy.
 """
 
 from __future__ import annotations
@@ -20,20 +19,19 @@ from layerkit.interop.hugging_face import (
 )
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
-from layerkit_runner.errors import UsageError
+from layerkit_runner.errors import UsageError, to_usage_error
 from layerkit_runner.init_from.provenance import recorded_hugging_face
-from layerkit_runner.modes.start_state import choose_step
-from layerkit_runner.trainer.job import Job, start_job
+from layerkit_runner.trainer.job import Job, choose_step, start_job
 
 
 def run_export(resolved: ResolvedExperiment, options: RunOptions) -> int:
-    """Writes the weights of a checkpoint, and the tokenizer of the folder that training began from.
+    """Write the weights of a checkpoint and the tokenizer; return the exit code.
 
     Raises:
-      UsageError: no folder to write to, no checkpoint, or a model that no family can hold.
+      UsageError: The folder or the checkpoint is missing, or no Hugging Face family fits the model.
     """
     if options.export_dir is None:
-        raise UsageError("--mode=export needs a folder to write: --export_dir=DIR")
+        raise UsageError("--mode=export writes a folder", hint="Give one: --export_dir=DIR.")
     job = start_job("export", resolved, options)
     with contextlib.closing(job.observers):
         directory = options.restore_checkpoint_dir
@@ -50,19 +48,19 @@ def run_export(resolved: ResolvedExperiment, options: RunOptions) -> int:
                 tokenizer_folder=_tokenizer_folder(job),
             )
         except (OSError, ImportError, TensorMismatchError, UnsupportedModelError) as error:
-            raise UsageError(f"{resolved.name}: {error}") from error
+            raise to_usage_error(error, owner=resolved.name) from error
         kind = "averaged weights" if job.task.train.decode_use_ema_states else "weights"
         job.observers.message(f"wrote the {kind} of step {step} to {options.export_dir}")
     return 0
 
 
 def _tokenizer_folder(job: Job) -> str | None:
-    """The Hugging Face folder that the weights began from, by the task or by the job's record."""
+    """Return the Hugging Face folder from which training started; None if there is none."""
     origin = job.task.initial_weights
     if isinstance(origin, HuggingFaceWeights):
         return origin.folder
     folder = recorded_hugging_face(job.directory)
     if folder is not None and not epath.Path(folder).is_dir():
-        job.observers.message(f"{folder} is not there any more: exported without its tokenizer")
+        job.observers.message(f"exporting without a tokenizer: {folder} does not exist")
         return None
     return folder

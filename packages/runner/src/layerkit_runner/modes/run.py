@@ -1,4 +1,4 @@
-"""What `runner` does once the command line is understood: one function per mode."""
+"""Run one mode, and turn errors that a user can correct into one-line messages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _FULL_OR_READ_ONLY = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
-# Other things than memory run out as well, such as the size of a message between processes.
+# RESOURCE_EXHAUSTED also means other limits, such as the size of a message between processes.
 _OUT_OF_MEMORY = (
     re.compile(r"(ran )?out of memory", re.IGNORECASE),
     re.compile(r"RESOURCE_EXHAUSTED: [^\n]*(memory|allocat)", re.IGNORECASE),
@@ -42,41 +42,39 @@ _BYTES = re.compile(r"\b(\d+) bytes")
 
 
 class OutOfMemoryError(UsageError):
-    """Devices or hosts hold less than a run needs, which nobody could know before: exit code 1."""
+    """A run that needs more memory than its devices or hosts have; exit code 1."""
 
     exit_code = 1
 
 
 def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
-    """Runs one job and returns its exit code.
-
-    Each mode imports what it needs, so that none waits for what only another one uses.
-    """
-    if options.job_log_dir is None:
-        raise UsageError(f"--mode={mode} needs --job_log_dir=DIR")
+    """Run one job and return its exit code. Only the modules of this mode are imported."""
     from layerkit_runner.distributed.cluster import joined
     from layerkit_runner.distributed.devices import (
         check_no_automatic_profile,
         set_compiler_flags,
         set_gpu_memory_share,
     )
+    from layerkit_runner.distributed.watchdog import watched
 
     if mode == "train":
         check_no_automatic_profile()
     set_compiler_flags(options)
     set_gpu_memory_share()
     run_mode = _mode_function(mode)
+    # An export reports no progress during its long operations.
+    timeout = None if mode == "export" else options.hung_step_timeout_secs
     with (
         joined(options) as process,
-        _watched(process, mode, options.hung_step_timeout_secs),
+        watched(timeout, process=str(process.identity), log=process.log_file),
         layer_errors(resolved, process),
-        _in_one_sentence(mode, resolved, process),
+        _storage_and_memory_errors(mode, resolved, process),
     ):
         return run_mode(resolved, options)
 
 
 def _mode_function(mode: str) -> Callable[[ResolvedExperiment, RunOptions], int]:
-    """Import the module of a mode, and of no other mode; return the function that runs it."""
+    """Import the module of a mode and return the function that runs it."""
     if mode == "train":
         from layerkit_runner.modes.train import run_train
 
@@ -94,11 +92,11 @@ def _mode_function(mode: str) -> Callable[[ResolvedExperiment, RunOptions], int]
 def layer_errors(
     resolved: ResolvedExperiment, process: JoinedProcess | None = None
 ) -> Iterator[None]:
-    """Raise UsageError for batches with which a layer cannot be traced, and for unknown names.
+    """Raise `UsageError` if a layer cannot be traced, or if code uses an unknown name.
 
     Args:
-      resolved: The experiment.
-      process: The process in whose log the traceback is kept; None keeps it nowhere.
+      resolved: Experiment.
+      process: Process whose log receives the traceback; None drops it.
     """
     try:
         yield
@@ -118,10 +116,10 @@ def layer_errors(
 
 
 @contextlib.contextmanager
-def _in_one_sentence(
+def _storage_and_memory_errors(
     mode: str, resolved: ResolvedExperiment, process: JoinedProcess
 ) -> Iterator[None]:
-    """Makes of errors that a person can do something about what the command line prints."""
+    """Turn errors of storage, of memory and of versions into ones that the command line prints."""
     import jax
 
     from layerkit.layers.attention.backends import BackendRefusal
@@ -135,33 +133,32 @@ def _in_one_sentence(
         checkpointing.NewerManifestError,
         checkpointing.ProcessCountError,
     ) as error:
-        raise UsageError(f"{resolved.name}: {error}") from error
+        raise to_usage_error(error, owner=resolved.name) from error
     except OSError as error:
         if isinstance(error, checkpointing.SaveError) or error.errno in _FULL_OR_READ_ONLY:
             raise StorageError(str(error)) from error
         raise
     except jax.errors.JaxRuntimeError as error:
-        words = memory_words(str(error))
-        if words is None:
+        text = out_of_memory_text(str(error))
+        if text is None:
             raise
         raise OutOfMemoryError(
-            f"{resolved.name} ran out of memory: {words}."
-            f"{memory_remedies(mode, resolved)}{_kept_traceback(error, process)}"
+            f"out of memory: {text}",
+            owner=resolved.name,
+            hint=(memory_remedies(mode, resolved) + _kept_traceback(error, process)).strip(),
         ) from error
     except MemoryError as error:
-        # NumPy says how much it was asked for, Python nothing.
-        words = str(error).rstrip(".") or "Python could not allocate what it needed"
+        # NumPy reports the requested size, Python does not.
+        text = str(error).rstrip(".") or "Python could not allocate memory"
         raise OutOfMemoryError(
-            f"{resolved.name} ran out of memory of the host, not of a device: {words}."
-            f"{_kept_traceback(error, process)}"
+            f"out of memory on the host, not on a device: {text}",
+            owner=resolved.name,
+            hint=_kept_traceback(error, process).strip(),
         ) from error
 
 
-def memory_words(text: str) -> str | None:
-    """What a compiler or a device says of memory that it does not have, in one line.
-
-    Returns None if the text is about something else.
-    """
+def out_of_memory_text(text: str) -> str | None:
+    """Return the out-of-memory message in an error's text, in one line; None if there is none."""
     match = next((found for words in _OUT_OF_MEMORY if (found := words.search(text))), None)
     if match is None:
         return None
@@ -171,7 +168,7 @@ def memory_words(text: str) -> str | None:
 
 
 def memory_remedies(mode: str, resolved: ResolvedExperiment) -> str:
-    """Return the overrides with which a run needs less memory; the text starts with a space."""
+    """Return sentences that name the overrides with which a run needs less memory."""
     paths = {
         path.rpartition(".")[2]: path
         for root in ("task", "datasets", "partitioner")
@@ -189,17 +186,20 @@ def memory_remedies(mode: str, resolved: ResolvedExperiment) -> str:
         )
         if applies and name in paths
     ]
-    text = f" What takes less: {', '.join(remedies)}." if remedies else ""
+    sentences = [f"To use less memory, set {', '.join(remedies)}."] if remedies else []
     if is_training:
-        text += (
-            f" What fits, without the devices: runner --exp={resolved.name} --mode=plan --search,"
-            " with the same --fdl flags."
+        sentences.append(
+            "To find settings that fit, without the devices: runner"
+            f" --exp={resolved.name} --mode=plan --search, with the same --fdl flags."
         )
-    return text
+    return " ".join(sentences)
 
 
 def _kept_traceback(error: BaseException, process: JoinedProcess) -> str:
-    """Append the whole error to the process's log, or else print it; return where it is."""
+    """Append the traceback to the process's log and return a sentence that names it.
+
+    If the log cannot be written, print the traceback and return an empty string.
+    """
     from layerkit_runner.distributed.forced_exit import SECONDS_TO_WRITE, finished_within
 
     text = "".join(traceback.format_exception(error))
@@ -214,18 +214,4 @@ def _kept_traceback(error: BaseException, process: JoinedProcess) -> str:
     if not finished_within(SECONDS_TO_WRITE, append):
         print(text, end="", file=sys.stderr)
         return ""
-    return f" The whole error is in {logs[0]}."
-
-
-def _watched(
-    process: JoinedProcess, mode: str, hung_step_timeout_secs: float | None
-) -> contextlib.AbstractContextManager[None]:
-    from layerkit_runner.distributed.watchdog import watched
-
-    # An export is a few long strokes, which say nothing in between.
-    seconds = None if mode == "export" else hung_step_timeout_secs
-    return watched(
-        seconds,
-        process=str(process.identity),
-        log=process.log_file,
-    )
+    return f" The traceback is in {logs[0]}."

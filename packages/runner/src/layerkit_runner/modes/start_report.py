@@ -1,4 +1,4 @@
-"""What is printed before the first step: what will run, on what, how large, and where it writes."""
+"""The report before the first step: versions, devices, model, data, sizes and folders."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ from layerkit_runner.training.train_state import TrainState
 
 
 class LayerNotes(logging.Handler):
-    """Collects what layers tell once while they are traced, such as the attention backend.
+    """A handler that collects what layers log while they are traced, such as the attention backend.
 
-    Nobody else is told meanwhile: TensorFlow and others print what reaches Python's root logger.
+    Meanwhile, records do not reach Python's root logger, which TensorFlow and others print.
     """
 
     def __init__(self) -> None:
+        """Create a handler that is active inside a `with` statement."""
         super().__init__(logging.INFO)
         self.lines: list[str] = []
         self._records: list[logging.LogRecord] = []
@@ -41,20 +42,23 @@ class LayerNotes(logging.Handler):
         self._previous = self._logger.level, self._logger.propagate
 
     def __enter__(self) -> LayerNotes:
+        """Start to collect."""
         self._logger.addHandler(self)
         self._logger.setLevel(min(logging.INFO, self._logger.getEffectiveLevel()))
         self._logger.propagate = False
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        """Restore the logger; log the records again if an exception was raised."""
         self._logger.removeHandler(self)
         level, self._logger.propagate = self._previous
         self._logger.setLevel(level)
-        if exception[0] is not None:  # and nobody will print the lines
+        if exception[0] is not None:  # The caller prints no lines then.
             for record in self._records:
                 logging.getLogger(record.name).handle(record)
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Collect a record; a repeated line is collected once."""
         line = record.getMessage()
         if line not in self.lines:
             self.lines.append(line)
@@ -64,14 +68,7 @@ class LayerNotes(logging.Handler):
 def start_lines(
     job: Job, state: TrainState, data: TrainInputs, *, start_step: int
 ) -> Iterator[str]:
-    """Yield the lines that describe the run.
-
-    Args:
-      job: The job.
-      state: State on the devices, or its shapes.
-      data: Training data sets.
-      start_step: Number of completed steps.
-    """
+    """Yield the lines that describe a run which starts from `state` after `start_step` steps."""
     device = jax.devices()[0]
     known = versions()
     yield (
@@ -102,8 +99,8 @@ def start_lines(
 
 
 def batch_text(batch: Any) -> str:
-    """`8 × 128 (ids, labels)`, given the shapes of a batch."""
-    # Fields may be nested, as the two sides of a translation are.
+    """Return shape and fields of a batch, such as `8 × 128 (ids, labels)`."""
+    # Fields may be nested, as in translation.
     shapes = dict(batch.flatten_items())
     ids = (leaf for path, leaf in shapes.items() if path.split(".")[-1] == "ids")
     first = next(ids, next(iter(shapes.values())))
@@ -111,7 +108,7 @@ def batch_text(batch: Any) -> str:
 
 
 def input_lines(train_input: BaseInput) -> Iterator[str]:
-    """Yield what is known of an input, of casts of its batches and of its tokenizer."""
+    """Yield the lines about an input, casts of its batches and its tokenizer."""
     yield f"input        {input_text(train_input)}"
     if casts := cast_text(peek_batch(train_input)):
         yield f"cast         {casts}"
@@ -120,7 +117,7 @@ def input_lines(train_input: BaseInput) -> Iterator[str]:
 
 
 def input_text(train_input: BaseInput) -> str:
-    """`LocalText, 4 hosts of 8 rows each; its position takes 175 bytes`."""
+    """Return text such as `LocalText, 4 hosts of 8 rows each; its position takes 175 bytes`."""
     inner = train_input.source if isinstance(train_input, Prefetch) else train_input
     hosts = "1 host" if inner.num_infeed_hosts == 1 else f"{inner.num_infeed_hosts} hosts"
     size = len(json.dumps(train_input.get_state()))
@@ -131,7 +128,7 @@ def input_text(train_input: BaseInput) -> str:
 
 
 def compiled_lines(compiled: Sequence[Any]) -> Iterator[str]:
-    """What the compiler knows about memory, of the step that takes most."""
+    """Yield a line about the temporary memory of the largest step, if the compiler reports it."""
     platform = jax.devices()[0].platform
     analyses = [memory for step in compiled if (memory := step.memory_analysis()) is not None]
     temporaries = [
@@ -144,7 +141,7 @@ def compiled_lines(compiled: Sequence[Any]) -> Iterator[str]:
 
 
 def run_info(job: Job, *, start_step: int) -> RunInfo:
-    """What is known of any run on a model; what only training has is left out."""
+    """Return the information about a run in any mode, without that of training."""
     return RunInfo(
         job_log_dir=job.directory,
         experiment=job.resolved.name,
@@ -164,7 +161,7 @@ def run_info(job: Job, *, start_step: int) -> RunInfo:
 def train_run_info(
     job: Job, data: TrainInputs, works: Sequence[StepWork], *, start_step: int
 ) -> RunInfo:
-    """Return what is known of a training run; for several data sets, the mean over their turns."""
+    """Return the information about a training run, averaged over its data sets."""
     known = run_info(job, start_step=start_step)
 
     def mean(values: Sequence[Any]) -> Any:
@@ -186,13 +183,13 @@ def train_run_info(
 def report_start(
     job: Job, data: TrainInputs, first: FirstState, info: RunInfo, compiled: Sequence[str]
 ) -> None:
-    """Report what will run, and start the observers.
+    """Report the run and start the observers.
 
     Args:
       job: The job.
       data: Training data sets.
       first: First state.
-      info: What is known of the run.
+      info: Information for the observers.
       compiled: Lines about the compiled steps.
     """
     train, report = job.task.train, job.observers.message
@@ -206,28 +203,27 @@ def report_start(
     if first.step > train.num_train_steps:
         path = last_step_path(job.resolved)
         report(
-            f"nothing is trained: step {first.step} is already beyond"
-            f" task.train.num_train_steps={train.num_train_steps}; to go on, give more than"
-            f" {first.step} steps, as in --fdl.{path}={2 * first.step}"
+            f"not training: step {first.step} is beyond task.train.num_train_steps="
+            f"{train.num_train_steps}. To train on, set a larger number, such as"
+            f" --fdl.{path}={2 * first.step}"
         )
     job.observers.start(info)
     missed = train.profiler_capture_step
     if missed is not None and missed <= first.step:
         report(
-            f"no profile: task.train.profiler_capture_step={missed} is done, and this run begins"
-            f" after step {first.step}"
+            f"no profile: this run starts after task.train.profiler_capture_step={missed}, at step"
+            f" {first.step}"
         )
 
 
 def num_params(state: TrainState) -> int:
-    """Number of trained scalars."""
+    """Return the number of trained scalars."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
 
 
 def bytes_per_device(tree: Any) -> int:
-    """Bytes of a tree of sharded arrays (or their shapes) on one device."""
-    total = 0
-    for leaf in jax.tree.leaves(tree):
-        shape = leaf.sharding.shard_shape(leaf.shape)
-        total += math.prod(shape) * leaf.dtype.itemsize
-    return total
+    """Return the bytes of a tree of sharded arrays (or their shapes) on one device."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )

@@ -1,7 +1,7 @@
-"""`--mode=train`: trains, or resumes training, and reports the outcome.
+"""`--mode=train`: trains or resumes a run, and reports the result.
 
-Nothing waits without need: while the training step compiles on a thread, evaluation and decoding
-are traced, FLOPs are counted, and the first state is made or restored.
+While the training step compiles on a thread, evaluation and decoding are traced, FLOPs are counted,
+and the first state is made or restored.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import importlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -35,7 +35,6 @@ from layerkit_runner.modes.start_report import (
     report_start,
     train_run_info,
 )
-from layerkit_runner.modes.start_state import Start, first_state, plan_if_new
 from layerkit_runner.observers import DECODE_PREFIX, RunInfo, StepWork, Throughput
 from layerkit_runner.observers.step_profiler import StepProfiler, profiler_server
 from layerkit_runner.optim.early_stopping import EarlyStop
@@ -56,9 +55,10 @@ from layerkit_runner.trainer.executor import (
     eval_input_key,
     executor_class,
 )
-from layerkit_runner.trainer.job import Job, start_job, versions
+from layerkit_runner.trainer.job import Job, choose_step, start_job, versions
 from layerkit_runner.trainer.job_folder import (
     check_no_sweep,
+    check_restart,
     forget_checkpoint,
     only_trainer,
     write_config,
@@ -74,24 +74,29 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
     job = start_job("train", resolved, options)
     check_no_sweep(job.given_directory)
     with contextlib.ExitStack() as stack:
-        signals = _guard(job, stack)
+        signals = stack.enter_context(StopSignals())
+        if jax.process_index() == 0:  # the only process that writes
+            stack.enter_context(only_trainer(job.directory))
+        stack.callback(job.observers.close)
+        stack.enter_context(before_forced_exit(job.observers.close))
         starting = stack.enter_context(contextlib.ExitStack())
         starting.enter_context(
-            signals.leaving_at_once("no step was done, and the same command starts again")
+            signals.leaving_at_once("no step was completed; run the same command to start again")
         )
         profiler = stack.enter_context(_step_profiler(job))
         stack.enter_context(profiler_server(options.jax_profiler_port))
         programs = _build_programs(job, stack)
-        abstract_state = _check_programs(job, programs)
+        abstract_state = job.abstract_state()
+        check_best_metric(job.task.train, programs.evals)
+        check_metric_names(job.task, programs.evals, abstract_state)
         checkpoints = _open_checkpoints(job, stack)
-        plan = plan_if_new(job, checkpoints)
+        plan = _plan_if_new(job, checkpoints)
         _check_data(programs)
         prepared = _prepare(job, programs, abstract_state, checkpoints, plan)
         first = prepared.start.first
         info = train_run_info(job, programs.data, prepared.works, start_step=first.step)
         executor = _build_executor(job, programs, prepared, info, checkpoints, signals, profiler)
-        is_new = checkpoints.latest_step() is None
-        _record_start(job, first, is_new=is_new)
+        _record_start(job, first, is_new=checkpoints.latest_step() is None)
         compiled = compiled_lines([each.run for each in prepared.compiled])
         report_start(job, programs.data, first, info, [*prepared.notes, *compiled])
         if options.enable_checkpoint_saving:
@@ -106,36 +111,23 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
         return signals.exit_code
 
 
-def _guard(job: Job, stack: contextlib.ExitStack) -> StopSignals:
-    """Catch signals, keep other training jobs out of the folder, and close observers at the end."""
-    signals = stack.enter_context(StopSignals())
-    if jax.process_index() == 0:  # the only process that writes
-        stack.enter_context(only_trainer(job.directory))
-    stack.callback(job.observers.close)
-    stack.enter_context(before_forced_exit(job.observers.close))
-    return signals
-
-
 def _step_profiler(job: Job) -> StepProfiler:
-    """Build what captures traces of this process's steps.
-
-    Raises:
-      UsageError: The capture that is asked for lies after the last step.
-    """
+    """Return the profiler of this process's steps; raise if it would start after the last step."""
     train = job.task.train
     first, hosts = train.profiler_capture_step, train.profiler_max_num_hosts
     if first is not None and first > train.num_train_steps:
         raise UsageError(
-            f"task.train.profiler_capture_step={first} comes after the last step,"
-            f" {train.num_train_steps}"
+            field="task.train.profiler_capture_step",
+            value=first,
+            expected=f"at most task.train.num_train_steps={train.num_train_steps}",
         )
-    speaks = jax.process_index() == 0
+    is_first = jax.process_index() == 0
     return StepProfiler(
         job.directory,
         capture_step=first,
         num_steps=train.profiler_num_steps,
         captures_by_step=hosts is None or jax.process_index() < hosts,
-        report=job.observers.message if speaks else functools.partial(print, flush=True),
+        report=job.observers.message if is_first else functools.partial(print, flush=True),
     )
 
 
@@ -149,7 +141,7 @@ class _Programs:
       decodes: Decode programs.
       decode_interval_steps: Steps between two decodings; None decodes only at the end.
       early_stop: Rule that may end the run; None for no such rule.
-      make_executor: Makes the executor from the fields of `Executor`.
+      make_executor: Function that makes the executor from the fields of `Executor`.
     """
 
     data: TrainInputs
@@ -159,18 +151,25 @@ class _Programs:
     early_stop: EarlyStop | None
     make_executor: Callable[..., Executor]
 
-    def eval_inputs(self) -> dict[str, BaseInput]:
-        """Return the held-out data sets by their keys in a checkpoint."""
-        return {eval_input_key(name): data for name, data in inputs_of(self.evals).items()}
-
 
 def _build_programs(job: Job, stack: contextlib.ExitStack) -> _Programs:
     """Open the data sets and build the programs, before a file is written."""
     make_executor = executor_class(job.resolved)
     data = train_inputs(job)
     stack.callback(data.close)
-    evals, decodes = _eval_programs(job, data), decode_programs(job)
     train = job.task.train
+    if job.options.eval_on_test:
+        evals = eval_programs(job, data)
+    elif train.save_best_metric is None:
+        evals = eval_train_programs(job, data)
+    else:
+        raise UsageError(
+            "--noeval_on_test turns off the evaluations that choose the best checkpoints",
+            field="task.train.save_best_metric",
+            value=train.save_best_metric,
+            expected="None with --noeval_on_test",
+        )
+    decodes = decode_programs(job)
     interval = train.decode_interval_steps
     if interval is None and job.options.decode_during_train:
         interval = train.save_interval_steps
@@ -181,28 +180,6 @@ def _build_programs(job: Job, stack: contextlib.ExitStack) -> _Programs:
         job.task.early_stopping.check([*evaluated, *decoded])
         early_stop = EarlyStop(job.task.early_stopping)
     return _Programs(data, evals, decodes, interval, early_stop, make_executor)
-
-
-def _eval_programs(job: Job, data: TrainInputs) -> list[BaseProgram]:
-    """Build the eval programs; --noeval_on_test leaves held-out data to another job."""
-    if job.options.eval_on_test:
-        return eval_programs(job, data)
-    wanted = job.task.train.save_best_metric
-    if wanted is not None:
-        raise UsageError(
-            f"--noeval_on_test leaves out the evaluations by which task.train.save_best_metric="
-            f"{wanted!r} tells the best checkpoints; those of --mode=eval beside this job do not"
-            " reach it. Keep one of the two."
-        )
-    return eval_train_programs(job, data)
-
-
-def _check_programs(job: Job, programs: _Programs) -> TrainState:
-    """Check the model and the metrics that fields name; return the abstract state of the run."""
-    abstract_state = job.abstract_state()
-    check_best_metric(job.task.train, programs.evals)
-    check_metric_names(job.task, programs.evals, abstract_state)
-    return abstract_state
 
 
 def _open_checkpoints(job: Job, stack: contextlib.ExitStack) -> CheckpointManager:
@@ -216,22 +193,109 @@ def _check_data(programs: _Programs) -> None:
     for each in programs.data.inputs:
         peek_batch(each.dataset)
     if jax.process_count() > 1:
-        # Prefetch tells what was delivered; its source runs ahead by another amount everywhere.
+        # The positions of Prefetch are those of the delivered batches; its source is ahead of them.
         trained: dict[str, BaseInput] = {**programs.data.by_key()}
         check_same_data({**trained, **inputs_of(programs.evals)}, gather_values)
         check_same_data(inputs_of(programs.decodes), gather_values)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Prepared:
-    """What a run starts from, and the compiled step and its work for each training data set."""
+class _Start:
+    """The state from which a run starts.
 
-    start: Start
+    Attributes:
+      first: First state.
+      input_states: Input positions in the restored checkpoint.
+      own_metadata: Metadata of the job's own checkpoint that is resumed; empty for a new run.
+      source: Folder of the restored checkpoints; None for a new run.
+    """
+
+    first: FirstState
+    input_states: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    own_metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    source: str | None = None
+
+
+def _plan_if_new(job: Job, checkpoints: CheckpointManager) -> Callable[[], FirstState] | None:
+    """Return the plan of a new run's first state; None if the run may resume or restore.
+
+    Errors in the sources of weights are raised here, before the training step is compiled.
+    """
+    if checkpoints.latest_step() is not None:
+        return None
+    _check_restart(job, checkpoints)
+    return None if job.options.restore_checkpoint_dir is not None else _plan_first_state(job)
+
+
+def _check_restart(job: Job, checkpoints: CheckpointManager) -> None:
+    options, report = job.options, job.observers.message
+    if options.enable_checkpoint_saving:
+        is_allowed = options.allow_restart_from_scratch
+        check_restart(job.directory, checkpoints.directory, is_allowed=is_allowed, report=report)
+
+
+def _plan_first_state(job: Job) -> Callable[[], FirstState]:
+    """Check the sources of a new run's weights; return a function that makes the first state."""
+    options, task = job.options, job.task
+    if options.init_from is None and task.initial_weights is None:
+        return lambda: FirstState(job.partitioner.init_fn(task)())
+    # Imports the readers of all formats.
+    from layerkit_runner.init_from import plan_first_state
+    from layerkit_runner.init_from.settings import init_from_flags
+
+    weights = None
+    if options.init_from is not None:
+        if task.initial_weights is not None:
+            job.observers.message("--init_from replaces task.initial_weights")
+        weights = init_from_flags(options.init_from, options.init_draw)
+    return plan_first_state(job.partitioner, task, weights=weights, report=job.observers.message)
+
+
+def _first_state(
+    job: Job, checkpoints: CheckpointManager, plan: Callable[[], FirstState] | None
+) -> _Start:
+    """Restore a checkpoint: the job's own, or that of --restore_checkpoint_dir; or run the plan."""
+    options = job.options
+    if options.restore_checkpoint_step is not None and options.restore_checkpoint_dir is None:
+        raise UsageError(
+            "a run resumes from its own newest checkpoint",
+            field="--restore_checkpoint_step",
+            value=options.restore_checkpoint_step,
+            hint="To start from an older step, give this folder as --restore_checkpoint_dir and a"
+            " new --job_log_dir.",
+        )
+    step = checkpoints.newest_sound_step()
+    if step is not None:
+        if options.restore_checkpoint_dir is not None:
+            job.observers.message(
+                f"--restore_checkpoint_dir is ignored: {job.given_directory} has checkpoints"
+            )
+        return _restore(job, checkpoints, step, is_own=True)
+    _check_restart(job, checkpoints)
+    if options.restore_checkpoint_dir is None:
+        return _Start((plan or _plan_first_state(job))())
+    with job.checkpoints(read_only=True, directory=options.restore_checkpoint_dir) as other:
+        step = choose_step(other, options.only_restore_step)
+        return _restore(job, other, step, is_own=False)
+
+
+def _restore(job: Job, checkpoints: CheckpointManager, step: int, *, is_own: bool) -> _Start:
+    restored = job.restore(checkpoints, step)
+    first = FirstState(restored.state, step, is_restored=True)
+    metadata = restored.metadata if is_own else {}
+    return _Start(first, restored.input_states, metadata, str(checkpoints.directory))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prepared:
+    """The start of a run, and the compiled step and work of each training data set."""
+
+    start: _Start
     compiled: list[CompiledStep]
     works: list[StepWork]
     # Eval and decode programs that are traced after the first step.
     untraced: list[BaseProgram]
-    # What layers logged while they were traced.
+    # Lines that layers logged while they were traced.
     notes: list[str]
 
 
@@ -252,10 +316,10 @@ def _prepare(
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         compiling = [pool.submit(compile_step) for compile_step in traced]
         works = [_step_work(job, data.dataset) for data in programs.data.inputs]
-        start = first_state(job, checkpoints, plan)
+        start = _first_state(job, checkpoints, plan)
         with job.goodput.phase("compile"):
             untraced = _programs_that_run(job, programs)
-            # A step from the cache has been started before, and its first loss need not wait.
+            # With steps from the compilation cache, trace after the first step instead.
             while untraced and not all(f.done() and f.result().is_from_cache for f in compiling):
                 _trace(job, untraced.pop(0), abstract_state)
             compiled = [each.result() for each in compiling]
@@ -264,7 +328,6 @@ def _prepare(
 
 
 def _trace(job: Job, program: BaseProgram, abstract_state: TrainState) -> None:
-    """Trace an eval or decode program, so that a mistake in it is found now."""
     with _naming_program(job, program.name):
         program.trace(abstract_state)
 
@@ -297,37 +360,26 @@ def _step_work(job: Job, dataset: Any) -> StepWork:
     return StepWork(examples=rows, tokens=rows * columns, flops=flops)
 
 
-def _trace_rest(job: Job, programs: Sequence[BaseProgram]) -> None:
-    for program in programs:
-        _trace(job, program, job.abstract_state())
-
-
-def _restore_positions(job: Job, programs: _Programs, start: Start) -> None:
+def _restore_positions(job: Job, programs: _Programs, start: _Start) -> None:
     """Restore the input positions and the state of early stopping, before the first step."""
+    report = job.observers.message
     if start.first.is_restored:
         with as_usage_error():
             for key in programs.data.set_states(start.input_states):
-                job.observers.message(
-                    f"the checkpoint does not tell a position of {key}, which is read from its"
-                    " start"
-                )
-            for key, dataset in programs.eval_inputs().items():
-                if key in start.input_states:
+                report(f"the checkpoint has no position of {key}: reading it from the beginning")
+            for name, dataset in inputs_of(programs.evals).items():
+                if (key := eval_input_key(name)) in start.input_states:
                     dataset.set_state(start.input_states[key])
         # Reported once every input has accepted its position: data of another shape end the run.
-        job.observers.message(f"goes on from step {start.first.step} of {start.source}")
+        report(f"resuming from step {start.first.step} of {start.source}")
         if job.options.init_from is not None:
-            job.observers.message(
-                f"--init_from={job.options.init_from} is not used: this run has begun"
-            )
+            report(f"--init_from={job.options.init_from} is ignored: the run has a checkpoint")
     early_stop = programs.early_stop
     if early_stop is None or EARLY_STOPPING not in start.own_metadata:
         return
-    early_stop.restore(start.own_metadata[EARLY_STOPPING], report=job.observers.message)
+    early_stop.restore(start.own_metadata[EARLY_STOPPING], report=report)
     if early_stop.stopped_at is not None:
-        job.observers.message(
-            f"{early_stop.message()}; it trains on with task.early_stopping=None or other settings"
-        )
+        report(f"{early_stop.message()}. To train on, set task.early_stopping=None or change it.")
 
 
 def _build_executor(
@@ -349,6 +401,11 @@ def _build_executor(
         are_applied=not train.learner.skips_steps,
     )
     skipped.restore(prepared.start.own_metadata.get(SKIPPED_STEPS))
+
+    def trace_rest() -> None:
+        for program in prepared.untraced:
+            _trace(job, program, job.abstract_state())
+
     return programs.make_executor(
         train=train,
         train_programs=train_programs(job, programs.data, prepared.compiled, reports, skipped),
@@ -364,7 +421,7 @@ def _build_executor(
         profiler=profiler,
         early_stop=programs.early_stop,
         decode_interval_steps=programs.decode_interval_steps,
-        after_first_step=functools.partial(_trace_rest, job, prepared.untraced),
+        after_first_step=trace_rest,
     )
 
 
@@ -373,7 +430,7 @@ def _record_start(job: Job, first: FirstState, *, is_new: bool) -> None:
     if jax.process_index() != 0:
         return
     report = job.observers.message
-    write_config(job.directory, job.resolved, job.options, goes_on=not is_new, report=report)
+    write_config(job.directory, job.resolved, job.options, resumes=not is_new, report=report)
     if is_new and job.options.enable_checkpoint_saving:
         forget_checkpoint(job.directory)
     if not first.is_restored:
@@ -381,16 +438,15 @@ def _record_start(job: Job, first: FirstState, *, is_new: bool) -> None:
 
 
 def _report_end(job: Job, executor: Executor, state: TrainState, step: int) -> None:
-    """Wait for the last save; report the finished model, or how to resume."""
-    signals, saves = executor.signals, executor.checkpoints is not None
-    is_complete = executor.is_over(step) and signals.exit_code == 0
-    if executor.checkpoints is not None:
-        executor.checkpoints.wait_until_finished()
-    if is_complete:
+    """Wait for the last save; report the final model, or how to resume."""
+    signals, checkpoints = executor.signals, executor.checkpoints
+    if checkpoints is not None:
+        checkpoints.wait_until_finished()
+    if executor.is_over(step) and signals.exit_code == 0:
         with signals.leaving_at_once(
-            f"step {step} was the last; the same command makes the rest of the report"
+            f"training ended at step {step}; run the same command to repeat the rest of the report"
         ):
             end_report.finish(job, executor, state, step)
-    elif saves:
+    elif checkpoints is not None:
         job.observers.message(job.goodput.summary())
-        job.observers.message(f"saved at step {step}; the same command goes on from there")
+        job.observers.message(f"saved at step {step}; run the same command to resume")

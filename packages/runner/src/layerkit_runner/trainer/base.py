@@ -1,4 +1,4 @@
-"""BaseProgram: an evaluation, a decoding or another program that runs beside training."""
+"""BaseProgram: the base of evaluations, decodings and other programs that run beside training."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from layerkit_runner.training.train_state import TrainState
 
 
 class BaseProgram:
-    """Base of evaluations, decodings and programs that users add.
+    """A program that reads the state of a job at intervals; users may add their own.
 
     An experiment lists programs as configs, `Config(MyProgram, name="probe", interval_steps=50)`.
-    The job fills in the first five arguments.
+    The job sets the first five arguments.
 
     Args:
       task: Task, bound to the partitioner.
@@ -32,10 +32,10 @@ class BaseProgram:
         `eval_interval_steps` or `decode_interval_steps` of the task.
 
     Attributes:
-      metrics: Metrics that a decoding reported of its last records.
+      metrics: Metrics of the records that a decoding made last.
 
     Raises:
-      UsageError: An interval below 1.
+      UsageError: `interval_steps` is below 1.
     """
 
     def __init__(
@@ -48,8 +48,14 @@ class BaseProgram:
         *,
         interval_steps: int | None = None,
     ) -> None:
+        """Store the arguments."""
         if interval_steps is not None and interval_steps < 1:
-            raise UsageError(f"{name}: interval_steps={interval_steps} must be at least 1")
+            raise UsageError(
+                owner=name,
+                field="interval_steps",
+                value=interval_steps,
+                expected="a positive integer",
+            )
         self.task = task
         self.partitioner = partitioner
         self.dataset = dataset
@@ -57,37 +63,37 @@ class BaseProgram:
         self.folder = folder
         self.interval_steps = interval_steps
         self.metrics: dict[str, float] = {}
-        self._told_of_casts = False
+        self._has_reported_casts = False
 
     def run(self, state: TrainState, step: int, observers: Observer) -> Any:
-        """Run on the state after `step` steps; called by every process.
+        """Run on the state after `step` steps. Every process calls it.
 
         Args:
-          state: State to read. Do not keep it: the next training step consumes it.
+          state: State to read. The next training step deletes its buffers.
           step: Number of completed steps.
-          observers: Receiver of what the program reports.
+          observers: Observers of the job.
 
         Returns:
-          Metrics by name for an evaluation, equal on all processes; early stopping and the choice
-          of the best checkpoint know them as `NAME/METRIC`. A list of records for a decoding.
+          For an evaluation, metrics by name, equal on all processes; early stopping and
+          `save_best_metric` refer to them as `NAME/METRIC`. For a decoding, a list of records.
         """
         raise NotImplementedError(f"{type(self).__qualname__} must define run")
 
     def report_casts(self, batch: NestedMap, observers: Observer) -> None:
         """Report, once, which fields of a host-local batch JAX converts to floats of fewer bits."""
-        if not self._told_of_casts and (casts := cast_text(batch)):
+        if not self._has_reported_casts and (casts := cast_text(batch)):
             observers.message(f"{self.name}: cast {casts}")
-        self._told_of_casts = True
+        self._has_reported_casts = True
 
     def trace(self, abstract_state: TrainState) -> set[str] | None:
-        """Trace the program on its first batch, so that a mistake is found before the first step.
+        """Trace the program on its first batch, to find errors before the first step.
 
-        Nothing is computed on the devices, and the position of the data set stays.
+        Nothing is computed on the devices, and the input position does not change.
 
         Args:
           abstract_state: Shapes, dtypes and shardings of the state on the devices.
 
         Returns:
-          Names of the metrics that an evaluation reports; None if only running it tells.
+          Names of the metrics that an evaluation reports; None if they are unknown until it runs.
         """
         return None

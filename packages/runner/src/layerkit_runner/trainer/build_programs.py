@@ -1,6 +1,6 @@
-"""The programs of a job, built from the configs that an experiment lists, and their checks.
+"""Functions that build the programs of a job from an experiment's configs, and check them.
 
-Names are checked before any input is opened, and everything is built before a file is written.
+Names are checked before any input is opened, and programs are built before a file is written.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from layerkit.config import Config, assigned_fields, target_of
-from layerkit.errors import first_names
-from layerkit.near_names import near_names
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner.config.config_tree import check_filled_in
@@ -36,7 +34,7 @@ from layerkit_runner.training.task import SingleTask
 from layerkit_runner.training.train_hparams import TrainHParams
 from layerkit_runner.training.train_state import TrainState
 
-# Arguments of a training program that the job fills in, besides its data set.
+# Arguments of a training program that the job sets, besides its data set.
 _BY_JOB = ("compiled", "name", "reports")
 
 
@@ -44,7 +42,7 @@ def train_inputs(job: Job) -> TrainInputs:
     """Open the training data sets, in the order of the training programs.
 
     Raises:
-      UsageError: Data sets and programs do not go together, or a field is refused.
+      UsageError: Data sets and programs do not match, or a field is wrong.
     """
     by_name = check_train_programs(job.resolved)
     return TrainInputs(
@@ -69,13 +67,13 @@ def train_programs(
     reports: Sequence[StepReports],
     skipped: SkippedSteps,
 ) -> TrainPrograms:
-    """Build the training programs that the experiment lists, or else the one of its data set.
+    """Build the training programs that the experiment lists, or one for its only data set.
 
     Args:
       job: The job.
-      inputs: Data sets.
+      inputs: Training data sets.
       compiled: Compiled step of each data set.
-      reports: Receivers of what the steps of each program report.
+      reports: Reporting objects of each program.
       skipped: Counts of steps that were not valid.
     """
     parts = zip(_train_configs(job.resolved), inputs.inputs, compiled, reports, strict=True)
@@ -95,27 +93,31 @@ def check_train_programs(resolved: ResolvedExperiment) -> dict[str, Config]:
     """Return the configs of the training data sets by name, in the order of their programs.
 
     Raises:
-      UsageError: They do not go together, or what is listed is no training program.
+      UsageError: Data sets and programs do not match, or a listed config is no training program.
     """
     by_name = training_configs(resolved)
     for index, config in enumerate(resolved.train_programs or []):
         kind = target_of(config)
         if not (isinstance(kind, type) and issubclass(kind, TrainProgram)):
-            raise UsageError(f"train_programs.{index} is a {kind.__qualname__}, no TrainProgram")
+            raise UsageError(
+                field=f"train_programs.{index}",
+                value=getattr(kind, "__qualname__", repr(kind)),
+                expected="a config of TrainProgram",
+            )
         check_filled_in(config, f"train_programs.{index}", by_job=_BY_JOB)
     return by_name
 
 
 def eval_programs(job: Job, training: TrainInputs | None = None) -> list[BaseProgram]:
-    """Build the eval programs that the experiment lists, or else one for each held-out data set.
+    """Build the eval programs that the experiment lists, or one for each held-out data set.
 
     Args:
       job: The job.
-      training: Training data sets, whose next batches are evaluated too if the task says so; None
-        for a job that does not train.
+      training: Training data sets, whose next batches are evaluated too unless `eval_skip_train`
+        is set; None for a job that does not train.
 
     Raises:
-      UsageError: A name is missing, unknown or given twice, or a field is refused.
+      UsageError: A name is missing, unknown or given twice, or a field is wrong.
     """
     held_out = [config for config in job.resolved.datasets if not config.is_training]
     programs = _programs(job, "eval_programs", held_out, EvalProgram)
@@ -123,8 +125,11 @@ def eval_programs(job: Job, training: TrainInputs | None = None) -> list[BasePro
     taken = {program.name for program in of_training}
     for name in (program.name for program in programs if program.name in taken):
         raise UsageError(
-            f"the name {name!r} of an evaluation is that of the training batches, which"
-            " task.train.eval_skip_train=False evaluates too; give it another name"
+            "two evaluations have the same name",
+            field="name",
+            value=name,
+            expected="another name, since task.train.eval_skip_train=False evaluates the training"
+            f" batches as {name!r}",
         )
     return [*of_training, *programs]
 
@@ -137,10 +142,10 @@ def eval_train_programs(job: Job, training: TrainInputs) -> list[BaseProgram]:
 
 
 def decode_programs(job: Job) -> list[BaseProgram]:
-    """Build the decode programs that the experiment lists, or else one for each decode data set.
+    """Build the decode programs that the experiment lists, or one for each decode data set.
 
     Raises:
-      UsageError: As for `eval_programs`, or the model cannot decode.
+      UsageError: The model cannot decode, or one of the errors of `eval_programs`.
     """
     configs = job.resolved.decode_programs
     decodings = job.resolved.decode_datasets
@@ -149,15 +154,18 @@ def decode_programs(job: Job) -> list[BaseProgram]:
     if decodings and not job.task.model.can_decode:
         method = "decode_datasets" if configs is None else "decode_programs"
         raise UsageError(
-            f"{job.resolved.name}.{method}() has {len(decodings)} to decode, but"
-            f" {type(job.task.model).__qualname__} cannot decode. Expected a model that defines"
-            f" decode(). Return [] from {method}(), or define decode() in the model."
+            "the model cannot decode",
+            owner=f"{job.resolved.name}.{method}()",
+            field="model",
+            value=type(job.task.model).__qualname__,
+            expected="a model that defines decode()",
+            hint=f"Return [] from {method}(), or define decode() in the model.",
         )
     return _programs(job, "decode_programs", job.resolved.decode_datasets, DecodeProgram)
 
 
 def inputs_of(programs: Iterable[BaseProgram]) -> dict[str, BaseInput]:
-    """Return the inputs of the programs that read one, by the name of the program."""
+    """Return the inputs of the programs by program name."""
     return {p.name: p.dataset for p in programs if p.dataset is not None}
 
 
@@ -171,7 +179,13 @@ def _programs(
     names = [_name(config, f"{root}.{index}", by_name) for index, config in enumerate(configs)]
     for name in names:
         if names.count(name) > 1:
-            raise UsageError(f"{root}: two programs are named {name!r}; give each a name")
+            raise UsageError(
+                "two programs have the same name",
+                owner=root,
+                field="name",
+                value=name,
+                expected="a different name for each program",
+            )
     return [
         _build(job, config, name, by_name, root)
         for config, name in zip(configs, names, strict=True)
@@ -179,15 +193,15 @@ def _programs(
 
 
 def _name(config: Config, path: str, datasets: Iterable[str]) -> str:
-    """Return the name of a program; raise UsageError if its data set is unknown."""
+    """Return the name of a program, by default that of its data set; check the data set."""
     dataset = chosen_dataset(config, path, datasets)
     if dataset is None and issubclass(target_of(config), (EvalProgram, DecodeProgram)):
-        raise UsageError(
-            f"{path} needs a dataset; there are {first_names(datasets) or 'none'} for it"
-        )
+        raise UsageError("missing value", field=f"{path}.dataset", choices=datasets)
     name = assigned_fields(config).get("name", dataset)
     if name is None:
-        raise UsageError(f"{path} needs a name, or a dataset, after which it is called")
+        raise UsageError(
+            "missing value", field=f"{path}.name", hint="Give a name, or a dataset to name it."
+        )
     return str(name)
 
 
@@ -196,7 +210,7 @@ def _build(
 ) -> BaseProgram:
     dataset: Any = assigned_fields(config).get("dataset")
     if dataset is not None:
-        # Each program has an input of its own, since several may read the same data set.
+        # Each program has its own input, since several may read the same data set.
         dataset = make_input(datasets[dataset], job.partitioner)
     program = config.Instantiate(
         task=job.task,
@@ -206,7 +220,8 @@ def _build(
         folder=job.directory / root.removesuffix("_programs"),
     )
     if not isinstance(program, BaseProgram):
-        raise UsageError(f"{root}: {name!r} is a {type(program).__qualname__}, not a BaseProgram")
+        kind = type(program).__qualname__
+        raise UsageError(owner=root, field=name, value=kind, expected="a config of BaseProgram")
     return program
 
 
@@ -215,8 +230,8 @@ def check_metric_names(
 ) -> None:
     """Check that the evaluations report the metrics that fields of the task name.
 
-    The programs that are named are traced, since a wrong name would otherwise be found at the first
-    evaluation, which may be hours later.
+    The named programs are traced. Otherwise a wrong name would fail at the first evaluation, which
+    may be hours later.
 
     Args:
       task: Task, which names the metrics of the best checkpoints and of early stopping.
@@ -224,7 +239,7 @@ def check_metric_names(
       abstract_state: Shapes, dtypes and shardings of the state on the devices.
 
     Raises:
-      UsageError: An evaluation that is named does not report the metric.
+      UsageError: An evaluation does not report its metric.
     """
     wanted = {"task.train.save_best_metric": task.train.save_best_metric}
     if isinstance(task.early_stopping, EarlyStopping):
@@ -233,16 +248,13 @@ def check_metric_names(
     for field, path in wanted.items():
         name = None if path is None else program_of(path, by_name)
         names = None if name is None else by_name[name].trace(abstract_state)
-        if names is None or path in (known := sorted(f"{name}/{metric}" for metric in names)):
-            continue
-        raise UsageError(
-            f"{field}={path!r} is no metric of an evaluation{near_names(str(path), known)} There"
-            f" are {first_names(known)}."
-        )
+        known = sorted(f"{name}/{metric}" for metric in names or ())
+        if names is not None and path not in known:
+            raise UsageError("unknown metric", field=field, value=path, choices=known)
 
 
 def check_best_metric(train: TrainHParams, programs: Iterable[BaseProgram]) -> None:
-    """Check that every checkpoint is evaluated by the metric that chooses the best checkpoints.
+    """Check that every checkpoint is evaluated by the metric of the best checkpoints.
 
     Args:
       train: Hyperparameters, which name the metric and the save interval.
@@ -254,19 +266,23 @@ def check_best_metric(train: TrainHParams, programs: Iterable[BaseProgram]) -> N
     wanted = train.save_best_metric
     if wanted is None:
         return
-    own_intervals = {program.name: program.interval_steps for program in programs}
-    name = program_of(wanted, own_intervals)
+    intervals = {program.name: program.interval_steps for program in programs}
+    name = program_of(wanted, intervals)
     if name is None:
         raise UsageError(
-            f"task.train.save_best_metric={wanted!r} names no held-out data set"
-            f"{near_names(wanted.split('/')[0], own_intervals)} It is written DATASET/METRIC, and"
-            f" the data sets are {first_names(own_intervals) or 'none'}."
+            "unknown data set",
+            field="task.train.save_best_metric",
+            value=wanted,
+            expected="DATASET/METRIC of a held-out data set",
+            choices=[f"{name}/{wanted.rpartition('/')[2]}" for name in intervals],
         )
-    own, saves = own_intervals[name], train.save_interval_steps
-    interval = train.eval_interval_steps if own is None else own
+    interval, saves = intervals[name], train.save_interval_steps
+    field = "task.train.eval_interval_steps" if interval is None else f"{name}.interval_steps"
+    interval = train.eval_interval_steps if interval is None else interval
     if interval is None or saves % interval:
-        field = "eval_interval_steps" if own is None else f"{name}.interval_steps"
         raise UsageError(
-            f"task.train.save_best_metric={wanted!r} needs an evaluation at every checkpoint:"
-            f" save_interval_steps={saves} must be a multiple of {field}={interval}"
+            f"task.train.save_best_metric={wanted!r} needs an evaluation at every checkpoint",
+            field=field,
+            value=interval,
+            expected=f"a divisor of task.train.save_interval_steps={saves}",
         )

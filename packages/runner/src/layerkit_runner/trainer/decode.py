@@ -1,15 +1,16 @@
-"""DecodeProgram: decodes one data set and keeps a record of each example as JSON lines.
+"""DecodeProgram: decodes one data set and writes a record of each example as JSON lines.
 
-With several processes each feeds its own rows, gets the outputs of all rows and makes the same
-records. Process 0 writes them, decides for all whether finished ones are read instead, and makes
-the metrics that the data set defines over its predictions.
+Each process feeds its own rows, gets the outputs of all rows and makes the same records. Process 0
+writes them, decides for all processes whether finished outputs are reused, and computes the metrics
+that the data set defines over its predictions.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -31,29 +32,29 @@ from layerkit_runner.trainer.base import BaseProgram
 from layerkit_runner.trainer.provenance import (
     describe_settings,
     differences,
-    npz_beside,
-    read_made_from,
+    npz_path,
+    read_provenance,
     weights_digest_fn,
-    write_with_made_from,
+    write_outputs,
 )
 from layerkit_runner.training.metrics import ByExample, as_floats, check_has_provenance
 from layerkit_runner.training.task import SingleTask
 from layerkit_runner.training.train_state import TrainState
 
 _BATCH_INDEX = jax.ShapeDtypeStruct((), np.int32)
-# Counted up when records change, so that those of an older form are made again.
+# Incremented when records change, so that outputs of an older format are decoded again.
 _RECORD_FORMAT = 2
 
 
 class DecodeProgram(BaseProgram):
-    """Decodes one data set.
+    """A program that decodes one data set.
 
     Args:
-      task: The task, bound to the partitioner.
-      partitioner: Started.
-      dataset: Prompts.
-      name: What the decoding is called in outputs.
-      folder: Where outputs go, in sight of every process; None keeps them in memory only.
+      task: Task, bound to the partitioner.
+      partitioner: Started partitioner.
+      dataset: Input of prompts.
+      name: Name of the decoding in outputs.
+      folder: Folder for outputs, visible to every process; None keeps them in memory only.
       interval_steps: See `BaseProgram`.
     """
 
@@ -69,9 +70,13 @@ class DecodeProgram(BaseProgram):
         *,
         interval_steps: int | None = None,
     ) -> None:
+        """Build the decoding step."""
         super().__init__(task, partitioner, dataset, name, folder, interval_steps=interval_steps)
-        self._weights_digest = weights_digest_fn(task, partitioner)
         self._step = partitioner.decode_step_fn(task)
+
+    @functools.cached_property
+    def _weights_digest(self) -> Callable[[TrainState], str]:
+        return weights_digest_fn(self.task, self.partitioner)
 
     def trace(self, abstract_state: TrainState) -> None:
         """Trace one step on the first batch; see `BaseProgram.trace`."""
@@ -87,35 +92,34 @@ class DecodeProgram(BaseProgram):
         jax.eval_shape(self._step, abstract_state, abstract_batch, _BATCH_INDEX)
 
     def output_path(self, step: int) -> epath.Path | None:
-        """Where the outputs of the weights after `step` steps are kept."""
+        """Return the path of the outputs of a step; None without a folder."""
         return None if self.folder is None else self.folder / self.name / f"step_{step:08d}.jsonl"
 
     def run(self, state: TrainState, step: int, observers: Observer) -> list[dict[str, Any]]:
-        """Decodes with the weights after `step` steps.
+        """Decode with the weights after `step` steps.
 
-        A finished output is read, not made again, if it was made from the same weights, model
-        settings and prompts.
+        A finished output is read again if its weights, model settings and prompts are the same.
 
         Returns:
-          One record per example of the global batches, with `example` (its provenance) where the
-          data set gives one. Of a model that continues prompts it has `prompt` (the source, of a
-          model that reads one), `continuation`, `log_prob` (sum over what was drawn, in nats),
-          `num_tokens` and, where the model ranks continuations, `score`. Where several were asked
-          for, `candidates` holds those that were found, best first, each with the last four. A data
-          set without a vocabulary has `prompt_ids` and `continuation_ids` instead of the texts. All
+          One record per example of the global batches, with `example` (its provenance) if the data
+          set numbers its examples. A model that continues prompts has `prompt` (the source, for a
+          model with an encoder), `continuation`, `log_prob` (sum over the drawn tokens, in nats),
+          `num_tokens` and, if the model ranks continuations, `score`; if several were requested,
+          `candidates` holds those that were found, best first, each with the last four. A data set
+          without a vocabulary has `prompt_ids` and `continuation_ids` instead of the texts. All
           other outputs of the model are in the record by their names; see `DecodedRecords`.
 
         Raises:
-          UsageError: the data set has metrics over texts, and the records hold none; or an output
+          UsageError: The data set has metrics over texts and the records hold none, or an output
             does not have one entry for each row.
         """
         path = self.output_path(step)
-        made_from: dict[str, Any] = {}
+        provenance: dict[str, Any] = {}
         if path is not None:
             settings = describe_settings(self.task, self.dataset)
             weights = self._weights_digest(state)
-            made_from = {"weights": weights, **settings, "record format": _RECORD_FORMAT}
-            if _is_kept(path, made_from, observers):
+            provenance = {"weights": weights, **settings, "record format": _RECORD_FORMAT}
+            if _can_reuse(path, provenance, observers):
                 records = [json.loads(line) for line in path.read_text().splitlines()]
                 self._report(records, step, observers)
                 return records
@@ -123,7 +127,7 @@ class DecodeProgram(BaseProgram):
         records = decoded.records
         if path is not None and jax.process_index() == 0:
             lines = "".join(encode(record) + "\n" for record in records)
-            write_with_made_from(path, lines, made_from, npz=decoded.npz())
+            write_outputs(path, lines, provenance, npz=decoded.npz())
         self._report(records, step, observers)
         for record in records[:1]:
             observers.text(step, self.name, sample_text(record) or encode(record))
@@ -134,9 +138,13 @@ class DecodeProgram(BaseProgram):
         if self.dataset.has_prediction_metrics:
             if records and "continuation" not in records[0]:
                 raise UsageError(
-                    f"{self.name}: the data set has metrics over predicted texts, but the records"
-                    f" hold {', '.join(records[0])}. Expected a continuation. Let decode() of the"
-                    " model return ids, lengths and log_probs, or decode data without such metrics."
+                    "the data set has metrics over predicted texts",
+                    owner=self.name,
+                    field="fields of the records",
+                    value=list(records[0]),
+                    expected="a continuation",
+                    hint="Let decode() of the model return ids, lengths and log_probs, or decode"
+                    " data without such metrics.",
                 )
             predictions = ByExample[str](self.name)
             predictions.add(
@@ -153,7 +161,7 @@ class DecodeProgram(BaseProgram):
     def _decode(
         self, state: TrainState, path: epath.Path | None, observers: Observer
     ) -> DecodedRecords:
-        npz_name = None if path is None else npz_beside(path).name
+        npz_name = None if path is None else npz_path(path).name
         decoded = DecodedRecords(self.dataset, self.name, npz_name=npz_name)
         for index, batch in enumerate(eval_batches(self.dataset)):
             self.report_casts(batch, observers)
@@ -166,37 +174,37 @@ class DecodeProgram(BaseProgram):
         return decoded
 
 
-def _is_kept(path: epath.Path, made_from: dict[str, Any], observers: Observer) -> bool:
-    """Whether finished outputs stand for these; process 0 looks and tells the others."""
-    is_kept = False
+def _can_reuse(path: epath.Path, provenance: dict[str, Any], observers: Observer) -> bool:
+    """Return whether finished outputs have this provenance; process 0 decides for all."""
+    can_reuse = False
     if jax.process_index() == 0 and path.exists():
-        before = read_made_from(path)
-        differing = differences(before, made_from)
-        is_kept = not differing
-        if is_kept:
+        before = read_provenance(path)
+        differing = differences(before, provenance)
+        can_reuse = not differing
+        if can_reuse:
             observers.message(
-                f"{path} is already there. Its weights, fields and data set are the same; code is"
-                " not compared. Delete this file to decode again."
+                f"reusing {path}: its weights, fields and data set are the same (code is not"
+                " compared). Delete this file to decode again."
             )
         else:
-            how = f"made with different {', '.join(differing)}" if before else "of unknown origin"
-            observers.message(f"{path} is there but {how}; decoding again")
-    return bool(multihost_utils.broadcast_one_to_all(np.int32(is_kept)))
+            reason = f"it has different {', '.join(differing)}" if before else "unknown provenance"
+            observers.message(f"replacing {path}: {reason}")
+    return bool(multihost_utils.broadcast_one_to_all(np.int32(can_reuse)))
 
 
 LARGEST_LIST = 1024
-"""Most numbers of one example that a record holds itself; larger arrays go to the `.npz` file."""
+"""Largest number of values of one example in a record; larger arrays go to the `.npz` file."""
 
 _CONTINUATION = ("ids", "lengths", "log_probs", "prompt_lengths")
-_READ_WITH_IT = ("scores", "candidates", "source")
+_OPTIONAL = ("scores", "candidates", "source")
 _ROW_MARKS = ("provenance", "eval_sample_weights")
 
 
 class DecodedRecords:
-    """Collects the records of one decoding, batch by batch.
+    """The records of one decoding, collected batch by batch.
 
     Args:
-      dataset: The data set, whose vocabulary turns ids into texts.
+      dataset: Data set whose vocabulary turns ids into texts.
       name: Name of the decoding, for error messages.
       npz_name: Name of the file for large arrays; None keeps all values in the records.
 
@@ -205,6 +213,7 @@ class DecodedRecords:
     """
 
     def __init__(self, dataset: BaseInput, name: str, *, npz_name: str | None) -> None:
+        """Start without records."""
         self.records: list[dict[str, Any]] = []
         self._dataset = dataset
         self._name = name
@@ -215,11 +224,11 @@ class DecodedRecords:
         """Add the outputs of a global batch.
 
         Args:
-          outputs: NumPy arrays `[rows, …]`, with the marks of rows that `decode_step` keeps.
+          outputs: NumPy arrays `[rows, …]`, with the row marks that `decode_step` keeps.
           num_rows: Rows of the global batch.
 
         Raises:
-          UsageError: an output does not have one entry for each row.
+          UsageError: An output does not have one entry for each row.
         """
         rows = _kept_rows(outputs, num_rows)
         records: list[dict[str, Any]] = [{} for _ in rows]
@@ -229,9 +238,9 @@ class DecodedRecords:
         if all(name in outputs for name in _CONTINUATION):
             texts = self._continued_prompts(outputs)
             records = [{**record, **texts[row]} for record, row in zip(records, rows, strict=True)]
-            done |= {*_CONTINUATION, *_READ_WITH_IT}
+            done |= {*_CONTINUATION, *_OPTIONAL}
         else:
-            done.add("prompt_lengths")  # of the batch, and no output of the model
+            done.add("prompt_lengths")  # belongs to the batch
         others = {name: value for name, value in outputs.items() if name not in done}
         for path, leaf in jax.tree_util.tree_leaves_with_path(others):
             key = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -250,13 +259,15 @@ class DecodedRecords:
         array = np.asarray(leaf)
         if array.ndim == 0 or array.shape[0] != num_rows:
             raise UsageError(
-                f"{self._name}: decode() of the model returned {key!r} of shape"
-                f" {list(array.shape)}. Expected one entry for each of the {num_rows} rows of the"
-                f" batch, [{num_rows}, …]. Return arrays whose first axis is the batch's."
+                "decode() of the model returned a wrong shape",
+                owner=self._name,
+                field=key,
+                value=list(array.shape),
+                expected=f"one entry for each row of the batch, [{num_rows}, …]",
             )
         if array.dtype.kind == "c":
             return np.stack([array.real, array.imag], axis=-1)
-        # NumPy itself knows neither bfloat16 nor float8, and would write their bytes.
+        # NumPy does not support bfloat16 and float8, and would write their bytes.
         return array if array.dtype.kind in "biuf" else array.astype(np.float32)
 
     def _add_values(
@@ -286,20 +297,20 @@ class DecodedRecords:
             found = self._continuations(flat, np.repeat(prompt_lengths, count), key=key)
             for row, record in enumerate(records):
                 own = found[row * count : (row + 1) * count]
-                # A search may find fewer than it was asked for; the others have no score.
+                # A search may find fewer than were requested; the others have no score.
                 record["candidates"] = [one for one in own if one["score"] is not None]
         return records
 
     def _continuations(
         self, outputs: NestedMap, prompt_lengths: np.ndarray, *, key: str | None
     ) -> list[dict[str, Any]]:
-        """Return what each row says after its prompt.
+        """Return the continuation of each row's prompt.
 
         Args:
-          outputs: `ids` and `log_probs` `[rows, length]`, `lengths` and, where there are any,
+          outputs: `ids` and `log_probs` `[rows, length]`, `lengths` `[rows]` and, optionally,
             `scores` `[rows]`.
-          prompt_lengths: int32 `[rows]`.
-          key: Which vocabulary; see `BaseInput.ids_to_strings`.
+          prompt_lengths: Lengths of the prompts, int32 `[rows]`.
+          key: Key of the vocabulary; see `BaseInput.ids_to_strings`.
         """
         ids, lengths = np.asarray(outputs.ids), np.asarray(outputs.lengths)
         tails = [ids[row, prompt_lengths[row] : lengths[row]] for row in range(len(ids))]
@@ -316,14 +327,13 @@ class DecodedRecords:
         ]
         if "scores" in outputs:
             for record, score in zip(records, outputs.scores, strict=True):
-                # JSON has no infinity.
                 record["score"] = float(score) if np.isfinite(score) else None
         return records
 
     def _texts(
         self, name: str, ids: np.ndarray, lengths: np.ndarray, *, key: str | None
     ) -> list[dict[str, Any]]:
-        """Return `{name: text}` of each row, or `{name}_ids` where the data set has no texts."""
+        """Return `{name: text}` of each row, or `{name}_ids` if the data set has no vocabulary."""
         try:
             texts = self._dataset.ids_to_strings(ids, lengths, key=key)
         except NotImplementedError:

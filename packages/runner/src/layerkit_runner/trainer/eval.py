@@ -1,12 +1,13 @@
 """Evaluation programs: metrics over a held-out data set, or over the next training batch.
 
-There are two kinds of metrics: means of what the model reports of its batches and, if the data set
-defines them, metrics over the scores that the model gave each of its examples.
+Metrics are means of what the model reports for its batches. A data set may define further ones,
+computed from the model's score of each example.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,25 +37,24 @@ from layerkit_runner.training.metrics import (
 from layerkit_runner.training.task import SingleTask
 from layerkit_runner.training.train_state import TrainState
 
-SCORE_PREFIX = "score/"
-
-_TRAINING = "train"
+_SCORE_PREFIX = "score/"
 
 
 class EvalProgram(BaseProgram):
-    """Evaluates one data set.
+    """A program that evaluates one data set.
 
     Args:
       task: Task, bound to the partitioner.
       partitioner: Started partitioner.
-      dataset: Held-out batches; the input decides how many one evaluation takes.
+      dataset: Held-out input, which determines the number of batches of one evaluation.
       name: Name of the evaluation in outputs.
-      folder: Not used.
+      folder: Unused.
       interval_steps: See `BaseProgram`.
-      use_ema_states: Whether the averaged weights are evaluated; None for the setting of the task.
+      use_ema_states: True to evaluate the averaged weights; None for the setting of the task.
 
     Raises:
-      UsageError: Averaged weights of a task that keeps none, or an interval below 1.
+      UsageError: `use_ema_states` is set and the task keeps no averaged weights, or
+        `interval_steps` is below 1.
     """
 
     dataset: BaseInput
@@ -70,11 +70,15 @@ class EvalProgram(BaseProgram):
         interval_steps: int | None = None,
         use_ema_states: bool | None = None,
     ) -> None:
+        """Build the evaluation step."""
         super().__init__(task, partitioner, dataset, name, folder, interval_steps=interval_steps)
         if use_ema_states and task.train.learner.ema_decay is None:
             raise UsageError(
-                f"{name}: use_ema_states=True needs averaged weights; set"
-                " task.train.learner.ema_decay, such as 0.9999"
+                "the task keeps no averaged weights",
+                owner=name,
+                field="use_ema_states",
+                value=True,
+                hint="Set task.train.learner.ema_decay, such as 0.9999.",
             )
         self.use_ema_states = use_ema_states
         self._scores_examples = dataset.has_score_metrics
@@ -86,12 +90,12 @@ class EvalProgram(BaseProgram):
         """Evaluate the weights after `step` steps; report and return the metrics.
 
         Returns:
-          Metrics of model and task; `total_weight`, the weight behind the loss; and metrics of the
-          data set over the scores of its examples, as `score/…`.
+          Metrics of model and task; `total_weight`, the total weight of the loss; and metrics that
+          the data set computes from scores, as `score/NAME`.
 
         Raises:
-          ValueError: The data set is empty.
-          UsageError: The data cannot be read, or an example that needs a score occurs twice.
+          UsageError: The data set is empty or cannot be read, or an example that needs a score
+            occurs twice.
         """
         reported, scores = OverBatches(), ByExample[float](self.name)
         padding = PaddingCheck(self.dataset)
@@ -115,12 +119,12 @@ class EvalProgram(BaseProgram):
             collect()
         metrics = reported.means()
         if not metrics:
-            raise ValueError(f"the data set {self.name!r} has no batches to evaluate")
+            raise UsageError("the data set has no batches to evaluate", owner=self.name)
         self._report_padding(padding, reported, state, observers)
         metrics[TOTAL_WEIGHT] = reported.weight(self.task.loss_name)
         if self._scores_examples:
             own = from_process_0(lambda: as_floats(self.dataset.score_metrics(scores.values)))
-            metrics |= {f"{SCORE_PREFIX}{name}": value for name, value in own.items()}
+            metrics |= {f"{_SCORE_PREFIX}{name}": value for name, value in own.items()}
         metrics |= report_skipped(self.dataset, self.name, observers)
         observers.eval_metrics(step, self.name, metrics)
         if histograms := reported.histograms():
@@ -131,8 +135,7 @@ class EvalProgram(BaseProgram):
         """Trace one step on the first batch; see `BaseProgram.trace`.
 
         Returns:
-          None if a derived class has a `run` of its own, the data set has ended, or it defines
-          metrics over scores.
+          None if a derived class overrides `run`, or the data set has ended or uses scores.
         """
         if type(self).run is not EvalProgram.run:
             return None
@@ -152,14 +155,14 @@ class EvalProgram(BaseProgram):
         return self.partitioner.put_batch(batch)
 
     def _start(self, state: TrainState, global_batch: NestedMap) -> tuple[Any, Any]:
-        """Start a step; return metrics and, if the data set needs them, scores of the rows."""
+        """Start a step; return metrics, and the scores of the rows if the data set uses them."""
         found = self._step(state, global_batch)
         return found if self._scores_examples else (found, None)
 
     def _report_padding(
         self, padding: PaddingCheck, reported: OverBatches, state: TrainState, observers: Observer
     ) -> None:
-        """Warn, once for each data set, of metrics that count the rows of padding."""
+        """Warn once about metrics that count rows of padding."""
         if self._has_reported_padding:
             return
         counted = padding.counted(
@@ -179,10 +182,10 @@ class EvalProgram(BaseProgram):
 
 
 class NextBatchEvalProgram(BaseProgram):
-    """Evaluates the batch that is trained on next, as `eval_skip_train=False` asks.
+    """A program that evaluates the next training batch, used with `eval_skip_train=False`.
 
-    Beside the held-out loss it shows how much of that is overfitting: the batch was not trained on
-    in this epoch. Training reads the same batches as without this program.
+    The difference to the held-out loss shows overfitting, since this epoch has not trained on the
+    batch yet. Training reads the same batches as without this program.
 
     Args:
       task: Task, bound to the partitioner.
@@ -191,7 +194,8 @@ class NextBatchEvalProgram(BaseProgram):
     """
 
     def __init__(self, task: SingleTask, partitioner: Partitioner, data: TrainInput) -> None:
-        name = _TRAINING if data.name is None else f"{_TRAINING}/{data.name}"
+        """Build the evaluation step."""
+        name = "train" if data.name is None else f"train/{data.name}"
         super().__init__(task, partitioner, None, name)
         self._data = data
         self._step = partitioner.eval_step_fn(task)
@@ -209,36 +213,31 @@ class NextBatchEvalProgram(BaseProgram):
 
     def trace(self, abstract_state: TrainState) -> set[str]:
         """Trace one step; see `BaseProgram.trace`."""
-        # Not on the batch of the feed: sending it would start at the position before a restore.
+        # The feed would send the batch at the position before a restore.
         reported = jax.eval_shape(self._step, abstract_state, self._data.abstract_batch)
         return names_of_numbers(reported)
 
 
+@dataclasses.dataclass
 class PaddingCheck:
-    """Finds metrics that count the rows that only fill up a batch.
+    """A detector of metrics that count the rows of padding.
 
-    A metric is suspected if its weight is the number of all rows. To exclude chance, the step is
-    then run on a batch of padding alone, in which every metric must have weight 0.
+    A metric is suspected if its weight is the number of all rows. To exclude a coincidence, the
+    step then runs on a batch of padding alone, in which every metric must have weight 0.
 
-    Args:
+    Attributes:
       dataset: Held-out data set.
     """
 
-    def __init__(self, dataset: BaseInput) -> None:
-        self._dataset = dataset
-        self._is_marked = True
-        self._num_rows = 0
-        self._num_examples_here = 0
-        self._global_rows = 0
-        self._batch: NestedMap | None = None
+    dataset: BaseInput
+    _is_marked: bool = dataclasses.field(default=True, init=False)
+    _num_rows: int = dataclasses.field(default=0, init=False)
+    _num_examples_here: int = dataclasses.field(default=0, init=False)
+    _global_rows: int = dataclasses.field(default=0, init=False)
+    _batch: NestedMap | None = dataclasses.field(default=None, init=False)
 
     def add(self, batch: NestedMap, *, global_rows: int) -> None:
-        """Count the rows of a batch.
-
-        Args:
-          batch: Host-local batch.
-          global_rows: Rows of the global batch that it is part of.
-        """
+        """Count the rows of a host-local batch, a part of a global batch of `global_rows` rows."""
         rows = example_rows(batch)
         if rows is None:
             self._is_marked = False
@@ -256,18 +255,16 @@ class PaddingCheck:
 
         Args:
           weights: Total weight of each metric over the evaluation, by name.
-          evaluate: Returns the metrics of the global batch that a host-local batch is part of.
+          evaluate: Function that returns the metrics of a global batch, given its host-local part.
 
         Returns:
           (names of the metrics, number of all rows, number of rows that count).
         """
-        if not self._is_marked or self._batch is None:
-            return None
         suspects = [name for name, weight in weights.items() if weight == self._num_rows]
-        if not suspects:
+        if not self._is_marked or self._batch is None or not suspects:
             return None
-        # Hosts that feed the same rows count them once.
-        hosts = gather_values([self._dataset.infeed_host_index, self._num_examples_here])
+        # Hosts with the same index feed the same rows, which count once.
+        hosts = gather_values([self.dataset.infeed_host_index, self._num_examples_here])
         num_examples = sum(dict(hosts).values())
         if num_examples == self._num_rows:
             return None

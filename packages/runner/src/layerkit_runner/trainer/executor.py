@@ -1,8 +1,8 @@
-"""The loop of a training job.
+"""The training loop.
 
-Each turn: save if due → leave if a signal came → train a step → evaluate and decode what is due →
-leave if the evaluations say so (early stopping). At the end a forced save; evaluation and decoding
-of the finished model are the end report's.
+Each iteration: save if due → stop on a signal → train a step → run the evaluations and decodings
+that are due → stop if early stopping decides so. A forced save ends the loop. The end report
+evaluates and decodes the final model.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from layerkit.config import target_of
-from layerkit.errors import first_names
-from layerkit.near_names import near_names
 from layerkit_runner.checkpointing import CheckpointManager
 from layerkit_runner.config.config_tree import check_filled_in
 from layerkit_runner.config.resolve import ResolvedExperiment
@@ -31,19 +29,19 @@ from layerkit_runner.training.train_hparams import TrainHParams
 from layerkit_runner.training.train_state import TrainState
 
 EARLY_STOPPING = "early_stopping"
-"""Under which the metadata of a checkpoint hold what early stopping remembers."""
+"""Metadata key of the early-stopping state in a checkpoint."""
 
 ENDED = "ended"
-"""Under which the metadata of a checkpoint say that the job ended with it before its last step."""
+"""Metadata key that marks the last checkpoint of a job that ended before its last step."""
 
 
 @dataclasses.dataclass
 class Executor:
     """Runs programs in order until the last step, a signal or early stopping.
 
-    An experiment may put a class derived from this in its place, by `executor()`. What derived
-    classes change is `run_due`, which comes after each step but the last, `is_over`, `evaluate` and
-    `decode`. Fields of their own are set by the experiment.
+    An experiment may replace it by a derived class, returned by `executor()`. Derived classes
+    override `run_due`, which is called after each step but the last, `is_over`, `evaluate` and
+    `decode`. The experiment sets the fields that they add.
 
     Attributes:
       train: Number of steps and intervals.
@@ -56,8 +54,7 @@ class Executor:
       throughput: Clock of the steps.
       signals: Active signal handler (already entered as a context manager).
       goodput: Wall-clock accounting by phase.
-      exit_after_ondemand_checkpoint: Whether the run ends after a checkpoint that a signal asked
-        for.
+      exit_after_ondemand_checkpoint: True to end the run after a checkpoint saved on SIGUSR1.
       profiler: Active profiler of steps; None captures nothing.
       early_stop: Rule that is asked after each step with an evaluation; None for no such rule.
       decode_interval_steps: Steps between two decodings; None for the setting of `train`.
@@ -79,24 +76,23 @@ class Executor:
     early_stop: EarlyStop | None = None
     decode_interval_steps: int | None = None
     after_first_step: Callable[[], None] | None = None
-    # Metrics by program, and after which step.
+    # (step, metrics by program) of the latest evaluations.
     _evaluated: tuple[int, dict[str, dict[str, float]]] = dataclasses.field(
         default_factory=lambda: (-1, {}), init=False
     )
-    # Positions of the held-out inputs before an evaluation that was given up.
-    _given_up: dict[str, Any] | None = dataclasses.field(default=None, init=False)
+    # Positions of the held-out inputs before an evaluation that was canceled.
+    _canceled_positions: dict[str, Any] | None = dataclasses.field(default=None, init=False)
 
     @property
     def has_stopped_early(self) -> bool:
-        """Whether early stopping ended the run, now or before it was resumed."""
+        """True if early stopping ended the run, now or before it was resumed."""
         return self.early_stop is not None and self.early_stop.stopped_at is not None
 
     def run(self, state: TrainState, step: int) -> tuple[TrainState, int]:
-        """Trains from `step` completed steps on.
+        """Train from `step` completed steps until the last step, a signal or early stopping.
 
         Returns:
-          (state, number of completed steps): all of `num_train_steps` unless a signal came or
-          early stopping ended the run.
+          (state, number of completed steps).
 
         Raises:
           NonFiniteError: Too many steps in a row were not valid, or the state is not finite.
@@ -107,7 +103,7 @@ class Executor:
     def _run(self, state: TrainState, step: int) -> tuple[TrainState, int]:
         skipped = self.train_programs.skipped
         if step >= self.train.num_train_steps:
-            # A run that failed at its last step has no step left in which it could recover.
+            # A run that failed at its last step cannot recover in a later step.
             skipped.check_limit(step)
         while skipped.problem is None:
             stops = self.signals.agreed(step)
@@ -115,7 +111,7 @@ class Executor:
             if on_demand or (self.checkpoints is not None and self.checkpoints.should_save(step)):
                 self._save(state, step, force=on_demand)
             if on_demand:
-                self.observers.message(f"step {step} is the checkpoint that SIGUSR1 asked for")
+                self.observers.message(f"saved step {step} on SIGUSR1")
             if stops or (on_demand and self.exit_after_ondemand_checkpoint):
                 break
             if self.is_over(step):
@@ -141,11 +137,11 @@ class Executor:
         return state, step
 
     def is_over(self, step: int) -> bool:
-        """Whether the job is done after `step` steps, by its last step or by early stopping."""
+        """Return whether the job is complete after `step` steps."""
         return step >= self.train.num_train_steps or self.has_stopped_early
 
     def run_due(self, state: TrainState, step: int) -> None:
-        """Evaluates and decodes what is due after `step` steps, and asks whether to go on."""
+        """Run the evaluations and decodings that are due, and ask the early-stopping rule."""
         evals = due_programs(self.eval_programs, step, self.train.eval_interval_steps)
         interval = self.decode_interval_steps or self.train.decode_interval_steps
         decodes = due_programs(self.decode_programs, step, interval)
@@ -154,15 +150,15 @@ class Executor:
             metrics |= by_path(self.evaluate(state, step, evals))
         if decodes:
             decoded = self.decode(state, step, decodes)
-            told = {DECODE_PREFIX + p.name: p.metrics for p in decodes if p.name in decoded}
-            metrics |= by_path(told)
+            found = {DECODE_PREFIX + p.name: p.metrics for p in decodes if p.name in decoded}
+            metrics |= by_path(found)
         if metrics and self.early_stop is not None and self.early_stop.asks_to_stop(metrics, step):
             self.observers.message(self.early_stop.message())
 
     def evaluate(
         self, state: TrainState, step: int, programs: Sequence[BaseProgram] | None = None
     ) -> dict[str, dict[str, float]]:
-        """Runs eval programs, all of them unless told which; metrics by program."""
+        """Run eval programs (None: all of them); return the metrics by program."""
         programs = self.eval_programs if programs is None else programs
         self.train_programs.drain()
         positions = self._eval_input_states()
@@ -170,10 +166,10 @@ class Executor:
             with self._paused_phase("eval"):
                 found = {p.name: dict(p.run(state, step, self.observers)) for p in programs}
         except StopRequestedError:
-            # The input that does not answer is in the middle of this evaluation.
-            self._given_up = positions
+            # Later positions are unknown, since an input of this evaluation does not respond.
+            self._canceled_positions = positions
             self.observers.message(
-                f"the evaluation after step {step} is given up, since its input does not answer"
+                f"canceled the evaluation after step {step}: its input does not respond"
             )
             raise
         self._evaluated = (step, self._evaluated_after(step) | found)
@@ -181,7 +177,7 @@ class Executor:
         return found
 
     def evaluate_rest(self, state: TrainState, step: int) -> dict[str, dict[str, float]]:
-        """Runs the eval programs that did not run after this step; metrics of all by program."""
+        """Run the eval programs that did not run after this step; return all metrics by program."""
         done = self._evaluated_after(step)
         rest = [program for program in self.eval_programs if program.name not in done]
         return done | (self.evaluate(state, step, rest) if rest else {})
@@ -189,9 +185,9 @@ class Executor:
     def decode(
         self, state: TrainState, step: int, programs: Sequence[BaseProgram] | None = None
     ) -> dict[str, list[dict[str, Any]]]:
-        """Runs decode programs, all of them unless told which; records by program.
+        """Run decode programs (None: all of them); return the records by program.
 
-        Before `decode_start_after_n_steps` there are none.
+        Before `decode_start_after_n_steps`, return an empty dict and run none.
         """
         programs = self.decode_programs if programs is None else programs
         if step < self.train.decode_start_after_n_steps or not programs:
@@ -202,7 +198,7 @@ class Executor:
 
     @contextlib.contextmanager
     def _paused_phase(self, phase: str) -> Iterator[None]:
-        """Around work that is no training step: its time counts as `phase`, and in no rate."""
+        """Account the time of other work than steps as `phase`, and exclude it from the rates."""
         with self.throughput.pause(), self.goodput.phase(phase):
             yield
 
@@ -213,29 +209,31 @@ class Executor:
                 self.profiler.start(step)
 
     def _stop_profile(self, step: int) -> None:
-        """Waits for all steps, and writes the trace of the last ones where there is one."""
+        """Wait for all steps, and write the trace if one is being captured."""
         self.train_programs.drain()
         if self.profiler is not None:
             with self._paused_phase("profile"):
                 self.profiler.stop(step)
 
     def _record(self, step: int, found: Mapping[str, Mapping[str, float]]) -> None:
-        """Lets the checkpoints know how good the weights are."""
+        """Record the metrics for the choice of the best checkpoints."""
         metrics = by_path(found)
         wanted = self.train.save_best_metric
         names = {program.name for program in self.eval_programs}
         name = None if wanted is None else program_of(wanted, names | found.keys())
         if name in found and wanted not in metrics:
             raise UsageError(
-                f"task.train.save_best_metric={wanted!r} is no metric of an evaluation"
-                f"{near_names(str(wanted), metrics)} There are {first_names(metrics)}."
+                "unknown metric",
+                field="task.train.save_best_metric",
+                value=wanted,
+                choices=metrics,
             )
         if self.checkpoints is not None:
             self.checkpoints.record_evaluation(step, metrics)
 
     def _can_save_on_demand(self) -> bool:
         if self.checkpoints is None:
-            self.observers.message("nothing is saved: this run has --noenable_checkpoint_saving")
+            self.observers.message("not saved: the run has --noenable_checkpoint_saving")
         return self.checkpoints is not None
 
     def _save(self, state: TrainState, step: int, *, force: bool = False) -> None:
@@ -244,7 +242,7 @@ class Executor:
         self.train_programs.drain()
         skipped = self.train_programs.skipped
         if skipped.problem is not None and not skipped.has_taken_any:
-            # Saved as the last step, the first weights would count as trained at the next start.
+            # Otherwise the next start would resume from these untrained weights as the last step.
             return
         progress(f"saving step {step}", waits_for_others=True)
         self.observers.flush()
@@ -273,11 +271,12 @@ class Executor:
 
     def _input_states(self) -> dict[str, Any]:
         """Return the positions of the inputs, by their keys in a checkpoint."""
-        rolling = self._eval_input_states() if self._given_up is None else self._given_up
-        return {**self.train_programs.input_states(), **rolling}
+        evals = self._canceled_positions
+        evals = self._eval_input_states() if evals is None else evals
+        return {**self.train_programs.input_states(), **evals}
 
     def _eval_input_states(self) -> dict[str, Any]:
-        """Return the positions of held-out inputs that do not start anew at each evaluation."""
+        """Return the positions of the held-out inputs that are not reset for each evaluation."""
         return {
             eval_input_key(program.name): program.dataset.get_state()
             for program in self.eval_programs
@@ -286,35 +285,38 @@ class Executor:
 
 
 def executor_class(resolved: ResolvedExperiment) -> Callable[..., Executor]:
-    """What makes the executor of a job out of the fields that `Executor` has.
+    """Return a function that makes the executor from the values of the fields of `Executor`.
 
     Raises:
-      UsageError: the experiment's own is no `Executor`, sets fields that are the job's, or lacks
-        fields of its own.
+      UsageError: The experiment's class is no `Executor`, or its config sets a field that the job
+        sets, or lacks a value for a field that it adds.
     """
     config = resolved.executor
     if config is None:
         return Executor
     kind = target_of(config)
     if not (isinstance(kind, type) and issubclass(kind, Executor)):
-        raise UsageError(f"executor: {kind.__qualname__} does not derive from Executor")
+        name = getattr(kind, "__qualname__", repr(kind))
+        raise UsageError(field="executor", value=name, expected="a class derived from Executor")
     given = {field.name for field in dataclasses.fields(Executor) if field.init}
     check_filled_in(config, "executor", by_job=given)
     return config.Instantiate
 
 
 def eval_input_key(name: str) -> str:
-    """Under which a checkpoint holds the state of a held-out input."""
+    """Return the checkpoint key that stores the input position of an eval program."""
     return f"eval/{name}"
 
 
 def due_programs(
     programs: Sequence[BaseProgram], step: int, interval: int | None
 ) -> list[BaseProgram]:
-    """Those that run after `step` steps; `interval` is for those with none of their own."""
-    return [p for p in programs if is_due(step, p.interval_steps or interval)]
+    """Return the programs that run after `step` steps.
 
-
-def is_due(step: int, interval: int | None) -> bool:
-    """Whether something that happens every `interval` steps (None: never) happens at `step`."""
-    return interval is not None and step % interval == 0
+    Args:
+      programs: Programs.
+      step: Number of completed steps.
+      interval: Interval of the programs without `interval_steps`; None never runs them.
+    """
+    intervals = [(program, program.interval_steps or interval) for program in programs]
+    return [program for program, every in intervals if every is not None and step % every == 0]

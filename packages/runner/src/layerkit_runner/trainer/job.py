@@ -1,4 +1,4 @@
-"""Job: what every mode of `runner` needs before it can do its work."""
+"""Job: devices, task, partitioner and observers of a run, which every mode of `runner` uses."""
 
 from __future__ import annotations
 
@@ -59,17 +59,17 @@ _DISTRIBUTIONS = ("layerkit", "layerkit-runner", "jax", "flax", "optax", "orbax-
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A started job: devices arranged, task built and bound.
+    """A started job: devices are initialized, and the task is built and bound.
 
     Attributes:
-      mode: What `--mode` says.
-      resolved: The experiment and its configs.
-      options: The other flags.
-      directory: Where outputs go, absolute.
-      task: Built, and bound to the partitioner.
-      partitioner: Started.
-      observers: Whom to report to.
-      goodput: What becomes of the time, from the start of the job on.
+      mode: Value of `--mode`.
+      resolved: Experiment and its configs.
+      options: Flags of the run.
+      directory: Job folder, as an absolute path.
+      task: Task, bound to the partitioner.
+      partitioner: Started partitioner.
+      observers: Observers of the run.
+      goodput: Wall-clock accounting by phase, since the start of the job.
     """
 
     mode: str
@@ -83,18 +83,23 @@ class Job:
 
     @property
     def given_directory(self) -> epath.Path:
-        """The same as it was given, for messages."""
+        """The job folder as it was given, for messages."""
         return epath.Path(self.options.job_log_dir or self.directory)
 
     def checkpoints(self, *, read_only: bool, directory: str | None = None) -> CheckpointManager:
-        """The checkpoints of this job, or those of another job's folder.
+        """Open the checkpoints of this job or of another job.
+
+        Args:
+          read_only: True to save and delete nothing.
+          directory: Folder of another job, or the `checkpoints` folder in it; None for this job.
 
         Raises:
-          UsageError: a flag is out of range, or the folder's record of evaluations is damaged.
+          UsageError: A flag is out of range, the folder cannot be read, or its record of
+            evaluations is damaged.
         """
-        folder = self.directory / "checkpoints"
-        if directory is not None:
-            folder = checkpoint_folder(absolute(directory))
+        folder = self.directory if directory is None else absolute(directory)
+        if directory is None or folder.name != "checkpoints":
+            folder /= "checkpoints"
         train = self.task.train
         hours = train.save_keep_interval_hours
         policy = CheckpointPolicy(
@@ -108,13 +113,13 @@ class Job:
             best_mode=train.save_best_mode,
             best_to_keep=train.save_best_to_keep,
         )
-        one_file = isinstance(self.partitioner, PmapPartitioner)
-        one_file = one_file and not self.options.pmap_use_tensorstore
+        is_pmap = isinstance(self.partitioner, PmapPartitioner)
+        is_one_file = is_pmap and not self.options.pmap_use_tensorstore
         try:
             return CheckpointManager(
                 folder,
                 policy=policy,
-                state_format=StateFormat.MSGPACK if one_file else StateFormat.TENSORSTORE,
+                state_format=StateFormat.MSGPACK if is_one_file else StateFormat.TENSORSTORE,
                 async_timeout_secs=self.options.async_timeout_secs,
                 read_only=read_only,
                 report=self.observers.message,
@@ -122,21 +127,23 @@ class Job:
                 if read_only
                 else functools.partial(record_checkpoint, self.directory),
             )
-        except SaveError:
+        except (SaveError, UsageError):
             raise
         except ValueError as error:
-            raise UsageError(str(error)) from error
+            raise to_usage_error(error) from error
         except OSError as error:
             raise UsageError(
-                f"{folder} cannot be read: {error}. Expected a folder of checkpoints that this"
-                " user can read. Correct its permissions, or give another folder."
+                f"cannot read checkpoints: {error}",
+                owner=str(folder),
+                expected="a folder of checkpoints that this user can read",
+                hint="Correct its permissions, or give another folder.",
             ) from error
 
     def abstract_state(self) -> TrainState:
         """Return the state on the devices as shapes, dtypes and shardings.
 
         Raises:
-          UsageError: A layer refuses its fields, or the mesh does not divide a weight.
+          UsageError: The fields of a layer are wrong, or the mesh does not divide a weight.
         """
         with self._naming_experiment():
             return self.partitioner.abstract_state(self.task)
@@ -156,17 +163,16 @@ class Job:
     def restore(
         self, checkpoints: CheckpointManager, step: int, *, for_training: bool = True
     ) -> RestoredCheckpoint:
-        """Reads a checkpoint, placed as this job's partitioner wants it.
+        """Restore a checkpoint onto the devices.
 
         Args:
-          checkpoints: Where to read.
-          step: Which one.
-          for_training: Whether to read what only training needs: the state of the optimizer, and
-            where the inputs stood.
+          checkpoints: Checkpoints to read.
+          step: Step to restore.
+          for_training: True to restore the optimizer state and the input positions too.
 
         Raises:
-          NonFiniteError: the state is to be trained and holds values that are not finite.
-          UsageError: there is no such step, or it is damaged, or of another model.
+          NonFiniteError: The state is to be trained and holds values that are not finite.
+          UsageError: The step does not exist, is damaged, or belongs to another model.
         """
         abstract = self.abstract_stored_state()
         try:
@@ -182,10 +188,10 @@ class Job:
             _check_step(restored.state, checkpoints.directory, step)
             if for_training:
                 structure.require_finite(
-                    f"{checkpoints.directory} cannot be resumed from step {step}",
+                    f"cannot resume from step {step} of {checkpoints.directory}",
                     structure.named_leaves(restored.state),
-                    "`python -m layerkit_runner.tools.checkpoints verify` says which steps are"
-                    " finite; move the newer ones out of this folder to resume from one of them.",
+                    "`python -m layerkit_runner.tools.checkpoints verify` lists the finite steps;"
+                    " move newer ones out of this folder to resume from one of them.",
                 )
             state = self.partitioner.device_state(self.task, restored.state)
             return dataclasses.replace(restored, state=state)
@@ -198,7 +204,7 @@ class Job:
 
 
 def _check_step(state: TrainState, directory: epath.Path, step: int) -> None:
-    """Raise an error if a checkpoint holds the state of another step than its folder says."""
+    """Raise an error if a checkpoint holds the state of another step than its folder's name."""
     saved = int(np.asarray(state.step.addressable_data(0)))
     if saved != step:
         raise DamagedCheckpointError(
@@ -207,29 +213,43 @@ def _check_step(state: TrainState, directory: epath.Path, step: int) -> None:
         )
 
 
-def start_job(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> Job:
-    """Builds task and partitioner and starts the devices.
+def choose_step(checkpoints: CheckpointManager, wanted: int | None) -> int:
+    """Return the step to restore: `wanted`, or the newest sound one if it is None.
 
     Raises:
-      UsageError: fields or flags that do not fit together or do not fit the devices.
+      UsageError: No checkpoint is sound.
+    """
+    step = checkpoints.newest_sound_step() if wanted is None else wanted
+    if step is None:
+        raise UsageError("found no checkpoint", owner=str(checkpoints.directory))
+    return step
+
+
+def start_job(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> Job:
+    """Start the devices and build partitioner, task and observers.
+
+    Raises:
+      UsageError: Fields or flags are wrong, contradict one another or do not fit the devices.
     """
     goodput = Goodput()
     enable_compilation_cache(options.jax_compilation_cache)
     if options.job_log_dir is None:
-        raise UsageError(f"--mode={mode} needs a folder to write to: --job_log_dir=DIR")
+        raise UsageError(f"--mode={mode} writes files", hint="Give a folder: --job_log_dir=DIR.")
     directory = absolute(options.job_log_dir)
     start_devices()
-    if jax.process_index() == 0:  # the only one that writes, and two would try at once
+    if jax.process_index() == 0:  # Process 0 alone writes; two attempts would collide.
         check_writable(directory)
     check_same_experiment(directory, resolved)
     check_devices(options, jax.devices()[0].device_kind)
     partitioner, task = build_parts(resolved)
     if options.pmap_use_tensorstore and not isinstance(partitioner, PmapPartitioner):
         raise UsageError(
-            "--pmap_use_tensorstore is for experiments under pmap; this one runs under"
-            f" {type(partitioner).__name__}, which always writes TensorStore checkpoints."
+            field="--pmap_use_tensorstore",
+            value=True,
+            expected=f"PmapPartitioner, not {type(partitioner).__name__}, which always writes"
+            " TensorStore checkpoints",
         )
-    # Built in every process, so that all of them refuse wrong fields.
+    # Every process builds them, so that all processes report wrong fields.
     observers = build_observers(resolved.observers)
     partitioner.start()
     partitioner.bind(task)
@@ -237,14 +257,13 @@ def start_job(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> J
         observers = [*_built_in_observers(resolved, options, goodput), *observers]
     else:
         observers = []
-    together = Observers(observers)
-    return Job(mode, resolved, options, directory, task, partitioner, together, goodput)
+    return Job(mode, resolved, options, directory, task, partitioner, Observers(observers), goodput)
 
 
 def _built_in_observers(
     resolved: ResolvedExperiment, options: RunOptions, goodput: Goodput
 ) -> list[Observer]:
-    """Return the observers of every run, and those that flags ask for."""
+    """Return the observers of every run, and those that flags enable."""
     progress = Progress()
     observers: list[Observer] = [progress, MetricsLog()]
     if options.enable_summary_writer:
@@ -261,24 +280,19 @@ def _built_in_observers(
 
 
 def build_parts(resolved: ResolvedExperiment) -> tuple[Partitioner, SingleTask]:
-    """The partitioner and the task of an experiment.
+    """Build the partitioner and the task of an experiment.
 
     Raises:
-      UsageError: a field is refused when they are built.
+      UsageError: A field is wrong.
     """
     try:
         return resolved.partitioner.Instantiate(), resolved.task.Instantiate()
     except (ValueError, TypeError) as error:
-        raise UsageError(f"{resolved.name}: {error}") from error
-
-
-def checkpoint_folder(directory: epath.Path) -> epath.Path:
-    """Where the checkpoints of another job are, given its folder or the one they are in."""
-    return directory if directory.name == "checkpoints" else directory / "checkpoints"
+        raise to_usage_error(error, owner=resolved.name) from error
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides the numbers of a run."""
+    """Return the versions of the packages on which the numbers of a run depend."""
     found = {}
     for name in _DISTRIBUTIONS:
         try:

@@ -1,8 +1,7 @@
-"""The folder of a job: whose run it holds, and with which configuration.
+"""The job folder: its recorded experiment and configuration, its lock and its restart check.
 
-`config.json` and its readable form `config.txt` are written when a training job starts. They say
-what command makes the same run again, and keep a folder from being used by two experiments. While
-it trains, `.running` keeps it from being used by two runs.
+A training job writes `config.json`, from which `command_line` is repeated, and `config.txt`, the
+same in readable form. While it trains, it holds a lock on `.running`.
 """
 
 from __future__ import annotations
@@ -25,20 +24,21 @@ from layerkit_runner.config.config_text import config_json, config_text
 from layerkit_runner.config.experiment import reduced_overrides, reduced_values
 from layerkit_runner.config.field_paths import override_path
 from layerkit_runner.config.flags import RunOptions, parse_flags, run_words
-from layerkit_runner.config.recorded import RecordedConfig, read_recorded_config
+from layerkit_runner.config.recorded import read_recorded_config
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.distributed.process_exchange import from_process_0
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import atomic_write, check_links, remove_stale_partials
 from layerkit_runner.files.locks import NoLocksError, delete_and_unlock, try_lock
 
-# Written by a sweep; a folder that holds it is not trained in.
 STUDY_RECORD = "study.json"
-# Locked while a job trains here; holds its host and process.
+"""Name of the file that a sweep writes; a folder that has it is no job folder."""
+
+# File that is locked while a job trains; it holds the job's host and process id.
 _RUNNING = ".running"
-_MOST_CHANGES = 8
+_MAX_CHANGES = 8
 # The flags that only the first start of a job reads.
-_BEGINNING = (
+_FIRST_START_FLAGS = (
     "init_from",
     "init_draw",
     "restore_checkpoint_dir",
@@ -48,72 +48,66 @@ _BEGINNING = (
 
 
 def check_same_experiment(directory: epath.Path, resolved: ResolvedExperiment) -> None:
-    """Refuses a folder that holds a run of another experiment.
-
-    Raises:
-      UsageError: names both.
-    """
+    """Raise `UsageError` if the folder holds a run of another experiment."""
     before = read_recorded_config(os.fspath(directory))
     if before is not None and before.experiment != resolved.name:
         raise UsageError(
-            f"{directory} holds a run of {before.experiment}, not of {resolved.name};"
-            " give another --job_log_dir."
+            f"the folder holds a run of {before.experiment}",
+            owner=resolved.name,
+            field="--job_log_dir",
+            value=os.fspath(directory),
+            hint="Give another --job_log_dir.",
         )
 
 
 def check_writable(directory: epath.Path) -> None:
-    """Refuses a folder that cannot be written, before any work is done for it.
-
-    Leaves nothing behind: a run that is refused for another reason writes nothing.
-
-    Raises:
-      UsageError: says what the file system said.
-    """
+    """Raise `UsageError` if a folder cannot be written. Leave the file system unchanged."""
     if "://" in os.fspath(directory):
-        return  # a store has no folders; it answers the first write
+        return  # an object store has no folders
     missing, parent = directory, directory.parent
     try:
         if directory.exists():
             if not directory.is_dir():
                 raise NotADirectoryError("it is a file")
             if not os.access(directory, os.W_OK | os.X_OK):
-                raise PermissionError("it may not be written to")
+                raise PermissionError("no write permission")
             check_links(directory)
             return
         while not parent.exists():
             missing, parent = parent, parent.parent
-        # Only the attempt tells: some file systems take no folders whatever their rights say.
+        # Some file systems refuse new folders whatever their permissions are.
         missing.mkdir(exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--job_log_dir={directory} cannot be written: {error}") from error
+        raise UsageError(
+            f"cannot write to the folder: {error}",
+            field="--job_log_dir",
+            value=os.fspath(directory),
+        ) from error
     # Another process of the same job may use it already.
     with contextlib.suppress(OSError):
         missing.rmdir()
 
 
 def check_no_sweep(directory: epath.Path) -> None:
-    """Refuses to train in the folder of a sweep, which would not be taken for one afterwards.
-
-    Raises:
-      UsageError: says how the sweep goes on.
-    """
+    """Raise `UsageError` if the folder holds a sweep."""
     if (directory / STUDY_RECORD).exists():
         raise UsageError(
-            f"{directory} holds a sweep ({STUDY_RECORD}): --study=FILE goes on with it; to train"
-            " one run, give another --job_log_dir."
+            f"the folder holds a sweep ({STUDY_RECORD})",
+            field="--job_log_dir",
+            value=os.fspath(directory),
+            hint="Give --study=FILE to resume the sweep, or another --job_log_dir to train.",
         )
 
 
 @contextlib.contextmanager
 def only_trainer(directory: epath.Path) -> Iterator[None]:
-    """Keeps other training jobs out of the folder, since each would delete the other's saves.
+    """Lock the folder, so that no other training job deletes the checkpoints of this one.
 
-    The operating system frees the folder when the process ends, in whatever way. Where it has no
-    locks, as in a store, the folder is not guarded. A folder that was made for this alone goes
-    again.
+    The operating system releases the lock when the process ends. A file system without locks, such
+    as an object store, is not guarded. A folder that was made for the lock alone is deleted.
 
     Raises:
-      UsageError: names the process that trains there.
+      UsageError: Another process holds the lock.
     """
     if "://" in os.fspath(directory):
         yield
@@ -130,11 +124,13 @@ def only_trainer(directory: epath.Path) -> Iterator[None]:
             return
         if held is None:
             raise UsageError(
-                f"a run trains in {directory} already, {_holder(path)}; wait for its end or stop"
-                " it, or give another --job_log_dir."
+                f"{_holder(path)} trains in this folder",
+                field="--job_log_dir",
+                value=os.fspath(directory),
+                hint="Wait until it ends or stop it, or give another --job_log_dir.",
             )
         stack.callback(delete_and_unlock, held)
-        with contextlib.suppress(OSError):  # a full disk, which is told when something must be kept
+        with contextlib.suppress(OSError):  # A full disk is reported when a file is required.
             held.truncate(0)
             held.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode())
             held.flush()
@@ -145,12 +141,12 @@ def only_trainer(directory: epath.Path) -> Iterator[None]:
 
 def _remove_empty(folders: Sequence[Path]) -> None:
     for folder in folders:
-        with contextlib.suppress(OSError):  # the run has written there
+        with contextlib.suppress(OSError):  # It is not empty.
             folder.rmdir()
 
 
 def _holder(path: Path) -> str:
-    with contextlib.suppress(OSError, ValueError, KeyError):  # it is just being written, or deleted
+    with contextlib.suppress(OSError, ValueError, KeyError):  # It is being written or deleted.
         holder = json.loads(path.read_text())
         return f"process {holder['pid']} on {holder['host']}"
     return "another process"
@@ -161,21 +157,24 @@ def write_config(
     resolved: ResolvedExperiment,
     options: RunOptions,
     *,
-    goes_on: bool = False,
+    resumes: bool = False,
     report: Callable[[str], None],
 ) -> None:
-    """Writes the configuration; reports what differs from the one that was there.
+    """Write the configuration and report its changes since the recorded one.
 
     Args:
-      directory: The folder of the job.
-      resolved: The experiment with its overrides.
-      options: Of the run at hand.
-      goes_on: Whether the job began before; then it stays on record what it began with.
-      report: Told the differences.
+      directory: Job folder.
+      resolved: Experiment with its overrides.
+      options: Flags of this run.
+      resumes: True if the job was started before; the record keeps the flags of its first start.
+      report: Function that receives the lines about changes.
     """
     before = read_recorded_config(os.fspath(directory))
-    if goes_on and before is not None:
-        options = _begun_as(before, options)
+    if resumes and before is not None:
+        with contextlib.suppress(UsageError):  # The flags are missing, or of another version.
+            first = parse_flags(before.arguments).options
+            kept = {name: getattr(first, name) for name in _FIRST_START_FLAGS}
+            options = dataclasses.replace(options, **kept)
     config = config_json(resolved, options)
     recorded = config["config"] if before is None else before.config
     for line in changed_lines(recorded, config["config"]):
@@ -184,31 +183,22 @@ def write_config(
     atomic_write(directory / "config.json", json.dumps(config, indent=2) + "\n")
 
 
-def _begun_as(record: RecordedConfig, options: RunOptions) -> RunOptions:
-    """The options with what the recorded job began with, which a later command need not say."""
-    try:
-        first = parse_flags(record.arguments).options
-    except UsageError:  # none are there, or they are of another version
-        return options
-    return dataclasses.replace(options, **{name: getattr(first, name) for name in _BEGINNING})
-
-
 def changed_lines(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """One line for each path whose value differs."""
+    """Return one line for each path whose value differs."""
     paths = [path for path in {**before, **after} if before.get(path) != after.get(path)]
     return [f"{path}: {before.get(path)!r} → {after.get(path)!r}" for path in paths]
 
 
 def changes_since_recorded(directory: epath.Path, resolved: ResolvedExperiment) -> list[str]:
-    """Return lines that name the fields in which an experiment differs from a folder's record.
+    """Return lines about the differences between an experiment and a folder's record.
 
     Args:
-      directory: Folder of a job.
-      resolved: The experiment at hand.
+      directory: Job folder.
+      resolved: Experiment.
 
     Returns:
-      A headline, and a line for each of the experiment's own fields that differs. Where none of
-      these does, the same for the fields of its configs. Nothing where nothing differs.
+      A headline and a line for each field of the experiment that differs. If none does, the same
+      for the fields of its configs. Empty without differences.
     """
     recorded = read_recorded_config(os.fspath(directory))
     if recorded is None:
@@ -218,31 +208,28 @@ def changes_since_recorded(directory: epath.Path, resolved: ResolvedExperiment) 
     lines = lines or changed_lines(recorded.config, config["config"])
     if not lines:
         return []
-    shown = [f"  {line}" for line in lines[:_MOST_CHANGES]]
-    more = len(lines) - len(shown)
-    return [
-        f"{directory} was last written with other fields (there → here):",
-        *shown,
-        *([f"  … and {more} more; --diff_config={directory} shows all"] if more else []),
-    ]
+    shown = [f"  {line}" for line in lines[:_MAX_CHANGES]]
+    if more := len(lines) - len(shown):
+        shown.append(f"  … and {more} more; --diff_config={directory} shows all")
+    return [f"{directory} was written with other fields (recorded → now):", *shown]
 
 
 def recorded_num_train_steps(directory: epath.Path) -> int | None:
-    """The last step of the training job of this folder; None where nothing says it."""
+    """Return the number of steps of this folder's training job; None if it is not recorded."""
     recorded = read_recorded_config(os.fspath(directory))
     return None if recorded is None else recorded.config.get("task.train.num_train_steps")
 
 
 def longer(resolved: ResolvedExperiment, num_steps: int) -> dict[str, str | None]:
-    """Changes that make a run of so many steps."""
+    """Return the override changes that set the number of training steps."""
     path = "task.train.num_train_steps"
     return {path: None, last_step_path(resolved): str(num_steps)}
 
 
 def last_step_path(resolved: ResolvedExperiment) -> str:
-    """Return the override that sets the length of a run.
+    """Return the override path of the number of training steps.
 
-    A field of the experiment, if one gives the length, may stretch schedules, too.
+    It is a field of the experiment, if there is one, since schedules may depend on it.
     """
     return override_path(resolved, "task.train.num_train_steps")
 
@@ -255,18 +242,16 @@ def command_line(
     changes: Mapping[str, str | None] | None = None,
     flags: Sequence[str] = (),
 ) -> str:
-    """A command, for a shell, that runs this experiment in this folder.
+    """Return a shell command that runs this experiment in this folder.
 
-    The environment variable RUNNER_COMMAND says how `runner` is called here, where it has another
-    name than that.
+    The environment variable RUNNER_COMMAND replaces `runner` in it.
 
     Args:
-      resolved: The experiment with its overrides.
-      options: Of the run at hand; the command has those that mean something in its mode.
-      mode: What the command is to do.
-      changes: Override paths, each with the text that stands in place of its present one; None
-        takes the override out.
-      flags: Further words.
+      resolved: Experiment with its overrides.
+      options: Flags of this run; the command has those that the mode supports.
+      mode: Mode of the command.
+      changes: Values by override path that replace the present ones; None removes the override.
+      flags: Further arguments.
     """
     overrides = {**config_json(resolved)["overrides"], **(changes or {})}
     words = [f"--exp={resolved.name}"]
@@ -283,10 +268,10 @@ def command_line(
 
 
 def _reduced_fields(resolved: ResolvedExperiment, changes: Mapping[str, str | None]) -> set[str]:
-    """The fields that `--reduced` sets to what they have; none where it would set others too."""
+    """Return the fields that `--reduced` sets to their values; empty if it changed others too."""
     experiment = resolved.experiment
-    taken_out = {path for path, text in changes.items() if text is None}
-    if taken_out & reduced_values(type(experiment)).keys():
+    removed = {path for path, text in changes.items() if text is None}
+    if removed & reduced_values(type(experiment)).keys():
         return set()
     return reduced_overrides(experiment) - changes.keys()
 
@@ -296,9 +281,7 @@ FLAG = "allow_restart_from_scratch"
 
 
 def record_checkpoint(directory: epath.Path, step: int) -> None:
-    """Record in the folder of a job that a step is committed.
-
-    A record of the same step is left as it is, so that a run that is refused writes nothing.
+    """Record in the job folder that a step is committed, unless the record has this step already.
 
     Raises:
       SaveError: The record cannot be written.
@@ -312,7 +295,7 @@ def record_checkpoint(directory: epath.Path, step: int) -> None:
 
 
 def forget_checkpoint(directory: epath.Path) -> None:
-    """Delete the record, as a run that starts from scratch does before its first step."""
+    """Delete the record of committed steps, before the first step of a run from scratch."""
     (directory / FILE_NAME).unlink(missing_ok=True)
 
 
@@ -325,46 +308,49 @@ def check_restart(
 ) -> None:
     """Raise an error if a job without a sound checkpoint has committed one before.
 
-    To be called by all processes where no checkpoint is sound. Process 0 decides.
+    All processes call it if no checkpoint is sound. Process 0 decides.
 
     Args:
-      directory: The folder of the job.
-      checkpoints: The folder of its checkpoints.
-      is_allowed: Whether the job may start from scratch all the same. Steps that are damaged are
-        moved aside then.
-      report: Called with a line that says what was found, and one for each step that was moved.
+      directory: Job folder.
+      checkpoints: Folder of its checkpoints.
+      is_allowed: True to start from scratch nevertheless and to move damaged steps aside.
+      report: Function that receives a line about what was found, and one for each moved step.
 
     Raises:
-      UsageError: A step is recorded or there, and starting from scratch is not allowed.
+      UsageError: A step is recorded or exists, and a start from scratch is not allowed.
     """
     found = from_process_0(lambda: _lost_work(directory, checkpoints))
     if found is None:
         return
+    problem, value = found
     if not is_allowed:
         raise UsageError(
-            f"{found}. Expected a sound checkpoint, since training would start from scratch."
-            f" Mount or restore {checkpoints}, give another --job_log_dir, or start this job from"
-            f" scratch by --{FLAG}."
+            f"{problem}. Training would start from scratch",
+            owner=os.fspath(checkpoints),
+            field="step",
+            value=value,
+            expected="a sound checkpoint",
+            hint=f"Mount or restore {checkpoints}, give another --job_log_dir, or start from"
+            f" scratch with --{FLAG}.",
         )
-    report(f"{found}; the run starts from scratch, as --{FLAG} allows")
+    report(f"starting from scratch (--{FLAG}): {checkpoints} {problem}, step={value}")
     from_process_0(lambda: _move_aside(checkpoints, report))
 
 
-def _lost_work(directory: epath.Path, checkpoints: epath.Path) -> str | None:
-    """Return what shows that work would be lost; None if nothing does."""
-    damaged = folders.committed_steps(checkpoints)
-    if damaged:
-        return f"{checkpoints} holds no sound checkpoint: damaged={damaged}"
+def _lost_work(directory: epath.Path, checkpoints: epath.Path) -> tuple[str, Any] | None:
+    """Return what was lost and the steps that show it; None if the job never saved."""
+    if damaged := folders.committed_steps(checkpoints):
+        return "all checkpoints are damaged", damaged
     if not (directory / FILE_NAME).exists():
         return None
     try:
         step = json.loads((directory / FILE_NAME).read_text())["step"]
     except (OSError, ValueError, KeyError, TypeError):
         step = "unknown"
-    return f"{checkpoints} holds no checkpoint, but {directory / FILE_NAME} has step={step}"
+    return f"there is no checkpoint, but {directory / FILE_NAME} records one", step
 
 
 def _move_aside(checkpoints: epath.Path, report: Callable[[str], None]) -> None:
     for step in folders.committed_steps(checkpoints):
         path = folders.step_folder(checkpoints, step)
-        report(f"{path} was moved aside to {folders.move_aside(path).name}")
+        report(f"moved {path} aside to {folders.move_aside(path).name}")

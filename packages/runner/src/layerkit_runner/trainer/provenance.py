@@ -1,9 +1,9 @@
-"""What decoded outputs were made from, so that finished ones are never taken for others.
+"""The provenance of decoded outputs and evaluation records: what determined their content.
 
-A step number does not say which weights those were: a folder can be decoded with the checkpoint of
-another, with another temperature or other prompts. Beside each file of outputs stands what decides
-them: a digest of the weights, and the text of model, seed and data set. How the work was spread
-(mesh, batch size, processes) does not count, though random numbers may depend on it.
+A step number does not identify the weights: outputs may come from another folder's checkpoint,
+another temperature or other prompts. So each file of outputs has a second file beside it, with a
+digest of the weights and the text of model, seed and data set. Mesh, batch size and the number of
+processes are left out, though random numbers may depend on them.
 """
 
 from __future__ import annotations
@@ -26,15 +26,11 @@ from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.training.task import SingleTask
 from layerkit_runner.training.train_state import TrainState
 
-# What is decided by the devices and processes at hand, or only names things.
-_PLACE_FIELDS = frozenset(
+# Fields of an input that depend on devices and processes, or are only names.
+_HOST_FIELDS = frozenset(
     {
-        "name",
-        "batch_size",
-        "percore_batch_size",
-        "infeed_host_index",
-        "num_infeed_hosts",
-        "batch_padding_size",
+        *("name", "batch_size", "percore_batch_size", "batch_padding_size"),
+        *("infeed_host_index", "num_infeed_hosts"),
     }
 )
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -42,7 +38,7 @@ _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
 
 def describe_settings(task: SingleTask, dataset: BaseInput | None) -> dict[str, Any]:
-    """Model, seed and data set as JSON values; a data set read from its start is put there."""
+    """Return model, seed and data set as JSON values; reset the data set if evaluations do."""
     model = {
         "model settings": _text(task.model.clone(train=False, sharding=None)),
         "random seed": task.train.random_seed,
@@ -52,27 +48,23 @@ def describe_settings(task: SingleTask, dataset: BaseInput | None) -> dict[str, 
         return model
     if dataset.reset_for_eval:
         dataset.reset()
-    state = dataset.get_state()
-    fields = [f.name for f in dataclasses.fields(dataset) if f.init]
-    values = {name: _text(getattr(dataset, name)) for name in fields if name not in _PLACE_FIELDS}
-    return {
-        **model,
-        "data": {"class": type(dataset).__qualname__, **values, "state": state["position"]},
-    }
+    fields = [f.name for f in dataclasses.fields(dataset) if f.init and f.name not in _HOST_FIELDS]
+    values = {name: _text(getattr(dataset, name)) for name in fields}
+    position = dataset.get_state()["position"]
+    return {**model, "data": {"class": type(dataset).__qualname__, **values, "state": position}}
 
 
 def weights_digest_fn(task: SingleTask, partitioner: Partitioner) -> Callable[[TrainState], str]:
-    """A function from a state to a digest of its weights and step.
+    """Return a function that computes a digest of a state's weights and step.
 
-    Every device reads its own part and none is moved, so the digest is the same on any mesh. It
-    tells apart what may be confused by mistake; it is no protection against intent.
+    Every device reads its own shards, and the digest does not depend on the mesh. It detects
+    mistakes and is no protection against manipulation.
     """
 
     def leaf_sums(state: TrainState) -> jax.Array:
         state = task.decoded_state(state)
         read = (state.params, state.non_trainable, state.overwrite_with_gradient, state.step)
-        leaves = jax.tree.leaves(read)
-        return jnp.stack([_mixed_sum(leaf) for leaf in leaves])
+        return jnp.stack([_mixed_sum(leaf) for leaf in jax.tree.leaves(read)])
 
     sums = partitioner.jit_reading(task, leaf_sums)
 
@@ -83,55 +75,55 @@ def weights_digest_fn(task: SingleTask, partitioner: Partitioner) -> Callable[[T
     return digest
 
 
-def read_made_from(outputs: epath.Path) -> dict[str, Any]:
-    """What these outputs were made from; empty where nothing says so."""
-    path = _path_beside(outputs)
+def read_provenance(outputs: epath.Path) -> dict[str, Any]:
+    """Return the recorded provenance of an output file; empty if there is none."""
+    path = _provenance_path(outputs)
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def write_with_made_from(
-    outputs: epath.Path, text: str, made_from: dict[str, Any], *, npz: bytes | None = None
+def write_outputs(
+    outputs: epath.Path, text: str, provenance: dict[str, Any], *, npz: bytes | None = None
 ) -> None:
-    """Write outputs and what they were made from; killed in between, outputs of unknown origin.
+    """Write outputs, then their provenance; a kill in between leaves outputs without provenance.
 
     Args:
-      outputs: The file of the records.
-      text: Its content.
-      made_from: What decides the content.
+      outputs: Path of the records.
+      text: Content of that file.
+      provenance: Provenance of the outputs, as JSON values.
       npz: Content of the file of arrays beside it; None for no such file.
     """
-    _path_beside(outputs).unlink(missing_ok=True)
+    _provenance_path(outputs).unlink(missing_ok=True)
     if npz is None:
-        npz_beside(outputs).unlink(missing_ok=True)
+        npz_path(outputs).unlink(missing_ok=True)
     else:
-        atomic_write(npz_beside(outputs), npz)
+        atomic_write(npz_path(outputs), npz)
     atomic_write(outputs, text)
-    atomic_write(_path_beside(outputs), json.dumps(made_from, indent=2) + "\n")
+    atomic_write(_provenance_path(outputs), json.dumps(provenance, indent=2) + "\n")
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """The names of the parts that differ."""
-    # Through JSON, since what was read has lists where there were tuples.
+    """Return the names of the parts that differ between two provenances."""
+    # JSON turns tuples into lists, as in what was read.
     now = json.loads(json.dumps(now))
     return [name for name in now if before.get(name) != now[name]]
 
 
-def npz_beside(outputs: epath.Path) -> epath.Path:
+def npz_path(outputs: epath.Path) -> epath.Path:
     """Return the path of the large arrays that belong to a file of records."""
     return outputs.parent / f"{outputs.stem}.npz"
 
 
-def _path_beside(outputs: epath.Path) -> epath.Path:
+def _provenance_path(outputs: epath.Path) -> epath.Path:
     return outputs.parent / f"{outputs.stem}.made_from.json"
 
 
 def _text(value: Any) -> str:
-    # Addresses differ from run to run and say nothing.
+    # Addresses differ from run to run.
     return _ADDRESS.sub("", repr(value))
 
 
 def _mixed_sum(leaf: jax.Array) -> jax.Array:
-    """uint32: the sum over all elements of bits mixed with position, the same in any order."""
+    """Return the sum, uint32, of all elements' bits mixed with their positions, in any order."""
     if leaf.dtype == jnp.bool_:
         leaf = leaf.astype(jnp.uint8)
     bits = jax.lax.bitcast_convert_type(leaf, _BITS[leaf.dtype.itemsize]).astype(jnp.uint32)
@@ -143,7 +135,7 @@ def _mixed_sum(leaf: jax.Array) -> jax.Array:
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """The finalizer of MurmurHash3 (Appleby): each bit of the input reaches all of the output."""
+    """Apply the finalizer of MurmurHash3 (Appleby): each bit affects all bits of the result."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

@@ -1,7 +1,7 @@
-"""SkippedSteps: counts the training steps that were not valid, and says when a run has to end.
+"""SkippedSteps: counts of the training steps that were not valid, and the limit that ends a run.
 
 Each step computes on the device whether it is valid (`learning/is_valid_step`). The host reads that
-flag of every step when it reports the step, so no step goes unnoticed and none has to wait.
+flag when it reports the step, so counting delays no step.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 SKIPPED_STEPS = "skipped_steps"
 """Metadata key of the counts in a checkpoint."""
 
-# A run that has never taken a step has its first weights, and only the batch differs between steps.
-_MOST_BEFORE_FIRST_TAKEN = 10
-# Each of the first steps of a row is reported on the screen, then every tenth.
-_REPORTED_ONE_BY_ONE = 10
+# Limit before the first valid step: with unchanged weights, only the batches differ.
+_LIMIT_BEFORE_FIRST_VALID = 10
+# The first steps of a row are all reported on the screen, then every tenth.
+_FIRST_REPORTS = 10
 _CAUSES = (
     "Usual causes: ids or labels outside the vocabulary, broken input data, a learning rate that is"
     " too high, a warmup that is too short."
@@ -29,13 +29,13 @@ class SkippedSteps:
     """Counts of the training steps that were not valid.
 
     Attributes:
-      max_in_a_row: How many such steps in a row end the run; None for no limit.
-      num_train_steps: The step at which training ends.
-      are_applied: Whether such steps are applied, because the learner does not skip steps.
-      in_a_row: How many of the newest steps were not valid.
-      in_all: How many of all steps were not valid, those before a resumption included.
-      problem: Why the run has to end; None while it may continue.
-      has_taken_any: Whether any step was valid.
+      max_in_a_row: Number of such steps in a row that ends the run; None for no limit.
+      num_train_steps: Step at which training ends.
+      are_applied: True if such steps are applied, because the learner does not skip steps.
+      in_a_row: Number of the newest steps in a row that were not valid.
+      in_all: Number of all steps that were not valid, including those before the run was resumed.
+      problem: Reason why the run has to end; None while it may continue.
+      has_taken_any: True if any step was valid.
     """
 
     max_in_a_row: int | None = None
@@ -55,10 +55,10 @@ class SkippedSteps:
         """Count a step that was not valid.
 
         Args:
-          step: The number of the step, from 1.
-          loss_name: The name of the loss metric.
-          loss: Its value at this step.
-          grad_norm: The norm of the gradient, before clipping.
+          step: Number of the step, from 1.
+          loss_name: Name of the loss metric.
+          loss: Loss of this step.
+          grad_norm: Norm of the gradient, before clipping.
 
         Returns:
           A line for the screen; None for most steps of a long row.
@@ -67,7 +67,7 @@ class SkippedSteps:
         self.in_all += 1
         found = f"{loss_name}={loss}, gradient norm={grad_norm}"
         self.check_limit(step, found=f" The last one has {found}.")
-        if self.in_a_row > _REPORTED_ONE_BY_ONE and self.in_a_row % 10:
+        if self.in_a_row > _FIRST_REPORTS and self.in_a_row % 10:
             return None
         is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
         expected = (
@@ -78,7 +78,7 @@ class SkippedSteps:
         outcome = (
             "was applied, because task.train.learner.skip_nonfinite_gradients=False"
             if self.are_applied
-            else "was skipped, weights and optimizer state stay as they were"
+            else "was skipped; weights and optimizer state are unchanged"
         )
         causes = f" {_CAUSES}" if self.in_a_row == 1 and not is_finite else ""
         return (
@@ -94,34 +94,25 @@ class SkippedSteps:
           found: Sentence about the last of these steps, for the message.
         """
         self.has_taken_any |= step > self.in_all
-        limit = self._limit()
-        if limit is not None and self.in_a_row >= limit and self.problem is None:
-            self.problem = self._problem(step, found)
+        limit = self.max_in_a_row
+        if limit is not None and not self.has_taken_any:
+            limit = min(limit, _LIMIT_BEFORE_FIRST_VALID, self.num_train_steps or limit)
+        if limit is None or self.in_a_row < limit or self.problem is not None:
+            return
+        no_valid = f"; no step was valid yet, which lowers the limit to {limit}"
+        self.problem = (
+            f"training stopped after step {step}: {self.in_a_row} steps in a row were not valid"
+            f" (task.train.max_consecutive_skipped_steps={self.max_in_a_row}"
+            f"{'' if self.has_taken_any else no_valid}).{found} {_CAUSES}"
+            " --mode=inspect --inspect=batches shows the batches;"
+            " metrics.jsonl has the values of each skipped step."
+        )
 
     def record(self) -> dict[str, Any]:
         """Return the counts as JSON values, for a checkpoint."""
         return {"in_a_row": self.in_a_row, "in_all": self.in_all}
 
     def restore(self, record: Mapping[str, Any] | None) -> None:
-        """Continue from the counts that `record` returned; None where none were recorded."""
+        """Restore the counts that `record` returned; None leaves them as they are."""
         if record is not None:
             self.in_a_row, self.in_all = record["in_a_row"], record["in_all"]
-
-    def _limit(self) -> int | None:
-        if self.max_in_a_row is None or self.has_taken_any:
-            return self.max_in_a_row
-        limits = (self.max_in_a_row, _MOST_BEFORE_FIRST_TAKEN, self.num_train_steps)
-        return min(limit for limit in limits if limit is not None)
-
-    def _problem(self, step: int, found: str) -> str:
-        never = (
-            ""
-            if self.has_taken_any
-            else f"; no step was valid since training began, and then the limit is {self._limit()}"
-        )
-        return (
-            f"training stopped after step {step}: {self.in_a_row} steps in a row were not valid"
-            f" (task.train.max_consecutive_skipped_steps={self.max_in_a_row}{never}).{found}"
-            f" {_CAUSES} --mode=inspect --inspect=batches shows what the inputs feed;"
-            " metrics.jsonl has the values of each skipped step."
-        )

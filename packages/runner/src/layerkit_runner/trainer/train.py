@@ -1,12 +1,12 @@
-"""The training steps of a job: data sets that take turns, and the compiled step on each of them.
+"""The training steps of a job: its data sets, round robin, and the compiled step of each.
 
-    TrainInput      one training data set, on its way to the devices
-    TrainInputs     the data sets of a job, and whose turn a step is
+    TrainInput      a training data set that is prefetched to the devices
+    TrainInputs     the training data sets of a job, and the order in which steps use them
     CompiledStep    the training step, compiled for the batches of one data set
-    TrainProgram    runs the compiled step on a data set and reports what it computed
-    TrainPrograms   starts each step by the program whose turn it is
+    TrainProgram    runs the compiled step on a data set and reports its results
+    TrainPrograms   runs each step with the program of its data set
 
-Batches are sent ahead of the steps, and reports of a step are fetched after later steps were
+Batches are sent ahead of the steps, and results of a step are fetched after later steps have
 started, so neither stalls the device.
 """
 
@@ -34,8 +34,6 @@ from layerkit_runner.distributed.watchdog import progress
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import Goodput, Observer, StepWork, Throughput, memory_scalars
 from layerkit_runner.observers.step_profiler import STEP_EVENT
-from layerkit_runner.observers.weight_summaries import histograms as weight_histograms
-from layerkit_runner.observers.weight_summaries import weight_summary_fn
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.trainer.skipped_steps import SkippedSteps
 from layerkit_runner.training.layer_summaries import for_observers, has_arrays
@@ -49,29 +47,28 @@ IS_VALID = "learning/is_valid_step"
 """Scalar of a step that is 0 if its loss or gradient is not finite, or its gradient too large."""
 
 _KEY_PREFIX = "train/"
-
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
-
-# How many steps ahead batches are sent to the devices.
+# Number of steps by which batches are sent ahead to the devices.
 _STEPS_AHEAD = 2
 
 
 class TrainInput:
-    """One training data set, whose batches are sent to the devices ahead of the steps.
+    """A training data set whose batches are sent to the devices ahead of the steps.
 
     Args:
-      dataset: Endless batches. From the first step on, only `feed` reads them.
+      dataset: Endless input. From the first step on, only `feed` reads it.
       partitioner: Started partitioner.
-      name: Name of the training program beside others; None for the only one of a job.
-      steps: Number of steps in a row before it is the next data set's turn.
+      name: Name of the training program; None if the job has only one.
+      steps: Number of steps in a row before the next data set is used.
 
     Attributes:
-      feed: The batches on the devices.
+      feed: Batches on the devices.
     """
 
     def __init__(
         self, dataset: Prefetch, partitioner: Partitioner, name: str | None = None, steps: int = 1
     ) -> None:
+        """Create the device feed, which reads nothing yet."""
         self.dataset = dataset
         self.name = name
         self.steps = steps
@@ -86,26 +83,27 @@ class TrainInput:
 
     @functools.cached_property
     def abstract_batch(self) -> NestedMap:
-        """Shapes, dtypes and shardings of a global batch; the input position stays."""
+        """Shapes, dtypes and shardings of a global batch; the input position does not change."""
         return self._partitioner.abstract_batch(peek_batch(self.dataset))
 
 
 class TrainInputs:
-    """The training data sets of a job, in turns.
+    """The training data sets of a job, used round robin.
 
-    The turn follows from the number of the step alone, so a resumed run continues within a turn.
+    The step number alone determines the data set, so a resumed run continues the same order.
 
     Args:
-      inputs: At least one data set. The first one begins, and after the last it is its turn again.
+      inputs: One or more data sets, in the order of their use.
     """
 
     def __init__(self, inputs: Sequence[TrainInput]) -> None:
+        """Store the data sets."""
         self.inputs = tuple(inputs)
         self._ends = [*itertools.accumulate(each.steps for each in inputs)]
 
     @property
     def num_turn_steps(self) -> int:
-        """Number of steps after which it is the first data set's turn again."""
+        """Number of steps of one round through all data sets."""
         return self._ends[-1]
 
     def index_of_step(self, step: int) -> int:
@@ -129,7 +127,7 @@ class TrainInputs:
         """
         known = [key for key in states if key == "train" or key.startswith(_KEY_PREFIX)]
         if len(known) == len(self.inputs) == 1:
-            # Its data set may have been renamed; the oldest checkpoints give no name.
+            # The data set may have been renamed; the oldest checkpoints have no name.
             self.inputs[0].dataset.set_state(states[known[0]])
             return []
         for each in self.inputs:
@@ -138,7 +136,7 @@ class TrainInputs:
         return [each.key for each in self.inputs if each.key not in states]
 
     def close(self) -> None:
-        """Stop reading."""
+        """Close the data sets."""
         for each in self.inputs:
             each.dataset.close()
 
@@ -153,7 +151,7 @@ class CompiledStep:
       run: `(state, batch) -> (state, (metrics, scalars))`; consumes the given state.
       batch: Shapes, dtypes and shardings of the batches.
       summarize_layers: `(state, batch) -> (histograms, images)`; None if layers report none.
-      is_from_cache: Whether the compilation cache held it, as it does when a run is repeated.
+      is_from_cache: True if the step was loaded from the compilation cache.
     """
 
     task: SingleTask
@@ -173,7 +171,7 @@ def trace_step(
       task: Task, bound to the partitioner.
       partitioner: Started partitioner.
       state: Shapes, dtypes and shardings of the state on the devices.
-      batch: The same of a global batch.
+      batch: Shapes, dtypes and shardings of a global batch.
     """
     lowered = partitioner.train_step_fn(task).lower(state, batch)
     _, (_, scalars) = lowered.out_info
@@ -189,7 +187,7 @@ def trace_step(
 
 @contextlib.contextmanager
 def _cache_hits() -> Iterator[list[str]]:
-    """Collect the events of this thread that say that the compilation cache held a program."""
+    """Collect the cache-hit events of the compilations on this thread."""
     hits: list[str] = []
     thread = threading.get_ident()
 
@@ -206,12 +204,12 @@ def _cache_hits() -> Iterator[list[str]]:
 
 @dataclasses.dataclass(frozen=True)
 class StepReports:
-    """Receivers of what steps report.
+    """The objects to which a training program reports its steps.
 
     Attributes:
       observers: Observers of the job.
-      throughput: Clock of the steps, over all programs.
-      work: Examples, tokens and FLOPs of one step; None for those of `throughput`.
+      throughput: Clock of the steps of all programs.
+      work: Examples, tokens and FLOPs of one step; None for the values of `throughput`.
       goodput: Wall-clock accounting by phase.
     """
 
@@ -226,23 +224,23 @@ class _StartedStep(NamedTuple):
 
     step: int
     is_summarized: bool
-    # On the devices: metrics, scalars, norms and histograms of weights, summaries of layers.
+    # On the devices: metrics, scalars, weight summaries, layer summaries.
     reported: Any
 
 
 class TrainProgram:
-    """Runs the compiled training step on one data set.
+    """A program that runs the compiled training step on one data set.
 
-    An experiment that trains on several data sets lists a config for each, and they take turns:
+    An experiment that trains on several data sets lists a config for each. They run round robin:
     `[Config(TrainProgram, dataset="web", steps=3), Config(TrainProgram, dataset="code")]` trains
     three steps on "web", one on "code", and so on.
 
     Args:
-      compiled: Compiled step. The job fills in all arguments but `dataset` and `steps`.
-      dataset: The data set; in the config of an experiment, its name.
-      name: Name of the program beside others; None for the only one of a job.
-      reports: Receivers of what steps report.
-      steps: Number of steps in a row before it is the next program's turn.
+      compiled: Compiled step. The job sets all arguments but `dataset` and `steps`.
+      dataset: Training data set; in the config of an experiment, its name.
+      name: Name of the program; None if the job has only one.
+      reports: Objects to which steps are reported.
+      steps: Number of steps in a row before the next program runs.
     """
 
     def __init__(
@@ -254,6 +252,7 @@ class TrainProgram:
         *,
         steps: int = 1,
     ) -> None:
+        """Store the arguments; nothing is read or started."""
         self.data = dataset
         self.name = name
         self.steps = steps
@@ -262,7 +261,6 @@ class TrainProgram:
         self._reports = reports
         self._rates = reports.throughput.rates_since_asked()
         self._skipped_records = SkippedRecords(dataset.dataset, name or "train", reports.observers)
-        self._summarize_weights = weight_summary_fn(compiled.partitioner.replicated())
         self._since_summary = OverBatches()
         self._pending: collections.deque[_StartedStep] = collections.deque()
         self._last_step: int | None = None
@@ -274,12 +272,12 @@ class TrainProgram:
         is_idle: Callable[[], bool],
         signals: StopSignals | None = None,
     ) -> TrainState:
-        """Start step number `step` (from 1) and return its state, not yet computed.
+        """Start a step and return its state, which is computed asynchronously.
 
         Args:
-          state: State before the step; it is consumed.
-          step: Number of the step; steps of other programs are left out.
-          is_idle: Whether every step that was started, by any program, has ended.
+          state: State before the step; its buffers are donated.
+          step: Number of the step in the job, from 1.
+          is_idle: Function that returns whether every started step of all programs has ended.
           signals: Signals that end the wait for a batch; None waits without a limit.
 
         Raises:
@@ -292,7 +290,7 @@ class TrainProgram:
         self._last_step = step
         layers = None
         if self._compiled.summarize_layers is not None and is_summarized:
-            # Before the step, which consumes the state.
+            # The step donates the state.
             layers = self._compiled.summarize_layers(state, batch)
         with jax.profiler.StepTraceAnnotation(STEP_EVENT, step_num=step):
             try:
@@ -300,17 +298,24 @@ class TrainProgram:
             except TypeError as error:
                 self._check_like_first(batch, step)
                 raise error from None
-        # Sent to the host while later steps run, since it is read of every step.
+        # The host reads this scalar of every step, so it is sent while later steps run.
         reported[1][IS_VALID].copy_to_host_async()
         every, weights = self._train.weight_summary_interval_steps, None
         if every is not None and step % every == 0:
-            # Now, as the next step consumes the state.
+            # The next step donates the state.
             weights = self._summarize_weights(self.stored_state(state.for_inference()).params)
         self._pending.append(_StartedStep(step, is_summarized, (*reported, weights, layers)))
         return state
 
+    @functools.cached_property
+    def _summarize_weights(self) -> Callable[[Any], dict[str, Any]]:
+        # Few runs ask for summaries of the weights.
+        from layerkit_runner.observers.weight_summaries import weight_summary_fn
+
+        return weight_summary_fn(self._compiled.partitioner.replicated())
+
     def stored_state(self, state: TrainState) -> TrainState:
-        """Return a state as a checkpoint holds it, without the padding that the mesh needs."""
+        """Return a state as checkpoints store it, without the padding for the mesh."""
         return self._compiled.partitioner.stored_state(self._compiled.task, state)
 
     def is_idle(self) -> bool:
@@ -320,11 +325,7 @@ class TrainProgram:
         )
 
     def report_oldest(self, skipped: SkippedSteps) -> None:
-        """Wait for the oldest step that is not reported yet, and report it.
-
-        Args:
-          skipped: Counts the step if it was not valid.
-        """
+        """Wait for the oldest unreported step, report it, and count it in `skipped` if invalid."""
         step, is_summarized, (metrics, scalars, weights, layers) = self._pending.popleft()
         observers = self._reports.observers
         progress(f"waiting for the devices to end step {step}", waits_for_others=True)
@@ -340,7 +341,9 @@ class TrainProgram:
         if is_summarized or not is_valid:
             self._report_metrics(step, metrics, scalars, skipped, is_summarized=is_summarized)
         if weights is not None:
-            observers.histograms(step, weight_histograms(jax.device_get(weights)))
+            from layerkit_runner.observers.weight_summaries import histograms
+
+            observers.histograms(step, histograms(jax.device_get(weights)))
         if layers is not None:
             found, images = for_observers(jax.device_get(layers))
             observers.histograms(step, found)
@@ -371,7 +374,7 @@ class TrainProgram:
         *,
         is_summarized: bool,
     ) -> None:
-        """Report what a step computed and, where a summary is due, what came since the last."""
+        """Report the results of a step and, if a summary is due, the means since the last one."""
         metrics, scalars = jax.device_get((metrics, scalars))
         values = {name: float(metric.value) for name, metric in metrics.items()}
         if not scalars[IS_VALID]:
@@ -399,7 +402,7 @@ class TrainProgram:
             self._since_summary = OverBatches()
 
     def _of_this_program(self, found: Mapping[str, T]) -> dict[str, T]:
-        """Prefix names by the program if there are several; the loss keeps its own name too."""
+        """Prefix names by the program if there are several; keep the plain name of the loss too."""
         if self.name is None:
             return dict(found)
         loss = self._compiled.task.loss_name
@@ -407,25 +410,24 @@ class TrainProgram:
         return both | {f"{self.name}/{name}": value for name, value in found.items()}
 
     def _check_like_first(self, batch: NestedMap, step: int) -> None:
-        """Raise UsageError if a batch has other fields, shapes or dtypes than the first had."""
+        """Raise `UsageError` if fields, shapes or dtypes differ from those of the first batch."""
         first, now = (
             {name: f"{x.dtype.name}{list(x.shape)}" for name, x in b.flatten_items()}
             for b in (self._compiled.batch, batch)
         )
-        other = [
-            f"{name} is {now.get(name, 'missing')}, not {first.get(name, 'there')}"
-            for name in sorted({*first, *now})
-            if first.get(name) != now.get(name)
-        ]
-        if other:
-            raise UsageError(
-                f"the batch of training step {step} is not like the first one: {'; '.join(other)}"
-            )
+        for name in sorted({*first, *now}):
+            if first.get(name) != now.get(name):
+                raise UsageError(
+                    f"the batch of step {step} differs from the first batch",
+                    field=name,
+                    value=now.get(name),
+                    expected=first.get(name, "no such field"),
+                )
 
     def _is_summarized(self, step: int) -> bool:
         """Return whether the metrics of a step are written.
 
-        It is, for this program's first step, the run's last, and the first of a summary interval.
+        They are at this program's first step, the run's last, and the first of each interval.
         """
         if self._last_step is None or step == self._train.num_train_steps:
             return True
@@ -434,14 +436,12 @@ class TrainProgram:
 
 
 class TrainPrograms:
-    """Runs each training step by the program whose turn it is.
-
-    Steps are reported in the order in which they were started.
+    """The training programs of a job, run round robin and reported in the order of the steps.
 
     Args:
-      inputs: Data sets in turns.
+      inputs: Training data sets.
       programs: One program for each data set, in their order.
-      max_inflight_steps: Number of steps that may be started and not reported.
+      max_inflight_steps: Maximal number of started steps that are not reported yet.
       skipped: Counts of the steps that were not valid; None counts without a limit.
     """
 
@@ -453,6 +453,7 @@ class TrainPrograms:
         max_inflight_steps: int,
         skipped: SkippedSteps | None = None,
     ) -> None:
+        """Store the arguments; nothing is started."""
         self.inputs = inputs
         self.programs = tuple(programs)
         self.skipped = SkippedSteps() if skipped is None else skipped
@@ -464,13 +465,13 @@ class TrainPrograms:
     def run_step(
         self, state: TrainState, step: int, signals: StopSignals | None = None
     ) -> TrainState:
-        """Start step number `step` (from 1) and return its state; see `TrainProgram.start_step`."""
+        """Start a step with the program of its data set; see `TrainProgram.start_step`."""
         program = self.programs[self.inputs.index_of_step(step)]
         state = program.start_step(state, step, self._is_idle, signals)
         self._started.append(program)
         for later in range(step + 1, step + 1 + _STEPS_AHEAD):
             self.inputs.inputs[self.inputs.index_of_step(later)].feed.fill()
-        # The first step is waited for, so that its loss is seen as soon as there is one.
+        # Wait for the first step, so that its loss is reported at once.
         limit = self._max_inflight_steps if self._has_reported else 0
         while len(self._started) > limit:
             self._report_oldest()
@@ -482,7 +483,7 @@ class TrainPrograms:
             self._report_oldest()
 
     def stored_state(self, state: TrainState) -> TrainState:
-        """Return a state as a checkpoint holds it; see `TrainProgram.stored_state`."""
+        """Return a state as checkpoints store it; see `TrainProgram.stored_state`."""
         return self.programs[0].stored_state(state)
 
     def input_states(self) -> dict[str, Any]:

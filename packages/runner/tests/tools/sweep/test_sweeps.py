@@ -176,7 +176,7 @@ def test_a_killed_sweep_goes_on_where_it_was(command: Command):
     printed = command.run(words)
     assert "trial 0000: resumed: RATE=" in printed
     output = (command.trial(0) / "output.txt").read_text()
-    assert "goes on from step" in output
+    assert "resuming from step" in output
     trials = command.record()["trials"]
     assert sorted(trial["number"] for trial in trials) == [0, 1]
     for trial in trials:

@@ -1,4 +1,4 @@
-"""Jobs that follow a training job, as real processes: beside it, stopped, killed, and too slow."""
+"""--mode=eval and decode as real processes: beside a training job, stopped, killed, too slow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from layerkit_runner.modes.following import Waiting
+from layerkit_runner.modes.checkpoint_watcher import PollSchedule
 from layerkit_runner.observers import metrics_path, read_metrics
 
 TIMEOUT = 240.0
@@ -166,8 +166,8 @@ def test_a_killed_job_does_the_interrupted_evaluation_anew_and_no_other(processe
     assert not processes.record(6, "second").exists()
     gate.touch()
     output = processes.run("--mode=eval", SECOND_WAITS_FOR=gate)
-    assert "step 6 was evaluated on heldout before" in output
-    assert "evaluated on second before" not in output
+    assert f"reusing {processes.record(6)}" in output
+    assert f"reusing {processes.record(6, 'second')}" not in output
     assert processes.record(6).stat().st_mtime_ns == written
     assert processes.found(6, "second") == processes.found(6) == processes.by_training(6)
     beside = read_metrics(metrics_path(processes.folder, mode="eval")).evals
@@ -181,11 +181,11 @@ def test_a_signal_ends_the_wait(processes: Processes, number: signal.Signals):
     said(follower, "waiting for the first checkpoint")
     follower.send_signal(number)
     output = ended(follower, 128 + number)
-    assert f"{number.name}: leaving once the work at hand is done" in output
+    assert f"{number.name}: leaving after the current program" in output
 
 
 @pytest.mark.slow
-def test_a_signal_lets_the_evaluation_at_hand_end_and_begins_no_other(processes: Processes):
+def test_signal_ends_the_job_after_the_current_evaluation(processes: Processes):
     processes.run(MAX_STEPS=4)
     gate = processes.folder.parent / "gate"
     # The second data set is decoded after, and evaluation of it is what waits.
@@ -229,9 +229,9 @@ def test_two_processes_follow_together(processes: Processes):
         ended(process, 143)
 
 
-def test_pauses_double_and_reminders_become_rare():
-    waiting = Waiting(began=100.0)
-    assert [waiting.pause() for _ in range(7)] == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
-    reminded = [now for now in range(100, 30_000, 10) if waiting.reminds(float(now))]
+def test_poll_intervals_double_and_reminders_become_rare():
+    schedule = PollSchedule(began=100.0)
+    assert [schedule.next_interval() for _ in range(7)] == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
+    reminded = [now for now in range(100, 30_000, 10) if schedule.reminds(float(now))]
     assert reminded[:4] == [160, 280, 520, 1000]
     assert {after - before for before, after in itertools.pairwise(reminded[8:])} == {3600}

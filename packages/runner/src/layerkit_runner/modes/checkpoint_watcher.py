@@ -1,0 +1,193 @@
+"""Watch the checkpoints of a training job and process each new one, for `--mode=eval, decode`.
+
+The wait ends after the last step of the training job, on Ctrl-C or SIGTERM, and after
+`--follow_timeout_secs` without a new checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+from etils import epath
+
+from layerkit.errors import first_names
+from layerkit_runner.checkpointing import documents
+from layerkit_runner.checkpointing.folders import committed_steps, step_folder
+from layerkit_runner.checkpointing.inventory import CheckpointWatcher
+from layerkit_runner.distributed.process_exchange import from_process_0
+from layerkit_runner.distributed.stop_signals import StopSignals
+from layerkit_runner.distributed.watchdog import progress
+from layerkit_runner.errors import UsageError
+from layerkit_runner.trainer.executor import EARLY_STOPPING, ENDED
+from layerkit_runner.trainer.job_folder import recorded_num_train_steps
+
+_MIN_POLL_SECS, _MAX_POLL_SECS = 0.5, 10.0
+_FIRST_REMINDER_SECS, _MAX_REMINDER_SECS = 60.0, 3600.0
+
+
+@dataclasses.dataclass
+class PollSchedule:
+    """The times at which to poll the folder and to repeat that the job is waiting.
+
+    Poll intervals double from half a second to ten. Reminders come after a minute, then after
+    twice as long as before each, at least hourly.
+    """
+
+    began: float
+    _interval: float = _MIN_POLL_SECS / 2
+    _reminder_interval: float = _FIRST_REMINDER_SECS
+    _next_reminder: float | None = None
+
+    def next_interval(self) -> float:
+        """Return the number of seconds until the next poll."""
+        self._interval = min(2 * self._interval, _MAX_POLL_SECS)
+        return self._interval
+
+    def reminds(self, now: float) -> bool:
+        """Return whether a reminder is due."""
+        if self._next_reminder is None:
+            self._next_reminder = self.began + self._reminder_interval
+        if now < self._next_reminder:
+            return False
+        self._reminder_interval = min(2 * self._reminder_interval, _MAX_REMINDER_SECS)
+        self._next_reminder = now + self._reminder_interval
+        return True
+
+
+def watch_checkpoints(
+    directory: epath.Path,
+    process_newest: Callable[[], int | None],
+    *,
+    has_outputs: Callable[[int], bool],
+    own_last_step: int,
+    timeout_secs: float | None,
+    signals: StopSignals,
+    report: Callable[[str], None],
+) -> None:
+    """Call `process_newest` for each new checkpoint, until the training job ends.
+
+    Args:
+      directory: Folder of the checkpoints, which may not exist yet.
+      process_newest: Processes the newest sound checkpoint unless that is done; returns its step,
+        or None if none could be read.
+      has_outputs: Function that returns whether outputs of a step exist. Older steps without them
+        are reported.
+      own_last_step: Last step in this job's configuration. The training job's record of its last
+        step takes precedence.
+      timeout_secs: Longest wait for a new checkpoint; None for no limit.
+      signals: Active signal handler.
+      report: Function that receives messages.
+
+    Raises:
+      UsageError: No first checkpoint came in time.
+    """
+    watcher, done = CheckpointWatcher(directory), None
+    while True:
+        end = _training_end(directory, done, own_last_step)
+        if end["is_last"]:
+            if end["reason"]:
+                report(f"step {done} is the last: {end['reason']}")
+            return
+        what = "the first checkpoint" if done is None else f"a checkpoint after step {done}"
+        waits = f"waiting for {what} in {directory} (training ends at step {end['last_step']})"
+        found = _wait(watcher, waits, timeout_secs, signals, report, is_first=done is None)
+        if signals.agreed_now():
+            return
+        if found is None:
+            if done is None:
+                raise UsageError(
+                    f"found no checkpoint in {directory}",
+                    field="--follow_timeout_secs",
+                    value=timeout_secs,
+                    hint="Check --job_log_dir, or wait longer.",
+                )
+            report(
+                f"found no new checkpoint in {directory} within --follow_timeout_secs="
+                f"{timeout_secs:g}; the last was step {done}"
+            )
+            return
+        older = [str(step) for step in found["older"] if not has_outputs(step)]
+        if older:
+            report(f"step {found['step']} is the newest; skipped older steps: {first_names(older)}")
+        processed = process_newest()
+        done = done if processed is None else processed
+        if signals.agreed_now():
+            return
+
+
+def _training_end(directory: epath.Path, done: int | None, own_last_step: int) -> dict[str, Any]:
+    """Return the last step of training, whether it is processed, and the reason of an early end."""
+
+    def find() -> dict[str, Any]:
+        last = recorded_num_train_steps(directory.parent)
+        last = own_last_step if last is None else last
+        is_last, reason = done is not None and done >= last, ""
+        if is_last and last < own_last_step:
+            reason = (
+                f"config.json of the training job has task.train.num_train_steps={last}, this"
+                f" command {own_last_step}"
+            )
+        elif done is not None and not is_last:
+            reason = _early_end(directory, done)
+            is_last = bool(reason)
+        return {"last_step": last, "is_last": is_last, "reason": reason}
+
+    return from_process_0(find)
+
+
+def _early_end(directory: epath.Path, step: int) -> str:
+    """Return why the training job ended early with this checkpoint; empty if it did not."""
+    if step not in committed_steps(directory):
+        return ""
+    try:
+        user = documents.read(step_folder(directory, step))["user"]
+    except (OSError, ValueError, KeyError):
+        return ""  # deleted meanwhile, so the job is running
+    if (user.get(EARLY_STOPPING) or {}).get("stopped_at") is not None:
+        return "early stopping ended the training job"
+    return "the training job ended early" if user.get(ENDED) else ""
+
+
+def _wait(
+    watcher: CheckpointWatcher,
+    waits: str,
+    timeout_secs: float | None,
+    signals: StopSignals,
+    report: Callable[[str], None],
+    *,
+    is_first: bool,
+) -> dict[str, Any] | None:
+    """Wait for a new checkpoint; return None after the timeout or a signal.
+
+    Process 0 polls the folder and reads the clock; the other processes ask it.
+    """
+    schedule = PollSchedule(began=time.monotonic())
+
+    def poll() -> dict[str, Any]:
+        new = watcher.poll_newest()
+        late = timeout_secs is not None and time.monotonic() - schedule.began >= timeout_secs
+        found = None if new is None else {"step": new.step, "older": new.passed_over}
+        return {"found": found, "is_late": late}
+
+    has_reported = False
+    while not signals.agreed_now():
+        polled = from_process_0(poll)
+        if polled["found"] is not None or polled["is_late"]:
+            return polled["found"]
+        if not has_reported:
+            hint = "; Ctrl-C ends this job, and the same command resumes it"
+            report(waits + (hint if is_first else ""))
+            has_reported = True
+        elif schedule.reminds(now := time.monotonic()):
+            report(f"still {waits}: {(now - schedule.began) / 60:.0f} min so far")
+        until = time.monotonic() + schedule.next_interval()
+        if timeout_secs is not None:
+            until = min(until, schedule.began + timeout_secs)
+        # Short waits keep the watchdog informed, whatever its timeout is.
+        while (left := until - time.monotonic()) > 0 and signals.received is None:
+            progress(waits, waits_for_others=True)
+            signals.wait(min(left, _MIN_POLL_SECS))
+    return None
