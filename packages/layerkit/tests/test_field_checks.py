@@ -1,8 +1,5 @@
-"""Wrong numbers and ignored fields are refused in every layer, by its path and the field."""
-
 from __future__ import annotations
 
-import re
 from typing import Any, ClassVar
 
 import jax
@@ -13,7 +10,9 @@ import pytest
 import layerkit.layers as L  # noqa: N812 - the index is read as one name, a layer a line
 from layerkit.base_layer import BaseLayer
 from layerkit.config import Config, build, sub_config_field
+from layerkit.errors import ConfigError
 from layerkit.field_checks import Conditions
+from layerkit.field_types import FieldTypeError
 from layerkit.layers.attention.multi_head import MultiHeadAttention
 from layerkit.layers.embeddings import Embedding, FullSoftmax, SharedEmbeddingSoftmax
 from layerkit.layers.feed_forward import TransformerFeedForward
@@ -47,28 +46,24 @@ class Owner(BaseLayer):
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "expected"),
+    ("field", "value"),
     [
-        ("count", True, "a number, not a bool"),
-        ("count", 2.0, "an integer"),
-        ("count", float("nan"), "an integer"),
-        ("scale", True, "a number, not a bool"),
-        ("scale", float("nan"), "a finite number"),
-        ("scale", float("inf"), "a finite number"),
-        ("scale", np.float32("nan"), "a finite number"),
-        ("limit", -float("inf"), "a finite number"),
-        ("sizes", (1, True), "a number, not a bool"),
-        ("sizes", (1, 2.5), "an integer"),
-        ("count", "8", "an integer, not text"),
-        ("limit", "0.5", "a number, not text"),
-        ("sizes", (1, "2"), "an integer, not text"),
+        ("scale", float("nan")),
+        ("scale", float("inf")),
+        ("scale", np.float32("nan")),
+        ("limit", -float("inf")),
     ],
 )
-def test_a_field_with_another_kind_of_number_is_refused_by_path(field, value, expected):
+def test_float_that_is_not_finite_raises_with_the_path_of_the_layer(raises, field, value):
     layer = build(Config(Owner, child_tpl=Config(Numbers, **{field: value})))
-    message = re.escape(f"Numbers(child): {field}=") + f".*Expected {expected}"
-    with pytest.raises(ValueError, match=message):
+    with raises(ConfigError, owner="Numbers(child)", field=field, expected="a finite number"):
         layer.init(KEY)
+
+
+@pytest.mark.parametrize(("field", "value"), [("count", "8"), ("count", True), ("sizes", (1, 2.5))])
+def test_value_of_another_type_raises_in_a_layer_without_config(raises, field, value):
+    with raises(FieldTypeError, owner="Numbers()", field=field, value=value):
+        Numbers(**{field: value}).init(KEY)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +94,8 @@ def test_numbers_that_fit_pass_the_checks(fields):
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_numbers_out_of_range_are_refused_by_field(layer, field):
-    with pytest.raises(ValueError, match=rf"{field}="):
+def test_number_out_of_range_raises(raises, layer, field):
+    with raises(ConfigError, field=field):
         layer.init(KEY, jnp.ones((1, 4)))
 
 
@@ -111,18 +106,17 @@ SEPARATE = Config(Embedding)
 
 
 @pytest.mark.parametrize(
-    ("layer_class", "fields", "ignored", "switch"),
+    ("layer_class", "fields", "ignored"),
     [
-        (MultiHeadAttention, {**HEADS, "qkv_tpl.dtype": "bfloat16"}, "qkv_tpl.dtype", "combined"),
+        (MultiHeadAttention, {**HEADS, "qkv_tpl.dtype": "bfloat16"}, "qkv_tpl.dtype"),
         (
             MultiHeadAttention,
             {**HEADS, "combined_qkv": True, "key_tpl.weight_axes": (None,) * 3},
             "key_tpl.weight_axes",
-            "combined_qkv=True",
         ),
-        (TransformerFeedForward, {"bias_tpl.dtype": "bfloat16"}, "bias_tpl.dtype", "has_bias"),
-        (L.FeedForward, {"bias_tpl": BIAS, "has_bias": False}, "bias_tpl.dtype", "has_bias"),
-        (MoeFeedForward, {**EXPERTS, "shared_tpl.has_bias": True}, "shared_tpl", "num_shared"),
+        (TransformerFeedForward, {"bias_tpl.dtype": "bfloat16"}, "bias_tpl.dtype"),
+        (L.FeedForward, {"bias_tpl": BIAS, "has_bias": False}, "bias_tpl.dtype"),
+        (MoeFeedForward, {**EXPERTS, "shared_tpl.has_bias": True}, "shared_tpl.has_bias"),
         (
             MoeFeedForward,
             {
@@ -132,33 +126,28 @@ SEPARATE = Config(Embedding)
                 "grouped_matmul": "blocks",
             },
             "grouped_matmul",
-            "dot_tpl is set",
         ),
         *(
             (
                 model,
                 {"embedding_tpl": SEPARATE, "softmax_tpl.scale_by_sqrt_dims": True},
-                "softmax_tpl.scale_by_sqrt_dims=True",
-                "embedding_tpl is set",
+                "softmax_tpl.scale_by_sqrt_dims",
             )
             for model in (TransformerLm, TransformerEncoderDecoder)
         ),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
-def test_a_field_that_another_switches_off_is_refused_naming_both(
-    layer_class, fields, ignored, switch
-):
+def test_field_that_another_switches_off_raises(raises, layer_class, fields, ignored):
     config = Config(layer_class)
     for path, value in fields.items():
         parent, _, name = path.rpartition(".")
         setattr(getattr(config, parent) if parent else config, name, value)
-    message = f"{layer_class.__name__}.*{re.escape(ignored)}.*has no effect while {switch}"
-    with pytest.raises(ValueError, match=message):
+    with raises(ConfigError, owner=f"{layer_class.__name__}()", field=ignored):
         build(config).init(KEY)
 
 
-def test_a_field_that_a_template_does_not_have_cannot_be_ignored():
+def test_condition_on_a_field_that_the_template_lacks_is_skipped():
     config = TransformerLm.HParams.config(
         vocab_size=8, model_dims=4, hidden_dims=4, num_heads=1, embedding_tpl=SEPARATE
     )
@@ -166,7 +155,7 @@ def test_a_field_that_a_template_does_not_have_cannot_be_ignored():
     jax.eval_shape(build(config).init, KEY)
 
 
-def test_conditions_of_a_base_class_hold_with_the_defaults_of_the_subclass():
+def test_conditions_of_a_base_class_hold_with_the_defaults_of_the_subclass(raises):
     class Tied(SharedEmbeddingSoftmax):
         used_only_if: ClassVar[Conditions] = {"chunk_size": "z_loss_weight"}
         bias_axes = (None,)
@@ -174,11 +163,11 @@ def test_conditions_of_a_base_class_hold_with_the_defaults_of_the_subclass():
     sizes = {"input_dims": 4, "num_classes": 4}
     Tied(**sizes).init(KEY)
     for field, value in {"bias_axes": ("embed",), "chunk_size": 2}.items():
-        with pytest.raises(ValueError, match=f"{field}=.* has no effect while"):
+        with raises(ConfigError, field=field, value=value):
             Tied(**sizes, **{field: value}).init(KEY)
 
 
-def test_templates_that_nothing_is_made_of_are_known_from_the_conditions():
+def test_templates_without_children_follow_from_the_conditions():
     config = MultiHeadAttention.HParams.config(combined_qkv=True)
     unused = unused_templates(config)
     assert {id(config.query_tpl), id(config.key_tpl), id(config.value_tpl)} == unused

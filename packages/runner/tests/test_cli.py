@@ -369,7 +369,7 @@ _WRONG_FIELDS = {
     ),
     "type": (
         ["--exp=lm.Small", "--fdl.NUM_LAYERS=three"],
-        "lm.Small.NUM_LAYERS: expected int, got 'three'\n",
+        "lm.Small: NUM_LAYERS='three'. Expected int.\n",
     ),
     "other experiment": (
         ["--exp=lm.Small", "--diff_config=lm.Lareg"],
@@ -382,8 +382,8 @@ _WRONG_FIELDS = {
     ),
     "literal": (
         ["--exp=lm.Small", "--fdl.ICI_MESH_SHAPE=[1,4,1"],
-        "lm.Small.ICI_MESH_SHAPE: expected tuple[int, ...], got '[1,4,1', which is not a complete"
-        " Python literal\n",
+        "lm.Small: ICI_MESH_SHAPE='[1,4,1'. Expected tuple[int, ...]. It is not a complete Python"
+        " literal.\n",
     ),
 }
 
@@ -410,7 +410,7 @@ def test_mistakes_answered_before_anything_is_imported(place: Path, mistake: str
         ),
         (
             ["--fdl.task.model.num_layers=three"],
-            "--fdl.task.model.num_layers: expected int, got 'three'\n",
+            "--fdl.task.model.num_layers='three'. Expected int.\n",
         ),
         (
             ["--fdl.datasets.1.batch_size=3"],

@@ -28,6 +28,7 @@ from typing import Any, ClassVar, Generic, TypeVar, dataclass_transform
 
 import fiddle as fdl
 
+from layerkit.field_types import convert_field, parameters_of, typed_fields
 from layerkit.near_names import near_names
 
 T = TypeVar("T")
@@ -36,7 +37,6 @@ _ROLE = "layerkit.role"
 _MAKE = "layerkit.make_default"
 _TEMPLATE = "template"
 _FROZEN = "__frozen__"
-_HIDDEN_FIELDS = frozenset({"parent"})
 
 
 class UnknownFieldError(AttributeError, TypeError):
@@ -47,24 +47,13 @@ def field_names(target: Any) -> list[str]:
     """Names that a config of `target` (a class or function) may set."""
     if isinstance(target, fdl.Buildable):
         target = fdl.get_callable(target)
-    if dataclasses.is_dataclass(target):
-        fields = dataclasses.fields(target)
-        return [f.name for f in fields if f.init and f.name not in _HIDDEN_FIELDS]
-    unnamed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
-    return [parameter.name for parameter in _parameters(target) if parameter.kind not in unnamed]
+    return list(typed_fields(target))
 
 
 def _accepts_any_keyword(target: Any) -> bool:
     if dataclasses.is_dataclass(target):
         return False
-    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in _parameters(target))
-
-
-def _parameters(target: Any) -> list[inspect.Parameter]:
-    try:
-        return list(inspect.signature(target).parameters.values())
-    except ValueError:  # some built-in types, such as dict, do not tell theirs
-        return [inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)]
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters_of(target))
 
 
 def _unknown_field(target: Any, name: str) -> str:
@@ -74,7 +63,7 @@ def _unknown_field(target: Any, name: str) -> str:
 
 
 def _check_keyword(target: Any, name: str) -> None:
-    if name not in field_names(target) and not _accepts_any_keyword(target):
+    if name not in typed_fields(target) and not _accepts_any_keyword(target):
         raise UnknownFieldError(_unknown_field(target, name))
 
 
@@ -102,6 +91,12 @@ class _Editable(Generic[T]):
             elif field.default_factory is not dataclasses.MISSING:
                 setattr(self, field.name, field.default_factory())
 
+    def _arguments_set_value(self, key: int | str, value: Any) -> None:
+        """Set an argument, which Fiddle does by this method alone, converted to its type."""
+        if isinstance(key, str):
+            value = convert_field(self.__fn_or_cls__, key, value)
+        super()._arguments_set_value(key, value)  # type: ignore[misc]
+
     def _refuse_if_frozen(self, field: Any) -> None:
         if self.__dict__.get(_FROZEN):
             label = getattr(self.__fn_or_cls__, "__qualname__", repr(self.__fn_or_cls__))
@@ -125,16 +120,12 @@ class _Editable(Generic[T]):
     def __setattr__(self, name: str, value: Any) -> None:
         self._refuse_if_frozen(name)
         if not name.startswith("__"):
-            target = self.__fn_or_cls__
-            if name not in field_names(target) and not _accepts_any_keyword(target):
-                raise UnknownFieldError(_unknown_field(target, name))
+            _check_keyword(self.__fn_or_cls__, name)
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        target = self.__fn_or_cls__
-        is_field = name.startswith("__") or name in field_names(target)
-        if not is_field and not _accepts_any_keyword(target):
-            raise UnknownFieldError(_unknown_field(target, name))
+        if not name.startswith("__"):
+            _check_keyword(self.__fn_or_cls__, name)
         return super().__getattr__(name)  # type: ignore[misc]
 
     # A module whose fields hold configs is a key of JAX's caches. Equal configs have equal targets,
@@ -148,8 +139,9 @@ class _Editable(Generic[T]):
 
     def set(self, **fields: Any) -> typing.Self:
         """Sets several fields and returns this config."""
-        for name in fields:
+        for name, value in fields.items():
             _check_keyword(self.__fn_or_cls__, name)
+            convert_field(self.__fn_or_cls__, name, value)
         for name, value in fields.items():
             setattr(self, name, value)
         return self

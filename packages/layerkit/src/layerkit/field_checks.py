@@ -1,17 +1,16 @@
-"""Checks of fields that hold for every layer: numbers are numbers, and no field is ignored.
+"""Checks of the fields of every layer: values have the right type, and no field is ignored.
 
-A layer says by `used_only_if` under which condition on its other fields a field has an effect:
+A layer declares by `used_only_if` the condition on its other fields under which a field has an
+effect:
 
     class Projection(BaseLayer):
         used_only_if: ClassVar[Conditions] = {"bias_tpl": "use_bias"}
 
-A field whose condition is not met has to keep its default. Otherwise somebody set it, and would
-train without it.
+A field whose condition is not met must keep its default, since setting it would change nothing.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import math
@@ -21,38 +20,43 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from layerkit.config import Config, assigned_fields, is_config, target_of
+from layerkit.errors import ConfigError, short_repr
+from layerkit.field_types import convert_field, typed_fields
 
 # Field, or path into its template → field that must be set (other than None, False and 0), or
 # "not " and a field that must not be set; or several of these, which must all hold.
 Conditions = Mapping[str, str | tuple[str, ...]]
 
 _NEGATION = "not "
-_NUMBERS = frozenset({"int", "float"})
-_PLAIN_TYPES = _NUMBERS | {"bool", "str", "None", "Optional", "Union", "Sequence", "tuple", "list"}
-_LONGEST_VALUE = 100
 
 
 def check_fields(layer: Any, *, owner: str) -> None:
-    """Check the fields of a layer that can be checked without knowing its class.
+    """Check the fields of a layer, whether it was built from a config or directly.
 
     Args:
       layer: An instance of a dataclass, with or without `used_only_if`.
       owner: Name of the layer for messages.
 
     Raises:
-      ValueError: an int field that holds a bool, text or a fraction, a float field that holds text,
-        NaN or infinity, or a field that is set although another one switches it off.
+      FieldTypeError: A value of another type than its field.
+      ConfigError: A float field that holds NaN or infinity, or a field that is set although another
+        one switches it off.
     """
     cls: Any = type(layer)
-    for name, kinds in _number_fields(cls):
-        _check_number(getattr(layer, name), kinds, f"{owner}: {name}")
+    for name in typed_fields(cls):
+        value = getattr(layer, name)
+        convert_field(cls, name, value, owner=owner)
+        if name in _float_fields(cls) and not _is_finite(value):
+            raise ConfigError(owner=owner, field=name, value=value, expected="a finite number")
     for path, condition in unmet_conditions(layer):
         for changed, value in _changes(layer, path):
             switch = condition.removeprefix(_NEGATION)
-            raise ValueError(
-                f"{owner}: {changed}={_shortened(value)} has no effect while"
-                f" {_state(layer, switch)}. Expected the default. Leave {changed} out, or change"
-                f" {switch}."
+            raise ConfigError(
+                owner=owner,
+                field=changed,
+                value=value,
+                expected=f"the default, since it has no effect while {_state(layer, switch)}",
+                hint=f"Leave {changed} out, or change {switch}.",
             )
 
 
@@ -88,37 +92,15 @@ def conditions_of(cls: Any) -> Conditions:
 
 
 @functools.cache
-def _number_fields(cls: Any) -> tuple[tuple[str, frozenset[str]], ...]:
-    """Return the fields of a class that hold numbers alone, with "int", "float", "bool" of each."""
-    found = []
-    for field in dataclasses.fields(cls):
-        is_text = isinstance(field.type, str)
-        text = str(field.type) if is_text else inspect.formatannotation(field.type)
-        words = frozenset(re.findall(r"[A-Za-z_]\w*", text))
-        if words & _NUMBERS and words <= _PLAIN_TYPES:
-            found.append((field.name, words))
-    return tuple(found)
+def _float_fields(cls: Any) -> frozenset[str]:
+    fields = typed_fields(cls).items()
+    return frozenset(name for name, f in fields if re.search(r"\bfloat\b", f.annotation or ""))
 
 
-def _check_number(value: Any, kinds: frozenset[str], where: str) -> None:
+def _is_finite(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
-        for item in value:
-            _check_number(item, kinds, where)
-        return
-    # Not None, and no array: its elements are not known while a program is traced.
-    is_number = isinstance(value, numbers.Real)
-    if isinstance(value, str):
-        is_wrong = "str" not in kinds
-        expected = "a number, not text" if "float" in kinds else "an integer, not text"
-        value = repr(value)
-    elif isinstance(value, bool):
-        is_wrong, expected = "bool" not in kinds, "a number, not a bool"
-    elif "float" in kinds:
-        is_wrong, expected = is_number and not math.isfinite(value), "a finite number"
-    else:
-        is_wrong, expected = is_number and not isinstance(value, numbers.Integral), "an integer"
-    if is_wrong:
-        raise ValueError(f"{where}={value}. Expected {expected}.")
+        return all(map(_is_finite, value))
+    return not isinstance(value, numbers.Real) or math.isfinite(value)
 
 
 @functools.cache
@@ -155,9 +137,4 @@ def _differences(value: Any, default: Any, path: str) -> Iterator[tuple[str, Any
 def _state(layer: Any, field: str) -> str:
     value = getattr(layer, field)
     is_plain = value is None or isinstance(value, (bool, int, float, str))
-    return f"{field}={_shortened(value)}" if is_plain else f"{field} is set"
-
-
-def _shortened(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
+    return f"{field}={short_repr(value)}" if is_plain else f"{field} is set"

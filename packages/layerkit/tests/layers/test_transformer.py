@@ -348,8 +348,8 @@ def test_two_rates_of_droppath_contradict():
         ),
         (
             {"parallel_shares_norm": True},
-            "parallel_shares_norm=True has no effect while parallel=False. Expected the default."
-            " Leave parallel_shares_norm out, or change parallel.",
+            "parallel_shares_norm=True. Expected the default, since it has no effect while"
+            " parallel=False. Leave parallel_shares_norm out, or change parallel.",
         ),
         (
             {**SHARED, "norm_policy": "branch"},

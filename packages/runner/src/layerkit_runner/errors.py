@@ -14,6 +14,7 @@ import re
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from layerkit.diagnostics import layer_of
 from layerkit.errors import UserError, as_sentence
@@ -55,6 +56,13 @@ _LOOKUP_FUNCTIONS = frozenset(
         *("create_child", "create_children", "_make_child", "<listcomp>"),
     }
 )
+
+
+def with_data(kind: type[UsageError], error: UserError, **data: Any) -> UsageError:
+    """Return an error of another kind with the data of `error`, some of it replaced."""
+    found = kind()
+    vars(found).update(vars(error), **data)
+    return found
 
 
 def to_usage_error(error: Exception, *, owner: str | None = None) -> UsageError:

@@ -69,7 +69,6 @@ def test_by_default_all_are_trained():
             "Learner.frozen[0]: '(' is not a regular expression: missing ), unterminated subpattern"
             " at position 0",
         ),
-        ({"frozen": "lm/.*"}, "Learner.frozen='lm/.*': expected a tuple of patterns"),
         (
             {"trainable": ("a",), "frozen": ("b",)},
             "Learner: set trainable or frozen, not both (('a',) and ('b',))",

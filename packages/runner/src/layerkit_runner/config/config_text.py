@@ -15,8 +15,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from layerkit import field_types
 from layerkit.config import is_config
-from layerkit_runner.config import field_types
 from layerkit_runner.config.config_tree import NOT_SET, target_name, walk
 from layerkit_runner.config.flags import run_words
 from layerkit_runner.config.overrides import OPTIONAL_ROOTS, ROOTS
@@ -120,7 +120,7 @@ def plain_value(value: Any) -> Any:
 def _as_typed(value: Any) -> str:
     """Return the text of an override, without quotes where it is read as a string anyway."""
     if isinstance(value, str) and value not in ("true", "false"):  # asked about, not taken
-        with contextlib.suppress(field_types.MismatchError):
+        with contextlib.suppress(field_types.FieldTypeError):
             if field_types.parse_literal(value) == value:
                 return value
     return value_text(value)

@@ -6,17 +6,16 @@ configs and through lists, tuples and dicts.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+from layerkit import field_types
 from layerkit.config import Config, assigned_fields, field_names, is_config, target_of
 from layerkit.errors import first_names
 from layerkit.near_names import near_names
-from layerkit_runner.config import field_types
 from layerkit_runner.config.overrides import Override
-from layerkit_runner.errors import UsageError
+from layerkit_runner.errors import UsageError, with_data
 
 NOT_SET = "(not set)"
 
@@ -158,8 +157,10 @@ class PathSetter:
     def _parse(self, old: Any, here: str, annotation: str | None) -> Any:
         try:
             value = field_types.parse_value(self._override.text, annotation)
-        except field_types.MismatchError as error:
-            raise self._error(str(error)) from None
+        except field_types.FieldTypeError as error:
+            if not is_config(old):
+                raise self._mismatch(error, here) from None
+            value = self._override.text
         if is_config(old) and value is not None:
             example = next(iter(field_names(old)), "NAME")
             raise self._error(
@@ -170,11 +171,16 @@ class PathSetter:
     def _fitting(self, value: Any, path: str, annotation: str | None) -> Any:
         try:
             return field_types.convert(value, annotation)
-        except field_types.MismatchError as error:
-            raise self._error(f"{path} would not fit any more: {error}") from None
+        except field_types.FieldTypeError as error:
+            raise self._mismatch(error, path) from None
+
+    def _mismatch(self, error: field_types.FieldTypeError, path: str) -> UsageError:
+        owner = None if path == self._override.path else f"--fdl.{self._override.path}"
+        field = path if owner else f"--fdl.{path}"
+        return with_data(UsageError, error, owner=owner, field=field)
 
     def _field(self, config: Any, name: str, here: str) -> tuple[Any, str | None]:
-        annotations = _annotations(config)
+        annotations = field_types.field_annotations(target_of(config))
         if name not in annotations and name not in assigned_fields(config):
             raise self._error(
                 f"{here} is {_shown(config)}, which has no field {name!r}"
@@ -200,18 +206,6 @@ class PathSetter:
 
     def _error(self, text: str) -> UsageError:
         return UsageError(f"--fdl.{self._override.path}: {text}")
-
-
-def _annotations(config: Any) -> dict[str, str | None]:
-    """Return the fields of a config, each with its annotation's text where that is known."""
-    target = target_of(config)
-    if dataclasses.is_dataclass(target):
-        annotations: dict[str, Any] = {f.name: f.type for f in dataclasses.fields(target)}
-    else:
-        parameters = inspect.signature(target).parameters.values()
-        annotations = {p.name: p.annotation for p in parameters}
-    texts = {name: annotations.get(name) for name in field_names(config)}
-    return {name: field_types.annotation_text(text) for name, text in texts.items()}
 
 
 def _shown(value: Any) -> str:

@@ -17,6 +17,7 @@ in.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import inspect
 import re
@@ -24,10 +25,10 @@ import types
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from layerkit import field_types
 from layerkit.near_names import near_names
-from layerkit_runner.config import field_types
 from layerkit_runner.config.overrides import unknown_field
-from layerkit_runner.errors import FieldError, UsageError
+from layerkit_runner.errors import FieldError, UsageError, with_data
 
 if TYPE_CHECKING:
     from layerkit.config import Config
@@ -94,8 +95,11 @@ class BaseExperiment:
                 raise FieldError(unknown_field(type(self).__qualname__, name, declared))
             try:
                 value = field_types.convert(value, declared[name])
-            except field_types.MismatchError as error:
-                raise FieldError(f"{type(self).__qualname__}.{name}: {error}") from None
+            except field_types.FieldTypeError as error:
+                owner = type(self).__qualname__
+                raise with_data(FieldError, error, owner=owner, field=name) from None
+            # A list that an instance edits must not be the default of its class.
+            value = copy.copy(value) if isinstance(value, (list, dict)) else value
         super().__setattr__(name, value)
 
     @property
@@ -327,7 +331,7 @@ def _is_hook_like(base: type, name: str) -> bool:
 
 def _annotated_fields(cls: type) -> dict[str, str | None]:
     return {
-        name: field_types.annotation_text(annotation)
+        name: field_types.read_annotation(annotation, base.__module__)
         for base in reversed(cls.__mro__)
         for name, annotation in inspect.get_annotations(base).items()
         if is_field_name(name)

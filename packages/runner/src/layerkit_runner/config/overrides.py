@@ -15,10 +15,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from layerkit import field_types
 from layerkit.errors import first_names
 from layerkit.near_names import near_names
-from layerkit_runner.config import field_types
-from layerkit_runner.errors import FieldError, UsageError
+from layerkit_runner.errors import FieldError, UsageError, with_data
 
 # Lists that few experiments define; None where they do not.
 PROGRAM_ROOTS = ("train_programs", "eval_programs", "decode_programs")
@@ -122,7 +122,7 @@ def parse_fields(
       FieldError: lists every override that names no field, or whose value is of another type.
     """
     values: dict[str, Any] = {}
-    problems: list[str] = []
+    problems: list[str | UsageError] = []
     for override in overrides:
         name = override.parts[0]
         if override.is_deep:
@@ -134,10 +134,12 @@ def parse_fields(
         else:
             try:
                 values[name] = field_types.parse_value(override.text, annotations[name])
-            except field_types.MismatchError as error:
-                problems.append(f"{experiment}.{name}: {error}")
+            except field_types.FieldTypeError as error:
+                problems.append(with_data(FieldError, error, owner=experiment, field=name))
+    if len(problems) == 1 and isinstance(problems[0], FieldError):
+        raise problems[0]
     if problems:
-        raise FieldError("\n".join(problems))
+        raise FieldError("\n".join(map(str, problems)))
     return values
 
 

@@ -39,7 +39,7 @@ def launch(*words: str) -> int:
         ),
         (
             ["slurm", f"--exp={EXP}", "--job_log_dir=d", "--fdl.NUM_LAYERS=few"],
-            f"{EXP}.NUM_LAYERS: expected int, got 'few'",
+            f"{EXP}: NUM_LAYERS='few'. Expected int",
         ),
         (
             ["slurm", f"--exp={EXP}", "--job_log_dir=d", "--num_processes=2"],

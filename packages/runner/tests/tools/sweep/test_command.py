@@ -77,7 +77,7 @@ def test_refused_before_jax_is_imported(
         ),
         (
             {"space": {"WIDTH": {"low": 1.5, "high": 2}}},
-            "Slope.WIDTH: expected int, got 1.5",
+            "Slope: WIDTH=1.5. Expected int",
         ),
         (
             {"metric": "held_out/loss"},
@@ -91,7 +91,7 @@ def test_refused_before_jax_is_imported(
         ),
         (
             {"space": {"task.train.num_train_steps": {"low": 1.0, "high": 2.0}}},
-            "--fdl.task.train.num_train_steps: expected int, got 1.0",
+            "--fdl.task.train.num_train_steps=1.0. Expected int",
         ),
     ],
 )

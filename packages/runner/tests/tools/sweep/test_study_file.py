@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from layerkit_runner.config.field_types import parse_value
+from layerkit.field_types import parse_value
 from layerkit_runner.config.overrides import Override
 from layerkit_runner.errors import UsageError
 from layerkit_runner.tools.sweep.study_file import (
@@ -193,9 +193,9 @@ def test_what_a_file_that_is_none_hears(tmp_path: Path):
     ("space", "text"),
     [
         ({"RATTE": SPACE["RATE"]}, "Toy has no field 'RATTE'; did you mean 'RATE'?"),
-        ({"LAYERS": {"low": 1.0, "high": 2.0}}, "Toy.LAYERS: expected int, got 1.0"),
-        ({"LAYERS": {"choices": [1, "two"]}}, "Toy.LAYERS: expected int, got 'two'"),
-        ({"MESH": {"choices": [[1], [1, "a"]]}}, "Toy.MESH: expected list[int], got "),
+        ({"LAYERS": {"low": 1.0, "high": 2.0}}, "Toy: LAYERS=1.0. Expected int"),
+        ({"LAYERS": {"choices": [1, "two"]}}, "Toy: LAYERS='two'. Expected int"),
+        ({"MESH": {"choices": [[1], [1, "a"]]}}, "Toy: MESH=[1, 'a']. Expected list[int]"),
         (
             {"task.a": SPACE["RATE"], "task.a.b": SPACE["RATE"]},
             "space.task.a.b is a part of space.task.a; keep one.",

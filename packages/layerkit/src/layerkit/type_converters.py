@@ -1,0 +1,322 @@
+"""Converters to types: functions that return the converted value, or `MISMATCH`.
+
+This module imports nothing that takes time, so that command lines can use it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import collections.abc
+import enum
+import functools
+import numbers
+import pathlib
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Converter = Callable[[Any], Any]
+MISMATCH: Any = object()
+
+
+class _UnknownMeta(type):
+    def __getitem__(cls, item: Any) -> Any:
+        return cls
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls
+
+
+class _Unknown(metaclass=_UnknownMeta):
+    """The value of a name that cannot be found. It may be subscripted and joined by `|`."""
+
+
+_WELL_KNOWN = {
+    **{name: getattr(typing, name) for name in typing.__all__},
+    "typing": typing,
+    "collections": collections,
+    "Any": Any,
+}
+
+
+class _Names(dict[str, Any]):
+    """The names of an annotation, found in modules, in `builtins` or in `typing`."""
+
+    def __init__(self, modules: tuple[str, ...]):
+        self._scopes = [vars(sys.modules[name]) for name in modules if name in sys.modules]
+        self._scopes += [vars(builtins), _WELL_KNOWN]
+
+    def __missing__(self, name: str) -> Any:
+        return next((scope[name] for scope in self._scopes if name in scope), _Unknown)
+
+
+def evaluate(text: str, modules: tuple[str, ...]) -> Any:
+    """Return the type that the text of an annotation describes, as far as its names are found."""
+    try:
+        # The text comes from source code, as for `typing.get_type_hints`.
+        return eval(text, {}, _Names(modules))
+    except Exception:
+        return _Unknown
+
+
+# Converters.
+
+
+@functools.cache
+def converter_of_text(text: str, modules: tuple[str, ...]) -> Converter | None:
+    """Return the converter to the type that an annotation describes; None if every value fits."""
+    return converter_of(evaluate(text, modules), modules)
+
+
+def is_union(kind: Any) -> bool:
+    """Return whether a type is a union, such as `int | None`."""
+    return typing.get_origin(kind) in (typing.Union, types.UnionType)
+
+
+# Wrappers "around" a type.
+_TRANSPARENT = (typing.ClassVar, typing.Final, typing.Annotated, typing.Required)
+
+
+def converter_of(kind: Any, modules: tuple[str, ...]) -> Converter | None:
+    """Return the converter to a type; None if every value fits."""
+    if isinstance(kind, (str, typing.ForwardRef)):
+        text = kind if isinstance(kind, str) else kind.__forward_arg__
+        return converter_of_text(text, modules)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    for attribute in ("__supertype__", "__value__"):  # of a NewType, and of a type alias
+        if hasattr(kind, attribute):
+            return converter_of(getattr(kind, attribute), modules)
+    if origin in _TRANSPARENT or origin is typing.NotRequired:
+        return converter_of(arguments[0], modules)
+    if origin is typing.Literal:
+        return _literal(arguments)
+    if is_union(kind):
+        return _union([converter_of(member, modules) for member in arguments])
+    base = origin or kind
+    if base is None or base is type(None):
+        return lambda value: None if value is None else MISMATCH
+    if base in _SCALARS:
+        return _SCALARS[base]
+    if base in _SEQUENCES:
+        return _sequence(base, arguments, modules)
+    if base in _MAPPINGS:
+        return _mapping(arguments, modules)
+    if base is collections.abc.Callable:
+        return lambda value: value if callable(value) or is_config(value) else MISMATCH
+    if base is type:
+        return _class(arguments[0] if arguments else object)
+    return _instance(base, arguments, modules)
+
+
+def _fiddle() -> Any:
+    # A value is a config only if Fiddle has been imported.
+    return sys.modules.get("fiddle")
+
+
+def is_config(value: Any) -> bool:
+    """Return whether a value is a config, also a plain one of Fiddle."""
+    fdl = _fiddle()
+    return fdl is not None and isinstance(value, fdl.Buildable)
+
+
+def _builds(value: Any, *classes: type) -> bool:
+    """Return whether a value is a config of one of the classes, or of a function."""
+    fdl = _fiddle()
+    if fdl is None or not isinstance(value, fdl.Config):
+        return False
+    target = fdl.get_callable(value)
+    return not isinstance(target, type) or issubclass(target, classes)
+
+
+def _is_scalar_array(value: Any) -> bool:
+    # A scalar of JAX, which may be traced, so that its value is not known.
+    return hasattr(value, "dtype") and getattr(value, "shape", None) == ()
+
+
+def _to_int(value: Any) -> Any:
+    if isinstance(value, bool):
+        return MISMATCH
+    if isinstance(value, numbers.Integral) or _builds(value, numbers.Integral):
+        return value
+    is_array = _is_scalar_array(value) and value.dtype.kind in "iu"
+    return value if is_array else MISMATCH
+
+
+def _to_float(value: Any) -> Any:
+    if isinstance(value, float):
+        return value
+    if isinstance(value, int):
+        return MISMATCH if isinstance(value, bool) else float(value)
+    if isinstance(value, numbers.Real) or _builds(value, numbers.Real):
+        return value
+    return value if _is_scalar_array(value) and value.dtype.kind != "b" else MISMATCH
+
+
+def _to_bool(value: Any) -> Any:
+    if isinstance(value, bool) or _builds(value, bool):
+        return value
+    is_numpy = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
+    return bool(value) if is_numpy and value.dtype.kind == "b" else MISMATCH
+
+
+def _to_str(value: Any) -> Any:
+    return value if isinstance(value, str) or _builds(value, str) else MISMATCH
+
+
+_SCALARS: dict[Any, Converter] = {int: _to_int, float: _to_float, bool: _to_bool, str: _to_str}
+
+
+def _literal(choices: tuple[Any, ...]) -> Converter:
+    valid = {(type(choice), choice) for choice in choices}
+
+    def to_literal(value: Any) -> Any:
+        is_valid = isinstance(value, collections.abc.Hashable) and (type(value), value) in valid
+        return value if is_valid or _builds(value) else MISMATCH
+
+    return to_literal
+
+
+def _union(members: list[Converter | None]) -> Converter | None:
+    """Prefer the member that takes the value unchanged: 3 stays an int in `float | int`."""
+    if None in members:
+        return None
+
+    def to_member(value: Any) -> Any:
+        found = MISMATCH
+        for member in members:
+            converted = member(value)  # type: ignore[misc]
+            if converted is MISMATCH:
+                continue
+            if type(converted) is type(value):
+                return converted
+            if found is MISMATCH:
+                found = converted
+        return found
+
+    return to_member
+
+
+# Each type with what a list or tuple becomes; None leaves it unchanged.
+_SEQUENCES: dict[Any, Any] = {list: list, tuple: tuple, collections.abc.Sequence: None}
+_MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
+
+
+def _sequence(base: Any, arguments: tuple[Any, ...], modules: tuple[str, ...]) -> Converter:
+    kind = _SEQUENCES[base]
+    has_length = base is tuple and arguments and arguments[-1] is not Ellipsis
+    items = [converter_of(item, modules) for item in arguments if item is not Ellipsis]
+
+    def to_sequence(value: Any) -> Any:
+        if not isinstance(value, (list, tuple)):
+            is_other = kind is None and isinstance(value, collections.abc.Sequence)
+            fits = (is_other and not isinstance(value, (str, bytes))) or _builds(value, base)
+            return value if fits else MISMATCH
+        if has_length and len(value) != len(items):
+            return MISMATCH
+        if any(item is not None for item in items):
+            converters = items if has_length else items * len(value)
+            found = [item(v) if item else v for item, v in zip(converters, value, strict=True)]
+            if any(item is MISMATCH for item in found):
+                return MISMATCH
+            # Lists that nothing changes stay the same object, which its owner may edit.
+            if any(new is not old for new, old in zip(found, value, strict=True)):
+                plain = tuple if isinstance(value, tuple) else list
+                value = value._make(found) if hasattr(value, "_make") else plain(found)
+        return value if kind is None or isinstance(value, kind) else kind(value)
+
+    return to_sequence
+
+
+def _mapping(arguments: tuple[Any, ...], modules: tuple[str, ...]) -> Converter:
+    key, item = [converter_of(kind, modules) for kind in arguments] or (None, None)
+
+    def to_mapping(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value if _builds(value, Mapping) else MISMATCH
+        if key is None and item is None:
+            return value
+        found = {key(k) if key else k: item(v) if item else v for k, v in value.items()}
+        if MISMATCH in found or any(v is MISMATCH for v in found.values()):
+            return MISMATCH
+        is_same = all(found.get(k) is v for k, v in value.items())
+        return value if is_same else found
+
+    return to_mapping
+
+
+def _class(base: Any) -> Converter:
+    def to_class(value: Any) -> Any:
+        fits = isinstance(value, type) and (not isinstance(base, type) or issubclass(value, base))
+        return value if fits else MISMATCH
+
+    return to_class
+
+
+def _instance(base: Any, arguments: tuple[Any, ...], modules: tuple[str, ...]) -> Converter | None:
+    """Return the converter to instances of a class, or to configs with a target."""
+    if not isinstance(base, type) or base in (object, _Unknown) or not _can_be_checked(base):
+        return None
+    if hasattr(base, "_target") and hasattr(base, "config"):
+        # `SomeLayer.HParams`, as Praxis annotates templates; `BaseHParams` has no target.
+        return base._target and converter_of(base._target, modules)
+    fdl = _fiddle()
+    if fdl is not None and issubclass(base, fdl.Buildable):
+        return _config_of(base, arguments[0] if arguments else Any, modules)
+    if issubclass(base, enum.Enum):
+        return functools.partial(_to_member, base)
+    others = (str,) if issubclass(base, pathlib.PurePath) else ()
+    # Whether the class of a config implements a protocol is known once it is built.
+    takes_configs = getattr(base, "_is_protocol", False)
+
+    def to_instance(value: Any) -> Any:
+        if isinstance(value, (base, *others)) or (takes_configs and is_config(value)):
+            return value
+        return value if not takes_configs and _builds(value, base) else MISMATCH
+
+    return to_instance
+
+
+def _can_be_checked(cls: type) -> bool:
+    # Arrays and dtypes have many forms, and NumPy's replace JAX's.
+    if cls.__module__.partition(".")[0] in ("jax", "jaxlib", "numpy"):
+        return False
+    try:
+        isinstance(None, cls)
+    except TypeError:  # a protocol that is not made for it, or a TypedDict
+        return False
+    return True
+
+
+def _to_member(base: Any, value: Any) -> Any:
+    if isinstance(value, base) or _builds(value, base):
+        return value
+    try:
+        return base(value)
+    except ValueError:
+        return MISMATCH
+
+
+def _config_of(base: Any, target: Any, modules: tuple[str, ...]) -> Converter:
+    """Return the converter to configs, of the kind `base`, of subclasses of a target."""
+    if isinstance(target, (str, typing.ForwardRef)):
+        text = target if isinstance(target, str) else target.__forward_arg__
+        target = evaluate(text, modules)
+    target = typing.get_origin(target) or target
+    is_any = not isinstance(target, type) or target in (_Unknown, Any, object)
+    fdl = _fiddle()
+    # A field of our configs takes plain ones of Fiddle as well.
+    kind = next(k for k in (fdl.Config, fdl.Partial, fdl.Buildable) if issubclass(base, k))
+
+    def to_config(value: Any) -> Any:
+        if not isinstance(value, kind):
+            return MISMATCH
+        described = fdl.get_callable(value)
+        fits = is_any or not isinstance(described, type) or issubclass(described, target)
+        return value if fits else MISMATCH
+
+    return to_config
