@@ -427,8 +427,8 @@ def test_contradictions_are_refused_naming_both_sides():
         ({"block_tpls": ()}, "block_tpls is empty, expected layers, or None"),
         (
             {"block_tpls": (LOCAL,), "layer_tpl": GLOBAL},
-            "layer_tpl.attention_tpl.rotary_tpl=<Config[RotaryPositionalEmbedding()]> has no effect"
-            " while block_tpls is set. Expected the default. Leave"
+            "layer_tpl.attention_tpl.rotary_tpl=<Config[RotaryPositionalEmbedding()]>. Expected the default,"
+            " since it has no effect while block_tpls is set. Leave"
             " layer_tpl.attention_tpl.rotary_tpl out, or change block_tpls.",
         ),
         (
