@@ -135,7 +135,7 @@ class BaseModel(BaseLayer):
     @property
     @nn.nowrap
     def can_decode(self) -> bool:
-        """Whether the model defines `decode`."""
+        """True if the model defines `decode`."""
         return type(self).decode is not BaseModel.decode
 
     @nn.nowrap

@@ -1,4 +1,4 @@
-"""Beam search against enumeration, a search by hand, and that of Hugging Face transformers.
+"""Beam search compared with enumeration, a search by hand, and Hugging Face transformers.
 
 The model's logits come from a table, at a place that all tokens of the row decide. It reads them
 from the cache, so beams whose cache is another one's get wrong scores.
@@ -19,6 +19,7 @@ from layerkit.decoding.beam_search import BeamSearch
 from layerkit.decoding.cache_rows import row_axes
 from layerkit.decoding.logit_processors import BannedIds
 from layerkit.decoding.loop import SampleDecoder, extend_prompts
+from layerkit.errors import ConfigError
 
 VOCAB, PLACES = 4, 97
 TABLE = np.random.default_rng(0).normal(0.0, 1.5, (PLACES, VOCAB)).astype(np.float32)
@@ -98,7 +99,7 @@ def all_continuations(prompt, steps, eos_ids, alpha):
 
 
 @pytest.mark.parametrize(("eos_id", "alpha"), [(2, 0.8), ((1, 3), 2.5), (None, 0.0)])
-def test_a_beam_as_wide_as_the_space_finds_what_enumeration_finds(eos_id, alpha):
+def test_beam_as_wide_as_the_space_equals_enumeration(eos_id, alpha):
     decoder = BeamSearch(
         beam_size=64, num_results=6, max_decode_steps=3, eos_id=eos_id, length_norm_alpha=alpha
     )
@@ -135,7 +136,7 @@ def search_by_hand(prompt, decoder):
 @pytest.mark.parametrize(
     ("beam_size", "num_results", "eos_id"), [(1, 1, None), (2, 1, 3), (3, 3, 2)]
 )
-def test_narrow_beams_are_those_of_a_search_by_hand(beam_size, num_results, eos_id):
+def test_narrow_beams_equal_a_search_by_hand(beam_size, num_results, eos_id):
     decoder = BeamSearch(
         beam_size=beam_size, num_results=num_results, max_decode_steps=7, eos_id=eos_id
     )
@@ -151,7 +152,7 @@ def test_narrow_beams_are_those_of_a_search_by_hand(beam_size, num_results, eos_
     assert not np.any(outputs.ids[3]) and outputs.lengths[3] == 0
 
 
-def test_one_beam_without_an_end_is_greedy():
+def test_one_beam_without_end_token_is_greedy():
     fields = {"max_decode_steps": 5}
     beam = search(BeamSearch(beam_size=1, **fields), PROMPTS, LENGTHS)
     greedy = search(SampleDecoder(temperature=0.0, **fields), PROMPTS, LENGTHS)
@@ -159,7 +160,7 @@ def test_one_beam_without_an_end_is_greedy():
     np.testing.assert_allclose(beam.log_probs, greedy.log_probs, rtol=1e-6)
 
 
-def test_the_search_ends_when_nothing_better_can_come():
+def test_search_stops_when_no_better_beam_is_possible():
     """The end is almost sure after the second token, and everything else all but impossible."""
     calls = []
 
@@ -177,7 +178,7 @@ def test_the_search_ends_when_nothing_better_can_come():
     assert outputs.ids[0, 4] == 2 and outputs.lengths[0] == 5
 
 
-def test_results_that_do_not_exist_have_no_score():
+def test_missing_results_have_score_minus_infinity():
     decoder = BeamSearch(beam_size=6, num_results=6, max_decode_steps=1)
     found = search(decoder, PROMPTS, LENGTHS).candidates
     assert np.all(np.isfinite(found.scores[:3, :4])) and np.all(found.scores[:, 4:] == -np.inf)
@@ -185,7 +186,7 @@ def test_results_that_do_not_exist_have_no_score():
     np.testing.assert_array_equal(found.ids[0, 5], [1, 2, 3, 0])
 
 
-def test_processors_and_min_decode_steps_change_what_is_searched_by():
+def test_processors_and_min_decode_steps_change_the_search():
     # Without the token 0 there are three, and what is left of their probabilities is all there is.
     decoder = BeamSearch(
         beam_size=32,
@@ -268,29 +269,21 @@ def test_equals_the_beam_search_of_hugging_face(gpt2):
 
 
 @pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({"beam_size": 0}, "beam_size=0 must be at least 1"),
-        ({"num_results": 5}, "num_results=5 must be between 1 and beam_size=4"),
-        ({"num_results": 0}, "num_results=0 must be between 1 and beam_size=4"),
-        ({"length_norm_alpha": -0.1}, "length_norm_alpha=-0.1 must not be negative"),
-        ({"max_decode_steps": 0}, "max_decode_steps=0 must be at least 1"),
-    ],
+    ("field", "value"),
+    [("beam_size", 0), ("num_results", 5), ("num_results", 0), ("length_norm_alpha", -0.1)],
 )
-def test_wrong_fields_are_refused(fields, text):
-    with pytest.raises(ValueError) as caught:
-        BeamSearch(**fields)
-    assert str(caught.value) == text
+def test_invalid_field_raises(raises, field, value):
+    with raises(ConfigError, owner="BeamSearch", field=field, value=value):
+        BeamSearch(**{field: value})
 
 
-def test_the_rows_of_the_cache_must_be_known():
+def test_search_without_cache_axes_raises(raises):
     rows = {"prompts": jnp.array([[1, 2]]), "prompt_lengths": jnp.array([2]), "key": None}
-    with pytest.raises(ValueError) as caught:
+    with raises(ConfigError, owner="BeamSearch", field="cache_axes", value=None):
         extend_prompts(BeamSearch(), extend_table, jnp.zeros((1, 1, 66), int), **rows)
-    assert str(caught.value) == "BeamSearch needs cache_axes; see row_axes"
 
 
-def test_searches_are_values():
+def test_equal_searches_are_equal_values():
     config = BeamSearch.HParams.config(beam_size=3)
     assert build(config) == BeamSearch(beam_size=3) != BeamSearch(beam_size=2)
     assert BeamSearch(max_decode_steps=2) != SampleDecoder(max_decode_steps=2)

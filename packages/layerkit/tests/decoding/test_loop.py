@@ -1,4 +1,4 @@
-"""The decoding loop, with a model whose right continuation can be worked out by hand.
+"""The decoding loop, with a model whose continuation can be computed by hand.
 
 The next token is the sum of all tokens of the row so far, modulo the vocabulary. The cache holds
 the tokens by column, so a slot that is wrong, or read too early, gives wrong sums.
@@ -26,6 +26,7 @@ from layerkit.decoding.logit_processors import (
     TopP,
 )
 from layerkit.decoding.loop import SampleDecoder, extend_prompts
+from layerkit.errors import ConfigError
 
 VOCAB = 13
 SURE = 9.0  # logit of the right token; the others have 0
@@ -76,7 +77,7 @@ def test_prompts_of_unequal_lengths_are_continued():
     assert outputs.ids.dtype == outputs.lengths.dtype == jnp.int32
 
 
-def test_log_probs_are_those_of_what_was_drawn_and_zero_in_prompts():
+def test_log_probs_are_of_drawn_tokens_and_zero_in_prompts():
     outputs = decode(SampleDecoder(max_decode_steps=3, temperature=0.0), PROMPTS, LENGTHS)
     sure = SURE - np.log(np.exp(SURE) + (VOCAB - 1))
     beyond = np.arange(7)[None, :] - np.array(LENGTHS)[:, None]
@@ -85,7 +86,7 @@ def test_log_probs_are_those_of_what_was_drawn_and_zero_in_prompts():
     np.testing.assert_allclose(outputs.scores, [3 * sure] * 3, atol=1e-6)
 
 
-def test_a_row_ends_with_the_token_that_ends_it():
+def test_row_ends_with_its_eos_token():
     # 1 2 3 4 → 10 7 1 | 5 → 5 10 7 1 | 7 1 → 8 3 6 12 11 9 5 10 7 1
     decoder = SampleDecoder(max_decode_steps=9, temperature=0.0, eos_id=7)
     outputs = decode(decoder, PROMPTS, LENGTHS)
@@ -110,14 +111,14 @@ def count_calls(decoder, prompts, prompt_lengths):
     return sorted(calls)
 
 
-def test_the_loop_stops_when_every_row_has_ended():
+def test_loop_stops_when_every_row_has_ended():
     decoder = SampleDecoder(max_decode_steps=50, temperature=0.0, eos_id=7)
     # The prompts in one go, then each column from the end of the shortest prompt (column 0) to the
     # one before the last that was drawn (10).
     assert count_calls(decoder, PROMPTS, LENGTHS) == [0, *range(10)]
 
 
-def test_a_row_that_fills_up_the_batch_draws_nothing_and_delays_nobody():
+def test_row_of_padding_draws_nothing_and_delays_no_row():
     decoder = SampleDecoder(max_decode_steps=50, temperature=0.0, eos_id=7)
     prompts = [PROMPTS[0], [0, 0, 0, 0]]
     outputs = decode(decoder, prompts, [4, 0])
@@ -127,7 +128,7 @@ def test_a_row_that_fills_up_the_batch_draws_nothing_and_delays_nobody():
     assert count_calls(decoder, prompts, [4, 0]) == [0, 3, 4]
 
 
-def test_a_batch_of_nothing_but_filling_ends_at_once():
+def test_batch_of_padding_ends_at_once():
     outputs = decode(SampleDecoder(max_decode_steps=5, temperature=0.0), [[1, 2], [3, 4]], [0, 0])
     assert not np.any(outputs.ids) and not np.any(outputs.lengths)
 
@@ -142,7 +143,7 @@ def test_one_step_is_enough():
     np.testing.assert_array_equal(outputs.ids, [[5, 5, 10]])
 
 
-def test_draws_differ_by_column_row_and_key_and_repeat_with_the_same_key():
+def test_samples_differ_by_column_row_and_key():
     decoder = SampleDecoder(max_decode_steps=400, temperature=1.0)
     run = lambda seed: decode(  # noqa: E731
         decoder, [[1], [1]], [1, 1], key=jax.random.key(seed), extend=uniform
@@ -167,7 +168,7 @@ def uniform(cache, ids, time_step):
     return cache, jnp.zeros((*ids.shape, VOCAB))
 
 
-def test_what_a_row_draws_does_not_depend_on_the_rows_around_it():
+def test_samples_of_a_row_do_not_depend_on_other_rows():
     decoder, key = SampleDecoder(max_decode_steps=8), jax.random.key(3)
     together = decode(decoder, [[1, 2, 3], [4, 0, 0], [0, 0, 0], [5, 6, 0]], [3, 1, 0, 2], key=key)
 
@@ -185,7 +186,7 @@ def test_what_a_row_draws_does_not_depend_on_the_rows_around_it():
         np.testing.assert_array_equal(found.lengths[0], together.lengths[row])
 
 
-def test_draws_are_of_processed_logits():
+def test_samples_are_of_processed_logits():
     def drawn(**fields):
         decoder = SampleDecoder(max_decode_steps=1, **fields)
         outputs = decode(decoder, [[1, 2, 3, 4]] * 200, [4] * 200, key=jax.random.key(0))
@@ -199,7 +200,7 @@ def test_draws_are_of_processed_logits():
     assert drawn(processors=(ban,)) == {5, 6, 7, 8, 9, 11, 12}
 
 
-def test_processors_run_in_the_order_given_and_before_the_fields():
+def test_processors_run_in_order_before_those_of_fields():
     ban, penalty = BannedIds(ids=(1,)), CountPenalty(frequency=1.0)
     decoder = SampleDecoder(
         processors=[ban, penalty],
@@ -224,18 +225,18 @@ def test_processors_run_in_the_order_given_and_before_the_fields():
     assert SampleDecoder(eos_id=2).all_processors() == ()
 
 
-def test_log_probs_are_those_of_the_model_whatever_was_done_to_its_logits():
+def test_log_probs_are_of_the_model_before_processors():
     decoder = SampleDecoder(max_decode_steps=4, temperature=0.2, top_k=3, repetition_penalty=2.0)
     outputs = decode(decoder, [[1], [1]], [1, 1], key=jax.random.key(0), extend=uniform)
     np.testing.assert_allclose(outputs.log_probs[:, 1:], -np.log(VOCAB), rtol=1e-5)
 
 
-def test_any_of_several_tokens_ends_a_row():
+def test_any_of_several_eos_tokens_ends_a_row():
     decoder = SampleDecoder(max_decode_steps=9, temperature=0.0, eos_id=(3, 7))
     np.testing.assert_array_equal(decode(decoder, PROMPTS, LENGTHS).lengths, [6, 4, 4])
 
 
-def test_a_row_ends_when_its_drawn_tokens_end_in_a_stop_sequence():
+def test_row_ends_with_a_stop_sequence():
     # 1 2 3 4 → 10 7 1 2 4 8 | 5 → 5 10 7 1 2 4 | 7 1 → 8 3 6 12 11 9 5 10 7
     def lengths(*sequences, **fields):
         decoder = SampleDecoder(
@@ -251,7 +252,7 @@ def test_a_row_ends_when_its_drawn_tokens_end_in_a_stop_sequence():
     assert lengths((10, 7), min_decode_steps=3) == [13, 10, 11]
 
 
-def test_min_decode_steps_keep_rows_from_ending():
+def test_min_decode_steps_delay_the_end():
     def drawn(steps):
         decoder = SampleDecoder(
             max_decode_steps=9, min_decode_steps=steps, temperature=0.0, eos_id=7
@@ -263,7 +264,7 @@ def test_min_decode_steps_keep_rows_from_ending():
     assert np.all(later > 5)
 
 
-def test_rows_may_have_limits_of_their_own():
+def test_rows_may_have_separate_step_limits():
     decoder = SampleDecoder(max_decode_steps=6, temperature=0.0)
     cache = jnp.zeros((3, 10), jnp.int32)
     rows = {"prompts": jnp.array(PROMPTS), "prompt_lengths": jnp.array(LENGTHS)}
@@ -314,32 +315,24 @@ def jitted_with_axes(prompts, prompt_lengths, *, decoder):
     return extend_prompts(decoder, extend_sums, make(prompts), **rows, cache_axes=axes)
 
 
-def test_what_a_decoder_needs_must_be_given():
+def test_decoder_without_key_or_cache_axes_raises(raises):
     rows = {"prompts": jnp.array([[1, 2]]), "prompt_lengths": jnp.array([2])}
-    with pytest.raises(ValueError) as caught:
-        extend_prompts(SampleDecoder(), extend_sums, jnp.zeros((1, 66)), **rows, key=None)
-    assert str(caught.value).startswith("SampleDecoder(max_decode_steps=64, ")
-    assert str(caught.value).endswith(") draws random numbers and needs a key")
-    decoder = SampleDecoder(num_samples=2)
-    with pytest.raises(ValueError) as caught:
-        extend_prompts(decoder, extend_sums, jnp.zeros((1, 66), int), **rows, key=jax.random.key(0))
-    assert str(caught.value) == "num_samples=2 needs cache_axes; see row_axes"
-    with pytest.raises(ValueError) as caught:
-        decode(SampleDecoder(temperature=0.0, eos_id=13), [[1]], [1])
-    assert str(caught.value) == "eos_id: the model has no token 13; its 13 ids end at 12"
-    with pytest.raises(ValueError) as caught:
-        decode(SampleDecoder(temperature=0.0, stop_sequences=((5,), (2, 13))), [[1]], [1])
-    assert str(caught.value) == (
-        "stop_sequences: (2, 13): the model has no token 13; its 13 ids end at 12"
-    )
-    with pytest.raises(TypeError) as caught:
-        SampleDecoder(processors=("top_k",))
-    assert str(caught.value) == (
-        "processors: 'top_k' is not a LogitProcessor, such as NoRepeatNgrams(size=3)"
-    )
+    cache, key = jnp.zeros((1, 66), int), jax.random.key(0)
+    with raises(ConfigError, owner="SampleDecoder", field="key", value=None):
+        extend_prompts(SampleDecoder(), extend_sums, cache, **rows, key=None)
+    with raises(ConfigError, owner="SampleDecoder", field="cache_axes", value=None):
+        extend_prompts(SampleDecoder(num_samples=2), extend_sums, cache, **rows, key=key)
 
 
-def test_lists_from_a_command_line_become_values():
+@pytest.mark.parametrize(
+    ("field", "ids"), [("eos_id", 13), ("stop_sequences", ((5,), (2, 13)))], ids=["eos", "stop"]
+)
+def test_id_outside_of_the_vocabulary_raises(raises, field, ids):
+    with raises(ConfigError, owner="SampleDecoder", field=field, value=13):
+        decode(SampleDecoder(temperature=0.0, **{field: ids}), [[1]], [1])
+
+
+def test_lists_are_converted_to_tuples():
     config = SampleDecoder.HParams.config(stop_sequences=[[5, 6]], eos_id=[1, 2])
     config.processors = [TopK.HParams.config(k=3)]
     decoder = build(config)
@@ -352,7 +345,7 @@ def test_lists_from_a_command_line_become_values():
     assert hash(decoder) != hash(SampleDecoder())
 
 
-def test_decoders_are_values():
+def test_equal_decoders_are_equal_values():
     config = SampleDecoder.HParams.config(max_decode_steps=3)
     assert build(config) == SampleDecoder(max_decode_steps=3)
     assert hash(build(config)) == hash(SampleDecoder(max_decode_steps=3))
@@ -361,48 +354,34 @@ def test_decoders_are_values():
 
 
 @pytest.mark.parametrize(
-    ("fields", "text"),
+    ("fields", "field", "value"),
     [
-        ({"max_decode_steps": 0}, "max_decode_steps=0 must be at least 1"),
+        ({"max_decode_steps": 0}, "max_decode_steps", 0),
+        ({"max_decode_steps": 3, "min_decode_steps": 4}, "min_decode_steps", 4),
+        ({"eos_id": (3, -1)}, "eos_id", -1),
+        ({"processors": ("top_k",)}, "processors[0]", "top_k"),
+        ({"temperature": -0.5}, "temperature", -0.5),
+        ({"repetition_penalty": 0.0}, "repetition_penalty", 0.0),
+        ({"top_k": 0}, "top_k", 0),
+        ({"top_p": 1.5}, "top_p", 1.5),
+        ({"min_p": -0.1}, "min_p", -0.1),
+        ({"num_samples": 0}, "num_samples", 0),
+        ({"num_samples": 2, "temperature": 0.0}, "num_samples", 2),
+        ({"stop_sequences": ((),)}, "stop_sequences[0]", ()),
         (
-            {"max_decode_steps": 3, "min_decode_steps": 4},
-            "min_decode_steps=4 must be between 0 and max_decode_steps=3",
-        ),
-        ({"eos_id": (3, -1)}, "eos_id=(3, -1) must not be negative"),
-        ({"temperature": -0.5}, "temperature=-0.5 must not be negative (0 is greedy)"),
-        (
-            {"repetition_penalty": 0.0},
-            "repetition_penalty=0.0: RepetitionPenalty: penalty=0.0 must be positive (1 changes"
-            " nothing)",
-        ),
-        ({"top_k": 0}, "top_k=0: TopK: k=0 must be at least 1"),
-        ({"top_p": 1.5}, "top_p=1.5: TopP: p=1.5 must be above 0 and at most 1"),
-        ({"min_p": -0.1}, "min_p=-0.1: MinP: p=-0.1 must be between 0 and 1"),
-        ({"num_samples": 0}, "num_samples=0 must be at least 1"),
-        (
-            {"num_samples": 2, "temperature": 0.0},
-            "num_samples=2 with temperature=0 would all be the same; set a temperature, or use"
-            " BeamSearch",
-        ),
-        (
-            {"stop_sequences": ((),)},
-            "stop_sequences=((),) must hold sequences of at least one token, such as ((5, 6),"
-            " (7,))",
-        ),
-        (
-            {"stop_sequences": ((1, 2, 3),), "max_decode_steps": 2},
-            "stop_sequences: (1, 2, 3) is longer than max_decode_steps=2",
+            {"stop_sequences": ((1,), (1, 2, 3)), "max_decode_steps": 2},
+            "stop_sequences[1]",
+            (1, 2, 3),
         ),
     ],
 )
-def test_wrong_fields_are_refused(fields, text):
-    with pytest.raises(ValueError) as caught:
+def test_invalid_field_raises(raises, fields, field, value):
+    with raises(ConfigError, owner="SampleDecoder", field=field, value=value):
         SampleDecoder(**fields)
-    assert str(caught.value) == text
 
 
 def extend_float_sums(cache, ids, time_step):
-    """The model of sums as attention has it: hidden slots are multiplied by 0."""
+    """Return sums like `extend_sums`, but multiply hidden slots by 0, as attention does."""
     known = (ids >= 0) & (ids < VOCAB)
     cache = jax.lax.dynamic_update_slice_in_dim(
         cache, jnp.where(known, ids, jnp.nan), time_step, axis=1
@@ -415,7 +394,7 @@ def extend_float_sums(cache, ids, time_step):
     )
 
 
-def test_padding_may_hold_ids_that_the_model_does_not_have():
+def test_padding_may_have_ids_outside_of_the_vocabulary():
     def continued(prompts):
         decoder = SampleDecoder(max_decode_steps=3, temperature=0.0)
         rows = {"prompts": jnp.array(prompts), "prompt_lengths": jnp.array(LENGTHS)}
@@ -427,14 +406,14 @@ def test_padding_may_hold_ids_that_the_model_does_not_have():
     np.testing.assert_array_equal(outputs.ids, rows)
 
 
-def test_a_length_beyond_the_row_is_that_of_the_row():
+def test_length_beyond_the_row_is_clipped():
     decoder = SampleDecoder(max_decode_steps=2, temperature=0.0)
     found, expected = (decode(decoder, [[1, 2]], [length]) for length in (5, 2))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert found.lengths.tolist() == [4]
 
 
-def test_fields_of_a_subclass_tell_decoders_apart():
+def test_decoders_differ_by_fields_of_subclasses():
     class Cautious(SampleDecoder):
         top_k: int = 1
 

@@ -1,4 +1,4 @@
-"""Draws follow the softmax, and each row its own key."""
+"""Samples follow the softmax, and depend on the key of their row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def drawn(seed):
     return sample_token(LOGITS, keys)
 
 
-def test_draws_follow_the_softmax():
+def test_samples_follow_the_softmax():
     tokens = drawn(0)
     assert tokens.shape == (NUM_DRAWS,) and tokens.dtype == jnp.int32
     expected = PROBABILITIES * NUM_DRAWS
@@ -27,13 +27,13 @@ def test_draws_follow_the_softmax():
     assert np.sum((observed - expected) ** 2 / expected) < 16.27
 
 
-def test_what_is_ruled_out_is_never_drawn():
+def test_excluded_tokens_are_never_drawn():
     logits = LOGITS.at[:, 0].set(-jnp.inf)
     tokens = sample_token(logits, row_keys(jax.random.key(0), jnp.arange(NUM_DRAWS)))
     assert set(np.asarray(tokens).tolist()) == {1, 2, 3}
 
 
-def test_without_keys_the_most_likely_token_is_taken():
+def test_most_likely_token_is_taken_without_keys():
     logits = jnp.array([[0.0, 2.0, 1.0], [3.0, 2.0, 3.0]])
     np.testing.assert_array_equal(sample_token(logits, None), [1, 0])
 
@@ -45,7 +45,7 @@ def test_rows_are_drawn_independently():
     assert abs(agree - 0.3) < 0.02
 
 
-def test_a_key_belongs_to_the_number_of_a_row_and_not_to_its_place():
+def test_key_depends_on_row_id_and_not_on_row_index():
     key = jax.random.key(2)
     some, all_ = row_keys(key, jnp.array([7, 3])), row_keys(key, jnp.arange(9))
     assert np.all(jax.random.key_data(some) == jax.random.key_data(all_)[np.array([7, 3])])

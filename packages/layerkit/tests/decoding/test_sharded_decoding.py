@@ -1,4 +1,4 @@
-"""Decoding on eight devices is decoding on one, and no device ever holds the whole cache."""
+"""Decoding on eight devices equals decoding on one, and no device holds the whole cache."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def decode_of(model, decoder):
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "beams")) for n in DECODERS]
 )
-def test_equals_one_device_with_the_cache_split(bound, model, variables, name):
+def test_decoding_with_a_sharded_cache_equals_one_device(bound, model, variables, name):
     decoder = DECODERS[name]
     expected = jax.jit(decode_of(model, decoder))(variables, prompts())
     found, program = on_mesh(bound, model, variables, decoder, prompts())
@@ -108,7 +108,7 @@ def test_equals_one_device_with_the_cache_split(bound, model, variables, name):
 
 @pytest.mark.slow  # attention's own tests have single tokens on rows that are split
 @pytest.mark.parametrize(("name", "width"), [("greedy", WIDTH - 1), ("beams", 1)])
-def test_rows_that_are_split_may_have_any_length(split_rows, model, variables, name, width):
+def test_sharded_rows_may_have_any_length(split_rows, model, variables, name, width):
     """Of a prompt each device holds a part; a step has one token, which is not split."""
     decoder, batch = DECODERS[name], prompts()
     batch.ids = batch.ids[:, :width]
@@ -117,7 +117,7 @@ def test_rows_that_are_split_may_have_any_length(split_rows, model, variables, n
     check_equal(found, expected)
 
 
-def test_sources_that_are_split_may_have_any_length(split_rows):
+def test_sharded_sources_may_have_any_length(split_rows):
     config = SequenceModel.HParams.config(start_id=1)
     config.model_tpl.set(vocab_size=VOCAB, model_dims=8, hidden_dims=12, num_heads=2)
     config.model_tpl.position_tpl = PositionalEmbedding.HParams.config()

@@ -1,4 +1,4 @@
-"""Turning a model into text: decoders, what they do to logits, and the cached loop."""
+"""Decoders that continue prompts with a model and its cache, and processors of logits."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""The rows of a decoding cache: where they are, copying them, and putting them into another order.
+"""Rows of a decoding cache: finding their axes, repeating them and reordering them.
 
-A cache is a tree of arrays. Layers that stand alone put the rows first, repeated ones behind their
-`layers` axis, pipelines behind two. So the axis of the rows is found out rather than agreed on:
-`row_axes` asks, without computing anything, for the caches of two batch sizes and sees which axis
-of each array follows.
+A cache is a tree of arrays. The row axis is the first one in single layers, the second one in
+repeated layers and the third one in pipelines. `row_axes` determines it: it traces the caches of
+two batch sizes, without computing them, and compares their shapes.
 """
 
 from __future__ import annotations
@@ -14,33 +13,35 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# Marks an array that all rows share.
+from layerkit.errors import ConfigError
+
+# Row axis of an array that all rows share.
 SHARED = -1
 
 
 def row_axes(make_cache: Callable[[Any], Any], inputs: Any) -> Any:
-    """The axis of the rows of each array in a cache.
+    """Return the row axis of each array in a cache.
 
     Args:
-      make_cache: Makes the cache of some rows, such as that of prompts or of an encoder's outputs.
-      inputs: What it takes: a tree of arrays `[rows, …]`; only their shapes are used.
+      make_cache: Function that makes the cache of rows, such as prompts or outputs of an encoder.
+      inputs: Argument of `make_cache`, a tree of arrays `[rows, …]`; only their shapes are used.
 
     Returns:
-      A tree of integers with the structure of the cache; `SHARED` where no axis belongs to rows.
+      A tree of integers with the structure of the cache; `SHARED` for arrays without a row axis.
 
     Raises:
-      ValueError: an array with two axes that follow the number of rows, or one that follows it in
-        another way than being it.
+      ConfigError: An array has two axes that depend on the number of rows, or an axis that depends
+        on it but does not equal it.
     """
     num_rows = jax.tree.leaves(inputs)[0].shape[0]
 
-    # JAX stores 64-bit values of the host in 32 bits, unless `jax_enable_x64` is set.
+    # JAX stores 64-bit values of the host in 32 bits unless `jax_enable_x64` is set.
     def resized(x: Any, factor: int) -> jax.ShapeDtypeStruct:
         dtype = jax.dtypes.canonicalize_dtype(x.dtype)
         return jax.ShapeDtypeStruct((factor * x.shape[0], *x.shape[1:]), dtype)
 
     def shapes(factor: int) -> Any:
-        # A multiple can be split over a mesh as the rows themselves are.
+        # A multiple of the rows can be split over the same mesh axes.
         return jax.eval_shape(make_cache, jax.tree.map(lambda x: resized(x, factor), inputs))
 
     def find(path: Any, one: Any, two: Any) -> int:
@@ -49,9 +50,12 @@ def row_axes(make_cache: Callable[[Any], Any], inputs: Any) -> Any:
             return SHARED
         axis = differing[0]
         if len(differing) > 1 or one.shape[axis] != num_rows or two.shape[axis] != 2 * num_rows:
-            raise ValueError(
-                f"cache{jax.tree_util.keystr(path)}: its shape is {one.shape} for {num_rows} rows"
-                f" and {two.shape} for {2 * num_rows}; one axis must be that of the rows"
+            raise ConfigError(
+                owner="decoding cache",
+                field=f"shape of cache{jax.tree_util.keystr(path)}",
+                value=list(one.shape),
+                expected=f"one axis of {num_rows} rows, which is {2 * num_rows} for twice the rows"
+                f" (the shape is then {list(two.shape)})",
             )
         return axis
 
@@ -59,7 +63,7 @@ def row_axes(make_cache: Callable[[Any], Any], inputs: Any) -> Any:
 
 
 def repeat_rows(cache: Any, axes: Any, times: int) -> Any:
-    """Each row `times` times in a row: arrays `[…, rows, …]` → `[…, rows · times, …]`."""
+    """Repeat each row `times` times: arrays `[…, rows, …]` → `[…, rows · times, …]`."""
 
     def repeat(axis: int, x: jax.Array) -> jax.Array:
         if axis == SHARED or times == 1:
@@ -73,12 +77,12 @@ def repeat_rows(cache: Any, axes: Any, times: int) -> Any:
 
 
 def reorder_rows(cache: Any, axes: Any, parents: jax.Array) -> Any:
-    """Puts into each place the row of another one of the same group.
+    """Replace each row by another row of its group.
 
     Args:
-      cache: Arrays `[…, batch · group, …]`.
-      axes: Where their rows are; see `row_axes`.
-      parents: int32 `[batch, group]`, numbers within the group.
+      cache: Tree of arrays `[…, batch · group, …]`.
+      axes: Row axis of each array; see `row_axes`.
+      parents: Index of each row's replacement within its group, int32 `[batch, group]`.
 
     Returns:
       A tree like `cache`.
@@ -89,7 +93,7 @@ def reorder_rows(cache: Any, axes: Any, parents: jax.Array) -> Any:
         if axis == SHARED:
             return x
         grouped = x.reshape(*x.shape[:axis], batch, group, *x.shape[axis + 1 :])
-        # Batched over `batch`, so that groups split over a mesh stay where they are.
+        # Batched over `batch`, so that groups split over a mesh stay on their devices.
         take = jax.vmap(
             lambda x, parents: jnp.take(x, parents, axis=axis), in_axes=(axis, 0), out_axes=axis
         )

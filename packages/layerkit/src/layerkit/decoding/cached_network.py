@@ -1,4 +1,4 @@
-"""Decoding with a network that keeps a cache: what the models around such networks share."""
+"""Decoding with a network that keeps a cache, for the models that contain one."""
 
 from __future__ import annotations
 
@@ -25,31 +25,32 @@ def decode_with_cache(
     prompt_lengths: jax.Array,
     prefix_lengths: jax.Array | None = None,
 ) -> NestedMap:
-    """Continues prompts by the decoder of a model, step by step with the cache of its network.
+    """Continue prompts with the decoder of a model, step by step with the cache of its network.
 
     Args:
-      model: With a field `decoder`.
-      network: A child of it, with `extend_step(ids, time_step=…)`.
-      batch: May have `max_steps` and `row_ids` `[batch]`; see `extend_prompts`.
-      init_cache: `(network, inputs, max_length)` creates the empty caches of some rows.
-      inputs: What they are made from: a tree of arrays `[batch, …]`.
-      prompts: int32 `[batch, width]`, left-aligned.
-      prompt_lengths: int32 `[batch]`.
-      prefix_lengths: int32 `[batch]`, how much of its prompt each row reads both ways; None for a
-        network that reads from left to right alone.
+      model: Model with a field `decoder`.
+      network: Child of the model with a method `extend_step(ids, time_step=…)`.
+      batch: Batch with optional entries `max_steps` and `row_ids` `[batch]`; see `extend_prompts`.
+      init_cache: Function `(network, inputs, max_length)` that creates empty caches of rows.
+      inputs: Argument of `init_cache`, a tree of arrays `[batch, …]`.
+      prompts: Left-aligned token ids int32 `[batch, width]`.
+      prompt_lengths: Number of tokens of each prompt, int32 `[batch]`.
+      prefix_lengths: Number of leading tokens of each prompt with bidirectional attention, int32
+        `[batch]`; None for a causal network.
 
     Returns:
-      What `extend_prompts` does.
+      Outputs of `extend_prompts`.
 
     Raises:
-      ValueError: no random key where the decoder draws, or fewer positions than tokens.
+      ConfigError: The decoder draws but has no random key, or the network has fewer positions than
+        tokens.
     """
-    # As functions of variables, which a loop can call.
+    # Functions of variables can be called in a loop, unlike bound modules.
     bare, variables = network.unbind()
     decoder, parts = model.decoder, row_parts(model)
     max_length = round_up(prompts.shape[1] + decoder.max_decode_steps, parts)
 
-    # Prefixes lie beside the caches, since decoders repeat and reorder the rows of both.
+    # Decoders repeat and reorder the rows of caches and of prefix lengths alike.
     def make_cache(given_rows: Any) -> Any:
         inputs, prefix_lengths = given_rows
         _, state = bare.apply(variables, inputs, max_length, method=init_cache, mutable=[CACHE])

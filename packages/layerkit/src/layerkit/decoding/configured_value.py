@@ -1,7 +1,7 @@
-"""ConfiguredValue: something configured that is nothing but its fields.
+"""ConfiguredValue: configured objects that are compared and hashed by their fields.
 
-Decoders and logit processors sit in the fields of a model, which JAX's caches take as a key. So two
-of them with equal fields are equal and have the same hash.
+Decoders and logit processors are fields of models, and JAX's caches use models as keys. So two
+objects with equal fields must be equal and have the same hash.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ from layerkit.config import Configurable
 
 
 class ConfiguredValue(Configurable):
-    """Base of what is configured, has no state, and is compared by its fields."""
+    """Base class of configured objects without state, which are compared by their fields."""
 
     def __post_init__(self) -> None:
-        # A config, and the command line, may give lists; a value holds what has a hash.
+        """Convert lists, which configs and the command line may give, to tuples, for the hash."""
         for field in dataclasses.fields(self):
             setattr(self, field.name, _as_tuples(getattr(self, field.name)))
 
     def __eq__(self, other: object) -> bool:
+        """Return whether both have the same class and equal fields."""
         return isinstance(other, ConfiguredValue) and self._values() == other._values()
 
     def __hash__(self) -> int:
+        """Return a hash of the class and the fields."""
         return hash(self._values())
 
     def _values(self) -> tuple[Any, ...]:
-        # All of them, so that a subclass with fields of its own needs to write nothing here.
+        # Includes the fields that subclasses add.
         fields = dataclasses.fields(self)
         return (type(self), *(getattr(self, field.name) for field in fields))
 

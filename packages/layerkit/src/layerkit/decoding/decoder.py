@@ -1,16 +1,16 @@
-"""Decoder: what every way of continuing prompts shares.
+"""Decoder: the base class of decoders, which continue prompts.
 
-A decoder knows nothing of models. It is given a cache and a function that feeds the next tokens of
-all rows, and so serves decoder-only models and encoder-decoders alike. Prompts are left-aligned, so
-a column of the batch is a position of every row, and all rows share one time step:
+A decoder does not depend on a model. It gets a cache and a function that runs the model on the next
+tokens of all rows, so it serves decoder-only models and encoder-decoders. Prompts are left-aligned:
+a column of the batch is the same position in all rows, and all rows share one time step.
 
-    prompts fill the cache in one go
+    one pass over the prompts fills the cache
     for each column from the end of the shortest prompt on:
-        feed the tokens of the column before
-        a row that is still in its prompt takes the prompt's token, any other one chooses
+        run the model on the tokens of the previous column
+        rows still in their prompt take the prompt's token, the others choose one
 
-What the first pass wrote beyond a row's own prompt is overwritten before any query can see it, so a
-cache must hold a slot per position and take tokens for slots that are already filled.
+The first pass also writes cache slots beyond the prompt of a short row. They are overwritten before
+any query attends to them. So a cache must have a slot per position and allow overwriting.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from layerkit.checks import check_integers, check_sizes, require
 from layerkit.decoding.configured_value import ConfiguredValue
 from layerkit.decoding.logit_processors import LogitProcessor, MinSteps
 from layerkit.nested_map import NestedMap
 
 ExtendFn = Callable[[Any, jax.Array, jax.Array], tuple[Any, jax.Array]]
-"""`(cache, ids [rows, t], time_step) -> (cache, logits [rows, t, vocab])`; `time_step`, an int32
-scalar, is the column of the first of the ids."""
+"""Function `(cache, ids [rows, t], time_step) -> (cache, logits [rows, t, vocab])`, where
+`time_step`, an int32 scalar, is the column of the first ids."""
 
 
 class Prompts(NamedTuple):
-    """Prompts in rows with room for what follows.
+    """Prompts in rows with space for continuations.
 
     Attributes:
-      ids: int32 `[batch, max_length]`, zeros behind each prompt.
-      lengths: int32 `[batch]`; 0 for a row that only fills up the batch.
-      limits: int32 `[batch]`, the length at which a row must end.
+      ids: Token ids int32 `[batch, max_length]`, 0 after each prompt.
+      lengths: Number of tokens of each prompt, int32 `[batch]`; 0 for rows of padding.
+      limits: Length at which a row must end, int32 `[batch]`.
     """
 
     ids: jax.Array
@@ -45,24 +46,24 @@ class Prompts(NamedTuple):
 
     @property
     def start(self) -> jax.Array:
-        """The first column that any row chooses, an int32 scalar."""
+        """First column in which any row chooses a token, an int32 scalar."""
         return jnp.min(jnp.where(self.lengths == 0, self.ids.shape[1], self.lengths))
 
 
 class Decoder(ConfiguredValue):
-    """How prompts are continued.
+    """Base class of decoders, which continue prompts.
 
     Attributes:
-      max_decode_steps: Tokens that a row may get beyond its prompt.
-      min_decode_steps: Tokens that it must get before one may end it.
-      eos_id: A row ends with this token, or with any of several, which is kept; None never ends
-        early.
-      processors: What is done to the logits first, in this order; see
+      max_decode_steps: Largest number of tokens that a row gets beyond its prompt.
+      min_decode_steps: Number of tokens that a row gets before a token may end it.
+      eos_id: End token, or several. A row ends with any of them and includes it. None for no end
+        token.
+      processors: Processors of the logits, in this order; see
         `layerkit.decoding.logit_processors`.
 
     Raises:
-      ValueError: no steps at all, more at least than at most, or ids below 0.
-      TypeError: processors that are not `LogitProcessor`s.
+      ConfigError: A number of steps or an id is out of range, or an element of `processors` is not
+        a `LogitProcessor`.
     """
 
     max_decode_steps: int = 64
@@ -71,22 +72,27 @@ class Decoder(ConfiguredValue):
     processors: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         super().__post_init__()
-        if self.max_decode_steps < 1:
-            raise ValueError(f"max_decode_steps={self.max_decode_steps} must be at least 1")
-        if not 0 <= self.min_decode_steps <= self.max_decode_steps:
-            raise ValueError(
-                f"min_decode_steps={self.min_decode_steps} must be between 0 and"
-                f" max_decode_steps={self.max_decode_steps}"
+        owner = type(self).__qualname__
+        check_sizes(owner, max_decode_steps=self.max_decode_steps)
+        require(
+            0 <= self.min_decode_steps <= self.max_decode_steps,
+            owner=owner,
+            field="min_decode_steps",
+            value=self.min_decode_steps,
+            expected=f"an integer from 0 to max_decode_steps={self.max_decode_steps}",
+        )
+        for token in self.eos_ids:
+            check_integers(owner, minimum=0, eos_id=token)
+        for index, processor in enumerate(self.processors):
+            require(
+                isinstance(processor, LogitProcessor),
+                owner=owner,
+                field=f"processors[{index}]",
+                value=processor,
+                expected="a LogitProcessor, such as NoRepeatNgrams(size=3)",
             )
-        if any(token < 0 for token in self.eos_ids):
-            raise ValueError(f"eos_id={self.eos_id} must not be negative")
-        for processor in self.processors:
-            if not isinstance(processor, LogitProcessor):
-                raise TypeError(
-                    f"processors: {processor!r} is not a LogitProcessor, such as"
-                    " NoRepeatNgrams(size=3)"
-                )
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -97,11 +103,11 @@ class Decoder(ConfiguredValue):
 
     @property
     def needs_key(self) -> bool:
-        """Whether random numbers are drawn."""
+        """True if the decoder draws random numbers."""
         return False
 
     def all_processors(self) -> tuple[LogitProcessor, ...]:
-        """`processors`, then those that the other fields ask for."""
+        """Return `processors`, then the processors of the other fields."""
         if not (self.min_decode_steps and self.eos_ids):
             return self.processors
         minimum = MinSteps(num_steps=self.min_decode_steps, eos_ids=self.eos_ids)
@@ -116,31 +122,44 @@ class Decoder(ConfiguredValue):
         cache_axes: Any,
         keys: jax.Array | None,
     ) -> NestedMap:
-        """Continues rows whose prompts `[batch, max_length]` are in the cache already.
+        """Continue rows whose prompts `[batch, max_length]` are in the cache.
+
+        `extend_prompts` calls this method.
 
         Args:
-          extend: Feeds tokens.
-          cache: Filled up to the width of the prompts.
-          prompts: What it was filled with.
-          cache_axes: Where the rows of the cache are; see `row_axes`.
-          keys: Random keys `[batch]`; None if nothing is drawn.
+          extend: Function that runs the model on the next tokens.
+          cache: Cache that is filled up to the width of the prompts.
+          prompts: Prompts in the cache.
+          cache_axes: Row axis of each array of the cache; see `row_axes`.
+          keys: Random keys `[batch]`; None if the decoder does not draw.
 
         Returns:
-          See `extend_prompts`, which is what people call.
+          Outputs of `extend_prompts` without `prompt_lengths`.
         """
         raise NotImplementedError(f"{type(self).__qualname__} does not define continue_rows")
 
 
+def require_cache_axes(decoder: Decoder, cache_axes: Any) -> None:
+    """Raise `ConfigError` if a decoder that repeats the rows of the cache lacks their axes."""
+    require(
+        cache_axes is not None,
+        owner=type(decoder).__qualname__,
+        field="cache_axes",
+        value=None,
+        expected="the row axes of the cache; see row_axes",
+    )
+
+
 def best_first(candidates: NestedMap) -> NestedMap:
-    """What a decoder returns, from several continuations of each prompt.
+    """Sort the continuations of each prompt by score, as a decoder returns them.
 
     Args:
       candidates: `ids` and `log_probs` `[batch, n, max_length]`, `lengths` and `scores`
         `[batch, n]`, in any order.
 
     Returns:
-      Those of the best score `[batch, …]`, and all of them, best first, as `candidates`; these are
-      left out where there is just one.
+      The continuations of the best score `[batch, …]`. If n > 1, the entry `candidates` has all of
+      them, best first.
     """
     order = jnp.argsort(candidates.scores, axis=1, descending=True, stable=True)
     pick = jax.vmap(lambda x, order: jnp.take(x, order, axis=0))

@@ -1,14 +1,14 @@
-"""What is done to logits before a token is chosen: small steps that run in the order given.
+"""Processors of logits, which run in order before a token is chosen.
 
-Each is a value with a few fields, called as `processor(logits, rows)`, where `rows` tells what
-stands in the rows so far. A token that a processor rules out gets -inf. Two kinds:
+A processor is called as `processor(logits, rows)`, where `rows` has the tokens so far. It sets the
+logits of excluded tokens to -inf. There are two kinds:
 
-* those that look at the row: `RepetitionPenalty`, `CountPenalty`, `NoRepeatNgrams`, `MinSteps`;
-* those that look at the logits alone: `LogitBias`, `BannedIds`, `Temperature`, `TopK`, `TopP`,
-  `MinP`.
+* processors that depend on the rows: `RepetitionPenalty`, `CountPenalty`, `NoRepeatNgrams`,
+  `MinSteps`;
+* processors of the logits alone: `LogitBias`, `BannedIds`, `Temperature`, `TopK`, `TopP`, `MinP`.
 
-A decoder runs its `processors` first, then what its own fields ask for; see `SampleDecoder`. One of
-your own is a subclass of `LogitProcessor` with a `__call__`.
+A decoder runs its `processors` first, then those of its other fields; see `SampleDecoder`. A custom
+processor is a subclass of `LogitProcessor` with a `__call__`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from layerkit.checks import check_positive, check_sizes, require
 from layerkit.decoding.configured_value import ConfiguredValue
 
 
 class RowsSoFar(NamedTuple):
-    """What stands in the rows when the token of `column` is chosen.
+    """Tokens of the rows before the token of `column` is chosen.
 
     Attributes:
-      ids: int32 `[rows, max_length]`; what stands from `column` on is not part of the rows.
-      prompt_lengths: int32 `[rows]`.
-      column: int32 scalar.
+      ids: Token ids int32 `[rows, max_length]`; ids from `column` on are not part of the rows.
+      prompt_lengths: Number of tokens of each prompt, int32 `[rows]`.
+      column: Index of the next token, int32 scalar.
     """
 
     ids: jax.Array
@@ -36,11 +37,11 @@ class RowsSoFar(NamedTuple):
 
     @property
     def num_drawn(self) -> jax.Array:
-        """How many tokens were drawn, int32 `[rows]`."""
+        """Number of tokens drawn so far, int32 `[rows]`."""
         return self.column - self.prompt_lengths
 
     def counts(self, vocab_size: int, *, with_prompt: bool) -> jax.Array:
-        """How often each token stands in each row so far, int32 `[rows, vocab]`."""
+        """Count each token in each row so far, int32 `[rows, vocab]`."""
         columns = jnp.arange(self.ids.shape[1])
         counted = jnp.broadcast_to(columns < self.column, self.ids.shape)
         if not with_prompt:
@@ -53,85 +54,87 @@ class RowsSoFar(NamedTuple):
 
 
 class LogitProcessor(ConfiguredValue):
-    """Base of the processors."""
+    """Base class of logit processors."""
 
     def __call__(self, logits: jax.Array, rows: RowsSoFar) -> jax.Array:
-        """New logits, float32 `[rows, vocab]` like the old ones."""
+        """Return processed logits, float32 `[rows, vocab]` like the given ones."""
         raise NotImplementedError(f"{type(self).__qualname__} does not define __call__")
 
 
 def process_logits(
     processors: tuple[LogitProcessor, ...], logits: jax.Array, rows: RowsSoFar
 ) -> jax.Array:
-    """Runs the processors in order: float32 `[rows, vocab]` → the same."""
+    """Run processors on logits float32 `[rows, vocab]` in order."""
     for processor in processors:
         logits = processor(logits, rows)
     return logits
 
 
-# Those that look at the row.
+# Processors that depend on the rows.
 
 
 class RepetitionPenalty(LogitProcessor):
-    """Makes tokens that stand in the row, prompt included, less likely (CTRL; Keskar et al., 2019).
+    """A penalty of tokens that are in the row, prompt included (CTRL; Keskar et al., 2019).
 
     Attributes:
-      penalty: Positive logits are divided by it, negative ones multiplied; below 1 it rewards.
+      penalty: Divisor of positive logits and factor of negative ones. Values below 1 make the
+        tokens more likely.
     """
 
     penalty: float = 1.0
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         super().__post_init__()
-        if not self.penalty > 0:
-            raise ValueError(
-                f"RepetitionPenalty: penalty={self.penalty} must be positive (1 changes nothing)"
-            )
+        check_positive("RepetitionPenalty", penalty=self.penalty)
 
     def __call__(self, logits: jax.Array, rows: RowsSoFar) -> jax.Array:
+        """Penalize tokens of the row."""
         penalized = jnp.where(logits < 0, logits * self.penalty, logits / self.penalty)
-        stands = rows.counts(logits.shape[-1], with_prompt=True) > 0
-        return jnp.where(stands, penalized, logits)
+        is_in_row = rows.counts(logits.shape[-1], with_prompt=True) > 0
+        return jnp.where(is_in_row, penalized, logits)
 
 
 class CountPenalty(LogitProcessor):
-    """Takes something off the logits of tokens that were drawn; the prompt does not count.
+    """A penalty of tokens that were drawn; tokens of the prompt do not count.
 
     Attributes:
-      frequency: Taken off once for each time that the token was drawn.
-      presence: Taken off once if it was drawn at all.
+      frequency: Amount subtracted from the logit for each time that the token was drawn.
+      presence: Amount subtracted once from the logit of a token that was drawn.
     """
 
     frequency: float = 0.0
     presence: float = 0.0
 
     def __call__(self, logits: jax.Array, rows: RowsSoFar) -> jax.Array:
+        """Subtract the penalties."""
         counts = rows.counts(logits.shape[-1], with_prompt=False)
         return logits - self.frequency * counts - self.presence * (counts > 0)
 
 
 class NoRepeatNgrams(LogitProcessor):
-    """Rules out tokens that would repeat a sequence of the row, prompt included.
+    """Exclusion of tokens that would repeat an n-gram of the row, prompt included.
 
     Attributes:
-      size: Tokens of a sequence that may stand only once.
+      size: Number of tokens of the n-grams.
     """
 
     size: int = 3
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         super().__post_init__()
-        if self.size < 1:
-            raise ValueError(f"NoRepeatNgrams: size={self.size} must be at least 1")
+        check_sizes("NoRepeatNgrams", size=self.size)
 
     def __call__(self, logits: jax.Array, rows: RowsSoFar) -> jax.Array:
+        """Exclude tokens that complete an n-gram of the row."""
         max_length = rows.ids.shape[1]
         num_starts = max_length - self.size + 1
         if num_starts < 1:
             return logits
         tail_start = rows.column - (self.size - 1)
-        # Every start whose first size − 1 tokens are the row's last ones rules out what followed. A
-        # start counts if its last token stands in the row; before there is a tail, none does.
+        # A start whose first size − 1 tokens equal the last ones of the row excludes the token that
+        # followed. The whole n-gram of the start must be in the row.
         starts = jnp.arange(num_starts)
         repeats = jnp.broadcast_to(starts + self.size - 1 < rows.column, (len(logits), num_starts))
         for offset in range(self.size - 1):
@@ -139,129 +142,136 @@ class NoRepeatNgrams(LogitProcessor):
             repeats = repeats & (rows.ids[:, offset : offset + num_starts] == tail[:, None])
         followers = rows.ids[:, self.size - 1 :]
 
-        def rule_out(logits: jax.Array, followers: jax.Array, repeats: jax.Array) -> jax.Array:
+        def exclude(logits: jax.Array, followers: jax.Array, repeats: jax.Array) -> jax.Array:
             return logits.at[followers].min(jnp.where(repeats, -jnp.inf, jnp.inf))
 
-        return jax.vmap(rule_out)(logits, followers, repeats)
+        return jax.vmap(exclude)(logits, followers, repeats)
 
 
 class MinSteps(LogitProcessor):
-    """Keeps a row from ending too early.
+    """Exclusion of end tokens before a row has a number of drawn tokens.
 
     Attributes:
-      num_steps: Tokens that must be drawn before one of `eos_ids` may be.
-      eos_ids: What ends a row.
+      num_steps: Number of tokens that are drawn before an end token may be.
+      eos_ids: Ids of the end tokens.
     """
 
     num_steps: int = 0
     eos_ids: tuple[int, ...] = ()
 
     def __call__(self, logits: jax.Array, rows: RowsSoFar) -> jax.Array:
+        """Exclude end tokens from short rows."""
         is_early = rows.num_drawn < self.num_steps
-        is_end = id_mask(self.eos_ids, logits.shape[-1], owner="MinSteps: eos_ids")
+        is_end = id_mask(self.eos_ids, logits.shape[-1], owner="MinSteps", field="eos_ids")
         return jnp.where(is_early[:, None] & is_end, -jnp.inf, logits)
 
 
-# Those that look at the logits alone.
+# Processors of the logits alone.
 
 
 class LogitBias(LogitProcessor):
-    """Adds to the logits of some tokens.
+    """A bias of the logits of some tokens.
 
     Attributes:
-      biases: Pairs of a token and what is added.
+      biases: Pairs of a token id and the bias to add.
     """
 
     biases: tuple[tuple[int, float], ...] = ()
 
     def __call__(self, logits: jax.Array, rows: RowsSoFar) -> jax.Array:
+        """Add the biases."""
         del rows
         ids = [token for token, _ in self.biases]
-        check_ids(ids, logits.shape[-1], owner="LogitBias: biases")
+        check_ids(ids, logits.shape[-1], owner="LogitBias", field="biases")
         values = jnp.array([value for _, value in self.biases], jnp.float32)
         return logits + jnp.zeros(logits.shape[-1]).at[jnp.array(ids, jnp.int32)].add(values)
 
 
 class BannedIds(LogitProcessor):
-    """Rules out some tokens.
+    """Exclusion of some tokens.
 
     Attributes:
-      ids: Which.
+      ids: Ids of the tokens.
     """
 
     ids: tuple[int, ...] = ()
 
     def __call__(self, logits: jax.Array, rows: RowsSoFar) -> jax.Array:
+        """Exclude the tokens."""
         del rows
-        is_banned = id_mask(self.ids, logits.shape[-1], owner="BannedIds: ids")
+        is_banned = id_mask(self.ids, logits.shape[-1], owner="BannedIds", field="ids")
         return jnp.where(is_banned, -jnp.inf, logits)
 
 
 class Temperature(LogitProcessor):
-    """Divides the logits: below 1 the likely becomes likelier.
+    """A divisor of the logits.
 
     Attributes:
-      temperature: By what; positive. A decoder is greedy by its own temperature of 0.
+      temperature: Positive divisor; values below 1 make likely tokens more likely. Greedy decoding
+        is `SampleDecoder(temperature=0)`.
     """
 
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         super().__post_init__()
-        if not self.temperature > 0:
-            raise ValueError(
-                f"Temperature: temperature={self.temperature} must be positive; set the"
-                " temperature=0 of the decoder for greedy"
-            )
+        check_positive("Temperature", temperature=self.temperature)
 
     def __call__(self, logits: jax.Array, rows: RowsSoFar) -> jax.Array:
+        """Divide the logits."""
         del rows
         return logits / self.temperature
 
 
 class TopK(LogitProcessor):
-    """Keeps the most likely tokens (Fan et al., 2018), and all that are as likely as the last.
+    """Exclusion of all but the k most likely tokens (Fan et al., 2018).
+
+    Tokens that are as likely as the k-th one are kept.
 
     Attributes:
-      k: How many.
+      k: Number of tokens to keep.
     """
 
     k: int = 50
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         super().__post_init__()
-        if self.k < 1:
-            raise ValueError(f"TopK: k={self.k} must be at least 1")
+        check_sizes("TopK", k=self.k)
 
     def __call__(self, logits: jax.Array, rows: RowsSoFar) -> jax.Array:
+        """Exclude less likely tokens."""
         del rows
         largest, _ = jax.lax.top_k(logits, min(self.k, logits.shape[-1]))
         return jnp.where(logits >= largest[:, -1:], logits, -jnp.inf)
 
 
 class TopP(LogitProcessor):
-    """Keeps the fewest most likely tokens that together have a probability (Holtzman et al., 2020).
+    """Exclusion of all but the fewest most likely tokens of total probability p.
 
-    Of equally likely ones those with smaller ids come first.
+    Among equally likely tokens those with smaller ids are kept first (Holtzman et al., 2020).
 
     Attributes:
-      p: The probability, above 0; the most likely token always stays.
+      p: Probability above 0. The most likely token is always kept.
     """
 
     p: float = 1.0
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         super().__post_init__()
-        if not 0 < self.p <= 1:
-            raise ValueError(f"TopP: p={self.p} must be above 0 and at most 1")
+        is_valid = 0 < self.p <= 1
+        require(is_valid, owner="TopP", field="p", value=self.p, expected="a number in (0, 1]")
 
     def __call__(self, logits: jax.Array, rows: RowsSoFar) -> jax.Array:
+        """Exclude the tail of the distribution."""
         del rows
         if self.p == 1:  # rounding could bring the sum to 1 before the last token
             return logits
         order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
         probs = jnp.take_along_axis(jax.nn.softmax(logits), order, axis=-1)
-        # A token stays if those before it do not have the probability yet.
+        # A token is kept if the tokens before it do not reach the probability.
         before = jnp.cumsum(probs, axis=-1) - probs
         stays = (before < self.p).at[:, 0].set(True)
         stays = jax.vmap(lambda order, stays: jnp.zeros_like(stays).at[order].set(stays))(
@@ -271,37 +281,37 @@ class TopP(LogitProcessor):
 
 
 class MinP(LogitProcessor):
-    """Keeps tokens that are not much less likely than the most likely one (Nguyen et al., 2024).
+    """Exclusion of tokens that are much less likely than the most likely one (Nguyen et al., 2024).
 
     Attributes:
-      p: The smallest probability that stays, as a part of the largest.
+      p: Smallest probability to keep, as a fraction of the largest.
     """
 
     p: float = 0.0
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         super().__post_init__()
-        if not 0 <= self.p <= 1:
-            raise ValueError(f"MinP: p={self.p} must be between 0 and 1")
+        is_valid = 0 <= self.p <= 1
+        require(is_valid, owner="MinP", field="p", value=self.p, expected="a number in [0, 1]")
 
     def __call__(self, logits: jax.Array, rows: RowsSoFar) -> jax.Array:
+        """Exclude unlikely tokens."""
         del rows
         probs = jax.nn.softmax(logits)
         smallest = self.p * jnp.max(probs, axis=-1, keepdims=True)
         return jnp.where(probs >= smallest, logits, -jnp.inf)
 
 
-def id_mask(ids: tuple[int, ...], vocab_size: int, *, owner: str) -> jax.Array:
-    """Which tokens `ids` are, bool `[vocab]`; see `check_ids`."""
-    check_ids(ids, vocab_size, owner=owner)
+def id_mask(ids: tuple[int, ...], vocab_size: int, *, owner: str, field: str) -> jax.Array:
+    """Return a mask of the tokens `ids`, bool `[vocab]`; `check_ids` lists arguments and errors."""
+    check_ids(ids, vocab_size, owner=owner, field=field)
     return jnp.zeros(vocab_size, bool).at[jnp.array(ids, jnp.int32)].set(True)
 
 
-def check_ids(ids: tuple[int, ...] | list[int], vocab_size: int, *, owner: str) -> None:
-    """Raises ValueError for ids that a vocabulary of this size does not have."""
-    unknown = [token for token in ids if not 0 <= token < vocab_size]
-    if unknown:
-        raise ValueError(
-            f"{owner}: the model has no token {unknown[0]}; its {vocab_size} ids end at"
-            f" {vocab_size - 1}"
-        )
+def check_ids(ids: tuple[int, ...] | list[int], vocab_size: int, *, owner: str, field: str) -> None:
+    """Raise `ConfigError` for an id of a field that is outside of the model's vocabulary."""
+    for token in ids:
+        is_valid = 0 <= token < vocab_size
+        expected = f"an id from 0 to {vocab_size - 1}, the vocabulary of the model"
+        require(is_valid, owner=owner, field=field, value=token, expected=expected)

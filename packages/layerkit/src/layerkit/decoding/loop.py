@@ -1,7 +1,7 @@
-"""The decoding loop: prompts in, continuations out, one cached step at a time.
+"""Continuation of prompts with a cached model, and the decoder that samples.
 
-`extend_prompts` is the way in for every decoder. `SampleDecoder` draws, or is greedy; its loop ends
-as soon as every row has ended. `layerkit.decoding.beam_search` has the other one.
+`extend_prompts` runs any decoder. `SampleDecoder` samples or is greedy; its loop stops when all
+rows have ended. `layerkit.decoding.beam_search` has the other decoder.
 """
 
 from __future__ import annotations
@@ -12,8 +12,15 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from layerkit.checks import check_non_negative, check_sizes, require
 from layerkit.decoding.cache_rows import repeat_rows
-from layerkit.decoding.decoder import Decoder, ExtendFn, Prompts, best_first
+from layerkit.decoding.decoder import (
+    Decoder,
+    ExtendFn,
+    Prompts,
+    best_first,
+    require_cache_axes,
+)
 from layerkit.decoding.logit_processors import (
     LogitProcessor,
     MinP,
@@ -27,6 +34,7 @@ from layerkit.decoding.logit_processors import (
 )
 from layerkit.decoding.samplers import row_keys, sample_token
 from layerkit.decoding.split_rows import pad_columns
+from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
 
 
@@ -43,48 +51,54 @@ def extend_prompts(
     max_steps: jax.Array | None = None,
     row_parts: int = 1,
 ) -> NestedMap:
-    """Continues prompts by a cached model.
+    """Continue prompts with a cached model.
 
     Args:
-      decoder: How tokens are chosen.
-      extend: `(cache, ids [rows, t], time_step) -> (cache, logits [rows, t, vocab])`.
-      cache: An empty cache of `batch` rows for prompt width + `max_decode_steps` tokens, or for as
-        many more as make a multiple of `row_parts`.
-      prompts: int32 `[batch, width]`, left-aligned; what stands after a row's length is not read.
-      prompt_lengths: int32 `[batch]`; one beyond `width` counts as `width`. A row of length 0 only
-        fills up the batch: nothing is drawn for it, and no other row waits for it.
-      key: Random key, a scalar; None if the decoder draws nothing. The token of a column is drawn
-        with the key's fold-in of row id, sample and column, whatever else is in the batch.
-      cache_axes: Where the rows of the cache are (`row_axes`); needed by decoders that follow
-        several continuations of a prompt.
-      row_ids: int32 `[batch]`, for the random numbers; None for the place in the batch.
-      max_steps: int32 `[batch]`, for rows that shall get fewer tokens than `max_decode_steps`.
-      row_parts: Over how many devices rows are split; the prompts are fed to the model in a
-        multiple of so many columns. See `layerkit.decoding.split_rows`.
+      decoder: Decoder that chooses tokens.
+      extend: Function `(cache, ids [rows, t], time_step) -> (cache, logits [rows, t, vocab])`.
+      cache: Empty cache of `batch` rows for prompt width + `max_decode_steps` tokens, rounded up to
+        a multiple of `row_parts`.
+      prompts: Left-aligned token ids int32 `[batch, width]`; ids after a row's length are ignored.
+      prompt_lengths: Number of tokens of each prompt, int32 `[batch]`, at most `width`. A row of
+        length 0 is padding: it gets no tokens, and no other row waits for it.
+      key: Random key, a scalar; None if the decoder does not draw. A token is drawn with the key's
+        fold-in of row id, sample and column, independently of the other rows.
+      cache_axes: Row axis of each array of the cache (see `row_axes`), for decoders with several
+        continuations of a prompt.
+      row_ids: Ids of the rows for the random numbers, int32 `[batch]`; None for their indices.
+      max_steps: Limit of each row's number of tokens, int32 `[batch]`; None for
+        `max_decode_steps`, which is also the largest.
+      row_parts: Number of devices over which rows are split. The width of prompts is padded to a
+        multiple of it; see `layerkit.decoding.split_rows`.
 
     Returns:
       A NestedMap:
-        ids: int32 `[batch, width + max_decode_steps]`: prompt, what was chosen, zeros.
-        lengths: int32 `[batch]`, of prompt and continuation.
-        log_probs: float32 like `ids`, of the chosen tokens under the model itself, whatever was
-          done to its logits; 0 elsewhere.
-        scores: float32 `[batch]`, by which the decoder ranks continuations; the sum of `log_probs`
-          unless it says otherwise.
-        candidates: Where the decoder is asked for n > 1 continuations of a prompt: the same four
-          with an axis n after `batch`, best first. The entries above are the first of them.
-        prompt_lengths: int32 `[batch]`, what of `lengths` is the prompt.
+        ids: Prompt, chosen tokens and zeros, int32 `[batch, width + max_decode_steps]`.
+        lengths: Number of tokens of prompt and continuation, int32 `[batch]`.
+        log_probs: Log-probabilities of the chosen tokens under the model before processors, float32
+          like `ids`; 0 elsewhere.
+        scores: Scores by which the decoder ranks continuations, float32 `[batch]`. The sum of
+          `log_probs` by default.
+        candidates: The four entries above with an axis n after `batch`, best first, if the decoder
+          returns n > 1 continuations of a prompt. The entries above hold the first.
+        prompt_lengths: Number of tokens of the prompt, int32 `[batch]`.
 
     Raises:
-      ValueError: a key that is missing, or axes of the cache that are.
+      ConfigError: The decoder needs a key or the axes of the cache, which are None.
     """
-    if key is None and decoder.needs_key:
-        raise ValueError(f"{decoder!r} draws random numbers and needs a key")
+    require(
+        key is not None or not decoder.needs_key,
+        owner=type(decoder).__qualname__,
+        field="key",
+        value=None,
+        expected="a random key, since the decoder draws random numbers",
+    )
     batch, width = prompts.shape
     lengths = jnp.minimum(prompt_lengths, width)
-    # The model runs on the padding too, and an id that it does not have would leave NaN in the
-    # cache, which no mask hides: 0 · NaN is NaN.
+    # The model also runs on padding. An id outside of its vocabulary would write NaN to the cache,
+    # which masks do not remove: 0 · NaN is NaN.
     prompts = jnp.where(jnp.arange(width) < lengths[:, None], prompts, 0).astype(jnp.int32)
-    # The logits of this pass are not used, so the compiler leaves their computation out.
+    # The logits of this pass are unused, so the compiler removes their computation.
     cache, _ = extend(cache, pad_columns(prompts, row_parts), jnp.int32(0))
     steps = jnp.int32(decoder.max_decode_steps)
     if max_steps is not None:
@@ -107,7 +121,7 @@ def extend_prompts(
     return outputs
 
 
-# The fields of SampleDecoder that stand for a processor, and its field, in the order of running.
+# Fields of SampleDecoder, the processor that each adds and the processor's field, in order.
 _PROCESSOR_OF_FIELD: tuple[tuple[str, type[LogitProcessor], str], ...] = (
     ("repetition_penalty", RepetitionPenalty, "penalty"),
     ("temperature", Temperature, "temperature"),
@@ -118,24 +132,25 @@ _PROCESSOR_OF_FIELD: tuple[tuple[str, type[LogitProcessor], str], ...] = (
 
 
 class SampleDecoder(Decoder):
-    """Draws each token from what the model says, or takes the most likely one.
+    """A decoder that samples tokens from the model's distribution, or takes the most likely ones.
 
-    The fields from `repetition_penalty` to `min_p` add a processor each, in this order, after those
-    in `processors`: history first, then temperature, then what cuts the tail off, as in Hugging
-    Face's `generate`. For another order leave them out and list the processors.
+    The fields `repetition_penalty`, `temperature`, `top_k`, `top_p` and `min_p` add a processor
+    each, in this order, after those in `processors`, as in Hugging Face's `generate`. For another
+    order leave the fields out and list the processors.
 
     Attributes:
-      temperature: 0 is greedy; 1 draws from the model's own distribution.
-      repetition_penalty: Above 1 makes tokens of the row, prompt included, less likely.
-      top_k: Draws from so many most likely tokens.
-      top_p: Draws from the fewest most likely tokens that have this probability together.
-      min_p: Draws from tokens at least so likely as this part of the likeliest.
-      stop_sequences: A row also ends when its drawn tokens end in one of these, which is kept.
-      num_samples: Continuations of each prompt.
+      temperature: Divisor of the logits; 0 is greedy and 1 samples from the model's distribution.
+      repetition_penalty: Penalty of tokens that are in the row, prompt included. Values above 1
+        make them less likely.
+      top_k: Number of most likely tokens to sample from; None for all.
+      top_p: Smallest total probability of the most likely tokens to sample from; None for all.
+      min_p: Smallest probability of tokens to sample from, relative to the most likely token.
+      stop_sequences: Sequences of drawn tokens that end a row, which includes them.
+      num_samples: Number of continuations per prompt.
 
     Raises:
-      ValueError: a value out of its range, a stop sequence that is empty or longer than what is
-        drawn, or several greedy samples.
+      ConfigError: A value is out of range, a stop sequence is empty or longer than
+        `max_decode_steps`, or several samples are greedy.
     """
 
     temperature: float = 1.0
@@ -147,34 +162,36 @@ class SampleDecoder(Decoder):
     num_samples: int = 1
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         super().__post_init__()
-        if self.temperature < 0:
-            raise ValueError(f"temperature={self.temperature} must not be negative (0 is greedy)")
-        if self.num_samples < 1:
-            raise ValueError(f"num_samples={self.num_samples} must be at least 1")
+        owner = type(self).__qualname__
+        check_non_negative(owner, temperature=self.temperature)
+        check_sizes(owner, num_samples=self.num_samples)
         if self.num_samples > 1 and not self.needs_key:
-            raise ValueError(
-                f"num_samples={self.num_samples} with temperature=0 would all be the same; set a"
-                " temperature, or use BeamSearch"
+            raise ConfigError(
+                owner=owner,
+                field="num_samples",
+                value=self.num_samples,
+                expected="1 with temperature=0, since greedy samples are all the same",
+                hint="Set a temperature, or use BeamSearch.",
             )
-        for sequence in self.stop_sequences:
-            if not isinstance(sequence, tuple) or not sequence:
-                raise ValueError(
-                    f"stop_sequences={self.stop_sequences} must hold sequences of at least one"
-                    " token, such as ((5, 6), (7,))"
-                )
-            if len(sequence) > self.max_decode_steps:
-                raise ValueError(
-                    f"stop_sequences: {sequence} is longer than"
-                    f" max_decode_steps={self.max_decode_steps}"
-                )
-        self.all_processors()  # refuses what is out of range
+        for index, sequence in enumerate(self.stop_sequences):
+            require(
+                isinstance(sequence, tuple) and 1 <= len(sequence) <= self.max_decode_steps,
+                owner=owner,
+                field=f"stop_sequences[{index}]",
+                value=sequence,
+                expected=f"a tuple of 1 to max_decode_steps={self.max_decode_steps} token ids",
+            )
+        self.all_processors()  # checks their fields
 
     @property
     def needs_key(self) -> bool:
+        """True unless the temperature is 0."""
         return self.temperature > 0
 
     def all_processors(self) -> tuple[LogitProcessor, ...]:
+        """Return `processors`, then the processors of the other fields."""
         steps = list(super().all_processors())
         for field, processor, name in _PROCESSOR_OF_FIELD:
             value = getattr(self, field)
@@ -182,8 +199,9 @@ class SampleDecoder(Decoder):
                 continue
             try:
                 steps.append(processor(**{name: value}))
-            except ValueError as error:
-                raise ValueError(f"{field}={value}: {error}") from None
+            except ConfigError as error:
+                error.owner, error.field = type(self).__qualname__, field
+                raise
         return tuple(steps)
 
     def continue_rows(
@@ -195,10 +213,10 @@ class SampleDecoder(Decoder):
         cache_axes: Any,
         keys: jax.Array | None,
     ) -> NestedMap:
+        """Continue rows whose prompts `[batch, max_length]` are in the cache; see `Decoder`."""
         batch, num_samples = len(prompts.lengths), self.num_samples
         if num_samples > 1:
-            if cache_axes is None:
-                raise ValueError(f"num_samples={num_samples} needs cache_axes; see row_axes")
+            require_cache_axes(self, cache_axes)
             assert keys is not None  # several samples are not greedy
             cache = repeat_rows(cache, cache_axes, num_samples)
             prompts = Prompts(*(jnp.repeat(x, num_samples, axis=0) for x in prompts))
@@ -218,7 +236,7 @@ class SampleDecoder(Decoder):
 
 
 class _State(struct.PyTreeNode):
-    column: jax.Array  # whose token comes next
+    column: jax.Array  # of the next tokens
     ids: jax.Array  # [rows, max_length]
     log_probs: jax.Array  # [rows, max_length]
     lengths: jax.Array  # [rows]
@@ -236,9 +254,10 @@ def _sample(
         before = jax.lax.dynamic_slice_in_dim(state.ids, column - 1, 1, axis=1)
         cache, logits = extend(state.cache, before, column - 1)
         logits = logits[:, -1].astype(jnp.float32)
-        check_ids(decoder.eos_ids, logits.shape[-1], owner="eos_id")
+        owner = type(decoder).__qualname__
+        check_ids(decoder.eos_ids, logits.shape[-1], owner=owner, field="eos_id")
         for sequence in decoder.stop_sequences:
-            check_ids(sequence, logits.shape[-1], owner=f"stop_sequences: {sequence}")
+            check_ids(sequence, logits.shape[-1], owner=owner, field="stop_sequences")
         so_far = RowsSoFar(state.ids, prompts.lengths, column)
         column_keys = None
         if keys is not None:
@@ -274,11 +293,11 @@ def _sample(
 def _ends(
     decoder: SampleDecoder, ids: jax.Array, column: jax.Array, num_drawn: jax.Array
 ) -> jax.Array:
-    """Whether rows `[rows]` end with the token drawn for `column`."""
+    """Return whether rows `[rows]` end with the token drawn for `column`."""
     ends = jnp.zeros(len(ids), bool)
     for sequence in (*((token,) for token in decoder.eos_ids), *decoder.stop_sequences):
         size = len(sequence)
-        first = column - size + 1  # before the row where too little was drawn
+        first = column - size + 1  # negative if the row is too short
         tail = jax.lax.dynamic_slice_in_dim(ids, first, size, axis=1)
         matches = jnp.all(tail == jnp.array(sequence), axis=1)
         ends = ends | (matches & (num_drawn >= size))

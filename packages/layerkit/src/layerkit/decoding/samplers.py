@@ -1,4 +1,4 @@
-"""Choosing the next token from logits."""
+"""Sampling of the next token from logits."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ import jax.numpy as jnp
 
 
 def row_keys(key: jax.Array, row_ids: jax.Array) -> jax.Array:
-    """A random key for each row: `fold_in(key, row_id)`.
+    """Return a random key for each row: `fold_in(key, row_id)`.
 
-    What is drawn for a row then depends on its own number alone, and not on the rows around it.
+    The samples of a row then depend only on its id, not on the other rows of the batch.
 
     Args:
       key: Random key, a scalar.
-      row_ids: int32 `[rows]`.
+      row_ids: Ids of the rows, int32 `[rows]`.
 
     Returns:
-      Keys `[rows]`.
+      Random keys `[rows]`.
     """
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, row_ids)
 
 
 def sample_token(logits: jax.Array, keys: jax.Array | None) -> jax.Array:
-    """Draws one token per row from softmax(logits).
+    """Draw one token per row from softmax(logits).
 
-    The largest of the logits, with Gumbel noise added to them, is such a draw (Gumbel, 1954).
+    The index of the largest logit after adding Gumbel noise is such a draw (Gumbel, 1954).
 
     Args:
-      logits: float32 `[rows, vocab]`; -inf is never drawn where there is anything else.
-      keys: Random keys `[rows]`; None takes the most likely token instead.
+      logits: Logits float32 `[rows, vocab]`; -inf is never drawn unless all are -inf.
+      keys: Random keys `[rows]`; None selects the most likely token instead.
 
     Returns:
-      int32 `[rows]`.
+      Token ids int32 `[rows]`.
     """
     if keys is not None:
         draw_noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], logits.dtype))

@@ -1,8 +1,8 @@
-"""Rows that a mesh splits: what lengths must be for it, and how they become that.
+"""Padding of rows whose length axis is split over a mesh.
 
-Where the rule of `length` names mesh axes, each device holds a part of a row, and all parts are
-equal. Prompts and caches have the lengths that people ask for, so decoding fills them up: what
-stands behind a prompt is not read, and slots that are never written are never seen.
+If the rule of `length` names mesh axes, each device holds an equal part of a row. Prompts and
+caches may have any length, so decoding pads them. Tokens after a prompt are not read, and queries
+do not attend to unwritten cache slots.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from layerkit.layers.attention.context_parallel import num_length_parts
 
 
 def row_parts(model: BaseLayer) -> int:
-    """Over how many devices the mesh of a model splits a row; 1 without a mesh."""
+    """Return the number of devices over which a model's mesh splits a row; 1 without a mesh."""
     sharding = model.inherited("sharding")
     return 1 if sharding is None else num_length_parts(sharding)
 
 
 def round_up(length: int, parts: int) -> int:
-    """The smallest multiple of `parts` that is not below `length`."""
+    """Return the smallest multiple of `parts` that is not below `length`."""
     return -(-length // parts) * parts
 
 
 def pad_columns(x: jax.Array, parts: int) -> jax.Array:
-    """`[rows, length]` with zeros behind each row, to a multiple of `parts`."""
+    """Pad `x` `[rows, length]` with zeros to a length that is a multiple of `parts`."""
     return jnp.pad(x, ((0, 0), (0, round_up(x.shape[1], parts) - x.shape[1])))

@@ -134,7 +134,7 @@ class TransformerLm(BaseLayer):
           Outputs of the softmax; see `FullSoftmax.fprop`.
 
         Raises:
-          ConfigError: There is a prefix although the model is not causal.
+          ConfigError: `in_prefix` is given although the model is not causal.
         """
         hidden = self.hidden(
             ids, segment_ids=segment_ids, segment_pos=segment_pos, in_prefix=in_prefix
