@@ -5,11 +5,11 @@
     runner --exp=… --fdl.NAME=VALUE                            set a field of the experiment
     runner --exp=… --fdl.task.model.lm_tpl.num_layers=2        or any field, by its path
     runner --list                                              every experiment
-    runner --help                                              every flag; exit codes
+    runner --help                                              flags, by groups
 
-A wrong flag or experiment is reported before JAX is imported, a wrong field as soon as its
-experiment is imported, a wrong path as soon as the configuration is made, before any device is
-touched. Each message names the nearest right thing, and nothing is written.
+A wrong flag or experiment is reported before JAX is imported, a wrong field once its experiment is
+imported, a wrong path once the configuration is made, before any device is used. Nothing is
+written.
 
 Tools, such as `--mode=plan` and `runner launch`, are found by the entry-point group
 `layerkit.commands`; see `config.commands`.
@@ -27,16 +27,19 @@ from typing import TYPE_CHECKING
 
 from layerkit.errors import UserError
 from layerkit_runner.config import commands
-from layerkit_runner.config.flags import ParsedFlags, check_folder, help_text, parse_flags
+from layerkit_runner.config.flags import ParsedFlags, parse_flags
+from layerkit_runner.config.help import help_text
 from layerkit_runner.errors import UsageError, unknown_name_text
 from layerkit_runner.run_options import MODES
 
 if TYPE_CHECKING:
     from layerkit_runner.config.resolve import ResolvedExperiment
 
+_HELP = ("--help", "-h")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what a command line says.
+    """Run a command line.
 
     Args:
       arguments: Words after the program's name; None takes those of this process.
@@ -62,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A connection to another machine may break as well, which is a fault of the run.
         if not _stdout_is_broken():
             raise
-        # The interpreter would flush to the broken pipe again on its way out.
+        # The interpreter would flush to the broken pipe again when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not _is_run(words):
             return 0
@@ -76,12 +79,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(words: Sequence[str]) -> int:
     command = _command(words)
     if command is not None:
-        _let_own_modules_be_found()
+        _add_current_folder()
         return command.run(words[1:])
+    if _asks_for_help(words):
+        # The word after --help may be a topic.
+        index = next(i for i, word in enumerate(words) if word in _HELP)
+        topics = [word for word in words[index + 1 : index + 2] if not word.startswith("-")]
+        return _print(help_text(*topics))
     flags = parse_flags(words)
-    if flags.given.get("help"):
-        return _print(help_text())
-    _let_own_modules_be_found()
+    _add_current_folder()
     if flags.given.get("list"):
         return _print(_listing(flags))
     flags = _with_recorded_experiment(flags)
@@ -91,10 +97,10 @@ def _run(words: Sequence[str]) -> int:
     resolved = _resolve(flags)
     if flags.given.get("print_config"):
         return _print_config(resolved, flags)
-    # By now the experiment has imported what this needs.
-    from layerkit_runner.config.field_paths import flags_named
+    # The experiment has imported the modules that this import needs.
+    from layerkit_runner.config.field_paths import naming_flags
 
-    with flags_named(resolved):
+    with naming_flags(resolved):
         if flags.mode not in MODES:
             return commands.load_mode(flags.mode).run(resolved, flags.options)
         # Loads JAX, Optax and the rest.
@@ -111,48 +117,45 @@ def _command(words: Sequence[str]) -> commands.Command | None:
     return commands.load(commands.Command, name, shown=f"`runner {name}`")
 
 
+def _asks_for_help(words: Sequence[str]) -> bool:
+    return any(word in _HELP for word in words)
+
+
 def _with_recorded_experiment(flags: ParsedFlags) -> ParsedFlags:
     if flags.exp is not None:
         return flags
-    # A command that names its experiment need not wait for what reads a record.
+    # A command that names its experiment need not import the reader of a record.
     from layerkit_runner.config.recorded import with_recorded_experiment
 
-    # Standard output is for what was asked for, such as JSON.
+    # Standard output is for what was requested, such as JSON.
     return with_recorded_experiment(flags, lambda line: print(f"runner: {line}", file=sys.stderr))
 
 
 def _resolve(flags: ParsedFlags) -> ResolvedExperiment:
     """Return the experiment that the flags name, with all their overrides applied."""
-    # The registry reads entry points, which `--help` and a wrong flag need not wait for.
     from layerkit_runner.config.registry import find_experiment
 
-    entry = find_experiment(flags.exp or "")
-    # A configuration that is only printed needs no folder and no other processes.
-    if not flags.only_prints:
-        check_folder(flags)
-        _check_processes(flags)
-    # From here on the experiment's own imports are paid for.
-    from layerkit_runner.config.resolve import resolve_entry
+    # A misspelt experiment is reported before anything that takes time is imported.
+    find_experiment(flags.exp or "")
+    # A configuration that is only printed needs no other processes.
+    if flags.mode in MODES and not flags.only_prints:
+        # Looks for the clusters that JAX supports, without importing JAX.
+        from layerkit_runner.distributed.launchers import check_alone, check_processes
 
-    return resolve_entry(entry, flags.overrides, reduced=bool(flags.given.get("reduced")))
+        if flags.mode == "export":
+            check_alone(flags.mode, os.environ)
+        else:
+            check_processes(flags.options, os.environ)
+    # Imports Fiddle and the experiment.
+    from layerkit_runner.config.resolve import resolve_flags
 
-
-def _check_processes(flags: ParsedFlags) -> None:
-    if flags.mode not in MODES:
-        return
-    # Looks for the clusters that JAX knows, without importing it.
-    from layerkit_runner.distributed.launchers import check_alone, check_processes
-
-    if flags.mode == "export":
-        check_alone(flags.mode, os.environ)
-    else:
-        check_processes(flags.options, os.environ)
+    return resolve_flags(flags)
 
 
 def _print_config(resolved: ResolvedExperiment, flags: ParsedFlags) -> int:
     from layerkit_runner.config.config_text import printed_config
 
-    # What only looks is no run, whose flags would be worth keeping.
+    # Inspection is no run, whose flags a reader would need.
     options = None if flags.mode == "inspect" else flags.options
     return _print(printed_config(resolved, options, mode=flags.mode, as_json=flags.options.json))
 
@@ -173,7 +176,7 @@ def _listing(flags: ParsedFlags) -> str:
     return catalogue_text(entries, width=width, wide=bool(flags.given.get("wide")))
 
 
-def _let_own_modules_be_found() -> None:
+def _add_current_folder() -> None:
     """Add the current folder to the places to import from: last, so that it hides nothing."""
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -185,19 +188,18 @@ def _print(text: str) -> int:
 
 
 def _is_run(words: Sequence[str]) -> bool:
-    """Return whether the command line asks for a job, which is not done once it has printed."""
-    if _command(words) is not None:
+    """Return whether the command line starts a job, which is not complete once it has printed."""
+    if _command(words) is not None or _asks_for_help(words):
         return False
     flags = parse_flags(words)
-    prints = flags.given.get("help") or flags.given.get("list") or flags.only_prints
-    return not prints and flags.mode in MODES
+    return not flags.given.get("list") and not flags.only_prints and flags.mode in MODES
 
 
 def _stdout_is_broken() -> bool:
     """Return whether standard output is a pipe that its reader has closed, as `head` does."""
     try:
         poll = select.poll()
-        poll.register(sys.stdout.fileno(), 0)  # errors are reported without being asked for
+        poll.register(sys.stdout.fileno(), 0)  # errors are reported for any mask
         return any(event & select.POLLERR for _, event in poll.poll(0))
     except (OSError, ValueError):  # not a file of the operating system
         return False

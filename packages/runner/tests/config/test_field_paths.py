@@ -13,7 +13,7 @@ import pytest
 import layerkit_runner
 from layerkit.config import Config
 from layerkit_runner import BaseExperiment, Override
-from layerkit_runner.config.field_paths import flags_named, override_path, source_field
+from layerkit_runner.config.field_paths import naming_flags, override_path, source_field
 from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import SpmdPartitioner
@@ -130,7 +130,7 @@ def test_error_about_the_mesh_names_what_the_experiment_has(
     import jax
 
     resolved = resolve(experiment())
-    with pytest.raises(UsageError) as caught, flags_named(resolved):
+    with pytest.raises(UsageError) as caught, naming_flags(resolved):
         resolved.partitioner.Instantiate().start(jax.devices()[:1])
     assert str(caught.value).endswith(f"there are 1 (cpu).\nFor these devices try {flag}")
 
@@ -139,7 +139,7 @@ def test_settings_of_an_error_become_flags_together():
     class UnfitError(UsageError):
         settings: dict[str, Any] = {"width": 4, "rate": 0.5, "depth": 3}
 
-    with pytest.raises(UsageError) as caught, flags_named(resolve(Named())):
+    with pytest.raises(UsageError) as caught, naming_flags(resolve(Named())):
         raise UnfitError("does not fit.")
     assert str(caught.value) == "does not fit. Flags: --fdl.DIMS=4 --fdl.LR=0.5"
 

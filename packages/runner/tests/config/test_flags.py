@@ -1,25 +1,22 @@
-"""The flag table: every form a flag can take, and what each mistake hears."""
+"""The table of flags: the forms of each flag, and the errors about wrong ones."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
+from typing import Any
 
 import absl.logging  # noqa: F401 - defines flags, as a library would
 import pytest
 from absl import flags as absl_flags
 
-from layerkit_runner.config.flags import check_folder, help_text, parse_flags, read_flags
+from layerkit_runner.config.flags import check_folder, parse_flags, read_flags
+from layerkit_runner.config.help import GROUPS, help_text
 from layerkit_runner.config.overrides import Override
 from layerkit_runner.errors import UsageError
-from layerkit_runner.run_options import FLAGS, Flag, RunOptions, positive
+from layerkit_runner.run_options import FLAGS, MODES, Flag, RunOptions, positive
 
 EXP = "--exp=lm.Small"
-
-
-def refusal(*arguments: str) -> str:
-    with pytest.raises(UsageError) as caught:
-        parse_flags(arguments)
-    return str(caught.value)
 
 
 def test_values_after_an_equals_sign_or_a_space():
@@ -48,172 +45,100 @@ def test_switches(words: list[str], *, expected: bool):
     assert parse_flags([EXP, *words]).options.enable_checkpoint_saving is expected
 
 
-def test_fdl_config_is_exp_by_another_name():
+def test_fdl_config_is_another_name_of_exp(raises):
     assert parse_flags(["--fdl_config=lm.Small"]).exp == "lm.Small"
     assert parse_flags([EXP, "--fdl_config=lm.Small"]).exp == "lm.Small"
-    assert refusal(EXP, "--fdl_config=lm.Big") == (
-        "--exp is given twice, with 'lm.Small' and 'lm.Big'."
-    )
+    with raises(UsageError, field="--exp", value="lm.Big"):
+        parse_flags([EXP, "--fdl_config=lm.Big"])
 
 
 def test_negative_values_are_values():
     assert parse_flags([EXP, "--fdl.A", "-1"]).overrides == (Override("A", "-1"),)
 
 
+STEPS = "--restore_checkpoint_step"
+TWO = "--num_processes=2"
+
+
 @pytest.mark.parametrize(
-    ("words", "text"),
+    ("words", "data"),
     [
-        (["--job_log_dri=x"], "there is no flag --job_log_dri; did you mean '--job_log_dir'?"),
-        (["--job-log-dir=x"], "there is no flag --job-log-dir; did you mean '--job_log_dir'?"),
-        (
-            ["--noenable_checkpoint_savin"],
-            "there is no flag --noenable_checkpoint_savin; did you mean"
-            " '--noenable_checkpoint_saving' or '--enable_checkpoint_saving'?",
-        ),
-        (["--nomode"], "there is no flag --nomode; did you mean '--mode'?"),
-        (["--zzz"], "there is no flag --zzz."),
-        (
-            ["--NUM_LAYERS=3"],
-            "there is no flag --NUM_LAYERS; experiment fields are set by --fdl.NUM_LAYERS=…",
-        ),
-        (["train"], "unexpected argument 'train'; did you mean '--mode=train'?"),
-        (
-            ["True"],
-            "unexpected argument 'True'; flags are written --name=value, and switches --name or"
-            " --noname.",
-        ),
-        (
-            ["--mode=evil"],
-            "--mode=evil: expected one of train, eval, eval_once, decode, decode_once, export,"
-            " inspect, plan; did you mean 'eval'?",
-        ),
-        (["--mode"], "Missing value for flag --mode"),
-        (["--mode", "--json"], "--mode=--json: expected MODE."),
-        (["--fdl.NUM_LAYERS"], "--fdl.NUM_LAYERS needs a value: --fdl.NUM_LAYERS=…"),
-        (["--job_log_dir="], "--job_log_dir=: expected DIR."),
-        (["--json=ja"], "--json=ja: expected True or False."),
-        (
-            ["--restore_checkpoint_step=last"],
-            "--restore_checkpoint_step=last: expected a non-negative integer, or several with"
-            " commas between them.",
-        ),
-        (
-            ["--mode=export", "--restore_checkpoint_step=100,200"],
-            "--restore_checkpoint_step=100,200: --mode=export reads one step; eval_once and"
-            " decode_once take several.",
-        ),
-        (
-            ["--mode=eval", "--restore_checkpoint_step=100"],
-            "--restore_checkpoint_step belongs to --mode=train, eval_once, decode_once or export,"
-            " and the mode is eval.",
-        ),
-        (
-            ["--restore_checkpoint_step=-1"],
-            "--restore_checkpoint_step=-1: expected a non-negative integer, or several with"
-            " commas between them.",
-        ),
-        (
-            ["--peak_tflops_per_device=0"],
-            "--peak_tflops_per_device=0: expected a positive number.",
-        ),
-        (
-            ["--peak_tflops_per_device=H100"],
-            "--peak_tflops_per_device=H100: expected a positive number.",
-        ),
-        (
-            ["--exit_after_ondemand_checkpoint", "--noenable_checkpoint_saving"],
-            "--exit_after_ondemand_checkpoint leaves after a save, and --noenable_checkpoint_saving"
-            " saves nothing; keep one.",
-        ),
-        (
-            ["--jax_profiler_port=0"],
-            "--jax_profiler_port=0: expected a positive integer.",
-        ),
-        (["--mode=eval", "--mode=train"], "--mode is given twice, with 'eval' and 'train'."),
-        (["--json"], "--json belongs to --mode=plan or inspect, and the mode is train."),
-        (["--log_level=debug"], "there is no flag --log_level."),
-        (
-            ["--mode=plan", "--restore_checkpoint_dir=there"],
-            "--restore_checkpoint_dir belongs to --mode=train, eval, eval_once, decode, decode_once"
-            " or export, and the mode is plan.",
-        ),
-        (
-            ["--mode=inspect", "--pmap_use_tensorstore"],
-            "--pmap_use_tensorstore belongs to --mode=train, eval, eval_once, decode or"
-            " decode_once, and the mode is inspect.",
-        ),
-        (
-            ["--mode=plan", "--noenable_checkpoint_saving"],
-            "--enable_checkpoint_saving belongs to --mode=train, and the mode is plan.",
-        ),
-        (
-            ["--mode=inspect", "--inspect=batch"],
-            "--inspect=batch: expected one of config, layers, parameters, graph, batches; did you"
-            " mean 'batches'?",
-        ),
-        (["--inspect=batches"], "--inspect belongs to --mode=inspect, and the mode is train."),
-        (
-            ["--coordinator_address=host", "--num_processes=2", "--process_id=1"],
-            "--coordinator_address=host: expected HOST:PORT, or auto.",
-        ),
-        (
-            ["--coordinator_address=host:1", "--num_processes=2", "--process_id=2"],
-            "--process_id=2 with --num_processes=2: expected 0 to 1.",
-        ),
-        (["--num_processes=0"], "--num_processes=0: expected a positive integer."),
-        (
-            ["--num_hosts=4", "--num_processes=2"],
-            "--num_hosts=4 and --num_processes=2 are the same flag here; keep one.",
-        ),
-        (
-            ["--server_addr=host:1", "--coordinator_address=host:2"],
-            "--coordinator_address is given twice, with 'host:1' and 'host:2'.",
-        ),
-        (
-            ["--hung_step_timeout_secs=0"],
-            "--hung_step_timeout_secs=0: expected a positive integer, or off.",
-        ),
-        (["--flagfile=/etc/passwd"], "there is no flag --flagfile."),
-        (["--undefok=job_log_dri"], "there is no flag --undefok."),
-        (["--job_log_dir", "--fdl.A=2"], "Missing value for flag --job_log_dir"),
-        (
-            ["--", "--json"],
-            "unexpected argument '--json'; flags are written --name=value, and"
-            " switches --name or --noname.",
-        ),
-        (
-            ["--fdl.taks.model.num_layers=3"],
-            "--fdl.taks.model.num_layers: a path starts with task, datasets, decode_datasets,"
-            " partitioner, train_programs, eval_programs, decode_programs, executor or observers,"
-            " not 'taks'; did you mean 'task'?",
-        ),
-        (
-            ["--fdl.A=1", "--fdl.A=2"],
-            "--fdl.A=1 and --fdl.A=2 contradict each other; keep one of them.",
-        ),
+        # Unknown flags and words.
+        (["--job_log_dri=x"], {"value": "--job_log_dri"}),
+        (["--job-log-dir=x"], {"value": "--job-log-dir"}),
+        (["--noenable_checkpoint_savin"], {"value": "--noenable_checkpoint_savin"}),
+        (["--nomode"], {"value": "--nomode"}),
+        (["--NUM_LAYERS=3"], {"value": "--NUM_LAYERS", "choices": ()}),
+        (["--enforce_restore_shape_check"], {"value": "--enforce_restore_shape_check"}),
+        (["--flagfile=/etc/passwd"], {"value": "--flagfile"}),
+        (["--undefok=job_log_dri"], {"value": "--undefok"}),
+        (["train"], {"value": "train", "hint": "Did you mean --mode=train?"}),
+        (["True"], {"value": "True", "choices": ()}),
+        (["--", "--json"], {"value": "--json"}),
+        (["docter"], {"value": "docter", "choices": ("doctor",)}),
+        (["--json", "doctor"], {"value": "doctor"}),
+        # Values.
+        (["--mode=evil"], {"field": "--mode", "value": "evil"}),
+        (["--mode", "--json"], {"field": "--mode", "value": "--json"}),
+        (["--fdl.NUM_LAYERS"], {"field": "--fdl.NUM_LAYERS"}),
+        (["--job_log_dir="], {"field": "--job_log_dir", "value": ""}),
+        (["--json=ja"], {"field": "--json", "value": "ja"}),
+        ([f"{STEPS}=last"], {"field": STEPS, "value": "last"}),
+        ([f"{STEPS}=-1"], {"field": STEPS, "value": "-1"}),
+        (["--peak_tflops_per_device=0"], {"field": "--peak_tflops_per_device", "value": "0"}),
+        (["--peak_tflops_per_device=H"], {"field": "--peak_tflops_per_device", "value": "H"}),
+        (["--jax_profiler_port=0"], {"field": "--jax_profiler_port", "value": "0"}),
+        (["--async_timeout_secs=x"], {"field": "--async_timeout_secs", "value": "x"}),
+        (["--init_from=d", "--init_draw=["], {"field": "--init_draw", "value": "["}),
+        (["--hung_step_timeout_secs=0"], {"field": "--hung_step_timeout_secs", "value": "0"}),
+        (["--coordinator_address=host"], {"field": "--coordinator_address", "value": "host"}),
+        (["--mode=inspect", "--inspect=batch"], {"field": "--inspect", "value": "batch"}),
+        (["--mode=eval", "--mode=train"], {"field": "--mode", "value": "train"}),
+        # Flags of another mode.
+        (["--mode=eval", f"{STEPS}=100"], {"field": STEPS}),
+        (["--json"], {"field": "--json", "expected": "--mode=plan or inspect"}),
+        (["--mode=plan", "--noenable_checkpoint_saving"], {"field": "--enable_checkpoint_saving"}),
+        (["--mode=inspect", "--inspect=graph", "--num_batches=3"], {"field": "--num_batches"}),
+        # Flags that do not fit together.
+        (["--mode=export", f"{STEPS}=100,200"], {"field": STEPS, "value": "100,200"}),
+        (["--exit_after_ondemand_checkpoint", "--noenable_checkpoint_saving"], {}),
+        (["--init_from=a", "--restore_checkpoint_dir=b"], {}),
+        (["--print_config", "--diff_config=lm.Large"], {}),
+        ([TWO, "--process_id=2"], {"field": "--process_id", "value": 2}),
+        ([TWO, "--num_hosts=4"], {"field": "--num_hosts=4 and --num_processes=2"}),
+        (["--tag=small"], {"field": "--tag", "expected": "--list with it"}),
+        (["--fdl.A=1", "--fdl.A=2"], {}),
     ],
+    ids=" ".join,
 )
-def test_mistakes(words: list[str], text: str):
-    assert refusal(EXP, *words) == text
+def test_wrong_flag_raises(raises, words: list[str], data: dict[str, Any]):
+    with raises(UsageError, **data):
+        parse_flags([EXP, *words])
 
 
-def test_an_experiment_must_be_named_unless_it_is_not_needed():
-    assert refusal() == "which experiment? Say --exp=NAME; `runner --list` shows all."
+@pytest.mark.parametrize("words", [["--mode"], ["--job_log_dir", "--fdl.A=2"]], ids=" ".join)
+def test_flag_without_value_raises(raises, words: list[str]):
+    with raises(UsageError):
+        parse_flags([EXP, *words])
+
+
+def test_experiment_is_required_except_by_listings(raises):
+    for words in ([], ["--mode=eval"]):
+        with raises(UsageError, field="--exp"):
+            parse_flags(words)
     assert parse_flags(["--list"]).given == {"list": True}
-    assert refusal("--tag=moe") == "--tag needs --list."
     assert parse_flags(["--help"]).given == parse_flags(["-h"]).given == {"help": True}
 
 
-@pytest.mark.parametrize("mode", ["train", "eval", "eval_once", "decode", "decode_once", "export"])
-def test_modes_that_write_need_a_folder(mode: str):
-    with pytest.raises(UsageError) as caught:
+@pytest.mark.parametrize("mode", MODES)
+def test_mode_that_writes_requires_a_folder(raises, mode: str):
+    with raises(UsageError, field="--job_log_dir", value=None):
         check_folder(parse_flags([EXP, f"--mode={mode}"]))
-    assert str(caught.value) == (f"--mode={mode} needs a folder to write to: --job_log_dir=DIR")
     check_folder(parse_flags([EXP, f"--mode={mode}", "--job_log_dir=gs://bucket/run"]))
 
 
 @pytest.mark.parametrize("mode", ["plan", "inspect"])
-def test_modes_that_only_print_need_no_folder(mode: str):
+def test_mode_that_only_prints_requires_no_folder(mode: str):
     check_folder(parse_flags([EXP, f"--mode={mode}"]))
 
 
@@ -225,11 +150,28 @@ def test_every_option_has_a_flag_of_its_name_and_default():
             assert flags[option.name].is_switch == (option.type == "bool")
 
 
-def test_help_names_every_flag():
-    lines = help_text().splitlines()
-    for flag in FLAGS:
-        assert any(f"--{flag.name}" in line or f"--[no]{flag.name}" in line for line in lines)
-    assert max(map(len, lines)) <= 100
+def test_every_flag_is_in_one_group_of_the_help():
+    grouped = [name for _, *names in GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted([*(flag.name for flag in FLAGS), "fdl.NAME"])
+
+
+@pytest.mark.parametrize("topic", [None, *GROUPS])
+def test_help_of_a_group_fits_one_screen(topic: str | None):
+    lines = help_text(topic).splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize("mode", [*MODES, "plan", "inspect"])
+def test_help_of_a_mode_lists_its_flags(mode: str):
+    text = help_text(mode)
+    listed = set(re.findall(r"^  --(?:\[no\])?(\w+)", text, re.MULTILINE))
+    assert listed == {flag.name for flag in FLAGS if mode in flag.modes}
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_help_of_an_unknown_topic_raises(raises):
+    with raises(UsageError, field="--help", value="checkpoint"):
+        help_text("checkpoint")
 
 
 @pytest.mark.parametrize(
@@ -239,12 +181,12 @@ def test_help_names_every_flag():
         ["--coordinator_address=host:1", "--num_processes=2", "--process_id=1"],
     ],
 )
-def test_processes_are_told_how_to_meet(words: list[str]):
+def test_coordinator_address_is_read(words: list[str]):
     options = parse_flags([EXP, *words]).options
     assert options.coordinator_address == words[0].partition("=")[2]
 
 
-def test_the_names_of_pax():
+def test_pax_flags_are_replaced(raises):
     words = ["--multiprocess_gpu", "--server_addr=host:1", "--num_hosts=4", "--host_idx=3"]
     options = parse_flags([EXP, *words]).options
     assert options.coordinator_address == "host:1"
@@ -254,34 +196,31 @@ def test_the_names_of_pax():
     assert (options.num_hosts, options.num_processes) == (4, None)
     parsed = parse_flags([EXP, "--tfds_data_dir=gs://bucket/tfds"])
     assert list(map(str, parsed.overrides)) == ["--fdl.TFDS_DATA_DIR=gs://bucket/tfds"]
-    with pytest.raises(UsageError, match="contradict each other; keep one of them"):
+    with raises(UsageError, problem="contradictory flags"):
         parse_flags([EXP, "--tfds_data_dir=a", "--fdl.TFDS_DATA_DIR=b"])
 
 
-def test_a_reduced_form():
+def test_reduced_is_a_switch():
     assert "reduced" not in parse_flags([EXP]).given
     assert parse_flags([EXP, "--reduced"]).given["reduced"]
     assert not parse_flags([EXP, "--noreduced"]).given["reduced"]
 
 
-def test_a_flag_that_may_be_given_several_times():
+def test_repeated_flag_keeps_all_values(raises):
     assert parse_flags(["--list", "--tag=moe"]).given["tag"] == ("moe",)
     assert parse_flags(["--tag=moe", "--list", "--tag", "lm"]).given["tag"] == ("moe", "lm")
-    assert refusal("--list", "--tag=") == "--tag=: expected NAME."
-
-
-def test_wide_belongs_to_list():
+    with raises(UsageError, field="--tag", value=""):
+        parse_flags(["--list", "--tag="])
     assert parse_flags(["--list", "--wide"]).given["wide"]
-    assert "--list" in refusal("--wide")
 
 
-def test_a_number_that_may_be_off():
+def test_timeout_can_be_off():
     assert parse_flags([EXP]).options.hung_step_timeout_secs == 1800
     assert parse_flags([EXP, "--hung_step_timeout_secs=off"]).options.hung_step_timeout_secs is None
     assert parse_flags([EXP, "--hung_step_timeout_secs=60"]).options.hung_step_timeout_secs == 60
 
 
-def test_several_steps():
+def test_restore_step_can_be_several():
     words = ["--mode=decode_once", "--restore_checkpoint_step=200,100,200"]
     options = parse_flags([EXP, *words]).options
     assert options.restore_checkpoint_step == (200, 100)
@@ -290,7 +229,7 @@ def test_several_steps():
     assert parse_flags([EXP]).options.only_restore_step is None
 
 
-def test_what_is_done_beside_training():
+def test_evaluation_and_decoding_flags_are_read():
     options = parse_flags([EXP]).options
     assert (options.eval_on_test, options.decode_during_train) == (True, False)
     options = parse_flags([EXP, "--noeval_on_test", "--decode_during_train"]).options
@@ -300,7 +239,7 @@ def test_what_is_done_beside_training():
     assert (options.eval_during_decode, options.follow_timeout_secs) == (True, 60)
 
 
-def test_a_table_of_a_tool_is_read_beside_the_flags_of_the_runner():
+def test_read_flags_returns_the_flags_of_a_tool_and_the_other_words(raises):
     rows = [
         Flag("nodes", positive, "how many", "N", default=1),
         Flag("sbatch", lambda text: text, "another option", "OPTION", repeats=True),
@@ -310,17 +249,18 @@ def test_a_table_of_a_tool_is_read_beside_the_flags_of_the_runner():
     given, others = read_flags([*words, "--sbatch=a", "--dry_run"], rows, known_only=True)
     assert given == {"nodes": 2, "sbatch": ("--qos=high", "a"), "dry_run": True}
     assert others == ["--exp", "lm.Small", "--fdl.A", "-1", "--json"]
-    with pytest.raises(UsageError, match=r"^--nodes=0: expected a positive integer\.$"):
+    with raises(UsageError, field="--nodes", value="0"):
         read_flags(["--nodes=0"], rows, known_only=True)
-    with pytest.raises(UsageError, match=r"no flag --dri_run; did you mean '--dry_run'\?"):
+    with raises(UsageError, value="--dri_run"):
         read_flags(["--dri_run"], rows)
 
 
-def test_flags_that_libraries_define_through_absl_are_not_ours():
+def test_flags_that_libraries_define_through_absl_are_unknown():
     absl_flags.DEFINE_string("job_log_dir", "theirs", "of a library")
     try:
         assert parse_flags([EXP, "--job_log_dir=ours"]).options.job_log_dir == "ours"
         assert "verbosity" in absl_flags.FLAGS
-        assert refusal(EXP, "--verbosity=1") == "there is no flag --verbosity."
+        with pytest.raises(UsageError):
+            parse_flags([EXP, "--verbosity=1"])
     finally:
         delattr(absl_flags.FLAGS, "job_log_dir")

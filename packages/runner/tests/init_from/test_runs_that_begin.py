@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -149,35 +148,20 @@ def test_a_weight_that_is_to_be_drawn(train: Any, job: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["--init_draw=x"],
-            "--init_draw needs --init_from.",
-        ),
-        (
-            ["--init_from=a", "--restore_checkpoint_dir=b"],
-            "--init_from and --restore_checkpoint_dir contradict each other; keep one.",
-        ),
-        (
-            ["--init_from=a", "--init_draw=(x"],
-            "--init_draw=(x: expected a regular expression: missing ), unterminated subpattern at"
-            " position 0.",
-        ),
-        (["--init_from=a", "--mode=eval"], "--init_from belongs to --mode=train, and the mode is"),
-    ],
+    ("words", "field"),
+    [(["--init_draw=x"], "--init_draw"), (["--init_from=a", "--mode=eval"], "--init_from")],
 )
-def test_flags_that_make_no_sense(words: list[str], message: str):
-    with pytest.raises(UsageError, match=f"^{re.escape(message)}"):
+def test_init_flag_without_its_context_raises(raises, words: list[str], field: str):
+    with raises(UsageError, field=field):
         parse_flags(["--exp=x", *words])
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path):
+def test_missing_init_from_folder_raises(raises, tmp_path: Path):
     (tmp_path / "base").mkdir()
     folders = [f"--job_log_dir={tmp_path}/new", f"--init_from={tmp_path}/bass"]
     flags = parse_flags(["--exp=x", *folders])
-    expected = f"--init_from={tmp_path}/bass: there is no such folder; did you mean 'base'?"
-    with pytest.raises(UsageError, match=f"^{re.escape(expected)}$"):
+    near = (f"{tmp_path}/base",)
+    with raises(UsageError, field="--init_from", value=f"{tmp_path}/bass", choices=near):
         check_folder(flags)
     # A run that has begun does not need it.
     (tmp_path / "new" / "checkpoints").mkdir(parents=True)

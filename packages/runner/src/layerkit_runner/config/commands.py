@@ -7,8 +7,8 @@ own tools:
     count = "acme.counting:MODE"
 
 The named object is a `Mode` (`runner --mode=count …`) or a `Command` (`runner count …`). Its module
-is imported to parse a command line and for `--help`, so it must be quick to import: what takes long
-is imported inside `run`.
+is imported to parse a command line and for `--help`, so it must be quick to import: `run` imports
+whatever takes long.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from layerkit.near_names import near_names
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run_options import FLAGS, MODES, Flag, RunOptions
 
@@ -63,7 +62,7 @@ class Command:
 
 @dataclasses.dataclass(frozen=True)
 class FlagCommand:
-    """What a flag of the runner starts in place of the mode, such as `--study`.
+    """An action that a flag of the runner starts in place of the mode, such as `--study`.
 
     Attributes:
       run: Function of the parsed command line; returns the exit code.
@@ -104,7 +103,7 @@ def load(kind: type[Kind], name: str, *, shown: str) -> Kind:
     Args:
       kind: `Mode`, `Command` or `FlagCommand`.
       name: Name of its entry point.
-      shown: What was typed, for messages.
+      shown: Text on the command line, for messages.
 
     Raises:
       UsageError: No package has it, or its package cannot be imported.
@@ -116,7 +115,7 @@ def load(kind: type[Kind], name: str, *, shown: str) -> Kind:
             return command
     except ImportError as error:
         problem = str(error)
-    raise UsageError(f"{shown}: the tool {name} is not installed: {problem}.")
+    raise UsageError(f"the tool {name} is not installed: {problem}", owner=shown)
 
 
 def load_mode(name: str) -> Mode:
@@ -127,10 +126,7 @@ def load_mode(name: str) -> Mode:
     """
     own = {mode for row in FLAGS for mode in row.modes}
     if name not in own and name not in _entry_points():
-        known = [*MODES, *names(Mode)]
-        raise UsageError(
-            f"--mode={name}: expected one of {', '.join(known)}{near_names(name, known)}"
-        )
+        raise UsageError(field="--mode", value=name, choices=(*MODES, *names(Mode)))
     return load(Mode, name, shown=f"--mode={name}")
 
 

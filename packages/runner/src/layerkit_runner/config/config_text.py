@@ -18,7 +18,7 @@ from typing import Any
 from layerkit import field_types
 from layerkit.config import is_config
 from layerkit_runner.config.config_tree import NOT_SET, target_name, walk
-from layerkit_runner.config.flags import run_words
+from layerkit_runner.config.flags import to_argv
 from layerkit_runner.config.overrides import OPTIONAL_ROOTS, ROOTS
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.run_options import RunOptions
@@ -77,7 +77,7 @@ def printed_config(
 def _run_arguments(options: RunOptions, mode: str) -> list[str]:
     named = [] if mode == "train" else [f"--mode={mode}"]
     # How this is printed is no flag of the run.
-    return [*named, *run_words(dataclasses.replace(options, json=False), mode=mode)]
+    return [*named, *to_argv(dataclasses.replace(options, json=False), mode=mode)]
 
 
 class Name(str):

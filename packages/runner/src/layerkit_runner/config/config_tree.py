@@ -1,4 +1,4 @@
-"""Trees of configs: walk over them, and get and set values by path.
+"""Trees of configs: iteration over them, and access to their values by path.
 
 A path is names and indices joined by dots, such as `datasets.0.batch_size`, through the fields of
 configs and through lists, tuples and dicts.
@@ -13,7 +13,6 @@ from typing import Any
 from layerkit import field_types
 from layerkit.config import Config, assigned_fields, field_names, is_config, target_of
 from layerkit.errors import first_names
-from layerkit.near_names import near_names
 from layerkit_runner.config.overrides import Override
 from layerkit_runner.errors import UsageError, with_data
 
@@ -84,31 +83,33 @@ def target_name(config: Any) -> str:
     return getattr(target, "__qualname__", repr(target))
 
 
-def check_filled_in(config: Config, path: str, *, by_job: Collection[str]) -> None:
-    """Check that an experiment sets those fields of a config that are its own, and no others.
+def check_required_fields(config: Config, path: str, *, by_job: Collection[str]) -> None:
+    """Check that an experiment sets the fields of a config that need a value, and no others.
 
     Args:
       config: Config of a class.
-      path: Its path, for messages.
-      by_job: Fields that the job fills in.
+      path: Path of the config, for messages.
+      by_job: Fields that the job sets.
 
     Raises:
-      UsageError: A field is set that the job fills in, or one without a default is not set.
+      UsageError: A field is set that the job sets, or one without a default is not set.
     """
     kind, assigned = target_of(config), assigned_fields(config)
     if taken := [name for name in assigned if name in by_job]:
-        raise UsageError(f"{path}.{taken[0]} is filled in by the job and cannot be set")
+        raise UsageError("the job sets this field", field=f"{path}.{taken[0]}", expected="no value")
     kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     parameters = [p for p in inspect.signature(kind).parameters.values() if p.kind not in kinds]
     needed = [p.name for p in parameters if p.default is p.empty and p.name not in by_job]
     if missing := [name for name in needed if name not in assigned]:
-        raise UsageError(f"{path}: {kind.__qualname__} needs a value for {first_names(missing)}")
+        owner = f"{path} ({kind.__qualname__})"
+        raise UsageError("missing value", owner=owner, field=first_names(missing))
 
 
 class PathSetter:
     """Sets overrides; each walks down its path and rebuilds containers on the way back."""
 
     def __init__(self) -> None:
+        """Create a setter that has set no path."""
         # The override that has set a path below a config, to find two paths to a shared config.
         self._owners: dict[tuple[int, str], Override] = {}
         self._override = Override("", "")
@@ -128,31 +129,37 @@ class PathSetter:
         if not rest:
             return self._parse(node, here, annotation)
         name, *deeper = rest
+        path = f"{here}.{name}"
         if is_config(node):
-            child, field_annotation = self._field(node, name, here)
-            path = f"{here}.{name}"
+            annotations = field_types.field_annotations(target_of(node))
+            if name not in annotations and name not in assigned_fields(node):
+                problem = f"unknown field of {here} ({target_name(node)})"
+                raise self._error(problem, value=name, choices=annotations)
+            child = field_value(node, name)
             if is_config(child) and deeper:
                 self._set(child, deeper, path)
                 return node
             self._claim(node, rest)
-            value = self._set(child, deeper, path, annotation=field_annotation)
-            setattr(node, name, self._fitting(value, path, field_annotation))
+            value = self._set(child, deeper, path, annotation=annotations.get(name))
+            setattr(node, name, self._fitting(value, path, annotations.get(name)))
             return node
         if isinstance(node, dict):
             keys = {str(key): key for key in node}
             if name not in keys:
-                near = near_names(name, keys)
-                raise self._error(
-                    f"{here} has no key {name!r}{near} Its keys: {first_names(keys)}."
-                )
-            value = self._set(node[keys[name]], deeper, f"{here}.{name}")
+                raise self._error(f"unknown key of {here}", value=name, choices=keys)
+            value = self._set(node[keys[name]], deeper, path)
             return type(node)({**node, keys[name]: value})
         if isinstance(node, (list, tuple)):
-            index = self._index(node, name, deeper, here)
-            items = list(node)
-            items[index] = self._set(items[index], deeper, f"{here}.{index}")
+            if not name.isdecimal():
+                example = ".".join([here, "0", *rest])
+                raise self._error(field=here, expected=f"the index of an element, as in {example}")
+            index, items = int(name), list(node)
+            if index >= len(items):
+                expected = f"an index below {len(items)}" if items else "no index, for it is empty"
+                raise self._error("no such element", field=here, value=index, expected=expected)
+            items[index] = self._set(items[index], deeper, path)
             return type(node)(*items) if hasattr(node, "_fields") else type(node)(items)
-        raise self._error(f"{here} is {_shown(node)}, which has no field {name!r} nor any other.")
+        raise self._error("no fields below this value", field=here, value=node)
 
     def _parse(self, old: Any, here: str, annotation: str | None) -> Any:
         try:
@@ -163,9 +170,8 @@ class PathSetter:
             value = self._override.text
         if is_config(old) and value is not None:
             example = next(iter(field_names(old)), "NAME")
-            raise self._error(
-                f"{here} is {_shown(old)}; set its fields, such as {here}.{example}, or None."
-            )
+            expected = f"None, or a path to a field, such as {here}.{example}"
+            raise self._error(field=here, value=self._override.text, expected=expected)
         return value
 
     def _fitting(self, value: Any, path: str, annotation: str | None) -> Any:
@@ -179,38 +185,15 @@ class PathSetter:
         field = path if owner else f"--fdl.{path}"
         return with_data(UsageError, error, owner=owner, field=field)
 
-    def _field(self, config: Any, name: str, here: str) -> tuple[Any, str | None]:
-        annotations = field_types.field_annotations(target_of(config))
-        if name not in annotations and name not in assigned_fields(config):
-            raise self._error(
-                f"{here} is {_shown(config)}, which has no field {name!r}"
-                f"{near_names(name, annotations)} Its fields: {first_names(annotations)}."
-            )
-        return field_value(config, name), annotations.get(name)
-
-    def _index(self, items: Sequence[Any], name: str, deeper: list[str], here: str) -> int:
-        if not name.isdecimal():
-            path = ".".join([here, "0", name, *deeper])
-            raise self._error(f"{here} is a list; say which element, such as {path}.")
-        if int(name) >= len(items):
-            count = f"{len(items)} elements, 0 to {len(items) - 1}" if items else "no elements"
-            raise self._error(f"{here} has no element {name}; it has {count}.")
-        return int(name)
-
     def _claim(self, config: Any, rest: list[str]) -> None:
         earlier = self._owners.setdefault((id(config), ".".join(rest)), self._override)
         if earlier.text != self._override.text:
-            raise self._error(
-                f"it contradicts {earlier}: both paths lead to the same {target_name(config)}."
+            raise UsageError(
+                "contradictory flags",
+                field=f"{earlier} and {self._override}",
+                expected="one of them",
+                hint=f"Both paths lead to the same {target_name(config)}.",
             )
 
-    def _error(self, text: str) -> UsageError:
-        return UsageError(f"--fdl.{self._override.path}: {text}")
-
-
-def _shown(value: Any) -> str:
-    if value is NOT_SET:
-        return "not set"
-    if is_config(value):
-        return f"a config of {target_name(value)}"
-    return repr(value) if isinstance(value, (int, float, str, type(None))) else type(value).__name__
+    def _error(self, problem: str = "", **data: Any) -> UsageError:
+        return UsageError(problem, owner=f"--fdl.{self._override.path}", **data)

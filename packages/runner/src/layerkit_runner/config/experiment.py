@@ -26,7 +26,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from layerkit import field_types
-from layerkit.near_names import near_names
 from layerkit_runner.config.overrides import unknown_field
 from layerkit_runner.errors import FieldError, UsageError, with_data
 
@@ -35,32 +34,32 @@ if TYPE_CHECKING:
 
 _FIELD_NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 
-# Similarity above which a method is taken for a misspelt hook: `eval_program`, not `validator`.
-_NEAR_ENOUGH = 0.86
+# Similarity above which a method counts as a misspelt hook: `eval_program`, not `validator`.
+_MIN_SIMILARITY = 0.86
 
 
 class ExperimentClassError(UsageError, TypeError):
-    """A class with fields or methods that would have no effect."""
+    """A class of an experiment with fields or methods that would have no effect."""
 
 
 class BaseExperiment:
     """Base of all experiments.
 
-    A class that is only a base for others is declared by `class Base(BaseExperiment,
+    An abstract base of other experiments is declared by `class Base(BaseExperiment,
     abstract=True)` or a name with a leading underscore. It is not listed and does not run.
     """
 
     _is_abstract: ClassVar[bool] = True
 
     reduced_fields: ClassVar[Mapping[str, Any]] = {}
-    """Values that `--reduced` sets, with which the experiment trains on this machine in a minute,
+    """Values that `--reduced` sets so that the experiment trains on this machine in a minute,
     without a download. Each base and mix-in has those of its own fields; see `reduced_values`."""
 
     trained_by: ClassVar[type[BaseExperiment] | None] = None
     """The experiment that trains the model of one that only evaluates; errors name it."""
 
     tags: ClassVar[tuple[str, ...]] = ()
-    """Words by which `runner --list --tag=NAME` finds it, such as `moe`. An experiment has those of
+    """Words that `runner --list --tag=NAME` filters by, such as `moe`. An experiment has those of
     all its bases and mix-ins."""
 
     def __init_subclass__(cls, *, abstract: bool = False, **kwargs: Any) -> None:
@@ -80,10 +79,11 @@ class BaseExperiment:
         declared = experiment_fields(type(self))
         for name in overrides:
             if name not in declared:
-                raise FieldError(unknown_field(type(self).__qualname__, name, declared))
+                raise unknown_field(type(self).__qualname__, name, declared)
         missing = [n for n in declared if n not in overrides and not hasattr(self, n)]
         if missing:
-            raise FieldError(f"{type(self).__qualname__} needs a value for {', '.join(missing)}.")
+            owner = type(self).__qualname__
+            raise FieldError("missing value", owner=owner, field=", ".join(missing))
         self._overrides = dict(overrides)
         for name in declared:
             setattr(self, name, overrides.get(name, getattr(self, name, None)))
@@ -92,7 +92,7 @@ class BaseExperiment:
         if is_field_name(name):
             declared = experiment_fields(type(self))
             if name not in declared:
-                raise FieldError(unknown_field(type(self).__qualname__, name, declared))
+                raise unknown_field(type(self).__qualname__, name, declared)
             try:
                 value = field_types.convert(value, declared[name])
             except field_types.FieldTypeError as error:
@@ -120,11 +120,11 @@ class BaseExperiment:
         return []
 
     def train_programs(self) -> list[Config] | None:
-        """Return configs of `TrainProgram`, or of a class derived from it, to run in turns.
+        """Return configs of `TrainProgram`, or of a class derived from it, round robin.
 
         `[Config(TrainProgram, dataset="web", steps=3), Config(TrainProgram, dataset="code")]`
-        trains three steps on one of `datasets()`, one on another, and so on. None, the default,
-        trains on the only one with `is_training=True`.
+        trains three steps on one of `datasets()`, then one on another, round robin. None, the
+        default, trains on the only one with `is_training=True`.
         """
         return None
 
@@ -139,14 +139,14 @@ class BaseExperiment:
     def decode_programs(self) -> list[Config] | None:
         """Return configs of `DecodeProgram`, or of another `BaseProgram`.
 
-        Their `dataset` names one of `decode_datasets()`. None, the default, decodes each of them.
+        `dataset` of each names one of `decode_datasets()`. None, the default, decodes them all.
         """
         return None
 
     def executor(self) -> Config | None:
         """Return the config of a class derived from `layerkit_runner.trainer.executor.Executor`.
 
-        The job fills in the fields that `Executor` has; yours may have others. None, the default,
+        The job sets the fields of `Executor`; a derived class may have others. None, the default,
         is `Executor` itself.
         """
         return None
@@ -160,7 +160,7 @@ class BaseExperiment:
 
     def partitioner(self) -> Config:
         """Return a config of the partitioner; by default devices share the rows of each batch."""
-        # Partitioning needs JAX, which a class body or a look at the fields must not load.
+        # Partitioning imports JAX, which defining or inspecting an experiment must not do.
         from layerkit_runner.partitioning import SpmdPartitioner
 
         return SpmdPartitioner.HParams.config()
@@ -180,8 +180,8 @@ class BaseExperiment:
     def unset_variables(self) -> dict[str, str]:
         """Return the environment variables that the inputs read because a field is None.
 
-        Each has the text of what follows where it is not set, and of the flag that sets the field.
-        `runner launch` reports those that the launched run will not have.
+        The value of each is a text: the consequence of the variable being unset, and the flag that
+        sets the field. `runner launch` reports the variables that the launched run lacks.
         """
         return {}
 
@@ -189,7 +189,7 @@ class BaseExperiment:
         """Check the fields against each other, after overrides and before anything is made.
 
         Raises:
-          ValueError: Fields do not fit together. The command line shows it, an OSError or a
+          ValueError: Fields do not fit together. The command line shows this error, an OSError or a
             MissingExtraError without a traceback.
         """
 
@@ -203,7 +203,7 @@ def experiment_tags(cls: type) -> tuple[str, ...]:
     """Return the tags of an experiment class, its bases and mix-ins, in alphabetical order.
 
     Raises:
-      ExperimentClassError: `tags` of one of them are no strings.
+      ExperimentClassError: `tags` of one of them are not strings.
     """
     found: set[str] = set()
     for base in cls.__mro__:
@@ -211,14 +211,17 @@ def experiment_tags(cls: type) -> tuple[str, ...]:
         if not isinstance(tags, (tuple, list)) or not all(isinstance(tag, str) for tag in tags):
             example = (tags,) if isinstance(tags, str) else ("moe", "pipeline")
             raise ExperimentClassError(
-                f"{base.__qualname__}.tags={tags!r}: expected strings, such as {example}"
+                owner=base.__qualname__,
+                field="tags",
+                value=tags,
+                expected=f"strings, such as {example}",
             )
         found.update(tags)
     return tuple(sorted(found))
 
 
 def reduced_values(cls: type) -> dict[str, Any]:
-    """Return what `--reduced` sets: the `reduced_fields` of all bases, in Python's order."""
+    """Return the values that `--reduced` sets: `reduced_fields` of all bases, in Python's order."""
     values: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         values |= vars(base).get("reduced_fields", {})
@@ -226,9 +229,9 @@ def reduced_values(cls: type) -> dict[str, Any]:
 
 
 def reduced_overrides(experiment: BaseExperiment) -> set[str]:
-    """Return the overrides that `--reduced` made, by their values.
+    """Return the names of overrides that have the values of `--reduced`.
 
-    There are none where `--reduced` would set fields that were not overridden.
+    The set is empty unless all fields that `--reduced` sets are overridden.
     """
     given, reduced = experiment.overrides, reduced_values(type(experiment))
     if not reduced.keys() <= given.keys():
@@ -239,8 +242,8 @@ def reduced_overrides(experiment: BaseExperiment) -> set[str]:
 def is_set_before(experiment: BaseExperiment, name: str, other: str) -> bool:
     """Return whether a field has an older value than another one, which was changed after it.
 
-    The values of an experiment come, one replacing the other, from its bases, from its own class,
-    from `--reduced`, and from who makes it, such as the flag `--fdl.NAME`.
+    Values are set in this order, each replacing the one before: by the bases, by the class itself,
+    by `--reduced`, and by the arguments of the constructor, such as the flag `--fdl.NAME`.
 
     Args:
       experiment: The experiment.
@@ -258,14 +261,14 @@ def _order_of_setting(experiment: BaseExperiment, name: str) -> int:
 
 
 def is_field_name(name: str) -> bool:
-    """Return whether a name is spelt like a field of an experiment: `NUM_LAYERS`."""
+    """Return whether a name has the form of a field of an experiment: `NUM_LAYERS`."""
     return _FIELD_NAME.fullmatch(name) is not None
 
 
 def experiment_fields(cls: type) -> dict[str, str | None]:
     """Return the texts of the annotations of an experiment's fields, those of its bases first.
 
-    A property with the name of a field makes it a derived value, which is no field any more.
+    A field that a property overrides is a derived value and is left out.
     """
     fields = _annotated_fields(cls)
     derived = {name for name in fields if isinstance(getattr(cls, name, None), property)}
@@ -280,43 +283,39 @@ def _check_assigned(cls: type) -> None:
         if is_field_name(name) and name not in declared:
             value = vars(base)[name]
             raise ExperimentClassError(
-                f"{base.__qualname__} assigns {name}, which is not declared"
-                f"{near_names(name, declared)} A new field needs an annotation, such as "
-                f"{name}: {type(value).__name__} = {value!r}."
+                "undeclared field",
+                owner=base.__qualname__,
+                value=name,
+                choices=declared,
+                hint=f"Declare a new field by {name}: {type(value).__name__} = {value!r}",
             )
     for name in reduced_values(cls):
         if name not in declared:
-            raise ExperimentClassError(
-                f"reduced_fields of {cls.__qualname__}: "
-                f"{unknown_field(cls.__qualname__, name, declared)}"
-            )
+            problem, owner = "unknown field in reduced_fields", cls.__qualname__
+            raise ExperimentClassError(problem, owner=owner, value=name, choices=declared)
 
 
 def _check_methods(cls: type) -> None:
-    """Raise an error if a method has nearly the name of a hook."""
+    """Raise an error if a method has nearly the name of a hook, such as `eval_program`."""
     hooks = [name for name in vars(BaseExperiment) if _is_hook_like(BaseExperiment, name)]
-    own = [base for base in cls.__mro__ if base not in (BaseExperiment, object)]
-    misspelt = [(base, name, hook) for base in own for name, hook in _near_hooks(base, hooks)]
-    # Who defines the hook beside it knows both names.
-    meant = {name for base, name, hook in misspelt if hook in vars(base)}
-    for base, name, hook in misspelt:
+    near = {
+        (base, name): hook
+        for base in cls.__mro__
+        for name in (() if base in (BaseExperiment, object) else vars(base))
+        if name not in hooks and _is_hook_like(base, name)
+        for hook in difflib.get_close_matches(name, hooks, n=1, cutoff=_MIN_SIMILARITY)
+    }
+    # A class that defines the hook as well means both names.
+    meant = {name for (base, name), hook in near.items() if hook in vars(base)}
+    for (base, name), hook in near.items():
         if name not in meant:
             raise ExperimentClassError(
-                f"{base.__qualname__} defines {name}(), which a run never calls"
-                f"{near_names(name, [hook])} A method of your own needs a name less like it, such"
-                f" as _{name}."
+                "unknown method, which a run never calls",
+                owner=base.__qualname__,
+                value=name,
+                choices=[hook],
+                hint=f"A helper needs a name less like it, such as _{name}.",
             )
-
-
-def _near_hooks(base: type, hooks: list[str]) -> list[tuple[str, str]]:
-    """Return the methods of a class that may be misspelt hooks, each with the hook."""
-    return [
-        (name, near[0])
-        for name in vars(base)
-        if name not in hooks
-        and _is_hook_like(base, name)
-        and (near := difflib.get_close_matches(name, hooks, n=1, cutoff=_NEAR_ENOUGH))
-    ]
 
 
 def _is_hook_like(base: type, name: str) -> bool:

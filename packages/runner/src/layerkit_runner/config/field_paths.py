@@ -81,7 +81,7 @@ def _mark(value: Any) -> str | None:
 
 
 @contextlib.contextmanager
-def flags_named(resolved: ResolvedExperiment) -> Iterator[None]:
+def naming_flags(resolved: ResolvedExperiment) -> Iterator[None]:
     """Name the experiment's own fields in the text of a UsageError.
 
     A flag that sets a configuration path is replaced by that of the field behind the path. Flags

@@ -1,11 +1,8 @@
-"""`--fdl.NAME=VALUE`: what was asked to differ from the experiment as it is written.
+"""Overrides of an experiment, `--fdl.NAME=VALUE`, and the checks before it is imported.
 
 A name without dots is a field of the experiment (`NUM_LAYERS`); it is set before the experiment's
 methods are called. A dotted path (`task.model.lm_tpl.num_layers`, `datasets.0.batch_size`) names a
-field at any depth of what those methods return, and is set on their result.
-
-This module checks what can be checked before the experiment is imported, and so imports next to
-nothing itself.
+field at any depth of the configs that those methods return, and is set on them.
 """
 
 from __future__ import annotations
@@ -16,17 +13,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from layerkit import field_types
-from layerkit.errors import first_names
-from layerkit.near_names import near_names
 from layerkit_runner.errors import FieldError, UsageError, with_data
 
-# Lists that few experiments define; None where they do not.
+# Lists that few experiments define; None for the others.
 PROGRAM_ROOTS = ("train_programs", "eval_programs", "decode_programs")
 
-# What may be None.
+# Roots that may be None.
 OPTIONAL_ROOTS = (*PROGRAM_ROOTS, "executor")
 
-# What a deep path may start with: the parts of a resolved experiment.
+# First names of deep paths: the parts of a resolved experiment.
 ROOTS = (
     "task",
     "datasets",
@@ -53,7 +48,7 @@ class Override:
 
     @property
     def is_deep(self) -> bool:
-        """Whether this names a place inside the task, the inputs or the partitioner."""
+        """Whether this sets a field inside the task, the inputs or another config."""
         return len(self.parts) > 1
 
     def __str__(self) -> str:
@@ -61,26 +56,24 @@ class Override:
 
 
 def parse_override(path: str, text: str) -> Override:
-    """Read one override.
+    """Return the override that a path and a text describe.
 
     Raises:
-      UsageError: the path is not made of names and indices joined by dots.
+      UsageError: The path is not made of names and indices joined by dots.
     """
     if not _PATH.fullmatch(path):
         dotted = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path)
-        hint = (
-            f"; write --fdl.{dotted}={text}" if dotted != path and _PATH.fullmatch(dotted) else "."
-        )
+        is_path = dotted != path and _PATH.fullmatch(dotted)
+        hint = f"Write --fdl.{dotted}={text}" if is_path else None
         raise UsageError(
-            f"--fdl.{path}: a path is names and indices joined by dots, such as "
-            f"task.model.lm_tpl.num_layers or datasets.0.batch_size{hint}"
+            field=f"--fdl.{path}",
+            expected="names and indices joined by dots, such as task.model.lm_tpl.num_layers or"
+            " datasets.0.batch_size",
+            hint=hint,
         )
     root, dot, _ = path.partition(".")
     if dot and root not in ROOTS:
-        raise UsageError(
-            f"--fdl.{path}: a path starts with {', '.join(ROOTS[:-1])} or {ROOTS[-1]}, not"
-            f" {root!r}{near_names(root, ROOTS)}"
-        )
+        raise UsageError("unknown root", owner=f"--fdl.{path}", value=root, choices=ROOTS)
     return Override(path, text)
 
 
@@ -88,21 +81,24 @@ def check_consistent(overrides: Iterable[Override]) -> tuple[Override, ...]:
     """Return the overrides without repetitions.
 
     Raises:
-      UsageError: two of them set the same path differently, or one sets a part of another.
+      UsageError: Two of them set the same path differently, or one sets a part of another.
     """
     by_path: dict[str, Override] = {}
     for override in overrides:
         earlier = by_path.setdefault(override.path, override)
         if earlier.text != override.text:
-            raise UsageError(f"{earlier} and {override} contradict each other; keep one of them.")
+            raise _contradictory(earlier, override)
     for override in by_path.values():
         for depth in range(1, len(override.parts)):
             outer = by_path.get(".".join(override.parts[:depth]))
             if outer is not None:
-                raise UsageError(
-                    f"{outer} sets the whole of what {override} sets a part of; keep one of them."
-                )
+                raise _contradictory(outer, override)
     return tuple(by_path.values())
+
+
+def _contradictory(*overrides: Override) -> UsageError:
+    field = " and ".join(map(str, overrides))
+    return UsageError("contradictory flags", field=field, expected="one of them")
 
 
 def parse_fields(
@@ -111,24 +107,25 @@ def parse_fields(
     """Return the values that overrides give to the experiment's own fields, without deep paths.
 
     Args:
-      experiment: The experiment's name, for messages.
-      annotations: Its fields, each with the text of its annotation.
-      overrides: As given on the command line.
+      experiment: Name of the experiment, for messages.
+      annotations: Fields of the experiment, each with the text of its annotation.
+      overrides: Overrides of the command line.
 
     Returns:
-      The value of each field that was named.
+      The values of the overridden fields, by name.
 
     Raises:
-      FieldError: lists every override that names no field, or whose value is of another type.
+      FieldError: An override names no field, or its value is of another type; all are reported.
     """
     values: dict[str, Any] = {}
-    problems: list[str | UsageError] = []
+    problems: list[UsageError] = []
     for override in overrides:
         name = override.parts[0]
         if override.is_deep:
             continue
         if name in ROOTS:
-            problems.append(f"{override} names no field; say which, such as --fdl.{name}.NAME=…")
+            expected = f"a field, as in --fdl.{name}.NAME=VALUE"
+            problems.append(FieldError(field=str(override), expected=expected))
         elif name not in annotations:
             problems.append(unknown_field(experiment, name, annotations))
         else:
@@ -136,15 +133,13 @@ def parse_fields(
                 values[name] = field_types.parse_value(override.text, annotations[name])
             except field_types.FieldTypeError as error:
                 problems.append(with_data(FieldError, error, owner=experiment, field=name))
-    if len(problems) == 1 and isinstance(problems[0], FieldError):
+    if len(problems) == 1:
         raise problems[0]
     if problems:
         raise FieldError("\n".join(map(str, problems)))
     return values
 
 
-def unknown_field(experiment: str, name: str, valid: Iterable[str]) -> str:
-    """Return the message about a field that the experiment does not have."""
-    valid = list(valid)
-    fields = f" Its fields: {first_names(valid)}." if valid else ""
-    return f"{experiment} has no field {name!r}{near_names(name, valid)}{fields}"
+def unknown_field(experiment: str, name: str, valid: Iterable[str]) -> FieldError:
+    """Return the error about a field that the experiment does not have."""
+    return FieldError("unknown field", owner=experiment, value=name, choices=valid)

@@ -16,8 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from layerkit.near_names import near_names
-from layerkit_runner.config.flags import ParsedFlags
+from layerkit_runner.config.flags import ParsedFlags, near_folders
 from layerkit_runner.config.overrides import check_consistent, parse_override
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.bounded_documents import DocumentError, parse_json, read_text
@@ -91,8 +90,11 @@ def with_recorded_experiment(flags: ParsedFlags, report: Callable[[str], None]) 
     recorded = read_recorded_config(folder)
     if recorded is None:
         raise UsageError(
-            f"--job_log_dir={folder}: expected {FILE_NAME}, which a training run"
-            f" writes{near_folders(folder)} Or name the experiment: --exp=NAME"
+            field="--job_log_dir",
+            value=folder,
+            expected=f"a folder with {FILE_NAME}, which a training run writes",
+            choices=near_folders(folder),
+            hint="Or name the experiment by --exp.",
         )
     if not _CLASS_NAME.fullmatch(recorded.experiment):
         raise UsageError(
@@ -110,15 +112,6 @@ def with_recorded_experiment(flags: ParsedFlags, report: Callable[[str], None]) 
     report(f"taken from {folder}/{FILE_NAME}: {line}")
     overrides = check_consistent([*taken, *flags.overrides])
     return dataclasses.replace(flags, exp=recorded.experiment, overrides=overrides)
-
-
-def near_folders(folder: str) -> str:
-    """Return a hint at folders of a similar name; a full stop where there are none."""
-    path = os.path.abspath(os.path.expanduser(folder))
-    parent, name = os.path.split(path)
-    if "://" in folder or os.path.isdir(path) or not os.path.isdir(parent):
-        return "."
-    return near_names(name, os.listdir(parent))
 
 
 def _read(folder: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Experiments by name.
+"""Lookup of experiments by name.
 
 `--exp=lm.pile.Pile126M` means, in this order:
 
@@ -27,8 +27,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from layerkit.errors import first_names
-from layerkit.near_names import near_names
 from layerkit_runner.config.catalogue import CatalogueLine, read_catalogue
 from layerkit_runner.errors import FieldError, UsageError
 
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
 
 ENTRY_POINT_GROUP = "layerkit.experiments"
 
-# Where the experiments of Pax's documents are here.
+# Names in Pax's documents, each with the package of those experiments here.
 _PAX_NAMES = (
     (re.compile(r"(paxml\.)?tasks\.(\w+)\.params\."), r"\2."),
     (re.compile(r"paxml\.contrib\.gpu\.scripts_gpu\.configs\."), "lm.pile."),
@@ -54,7 +52,7 @@ class ExperimentEntry:
     Attributes:
       name: Name without the package that offers it.
       dotted: Full name of the class.
-      line: What is known of it without building it.
+      line: Its line of the catalogue.
     """
 
     name: str
@@ -94,14 +92,17 @@ def list_experiments(*, tags: Collection[str] = ()) -> list[ExperimentEntry]:
     known = sorted({tag for entry in entries for tag in entry.line.tags})
     for tag in tags:
         if tag not in known:
-            one_of = f"one of {', '.join(known)}" if known else "none, for no experiment has any"
-            raise UsageError(f"--tag={tag}: expected {one_of}{near_names(tag, known)}")
+            raise UsageError("no experiment has the tag", field="--tag", value=tag, choices=known)
     chosen = [entry for entry in entries if set(tags) <= set(entry.line.tags)]
     return sorted(chosen, key=lambda entry: entry.name)
 
 
-def find_experiment(name: str) -> ExperimentEntry:
+def find_experiment(name: str, *, flag: str = "--exp") -> ExperimentEntry:
     """Return the experiment that a name means; `load_experiment` imports it.
+
+    Args:
+      name: Name of the experiment.
+      flag: Flag with the name, for messages.
 
     Raises:
       UsageError: No experiment has the name, with the nearest names; or several have it.
@@ -112,12 +113,20 @@ def find_experiment(name: str) -> ExperimentEntry:
         exact = [*(f"{package}.{spelling}" for package in packages), spelling]
         found = [catalogued.get(dotted) or _named_entry(dotted, packages) for dotted in exact]
         if any(found):
-            return _the_only(name, [entry for entry in found if entry is not None])
+            return _the_only(flag, name, [entry for entry in found if entry is not None])
     index = _index(packages)
     ending = [entry for full, entry in index.items() if full.endswith("." + _from_pax(name))]
     if ending:
-        return _the_only(name, ending)
-    raise UsageError(_unknown(name, [entry.name for entry in index.values()]))
+        return _the_only(flag, name, ending)
+    module, _, class_name = name.rpartition(".")
+    if _source(module) is not None:
+        raise _missing_class(flag, module, class_name)
+    choices = [entry.name for entry in index.values()]
+    if not module:
+        # A bare class name is too unlike a whole dotted one.
+        choices = [choice.rpartition(".")[2] for choice in choices]
+    hint = "`runner --list` prints all."
+    raise UsageError("unknown experiment", field=flag, value=name, choices=choices, hint=hint)
 
 
 def load_experiment(entry: ExperimentEntry) -> type[BaseExperiment]:
@@ -131,15 +140,17 @@ def load_experiment(entry: ExperimentEntry) -> type[BaseExperiment]:
 
     cls = getattr(_imported(entry.module), entry.class_name, None)
     if not isinstance(cls, type):
-        raise UsageError(_missing_class(entry.module, entry.class_name))
+        raise _missing_class("--exp", entry.module, entry.class_name)
     if not issubclass(cls, BaseExperiment):
-        raise UsageError(
-            f"{entry.dotted} is a class but no experiment: it does not derive from BaseExperiment."
-        )
+        expected = "a class derived from BaseExperiment"
+        raise UsageError(field="--exp", value=entry.dotted, expected=expected)
     if cls._is_abstract:
         raise UsageError(
-            f"{entry.name} is only a base for other experiments (declared abstract, or named with "
-            "an underscore); `runner --list` shows those that run."
+            "abstract experiment",
+            field="--exp",
+            value=entry.name,
+            expected="an experiment that is neither declared abstract nor named with an underscore",
+            hint="`runner --list` prints all.",
         )
     return cls
 
@@ -171,7 +182,7 @@ def experiment_classes(package: str) -> dict[str, type[BaseExperiment]]:
 def entry_of(
     cls: type[BaseExperiment], dotted: str, packages: Collection[str] = ()
 ) -> ExperimentEntry:
-    """Return what a class tells of itself without being built."""
+    """Return the entry of an experiment class, which is not built."""
     from layerkit_runner.config.experiment import experiment_summary, experiment_tags
 
     own = f"{cls.__module__}.{cls.__qualname__}"
@@ -238,47 +249,37 @@ def _imported(name: str) -> types.ModuleType:
     """Return a module.
 
     Raises:
-      UsageError: It is not Python, it imports what is not installed, or it makes a class of an
-        experiment that is wrong; then its file and line are named.
+      UsageError: It is not Python, it imports a module that is not installed, or it makes a wrong
+        class of an experiment, whose file and line the error names.
     """
     from layerkit_runner.config import experiment
 
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise UsageError(f"{name} cannot be imported: {error}.") from error
+        raise UsageError(f"cannot be imported: {error}", owner=name) from error
     except SyntaxError as error:
-        raise UsageError(f"{error.filename}, line {error.lineno}: {error.msg}") from None
+        raise UsageError(error.msg, owner=f"{error.filename}:{error.lineno}") from None
     except (experiment.ExperimentClassError, FieldError) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        theirs = [frame for frame in frames if frame.filename != experiment.__file__]
-        place = f"{os.path.relpath(theirs[-1].filename)}:{theirs[-1].lineno}"
-        raise experiment.ExperimentClassError(f"{place}: {error}") from error
+        others = [frame for frame in frames if frame.filename != experiment.__file__]
+        line = f"{os.path.relpath(others[-1].filename)}:{others[-1].lineno}"
+        error.owner = f"{line}: {error.owner}"
+        raise
 
 
-def _the_only(name: str, entries: list[ExperimentEntry]) -> ExperimentEntry:
-    by_class = {entry.dotted: entry for entry in entries}
-    if len(by_class) > 1:
-        candidates = "".join(f"\n  {dotted}" for dotted in sorted(by_class))
-        raise UsageError(f"--exp={name} is ambiguous; it can be any of{candidates}")
+def _the_only(flag: str, name: str, entries: list[ExperimentEntry]) -> ExperimentEntry:
+    names = sorted({entry.dotted for entry in entries})
+    if len(names) > 1:
+        expected = f"one of {', '.join(names)}"
+        raise UsageError("ambiguous name", field=flag, value=name, expected=expected)
     return entries[0]
 
 
-def _unknown(name: str, offered: list[str]) -> str:
-    module, _, class_name = name.rpartition(".")
-    if _source(module) is not None:
-        return _missing_class(module, class_name)
-    hint = near_names(_from_pax(name), offered)
-    if hint == ".":
-        # A bare class name is too unlike a whole dotted one; compare it with class names.
-        hint = near_names(class_name, [other.rpartition(".")[2] for other in offered])
-    return f"there is no experiment {name!r}{hint} `runner --list` shows all."
-
-
-def _missing_class(module: str, name: str) -> str:
-    names = [found for found in _CLASS.findall(_source(module) or "") if found != name]
-    it_has = f" It has: {first_names(names)}." if names else ""
-    return f"module {module} has no experiment {name!r}{near_names(name, names)}{it_has}"
+def _missing_class(flag: str, module: str, name: str) -> UsageError:
+    choices = [f"{module}.{found}" for found in _CLASS.findall(_source(module) or "")]
+    value = f"{module}.{name}"
+    return UsageError("unknown experiment", field=flag, value=value, choices=choices)
 
 
 def _from_pax(name: str) -> str:

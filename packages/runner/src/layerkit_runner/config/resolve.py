@@ -1,22 +1,21 @@
-"""From an experiment to what will run: its methods called, deep overrides set on the results.
+"""Resolution of an experiment into configs, with all overrides applied.
 
-The order is fixed. Fields of the experiment were overridden when it was made; now `validate()`
-checks them, the methods turn them into configs, and the deep paths are set on those. Nothing is
-built and no weight exists yet, so a path that leads nowhere is answered before any device is
-touched.
+Fields are overridden when the experiment is made. `resolve` calls `validate()`, then the methods
+that return configs, and sets the deep paths on those. Nothing is built, so that an unknown path is
+reported before any device is used.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from layerkit.config import Config, copy_config, is_config
-from layerkit.near_names import near_names
 from layerkit_inputs.extras import MissingExtraError
 from layerkit_runner.config.config_tree import PathSetter
 from layerkit_runner.config.experiment import BaseExperiment, experiment_fields, reduced_values
+from layerkit_runner.config.flags import ParsedFlags, check_folder
 from layerkit_runner.config.overrides import (
     OPTIONAL_ROOTS,
     ROOTS,
@@ -29,34 +28,38 @@ from layerkit_runner.config.registry import (
     find_experiment,
     load_experiment,
 )
-from layerkit_runner.errors import UsageError
-
-if TYPE_CHECKING:
-    from layerkit_runner.config.flags import ParsedFlags
+from layerkit_runner.errors import UsageError, to_usage_error
 
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedExperiment:
-    """An experiment and the configs it stands for, all overrides applied.
+    """An experiment and the configs that its methods return, with all overrides applied.
 
-    Two places that held the same config object before still do.
+    A config object that the methods return in several places is one object here, too.
+
+    Attributes:
+      experiment: The experiment.
+      task: Config of a SingleTask.
+      datasets: Configs of inputs to train on (`is_training=True`) and to evaluate.
+      decode_datasets: Configs of inputs to decode.
+      partitioner: Config of the partitioner.
+      train_programs: Configs of training programs; None for one program per data set.
+      eval_programs: Configs of evaluation programs; None for one program per data set.
+      decode_programs: Configs of decoding programs; None for one program per data set.
+      executor: Config of the executor; None for `layerkit_runner.trainer.executor.Executor`.
+      observers: Configs of observers that run beside the built-in ones.
+      deep_overrides: Overrides that were set below the configs.
     """
 
     experiment: BaseExperiment
-    # A config of a SingleTask.
     task: Config
-    # Inputs to train on (`is_training=True`) and to evaluate on.
     datasets: list[Config]
-    # Inputs to decode.
     decode_datasets: list[Config]
     partitioner: Config
-    # What trains, evaluates and decodes; None for one program per data set.
     train_programs: list[Config] | None = None
     eval_programs: list[Config] | None = None
     decode_programs: list[Config] | None = None
-    # In what order they run; None for that of `layerkit_runner.trainer.executor`.
     executor: Config | None = None
-    # Observers that run beside the built-in ones.
     observers: list[Config] = dataclasses.field(default_factory=list)
     deep_overrides: tuple[Override, ...] = ()
 
@@ -77,27 +80,24 @@ def resolve(
       deep_overrides: Paths that start with one of `overrides.ROOTS`.
 
     Raises:
-      UsageError: `validate()` refuses the fields, or misses a file or a
-        package; a path does not exist; a value does not fit the field it is for; two overrides
-        contradict each other.
-      TypeError: a method of the experiment returns something else than configs.
+      UsageError: `validate()` raises an error, or needs a file or package that is missing; a path
+        does not exist; a value does not fit its field; two overrides contradict each other.
+      TypeError: A method of the experiment returns something else than configs.
     """
     try:
         experiment.validate()
     except (ValueError, OSError, MissingExtraError) as error:
-        raise UsageError(f"{type(experiment).__qualname__} cannot run as asked: {error}") from error
-    # One copy for all, so that configs which they share stay shared, and so that an experiment
-    # which hands out the same config twice is not changed by the overrides.
+        raise to_usage_error(error, owner=type(experiment).__qualname__) from error
+    # One copy for all, so that shared configs stay shared, and overrides do not change an object
+    # that the experiment returns again.
     roots = copy_config({root: _checked(experiment, root) for root in ROOTS})
     overrides = check_consistent(deep_overrides)
     setter = PathSetter()
     for override in overrides:
         root = override.parts[0]
         if root not in ROOTS or not override.is_deep:
-            raise UsageError(
-                f"{override}: a path starts with one of {', '.join(ROOTS)} and has names below it"
-                f"{near_names(root, ROOTS)}"
-            )
+            expected = f"a path below {', '.join(ROOTS[:-1])} or {ROOTS[-1]}"
+            raise UsageError(field=str(override), expected=expected)
         roots[root] = setter.set(roots[root], override)
     return ResolvedExperiment(experiment, **roots, deep_overrides=overrides)
 
@@ -120,8 +120,10 @@ def resolve_entry(
     if reduced:
         if not reduced_values(cls):
             raise UsageError(
-                f"--reduced: {entry.name} does not say how it is made smaller (reduced_fields); set"
-                " its fields by --fdl.NAME=VALUE."
+                "reduced_fields is not defined",
+                owner=entry.name,
+                field="--reduced",
+                hint="Set fields by --fdl.NAME=VALUE",
             )
         fields = reduced_values(cls) | fields
     return resolve(cls(**fields), [o for o in overrides if o.is_deep])
@@ -131,9 +133,11 @@ def resolve_flags(flags: ParsedFlags) -> ResolvedExperiment:
     """Return the experiment that a command line names, with all its overrides applied.
 
     Raises:
-      UsageError: There is no such experiment, or an override does not fit.
+      UsageError: There is no such experiment, an override does not fit, or a mode that writes has
+        no folder.
     """
     entry = find_experiment(flags.exp or "")
+    check_folder(flags)
     return resolve_entry(entry, flags.overrides, reduced=bool(flags.given.get("reduced")))
 
 

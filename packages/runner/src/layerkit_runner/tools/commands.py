@@ -48,13 +48,15 @@ def _study(flags: ParsedFlags) -> int:
 
 
 def _doctor(words: Sequence[str]) -> int:
-    from layerkit_runner.config.flags import help_text, read_flags
+    from layerkit_runner.config.flags import read_flags
+    from layerkit_runner.config.help import flag_rows, table
     from layerkit_runner.tools.doctor import run_doctor
 
     names = ("job_log_dir", "json", "help")
-    given, _ = read_flags(words, [row for row in FLAGS if row.name in names])
+    rows = [row for row in FLAGS if row.name in names]
+    given, _ = read_flags(words, rows)
     if given.pop("help", False):
-        print(help_text())
+        print("\n".join(["runner doctor [flags]", "", DOCTOR.help, "", *table(flag_rows(rows))]))
         return 0
     return run_doctor(RunOptions(**given))
 
@@ -66,19 +68,18 @@ def _launch(words: Sequence[str]) -> int:
 
 
 def _resolve(flags: ParsedFlags) -> ResolvedExperiment:
-    from layerkit_runner.config.flags import check_folder
     from layerkit_runner.config.registry import find_experiment
-    from layerkit_runner.config.resolve import resolve_entry
 
-    entry = find_experiment(flags.exp or "")
-    check_folder(flags)
-    return resolve_entry(entry, flags.overrides, reduced=bool(flags.given.get("reduced")))
+    # A misspelt experiment is reported before Fiddle is imported.
+    find_experiment(flags.exp or "")
+    from layerkit_runner.config.resolve import resolve_flags
+
+    return resolve_flags(flags)
 
 
 PLAN = Mode("compile the training step without the devices; print memory and traffic", _plan)
 INSPECT = Mode(
-    "print the configuration, every override applied, its layers, its weights, its graph, or what"
-    " the inputs feed; writes nothing",
+    "print the configuration, layers, weights, graph or batches; writes nothing",
     _inspect,
 )
 DIFF_CONFIG = FlagCommand(_diff_config)
@@ -88,7 +89,6 @@ DOCTOR = Command(
     _doctor,
 )
 LAUNCH = Command(
-    "start a run on this machine, Slurm, TPUs or Kubernetes, or print what would be; `runner"
-    " launch` tells more",
+    "start a run on this machine, Slurm, TPUs or Kubernetes; `runner launch` lists the kinds",
     _launch,
 )

@@ -11,7 +11,7 @@ from typing import Any
 from layerkit.config import Config, assigned_fields, target_of
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.prefetch import Prefetch
-from layerkit_runner.config.config_tree import check_filled_in
+from layerkit_runner.config.config_tree import check_required_fields
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.data.infeed import make_input
 from layerkit_runner.data.training_data import chosen_dataset, datasets_by_name, training_configs
@@ -104,7 +104,7 @@ def check_train_programs(resolved: ResolvedExperiment) -> dict[str, Config]:
                 value=getattr(kind, "__qualname__", repr(kind)),
                 expected="a config of TrainProgram",
             )
-        check_filled_in(config, f"train_programs.{index}", by_job=_BY_JOB)
+        check_required_fields(config, f"train_programs.{index}", by_job=_BY_JOB)
     return by_name
 
 

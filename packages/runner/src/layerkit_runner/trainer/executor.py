@@ -14,7 +14,7 @@ from typing import Any
 
 from layerkit.config import target_of
 from layerkit_runner.checkpointing import CheckpointManager
-from layerkit_runner.config.config_tree import check_filled_in
+from layerkit_runner.config.config_tree import check_required_fields
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.distributed.stop_signals import StopRequestedError, StopSignals
 from layerkit_runner.distributed.watchdog import progress
@@ -299,7 +299,7 @@ def executor_class(resolved: ResolvedExperiment) -> Callable[..., Executor]:
         name = getattr(kind, "__qualname__", repr(kind))
         raise UsageError(field="executor", value=name, expected="a class derived from Executor")
     given = {field.name for field in dataclasses.fields(Executor) if field.init}
-    check_filled_in(config, "executor", by_job=given)
+    check_required_fields(config, "executor", by_job=given)
     return config.Instantiate
 
 

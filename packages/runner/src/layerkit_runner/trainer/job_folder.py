@@ -23,7 +23,7 @@ from layerkit_runner.checkpointing.errors import SaveError
 from layerkit_runner.config.config_text import config_json, config_text
 from layerkit_runner.config.experiment import reduced_overrides, reduced_values
 from layerkit_runner.config.field_paths import override_path
-from layerkit_runner.config.flags import RunOptions, parse_flags, run_words
+from layerkit_runner.config.flags import RunOptions, parse_flags, to_argv
 from layerkit_runner.config.recorded import read_recorded_config
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.distributed.process_exchange import from_process_0
@@ -263,7 +263,7 @@ def command_line(
     words.append(f"--job_log_dir={options.job_log_dir}")
     if mode != "train":
         words.append(f"--mode={mode}")
-    words += run_words(options, mode=mode)
+    words += to_argv(options, mode=mode)
     return " ".join([os.environ.get("RUNNER_COMMAND", "runner"), shlex.join([*words, *flags])])
 
 

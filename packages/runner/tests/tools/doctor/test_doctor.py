@@ -51,15 +51,13 @@ def test_failing_folder_is_on_the_page_and_sets_the_exit_code(tmp_path: Path):
 
 
 def test_mistakes_in_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    flags = " Its flags: --job_log_dir, --json, --help.\n"
     for flag in ("--exp=lm.Small", "--fdl.A=1", "--num_batches=2"):
         assert cli.main(["doctor", flag]) == 2
-        name = flag.partition("=")[0]
-        assert capsys.readouterr().err == f"runner: there is no flag {name}.{flags}"
+        assert f"unknown flag: '{flag.partition('=')[0]}'" in capsys.readouterr().err
     # The error comes before JAX is imported.
     (tmp_path / "jax.py").write_text("raise SystemExit('jax was imported')")
     done = run(tmp_path, "--jsn", PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    text = "runner: there is no flag --jsn; did you mean '--json'?" + flags
+    text = "runner: unknown flag: '--jsn'. Did you mean '--json'?\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", text)
 
 

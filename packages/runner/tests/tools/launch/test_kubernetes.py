@@ -96,8 +96,8 @@ def test_a_set_is_replaced_when_its_pods_are_gone(request_of, flags_of):
 
 
 @pytest.mark.parametrize("name", ["Run", "1st", "a_b", "end-", "a" * 41])
-def test_a_name_that_no_set_can_have(flags_of, name):
-    with pytest.raises(UsageError, match=f"--name={name}: expected a lower-case letter followed"):
+def test_a_name_that_no_set_can_have(raises, flags_of, name):
+    with raises(UsageError, field="--name", value=name):
         flags_of("kubernetes", "--image=ours:1", f"--name={name}")
 
 

@@ -171,7 +171,7 @@ def test_ends_that_are_not_of_time(folder, request_of, flags_of, codes, code, st
             "--time=5 is 300 s, and --save_before_end=300 would stop the run as soon as it"
             " started.",
         ),
-        (["--sbatch=qos"], "--sbatch=qos: expected an option, as in --sbatch=--qos=high."),
+        (["--sbatch=qos"], "--sbatch='qos'. Expected an option, as in --sbatch=--qos=high."),
         (
             ["--container_mounts=/a:/b"],
             "--container_mounts is for a container; give --container_image too.",

@@ -17,10 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from layerkit_runner.config.config_text import config_json
-from layerkit_runner.config.flags import ParsedFlags
+from layerkit_runner.config.flags import ParsedFlags, near_folders
 from layerkit_runner.config.recorded import (
     FILE_NAME,
-    near_folders,
     read_recorded_config,
 )
 from layerkit_runner.config.registry import find_experiment
@@ -63,10 +62,7 @@ def run_diff_config(flags: ParsedFlags) -> int:
         there = recorded_side(other)
         here = resolved_side(resolve_flags(flags))
     else:
-        try:
-            entry = find_experiment(other)
-        except UsageError as error:
-            raise UsageError(f"--diff_config: {error}") from None
+        entry = find_experiment(other, flag="--diff_config")
         here = resolved_side(resolve_flags(flags))
         there = resolved_side(resolve_entry(entry, ()))
     found = differences(here, there)
@@ -89,8 +85,10 @@ def recorded_side(folder: str) -> Side:
     recorded = read_recorded_config(folder)
     if recorded is None:
         raise UsageError(
-            f"--diff_config={folder}: expected {FILE_NAME}, which a training run"
-            f" writes{near_folders(folder)}"
+            field="--diff_config",
+            value=folder,
+            expected=f"a folder with {FILE_NAME}, which a training run writes",
+            choices=near_folders(folder),
         )
     name = f"{recorded.experiment}, as recorded in {folder}"
     return _side(name, recorded.fields, recorded.config)

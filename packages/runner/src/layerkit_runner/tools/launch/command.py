@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from layerkit.near_names import near_names
-from layerkit_runner.config.flags import flag_rows, read_flags, table, unknown_flag
+from layerkit_runner.config.flags import read_flags, unknown_flag
+from layerkit_runner.config.help import flag_rows, table
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run_options import FLAGS, OTHER_NAMES, Flag
 from layerkit_runner.tools.launch import kubernetes, local, slurm, tpu
@@ -125,9 +126,9 @@ def run_launch(words: Sequence[str], resolve: Resolve) -> int:
         recipe = make_recipe(request, options)
     else:
         # The experiment has imported what this needs.
-        from layerkit_runner.config.field_paths import flags_named
+        from layerkit_runner.config.field_paths import naming_flags
 
-        with flags_named(request.resolved):
+        with naming_flags(request.resolved):
             recipe = make_recipe(request, options)
         for line in _unset_variables(request.resolved, options):
             print(f"launch: {line}", file=sys.stderr)
@@ -163,7 +164,7 @@ def _check_known(words: Sequence[str], rows: Sequence[Flag]) -> None:
         kinds = [kind for kind, other in KINDS.items() if name in (row.name for row in other.flags)]
         if kinds:
             raise UsageError(f"--{name} belongs to `runner launch {' or '.join(kinds)}`.")
-        raise UsageError(unknown_flag(name, known, known))
+        raise unknown_flag(name, known, known)
 
 
 def make_recipe(request: Request, options: Options) -> Recipe:

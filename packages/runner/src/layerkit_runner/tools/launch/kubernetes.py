@@ -34,8 +34,7 @@ def _name(text: str) -> str:
     # It becomes part of the names of pods, and a name in the network.
     if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", text) or len(text) > LONGEST_NAME:
         raise ValueError(
-            "expected a lower-case letter followed by letters, digits and dashes, at most"
-            f" {LONGEST_NAME} in all."
+            f"a lower-case letter followed by letters, digits and dashes, {LONGEST_NAME} at most"
         )
     return text
 
@@ -43,7 +42,7 @@ def _name(text: str) -> str:
 def _volume(text: str) -> tuple[str, str]:
     claim, colon, path = text.partition(":")
     if not claim or not colon or not path.startswith("/"):
-        raise ValueError("expected CLAIM:/PATH.")
+        raise ValueError("CLAIM:/PATH")
     return claim, path
 
 

@@ -27,7 +27,7 @@ from layerkit_runner.tools.launch.values import Options, inherited_variables, wr
 
 def _option_text(text: str) -> str:
     if not text.startswith("-"):
-        raise ValueError("expected an option, as in --sbatch=--qos=high.")
+        raise ValueError("an option, as in --sbatch=--qos=high")
     return text
 
 

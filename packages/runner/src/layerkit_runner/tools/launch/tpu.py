@@ -48,7 +48,7 @@ def _actions(text: str) -> tuple[str, ...]:
     chosen = text.split(",")
     for action in chosen:
         if action not in ACTIONS:
-            raise ValueError(f"expected some of {','.join(ACTIONS)}{near_names(action, ACTIONS)}")
+            raise ValueError(f"some of {','.join(ACTIONS)}")
     return tuple(action for action in ACTIONS if action in chosen)
 
 

@@ -1,0 +1,168 @@
+"""The text of `runner --help`, `runner --help GROUP` and `runner --help MODE`."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+
+from layerkit_runner.config import commands
+from layerkit_runner.errors import UsageError
+from layerkit_runner.run_options import FLAGS, MODES, Flag
+
+# Flags that `runner --help` alone shows.
+_MOST_USED = (
+    *("exp", "fdl.NAME", "reduced", "mode", "job_log_dir"),
+    *("init_from", "restore_checkpoint_step", "num_processes", "print_config", "list"),
+)
+# Groups of flags: description, and the names of the flags.
+GROUPS = {
+    "experiment": (
+        "what runs: the experiment, its fields, a search over them",
+        *("exp", "fdl.NAME", "reduced", "tfds_data_dir", "list", "tag", "wide"),
+        *("print_config", "diff_config", "study", "num_trials", "study_storage"),
+    ),
+    "mode": (
+        "what to do with the experiment, and where to write",
+        *("mode", "job_log_dir", "eval_on_test", "decode_during_train", "eval_during_decode"),
+        *("follow_timeout_secs", "export_dir", "help"),
+    ),
+    "checkpoints": (
+        "what a run saves, and which weights it starts from",
+        *("enable_checkpoint_saving", "exit_after_ondemand_checkpoint", "async_timeout_secs"),
+        *("pmap_use_tensorstore", "restore_checkpoint_dir", "restore_checkpoint_step"),
+        *("restore_cast_dtypes", "allow_restart_from_scratch", "init_from", "init_draw"),
+    ),
+    "processes": (
+        "several processes, compilers, time limits, exit codes",
+        *("coordinator_address", "num_processes", "process_id", "multiprocess_gpu"),
+        *("hung_step_timeout_secs", "jax_compilation_cache", "xla_flags_preset", "pgle_profile"),
+    ),
+    "planning": (
+        "--mode=plan and --mode=inspect",
+        *("target", "num_devices", "plan_effort", "search", "max_compilations", "max_seconds"),
+        *("inspect", "num_batches", "num_hosts", "json"),
+    ),
+    "observing": (
+        "metrics, logs and profiles",
+        *("enable_summary_writer", "wandb_project", "peak_tflops_per_device", "jax_profiler_port"),
+    ),
+}
+_ROWS = {
+    **{row.name: row for row in FLAGS},
+    "fdl.NAME": Flag(
+        "fdl.NAME",
+        str,
+        "a field of the experiment, or a deeper path; for example task.model.lm_tpl.num_layers."
+        " VALUE is a Python literal in which bare words are strings: 4, 1e-3, [1,4,1], None,"
+        " bfloat16",
+        "VALUE",
+    ),
+}
+_EXIT_CODES = """\
+Exit codes: 0 done; 1 a write failed, or out of memory; 2 wrong command line or
+fields; 65 training was not finite; 70 no progress for --hung_step_timeout_secs;
+75 another process was lost; 129, 130, 143 stopped by SIGHUP, Ctrl-C, SIGTERM.
+Stopped training saves first and can resume. SIGUSR1 saves and continues."""
+_OVERVIEW = """\
+runner --exp=NAME --job_log_dir=DIR     train; the same command resumes
+runner --exp=NAME --mode=MODE [flags]   evaluate, decode, inspect or plan
+runner COMMAND [flags]                  another command: {commands}
+
+{flags}
+
+`runner --help GROUP` lists more flags:
+{groups}
+`runner --help MODE` lists the flags of a mode:
+  {modes}"""
+_MAX_LINES = 24
+
+
+def help_text(topic: str | None = None) -> str:
+    """Return what `--help` prints.
+
+    Args:
+      topic: Group or mode to describe; None for the most used flags.
+
+    Raises:
+      UsageError: The topic is no group, mode or command.
+    """
+    tools, words = commands.installed(commands.Mode), commands.installed(commands.Command)
+    modes = {**MODES, **{name: mode.help for name, mode in tools.items()}}
+    if topic is None:
+        groups = [(name, description) for name, (description, *_) in GROUPS.items()]
+        flags = [(_usage(_ROWS[name]), _first_clause(_ROWS[name].help)) for name in _MOST_USED]
+        return _OVERVIEW.format(
+            commands=", ".join(words),
+            flags="\n".join(table(flags, width=80)),
+            groups="\n".join(table(groups, width=80)),
+            modes=", ".join(modes),
+        )
+    if topic in GROUPS:
+        described = {**modes, **{name: command.help for name, command in words.items()}}
+        page = _group_page(topic, described, width=80)
+        return "\n".join(
+            page if len(page) <= _MAX_LINES else _group_page(topic, described, width=100)
+        )
+    if topic in modes:
+        return _mode_page(topic, modes[topic], tools.get(topic))
+    if topic in words:
+        return f"{words[topic].help}\n\n`runner {topic} --help` lists its flags."
+    raise UsageError(field="--help", value=topic, choices=(*GROUPS, *modes, *words))
+
+
+def _group_page(group: str, modes: Mapping[str, str], *, width: int) -> list[str]:
+    description, *names = GROUPS[group]
+    lines = [f"{group}: {description}", ""]
+    if group == "mode":
+        summaries = [(name, _first_clause(text)) for name, text in modes.items()]
+        lines += [*table(summaries, width=width), ""]
+    lines += table(flag_rows([_ROWS[name] for name in names]), width=width)
+    return [*lines, "", *_EXIT_CODES.splitlines()] if group == "processes" else lines
+
+
+def _mode_page(name: str, summary: str, tool: commands.Mode | None) -> str:
+    own = [row for row in FLAGS if name in row.modes or (tool and row.name in tool.uses)]
+    rows = [
+        (_usage(row), _explained(row, names_modes=False))
+        for row in (*own, *(tool.flags if tool else ()))
+    ]
+    common = [row.name for row in FLAGS if not row.modes and row.name not in ("mode", "help")]
+    also = f"Flags of every mode: --fdl.NAME, {', '.join(f'--{name}' for name in common)}"
+    wrapped = textwrap.wrap(also, 80, break_on_hyphens=False)
+    return "\n".join(
+        [f"runner --exp=NAME --mode={name} [flags]", "", summary, "", *table(rows), "", *wrapped]
+    )
+
+
+def flag_rows(rows: Iterable[Flag]) -> list[tuple[str, str]]:
+    """Return the two columns of flags in `--help`, for `table`."""
+    return [(_usage(row), _explained(row)) for row in rows]
+
+
+def table(rows: Sequence[tuple[str, str]], *, width: int = 100) -> list[str]:
+    """Return lines of two columns; the right one is wrapped at the width of the lines."""
+    left_width = max((len(left) for left, _ in rows), default=0)
+    lines = []
+    for left, right in rows:
+        first, *others = textwrap.wrap(right, width - 4 - left_width) or [""]
+        lines.append(f"  {left:<{left_width}}  {first}".rstrip())
+        lines.extend(f"  {'':<{left_width}}  {other}" for other in others)
+    return lines
+
+
+def _usage(row: Flag) -> str:
+    if row.is_switch:
+        return f"--[no]{row.name}" if row.default else f"--{row.name}"
+    return f"--{row.name}={row.metavar}"
+
+
+def _explained(row: Flag, *, names_modes: bool = True) -> str:
+    # Flags of many modes are listed by `--help MODE`.
+    notes = [", ".join(row.modes)] if names_modes and len(row.modes) in (1, 2) else []
+    if row.default is not None and not row.is_switch:
+        notes.append(f"default {row.default}")
+    return f"{row.help} ({'; '.join(notes)})" if notes else row.help
+
+
+def _first_clause(text: str) -> str:
+    return text.replace(". ", "; ").partition("; ")[0]
