@@ -45,7 +45,7 @@ def test_text_ends_with_the_tokens_of_the_folder(folder: Path):
 
 
 def test_a_folder_must_be_named():
-    with pytest.raises(FieldError, match="FineTune needs a value for HF_FOLDER"):
+    with pytest.raises(FieldError, match="FineTune: missing value: HF_FOLDER"):
         FineTune()
 
 
