@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from etils import epath
 
 from layerkit.config import Configurable
 from layerkit.layers.adapters import LORA_WEIGHTS, with_lora
@@ -258,22 +259,15 @@ def test_missing_may_be_drawn(begin: Any, drawn: dict[str, np.ndarray]):
 
 
 def test_the_record(begin: Any, tmp_path: Path):
-    from etils import epath
-
-    from layerkit_runner.init_from.provenance import write_record
-
     source = {"folder": str(begin.job), "load_step": True}
     _, _, first = first_state(begin, source, draw=("head/.*",))
-    write_record(epath.Path(tmp_path), first.provenance)
+    first.provenance.write(epath.Path(tmp_path))
     record = json.loads((tmp_path / "initial_values.json").read_text())
     assert record["step"] == f"{begin.job}/checkpoints:7"
     assert record["opt_state"] == {}
     assert record["weights"]["head/w"] == "random_init"
     bias = "stack/sub/bias/b"
     assert record["weights"][bias] == f"{begin.job}/checkpoints:7:params/{bias}"
-    # A start anew without any source does not leave it behind.
-    write_record(epath.Path(tmp_path), None)
-    assert not (tmp_path / "initial_values.json").exists()
 
 
 class OneWeight(Configurable):

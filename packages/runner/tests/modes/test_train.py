@@ -98,6 +98,13 @@ def test_same_command_resumes(train: Any, tmp_path: Path):
     assert held_out(again) == held_out(straight) != held_out(first)
 
 
+def test_run_without_sources_deletes_the_record_of_initial_values(train: Any, tmp_path: Path):
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "initial_values.json").write_text("{}")
+    train("job", max_steps=1)
+    assert not (tmp_path / "job" / "initial_values.json").exists()
+
+
 def held_out(output: str) -> str:
     return next(line for line in output.splitlines() if line.startswith("held out: "))
 

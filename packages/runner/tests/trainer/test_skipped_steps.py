@@ -1,4 +1,4 @@
-"""SkippedSteps: what is said of steps that were not valid, and when they end a run."""
+"""SkippedSteps: messages about steps that were not valid, and the limit that ends a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def add(
     return skipped.add(step, loss_name="xent", loss=loss, grad_norm=norm)
 
 
-def test_run_has_to_end_after_so_many_bad_steps_in_a_row():
+def test_problem_is_set_at_the_limit_of_steps_in_a_row():
     skipped = SkippedSteps(max_in_a_row=3)
     skipped.add_valid()
     for step in (2, 3, 5, 6):
@@ -62,9 +62,8 @@ def test_resumed_counts_are_those_of_an_uninterrupted_run():
     assert resumed.record() == straight.record() == {"in_a_row": 20, "in_all": 20}
 
 
-def test_older_checkpoint_has_no_counts():
+def test_limit_after_completed_steps_is_not_lowered():
     skipped = SkippedSteps(max_in_a_row=50)
-    skipped.restore(None)
     for step in range(1001, 1030):
         add(skipped, step)
     # 1000 steps were taken, so the lower limit of a run without a valid step does not apply.

@@ -110,14 +110,6 @@ def copy_of(name: str) -> str:
     return f"{_COPY}{name}"
 
 
-def write_record(directory: epath.Path, provenance: Provenance | None) -> None:
-    """Writes the record of a fresh start; one that an earlier start left is not true any more."""
-    if provenance is not None:
-        provenance.write(directory)
-    elif (directory / RECORD).exists():
-        (directory / RECORD).unlink()
-
-
 def recorded_hugging_face(directory: epath.Path) -> str | None:
     """The Hugging Face folder that the weights of a job began from; None where there was none."""
     try:

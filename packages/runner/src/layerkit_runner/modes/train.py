@@ -27,7 +27,7 @@ from layerkit_runner.distributed.forced_exit import before_forced_exit, forced_e
 from layerkit_runner.distributed.process_exchange import coordinator_store, gather_values
 from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.errors import StorageError, UsageError, to_usage_error
-from layerkit_runner.init_from.provenance import FirstState, write_record
+from layerkit_runner.init_from.provenance import RECORD, FirstState
 from layerkit_runner.modes import end_report
 from layerkit_runner.modes.start_report import (
     LayerNotes,
@@ -400,7 +400,8 @@ def _build_executor(
         train.num_train_steps,
         are_applied=not train.learner.skips_steps,
     )
-    skipped.restore(prepared.start.own_metadata.get(SKIPPED_STEPS))
+    if SKIPPED_STEPS in prepared.start.own_metadata:
+        skipped.restore(prepared.start.own_metadata[SKIPPED_STEPS])
 
     def trace_rest() -> None:
         for program in prepared.untraced:
@@ -433,8 +434,10 @@ def _record_start(job: Job, first: FirstState, *, is_new: bool) -> None:
     write_config(job.directory, job.resolved, job.options, resumes=not is_new, report=report)
     if is_new and job.options.enable_checkpoint_saving:
         forget_checkpoint(job.directory)
-    if not first.is_restored:
-        write_record(job.directory, first.provenance)
+    if first.provenance is not None:
+        first.provenance.write(job.directory)
+    elif not first.is_restored:
+        (job.directory / RECORD).unlink(missing_ok=True)
 
 
 def _report_end(job: Job, executor: Executor, state: TrainState, step: int) -> None:

@@ -27,7 +27,6 @@ from layerkit_runner.distributed.process_exchange import from_process_0
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import DECODE_PREFIX, Observer
 from layerkit_runner.observers.metrics_log import encode
-from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.trainer.base import BaseProgram
 from layerkit_runner.trainer.provenance import (
     describe_settings,
@@ -38,7 +37,6 @@ from layerkit_runner.trainer.provenance import (
     write_outputs,
 )
 from layerkit_runner.training.metrics import ByExample, as_floats, check_has_provenance
-from layerkit_runner.training.task import SingleTask
 from layerkit_runner.training.train_state import TrainState
 
 _BATCH_INDEX = jax.ShapeDtypeStruct((), np.int32)
@@ -47,32 +45,16 @@ _RECORD_FORMAT = 2
 
 
 class DecodeProgram(BaseProgram):
-    """A program that decodes one data set.
+    """A program that decodes one data set of prompts; see `BaseProgram` for the arguments.
 
-    Args:
-      task: Task, bound to the partitioner.
-      partitioner: Started partitioner.
-      dataset: Input of prompts.
-      name: Name of the decoding in outputs.
-      folder: Folder for outputs, visible to every process; None keeps them in memory only.
-      interval_steps: See `BaseProgram`.
+    Outputs are kept in `folder`; without one, they are returned only.
     """
 
     dataset: BaseInput
 
-    def __init__(
-        self,
-        task: SingleTask,
-        partitioner: Partitioner,
-        dataset: BaseInput,
-        name: str,
-        folder: epath.Path | None = None,
-        *,
-        interval_steps: int | None = None,
-    ) -> None:
-        """Build the decoding step."""
-        super().__init__(task, partitioner, dataset, name, folder, interval_steps=interval_steps)
-        self._step = partitioner.decode_step_fn(task)
+    @functools.cached_property
+    def _step(self) -> Callable[..., Any]:
+        return self.partitioner.decode_step_fn(self.task)
 
     @functools.cached_property
     def _weights_digest(self) -> Callable[[TrainState], str]:

@@ -112,7 +112,6 @@ class SkippedSteps:
         """Return the counts as JSON values, for a checkpoint."""
         return {"in_a_row": self.in_a_row, "in_all": self.in_all}
 
-    def restore(self, record: Mapping[str, Any] | None) -> None:
-        """Restore the counts that `record` returned; None leaves them as they are."""
-        if record is not None:
-            self.in_a_row, self.in_all = record["in_a_row"], record["in_all"]
+    def restore(self, record: Mapping[str, Any]) -> None:
+        """Restore the counts that `record` returned."""
+        self.in_a_row, self.in_all = record["in_a_row"], record["in_all"]
