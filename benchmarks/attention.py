@@ -31,7 +31,7 @@ import jax  # noqa: E402 - after the flags that it reads
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
-from layerkit.layers.attention.backends import BackendRefusal  # noqa: E402
+from layerkit.layers.attention.backends import UnsupportedBackendError  # noqa: E402
 from layerkit.layers.attention.dot_product import dot_product_attention  # noqa: E402
 from layerkit.layers.masks import AttentionMask  # noqa: E402
 from layerkit.sharding import BoundSharding  # noqa: E402
@@ -88,7 +88,7 @@ def compare(args: argparse.Namespace) -> None:
     for name, options in rivals.items():
         try:
             rival = jax.jit(step(args, **options)).lower(inputs).compile()
-        except BackendRefusal as refusal:
+        except UnsupportedBackendError as refusal:
             print(f"{name}: {refusal}")
             continue
         seconds(rival, inputs), seconds(plain, inputs)

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from layerkit.config import Config
-from layerkit.layers.attention.backends import BackendRefusal
+from layerkit.layers.attention.backends import UnsupportedBackendError
 from layerkit.layers.products import with_dots
 from layerkit.layers.quantization.fp8 import Fp8Dot
 from layerkit.nested_map import NestedMap
@@ -337,7 +337,7 @@ def row_of(case: Case, overrides: Sequence[str], args: argparse.Namespace) -> di
             return compiled_row(resolved, parse_target(f"{args.target}x{case.devices}"))
         devices = jax.devices()[: case.devices]
         return measured_row(resolved, devices, steps=args.steps, groups=args.groups)
-    except (BackendRefusal, UsageError) as error:
+    except (UnsupportedBackendError, UsageError) as error:
         return {"status": "refused", "reason": str(error)}
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from layerkit.base_layer import BaseLayer
-from layerkit.layers.attention.context_parallel import num_length_parts
+from layerkit.layers.attention.context_parallel import num_length_shards
 
 
 def row_parts(model: BaseLayer) -> int:
     """Return the number of devices over which a model's mesh splits a row; 1 without a mesh."""
     sharding = model.inherited("sharding")
-    return 1 if sharding is None else num_length_parts(sharding)
+    return 1 if sharding is None else num_length_shards(sharding)
 
 
 def round_up(length: int, parts: int) -> int:

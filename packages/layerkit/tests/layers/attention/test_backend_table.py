@@ -1,10 +1,10 @@
-"""Every backend and every kind of attention: what it does, and what it refuses.
+"""The table of attention backends and the kinds of attention that they support.
 
-docs/attention_backends.md is written from these cells. What says "equals xla" is proven here:
-the kernel runs step by step on the CPU, and its values and gradients are compared with `xla`. Write
-the page anew with
+The tests write docs/attention_backends.md from these cells and prove each "equals xla": the kernel
+runs in interpret mode on the CPU, and its values and gradients are compared with `xla`. Rewrite the
+page with
 
-    REWRITE_BACKEND_TABLE=1 python -m pytest packages/layerkit/tests -k test_the_page_is
+    REWRITE_BACKEND_TABLE=1 python -m pytest packages/layerkit/tests -k test_page_equals_table
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit.layers.attention.backends import BackendRefusal, select_backend
+from layerkit.layers.attention.backends import UnsupportedBackendError, select_backend
 from layerkit.layers.attention.dot_product import describe_call, dot_product_attention
 from layerkit.layers.masks import AttentionMask, first_tokens
 from layerkit.sharding import BoundSharding
@@ -31,7 +31,7 @@ BATCH = 2
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One kind of attention; what it does not say is plain causal attention of two heads."""
+    """One kind of attention. The default of each field is that of causal attention of two heads."""
 
     mask: Callable[[int, int], AttentionMask | None] = lambda q, k: AttentionMask.causal_mask(
         BATCH, q
@@ -50,7 +50,7 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A backend on a platform, and the sizes that it is tried with."""
+    """A backend on a platform, with the sizes that the tests use."""
 
     backend: str
     platform: str
@@ -70,7 +70,7 @@ COLUMNS = {
 
 
 def segments(length):
-    """Two rows of unequal documents; the first ends in padding."""
+    """Return segment ids of two rows of unequal documents; the first row ends in padding."""
     bounds = np.array([[3, 6, 7], [2, 5, 8]]) * length // 8
     position = np.arange(length)
     ids = 1 + (position[None, :, None] >= bounds[:, None, :]).sum(axis=-1)
@@ -82,7 +82,7 @@ def packed(q, k):
 
 
 def cross(q, k):
-    """Attention to a memory of which each row has another length."""
+    """Return the mask of a memory whose rows have different lengths."""
     rows = [jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (BATCH, n)) for n in (q, k)]
     has_memory = (rows[1] < jnp.array([[k], [k // 2]])).astype(jnp.int32)
     return AttentionMask(*rows, jnp.ones_like(rows[0]), has_memory)
@@ -129,7 +129,7 @@ CELLS = {
     "keys of 24, values of 16": Cell(head_dim=24, value_dim=16),
     "length of 40": Cell(length=40),
     "positions of unknown order": Cell(mask=unknown_positions),
-    "the same, empty rows zeroed": Cell(
+    "unknown order, empty rows zeroed": Cell(
         mask=unknown_positions, options={"zero_fully_masked_rows": True}
     ),
     "cached prompt of 16 tokens": Cell(
@@ -146,7 +146,7 @@ CELLS = {
     "padded memory, empty rows zeroed": Cell(
         mask=cross, queries=128, options={"zero_fully_masked_rows": True}
     ),
-    "everything above but bias, prefix, dropout": Cell(
+    "all options except bias, prefix, dropout": Cell(
         mask=lambda q, k: packed(q, k).within(5),
         heads=4,
         head_dim=24,
@@ -164,7 +164,7 @@ def bound_ring():
 
 
 def arguments(cell: Cell, column: Column):
-    """(query, key, value), options with a gradient, and the other options."""
+    """Return ((query, key, value), options with a gradient, other options)."""
     length = cell.length or column.length
     queries = cell.queries or length
     head_dim = cell.head_dim or column.head_dim
@@ -190,20 +190,19 @@ def verdict(cell: Cell, column: Column) -> str:
     inputs, learned, options = arguments(cell, column)
     ring = {"sharding": bound_ring(), "context_parallel": "ring"} if column.ring else {}
     if column.ring and any(x.shape[1] % 2 for x in inputs[:2]):
-        return "refuses: it needs lengths that the devices divide"
+        return "requires lengths that the devices divide"
     call = describe_call(*inputs, **learned, **options, platform=column.platform, **ring)
     try:
         select_backend(column.backend, dataclasses.replace(call, has_cudnn=True))
-    except BackendRefusal as refusal:
-        reasons = str(refusal).split("asked: ")[1].split(". Use ")[0]
-        return f"refuses: {reasons}"
+    except UnsupportedBackendError as error:
+        return f"requires {error.expected}"
     return {"xla": "yes", "cudnn": "lowered"}.get(
         "ring" if column.ring else column.backend, "equals xla"
     )
 
 
 def rendered() -> str:
-    """The page, from its text above and the verdicts."""
+    """Return the page: the introduction and the table of verdicts."""
     head = INTRODUCTION.strip()
     lines = [
         f"| | {' | '.join(COLUMNS)} |",
@@ -219,37 +218,49 @@ def rendered() -> str:
 INTRODUCTION = """
 # Attention backends
 
-Written by packages/layerkit/tests/layers/attention/test_backend_table.py, which proves it; do not
-edit it by hand.
+After reading this page you can choose the implementation of attention, and know what each supports:
 
-`MultiHeadAttention(backend=…)` names who computes attention. `xla` is array code that does
-everything. `cudnn` and `pallas` are fused kernels: they never hold the logits in memory, and know
-some kinds of attention only. A backend that cannot do what is asked refuses with the reason. `auto`
-takes cuDNN on GPUs and Pallas on TPUs where the cell below allows it, `xla` elsewhere, and reports
-what it took and why. `ring` is no backend but `context_parallel="ring"`, for rows split over
-devices; the other way, `all_gather`, does what the backend does.
+```python
+MultiHeadAttention.HParams.config(backend="cudnn")
+```
 
-- **equals xla**: values and gradients are those of `xla`. Kernels run step by step on a CPU for it
-  (`interpret=True`), the ring on simulated devices.
-- **lowered**: accepted, and lowered for NVIDIA GPUs with the gradient; *not run here*, for want of
-  a GPU. On a machine with one, `test_cudnn_equals_xla` compares the values.
-- **refuses**: the reason that the user reads.
+| `backend` | implementation |
+|---|---|
+| `auto` (default) | cuDNN on GPUs and Pallas on TPUs if they support the call, otherwise `xla` |
+| `xla` | array code; supports every kind of attention and holds the logits in memory |
+| `cudnn` | NVIDIA's fused kernel, called by `jax.nn.dot_product_attention` |
+| `pallas` | a fused kernel in Pallas: on GPUs [flash_gpu.py][1], on TPUs JAX's splash attention |
 
-No kernel has been run on an accelerator by these tests. All of them were compiled for their
-hardware without it, forward and backward: those for TPUs for a TPU v5p, those for GPUs for an H100
-(`test_kernels_compile.py`, where libtpu or JAX's CUDA plugin is installed).
+The fused kernels never hold the logits in memory and support some kinds of attention only. A
+backend that is selected by name raises an error with all requirements that are not met. `auto`
+logs the backend that it selects and the reason. For rows that are split over devices,
+`context_parallel="all_gather"` uses the backend, and `context_parallel="ring"` is an implementation
+of its own, the last column.
 
-`pallas (GPU)` is our own kernel, in
-[flash_gpu.py](../packages/layerkit/src/layerkit/layers/attention/flash_gpu.py); `pallas (TPU)` is
-JAX's splash attention; `cudnn` is reached by `jax.nn.dot_product_attention`. On TPUs a bfloat16
-query is rounded once more after it is scaled, unless the scale is a power of two. A causal ring
-takes the time of a ring without a causal mask: the last device sees everything, the others wait.
+[1]: ../packages/layerkit/src/layerkit/layers/attention/flash_gpu.py
 
-Each column is tried with the sizes that its kernel wants: {sizes}. The dtype is
-float32, for cuDNN bfloat16, unless the row names one. Rows are causal self-attention with two heads
-and change one thing about it.
+## Supported kinds of attention
+
+- **equals xla**: values and gradients equal those of `xla`. The tests run the kernels in interpret
+  mode on a CPU (`interpret=True`), and the ring on simulated devices.
+- **lowered**: lowered for NVIDIA GPUs with the gradient, but *not run here*, since that needs a
+  GPU. On a machine with one, `test_cudnn_equals_xla` compares the values.
+- **requires**: not supported; the requirements that the error message lists.
+
+These tests run no kernel on an accelerator. All kernels were compiled for their hardware without
+it, forward and backward: for a TPU v5p and for an H100 (`test_kernels_compile.py`, if libtpu or
+JAX's CUDA plugin is installed).
+
+On TPUs a bfloat16 query is rounded once more after it is scaled, unless the scale is a power of
+two. A causal ring takes the time of a ring without a causal mask, since devices with early shards
+wait for the last one.
+
+Each column uses sizes that suit its kernel: {sizes}.
+The dtype is float32, and bfloat16 for cuDNN, unless the row names one. Each row is causal
+self-attention with two heads and one change. The table is written by
+packages/layerkit/tests/layers/attention/test_backend_table.py, which proves it.
 """.format(
-    sizes=", ".join(f"{name} a length of {column.length}" for name, column in COLUMNS.items())
+    sizes=", ".join(f"length {column.length} for {name}" for name, column in COLUMNS.items())
 )
 
 ACCEPTED = [
@@ -260,17 +271,17 @@ ACCEPTED = [
 ]
 
 
-def test_the_page_is_what_the_backends_say():
+def test_page_equals_table():
     page = rendered()
     if os.environ.get("REWRITE_BACKEND_TABLE"):
         PAGE.write_text(page)
-    assert PAGE.exists(), "the page is not written yet; see the docstring of this file"
+    assert PAGE.exists(), "the page is missing; see the docstring of this file"
     assert page == PAGE.read_text()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("cell", "column"), ACCEPTED)
-def test_an_accepted_cell_equals_xla(cell: Cell, column: Column):
+def test_supported_cell_equals_xla(cell: Cell, column: Column):
     inputs, learned, options = arguments(cell, column)
     scale = inputs[0].shape[-1] ** -0.5
     chosen = {"backend": column.backend, "platform": column.platform, "interpret": True}
@@ -295,7 +306,7 @@ def test_an_accepted_cell_equals_xla(cell: Cell, column: Column):
     ours, expected = (
         jax.tree.map(lambda x: np.asarray(x, np.float32), tree) for tree in both(inputs, learned)
     )
-    # A few roundings of the largest number.
+    # The tolerance is a few roundings of the largest number.
     eps = float(jnp.finfo(cell.dtype or column.dtype).eps)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=16 * eps * max(1.0, np.abs(b).max()))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from layerkit.errors import ConfigError
 from layerkit.layers.adapters import LoraDot, with_lora
 from layerkit.layers.attention.combined import CombinedProjection, combine_heads, split_heads
 from layerkit.layers.attention.multi_head import MultiHeadAttention
@@ -79,7 +80,7 @@ def test_equals_separate_projections_with_the_same_weights(kv_heads):
     close(found, combined_weights(gradients))
 
 
-def test_is_split_over_devices_by_groups():
+def test_weight_is_split_over_devices_by_groups():
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
     layer = make(num_kv_heads=2, combined_qkv=True)
     weights = drawn_weights(layer)
@@ -99,7 +100,7 @@ def test_is_split_over_devices_by_groups():
     close(value_and_gradients(layer.clone(sharding=bound))(placed, X), expected)
 
 
-def test_splitting_is_the_inverse_of_combining():
+def test_split_heads_inverts_combine_heads():
     parts = [
         np.arange(3 * heads * 2).reshape(3, heads, 2) + offset
         for heads, offset in ((6, 0), (2, 100), (2, 200))
@@ -113,14 +114,14 @@ def test_splitting_is_the_inverse_of_combining():
         np.testing.assert_array_equal(found, part)
 
 
-def test_fans_are_those_of_the_one_product():
+def test_fans_are_those_of_the_combined_product():
     layer = CombinedProjection(input_dims=32, num_heads=4, num_kv_heads=2, head_dim=8)
     w = jax.jit(layer.init)(jax.random.key(0))["params"]["w"]
     bound = (6 / (32 + (4 + 2 + 2) * 8)) ** 0.5
     assert 0.98 * bound < np.abs(w).max() <= bound
 
 
-def test_takes_a_low_rank_adapter():
+def test_low_rank_adapter_applies_to_the_combined_projection():
     config = MultiHeadAttention.HParams.config(input_dims=DIMS, num_heads=HEADS, combined_qkv=True)
     adapted = with_lora(config, rank=2, only="qkv_tpl").Instantiate()
     assert adapted.qkv_tpl.dot_tpl is not None and LoraDot.__name__ in repr(adapted.qkv_tpl)
@@ -130,7 +131,7 @@ def test_takes_a_low_rank_adapter():
 
 
 @pytest.mark.parametrize(("combined", "only"), [(True, "(query|value)_tpl"), (False, "qkv_tpl")])
-def test_adapters_of_a_projection_that_is_not_there_are_refused(combined, only):
+def test_adapter_of_a_missing_projection_raises(combined, only):
     config = MultiHeadAttention.HParams.config(
         input_dims=DIMS, num_heads=HEADS, combined_qkv=combined
     )
@@ -141,8 +142,7 @@ def test_adapters_of_a_projection_that_is_not_there_are_refused(combined, only):
     assert listed == used | {"output_tpl"}
 
 
-def test_heads_that_do_not_divide_are_refused():
+def test_heads_that_do_not_divide_raise(raises):
     layer = CombinedProjection(input_dims=4, num_heads=3, num_kv_heads=2, head_dim=2)
-    with pytest.raises(ValueError) as error:
+    with raises(ConfigError, owner="CombinedProjection()", field="num_heads", value=3):
         jax.eval_shape(layer.init, jax.random.key(0))
-    assert str(error.value) == ("CombinedProjection(): num_kv_heads=2 does not divide num_heads=3")

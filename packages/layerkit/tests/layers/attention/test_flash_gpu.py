@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit.layers.attention.backends import BackendRefusal, select_backend
+from layerkit.layers.attention.backends import UnsupportedBackendError, select_backend
 from layerkit.layers.attention.dot_product import describe_call, dot_product_attention
 from layerkit.layers.attention.flash_gpu import flash_attention_gpu
 from layerkit.layers.attention.xla import xla_attention
@@ -57,14 +57,14 @@ def test_all_options_together_equal_xla():
 
 
 @pytest.mark.slow
-def test_a_window_both_ways_visits_every_block_in_reach():
+def test_two_sided_window_visits_every_block_within_it():
     options = {"mask": AttentionMask.bidirectional_mask(BATCH, LENGTH).within(18)}
     ours = values_and_gradients(interpreted, draw(), None, **options)
     check_equal(ours, values_and_gradients(xla_attention, draw(), None, **options))
 
 
 @pytest.mark.slow
-def test_positions_need_not_be_the_order_of_the_row():
+def test_positions_in_any_order_equal_xla():
     """A prompt behind 13 cached tokens; the first row's cache holds nothing for query 5."""
     mask = AttentionMask.decoding_mask(BATCH, LENGTH, 64, time_step=13)
     mask = mask.replace(
@@ -81,19 +81,19 @@ def test_positions_need_not_be_the_order_of_the_row():
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
-def test_a_memory_as_long_as_the_queries_may_still_be_all_padding(platform):
-    """There xla reads a mean and kernels 0, so they refuse unless 0 is asked for."""
+def test_padded_memory_as_long_as_the_queries_is_unsupported(platform):
+    """A query without a key reads a mean from xla and 0 from kernels."""
     length = 128
     padded = jnp.ones((BATCH, length), jnp.int32).at[0].set(0)
     mask = AttentionMask.cross_mask(BATCH, length, length, key_segments=padded)
     x = jax.ShapeDtypeStruct((BATCH, length, HEADS, 16), jnp.float32)
     call = describe_call(x, x, x, mask=mask, platform=platform)
     assert call.may_have_empty_rows
-    with pytest.raises(BackendRefusal):
+    with pytest.raises(UnsupportedBackendError):
         select_backend("pallas", call)
 
 
-def test_hidden_blocks_are_not_read():
+def test_masked_blocks_are_skipped():
     """In row order, what lies outside the causal triangle may even be NaN."""
     query, key, value = draw()
     mask = AttentionMask.causal_mask(BATCH, LENGTH)
@@ -106,7 +106,7 @@ def test_hidden_blocks_are_not_read():
 
 @pytest.mark.slow  # the kernel for TPU, split in the same place, is on a mesh in the ordinary run
 @pytest.mark.parametrize("split", ["rows_and_heads", "rows_and_length"])
-def test_on_a_mesh_each_device_computes_its_share(split):
+def test_each_device_of_a_mesh_computes_its_shard(split):
     names = ("data", "tensor" if split == "rows_and_heads" else "context")
     auto = (jax.sharding.AxisType.Auto,) * 2
     count = 2 if split == "rows_and_heads" else 3

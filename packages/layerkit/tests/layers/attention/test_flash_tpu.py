@@ -49,7 +49,7 @@ def check_equal(ours, expected):
 
 
 @pytest.mark.slow
-def test_all_options_together_equal_xla_and_auto_takes_the_kernel():
+def test_all_options_together_equal_xla_and_auto_selects_the_kernel():
     mask = AttentionMask.causal_mask(BATCH, LENGTH, segment_ids=segments()).within(150)
     options = {"mask": mask, "logit_cap": 1.5}
     sinks = jnp.array([1.0, -1.0, 0.0, 2.0])
@@ -57,7 +57,7 @@ def test_all_options_together_equal_xla_and_auto_takes_the_kernel():
     check_equal(ours, values_and_gradients(sinks, backend="xla", **options))
 
 
-def test_on_a_mesh_each_device_computes_its_share_of_rows_heads_and_length():
+def test_each_device_of_a_mesh_computes_its_shard_of_rows_heads_and_length():
     auto = (jax.sharding.AxisType.Auto,) * 3
     mesh = jax.make_mesh((2, 2, 2), ("data", "tensor", "context"), axis_types=auto)
     mask = AttentionMask.causal_mask(BATCH, LENGTH, segment_ids=segments()).within(150)

@@ -199,7 +199,7 @@ def test_folded_steps_equal_whole_rows(fields):
     np.testing.assert_allclose(in_chunks(layer, weights, x, [3, 1, 1, 1]), expected, atol=2e-5)
 
 
-def test_a_given_bias_is_that_of_the_cached_steps():
+def test_bias_of_cached_steps_equals_bias_of_whole_rows():
     layer = make()
     weights, x = drawn_weights(layer), inputs()
     bias = jax.random.normal(jax.random.key(4), (1, HEADS, SLOTS, SLOTS))
@@ -211,7 +211,7 @@ def test_a_given_bias_is_that_of_the_cached_steps():
 
 
 @pytest.mark.parametrize("what", ["adapters", "biases"])
-def test_what_cannot_be_folded_counts_in_cached_steps(what):
+def test_projection_that_cannot_be_folded_has_effect_in_cached_steps(what):
     config = MultiHeadLatentAttention.HParams.config(**SIZES)
     if what == "adapters":
         config = with_lora(config, rank=2, only="up_tpl")
@@ -223,7 +223,7 @@ def test_what_cannot_be_folded_counts_in_cached_steps(what):
     np.testing.assert_allclose(in_chunks(layer, weights, x, [4, 1, 1]), expected, atol=2e-5)
 
 
-def test_the_cache_holds_latents_and_nothing_per_head():
+def test_cache_holds_latents_without_heads():
     layer = make(fprop_dtype="bfloat16")
     cache = empty_cache(layer, drawn_weights(layer))
     shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), cache)
@@ -288,13 +288,9 @@ def test_extend_step_beyond_the_end_of_the_cache_returns_nan():
         ("query_latent_dims", 0),
         ("value_dim_per_head", 0),
         ("logit_cap", -1.0),
+        ("window", 0),
     ],
 )
 def test_init_raises_for_an_invalid_field(raises, field, value):
     with raises(ConfigError, owner="MultiHeadLatentAttention()", field=field, value=value):
         make(**{field: value}).init(jax.random.key(0))
-
-
-def test_init_raises_for_an_empty_window():
-    with pytest.raises(ValueError, match="window=0"):
-        make(window=0).init(jax.random.key(0))

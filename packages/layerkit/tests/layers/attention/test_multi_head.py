@@ -211,7 +211,7 @@ def test_norm_of_queries_and_keys_equals_loops(over, first):
     assert np.abs(elsewhere - expected).max() > 1e-2
 
 
-def test_a_given_bias_is_added_to_that_of_the_layer():
+def test_bias_argument_is_added_to_the_bias_of_the_layer():
     x = inputs()
     given = np.random.default_rng(3).normal(size=(1, HEADS, LENGTH, LENGTH)).astype(np.float32)
     weights = drawn_weights(make(num_kv_heads=2))
@@ -224,7 +224,7 @@ def test_a_given_bias_is_added_to_that_of_the_layer():
         np.testing.assert_allclose(run(layer, weights, x, bias=given), expected, atol=1e-5)
 
 
-def test_relative_bias_of_packed_documents_is_that_of_each_alone():
+def test_relative_bias_of_packed_documents_equals_separate_documents():
     learned = RelativeBias.HParams.config(num_buckets=6, max_distance=5)
     layer = make(relative_bias_tpl=learned)
     weights = drawn_weights(layer)
@@ -240,7 +240,7 @@ def test_relative_bias_of_packed_documents_is_that_of_each_alone():
     np.testing.assert_allclose(packed, alone, atol=1e-5)
 
 
-def test_a_window_of_an_encoder_sees_both_sides():
+def test_window_without_causal_mask_is_two_sided():
     layer, x = make(window=2), inputs()
     weights = drawn_weights(layer)
 
@@ -278,14 +278,14 @@ def test_weights_and_their_axes():
     }
 
 
-def test_sizes_need_not_multiply_to_the_model_dimension():
+def test_heads_may_differ_from_the_model_dimension_in_size():
     layer = make(num_heads=3, dim_per_head=5)
     weights = drawn_weights(layer)
     assert weights["params"]["query"]["w"].shape == (DIMS, 3, 5)
     assert run(layer, weights, inputs()).shape == (BATCH, LENGTH, DIMS)
 
 
-def test_fans_of_grouped_keys_are_their_own():
+def test_fans_of_grouped_keys_are_those_of_their_weight():
     layer = MultiHeadAttention(input_dims=48, num_heads=8, num_kv_heads=2, dim_per_head=16)
     params = jax.jit(layer.init)(jax.random.key(0))["params"]
     for name, fan_in, fan_out in [
@@ -298,7 +298,7 @@ def test_fans_of_grouped_keys_are_their_own():
         assert 0.98 * bound < np.abs(params[name]["w"]).max() <= bound
 
 
-def test_a_learned_scale_starts_as_no_learned_scale():
+def test_per_dim_scale_starts_at_one():
     x = inputs()
     plain, learned = make(), make(per_dim_scale=True)
     weights = jax.jit(learned.init)(jax.random.key(0))
@@ -306,14 +306,14 @@ def test_a_learned_scale_starts_as_no_learned_scale():
     np.testing.assert_allclose(run(learned, weights, x), run(plain, without, x), atol=1e-6)
 
 
-def test_as_many_kv_heads_as_heads_is_multi_head_attention():
+def test_num_kv_heads_equal_to_num_heads_is_multi_head_attention():
     layer = make(rotary_tpl=ROTARY)
     weights = drawn_weights(layer)
     grouped = make(rotary_tpl=ROTARY, num_kv_heads=HEADS)
     np.testing.assert_array_equal(run(grouped, weights, inputs()), run(layer, weights, inputs()))
 
 
-def test_grouped_keys_are_keys_repeated():
+def test_grouped_keys_equal_repeated_keys():
     grouped = make(num_kv_heads=2, rotary_tpl=ROTARY)
     weights = drawn_weights(grouped)
     params = dict(weights["params"])
@@ -326,7 +326,7 @@ def test_grouped_keys_are_keys_repeated():
 @pytest.mark.parametrize(
     "dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)]
 )
-def test_a_token_does_not_change_what_stands_before_it(dtype):
+def test_causal_outputs_do_not_depend_on_later_tokens(dtype):
     layer = make(num_kv_heads=2, rotary_tpl=ROTARY, fprop_dtype=dtype)
     weights = drawn_weights(layer)
     x = inputs()
@@ -338,7 +338,7 @@ def test_a_token_does_not_change_what_stands_before_it(dtype):
         assert (after[:, token] != before[:, token]).any()
 
 
-def test_packed_documents_equal_documents_alone():
+def test_packed_documents_equal_separate_documents():
     layer = make(num_kv_heads=2, rotary_tpl=ROTARY, use_bias=True)
     weights = drawn_weights(layer)
     lengths = (3, 1, 2)
@@ -356,7 +356,7 @@ def test_packed_documents_equal_documents_alone():
     np.testing.assert_allclose(packed, alone, atol=1e-5)
 
 
-def test_dropout_acts_in_training_only():
+def test_dropout_applies_in_training_only():
     layer = make(dropout_rate=0.5)
     weights = drawn_weights(layer)
     x = inputs()
@@ -457,7 +457,7 @@ def test_on_a_mesh_equals_one_device(axes):
     )
 
 
-def test_a_single_key_head_is_replicated_and_other_numbers_need_a_rule():
+def test_single_key_head_is_replicated_and_other_numbers_need_a_rule():
     mesh = jax.make_mesh((2, 1, 4), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
     x = inputs(batch=4)
 

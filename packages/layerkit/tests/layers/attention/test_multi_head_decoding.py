@@ -96,7 +96,7 @@ def in_chunks(layer, weights, x, chunks, *, cache=None):
         ),
     ],
 )
-def test_equals_fprop(kv_heads, rotary):
+def test_steps_equal_fprop(kv_heads, rotary):
     layer = make(num_kv_heads=kv_heads, rotary_tpl=rotary)
     weights, x = drawn_weights(layer), inputs()
     expected = whole(layer, weights, x)
@@ -147,7 +147,7 @@ def combinations(number):
     + [pytest.param(fields, marks=pytest.mark.slow) for fields in list(combinations(6))[1:]],
     ids=lambda fields: "-".join(sorted(fields)[:9]),
 )
-def test_equals_fprop_for_every_option(fields):
+def test_steps_equal_fprop_for_every_option(fields):
     layer = make(**fields)
 
     @jax.jit
@@ -161,7 +161,7 @@ def test_equals_fprop_for_every_option(fields):
     np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
-def test_equals_fprop_with_a_bias_that_a_stack_hands_in():
+def test_steps_equal_fprop_with_a_bias_argument():
     layer = make(num_kv_heads=2, relative_bias_tpl=Alibi.HParams.config())
     weights, x = drawn_weights(layer), inputs()
     bias = jax.random.normal(jax.random.key(5), (1, HEADS, SLOTS, SLOTS))
@@ -178,7 +178,7 @@ def test_equals_fprop_with_a_bias_that_a_stack_hands_in():
     np.testing.assert_allclose(jnp.concatenate(outs, axis=1), expected, atol=1e-5)
 
 
-def test_a_full_cache_is_full():
+def test_cache_can_be_filled_completely():
     layer = make(rotary_tpl=ROTARY)
     weights, x = drawn_weights(layer), inputs(length=SLOTS)
     expected = whole(layer, weights, x)
@@ -206,7 +206,7 @@ def test_cache_holds_rotated_keys_and_values_in_the_compute_dtype():
         np.testing.assert_array_equal(np.delete(after[CACHE][name], [3, 4], axis=1), 0.0)
 
 
-def test_slots_not_yet_written_are_never_read():
+def test_unwritten_slots_have_no_effect():
     layer = make(num_kv_heads=2, rotary_tpl=ROTARY)
     weights, x = drawn_weights(layer), inputs()
     poisoned = jax.tree.map(lambda leaf: jnp.full_like(leaf, 1e4), empty_cache(layer, weights))
@@ -222,7 +222,7 @@ def test_slots_not_yet_written_are_never_read():
         {"window": 2, "relative_bias_tpl": Alibi.HParams.config()},
     ],
 )
-def test_prompts_of_unequal_length_are_filled_in_one_go(fields):
+def test_prompts_of_unequal_length_are_written_in_one_step(fields):
     layer = make(num_kv_heads=2, rotary_tpl=ROTARY, **fields)
     weights, x = drawn_weights(layer), inputs(batch=3)
     prompt_lengths = np.array([2, 4, 3])
@@ -280,7 +280,7 @@ class Layers(BaseLayer):
         return lifted(self.attention, carry)[0]
 
 
-def test_inside_a_scan_over_layers():
+def test_steps_in_a_scan_over_layers_equal_fprop():
     template = MultiHeadAttention.HParams.config(
         input_dims=DIMS, num_heads=HEADS, num_kv_heads=2, rotary_tpl=ROTARY
     )
@@ -310,7 +310,7 @@ def test_on_a_mesh_equals_one_device(combined):
     np.testing.assert_allclose(actual, whole(layer, weights, x), atol=1e-5)
 
 
-def test_single_tokens_where_rows_are_split_over_devices():
+def test_single_token_steps_equal_fprop_with_split_rows():
     mesh = jax.make_mesh((2, 2, 2), ("data", "context", "tensor"), axis_types=(AxisType.Auto,) * 3)
     relative = RelativeBias.HParams.config(num_buckets=4, max_distance=4)
     layer = make(num_kv_heads=1, rotary_tpl=ROTARY, relative_bias_tpl=relative)
@@ -323,7 +323,7 @@ def test_single_tokens_where_rows_are_split_over_devices():
     np.testing.assert_allclose(actual, whole(layer, weights, x), atol=1e-5)
 
 
-def test_beyond_the_end_of_the_cache_is_nan():
+def test_step_beyond_the_end_of_the_cache_returns_nan():
     layer = make()
     weights = drawn_weights(layer)
     cache = empty_cache(layer, weights)
@@ -332,7 +332,7 @@ def test_beyond_the_end_of_the_cache_is_nan():
     assert np.isnan(extend(layer, weights, cache, x, SLOTS - 1)[0]).all()
 
 
-def test_training_without_a_cache_leaves_none():
+def test_fprop_creates_no_cache():
     layer = make()
     weights = drawn_weights(layer)
     mask, places = AttentionMask.causal_mask(BATCH, LENGTH), positions(BATCH, 0, LENGTH)
@@ -343,57 +343,39 @@ def test_training_without_a_cache_leaves_none():
     assert set(weights) == {PARAMS}
 
 
-def refusal(call):
-    with pytest.raises(ValueError) as error:
-        call()
-    return str(error.value)
-
-
-def test_refusals(raises):
+def test_cache_that_is_missing_or_not_mutable_raises(raises):
     layer = make()
     weights = drawn_weights(layer)
-    cache = empty_cache(layer, weights)
-    where = "MultiHeadAttention(): "
-    assert refusal(lambda: extend(layer, weights, {}, inputs(), 0)) == (
-        f"{where}extend_step without a cache; run init_cache(batch_size, max_length) with"
-        " mutable=['cache'] and apply with what it returns"
-    )
-    assert refusal(lambda: layer.apply(weights, 2, 8, method="init_cache")) == (
-        f"{where}the cache would be lost; apply with mutable=['cache', …]"
-    )
-    assert (
-        refusal(
-            lambda: layer.apply(
-                {**weights, **cache},
-                inputs(),
-                time_step=jnp.int32(0),
-                positions=positions(BATCH, 0, LENGTH),
-                method="extend_step",
-            )
-        )
-        == f"{where}the cache would be lost; apply with mutable=['cache', …]"
-    )
-    assert refusal(lambda: extend(layer, weights, cache, inputs(batch=3), 0)) == (
-        f"{where}the cache is for batch_size=2 and max_length=8, but extend_step was given"
-        " 3 rows of 6 tokens"
-    )
-    assert refusal(lambda: extend(layer, weights, cache, inputs(length=9), 0)) == (
-        f"{where}the cache is for batch_size=2 and max_length=8, but extend_step was given"
-        " 2 rows of 9 tokens"
-    )
+    with raises(ConfigError, owner="MultiHeadAttention()"):
+        extend(layer, weights, {}, inputs(), 0)
+    with raises(ConfigError, owner="MultiHeadAttention()"):
+        layer.apply(weights, 2, 8, method="init_cache")
+
+
+@pytest.mark.parametrize("sizes", [{"batch": 3}, {"length": 9}])
+def test_tokens_that_do_not_fit_the_cache_raise(raises, sizes):
+    layer = make()
+    weights = drawn_weights(layer)
+    x = inputs(**sizes)
+    with raises(ConfigError, field="shape of inputs", value=list(x.shape[:2])):
+        extend(layer, weights, empty_cache(layer, weights), x, 0)
+
+
+def test_init_cache_raises_for_an_empty_cache(raises):
+    layer = make()
     with raises(ConfigError, owner="MultiHeadAttention()", field="max_length", value=0):
-        empty_cache(layer, weights, slots=0)
-    vector = jnp.zeros((BATCH,), jnp.int32)
-    assert (
-        refusal(
-            lambda: layer.apply(
-                {**weights, **cache},
-                inputs(),
-                time_step=vector,
-                positions=positions(BATCH, 0, LENGTH),
-                method="extend_step",
-                mutable=[CACHE],
-            )
+        empty_cache(layer, drawn_weights(layer), slots=0)
+
+
+def test_time_step_per_row_raises(raises):
+    layer = make()
+    weights = drawn_weights(layer)
+    with raises(ConfigError, field="shape of time_step", value=[BATCH]):
+        layer.apply(
+            {**weights, **empty_cache(layer, weights)},
+            inputs(),
+            time_step=jnp.zeros((BATCH,), jnp.int32),
+            positions=positions(BATCH, 0, LENGTH),
+            method="extend_step",
+            mutable=[CACHE],
         )
-        == f"{where}time_step has the shape (2,), expected a scalar that all rows share"
-    )

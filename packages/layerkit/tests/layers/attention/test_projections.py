@@ -28,7 +28,7 @@ def drawn_weights(layer):
     return jax.tree.unflatten(structure, drawn)
 
 
-def test_into_heads():
+def test_head_projection_equals_einsum():
     x = jax.random.normal(jax.random.key(2), (2, 3, 6))
     weights = drawn_weights(INTO)
     w, b = weights["params"]["w"], weights["params"]["b"]
@@ -36,7 +36,7 @@ def test_into_heads():
     np.testing.assert_allclose(INTO.apply(weights, x), expected, atol=1e-5)
 
 
-def test_out_of_heads():
+def test_output_projection_equals_einsum():
     heads = jax.random.normal(jax.random.key(2), (2, 3, 4, 2))
     weights = drawn_weights(OUT_OF)
     w, b = weights["params"]["w"], weights["params"]["b"]
@@ -92,7 +92,7 @@ def test_fans_are_those_of_all_heads_together(layer):
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 4, 2)])
 @pytest.mark.parametrize("axis", ["tensor", "context"])
-def test_layout_on_a_mesh_changes_nothing(axis, sizes):
+def test_outputs_on_a_mesh_equal_one_device(axis, sizes):
     mesh = jax.make_mesh(sizes, ("data", "fsdp", axis), axis_types=(AxisType.Auto,) * 3)
     layer = INTO.clone(sharding=BoundSharding(mesh, DEFAULT_RULES))
     x = jax.random.normal(jax.random.key(3), (4, 6, 6))

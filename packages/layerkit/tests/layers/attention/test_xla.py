@@ -62,7 +62,7 @@ def test_equals_loops(bias, sinks, cap):
     np.testing.assert_allclose(actual, expected, atol=2e-6)
 
 
-def test_a_prefix_is_read_by_queries_before_it():
+def test_prefix_is_visible_to_queries_before_its_end():
     value = draw(1, 4, 1, VALUE_DIM)
     mask = AttentionMask.causal_mask(1, 4, in_prefix=first_tokens(jnp.array([2]), 4))
     zeros = jnp.zeros((1, 4, 1, HEAD_DIM))  # so that each query reads the mean of what it sees
@@ -71,7 +71,7 @@ def test_a_prefix_is_read_by_queries_before_it():
     np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
-def test_a_huge_sink_takes_everything_and_a_tiny_one_nothing():
+def test_huge_sink_takes_all_probability_and_tiny_sink_none():
     key, value = draw(BATCH, LENGTH, HEADS, HEAD_DIM), draw(BATCH, LENGTH, HEADS, VALUE_DIM)
     plain = xla_attention(QUERY, key, value, mask=None, scale=1.0)
 
@@ -83,7 +83,7 @@ def test_a_huge_sink_takes_everything_and_a_tiny_one_nothing():
     np.testing.assert_allclose(with_sink(-100.0), plain, atol=1e-6)
 
 
-def test_sinks_of_fully_masked_rows_take_everything():
+def test_sinks_of_fully_masked_rows_take_all_probability():
     key, value = draw(1, 3, 1, HEAD_DIM), draw(1, 3, 1, VALUE_DIM)
     nobody = AttentionMask.cross_mask(1, 2, 3, key_segments=jnp.zeros((1, 3), jnp.int32))
     query = QUERY[:1, :2, :1]

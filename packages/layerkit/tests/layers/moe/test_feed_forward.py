@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,14 +104,14 @@ def by_loops(params, x, *, k, activation=silu, use_gate=True, slots=None):
         ),
     ],
 )
-def test_values_are_those_of_loops(fields, reference):
+def test_outputs_equal_loops(fields, reference):
     layer = make(**fields)
     variables = drawn_weights(layer)
     found = jax.jit(layer.apply)(variables, X)
     np.testing.assert_allclose(found, by_loops(variables["params"], X, **reference), atol=1e-5)
 
 
-def test_a_capacity_drops_what_loops_drop():
+def test_capacity_drops_the_same_choices_as_loops():
     layer = make(capacity_factor=1.0, train=True)  # int(6·1/4) = 1 → 4 slots
     variables = drawn_weights(layer)
     variables["params"]["router"]["w"][:, 0] += 2.0
@@ -124,7 +122,7 @@ def test_a_capacity_drops_what_loops_drop():
     assert 0.0 < updates[SUMMARIES]["fraction_dropped"][0] < 0.5
 
 
-def test_dropless_is_a_large_capacity_is_every_expert_for_every_token():
+def test_dropless_equals_a_large_capacity_and_all_experts():
     def dense(params, x):
         """All experts compute all tokens, and most of it is multiplied by 0."""
         probs = jax.nn.softmax(x @ params["router"]["w"])
@@ -151,7 +149,7 @@ def test_dropless_is_a_large_capacity_is_every_expert_for_every_token():
         assert updates[SUMMARIES].get("fraction_dropped", (0.0,)) == (0.0,)
 
 
-def test_evaluation_drops_nothing():
+def test_evaluation_drops_no_choices():
     layer = make(capacity_factor=0.1)
     variables = drawn_weights(layer)
     evaluated = jax.jit(layer.apply)(variables, X)
@@ -163,7 +161,7 @@ def test_evaluation_drops_nothing():
 
 
 @pytest.mark.parametrize("fields", [{}, {"capacity_factor": 1.0}])
-def test_padding_reaches_no_expert_and_changes_nothing(fields):
+def test_padding_reaches_no_expert_and_has_no_effect(fields):
     layer = make(**fields, train=True)
     variables = drawn_weights(layer)
     poisoned = np.where(IS_TOKEN[..., None], X, np.float32(1e3))
@@ -177,7 +175,7 @@ def test_padding_reaches_no_expert_and_changes_nothing(fields):
         assert_close(results[0][0][0][IS_TOKEN], whole[IS_TOKEN])
 
 
-def test_losses_are_added_with_their_weights_and_reported_without():
+def test_losses_are_added_with_weights_and_reported_without_weights():
     layer = make(load_balance_weight=0.25, router_z_weight=0.5, train=True)
     (_, updates), _ = values_and_gradients(layer, drawn_weights(layer))
     aux, summaries = updates[AUX_LOSS], updates[SUMMARIES]
@@ -190,7 +188,7 @@ def test_losses_are_added_with_their_weights_and_reported_without():
     assert summaries["min_expert_load"][0] == load.min()
 
 
-def test_the_shared_experts_may_have_a_gate():
+def test_shared_gate_multiplies_the_shared_experts():
     layer = make(num_shared_experts=1, use_shared_gate=True)
     variables = drawn_weights(layer)
     params = variables["params"]
@@ -204,7 +202,7 @@ def test_the_shared_experts_may_have_a_gate():
     np.testing.assert_allclose(whole, routed + gate * output, atol=1e-5)
 
 
-def test_computes_in_the_compute_dtype():
+def test_outputs_have_the_compute_dtype():
     layer = make(fprop_dtype=jnp.bfloat16)
     variables = drawn_weights(layer)
     output = jax.jit(layer.apply)(variables, X)
@@ -213,7 +211,7 @@ def test_computes_in_the_compute_dtype():
     np.testing.assert_allclose(output.astype(jnp.float32), full, rtol=0.02, atol=0.06)
 
 
-def test_weights_start_with_the_fans_of_one_expert_and_say_their_axes():
+def test_weights_have_the_fans_of_one_expert_and_axes():
     layer = make(input_dims=300, hidden_dims=200, num_shared_experts=1, use_shared_gate=True)
     boxed = jax.jit(layer.init_boxed)(KEY)
     axes = logical_axes(boxed)["params"]
@@ -226,7 +224,7 @@ def test_weights_start_with_the_fans_of_one_expert_and_say_their_axes():
         assert 0.99 * bound < np.abs(boxed["params"][name].value).max() <= bound
 
 
-def test_cached_steps_are_the_whole_row():
+def test_cached_steps_equal_whole_rows():
     config = Transformer.HParams.config(input_dims=8, hidden_dims=HIDDEN, num_heads=2)
     config.feed_forward_tpl = MoeFeedForward.HParams.config(
         num_experts=EXPERTS, capacity_factor=0.5, num_shared_experts=1
@@ -254,21 +252,6 @@ def test_cached_steps_are_the_whole_row():
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (
-            {"grouped_matmul": "ragged"},
-            "grouped_matmul='ragged'; did you mean 'ragged_dot'?"
-            " Implementations: auto, ragged_dot, blocks.",
-        ),
-    ],
-)
-def test_wrong_fields_are_refused(fields, message):
-    with pytest.raises(ValueError, match=re.escape(f"MoeFeedForward(): {message}") + "(\n|$)"):
-        jax.eval_shape(make(**fields).init, KEY)
-
-
-@pytest.mark.parametrize(
     ("field", "value"),
     [
         ("hidden_dims", 0),
@@ -276,6 +259,7 @@ def test_wrong_fields_are_refused(fields, message):
         ("capacity_factor", 0.0),
         ("num_groups", 0),
         ("num_shared_experts", -1),
+        ("grouped_matmul", "ragged"),
     ],
 )
 def test_init_raises_for_an_invalid_field(raises, field, value):
@@ -283,14 +267,13 @@ def test_init_raises_for_an_invalid_field(raises, field, value):
         jax.eval_shape(make(**{"capacity_factor": 1.0, field: value}).init, KEY)
 
 
-def test_groups_that_do_not_divide_a_batch_are_refused():
+def test_groups_that_do_not_divide_a_batch_raise(raises):
     layer = make(capacity_factor=1.0, num_groups=4, train=True)
-    message = "MoeFeedForward(): num_groups=4 does not divide the 18 tokens of a batch (3, 6)"
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with raises(ConfigError, owner="MoeFeedForward()", field="tokens_per_batch", value=18):
         jax.eval_shape(lambda: layer.init(KEY, X))
 
 
-def test_down_may_start_otherwise():
+def test_down_init_overrides_weight_init():
     layer = make(weight_init=WeightInit.Constant(1.0), down_init=WeightInit.Constant(2.0))
     params = jax.jit(layer.init)(KEY)["params"]
     assert np.all(params["up"] == 1.0) and np.all(params["gate"] == 1.0)

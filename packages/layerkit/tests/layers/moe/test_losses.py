@@ -29,14 +29,14 @@ def drawn(seed=0, tokens=64):
 
 
 @pytest.mark.parametrize("over_all_choices", [False, True])
-def test_a_balanced_router_costs_1(over_all_choices):
+def test_load_balance_loss_of_a_balanced_router_is_1(over_all_choices):
     experts = [[i % EXPERTS, (i + 1) % EXPERTS] for i in range(8)]
     routing = routing_of(experts, np.full((8, EXPERTS), 1 / EXPERTS))
     loss = load_balance_loss(routing, over_all_choices=over_all_choices)
     np.testing.assert_allclose(loss, 1.0, rtol=1e-6)
 
 
-def test_a_collapsed_router_costs_as_much_as_there_are_experts():
+def test_load_balance_loss_of_a_collapsed_router_is_num_experts():
     sure = np.tile(np.eye(EXPERTS)[2], (8, 1))
     np.testing.assert_allclose(load_balance_loss(routing_of([[2]] * 8, sure)), EXPERTS, rtol=1e-6)
     # By first choices also where there is a second; over all of them, the second takes its half.
@@ -47,7 +47,7 @@ def test_a_collapsed_router_costs_as_much_as_there_are_experts():
     )
 
 
-def test_values_are_those_of_the_formulas():
+def test_losses_equal_their_formulas():
     routing = drawn()
     probs = np.asarray(routing.probs).reshape(-1, EXPERTS)
     first = np.bincount(probs.argmax(axis=1), minlength=EXPERTS) / len(probs)
@@ -60,7 +60,7 @@ def test_values_are_those_of_the_formulas():
     np.testing.assert_allclose(expert_load(routing), counts / counts.mean(), rtol=1e-5)
 
 
-def test_padding_counts_nowhere():
+def test_padding_has_no_effect_on_losses():
     routing = drawn()
     is_token = np.arange(32) < np.array([[20], [7]])
     poisoned = Routing(
@@ -82,7 +82,7 @@ def test_padding_counts_nowhere():
     assert load_balance_loss(nothing) == 0.0 and router_z_loss(nothing) == 0.0
 
 
-def test_gradients_flow_through_probabilities_towards_balance():
+def test_load_balance_gradients_reduce_overloaded_probabilities():
     routing = drawn()
     loss = lambda probs: load_balance_loss(routing.replace(probs=probs))  # noqa: E731
     gradient = jax.jit(jax.grad(loss))(routing.probs)

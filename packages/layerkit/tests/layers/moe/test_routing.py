@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import jax
@@ -80,7 +79,7 @@ def by_hand(scores, *, k, bias=0.0, groups=None, renormalize=True, scale=1.0):
         ),
     ],
 )
-def test_choices_and_weights_are_those_of_sorting(fields, reference):
+def test_choices_and_weights_equal_sorting(fields, reference):
     layer, variables = make(**fields)
     routing = route(layer, variables)
     logits = np.asarray(X, np.float64) @ np.asarray(variables["params"]["w"], np.float64)
@@ -99,14 +98,14 @@ def test_choices_and_weights_are_those_of_sorting(fields, reference):
     )
 
 
-def test_a_softmax_over_the_chosen_is_the_softmax_over_all_renormalised():
+def test_renormalized_softmax_equals_softmax_over_the_chosen():
     layer, variables = make()
     routing = route(layer, variables)
     chosen = np.take_along_axis(np.asarray(routing.logits), np.asarray(routing.experts), axis=-1)
     np.testing.assert_allclose(routing.weights, jax.nn.softmax(chosen), rtol=1e-5)
 
 
-def test_padding_is_sent_nowhere():
+def test_padding_has_no_expert():
     layer, variables = make()
     is_token = np.arange(TOKENS // 2) < np.array([[5], [0]])
     whole, padded = route(layer, variables), route(layer, variables, is_token=is_token)
@@ -115,7 +114,7 @@ def test_padding_is_sent_nowhere():
     np.testing.assert_array_equal(padded.weights[is_token], whole.weights[is_token])
 
 
-def test_scores_are_float32_whatever_the_compute_dtype():
+def test_scores_are_float32_for_every_compute_dtype():
     # In bfloat16 the weights of both experts are 1, and the first would be chosen.
     layer = Inside(fprop_dtype=jnp.bfloat16)
     variables = {"params": {"router": {"w": jnp.array([[1.0, 1.0 + 2.0**-20]])}}}
@@ -126,7 +125,7 @@ def test_scores_are_float32_whatever_the_compute_dtype():
     }
 
 
-def test_products_keep_all_bits_of_float32_on_accelerators():
+def test_products_have_the_highest_precision():
     layer, variables = make(use_noise=True, train=True)
     rngs = {"random": jax.random.key(0)}
     text = jax.jit(lambda v: layer.apply(v, X, rngs=rngs)).lower(variables).as_text()
@@ -134,7 +133,7 @@ def test_products_keep_all_bits_of_float32_on_accelerators():
     assert text.count("precision = [HIGHEST, HIGHEST]") == 2
 
 
-def test_scores_that_are_all_0_are_no_division_by_0():
+def test_zero_scores_give_finite_weights():
     layer = TopKRouter(input_dims=1, num_experts=3, num_experts_per_token=1, score="sigmoid")
     routing = route(layer, {"params": {"w": jnp.full((1, 3), -200.0)}}, np.ones((2, 1)))
     np.testing.assert_array_equal(routing.probs, 0.0)
@@ -142,7 +141,7 @@ def test_scores_that_are_all_0_are_no_division_by_0():
 
 
 @pytest.mark.parametrize("fields", [{"use_noise": True}, {"jitter": 0.3}])
-def test_noise_is_for_training_alone(fields):
+def test_noise_applies_in_training_only(fields):
     layer, variables = make(**fields)
     plain = route(TopKRouter(**SIZES), {"params": {"w": variables["params"]["w"]}})
     jax.tree.map(np.testing.assert_array_equal, route(layer, variables), plain)
@@ -155,7 +154,7 @@ def test_noise_is_for_training_alone(fields):
         trained.apply(variables, X)
 
 
-def test_noise_has_the_standard_deviation_that_is_learned():
+def test_noise_has_the_learned_standard_deviation():
     # softplus(x·noise_w) is softplus(0) = ln 2 for one expert and nearly 0 for the other.
     layer = TopKRouter(
         input_dims=1, num_experts=2, num_experts_per_token=1, use_noise=True, train=True
@@ -168,7 +167,7 @@ def test_noise_has_the_standard_deviation_that_is_learned():
     np.testing.assert_array_equal(routing.logits, 0.0)
 
 
-def test_jitter_moves_each_input_within_its_bounds():
+def test_jitter_scales_inputs_within_its_bounds():
     layer = TopKRouter(
         input_dims=1, num_experts=2, num_experts_per_token=1, jitter=0.25, train=True
     )
@@ -191,7 +190,7 @@ def test_the_score_bias_moves_against_the_load():
     np.testing.assert_array_equal(updates[NON_TRAINABLE]["score_bias"], 0.0)
 
 
-def test_a_moving_score_bias_balances_a_lopsided_router():
+def test_score_bias_balances_an_unbalanced_router():
     layer = TopKRouter(
         **SIZES,
         num_experts_per_token=1,
@@ -230,7 +229,7 @@ def test_gradients_reach_the_router_through_the_weights():
     assert all(np.abs(g).max() > 1e-3 for g in jax.tree.leaves(gradients))
 
 
-def test_weights_say_their_axes():
+def test_weights_have_axes():
     layer, _ = make(use_noise=True, use_score_bias=True)
     axes = logical_axes(jax.eval_shape(layer.init_boxed, jax.random.key(0)))
     assert axes["params"] == {"w": ("embed", None), "noise_w": ("embed", None)}
@@ -238,41 +237,19 @@ def test_weights_say_their_axes():
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "field"),
     [
-        (
-            {"score": "sigmoit"},
-            "score='sigmoit'; did you mean 'sigmoid'? Scores: softmax, sigmoid.",
-        ),
-        (
-            {"num_experts_per_token": 9},
-            "num_experts_per_token=9, expected 1 to num_experts=8",
-        ),
-        (
-            {"num_expert_groups": 3, "num_chosen_groups": 1},
-            "num_expert_groups=3 does not divide num_experts=8",
-        ),
-        (
-            {"num_chosen_groups": 1},
-            "num_expert_groups=1 and num_chosen_groups=1; set both, or neither",
-        ),
-        (
-            {"num_expert_groups": 2, "num_chosen_groups": 3},
-            "num_chosen_groups=3, expected 1 to num_expert_groups=2",
-        ),
-        (
-            {"num_expert_groups": 8, "num_chosen_groups": 1},
-            "1 of 8 groups hold 1 experts, fewer than num_experts_per_token=2",
-        ),
+        ({"score": "sigmoit"}, "score"),
+        ({"num_experts_per_token": 9}, "num_experts_per_token"),
+        ({"num_expert_groups": 3, "num_chosen_groups": 1}, "num_experts"),
+        ({"num_chosen_groups": 1}, "num_chosen_groups"),
+        ({"num_expert_groups": 2, "num_chosen_groups": 3}, "num_chosen_groups"),
+        ({"num_expert_groups": 8, "num_chosen_groups": 1}, "num_chosen_groups"),
+        ({"jitter": 1.0}, "jitter"),
+        ({"use_score_bias": True, "score_bias_rate": -1.0}, "score_bias_rate"),
     ],
 )
-def test_wrong_fields_are_refused(fields, message):
-    with pytest.raises(ValueError, match=re.escape(f"TopKRouter(): {message}") + "(\n|$)"):
-        jax.eval_shape(TopKRouter(**{**SIZES, **fields}).init, jax.random.key(0))
-
-
-@pytest.mark.parametrize(("field", "value"), [("jitter", 1.0), ("score_bias_rate", -1.0)])
-def test_init_raises_for_an_invalid_rate(raises, field, value):
-    router = TopKRouter(**{**SIZES, "use_score_bias": True, field: value})
-    with raises(ConfigError, owner="TopKRouter()", field=field, value=value):
-        jax.eval_shape(router.init, jax.random.key(0))
+def test_init_raises_for_invalid_fields(raises, fields, field):
+    sizes = {**SIZES, **fields}
+    with raises(ConfigError, owner="TopKRouter()", field=field, value=sizes[field]):
+        jax.eval_shape(TopKRouter(**sizes).init, jax.random.key(0))

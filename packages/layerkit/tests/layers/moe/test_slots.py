@@ -41,7 +41,7 @@ def test_capacity_is_rounded_up_to_a_multiple_of_4(group_size, capacity_factor, 
     assert found == expected
 
 
-def test_first_choices_sit_before_second_choices_and_tokens_in_order():
+def test_first_choices_get_slots_before_second_choices():
     # Expert 0 has two slots. The second choice of token 0 loses them to two later first choices.
     experts = jnp.array([[1, 0], [0, 1], [2, 0], [0, 2], [0, 1]], jnp.int32)
     slots = capacity_slots(experts, num_experts=3, capacity=2)
@@ -51,7 +51,7 @@ def test_first_choices_sit_before_second_choices_and_tokens_in_order():
     np.testing.assert_array_equal(slots.choice_of_slot, [2, 6, 0, 3, 4, 7])
 
 
-def test_capacity_slots_are_those_of_a_loop():
+def test_capacity_slots_equal_a_loop():
     experts = drawn_experts(seed=4)
     slots = capacity_slots(jnp.asarray(experts), num_experts=EXPERTS, capacity=4)
     expected, taken = np.full((TOKENS, CHOICES), EXPERTS * 4), np.zeros(EXPERTS, int)
@@ -67,7 +67,7 @@ def test_capacity_slots_are_those_of_a_loop():
 
 @pytest.mark.parametrize("block", [1, 8])
 @pytest.mark.parametrize("first", [0, 1])
-def test_sorted_slots_hold_every_choice_of_the_experts_here(block, first):
+def test_sorted_slots_hold_every_choice_of_local_experts(block, first):
     experts, here = drawn_experts() - first, EXPERTS - first
     experts[2] = here
     slots, groups = sorted_slots(jnp.asarray(experts), num_experts=here, block=block)
@@ -84,7 +84,7 @@ def test_sorted_slots_hold_every_choice_of_the_experts_here(block, first):
     )
 
 
-def test_both_sides_of_slots_agree():
+def test_slot_maps_are_inverse():
     for slots in layouts():
         num_slots, num_choices = len(slots.choice_of_slot), TOKENS * CHOICES
         flat = np.asarray(slots.slot_of_choice).ravel()
@@ -94,7 +94,7 @@ def test_both_sides_of_slots_agree():
         assert np.sum(filled < num_choices) == np.sum(flat < num_slots)
 
 
-def test_rows_and_gradients_are_those_of_matrices_of_zeros_and_ones():
+def test_rows_and_gradients_equal_one_hot_matrices():
     def with_gradient(move, given, gradient):
         moved, pull = jax.vjp(move, given)
         return moved, pull(gradient)[0]
@@ -123,7 +123,7 @@ def test_rows_and_gradients_are_those_of_matrices_of_zeros_and_ones():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
 
 
-def test_moving_works_per_group():
+def test_slots_can_be_mapped_over_groups():
     experts = np.stack([drawn_experts(seed) for seed in (0, 1, 2)])
     tokens = np.random.default_rng(0).normal(size=(3, TOKENS, DIMS)).astype(np.float32)
 
@@ -137,7 +137,7 @@ def test_moving_works_per_group():
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def test_sums_are_taken_in_float32():
+def test_weighted_sum_accumulates_in_float32():
     # 256 + 1 is 256 in bfloat16: taken one after the other, the ones would vanish.
     of_choices = jnp.array([[[256.0], [1.0], [1.0]]], jnp.bfloat16)
     summed = weighted_sum(of_choices, jnp.ones((1, 3)))

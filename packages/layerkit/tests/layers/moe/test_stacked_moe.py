@@ -22,7 +22,7 @@ def drawn_weights(layer):
     return jax.tree.map(lambda w: random.normal(0.0, 0.5, w.shape).astype(w.dtype), shapes)
 
 
-def test_a_loop_is_a_row_and_losses_add_up():
+def test_losses_of_repeated_layers_are_summed():
     router = TopKRouter.HParams.config(use_score_bias=True, score_bias_rate=0.01)
     config = MoeFeedForward.HParams.config(
         input_dims=DIMS, hidden_dims=6, num_experts=4, router_tpl=router, train=True
@@ -65,7 +65,7 @@ def test_a_loop_is_a_row_and_losses_add_up():
     np.testing.assert_allclose(aux, sum(np.sum(loss) for loss in losses.values()), rtol=1e-5)
 
 
-def test_a_transformer_keeps_its_padding_from_the_experts():
+def test_transformer_passes_padding_to_the_router():
     config = Transformer.HParams.config(input_dims=DIMS, hidden_dims=6, num_heads=2)
     config.feed_forward_tpl = MoeFeedForward.HParams.config(num_experts=4)
     layer = config.Instantiate()

@@ -56,7 +56,7 @@ def split(variables: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_steps_are_those_of_flax(dtype):
+def test_steps_equal_flax(dtype):
     layer = linear(fprop_dtype=dtype)
     params, state = split(jax.jit(layer.init)(KEY))
     theirs = nn.Dense(32, use_bias=False, dtype=dtype, dot_general_cls=Op)
@@ -86,7 +86,7 @@ def Op() -> Any:
     return nn.Fp8DirectDotGeneralOp(amax_history_length=4, name="Op_0")
 
 
-def test_the_history_is_that_of_the_last_steps_and_scales_come_from_it():
+def test_history_holds_the_last_steps_and_sets_the_scales():
     layer = linear()
     params, state = split(jax.jit(layer.init)(KEY))
     largest, run = [], train_step(layer)
@@ -114,7 +114,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_products_and_gradients_are_near_the_exact_ones(name):
+def test_products_and_gradients_approximate_exact_ones(name):
     layer, shape = LAYERS[name]
     params, state = split(jax.jit(layer.init)(KEY))
     x = 100.0 * jax.random.normal(jax.random.key(1), shape)
@@ -134,7 +134,7 @@ def test_products_and_gradients_are_near_the_exact_ones(name):
         assert 1e-4 < error < limit
 
 
-def test_a_group_of_weights_is_multiplied_at_once():
+def test_group_of_weights_is_multiplied_in_one_product():
     dot = FP8.Instantiate()
     x = jax.random.normal(KEY, (3, 5, 16))
     w = jax.random.normal(jax.random.key(1), (3, 16, 8))
@@ -159,7 +159,7 @@ class Twice(BaseLayer):
         return matmul(self, 3.0 * matmul(self, x, self.theta.w), self.theta.w)
 
 
-def test_a_product_that_runs_twice_keeps_the_largest_value_of_both():
+def test_product_that_runs_twice_keeps_the_largest_value():
     layer = Twice(dot_tpl=FP8)
     params, state = split(jax.jit(layer.init)(KEY))
     x = inputs()
@@ -183,7 +183,7 @@ class Block(BaseLayer):
         return x + self.linear(x)
 
 
-def test_repeated_layers_have_scales_of_their_own_also_with_remat():
+def test_repeated_layers_have_separate_scales_with_and_without_remat():
     one = Block()
     init = jax.jit(one.init)
     x, stacked_params, stacked_state, expected = inputs(), [], [], []
@@ -237,7 +237,7 @@ class Unit(Block):
         pytest.param(2, 4, "projections", marks=pytest.mark.slow),
     ],
 )
-def test_a_pipeline_keeps_the_largest_value_of_all_microbatches(
+def test_pipeline_keeps_the_largest_value_of_all_microbatches(
     circular_repeats, num_microbatches, remat
 ):
     row = Repeat(sub_tpl=Unit.HParams.config(), num_repeats=2 * circular_repeats)
@@ -272,7 +272,7 @@ def test_a_pipeline_keeps_the_largest_value_of_all_microbatches(
     assert all(np.all(dot[f"{tensor}_scale"] != 1.0) for tensor in TENSORS)
 
 
-def test_a_step_on_a_mesh_is_that_of_one_device():
+def test_step_on_a_mesh_equals_one_device():
     auto = (jax.sharding.AxisType.Auto,) * 3
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=auto)
     layer = linear(activation_axes=("batch", "length", "act_mlp"))
@@ -293,7 +293,7 @@ def test_a_step_on_a_mesh_is_that_of_one_device():
     )
 
 
-def test_what_says_nothing_is_not_taken_over():
+def test_zero_and_non_finite_updates_are_ignored():
     state = {name: jnp.array([1.0, 2.0]) for name in ("ran", "did_not_run", "nan", "inf")}
     updates = {
         "ran": jnp.array([3.0, 0.0]),
@@ -307,7 +307,7 @@ def test_what_says_nothing_is_not_taken_over():
         np.testing.assert_array_equal(kept, [1.0, 2.0])
 
 
-def test_a_hopper_gpu_is_given_products_of_eight_bits():
+def test_hopper_gpu_multiplies_eight_bit_floats():
     layer = linear(fprop_dtype=jnp.bfloat16)
     shapes = jax.eval_shape(layer.init, KEY)
     traced = train_step(layer).trace(*split(shapes), jax.ShapeDtypeStruct((4, 6, 16), jnp.bfloat16))
@@ -320,7 +320,7 @@ def test_a_hopper_gpu_is_given_products_of_eight_bits():
     assert sum("f8E5M2" in line for line in products) == 2
 
 
-def test_evaluation_reads_the_state_and_changes_nothing():
+def test_evaluation_does_not_change_the_state():
     layer = linear()
     variables = layer.init(KEY)
     outputs, updates = layer.apply(variables, inputs(), mutable=["aux_loss"])
@@ -335,7 +335,7 @@ def test_init_raises_for_an_empty_amax_history(raises):
         Fp8Dot(amax_history_length=0).init(KEY)
 
 
-def test_a_whole_stack():
+def test_stack_has_a_state_per_layer():
     config = Repeat.HParams.config(sub_tpl=Linear.HParams.config(input_dims=16, output_dims=16))
     layer = with_dots(config.set(num_repeats=2), FP8).Instantiate()
     state = layer.init(KEY)[OVERWRITE_WITH_GRADIENT]

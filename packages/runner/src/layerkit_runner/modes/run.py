@@ -122,13 +122,13 @@ def _storage_and_memory_errors(
     """Turn errors of storage, of memory and of versions into ones that the command line prints."""
     import jax
 
-    from layerkit.layers.attention.backends import BackendRefusal
+    from layerkit.layers.attention.backends import UnsupportedBackendError
     from layerkit_runner import checkpointing
 
     try:
         yield
     except (
-        BackendRefusal,
+        UnsupportedBackendError,
         checkpointing.LayoutVersionError,
         checkpointing.NewerManifestError,
         checkpointing.ProcessCountError,

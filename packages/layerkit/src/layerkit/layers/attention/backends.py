@@ -1,13 +1,11 @@
-"""Which implementation computes attention, decided by a pure function that says why.
+"""Selection of the attention backend by a pure function that reports the reason.
 
-`xla` is plain array code: it does everything, everywhere, and holds the logits `[batch, heads,
-queries, keys]` in memory. The others are fused kernels that never hold them (Dao et al., 2022,
-arXiv:2205.14135) and know some kinds of attention only: `cudnn` is NVIDIA's own, `pallas` is
-written in Pallas, one kernel for GPUs and one for TPUs. What each cannot do is a table of limits
-below; a backend that runs into one is refused with the reason, and nothing falls back in silence.
-`auto` takes the platform's proven kernel where it can do the call, and tells what it took and why.
-
-docs/attention_backends.md shows the table as the tests prove it.
+`xla` is array code that supports every call on every platform and holds the logits `[batch, heads,
+queries, keys]` in memory. The fused kernels never hold them (Dao et al., 2022, arXiv:2205.14135)
+and support some calls only: `cudnn` is NVIDIA's kernel; `pallas` is one kernel for GPUs and one for
+TPUs. The tables below list the requirements of each. A backend that is selected by name raises if
+one is not met; `auto` selects the proven kernel of the platform if all are met, and `xla`
+otherwise. docs/attention_backends.md shows the table that the tests prove.
 """
 
 from __future__ import annotations
@@ -18,44 +16,49 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from layerkit.near_names import near_names
+from layerkit.checks import check_choice
+from layerkit.errors import ConfigError
 
 BACKEND_NAMES = ("auto", "xla", "cudnn", "pallas")
 
-# As JAX names the platforms of live and of planned devices with NVIDIA's kernels.
+# JAX's names of the platforms of live and of planned devices with NVIDIA's kernels.
 GPU_PLATFORMS = ("gpu", "cuda")
 
 
-class BackendRefusal(ValueError):  # noqa: N818 - says what happened, not that something broke
-    """The named backend cannot compute the attention that was asked for."""
+class UnsupportedBackendError(ConfigError):
+    """A backend, or a kind of context parallelism, that does not support the requested attention.
+
+    `expected` lists every requirement that is not met.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCall:
-    """What a backend needs to know of one attention.
+    """The properties of one attention that decide which backends support it.
 
     Attributes:
-      platform: Where it will run, as JAX names it: `cpu`, `gpu`, `cuda` or `tpu`.
-      dtype: Of queries, keys and values.
+      platform: JAX's name of the platform that runs it: `cpu`, `gpu`, `cuda` or `tpu`.
+      dtype: Dtype of queries, keys and values.
       head_dim: Size of a head of queries and keys.
       value_dim: Size of a head of values.
       num_queries: Queries per row.
       num_keys: Keys per row.
-      is_causal: Whether later keys are hidden.
-      is_in_row_order: Whether positions are known to be the order of the row.
-      window: How many positions back a query sees, itself included; None for all.
-      has_segments: Whether rows hold several documents, or padding.
-      has_prefix: Whether a prefix of each row is seen by all its queries.
-      bias_dtype: Of what is added to the logits; None for nothing.
-      has_sinks: Whether a logit per head takes probability and gives nothing.
-      has_logit_cap: Whether logits are squeezed.
-      has_dropout: Whether probabilities are dropped.
-      zeroes_empty_rows: Whether a query that sees no key must read 0; otherwise it must read the
-        mean of all values.
-      length_parts: Over how many devices the length of a row is split.
-      is_in_a_ring: Whether, if so, keys and values go round in a ring.
-      split_obstacle: Why a kernel cannot run on each device's rows and heads; "" if it can.
-      has_cudnn: Whether JAX finds cuDNN.
+      is_causal: True if later keys are masked.
+      is_in_row_order: True if positions are known to be the order of the row.
+      window: Number of positions back that a query sees, itself included; None for all.
+      has_segments: True if rows hold several documents or padding.
+      has_prefix: True if all queries of a row see a prefix of it.
+      bias_dtype: Dtype of the bias of the logits; None without a bias.
+      has_sinks: True if each head has an attention sink, a logit that takes probability and adds
+        no value.
+      has_logit_cap: True if logits are capped by tanh.
+      has_dropout: True if probabilities are dropped.
+      zeroes_empty_rows: True if a query that sees no key reads 0; otherwise it reads the mean of
+        all values.
+      num_length_shards: Number of devices over which the length of a row is split.
+      uses_ring: True if keys and values of split rows are passed around a ring of devices.
+      split_problem: Reason why rows and heads cannot be split over the devices; "" if they can.
+      has_cudnn: True if JAX finds cuDNN.
     """
 
     platform: str
@@ -74,228 +77,233 @@ class AttentionCall:
     has_logit_cap: bool = False
     has_dropout: bool = False
     zeroes_empty_rows: bool = False
-    length_parts: int = 1
-    is_in_a_ring: bool = False
-    split_obstacle: str = ""
+    num_length_shards: int = 1
+    uses_ring: bool = False
+    split_problem: str = ""
     has_cudnn: bool = True
 
     @property
-    def queries_per_part(self) -> int:
-        """Queries of a row that one device has; a single one is on every device."""
-        return max(1, self.num_queries // self.length_parts)
+    def queries_per_shard(self) -> int:
+        """Queries of a row on one device; a single query is on every device."""
+        return max(1, self.num_queries // self.num_length_shards)
 
     @property
     def is_self_attention(self) -> bool:
-        """Whether query i and key i are known to be the same token, so that it sees itself."""
+        """True if query i and key i are known to be the same token, which thus sees itself."""
         return self.is_in_row_order and self.num_queries == self.num_keys
 
     @property
     def may_have_empty_rows(self) -> bool:
-        """Whether a query may see no key at all."""
-        hides = self.is_causal or self.has_segments or self.window is not None
-        return hides and not self.is_self_attention
+        """True if a query may see no key."""
+        has_mask = self.is_causal or self.has_segments or self.window is not None
+        return has_mask and not self.is_self_attention
 
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """The choice: `name` is `xla`, `cudnn` or `pallas`, `reason` why it was taken."""
+    """A selected backend.
+
+    Attributes:
+      name: `xla`, `cudnn` or `pallas`.
+      reason: Reason of the selection.
+    """
 
     name: str
     reason: str
 
     def describe(self) -> str:
-        """One line for people: `attention backend: xla (auto: cpu has no fused kernel)`."""
+        """Return one log line: `attention backend: xla (auto: cpu has no fused kernel)`."""
         return f"attention backend: {self.name} ({self.reason})"
 
 
-def check_backend_name(name: str, *, owner: str = "") -> None:
-    """Raises ValueError for a name that is not in `BACKEND_NAMES`; says whose it is."""
-    if name not in BACKEND_NAMES:
-        where = f"{owner}: " if owner else ""
-        raise ValueError(
-            f"{where}backend={name!r} is not an attention backend"
-            f"{near_names(str(name), BACKEND_NAMES)} Backends: {', '.join(BACKEND_NAMES)}."
-        )
-
-
 def select_backend(name: str, call: AttentionCall) -> Backend:
-    """Turns the name that a user gave into the backend that will run.
+    """Return the backend that runs a call.
 
-    `auto` takes cuDNN on GPUs and Pallas on TPUs where they can do the call, and `xla` elsewhere.
+    `auto` selects cuDNN on GPUs and Pallas on TPUs if they support the call, and `xla` otherwise.
 
     Args:
       name: One of `BACKEND_NAMES`.
-      call: What is asked.
+      call: The attention.
 
     Raises:
-      BackendRefusal: the named backend cannot do it; gives every reason.
-      ValueError: an unknown name.
+      UnsupportedBackendError: the named backend does not support the call.
+      ConfigError: an unknown name.
     """
-    check_backend_name(name)
-    if call.is_in_a_ring and name in ("auto", "xla"):
-        found = obstacles("xla", call)
-        if found:
-            raise BackendRefusal(
-                f"context_parallel='ring' cannot do what is asked: {'; '.join(found)}."
-                " Use context_parallel='all_gather'."
-            )
+    check_choice(None, BACKEND_NAMES, backend=name)
+    if call.uses_ring and name in ("auto", "xla"):
+        _check_supported("xla", call, {"context_parallel": "ring"}, "context_parallel='all_gather'")
         return Backend("xla", "in a ring")
     if name == "auto":
-        return _choose(call)
-    found = obstacles(name, call)
-    if found:
-        raise BackendRefusal(
-            f"attention backend {name!r} cannot do what is asked: {'; '.join(found)}."
-            " Use backend='xla' or 'auto'."
-        )
-    return Backend(name, "as asked")
+        return _select_for_platform(call)
+    _check_supported(name, call, {"backend": name}, "backend='xla' or 'auto'")
+    return Backend(name, "as requested")
 
 
-def obstacles(name: str, call: AttentionCall) -> list[str]:
-    """Why a backend, `xla`, `cudnn` or `pallas`, cannot do a call; empty if it can."""
+def unmet_requirements(name: str, call: AttentionCall) -> list[str]:
+    """Return what a backend, `xla`, `cudnn` or `pallas`, requires of a call that does not have it.
+
+    Each entry is a noun phrase. The list is empty if the backend supports the call.
+    """
     dtype = jnp.dtype(call.dtype).name
-    return [text.format(call=call, dtype=dtype) for hit, text in _limits(name, call) if hit(call)]
+    requirements = _requirements(name, call)
+    return [text.format(call=call, dtype=dtype) for fails, text in requirements if fails(call)]
 
 
-def _choose(call: AttentionCall) -> Backend:
+def _check_supported(
+    name: str, call: AttentionCall, option: dict[str, str], alternative: str
+) -> None:
+    unmet = unmet_requirements(name, call)
+    if unmet:
+        ((field, value),) = option.items()
+        raise UnsupportedBackendError(
+            "unsupported attention",
+            field=field,
+            value=value,
+            expected="; ".join(unmet),
+            hint=f"Use {alternative}.",
+        )
+
+
+def _select_for_platform(call: AttentionCall) -> Backend:
     if call.platform in GPU_PLATFORMS:
-        # Pallas on GPUs is taken by name only: cuDNN is the faster and the better proven kernel.
+        # Pallas on GPUs is selected by name only: cuDNN is faster and better proven.
         name = "cudnn"
     elif call.platform == "tpu":
         name = "pallas"
     else:
         return Backend("xla", f"auto: {call.platform} has no fused kernel")
-    found = obstacles(name, call)
-    if found:
-        return Backend("xla", f"auto: {name} cannot, {'; '.join(found)}")
-    return Backend(name, f"auto: {name} can do it on {call.platform}")
+    unmet = unmet_requirements(name, call)
+    if unmet:
+        return Backend("xla", f"auto: {name} requires {'; '.join(unmet)}")
+    return Backend(name, f"auto: {name} supports this call on {call.platform}")
 
 
-# Whether a call runs into a limit, and what to tell.
-_Limit = tuple[Callable[[AttentionCall], bool], str]
+# (whether a call fails the requirement, a noun phrase that names the requirement)
+_Requirement = tuple[Callable[[AttentionCall], bool], str]
 
 _FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 
-_EMPTY_ROWS_LIMIT: _Limit = (
+_NO_BIAS: _Requirement = (lambda call: call.bias_dtype is not None, "no bias")
+_NO_DROPOUT: _Requirement = (lambda call: call.has_dropout, "no dropout")
+_ZEROED_EMPTY_ROWS: _Requirement = (
     lambda call: call.may_have_empty_rows and not call.zeroes_empty_rows and not call.has_sinks,
-    "a query that sees no key reads 0 there, for which zero_fully_masked_rows must be set",
+    "zero_fully_masked_rows=True, since a query that sees no key reads 0",
 )
 
-# Of array code that walks round a ring of devices.
-_RING_LIMITS: tuple[_Limit, ...] = (
-    (lambda call: call.bias_dtype is not None, "it does not know a bias"),
-    (lambda call: call.has_dropout, "it does not know dropout"),
+_RING_REQUIREMENTS: tuple[_Requirement, ...] = (
+    _NO_BIAS,
+    _NO_DROPOUT,
     (
         lambda call: call.num_queries == 1 or call.num_keys == 1,
-        "it needs rows that can be split, not {call.num_queries} queries and {call.num_keys} keys",
+        "rows that can be split instead of {call.num_queries} queries and {call.num_keys} keys",
     ),
-    _EMPTY_ROWS_LIMIT,
+    _ZEROED_EMPTY_ROWS,
 )
 
-# Of every fused kernel here. Each could drop out, but by random bits of its own: then a run would
-# depend on the backend.
-_FUSED_LIMITS: tuple[_Limit, ...] = (
-    (lambda call: call.has_prefix, "it does not know prefixes"),
-    (lambda call: call.has_dropout, "it does not know our dropout"),
-    (lambda call: call.is_in_a_ring, "it does not know context_parallel='ring'"),
-    (lambda call: call.split_obstacle != "", "{call.split_obstacle}"),
+# Fused kernels could drop probabilities by random bits of their own only. The results of a run
+# would then depend on the backend.
+_FUSED_REQUIREMENTS: tuple[_Requirement, ...] = (
+    (lambda call: call.has_prefix, "no prefix"),
+    _NO_DROPOUT,
+    (lambda call: call.uses_ring, "context_parallel='all_gather'"),
+    (lambda call: call.split_problem != "", "an even split over devices ({call.split_problem})"),
 )
 
-_CUDNN_LIMITS: tuple[_Limit, ...] = (
-    (lambda call: call.platform not in GPU_PLATFORMS, "it needs a GPU, not {call.platform}"),
+_CUDNN_REQUIREMENTS: tuple[_Requirement, ...] = (
+    (lambda call: call.platform not in GPU_PLATFORMS, "a GPU instead of {call.platform}"),
     (
         lambda call: call.platform in GPU_PLATFORMS and not call.has_cudnn,
-        "cuDNN is not installed here",
+        "an installed cuDNN",
     ),
     (
         lambda call: jnp.dtype(call.dtype) not in (jnp.bfloat16, jnp.float16),
-        "it needs bfloat16 or float16, not {dtype}",
+        "bfloat16 or float16 instead of {dtype}",
     ),
     (
-        # Hopper can do 256; a plan for other machines does not tell which chip it is for.
+        # Hopper supports 256, but a plan for other machines does not name the chip.
         lambda call: call.head_dim % 8 != 0 or call.head_dim > 128,
-        "it needs heads of a multiple of 8 and at most 128, not {call.head_dim}",
+        "heads of a multiple of 8 and at most 128 instead of {call.head_dim}",
     ),
     (
         lambda call: call.is_causal and call.num_queries != call.num_keys,
-        "it needs as many queries as keys when causal, not {call.num_queries} and {call.num_keys}",
+        "as many queries as keys when causal instead of {call.num_queries} and {call.num_keys}",
     ),
     (
         lambda call: call.is_causal and not call.is_in_row_order,
-        "it takes causal to mean the order of the row, and these positions may differ from it",
+        "positions that are known to be in row order when causal",
     ),
     (
         lambda call: call.head_dim != call.value_dim,
-        "it needs values as large as keys, not {call.value_dim} and {call.head_dim}",
+        "heads of values as large as those of keys instead of {call.value_dim} and {call.head_dim}",
     ),
     (
         lambda call: call.window is not None and not call.is_causal,
-        "it knows windows in causal attention only",
+        "no window unless causal",
     ),
     (
         lambda call: (
             call.bias_dtype is not None and jnp.dtype(call.bias_dtype) != jnp.dtype(call.dtype)
         ),
-        "it would round the bias, {call.bias_dtype}, to {dtype}",
+        "a bias of {dtype} instead of {call.bias_dtype}, which would be rounded",
     ),
     (
         lambda call: call.bias_dtype is not None and (call.num_queries % 2 + call.num_keys % 2 > 0),
-        "it needs even lengths with a bias, not {call.num_queries} and {call.num_keys}",
+        "even lengths with a bias instead of {call.num_queries} and {call.num_keys}",
     ),
-    (lambda call: call.has_sinks, "it does not know sinks"),
-    (lambda call: call.has_segments, "it does not know segments or padding"),
-    (lambda call: call.has_logit_cap, "it does not know a logit cap"),
-    (lambda call: call.length_parts > 1, "it does not know rows split over devices"),
-    *_FUSED_LIMITS,
+    (lambda call: call.has_sinks, "no sinks"),
+    (lambda call: call.has_segments, "no segments or padding"),
+    (lambda call: call.has_logit_cap, "no logit cap"),
+    (lambda call: call.num_length_shards > 1, "rows that are not split over devices"),
+    *_FUSED_REQUIREMENTS,
 )
 
-_PALLAS_PLATFORM_LIMIT: _Limit = (
+_PALLAS_PLATFORM: _Requirement = (
     lambda call: call.platform not in (*GPU_PLATFORMS, "tpu"),
-    "it needs a GPU or a TPU, not {call.platform}",
+    "a GPU or a TPU instead of {call.platform}",
 )
 
-_PALLAS_GPU_LIMITS: tuple[_Limit, ...] = (
-    _PALLAS_PLATFORM_LIMIT,
-    (lambda call: jnp.dtype(call.dtype) not in _FLOATS, "it needs a float type, not {dtype}"),
+_PALLAS_GPU_REQUIREMENTS: tuple[_Requirement, ...] = (
+    _PALLAS_PLATFORM,
+    (lambda call: jnp.dtype(call.dtype) not in _FLOATS, "a float dtype instead of {dtype}"),
     (
         lambda call: max(call.head_dim, call.value_dim) > 256,
-        "it needs heads of at most 256, not {call.head_dim} and {call.value_dim}",
+        "heads of at most 256 instead of {call.head_dim} and {call.value_dim}",
     ),
     (
-        lambda call: call.queries_per_part % 16 != 0 or call.num_keys % 16 != 0,
-        "it needs lengths of a multiple of 16, not {call.queries_per_part} and {call.num_keys}",
+        lambda call: call.queries_per_shard % 16 != 0 or call.num_keys % 16 != 0,
+        "lengths of a multiple of 16 instead of {call.queries_per_shard} and {call.num_keys}",
     ),
-    (lambda call: call.bias_dtype is not None, "it does not know a bias"),
-    _EMPTY_ROWS_LIMIT,
-    *_FUSED_LIMITS,
+    _NO_BIAS,
+    _ZEROED_EMPTY_ROWS,
+    *_FUSED_REQUIREMENTS,
 )
 
-_PALLAS_TPU_LIMITS: tuple[_Limit, ...] = (
-    _PALLAS_PLATFORM_LIMIT,
+_PALLAS_TPU_REQUIREMENTS: tuple[_Requirement, ...] = (
+    _PALLAS_PLATFORM,
     (
         lambda call: jnp.dtype(call.dtype) not in (jnp.bfloat16, jnp.float32),
-        "it needs bfloat16 or float32, not {dtype}",
+        "bfloat16 or float32 instead of {dtype}",
     ),
     (
-        lambda call: call.queries_per_part % 128 != 0 or call.num_keys % 128 != 0,
-        "it needs lengths of a multiple of 128, not {call.queries_per_part} and {call.num_keys}",
+        lambda call: call.queries_per_shard % 128 != 0 or call.num_keys % 128 != 0,
+        "lengths of a multiple of 128 instead of {call.queries_per_shard} and {call.num_keys}",
     ),
     (
         lambda call: (call.is_causal or call.window is not None) and not call.is_in_row_order,
-        "it takes positions to be the order of the row, and these may differ from it",
+        "positions that are known to be in row order with a causal mask or a window",
     ),
     (
         lambda call: call.may_have_empty_rows,
-        "it needs as many keys as queries where keys are hidden, the same tokens in row order",
+        "as many keys as queries, the same tokens in row order, where keys are masked",
     ),
-    (lambda call: call.bias_dtype is not None, "it does not know a bias"),
-    *_FUSED_LIMITS,
+    _NO_BIAS,
+    *_FUSED_REQUIREMENTS,
 )
 
 
-def _limits(name: str, call: AttentionCall) -> tuple[_Limit, ...]:
+def _requirements(name: str, call: AttentionCall) -> tuple[_Requirement, ...]:
     if name == "cudnn":
-        return _CUDNN_LIMITS
+        return _CUDNN_REQUIREMENTS
     if name == "pallas":
-        return _PALLAS_TPU_LIMITS if call.platform == "tpu" else _PALLAS_GPU_LIMITS
-    return _RING_LIMITS if call.is_in_a_ring else ()
+        return _PALLAS_TPU_REQUIREMENTS if call.platform == "tpu" else _PALLAS_GPU_REQUIREMENTS
+    return _RING_REQUIREMENTS if call.uses_ring else ()

@@ -1,7 +1,7 @@
-"""BaseAttention: what self-attention and cross-attention share.
+"""Base class of self-attention and cross-attention.
 
-Projections into heads, norms of queries and keys, the scale, attention itself, and the projection
-out. Where keys and values come from, and where positions enter, is told by the layers built on it.
+It has the projections into heads, the norms of queries and keys, the scale, attention, and the
+output projection. Subclasses decide the source of keys and values and the use of positions.
 """
 
 from __future__ import annotations
@@ -14,64 +14,68 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
-from layerkit.checks import check_positive, check_sizes
+from layerkit.checks import check_choice, check_positive, check_sizes
 from layerkit.config import sub_config_field
+from layerkit.errors import ConfigError
 from layerkit.field_checks import Conditions
-from layerkit.layers.attention.backends import check_backend_name
-from layerkit.layers.attention.context_parallel import check_context_parallel
+from layerkit.layers.attention.backends import BACKEND_NAMES
+from layerkit.layers.attention.context_parallel import CONTEXT_PARALLEL_NAMES
 from layerkit.layers.attention.dot_product import dot_product_attention
 from layerkit.layers.attention.projections import HeadProjection, OutputProjection
 from layerkit.layers.masks import AttentionMask
 from layerkit.layers.stochastic import Dropout
-from layerkit.near_names import near_names
 from layerkit.weights import WeightHParams, WeightInit
 
-# Brings the learned scale of a coordinate to 1 where p = 0, as softplus(0) = ln 2.
+# 1/softplus(0) = 1/ln 2, so that the learned scale of a coordinate is 1 at p = 0.
 _INVERSE_SOFTPLUS_OF_0 = 1.442695041
 
 _KV_WEIGHT = ("embed", "kv_heads", "head_dim")
 _KV_ACTIVATION = ("batch", "length", "act_kv_heads", "head_dim")
 
-# What a norm of queries and keys takes its statistics over.
+# The values of `qk_norm_over`: the extent of the statistics of a norm of queries and keys.
 QK_NORM_EXTENTS = ("head", "projection")
 
 
 class BaseAttention(BaseLayer):
-    """Heads that read: the fields and the steps common to attention of every kind.
+    """A multi-head attention layer without a source of keys and values.
 
     Attributes:
       input_dims: Size of the model dimension.
-      num_heads: Query heads.
-      num_kv_heads: Key and value heads, a divisor of num_heads; None for as many, 1 for
-        multi-query attention (Shazeer, 2019). A single one is replicated over the mesh axes that
-        split heads; other numbers have to be divisible by them, or `ShardingRules.replace` has to
-        make the rules of `kv_heads` and `act_kv_heads` None.
-      dim_per_head: None for input_dims / num_heads.
+      num_heads: Number of query heads.
+      num_kv_heads: Number of key and value heads, a divisor of num_heads; None for num_heads, 1 for
+        multi-query attention (Shazeer, 2019). A single head is replicated over the mesh axes that
+        split heads. Other numbers must be divisible by the size of these axes, unless
+        `ShardingRules.replace` sets the rules of `kv_heads` and `act_kv_heads` to None.
+      dim_per_head: Size of a head; None for input_dims / num_heads.
       use_bias: Adds a bias in the projections.
-      use_output_bias: Adds one in the projection out; None for as use_bias says (Qwen 2 has biases
-        on the way in alone).
-      qk_norm_tpl: Normalises queries and keys (Henry et al., 2020, arXiv:2010.04245); None for no
+      use_output_bias: Adds a bias in the output projection; None for the value of `use_bias`.
+        Qwen 2 has biases in the input projections only.
+      qk_norm_tpl: Norm of queries and keys (Henry et al., 2020, arXiv:2010.04245); None for no
         norm.
-      qk_norm_over: `head`, every head by itself (Qwen 3, Gemma 3), or `projection`, all heads of a
-        token together (OLMo 2).
-      per_dim_scale: Learns a scale for each coordinate of a head, 1.442695041·softplus(p), times
-        the scale of the logits; p starts at 0, which gives attention without it.
-      logit_scale: Of the products of queries and keys; None for 1/√dim_per_head. 1.0 in T5.
-      logit_cap: Squeezes logits into ±logit_cap by tanh (Gemma 2); None leaves them alone.
-      use_sinks: Learns a logit per head that takes probability and gives nothing (gpt-oss), so
-        that a head may attend to nothing; starts at 0.
-      dropout_rate: Of the attention probabilities, in training.
-      zero_fully_masked_rows: A query that may attend nothing reads exactly 0 instead of a mean;
-        with sinks it does so anyway.
+      qk_norm_over: `head` to normalise each head (Qwen 3, Gemma 3), or `projection` to normalise
+        all heads of a token together (OLMo 2).
+      per_dim_scale: Learns a scale for each coordinate of a head, 1.442695041·softplus(p), which
+        multiplies the scale of the logits; p starts at 0, which is a scale of 1.
+      logit_scale: Factor of the products of queries and keys; None for 1/√dim_per_head. T5 uses
+        1.0.
+      logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap (Gemma 2); None for no
+        bound.
+      use_sinks: Learns a logit per head that takes probability and adds no value (gpt-oss), so
+        that a head may attend to nothing. It starts at 0.
+      dropout_rate: Dropout rate of the attention probabilities in training.
+      zero_fully_masked_rows: True for an output of exactly 0, instead of a mean, where a query may
+        attend no key. With sinks it is always 0.
       backend: Name of the implementation of `fprop`; see `layerkit.layers.attention.backends`.
         Cached steps always run on `xla`.
-      context_parallel: How whole rows that are split over devices are attended, `all_gather` or
-        `ring`; see `layerkit.layers.attention.context_parallel`.
-      query_tpl, key_tpl, value_tpl: Projections into heads.
-      output_tpl: Projection out of heads.
+      context_parallel: `all_gather` or `ring`, for whole rows that are split over devices; see
+        `layerkit.layers.attention.context_parallel`.
+      query_tpl: Projection into query heads.
+      key_tpl: Projection into key heads.
+      value_tpl: Projection into value heads.
+      output_tpl: Projection of the heads to the output.
 
     Raises:
-      ValueError: sizes that do not divide, numbers out of range, unknown names.
+      ConfigError: sizes that do not divide, numbers out of range, unknown names.
     """
 
     used_only_if: ClassVar[Conditions] = {"qk_norm_over": "qk_norm_tpl"}
@@ -101,11 +105,9 @@ class BaseAttention(BaseLayer):
     )
     output_tpl: Any = sub_config_field(OutputProjection.HParams)
 
-    # Called by the setup of a layer built on this one.
-
     @nn.nowrap
     def _create_query_key_value(self, memory_dims: int) -> None:
-        """Children `query`, `key` and `value`; the last two read `[…, memory_dims]`."""
+        """Create the children `query`, `key` and `value`; the last two read `[…, memory_dims]`."""
         kv_heads, head_dim = self._head_sizes()
         shared = {"head_dim": head_dim, "use_bias": self.use_bias}
         self.create_child(
@@ -119,8 +121,8 @@ class BaseAttention(BaseLayer):
             self.create_child(name, template, input_dims=memory_dims, num_heads=kv_heads, **shared)
 
     @nn.nowrap
-    def _create_what_attends(self) -> None:
-        """Norms, scale, sinks, dropout and the projection out."""
+    def _create_attention_parts(self) -> None:
+        """Create norms, scale, sinks, dropout and the output projection."""
         kv_heads, head_dim = self._head_sizes()
         with_bias = self.use_bias if self.use_output_bias is None else self.use_output_bias
         self.create_child(
@@ -143,11 +145,9 @@ class BaseAttention(BaseLayer):
             self.create_variable("sinks", WeightHParams((self.num_heads,), ("heads",), init=zeros))
         self.create_child("dropout", Dropout.HParams.config(rate=self.dropout_rate))
 
-    # Called while running.
-
     @nn.nowrap
     def _normalize(self, norm: BaseLayer, heads: jax.Array) -> jax.Array:
-        """`[batch, length, heads, head_dim]` → the same, normed over what `qk_norm_over` says."""
+        """Normalise `[batch, length, heads, head_dim]` over the extent `qk_norm_over`."""
         if self.qk_norm_over == "head":
             normed: jax.Array = norm(heads)
             return normed
@@ -166,7 +166,7 @@ class BaseAttention(BaseLayer):
         *,
         cached: bool,
     ) -> jax.Array:
-        """Heads of queries `[batch, queries, …]` and of keys → `[batch, queries, input_dims]`."""
+        """Return the output `[batch, queries, input_dims]` of attention and its projection."""
         if self.per_dim_scale:
             scale = jax.nn.softplus(self.theta.scale.astype(jnp.float32))
             query = self.cast(query * (_INVERSE_SOFTPLUS_OF_0 * scale))
@@ -186,19 +186,20 @@ class BaseAttention(BaseLayer):
         )
         return out
 
-    # Sizes and refusals.
-
     @nn.nowrap
     def _head_sizes(self) -> tuple[int, int]:
-        """(num_kv_heads, dim_per_head), after refusing what does not fit together."""
+        """Return (num_kv_heads, dim_per_head) after checking that the sizes divide."""
         check_sizes(self, input_dims=self.input_dims, num_heads=self.num_heads)
         head_dim, kv_heads = self.dim_per_head, self.num_kv_heads
         if head_dim is None:
             if self.input_dims % self.num_heads:
                 near = _nearest_divisor(self.input_dims, self.num_heads)
-                raise ValueError(
-                    f"{self.path_name}: num_heads={self.num_heads} does not divide"
-                    f" input_dims={self.input_dims}; set dim_per_head, or num_heads={near}"
+                raise ConfigError(
+                    owner=self.path_name,
+                    field="num_heads",
+                    value=self.num_heads,
+                    expected=f"a divisor of input_dims={self.input_dims}",
+                    hint=f"Set dim_per_head, or num_heads={near}.",
                 )
             head_dim = self.input_dims // self.num_heads
         if kv_heads is None:
@@ -206,37 +207,25 @@ class BaseAttention(BaseLayer):
         check_sizes(self, dim_per_head=head_dim, num_kv_heads=kv_heads)
         if self.num_heads % kv_heads:
             near = _nearest_divisor(self.num_heads, kv_heads)
-            raise ValueError(
-                f"{self.path_name}: num_kv_heads={kv_heads} does not divide"
-                f" num_heads={self.num_heads}; the nearest that does is {near}"
+            raise ConfigError(
+                owner=self.path_name,
+                field="num_kv_heads",
+                value=kv_heads,
+                expected=f"a divisor of num_heads={self.num_heads}, such as {near}",
             )
         return kv_heads, head_dim
 
     @nn.nowrap
     def _check_options(self) -> None:
         check_attention_options(self)
-        if self.qk_norm_over not in QK_NORM_EXTENTS:
-            raise ValueError(
-                f"{self.path_name}: qk_norm_over={self.qk_norm_over!r} is not an extent"
-                f"{near_names(str(self.qk_norm_over), QK_NORM_EXTENTS)}"
-                f" Extents: {', '.join(QK_NORM_EXTENTS)}."
-            )
+        check_choice(self, QK_NORM_EXTENTS, qk_norm_over=self.qk_norm_over)
 
 
 def check_attention_options(layer: Any) -> None:
-    """Refuses options of `attend` that are out of range, or names that do not exist."""
+    """Raise `ConfigError` for an invalid option of `attend`."""
     check_positive(layer, logit_cap=layer.logit_cap, logit_scale=layer.logit_scale)
-    check_backend_name(layer.backend, owner=layer.path_name)
-    check_context_parallel(layer.context_parallel, owner=layer.path_name)
-
-
-def check_window(layer: BaseLayer, window: int | None) -> None:
-    """Refuses a window in which a query would not even see itself."""
-    if window is not None and window < 1:
-        raise ValueError(
-            f"{layer.path_name}: window={window} must be at least 1, a query's own position, or"
-            " None for no window"
-        )
+    check_choice(layer, BACKEND_NAMES, backend=layer.backend)
+    check_choice(layer, CONTEXT_PARALLEL_NAMES, context_parallel=layer.context_parallel)
 
 
 def attend(
@@ -251,29 +240,29 @@ def attend(
     head_dim: int,
     cached: bool,
 ) -> jax.Array:
-    """`dot_product_attention` with the options that layers of every kind have.
+    """Call `dot_product_attention` with the options of a layer.
 
     Args:
-      layer: With the fields `logit_scale`, `logit_cap`, `dropout_rate`, `zero_fully_masked_rows`,
-        `backend` and `context_parallel`, and a child `dropout`.
+      layer: Layer with the fields `logit_scale`, `logit_cap`, `dropout_rate`,
+        `zero_fully_masked_rows`, `backend` and `context_parallel`, and a child `dropout`.
       query: `[batch, queries, heads, dims]`.
       key: `[batch, keys, kv_heads, dims]`.
       value: `[batch, keys, kv_heads, value_dim]`.
-      mask: Which query may attend which key.
+      mask: Mask of the (query, key) pairs that may attend.
       bias: float32 `[batch or 1, heads or 1, queries, keys]`, added to the logits.
-      sinks: `[heads]`, a logit per head that takes probability and gives nothing.
-      head_dim: Size of a head, which tells the scale where `logit_scale` does not.
-      cached: Whether the keys are those of a cache. Then the compiler splits the work: a step has
-        few queries, and a kernel for whole rows, which it cannot split, would gain nothing.
+      sinks: `[heads]`, a logit per head that takes probability and adds no value.
+      head_dim: Size of a head, for the scale 1/√head_dim if `logit_scale` is None.
+      cached: True if the keys are those of a cache. The compiler then splits the work: a step has
+        few queries, for which a kernel, which the compiler cannot split, is not faster.
 
     Returns:
       `[batch, queries, heads, value_dim]` in the dtype of `value`.
     """
     scale = layer.logit_scale
     if cached:
-        where: dict[str, Any] = {"backend": "xla"}
+        execution: dict[str, Any] = {"backend": "xla"}
     else:
-        where = {
+        execution = {
             "backend": layer.backend,
             "sharding": layer.inherited("sharding"),
             "context_parallel": layer.context_parallel,
@@ -289,7 +278,7 @@ def attend(
         logit_cap=layer.logit_cap,
         dropout=layer.dropout if layer.dropout_rate and layer.is_training else None,
         zero_fully_masked_rows=layer.zero_fully_masked_rows,
-        **where,
+        **execution,
     )
 
 

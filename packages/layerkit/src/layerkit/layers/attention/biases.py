@@ -1,11 +1,11 @@
-"""Biases of the logits that tell how far a key is from the query: learned in buckets, or linear.
+"""Biases of the logits by the distance of query and key: learned in buckets, or linear (ALiBi).
 
-Both take positions of queries and of keys and give a float32 bias `[batch or 1, heads, queries,
-keys]`, which attention adds to the scaled logits. Where all rows count their positions alike, one
-row of positions is enough, and the bias is as large as one row of logits rather than a batch.
+Each layer maps positions of queries and keys to a float32 bias `[batch or 1, heads, queries,
+keys]`, which attention adds to the scaled logits. If all rows have the same positions, one row of
+positions is enough, and the bias is as large as one row of logits.
 
-Distances of documents that are packed in one row come out right, since within a document positions
-in the row and positions in the document differ by a constant.
+Distances within documents that are packed in one row are correct, since positions in the row and in
+the document differ by a constant.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ import jax.numpy as jnp
 import numpy as np
 
 from layerkit.base_layer import BaseLayer
-from layerkit.checks import check_sizes
+from layerkit.checks import check_sizes, require
 from layerkit.weights import WeightHParams, WeightInit
 
 
 class RelativeBias(BaseLayer):
     """A learned bias for each head and bucket of distances.
 
-    Half of the buckets hold one distance each; the others grow as its logarithm, and the last holds
-    everything from max_distance on. Source: Raffel et al., 2020 (T5, arXiv:1910.10683).
+    Half of the buckets hold one distance each. The width of the others grows logarithmically, and
+    the last one holds all distances from max_distance on. Source: Raffel et al., 2020 (T5,
+    arXiv:1910.10683).
 
     Attributes:
-      num_heads: Query heads.
-      num_buckets: How many; even if bidirectional.
-      max_distance: The distance from which on all are alike.
-      bidirectional: Gives keys after the query buckets of their own, half of them all (encoders);
-        otherwise these share the bucket of distance 0, since they are masked (decoders).
+      num_heads: Number of query heads.
+      num_buckets: Number of buckets; even if bidirectional.
+      max_distance: Smallest distance of the last bucket.
+      bidirectional: Reserves half of the buckets for keys after the query (encoders). Otherwise
+        these keys share the bucket of distance 0, since they are masked (decoders).
       weight_axes: Logical axes of `w` `[num_buckets, num_heads]`.
-      weight_init: How `w` starts; None inherits `params_init`.
+      weight_init: Initialiser of `w`; None inherits `params_init`.
 
     Raises:
-      ValueError: buckets or a distance too few for the logarithm.
+      ConfigError: too few buckets or too small a distance for the logarithm.
     """
 
     num_heads: int = 0
@@ -49,6 +50,7 @@ class RelativeBias(BaseLayer):
     weight_init: WeightInit | None = None
 
     def setup(self) -> None:
+        """Check the fields and create the weight."""
         check_sizes(self, num_heads=self.num_heads, num_buckets=self.num_buckets)
         self._check_buckets()
         shape = (self.num_buckets, self.num_heads)
@@ -56,7 +58,7 @@ class RelativeBias(BaseLayer):
         self.create_variable("w", weight)
 
     def fprop(self, query_positions: jax.Array, key_positions: jax.Array) -> jax.Array:
-        """The bias of every pair.
+        """Return the bias of each pair of query and key.
 
         Args:
           query_positions: int32 `[batch or 1, queries]`.
@@ -74,53 +76,56 @@ class RelativeBias(BaseLayer):
         )
         by_head = self.theta.w.astype(jnp.float32).T
         bias = jnp.moveaxis(jnp.take(by_head, buckets, axis=1), 0, 1)
-        return _laid_out(self, bias)
+        return _constrain_bias(self, bias)
 
     def _check_buckets(self) -> None:
         one_side = self.num_buckets // 2 if self.bidirectional else self.num_buckets
-        fewest = 4 if self.bidirectional else 2
-        if self.num_buckets < fewest or (self.bidirectional and self.num_buckets % 2):
-            raise ValueError(
-                f"{self.path_name}: num_buckets={self.num_buckets} with"
-                f" bidirectional={self.bidirectional}, expected"
-                f" {'an even number of ' if self.bidirectional else ''}at least {fewest}"
-            )
-        if self.max_distance <= one_side // 2:
-            raise ValueError(
-                f"{self.path_name}: max_distance={self.max_distance} must be more than"
-                f" {one_side // 2}, the distances that num_buckets={self.num_buckets} gives a"
-                " bucket each"
-            )
+        require(
+            one_side >= 2 and not (self.bidirectional and self.num_buckets % 2),
+            self,
+            "num_buckets",
+            self.num_buckets,
+            "an even integer of at least 4, since bidirectional=True"
+            if self.bidirectional
+            else "an integer of at least 2",
+        )
+        require(
+            self.max_distance > one_side // 2,
+            self,
+            "max_distance",
+            self.max_distance,
+            f"more than {one_side // 2}, the number of distances with a bucket each",
+        )
 
 
 def relative_buckets(
     distances: jax.Array, *, num_buckets: int, max_distance: int, bidirectional: bool
 ) -> jax.Array:
-    """The bucket of each distance, key position - query position.
+    """Return the bucket of each distance, key position - query position.
 
     Args:
       distances: Integers `[...]`.
-      num_buckets: How many there are.
-      max_distance: From which on all are alike.
-      bidirectional: Whether positive distances have buckets of their own.
+      num_buckets: Number of buckets.
+      max_distance: Smallest distance of the last bucket.
+      bidirectional: True to reserve half of the buckets for positive distances.
 
     Returns:
       int32 `[...]` in [0, num_buckets).
     """
-    # Borders are set once, on the host: a logarithm rounded otherwise by another device or compiler
-    # would move them.
+    # Bucket limits are computed on the host, since a device or compiler that rounds the logarithm
+    # differently would move them.
     one_side = num_buckets // 2 if bidirectional else num_buckets
-    table = jnp.asarray(_buckets_of_one_side(one_side, max_distance))
+    table = jnp.asarray(_one_sided_buckets(one_side, max_distance))
     if not bidirectional:
         return table[jnp.clip(-distances, 0, max_distance)]
     later = jnp.where(distances > 0, one_side, 0)
     return table[jnp.clip(jnp.abs(distances), 0, max_distance)] + later
 
 
-def _buckets_of_one_side(num_buckets: int, max_distance: int) -> np.ndarray:
-    """int32 `[max_distance + 1]`: the bucket of each distance of one sign."""
+def _one_sided_buckets(num_buckets: int, max_distance: int) -> np.ndarray:
+    """Return the bucket of each distance of one sign, int32 `[max_distance + 1]`."""
     exact = num_buckets // 2
-    # float32 as in the reference code, whose borders published weights were trained with.
+    # float32 gives the limits of the reference code, with which published weights were trained.
     distances = np.arange(max_distance + 1, dtype=np.float32)
     logarithms = np.log(np.maximum(distances, 1) / np.float32(exact))
     per_octave = np.float32(math.log(max_distance / exact))
@@ -130,21 +135,22 @@ def _buckets_of_one_side(num_buckets: int, max_distance: int) -> np.ndarray:
 
 
 class Alibi(BaseLayer):
-    """-slope·|query position - key position|, one slope per head; without weights.
+    """The bias -slope·|query position - key position|, with a fixed slope per head.
 
     Source: Press et al., 2022 (arXiv:2108.12409).
 
     Attributes:
-      num_heads: Query heads.
+      num_heads: Number of query heads.
     """
 
     num_heads: int = 0
 
     def setup(self) -> None:
+        """Check the fields."""
         check_sizes(self, num_heads=self.num_heads)
 
     def fprop(self, query_positions: jax.Array, key_positions: jax.Array) -> jax.Array:
-        """The bias of every pair.
+        """Return the bias of each pair of query and key.
 
         Args:
           query_positions: int32 `[batch or 1, queries]`.
@@ -156,22 +162,22 @@ class Alibi(BaseLayer):
         distances = jnp.abs(key_positions[:, None, :] - query_positions[:, :, None])
         slopes = jnp.asarray(alibi_slopes(self.num_heads))[:, None, None]
         bias = -slopes * distances[:, None].astype(jnp.float32)
-        return _laid_out(self, bias)
+        return _constrain_bias(self, bias)
 
 
 def add_relative_bias(
     layer: Any, bias: jax.Array | None, query_positions: jax.Array, key_positions: jax.Array
 ) -> jax.Array | None:
-    """A bias that was handed in, and that of the layer's child `relative_bias`, if it has one.
+    """Return the sum of a bias and of the output of the layer's child `relative_bias`.
 
     Args:
-      layer: With a field `relative_bias_tpl`, the template of that child.
+      layer: Layer with a field `relative_bias_tpl`, the template of that child or None.
       bias: float32 `[batch or 1, heads or 1, queries, keys]`.
       query_positions: int32 `[batch or 1, queries]`.
       key_positions: int32 `[batch or 1, keys]`.
 
     Returns:
-      float32 `[batch or 1, heads, queries, keys]`; None where there is neither.
+      float32 `[batch or 1, heads, queries, keys]`; None if there is neither bias nor child.
     """
     if layer.relative_bias_tpl is None:
         return bias
@@ -179,21 +185,22 @@ def add_relative_bias(
     return own if bias is None else own + bias
 
 
-def _laid_out(layer: BaseLayer, bias: jax.Array) -> jax.Array:
+def _constrain_bias(layer: BaseLayer, bias: jax.Array) -> jax.Array:
     rows = "batch" if bias.shape[0] > 1 else None
     return layer.constrain(bias, rows, "act_heads", "length", None)
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
-    """float32 `[heads]`: 2^(-8·1/n), 2^(-8·2/n), … for a power of two n.
+    """Return the slope of each head, float32 `[heads]`.
 
-    For other numbers the slopes of the power of two below, then every other one of those of the
+    For a number of heads n that is a power of two, the slopes are 2^(-8·1/n), 2^(-8·2/n), … For
+    other numbers they are those of the power of two below, followed by every other slope of the
     power above, as in the paper's code.
     """
 
-    def of_power(n: int) -> list[float]:
+    def power_of_two_slopes(n: int) -> list[float]:
         return [2.0 ** (-8.0 * (head + 1) / n) for head in range(n)]
 
     below = 2 ** math.floor(math.log2(num_heads))
-    between = of_power(2 * below)[::2][: num_heads - below]
-    return np.asarray(of_power(below) + between, np.float32)
+    between = power_of_two_slopes(2 * below)[::2][: num_heads - below]
+    return np.asarray(power_of_two_slopes(below) + between, np.float32)

@@ -1,7 +1,7 @@
-"""What attention keeps between cached steps: arrays of one slot per position, in `CACHE`.
+"""Access to the arrays that attention keeps between cached steps, in the collection `CACHE`.
 
-A cached array is `[batch, max_length, …]`, in the compute dtype, and laid out over a mesh as what
-is written into it. These functions read and write it for a layer, and refuse what would lose it.
+A cached array is `[batch, max_length, …]`, one slot per position, in the compute dtype. It has the
+sharding of the values that are written to it.
 """
 
 from __future__ import annotations
@@ -10,25 +10,29 @@ import jax
 import jax.numpy as jnp
 
 from layerkit.base_layer import CACHE, BaseLayer
+from layerkit.checks import require
+from layerkit.errors import ConfigError
 
 Axes = tuple[str | None, ...]
 
 
 def write_cache(layer: BaseLayer, name: str, value: jax.Array, axes: Axes) -> jax.Array:
-    """Keeps `value` `[batch, max_length, …]` as `name`; returns it as it is laid out.
+    """Store an array in the cache and return it with its sharding.
 
     Args:
-      layer: Whose cache it is.
-      name: Of the array in the layer's part of `CACHE`.
-      value: All slots.
-      axes: A logical name for each of its dimensions.
+      layer: Layer that has the cache.
+      name: Name of the array in the layer's part of `CACHE`.
+      value: All slots, `[batch, max_length, …]`.
+      axes: Logical axis of each dimension.
 
     Raises:
-      ValueError: a caller who did not make the collection mutable.
+      ConfigError: the collection is not mutable.
     """
     if not layer.is_mutable_collection(CACHE):
-        raise ValueError(
-            f"{layer.path_name}: the cache would be lost; apply with mutable=['{CACHE}', …]"
+        raise ConfigError(
+            f"the collection {CACHE!r} is not mutable, so the cache would be lost",
+            owner=layer.path_name,
+            hint=f"Apply the model with mutable=['{CACHE}', …].",
         )
     value = layer.constrain(value, *axes)
     layer.put_variable(CACHE, name, value)
@@ -38,20 +42,21 @@ def write_cache(layer: BaseLayer, name: str, value: jax.Array, axes: Axes) -> ja
 def read_cache(
     layer: BaseLayer, name: str, *, made_by: str = "init_cache(batch_size, max_length)"
 ) -> jax.Array:
-    """The cached array `[batch, max_length, …]`.
+    """Return the cached array `[batch, max_length, …]`.
 
     Args:
-      layer: Whose cache it is.
-      name: Of the array.
-      made_by: The call that creates it, for the message.
+      layer: Layer that has the cache.
+      name: Name of the array.
+      made_by: Call that creates the cache, for the message.
 
     Raises:
-      ValueError: there is no cache.
+      ConfigError: the cache is missing.
     """
     if not layer.has_variable(CACHE, name):
-        raise ValueError(
-            f"{layer.path_name}: extend_step without a cache; run {made_by} with"
-            f" mutable=['{CACHE}'] and apply with what it returns"
+        raise ConfigError(
+            "extend_step requires a cache",
+            owner=layer.path_name,
+            hint=f"Run {made_by} with mutable=['{CACHE}'] and apply the model with its result.",
         )
     cached: jax.Array = layer.get_variable(CACHE, name)
     return cached
@@ -60,34 +65,33 @@ def read_cache(
 def extend_cache(
     layer: BaseLayer, name: str, new: jax.Array, axes: Axes, *, time_step: jax.Array
 ) -> jax.Array:
-    """Writes `new` `[batch, t, …]` from slot `time_step` on; returns `[batch, max_length, …]`.
+    """Write the values of new tokens to a cached array and return the array.
 
     Args:
-      layer: Whose cache it is.
-      name: Of the array.
-      new: What the newest tokens add.
-      axes: A logical name for each dimension.
-      time_step: int32 scalar, how many slots are full.
+      layer: Layer that has the cache.
+      name: Name of the array, `[batch, max_length, …]`.
+      new: Values of the new tokens, `[batch, t, …]`.
+      axes: Logical axis of each dimension.
+      time_step: int32 scalar, the number of slots in use.
 
     Raises:
-      ValueError: no cache, one for other sizes, or one that is not mutable.
+      ConfigError: the cache is missing, has other sizes, or is not mutable.
     """
     cache = read_cache(layer, name)
     num_rows, max_length = cache.shape[:2]
     if new.shape[0] != num_rows or new.shape[1] > max_length:
-        raise ValueError(
-            f"{layer.path_name}: the cache is for batch_size={num_rows} and"
-            f" max_length={max_length}, but extend_step was given {new.shape[0]} rows of"
-            f" {new.shape[1]} tokens"
+        raise ConfigError(
+            owner=layer.path_name,
+            field="shape of inputs",
+            value=list(new.shape[:2]),
+            expected=f"batch_size={num_rows} and at most max_length={max_length}, the sizes of the"
+            " cache",
         )
     cache = jax.lax.dynamic_update_slice_in_dim(cache, new, time_step, axis=1)
     return write_cache(layer, name, cache, axes)
 
 
 def check_time_step(layer: BaseLayer, time_step: jax.Array) -> None:
-    """Refuses a time step for each row: `[batch]` instead of a scalar."""
-    if jnp.ndim(time_step) != 0:
-        raise ValueError(
-            f"{layer.path_name}: time_step has the shape {jnp.shape(time_step)}, expected a"
-            " scalar that all rows share"
-        )
+    """Raise `ConfigError` unless the time step is a scalar, which all rows share."""
+    shape = list(jnp.shape(time_step))
+    require(not shape, layer, "shape of time_step", shape, "a scalar that all rows share")

@@ -1,8 +1,8 @@
-"""Queries, keys and values from one product: a combined projection.
+"""A combined projection of queries, keys and values in one product.
 
-The weight lies in groups, one for each key head: the query heads that read it, the key head, the
-value head. So it can be split over devices by groups, and every device computes the queries with
-the keys that they read.
+The weight consists of one group for each key head: the query heads that read it, the key head and
+the value head. It is split over devices by groups, so that each device computes queries together
+with the keys that they read.
 """
 
 from __future__ import annotations
@@ -13,27 +13,28 @@ import jax
 import jax.numpy as jnp
 
 from layerkit.base_layer import BaseLayer
-from layerkit.checks import check_last_axis, check_sizes
+from layerkit.checks import check_divisible, check_last_axis, check_sizes
 from layerkit.config import sub_config_field
 from layerkit.layers.products import create_dot, matmul
 from layerkit.weights import WeightHParams, WeightInit
 
 
 class CombinedProjection(BaseLayer):
-    """Into heads of queries, keys and values: `[batch, length, input_dims]` → all three.
+    """A projection of `[batch, length, input_dims]` to heads of queries, keys and values.
 
     Attributes:
       input_dims: Size of the model dimension.
-      num_heads: Query heads.
-      num_kv_heads: Key and value heads, a divisor of num_heads.
-      head_dim: Size of each.
+      num_heads: Number of query heads.
+      num_kv_heads: Number of key and value heads, a divisor of num_heads.
+      head_dim: Size of a head.
       use_bias: Adds `b` `[num_kv_heads, group + 2, head_dim]`, which starts at 0.
       weight_axes: Logical axes of `w` `[input_dims, num_kv_heads, group + 2, head_dim]`, where
-        group = num_heads / num_kv_heads; the last two of a group are key and value. The fans of the
-        initialiser are those of the one product, as in torch.nn.MultiheadAttention.
+        group = num_heads / num_kv_heads. The last two heads of a group are key and value. The fans
+        of the initialiser are those of the whole product, as in torch.nn.MultiheadAttention.
       query_axes: Logical axes of the queries.
       activation_axes: Logical axes of keys and of values.
-      dot_tpl: What multiplies; None for the plain product. See `layerkit.layers.products`.
+      dot_tpl: Implementation of the product; None for `jnp.matmul`. See
+        `layerkit.layers.products`.
     """
 
     input_dims: int = 0
@@ -47,13 +48,11 @@ class CombinedProjection(BaseLayer):
     dot_tpl: Any = sub_config_field(None)
 
     def setup(self) -> None:
+        """Check the fields and create the weights."""
         sizes = {"input_dims": self.input_dims, "num_heads": self.num_heads}
         check_sizes(self, **sizes, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"{self.path_name}: num_kv_heads={self.num_kv_heads} does not divide"
-                f" num_heads={self.num_heads}"
-            )
+        by = ("num_kv_heads", self.num_kv_heads)
+        check_divisible(self, by=by, num_heads=self.num_heads)
         in_group = self.num_heads // self.num_kv_heads + 2
         shape = (self.input_dims, self.num_kv_heads, in_group, self.head_dim)
         weight = WeightHParams(shape, self.weight_axes, fan_in_dims=(0,), fan_out_dims=(1, 2, 3))
@@ -66,11 +65,15 @@ class CombinedProjection(BaseLayer):
     def fprop(
         self, x: jax.Array, *, leading: tuple[int, ...] | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries `[batch, length, num_heads, head_dim]`, then keys and values of num_kv_heads.
+        """Project inputs to queries, keys and values.
 
         Args:
-          x: `[batch, length, input_dims]`; tokens may be merged already: `[tokens, input_dims]`.
+          x: `[batch, length, input_dims]`, or merged tokens `[tokens, input_dims]`.
           leading: (batch, length) of merged tokens.
+
+        Returns:
+          (queries `[batch, length, num_heads, head_dim]`, keys and values `[batch, length,
+          num_kv_heads, head_dim]`).
         """
         check_last_axis(self, x, input_dims=self.input_dims)
         w = self.theta.w
@@ -87,7 +90,7 @@ class CombinedProjection(BaseLayer):
 
 
 def combine_heads(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Weights, biases or activations of separate projections → those of a combined one.
+    """Combine weights, biases or activations of separate projections.
 
     Args:
       query: `[…, num_heads, head_dim]`.
@@ -103,7 +106,7 @@ def combine_heads(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Arr
 
 
 def split_heads(combined: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The inverse of `combine_heads`.
+    """Split what `combine_heads` has combined.
 
     Args:
       combined: `[…, num_kv_heads, group + 2, head_dim]`.

@@ -1,20 +1,19 @@
 """Attention over rows that are split over devices (context parallelism).
 
-A row too long for one device is split where the rule of `length` names a mesh axis, and every
-other layer works on its part alone. Attention needs the keys of the other parts, in one of two
-ways:
+If the rule of `length` names a mesh axis, each device holds a shard of every row. Other layers work
+on their shard alone; attention needs the keys of the other shards:
 
-- `all_gather`: each device takes all keys and values of its rows and keeps its queries (as in
-  Llama 3; arXiv:2407.21783, section 3.3.2). Everything that attention does works so. Memory for
+- `all_gather`: each device gathers all keys and values of its rows and keeps its queries (as in
+  Llama 3; arXiv:2407.21783, section 3.3.2). All options of attention are supported. Memory for
   keys and values, and for logits unless a fused kernel runs, grows with the whole length.
-- `ring`: keys and values go round, one part at a time, and each device adds up what its queries
-  read with a running maximum and sum (Liu et al., 2023, arXiv:2310.01889). No device ever holds
-  more than two parts of them, nor more logits than those of its queries with one part; the
-  backward pass goes round again and computes them anew.
+- `ring`: keys and values are passed around a ring of devices, one shard at a time, and each device
+  accumulates its outputs with a running maximum and sum (Liu et al., 2023, arXiv:2310.01889). A
+  device never holds more than two shards of keys and values, nor more logits than those of its
+  queries with one shard. The backward pass sends them around again and recomputes the logits.
 
-In a causal ring the devices with early parts have little to do and wait for the last one, which
-sees everything: it takes the time of attention without a causal mask. A window of a causal mask in
-row order stops the ring as soon as all parts in reach have passed.
+A causal ring takes the time of attention without a causal mask: devices with early shards wait for
+the last one, which sees all keys. With a window, a causal mask and row order, the ring stops once
+all shards within the window have passed.
 """
 
 from __future__ import annotations
@@ -29,29 +28,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from layerkit.layers.attention.sharded_kernel import QUERY_AXES, key_axes, split_obstacle
+from layerkit.layers.attention.sharded_kernel import QUERY_AXES, check_split, key_axes
 from layerkit.layers.attention.xla import MASKED_LOGIT
 from layerkit.layers.losses import soft_cap
 from layerkit.layers.masks import AttentionMask, row_positions
-from layerkit.near_names import near_names
 from layerkit.sharding import BoundSharding
 
 CONTEXT_PARALLEL_NAMES = ("all_gather", "ring")
 
 
-def check_context_parallel(name: str, *, owner: str = "") -> None:
-    """Raises ValueError for a name that is not in `CONTEXT_PARALLEL_NAMES`; says whose it is."""
-    if name not in CONTEXT_PARALLEL_NAMES:
-        where = f"{owner}: " if owner else ""
-        raise ValueError(
-            f"{where}context_parallel={name!r} is not a way of context parallelism"
-            f"{near_names(str(name), CONTEXT_PARALLEL_NAMES)}"
-            f" Ways: {', '.join(CONTEXT_PARALLEL_NAMES)}."
-        )
-
-
-def num_length_parts(sharding: BoundSharding) -> int:
-    """Over how many devices the rule of `length` splits a row."""
+def num_length_shards(sharding: BoundSharding) -> int:
+    """Return the number of devices over which the rule of `length` splits a row."""
     if not sharding.is_split("length"):
         return 1
     assert sharding.mesh is not None
@@ -63,19 +50,19 @@ def num_length_parts(sharding: BoundSharding) -> int:
 def gather_keys(
     query: jax.Array, key: jax.Array, value: jax.Array, sharding: BoundSharding
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Lays queries out over the length, and keys and values whole on each device.
+    """Split queries over the length, and replicate keys and values over it.
 
     Args:
       query: `[batch, queries, heads, head_dim]`.
       key: `[batch, keys, kv_heads, head_dim]`.
       value: `[batch, keys, kv_heads, value_dim]`.
-      sharding: The model's.
+      sharding: Sharding of the model.
 
     Returns:
-      The three, with the same shapes and values.
+      (query, key, value), with the same shapes and values.
 
     Raises:
-      ValueError: queries that cannot be split evenly.
+      ConfigError: queries that cannot be split evenly.
     """
     sharding.spec(("length",), shape=query.shape[1:2], owner="queries")
     whole = key_axes(key.shape[2])
@@ -85,7 +72,7 @@ def gather_keys(
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-    """What the ring is compiled for."""
+    """Static properties of a ring, for which it is compiled."""
 
     sharding: BoundSharding
     has_one_kv_head: bool
@@ -95,7 +82,7 @@ class _Ring:
     logit_cap: float | None
 
     def spec(self, *names: str | None) -> PartitionSpec:
-        """The specification of an array; where there is one key head, groups are split instead."""
+        """Return the spec of logical axes. With one key head, groups are split instead of heads."""
         logical = {"kv_heads": "act_kv_heads", "group": None}
         if self.has_one_kv_head:
             logical = {"kv_heads": None, "group": "act_heads"}
@@ -103,31 +90,31 @@ class _Ring:
 
     @property
     def queries(self) -> PartitionSpec:
-        """Of `[batch, queries, kv_heads, group, head_dim]`."""
+        """Spec of `[batch, queries, kv_heads, group, head_dim]`."""
         return self.spec("batch", "length", "kv_heads", "group", None)
 
     @property
     def keys(self) -> PartitionSpec:
-        """Of `[batch, keys, kv_heads, head_dim]`."""
+        """Spec of `[batch, keys, kv_heads, head_dim]`."""
         return self.spec("batch", "length", "kv_heads", None)
 
     @property
-    def numbers(self) -> PartitionSpec:
-        """Of what is one number per query, `[batch, kv_heads, group, queries]`."""
+    def per_query(self) -> PartitionSpec:
+        """Spec of an array with one number per query, `[batch, kv_heads, group, queries]`."""
         return self.spec("batch", "kv_heads", "group", "length")
 
-    def marks(self, mask: AttentionMask) -> Any:
-        """Of the arrays of a mask."""
+    def mask_specs(self, mask: AttentionMask) -> Any:
+        """Return the specs of the arrays of a mask."""
         return jax.tree.map(lambda _: self.spec("batch", "length"), mask)
 
-    def passed_on(self, tree: Any, *, by: int = 1) -> Any:
-        """What lay `by` devices before this one."""
+    def shift(self, tree: Any, *, by: int = 1) -> Any:
+        """Return the arrays of the device that is `by` places before this one in the ring."""
         axes, count = self.spec("length")[0], self.num_devices
         pairs = [(i, (i + by) % count) for i in range(count)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, axes, pairs), tree)
 
-    def on_each_part(self, f: Callable[..., Any], *, in_specs: Any, out_specs: Any) -> Any:
-        """`f` on each device's rows, heads and part of the length."""
+    def shard_map(self, f: Callable[..., Any], *, in_specs: Any, out_specs: Any) -> Any:
+        """Map `f` over the rows, heads and shard of the length of each device."""
         mesh = self.sharding.mesh
         return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
@@ -143,33 +130,32 @@ def ring_attention(
     sinks: jax.Array | None = None,
     logit_cap: float | None = None,
 ) -> jax.Array:
-    """Attention while keys and values go round the devices that share a row.
+    """Compute attention by passing keys and values around the devices that share a row.
 
     Args:
       query: `[batch, queries, heads, head_dim]`.
       key: `[batch, keys, kv_heads, head_dim]`.
       value: `[batch, keys, kv_heads, value_dim]`.
-      mask: Which query may attend which key; None for all.
-      scale: Multiplies the products of queries and keys.
-      sharding: The model's; its rule of `length` tells the mesh axes of the ring.
-      sinks: `[heads]`, a logit per head that takes probability and gives nothing.
-      logit_cap: Squeezes the logits into ±logit_cap.
+      mask: Mask of the (query, key) pairs that may attend; None for all pairs.
+      scale: Factor of the products of queries and keys.
+      sharding: Sharding of the model; its rule of `length` names the mesh axes of the ring.
+      sinks: `[heads]`, a logit per head that takes probability and adds no value.
+      logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
 
     Returns:
       `[batch, queries, heads, value_dim]` in the dtype of `value`; 0 for a query that sees no key.
 
     Raises:
-      ValueError: queries or keys that cannot be split evenly, or differently split heads.
+      ConfigError: queries or keys that cannot be split evenly, or heads and kv_heads that are split
+        over different mesh axes.
     """
-    obstacle = split_obstacle(query, key, sharding)
-    if obstacle:
-        raise ValueError(obstacle)
+    check_split(query, key, sharding)
     sharding.spec(("length",), shape=key.shape[1:2], owner="keys")
-    batch, count = query.shape[0], num_length_parts(sharding)
+    batch, count = query.shape[0], num_length_shards(sharding)
     if mask is None:
         queries, keys = (row_positions(batch, x.shape[1]) for x in (query, key))
         mask = AttentionMask(queries, keys)
-    mask = jax.tree.map(lambda mark: jnp.broadcast_to(mark, (batch, *mark.shape[1:])), mask)
+    mask = jax.tree.map(lambda array: jnp.broadcast_to(array, (batch, *array.shape[1:])), mask)
     assert mask is not None
     ring = _Ring(
         sharding=sharding,
@@ -192,12 +178,12 @@ def _num_steps(mask: AttentionMask, queries: int, keys: int, count: int) -> int:
     in_order = mask.in_row_order and mask.causal and queries == keys
     if mask.window is None or not in_order or mask.key_in_prefix is not None:
         return count
-    part = keys // count
-    return min(count, 1 + -(-(mask.window - 1) // part))
+    shard = keys // count
+    return min(count, 1 + -(-(mask.window - 1) // shard))
 
 
-# Queries come as [batch, queries, kv_heads, group, head_dim]; what is one number per query, as
-# [batch, kv_heads, group, queries].
+# Queries have the shape [batch, queries, kv_heads, group, head_dim]; arrays with one number per
+# query have the shape [batch, kv_heads, group, queries].
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ring(ring: _Ring, query: Any, key: Any, value: Any, sinks: Any, mask: Any) -> jax.Array:
     return _ring_forward(ring, query, key, value, sinks, mask)[0]
@@ -206,36 +192,36 @@ def _ring(ring: _Ring, query: Any, key: Any, value: Any, sinks: Any, mask: Any) 
 def _ring_forward(
     ring: _Ring, query: Any, key: Any, value: Any, sinks: Any, mask: Any
 ) -> tuple[jax.Array, Any]:
-    forward = ring.on_each_part(
-        functools.partial(_forward_part, ring),
+    forward = ring.shard_map(
+        functools.partial(_forward_shard, ring),
         in_specs=(
             ring.queries,
             ring.keys,
             ring.keys,
             None if sinks is None else ring.spec("kv_heads", "group"),
-            ring.marks(mask),
+            ring.mask_specs(mask),
         ),
-        out_specs=(ring.queries, ring.numbers),
+        out_specs=(ring.queries, ring.per_query),
     )
     read, log_sum = forward(query, key, value, sinks, mask)
     return read, (query, key, value, sinks, mask, read, log_sum)
 
 
-def _ring_backward(ring: _Ring, kept: Any, read_gradient: jax.Array) -> Any:
-    query, key, value, sinks, mask, read, log_sum = kept
+def _ring_backward(ring: _Ring, residuals: Any, read_gradient: jax.Array) -> Any:
+    query, key, value, sinks, mask, read, log_sum = residuals
     products = read.astype(jnp.float32) * read_gradient.astype(jnp.float32)
-    # What the softmax takes from each of a query's gradients.
+    # The softmax subtracts this number from each of a query's gradients.
     common = jnp.moveaxis(products.sum(axis=-1), 1, 3)
-    backward = ring.on_each_part(
-        functools.partial(_backward_part, ring),
+    backward = ring.shard_map(
+        functools.partial(_backward_shard, ring),
         in_specs=(
             ring.queries,
             ring.keys,
             ring.keys,
             ring.queries,
-            ring.numbers,
-            ring.numbers,
-            ring.marks(mask),
+            ring.per_query,
+            ring.per_query,
+            ring.mask_specs(mask),
         ),
         out_specs=(ring.queries, ring.keys, ring.keys),
     )
@@ -250,21 +236,21 @@ def _ring_backward(ring: _Ring, kept: Any, read_gradient: jax.Array) -> Any:
 _ring.defvjp(_ring_forward, _ring_backward)
 
 
-def _forward_part(
+def _forward_shard(
     ring: _Ring, query: Any, key: Any, value: Any, sinks: Any, mask: AttentionMask
 ) -> tuple[jax.Array, jax.Array]:
     batch, queries, kv_heads, group, _ = query.shape
-    numbers = (batch, kv_heads, group, queries)
+    per_query = (batch, kv_heads, group, queries)
     if sinks is None:
-        largest, total = jnp.full(numbers, MASKED_LOGIT, jnp.float32), jnp.zeros(numbers)
+        largest, total = jnp.full(per_query, MASKED_LOGIT, jnp.float32), jnp.zeros(per_query)
     else:
-        largest, total = jnp.broadcast_to(sinks[None, :, :, None], numbers), jnp.ones(numbers)
-    read = jnp.zeros((*numbers, value.shape[-1]), jnp.float32)
+        largest, total = jnp.broadcast_to(sinks[None, :, :, None], per_query), jnp.ones(per_query)
+    read = jnp.zeros((*per_query, value.shape[-1]), jnp.float32)
 
-    def see(state: Any, part: Any) -> Any:
+    def attend(state: Any, shard: Any) -> Any:
         read, largest, total = state
-        k, v, marks = part
-        logits, allowed = _logits(ring, query, k, dataclasses.replace(mask, **marks))
+        k, v, key_mask = shard
+        logits, allowed = _logits(ring, query, k, dataclasses.replace(mask, **key_mask))
         new_largest = jnp.maximum(largest, logits.max(axis=-1))
         weights = jnp.where(allowed, jnp.exp(logits - new_largest[..., None]), 0.0)
         shrink = jnp.exp(largest - new_largest)
@@ -273,20 +259,20 @@ def _forward_part(
         return read * shrink[..., None] + gain, new_largest, total
 
     def step(carry: Any, _: None) -> Any:
-        state, part = carry
-        part = ring.passed_on(part)
-        return (see(state, part), part), None
+        state, shard = carry
+        shard = ring.shift(shard)
+        return (attend(state, shard), shard), None
 
-    part = key, value, _key_marks(mask)
-    state = see((read, largest, total), part)
-    (state, _), _ = jax.lax.scan(step, (state, part), length=ring.num_steps - 1)
+    shard = key, value, _key_arrays(mask)
+    state = attend((read, largest, total), shard)
+    (state, _), _ = jax.lax.scan(step, (state, shard), length=ring.num_steps - 1)
     read, largest, total = state
-    total = jnp.where(total == 0.0, 1.0, total)  # sees no key, and has read nothing
+    total = jnp.where(total == 0.0, 1.0, total)  # The query sees no key, and `read` is 0.
     read = jnp.moveaxis(read / total[..., None], 3, 1).astype(value.dtype)
     return read, largest + jnp.log(total)
 
 
-def _backward_part(
+def _backward_shard(
     ring: _Ring,
     query: Any,
     key: Any,
@@ -296,9 +282,9 @@ def _backward_part(
     common: Any,
     mask: AttentionMask,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    def see(query_total: Any, part: Any) -> Any:
-        k, v, marks, key_total, value_total = part
-        logits, allowed = _logits(ring, query, k, dataclasses.replace(mask, **marks))
+    def attend(query_total: Any, shard: Any) -> Any:
+        k, v, key_mask, key_total, value_total = shard
+        logits, allowed = _logits(ring, query, k, dataclasses.replace(mask, **key_mask))
         weights = jnp.where(allowed, jnp.exp(logits - log_sum[..., None]), 0.0)
         change = _product("bqngd,bknd->bngqk", read_gradient, v) - common[..., None]
         change = change * weights * ring.scale
@@ -309,20 +295,21 @@ def _backward_part(
         query_total += _product("bngqk,bknd->bqngd", change, k)
         key_total += _product("bngqk,bqngd->bknd", change, query)
         value_total += _product("bngqk,bqngd->bknd", weights, read_gradient)
-        return query_total, (k, v, marks, key_total, value_total)
+        return query_total, (k, v, key_mask, key_total, value_total)
 
     def step(carry: Any, _: None) -> Any:
-        query_total, part = carry
-        return see(query_total, ring.passed_on(part)), None
+        query_total, shard = carry
+        return attend(query_total, ring.shift(shard)), None
 
     zeros = (jnp.zeros(x.shape, jnp.float32) for x in (query, key, value))
     query_total, key_total, value_total = zeros
-    carry = see(query_total, (key, value, _key_marks(mask), key_total, value_total))
-    (query_total, part), _ = jax.lax.scan(step, carry, length=ring.num_steps - 1)
-    # The sums have gone round with their keys, and go home.
-    totals = ring.passed_on(part[3:], by=1 - ring.num_steps)
+    carry = attend(query_total, (key, value, _key_arrays(mask), key_total, value_total))
+    (query_total, shard), _ = jax.lax.scan(step, carry, length=ring.num_steps - 1)
+    # The sums were passed around with their keys; return them to the devices of these keys.
+    totals = ring.shift(shard[3:], by=1 - ring.num_steps)
     axes = ring.spec("group")[0]
-    if axes is not None:  # each device has some of the query heads that read the one key head
+    if axes is not None:
+        # Each device has some of the query heads that read the single key head.
         totals = jax.lax.psum(totals, axes)
     key_total, value_total = totals
     return (
@@ -333,7 +320,7 @@ def _backward_part(
 
 
 def _logits(ring: _Ring, query: Any, key: Any, mask: AttentionMask) -> tuple[jax.Array, jax.Array]:
-    """Float32 `[batch, kv_heads, group, queries, keys]`, and which of the pairs are allowed."""
+    """Return (float32 `[batch, kv_heads, group, queries, keys]`, mask of the allowed pairs)."""
     logits = _product("bqngd,bknd->bngqk", query, key) * ring.scale
     allowed = mask.dense()[:, :, None]
     return jnp.where(allowed, soft_cap(logits, ring.logit_cap), MASKED_LOGIT), allowed
@@ -343,10 +330,8 @@ def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
 
 
-def _key_marks(mask: AttentionMask) -> dict[str, Any]:
-    """What a mask knows of keys, which goes round with them."""
-    marks = {"key_positions": mask.key_positions}
-    for name in ("key_segments", "key_in_prefix"):
-        if getattr(mask, name) is not None:
-            marks[name] = getattr(mask, name)
-    return marks
+def _key_arrays(mask: AttentionMask) -> dict[str, Any]:
+    """Return the arrays of a mask that describe keys and are passed around with them."""
+    names = ("key_positions", "key_segments", "key_in_prefix")
+    arrays = {name: getattr(mask, name) for name in names}
+    return {name: array for name, array in arrays.items() if array is not None}

@@ -1,7 +1,8 @@
-"""CrossAttention: one sequence reads another, its memory, such as a decoder its encoder's outputs.
+"""Cross-attention of a sequence to a memory, such as the outputs of an encoder.
 
-Keys and values come from the memory, which does not grow while a sequence is decoded: `init_cache`
-projects it once, and `extend_step` only projects queries. Positions enter through a bias alone.
+Keys and values are projections of the memory, which does not grow while a sequence is decoded:
+`init_cache` projects it once, and `extend_step` projects queries only. Positions have an effect
+through a bias only.
 """
 
 from __future__ import annotations
@@ -17,23 +18,25 @@ from layerkit.layers.remat import name_activation
 
 
 class CrossAttention(BaseAttention):
-    """Queries of `x`, keys and values of a memory (Vaswani et al., 2017).
+    """Attention with queries of `x` and keys and values of a memory (Vaswani et al., 2017).
+
+    The other fields are those of `BaseAttention`.
 
     Attributes:
       memory_dims: Size of the memory's model dimension; None for input_dims.
-      Others: see `BaseAttention`.
 
     Raises:
-      ValueError: sizes that do not divide, numbers out of range, unknown names.
+      ConfigError: sizes that do not divide, numbers out of range, unknown names.
     """
 
     memory_dims: int | None = None
 
     def setup(self) -> None:
+        """Check the fields and create weights and children."""
         self._check_options()
         memory_dims = self.input_dims if self.memory_dims is None else self.memory_dims
         self._create_query_key_value(memory_dims)
-        self._create_what_attends()
+        self._create_attention_parts()
 
     def fprop(
         self,
@@ -43,35 +46,35 @@ class CrossAttention(BaseAttention):
         mask: AttentionMask,
         bias: jax.Array | None = None,
     ) -> jax.Array:
-        """What every token of `x` reads in the memory.
+        """Compute attention of the tokens of `x` to the memory.
 
         Args:
           x: `[batch, length, input_dims]`.
           memory: `[batch, memory_length, memory_dims]`.
-          mask: Which token may read what, padding of the memory above all; see
-            `AttentionMask.cross_mask`.
+          mask: Mask of the (token, memory) pairs that may attend, such as
+            `AttentionMask.cross_mask`, which masks the padding of the memory.
           bias: float32 `[batch or 1, heads or 1, length, memory_length]`, added to the logits.
 
         Returns:
           `[batch, length, input_dims]` in the compute dtype.
 
         Raises:
-          ValueError: shapes that do not fit.
-          BackendRefusal: the backend cannot do this.
+          ConfigError: shapes that do not fit.
+          UnsupportedBackendError: the backend does not support this attention.
         """
         key, value = self._project_memory(memory)
         return self._attend(self._project(x), key, value, mask, bias, cached=False)
 
     def init_cache(self, memory: jax.Array) -> None:
-        """Keeps `key` and `value` `[batch, memory_length, kv_heads, head_dim]` of the memory.
+        """Store `key` and `value` `[batch, memory_length, kv_heads, head_dim]` of the memory.
 
-        They lie in the collection `CACHE`, in the compute dtype.
+        They are in the collection `CACHE`, in the compute dtype.
 
         Args:
           memory: `[batch, memory_length, memory_dims]`.
 
         Raises:
-          ValueError: shapes that do not fit, or a caller who did not make the collection mutable.
+          ConfigError: shapes that do not fit, or the collection is not mutable.
         """
         key, value = self._project_memory(memory)
         write_cache(self, "key", key, self.key.activation_axes)
@@ -80,18 +83,18 @@ class CrossAttention(BaseAttention):
     def extend_step(
         self, x: jax.Array, *, mask: AttentionMask, bias: jax.Array | None = None
     ) -> jax.Array:
-        """What the next tokens read in the memory that `init_cache` was given.
+        """Compute attention of the next tokens to the memory that `init_cache` has projected.
 
         Args:
           x: `[batch, t, input_dims]`.
-          mask: Which of them may read what, `[batch, t, memory_length]` in effect.
+          mask: Mask of the (token, memory) pairs that may attend, `[batch, t, memory_length]`.
           bias: float32 `[batch or 1, heads or 1, t, memory_length]`, added to the logits.
 
         Returns:
           `[batch, t, input_dims]` in the compute dtype.
 
         Raises:
-          ValueError: no cache, or shapes that do not fit it.
+          ConfigError: the cache is missing, or shapes do not fit it.
         """
         key, value = (read_cache(self, n, made_by="init_cache(memory)") for n in ("key", "value"))
         return self._attend(self._project(x), key, value, mask, bias, cached=True)

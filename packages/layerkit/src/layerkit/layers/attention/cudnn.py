@@ -1,4 +1,4 @@
-"""Attention by cuDNN's fused kernel on NVIDIA GPUs, as `jax.nn.dot_product_attention` offers it."""
+"""Attention by cuDNN's fused kernel on NVIDIA GPUs, called by `jax.nn.dot_product_attention`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ def cudnn_attention(
     scale: float,
     bias: jax.Array | None = None,
 ) -> jax.Array:
-    """See `layerkit.layers.attention.dot_product.dot_product_attention`.
+    """Compute attention by cuDNN.
+
+    See `layerkit.layers.attention.dot_product.dot_product_attention`.
 
     Args:
       query: `[batch, queries, heads, head_dim]`.
       key: `[batch, keys, kv_heads, head_dim]`.
       value: `[batch, keys, kv_heads, head_dim]`.
-      mask: Causal or not, with or without a window, in the order of the row; None for all.
-      scale: Multiplies the products of queries and keys.
+      mask: Mask in row order, causal or not, with or without a window; None for no mask.
+      scale: Factor of the products of queries and keys.
       bias: `[batch or 1, heads or 1, queries, keys]` in the dtype of the queries, added to the
         scaled products.
 
@@ -41,7 +43,7 @@ def cudnn_attention(
         bias=bias,
         scale=scale,
         is_causal=mask is not None and mask.causal,
-        # JAX counts the keys before a query, our windows the query itself as well.
+        # JAX counts the keys before a query; windows here count the query itself as well.
         local_window_size=None if window is None else (window - 1, 0),
         implementation="cudnn",
     )
@@ -49,7 +51,7 @@ def cudnn_attention(
 
 @functools.cache
 def has_cudnn() -> bool:
-    """Whether JAX finds cuDNN; without it, tracing its attention fails."""
+    """Return whether JAX finds cuDNN. Without it, tracing cuDNN attention fails."""
     probe = jax.ShapeDtypeStruct((1, 64, 1, 64), jnp.bfloat16)
     try:
         jax.eval_shape(lambda x: cudnn_attention(x, x, x, mask=None, scale=1.0), probe)

@@ -1,11 +1,11 @@
-"""Attention itself, as a plain function of queries, keys, values and a mask.
+"""Attention as a function of queries, keys, values and a mask.
 
 softmax(scale · q·k + bias) · v (Vaswani et al., 2017, arXiv:1706.03762), with grouped queries
 (Ainslie et al., 2023, arXiv:2305.13245): query head h reads key head h // group, where group is the
-number of query heads to a key head. Keys are not repeated for it.
+number of query heads per key head. Keys are not repeated.
 
-This file checks the shapes, lets `backends` choose who computes it, and calls that backend, on each
-device's share where the model is split over several.
+This module checks the shapes, lets `layerkit.layers.attention.backends` select the backend, and
+calls it, on the shard of each device if the model is split over devices.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from typing import Any
 
 import jax
 
+from layerkit.checks import check_choice
+from layerkit.errors import ConfigError
 from layerkit.layers.attention.backends import (
     GPU_PLATFORMS,
     AttentionCall,
     select_backend,
 )
 from layerkit.layers.attention.context_parallel import (
-    check_context_parallel,
+    CONTEXT_PARALLEL_NAMES,
     gather_keys,
-    num_length_parts,
+    num_length_shards,
     ring_attention,
 )
 from layerkit.layers.attention.cudnn import cudnn_attention, has_cudnn
-from layerkit.layers.attention.sharded_kernel import on_each_device, split_obstacle
+from layerkit.layers.attention.sharded_kernel import find_split_problem, run_kernel_on_mesh
 from layerkit.layers.attention.xla import xla_attention
 from layerkit.layers.masks import AttentionMask
 from layerkit.sharding import BoundSharding
@@ -55,42 +57,44 @@ def dot_product_attention(
     context_parallel: str = "all_gather",
     interpret: bool = False,
 ) -> jax.Array:
-    """What each query reads.
+    """Compute the attention output of each query.
 
     Args:
       query: `[batch, queries, heads, head_dim]`.
-      key: `[batch, keys, kv_heads, head_dim]`, where kv_heads divides heads.
+      key: `[batch, keys, kv_heads, head_dim]`; kv_heads divides heads.
       value: `[batch, keys, kv_heads, value_dim]`.
-      mask: Which query may attend which key; None for all.
-      scale: Multiplies the products of queries and keys.
+      mask: Mask of the (query, key) pairs that may attend; None for all pairs.
+      scale: Factor of the products of queries and keys.
       bias: `[batch or 1, heads or 1, queries, keys]`, added to the scaled products before the cap.
-      sinks: `[heads]`, a logit per head that takes probability and gives nothing (attention sinks;
-        Xiao et al., 2023, arXiv:2309.17453, learned as in gpt-oss); it is not capped.
-      logit_cap: Squeezes the logits into ±logit_cap; None leaves them alone.
-      dropout: Applied to the probabilities, in the dtype of `value`.
-      zero_fully_masked_rows: A query that may attend no key gives exactly 0; without it, the mean
-        of all values. With `sinks`, which then take all probability, it gives 0 either way.
+      sinks: `[heads]`, a logit per head that takes probability and adds no value (attention sinks;
+        Xiao et al., 2023, arXiv:2309.17453, learned as in gpt-oss). It is not capped.
+      logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
+      dropout: Function that drops probabilities, applied in the dtype of `value`.
+      zero_fully_masked_rows: True for an output of exactly 0 where a query may attend no key;
+        otherwise it is the mean of all values. With `sinks`, which then take all probability, it
+        is 0 in both cases.
       backend: `auto`, `xla`, `cudnn` or `pallas`; see `layerkit.layers.attention.backends`.
-      platform: Where it will run; None for that of the mesh, or else JAX's default.
-      sharding: The model's, where whole rows are attended: kernels then run on each device's rows
-        and heads, and rows split over devices are attended as `context_parallel` says. None leaves
-        it to the compiler, which is right for cached steps.
+      platform: JAX's name of the platform that runs it; None for that of the mesh, or without a
+        mesh JAX's default.
+      sharding: Sharding of the model for attention of whole rows: kernels run on the rows and
+        heads of each device, and `context_parallel` applies to rows that are split over devices.
+        None leaves the split to the compiler, as is best for cached steps.
       context_parallel: `all_gather` or `ring`; see `layerkit.layers.attention.context_parallel`. It
-        matters where the rule of `length` splits rows.
-      interpret: Runs the Pallas kernel of `platform` step by step on any device: for tests, since
-        it is slow.
+        has an effect if the rule of `length` splits rows.
+      interpret: True to run the Pallas kernel of `platform` in interpret mode on any device. This
+        is slow and meant for tests.
 
     Returns:
       `[batch, queries, heads, value_dim]` in the dtype of `value`.
 
     Raises:
-      ValueError: shapes that do not fit, rows that cannot be split evenly, an unknown backend or
-        way of context parallelism.
-      BackendRefusal: a backend that cannot do this.
+      ConfigError: shapes that do not fit, rows that cannot be split evenly, an unknown backend or
+        kind of context parallelism.
+      UnsupportedBackendError: the backend does not support this attention.
     """
     _check_shapes(query, key, value, mask)
-    _check_extras(query, key, bias, sinks)
-    check_context_parallel(context_parallel)
+    _check_bias_and_sinks(query, key, bias, sinks)
+    check_choice(None, CONTEXT_PARALLEL_NAMES, context_parallel=context_parallel)
     platform = platform or _platform_of(sharding)
     call = describe_call(
         query,
@@ -113,10 +117,10 @@ def dot_product_attention(
         options["sinks"] = sinks
     if logit_cap is not None:
         options["logit_cap"] = logit_cap
-    # The count of model FLOPs takes half of what it finds in the causal scope.
+    # The count of model FLOPs halves the products in the causal scope.
     is_causal = mask is not None and mask.causal
     with jax.named_scope("causal_attention" if is_causal else "attention"):
-        if sharding is not None and call.length_parts > 1:
+        if sharding is not None and call.num_length_shards > 1:
             if context_parallel == "ring":
                 return ring_attention(query, key, value, sharding=sharding, **options)
             query, key, value = gather_keys(query, key, value, sharding)
@@ -132,11 +136,11 @@ def dot_product_attention(
                 **options,
             )
         kernel = _kernel(chosen.name, platform, interpret=interpret)
-        if chosen.name == "pallas" and platform == "tpu" and call.length_parts > 1:
-            options["prepare"] = _splash_in_parts(
+        if chosen.name == "pallas" and platform == "tpu" and call.num_length_shards > 1:
+            options["prepare"] = _sharded_splash_kernel(
                 query, key, mask=mask, logit_cap=logit_cap, interpret=interpret, sharding=sharding
             )
-        return on_each_device(kernel, query, key, value, sharding=sharding, **options)
+        return run_kernel_on_mesh(kernel, query, key, value, sharding=sharding, **options)
 
 
 def describe_call(
@@ -154,16 +158,26 @@ def describe_call(
     sharding: BoundSharding | None = None,
     context_parallel: str = "all_gather",
 ) -> AttentionCall:
-    """What `select_backend` decides by, for arguments of `dot_product_attention`.
+    """Return the input of `select_backend` for arguments of `dot_product_attention`.
+
+    Only the shape and dtype of arrays are read.
 
     Args:
-      query: `[batch, queries, heads, head_dim]`; of arrays, only shape and dtype are read.
+      query: `[batch, queries, heads, head_dim]`.
       key: `[batch, keys, kv_heads, head_dim]`.
       value: `[batch, keys, kv_heads, value_dim]`.
-      mask: This and the others as in `dot_product_attention`.
+      mask: Mask of the (query, key) pairs that may attend; None for all pairs.
+      bias: `[batch or 1, heads or 1, queries, keys]`.
+      sinks: `[heads]`.
+      logit_cap: Bound of the logits.
+      dropout: Function that drops probabilities.
+      zero_fully_masked_rows: True for 0 where a query may attend no key.
+      platform: JAX's name of the platform; None for that of the mesh, or JAX's default.
+      sharding: Sharding of the model; None if nothing is split.
+      context_parallel: `all_gather` or `ring`.
     """
     platform = platform or _platform_of(sharding)
-    length_parts = 1 if sharding is None else num_length_parts(sharding)
+    num_shards = 1 if sharding is None else num_length_shards(sharding)
     return AttentionCall(
         platform=platform,
         dtype=query.dtype,
@@ -181,15 +195,15 @@ def describe_call(
         has_logit_cap=logit_cap is not None,
         has_dropout=dropout is not None,
         zeroes_empty_rows=zero_fully_masked_rows,
-        length_parts=length_parts,
-        is_in_a_ring=length_parts > 1 and context_parallel == "ring",
-        split_obstacle="" if sharding is None else split_obstacle(query, key, sharding),
+        num_length_shards=num_shards,
+        uses_ring=num_shards > 1 and context_parallel == "ring",
+        split_problem="" if sharding is None else find_split_problem(query, key, sharding),
         has_cudnn=platform in GPU_PLATFORMS and has_cudnn(),
     )
 
 
 def _kernel(name: str, platform: str, *, interpret: bool) -> Callable[..., jax.Array]:
-    """The fused kernel of a backend; Pallas is imported only where it is used."""
+    """Return the fused kernel of a backend. Pallas is imported only if it is used."""
     if name == "cudnn":
         return cudnn_attention
     if platform == "tpu":
@@ -201,22 +215,22 @@ def _kernel(name: str, platform: str, *, interpret: bool) -> Callable[..., jax.A
     return functools.partial(flash_attention_gpu, interpret=interpret)
 
 
-def _splash_in_parts(
+def _sharded_splash_kernel(
     query: jax.Array, key: jax.Array, *, sharding: BoundSharding | None, **options: Any
 ) -> Callable[[], Any]:
-    """Makes the TPU kernel of whole rows for `on_each_device` to share out."""
+    """Return a function that makes the TPU kernel, which `run_kernel_on_mesh` shards."""
     from layerkit.layers.attention.flash_tpu import splash_kernel
 
     assert sharding is not None
     return functools.partial(
-        splash_kernel, query=query, key=key, num_parts=num_length_parts(sharding), **options
+        splash_kernel, query=query, key=key, num_shards=num_length_shards(sharding), **options
     )
 
 
 def _platform_of(sharding: BoundSharding | None) -> str:
     if sharding is None or sharding.mesh is None:
         return jax.default_backend()
-    # The mesh may be of machines that are only planned for.
+    # The mesh may consist of planned devices.
     platform: str = sharding.mesh.devices.flat[0].platform
     return platform
 
@@ -224,42 +238,50 @@ def _platform_of(sharding: BoundSharding | None) -> str:
 def _check_shapes(
     query: jax.Array, key: jax.Array, value: jax.Array, mask: AttentionMask | None
 ) -> None:
-    shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
-    if not query.ndim == key.ndim == value.ndim == 4 or key.shape[:3] != value.shape[:3]:
-        raise ValueError(
-            f"{shapes}: expected query [batch, queries, heads, head_dim], key"
-            " [batch, keys, kv_heads, head_dim] and value [batch, keys, kv_heads, value_dim]"
-        )
-    if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
-        raise ValueError(f"{shapes}: batch and head_dim must be the same in all")
-    if query.shape[2] % key.shape[2]:
-        raise ValueError(f"{shapes}: kv_heads={key.shape[2]} must divide heads={query.shape[2]}")
+    _require_shape(
+        "query", query, query.ndim == 4, "[batch, queries, heads, head_dim], with 4 dimensions"
+    )
+    batch, queries, heads, head_dim = query.shape
+    fits = key.ndim == 4 and (key.shape[0], key.shape[3]) == (batch, head_dim)
+    _require_shape(
+        "key",
+        key,
+        fits and heads % key.shape[2] == 0,
+        f"[{batch}, keys, a divisor of {heads}, {head_dim}] for a query of {list(query.shape)}",
+    )
+    _require_shape(
+        "value",
+        value,
+        value.ndim == 4 and value.shape[:3] == key.shape[:3],
+        f"[{', '.join(map(str, key.shape[:3]))}, value_dim] for a key of {list(key.shape)}",
+    )
     if mask is None:
         return
-    # A mask of another length would be broadcast, or fail inside XLA without a name.
-    found = mask.query_positions.shape[-1], mask.key_positions.shape[-1]
-    if found != (query.shape[1], key.shape[1]):
-        raise ValueError(
-            f"{shapes}: the mask is for {found[0]} queries and {found[1]} keys, expected"
-            f" {query.shape[1]} and {key.shape[1]}"
-        )
-    rows = {mask.query_positions.shape[0], mask.key_positions.shape[0]}
-    if not rows <= {1, query.shape[0]}:
-        raise ValueError(
-            f"{shapes}: the mask is for a batch of {max(rows)}, expected {query.shape[0]} or 1"
-        )
+    # XLA would broadcast a mask of another length, or fail without naming it.
+    shapes = (
+        ("query_positions", mask.query_positions, queries),
+        ("key_positions", mask.key_positions, key.shape[1]),
+    )
+    for name, positions, length in shapes:
+        rows = positions.shape[0]
+        fits = positions.shape[-1] == length and rows in (1, batch)
+        _require_shape(f"mask.{name}", positions, fits, f"[{batch} or 1, {length}]")
 
 
-def _check_extras(
+def _check_bias_and_sinks(
     query: jax.Array, key: jax.Array, bias: jax.Array | None, sinks: jax.Array | None
 ) -> None:
     batch, queries, heads, _ = query.shape
     if bias is not None:
+        keys = key.shape[1]
         fits = bias.ndim == 4 and bias.shape[0] in (1, batch) and bias.shape[1] in (1, heads)
-        if not fits or bias.shape[2:] != (queries, key.shape[1]):
-            raise ValueError(
-                f"bias of shape {bias.shape}: expected [batch or 1, heads or 1, queries, keys] ="
-                f" [{batch} or 1, {heads} or 1, {queries}, {key.shape[1]}]"
-            )
-    if sinks is not None and sinks.shape != (heads,):
-        raise ValueError(f"sinks of shape {sinks.shape}: expected [heads] = [{heads}]")
+        expected = f"[{batch} or 1, {heads} or 1, {queries}, {keys}]"
+        _require_shape("bias", bias, fits and bias.shape[2:] == (queries, keys), expected)
+    if sinks is not None:
+        _require_shape("sinks", sinks, sinks.shape == (heads,), f"[{heads}], one per head")
+
+
+def _require_shape(name: str, array: jax.Array, fits: Any, expected: str) -> None:
+    if not fits:
+        field, shape = f"shape of {name}", list(array.shape)
+        raise ConfigError("attention", field=field, value=shape, expected=expected)

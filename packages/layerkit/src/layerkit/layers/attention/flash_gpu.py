@@ -1,14 +1,13 @@
 """Attention as one fused kernel on GPUs, written in Pallas for Triton.
 
-FlashAttention-2 (Dao, 2023, arXiv:2307.08691): a program holds one block of queries, walks over the
+FlashAttention-2 (Dao, 2023, arXiv:2307.08691): a program holds one block of queries, loops over the
 blocks of keys with a running maximum and sum, and never writes logits to memory. The backward pass
-computes them anew from the log-sum-exp of each query: one kernel for queries, one for keys and
-values, where a program adds up all query heads of its key head, so that grouped keys are never
-repeated.
+recomputes them from the log-sum-exp of each query. It has one kernel for queries and one for keys
+and values, where a program sums over all query heads of its key head without repeating keys.
 
-Positions and segments are read as arrays, so it does not matter where a row or a cache begins.
-Where positions are known to be the order of the row, blocks that lie outside the causal triangle or
-the window are not visited. A query that sees no key reads 0.
+Positions and segments are read as arrays, so a row or a cache may begin at any position. If
+positions are in row order, blocks outside the causal triangle or the window are skipped. A query
+that sees no key reads 0.
 
 JAX 0.12 deprecates the Triton backend of Pallas in favor of Mosaic GPU; a later version removes it.
 """
@@ -28,8 +27,8 @@ from layerkit.layers.attention.xla import MASKED_LOGIT
 from layerkit.layers.masks import AttentionMask
 
 
-class _Marks(NamedTuple):
-    """int32 `[batch, queries]` and `[batch, keys]` of a mask; None for what it does not need."""
+class _MaskArrays(NamedTuple):
+    """The arrays of a mask, int32 `[batch, queries]` and `[batch, keys]`; None if not needed."""
 
     query_positions: Any = None
     key_positions: Any = None
@@ -38,8 +37,8 @@ class _Marks(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Form:
-    """What the kernels are compiled for."""
+class _KernelOptions:
+    """Static options of the kernels, for which they are compiled."""
 
     scale: float
     causal: bool
@@ -62,27 +61,29 @@ def flash_attention_gpu(
     logit_cap: float | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """See `layerkit.layers.attention.dot_product.dot_product_attention`.
+    """Compute attention by the GPU kernel.
+
+    See `layerkit.layers.attention.dot_product.dot_product_attention`.
 
     Args:
       query: `[batch, queries, heads, head_dim]`, queries a multiple of 16.
       key: `[batch, keys, kv_heads, head_dim]`, keys a multiple of 16.
       value: `[batch, keys, kv_heads, value_dim]`.
-      mask: Which query may attend which key; None for all. Not one with a prefix.
-      scale: Multiplies the products of queries and keys.
-      sinks: `[heads]`, a logit per head that takes probability and gives nothing.
-      logit_cap: Squeezes the logits into ±logit_cap.
-      interpret: Runs the kernel step by step on any device, for tests.
+      mask: Mask of the (query, key) pairs that may attend, without a prefix; None for all pairs.
+      scale: Factor of the products of queries and keys.
+      sinks: `[heads]`, a logit per head that takes probability and adds no value.
+      logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
+      interpret: True to run the kernel in interpret mode on any device, for tests.
 
     Returns:
       `[batch, queries, heads, value_dim]` in the dtype of `value`; 0 for a query that sees no key.
     """
     value_dim = value.shape[-1]
-    # Larger blocks would not fit the registers of a program; exact products of float32 blocks are
-    # unrolled, and take minutes to compile.
+    # Larger blocks do not fit the registers of a program, and exact products of float32 blocks are
+    # unrolled, which takes minutes to compile.
     is_small = max(query.shape[-1], value_dim) <= 128 and query.dtype != jnp.float32
     limit = 64 if is_small else 32
-    form = _Form(
+    options = _KernelOptions(
         scale=scale,
         causal=mask is not None and mask.causal,
         window=None if mask is None else mask.window,
@@ -92,69 +93,71 @@ def flash_attention_gpu(
         block_keys=_block_size(key.shape[1], limit),
         interpret=interpret,
     )
-    marks = _Marks()
+    arrays = _MaskArrays()
     if mask is not None:
-        if form.causal or form.window is not None:
-            marks = marks._replace(
+        if options.causal or options.window is not None:
+            arrays = arrays._replace(
                 query_positions=mask.query_positions, key_positions=mask.key_positions
             )
-        marks = marks._replace(query_segments=mask.query_segments, key_segments=mask.key_segments)
+        arrays = arrays._replace(query_segments=mask.query_segments, key_segments=mask.key_segments)
         batch = query.shape[0]
-        marks = _Marks(*(None if m is None else _with_rows(m, batch) for m in marks))
+        arrays = _MaskArrays(*(None if m is None else _broadcast_rows(m, batch) for m in arrays))
     query, key, value = (_pad_heads(x) for x in (query, key, value))
-    return _flash(form, query, key, value, sinks, marks)[..., :value_dim]
+    return _flash(options, query, key, value, sinks, arrays)[..., :value_dim]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(form: _Form, query: Any, key: Any, value: Any, sinks: Any, marks: _Marks) -> jax.Array:
-    return _forward(form, query, key, value, sinks, marks)[0]
+def _flash(
+    options: _KernelOptions, query: Any, key: Any, value: Any, sinks: Any, arrays: _MaskArrays
+) -> jax.Array:
+    return _forward(options, query, key, value, sinks, arrays)[0]
 
 
 def _flash_forward(
-    form: _Form, query: Any, key: Any, value: Any, sinks: Any, marks: _Marks
+    options: _KernelOptions, query: Any, key: Any, value: Any, sinks: Any, arrays: _MaskArrays
 ) -> tuple[jax.Array, Any]:
-    out, log_sum = _forward(form, query, key, value, sinks, marks)
-    return out, (query, key, value, sinks, marks, out, log_sum)
+    out, log_sum = _forward(options, query, key, value, sinks, arrays)
+    return out, (query, key, value, sinks, arrays, out, log_sum)
 
 
-def _flash_backward(form: _Form, kept: Any, out_gradient: jax.Array) -> Any:
-    query, key, value, sinks, marks, out, log_sum = kept
+def _flash_backward(options: _KernelOptions, residuals: Any, out_gradient: jax.Array) -> Any:
+    query, key, value, sinks, arrays, out, log_sum = residuals
     products = out.astype(jnp.float32) * out_gradient.astype(jnp.float32)
-    # What the softmax takes from each of a query's gradients, [batch, heads, queries].
+    # The softmax subtracts this number from each of a query's gradients, [batch, heads, queries].
     common = jnp.swapaxes(products.sum(axis=-1), 1, 2)
-    inputs = (query, key, value, out_gradient, log_sum, common, marks)
-    query_gradient = _query_gradient(form, *inputs)
-    key_gradient, value_gradient = _key_gradients(form, *inputs)
+    inputs = (query, key, value, out_gradient, log_sum, common, arrays)
+    query_gradient = _query_gradient(options, *inputs)
+    key_gradient, value_gradient = _key_gradients(options, *inputs)
     sinks_gradient = None
     if sinks is not None:
         weight = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - log_sum)
         sinks_gradient = -(weight * common).sum(axis=(0, 2)).astype(sinks.dtype)
-    return query_gradient, key_gradient, value_gradient, sinks_gradient, _Marks()
+    return query_gradient, key_gradient, value_gradient, sinks_gradient, _MaskArrays()
 
 
 _flash.defvjp(_flash_forward, _flash_backward)
 
 
 def _forward(
-    form: _Form, query: Any, key: Any, value: Any, sinks: Any, marks: _Marks
+    options: _KernelOptions, query: Any, key: Any, value: Any, sinks: Any, arrays: _MaskArrays
 ) -> tuple[jax.Array, jax.Array]:
-    """Outputs and the log-sum-exp of each query's logits, float32 `[batch, heads, queries]`."""
+    """Return (outputs, log-sum-exp of each query's logits, float32 `[batch, heads, queries]`)."""
     batch, queries, heads, head_dim = query.shape
     keys, kv_heads, value_dim = value.shape[1:]
-    group, block = heads // kv_heads, form.block_queries
+    group, block = heads // kv_heads, options.block_queries
     return _call(
         _forward_kernel,
-        form,
+        options,
         grid=(batch, heads, queries // block),
-        inputs=(query, key, value, sinks, marks),
+        inputs=(query, key, value, sinks, arrays),
         in_specs=(
             _block(block, head_dim),
             _row(keys, head_dim, group=group),
             _row(keys, value_dim, group=group),
             None if sinks is None else pl.BlockSpec((1,), lambda b, h, i: (h,)),
-            _mark_rows(marks),
+            _mask_specs(arrays),
         ),
-        out_specs=[_block(block, value_dim), _number_block(block)],
+        out_specs=[_block(block, value_dim), _per_query_block(block)],
         out_shape=[
             jax.ShapeDtypeStruct((batch, queries, heads, value_dim), value.dtype),
             jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32),
@@ -164,17 +167,24 @@ def _forward(
 
 
 def _forward_kernel(
-    form: _Form, query: Any, key: Any, value: Any, sinks: Any, marks: _Marks, out: Any, log_sum: Any
+    options: _KernelOptions,
+    query: Any,
+    key: Any,
+    value: Any,
+    sinks: Any,
+    arrays: _MaskArrays,
+    out: Any,
+    log_sum: Any,
 ) -> None:
-    block, index = form.block_queries, pl.program_id(2)
+    block, index = options.block_queries, pl.program_id(2)
     q, at_queries = query[...], pl.ds(index * block, block)
 
     def step(j: jax.Array, carry: Any) -> Any:
         read, largest, total = carry
-        at_keys = pl.ds(j * form.block_keys, form.block_keys)
-        logits, allowed = _logits(form, q, key[at_keys, :], marks, at_queries, at_keys)
+        at_keys = pl.ds(j * options.block_keys, options.block_keys)
+        logits, allowed = _logits(options, q, key[at_keys, :], arrays, at_queries, at_keys)
         new_largest = jnp.maximum(largest, logits.max(axis=1))
-        weights = _keep(allowed, jnp.exp(logits - new_largest[:, None]))
+        weights = _zero_masked(allowed, jnp.exp(logits - new_largest[:, None]))
         shrink = jnp.exp(largest - new_largest)
         v = value[at_keys, :]
         read = read * shrink[:, None] + _dot(weights.astype(v.dtype), v)
@@ -187,39 +197,39 @@ def _forward_kernel(
         largest = jnp.broadcast_to(sinks[...].astype(jnp.float32), (block,))
         total = jnp.ones((block,), jnp.float32)
     read = jnp.zeros((block, value.shape[-1]), jnp.float32)
-    first, last = _blocks_of_keys(form, index, key.shape[0])
+    first, last = _blocks_of_keys(options, index, key.shape[0])
     read, largest, total = jax.lax.fori_loop(first, last, step, (read, largest, total))
-    total = jnp.where(total == 0.0, 1.0, total)  # sees no key, and has read nothing
+    total = jnp.where(total == 0.0, 1.0, total)  # The query sees no key, and `read` is 0.
     out[...] = (read / total[:, None]).astype(out.dtype)
     log_sum[...] = largest + jnp.log(total)
 
 
 def _query_gradient(
-    form: _Form,
+    options: _KernelOptions,
     query: Any,
     key: Any,
     value: Any,
     out_gradient: Any,
     log_sum: Any,
     common: Any,
-    marks: _Marks,
+    arrays: _MaskArrays,
 ) -> jax.Array:
     batch, queries, heads, head_dim = query.shape
     keys, kv_heads, value_dim = value.shape[1:]
-    group, block = heads // kv_heads, form.block_queries
+    group, block = heads // kv_heads, options.block_queries
     gradient: jax.Array = _call(
         _query_gradient_kernel,
-        form,
+        options,
         grid=(batch, heads, queries // block),
-        inputs=(query, key, value, out_gradient, log_sum, common, marks),
+        inputs=(query, key, value, out_gradient, log_sum, common, arrays),
         in_specs=(
             _block(block, head_dim),
             _row(keys, head_dim, group=group),
             _row(keys, value_dim, group=group),
             _block(block, value_dim),
-            _number_block(block),
-            _number_block(block),
-            _mark_rows(marks),
+            _per_query_block(block),
+            _per_query_block(block),
+            _mask_specs(arrays),
         ),
         out_specs=_block(block, head_dim),
         out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
@@ -229,52 +239,52 @@ def _query_gradient(
 
 
 def _query_gradient_kernel(
-    form: _Form,
+    options: _KernelOptions,
     query: Any,
     key: Any,
     value: Any,
     out_gradient: Any,
     log_sum: Any,
     common: Any,
-    marks: _Marks,
+    arrays: _MaskArrays,
     gradient: Any,
 ) -> None:
-    block, index = form.block_queries, pl.program_id(2)
+    block, index = options.block_queries, pl.program_id(2)
     q, given, at_queries = query[...], out_gradient[...], pl.ds(index * block, block)
     numbers = log_sum[...], common[...]
 
     def step(j: jax.Array, total: jax.Array) -> jax.Array:
-        at_keys = pl.ds(j * form.block_keys, form.block_keys)
+        at_keys = pl.ds(j * options.block_keys, options.block_keys)
         k = key[at_keys, :]
-        logits, allowed = _logits(form, q, k, marks, at_queries, at_keys)
-        _, change = _changes(form, logits, allowed, numbers, given, value[at_keys, :])
+        logits, allowed = _logits(options, q, k, arrays, at_queries, at_keys)
+        _, change = _logit_gradients(options, logits, allowed, numbers, given, value[at_keys, :])
         return total + _dot(change.astype(k.dtype), k)
 
-    first, last = _blocks_of_keys(form, index, key.shape[0])
+    first, last = _blocks_of_keys(options, index, key.shape[0])
     total = jax.lax.fori_loop(first, last, step, jnp.zeros(q.shape, jnp.float32))
     gradient[...] = total.astype(gradient.dtype)
 
 
 def _key_gradients(
-    form: _Form,
+    options: _KernelOptions,
     query: Any,
     key: Any,
     value: Any,
     out_gradient: Any,
     log_sum: Any,
     common: Any,
-    marks: _Marks,
+    arrays: _MaskArrays,
 ) -> tuple[jax.Array, jax.Array]:
     batch, queries, heads, head_dim = query.shape
     keys, kv_heads, value_dim = value.shape[1:]
-    group, block = heads // kv_heads, form.block_keys
-    # The query heads of a key head lie side by side: one block holds them all.
+    group, block = heads // kv_heads, options.block_keys
+    # The query heads of a key head are adjacent, so that one block holds them all.
     numbers = pl.BlockSpec((None, group, queries), lambda b, h, j: (b, h, 0))
     return _call(
         _key_gradients_kernel,
-        form,
+        options,
         grid=(batch, kv_heads, keys // block),
-        inputs=(query, key, value, out_gradient, log_sum, common, marks),
+        inputs=(query, key, value, out_gradient, log_sum, common, arrays),
         in_specs=(
             pl.BlockSpec((None, queries, group, head_dim), lambda b, h, j: (b, 0, h, 0)),
             _block(block, head_dim),
@@ -282,7 +292,7 @@ def _key_gradients(
             pl.BlockSpec((None, queries, group, value_dim), lambda b, h, j: (b, 0, h, 0)),
             numbers,
             numbers,
-            _mark_rows(marks),
+            _mask_specs(arrays),
         ),
         out_specs=[_block(block, head_dim), _block(block, value_dim)],
         out_shape=[
@@ -294,29 +304,29 @@ def _key_gradients(
 
 
 def _key_gradients_kernel(
-    form: _Form,
+    options: _KernelOptions,
     query: Any,
     key: Any,
     value: Any,
     out_gradient: Any,
     log_sum: Any,
     common: Any,
-    marks: _Marks,
+    arrays: _MaskArrays,
     key_gradient: Any,
     value_gradient: Any,
 ) -> None:
-    block, index = form.block_keys, pl.program_id(2)
+    block, index = options.block_keys, pl.program_id(2)
     k, v, at_keys = key[...], value[...], pl.ds(index * block, block)
-    first, last = _blocks_of_queries(form, index, query.shape[0])
+    first, last = _blocks_of_queries(options, index, query.shape[0])
 
     def head(g: jax.Array, totals: Any) -> Any:
         def step(i: jax.Array, totals: Any) -> Any:
             key_total, value_total = totals
-            at_queries = pl.ds(i * form.block_queries, form.block_queries)
+            at_queries = pl.ds(i * options.block_queries, options.block_queries)
             q, given = query[at_queries, g, :], out_gradient[at_queries, g, :]
-            logits, allowed = _logits(form, q, k, marks, at_queries, at_keys)
+            logits, allowed = _logits(options, q, k, arrays, at_queries, at_keys)
             numbers = log_sum[g, at_queries], common[g, at_queries]
-            weights, change = _changes(form, logits, allowed, numbers, given, v)
+            weights, change = _logit_gradients(options, logits, allowed, numbers, given, v)
             key_total += _dot(change.astype(q.dtype).T, q)
             return key_total, value_total + _dot(weights.astype(given.dtype).T, given)
 
@@ -329,76 +339,76 @@ def _key_gradients_kernel(
 
 
 def _logits(
-    form: _Form, q: Any, k: Any, marks: _Marks, at_queries: Any, at_keys: Any
+    options: _KernelOptions, q: Any, k: Any, arrays: _MaskArrays, at_queries: Any, at_keys: Any
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Float32 logits of a block, and which of its pairs the mask allows (None for all)."""
-    logits = _dot(q, k.T) * form.scale
-    if form.logit_cap is not None:
-        logits = form.logit_cap * jnp.tanh(logits / form.logit_cap)
+    """Return (float32 logits of a block, mask of its allowed pairs or None for all)."""
+    logits = _dot(q, k.T) * options.scale
+    if options.logit_cap is not None:
+        logits = options.logit_cap * jnp.tanh(logits / options.logit_cap)
     conditions = []
-    if marks.query_positions is not None:
-        queries = marks.query_positions[at_queries][:, None]
-        keys = marks.key_positions[at_keys][None, :]
-        if form.causal:
+    if arrays.query_positions is not None:
+        queries = arrays.query_positions[at_queries][:, None]
+        keys = arrays.key_positions[at_keys][None, :]
+        if options.causal:
             conditions.append(keys <= queries)
-        if form.window is not None:
-            conditions.append(queries - keys < form.window)
-            conditions.append(keys - queries < form.window)
-    if marks.query_segments is not None:
-        segments = marks.query_segments[at_queries][:, None]
-        conditions.append(segments == marks.key_segments[at_keys][None, :])
+        if options.window is not None:
+            conditions.append(queries - keys < options.window)
+            conditions.append(keys - queries < options.window)
+    if arrays.query_segments is not None:
+        segments = arrays.query_segments[at_queries][:, None]
+        conditions.append(segments == arrays.key_segments[at_keys][None, :])
     if not conditions:
         return logits, None
     allowed = functools.reduce(jnp.logical_and, conditions)
     return jnp.where(allowed, logits, MASKED_LOGIT), allowed
 
 
-def _changes(
-    form: _Form, logits: Any, allowed: Any, numbers: tuple[Any, Any], given: Any, v: Any
+def _logit_gradients(
+    options: _KernelOptions, logits: Any, allowed: Any, numbers: tuple[Any, Any], given: Any, v: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Probabilities of a block, and the gradients of its products of queries and keys."""
+    """Return (probabilities of a block, gradients of its products of queries and keys)."""
     log_sum, common = numbers
-    weights = _keep(allowed, jnp.exp(logits - log_sum[:, None]))
-    change = weights * (_dot(given, v.T) - common[:, None]) * form.scale
-    if form.logit_cap is not None:
-        # A masked logit is far outside the cap, and its weight is 0.
-        slope = 1.0 - jnp.square(logits / form.logit_cap)
-        change = _keep(allowed, change * slope)
+    weights = _zero_masked(allowed, jnp.exp(logits - log_sum[:, None]))
+    change = weights * (_dot(given, v.T) - common[:, None]) * options.scale
+    if options.logit_cap is not None:
+        # The weight of a masked logit, which is far outside the cap, is 0.
+        slope = 1.0 - jnp.square(logits / options.logit_cap)
+        change = _zero_masked(allowed, change * slope)
     return weights, change
 
 
-def _keep(allowed: jax.Array | None, x: jax.Array) -> jax.Array:
-    # A row whose keys are all hidden has exp(0), not 0, in every place.
+def _zero_masked(allowed: jax.Array | None, x: jax.Array) -> jax.Array:
+    # A fully masked row holds exp(0) everywhere.
     return x if allowed is None else jnp.where(allowed, x, 0.0)
 
 
-def _blocks_of_keys(form: _Form, index: Any, num_keys: int) -> tuple[Any, Any]:
-    """First and last (exclusive) block of keys that a block of queries may see."""
+def _blocks_of_keys(options: _KernelOptions, index: Any, num_keys: int) -> tuple[Any, Any]:
+    """Return the first and last (exclusive) block of keys that a block of queries may see."""
     first: Any = 0
-    last: Any = num_keys // form.block_keys
-    if not form.in_row_order:
+    last: Any = num_keys // options.block_keys
+    if not options.in_row_order:
         return first, last
-    start, end = index * form.block_queries, (index + 1) * form.block_queries
-    ahead = 0 if form.causal else None if form.window is None else form.window - 1
+    start, end = index * options.block_queries, (index + 1) * options.block_queries
+    ahead = 0 if options.causal else None if options.window is None else options.window - 1
     if ahead is not None:
-        last = jnp.minimum(last, _divide_up(end + ahead, form.block_keys))
-    if form.window is not None:
-        first = jax.lax.div(jnp.maximum(start - form.window + 1, 0), form.block_keys)
+        last = jnp.minimum(last, _divide_up(end + ahead, options.block_keys))
+    if options.window is not None:
+        first = jax.lax.div(jnp.maximum(start - options.window + 1, 0), options.block_keys)
     return first, last
 
 
-def _blocks_of_queries(form: _Form, index: Any, num_queries: int) -> tuple[Any, Any]:
-    """First and last (exclusive) block of queries that may see a block of keys."""
+def _blocks_of_queries(options: _KernelOptions, index: Any, num_queries: int) -> tuple[Any, Any]:
+    """Return the first and last (exclusive) block of queries that may see a block of keys."""
     first: Any = 0
-    last: Any = num_queries // form.block_queries
-    if not form.in_row_order:
+    last: Any = num_queries // options.block_queries
+    if not options.in_row_order:
         return first, last
-    start, end = index * form.block_keys, (index + 1) * form.block_keys
-    behind = 0 if form.causal else None if form.window is None else form.window - 1
+    start, end = index * options.block_keys, (index + 1) * options.block_keys
+    behind = 0 if options.causal else None if options.window is None else options.window - 1
     if behind is not None:
-        first = jax.lax.div(jnp.maximum(start - behind, 0), form.block_queries)
-    if form.window is not None:
-        last = jnp.minimum(last, _divide_up(end + form.window - 1, form.block_queries))
+        first = jax.lax.div(jnp.maximum(start - behind, 0), options.block_queries)
+    if options.window is not None:
+        last = jnp.minimum(last, _divide_up(end + options.window - 1, options.block_queries))
     return first, last
 
 
@@ -407,24 +417,26 @@ def _divide_up(a: Any, b: int) -> Any:
 
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Product of two blocks in float32; float32 blocks are not cut down to TensorFloat-32."""
+    """Return the float32 product of two blocks, without TensorFloat-32 for float32 blocks."""
     return triton.dot(a, b, precision=jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None)
 
 
-def _call(kernel: Any, form: _Form, *, inputs: Any, multiply_adds: int, **options: Any) -> Any:
-    # Of attention without a mask, as for array code: what is masked is left to who counts.
+def _call(
+    kernel: Any, options: _KernelOptions, *, inputs: Any, multiply_adds: int, **call: Any
+) -> Any:
+    # The cost of attention without a mask, as for array code. Callers account for the mask.
     cost = pl.CostEstimate(
         flops=2 * multiply_adds,
         transcendentals=multiply_adds // inputs[0].shape[-1],
         bytes_accessed=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(inputs)),
     )
     return pl.pallas_call(
-        functools.partial(kernel, form),
+        functools.partial(kernel, options),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
-        interpret=form.interpret,
+        interpret=options.interpret,
         cost_estimate=cost,
         name=kernel.__name__.strip("_"),
-        **options,
+        **call,
     )(*inputs)
 
 
@@ -438,14 +450,14 @@ def _row(length: int, dims: int, *, group: int) -> pl.BlockSpec:
     )
 
 
-def _number_block(length: int) -> pl.BlockSpec:
-    """Of what is one number per query, `[batch, heads, queries]`."""
+def _per_query_block(length: int) -> pl.BlockSpec:
+    """Return the spec of an array with one number per query, `[batch, heads, queries]`."""
     return pl.BlockSpec((None, None, length), lambda b, h, i: (b, h, i))
 
 
-def _mark_rows(marks: _Marks) -> _Marks:
+def _mask_specs(arrays: _MaskArrays) -> _MaskArrays:
     return jax.tree.map(
-        lambda mark: pl.BlockSpec((None, mark.shape[1]), lambda b, h, i: (b, 0)), marks
+        lambda array: pl.BlockSpec((None, array.shape[1]), lambda b, h, i: (b, 0)), arrays
     )
 
 
@@ -454,10 +466,10 @@ def _block_size(length: int, limit: int) -> int:
 
 
 def _pad_heads(x: jax.Array) -> jax.Array:
-    """Heads of a power of two and at least 16, as Triton's blocks must be; zeros change nothing."""
+    """Pad heads with zeros to a power of two of at least 16, as Triton's blocks require."""
     size = x.shape[-1]
     return jnp.pad(x, [(0, 0)] * 3 + [(0, max(16, pl.next_power_of_2(size)) - size)])
 
 
-def _with_rows(mark: jax.Array, batch: int) -> jax.Array:
-    return jnp.broadcast_to(mark.astype(jnp.int32), (batch, mark.shape[1]))
+def _broadcast_rows(array: jax.Array, batch: int) -> jax.Array:
+    return jnp.broadcast_to(array.astype(jnp.int32), (batch, array.shape[1]))

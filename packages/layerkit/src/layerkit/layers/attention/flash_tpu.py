@@ -1,8 +1,7 @@
-"""Attention as one fused kernel on TPUs: JAX's splash attention, with our conventions around it.
+"""Attention as one fused kernel on TPUs: an adapter of JAX's splash attention.
 
-Splash attention is the flash attention that JAX keeps for TPUs, written in Pallas; it leaves out
-blocks that a static mask hides and has kernels for the backward pass. It takes positions to be the
-order of the row.
+Splash attention is JAX's flash attention for TPUs, written in Pallas. It skips the blocks that a
+static mask hides and has kernels for the backward pass. It assumes positions in row order.
 """
 
 from __future__ import annotations
@@ -34,19 +33,22 @@ def flash_attention_tpu(
     interpret: bool = False,
     kernel: splash.SplashAttentionKernel | None = None,
 ) -> jax.Array:
-    """See `layerkit.layers.attention.dot_product.dot_product_attention`.
+    """Compute attention by the TPU kernel.
+
+    See `layerkit.layers.attention.dot_product.dot_product_attention`.
 
     Args:
       query: `[batch, queries, heads, head_dim]`, queries a multiple of 128.
       key: `[batch, keys, kv_heads, head_dim]`, keys a multiple of 128.
       value: `[batch, keys, kv_heads, value_dim]`.
-      mask: Which query may attend which key, in the order of the row; None for all.
-      scale: Multiplies the products of queries and keys; by way of the queries, which in bfloat16
-        are rounded once more unless it is a power of two.
-      sinks: `[heads]`, a logit per head that takes probability and gives nothing.
-      logit_cap: Squeezes the logits into ±logit_cap.
-      interpret: Runs the kernel step by step on any device, for tests.
-      kernel: This device's part of a `splash_kernel` whose queries are split over devices.
+      mask: Mask of the (query, key) pairs that may attend, in row order; None for all pairs.
+      scale: Factor of the products of queries and keys. It multiplies the queries, which in
+        bfloat16 are rounded once more unless it is a power of two.
+      sinks: `[heads]`, a logit per head that takes probability and adds no value.
+      logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
+      interpret: True to run the kernel in interpret mode on any device, for tests.
+      kernel: The device's shard of a `splash_kernel` whose queries are split over devices; None
+        to make the kernel here.
 
     Returns:
       `[batch, queries, heads, value_dim]` in the dtype of `value`.
@@ -75,25 +77,25 @@ def splash_kernel(
     *,
     logit_cap: float | None,
     interpret: bool,
-    num_parts: int = 1,
+    num_shards: int = 1,
 ) -> splash.SplashAttentionKernel:
-    """The kernel for a mask: a pytree, of arrays that tell which blocks are visited.
+    """Return the kernel for a mask, a pytree of arrays that list the blocks to visit.
 
     Args:
-      mask: Which query may attend which key, in the order of the row; None for all.
+      mask: Mask of the (query, key) pairs that may attend, in row order; None for all pairs.
       query: `[batch, queries, heads, head_dim]`; only its shape is read.
-      key: `[batch, keys, kv_heads, head_dim]`; likewise.
-      logit_cap: Squeezes the logits into ±logit_cap.
-      interpret: Whether it runs step by step.
-      num_parts: Over how many devices the queries are split; `manual_sharding_spec` of the kernel
-        then tells `jax.shard_map` which arrays are whose.
+      key: `[batch, keys, kv_heads, head_dim]`; only its shape is read.
+      logit_cap: Bound of the logits; None for no bound.
+      interpret: True to run the kernel in interpret mode.
+      num_shards: Number of devices over which the queries are split. `manual_sharding_spec` of the
+        kernel then gives the specs of its arrays for `jax.shard_map`.
     """
     (_, queries, heads, _), keys = query.shape, key.shape[1]
     return splash.make_splash_mha(
         splash_masks.MultiHeadMask([_static_mask(mask, queries, keys)] * heads),
-        block_sizes=_block_sizes(queries // num_parts, keys),
+        block_sizes=_block_sizes(queries // num_shards, keys),
         head_shards=1,
-        q_seq_shards=num_parts,
+        q_seq_shards=num_shards,
         attn_logits_soft_cap=logit_cap,
         interpret=interpret,
     )

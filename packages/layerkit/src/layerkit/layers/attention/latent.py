@@ -1,18 +1,17 @@
-"""MultiHeadLatentAttention: keys and values from one small latent per token.
+"""Multi-head latent attention: keys and values from one small latent per token.
 
 DeepSeek-V2 (2024, arXiv:2405.04434). A token's hidden state is compressed to a latent, from which
-the keys and values of all heads are expanded; queries may go through a latent as well. Positions
-cannot be turned into keys that have yet to be expanded, so a part of its own carries them, one for
-all heads:
+the keys and values of all heads are expanded; queries may have a latent as well. Keys that are not
+yet expanded cannot be rotated, so a separate part of the key, shared by all heads, is rotated:
 
     latent = norm(x·w_down)                  rotary_key = rotate(x·w_rotary)
     key_h  = [latent·w_key_h, rotary_key]    value_h    = latent·w_value_h
-    query_h = [plain_h, rotate(turned_h)]
+    query_h = [plain_h, rotate(rotary_h)]
 
-The cache holds latent and rotary key, a few hundred numbers per token rather than two vectors per
-head. `extend_step` does not expand it either. As query·(latent·w) = (query·wᵀ)·latent, w_key is
-folded into the queries and w_value into the outputs, and what remains is attention in which all
-heads read one key, the latent with its rotary key.
+The cache holds latent and rotary key, a few hundred numbers per token instead of two vectors per
+head, and `extend_step` does not expand it. Since query·(latent·w) = (query·wᵀ)·latent, w_key is
+folded into the queries and w_value into the outputs: all heads attend to a single key per token,
+the latent with its rotary key.
 """
 
 from __future__ import annotations
@@ -27,11 +26,7 @@ from layerkit.base_layer import BaseLayer
 from layerkit.checks import check_sizes
 from layerkit.config import sub_config_field
 from layerkit.field_checks import Conditions
-from layerkit.layers.attention.base_attention import (
-    attend,
-    check_attention_options,
-    check_window,
-)
+from layerkit.layers.attention.base_attention import attend, check_attention_options
 from layerkit.layers.attention.cache import check_time_step, extend_cache, write_cache
 from layerkit.layers.attention.projections import HeadProjection, OutputProjection
 from layerkit.layers.linears import Bias, Linear
@@ -46,39 +41,40 @@ _LATENT_AXES = ("batch", "length", None)
 
 
 class MultiHeadLatentAttention(BaseLayer):
-    """Self-attention with a compressed cache; see the top of this file.
+    """Self-attention with a cache of latents; see the module docstring.
 
     Attributes:
       input_dims: Size of the model dimension.
-      num_heads: Heads.
+      num_heads: Number of heads.
       latent_dims: Size of the latent of keys and values (`kv_lora_rank` in DeepSeek's code).
-      query_latent_dims: Size of the latent of queries (`q_lora_rank`); None for queries straight
+      query_latent_dims: Size of the latent of queries (`q_lora_rank`); None to project queries
         from the inputs (DeepSeek-V2-Lite).
-      plain_dim_per_head: Coordinates of a query and a key that know no position
+      plain_dim_per_head: Number of coordinates of a query and a key that are not rotated
         (`qk_nope_head_dim`).
-      rotary_dim_per_head: Those that are turned (`qk_rope_head_dim`).
+      rotary_dim_per_head: Number of coordinates that are rotated (`qk_rope_head_dim`).
       value_dim_per_head: Size of a value (`v_head_dim`).
-      use_bias: Adds a bias in the projections into latents and in the one out.
-      rotary_tpl: Turns queries and keys; its default pairs neighbours, as DeepSeek does.
-      norm_tpl: Of both latents.
-      logit_scale: Of the products of queries and keys; None for
-        1/√(plain_dim_per_head + rotary_dim_per_head). Where DeepSeek scales positions by YaRN, it
-        multiplies this by the square of `yarn_magnitude(factor, mscale_all_dim)`.
-      logit_cap: Squeezes logits into ±logit_cap by tanh; None leaves them alone.
-      window: A query sees itself and the window - 1 positions before it; None for all.
-      dropout_rate: Of the attention probabilities, in training.
-      zero_fully_masked_rows: A query that may attend nothing reads exactly 0 instead of a mean.
+      use_bias: Adds a bias in the projections to latents and in the output projection.
+      rotary_tpl: Rotation of queries and keys; its default pairs neighbours, as in DeepSeek.
+      norm_tpl: Norm of both latents.
+      logit_scale: Factor of the products of queries and keys; None for
+        1/√(plain_dim_per_head + rotary_dim_per_head). DeepSeek models with YaRN multiply it by the
+        square of `yarn_magnitude(factor, mscale_all_dim)`.
+      logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
+      window: Number of positions that a query sees, itself and those before it; None for all.
+      dropout_rate: Dropout rate of the attention probabilities in training.
+      zero_fully_masked_rows: True for an output of exactly 0, instead of a mean, where a query may
+        attend no key.
       backend: Name of the implementation of `fprop`; see `layerkit.layers.attention.backends`.
         Cached steps always run on `xla`.
-      context_parallel: How whole rows that are split over devices are attended, `all_gather` or
-        `ring`; see `layerkit.layers.attention.context_parallel`.
-      down_tpl: Projections into latents, and into the rotary key.
-      up_tpl: Projections from latents, or inputs, into heads.
-      bias_tpl: Bias of the projections into latents.
-      output_tpl: Projection out of heads.
+      context_parallel: `all_gather` or `ring`, for whole rows that are split over devices; see
+        `layerkit.layers.attention.context_parallel`.
+      down_tpl: Projections to latents, and to the rotary key.
+      up_tpl: Projections from latents, or inputs, to heads.
+      bias_tpl: Bias of the projections to latents.
+      output_tpl: Projection of the heads to the output.
 
     Raises:
-      ValueError: sizes below one, numbers out of range, an unknown backend.
+      ConfigError: sizes below one, numbers out of range, an unknown backend.
     """
 
     used_only_if: ClassVar[Conditions] = {"bias_tpl": "use_bias"}
@@ -106,6 +102,7 @@ class MultiHeadLatentAttention(BaseLayer):
     output_tpl: Any = sub_config_field(OutputProjection.HParams)
 
     def setup(self) -> None:
+        """Check the fields and create the children."""
         self._check_fields()
         query_dims = self.input_dims
         if self.query_latent_dims is not None:
@@ -141,11 +138,11 @@ class MultiHeadLatentAttention(BaseLayer):
         positions: jax.Array,
         bias: jax.Array | None = None,
     ) -> jax.Array:
-        """Attention within whole rows.
+        """Compute attention within whole rows.
 
         Args:
           x: `[batch, length, input_dims]`.
-          mask: Which position may attend which.
+          mask: Mask of the pairs of positions that may attend.
           positions: int32 `[batch, length]`, for the rotation.
           bias: float32 `[batch or 1, heads or 1, length, length]`, added to the logits.
 
@@ -153,8 +150,8 @@ class MultiHeadLatentAttention(BaseLayer):
           `[batch, length, input_dims]` in the compute dtype.
 
         Raises:
-          ValueError: shapes that do not fit.
-          BackendRefusal: the backend cannot do this.
+          ConfigError: shapes that do not fit.
+          UnsupportedBackendError: the backend does not support this attention.
         """
         query = jnp.concatenate(self._queries(x, positions), axis=-1)
         key, value = self._expand(*self._compress(x, positions))
@@ -163,16 +160,16 @@ class MultiHeadLatentAttention(BaseLayer):
             for heads, name in ((query, "query"), (key, "key"), (value, "value"))
         )
         mask = mask.within(self.window)
-        return self._out(self._attend(query, key, value, mask, bias, cached=False))
+        return self._project_out(self._attend(query, key, value, mask, bias, cached=False))
 
     def init_cache(self, batch_size: int, max_length: int) -> None:
-        """Creates an empty cache.
+        """Create an empty cache.
 
         `latent` `[batch, max_length, latent_dims]` and `rotary_key` `[batch, max_length,
-        rotary_dim_per_head]` lie in the collection `CACHE`, in the compute dtype.
+        rotary_dim_per_head]` are in the collection `CACHE`, in the compute dtype.
 
         Raises:
-          ValueError: sizes below one, or a caller who did not make the collection mutable.
+          ConfigError: sizes below one, or the collection is not mutable.
         """
         check_sizes(self, batch_size=batch_size, max_length=max_length)
         for name, dims in (("latent", self.latent_dims), ("rotary_key", self.rotary_dim_per_head)):
@@ -188,27 +185,26 @@ class MultiHeadLatentAttention(BaseLayer):
         bias: jax.Array | None = None,
         prefix_lengths: jax.Array | None = None,
     ) -> jax.Array:
-        """Attention of the next tokens to everything before them and themselves.
+        """Compute attention of the next tokens to all tokens before them and themselves.
 
-        See `MultiHeadAttention.extend_step`. Where `up_tpl` multiplies in a way of its own (a
-        `dot_tpl`, such as LoRA) or adds a bias, nothing can be folded, and each step expands the
-        cached latents.
+        See `MultiHeadAttention.extend_step`. If `up_tpl` has a `dot_tpl`, such as LoRA, or a bias,
+        weights cannot be folded, and each step expands the cached latents.
 
         Args:
           x: `[batch, t, input_dims]`, of a prompt or of one new token per row.
-          time_step: int32 scalar, how many tokens the cache holds.
+          time_step: int32 scalar, the number of tokens in the cache.
           positions: int32 `[batch, t]`, for the rotation.
           bias: float32 `[batch or 1, heads or 1, t, max_length]`, added to the logits.
-          prefix_lengths: int32 `[batch]`, how many tokens from the first on see one another, in a
-            prefix language model; the first step must bring them all. None for none.
+          prefix_lengths: int32 `[batch]`, the number of first tokens that see one another, in a
+            prefix language model. The first step must contain all of them. None for no prefix.
 
         Returns:
-          `[batch, t, input_dims]` in the compute dtype; NaN when time_step + t is more than the
-          cache holds, which only the running program knows.
+          `[batch, t, input_dims]` in the compute dtype; NaN if time_step + t exceeds the length of
+          the cache, since the time step is known at run time only.
 
         Raises:
-          ValueError: no cache, one for other sizes, a time step per row, or a caller who did not
-            make the collection mutable.
+          ConfigError: the cache is missing, has other sizes or is not mutable, or a time step is
+            given per row.
         """
         check_time_step(self, time_step)
         latent, rotary_key = (
@@ -222,38 +218,38 @@ class MultiHeadLatentAttention(BaseLayer):
             batch, num_tokens, max_length, time_step=time_step, prefix_lengths=prefix_lengths
         )
         mask = mask.within(self.window)
-        plain, turned = self._queries(x, positions)
+        plain, rotated = self._queries(x, positions)
         if all(up.dot_tpl is None and not up.use_bias for up in (self.key, self.value)):
-            query = jnp.concatenate([self._fold_key(plain), turned], axis=-1)
+            query = jnp.concatenate([self._fold_key(plain), rotated], axis=-1)
             key = jnp.concatenate([latent, rotary_key], axis=-1)[:, :, None]
             read = self._attend(query, key, latent[:, :, None], mask, bias, cached=True)
             read = self._fold_value(read)
         else:
-            query = jnp.concatenate([plain, turned], axis=-1)
+            query = jnp.concatenate([plain, rotated], axis=-1)
             key, value = self._expand(latent, rotary_key)
             read = self._attend(query, key, value, mask, bias, cached=True)
-        return jnp.where(time_step + num_tokens <= max_length, self._out(read), jnp.nan)
+        return jnp.where(time_step + num_tokens <= max_length, self._project_out(read), jnp.nan)
 
     @nn.nowrap
     def _queries(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """`[batch, length, heads, plain]` and, turned, `[batch, length, heads, rotary]`."""
+        """Return queries `[batch, length, heads, plain]` and rotated `[…, heads, rotary]`."""
         x = self.cast(x)
         if self.query_latent_dims is not None:
-            x = self.query_norm(self._down("query_down", x))
-        plain, turned = jnp.split(self.query(x), [self.plain_dim_per_head], axis=-1)
-        return plain, self.rotary(turned, positions)
+            x = self.query_norm(self._project_down("query_down", x))
+        plain, rotated = jnp.split(self.query(x), [self.plain_dim_per_head], axis=-1)
+        return plain, self.rotary(rotated, positions)
 
     @nn.nowrap
     def _compress(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What the cache holds: `[batch, length, latent]` and `[batch, length, rotary]`."""
+        """Return the values of the cache, `[batch, length, latent]`, `[batch, length, rotary]`."""
         x = self.cast(x)
-        latent = self.latent_norm(self._down("latent_down", x))
-        rotary_key = self._down("rotary_key", x)[:, :, None]
+        latent = self.latent_norm(self._project_down("latent_down", x))
+        rotary_key = self._project_down("rotary_key", x)[:, :, None]
         return latent, self.rotary(rotary_key, positions)[:, :, 0]
 
     @nn.nowrap
     def _expand(self, latent: jax.Array, rotary_key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keys `[batch, keys, heads, plain + rotary]` and values `[batch, keys, heads, value]`."""
+        """Return keys `[batch, keys, heads, plain + rotary]` and values `[…, heads, value]`."""
         plain = self.key(latent)
         shared = rotary_key[:, :, None]
         shared = jnp.broadcast_to(shared, (*plain.shape[:-1], shared.shape[-1]))
@@ -261,13 +257,13 @@ class MultiHeadLatentAttention(BaseLayer):
 
     @nn.nowrap
     def _fold_key(self, plain: jax.Array) -> jax.Array:
-        """Queries `[batch, t, heads, plain]` → `[batch, t, heads, latent]`, as the latent's."""
+        """Map queries `[batch, t, heads, plain]` to queries of latents `[…, heads, latent]`."""
         folded = jnp.einsum("btnh,lnh->btnl", plain, self.key.theta.w)
         return self.constrain(folded, "batch", "length", "act_heads", None)
 
     @nn.nowrap
     def _fold_value(self, read: jax.Array) -> jax.Array:
-        """What was read of latents, `[batch, t, heads, latent]` → `[batch, t, heads, value]`."""
+        """Map outputs of attention `[batch, t, heads, latent]` to `[batch, t, heads, value]`."""
         return jnp.einsum("btnl,lnv->btnv", read, self.value.theta.w)
 
     @nn.nowrap
@@ -281,14 +277,14 @@ class MultiHeadLatentAttention(BaseLayer):
         *,
         cached: bool,
     ) -> jax.Array:
-        # The scale is that of expanded heads, whatever is folded.
+        # The scale is that of expanded heads, also if weights are folded.
         head_dim = self.plain_dim_per_head + self.rotary_dim_per_head
         return attend(
             self, query, key, value, mask=mask, bias=bias, head_dim=head_dim, cached=cached
         )
 
     @nn.nowrap
-    def _out(self, read: jax.Array) -> jax.Array:
+    def _project_out(self, read: jax.Array) -> jax.Array:
         read = self.constrain(read, "batch", "length", "act_heads", "head_dim")
         out: jax.Array = self.output(read)
         return out
@@ -300,7 +296,7 @@ class MultiHeadLatentAttention(BaseLayer):
             self.create_child(f"{name}_bias", self.bias_tpl, dims=dims, axes=(None,))
 
     @nn.nowrap
-    def _down(self, name: str, x: jax.Array) -> jax.Array:
+    def _project_down(self, name: str, x: jax.Array) -> jax.Array:
         low: jax.Array = getattr(self, name)(x)
         return getattr(self, f"{name}_bias")(low) if self.use_bias else low
 
@@ -314,8 +310,7 @@ class MultiHeadLatentAttention(BaseLayer):
             plain_dim_per_head=self.plain_dim_per_head,
             rotary_dim_per_head=self.rotary_dim_per_head,
             value_dim_per_head=self.value_dim_per_head,
+            query_latent_dims=self.query_latent_dims,
+            window=self.window,
         )
-        if self.query_latent_dims is not None:
-            check_sizes(self, query_latent_dims=self.query_latent_dims)
-        check_window(self, self.window)
         check_attention_options(self)

@@ -1,12 +1,12 @@
-"""MultiHeadAttention: self-attention over whole rows, or of the next tokens with a cache.
+"""Multi-head self-attention over whole rows, or of the next tokens with a cache.
 
-One order for both ways of running it:
+The order of operations, with at most one of the norms, is:
 
     project → norm → rotate → norm → scale → logits → bias → cap → mask → softmax → values → project
 
-where there is at most one of the norms. `fprop` sees whole rows. `extend_step` sees only the newest
-tokens of a row, and keeps the rotated keys and the values of all tokens in a cache. They differ in
-where keys, values and mask come from, and share everything else.
+`fprop` processes whole rows. `extend_step` processes the newest tokens of a row and keeps the
+rotated keys and the values of all tokens in a cache. They differ only in the source of keys, values
+and mask.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flax import linen as nn
 from layerkit.checks import check_sizes
 from layerkit.config import sub_config_field
 from layerkit.field_checks import Conditions
-from layerkit.layers.attention.base_attention import BaseAttention, check_window
+from layerkit.layers.attention.base_attention import BaseAttention
 from layerkit.layers.attention.biases import add_relative_bias
 from layerkit.layers.attention.cache import check_time_step, extend_cache, write_cache
 from layerkit.layers.attention.combined import CombinedProjection
@@ -32,22 +32,23 @@ from layerkit.layers.remat import name_activation
 class MultiHeadAttention(BaseAttention):
     """Self-attention with several heads (Vaswani et al., 2017), or groups of them that share keys.
 
+    The other fields are those of `BaseAttention`.
+
     Attributes:
-      rotary_tpl: Turns queries and keys by their positions; None where these are told otherwise.
-      qk_norm_before_rotary: Where `qk_norm_tpl` acts: before the rotation (Qwen 3, Gemma 3, OLMo 2)
-        or after it (Praxis).
-      window: A query sees itself and the window - 1 positions before it, and as many after it if
-        the mask is not causal; None for all that the mask allows. Layers that see near and far are
-        a pattern of the stack.
-      relative_bias_tpl: Adds a bias of this layer's own that depends on the distance of query and
-        key, such as `RelativeBias` or `Alibi`; None for no bias, or one that a stack hands in.
-      combined_qkv: Queries, keys and values come from one product and one weight, child `qkv`,
-        instead of children `query`, `key` and `value`; split over devices by key heads.
+      rotary_tpl: Rotation of queries and keys by their positions; None for no rotation.
+      qk_norm_before_rotary: True to apply `qk_norm_tpl` before the rotation (Qwen 3, Gemma 3,
+        OLMo 2), False to apply it after the rotation (Praxis).
+      window: Number of positions that a query sees: itself, those before it and, unless the mask
+        is causal, as many after it; None for all that the mask allows. A stack alternates layers
+        with different windows by its pattern.
+      relative_bias_tpl: Bias of this layer that depends on the distance of query and key, such as
+        `RelativeBias` or `Alibi`; None for no bias, or for one that the stack passes in.
+      combined_qkv: Computes queries, keys and values by one product and one weight, child `qkv`,
+        instead of the children `query`, `key` and `value`. It is split over devices by key heads.
       qkv_tpl: The combined projection.
-      Others: see `BaseAttention`.
 
     Raises:
-      ValueError: sizes that do not divide, numbers out of range, unknown names.
+      ConfigError: sizes that do not divide, numbers out of range, unknown names.
     """
 
     used_only_if: ClassVar[Conditions] = {
@@ -66,6 +67,7 @@ class MultiHeadAttention(BaseAttention):
     qkv_tpl: Any = sub_config_field(CombinedProjection.HParams)
 
     def setup(self) -> None:
+        """Check the fields and create weights and children."""
         kv_heads, head_dim = self._head_sizes()
         self._check_options()
         if self.combined_qkv:
@@ -80,7 +82,7 @@ class MultiHeadAttention(BaseAttention):
             )
         else:
             self._create_query_key_value(self.input_dims)
-        self._create_what_attends()
+        self._create_attention_parts()
         if self.rotary_tpl is not None:
             self.create_child("rotary", self.rotary_tpl, dims=head_dim)
         if self.relative_bias_tpl is not None:
@@ -94,12 +96,12 @@ class MultiHeadAttention(BaseAttention):
         positions: jax.Array,
         bias: jax.Array | None = None,
     ) -> jax.Array:
-        """Attention within whole rows.
+        """Compute attention within whole rows.
 
         Args:
           x: `[batch, length, input_dims]`.
-          mask: Which position may attend which; its positions tell the distances of a relative
-            bias.
+          mask: Mask of the pairs of positions that may attend. Its positions define the distances
+            of a relative bias.
           positions: int32 `[batch, length]`, for the rotation.
           bias: float32 `[batch or 1, heads or 1, length, length]`, added to the logits.
 
@@ -107,8 +109,8 @@ class MultiHeadAttention(BaseAttention):
           `[batch, length, input_dims]` in the compute dtype.
 
         Raises:
-          ValueError: shapes that do not fit.
-          BackendRefusal: the backend cannot do this.
+          ConfigError: shapes that do not fit.
+          UnsupportedBackendError: the backend does not support this attention.
         """
         query, key, value = self._project(x, positions)
         bias = add_relative_bias(self, bias, *mask.distinct_positions())
@@ -116,12 +118,12 @@ class MultiHeadAttention(BaseAttention):
         return self._attend(query, key, value, mask, bias, cached=False)
 
     def init_cache(self, batch_size: int, max_length: int) -> None:
-        """Creates an empty cache: `key` and `value` `[batch, max_length, kv_heads, head_dim]`.
+        """Create an empty cache: `key` and `value` `[batch, max_length, kv_heads, head_dim]`.
 
-        They lie in the collection `CACHE`, in the compute dtype.
+        They are in the collection `CACHE`, in the compute dtype.
 
         Raises:
-          ValueError: sizes below one, or a caller who did not make the collection mutable.
+          ConfigError: sizes below one, or the collection is not mutable.
         """
         check_sizes(self, batch_size=batch_size, max_length=max_length)
         shape = (batch_size, max_length, *self._head_sizes())
@@ -137,27 +139,27 @@ class MultiHeadAttention(BaseAttention):
         bias: jax.Array | None = None,
         prefix_lengths: jax.Array | None = None,
     ) -> jax.Array:
-        """Attention of the next tokens to everything before them and themselves.
+        """Compute attention of the next tokens to all tokens before them and themselves.
 
-        Token i of `x` takes slot time_step + i of the cache and sees the slots up to its own. Later
-        slots are hidden, so any finite numbers may lie there: rows of unequal prompts can be filled
-        in one go, and the surplus be overwritten one token at a time.
+        Token i of `x` is written to slot time_step + i of the cache and sees the slots up to its
+        own. Later slots are masked and may hold any finite numbers: prompts of unequal length can
+        be written in one step, and their padding overwritten one token at a time.
 
         Args:
           x: `[batch, t, input_dims]`, of a prompt or of one new token per row.
-          time_step: int32 scalar, how many tokens the cache holds.
+          time_step: int32 scalar, the number of tokens in the cache.
           positions: int32 `[batch, t]`, for the rotation.
           bias: float32 `[batch or 1, heads or 1, t, max_length]`, added to the logits.
-          prefix_lengths: int32 `[batch]`, how many tokens from the first on see one another, in a
-            prefix language model; the first step must bring them all. None for none.
+          prefix_lengths: int32 `[batch]`, the number of first tokens that see one another, in a
+            prefix language model. The first step must contain all of them. None for no prefix.
 
         Returns:
-          `[batch, t, input_dims]` in the compute dtype; NaN when time_step + t is more than the
-          cache holds, which only the running program knows.
+          `[batch, t, input_dims]` in the compute dtype; NaN if time_step + t exceeds the length of
+          the cache, since the time step is known at run time only.
 
         Raises:
-          ValueError: no cache, one for other sizes, a time step per row, or a caller who did not
-            make the collection mutable.
+          ConfigError: the cache is missing, has other sizes or is not mutable, or a time step is
+            given per row.
         """
         check_time_step(self, time_step)
         query, *new = self._project(x, positions)
@@ -177,7 +179,7 @@ class MultiHeadAttention(BaseAttention):
     def _project(
         self, x: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values `[batch, length, heads or kv_heads, head_dim]`, turned."""
+        """Return rotated queries and keys, and values, `[batch, length, heads, head_dim]`."""
         tokens, leading = merge_tokens(self, self.cast(x)), x.shape[:-1]
         if self.combined_qkv:
             query, key, value = self.qkv(tokens, leading=leading)
@@ -212,4 +214,4 @@ class MultiHeadAttention(BaseAttention):
     @nn.nowrap
     def _check_options(self) -> None:
         super()._check_options()
-        check_window(self, self.window)
+        check_sizes(self, window=self.window)

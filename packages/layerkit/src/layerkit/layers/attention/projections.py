@@ -1,7 +1,7 @@
-"""The linear maps into and out of heads, with the size of a head as an axis of its own.
+"""Linear projections to and from heads, with separate axes for heads and for the size of a head.
 
-One axis for heads and one for what is in a head let the heads be split over devices by their name,
-and make the fans of the initialiser the true sizes: all heads together, not one.
+With separate axes, heads are split over devices by a logical axis, and the fans of the initialiser
+are those of all heads together.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from layerkit.weights import WeightHParams, WeightInit
 
 
 class HeadProjection(BaseLayer):
-    """Into heads: `[batch, length, input_dims]` → `[batch, length, num_heads, head_dim]`.
+    """A projection of `[batch, length, input_dims]` to `[batch, length, num_heads, head_dim]`.
 
     Attributes:
       input_dims: Size of the model dimension.
-      num_heads: Heads to make.
-      head_dim: Size of each.
+      num_heads: Number of heads.
+      head_dim: Size of a head.
       use_bias: Adds `b` `[num_heads, head_dim]`, which starts at 0.
       weight_axes: Logical axes of `w` `[input_dims, num_heads, head_dim]`.
       activation_axes: Logical axes of the output.
-      dot_tpl: What multiplies; None for the plain product. See `layerkit.layers.products`.
+      dot_tpl: Implementation of the product; None for `jnp.matmul`. See
+        `layerkit.layers.products`.
     """
 
     input_dims: int = 0
@@ -39,6 +40,7 @@ class HeadProjection(BaseLayer):
     dot_tpl: Any = sub_config_field(None)
 
     def setup(self) -> None:
+        """Check the fields and create the weights."""
         sizes = {"input_dims": self.input_dims, "num_heads": self.num_heads}
         check_sizes(self, **sizes, head_dim=self.head_dim)
         shape = (self.input_dims, self.num_heads, self.head_dim)
@@ -50,10 +52,10 @@ class HeadProjection(BaseLayer):
             self.create_variable("b", bias)
 
     def fprop(self, x: jax.Array, *, leading: tuple[int, ...] | None = None) -> jax.Array:
-        """`[batch, length, input_dims]` → `[batch, length, num_heads, head_dim]`.
+        """Project inputs to heads `[batch, length, num_heads, head_dim]`.
 
         Args:
-          x: Activations; their tokens may be merged already: `[tokens, input_dims]`.
+          x: `[batch, length, input_dims]`, or merged tokens `[tokens, input_dims]`.
           leading: (batch, length) of merged tokens.
         """
         check_last_axis(self, x, input_dims=self.input_dims)
@@ -66,16 +68,17 @@ class HeadProjection(BaseLayer):
 
 
 class OutputProjection(BaseLayer):
-    """Out of heads: `[batch, length, num_heads, head_dim]` → `[batch, length, output_dims]`.
+    """A projection of `[batch, length, num_heads, head_dim]` to `[batch, length, output_dims]`.
 
     Attributes:
       output_dims: Size of the model dimension.
-      num_heads: Heads to merge.
-      head_dim: Size of each.
+      num_heads: Number of heads.
+      head_dim: Size of a head.
       use_bias: Adds `b` `[output_dims]`, which starts at 0.
       weight_axes: Logical axes of `w` `[num_heads, head_dim, output_dims]`.
       activation_axes: Logical axes of the output.
-      dot_tpl: What multiplies; None for the plain product. See `layerkit.layers.products`.
+      dot_tpl: Implementation of the product; None for `jnp.matmul`. See
+        `layerkit.layers.products`.
     """
 
     output_dims: int = 0
@@ -87,6 +90,7 @@ class OutputProjection(BaseLayer):
     dot_tpl: Any = sub_config_field(None)
 
     def setup(self) -> None:
+        """Check the fields and create the weights."""
         sizes = {"output_dims": self.output_dims, "num_heads": self.num_heads}
         check_sizes(self, **sizes, head_dim=self.head_dim)
         shape = (self.num_heads, self.head_dim, self.output_dims)
@@ -98,7 +102,7 @@ class OutputProjection(BaseLayer):
             self.create_variable("b", bias)
 
     def fprop(self, heads: jax.Array) -> jax.Array:
-        """`[batch, length, num_heads, head_dim]` → `[batch, length, output_dims]`."""
+        """Project heads `[batch, length, num_heads, head_dim]` to outputs."""
         merged = self.cast(heads).reshape(*heads.shape[:-2], -1)
         outputs = matmul(self, merged, self.theta.w.reshape(-1, self.output_dims))
         if self.use_bias:

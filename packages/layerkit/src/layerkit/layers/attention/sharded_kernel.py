@@ -1,8 +1,8 @@
-"""A fused kernel on each device's share of rows and heads.
+"""Execution of a fused kernel on each device's shard of rows and heads.
 
 A kernel is opaque to the compiler, which would gather all rows on every device to call it.
-`on_each_device` maps it over the mesh by hand: queries keep their rows, heads and part of the
-length; keys and values keep their rows and heads.
+`run_kernel_on_mesh` maps it over the mesh by `jax.shard_map`: queries stay split by rows, heads and
+length; keys and values stay split by rows and heads.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from layerkit.errors import ConfigError
 from layerkit.layers.masks import AttentionMask
 from layerkit.sharding import BoundSharding
 
@@ -22,11 +23,11 @@ QUERY_AXES = ("batch", "length", "act_heads", None)
 
 
 def key_axes(num_kv_heads: int) -> tuple[str | None, ...]:
-    """Logical axes of whole rows of keys or values; a single head is on every device."""
+    """Return the logical axes of whole rows of keys or values; a single head is replicated."""
     return ("batch", None, "act_kv_heads" if num_kv_heads > 1 else None, None)
 
 
-def on_each_device(
+def run_kernel_on_mesh(
     kernel: Callable[..., jax.Array],
     query: jax.Array,
     key: jax.Array,
@@ -39,19 +40,20 @@ def on_each_device(
     prepare: Callable[[], Any] | None = None,
     **options: Any,
 ) -> jax.Array:
-    """Runs `kernel(query, key, value, mask=…, …)` on each device's share.
+    """Run `kernel(query, key, value, mask=…, …)` on the shard of each device.
 
     Args:
-      kernel: A fused attention.
+      kernel: Fused attention kernel.
       query: `[batch, queries, heads, head_dim]`.
       key: `[batch, keys, kv_heads, head_dim]`.
       value: `[batch, keys, kv_heads, value_dim]`.
-      sharding: The model's; without a mesh, the kernel runs as it is.
-      mask: Which query may attend which key.
-      sinks: `[heads]`, for kernels that know them.
-      bias: `[batch or 1, heads or 1, queries, keys]`, for kernels that know one.
-      prepare: Makes the `kernel` argument of splash attention, of which each device gets its part.
-      options: Passed on.
+      sharding: Sharding of the model; without a mesh, the kernel is called directly.
+      mask: Mask of the (query, key) pairs that may attend; None for all pairs.
+      sinks: `[heads]`, for kernels that support attention sinks.
+      bias: `[batch or 1, heads or 1, queries, keys]`, for kernels that support a bias.
+      prepare: Function that makes the `kernel` argument of splash attention; each device gets its
+        shard of it.
+      **options: Other keyword arguments of `kernel`.
 
     Returns:
       `[batch, queries, heads, value_dim]`.
@@ -62,7 +64,7 @@ def on_each_device(
     if sharding is None or sharding.mesh is None or sharding.mesh.size == 1:
         return kernel(query, key, value, **arrays)
     if mask is not None:
-        arrays["mask"] = _for_shares(mask, query.shape[0], sharding)
+        arrays["mask"] = _shardable_mask(mask, query.shape[0], sharding)
     if prepare is not None:
         arrays["kernel"] = prepare()
     query_spec, key_spec = sharding.spec(QUERY_AXES), sharding.spec(key_axes(key.shape[2]))
@@ -71,35 +73,41 @@ def on_each_device(
         mesh=sharding.mesh,
         in_specs=(query_spec, key_spec, key_spec, _specs(arrays, sharding)),
         out_specs=query_spec,
-        check_vma=False,  # a kernel does not tell over which axes its result varies
+        check_vma=False,  # A kernel does not declare the axes over which its result varies.
     )
     read: jax.Array = mapped(query, key, value, arrays)
     return read
 
 
-def split_obstacle(query: Any, key: Any, sharding: BoundSharding) -> str:
-    """Why `on_each_device` cannot share out such queries and keys; "" if it can.
-
-    Args:
-      query: `[batch, queries, heads, head_dim]`; only its shape is read.
-      key: `[batch, keys, kv_heads, head_dim]`; likewise.
-      sharding: The model's.
-    """
-    if sharding.mesh is None:
-        return ""
+def find_split_problem(query: Any, key: Any, sharding: BoundSharding) -> str:
+    """Return the message of the error that `check_split` raises; "" if it raises none."""
     try:
-        heads = sharding.spec(QUERY_AXES, shape=query.shape, owner="queries")[2]
-        kv_heads = sharding.spec(key_axes(key.shape[2]), shape=key.shape, owner="keys")[2]
-    except ValueError as error:
-        return str(error)
-    if heads != kv_heads and key.shape[2] > 1:
-        return f"heads are split over mesh axes {heads} and kv_heads over {kv_heads}"
+        check_split(query, key, sharding)
+    except ConfigError as error:
+        return str(error).rstrip(".")
     return ""
 
 
-def _for_shares(mask: AttentionMask, batch: int, sharding: BoundSharding) -> AttentionMask:
-    """The mask with an entry for each row, no longer in row order if a device has a later part."""
-    mask = jax.tree.map(lambda mark: jnp.broadcast_to(mark, (batch, *mark.shape[1:])), mask)
+def check_split(query: Any, key: Any, sharding: BoundSharding) -> None:
+    """Raise `ConfigError` unless `run_kernel_on_mesh` can split these arrays.
+
+    Args:
+      query: `[batch, queries, heads, head_dim]`; only its shape is read.
+      key: `[batch, keys, kv_heads, head_dim]`; only its shape is read.
+      sharding: Sharding of the model.
+    """
+    if sharding.mesh is None:
+        return
+    heads = sharding.spec(QUERY_AXES, shape=query.shape, owner="queries")[2]
+    kv_heads = sharding.spec(key_axes(key.shape[2]), shape=key.shape, owner="keys")[2]
+    if heads != kv_heads and key.shape[2] > 1:
+        expected = f"the mesh axes of act_heads, {heads!r}"
+        raise ConfigError(field="mesh axes of act_kv_heads", value=kv_heads, expected=expected)
+
+
+def _shardable_mask(mask: AttentionMask, batch: int, sharding: BoundSharding) -> AttentionMask:
+    """Return the mask with an entry for each row. Shards of the length are not in row order."""
+    mask = jax.tree.map(lambda array: jnp.broadcast_to(array, (batch, *array.shape[1:])), mask)
     in_row_order = mask.in_row_order and not sharding.is_split("length")
     return dataclasses.replace(mask, in_row_order=in_row_order)
 

@@ -1,7 +1,7 @@
-"""Attention as plain array code: every option, on every platform, with the logits in memory.
+"""Attention as array code that supports every option and platform and holds the logits in memory.
 
-Logits and softmax are float32 whatever the inputs are. A masked logit becomes a large finite
-negative rather than -inf, so that a row without any key to attend has a softmax and a gradient.
+Logits and softmax are float32 for inputs of every dtype. A masked logit becomes a large finite
+negative number rather than -inf, so that the softmax and gradient of a fully masked row are finite.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from layerkit.layers.losses import soft_cap
 from layerkit.layers.masks import AttentionMask
 
-# Half of float32's range, so that subtracting the largest logit of a row cannot overflow.
+# Half of float32's range: the difference of two such logits cannot overflow.
 MASKED_LOGIT = -0.5 * float(jnp.finfo(jnp.float32).max)
 
 
@@ -31,30 +31,32 @@ def xla_attention(
     dropout: Callable[[jax.Array], jax.Array] | None = None,
     zero_fully_masked_rows: bool = False,
 ) -> jax.Array:
-    """See `layerkit.layers.attention.dot_product.dot_product_attention`.
+    """Compute attention by array code.
+
+    See `layerkit.layers.attention.dot_product.dot_product_attention`.
 
     Args:
       query: `[batch, queries, heads, head_dim]`.
       key: `[batch, keys, kv_heads, head_dim]`.
       value: `[batch, keys, kv_heads, value_dim]`.
-      mask: Which query may attend which key; None for all.
-      scale: Multiplies the products of queries and keys.
+      mask: Mask of the (query, key) pairs that may attend; None for all pairs.
+      scale: Factor of the products of queries and keys.
       bias: `[batch or 1, heads or 1, queries, keys]`, added to the scaled products.
-      sinks: `[heads]`, a logit per head that takes probability and gives nothing.
-      logit_cap: Squeezes the logits into ±logit_cap.
-      dropout: Applied to the probabilities.
-      zero_fully_masked_rows: A query that may attend no key gives exactly 0.
+      sinks: `[heads]`, a logit per head that takes probability and adds no value.
+      logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
+      dropout: Function that drops probabilities.
+      zero_fully_masked_rows: True for an output of exactly 0 where a query may attend no key.
 
     Returns:
       `[batch, queries, heads, value_dim]` in the dtype of `value`.
     """
     batch, queries, heads, _ = query.shape
-    # Heads come first, so that the products batch over leading axes alone: XLA's CPU backend
-    # then holds fewer transposed copies for the backward pass.
+    # With heads first, the products batch over leading axes alone, and XLA's CPU backend holds
+    # fewer transposed copies for the backward pass.
     query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
     logits = _scaled_logits(query, key, scale)
     if bias is not None:
-        logits += _in_groups(bias, kv_heads=key.shape[1])
+        logits += _group_heads(bias, kv_heads=key.shape[1])
     logits = soft_cap(logits, logit_cap)
     probabilities = _masked_softmax(logits, mask, sinks, zero_empty_rows=zero_fully_masked_rows)
     probabilities = probabilities.astype(value.dtype)
@@ -65,10 +67,10 @@ def xla_attention(
 
 
 def _scaled_logits(query: jax.Array, key: jax.Array, scale: float) -> jax.Array:
-    """scale·q·k as float32 `[batch, kv_heads, group, queries, keys]`."""
+    """Return scale·q·k as float32 `[batch, kv_heads, group, queries, keys]`."""
     batch, heads, queries, head_dim = query.shape
     kv_heads = key.shape[1]
-    # Queries are fewer numbers than logits; in low precision they would be rounded once more.
+    # Scaling the queries is cheaper than scaling the logits, but would round low precision again.
     scale_queries = query.dtype == jnp.float32
     if scale_queries:
         query = query * scale
@@ -77,8 +79,8 @@ def _scaled_logits(query: jax.Array, key: jax.Array, scale: float) -> jax.Array:
     return logits if scale_queries else logits * scale
 
 
-def _in_groups(bias: jax.Array, *, kv_heads: int) -> jax.Array:
-    """`[batch, heads, queries, keys]` → float32 `[batch, kv_heads, group, queries, keys]`."""
+def _group_heads(bias: jax.Array, *, kv_heads: int) -> jax.Array:
+    """Reshape `[batch, heads, …]` to float32 `[batch, kv_heads, group, queries, keys]`."""
     batch, heads, *rest = bias.shape
     groups = (1, 1) if heads == 1 else (kv_heads, heads // kv_heads)
     return bias.astype(jnp.float32).reshape(batch, *groups, *rest)

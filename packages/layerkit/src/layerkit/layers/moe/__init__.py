@@ -1,1 +1,1 @@
-"""Mixtures of experts: routing, capacity or none, balance, and the layer of it all."""
+"""Mixtures of experts: routing, capacity, load balancing and the layer that combines them."""

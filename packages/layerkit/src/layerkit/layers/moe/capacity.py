@@ -1,8 +1,8 @@
-"""Experts with a capacity: so many slots for each, and what does not fit is dropped.
+"""Experts with a capacity, a fixed number of slots; choices beyond it are dropped.
 
-Shapes are the same whatever the router does, which is what a partitioner and a matrix unit like
-best. Tokens are in groups, and each group has slots of its own at every expert (Lepikhin et al.,
-2020: GShard, arXiv:2006.16668), so that a group is laid out on the device where it lies.
+Shapes do not depend on the router, which suits partitioners and matrix units. Tokens are in groups,
+and each group has separate slots at every expert (Lepikhin et al., 2020: GShard, arXiv:2006.16668),
+so that the slots of a group are assigned on the device that holds it.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from layerkit.layers.moe.slots import Slots
 
 
 def capacity_of(group_size: int, *, num_experts: int, capacity_factor: float) -> int:
-    """Slots of one expert for one group: int(S·cf/E), rounded up to a multiple of 4.
+    """Return the slots of one expert for one group: int(S·cf/E), rounded up to a multiple of 4.
 
-    A balanced router with k choices fills it exactly at a factor of k.
+    A balanced router with k choices fills all slots at a factor of k.
 
     Args:
-      group_size: Tokens of a group, S.
-      num_experts: E.
-      capacity_factor: cf.
+      group_size: Number of tokens of a group, S.
+      num_experts: Number of experts, E.
+      capacity_factor: Capacity factor, cf.
     """
     return max(4, -(-int(group_size * capacity_factor / num_experts) // 4) * 4)
 
 
 def capacity_slots(experts: jax.Array, *, num_experts: int, capacity: int) -> Slots:
-    """Slots of one group, `capacity` for each expert: slot `expert·capacity + i`.
+    """Return the slots of one group, `capacity` for each expert: slot `expert·capacity + i`.
 
-    The first choices of all tokens are seated before any second choice, and tokens in their order.
+    First choices of all tokens get slots before second choices, and tokens in their order.
 
     Args:
-      experts: int32 `[tokens, choices]`; num_experts where there is padding.
-      num_experts: How many there are.
-      capacity: Slots of each.
+      experts: int32 `[tokens, choices]`; num_experts for padding.
+      num_experts: Number of experts.
+      capacity: Number of slots of each expert.
     """
     num_tokens, num_choices = experts.shape
     by_priority = experts.T.reshape(-1)

@@ -1,7 +1,7 @@
-"""Experts without a capacity: every token reaches every expert that it chose.
+"""Experts without a capacity: no choice is dropped.
 
-Choices are sorted by expert, and the experts multiply groups of rows as large as they come. The
-buffer has a row for every choice; a loop or a kernel works on those in use.
+Choices are sorted by expert, and each expert multiplies its group of rows, of any size. The buffer
+has a row for every choice; a loop or a kernel multiplies the rows in use.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from layerkit.layers.moe.slots import Slots
 def sorted_slots(
     experts: jax.Array, *, num_experts: int, block: int = 1
 ) -> tuple[Slots, RowGroups]:
-    """Slots sorted by expert, and within an expert by token.
+    """Return slots sorted by expert, and within an expert by token.
 
     Args:
-      experts: int32 `[tokens, choices]`; those not from 0 to num_experts - 1 get no slot.
-      num_experts: How many groups of slots there are.
-      block: Each group begins at a multiple of it; see `layerkit.layers.moe.grouped_matmul`.
+      experts: int32 `[tokens, choices]`; choices outside 0 to num_experts - 1 get no slot.
+      num_experts: Number of groups of slots.
+      block: Divisor of the first slot of each group; see `layerkit.layers.moe.grouped_matmul`.
 
     Returns:
-      (slots, the rows of each expert).
+      (slots, rows of each expert).
     """
     num_choices = experts.size
     expert_of_choice = experts.reshape(-1)
@@ -39,7 +39,7 @@ def sorted_slots(
         .at[order]
         .set(jnp.arange(num_choices, dtype=jnp.int32), unique_indices=True)
     )
-    # Each group moves back by the room that the groups before it left empty.
+    # Each group moves back by the empty slots of the groups before it.
     shift = (jnp.cumsum(sizes) - sizes) - (jnp.cumsum(counts) - counts)
     num_slots = -(-(num_choices + num_experts * (block - 1)) // block) * block
     slot = jnp.where(is_here, place + shift.at[expert_of_choice].get(mode="clip"), num_slots)

@@ -1,14 +1,14 @@
-"""Dropless experts on a mesh: each device computes its experts, for the tokens of its neighbours.
+"""Dropless experts on a mesh: each device computes its experts for the tokens of other devices.
 
-Sorting tokens is a local affair, so the program for one device is written out (`shard_map`):
+Tokens are sorted on each device, in a program for one device (`jax.shard_map`):
 
-1. Weights are gathered along the axes over which only their storage is split (fsdp).
-2. Tokens are gathered from the devices that hold other experts, where tokens are split over those.
-3. Each device computes its own experts, and of those its part of the wide dimension (tensor).
-4. The partial outputs are added up, and each device keeps the sum of its own tokens.
+1. Gather weights along the axes over which only their storage is split (fsdp).
+2. Gather tokens along the axes over which both tokens and experts are split.
+3. Compute the experts of the device, and of those its shard of the wide dimension (tensor).
+4. Sum the partial outputs; each device keeps the sum of its own tokens.
 
-How many tokens an expert gets is not known beforehand, so an exchange of exactly those would need
-buffers for the worst case all the same; experts with a capacity exchange by all-to-all.
+The number of tokens of an expert is known at run time only, so an exchange of exactly those tokens
+would also need buffers for the worst case. Experts with a capacity exchange tokens by all-to-all.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec
 
 from layerkit.sharding import BoundSharding
 
-# (tokens [tokens, dims], experts int32 [tokens, choices], weights float32 [tokens, choices], the
-# experts' weights by name) → [tokens, dims]
+# (tokens [tokens, dims], experts int32 [tokens, choices], weights float32 [tokens, choices],
+# weights of the experts by name) → [tokens, dims]
 LocalExperts = Callable[[jax.Array, jax.Array, jax.Array, dict[str, jax.Array]], jax.Array]
 Axes = tuple[str, ...]
 
@@ -38,24 +38,24 @@ def run_on_mesh(
     sharding: BoundSharding,
     owner: str,
 ) -> jax.Array:
-    """What `compute` gives for all experts, each device computing those that it holds.
+    """Run `compute` for all experts; each device computes the experts that it holds.
 
     Args:
-      compute: The experts that it is given, numbered from 0, for the tokens that it is given; other
-        numbers of experts count nothing. Parts of the wide dimension add up to the whole.
-      x: `[batch, length, dims]`.
-      experts: int32 `[batch, length, choices]`.
-      weights: float32 `[batch, length, choices]`.
-      expert_weights: Name → `[experts, …, …]`.
-      weight_axes: Name → the logical axes of that weight: `expert`, `embed` and `mlp`.
-      sharding: With a mesh.
-      owner: Whose tokens they are, for error messages.
+      compute: Function that applies experts, numbered from 0, to tokens. It ignores other numbers
+        of experts. Its outputs for shards of the wide dimension sum to the whole output.
+      x: Tokens, `[batch, length, dims]`.
+      experts: Chosen experts, int32 `[batch, length, choices]`.
+      weights: Weights of the choices, float32 `[batch, length, choices]`.
+      expert_weights: Weights of the experts by name, `[experts, …, …]`.
+      weight_axes: Logical axes of each of these weights: `expert`, `embed` and `mlp`.
+      sharding: Sharding of the model, with a mesh.
+      owner: Name of the layer for error messages.
 
     Returns:
       `[batch, length, dims]`.
 
     Raises:
-      ValueError: sizes that cannot be split evenly.
+      ConfigError: sizes that cannot be split evenly.
     """
     token_spec = sharding.spec(("batch", "length", None), shape=x.shape, owner=owner)
     weight_specs = {
@@ -64,12 +64,12 @@ def run_on_mesh(
     }
     token_axes = _axes_of(token_spec, 0), _axes_of(token_spec, 1)
     over_experts = _mesh_axes(sharding, "expert")
-    # Devices that hold parts of the wide dimension, and the same tokens.
+    # Mesh axes of devices that hold shards of the wide dimension and the same tokens.
     over_mlp = tuple(a for a in _mesh_axes(sharding, "mlp") if a not in sum(token_axes, ()))
 
     def local(x: Any, experts: Any, weights: Any, expert_weights: Any) -> jax.Array:
         kept = over_experts + over_mlp
-        own = {name: _gather(w, weight_specs[name], but=kept) for name, w in expert_weights.items()}
+        own = {name: _gather(w, weight_specs[name], kept) for name, w in expert_weights.items()}
         shared = tuple(tuple(a for a in axes if a in over_experts) for axes in token_axes)
         for dim, axes in enumerate(shared):
             if axes:
@@ -101,7 +101,7 @@ def run_on_mesh(
 
 
 def _mesh_axes(sharding: BoundSharding, name: str) -> Axes:
-    """The mesh axes over which a logical axis is really split."""
+    """Return the mesh axes over which a logical axis is split."""
     return _axes_of(sharding.spec((name,)), 0)
 
 
@@ -110,10 +110,10 @@ def _axes_of(spec: PartitionSpec, dim: int) -> Axes:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _gather(w: jax.Array, spec: PartitionSpec, *, but: Axes) -> jax.Array:
-    """A weight whole along all axes over which it is split, `but` for some."""
+def _gather(w: jax.Array, spec: PartitionSpec, kept_axes: Axes) -> jax.Array:
+    """Gather a weight along all mesh axes of its spec except `kept_axes`."""
     for dim in range(w.ndim):
-        axes = tuple(axis for axis in _axes_of(spec, dim) if axis not in but)
+        axes = tuple(axis for axis in _axes_of(spec, dim) if axis not in kept_axes)
         if axes:
             w = jax.lax.all_gather(w, axes, axis=dim, tiled=True)
     return w

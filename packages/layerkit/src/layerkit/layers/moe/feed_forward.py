@@ -1,14 +1,14 @@
-"""MoeFeedForward: a feed-forward block of many experts, of which each token uses a few.
+"""A feed-forward layer of many experts, of which each token uses a few.
 
-Two ways to bring tokens to experts share the routing, the weights and the losses:
+Two methods of dispatch share routing, weights and losses:
 
-- *dropless* (the default): every token reaches its experts, in groups of rows as they come
+- *dropless* (the default): every token reaches its experts, in groups of rows of any size
   (`layerkit.layers.moe.dropless`);
-- *capacity*: each expert has a fixed number of slots, and choices that find none count as zero, so
-  that the residual passes alone (`layerkit.layers.moe.capacity`).
+- *capacity*: each expert has a fixed number of slots. The output of choices without a slot is zero,
+  so that only the residual remains (`layerkit.layers.moe.capacity`).
 
-A capacity is a compromise of training. Evaluation and decoding drop nothing: a token's output must
-not hang on the tokens beside it, and cached steps must be the whole row.
+A capacity applies in training only. Evaluation and decoding drop no choices: the output of a token
+must not depend on other tokens, and cached steps must give the outputs of whole rows.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
 from layerkit.checks import (
+    check_choice,
+    check_divisible,
+    check_integers,
     check_last_axis,
-    check_non_negative,
     check_positive,
     check_sizes,
 )
@@ -36,8 +38,8 @@ from layerkit.layers.moe.capacity import capacity_of, capacity_slots
 from layerkit.layers.moe.dropless import sorted_slots
 from layerkit.layers.moe.expert_parallel import run_on_mesh
 from layerkit.layers.moe.grouped_matmul import (
+    IMPLEMENTATIONS,
     block_size,
-    check_implementation,
     grouped_matmul,
     select_implementation,
 )
@@ -49,45 +51,48 @@ from layerkit.weights import WeightHParams, WeightInit
 
 _WIDEN, _NARROW = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
 _WEIGHT_AXES = {"up": _WIDEN, "gate": _WIDEN, "down": _NARROW}
-# Where experts are more, only the greatest and the least load are reported.
-_MOST_CURVES = 64
-# (rows of each expert, name of a weight) → their product
+# Largest number of experts whose loads are all reported. Beyond it, only the extremes are.
+_MAX_LOAD_SUMMARIES = 64
+# (rows of each expert, name of a weight) → product
 Product = Callable[[jax.Array, str], jax.Array]
 
 
 class MoeFeedForward(BaseLayer):
-    """Σ over a token's experts of weight · expert(x): `[batch, length, dims]` → the same.
+    """A feed-forward layer with the output Σ weight · expert(x) over the experts of each token.
 
-    Each expert is a `TransformerFeedForward` without bias. Stands wherever one does.
+    Each expert is a `TransformerFeedForward` without bias, which this layer can replace. Inputs and
+    outputs are `[batch, length, input_dims]`.
 
     Attributes:
       input_dims: Size of the model dimension.
       hidden_dims: Size of the wide dimension of one expert.
-      num_experts: How many experts there are.
-      num_experts_per_token: How many of them each token uses.
+      num_experts: Number of experts.
+      num_experts_per_token: Number of experts that each token uses.
       use_gate: Multiplies the wide activation by a second projection (SwiGLU with SiLU).
-      activation_tpl: The non-linearity.
-      router_tpl: Which experts, with which weights; child `router`.
-      capacity_factor: None for dropless. Else what an expert can take in training from a group of S
-        tokens is int(S·capacity_factor/num_experts), rounded up to a multiple of 4; balanced
-        routing fills that at a factor of num_experts_per_token.
-      num_groups: Into how many groups a batch falls in training, each with slots of its own; None
-        for one per row. Needs a capacity.
-      grouped_matmul: Implementation of the products without a capacity, and of evaluation with one;
-        see `layerkit.layers.moe.grouped_matmul`.
-      num_shared_experts: Experts that all tokens use, as one child `shared` of as many times
-        hidden_dims (DeepSeekMoE; Dai et al., 2024, arXiv:2401.06066).
+      activation_tpl: Activation function.
+      router_tpl: Router, which chooses experts and their weights; child `router`.
+      capacity_factor: None for dropless. Otherwise an expert has int(S·capacity_factor/num_experts)
+        slots in training, rounded up to a multiple of 4, for a group of S tokens. Balanced routing
+        fills them at a factor of num_experts_per_token.
+      num_groups: Number of groups of a batch in training, each with separate slots; None for one
+        per row. It requires a capacity.
+      grouped_matmul: Implementation of the products without a capacity, and of evaluation with a
+        capacity; see `layerkit.layers.moe.grouped_matmul`.
+      num_shared_experts: Number of experts that all tokens use. They are one child `shared` with
+        num_shared_experts · hidden_dims (DeepSeekMoE; Dai et al., 2024, arXiv:2401.06066).
       use_shared_gate: Multiplies the shared experts by sigmoid(x·w), w in the child `shared_gate`
         (Qwen 2 MoE).
-      shared_tpl: The shared experts; activation and gate are those of the others.
-      load_balance_weight: Of the load-balancing loss, see `layerkit.layers.moe.losses`; 0 for none.
-      balance_all_choices: Balances all choices of a token instead of the first.
-      router_z_weight: Of the router's z-loss; 0 for none.
-      weight_init: How `up` and `gate` start, with the fans of one expert; None inherits
+      shared_tpl: The shared experts, with the activation and gate of the other experts.
+      load_balance_weight: Weight of the load-balancing loss, see `layerkit.layers.moe.losses`; 0
+        for none.
+      balance_all_choices: Balances all choices of a token instead of the first choice.
+      router_z_weight: Weight of the router's z-loss; 0 for none.
+      weight_init: Initialiser of `up` and `gate`, with the fans of one expert; None inherits
         `params_init`.
-      down_init: How `down` starts; None for `weight_init`.
-      dot_tpl: What multiplies by the experts' weights; None for the plain product. It needs a
-        capacity; in evaluation every expert then has a slot for every token.
+      down_init: Initialiser of `down`; None for `weight_init`.
+      dot_tpl: Implementation of the products with the weights of the experts; None for
+        `jnp.matmul`. It requires a capacity. In evaluation every expert then has a slot for every
+        token.
     """
 
     used_only_if: ClassVar[Conditions] = {
@@ -119,6 +124,7 @@ class MoeFeedForward(BaseLayer):
     dot_tpl: Any = sub_config_field(None)
 
     def setup(self) -> None:
+        """Check the fields and create weights and children."""
         check_sizes(
             self,
             input_dims=self.input_dims,
@@ -142,15 +148,15 @@ class MoeFeedForward(BaseLayer):
             self._create_shared_experts()
 
     def fprop(self, x: jax.Array, *, is_token: jax.Array | None = None) -> jax.Array:
-        """`[batch, length, input_dims]` → the same.
+        """Compute the outputs `[batch, length, input_dims]` of the experts.
 
         Args:
-          x: Activations.
-          is_token: bool `[batch, length]`; False where there is padding, which reaches no expert
-            but the shared ones, takes no slot, and counts in no loss.
+          x: Activations `[batch, length, input_dims]`.
+          is_token: bool `[batch, length]`, False for padding, which reaches the shared experts
+            only, has no slot, and counts in no loss.
 
         Raises:
-          ValueError: inputs of another size, or that cannot be split into groups.
+          ConfigError: inputs of another size, or that cannot be split into groups.
         """
         check_last_axis(self, x, input_dims=self.input_dims)
         x = self.cast(x)
@@ -158,30 +164,26 @@ class MoeFeedForward(BaseLayer):
         self._report(routing)
         if self.capacity_factor is not None and self.is_training:
             groups = x.shape[0] if self.num_groups is None else self.num_groups
-            output = self._by_capacity(
+            output = self._run_with_capacity(
                 x, routing, capacity_factor=self.capacity_factor, num_groups=groups
             )
         elif self.dot_tpl is not None:
-            # A slot for every token at every expert: nothing can be dropped, whatever the groups.
-            output = self._by_capacity(
+            # With a slot for every token at every expert, no choice is dropped.
+            output = self._run_with_capacity(
                 x, routing, capacity_factor=float(self.num_experts), num_groups=x.shape[0]
             )
         else:
-            output = self._dropless(x, routing)
+            output = self._run_dropless(x, routing)
         if self.num_shared_experts:
             output = output + self._shared_output(x)
         return self.constrain(output, "batch", "length", "act_embed")
 
     @nn.nowrap
-    def _by_capacity(
+    def _run_with_capacity(
         self, x: jax.Array, routing: Routing, *, capacity_factor: float, num_groups: int
     ) -> jax.Array:
         num_tokens = x.shape[0] * x.shape[1]
-        if num_tokens % num_groups:
-            raise ValueError(
-                f"{self.path_name}: num_groups={num_groups} does not divide the {num_tokens} tokens"
-                f" of a batch {x.shape[:2]}"
-            )
+        check_divisible(self, by=("num_groups", num_groups), tokens_per_batch=num_tokens)
         capacity = capacity_of(
             num_tokens // num_groups, num_experts=self.num_experts, capacity_factor=capacity_factor
         )
@@ -189,23 +191,25 @@ class MoeFeedForward(BaseLayer):
         def grouped(tokens: jax.Array) -> jax.Array:
             return tokens.reshape(num_groups, -1, tokens.shape[-1])
 
-        seat = jax.vmap(
+        assign_slots = jax.vmap(
             lambda experts: capacity_slots(experts, num_experts=self.num_experts, capacity=capacity)
         )
-        slots = seat(grouped(routing.experts))
+        slots = assign_slots(grouped(routing.experts))
         self._report_dropped(slots.slot_of_choice < self.num_experts * capacity, routing)
         rows = jax.vmap(to_slots)(grouped(x), slots)
         rows = rows.reshape(num_groups, self.num_experts, capacity, self.input_dims)
-        outputs = self._exchanged(rows, self._widen_and_narrow)
+        outputs = self._run_on_expert_devices(rows, self._run_experts)
         outputs = outputs.reshape(num_groups, self.num_experts * capacity, self.input_dims)
         of_choices = jax.vmap(from_slots)(outputs, slots)
         return weighted_sum(of_choices, grouped(routing.weights)).reshape(x.shape)
 
     @nn.nowrap
-    def _exchanged(self, rows: jax.Array, compute: Callable[..., jax.Array]) -> jax.Array:
-        """Rows `[groups, experts, capacity, dims]` to the devices of the experts, and back.
+    def _run_on_expert_devices(
+        self, rows: jax.Array, compute: Callable[..., jax.Array]
+    ) -> jax.Array:
+        """Run `compute` on rows `[groups, experts, capacity, dims]`, sharded by experts.
 
-        The partitioner makes all-to-all exchanges of the two changes of layout.
+        The partitioner implements the two changes of sharding by all-to-all.
         """
         groups, experts, capacity, dims = rows.shape
         at_tokens = ("batch", None, None, "act_embed")
@@ -218,8 +222,8 @@ class MoeFeedForward(BaseLayer):
         return self.constrain(outputs.swapaxes(0, 1), *at_tokens)
 
     @nn.nowrap
-    def _widen_and_narrow(self, rows: jax.Array) -> jax.Array:
-        """`[experts, rows, dims]` → the same, each expert with its own rows."""
+    def _run_experts(self, rows: jax.Array) -> jax.Array:
+        """Apply each expert to its rows of `[experts, rows, dims]`."""
         hidden_axes = ("expert", "expert_batch", "act_mlp")
 
         def product(rows: jax.Array, name: str) -> jax.Array:
@@ -229,7 +233,7 @@ class MoeFeedForward(BaseLayer):
         return _expert(rows, product, self.activation, use_gate=self.use_gate)
 
     @nn.nowrap
-    def _dropless(self, x: jax.Array, routing: Routing) -> jax.Array:
+    def _run_dropless(self, x: jax.Array, routing: Routing) -> jax.Array:
         sharding = self.inherited("sharding")
         mesh = None if sharding is None else sharding.mesh
         platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
@@ -240,7 +244,7 @@ class MoeFeedForward(BaseLayer):
             num_experts = own["up"].shape[0]
             block = 1
             if implementation == "blocks":
-                # By all experts: those that are not here take their part of the tokens too.
+                # All experts count, since those of other devices also receive tokens.
                 block = block_size(experts.size, self.num_experts)
             slots, groups = sorted_slots(experts, num_experts=num_experts, block=block)
 
@@ -276,7 +280,7 @@ class MoeFeedForward(BaseLayer):
 
     @nn.nowrap
     def _report(self, routing: Routing) -> None:
-        """Adds the losses that count, and tells how evenly the experts are used."""
+        """Add the losses with a weight, and report the losses and the load of the experts."""
         losses = {
             "load_balance_loss": (
                 load_balance_loss(routing, over_all_choices=self.balance_all_choices),
@@ -289,7 +293,7 @@ class MoeFeedForward(BaseLayer):
             if weight:
                 self.add_aux_loss(name, weight * value)
         load = expert_load(routing)
-        if self.num_experts <= _MOST_CURVES:
+        if self.num_experts <= _MAX_LOAD_SUMMARIES:
             for expert in range(self.num_experts):
                 self.add_summary(f"expert_load/{expert}", load[expert])
         self.add_summary("max_expert_load", jnp.max(load))
@@ -332,11 +336,10 @@ class MoeFeedForward(BaseLayer):
 
     @nn.nowrap
     def _check_fields(self) -> None:
-        check_implementation(self.grouped_matmul, owner=self.path_name)
+        check_choice(self, IMPLEMENTATIONS, grouped_matmul=self.grouped_matmul)
         check_positive(self, capacity_factor=self.capacity_factor)
-        if self.num_groups is not None:
-            check_sizes(self, num_groups=self.num_groups)
-        check_non_negative(self, num_shared_experts=self.num_shared_experts)
+        check_sizes(self, num_groups=self.num_groups)
+        check_integers(self, minimum=0, num_shared_experts=self.num_shared_experts)
 
     @nn.nowrap
     def _check_layout(self, rows: jax.Array, axes: tuple[str | None, ...]) -> None:
@@ -348,7 +351,7 @@ class MoeFeedForward(BaseLayer):
 def _expert(
     rows: jax.Array, product: Product, activation: Callable[..., jax.Array], *, use_gate: bool
 ) -> jax.Array:
-    """down(activation(gate(x)) · up(x)), or without a gate down(activation(up(x)))."""
+    """Return down(activation(gate(x)) · up(x)), or without a gate down(activation(up(x)))."""
     up = product(rows, "up")
     hidden = activation(product(rows, "gate")) * up if use_gate else activation(up)
     return product(hidden, "down")

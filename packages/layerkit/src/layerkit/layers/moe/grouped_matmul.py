@@ -1,10 +1,10 @@
-"""Products of sorted rows, each group of rows with a weight of its own.
+"""Products of sorted rows with one weight per group of rows.
 
-`ragged_dot` is JAX's grouped product; on TPUs it is a kernel. Elsewhere XLA multiplies every row by
-the weights of every group, in memory for all of them at once, and keeps one product of each: work
-and memory grow with the number of experts. `blocks` is our own: groups begin at multiples of a
-block, and a loop multiplies block after block, so that work grows with the rows alone (the idea of
-MegaBlocks; Gale et al., 2022, arXiv:2211.15841). `auto` takes the kernel where there is one.
+`ragged_dot` is JAX's grouped product, a kernel on TPUs. On other platforms XLA multiplies every row
+by the weights of every group, and work and memory grow with the number of experts. `blocks` aligns
+groups to multiples of a block and multiplies block after block in a loop, so that work grows with
+the number of rows only (as in MegaBlocks; Gale et al., 2022, arXiv:2211.15841). `auto` selects
+`ragged_dot` on TPUs and `blocks` on other platforms.
 """
 
 from __future__ import annotations
@@ -16,31 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from layerkit.near_names import near_names
-
 IMPLEMENTATIONS = ("auto", "ragged_dot", "blocks")
 
 
-def check_implementation(name: str, *, owner: str) -> None:
-    """Raises ValueError for a name that is not in `IMPLEMENTATIONS`; says whose it is."""
-    if name not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"{owner}: grouped_matmul={name!r}{near_names(str(name), IMPLEMENTATIONS)}"
-            f" Implementations: {', '.join(IMPLEMENTATIONS)}."
-        )
-
-
 def select_implementation(name: str, *, platform: str) -> str:
-    """Turns `auto` into the implementation that suits the platform (`cpu`, `gpu`, `tpu`, …)."""
+    """Return the implementation for a platform (`cpu`, `gpu`, `tpu`, …) if the name is `auto`."""
     if name != "auto":
         return name
     return "ragged_dot" if platform == "tpu" else "blocks"
 
 
 def block_size(num_rows: int, num_groups: int) -> int:
-    """Rows of a block: a power of two from 8 to 512, about a quarter of a mean group.
+    """Return the rows of a block: a power of two from 8 to 512, about a quarter of a mean group.
 
-    On average each group wastes half a block, so about an eighth of the rows.
+    On average each group wastes half a block, about an eighth of the rows.
     """
     quarter = max(1, num_rows // (4 * num_groups))
     return int(np.clip(2 ** (quarter.bit_length() - 1), 8, 512))
@@ -48,12 +37,12 @@ def block_size(num_rows: int, num_groups: int) -> int:
 
 @struct.dataclass
 class RowGroups:
-    """Where each group of rows begins and ends.
+    """The sizes of consecutive groups of rows, from row 0.
 
     Attributes:
-      sizes: int32 `[groups]`, rows of each; multiples of `block`, one group after the other from
-        row 0. Rows after the last belong to nobody.
-      block: Rows of a block, 1 for `ragged_dot`; static.
+      sizes: Number of rows of each group, int32 `[groups]`, multiples of `block`. Rows after the
+        last group are unused.
+      block: Number of rows of a block, 1 for `ragged_dot`; static.
     """
 
     sizes: jax.Array
@@ -61,38 +50,41 @@ class RowGroups:
 
 
 def grouped_matmul(rows: jax.Array, w: jax.Array, groups: RowGroups) -> jax.Array:
-    """`[rows, in]` · `[groups, in, out]` → `[rows, out]`; rows of nobody come out arbitrary.
+    """Multiply rows `[rows, in]` by the weights of their groups.
 
     Args:
-      rows: Sorted by group; a multiple of the block.
-      w: The weight of each group, in the dtype of the rows.
-      groups: Which rows are whose; with blocks of more than one row, block by block.
+      rows: Rows sorted by group; their number is a multiple of the block.
+      w: Weight of each group `[groups, in, out]`, in the dtype of the rows.
+      groups: Sizes of the groups. Blocks of one row select `jax.lax.ragged_dot`.
+
+    Returns:
+      `[rows, out]`, with arbitrary values for unused rows.
     """
     if groups.block == 1:
         return jax.lax.ragged_dot(rows, w, groups.sizes)
-    return _by_blocks(rows, w, groups.sizes, groups.block)
+    return _blocked_matmul(rows, w, groups.sizes, groups.block)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _by_blocks(rows: jax.Array, w: jax.Array, sizes: jax.Array, block: int) -> jax.Array:
+def _blocked_matmul(rows: jax.Array, w: jax.Array, sizes: jax.Array, block: int) -> jax.Array:
     group_of_block, num_used = _blocks(sizes, block, rows.shape[0] // block)
 
     def body(i: jax.Array, out: jax.Array) -> jax.Array:
         weight = jax.lax.dynamic_index_in_dim(w, group_of_block[i], keepdims=False)
-        product = _block_of(rows, i, block) @ weight
+        product = _slice_block(rows, i, block) @ weight
         return jax.lax.dynamic_update_slice_in_dim(out, product, i * block, axis=0)
 
     out = jnp.zeros((rows.shape[0], w.shape[-1]), rows.dtype)
-    return jax.lax.fori_loop(0, _largest(num_used), body, out)
+    return jax.lax.fori_loop(0, _batch_maximum(num_used), body, out)
 
 
-def _by_blocks_fwd(
+def _blocked_matmul_fwd(
     rows: jax.Array, w: jax.Array, sizes: jax.Array, block: int
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    return _by_blocks(rows, w, sizes, block), (rows, w, sizes)
+    return _blocked_matmul(rows, w, sizes, block), (rows, w, sizes)
 
 
-def _by_blocks_bwd(
+def _blocked_matmul_bwd(
     block: int, residuals: tuple[jax.Array, ...], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, np.ndarray]:
     rows, w, sizes = residuals
@@ -100,8 +92,8 @@ def _by_blocks_bwd(
 
     def body(i: jax.Array, sums: jax.Array) -> jax.Array:
         product = jnp.matmul(
-            _block_of(rows, i, block).T,
-            _block_of(gradient, i, block),
+            _slice_block(rows, i, block).T,
+            _slice_block(gradient, i, block),
             preferred_element_type=jnp.float32,
         )
         product = jnp.where(i < num_used, product, 0.0)
@@ -110,38 +102,38 @@ def _by_blocks_bwd(
         return jax.lax.dynamic_update_index_in_dim(sums, total, group, axis=0)
 
     start = jnp.zeros(w.shape, jnp.float32)
-    w_gradient = jax.lax.fori_loop(0, _largest(num_used), body, start)
-    rows_gradient = _by_blocks(gradient, w.swapaxes(1, 2), sizes, block)
+    w_gradient = jax.lax.fori_loop(0, _batch_maximum(num_used), body, start)
+    rows_gradient = _blocked_matmul(gradient, w.swapaxes(1, 2), sizes, block)
     return rows_gradient, w_gradient.astype(w.dtype), np.zeros(sizes.shape, jax.dtypes.float0)
 
 
-_by_blocks.defvjp(_by_blocks_fwd, _by_blocks_bwd)
+_blocked_matmul.defvjp(_blocked_matmul_fwd, _blocked_matmul_bwd)
 
 
 def _blocks(sizes: jax.Array, block: int, num_blocks: int) -> tuple[jax.Array, jax.Array]:
-    """(int32 `[blocks]`: the group of each, how many of them hold rows of a group)."""
+    """Return (group of each block, int32 `[blocks]`; number of blocks with rows of a group)."""
     ends = jnp.cumsum(sizes) // block
     indices = jnp.arange(num_blocks, dtype=ends.dtype)
     return jnp.searchsorted(ends, indices, side="right", method="compare_all"), ends[-1]
 
 
 @jax.custom_batching.custom_vmap
-def _largest(count: jax.Array) -> jax.Array:
-    """int32 scalar → the same; under `jax.vmap` the largest of all, as one number.
+def _batch_maximum(count: jax.Array) -> jax.Array:
+    """Return an int32 scalar; under `jax.vmap`, the maximum over the batch as one number.
 
-    A loop whose length differs within a batch would select, at each iteration, between all that it
-    carries before and after.
+    A loop whose length differs within a batch would select between its old and new carry at each
+    iteration.
     """
     return count
 
 
-@_largest.def_vmap
-def _largest_of_batch(
+@_batch_maximum.def_vmap
+def _batch_maximum_vmap(
     axis_size: int, in_batched: list[bool], count: jax.Array
 ) -> tuple[jax.Array, bool]:
     del axis_size, in_batched
-    return _largest(jnp.max(count)), False
+    return _batch_maximum(jnp.max(count)), False
 
 
-def _block_of(rows: jax.Array, i: jax.Array, block: int) -> jax.Array:
+def _slice_block(rows: jax.Array, i: jax.Array, block: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(rows, i * block, block, axis=0)

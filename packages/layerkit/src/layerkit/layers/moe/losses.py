@@ -1,7 +1,7 @@
-"""What keeps experts evenly used, and what tells whether they are.
+"""Losses that balance the load of experts, and a measure of the load.
 
-Everything is a float32 mean over all tokens of the batch; padding counts nowhere. So the values do
-not depend on how the batch lies on a mesh.
+Each value is a float32 mean over all tokens of the batch without padding. It does not depend on the
+sharding of the batch.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from layerkit.layers.moe.routing import Routing
 
 
 def load_balance_loss(routing: Routing, *, over_all_choices: bool = False) -> jax.Array:
-    """E²·mean(density·proxy): scalar, 1 if balanced, E if all tokens go to one expert surely.
+    """Return the scalar E²·mean(density·proxy).
 
-    density `[experts]` is the part of the tokens whose choice an expert is, proxy `[experts]` the
-    mean probability that the router gives it (Shazeer et al., 2017, arXiv:1701.06538; in this form
-    Lepikhin et al., 2020, arXiv:2006.16668).
+    density `[experts]` is the share of the tokens that choose an expert, proxy `[experts]` the mean
+    probability that the router gives it (Shazeer et al., 2017, arXiv:1701.06538; in this form
+    Lepikhin et al., 2020, arXiv:2006.16668). The value is 1 for balanced experts, and E if all
+    tokens choose one expert with probability 1.
 
     Args:
-      routing: Of tokens `[...]`.
-      over_all_choices: Takes the density over all choices of each token (DeepSeek, OLMoE);
-        otherwise over the first (GShard, Switch).
+      routing: Routing of tokens `[...]`.
+      over_all_choices: True to compute the density over all choices of each token (DeepSeek,
+        OLMoE), False for the first choice (GShard, Switch).
     """
     chosen = routing.experts if over_all_choices else routing.experts[..., :1]
     density = _mean_of_tokens(_share_of_choices(chosen, routing.num_experts), routing.is_token)
@@ -31,34 +32,34 @@ def load_balance_loss(routing: Routing, *, over_all_choices: bool = False) -> ja
 
 
 def router_z_loss(routing: Routing) -> jax.Array:
-    """mean(logsumexp(logits)²): scalar; keeps the router's logits small.
+    """Return the scalar mean(logsumexp(logits)²), which keeps the router's logits small.
 
-    From ST-MoE (Zoph et al., 2022, arXiv:2202.08906).
+    Source: ST-MoE (Zoph et al., 2022, arXiv:2202.08906).
 
     Args:
-      routing: Of tokens `[...]`.
+      routing: Routing of tokens `[...]`.
     """
     squares = jnp.square(jax.nn.logsumexp(routing.logits, axis=-1, keepdims=True))
     return _mean_of_tokens(squares, routing.is_token)[0]
 
 
 def expert_load(routing: Routing) -> jax.Array:
-    """How often each expert is chosen: `[experts]`, E times its part of all choices, the mean is 1.
+    """Return the load of each expert `[experts]`: E times its share of all choices, with mean 1.
 
     Args:
-      routing: Of tokens `[...]`.
+      routing: Routing of tokens `[...]`.
     """
     share = _share_of_choices(routing.experts, routing.num_experts)
     return routing.num_experts * _mean_of_tokens(share, routing.is_token)
 
 
 def _share_of_choices(chosen: jax.Array, num_experts: int) -> jax.Array:
-    """int32 `[..., choices]` → float32 `[..., experts]`; padding chose nothing."""
+    """Return the share of int32 `[..., choices]` of each expert, float32; 0 for padding."""
     return jnp.mean(jax.nn.one_hot(chosen, num_experts, dtype=jnp.float32), axis=-2)
 
 
 def _mean_of_tokens(values: jax.Array, is_token: jax.Array | None) -> jax.Array:
-    """`[..., experts]` → `[experts]`."""
+    """Return the mean `[experts]` of `[..., experts]` over tokens."""
     leading = tuple(range(values.ndim - 1))
     if is_token is None:
         return jnp.mean(values, axis=leading)

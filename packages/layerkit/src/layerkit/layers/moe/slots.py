@@ -1,9 +1,9 @@
-"""Rows laid out by expert: which choice fills which slot, and how tokens get there and back.
+"""Assignment of choices to slots, and the movement of tokens to slots and back.
 
-A choice is one of the experts of one token; choices are numbered token by token. A slot is a row in
-the buffer on which the experts work. Each choice has at most one slot and each slot at most one
-choice, so what moves rows one way by a gather moves gradients the other way by a gather too. Left
-to itself JAX would scatter them, which is slow on every backend.
+A choice is one of the experts of one token; choices are numbered token by token. A slot is a row of
+the buffer that the experts multiply. Each choice has at most one slot and each slot at most one
+choice, so that both rows and their gradients are moved by gathers. The gradients of JAX's gather
+would be scatters, which are slow on every backend.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from flax import struct
 
 @struct.dataclass
 class Slots:
-    """Who sits where; both arrays say the same, from either side.
+    """The assignment of choices to slots, as a map and its inverse.
 
     Attributes:
-      slot_of_choice: int32 `[tokens, choices]`; the number of slots where a choice has none.
-      choice_of_slot: int32 `[slots]`; the number of choices (tokens times choices) where empty.
+      slot_of_choice: Slot of each choice, int32 `[tokens, choices]`; the number of slots for a
+        choice without a slot.
+      choice_of_slot: Choice of each slot, int32 `[slots]`; the number of choices (tokens times
+        choices) for an empty slot.
     """
 
     slot_of_choice: jax.Array
@@ -30,7 +32,7 @@ class Slots:
 
     @classmethod
     def of_choices(cls, slot_of_choice: jax.Array, *, num_slots: int) -> Slots:
-        """Completes `slot_of_choice` int32 `[tokens, choices]`; no slot may occur twice."""
+        """Return the slots of `slot_of_choice` int32 `[tokens, choices]`, in which none repeats."""
         num_choices = slot_of_choice.size
         choices = jnp.arange(num_choices, dtype=jnp.int32)
         empty = jnp.full((num_slots,), num_choices, jnp.int32)
@@ -40,11 +42,11 @@ class Slots:
 
 @jax.custom_vjp
 def to_slots(tokens: jax.Array, slots: Slots) -> jax.Array:
-    """Copies each token to the slots of its choices; empty slots are 0.
+    """Copy each token to the slots of its choices. Empty slots are 0.
 
     Args:
       tokens: `[tokens, dims]`.
-      slots: Of these tokens.
+      slots: Slots of these tokens.
 
     Returns:
       `[slots, dims]`.
@@ -67,11 +69,11 @@ to_slots.defvjp(_to_slots_fwd, _to_slots_bwd)
 
 @jax.custom_vjp
 def from_slots(rows: jax.Array, slots: Slots) -> jax.Array:
-    """What each choice finds in its slot; 0 without a slot.
+    """Return the row of the slot of each choice; 0 for a choice without a slot.
 
     Args:
       rows: `[slots, dims]`.
-      slots: Whose they are.
+      slots: Slots of the tokens.
 
     Returns:
       `[tokens, choices, dims]`.
@@ -93,16 +95,16 @@ from_slots.defvjp(_from_slots_fwd, _from_slots_bwd)
 
 
 def weighted_sum(of_choices: jax.Array, weights: jax.Array) -> jax.Array:
-    """`[..., choices, dims]` weighted by float32 `[..., choices]` → `[..., dims]`.
+    """Sum `[..., choices, dims]` over choices with float32 weights `[..., choices]`.
 
-    Summed in float32; the result has the dtype of what is weighted.
+    The sum is computed in float32 and returned in the dtype of `of_choices`.
     """
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     return product("...kd,...k->...d", of_choices, weights).astype(of_choices.dtype)
 
 
 def _take(rows: jax.Array, index: jax.Array) -> jax.Array:
-    """Rows by index; 0 where it is past the end."""
+    """Return rows by index; 0 for an index past the end."""
     return rows.at[index].get(mode="fill", fill_value=0)
 
 

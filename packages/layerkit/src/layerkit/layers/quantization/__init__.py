@@ -1,1 +1,1 @@
-"""Products in fewer bits, as `Dot`s that `layerkit.layers.products.with_dots` puts into a model."""
+"""Low-precision products, which `layerkit.layers.products.with_dots` inserts into a model."""

@@ -1,16 +1,16 @@
-"""Products of 8-bit floats, with scales that follow the largest values of past steps.
+"""Products of 8-bit floats with delayed scaling.
 
 Activations and weights are rounded to e4m3 (3 bits of mantissa), gradients to e5m2 (2 bits, more
-range), after a division that brings the tensor's largest value to the largest one that the format
-has. Delayed scaling (Micikevicius et al., "FP8 Formats for Deep Learning", 2022, and NVIDIA's
-Transformer Engine) takes that largest value from a history of past steps, so that a tensor need not
-be read twice. Sums are taken in more bits by the hardware, and both gradients are products of 8-bit
-floats as well. The arithmetic is that of Flax (`flax.linen.fp8_ops`).
+range), after a division that maps the tensor's largest value to the largest value of the format.
+Delayed scaling (Micikevicius et al., "FP8 Formats for Deep Learning", 2022, and NVIDIA's
+Transformer Engine) takes the largest value from a history of past steps, so that a tensor is read
+once. The hardware accumulates in more bits, and both gradients are products of 8-bit floats as
+well. The arithmetic is that of Flax (`flax.linen.fp8_ops`).
 
-Scales and histories are state of the model, in the collection `OVERWRITE_WITH_GRADIENT`: the
-gradient with respect to such a variable is by definition its next value. So the backward pass can
-tell the largest gradient, and no optimizer touches it. `layerkit_runner` does this; a training loop
-of your own calls `accumulate_by_max` first in its loss, and `next_state` on the gradients:
+Scales and histories are state of the model in the collection `OVERWRITE_WITH_GRADIENT`: the
+gradient of such a variable is by definition its next value. Thus the backward pass reports the
+largest gradient, and no optimizer updates the state. `layerkit_runner` implements this. A custom
+training loop calls `accumulate_by_max` at the start of its loss, and `next_state` on the gradients:
 
     def loss(params, fp8):
         return model.apply({PARAMS: params, OVERWRITE_WITH_GRADIENT: accumulate_by_max(fp8)}, x)
@@ -38,21 +38,22 @@ _TENSORS = ("input", "kernel", "output_grad")
 
 
 class Fp8Dot(Dot):
-    """x·w with both rounded to e4m3, and the gradient of the product to e5m2.
+    """A product of factors rounded to e4m3, with output gradients rounded to e5m2.
 
-    The first step scales by 1, since there is no history yet. Whole tensors share one scale, also
-    those of a group of weights.
+    The first step scales by 1, since the history is empty. A tensor has one scale, also if it is a
+    group of weights.
 
-    State, in float32: for each of `input`, `kernel` and `output_grad` a `<tensor>_scale` `[1]` and
-    a `<tensor>_amax_history` `[amax_history_length]`.
+    The float32 state holds `<tensor>_scale` `[1]` and `<tensor>_amax_history`
+    `[amax_history_length]` for each of `input`, `kernel` and `output_grad`.
 
     Attributes:
-      amax_history_length: Steps over which the largest value is taken.
+      amax_history_length: Number of steps of which the largest value is used.
     """
 
     amax_history_length: int = 1024
 
     def setup(self) -> None:
+        """Check the field and create the state."""
         check_sizes(self, amax_history_length=self.amax_history_length)
         for tensor in _TENSORS:
             self._create_state(f"{tensor}_scale", jnp.ones((1,), jnp.float32))
@@ -60,10 +61,9 @@ class Fp8Dot(Dot):
             self._create_state(f"{tensor}_amax_history", history)
 
     def fprop(self, x: jax.Array, w: jax.Array) -> jax.Array:
-        """`[..., in]` · `[in, out]` → `[..., out]`, in the dtype of both.
+        """Multiply `[..., in]` by `[in, out]`; the result has the dtype of the factors.
 
-        With a group of weights: `[group, tokens, in]` · `[group, in, out]` →
-        `[group, tokens, out]`.
+        A group of weights `[group, in, out]` multiplies inputs `[group, tokens, in]`.
         """
         group = tuple(range(w.ndim - 2))
         return fp8_ops.fp8_scaled_dot_general(
@@ -90,11 +90,11 @@ class Fp8Dot(Dot):
 
 
 def accumulate_by_max(state: Any) -> Any:
-    """The state as the model reads it, in a dtype whose gradients add up by their maximum.
+    """Convert the state to the dtype that the model reads, whose gradients accumulate by maximum.
 
     A product that runs several times in a step, in a shared layer or for each microbatch of a
-    pipeline, then hands back the largest value of all, not their sum. Call it inside the function
-    that is differentiated, and compile that function.
+    pipeline, then returns the largest value of all instead of their sum. Call this function inside
+    the differentiated function, and compile the latter.
 
     Args:
       state: The collection `OVERWRITE_WITH_GRADIENT`, nested dicts of float32 arrays `[...]`.
@@ -103,19 +103,19 @@ def accumulate_by_max(state: Any) -> Any:
 
 
 def next_state(state: Any, updates: Any) -> Any:
-    """The state for the next step.
+    """Return the state for the next step.
 
-    What a product that did not run says (zeros), or one that met values that are not finite, is not
-    taken over.
+    Updates of a product that did not run (zeros), or that met values that are not finite, are
+    ignored.
 
     Args:
-      state: Of this step, nested dicts of float32 arrays `[...]`.
-      updates: The gradient with respect to it, of the same shapes; under data parallelism by hand
-        the maximum over devices.
+      state: State of this step, nested dicts of float32 arrays `[...]`.
+      updates: Gradient of the state, of the same shapes. With explicit data parallelism, pass the
+        maximum over devices.
     """
 
     def choose(old: jax.Array, new: jax.Array) -> jax.Array:
-        is_sound = jnp.all(jnp.isfinite(new)) & jnp.any(new != 0)
-        return jnp.where(is_sound, new, old)
+        is_valid = jnp.all(jnp.isfinite(new)) & jnp.any(new != 0)
+        return jnp.where(is_valid, new, old)
 
     return jax.tree.map(choose, state, updates)
