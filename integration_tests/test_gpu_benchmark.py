@@ -80,7 +80,7 @@ def test_cases_compile_for_an_h100(tmp_path):
     assert [row["products"]["fp8"] for row in rows] == [0, PRODUCTS_OF_LAYERS]
     for row in rows:
         assert row["status"] == "compiled", row
-        assert row["attention"] == "pallas (as asked)"
+        assert row["attention"] == "pallas (as requested)"
         assert row["custom_calls"]["__gpu$xla.gpu.triton"] > 0
         assert row["state_bytes"] < row["predicted_bytes"] < row["usable_bytes"]
 
