@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import jax
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ KEY = jax.random.key(0)
 X = np.random.default_rng(0).normal(size=(2, 5, 3)).astype(np.float32)
 
 
-def test_sequential_hands_on_from_layer_to_layer():
+def test_sequential_hands_on_from_layer_to_layer(raises):
     config = Sequential.HParams.config(
         layer_tpls=(
             Linear.HParams.config(input_dims=3, output_dims=4),
@@ -30,7 +28,7 @@ def test_sequential_hands_on_from_layer_to_layer():
     first, last = (variables["params"][f"layers_{i}"]["w"] for i in (0, 2))
     expected = np.tanh(X @ first) @ last
     np.testing.assert_allclose(layer.apply(variables, X), expected, rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match=re.escape("layer_tpls=None, expected at least one layer")):
+    with raises(ConfigError, owner="Sequential()", field="layer_tpls", value=None):
         Sequential().init(KEY)
 
 
@@ -60,13 +58,11 @@ def test_mlp_block_raises_unless_hidden_dims_are_positive(raises):
 
 
 @pytest.mark.parametrize("field", ["has_bias", "activation_tpl"])
-def test_an_mlp_block_refuses_a_layer_that_contradicts_it(field):
+def test_mlp_block_raises_for_a_layer_with_other_fields(raises, field):
     own = {"has_bias": False, "activation_tpl": Tanh.HParams.config()}[field]
     template = FeedForward.HParams.config(**{field: own})
     sizes = {"input_dims": 3, "output_dims": 2, "layer_tpl": template}
-    with pytest.raises(
-        ValueError, match=rf"layer_tpl\.{field}=.* differs from {field} of the block"
-    ):
+    with raises(ConfigError, owner="MLPBlock()", field=f"layer_tpl.{field}", value=own):
         MLPBlock(**sizes).init(KEY)
     assert MLPBlock(**sizes, **{field: own}).init(KEY)
 
@@ -85,6 +81,6 @@ def test_stacking_lays_neighbours_side_by_side(left, right, stride):
     np.testing.assert_array_equal(layer.apply({}, X), np.stack(expected, axis=1))
 
 
-def test_stacking_refuses_a_negative_context():
-    with pytest.raises(ValueError, match=re.escape("left=-1 and right=0 must be at least 0")):
+def test_stacking_over_time_raises_for_a_negative_context(raises):
+    with raises(ConfigError, owner="StackingOverTime()", field="left", value=-1):
         StackingOverTime(left=-1).init(KEY)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from layerkit.errors import ConfigError
 from layerkit.layers.einsum import Einsum
 from layerkit.layers.products import Dot
 
@@ -72,38 +73,24 @@ def test_the_initialiser_sees_the_fans_of_the_equation(equation, fan_in, fan_out
 
 
 @pytest.mark.parametrize(
-    ("fields", "text"),
+    ("field", "value"),
     [
-        ({"equation": "btd"}, "equation='btd': expected letters as in 'btd,dnh->btnh'"),
-        ({"equation": "bdd,dh->bh"}, "a letter stands twice in 'bdd'"),
-        ({"equation": "bd,dh->bhx"}, "'x' of the outputs is in neither operand"),
-        ({"equation": "btd,dh->bh"}, "'t' would be summed over within 'btd' alone"),
-        ({"equation": "bd,dn->b"}, "'n' would be summed over within 'dn' alone"),
-        (
-            {"weight_shape": (4,)},
-            "equation='bd,dh->bh': weight_shape=(4,) has 1 dimensions, but 'dh' names 2",
-        ),
+        ("equation", "btd"),
+        ("equation", "bdd,dh->bh"),
+        ("equation", "bd,dh->bhx"),
+        ("equation", "btd,dh->bh"),
+        ("equation", "bd,dn->b"),
+        ("weight_shape", (4,)),
     ],
 )
-def test_wrong_fields_are_refused(fields, text):
-    fields = {"equation": "bd,dh->bh", "weight_shape": (4, 6), "weight_axes": (None,) * 2, **fields}
-    with pytest.raises(ValueError) as caught:
-        Einsum(**fields).init(KEY)
-    assert text in str(caught.value)
+def test_init_raises_for_an_invalid_field(raises, field, value):
+    fields = {"equation": "bd,dh->bh", "weight_shape": (4, 6), "weight_axes": (None,) * 2}
+    with raises(ConfigError, owner="Einsum()", field=field, value=value):
+        Einsum(**{**fields, field: value}).init(KEY)
 
 
-@pytest.mark.parametrize(
-    ("shape", "text"),
-    [
-        ((4,), "equation='bd,dh->bh': the inputs have the shape (4,), which is not bd"),
-        (
-            (2, 3),
-            "'d' is 3 in inputs of the shape (2, 3), but 4 in weight_shape=(4, 6)",
-        ),
-    ],
-)
-def test_wrong_inputs_are_refused(shape, text):
+@pytest.mark.parametrize("shape", [(4,), (2, 3)])
+def test_apply_raises_for_inputs_of_another_shape(raises, shape):
     layer = make("bd,dh->bh")
-    with pytest.raises(ValueError) as caught:
+    with raises(ConfigError, owner="Einsum()", field="shape of inputs", value=list(shape)):
         layer.apply(layer.init(KEY), jnp.ones(shape))
-    assert text in str(caught.value)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 import jax
 import numpy as np
 import pytest
 
+from layerkit.errors import ConfigError
 from layerkit.layers.masked_lm import MaskedLmAugmenter
 
 KEY = jax.random.key(0)
@@ -53,15 +52,16 @@ def test_evaluation_hides_the_same_tokens_every_time_and_training_others():
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "field", "value"),
     [
-        ({"mask_token_id": VOCAB}, "mask_token_id=1000, expected an id below vocab_size=1000"),
-        ({"mask_prob": 0.0}, "mask_prob=0.0, expected 0 < p <= 1"),
-        ({"replace_prob": 0.95}, "replace_prob=0.95 and random_prob=0.1 must be at least 0"),
+        ({"mask_token_id": VOCAB}, "mask_token_id", VOCAB),
+        ({"mask_prob": 0.0}, "mask_prob", 0.0),
+        ({"replace_prob": -0.5}, "replace_prob", -0.5),
+        ({"replace_prob": 0.75, "random_prob": 0.5}, "replace_prob + random_prob", 1.25),
     ],
 )
-def test_what_does_not_fit_is_refused(fields, message):
+def test_init_raises_for_an_invalid_field(raises, fields, field, value):
     config = MaskedLmAugmenter.HParams.config(vocab_size=VOCAB, mask_token_id=MASK)
     config.set(**fields)
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with raises(ConfigError, owner="MaskedLmAugmenter()", field=field, value=value):
         config.Instantiate().init(KEY)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 import jax
@@ -10,14 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerkit.errors import ConfigError
 from layerkit.layers.masks import AttentionMask, first_tokens, segments_from_paddings
 
 SELF_ATTENTION = [AttentionMask.causal_mask, AttentionMask.bidirectional_mask]
-
-
-def whole(message: str) -> str:
-    """The pattern of exactly this message, with or without the note that JAX adds below it."""
-    return rf"\A{re.escape(message)}(?:\n---|\Z)"
 
 
 @st.composite
@@ -86,15 +81,13 @@ def test_a_prefix_is_seen_by_the_whole_row() -> None:
     np.testing.assert_array_equal(dense[0], expected)
 
 
-def test_a_window_can_only_become_narrower() -> None:
+def test_within_narrows_the_window(raises):
     mask = AttentionMask.causal_mask(1, 6)
     assert mask.within(None) is mask
     assert mask.within(3).within(5).window == mask.within(5).within(3).window == 3
     banded = np.tri(6, dtype=bool) & ~np.tri(6, k=-3, dtype=bool)
     np.testing.assert_array_equal(mask.within(3).dense()[0, 0], banded)
-    with pytest.raises(
-        ValueError, match=whole("window=0 must be at least 1, a query's own position")
-    ):
+    with raises(ConfigError, field="window", value=0):
         mask.within(0)
 
 
@@ -109,24 +102,16 @@ def test_cross_mask_hides_padding_and_other_documents() -> None:
     np.testing.assert_array_equal(packed.dense()[0, 0], [[1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 0]])
 
 
-def test_cross_mask_and_prefix_refuse_wrong_shapes() -> None:
+def test_masks_raise_for_arrays_of_another_shape(raises):
     ones = jnp.ones((1, 3), jnp.int32)
-    for make, message in (
-        (
-            lambda: AttentionMask.cross_mask(1, 3, 4, query_segments=ones),
-            "query_segments are set without the key_segments that they refer to",
-        ),
-        (
-            lambda: AttentionMask.cross_mask(1, 3, 4, key_segments=ones),
-            "key_segments of shape (1, 3), expected (1, 4)",
-        ),
-        (
-            lambda: AttentionMask.causal_mask(2, 3, in_prefix=jnp.ones((1, 3), bool)),
-            "in_prefix of shape (1, 3), expected [batch, length] = (2, 3)",
-        ),
-    ):
-        with pytest.raises(ValueError, match=whole(message)):
-            make()
+    with raises(ConfigError, problem="query_segments is set without key_segments"):
+        AttentionMask.cross_mask(1, 3, 4, query_segments=ones)
+    with raises(ConfigError, field="shape of key_segments", value=[1, 3]):
+        AttentionMask.cross_mask(1, 3, 4, key_segments=ones)
+    with raises(ConfigError, field="shape of in_prefix", value=[1, 3]):
+        AttentionMask.causal_mask(2, 3, in_prefix=ones.astype(bool))
+    with raises(ConfigError, field="shape of segment_ids", value=[1, 3]):
+        AttentionMask.causal_mask(2, 3, segment_ids=ones)
 
 
 @st.composite
@@ -207,13 +192,7 @@ def test_causal_is_static_under_jit_and_the_arrays_are_leaves() -> None:
     assert traced == [True, False]
 
 
-def test_wrong_shapes_and_half_given_segments_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=whole("segment_ids of shape (2, 4), expected [batch, length] = (2, 3)")
-    ):
-        AttentionMask.causal_mask(2, 3, segment_ids=jnp.ones((2, 4), jnp.int32))
+def test_dense_raises_with_segments_of_keys_alone(raises):
     half = AttentionMask.causal_mask(2, 3).replace(key_segments=jnp.ones((2, 3), jnp.int32))
-    with pytest.raises(
-        ValueError, match=whole("query_segments and key_segments must both be set, or neither")
-    ):
+    with raises(ConfigError, problem="only one of query_segments and key_segments is set"):
         half.dense()

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from layerkit.errors import ConfigError
 from layerkit.layers.linears import Linear
 from layerkit.layers.pipeline import Pipeline
 from layerkit.sharding import DEFAULT_RULES, BoundSharding
@@ -60,13 +61,8 @@ def test_a_mesh_does_not_change_gradients(first_axis, rules):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, expected)
 
 
-def test_features_split_without_stages_are_refused():
-    """The gradients of the first of the meshes above would be wrong, in silence."""
+def test_init_raises_for_split_features_without_split_stages(raises):
+    """The gradients of the first of the meshes above would be wrong."""
     split, _ = sharded("data", FEATURES_SPLIT)
-    with pytest.raises(ValueError) as error:
+    with raises(ConfigError, field="mesh axes of act_embed", value=("tensor",)):
         split.init(KEY)
-    assert str(error.value) == (
-        "Pipeline(): the mesh splits act_embed over ('tensor',) but no stages, and XLA computes"
-        " wrong gradients of such a pipeline; use ShardingRules.replace(act_embed=None), a mesh"
-        " with stages, or a stack that is no pipeline"
-    )

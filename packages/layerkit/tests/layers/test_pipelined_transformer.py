@@ -13,6 +13,7 @@ import pytest
 
 from layerkit.base_layer import AUX_LOSS, CACHE, PARAMS, SUMMARIES, BaseLayer
 from layerkit.config import sub_config_field
+from layerkit.errors import ConfigError
 from layerkit.layers.attention.biases import RelativeBias
 from layerkit.layers.attention.cross import CrossAttention
 from layerkit.layers.feed_forward import TransformerFeedForward
@@ -274,24 +275,15 @@ def test_training_on_a_mesh_is_training_on_one_device(kind):
     assert re.search(rf"f32\[1,2,{LENGTH},{DIMS}\]\S* collective-permute", compiled.as_text())
 
 
-def refusal(**fields):
-    stack = make(PipelinedTransformer, **{"num_microbatches": 4, **fields})
-    with pytest.raises(ValueError) as caught:
+@pytest.mark.parametrize(
+    ("fields", "field", "value"),
+    [
+        ({"num_layers": 7, "circular_repeats": 2}, "num_layers", 7),
+        ({"num_layers": 6, "block_tpls": (LOCAL, EXPERTS)}, "length of block_tpls", 2),
+        ({"num_layers": 4, "remat": "dots_no_batch"}, "remat", "dots_no_batch"),
+    ],
+)
+def test_init_raises_for_layers_that_stages_cannot_share(raises, fields, field, value):
+    stack = make(PipelinedTransformer, num_microbatches=4, num_stages=2, **fields)
+    with raises(ConfigError, owner="PipelinedTransformer()", field=field, value=value):
         jax.eval_shape(stack.init, KEY)
-    return str(caught.value)
-
-
-def test_layers_that_cannot_be_cut_into_runs_are_refused():
-    assert refusal(num_layers=7, num_stages=2, circular_repeats=2) == (
-        "PipelinedTransformer(): num_layers=7 cannot be cut into 4 equal runs, num_stages=2 times"
-        " circular_repeats=2; the nearest number that can is 8"
-    )
-    assert refusal(num_layers=6, num_stages=2, block_tpls=(LOCAL, EXPERTS)) == (
-        "PipelinedTransformer(): block_tpls has 2 layers, which do not come out even in runs of 3"
-        " layers (num_stages=2); all stages run the same program, so each must begin with the first"
-        " of the pattern"
-    )
-    assert refusal(num_layers=4, num_stages=2, remat="dots_no_batch") == (
-        "PipelinedTransformer(): remat='dots_no_batch' would keep nothing, since the products of"
-        " all stages are one product with a batch axis; use 'projections' or 'dots'"
-    )

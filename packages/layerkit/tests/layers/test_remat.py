@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
+from layerkit.errors import ConfigError
 from layerkit.layers.masks import AttentionMask, row_positions
 from layerkit.layers.remat import (
     REMAT_POLICIES,
@@ -174,25 +175,16 @@ def stacked(stack, policy):
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(variables, ROWS)
 
 
-def test_offloading_is_refused_where_the_host_has_no_memory_for_it():
+def test_check_host_memory_raises_without_pinned_host_memory(raises):
     check_host_memory("offload_residual", ["device", "pinned_host"], owner="Repeat()")
-    with pytest.raises(ValueError) as caught:
-        check_host_memory("offload_residual", ["device", "unpinned_host"], owner="Repeat()")
-    assert str(caught.value) == (
-        "Repeat(): remat='offload_residual' keeps activations in memory of the kind 'pinned_host',"
-        " but these devices have only device, unpinned_host; use remat='full'"
-    )
-    with pytest.raises(ValueError, match="use remat='projections'$"):
-        check_host_memory("offload_projections", ["device"], owner="Repeat()")
+    for policy, kept in (("offload_residual", "full"), ("offload_projections", "projections")):
+        with raises(ConfigError, field="remat", value=policy, hint=f"Use remat={kept!r}."):
+            check_host_memory(policy, ["device", "unpinned_host"], owner="Repeat()")
 
 
-def test_a_name_that_no_policy_knows_is_refused():
-    with pytest.raises(ValueError) as caught:
+def test_name_activation_raises_for_an_unknown_name(raises):
+    with raises(ConfigError, field="name", value="querry"):
         name_activation(X, "querry")
-    assert str(caught.value) == (
-        "'querry' is not the name of an activation; did you mean 'query'? Names: residual, query,"
-        " key, value, attention_out, cross_attention_out, feed_forward_out."
-    )
 
 
 def test_none_leaves_the_function_alone():
@@ -202,11 +194,6 @@ def test_none_leaves_the_function_alone():
     assert remat(body, "none", in_scan=False) is body
 
 
-def test_an_unknown_policy_is_refused_with_the_near_one():
-    with pytest.raises(ValueError) as caught:
+def test_check_remat_policy_raises_for_an_unknown_policy(raises):
+    with raises(ConfigError, owner="Repeat(stack)", field="remat", value="ful"):
         check_remat_policy("ful", owner="Repeat(stack)")
-    assert str(caught.value) == (
-        "Repeat(stack): remat='ful' is not a policy; did you mean 'full'?"
-        " Policies: none, dots, dots_no_batch, projections, attention_out, residual,"
-        " full, offload_projections, offload_residual."
-    )

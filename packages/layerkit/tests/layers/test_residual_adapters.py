@@ -110,10 +110,9 @@ def test_layers_of_a_pattern_are_adapted():
     assert len([name for name in found if re.fullmatch(RESIDUAL_ADAPTER_WEIGHTS, name)]) == 16
 
 
-def test_where_there_is_nothing_to_adapt():
+def test_with_residual_adapters_raises_for_a_config_without_branches(raises):
     config = Linear.HParams.config(input_dims=2, output_dims=2)
-    text = "Linear holds no TransformerFeedForward and no OutputProjection"
-    with pytest.raises(ValueError, match=text):
+    with raises(ConfigError, owner="with_residual_adapters", field="config", value=config):
         with_residual_adapters(config, bottleneck_dims=2)
 
 

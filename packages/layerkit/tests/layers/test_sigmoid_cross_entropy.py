@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 import jax
 import numpy as np
 import pytest
 
+from layerkit.errors import ConfigError
 from layerkit.layers.sigmoid_cross_entropy import SigmoidCrossEntropy
 
 KEY = jax.random.key(0)
@@ -43,10 +42,10 @@ def test_large_logits_stay_finite():
     np.testing.assert_allclose(outputs.loss, 1e4)
 
 
-@pytest.mark.parametrize("fields", [{"initial_probability": 1.0}, {"use_bias": False}])
-def test_a_probability_that_cannot_be_is_refused(fields):
+@pytest.mark.parametrize(("probability", "use_bias"), [(1.0, True), (0.1, False)])
+def test_init_raises_for_an_invalid_probability(raises, probability, use_bias):
     layer = SigmoidCrossEntropy(
-        input_dims=4, num_classes=3, **{"initial_probability": 0.1, **fields}
+        input_dims=4, num_classes=3, initial_probability=probability, use_bias=use_bias
     )
-    with pytest.raises(ValueError, match=re.escape("expected a number between 0 and 1")):
+    with raises(ConfigError, field="initial_probability", value=probability):
         layer.init(KEY)

@@ -266,7 +266,7 @@ def test_cached_steps_equal_the_full_pass(case):
 def test_cache_longer_than_the_position_table_raises():
     model = MODELS["trainable"].Instantiate()
     variables = random_weights(model)
-    with pytest.raises(ValueError, match=r"PositionalEmbedding\(position\): .*max_length=8"):
+    with pytest.raises(ValueError, match="max_length=8"):
         model.apply(variables, 2, LENGTH + 1, method="init_cache", mutable=[CACHE])
 
 

@@ -1,7 +1,7 @@
-"""Activations: maps that treat every element alike, as layers, so that a config can choose one.
+"""Element-wise activations as layers, so that a config can choose one.
 
-All take `[...]` of any shape and give the same shape in the compute dtype. A new one is a class
-with an `fprop`; whatever has an `activation_tpl` takes any `BaseActivation`.
+Each maps `[...]` of any shape to the same shape in the compute dtype. A custom activation is a
+subclass of `BaseActivation` with an `fprop`; every `activation_tpl` accepts it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from layerkit.base_layer import BaseLayer
 
 
 class BaseActivation(BaseLayer):
-    """What an `activation_tpl` holds; has no weights."""
+    """The base class of activations, which have no weights."""
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
-        """`[...]` → `[...]`, element by element."""
+        """Map `[...]` to `[...]`, element by element."""
         raise NotImplementedError(f"{type(self).__qualname__} does not define fprop")
 
 
 class Identity(BaseActivation):
-    """x: no activation, where a template must name one."""
+    """The identity x, for templates that must name an activation."""
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
+        """Apply the activation to `[...]`."""
         return self.cast(inputs)
 
 
@@ -31,6 +32,7 @@ class ReLU(BaseActivation):
     """max(x, 0)."""
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
+        """Apply the activation to `[...]`."""
         return jax.nn.relu(self.cast(inputs))
 
 
@@ -38,6 +40,7 @@ class SquaredReLU(BaseActivation):
     """max(x, 0)² (So et al., 2021: Primer)."""
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
+        """Apply the activation to `[...]`."""
         return jnp.square(jax.nn.relu(self.cast(inputs)))
 
 
@@ -45,13 +48,14 @@ class GELU(BaseActivation):
     """x·Φ(x), Φ the normal distribution function (Hendrycks and Gimpel, 2016).
 
     Attributes:
-      approximate: Uses 0.5·x·(1 + tanh(√(2/π)·(x + 0.044715·x³))), which is cheaper and at most
-        about 5e-4 away; it is what most published models were trained with.
+      approximate: True to use 0.5·x·(1 + tanh(√(2/π)·(x + 0.044715·x³))). It is cheaper, differs
+        by at most about 5e-4, and most published models were trained with it.
     """
 
     approximate: bool = True
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
+        """Apply the activation to `[...]`."""
         return jax.nn.gelu(self.cast(inputs), approximate=self.approximate)
 
 
@@ -59,10 +63,11 @@ class SiLU(BaseActivation):
     """x·sigmoid(x) (Elfwing et al., 2017); the gate of SwiGLU."""
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
+        """Apply the activation to `[...]`."""
         return jax.nn.silu(self.cast(inputs))
 
 
-# The same function under the name of Ramachandran et al. (2017).
+# Name of the same function in Ramachandran et al. (2017).
 Swish = SiLU
 
 
@@ -70,6 +75,7 @@ class Sigmoid(BaseActivation):
     """1 / (1 + exp(-x))."""
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
+        """Apply the activation to `[...]`."""
         return jax.nn.sigmoid(self.cast(inputs))
 
 
@@ -77,6 +83,7 @@ class Tanh(BaseActivation):
     """tanh(x)."""
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
+        """Apply the activation to `[...]`."""
         return jnp.tanh(self.cast(inputs))
 
 
@@ -84,6 +91,7 @@ class ReLU6(BaseActivation):
     """min(max(x, 0), 6) (Krizhevsky, 2010)."""
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
+        """Apply the activation to `[...]`."""
         return jax.nn.relu6(self.cast(inputs))
 
 
@@ -91,32 +99,35 @@ class CubedReLU(BaseActivation):
     """max(x, 0)³."""
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
+        """Apply the activation to `[...]`."""
         return jnp.power(jax.nn.relu(self.cast(inputs)), 3)
 
 
 class LeakyReLU(BaseActivation):
-    """x where it is positive, else slope·x (Maas et al., 2013).
+    """x for positive x, else slope·x (Maas et al., 2013).
 
     Attributes:
-      negative_slope: The slope below 0.
+      negative_slope: Slope for negative x.
     """
 
     negative_slope: float = 0.01
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
+        """Apply the activation to `[...]`."""
         return jax.nn.leaky_relu(self.cast(inputs), self.negative_slope)
 
 
 class ELU(BaseActivation):
-    """x where it is positive, else α·(exp(x) − 1) (Clevert et al., 2015).
+    """x for positive x, else α·(exp(x) − 1) (Clevert et al., 2015).
 
     Attributes:
-      alpha: The bound below is −α.
+      alpha: α; the outputs are above −α.
     """
 
     alpha: float = 1.0
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
+        """Apply the activation to `[...]`."""
         return jax.nn.elu(self.cast(inputs), self.alpha)
 
 
@@ -124,6 +135,7 @@ class Softplus(BaseActivation):
     """log(1 + exp(x))."""
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
+        """Apply the activation to `[...]`."""
         return jax.nn.softplus(self.cast(inputs))
 
 
@@ -131,18 +143,20 @@ class Exp(BaseActivation):
     """exp(x)."""
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
+        """Apply the activation to `[...]`."""
         return jnp.exp(self.cast(inputs))
 
 
 class SineReLU(BaseActivation):
-    """x where it is positive, else ε·(sin(x) − cos(x)).
+    """x for positive x, else ε·(sin(x) − cos(x)).
 
     Attributes:
-      epsilon: How large the waves below 0 are.
+      epsilon: ε, the amplitude of the waves for negative x, over √2.
     """
 
     epsilon: float = 0.0025
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
+        """Apply the activation to `[...]`."""
         x = self.cast(inputs)
         return jnp.where(x > 0, x, self.epsilon * (jnp.sin(x) - jnp.cos(x)))

@@ -1,8 +1,7 @@
-"""Normalisations whose statistics are taken over more than one position: BatchNorm and GroupNorm.
+"""Normalisations with statistics over several positions: BatchNorm and GroupNorm.
 
-Statistics are float32 and leave padding out: a padded position changes nothing elsewhere. The mask
-`is_token` `[batch, length]` (or with whatever stands between batch and dims) is True where there is
-something.
+Statistics are float32 and exclude padding. The mask `is_token` `[batch, length]` (or with other
+axes between batch and dims) is True for tokens and False for padding.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 
 from layerkit.base_layer import BaseLayer
 from layerkit.checks import (
+    check_divisible,
     check_last_axis,
     check_non_negative,
     check_rates,
@@ -21,23 +21,24 @@ from layerkit.weights import WeightHParams, WeightInit
 
 
 class BatchNorm(BaseLayer):
-    """y = (x - mean) / √(variance + ε) · (1 + w) + b, over batch and positions.
+    """Batch normalisation: y = (x - mean) / √(variance + ε) · (1 + w) + b.
 
-    In training the statistics are those of the batch, and moving averages of them are kept;
-    otherwise they are the moving averages (Ioffe and Szegedy, 2015, arXiv:1502.03167). Over a mesh
-    the batch is the global one; under the pmap partitioner each device has statistics of its own,
-    and the moving averages are the mean of theirs.
+    In training, mean and variance are those of the batch, over batch and positions, and update
+    moving averages; in evaluation they are the moving averages (Ioffe and Szegedy, 2015,
+    arXiv:1502.03167). On a mesh the batch is the global one. Under the pmap partitioner each device
+    uses the statistics of its own batch, and the moving averages are averaged over the devices.
 
     Attributes:
       dims: Size of the last axis.
-      decay: How much of a moving average stays at a step.
-      epsilon: Keeps a constant feature finite.
-      use_moving_averages_in_training: Normalises by them in training too (they are still kept).
-      force_evaluation: Neither takes nor keeps statistics of the batch, even in training: for
-        fine-tuning with those that were loaded.
+      decay: Factor of the old moving average at each step.
+      epsilon: ε, which keeps the output for a constant feature finite.
+      use_moving_averages_in_training: True if training too normalises by the moving averages, which
+        are still updated.
+      force_evaluation: True if training too uses the moving averages and leaves them unchanged, to
+        fine-tune with loaded statistics.
 
     Raises:
-      ValueError: a decay outside [0, 1).
+      ConfigError: A decay outside [0, 1), or a negative epsilon.
     """
 
     dims: int = 0
@@ -47,6 +48,7 @@ class BatchNorm(BaseLayer):
     force_evaluation: bool = False
 
     def setup(self) -> None:
+        """Create scale, bias and moving averages."""
         check_sizes(self, dims=self.dims)
         check_non_negative(self, epsilon=self.epsilon)
         check_rates(self, decay=self.decay)
@@ -54,19 +56,19 @@ class BatchNorm(BaseLayer):
         for name in ("scale", "bias"):
             self.create_variable(name, WeightHParams((self.dims,), axes=("norm",), init=zeros))
         for name, init in (("moving_mean", zeros), ("moving_variance", ones)):
-            # A step of 0.001 is lost in bfloat16.
+            # float32, because bfloat16 loses updates by a factor of 0.001.
             hparams = WeightHParams((self.dims,), ("norm",), init=init, dtype=jnp.float32)
             self.create_variable(name, hparams, trainable=False)
 
     def fprop(self, inputs: jax.Array, *, is_token: jax.Array | None = None) -> jax.Array:
-        """`[batch, ..., dims]` → the same, in the compute dtype.
+        """Normalise `[batch, ..., dims]`; the outputs have the compute dtype.
 
         Args:
-          inputs: To be normalised.
-          is_token: bool `[batch, ...]`, False for padding, which gives 0.
+          inputs: Array `[batch, ..., dims]`.
+          is_token: bool `[batch, ...]`, False for padding, for which the outputs are 0.
 
         Raises:
-          ValueError: the last axis has another size.
+          ConfigError: The last axis has another size.
         """
         check_last_axis(self, inputs, dims=self.dims)
         x = _zero_padding(inputs.astype(jnp.float32), is_token)
@@ -75,7 +77,7 @@ class BatchNorm(BaseLayer):
             axes = tuple(range(x.ndim - 1))
             batch_mean, batch_variance = masked_moments(x, is_token, axes=axes)
             batch_mean, batch_variance = batch_mean.reshape(-1), batch_variance.reshape(-1)
-            # A batch without tokens has nothing to tell.
+            # A batch without tokens leaves the moving averages unchanged.
             decay = self.decay if is_token is None else jnp.where(is_token.any(), self.decay, 1.0)
             for name, old, new in (
                 ("moving_mean", mean, batch_mean),
@@ -92,18 +94,18 @@ class BatchNorm(BaseLayer):
 
 
 class GroupNorm(BaseLayer):
-    """Each example's features in groups, normalised over positions and the group's features.
+    """Group normalisation: y = (x - mean) / √(variance + ε) · (1 + w) + b.
 
-    y = (x - mean) / √(variance + ε) · (1 + w) + b (Wu and He, 2018, arXiv:1803.08494). Without
-    statistics of a batch there is nothing to keep, and training and evaluation are alike.
+    Mean and variance are those of one example, over its positions and one group of features (Wu and
+    He, 2018, arXiv:1803.08494). Training and evaluation compute the same.
 
     Attributes:
       dims: Size of the last axis.
-      num_groups: Groups of neighbouring features, a divisor of dims.
-      epsilon: Keeps a constant group finite.
+      num_groups: Number of groups of adjacent features; a divisor of dims.
+      epsilon: ε, which keeps the output for a constant group finite.
 
     Raises:
-      ValueError: groups that do not divide the features.
+      ConfigError: `num_groups` does not divide `dims`, or epsilon is negative.
     """
 
     dims: int = 0
@@ -111,25 +113,23 @@ class GroupNorm(BaseLayer):
     epsilon: float = 1e-3
 
     def setup(self) -> None:
+        """Create scale and bias."""
         check_sizes(self, dims=self.dims, num_groups=self.num_groups)
         check_non_negative(self, epsilon=self.epsilon)
-        if self.dims % self.num_groups:
-            raise ValueError(
-                f"{self.path_name}: num_groups={self.num_groups} does not divide dims={self.dims}"
-            )
+        check_divisible(self, by=("num_groups", self.num_groups), dims=self.dims)
         zeros = WeightInit.Constant(0.0)
         for name in ("scale", "bias"):
             self.create_variable(name, WeightHParams((self.dims,), axes=("norm",), init=zeros))
 
     def fprop(self, inputs: jax.Array, *, is_token: jax.Array | None = None) -> jax.Array:
-        """`[batch, ..., dims]` → the same, in the compute dtype.
+        """Normalise `[batch, ..., dims]`; the outputs have the compute dtype.
 
         Args:
-          inputs: To be normalised.
-          is_token: bool `[batch, ...]`, False for padding, which gives 0.
+          inputs: Array `[batch, ..., dims]`.
+          is_token: bool `[batch, ...]`, False for padding, for which the outputs are 0.
 
         Raises:
-          ValueError: the last axis has another size.
+          ConfigError: The last axis has another size.
         """
         check_last_axis(self, inputs, dims=self.dims)
         x = _zero_padding(inputs.astype(jnp.float32), is_token)
@@ -145,15 +145,15 @@ class GroupNorm(BaseLayer):
 def masked_moments(
     x: jax.Array, is_token: jax.Array | None, *, axes: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """Mean and variance over some axes, leaving out what is no token.
+    """Compute mean and variance over some axes, without padding.
 
     Args:
       x: float32 `[..., dims]`, finite.
-      is_token: bool `[...]`, of one axis less, broadcast against it; None for all.
-      axes: Which to reduce; they stay, with size 1.
+      is_token: bool `[...]` without the last axis, broadcast against `x`; None if all are tokens.
+      axes: Axes to reduce, which are kept with size 1.
 
     Returns:
-      (mean, variance), float32; 0 and 0 where nothing counts.
+      (mean, variance), float32; both 0 if there are no tokens.
     """
     if is_token is None:
         mean = jnp.mean(x, axis=axes, keepdims=True)
@@ -165,5 +165,5 @@ def masked_moments(
 
 
 def _zero_padding(y: jax.Array, is_token: jax.Array | None) -> jax.Array:
-    # By choice rather than by product: padding may hold anything, NaN included.
+    # A selection and not a product, because padding may contain NaN.
     return y if is_token is None else jnp.where(is_token[..., None], y, 0.0)

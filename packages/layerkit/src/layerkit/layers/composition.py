@@ -1,4 +1,4 @@
-"""Layers made of layers: one after another, dense blocks, and frames laid side by side."""
+"""Layers in sequence, blocks of dense layers, and stacking of neighbouring frames."""
 
 from __future__ import annotations
 
@@ -9,38 +9,37 @@ import jax
 import jax.numpy as jnp
 
 from layerkit.base_layer import BaseLayer
-from layerkit.checks import check_sizes
+from layerkit.checks import check_integers, check_sizes, require
 from layerkit.config import Config, sub_config_field, target_of
+from layerkit.errors import ConfigError
 from layerkit.layers.activations import Identity, ReLU
 from layerkit.layers.linears import FeedForward
 
 
 class Sequential(BaseLayer):
-    """Applies layers in order, each to what the one before gave.
+    """A sequence of layers, each applied to the outputs of the previous one.
 
     Attributes:
-      layer_tpls: The layers, at least one.
+      layer_tpls: Templates of the layers, at least one.
 
     Raises:
-      ValueError: no layers.
+      ConfigError: The sequence is empty.
     """
 
     layer_tpls: tuple[Any, ...] | None = sub_config_field(None)
 
     def setup(self) -> None:
-        if not self.layer_tpls:
-            raise ValueError(
-                f"{self.path_name}: layer_tpls={self.layer_tpls}, expected at least one layer"
-            )
-        self.create_children("layers", self.layer_tpls)
+        """Create the layers."""
+        require(self.layer_tpls, self, "layer_tpls", self.layer_tpls, "at least one layer")
+        self.create_children("layers", self.layer_tpls or ())
 
     def fprop(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Inputs of the first layer, such as `[batch, ..., dims]` → outputs of the last.
+        """Apply all layers and return the outputs of the last.
 
         Args:
-          inputs: Of the first layer; each further one takes what the one before gave.
-          *args: Further arguments, given to every layer.
-          **kwargs: Likewise.
+          inputs: Inputs of the first layer, such as `[batch, ..., dims]`.
+          *args: Further arguments of every layer.
+          **kwargs: Further keyword arguments of every layer.
         """
         outputs = inputs
         for layer in self.layers:
@@ -49,19 +48,19 @@ class Sequential(BaseLayer):
 
 
 class MLPBlock(BaseLayer):
-    """Dense layers one after another: `[..., input_dims]` → `[..., output_dims]`.
+    """A sequence of dense layers: `[..., input_dims]` → `[..., output_dims]`.
 
     Attributes:
       input_dims: Size of the last axis of the inputs.
-      hidden_dims: Sizes between, one a layer.
+      hidden_dims: Sizes between the layers.
       output_dims: Size of the last axis of the outputs.
-      layer_tpl: A layer, without the fields that are said here.
-      activate_output: Whether the last layer has the activation of the others.
-      has_bias: Adds a bias in every layer.
-      activation_tpl: The activation.
+      layer_tpl: Template of every layer, without the fields that the block sets.
+      activate_output: True if the last layer has an activation too.
+      has_bias: True if every layer has a bias.
+      activation_tpl: Activation of the layers.
 
     Raises:
-      ValueError: sizes below one, or a `layer_tpl` with another bias or activation.
+      ConfigError: A size below one, or a `layer_tpl` with another bias or activation.
     """
 
     input_dims: int = 0
@@ -73,6 +72,7 @@ class MLPBlock(BaseLayer):
     activation_tpl: Any = sub_config_field(ReLU.HParams)
 
     def setup(self) -> None:
+        """Create the layers."""
         sizes = [self.input_dims, *self.hidden_dims, self.output_dims]
         hidden = {f"hidden_dims[{number}]": size for number, size in enumerate(self.hidden_dims)}
         check_sizes(self, input_dims=self.input_dims, **hidden, output_dims=self.output_dims)
@@ -80,9 +80,12 @@ class MLPBlock(BaseLayer):
         for field in ("has_bias", "activation_tpl"):
             own = getattr(self.layer_tpl, field)
             if own not in (getattr(default, field), getattr(self, field)):
-                raise ValueError(
-                    f"{self.path_name}: layer_tpl.{field}={own!r} differs from {field} of the"
-                    f" block, which decides for all of its layers; set {field} there"
+                raise ConfigError(
+                    owner=self.path_name,
+                    field=f"layer_tpl.{field}",
+                    value=own,
+                    expected=f"the value of the block's {field}",
+                    hint=f"Set {field} on the MLPBlock, which sets it for all of its layers.",
                 )
         templates = []
         for number, (before, after) in enumerate(itertools.pairwise(sizes), start=1):
@@ -97,7 +100,7 @@ class MLPBlock(BaseLayer):
         self.create_children("layers", templates)
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
-        """`[..., input_dims]` → `[..., output_dims]`."""
+        """Map `[..., input_dims]` to `[..., output_dims]`."""
         outputs = inputs
         for layer in self.layers:
             outputs = layer(outputs)
@@ -105,19 +108,19 @@ class MLPBlock(BaseLayer):
 
 
 class StackingOverTime(BaseLayer):
-    """Lays neighbouring frames side by side, and keeps every `stride`-th of the results.
+    """Concatenation of neighbouring frames, which speech models use to shorten their inputs.
 
     Frame t of `[batch, length, dims]` becomes [x[t − left], …, x[t], …, x[t + right]], with
-    zeros beyond the ends: `[batch, ⌈length / stride⌉, (left + 1 + right)·dims]`. Speech models
-    shorten their inputs so.
+    zeros beyond the ends. Every `stride`-th result is kept:
+    `[batch, ⌈length / stride⌉, (left + 1 + right)·dims]`.
 
     Attributes:
-      left: Frames before.
-      right: Frames after.
-      stride: Of the results that are kept.
+      left: Number of preceding frames.
+      right: Number of following frames.
+      stride: Distance of the results that are kept.
 
     Raises:
-      ValueError: a negative context, or a stride below 1.
+      ConfigError: A negative context, or a stride below 1.
     """
 
     left: int = 0
@@ -125,14 +128,12 @@ class StackingOverTime(BaseLayer):
     stride: int = 1
 
     def setup(self) -> None:
-        if min(self.left, self.right) < 0:
-            raise ValueError(
-                f"{self.path_name}: left={self.left} and right={self.right} must be at least 0"
-            )
+        """Check the fields."""
+        check_integers(self, minimum=0, left=self.left, right=self.right)
         check_sizes(self, stride=self.stride)
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
-        """`[batch, length, dims]` → `[batch, ⌈length / stride⌉, (left + 1 + right)·dims]`."""
+        """Map `[batch, length, dims]` to `[batch, ⌈length/stride⌉, (left + 1 + right)·dims]`."""
         x = self.cast(inputs)
         length = x.shape[1]
         padded = jnp.pad(x, ((0, 0), (self.left, self.right), (0, 0)))

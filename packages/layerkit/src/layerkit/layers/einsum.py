@@ -1,7 +1,7 @@
-"""Einsum: a linear map written as an equation, for projections that no other layer spells.
+"""Einsum: a linear map that is written as an equation.
 
-The equation is brought into the form of a plain product first, so that it runs as fast as one and
-can be replaced by another `Dot` like any other (see `layerkit.layers.products`).
+The equation is computed as a plain matrix product, so it runs as fast as one and supports other
+`Dot`s (see `layerkit.layers.products`).
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from typing import Any, NoReturn
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
+from layerkit.checks import require
 from layerkit.config import sub_config_field
+from layerkit.errors import ConfigError
 from layerkit.layers.products import batched_matmul, create_dot, matmul
 from layerkit.weights import WeightHParams, WeightInit
 
@@ -23,7 +26,7 @@ _EQUATION = re.compile(r"([a-zA-Z]+),([a-zA-Z]+)->([a-zA-Z]+)")
 
 
 class Einsum(BaseLayer):
-    """`einsum(equation, inputs, w)`, for one weight w.
+    """The linear map `einsum(equation, inputs, w)` with one weight w.
 
     >>> import jax
     >>> layer = Einsum(equation="btd,dnh->btnh", weight_shape=(8, 2, 4), weight_axes=(None,) * 3)
@@ -33,16 +36,16 @@ class Einsum(BaseLayer):
 
     Attributes:
       equation: Letters of the inputs, of the weight and of the outputs: `btd,dnh->btnh`. A letter
-        of the inputs that is not in the outputs is contracted, and in the weight too; one that is
-        in all three is a group, such as the heads of `btnh,nhd->btnd`.
+        of inputs and weight that is not in the outputs is contracted; a letter in all three is a
+        group, such as the heads of `btnh,nhd->btnd`.
       weight_shape: Shape of `w`.
       weight_axes: Logical axes of `w`.
       activation_axes: Logical axes of the outputs; None leaves their layout to the compiler.
-      weight_init: How `w` starts; None inherits `params_init`. The fans are those of the equation.
-      dot_tpl: What multiplies; None for the plain product.
+      weight_init: Initialiser of `w`, with the fans of the equation; None inherits `params_init`.
+      dot_tpl: `Dot` that multiplies; None for the plain product.
 
     Raises:
-      ValueError: an equation that is not of this kind, or a shape of another length.
+      ConfigError: An invalid equation, or a `weight_shape` of another length.
     """
 
     equation: str = ""
@@ -53,6 +56,7 @@ class Einsum(BaseLayer):
     dot_tpl: Any = sub_config_field(None)
 
     def setup(self) -> None:
+        """Create the weight."""
         letters = self._parse()
         weight = WeightHParams(
             self.weight_shape,
@@ -65,10 +69,10 @@ class Einsum(BaseLayer):
         create_dot(self, weight)
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
-        """Inputs `[...]` of the equation → its outputs `[...]`.
+        """Map inputs `[...]` of the equation to its outputs `[...]`.
 
         Raises:
-          ValueError: inputs of another rank, or whose sizes contradict those of the weight.
+          ConfigError: The rank or a size of the inputs differs from that of the equation or weight.
         """
         letters = self._parse()
         self._check_inputs(letters, inputs)
@@ -98,49 +102,55 @@ class Einsum(BaseLayer):
     def _parse(self) -> _Letters:
         match = _EQUATION.fullmatch(self.equation.replace(" ", ""))
         if match is None:
-            self._refuse("expected letters as in 'btd,dnh->btnh'")
-        letters = _Letters(*match.groups())
-        for part in dataclasses.astuple(letters):
-            if len(set(part)) < len(part):
-                self._refuse(f"a letter stands twice in {part!r}")
-        for letter in letters.outputs:
-            if letter not in letters.inputs + letters.weight:
-                self._refuse(f"{letter!r} of the outputs is in neither operand")
-        for one, other in ((letters.inputs, letters.weight), (letters.weight, letters.inputs)):
-            for letter in one:
-                if letter not in other + letters.outputs:
-                    self._refuse(f"{letter!r} would be summed over within {one!r} alone")
-        if len(letters.weight) != len(self.weight_shape):
-            self._refuse(
-                f"weight_shape={self.weight_shape} has {len(self.weight_shape)} dimensions, but"
-                f" {letters.weight!r} names {len(letters.weight)}"
+            raise ConfigError(
+                owner=self.path_name,
+                field="equation",
+                value=self.equation,
+                expected="letters as in 'btd,dnh->btnh'",
             )
+        letters = _Letters(*match.groups())
+        for problem in letters.problems():
+            raise ConfigError(problem, owner=self.path_name, field="equation", value=self.equation)
+        require(
+            len(letters.weight) == len(self.weight_shape),
+            self,
+            "weight_shape",
+            self.weight_shape,
+            f"one dimension for each letter of {letters.weight!r}",
+        )
         return letters
 
     @nn.nowrap
-    def _refuse(self, reason: str) -> NoReturn:
-        raise ValueError(f"{self.path_name}: equation={self.equation!r}: {reason}")
-
-    @nn.nowrap
     def _check_inputs(self, letters: _Letters, inputs: jax.Array) -> None:
-        if inputs.ndim != len(letters.inputs):
-            self._refuse(f"the inputs have the shape {inputs.shape}, which is not {letters.inputs}")
-        of_weight = dict(zip(letters.weight, self.weight_shape, strict=True))
-        for letter, found in zip(letters.inputs, inputs.shape, strict=True):
-            if of_weight.get(letter, found) != found:
-                self._refuse(
-                    f"{letter!r} is {found} in inputs of the shape {inputs.shape}, but"
-                    f" {of_weight[letter]} in weight_shape={self.weight_shape}"
-                )
+        found = "shape of inputs", list(inputs.shape)
+        expected = f"one dimension for each letter of {letters.inputs!r}"
+        require(inputs.ndim == len(letters.inputs), self, *found, expected)
+        sizes = dict(zip(letters.weight, self.weight_shape, strict=True))
+        for letter, size in zip(letters.inputs, inputs.shape, strict=True):
+            expected = f"size {sizes.get(letter)} for {letter!r}, as in `weight_shape`"
+            require(sizes.get(letter, size) == size, self, *found, expected)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Letters:
-    """The letters of an equation, by operand."""
+    """The letters of an equation by operand."""
 
     inputs: str
     weight: str
     outputs: str
+
+    def problems(self) -> Iterator[str]:
+        """Yield what makes the equation invalid."""
+        for part in dataclasses.astuple(self):
+            if len(set(part)) < len(part):
+                yield f"{part!r} contains a letter twice"
+        for letter in self.outputs:
+            if letter not in self.inputs + self.weight:
+                yield f"output {letter!r} is not in an operand"
+        for one, other in ((self.inputs, self.weight), (self.weight, self.inputs)):
+            for letter in one:
+                if letter not in other + self.outputs:
+                    yield f"{letter!r} would be summed over within {one!r} alone"
 
     @property
     def contracted(self) -> str:
@@ -151,7 +161,11 @@ class _Letters:
         return "".join(c for c in self.weight if c not in self.inputs)
 
     def parts(self) -> tuple[str, str, str, str]:
-        """(group, free, contracted, outs): in all three, in the inputs, summed, in the weight."""
+        """Return (group, free, contracted, outs).
+
+        Group letters are in all three operands, free ones in the inputs but not in the weight, and
+        outs in the weight but not in the inputs.
+        """
         group = "".join(c for c in self.weight if c in self.inputs and c in self.outputs)
         free = "".join(c for c in self.inputs if c not in self.weight)
         return group, free, self.contracted, self.outs

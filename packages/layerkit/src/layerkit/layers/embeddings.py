@@ -1,8 +1,8 @@
-"""From token ids to vectors, and from vectors back to classes and their losses.
+"""Token embeddings, and softmax layers that compute logits and losses.
 
-`Embedding` looks ids up; `FullSoftmax` turns hidden states into logits and losses with weights of
-its own; `SharedEmbeddingSoftmax` does both with one weight (tied). What the last two have in common
-is `ClassSoftmax`: logits in float32, with an optional bias and soft cap, and the losses of
+`Embedding` looks up vectors by token id; `FullSoftmax` computes logits and losses of hidden states;
+`SharedEmbeddingSoftmax` does both with one (tied) weight. `ClassSoftmax` is the base class of the
+last two: float32 logits with an optional bias and soft cap, and the losses of
 `layerkit.layers.losses`.
 """
 
@@ -19,13 +19,14 @@ from layerkit.base_layer import BaseLayer
 from layerkit.checks import (
     check_integer_arrays,
     check_last_axis,
+    check_non_negative,
     check_positive,
+    check_rates,
     check_sizes,
 )
 from layerkit.field_checks import Conditions
 from layerkit.layers.losses import (
     TokenLosses,
-    check_loss_options,
     chunked_cross_entropy,
     cross_entropy,
     soft_cap,
@@ -37,17 +38,17 @@ from layerkit.weights import WeightHParams, WeightInit
 
 
 def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """Rows of a table by number.
+    """Return the rows of a table that have the given ids.
 
     Args:
-      table: `[num_classes, dims]`; its first axis may be split over devices.
-      ids: Integers `[...]` in [0, num_classes). Any other id gives NaN rather than another row.
+      table: `[num_classes, dims]`; its first axis may be sharded.
+      ids: Integers `[...]` in [0, num_classes). The row of any other id is NaN.
 
     Returns:
       `[..., dims]` in the dtype of the table.
     """
-    # The gradient of a row is summed over all places that use it. In bfloat16 such a sum stops
-    # growing at 256 terms of equal size, so it is taken in float32 and rounded once.
+    # The gradient of a row is a sum over all uses of the row. A bfloat16 sum stops growing at 256
+    # terms of equal size, so the sum is computed in float32 and rounded once.
     rows = table.astype(jnp.promote_types(table.dtype, jnp.float32)).at[ids]
     found = rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
     return found.astype(table.dtype)
@@ -55,7 +56,7 @@ def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
 
 @jax.custom_jvp
 def class_logits(hidden: jax.Array, weight: jax.Array) -> jax.Array:
-    """Products of hidden states with the vector of every class, accumulated and kept in float32.
+    """Multiply hidden states by the vector of every class, accumulated in float32.
 
     Args:
       hidden: `[..., dims]`.
@@ -67,9 +68,9 @@ def class_logits(hidden: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
 
 
-# Left to itself, JAX multiplies the float32 gradient of bfloat16 logits with bfloat16 operands, and
-# no accelerator does that at its full speed. This derivative has the dtype of the operands, so that
-# backward the gradient is rounded to it before it meets them.
+# JAX would multiply the float32 gradient of bfloat16 logits by bfloat16 operands, which no
+# accelerator does at full speed. This derivative has the dtype of the operands, so the backward
+# pass rounds the gradient to that dtype first.
 @class_logits.defjvp
 def _class_logits_jvp(
     primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
@@ -80,11 +81,11 @@ def _class_logits_jvp(
     return class_logits(hidden, weight), tangent.astype(jnp.float32)
 
 
-def _vectors_hparams(layer: Embedding | SharedEmbeddingSoftmax) -> WeightHParams:
-    """One vector a class: normal with deviation 1/√dims, unless somebody names an initialiser.
+def _class_vector_hparams(layer: Embedding | SharedEmbeddingSoftmax) -> WeightHParams:
+    """Declare one vector for each class, by default normal with standard deviation 1/√dims.
 
-    Vectors have unit length then: scaled by √dims they enter a model with unit variance, and as
-    class vectors they give unit-variance logits for unit-variance hidden states.
+    Such vectors have unit length: scaled by √dims they have unit variance, and as class vectors
+    they give unit-variance logits for unit-variance hidden states.
     """
     init = layer.weight_init
     if init is None and layer.inherited("params_init") is None:
@@ -96,8 +97,8 @@ def _embed(
     layer: Embedding | SharedEmbeddingSoftmax, ids: jax.Array, axes: tuple[str | None, ...] | None
 ) -> jax.Array:
     check_integer_arrays(layer, ids=ids)
-    # Whole vectors on every device, of its share of the vocabulary: else the compiler keeps the
-    # layout of the weight and looks up the ids of all rows everywhere.
+    # Each device holds whole vectors of its shard of the vocabulary. Otherwise the compiler keeps
+    # the layout of the weight, and every device looks up the ids of all rows.
     vectors = lookup(layer.constrain(layer.theta.w, layer.weight_axes[0], None), ids)
     if layer.scale_by_sqrt_dims:
         vectors *= math.sqrt(layer.input_dims)
@@ -105,16 +106,17 @@ def _embed(
 
 
 class Embedding(BaseLayer):
-    """A learned vector for each token id.
+    """An embedding: a learned vector for each token id.
 
     Attributes:
       num_classes: Size of the vocabulary.
-      input_dims: Size of a vector (as Pax names it: the model's input).
-      scale_by_sqrt_dims: Whether vectors are multiplied by √input_dims on their way out, as in the
-        first Transformer (arXiv:1706.03762) and Gemma.
+      input_dims: Size of a vector. The name is that of Pax.
+      scale_by_sqrt_dims: True to multiply the vectors by √input_dims, as in the original
+        Transformer (arXiv:1706.03762) and Gemma.
       weight_axes: Logical axes of `w`.
       activation_axes: Logical axes of the output; None leaves its layout to the compiler.
-      weight_init: None is the inherited `params_init`, or normal with deviation 1/√input_dims.
+      weight_init: Initialiser of `w`; None for the inherited `params_init`, or else normal with
+        standard deviation 1/√input_dims.
     """
 
     num_classes: int = 0
@@ -125,39 +127,40 @@ class Embedding(BaseLayer):
     weight_init: WeightInit | None = None
 
     def setup(self) -> None:
+        """Create the vectors."""
         check_sizes(self, num_classes=self.num_classes, input_dims=self.input_dims)
-        self.create_variable("w", _vectors_hparams(self))
+        self.create_variable("w", _class_vector_hparams(self))
 
     def fprop(self, ids: jax.Array) -> jax.Array:
-        """Looks up ids `[batch, length]`; vectors `[batch, length, input_dims]`.
+        """Look up ids `[batch, length]`: vectors `[batch, length, input_dims]`.
 
-        An id outside [0, num_classes) gives NaN.
+        The vector of an id outside [0, num_classes) is NaN.
         """
         return _embed(self, ids, self.activation_axes)
 
 
 class ClassSoftmax(BaseLayer):
-    """What softmax layers share; a subclass says where the class vectors are.
+    """The base class of softmax layers; a subclass defines the class vectors.
 
     Attributes:
       input_dims: Size of a hidden state.
       num_classes: Size of the vocabulary.
-      use_bias: Whether each class has a bias, `b`.
-      logit_scale: Multiplies the products with the class vectors (T5: 1/√dims where they are tied);
-        None leaves them alone.
-      logit_soft_cap: Bounds logits to ±cap by cap·tanh(logits/cap); None for no bound.
-      label_smoothing: See `losses.cross_entropy`; changes what is trained on, not what is reported.
-      z_loss_weight: Likewise.
-      chunk_size: Positions of each row whose logits are held at once while computing the loss; None
-        holds all. It saves memory, and costs computing the logits once more and, on a mesh, a
-        reduction of the gradient of `w` per chunk: a few large chunks do best.
+      use_bias: True if each class has a bias `b`.
+      logit_scale: Factor of the products with the class vectors (T5 with tied weights: 1/√dims);
+        None for 1.
+      logit_soft_cap: Bound of the logits, applied as cap·tanh(logits/cap); None for no bound.
+      label_smoothing: Label smoothing of `loss`; see `losses.cross_entropy`. `xent` has none.
+      z_loss_weight: Weight of the z-loss in `loss`; see `losses.cross_entropy`.
+      chunk_size: Number of positions of each row whose logits are in memory at once while the loss
+        is computed; None for all. Chunks save memory; they cost computing the logits twice and, on
+        a mesh, one reduction of the gradient of `w` per chunk. Use few large chunks.
       weight_axes: Logical axes of `w`.
       bias_axes: Logical axes of `b`.
       activation_axes: Logical axes of the logits; None leaves their layout to the compiler.
       weight_init: Initialiser of `w`.
 
     Raises:
-      ValueError: an option out of range.
+      ConfigError: An option is out of range.
     """
 
     used_only_if: ClassVar[Conditions] = {"bias_axes": "use_bias"}
@@ -176,15 +179,12 @@ class ClassSoftmax(BaseLayer):
     weight_init: WeightInit | None = None
 
     def setup(self) -> None:
+        """Create the class vectors and the bias."""
         check_sizes(self, input_dims=self.input_dims, num_classes=self.num_classes)
-        check_positive(self, logit_scale=self.logit_scale)
-        check_loss_options(
-            label_smoothing=self.label_smoothing,
-            z_loss_weight=self.z_loss_weight,
-            logit_soft_cap=self.logit_soft_cap,
-            chunk_size=self.chunk_size,
-            owner=self.path_name,
-        )
+        check_sizes(self, chunk_size=self.chunk_size)
+        check_positive(self, logit_scale=self.logit_scale, logit_soft_cap=self.logit_soft_cap)
+        check_rates(self, label_smoothing=self.label_smoothing)
+        check_non_negative(self, z_loss_weight=self.z_loss_weight)
         self.create_variable("w", self.class_weight_hparams())
         if self.use_bias:
             zeros = WeightInit.Constant(0.0)
@@ -193,34 +193,34 @@ class ClassSoftmax(BaseLayer):
             )
 
     def class_weight_hparams(self) -> WeightHParams:
-        """How `w` is laid out."""
+        """Return the declaration of `w`."""
         raise NotImplementedError(f"{type(self).__qualname__} does not define class_weight_hparams")
 
     def class_vectors(self) -> jax.Array:
-        """`w` as `[num_classes, input_dims]`."""
+        """Return `w` as `[num_classes, input_dims]`."""
         raise NotImplementedError(f"{type(self).__qualname__} does not define class_vectors")
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """`[batch, length, input_dims]` → float32 logits `[batch, length, num_classes]`, capped."""
+        """Map `[batch, length, input_dims]` to float32 logits `[batch, length, num_classes]`."""
         return self._project(hidden, self.class_vectors(), self.theta.b if self.use_bias else None)
 
     def fprop(self, hidden: jax.Array, labels: jax.Array, weights: jax.Array) -> NestedMap:
-        """Losses of each token and their means.
+        """Compute the loss of each token and the weighted means.
 
         Args:
           hidden: `[batch, length, input_dims]`.
-          labels: Integers `[batch, length]`; outside [0, num_classes) the loss is NaN, which does
-            not count where the weight is 0.
-          weights: `[batch, length]`, at least 0; 0 where there is nothing to predict.
+          labels: Integers `[batch, length]`. The loss of a label outside [0, num_classes) is NaN,
+            which the means ignore if the weight is 0.
+          weights: `[batch, length]`, at least 0; 0 for positions without a target.
 
         Returns:
           A NestedMap; losses are in nats, float32:
-            xent: Weighted mean of `per_token_xent`, to be reported; a scalar, 0 without weights.
-            loss: Weighted mean of `per_token_loss`, to be trained on; likewise.
+            xent: Weighted mean of `per_token_xent`, for reports; a scalar, 0 if all weights are 0.
+            loss: Weighted mean of `per_token_loss`, for training; a scalar, 0 if all weights are 0.
             total_weight: Sum of the weights; a float32 scalar.
             per_token_xent: −log p(label), `[batch, length]`.
-            per_token_loss: With label smoothing and z-loss, `[batch, length]`.
-            correct: Whether the label has the highest logit, bool `[batch, length]`.
+            per_token_loss: Loss of each token with label smoothing and z-loss, `[batch, length]`.
+            correct: True where the label has the highest logit, bool `[batch, length]`.
         """
         losses = self._token_losses(hidden, labels)
         if self.z_loss_weight:
@@ -239,7 +239,7 @@ class ClassSoftmax(BaseLayer):
         if self.chunk_size is None:
             logits = self.logits(hidden)
             return cross_entropy(logits, labels, label_smoothing=smoothing, z_loss_weight=z_weight)
-        # In float32, because the gradients of the chunks are summed in this dtype.
+        # float32, because the gradients of the chunks are summed in this dtype.
         vectors = self.class_vectors().astype(jnp.float32)
         bias = self.theta.b.astype(jnp.float32) if self.use_bias else None
         return chunked_cross_entropy(
@@ -266,28 +266,31 @@ class ClassSoftmax(BaseLayer):
 
 
 class FullSoftmax(ClassSoftmax):
-    """Logits and losses from weights of its own, `w` of shape `[input_dims, num_classes]`.
+    """A softmax layer with a separate weight `w` `[input_dims, num_classes]`.
 
-    `weight_init=None` is the inherited `params_init`, or Xavier.
+    `weight_init=None` means the inherited `params_init`, or else Xavier.
     """
 
     def class_weight_hparams(self) -> WeightHParams:
+        """Return the declaration of `w`."""
         shape = (self.input_dims, self.num_classes)
         return WeightHParams(shape, axes=self.weight_axes, init=self.weight_init)
 
     def class_vectors(self) -> jax.Array:
+        """Return `w` as `[num_classes, input_dims]`."""
         return self.constrain(self.theta.w.T, self.weight_axes[1], None)
 
 
 class SharedEmbeddingSoftmax(ClassSoftmax):
-    """An embedding and a softmax on one weight, `w` of shape `[num_classes, input_dims]`.
+    """An embedding and a softmax layer with one (tied) weight `w` `[num_classes, input_dims]`.
 
     Source: Press and Wolf, 2017 (arXiv:1608.05859).
 
     Attributes:
-      scale_by_sqrt_dims: As in `Embedding`; the logits are not scaled.
-      embedding_axes: Logical axes of what `embed` gives; None leaves its layout to the compiler.
-      weight_init: None is the inherited `params_init`, or normal with deviation 1/√input_dims.
+      scale_by_sqrt_dims: True to multiply embedded vectors, but not logits, by √input_dims.
+      embedding_axes: Logical axes of embedded vectors; None leaves their layout to the compiler.
+      weight_init: Initialiser of `w`; None for the inherited `params_init`, or else normal with
+        standard deviation 1/√input_dims.
     """
 
     scale_by_sqrt_dims: bool = False
@@ -295,11 +298,13 @@ class SharedEmbeddingSoftmax(ClassSoftmax):
     embedding_axes: tuple[str | None, ...] | None = ("batch", "length", "act_embed")
 
     def class_weight_hparams(self) -> WeightHParams:
-        return _vectors_hparams(self)
+        """Return the declaration of `w`."""
+        return _class_vector_hparams(self)
 
     def class_vectors(self) -> jax.Array:
+        """Return `w`, `[num_classes, input_dims]`."""
         return self.constrain(self.theta.w, self.weight_axes[0], None)
 
     def embed(self, ids: jax.Array) -> jax.Array:
-        """Looks up ids `[batch, length]` as `Embedding` does."""
+        """Look up ids `[batch, length]` as `Embedding` does."""
         return _embed(self, ids, self.embedding_axes)

@@ -1,4 +1,4 @@
-"""The feed-forward block of a Transformer: wider, bent, and back."""
+"""The feed-forward block of a Transformer."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from layerkit.weights import WeightInit
 
 
 class TransformerFeedForward(BaseLayer):
-    """Two projections with an activation between: `[batch, length, dims]` → the same.
+    """A feed-forward block: `[batch, length, dims]` → the same shape.
 
         down(activation(up(x)))             without a gate
-        down(activation(gate(x)) · up(x))   with one
+        down(activation(gate(x)) · up(x))   with a gate
 
-    With a gate (Shazeer, 2020, arXiv:2002.05202) the activation names the variant: SiLU is SwiGLU,
-    GELU is GEGLU, ReLU is ReGLU, Sigmoid is GLU, Identity is bilinear.
+    With a gate (Shazeer, 2020, arXiv:2002.05202) the activation selects the variant: SiLU is
+    SwiGLU, GELU is GEGLU, ReLU is ReGLU, Sigmoid is GLU, Identity is bilinear.
 
     Attributes:
       input_dims: Size of the model dimension.
-      hidden_dims: Size of the wide dimension.
-      has_bias: Adds a bias after each projection, also the gate's.
-      use_gate: Multiplies the wide activation by a gate.
-      activation_tpl: The non-linearity.
-      dropout_rate: Of the wide activation, in training.
-      linear_tpl: The projections.
-      bias_tpl: The biases.
-      down_init: Initialiser of the projection back; None for that of the others.
+      hidden_dims: Size of the hidden dimension.
+      has_bias: True to add a bias after each projection, including the gate's.
+      use_gate: True to multiply the hidden activations by a gate.
+      activation_tpl: Activation.
+      dropout_rate: Dropout rate of the hidden activations in training.
+      linear_tpl: Projections.
+      bias_tpl: Biases.
+      down_init: Initialiser of the `down` projection; None for that of the others.
     """
 
     used_only_if: ClassVar[Conditions] = {"bias_tpl": "has_bias"}
@@ -51,6 +51,7 @@ class TransformerFeedForward(BaseLayer):
     down_init: WeightInit | None = None
 
     def setup(self) -> None:
+        """Create the projections, biases, activation and dropout."""
         wide = {"input_dims": self.input_dims, "output_dims": self.hidden_dims}
         widening = ("up", "gate") if self.use_gate else ("up",)
         for name in widening:
@@ -74,13 +75,13 @@ class TransformerFeedForward(BaseLayer):
         self.create_child("dropout", Dropout.HParams.config(rate=self.dropout_rate))
 
     def fprop(self, x: jax.Array, *, is_token: jax.Array | None = None) -> jax.Array:
-        """`[batch, length, input_dims]` → the same.
+        """Map `[batch, length, input_dims]` to the same shape.
 
         Args:
-          x: Activations.
-          is_token: bool `[batch, length]`, False for padding. Every position is computed alone
-            here, so it changes nothing; layers that share something between positions, such as the
-            capacity of experts, leave padding out.
+          x: Activations `[batch, length, input_dims]`.
+          is_token: bool `[batch, length]`, False for padding. It has no effect here, since every
+            position is computed separately. Layers in which positions share something, such as the
+            capacity of experts, exclude padding.
         """
         del is_token
         tokens = merge_tokens(self, x)

@@ -1,9 +1,9 @@
-"""FlaxModule: any module of Flax Linen as a layer.
+"""FlaxModule: any Flax Linen module as a layer.
 
-Layers of this library make their weights without inputs and name their axes; a plain Flax module
-does neither. This layer says for it what inputs look like, keeps its variables as its own, and runs
-it as a function of them. Names that the module gave its axes (`nn.with_partitioning` and the like)
-become logical axes; without them a weight is replicated.
+Layers of this library create their weights without inputs and name their axes; a Flax module does
+neither. This layer therefore declares example inputs, holds the module's variables and applies the
+module to them. Axis names of the module (`nn.with_partitioning`) become logical axes; a weight
+without axis names is replicated.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from flax import linen as nn
 from flax.core import meta
 
 from layerkit.base_layer import NON_TRAINABLE, PARAMS, BaseLayer
+from layerkit.checks import require
 from layerkit.config import Config as Config
 from layerkit.config import assigned_fields, build, is_config, sub_config_field, target_of
+from layerkit.errors import ConfigError
 from layerkit.weights import WeightBox
 
 _WEIGHTS = "module"
 
 
 class FlaxModule(BaseLayer):
-    """A Flax module with its weights, in the tree and in the life of this library's layers.
+    """A Flax module that is used as a layer and holds its weights in the layer's variables.
 
     >>> config = FlaxModule.HParams.config(
     ...     module_tpl=Config(nn.Dense, features=3), example_shapes=((2, 4),)
@@ -32,20 +34,20 @@ class FlaxModule(BaseLayer):
     >>> jax.tree.map(jnp.shape, config.Instantiate().init(jax.random.key(0)))
     {'params': {'module': {'bias': (3,), 'kernel': (4, 3)}}}
 
-    Dtypes and initialisers are the module's own: set them in its config.
+    Set dtypes and initialisers in the config of the module.
 
     Attributes:
       module_tpl: Config of the module, such as `Config(nn.Dense, features=3)`.
-      example_shapes: Shape of each positional input, float32 unless `example_dtypes` says
-        otherwise; only the module's weights must not depend on what is made up here.
-      example_dtypes: Dtype of each, or None.
-      train_argument: Name of the module's argument that is True in training; None for none.
-      evaluation_argument: Name of the module's argument that is False in training
-        (`deterministic`); None for none.
-      random_streams: Names of the random streams that the module draws from in training.
+      example_shapes: Shape of an example of each positional input. The shapes of the weights must
+        not depend on sizes that differ between calls.
+      example_dtypes: Dtype of each example; None for float32.
+      train_argument: Name of the module's argument that is True in training; None if it has none.
+      evaluation_argument: Name of the module's argument that is False in training, such as
+        `deterministic`; None if it has none.
+      random_streams: Names of the random streams that the module uses in training.
 
     Raises:
-      ValueError: no module, or dtypes that are not one for each shape.
+      ConfigError: `module_tpl` is None, or the numbers of dtypes and shapes differ.
     """
 
     module_tpl: Any = sub_config_field(None)
@@ -56,16 +58,13 @@ class FlaxModule(BaseLayer):
     random_streams: tuple[str, ...] = ("dropout",)
 
     def setup(self) -> None:
-        if self.module_tpl is None:
-            raise ValueError(
-                f"{self.path_name}: module_tpl is not set; for example Config(nn.Dense, features=3)"
-            )
-        dtypes = self.example_dtypes or ("float32",) * len(self.example_shapes)
-        if len(dtypes) != len(self.example_shapes):
-            raise ValueError(
-                f"{self.path_name}: {len(dtypes)} example_dtypes for"
-                f" {len(self.example_shapes)} example_shapes"
-            )
+        """Create the variables of the module."""
+        expected = "a config such as Config(nn.Dense, features=3)"
+        require(self.module_tpl is not None, self, "module_tpl", None, expected)
+        count = len(self.example_shapes)
+        dtypes = self.example_dtypes or ("float32",) * count
+        expected = f"{count} dtypes, one for each of `example_shapes`"
+        require(len(dtypes) == count, self, "example_dtypes", dtypes, expected)
         examples = [
             jnp.zeros(shape, dtype)
             for shape, dtype in zip(self.example_shapes, dtypes, strict=True)
@@ -74,9 +73,9 @@ class FlaxModule(BaseLayer):
 
         def draw(key: jax.Array) -> Any:
             streams = {PARAMS: key, **dict.fromkeys(self.random_streams, key)}
-            return _boxed(module.init(streams, *examples, **self._mode()))
+            return _box(module.init(streams, *examples, **self._mode()))
 
-        # One draw gives all collections: what is not trained is drawn with the weights' key too.
+        # One `init` gives all collections, so the key of the weights is used for all of them.
         names = jax.eval_shape(draw, jax.random.key(0))
         has_weights = PARAMS in names
         self._weights = self.param(_WEIGHTS, lambda key: draw(key)[PARAMS]) if has_weights else {}
@@ -89,17 +88,17 @@ class FlaxModule(BaseLayer):
         }
 
     def fprop(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module's `__call__` gives: inputs and outputs `[...]` are its own.
+        """Call the module; shapes of inputs and outputs `[...]` are those of the module.
 
         Args:
           *args: Positional inputs of the module.
-          **kwargs: Its other inputs.
+          **kwargs: Keyword inputs of the module.
 
         Raises:
-          ValueError: training without a mutable collection, which would lose the module's updates.
+          ConfigError: The collection of non-trainable variables is not mutable in training.
         """
-        variables = {PARAMS: _unboxed(self._weights)}
-        variables |= {name: _unboxed(held.value) for name, held in self._others.items()}
+        variables = {PARAMS: _unbox(self._weights)}
+        variables |= {name: _unbox(held.value) for name, held in self._others.items()}
         rngs = {}
         if self.random_streams and not self.is_initializing() and self.is_training:
             rngs = {name: self.next_prng_key() for name in self.random_streams}
@@ -111,19 +110,20 @@ class FlaxModule(BaseLayer):
             return result
         outputs, updates = result
         if not self.is_mutable_collection(NON_TRAINABLE):
-            raise ValueError(
-                f"{self.path_name}: the updates of {', '.join(self._others)} would be lost;"
-                f" apply with mutable=['{NON_TRAINABLE}', …]"
+            raise ConfigError(
+                f"the updates of {', '.join(self._others)} would be lost",
+                owner=self.path_name,
+                hint=f"Apply the layer with mutable=['{NON_TRAINABLE}', …].",
             )
         for name, value in updates.items():
             if not self.is_initializing():
                 held = self._others[name]
-                held.value = jax.tree.map(lambda _, new: new, _unboxed(held.value), value)
+                held.value = jax.tree.map(lambda _, new: new, _unbox(held.value), value)
         return outputs
 
     @nn.nowrap
     def _module(self) -> nn.Module:
-        # Detached from this layer, since its variables are handed to it.
+        # Without a parent, because the variables are passed to `apply`.
         fields = {
             name: build(value) if is_config(value) else value
             for name, value in assigned_fields(self.module_tpl).items()
@@ -140,8 +140,8 @@ class FlaxModule(BaseLayer):
         return {name: value for name, value in arguments.items() if name is not None}
 
 
-def _boxed(variables: Any) -> Any:
-    """Flax's boxes, and weights without a box, as boxes of this library."""
+def _box(variables: Any) -> Any:
+    """Return variables with Flax's boxes, or without boxes, in boxes of this library."""
 
     def box(leaf: Any) -> WeightBox:
         if isinstance(leaf, meta.Partitioned):
@@ -153,7 +153,7 @@ def _boxed(variables: Any) -> Any:
     )
 
 
-def _unboxed(tree: Any) -> Any:
+def _unbox(tree: Any) -> Any:
     return jax.tree.map(
         lambda leaf: leaf.value if isinstance(leaf, WeightBox) else leaf,
         tree,

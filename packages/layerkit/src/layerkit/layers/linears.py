@@ -1,7 +1,7 @@
-"""Linear maps of the last axis: `Linear`, `Bias`, and both with an activation, `FeedForward`.
+"""Linear maps of the last axis: `Linear`, `Bias`, and `FeedForward` with an activation.
 
-They work on `[..., dims]`, whatever stands before. Which logical axes a weight and an output have
-depends on where the layer is used, so they are fields: see `layerkit.sharding` for the names.
+The logical axes of weights and outputs are fields, since they depend on where a layer is used; see
+`layerkit.sharding` for the names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from layerkit.weights import WeightHParams, WeightInit
 
 
 class Linear(BaseLayer):
-    """x·w, without bias: `[..., input_dims]` → `[..., output_dims]`.
+    """A linear map x·w without bias: `[..., input_dims]` → `[..., output_dims]`.
 
     Attributes:
       input_dims: Size of the last axis of the inputs.
@@ -28,8 +28,8 @@ class Linear(BaseLayer):
       weight_axes: Logical axes of the weight `w` `[input_dims, output_dims]`.
       activation_axes: Logical axes of the outputs, one for each of their dimensions; None leaves
         their layout to the compiler.
-      weight_init: How `w` starts; None inherits `params_init`.
-      dot_tpl: What multiplies; None for the plain product. See `layerkit.layers.products`.
+      weight_init: Initialiser of `w`; None inherits `params_init`.
+      dot_tpl: `Dot` that multiplies; None for the plain product. See `layerkit.layers.products`.
     """
 
     input_dims: int = 0
@@ -40,6 +40,7 @@ class Linear(BaseLayer):
     dot_tpl: Any = sub_config_field(None)
 
     def setup(self) -> None:
+        """Create the weight `w`."""
         check_sizes(self, input_dims=self.input_dims, output_dims=self.output_dims)
         shape = (self.input_dims, self.output_dims)
         weight = WeightHParams(shape, axes=self.weight_axes, init=self.weight_init)
@@ -47,10 +48,10 @@ class Linear(BaseLayer):
         create_dot(self, weight)
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
-        """`[..., input_dims]` → `[..., output_dims]`.
+        """Map `[..., input_dims]` to `[..., output_dims]`.
 
         Raises:
-          ValueError: the last axis of the inputs has another size.
+          ConfigError: The last axis of the inputs has another size.
         """
         check_last_axis(self, inputs, input_dims=self.input_dims)
         outputs = matmul(self, self.cast(inputs), self.theta.w)
@@ -60,7 +61,7 @@ class Linear(BaseLayer):
 
 
 class Bias(BaseLayer):
-    """x + b: `[..., dims]` → `[..., dims]`; b starts at 0.
+    """A bias x + b: `[..., dims]` → `[..., dims]`; b starts at 0.
 
     Attributes:
       dims: Size of the last axis.
@@ -71,31 +72,32 @@ class Bias(BaseLayer):
     axes: tuple[str | None, ...] = ("mlp",)
 
     def setup(self) -> None:
+        """Create the weight `b`."""
         check_sizes(self, dims=self.dims)
         weight = WeightHParams((self.dims,), axes=self.axes, init=WeightInit.Constant(0.0))
         self.create_variable("b", weight)
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
-        """`[..., dims]` → `[..., dims]`.
+        """Add b to `[..., dims]`.
 
         Raises:
-          ValueError: the last axis of the inputs has another size.
+          ConfigError: The last axis of the inputs has another size.
         """
-        # Without this check a single column would be broadcast in silence.
+        # Without this check an axis of size 1 would be broadcast silently.
         check_last_axis(self, inputs, dims=self.dims)
         return self.cast(inputs) + self.theta.b
 
 
 class FeedForward(BaseLayer):
-    """activation(x·w + b): `[..., input_dims]` → `[..., output_dims]`.
+    """A dense layer activation(x·w + b): `[..., input_dims]` → `[..., output_dims]`.
 
     Attributes:
       input_dims: Size of the last axis of the inputs.
       output_dims: Size of the last axis of the outputs.
-      has_bias: Adds b.
-      linear_tpl: The linear map; the bias takes the last of its `weight_axes`.
-      bias_tpl: The bias.
-      activation_tpl: The activation.
+      has_bias: True to add b.
+      linear_tpl: Linear map. The bias has the last of its `weight_axes`.
+      bias_tpl: Bias.
+      activation_tpl: Activation.
     """
 
     used_only_if: ClassVar[Conditions] = {"bias_tpl": "has_bias"}
@@ -108,6 +110,7 @@ class FeedForward(BaseLayer):
     activation_tpl: Any = sub_config_field(ReLU.HParams)
 
     def setup(self) -> None:
+        """Create the linear map, the bias and the activation."""
         sizes = {"input_dims": self.input_dims, "output_dims": self.output_dims}
         self.create_child("linear", self.linear_tpl, **sizes)
         if self.has_bias:
@@ -116,7 +119,7 @@ class FeedForward(BaseLayer):
         self.create_child("activation", self.activation_tpl)
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
-        """`[..., input_dims]` → `[..., output_dims]`."""
+        """Map `[..., input_dims]` to `[..., output_dims]`."""
         outputs = self.linear(inputs)
         if self.has_bias:
             outputs = self.bias(outputs)

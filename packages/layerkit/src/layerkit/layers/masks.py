@@ -1,12 +1,11 @@
-"""Which query may attend which key, kept as a description rather than an array of booleans.
+"""Attention masks as positions and segments instead of arrays of booleans.
 
-A mask of `[batch, queries, keys]` grows with the square of the length, and a fused attention kernel
-does not want it: it asks whether the mask is causal, and where segments begin and end.
-`AttentionMask` holds that much; `dense()` writes the booleans out for backends that do want them.
+A boolean mask `[batch, queries, keys]` grows with the square of the length, and fused attention
+kernels need only positions, segments and whether the mask is causal. `AttentionMask` holds these;
+`dense()` returns the booleans for other backends.
 
-There is one convention: True means "may attend". Segment ids count the documents packed in a row
-from 1; 0 is padding. Padding attends padding and nothing else, so that no row is empty and no
-softmax is taken over nothing.
+True means "may attend". Segment ids number the documents packed in a row from 1; 0 is padding.
+Padding attends padding and nothing else, so every softmax has at least one key.
 """
 
 from __future__ import annotations
@@ -17,30 +16,33 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from layerkit.checks import check_sizes, require
+from layerkit.errors import ConfigError
+
 
 @struct.dataclass
 class AttentionMask:
-    """Positions and segments of queries and keys; a pytree, the other fields static.
+    """An attention mask: a pytree of positions and segments with static options.
 
-    A query may attend a key when both are in the same segment (where there are segments), the key's
-    position is not greater than the query's or the key is in the prefix, if causal, and less than
-    `window` away, if there is a window. Positions are compared only within a segment, so positions
-    in the row, which the class methods use, and positions that start anew with each segment
-    describe the same mask.
+    A query may attend a key if all of these hold: both are in the same segment; with `causal`, the
+    position of the key is not greater than that of the query, or the key is in the prefix; with a
+    window, the key is less than `window` away. Positions are compared only within a segment, so
+    they may count from the start of the row, as in the class methods, or of each segment.
 
     Attributes:
       query_positions: int32 `[batch, queries]`.
       key_positions: int32 `[batch, keys]`.
       query_segments: int32 `[batch, queries]`, or None for a single segment without padding.
-      key_segments: int32 `[batch, keys]`, or None, together with `query_segments`.
-      key_in_prefix: bool `[batch, keys]`, which keys all queries see although the mask is causal
-        (prefix language models; Raffel et al., 2020, arXiv:1910.10683); None for no prefix.
-      causal: Whether keys at later positions are hidden.
-      window: A query sees keys less than this many positions away: itself and the window - 1
-        before it, and as many after it if not causal (sliding window; Beltagy et al., 2020,
-        arXiv:2004.05150). None for all.
-      in_row_order: Whether positions are known to count each row's tokens from its start, and
-        query i and key i to be one token; fused kernels know no other positions.
+      key_segments: int32 `[batch, keys]`; None if `query_segments` is None.
+      key_in_prefix: bool `[batch, keys]`, True for keys that all queries attend although the mask
+        is causal (prefix language models; Raffel et al., 2020, arXiv:1910.10683); None for no
+        prefix.
+      causal: True to hide keys at later positions.
+      window: Distance from which keys are hidden: a query attends itself, the window - 1 keys
+        before it and, if not causal, as many after it (sliding window; Beltagy et al., 2020,
+        arXiv:2004.05150). None for no window.
+      in_row_order: True if positions count the tokens of each row from its start, and query i and
+        key i are the same token. Fused kernels support only such positions.
     """
 
     query_positions: jax.Array
@@ -61,40 +63,36 @@ class AttentionMask:
         segment_ids: jax.Array | None = None,
         in_prefix: jax.Array | None = None,
     ) -> AttentionMask:
-        """Self-attention to what came before, as in a decoder.
+        """Return the mask of causal self-attention, as in a decoder.
 
         Args:
           batch: Number of rows.
           length: Tokens per row.
           segment_ids: int32 `[batch, length]`, the documents of packed rows; 0 is padding. See
             `segments_from_paddings` for rows of one document.
-          in_prefix: bool `[batch, length]`, which tokens the whole of their document sees, those
-            before them as well; see `first_tokens` for rows of one document.
+          in_prefix: bool `[batch, length]`, True for tokens that all tokens of their document
+            attend, including earlier ones; see `first_tokens` for rows of one document.
 
         Raises:
-          ValueError: segment ids or a prefix of another shape.
+          ConfigError: Segment ids or prefix have another shape.
         """
         mask = cls._self_attention(batch, length, segment_ids, causal=True)
-        if in_prefix is not None and in_prefix.shape != (batch, length):
-            raise ValueError(
-                f"in_prefix of shape {in_prefix.shape}, expected [batch, length] ="
-                f" {(batch, length)}"
-            )
+        _check_shape((batch, length), in_prefix=in_prefix)
         return dataclasses.replace(mask, key_in_prefix=in_prefix)
 
     @classmethod
     def bidirectional_mask(
         cls, batch: int, length: int, *, segment_ids: jax.Array | None = None
     ) -> AttentionMask:
-        """Self-attention to everything in the same segment, as in an encoder.
+        """Return the mask of self-attention within segments, as in an encoder.
 
         Args:
           batch: Number of rows.
           length: Tokens per row.
-          segment_ids: int32 `[batch, length]`, as for `causal_mask`.
+          segment_ids: int32 `[batch, length]`; see `causal_mask`.
 
         Raises:
-          ValueError: segment ids of another shape.
+          ConfigError: Segment ids have another shape.
         """
         return cls._self_attention(batch, length, segment_ids, causal=False)
 
@@ -108,30 +106,28 @@ class AttentionMask:
         query_segments: jax.Array | None = None,
         key_segments: jax.Array | None = None,
     ) -> AttentionMask:
-        """Attention to another sequence, such as that of an encoder.
+        """Return the mask of attention to another sequence, such as that of an encoder.
 
         Args:
           batch: Number of rows.
-          num_queries: Tokens per row that read.
-          num_keys: Tokens per row that are read.
-          query_segments: int32 `[batch, num_queries]`, which document of `key_segments` each query
-            reads; None for 1, the one document of `segments_from_paddings`.
-          key_segments: int32 `[batch, num_keys]`, the documents to be read; 0 is padding. None for
-            a single one without padding.
+          num_queries: Queries per row.
+          num_keys: Keys per row.
+          query_segments: int32 `[batch, num_queries]`, document of `key_segments` that each query
+            attends; None for document 1, as in `segments_from_paddings`.
+          key_segments: int32 `[batch, num_keys]`, documents of the keys; 0 is padding. None for a
+            single document without padding.
 
         Raises:
-          ValueError: segments of another shape, or of queries alone.
+          ConfigError: Segments have another shape, or only the queries have segments.
         """
         if key_segments is None and query_segments is not None:
-            raise ValueError("query_segments are set without the key_segments that they refer to")
+            raise ConfigError(
+                "query_segments is set without key_segments", hint="Set both, or only key_segments."
+            )
         if key_segments is not None and query_segments is None:
             query_segments = jnp.ones((batch, num_queries), jnp.int32)
-        for name, segments, length in (
-            ("query_segments", query_segments, num_queries),
-            ("key_segments", key_segments, num_keys),
-        ):
-            if segments is not None and segments.shape != (batch, length):
-                raise ValueError(f"{name} of shape {segments.shape}, expected {(batch, length)}")
+        _check_shape((batch, num_queries), query_segments=query_segments)
+        _check_shape((batch, num_keys), key_segments=key_segments)
         queries, keys = row_positions(batch, num_queries), row_positions(batch, num_keys)
         return cls(queries, keys, query_segments, key_segments)
 
@@ -145,18 +141,19 @@ class AttentionMask:
         time_step: int | jax.Array,
         prefix_lengths: jax.Array | None = None,
     ) -> AttentionMask:
-        """Causal attention of the newest tokens to a cache, each token at its own slot.
+        """Return the mask of causal attention from the newest tokens to a cache.
 
-        Query i stands at time_step + i and may attend the slots up to its own; the later ones,
-        which hold nothing yet, are hidden.
+        Query i is at position time_step + i and may attend the slots up to that position. Later
+        slots are still empty and hidden.
 
         Args:
           batch: Number of rows.
           num_queries: Newest tokens per row.
-          max_length: Slots of the cache.
-          time_step: Tokens that the cache held before; an integer, an int32 scalar, or `[batch]`.
-          prefix_lengths: int32 `[batch]`, how many slots from 0 on every query sees, in a prefix
-            language model; the first queries must be enough to fill them.
+          max_length: Number of slots of the cache.
+          time_step: Number of tokens in the cache before these; an integer, an int32 scalar, or
+            `[batch]`.
+          prefix_lengths: int32 `[batch]`, number of first slots that every query attends, in a
+            prefix language model. The first call must fill them.
         """
         start = jnp.broadcast_to(jnp.asarray(time_step, jnp.int32), (batch,))
         return cls(
@@ -172,44 +169,39 @@ class AttentionMask:
     def _self_attention(
         cls, batch: int, length: int, segments: jax.Array | None, *, causal: bool
     ) -> AttentionMask:
-        if segments is not None and segments.shape != (batch, length):
-            raise ValueError(
-                f"segment_ids of shape {segments.shape}, expected [batch, length] ="
-                f" {(batch, length)}"
-            )
+        _check_shape((batch, length), segment_ids=segments)
         positions = row_positions(batch, length)
         return cls(positions, positions, segments, segments, causal=causal, in_row_order=True)
 
     def within(self, window: int | None) -> AttentionMask:
-        """This mask, narrowed to a window; None leaves it as it is.
+        """Return this mask, narrowed to a window; None returns the mask unchanged.
 
         Raises:
-          ValueError: a window below 1, in which a query would not even see itself.
+          ConfigError: The window is below 1, so that a query would not attend itself.
         """
+        check_sizes(None, window=window)
         if window is None:
             return self
-        if window < 1:
-            raise ValueError(f"window={window} must be at least 1, a query's own position")
         narrower = window if self.window is None else min(window, self.window)
         return dataclasses.replace(self, window=narrower)
 
     def distinct_positions(self) -> tuple[jax.Array, jax.Array]:
-        """Positions of queries and of keys, `[1, …]` where all rows are known to be alike.
+        """Return the positions of queries and keys, `[1, …]` if all rows have the same ones.
 
-        What is computed from them, such as a bias, is then no larger than one row needs.
+        Arrays that are computed from them, such as a bias, then have the size of one row.
         """
         if self.in_row_order:
             return self.query_positions[:1], self.key_positions[:1]
         return self.query_positions, self.key_positions
 
     def dense(self) -> jax.Array:
-        """The mask as booleans `[batch, 1, queries, keys]`; the axis of size 1 is for the heads.
+        """Return the mask as booleans `[batch, 1, queries, keys]`; axis 1 stands for the heads.
 
         Raises:
-          ValueError: segments of queries without those of keys, or the other way round.
+          ConfigError: One of `query_segments` and `key_segments` is None.
         """
         if (self.query_segments is None) != (self.key_segments is None):
-            raise ValueError("query_segments and key_segments must both be set, or neither")
+            raise ConfigError("only one of query_segments and key_segments is set")
         queries, keys = self.query_positions[:, :, None], self.key_positions[:, None, :]
         if self.causal:
             allowed = keys <= queries
@@ -225,22 +217,29 @@ class AttentionMask:
 
 
 def first_tokens(lengths: jax.Array, num_tokens: int) -> jax.Array:
-    """Which tokens of each row are its first `lengths` (`[batch]`): bool `[batch, tokens]`."""
+    """Return bool `[batch, tokens]`, True for the first `lengths` (`[batch]`) of each row."""
     return jnp.arange(num_tokens) < lengths[:, None]
 
 
 def segments_from_paddings(paddings: jax.Array) -> jax.Array:
-    """Segment ids of rows that hold one document each.
+    """Return the segment ids of rows that contain one document each.
 
     Args:
-      paddings: `[batch, length]`, 1 where there is padding and 0 where there is a token.
+      paddings: `[batch, length]`, 1 for padding and 0 for tokens.
 
     Returns:
-      int32 `[batch, length]`, 0 where there is padding and 1 where there is a token.
+      int32 `[batch, length]`, 0 for padding and 1 for tokens.
     """
     return (paddings == 0).astype(jnp.int32)
 
 
 def row_positions(batch: int, length: int) -> jax.Array:
-    """Positions counted from the start of each row, int32 `[batch, length]`."""
+    """Return positions counted from the start of each row, int32 `[batch, length]`."""
     return jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+
+
+def _check_shape(expected: tuple[int, int], **arrays: jax.Array | None) -> None:
+    for name, array in arrays.items():
+        is_valid = array is None or array.shape == expected
+        found = None if array is None else list(array.shape)
+        require(is_valid, None, f"shape of {name}", found, f"[batch, length] = {list(expected)}")

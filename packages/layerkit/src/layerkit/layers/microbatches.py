@@ -1,9 +1,9 @@
-"""Microbatches: a batch cut into pieces, the queues they wait in, and arguments cut like the batch.
+"""Microbatches of a batch, queues of microbatches, and arguments that are split like the batch.
 
-A queue is an array `[holders, slots, rows, ...]` of holders·slots microbatches in order, the oldest
-with the first holder. At every tick one microbatch leaves the queue and another joins it at the
-end, so that each waits for holders·slots ticks. Each holder hands one microbatch to the one before
-it and leaves the others where they are; where a holder is a device, they send nothing else.
+A queue is an array `[holders, slots, rows, ...]` of holders·slots microbatches in order; the first
+holder has the oldest. At every tick one microbatch leaves the queue and another one is appended, so
+that each waits for holders·slots ticks. Each holder sends one microbatch to the previous holder and
+keeps the others in place; if holders are devices, nothing else is sent.
 """
 
 from __future__ import annotations
@@ -14,49 +14,52 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from layerkit.errors import ConfigError
 from layerkit.layers.selections import where
 
 
-def cut(x: jax.Array, num_microbatches: int) -> jax.Array:
-    """`[batch, ...]` → `[microbatches, rows, ...]`; row r goes to microbatch r % microbatches.
+def split_microbatches(x: jax.Array, num_microbatches: int) -> jax.Array:
+    """Split `[batch, ...]` into `[microbatches, rows, ...]`.
 
-    So where the batch is split over devices, each of them has a share of every microbatch, and
-    nothing moves.
+    Row r goes to microbatch r % microbatches, so every device of a sharded batch has a part of
+    every microbatch, and nothing is sent.
     """
     rows = x.shape[0] // num_microbatches
     return jnp.swapaxes(x.reshape(rows, num_microbatches, *x.shape[1:]), 0, 1)
 
 
-def join(microbatches: jax.Array) -> jax.Array:
-    """`[microbatches, rows, ...]` → `[batch, ...]`, undoing `cut`."""
+def merge_microbatches(microbatches: jax.Array) -> jax.Array:
+    """Merge `[microbatches, rows, ...]` into `[batch, ...]`, the inverse of the split."""
     num_microbatches, rows = microbatches.shape[:2]
     x = jnp.swapaxes(microbatches, 0, 1)
     return x.reshape(num_microbatches * rows, *microbatches.shape[2:])
 
 
-def enqueue(microbatches: jax.Array, num_holders: int) -> jax.Array:
-    """`[microbatches, rows, ...]` → a queue `[holders, slots, rows, ...]` before tick 0."""
+def make_queue(microbatches: jax.Array, num_holders: int) -> jax.Array:
+    """Return `[microbatches, rows, ...]` as a queue `[holders, slots, rows, ...]` at tick 0."""
     slots = microbatches.shape[0] // num_holders
     return microbatches.reshape(num_holders, slots, *microbatches.shape[1:])
 
 
-def dequeue(queue: jax.Array, tick: int) -> jax.Array:
-    """A queue `[holders, slots, rows, ...]` before `tick` → `[microbatches, rows, ...]`."""
+def read_queue(queue: jax.Array, tick: int) -> jax.Array:
+    """Return a queue `[holders, slots, rows, ...]` before `tick` as `[microbatches, rows, ...]`."""
     in_order = jnp.roll(queue, -(tick % queue.shape[1]), axis=1)
     return in_order.reshape(-1, *queue.shape[2:])
 
 
-def pass_on(queue: jax.Array, joining: jax.Array, tick: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """One tick of a queue.
+def advance_queue(
+    queue: jax.Array, joining: jax.Array, tick: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Advance a queue by one tick.
 
     Args:
       queue: `[holders, slots, rows, ...]`.
-      joining: `[stages, rows, ...]`; the last one joins the queue. There are as many stages as
-        holders, or there is only one holder.
+      joining: `[stages, rows, ...]`, of which the last microbatch is appended. There are as many
+        stages as holders, or there is only one holder.
       tick: int32 scalar.
 
     Returns:
-      `[holders, rows, ...]`, of which the first leaves the queue, and the queue.
+      (`[holders, rows, ...]`, of which the first microbatch leaves the queue; the queue).
     """
     num_holders, num_slots = queue.shape[:2]
     slot = tick % num_slots
@@ -67,17 +70,25 @@ def pass_on(queue: jax.Array, joining: jax.Array, tick: jax.Array) -> tuple[jax.
 
 
 class Arguments:
-    """The arguments of a call, told apart by how they go with the rows of a batch.
+    """The arguments of a call, divided into those with one entry per row and shared ones.
 
     Attributes:
       by_row: Arrays `[batch, ...]`, of which each microbatch gets its rows.
       shared: Arrays `[1, ...]` or scalars, which are the same for all rows.
-
-    Raises:
-      ValueError: an array that is neither; names it.
     """
 
     def __init__(self, args: Any, kwargs: Any, *, batch: int, owner: str):
+        """Divide arguments.
+
+        Args:
+          args: Positional arguments.
+          kwargs: Keyword arguments.
+          batch: Number of rows.
+          owner: Name of the layer for errors.
+
+        Raises:
+          ConfigError: An array has another first axis than `batch` or 1.
+        """
         flat, self._structure = jax.tree_util.tree_flatten_with_path((args, kwargs))
         self._leaves = [leaf for _, leaf in flat]
         self._by_row, self._shared = [], []
@@ -89,16 +100,17 @@ class Arguments:
             elif leaf.ndim == 0 or leaf.shape[0] == 1:
                 self._shared.append(index)
             else:
-                raise ValueError(
-                    f"{owner}: the argument {_name(path)} has the shape {leaf.shape}; its first"
-                    f" axis must be the batch of {batch} rows, to be cut into microbatches, or of"
-                    " size 1, to be shared by them"
+                raise ConfigError(
+                    owner=owner,
+                    field=f"shape of {_name(path)}",
+                    value=list(leaf.shape),
+                    expected=f"a first axis of size {batch} (the batch) or 1 (shared by all rows)",
                 )
         self.by_row = [self._leaves[index] for index in self._by_row]
         self.shared = [self._leaves[index] for index in self._shared]
 
-    def replaced(self, by_row: list[jax.Array], shared: list[jax.Array]) -> tuple[Any, Any]:
-        """(args, kwargs) with other arrays `[rows, ...]` and `[1, ...]` in place of its own."""
+    def replace(self, by_row: list[jax.Array], shared: list[jax.Array]) -> tuple[Any, Any]:
+        """Return (args, kwargs) with other arrays `[rows, ...]` and `[1, ...]`."""
         leaves = list(self._leaves)
         for index, leaf in zip((*self._by_row, *self._shared), (*by_row, *shared), strict=True):
             leaves[index] = leaf
@@ -107,7 +119,7 @@ class Arguments:
 
 
 def _name(path: Any) -> str:
-    """`(1, 'mask', 'key_positions')` → `mask.key_positions`; the first entry is args or kwargs."""
+    """Return the path of an argument, such as `mask.key_positions`, without args or kwargs."""
     names = [
         str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path
     ]

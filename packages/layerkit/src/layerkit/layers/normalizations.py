@@ -1,10 +1,9 @@
 """Normalisation of the last axis of `[..., dims]`: RmsNorm, with and without scale, and LayerNorm.
 
-What they share: the statistics of a position come from that position alone, so padding never
-counts; they are taken in float32 whatever the compute dtype, since sums of bfloat16 lose most of
-their digits; and the learned scale enters as `scale_offset + w`. Epsilons and offsets are fields
-because published weights depend on them: Llama stores the scale itself (offset 0), Gemma its
-distance from 1 (offset 1), and an import that added or took 1 would no longer be exact to the bit.
+Statistics are those of one position, so padding has no influence. They are computed in float32,
+since bfloat16 sums lose most of their digits. The learned scale is `scale_offset + w`. Epsilon and
+offset are fields because published weights depend on them: Llama stores the scale (offset 0) and
+Gemma the scale minus 1 (offset 1). Adding 1 during an import would not be exact to the bit.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from layerkit.weights import WeightHParams, WeightInit
 
 
 class RmsNorm(BaseLayer):
-    """y = x / √(mean(x²) + ε) · (offset + w) (Zhang and Sennrich, 2019).
+    """RMS normalisation y = x / √(mean(x²) + ε) · (offset + w) (Zhang and Sennrich, 2019).
 
-    `[..., dims]` → `[..., dims]`, mean over the last axis; y has the compute dtype.
+    Maps `[..., dims]` to `[..., dims]` in the compute dtype; the mean is over the last axis.
 
     >>> norm = RmsNorm(dims=8)
     >>> jax.tree.map(jnp.shape, norm.init(jax.random.key(0)))
@@ -28,9 +27,9 @@ class RmsNorm(BaseLayer):
 
     Attributes:
       dims: Size of the last axis.
-      epsilon: Keeps a row of zeros finite. 1e-6 as in T5 and Gemma; other families differ.
-      scale_offset: Added to the stored weight, which starts at 1 - scale_offset, so that the scale
-        starts at 1. 0 stores the scale itself, as most families do.
+      epsilon: ε, which keeps the output for zeros finite. 1e-6 is that of T5 and Gemma.
+      scale_offset: Offset of the scale from the stored weight, which starts at 1 - scale_offset.
+        0 stores the scale, as most model families do.
     """
 
     dims: int = 0
@@ -38,16 +37,17 @@ class RmsNorm(BaseLayer):
     scale_offset: float = 0.0
 
     def setup(self) -> None:
+        """Create the scale."""
         check_sizes(self, dims=self.dims)
         check_non_negative(self, epsilon=self.epsilon)
         unit = WeightInit.Constant(1.0 - self.scale_offset)
         self.create_variable("scale", WeightHParams((self.dims,), axes=("norm",), init=unit))
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
-        """`[..., dims]` → `[..., dims]`.
+        """Normalise `[..., dims]`.
 
         Raises:
-          ValueError: the last axis of the inputs has another size.
+          ConfigError: The last axis of the inputs has another size.
         """
         check_last_axis(self, inputs, dims=self.dims)
         x = inputs.astype(jnp.float32)
@@ -57,30 +57,31 @@ class RmsNorm(BaseLayer):
 
 
 class RmsNormNoScale(BaseLayer):
-    """y = x / √(mean(x²) + ε): RmsNorm without weights, of any size of the last axis.
+    """RMS normalisation y = x / √(mean(x²) + ε) without weights, for any size of the last axis.
 
-    `[..., dims]` → `[..., dims]`; y has the compute dtype.
+    Maps `[..., dims]` to `[..., dims]` in the compute dtype.
 
     Attributes:
-      epsilon: Keeps a row of zeros finite.
+      epsilon: ε, which keeps the output for zeros finite.
     """
 
     epsilon: float = 1e-6
 
     def setup(self) -> None:
+        """Check the fields."""
         check_non_negative(self, epsilon=self.epsilon)
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
-        """`[..., dims]` → `[..., dims]`."""
+        """Normalise `[..., dims]`."""
         x = inputs.astype(jnp.float32)
         normalized = x * jax.lax.rsqrt(mean_square(x) + self.epsilon)
         return normalized.astype(self.compute_dtype)
 
 
 class LayerNorm(BaseLayer):
-    """y = (x - mean(x)) / √(variance(x) + ε) · (offset + w) + b (Ba et al., 2016).
+    """Layer normalisation y = (x - mean) / √(variance + ε) · (offset + w) + b (Ba et al., 2016).
 
-    `[..., dims]` → `[..., dims]`, as `RmsNorm` of the centred input, plus a bias.
+    Maps `[..., dims]` to `[..., dims]` in the compute dtype; statistics are over the last axis.
 
     >>> norm = LayerNorm(dims=8)
     >>> jax.tree.map(jnp.shape, norm.init(jax.random.key(0)))
@@ -88,10 +89,10 @@ class LayerNorm(BaseLayer):
 
     Attributes:
       dims: Size of the last axis.
-      epsilon: Keeps a constant row finite.
-      scale_offset: Added to the stored weight, which starts at 1 - scale_offset. 1 as in Pax:
-        weight decay then pulls the scale towards 1 instead of 0.
-      use_bias: Adds b, which starts at 0.
+      epsilon: ε, which keeps the output for constant inputs finite.
+      scale_offset: Offset of the scale from the stored weight, which starts at 1 - scale_offset.
+        With 1, as in Pax, weight decay pulls the scale towards 1 instead of 0.
+      use_bias: True to add b, which starts at 0.
     """
 
     dims: int = 0
@@ -100,6 +101,7 @@ class LayerNorm(BaseLayer):
     use_bias: bool = True
 
     def setup(self) -> None:
+        """Create scale and bias."""
         check_sizes(self, dims=self.dims)
         check_non_negative(self, epsilon=self.epsilon)
         unit = WeightInit.Constant(1.0 - self.scale_offset)
@@ -109,10 +111,10 @@ class LayerNorm(BaseLayer):
             self.create_variable("bias", WeightHParams((self.dims,), axes=("norm",), init=zero))
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
-        """`[..., dims]` → `[..., dims]`.
+        """Normalise `[..., dims]`.
 
         Raises:
-          ValueError: the last axis of the inputs has another size.
+          ConfigError: The last axis of the inputs has another size.
         """
         check_last_axis(self, inputs, dims=self.dims)
         x = inputs.astype(jnp.float32)
@@ -124,16 +126,16 @@ class LayerNorm(BaseLayer):
 
 
 def mean_square(x: jax.Array) -> jax.Array:
-    """The mean of x² over the last axis: `[..., dims]` → `[..., 1]`."""
+    """Return the mean of x² over the last axis: `[..., dims]` → `[..., 1]`."""
     return jnp.mean(jnp.square(x), axis=-1, keepdims=True)
 
 
 def scale_and_offset(x: jax.Array, scale: jax.Array, offset: jax.Array | None = None) -> jax.Array:
-    """x·scale + offset, with `[dims]` for both: `[..., dims]` → `[..., dims]`."""
+    """Return x·scale + offset of `[..., dims]`; scale and offset have the shape `[dims]`."""
     scaled = x * scale
     return scaled if offset is None else scaled + offset
 
 
 def _float32(weight: jax.Array) -> jax.Array:
-    # offset + w is summed in float32: 1 + 0.001 is 1 in bfloat16.
+    # float32, because 1 + 0.001 is 1 in bfloat16.
     return weight.astype(jnp.float32)

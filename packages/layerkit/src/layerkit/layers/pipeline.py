@@ -1,16 +1,13 @@
-"""Pipeline: stages on devices of their own, through which a batch passes in microbatches.
+"""Pipeline: stages on separate devices that process a batch in microbatches.
 
-Every stage runs the same layer with weights of its own, stacked on an axis named `stage`. At each
-tick all stages compute at once (one vmapped call, split over the stages' devices), each on another
-microbatch; then what they computed moves on to the next stage (one collective-permute). The ticks
-are a scan, so the program holds the stage once. `layerkit.layers.pipeline_schedule` says who works
-when; pipelines as a sharded program are from GSPMD (Xu et al., 2021, arXiv:2105.04663).
-
-With `circular_repeats`, what leaves the last stage enters the first one again, where it meets the
-weights of the next round: weights are then `[repeats, stage, ...]`.
-
-While the pipeline fills and empties, some stages compute on nothing. Nothing of these bubbles is
-used: neither values nor gradients, auxiliary losses, summaries or updates of state.
+All stages run the same layer with separate weights, stacked on an axis named `stage`. At each tick
+all stages compute on different microbatches (one vmapped call, sharded over the stages), and the
+results move to the next stage (one collective-permute). The ticks are a scan, so the program
+contains the stage once. `layerkit.layers.pipeline_schedule` has the schedule; pipelines as a
+sharded program are from GSPMD (Xu et al., 2021, arXiv:2105.04663). With `circular_repeats`, the
+outputs of the last stage enter the first one again and meet the weights of the next round: weights
+are `[repeats, stage, ...]`. Stages without a microbatch (bubbles) compute on zeros, and none of
+their values, gradients, auxiliary losses, summaries or state updates is used.
 """
 
 from __future__ import annotations
@@ -35,12 +32,20 @@ from layerkit.base_layer import (
     SUMMARY_ARRAYS,
     BaseLayer,
 )
-from layerkit.checks import check_sizes
-from layerkit.config import is_config, sub_config_field
-from layerkit.layers.microbatches import Arguments, cut, dequeue, enqueue, join, pass_on
+from layerkit.checks import check_sizes, require
+from layerkit.config import sub_config_field
+from layerkit.errors import ConfigError
+from layerkit.layers.microbatches import (
+    Arguments,
+    advance_queue,
+    make_queue,
+    merge_microbatches,
+    read_queue,
+    split_microbatches,
+)
 from layerkit.layers.pipeline_schedule import PipelineSchedule, Work
 from layerkit.layers.remat import check_remat_policy, remat_in_scan
-from layerkit.layers.repeat import check_handed_on, stacked_on
+from layerkit.layers.repeat import check_carry, check_not_shared, lift_options
 from layerkit.layers.selections import as_float, gradient_where, take, where
 from layerkit.summaries import Summary
 from layerkit.weights import unbox
@@ -49,35 +54,34 @@ _REPORTS = (AUX_LOSS, SUMMARIES, SUMMARY_ARRAYS)
 
 
 class Pipeline(BaseLayer):
-    """`stage(stage(…stage(x, …), …), …)`, the stages side by side on different microbatches.
+    """A pipeline `stage(stage(…stage(x, …), …), …)` of stages on different microbatches.
 
-    The first argument is handed from stage to stage. Further arrays either have the batch as their
-    first axis, and then travel with their rows, or one of size 1 or none, and then all rows share
-    them. What is not an array goes to every stage as it is.
+    The first argument is passed from stage to stage. Other arrays either have the batch as first
+    axis, and each microbatch gets its rows, or a first axis of size 1 or none, and all microbatches
+    share them. Arguments that are not arrays are passed to every stage unchanged.
 
-    Auxiliary losses and scalar summaries are means over the microbatches, stacked `[stage]`, or
-    `[repeats, stage]` where there are repeats: those of the whole batch, where they are means over
-    its rows. Histograms are added up, and images are those of the first microbatch. Non-trainable
-    state is updated once per microbatch. Random keys differ by stage, round and microbatch.
+    Auxiliary losses and scalar summaries are means over the microbatches, stacked `[stage]` or
+    `[repeats, stage]`. They equal those of the whole batch if they are means over its rows.
+    Histograms are summed, and images are those of the first microbatch. Non-trainable state is
+    updated once per microbatch. Random keys differ by stage, round and microbatch.
 
     Attributes:
-      stage_tpl: The layer that one stage runs; its result has the shape and dtype of its first
-        argument.
-      num_stages: How many stages; the mesh axes of the rule for `stage` must divide it.
-      num_microbatches: How many pieces a batch is cut into. More make bubbles smaller.
-      microbatch_size: Rows of one piece, instead of `num_microbatches`.
-      circular_repeats: How often a microbatch goes around; above 1, there must be at least as many
-        microbatches as stages.
-      stream_inputs: The microbatches that wait (to enter, to go around again, or for the others to
-        leave) are spread over the stages and passed on one at a time, which takes a number of
-        microbatches that the number of stages divides. If not, each stage holds them all.
-      remat: Name of the rematerialisation policy around one pass of one stage; see
-        `layerkit.layers.remat`. What is kept is kept for every tick, so the default keeps only what
-        stages hand on (as Huang et al., 2019, do).
+      stage_tpl: Layer of one stage; its result has the shape and dtype of its first argument.
+      num_stages: Number of stages; a multiple of the mesh axes of the rule for `stage`.
+      num_microbatches: Number of microbatches of a batch. More make bubbles smaller.
+      microbatch_size: Number of rows of a microbatch, instead of `num_microbatches`.
+      circular_repeats: Number of rounds of a microbatch through all stages; above 1, there must be
+        at least as many microbatches as stages.
+      stream_inputs: True to spread waiting microbatches (for their entry, their next round or the
+        end) over the stages, which requires that the number of stages divides that of microbatches.
+        If False, each stage holds all of them.
+      remat: Name of the rematerialisation policy of one pass of one stage; see
+        `layerkit.layers.remat`. Saved activations are saved for every tick, so the default saves
+        only the inputs of stages (as in Huang et al., 2019).
 
     Raises:
-      ValueError: sizes below one, microbatches and stages that do not fit together, or a policy
-        that cannot do what its name says.
+      ConfigError: A size below one, numbers of microbatches and stages that do not fit together, or
+        a policy that pipelines do not support.
     """
 
     stage_tpl: Any = sub_config_field(None)
@@ -89,39 +93,36 @@ class Pipeline(BaseLayer):
     remat: str = "full"
 
     def setup(self) -> None:
+        """Check the fields and create the stage."""
         self._check_fields()
         self.keep_shared_weights_inside(self.stage_tpl)
-        stage_tpl = self.stage_tpl
-        if is_config(stage_tpl) and stage_tpl.shared_weight_id is not None:
-            raise ValueError(
-                f"{self.path_name}: every stage has weights of its own;"
-                f" unset shared_weight_id={stage_tpl.shared_weight_id!r} of stage_tpl"
-            )
-        self.create_child("stage", stage_tpl)
+        check_not_shared(self.path_name, "stage_tpl", self.stage_tpl)
+        self.create_child("stage", self.stage_tpl)
 
     def fprop(
         self, x: jax.Array, *args: Any, each: dict[str, Any] | None = None, **kwargs: Any
     ) -> jax.Array:
-        """`x` through all stages in all rounds.
+        """Apply all stages in all rounds.
 
         Args:
           x: `[batch, ...]`.
-          *args: Given to every stage: arrays cut into microbatches as `x` is, or shared by them.
-          each: Keyword arguments that differ from pass to pass: pytrees of arrays `[repeats·stages,
-            ...]`, round after round.
-          **kwargs: Like `args`.
+          *args: Arguments of every stage: arrays that are split like `x`, or shared.
+          each: Keyword arguments that differ between passes: pytrees of arrays `[repeats·stages,
+            ...]`, ordered by round and then stage.
+          **kwargs: Keyword arguments of every stage, split or shared like `args`.
 
         Returns:
-          The shape and dtype of `x`.
+          Array with the shape and dtype of `x`.
 
         Raises:
-          ValueError: a batch that cannot be cut into the microbatches, an argument that neither has
-            the batch as its first axis nor is shared by all rows, or a stage that changes shapes.
+          ConfigError: The batch cannot be split into the microbatches, an array has a first axis
+            other than the batch or 1, or a stage changes shapes.
         """
         schedule = self._schedule(self._count_microbatches(x.shape[0]))
         arguments = Arguments(args, kwargs, batch=x.shape[0], owner=self.path_name)
-        # What travels from stage to stage: x and the rows of the arguments that go with it.
-        microbatches = [cut(rows, schedule.num_microbatches) for rows in (x, *arguments.by_row)]
+        # x and the arguments with one entry per row move from stage to stage.
+        count = schedule.num_microbatches
+        microbatches = [split_microbatches(rows, count) for rows in (x, *arguments.by_row)]
         run_stages = self._run_stages(arguments)
         read = {kind: self._stage_variables(kind) for kind in (PARAMS, OVERWRITE_WITH_GRADIENT)}
         constants = read, self._stacked(each)
@@ -132,12 +133,12 @@ class Pipeline(BaseLayer):
 
         def tick(carry: Any, now: jax.Array) -> tuple[Any, Any]:
             inside, waiting, between_rounds, state = carry
-            entering, waiting = self._pass_on(waiting, inside, now)
+            entering, waiting = self._advance(waiting, inside, now)
             moved = [jnp.roll(rows, 1, axis=0) for rows in inside]
             if self.circular_repeats > 1:
                 returning = moved
                 if between_rounds is not None:
-                    returning, between_rounds = self._pass_on(between_rounds, inside, now)
+                    returning, between_rounds = self._advance(between_rounds, inside, now)
                 is_first_round = now < schedule.num_microbatches
                 entering = jax.tree.map(partial(where, is_first_round), entering, returning)
             is_first_stage = jnp.arange(self.num_stages) == 0
@@ -151,23 +152,23 @@ class Pipeline(BaseLayer):
         start = self._start(microbatches, schedule)
         ticks = jnp.arange(schedule.num_ticks)
         (inside, waiting, _, state), reports = jax.lax.scan(tick, start, ticks)
-        # Those that have left the last stage wait in the places of those that had entered.
-        _, (outputs,) = self._pass_on(waiting[:1], inside[:1], schedule.num_ticks)
-        self._keep(state, reports, schedule)
-        outputs = join(dequeue(outputs, schedule.num_ticks + 1))
+        # Finished microbatches wait in the slots of those that have entered.
+        _, (outputs,) = self._advance(waiting[:1], inside[:1], schedule.num_ticks)
+        self._store(state, reports, schedule)
+        outputs = merge_microbatches(read_queue(outputs, schedule.num_ticks + 1))
         return self._lay_out([outputs], "batch")[0]
 
     def run(
         self, method: str, x: Any, *args: Any, each: dict[str, Any] | None = None, **kwargs: Any
     ) -> Any:
-        """Runs `method` of all stages in turn on the whole of `x`, for decoding; see `Repeat.run`.
+        """Run a method of all stages in sequence on the whole of `x`, for decoding.
 
         Args:
-          method: Of the stages.
-          x: The first argument, a pytree of arrays `[batch, ...]`.
-          *args: Given to every stage as they are.
-          each: As for `fprop`.
-          **kwargs: Given to every stage as they are.
+          method: Name of the method.
+          x: First argument, a pytree of arrays `[batch, ...]`.
+          *args: Further arguments of every stage.
+          each: Keyword arguments that differ between passes; see `fprop`.
+          **kwargs: Keyword arguments of every stage.
 
         Returns:
           The last result, with the structure, shapes and dtypes of `x`.
@@ -175,46 +176,48 @@ class Pipeline(BaseLayer):
 
         def body(stage: Any, carry: Any, own: dict[str, Any]) -> tuple[Any, None]:
             result = getattr(stage, method)(carry, *args, **own, **kwargs)
-            check_handed_on(carry, result, owner=self.path_name, runs="stage")
+            check_carry(carry, result, owner=self.path_name, runs="stage")
             return result, None
 
         for name, size in self._stacked_axes():
-            body = nn.scan(body, length=size, in_axes=0, **stacked_on(name))
+            body = nn.scan(body, length=size, in_axes=0, **lift_options(name))
         return body(self.stage, x, self._stacked(each))[0]
 
     def init_cache(self, *args: Any, **kwargs: Any) -> None:
-        """Creates the decoding caches of all stages, stacked like their weights."""
+        """Create the decoding caches of all stages, stacked like their weights."""
         self._for_each(lambda stage: stage.init_cache(*args, **kwargs))
 
     def create_weights(self) -> None:
+        """Create the weights of all stages."""
         self._for_each(lambda stage: stage.create_weights())
 
     # The stages.
 
     @nn.nowrap
     def _run_stages(self, arguments: Arguments) -> Callable[..., Any]:
-        """A function of all stages: (…, state, inside) → (state and inside after it, reports).
+        """Return a function that runs all stages for one tick.
 
-        It takes the work; the constants, which are the variables that stages only read and the
-        arguments that differ from pass to pass, stacked alike; and the shared arguments, state, and
-        inside, all `[stage, ...]` (state with the rounds before the stages, if there are several).
+        Its arguments are the work, the constants (read-only variables and arguments that differ
+        between passes, stacked alike), the shared arguments, the state and the microbatches inside
+        the stages, all `[stage, ...]` (the state with the rounds before the stages, if there are
+        several). It returns (inside, state, reports).
 
-        A stage is applied as a function of its variables, rather than by a lifted transform, since
-        it depends on the tick which of them it reads, and whether anything it writes counts.
+        A stage is applied as a function of its variables and not by a lifted transform, because the
+        tick decides which variables it reads and whether its updates count.
         """
         stage, _ = self.stage.unbind()
         mutable = [c for c in (NON_TRAINABLE, *_REPORTS) if self.is_mutable_collection(c)]
         key = self.next_prng_key() if self.has_rng(RANDOM) else None
 
         def run_stage(work: Work, constants: Any, shared: Any, state: Any, inside: Any) -> Any:
-            own_constants = self._of_round(jax.tree.map(as_float, constants), work)
-            own_state = self._of_round(state, work)
+            own_constants = self._select_round(jax.tree.map(as_float, constants), work)
+            own_state = self._select_round(state, work)
             guard = partial(jax.tree.map, partial(gradient_where, work.is_real))
             if_real = partial(jax.tree.map, partial(where, work.is_real))
             own_constants, shared = guard((own_constants, shared))
-            read, own = _with_dtypes_of(constants, own_constants)
+            read, own = _cast_like(constants, own_constants)
             x, *rows = if_real(inside, jax.tree.map(jnp.zeros_like, inside))
-            args, kwargs = arguments.replaced(rows, shared)
+            args, kwargs = arguments.replace(rows, shared)
             result, updates = stage.apply(
                 {**read, NON_TRAINABLE: own_state},
                 x,
@@ -224,9 +227,9 @@ class Pipeline(BaseLayer):
                 **own,
                 **kwargs,
             )
-            check_handed_on(x, result, owner=self.path_name, runs="stage")
+            check_carry(x, result, owner=self.path_name, runs="stage")
             own_state = if_real(updates.pop(NON_TRAINABLE, own_state), own_state)
-            return [result, *rows], self._with_round(state, own_state, work), updates
+            return [result, *rows], self._update_round(state, own_state, work), updates
 
         stacked = len(self._stacked_axes()) - 1  # the axis of the stages in their variables
         return jax.vmap(
@@ -237,14 +240,14 @@ class Pipeline(BaseLayer):
         )
 
     @nn.nowrap
-    def _of_round(self, variables: Any, work: Work) -> Any:
-        """The variables `[repeats, ...]` of one stage → those of the round it is in, `[...]`."""
+    def _select_round(self, variables: Any, work: Work) -> Any:
+        """Return the variables `[...]` of the current round of one stage's `[repeats, ...]`."""
         if self.circular_repeats == 1:
             return variables
         return jax.tree.map(lambda stacked: take(stacked, work.round), variables)
 
     @nn.nowrap
-    def _with_round(self, variables: Any, new: Any, work: Work) -> Any:
+    def _update_round(self, variables: Any, new: Any, work: Work) -> Any:
         if self.circular_repeats == 1:
             return new
         put = partial(jax.lax.dynamic_update_index_in_dim, index=work.round, axis=0)
@@ -255,8 +258,8 @@ class Pipeline(BaseLayer):
         return unbox(self.stage.variables.get(collection, {}))
 
     @nn.nowrap
-    def _keep(self, state: Any, reports: Any, schedule: PipelineSchedule) -> None:
-        """Writes what the stages updated and reported to their collections."""
+    def _store(self, state: Any, reports: Any, schedule: PipelineSchedule) -> None:
+        """Write the state and the reports of the stages to their collections."""
         if self.is_mutable_collection(NON_TRAINABLE) and not self.is_initializing():
             for name, value in state.items():
                 self.stage.put_variable(NON_TRAINABLE, name, value)
@@ -264,11 +267,11 @@ class Pipeline(BaseLayer):
         stages = np.arange(self.num_stages)
 
         def mean(values: jax.Array) -> jax.Array:
-            """`[tick, stage, ...]` → `[repeats, stage, ...]`, of the ticks that are no bubbles."""
+            """Average `[tick, stage, ...]` without bubbles: `[repeats, stage, ...]`."""
             means = jnp.mean(values[ticks, stages], axis=1)
             return means if self.circular_repeats > 1 else means[0]
 
-        def together(summary: Summary) -> Summary:
+        def merge(summary: Summary) -> Summary:
             values = jax.tree.map(lambda leaf: leaf[ticks, stages], summary).merged(axis=1)
             if self.circular_repeats > 1:
                 return values
@@ -276,41 +279,41 @@ class Pipeline(BaseLayer):
 
         for collection, tree in reports.items():
             if collection == SUMMARY_ARRAYS:
-                tree = jax.tree.map(together, tree, is_leaf=lambda x: isinstance(x, Summary))
+                tree = jax.tree.map(merge, tree, is_leaf=lambda x: isinstance(x, Summary))
             else:
                 tree = jax.tree.map(mean, tree)
             before = self.stage.variables.get(collection, {})
-            for name, value in _appended(before, tree).items():
+            for name, value in _append(before, tree).items():
                 self.stage.put_variable(collection, name, value)
 
-    # The variables, and what runs over them without a schedule.
+    # The variables, and functions that need no schedule.
 
     @nn.nowrap
     def _stacked_axes(self) -> list[tuple[str, int]]:
-        """The leading axes of the stages' variables, the innermost first."""
+        """Return (name, size) of the leading axes of the stages' variables, innermost first."""
         rounds = [("layers", self.circular_repeats)] if self.circular_repeats > 1 else []
         return [("stage", self.num_stages), *rounds]
 
     @nn.nowrap
     def _stacked(self, each: dict[str, Any] | None) -> dict[str, Any]:
-        """Arrays `[repeats·stages, ...]`, stacked as the variables of the stages are."""
+        """Stack arrays `[repeats·stages, ...]` like the variables of the stages."""
         shape = tuple(size for _, size in reversed(self._stacked_axes()))
         return jax.tree.map(lambda leaf: leaf.reshape(shape + leaf.shape[1:]), each or {})
 
     @nn.nowrap
     def _for_each(self, body: Callable[[Any], None]) -> None:
         for name, size in self._stacked_axes():
-            # Flax's annotation knows only one mesh axis; JAX takes several.
+            # Flax annotates a single mesh axis; JAX supports several.
             spmd: Any = self._stage_mesh_axes() if name == "stage" else None
-            body = nn.vmap(body, axis_size=size, spmd_axis_name=spmd, **stacked_on(name))
+            body = nn.vmap(body, axis_size=size, spmd_axis_name=spmd, **lift_options(name))
         body(self.stage)
 
     # The microbatches.
 
     @nn.nowrap
     def _start(self, microbatches: list[jax.Array], schedule: PipelineSchedule) -> Any:
-        """(inside, waiting, between rounds, state) before the first tick."""
-        queue = partial(enqueue, num_holders=self._num_holders())
+        """Return (inside, waiting, between rounds, state) before the first tick."""
+        queue = partial(make_queue, num_holders=self._num_holders())
         waiting = [queue(rows) for rows in microbatches]
         inside = [jnp.zeros((self.num_stages, *m.shape[1:]), m.dtype) for m in microbatches]
         num_between = schedule.num_microbatches - self.num_stages
@@ -330,8 +333,9 @@ class Pipeline(BaseLayer):
         return self.num_stages if self.stream_inputs else 1
 
     @nn.nowrap
-    def _pass_on(self, queues: Any, inside: Any, now: Any) -> tuple[Any, Any]:
-        results = [pass_on(queue, rows, now) for queue, rows in zip(queues, inside, strict=True)]
+    def _advance(self, queues: Any, inside: Any, now: Any) -> tuple[Any, Any]:
+        pairs = zip(queues, inside, strict=True)
+        results = [advance_queue(queue, rows, now) for queue, rows in pairs]
         leaving, queues = zip(*results, strict=True)
         return list(leaving), self._lay_out_queue(list(queues))
 
@@ -341,29 +345,30 @@ class Pipeline(BaseLayer):
 
     @nn.nowrap
     def _lay_out(self, arrays: list[jax.Array], *axes: str | None) -> list[jax.Array]:
-        """Constrains the leading axes of arrays, and the features of the first, what is handed on.
+        """Constrain the leading axes of arrays, and the features of the first, the carry.
 
-        The layers know the other axes; see `Repeat._lay_out` for why they do not decide that one.
+        The layers constrain the other axes; `Repeat._lay_out` explains why the features of the
+        carry are constrained here.
         """
         sharding = self.inherited("sharding")
         if sharding is None or sharding.mesh is None:
             return arrays
 
-        def constrain(x: jax.Array, *, is_handed_on: bool) -> jax.Array:
+        def constrain(x: jax.Array, *, is_carry: bool) -> jax.Array:
             entries = [PartitionSpec.UNCONSTRAINED] * x.ndim
             leading = sharding.spec(axes, shape=x.shape[: len(axes)], owner=self.path_name)
             entries[: len(axes)] = leading
-            if is_handed_on and x.ndim > len(axes):
+            if is_carry and x.ndim > len(axes):
                 features = sharding.spec(("act_embed",), shape=x.shape[-1:], owner=self.path_name)
                 entries[-1] = features[0]
             place = NamedSharding(sharding.mesh, PartitionSpec(*entries))
             return jax.lax.with_sharding_constraint(x, place)
 
-        return [constrain(x, is_handed_on=index == 0) for index, x in enumerate(arrays)]
+        return [constrain(x, is_carry=index == 0) for index, x in enumerate(arrays)]
 
     @nn.nowrap
     def _stage_mesh_axes(self) -> tuple[str, ...] | None:
-        """The mesh axes over which the stages are split, for what the layers inside constrain."""
+        """Return the mesh axes of the stages, which the constraints of inner layers need."""
         sharding = self.inherited("sharding")
         if sharding is None or not sharding.is_split("stage"):
             return None
@@ -378,39 +383,39 @@ class Pipeline(BaseLayer):
         self._check_remat()
         self._check_layout()
         count, size = self.num_microbatches, self.microbatch_size
-        if (count is None) == (size is None):
-            raise ValueError(
-                f"{self.path_name}: num_microbatches={count} and microbatch_size={size}; set one"
-                " of them, and the other follows from the batch"
-            )
-        if size is not None:
-            check_sizes(self, microbatch_size=size)
+        expected = f"a value of this field or of microbatch_size={size}, not both"
+        require((count is None) != (size is None), self, "num_microbatches", count, expected)
+        check_sizes(self, microbatch_size=size, num_microbatches=count)
         if count is not None:
-            check_sizes(self, num_microbatches=count)
             self._schedule(count)
 
     @nn.nowrap
     def _check_remat(self) -> None:
         check_remat_policy(self.remat, owner=self.path_name, sharding=self.inherited("sharding"))
         if self.remat == "none" and self.circular_repeats > 1:
-            raise ValueError(
-                f"{self.path_name}: remat='none' with circular_repeats={self.circular_repeats}"
-                " would keep, for every tick, a copy of the weights that its round asks for; use"
-                " 'dots', 'projections', 'residual' or 'full'"
+            raise ConfigError(
+                owner=self.path_name,
+                field="remat",
+                value="none",
+                expected=f"another policy with circular_repeats={self.circular_repeats}",
+                choices=("dots", "projections", "residual", "full"),
+                hint="'none' would keep a copy of the weights of the round for every tick.",
             )
         check_remat_of_stages(self.remat, field="remat", owner=self.path_name)
 
     @nn.nowrap
     def _check_layout(self) -> None:
-        """Refuses what XLA's partitioner (that of JAX 0.10) gives wrong gradients for."""
+        """Raise for layouts for which XLA's partitioner (JAX 0.10) computes wrong gradients."""
         sharding = self.inherited("sharding")
         if sharding is None or not sharding.is_split("act_embed") or sharding.is_split("stage"):
             return
-        raise ValueError(
-            f"{self.path_name}: the mesh splits act_embed over"
-            f" {sharding.rules.mesh_axes('act_embed')} but no stages, and XLA computes wrong"
-            " gradients of such a pipeline; use ShardingRules.replace(act_embed=None), a mesh with"
-            " stages, or a stack that is no pipeline"
+        raise ConfigError(
+            "XLA computes wrong gradients of a pipeline on such a mesh",
+            owner=self.path_name,
+            field="mesh axes of act_embed",
+            value=sharding.rules.mesh_axes("act_embed"),
+            expected="an axis act_embed that is not split, or a mesh with stages",
+            hint="Use ShardingRules.replace(act_embed=None), or a stack without a pipeline.",
         )
 
     @nn.nowrap
@@ -418,49 +423,52 @@ class Pipeline(BaseLayer):
         count, size = self.num_microbatches, self.microbatch_size
         field, value = ("microbatch_size", size) if count is None else ("num_microbatches", count)
         assert value is not None
-        if batch % value:
-            raise ValueError(
-                f"{self.path_name}: {field}={value} does not divide the batch of {batch} rows;"
-                f" the next batch that it divides has {batch + -batch % value}"
-            )
+        expected = f"a divisor of the batch of {batch} rows"
+        require(batch % value == 0, self, field, value, expected)
         return value if count is not None else batch // value
 
     @nn.nowrap
     def _schedule(self, num_microbatches: int) -> PipelineSchedule:
-        """The schedule, after refusing what has none."""
-        stages, batch_says = self.num_stages, ""
-        if self.num_microbatches is None:
-            batch_says = f" (microbatch_size={self.microbatch_size})"
-        if self.circular_repeats > 1 and num_microbatches < stages:
-            raise ValueError(
-                f"{self.path_name}: num_microbatches={num_microbatches}{batch_says} must be at"
-                f" least num_stages={stages} where circular_repeats={self.circular_repeats}: the"
-                " first microbatch comes around while the last one has not entered yet"
+        """Return the schedule, or raise if there is none."""
+        stages, repeats = self.num_stages, self.circular_repeats
+        data: dict[str, Any] = {
+            "owner": self.path_name,
+            "field": "num_microbatches",
+            "value": num_microbatches,
+        }
+        if repeats > 1 and num_microbatches < stages:
+            raise ConfigError(
+                **data,
+                expected=f"at least num_stages={stages} with circular_repeats={repeats}",
+                hint="Otherwise the first microbatch returns before the last one has entered.",
             )
         if self.stream_inputs and num_microbatches % stages:
-            near = num_microbatches + -num_microbatches % stages
-            raise ValueError(
-                f"{self.path_name}: num_microbatches={num_microbatches}{batch_says} cannot be"
-                f" spread over num_stages={stages}; use {near}, or stream_inputs=False"
+            raise ConfigError(
+                **data,
+                expected=f"a multiple of num_stages={stages} with stream_inputs=True",
+                hint="Change the number of microbatches, or set stream_inputs=False.",
             )
-        return PipelineSchedule(stages, num_microbatches, self.circular_repeats)
+        return PipelineSchedule(stages, num_microbatches, repeats)
 
 
 def check_remat_of_stages(policy: str, *, field: str, owner: str) -> None:
-    """Raises ValueError for a rematerialisation policy that would keep nothing within stages."""
+    """Raise `ConfigError` for a rematerialisation policy that would save nothing in stages."""
     if policy == "dots_no_batch":
-        raise ValueError(
-            f"{owner}: {field}={policy!r} would keep nothing, since the products of all stages are"
-            " one product with a batch axis; use 'projections' or 'dots'"
+        raise ConfigError(
+            owner=owner,
+            field=field,
+            value=policy,
+            expected="'projections' or 'dots'",
+            hint="In a pipeline every product has a batch axis, that of the stages.",
         )
 
 
-def _with_dtypes_of(like: Any, tree: Any) -> Any:
+def _cast_like(like: Any, tree: Any) -> Any:
     return jax.tree.map(lambda x, y: jax.lax.convert_element_type(y, x.dtype), like, tree)
 
 
-def _appended(before: Any, new: Any) -> Any:
-    """Two trees of what layers reported, whose leaves are tuples of values."""
+def _append(before: Any, new: Any) -> Any:
+    """Append the reports of layers to earlier ones; both are trees with tuples as leaves."""
     if isinstance(new, tuple):
         return (*before, *new) if before else new
-    return {name: _appended((before or {}).get(name), value) for name, value in new.items()}
+    return {name: _append((before or {}).get(name), value) for name, value in new.items()}

@@ -1,13 +1,13 @@
 """PipelinedTransformer: a stack of Transformer layers whose depth is split over devices.
 
-The stack has the fields and methods of `StackedTransformer`, so it takes its place in any model.
-Its layers are cut into num_stages · circular_repeats equal runs of consecutive layers, each a
-`StackedTransformerRepeated`; run i is what stage i % num_stages computes in round i // num_stages.
-Weights lie stacked `[stage, layers, ...]` or, in a circular pipeline, `[repeats, stage, layers,
-...]`: in the order of the depth, so that merging these axes makes them those of a repeated stack.
+The stack has the fields and methods of `StackedTransformer` and can replace it in any model. Its
+layers form num_stages · circular_repeats equal runs of consecutive layers, each a
+`StackedTransformerRepeated`; stage i % num_stages computes run i in round i // num_stages. Weights
+are stacked `[stage, layers, ...]` or, in a circular pipeline, `[repeats, stage, layers, ...]`, in
+the order of the depth, so merging these axes gives the weights of a repeated stack.
 
-Training and scoring go through the pipeline. Cached decoding has one token per row, which makes no
-microbatches worth the name, and runs the stages one after the other over the same weights.
+Training and scoring use the pipeline. Cached decoding, with one token per row, runs the stages in
+sequence.
 """
 
 from __future__ import annotations
@@ -17,30 +17,32 @@ from typing import Any
 import jax
 from flax import linen as nn
 
-from layerkit.checks import check_sizes
+from layerkit.checks import check_divisible, check_sizes
 from layerkit.config import Config
+from layerkit.errors import ConfigError
 from layerkit.layers.pipeline import Pipeline, check_remat_of_stages
 from layerkit.layers.stacks import StackedTransformer, StackedTransformerRepeated
 
 
 class PipelinedTransformer(StackedTransformer):
-    """The same stack as a pipeline; see `layerkit.layers.pipeline`.
+    """A stack of Transformer layers as a pipeline; see `layerkit.layers.pipeline`.
 
-    A bias or a memory travels from stage to stage with its rows; one that all rows share
-    (`relative_bias_tpl` on rows that are not packed) does not.
+    A bias or a memory moves from stage to stage with its rows. One that all rows share
+    (`relative_bias_tpl` with rows that are not packed) does not move.
 
     Attributes:
-      num_stages: How many stages; the mesh axes of the rule for `stage` must divide it.
-      num_microbatches: How many pieces a batch is cut into. More make bubbles smaller.
-      microbatch_size: Rows of one piece, instead of `num_microbatches`.
-      circular_repeats: How often a microbatch goes around, through a shorter run of layers each.
-      stream_inputs: Whether waiting microbatches are spread over the stages; see `Pipeline`.
-      stage_remat: Name of the rematerialisation policy around one pass of one stage; see
-        `Pipeline.remat`. Where it keeps anything, `remat`, that around each layer, has no say.
+      num_stages: Number of stages; a multiple of the mesh axes of the rule for `stage`.
+      num_microbatches: Number of microbatches of a batch. More make bubbles smaller.
+      microbatch_size: Number of rows of a microbatch, instead of `num_microbatches`.
+      circular_repeats: Number of rounds of a microbatch, with a shorter run of layers in each.
+      stream_inputs: True to spread waiting microbatches over the stages; see `Pipeline`.
+      stage_remat: Name of the rematerialisation policy of one pass of one stage; see
+        `Pipeline.remat`. Where it saves activations, `remat`, the policy of each layer, has no
+        effect.
 
     Raises:
-      ValueError: layers that cannot be cut into equal runs, or a pattern of layers that does not
-        come out even in each.
+      ConfigError: The layers cannot be divided into equal runs, or the pattern of layers does not
+        divide a run.
     """
 
     num_stages: int = 1
@@ -73,6 +75,7 @@ class PipelinedTransformer(StackedTransformer):
 
     @nn.nowrap
     def locate_layer(self, layer: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Return where the variables of a layer are; see `StackedTransformer.locate_layer`."""
         self._check_layer(layer)
         run, layer_of_run = divmod(layer, self._layers_per_run())
         period, block = divmod(layer_of_run, len(self.pattern))
@@ -99,23 +102,18 @@ class PipelinedTransformer(StackedTransformer):
 
     @nn.nowrap
     def _layers_per_run(self) -> int:
-        """How many consecutive layers one stage runs in one round."""
+        """Return the number of consecutive layers that one stage runs in one round."""
         check_sizes(self, num_stages=self.num_stages, circular_repeats=self.circular_repeats)
         num_runs = self.num_stages * self.circular_repeats
-        parts = f"num_stages={self.num_stages}"
-        if self.circular_repeats > 1:
-            parts += f" times circular_repeats={self.circular_repeats}"
-        if self.num_layers % num_runs:
-            near = max(1, round(self.num_layers / num_runs)) * num_runs
-            raise ValueError(
-                f"{self.path_name}: num_layers={self.num_layers} cannot be cut into {num_runs}"
-                f" equal runs, {parts}; the nearest number that can is {near}"
-            )
+        by = "num_stages" if self.circular_repeats == 1 else "num_stages * circular_repeats"
+        check_divisible(self, by=(by, num_runs), num_layers=self.num_layers)
         layers, period = self.num_layers // num_runs, len(self.pattern)
         if layers % period:
-            raise ValueError(
-                f"{self.path_name}: block_tpls has {period} layers, which do not come out even in"
-                f" runs of {layers} layers ({parts}); all stages run the same program, so each must"
-                " begin with the first of the pattern"
+            raise ConfigError(
+                owner=self.path_name,
+                field="length of block_tpls",
+                value=period,
+                expected=f"a divisor of {layers}, the layers of a run (num_layers / {by})",
+                hint="All stages run the same program, so each run starts with the first template.",
             )
         return layers

@@ -1,12 +1,12 @@
-"""Where a token stands in its sequence, told to the model in one of three ways.
+"""Positional embeddings: sinusoids, learned tables and rotary embeddings.
 
-`PositionalEmbedding` (sinusoids, `PositionalEmbedding2D` for images) and
-`TrainablePositionalEmbedding` (a table) give vectors that are added to the token embeddings;
-`RotaryPositionalEmbedding` turns queries and keys inside attention, so that their products depend
-on distances alone.
+`PositionalEmbedding` (sinusoids; `PositionalEmbedding2D` for images) and
+`TrainablePositionalEmbedding` (a table) return vectors that are added to token embeddings.
+`RotaryPositionalEmbedding` rotates queries and keys inside attention, so that their products depend
+on distances only.
 
-All take the positions as an argument, since only the caller knows them: packed rows start anew with
-each segment, and cached decoding starts at the current step. Positions count from 0.
+Positions are arguments and count from 0: in packed rows they restart with each segment, and in
+cached decoding they start at the current step.
 """
 
 from __future__ import annotations
@@ -19,18 +19,24 @@ import numpy as np
 from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
-from layerkit.checks import check_integer_arrays, check_last_axis, check_sizes
+from layerkit.checks import (
+    check_choice,
+    check_integer_arrays,
+    check_last_axis,
+    check_sizes,
+    require,
+)
+from layerkit.errors import ConfigError
 from layerkit.layers.embeddings import lookup
 from layerkit.layers.rotary_scaling import RotaryScaling
-from layerkit.near_names import near_names
 from layerkit.weights import WeightHParams, WeightInit
 
-# Which coordinates of a head `RotaryPositionalEmbedding` turns together.
+# Pairs of coordinates of a head that `RotaryPositionalEmbedding` rotates.
 PAIRINGS = ("halves", "neighbours")
 
 
 class PositionalEmbedding(BaseLayer):
-    """Sinusoids of geometrically spaced periods, without weights.
+    """Sinusoidal positional embeddings with geometrically spaced periods, without weights.
 
     With n = dims/2 and timescale_i = min_timescale·(max_timescale/min_timescale)^(i/(n−1)):
 
@@ -41,11 +47,11 @@ class PositionalEmbedding(BaseLayer):
 
     Attributes:
       dims: Size of a vector; even.
-      min_timescale: Period of the fastest sinusoid, over 2π.
-      max_timescale: Period of the slowest, over 2π.
+      min_timescale: Period of the fastest sinusoid, divided by 2π.
+      max_timescale: Period of the slowest sinusoid, divided by 2π.
 
     Raises:
-      ValueError: odd dims, or timescales that are not 0 < min < max.
+      ConfigError: `dims` is odd, or the timescales are not 0 < min < max.
     """
 
     dims: int = 0
@@ -53,10 +59,11 @@ class PositionalEmbedding(BaseLayer):
     max_timescale: float = 10_000.0
 
     def setup(self) -> None:
+        """Check the fields."""
         _check_halves(self)
 
     def fprop(self, positions: jax.Array) -> jax.Array:
-        """Vectors `[batch, length, dims]` of positions `[batch, length]`."""
+        """Return vectors `[batch, length, dims]` of positions `[batch, length]`."""
         half = self.dims // 2
         exponents = jnp.arange(half, dtype=jnp.float32) / max(half - 1, 1)
         angles = _angles(positions, exponents, self.min_timescale, self.max_timescale)
@@ -64,18 +71,18 @@ class PositionalEmbedding(BaseLayer):
 
 
 class PositionalEmbedding2D(BaseLayer):
-    """Sinusoids of a row and a column, for the patches of an image, without weights.
+    """Sinusoidal embeddings of rows and columns of image patches, without weights.
 
-    The first half of a vector is the `PositionalEmbedding` of the row, the second that of the
+    The first half of a vector is the `PositionalEmbedding` of the row, the second half that of the
     column.
 
     Attributes:
       dims: Size of a vector; a multiple of 4.
-      min_timescale: Period of the fastest sinusoid, over 2π.
-      max_timescale: Period of the slowest, over 2π.
+      min_timescale: Period of the fastest sinusoid, divided by 2π.
+      max_timescale: Period of the slowest sinusoid, divided by 2π.
 
     Raises:
-      ValueError: dims that are not a multiple of 4, or timescales that are not 0 < min < max.
+      ConfigError: `dims` is not a multiple of 4, or the timescales are not 0 < min < max.
     """
 
     dims: int = 0
@@ -83,12 +90,9 @@ class PositionalEmbedding2D(BaseLayer):
     max_timescale: float = 10_000.0
 
     def setup(self) -> None:
+        """Create the embedding of one axis."""
         check_sizes(self, dims=self.dims)
-        if self.dims % 4:
-            raise ValueError(
-                f"{self.path_name}: dims={self.dims} must be a multiple of 4, such as"
-                f" {4 * (self.dims // 4 + 1)}"
-            )
+        require(self.dims % 4 == 0, self, "dims", self.dims, "a multiple of 4")
         one = PositionalEmbedding.HParams.config(
             dims=self.dims // 2,
             min_timescale=self.min_timescale,
@@ -97,9 +101,9 @@ class PositionalEmbedding2D(BaseLayer):
         self.create_child("one_axis", one)
 
     def fprop(self, rows: jax.Array, columns: jax.Array) -> jax.Array:
-        """Vectors `[batch, length, dims]` of rows and columns, both `[batch, length]`.
+        """Return vectors `[batch, length, dims]` of rows and columns, both `[batch, length]`.
 
-        `jnp.divmod(jnp.arange(height * width), width)` gives them for patches in reading order.
+        For patches in reading order they are `jnp.divmod(jnp.arange(height * width), width)`.
         """
         return jnp.concatenate([self.one_axis(rows), self.one_axis(columns)], axis=-1)
 
@@ -111,7 +115,8 @@ class TrainablePositionalEmbedding(BaseLayer):
       dims: Size of a vector.
       max_length: Number of positions.
       weight_axes: Logical axes of `w`, `[max_length, dims]`.
-      weight_init: None is the inherited `params_init`, or normal with deviation 1/√dims.
+      weight_init: Initialiser of `w`; None for the inherited `params_init`, or else normal with
+        standard deviation 1/√dims.
     """
 
     dims: int = 0
@@ -120,6 +125,7 @@ class TrainablePositionalEmbedding(BaseLayer):
     weight_init: WeightInit | None = None
 
     def setup(self) -> None:
+        """Create the table."""
         check_sizes(self, max_length=self.max_length, dims=self.dims)
         default = WeightInit.Gaussian(1.0 / math.sqrt(self.dims))
         init = self.weight_init or self.inherited("params_init") or default
@@ -127,46 +133,50 @@ class TrainablePositionalEmbedding(BaseLayer):
         self.create_variable("w", WeightHParams(shape, axes=self.weight_axes, init=init))
 
     def fprop(self, positions: jax.Array) -> jax.Array:
-        """Vectors `[batch, length, dims]` of positions `[batch, length]`.
+        """Return vectors `[batch, length, dims]` of positions `[batch, length]`.
 
-        A position outside [0, max_length) gives NaN.
+        The vector of a position outside [0, max_length) is NaN.
 
         Raises:
-          ValueError: rows longer than max_length. A packed row is refused too, although its
-            positions start anew: one document may fill it.
+          ConfigError: Rows are longer than `max_length`. This includes packed rows, since a single
+            document may fill a row.
         """
-        if positions.shape[-1] > self.max_length:
-            raise ValueError(
-                f"{self.path_name}: max_length={self.max_length}, but the rows have"
-                f" {positions.shape[-1]} positions; raise max_length or shorten the rows"
+        length = positions.shape[-1]
+        if length > self.max_length:
+            raise ConfigError(
+                owner=self.path_name,
+                field="length of rows",
+                value=length,
+                expected=f"at most max_length={self.max_length}",
+                hint="Increase max_length or shorten the rows.",
             )
         check_integer_arrays(self, positions=positions)
         return lookup(self.constrain(self.theta.w, self.weight_axes[0], None), positions)
 
 
 class RotaryPositionalEmbedding(BaseLayer):
-    """Turns pairs of coordinates by angles that grow with the position; without weights.
+    """Rotary positional embeddings, without weights.
 
-    Of the `dims` coordinates of a head the first r = fraction·dims are turned, in r/2 pairs; pair i
-    by position/timescale_i with timescale_i = min_timescale·(max_timescale/min_timescale)^(2i/r).
-    The product of a turned query and a turned key then depends on their positions only through the
-    difference.
+    The first r = fraction·dims coordinates of a head are rotated in r/2 pairs: pair i by the angle
+    position/timescale_i with timescale_i = min_timescale·(max_timescale/min_timescale)^(2i/r). The
+    product of a rotated query and key then depends only on the difference of their positions.
 
     Source: Su et al., 2021 (arXiv:2104.09864).
 
     Attributes:
       dims: Size of a head; even.
       min_timescale: Positions per radian of the fastest pair.
-      max_timescale: Bound of the slowest, called `rope_theta` elsewhere; raise it for longer
-        contexts.
-      fraction: How much of a head is turned (partial rotary: 0.25 in GPT-NeoX).
-      pairing: `halves`, coordinates i and i + r/2 (GPT-NeoX, Llama), or `neighbours`, 2i and 2i + 1
-        (the paper, GPT-J, DeepSeek).
-      scaling: For contexts longer than the trained one; see `layerkit.layers.rotary_scaling`.
+      max_timescale: Upper bound of the positions per radian of the slowest pair, also known as
+        `rope_theta`. Increase it for longer contexts.
+      fraction: Fraction of a head that is rotated (partial rotary; 0.25 in GPT-NeoX).
+      pairing: `halves` for pairs of coordinates i and i + r/2 (GPT-NeoX, Llama), or `neighbours`
+        for 2i and 2i + 1 (the paper, GPT-J, DeepSeek).
+      scaling: Scaling for contexts longer than the trained one; see
+        `layerkit.layers.rotary_scaling`.
 
     Raises:
-      ValueError: odd dims, timescales that are not 0 < min < max, a fraction that leaves no pairs,
-        an unknown pairing, a scaling for another number of pairs.
+      ConfigError: `dims` is odd, the timescales are not 0 < min < max, the fraction selects no
+        pairs, the pairing is unknown, or the scaling is for another number of pairs.
     """
 
     dims: int = 0
@@ -177,61 +187,61 @@ class RotaryPositionalEmbedding(BaseLayer):
     scaling: RotaryScaling | None = None
 
     def setup(self) -> None:
+        """Check the fields."""
         _check_halves(self)
-        if self.pairing not in PAIRINGS:
-            raise ValueError(
-                f"{self.path_name}: pairing={self.pairing!r} is not a pairing"
-                f"{near_names(str(self.pairing), PAIRINGS)} Pairings: {', '.join(PAIRINGS)}."
-            )
+        check_choice(self, PAIRINGS, pairing=self.pairing)
         self.frequencies()
 
     @nn.nowrap
     def frequencies(self) -> np.ndarray:
-        """float32 `[pairs]`: radians per position, scaled."""
-        pairs = self._num_turned() // 2
+        """Return the scaled frequencies, float32 `[pairs]` in radians per position."""
+        pairs = self._num_rotated() // 2
         ratio = self.max_timescale / self.min_timescale
         plain = ratio ** -(np.arange(pairs, dtype=np.float64) / pairs) / self.min_timescale
         scaled = plain if self.scaling is None else self.scaling.frequencies(plain)
         return scaled.astype(np.float32)
 
     def fprop(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        """Turns `x` `[batch, length, heads, dims]` at positions `[batch, length]`.
+        """Rotate `x` `[batch, length, heads, dims]` at positions `[batch, length]`.
 
-        The angles and the turn are computed in float32, the result has the dtype of `x`.
+        The computation is in float32; the result has the dtype of `x`.
 
         Raises:
-          ValueError: heads of another size than dims.
+          ConfigError: The size of the heads is not `dims`.
         """
         check_last_axis(self, x, dims=self.dims)
-        # float32, as bfloat16 counts exactly only to 256.
+        # float32, because bfloat16 represents integers exactly only up to 256.
         angles = positions[..., None, None].astype(jnp.float32) * self.frequencies()
         magnitude = 1.0 if self.scaling is None else self.scaling.magnitude()
         sin, cos = jnp.sin(angles) * magnitude, jnp.cos(angles) * magnitude
-        turned, rest = jnp.split(x, [self._num_turned()], axis=-1)
-        first, second = self._pairs(turned.astype(jnp.float32))
-        turned = self._joined(first * cos - second * sin, second * cos + first * sin)
-        return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
+        rotated, rest = jnp.split(x, [self._num_rotated()], axis=-1)
+        first, second = self._split_pairs(rotated.astype(jnp.float32))
+        rotated = self._merge_pairs(first * cos - second * sin, second * cos + first * sin)
+        return jnp.concatenate([rotated.astype(x.dtype), rest], axis=-1)
 
     @nn.nowrap
-    def _num_turned(self) -> int:
-        turned = round(self.fraction * self.dims)
-        if not 0 < self.fraction <= 1 or turned % 2 or turned < 2:
-            raise ValueError(
-                f"{self.path_name}: fraction={self.fraction} of dims={self.dims} turns {turned}"
-                " coordinates, expected an even number from 2 to dims"
+    def _num_rotated(self) -> int:
+        rotated = round(self.fraction * self.dims)
+        if not 0 < self.fraction <= 1 or rotated % 2 or rotated < 2:
+            raise ConfigError(
+                owner=self.path_name,
+                field="fraction",
+                value=self.fraction,
+                expected="a number in (0, 1] that selects an even number of coordinates",
+                hint=f"It selects {rotated} of dims={self.dims}.",
             )
-        return turned
+        return rotated
 
     @nn.nowrap
-    def _pairs(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The first and the second coordinate of all pairs: `[..., 2·pairs]` → `[..., pairs]`."""
+    def _split_pairs(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Split `[..., 2·pairs]` into the first and second coordinates `[..., pairs]`."""
         if self.pairing == "neighbours":
             return x[..., 0::2], x[..., 1::2]
         first, second = jnp.split(x, 2, axis=-1)
         return first, second
 
     @nn.nowrap
-    def _joined(self, first: jax.Array, second: jax.Array) -> jax.Array:
+    def _merge_pairs(self, first: jax.Array, second: jax.Array) -> jax.Array:
         if self.pairing == "neighbours":
             return jnp.stack([first, second], axis=-1).reshape(*first.shape[:-1], -1)
         return jnp.concatenate([first, second], axis=-1)
@@ -240,19 +250,14 @@ class RotaryPositionalEmbedding(BaseLayer):
 def _angles(
     positions: jax.Array, exponents: jax.Array, min_timescale: float, max_timescale: float
 ) -> jax.Array:
-    """Angles `[..., n]` of positions `[...]`; float32, as bfloat16 counts exactly only to 256."""
+    """Return the angles `[..., n]` of positions `[...]`, in float32 as in rotary embeddings."""
     timescales = min_timescale * (max_timescale / min_timescale) ** exponents
     return positions[..., None].astype(jnp.float32) / timescales
 
 
 def _check_halves(layer: PositionalEmbedding | RotaryPositionalEmbedding) -> None:
     check_sizes(layer, dims=layer.dims)
-    if layer.dims % 2:
-        raise ValueError(
-            f"{layer.path_name}: dims={layer.dims} must be even, such as {layer.dims + 1}"
-        )
-    if not 0 < layer.min_timescale < layer.max_timescale:
-        raise ValueError(
-            f"{layer.path_name}: min_timescale={layer.min_timescale} and"
-            f" max_timescale={layer.max_timescale} must be 0 < min_timescale < max_timescale"
-        )
+    require(layer.dims % 2 == 0, layer, "dims", layer.dims, "an even number")
+    expected = f"a number above 0 and below max_timescale={layer.max_timescale}"
+    is_valid = 0 < layer.min_timescale < layer.max_timescale
+    require(is_valid, layer, "min_timescale", layer.min_timescale, expected)

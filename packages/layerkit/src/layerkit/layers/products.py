@@ -1,20 +1,19 @@
-"""Products of activations with weights: laid out so that no backend needs copies, and replaceable.
+"""Products of activations and weights: efficient on all backends, and replaceable.
 
-`[batch, length, in] · [in, out]` has two axes of tokens, and its gradient for the weight contracts
-both. XLA's CPU backend then transposes both operands first, which makes a feed-forward layer three
-times as slow. With batch and length merged into one axis of tokens there is nothing to copy, and on
-accelerators nothing changes.
+The weight gradient of `[batch, length, in] · [in, out]` contracts two axes, for which XLA's CPU
+backend transposes both operands; a feed-forward layer is then three times slower. With batch and
+length merged into one axis of tokens there are no copies. Accelerators compute both equally fast.
 
-A layer that multiplies by a weight has a field `dot_tpl`: None for the plain product, or the
-template of a `Dot`, through which quantised products and low-rank adapters come in. It declares the
-weight and its product together, and multiplies by `matmul` (or `batched_matmul`):
+A layer that multiplies by a weight has a field `dot_tpl`: None for the plain product, or a template
+of a `Dot`, such as a quantised product or a low-rank adapter. The layer creates the weight and its
+product together and multiplies by `matmul` (or `batched_matmul`):
 
     self.create_variable("w", weight)
     create_dot(self, weight)
     …
     matmul(self, x, self.theta.w)
 
-`with_dots` puts a `Dot` into all such layers of a model's config.
+`with_dots` sets a `Dot` in all such layers of a model's config.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from typing import Any
 import jax
 
 from layerkit.base_layer import BaseLayer
+from layerkit.checks import check_regex
 from layerkit.config import (
     Config,
     assigned_fields,
@@ -36,103 +36,103 @@ from layerkit.config import (
     target_of,
     walk_configs,
 )
+from layerkit.errors import ConfigError
 from layerkit.field_checks import unmet_conditions
-from layerkit.near_names import near_names
 from layerkit.weights import WeightHParams
 
 
 class Dot(BaseLayer):
-    """The product of activations with one weight of the layer that owns it; here the plain one.
+    """The product of activations and a weight of the owning layer; base class of other products.
 
-    A subclass that has to know the weight, say to create more of the kind, has a field
-    `weight: WeightHParams | None`, which the owner fills in.
+    A subclass that needs the declaration of the weight has a field `weight: WeightHParams | None`,
+    which the owner sets.
     """
 
     def fprop(self, x: jax.Array, w: jax.Array) -> jax.Array:
-        """`[..., in]` · `[in, out]` → `[..., out]`, in the dtype of both.
+        """Multiply `[..., in]` by `[in, out]`: `[..., out]` in the dtype of both.
 
-        With a group of weights, such as experts: `[group, tokens, in]` · `[group, in, out]` →
+        For a group of weights, such as experts: `[group, tokens, in]` and `[group, in, out]` to
         `[group, tokens, out]`.
         """
         return x @ w
 
 
 def create_dot(layer: BaseLayer, weight: WeightHParams, *, name: str = "w") -> None:
-    """Creates the child that multiplies by a weight, if the layer's `dot_tpl` asks for one.
+    """Create the child that multiplies by a weight, if the layer has a `dot_tpl`.
 
-    The child is called `dot` for the weight `w`, and `<name>_dot` for any other.
+    The child is named `dot` for the weight `w` and `<name>_dot` for any other weight.
 
     Args:
-      layer: Whose weight it is, in its `setup`; it has a field `dot_tpl`.
-      weight: The declaration of the weight.
-      name: Of the weight.
+      layer: Layer that owns the weight and has a field `dot_tpl`; called in its `setup`.
+      weight: Declaration of the weight.
+      name: Name of the weight.
     """
     dot_tpl = layer.dot_tpl
     if dot_tpl is not None:
-        told = {"weight": weight} if "weight" in field_names(dot_tpl) else {}
-        layer.create_child(_dot_name(name), dot_tpl, **told)
+        fields = {"weight": weight} if "weight" in field_names(dot_tpl) else {}
+        layer.create_child(_dot_name(name), dot_tpl, **fields)
 
 
 def merge_tokens(layer: BaseLayer, x: jax.Array) -> jax.Array:
-    """`[batch, length, dims]` → `[tokens, dims]`, once for all products that read it.
+    """Merge `[batch, length, dims]` into `[tokens, dims]` for the products that read it.
 
-    Where the length is split over devices `x` stays as it is, since merging would gather it.
+    `x` is returned unchanged if the length is sharded, since merging would gather it.
 
     Args:
-      layer: Whose product it is; its bound sharding decides.
+      layer: Layer that multiplies; its bound sharding is read.
       x: Activations with any leading axes.
     """
     sharding = layer.inherited("sharding")
     if sharding is not None and sharding.is_split("length"):
         return x
-    # Spelt out rather than -1, which an empty batch leaves undetermined.
+    # Not -1, which is ambiguous for an empty batch.
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def matmul(layer: BaseLayer, x: jax.Array, w: jax.Array, *, name: str = "w") -> jax.Array:
-    """`[..., in]` · `[in, out]` → `[..., out]`, over one axis of tokens where possible.
+    """Multiply `[..., in]` by `[in, out]`, with merged tokens if possible: `[..., out]`.
 
     Args:
-      layer: Whose product it is.
+      layer: Layer that owns the weight.
       x: Activations in the compute dtype.
-      w: The weight, likewise.
-      name: Of the weight, which says which `Dot` multiplies, if the layer has any.
+      w: Weight in the compute dtype.
+      name: Name of the weight, which selects the layer's `Dot`.
     """
     product = _dot_of(layer, name)(merge_tokens(layer, x), w)
     return product.reshape(*x.shape[:-1], w.shape[-1])
 
 
 def batched_matmul(layer: BaseLayer, x: jax.Array, w: jax.Array, *, name: str = "w") -> jax.Array:
-    """`[group, tokens, in]` · `[group, in, out]` → `[group, tokens, out]`.
+    """Multiply `[group, tokens, in]` by `[group, in, out]`: `[group, tokens, out]`.
 
     Args:
-      layer: Whose product it is.
+      layer: Layer that owns the weights.
       x: Activations in the compute dtype, such as those of each expert.
-      w: The weights, likewise.
-      name: Of the weight, which says which `Dot` multiplies, if the layer has any.
+      w: Weights in the compute dtype.
+      name: Name of the weight, which selects the layer's `Dot`.
     """
     return _dot_of(layer, name)(x, w)
 
 
 def constrain_tokens(layer: BaseLayer, x: jax.Array, *features: str | None) -> jax.Array:
-    """Lays out `[tokens, …]` or `[batch, length, …]`, with names for what follows the tokens."""
+    """Constrain `[tokens, …]` or `[batch, length, …]`, with logical axes of the features."""
     merged = x.ndim == 1 + len(features)
     return layer.constrain(x, *(("batch",) if merged else ("batch", "length")), *features)
 
 
 def with_dots(config: Config, dot_tpl: Config | None, *, only: str = ".*") -> Config:
-    """A copy of a model's config whose products are made by `dot_tpl`.
+    """Return a copy of a model's config with another `Dot`.
 
-    A product that is adapted already (`LoraDot`) stays so, around the new one.
+    An existing adapter (`LoraDot`) is kept and wraps the new product.
 
     Args:
-      config: Of a layer, a model, or anything that holds one.
-      dot_tpl: The config of a `Dot`; None for the plain product.
-      only: Regular expression that the whole path of fields to a layer has to match, such as
+      config: Config that contains the layers to change, such as that of a model.
+      dot_tpl: Config of a `Dot`; None for the plain product.
+      only: Regular expression that must match the whole path of fields to a layer, such as
         `.*(query|value)_tpl` or `lm_tpl.stack_tpl.*`.
 
     Raises:
-      ValueError: no layer with products matches.
+      ConfigError: No layer with products matches.
     """
 
     def put(owner: Config) -> None:
@@ -144,16 +144,17 @@ def with_dots(config: Config, dot_tpl: Config | None, *, only: str = ".*") -> Co
 
 
 def edit_products(config: Config, edit: Callable[[Config], None], *, only: str) -> Config:
-    """A copy of a config in which `edit` was applied to every layer with a field `dot_tpl`.
+    """Return a copy of a config with `edit` applied to every layer with a field `dot_tpl`.
 
     Args:
-      config: Of a layer, a model, or anything that holds one.
-      edit: Changes the config of one such layer in place.
-      only: Regular expression that the whole path of fields to the layer has to match.
+      config: Config that contains the layers to edit, such as that of a model.
+      edit: Function that changes the config of one such layer in place.
+      only: Regular expression that must match the whole path of fields to a layer.
 
     Raises:
-      ValueError: no layer with products matches; names those that there are.
+      ConfigError: No layer with products matches; lists those that exist.
     """
+    check_regex(None, only=only)
     pattern, config = re.compile(only), config.clone()
     unused = unused_templates(config)
     owners = [
@@ -162,9 +163,11 @@ def edit_products(config: Config, edit: Callable[[Config], None], *, only: str) 
     matching = {id(owner): owner for path, owner in owners if pattern.fullmatch(path)}
     if not matching:
         paths = list(dict.fromkeys(path for path, _ in owners))
-        raise ValueError(
-            f"only={only!r} matches no layer with products{near_names(only, paths)}"
-            f" Layers with products: {', '.join(paths) or 'none'}."
+        raise ConfigError(
+            field="only",
+            value=only,
+            expected="a pattern that matches the path of a layer with products",
+            choices=filter(None, paths),
         )
     for owner in matching.values():
         edit(owner)
@@ -172,11 +175,11 @@ def edit_products(config: Config, edit: Callable[[Config], None], *, only: str) 
 
 
 def _product_owners(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Config]]:
-    """(path of fields, config) of every layer with a field `dot_tpl`, however it is nested."""
+    """Yield (path of fields, config) of every nested layer with a field `dot_tpl`."""
     entries: dict[Any, Any] = {}
     if is_config(value):
         if isinstance(target_of(value), type) and issubclass(target_of(value), Dot):
-            return  # what multiplies inside of a product belongs to that product
+            return  # a `Dot` inside of another `Dot` belongs to that one
         if "dot_tpl" in field_names(value):
             yield ".".join(path), value
         entries = assigned_fields(value)
@@ -189,10 +192,10 @@ def _product_owners(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Co
 
 
 def unused_templates(config: Config) -> set[int]:
-    """Return the ids of all configs from which nothing is made, by `BaseLayer.used_only_if`.
+    """Return the ids of all configs that `BaseLayer.used_only_if` marks as unused.
 
     Args:
-      config: Of anything that may hold layers.
+      config: Config that may contain layers.
     """
     return {
         id(unused)
@@ -204,7 +207,7 @@ def unused_templates(config: Config) -> set[int]:
 
 
 def weight_of_dot(dot: str) -> str:
-    """The name of the weight that a child created by `create_dot` multiplies by."""
+    """Return the name of the weight of a child that `create_dot` created."""
     return "w" if dot == "dot" else dot.removesuffix("_dot")
 
 

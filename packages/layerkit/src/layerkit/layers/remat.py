@@ -1,22 +1,21 @@
-"""Rematerialisation by name: what the backward pass keeps and what it computes again.
+"""Rematerialisation policies by name: which activations are saved for the backward pass.
 
-| name | kept from the forward pass | extra compute |
+| name | saved in the forward pass | extra compute |
 |---|---|---|
-| `none` | everything XLA wants | none |
+| `none` | everything that XLA saves | none |
 | `dots` | outputs of all matrix products | little |
-| `dots_no_batch` | those without batch dimensions: projections, not attention logits | some |
-| `projections` | queries, keys, values and what each branch gave; nothing wide | more |
-| `attention_out` | what attention gave | almost a forward pass |
-| `residual` | what layers were given, within a stage of a pipeline; nothing else | as below |
+| `dots_no_batch` | outputs of products without batch dimensions: projections, not logits | some |
+| `projections` | queries, keys, values and outputs of branches; nothing wide | more |
+| `attention_out` | outputs of attention | almost a forward pass |
+| `residual` | inputs of the layers within a pipeline stage | one more forward pass |
 | `full` | nothing | one more forward pass |
-| `offload_projections` | as `projections`, in the memory of the host | as there |
-| `offload_residual` | as `full`, in the memory of the host | as there |
+| `offload_projections` | as `projections`, in host memory | as `projections` |
+| `offload_residual` | as `full`, in host memory | as `full` |
 
-All but `none` also keep the input of the layer, and the first lines keep more than the later ones.
-
-The last six go by the names that layers give to their activations (`name_activation`), so they
-keep the same with any kernel. The last two move what they keep over the bus to pinned memory of the
-host and back, while the device computes other layers; the device then holds one layer at a time.
+All policies except `none` also save the input of the layer. The last six select activations by
+their names (`name_activation`), so they save the same with any kernel. The last two copy the
+activations to pinned host memory and back while the device computes other layers; the device then
+holds those of one layer at a time.
 """
 
 from __future__ import annotations
@@ -28,7 +27,8 @@ import jax
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from layerkit.near_names import near_names
+from layerkit.checks import check_choice
+from layerkit.errors import ConfigError
 from layerkit.sharding import BoundSharding
 
 _RESIDUAL = ("residual",)
@@ -71,38 +71,30 @@ REMAT_POLICIES = tuple(_POLICIES)
 
 
 def name_activation(x: jax.Array, name: str) -> jax.Array:
-    """`x` `[...]`, unchanged, under a name that policies know it by.
+    """Return `x` `[...]` with a name for rematerialisation policies.
 
-    Where a layer names its input, it must go on with what this returns, or both are kept.
+    A layer that names its input must use the returned array, or both are saved.
 
     Raises:
-      ValueError: a name that is not in `ACTIVATION_NAMES`.
+      ConfigError: The name is not in `ACTIVATION_NAMES`.
     """
-    if name not in ACTIVATION_NAMES:
-        raise ValueError(
-            f"{name!r} is not the name of an activation{near_names(name, ACTIVATION_NAMES)}"
-            f" Names: {', '.join(ACTIVATION_NAMES)}."
-        )
+    check_choice("name_activation", ACTIVATION_NAMES, name=name)
     named: jax.Array = checkpoint_name(x, name)
     return named
 
 
 def check_remat_policy(policy: str, *, owner: str, sharding: BoundSharding | None = None) -> None:
-    """Refuses what cannot be done; for `setup`.
+    """Check a policy in `setup`.
 
     Args:
-      policy: One of `REMAT_POLICIES`.
-      owner: Whose field it is, for messages.
-      sharding: Its mesh says for which devices; without one, those that JAX finds.
+      policy: Value of the field `remat`.
+      owner: Name of the layer that has the field.
+      sharding: Sharding whose mesh has the devices; None for the devices that JAX finds.
 
     Raises:
-      ValueError: a name that is not a policy, or one that offloads where devices cannot.
+      ConfigError: The policy is unknown, or offloads although the devices do not support it.
     """
-    if policy not in _POLICIES:
-        raise ValueError(
-            f"{owner}: remat={policy!r} is not a policy{near_names(str(policy), _POLICIES)}"
-            f" Policies: {', '.join(_POLICIES)}."
-        )
+    check_choice(owner, REMAT_POLICIES, remat=policy)
     if policy.startswith("offload"):
         mesh = None if sharding is None else sharding.mesh
         device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
@@ -110,21 +102,24 @@ def check_remat_policy(policy: str, *, owner: str, sharding: BoundSharding | Non
 
 
 def check_host_memory(policy: str, memory_kinds: Collection[str], *, owner: str) -> None:
-    """Refuses to offload from devices without memory of the host that they can copy to.
+    """Check that devices can offload to host memory.
 
     Args:
       policy: A name of `REMAT_POLICIES` that offloads.
-      memory_kinds: What the devices say they can address; nothing where they cannot tell.
-      owner: Whose field it is, for messages.
+      memory_kinds: Kinds of memory that the devices can address; empty if unknown.
+      owner: Name of the layer that has the field `remat`.
 
     Raises:
-      ValueError: the devices tell, and there is none; names the policy that keeps the same on them.
+      ConfigError: No kind is pinned host memory. The hint is the same policy on the device.
     """
     if memory_kinds and _HOST_MEMORY not in memory_kinds:
         kept = policy.replace("offload_residual", "full").removeprefix("offload_")
-        raise ValueError(
-            f"{owner}: remat={policy!r} keeps activations in memory of the kind {_HOST_MEMORY!r},"
-            f" but these devices have only {', '.join(memory_kinds)}; use remat={kept!r}"
+        raise ConfigError(
+            owner=owner,
+            field="remat",
+            value=policy,
+            expected=f"devices with memory {_HOST_MEMORY!r}; these have {', '.join(memory_kinds)}",
+            hint=f"Use remat={kept!r}.",
         )
 
 
@@ -132,16 +127,16 @@ def _memory_kinds(device: jax.Device) -> list[str]:
     try:
         return [memory.kind for memory in device.addressable_memories()]
     except (jax.errors.JaxRuntimeError, NotImplementedError):
-        return []  # a device that is only compiled for
+        return []  # a device of a compile-only topology
 
 
 def remat(body: Callable[..., Any], policy: str, *, in_scan: bool) -> Callable[..., Any]:
-    """`body(module, *args)` that keeps what `policy` names and recomputes the rest.
+    """Return `body(module, *args)` with rematerialisation.
 
     Args:
-      body: A function of a Flax module and arrays.
+      body: Function of a Flax module and arrays.
       policy: One of `REMAT_POLICIES`.
-      in_scan: Whether it is the body of a scan, which XLA does not merge with its recomputation.
+      in_scan: True for the body of a scan, which XLA does not merge with the recomputation.
     """
     if policy == "none":
         return body
@@ -149,10 +144,10 @@ def remat(body: Callable[..., Any], policy: str, *, in_scan: bool) -> Callable[.
 
 
 def remat_in_scan(body: Callable[..., Any], policy: str) -> Callable[..., Any]:
-    """Like `remat` for the body of a scan that is a function of arrays `[...]` alone.
+    """Return a pure function of arrays `[...]`, the body of a scan, with rematerialisation.
 
     Args:
-      body: A pure function.
+      body: Pure function.
       policy: One of `REMAT_POLICIES`.
     """
     if policy == "none":

@@ -1,18 +1,18 @@
-"""Residual adapters: fine-tuning by small bottlenecks behind attention and feed-forward.
+"""Residual adapters: fine-tuning by small bottleneck layers after attention and feed-forward.
 
 An adapter (Houlsby et al., "Parameter-Efficient Transfer Learning for NLP", 2019) computes
 
     x + up(activation(down(x)))
 
-where `down` leads to a few dimensions and `up` starts at 0, so that the model starts as what it
-was. It stands behind the last projection of a branch of a Transformer, before the residual is
-added. The weights of the model keep their paths: `feed_forward/up/w` stays, and
+where `down` projects to a few dimensions and `up` starts at 0, so the outputs of the model do not
+change at first. It follows the last projection of a branch of a Transformer, before the residual is
+added. The weights of the model keep their paths: `feed_forward/up/w` stays and
 `feed_forward/adapter/down/w` is new.
 
     config = with_residual_adapters(config, bottleneck_dims=64)
 
-Training the adapters alone is the learner's business: the pattern `RESIDUAL_ADAPTER_WEIGHTS` names
-them. For low-rank changes of the weights themselves see `layerkit.layers.adapters`.
+Give the learner the pattern `RESIDUAL_ADAPTER_WEIGHTS` to train the adapters alone. For low-rank
+adapters of the weights see `layerkit.layers.adapters`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from layerkit.config import (
     target_of,
     walk_configs,
 )
+from layerkit.errors import ConfigError
 from layerkit.layers.activations import GELU, Identity
 from layerkit.layers.attention.projections import OutputProjection
 from layerkit.layers.feed_forward import TransformerFeedForward
@@ -39,16 +40,16 @@ from layerkit.layers.products import unused_templates
 from layerkit.weights import WeightInit
 
 RESIDUAL_ADAPTER_WEIGHTS = ".*/adapter/(down|up)/.*"
-"""Regular expression that matches the paths of residual adapters' weights, and no others."""
+"""Regular expression that matches the paths of residual adapters' weights and no others."""
 
 
 class ResidualAdapter(BaseLayer):
-    """x + up(activation(down(x))): `[..., input_dims]` → the same; at first x itself.
+    """A bottleneck x + up(activation(down(x))) of `[..., input_dims]`, at first the identity.
 
     Attributes:
       input_dims: Size of the last axis.
       bottleneck_dims: Size between the two projections.
-      activation_tpl: The non-linearity between them.
+      activation_tpl: Activation between the two projections.
     """
 
     input_dims: int = 0
@@ -56,6 +57,7 @@ class ResidualAdapter(BaseLayer):
     activation_tpl: Any = sub_config_field(GELU.HParams)
 
     def setup(self) -> None:
+        """Create the two projections."""
         check_sizes(self, input_dims=self.input_dims, bottleneck_dims=self.bottleneck_dims)
         down = FeedForward.HParams.config(
             input_dims=self.input_dims,
@@ -72,44 +74,46 @@ class ResidualAdapter(BaseLayer):
         self.create_child("up", up)
 
     def fprop(self, x: jax.Array) -> jax.Array:
-        """`[..., input_dims]` → the same, in the compute dtype."""
+        """Map `[..., input_dims]` to the same shape in the compute dtype."""
         check_last_axis(self, x, input_dims=self.input_dims)
         return self.cast(x) + self.up(self.down(x))
 
 
 class AdaptedFeedForward(TransformerFeedForward):
-    """A feed-forward block with an adapter behind it.
+    """A feed-forward block that is followed by an adapter.
 
     Attributes:
-      adapter_tpl: The adapter.
+      adapter_tpl: Adapter.
     """
 
     adapter_tpl: Any = sub_config_field(ResidualAdapter.HParams)
 
     def setup(self) -> None:
+        """Create the layer and its adapter."""
         super().setup()
         self.create_child("adapter", self.adapter_tpl, input_dims=self.input_dims)
 
     def fprop(self, x: jax.Array, *, is_token: jax.Array | None = None) -> jax.Array:
-        """`[batch, length, input_dims]` → the same; `is_token` bool `[batch, length]`."""
+        """Map `[batch, length, input_dims]` to the same; `is_token` is bool `[batch, length]`."""
         return self.adapter(super().fprop(x, is_token=is_token))
 
 
 class AdaptedOutputProjection(OutputProjection):
-    """The projection out of heads with an adapter behind it.
+    """An output projection of attention that is followed by an adapter.
 
     Attributes:
-      adapter_tpl: The adapter.
+      adapter_tpl: Adapter.
     """
 
     adapter_tpl: Any = sub_config_field(ResidualAdapter.HParams)
 
     def setup(self) -> None:
+        """Create the layer and its adapter."""
         super().setup()
         self.create_child("adapter", self.adapter_tpl, input_dims=self.output_dims)
 
     def fprop(self, heads: jax.Array) -> jax.Array:
-        """`[batch, length, num_heads, head_dim]` → `[batch, length, output_dims]`."""
+        """Map `[batch, length, num_heads, head_dim]` to `[batch, length, output_dims]`."""
         return self.adapter(super().fprop(heads))
 
 
@@ -120,15 +124,15 @@ _ADAPTED: dict[Any, Any] = {
 
 
 def with_residual_adapters(config: Config, *, bottleneck_dims: int) -> Config:
-    """A copy of a model's config with an adapter behind every attention and feed-forward.
+    """Return a copy of a model's config with an adapter after every attention and feed-forward.
 
     Args:
-      config: Of a stack, a model, or anything that holds Transformers.
-      bottleneck_dims: Size of the adapters.
+      config: Config that contains Transformers, such as that of a stack or a model.
+      bottleneck_dims: Bottleneck size of the adapters.
 
     Raises:
-      ValueError: there is nothing to adapt. Classes derived from `TransformerFeedForward` and
-        `OutputProjection` are not recognised, since nobody knows what they compute.
+      ConfigError: The config has no `TransformerFeedForward` and no `OutputProjection`. Subclasses
+        of these are not adapted, since they may compute something else.
     """
     adapter = ResidualAdapter.HParams.config(bottleneck_dims=bottleneck_dims)
     config, num_adapted = config.clone(), 0
@@ -143,8 +147,10 @@ def with_residual_adapters(config: Config, *, bottleneck_dims: int) -> Config:
                 setattr(owner, name, Config(adapted, **fields))
                 num_adapted += 1
     if not num_adapted:
-        raise ValueError(
-            f"with_residual_adapters: {target_of(config).__qualname__} holds no"
-            " TransformerFeedForward and no OutputProjection"
+        raise ConfigError(
+            owner="with_residual_adapters",
+            field="config",
+            value=config,
+            expected="a config that contains TransformerFeedForward or OutputProjection",
         )
     return config

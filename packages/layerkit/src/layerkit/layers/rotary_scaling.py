@@ -1,12 +1,12 @@
-"""Rotary positions for longer contexts than a model was trained on.
+"""Scaling of rotary embeddings for contexts longer than the trained one.
 
-Rotary embeddings turn pair i of a head by position·frequency_i. Each class here is one published
-way of changing the frequencies so that positions beyond the trained ones become angles that the
-model knows; some also strengthen the logits, by a factor on the turned queries and keys. They are
-values for `RotaryPositionalEmbedding(scaling=…)`, computed once on the host.
+Rotary embeddings rotate pair i of a head by position·frequency_i. Each class is a published method
+to change the frequencies, so that positions beyond the trained context give angles that the model
+was trained on. Some also multiply the rotated queries and keys by a factor. Use them as
+`RotaryPositionalEmbedding(scaling=…)`; they are computed once on the host.
 
-None of them looks at how long a sequence is while it runs: the keys of a cache were turned when
-they were written, and would not fit queries turned otherwise later.
+No method depends on the length of the current sequence: cached keys were rotated when they were
+written and would not match queries that are rotated by other frequencies.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from typing import Protocol
 
 import numpy as np
 
+from layerkit.checks import check_integers, check_positive, require
+from layerkit.errors import ConfigError
+
 
 class RotaryScaling(Protocol):
-    """What a way of scaling has to say."""
+    """The interface of a scaling method."""
 
     def frequencies(self, frequencies: np.ndarray) -> np.ndarray:
-        """The scaled frequencies.
+        """Return the scaled frequencies.
 
         Args:
-          frequencies: float64 `[pairs]`, radians per position, falling by one ratio from pair to
-            pair.
+          frequencies: float64 `[pairs]`, radians per position, decreasing by a constant ratio.
 
         Returns:
           float64 `[pairs]`.
@@ -34,77 +36,80 @@ class RotaryScaling(Protocol):
         ...
 
     def magnitude(self) -> float:
-        """What the turned queries and keys are multiplied by, each."""
+        """Return the factor of rotated queries and of rotated keys."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearScaling:
-    """All positions divided by a factor (position interpolation; Chen et al., 2023, 2306.15595).
+    """Position interpolation: all positions divided by a factor (Chen et al., 2023, 2306.15595).
 
     Attributes:
-      factor: How many times longer the context becomes; at least 1.
+      factor: Ratio of the extended to the trained context length; at least 1.
     """
 
     factor: float
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         _check_factor(self)
 
     def frequencies(self, frequencies: np.ndarray) -> np.ndarray:
-        """`[pairs]` → `[pairs]`: all divided by the factor."""
+        """Divide all frequencies `[pairs]` by the factor."""
         return frequencies / self.factor
 
     def magnitude(self) -> float:
-        """1."""
+        """Return 1."""
         return 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class NtkScaling:
-    """A larger base, so that slow pairs are stretched by the factor and fast ones hardly.
+    """NTK-aware scaling: a larger base, which slows slow pairs by the factor and fast ones hardly.
 
-    With d coordinates the base becomes base·factor^(d/(d-2)). What is called dynamic NTK scaling is
-    this, with factor·length/trained_length - (factor - 1) for the factor, at a length that must not
-    change while a cache is in use. Source: bloc97, 2023; in Peng et al., 2023, arXiv:2309.00071.
+    With d coordinates the base becomes base·factor^(d/(d-2)). Dynamic NTK scaling is the same with
+    factor·length/trained_length - (factor - 1) as factor, for a length that must not change while
+    a cache is in use. Source: bloc97, 2023; in Peng et al., 2023, arXiv:2309.00071.
 
     Attributes:
-      factor: How many times longer the context becomes; at least 1.
+      factor: Ratio of the extended to the trained context length; at least 1.
     """
 
     factor: float
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         _check_factor(self)
 
     def frequencies(self, frequencies: np.ndarray) -> np.ndarray:
-        """`[pairs]` → `[pairs]`: pair i divided by factor^(i/(pairs - 1))."""
+        """Divide frequency i of `[pairs]` by factor^(i/(pairs - 1))."""
         _check_pairs(self, frequencies)
         stretch = np.arange(len(frequencies), dtype=np.float64) / (len(frequencies) - 1)
         return frequencies * self.factor**-stretch
 
     def magnitude(self) -> float:
-        """1."""
+        """Return 1."""
         return 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class YarnScaling:
-    """Fast pairs are left alone, slow ones divided by the factor, with a ramp between.
+    """YaRN: fast pairs unchanged, slow pairs divided by the factor, with a ramp between.
 
-    A pair is fast when it makes `beta_fast` turns or more within the trained context, and slow at
-    `beta_slow` turns or fewer. Source: Peng et al., 2023 (YaRN, arXiv:2309.00071).
+    A pair is fast if it makes at least `beta_fast` turns within the trained context, and slow if it
+    makes at most `beta_slow` turns. Source: Peng et al., 2023 (arXiv:2309.00071).
 
     Attributes:
-      factor: How many times longer the context becomes; at least 1.
+      factor: Ratio of the extended to the trained context length; at least 1.
       original_max_position: Length of the trained context.
-      beta_fast: Turns of a pair that is left alone.
-      beta_slow: Turns of a pair that is divided by the whole factor.
-      attention_factor: Of turned queries and keys, each; None for 0.1·ln(factor) + 1, the paper's.
-      mscale: With `mscale_all_dim`, the attention factor is instead the ratio of
-        0.1·m·ln(factor) + 1 for the one and the other m (DeepSeek-V2).
-      mscale_all_dim: See `mscale`; set both or neither.
-      truncate: Whether the ramp begins and ends at whole pairs.
+      beta_fast: Number of turns from which a pair is unchanged.
+      beta_slow: Number of turns up to which a pair is divided by the whole factor.
+      attention_factor: Factor of rotated queries and of rotated keys; None for 0.1·ln(factor) + 1,
+        as in the paper.
+      mscale: Numerator m of another attention factor (DeepSeek-V2): the ratio of
+        0.1·m·ln(factor) + 1 for `mscale` and for `mscale_all_dim`.
+      mscale_all_dim: Denominator m of that ratio; set both or neither.
+      truncate: True if the ramp starts and ends at whole pairs.
     """
 
     factor: float
@@ -117,27 +122,22 @@ class YarnScaling:
     truncate: bool = True
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         _check_factor(self)
         _check_length(self, self.original_max_position)
-        if not 0 < self.beta_slow < self.beta_fast:
-            raise ValueError(
-                f"YarnScaling: beta_slow={self.beta_slow} and beta_fast={self.beta_fast} must be"
-                " 0 < beta_slow < beta_fast"
-            )
-        _check_attention_factor(self, self.attention_factor)
-        if (self.mscale is None) != (self.mscale_all_dim is None):
-            raise ValueError(
-                f"YarnScaling: mscale={self.mscale} and mscale_all_dim={self.mscale_all_dim} make"
-                " one ratio; set both or neither"
-            )
-        if self.mscale is not None and self.attention_factor is not None:
-            raise ValueError(
-                f"YarnScaling: attention_factor={self.attention_factor} contradicts"
-                f" mscale={self.mscale}, from which it would be derived; set one of them"
-            )
+        expected = f"a number above 0 and below beta_fast={self.beta_fast}"
+        is_valid = 0 < self.beta_slow < self.beta_fast
+        require(is_valid, "YarnScaling", "beta_slow", self.beta_slow, expected)
+        check_positive("YarnScaling", attention_factor=self.attention_factor)
+        is_valid = (self.mscale is None) == (self.mscale_all_dim is None)
+        expected = f"a value if and only if mscale_all_dim={self.mscale_all_dim} has one"
+        require(is_valid, "YarnScaling", "mscale", self.mscale, expected)
+        is_valid = self.mscale is None or self.attention_factor is None
+        expected = f"None, since mscale={self.mscale} determines the factor"
+        require(is_valid, "YarnScaling", "attention_factor", self.attention_factor, expected)
 
     def frequencies(self, frequencies: np.ndarray) -> np.ndarray:
-        """`[pairs]` → `[pairs]`: each divided by 1 up to `factor`."""
+        """Divide each frequency of `[pairs]` by 1 to `factor`."""
         _check_pairs(self, frequencies)
         first = self._pair_of(self.beta_fast, frequencies)
         last = self._pair_of(self.beta_slow, frequencies)
@@ -150,7 +150,7 @@ class YarnScaling:
         return frequencies * (1.0 - ramp) + frequencies / self.factor * ramp
 
     def magnitude(self) -> float:
-        """The attention factor."""
+        """Return the attention factor."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale is not None and self.mscale_all_dim is not None:
@@ -160,28 +160,29 @@ class YarnScaling:
         return yarn_magnitude(self.factor)
 
     def _pair_of(self, turns: float, frequencies: np.ndarray) -> float:
-        """The pair, as a fraction, that makes so many turns within the trained context."""
+        """Return the fractional pair index with a number of turns in the trained context."""
         log_base = -math.log(frequencies[-1] / frequencies[0]) / (len(frequencies) - 1)
         frequency = turns * 2.0 * math.pi / self.original_max_position
         return math.log(frequencies[0] / frequency) / log_base
 
 
 def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
-    """0.1·mscale·ln(factor) + 1, by which YaRN strengthens turned queries and keys."""
+    """Return 0.1·mscale·ln(factor) + 1, the factor of rotated queries and keys in YaRN."""
     return 0.1 * mscale * math.log(factor) + 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
-    """As in Llama 3.1: long waves divided by the factor, short ones left alone, a ramp between.
+    """Scaling of Llama 3.1: low frequencies divided by the factor, high ones unchanged, a ramp.
 
     Source: Llama team, 2024 (arXiv:2407.21783), and Meta's reference code.
 
     Attributes:
-      factor: Of the longest waves; at least 1.
-      low_freq_factor: Waves longer than original_max_position / low_freq_factor are divided by
+      factor: Divisor of the lowest frequencies; at least 1.
+      low_freq_factor: Number of waves in the trained context below which frequencies are divided by
         the whole factor.
-      high_freq_factor: Waves shorter than original_max_position / high_freq_factor are left alone.
+      high_freq_factor: Number of waves in the trained context above which frequencies are
+        unchanged.
       original_max_position: Length of the trained context.
     """
 
@@ -191,17 +192,15 @@ class Llama3Scaling:
     original_max_position: int
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         _check_factor(self)
         _check_length(self, self.original_max_position)
-        if not 0 < self.low_freq_factor < self.high_freq_factor:
-            raise ValueError(
-                f"Llama3Scaling: low_freq_factor={self.low_freq_factor} and"
-                f" high_freq_factor={self.high_freq_factor} must be"
-                " 0 < low_freq_factor < high_freq_factor"
-            )
+        expected = f"a number above 0 and below high_freq_factor={self.high_freq_factor}"
+        is_valid = 0 < self.low_freq_factor < self.high_freq_factor
+        require(is_valid, "Llama3Scaling", "low_freq_factor", self.low_freq_factor, expected)
 
     def frequencies(self, frequencies: np.ndarray) -> np.ndarray:
-        """`[pairs]` → `[pairs]`: each divided by 1 up to `factor`."""
+        """Divide each frequency of `[pairs]` by 1 to `factor`."""
         waves_in_context = self.original_max_position * frequencies / (2.0 * math.pi)
         ramp = (waves_in_context - self.low_freq_factor) / (
             self.high_freq_factor - self.low_freq_factor
@@ -210,25 +209,25 @@ class Llama3Scaling:
         return kept * frequencies + (1.0 - kept) * frequencies / self.factor
 
     def magnitude(self) -> float:
-        """1."""
+        """Return 1."""
         return 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class LongRopeScaling:
-    """A factor for each pair, found by search, with one list for short and one for long use.
+    """LongRoPE: a factor for each pair, found by search, separately for short and long sequences.
 
     Source: Ding et al., 2024 (LongRoPE, arXiv:2402.13753), as in Phi 3.
 
     Attributes:
-      short_factors: One number per pair, for sequences up to original_max_position.
-      long_factors: One number per pair, for longer ones.
+      short_factors: Factor of each pair, for sequences up to original_max_position.
+      long_factors: Factor of each pair, for longer sequences.
       original_max_position: Length of the trained context.
       max_position: Length of the extended context.
-      longest_sequence: The longest that will be run, which chooses the list; None for max_position.
-        Published code chooses anew for every call, so that a cache breaks where a sequence crosses
-        the border.
-      attention_factor: Of turned queries and keys, each; None for
+      longest_sequence: Length of the longest sequence, which selects the factors; None for
+        max_position. Published code selects them at every call, which invalidates the cache of a
+        sequence that grows beyond original_max_position.
+      attention_factor: Factor of rotated queries and of rotated keys; None for
         √(1 + ln(max_position/original_max_position)/ln(original_max_position)).
     """
 
@@ -240,35 +239,32 @@ class LongRopeScaling:
     attention_factor: float | None = None
 
     def __post_init__(self) -> None:
+        """Check the fields."""
+        owner = "LongRopeScaling"
         _check_length(self, self.original_max_position)
-        _check_attention_factor(self, self.attention_factor)
-        # Lists come from files; a value in a config has to have a hash.
+        check_positive(owner, attention_factor=self.attention_factor)
+        # Files have lists, but values of a config must be hashable.
         for field in ("short_factors", "long_factors"):
             factors = tuple(getattr(self, field))
             object.__setattr__(self, field, factors)
-            if any(factor <= 0 for factor in factors):
-                raise ValueError(f"LongRopeScaling: {field}={factors} must all be positive")
-        if self.max_position < self.original_max_position:
-            raise ValueError(
-                f"LongRopeScaling: max_position={self.max_position} must be at least"
-                f" original_max_position={self.original_max_position}"
-            )
+            check_positive(owner, **{f"{field}[{i}]": factor for i, factor in enumerate(factors)})
+        is_valid = self.max_position >= self.original_max_position
+        expected = f"at least original_max_position={self.original_max_position}"
+        require(is_valid, owner, "max_position", self.max_position, expected)
 
     def frequencies(self, frequencies: np.ndarray) -> np.ndarray:
-        """`[pairs]` → `[pairs]`: pair i divided by factor i."""
+        """Divide frequency i of `[pairs]` by factor i."""
         longest = self.max_position if self.longest_sequence is None else self.longest_sequence
         is_long = longest > self.original_max_position
         factors = self.long_factors if is_long else self.short_factors
-        if len(factors) != len(frequencies):
-            field = "long_factors" if is_long else "short_factors"
-            raise ValueError(
-                f"LongRopeScaling: {field} holds {len(factors)} numbers, expected"
-                f" {len(frequencies)}, one for each pair that is turned"
-            )
+        field = f"length of {'long' if is_long else 'short'}_factors"
+        expected = f"{len(frequencies)}, one factor for each rotated pair"
+        is_valid = len(factors) == len(frequencies)
+        require(is_valid, "LongRopeScaling", field, len(factors), expected)
         return frequencies / np.asarray(factors, np.float64)
 
     def magnitude(self) -> float:
-        """The attention factor."""
+        """Return the attention factor."""
         if self.attention_factor is not None:
             return self.attention_factor
         longer = self.max_position / self.original_max_position
@@ -276,31 +272,19 @@ class LongRopeScaling:
 
 
 def _check_factor(scaling: LinearScaling | NtkScaling | YarnScaling | Llama3Scaling) -> None:
-    if scaling.factor < 1:
-        raise ValueError(
-            f"{type(scaling).__name__}: factor={scaling.factor} must be at least 1, how many times"
-            " longer the context becomes"
-        )
+    owner = type(scaling).__name__
+    require(scaling.factor >= 1, owner, "factor", scaling.factor, "a number of 1 or more")
 
 
 def _check_pairs(scaling: RotaryScaling, frequencies: np.ndarray) -> None:
     if len(frequencies) < 2:
-        raise ValueError(
-            f"{type(scaling).__name__} changes the ratio between frequencies: expected at least 2"
-            f" pairs of coordinates to turn, got {len(frequencies)}"
+        raise ConfigError(
+            owner=type(scaling).__name__,
+            field="number of rotated pairs",
+            value=len(frequencies),
+            expected="at least 2, since the scaling changes the ratio of their frequencies",
         )
 
 
 def _check_length(scaling: RotaryScaling, length: int) -> None:
-    if length < 2:
-        raise ValueError(
-            f"{type(scaling).__name__}: original_max_position={length}, expected the length of the"
-            " trained context, at least 2"
-        )
-
-
-def _check_attention_factor(scaling: RotaryScaling, factor: float | None) -> None:
-    if factor is not None and factor <= 0:
-        raise ValueError(
-            f"{type(scaling).__name__}: attention_factor={factor} must be positive, or None"
-        )
+    check_integers(type(scaling).__name__, minimum=2, original_max_position=length)

@@ -1,9 +1,8 @@
-"""Selections whose backward pass keeps, and moves, no more than it must.
+"""Selections with efficient gradients for loops over weights and activations.
 
-They are for loops over weights and activations, where the condition differs from iteration to
-iteration. There the gradient that JAX derives would keep every iteration's condition, broadcast to
-the size of the arrays, and would add up gradients by way of arrays of zeros. They can be
-differentiated in reverse only.
+The condition differs between iterations of such loops. The gradients that JAX derives would save
+the condition of every iteration, broadcast to the size of the arrays, and would sum gradients
+through arrays of zeros. These functions support reverse-mode differentiation only.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from flax.linen.fp8_ops import fm32
 
 
 def where(condition: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-    """`jnp.where` of two arrays `[...]` with a condition that has only their first axes."""
+    """Compute `jnp.where` of arrays `[...]` with a condition that has only their first axes."""
     x, y = jnp.broadcast_arrays(x, y)
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return _where(condition, x, y)
@@ -22,10 +21,10 @@ def where(condition: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def gradient_where(condition: jax.Array, x: jax.Array) -> jax.Array:
-    """`x` `[...]`, whose gradient is 0 where the condition does not hold, even if it were NaN.
+    """Return `x` `[...]` with a gradient of 0 where the condition is False, even if it were NaN.
 
-    Under `jax.vmap`, `x` must be mapped if the condition is: gradients of a shared `x` are added up
-    before they come here.
+    Under `jax.vmap`, `x` must be mapped if the condition is, since the gradients of a shared `x`
+    are summed before the selection.
     """
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
@@ -33,16 +32,17 @@ def gradient_where(condition: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def take(x: jax.Array, index: jax.Array) -> jax.Array:
-    """`x[index]`, of `x` `[n, ...]` and an int32 scalar."""
+    """Return `x[index]` for `x` `[n, ...]` and an int32 scalar."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return _take(x, index)
     return _differentiable_take(x, index)
 
 
 def as_float(x: jax.Array) -> jax.Array:
-    """`x` `[...]`; what adds up by its maximum as the float32 that it holds.
+    """Return `x` `[...]`, converted to float32 if its dtype is summed by the maximum.
 
-    The functions above take only floats; see `layerkit.layers.quantization.fp8.accumulate_by_max`.
+    The functions above support only floats; see
+    `layerkit.layers.quantization.fp8.accumulate_by_max`.
     """
     return _as_float(x) if x.dtype == fm32 else x
 
@@ -74,7 +74,7 @@ def _take(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _spread(is_taken: jax.Array, gradient: jax.Array) -> jax.Array:
-    # A selection is fused with the sum that it goes into, unlike a scatter into zeros.
+    # XLA fuses a selection with the following sum, unlike a scatter into zeros.
     return _zeroed(is_taken, jnp.broadcast_to(gradient, (*is_taken.shape, *gradient.shape)))
 
 
@@ -84,7 +84,7 @@ _differentiable_take.defvjp(
     lambda is_taken, g: (_spread(is_taken, g), None),
 )
 
-# JAX knows this conversion, but its own gradient fails (jax 0.10.2).
+# JAX supports this conversion, but its gradient fails (jax 0.10.2).
 _as_float = jax.custom_vjp(lambda x: jax.lax.convert_element_type(x, jnp.float32))
 _as_float.defvjp(
     lambda x: (jax.lax.convert_element_type(x, jnp.float32), None),

@@ -1,9 +1,9 @@
-"""Stacks of Transformer layers: in a row, or as one scan over stacked weights.
+"""Stacks of Transformer layers: in sequence, or as a scan over stacked weights.
 
-Sizes are said once, on the stack or the model, and handed down. A stack repeats one layer
-(`layer_tpl`) or a pattern of layers (`block_tpls`): layer i is block i % period, so five local
-layers and a global one make the stack of Gemma 3, and a dense layer and a mixture of experts that
-of GShard. `locate_layer` tells where the variables of a layer lie, whatever the stack.
+Set sizes once, on the stack or the model; the layers inherit them. A stack repeats one layer
+(`layer_tpl`) or a pattern of layers (`block_tpls`): layer i is block i % period. Five local layers
+and a global one form the stack of Gemma 3; a dense layer and a mixture of experts that of GShard.
+`locate_layer` returns where the variables of a layer are in any stack.
 """
 
 from __future__ import annotations
@@ -18,35 +18,37 @@ import numpy as np
 from flax import linen as nn
 
 from layerkit.base_layer import CACHE, BaseLayer
-from layerkit.checks import check_rates, check_same_shape, check_sizes
+from layerkit.checks import check_rates, check_same_shape, check_sizes, require
 from layerkit.config import Config, is_config, sub_config_field, target_of
 from layerkit.derived_fields import derive_fields
+from layerkit.errors import ConfigError
 from layerkit.field_checks import Conditions
 from layerkit.layers.attention.biases import add_relative_bias
 from layerkit.layers.masks import AttentionMask, row_positions
 from layerkit.layers.remat import check_remat_policy, remat
-from layerkit.layers.repeat import Repeat
-from layerkit.layers.transformer import Transformer, given
+from layerkit.layers.repeat import Repeat, check_not_shared
+from layerkit.layers.transformer import Transformer, drop_none
 
 
 class StackedTransformer(BaseLayer):
-    """`num_layers` layers in a row, each compiled on its own.
+    """A sequence of `num_layers` layers, each compiled separately.
+
+    The layers inherit the sizes. Templates must leave them out or agree; they may set
+    `num_kv_heads` and `dim_per_head` if these are None on the stack.
 
     Attributes:
-      layer_tpl: The layer that is stacked.
-      block_tpls: Instead of `layer_tpl`: layers of a pattern that is repeated over the depth, and
-        need not come out even. None for the one layer.
-      num_layers: How many.
-      remat: Name of the rematerialisation policy around each layer; see `layerkit.layers.remat`.
-      relative_bias_tpl: A bias of the attention logits by distance that all layers share (T5,
-        ALiBi), computed once per call; None without.
-      droppath_rate: Probability that training leaves a branch of an example out, in the last layer;
-        it grows linearly, layer i of n (from 1) has i/n of it (Huang et al., 2016).
-      Others: handed to every layer, so that the templates leave their sizes out or agree; where
-        `num_kv_heads` and `dim_per_head` are None, they may set them.
+      layer_tpl: Layer that is stacked.
+      block_tpls: Layers of a pattern that is repeated over the depth, instead of `layer_tpl`. The
+        last period may be incomplete. None for a single layer.
+      num_layers: Number of layers.
+      remat: Name of the rematerialisation policy of each layer; see `layerkit.layers.remat`.
+      relative_bias_tpl: Bias of the attention logits by distance (T5, ALiBi), which all layers
+        share and which is computed once per call; None for no bias.
+      droppath_rate: Probability that training drops a branch of an example in the last layer. It
+        grows linearly: layer i of n (from 1) has i/n of it (Huang et al., 2016).
 
     Raises:
-      ValueError: sizes below one, an unknown policy, a rate outside [0, 1) or set here and on a
+      ConfigError: A size below one, an unknown policy, a rate outside [0, 1) or also set on a
         layer, or both `layer_tpl` and `block_tpls`.
     """
 
@@ -65,6 +67,7 @@ class StackedTransformer(BaseLayer):
     droppath_rate: float = 0.0
 
     def setup(self) -> None:
+        """Check the fields and create the layers."""
         sizes = self._checked_sizes()
         if self.relative_bias_tpl is not None:
             self.create_child("relative_bias", self.relative_bias_tpl, num_heads=self.num_heads)
@@ -79,22 +82,22 @@ class StackedTransformer(BaseLayer):
     @property
     @nn.nowrap
     def pattern(self) -> tuple[Any, ...]:
-        """The templates of the layers of one period."""
+        """Templates of the layers of one period."""
         return (self.layer_tpl,) if self.block_tpls is None else tuple(self.block_tpls)
 
     @nn.nowrap
     def locate_layer(self, layer: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Where the variables of a layer lie in those of this stack.
+        """Return where the variables of a layer are in those of the stack.
 
         Args:
-          layer: Counted from 0 at the input.
+          layer: Index of the layer, counted from 0 at the input.
 
         Returns:
-          The path of its subtree, and the indices into the leading axes of every leaf there: none
-          for a layer whose weights are not stacked.
+          (path of the subtree, indices into the leading axes of its leaves). There are no indices
+          if the weights of the layer are not stacked.
 
         Raises:
-          IndexError: there is no such layer.
+          IndexError: The stack has no such layer.
         """
         self._check_layer(layer)
         return (f"layers_{layer}",), ()
@@ -110,22 +113,22 @@ class StackedTransformer(BaseLayer):
         memory_mask: AttentionMask | None = None,
         droppath_rates: jax.Array | None = None,
     ) -> jax.Array:
-        """All layers on whole rows.
+        """Apply all layers to whole rows.
 
         Args:
           x: `[batch, length, dims]`.
-          mask: Which position may attend which.
-          positions: int32 `[batch, length]`, for a rotation.
-          bias: float32 `[batch or 1, heads, length, length]`, added to the logits of attention.
+          mask: Mask of self-attention.
+          positions: int32 `[batch, length]`, for rotary embeddings.
+          bias: float32 `[batch or 1, heads, length, length]`, added to the attention logits.
           memory: `[batch, memory_length, memory_dims]`, for cross attention.
-          memory_mask: Which position may attend which of the memory.
+          memory_mask: Mask of cross attention.
           droppath_rates: float32 `[num_layers]`, from an owner that repeats this stack; None for
-            what `droppath_rate` says.
+            rates by the field `droppath_rate`.
 
         Returns:
-          The shape of `x`, in the compute dtype.
+          Array with the shape of `x` in the compute dtype.
         """
-        shared = given(
+        shared = drop_none(
             mask=mask,
             positions=positions,
             bias=add_relative_bias(self, bias, *mask.distinct_positions()),
@@ -138,17 +141,18 @@ class StackedTransformer(BaseLayer):
         return self._run_layers("__call__", self.cast(x), droppath_rates, shared)
 
     def init_cache(self, batch_size: int, max_length: int, memory: jax.Array | None = None) -> None:
-        """Creates the empty caches of all layers.
+        """Create the empty caches of all layers.
 
         Args:
-          batch_size: Rows.
-          max_length: Tokens of a row.
-          memory: `[batch, memory_length, memory_dims]`, whose keys and values are computed now.
+          batch_size: Number of rows.
+          max_length: Number of tokens of a row.
+          memory: `[batch, memory_length, memory_dims]`, from which the keys and values of cross
+            attention are computed.
         """
         if self.relative_bias_tpl is not None:
-            # The bias of a step needs to know how many slots the caches of the layers have.
+            # The bias of a step depends on the number of slots of the layers' caches.
             self.put_variable(CACHE, "slots", row_positions(batch_size, max_length))
-        self._init_layer_caches(batch_size, max_length, **given(memory=memory))
+        self._init_layer_caches(batch_size, max_length, **drop_none(memory=memory))
 
     def extend_step(
         self,
@@ -160,25 +164,25 @@ class StackedTransformer(BaseLayer):
         memory_mask: AttentionMask | None = None,
         prefix_lengths: jax.Array | None = None,
     ) -> jax.Array:
-        """All layers on the next positions of a cached sequence.
+        """Apply all layers to the next positions of a cached sequence.
 
         Args:
           x: `[batch, t, dims]`.
-          time_step: int32 scalar, how many tokens the cache holds.
-          positions: int32 `[batch, t]`, for a rotation.
-          bias: float32 `[batch or 1, heads, t, max_length]`, added to the logits of attention.
-          memory_mask: Which of the t positions may attend which of the memory.
-          prefix_lengths: int32 `[batch]`, how many tokens from the first on see one another, in a
-            prefix language model; the first step must bring them all. None for none.
+          time_step: int32 scalar, number of tokens in the cache.
+          positions: int32 `[batch, t]`, for rotary embeddings.
+          bias: float32 `[batch or 1, heads, t, max_length]`, added to the attention logits.
+          memory_mask: Mask of cross attention of the t positions.
+          prefix_lengths: int32 `[batch]`, number of first tokens that attend one another, in a
+            prefix language model; the first step must contain all of them. None for no prefix.
 
         Returns:
-          The shape of `x`, in the compute dtype.
+          Array with the shape of `x` in the compute dtype.
         """
         if self.relative_bias_tpl is not None:
             slots: jax.Array = self.get_variable(CACHE, "slots")
             queries = time_step + jnp.arange(x.shape[1], dtype=jnp.int32)[None]
             bias = add_relative_bias(self, bias, queries, slots[:1])
-        shared = given(
+        shared = drop_none(
             time_step=time_step,
             positions=positions,
             bias=bias,
@@ -191,8 +195,8 @@ class StackedTransformer(BaseLayer):
     def _run_layers(
         self, method: str, x: jax.Array, rates: jax.Array | None, shared: dict[str, Any]
     ) -> jax.Array:
-        """`method` of every layer in turn, with `shared` arguments and a droppath rate of each."""
-        return self._run_row(self.layers, method, x, rates, shared)
+        """Run a method of all layers with `shared` arguments and one droppath rate for each."""
+        return self._run_in_sequence(self.layers, method, x, rates, shared)
 
     @nn.nowrap
     def _init_layer_caches(self, *args: Any, **kwargs: Any) -> None:
@@ -200,7 +204,7 @@ class StackedTransformer(BaseLayer):
             layer.init_cache(*args, **kwargs)
 
     @nn.nowrap
-    def _run_row(
+    def _run_in_sequence(
         self,
         layers: list[Any],
         method: str,
@@ -213,7 +217,7 @@ class StackedTransformer(BaseLayer):
             check_same_shape(layer, x, outputs=outputs)
             return outputs
 
-        # A stack cannot tell whether it is a period in the loop of another, and takes no risk.
+        # in_scan=False, because a stack may or may not be a period in the scan of another.
         run = remat(body, self.remat, in_scan=False)
         for index, layer in enumerate(layers):
             x = run(layer, x, {} if rates is None else {"droppath_rate": rates[index]})
@@ -221,21 +225,18 @@ class StackedTransformer(BaseLayer):
 
     @nn.nowrap
     def _checked_sizes(self) -> dict[str, Any]:
-        """What every layer is given, after refusing what a stack of any kind cannot be."""
+        """Check the fields and return the sizes of every layer."""
         check_sizes(self, num_layers=self.num_layers)
         check_remat_policy(self.remat, owner=self.path_name, sharding=self.inherited("sharding"))
         check_rates(self, droppath_rate=self.droppath_rate)
         of_layers = [getattr(template, "droppath_rate", 0.0) for template in self.pattern]
         for template in self.pattern if self.droppath_rate else ():
             self._check_takes_droppath(template)
-        if self.droppath_rate and any(of_layers):
-            raise ValueError(
-                f"{self.path_name}: droppath_rate={self.droppath_rate} gives each layer a rate of"
-                f" its own, but its template sets droppath_rate={max(of_layers)}; set one of the"
-                " two"
-            )
-        if self.block_tpls is not None and not self.block_tpls:
-            raise ValueError(f"{self.path_name}: block_tpls is empty, expected layers, or None")
+        is_valid = not (self.droppath_rate and any(of_layers))
+        expected = f"0, since a layer template sets droppath_rate={max(of_layers, default=0.0)}"
+        require(is_valid, self, "droppath_rate", self.droppath_rate, expected)
+        is_valid = self.block_tpls is None or bool(self.block_tpls)
+        require(is_valid, self, "block_tpls", self.block_tpls, "at least one layer, or None")
         return {
             "input_dims": self.input_dims,
             "hidden_dims": self.hidden_dims,
@@ -246,35 +247,37 @@ class StackedTransformer(BaseLayer):
 
     @nn.nowrap
     def _check_takes_droppath(self, template: Any) -> None:
-        """Refuses a layer that training could not tell its rate."""
+        """Raise `ConfigError` if the `fprop` of a layer has no argument `droppath_rate`."""
         layer = target_of(template) if is_config(template) else None
         if layer is None or not hasattr(layer, "fprop"):
-            return  # no layer, which is refused where it is made
+            return  # not a layer, for which `create_child` raises
         parameters = inspect.signature(layer.fprop).parameters.values()
         if not any(p.name == "droppath_rate" or p.kind is p.VAR_KEYWORD for p in parameters):
-            raise ValueError(
-                f"{self.path_name}: droppath_rate={self.droppath_rate} gives each layer a rate of"
-                f" its own, but {layer.__qualname__}.fprop takes no droppath_rate; let it take one,"
-                " as Transformer.fprop does, or leave the field out"
+            raise ConfigError(
+                owner=self.path_name,
+                field="droppath_rate",
+                value=self.droppath_rate,
+                expected=f"0, since {layer.__qualname__}.fprop has no argument droppath_rate",
+                hint="Add the argument as in Transformer.fprop, or leave the field out.",
             )
 
     @nn.nowrap
     def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < self.num_layers:
             raise IndexError(
-                f"{self.path_name}: no layer {layer}; there are {self.num_layers}, counted from 0"
+                f"{self.path_name}: layer={layer}. Expected 0 to {self.num_layers - 1}."
             )
 
 
 class StackedTransformerRepeated(StackedTransformer):
-    """The same stack as one scan: weights stacked on a `layers` axis, compiled once.
+    """A stack as a scan: weights are stacked on a `layers` axis, and the layer is compiled once.
 
-    With a pattern the scan goes over whole periods, and the layers that remain follow in a row.
+    With a pattern, the scan is over whole periods, and the remaining layers follow in sequence.
 
     Attributes:
-      unroll: How many layers, or periods, one iteration of the loop holds.
-      stacked_shape: Sizes of several axes to stack the weights on, the outermost first, whose
-        product is the number of layers, or periods; None for one axis. See `Repeat.num_repeats`.
+      unroll: Number of layers, or periods, in one iteration of the loop.
+      stacked_shape: Sizes of several axes on which the weights are stacked, outermost first. Their
+        product is the number of layers, or periods. None for one axis. See `Repeat.num_repeats`.
     """
 
     unroll: int = 1
@@ -282,12 +285,12 @@ class StackedTransformerRepeated(StackedTransformer):
 
     @nn.nowrap
     def _create_layers(self, sizes: dict[str, Any]) -> None:
-        blocks, shape = self._filled_pattern(sizes), self._checked_shape()
+        blocks, shape = self._sized_pattern(sizes), self._checked_shape()
         repeat: Config = Repeat.HParams.config(num_repeats=shape, unroll=self.unroll)
         if len(blocks) == 1:
             repeat.set(sub_tpl=blocks[0], remat=self.remat)
         else:
-            # A period is a short stack of its own, whose layers are rematerialised one by one.
+            # A period is a stack whose layers are rematerialised one by one.
             repeat.sub_tpl = StackedTransformer.HParams.config(
                 block_tpls=blocks, num_layers=len(blocks), remat=self.remat, **sizes
             )
@@ -302,6 +305,7 @@ class StackedTransformerRepeated(StackedTransformer):
 
     @nn.nowrap
     def locate_layer(self, layer: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Return where the variables of a layer are; see `StackedTransformer.locate_layer`."""
         self._check_layer(layer)
         period, block = divmod(layer, len(self.pattern))
         if period == self._num_periods:
@@ -323,7 +327,7 @@ class StackedTransformerRepeated(StackedTransformer):
             elif rates is not None:
                 each = {"droppath_rates": rates[:looped].reshape(periods, blocks)}
             x = self.repeat.run(method, x, each=each, **shared)
-        return self._run_row(
+        return self._run_in_sequence(
             self.remainder, method, x, None if rates is None else rates[looped:], shared
         )
 
@@ -335,29 +339,22 @@ class StackedTransformerRepeated(StackedTransformer):
             layer.init_cache(*args, **kwargs)
 
     @nn.nowrap
-    def _filled_pattern(self, sizes: dict[str, Any]) -> tuple[Config, ...]:
-        """The templates of a period with their sizes, refusing one that copies cannot have."""
+    def _sized_pattern(self, sizes: dict[str, Any]) -> tuple[Config, ...]:
+        """Return the templates of a period with their sizes."""
         if self.block_tpls is None:
             return (derive_fields(self.layer_tpl, f"{self.path_name}.layer_tpl", **sizes),)
-        filled = []
+        sized = []
         for index, template in enumerate(self.block_tpls):
-            where = f"{self.path_name}.block_tpls[{index}]"
-            filled.append(derive_fields(template, where, **sizes))
-            if template.shared_weight_id is not None:
-                raise ValueError(
-                    f"{where}: every period has weights of its own; unset"
-                    f" shared_weight_id={template.shared_weight_id!r}, or use StackedTransformer"
-                )
-        return tuple(filled)
+            field = f"block_tpls[{index}]"
+            sized.append(derive_fields(template, f"{self.path_name}.{field}", **sizes))
+            check_not_shared(self.path_name, field, template)
+        return tuple(sized)
 
     @nn.nowrap
     def _checked_shape(self) -> tuple[int, ...]:
         if self.stacked_shape is None:
             return (self._num_periods,)
-        if math.prod(self.stacked_shape) != self._num_periods:
-            raise ValueError(
-                f"{self.path_name}: stacked_shape={self.stacked_shape} holds"
-                f" {math.prod(self.stacked_shape)} layers or periods, but there are"
-                f" {self._num_periods}"
-            )
+        is_valid = math.prod(self.stacked_shape) == self._num_periods
+        expected = f"sizes with the product {self._num_periods}, the number of layers or periods"
+        require(is_valid, self, "stacked_shape", self.stacked_shape, expected)
         return tuple(self.stacked_shape)

@@ -1,6 +1,6 @@
-"""One layer of a Transformer: attention, perhaps cross attention, and feed-forward.
+"""A Transformer layer: attention, optional cross attention, and feed-forward.
 
-Each of them is a branch f around a residual, and `norm_policy` says where the norms stand:
+Each of them is a branch f with a residual; `norm_policy` is the placement of the norms:
 
 | policy | | models |
 |---|---|---|
@@ -9,11 +9,11 @@ Each of them is a branch f around a residual, and `norm_policy` says where the n
 | `pre_post` | x + post_norm(f(norm(x))) | Gemma 2 and 3 |
 | `branch` | x + post_norm(f(x)) | OLMo 2 |
 
-Branches run one after another, or, with `parallel`, side by side on the same input (GPT-J, PaLM):
+Branches run in sequence or, with `parallel`, on the same input (GPT-J, PaLM):
 
     x = x + attention(attention_norm(x)) + feed_forward(feed_forward_norm(x))
 
-`extend_step` is the same computation as `fprop`, for the next positions of a cached sequence.
+`extend_step` computes the same as `fprop` for the next positions of a cached sequence.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ import jax
 from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
-from layerkit.checks import check_same_shape
+from layerkit.checks import check_choice, check_same_shape, require
 from layerkit.config import sub_config_field
+from layerkit.errors import ConfigError
 from layerkit.field_checks import Conditions
 from layerkit.layers.attention.multi_head import MultiHeadAttention
 from layerkit.layers.feed_forward import TransformerFeedForward
@@ -35,7 +36,6 @@ from layerkit.layers.masks import AttentionMask
 from layerkit.layers.normalizations import LayerNorm
 from layerkit.layers.remat import name_activation
 from layerkit.layers.stochastic import Dropout, StochasticResidual
-from layerkit.near_names import near_names
 
 NORM_POLICIES = ("pre", "post", "pre_post", "branch")
 
@@ -43,28 +43,30 @@ _Branches = dict[str, Callable[[jax.Array], jax.Array]]
 
 
 class Transformer(BaseLayer):
-    """Attention and feed-forward, each around a residual: `[batch, length, dims]` → the same.
+    """A Transformer layer: `[batch, length, dims]` → the same shape.
 
     Attributes:
       input_dims: Size of the model dimension.
-      hidden_dims: Size of the feed-forward's wide dimension.
-      num_heads: Query heads.
-      num_kv_heads: Key and value heads; None for as many as query heads.
-      dim_per_head: None for input_dims / num_heads.
-      norm_tpl: The norms; there are as many as `norm_policy` asks for.
-      norm_policy: Where they stand: `pre`, `post`, `pre_post` or `branch`, as above.
-      parallel: All branches read the input of the layer, instead of each what the one before wrote.
-      parallel_shares_norm: One norm before the parallel branches (GPT-J, PaLM), not one for each
-        (GPT-NeoX).
+      hidden_dims: Size of the hidden dimension of the feed-forward block.
+      num_heads: Number of query heads.
+      num_kv_heads: Number of key and value heads; None for the number of query heads.
+      dim_per_head: Size of a head; None for input_dims / num_heads.
+      norm_tpl: Template of all norms.
+      norm_policy: Placement of the norms: `pre`, `post`, `pre_post` or `branch`; see the module.
+      parallel: True if all branches read the input of the layer; False if each reads the output of
+        the previous one.
+      parallel_shares_norm: True for one norm before all parallel branches (GPT-J, PaLM); False for
+        one norm for each (GPT-NeoX).
       attention_tpl: Self-attention.
-      cross_attention_tpl: Attention to a memory, after self-attention, in a decoder; None without.
-      feed_forward_tpl: Dense or a mixture of experts.
-      dropout_rate: Of every branch, in training.
-      droppath_rate: Probability that training leaves a branch of an example out as a whole; see
+      cross_attention_tpl: Attention of a decoder to a memory, after self-attention; None for no
+        cross attention.
+      feed_forward_tpl: Feed-forward block, dense or a mixture of experts.
+      dropout_rate: Dropout rate of the outputs of branches in training.
+      droppath_rate: Probability that training drops a branch of an example; see
         `StochasticResidual`.
 
     Raises:
-      ValueError: an unknown `norm_policy`, or a combination that is not defined.
+      ConfigError: An unknown `norm_policy`, or an unsupported combination of fields.
     """
 
     used_only_if: ClassVar[Conditions] = {"parallel_shares_norm": "parallel"}
@@ -85,6 +87,7 @@ class Transformer(BaseLayer):
     droppath_rate: float = 0.0
 
     def setup(self) -> None:
+        """Create the branches and their norms."""
         self._check_fields()
         heads = {
             "input_dims": self.input_dims,
@@ -120,30 +123,28 @@ class Transformer(BaseLayer):
         memory_mask: AttentionMask | None = None,
         droppath_rate: jax.Array | None = None,
     ) -> jax.Array:
-        """The layer on whole rows.
+        """Apply the layer to whole rows.
 
         Args:
           x: `[batch, length, dims]`.
-          mask: Which position may attend which.
-          positions: int32 `[batch, length]`, for a rotation.
-          bias: float32 `[batch or 1, heads, length, length]`, added to the logits of attention.
+          mask: Mask of self-attention.
+          positions: int32 `[batch, length]`, for rotary embeddings.
+          bias: float32 `[batch or 1, heads, length, length]`, added to the attention logits.
           memory: `[batch, memory_length, memory_dims]`, for cross attention.
-          memory_mask: Which position may attend which of the memory.
-          droppath_rate: float32 scalar, instead of the field, from a stack whose rates differ.
+          memory_mask: Mask of cross attention.
+          droppath_rate: float32 scalar that replaces the field, from a stack whose rates differ.
 
         Returns:
           `[batch, length, dims]` in the compute dtype.
 
         Raises:
-          ValueError: cross attention without memory and mask, or these without cross attention.
+          ConfigError: Cross attention without memory and mask, or these without cross attention.
         """
         self._check_memory(memory=memory, memory_mask=memory_mask)
-        if droppath_rate is not None and self.droppath_rate:
-            raise ValueError(
-                f"{self.path_name}: droppath_rate={self.droppath_rate} is set here, and its stack"
-                " gives each layer a rate of its own; set one of the two"
-            )
-        attention = partial(self.attention, mask=mask, positions=positions, **given(bias=bias))
+        is_valid = droppath_rate is None or not self.droppath_rate
+        expected = "0, since the stack sets the rate of each layer"
+        require(is_valid, self, "droppath_rate", self.droppath_rate, expected)
+        attention = partial(self.attention, mask=mask, positions=positions, **drop_none(bias=bias))
         branches: _Branches = {"attention": attention}
         if self.cross_attention_tpl is not None:
             branches["cross_attention"] = partial(
@@ -151,16 +152,17 @@ class Transformer(BaseLayer):
             )
         segments = mask.query_segments
         is_token = None if segments is None else segments != 0
-        branches["feed_forward"] = partial(self.feed_forward, **given(is_token=is_token))
+        branches["feed_forward"] = partial(self.feed_forward, **drop_none(is_token=is_token))
         return self._add_branches(x, branches, droppath_rate=droppath_rate)
 
     def init_cache(self, batch_size: int, max_length: int, memory: jax.Array | None = None) -> None:
-        """Creates an empty cache of keys and values.
+        """Create an empty cache of keys and values.
 
         Args:
-          batch_size: Rows.
-          max_length: Tokens of a row.
-          memory: `[batch, memory_length, memory_dims]`, whose keys and values are computed now.
+          batch_size: Number of rows.
+          max_length: Number of tokens of a row.
+          memory: `[batch, memory_length, memory_dims]`, from which the keys and values of cross
+            attention are computed.
         """
         self._check_memory(memory=memory)
         self.attention.init_cache(batch_size, max_length)
@@ -177,16 +179,16 @@ class Transformer(BaseLayer):
         memory_mask: AttentionMask | None = None,
         prefix_lengths: jax.Array | None = None,
     ) -> jax.Array:
-        """The layer on the next positions of a cached sequence.
+        """Apply the layer to the next positions of a cached sequence.
 
         Args:
           x: `[batch, t, dims]`.
-          time_step: int32 scalar, how many tokens the cache holds.
-          positions: int32 `[batch, t]`, for a rotation.
-          bias: float32 `[batch or 1, heads, t, max_length]`, added to the logits of attention.
-          memory_mask: Which of the t positions may attend which of the memory.
-          prefix_lengths: int32 `[batch]`, how many tokens from the first on see one another, in a
-            prefix language model; the first step must bring them all. None for none.
+          time_step: int32 scalar, number of tokens in the cache.
+          positions: int32 `[batch, t]`, for rotary embeddings.
+          bias: float32 `[batch or 1, heads, t, max_length]`, added to the attention logits.
+          memory_mask: Mask of cross attention of the t positions.
+          prefix_lengths: int32 `[batch]`, number of first tokens that attend one another, in a
+            prefix language model; the first step must contain all of them. None for no prefix.
 
         Returns:
           `[batch, t, dims]` in the compute dtype.
@@ -194,7 +196,7 @@ class Transformer(BaseLayer):
         self._check_memory(memory_mask=memory_mask)
         step = partial(self.attention.extend_step, time_step=time_step, positions=positions)
         branches: _Branches = {
-            "attention": partial(step, **given(bias=bias, prefix_lengths=prefix_lengths))
+            "attention": partial(step, **drop_none(bias=bias, prefix_lengths=prefix_lengths))
         }
         if self.cross_attention_tpl is not None:
             branches["cross_attention"] = partial(
@@ -223,7 +225,7 @@ class Transformer(BaseLayer):
     def _branch(
         self, name: str, branch: Callable[[jax.Array], jax.Array], x: jax.Array
     ) -> jax.Array:
-        """What a branch adds to the residual, with the norms that stand within it."""
+        """Return the output of a branch, with the norms of the branch."""
         if self.norm_policy in ("pre", "pre_post") and not self.parallel_shares_norm:
             x = getattr(self, f"{name}_norm")(x)
         output = branch(x)
@@ -235,42 +237,33 @@ class Transformer(BaseLayer):
 
     @nn.nowrap
     def _check_fields(self) -> None:
-        if self.norm_policy not in NORM_POLICIES:
-            raise ValueError(
-                f"{self.path_name}: norm_policy={self.norm_policy!r} is not a policy"
-                f"{near_names(str(self.norm_policy), NORM_POLICIES)}"
-                f" Policies: {', '.join(NORM_POLICIES)}."
-            )
-        if self.parallel and self.norm_policy == "post":
-            raise ValueError(
-                f"{self.path_name}: parallel=True with norm_policy='post' is not defined, since the"
-                " norm of one branch would be the input of the next; use another norm_policy"
-            )
-        if self.parallel and self.cross_attention_tpl is not None:
-            raise ValueError(
-                f"{self.path_name}: parallel=True with cross_attention_tpl is not defined, since"
-                " cross attention asks with what self-attention found; leave one of them out"
-            )
-        if self.parallel_shares_norm and self.norm_policy == "branch":
-            raise ValueError(
-                f"{self.path_name}: parallel_shares_norm=True with norm_policy='branch', which has"
-                " no norm before the branches to share; use 'pre' or 'pre_post'"
-            )
+        check_choice(self, NORM_POLICIES, norm_policy=self.norm_policy)
+        norms, has_cross_attention = self.norm_policy, self.cross_attention_tpl is not None
+        expected = "another policy with parallel=True, since the norm of a branch changes its input"
+        require(not (self.parallel and norms == "post"), self, "norm_policy", norms, expected)
+        expected = "False with cross_attention_tpl, which reads the result of self-attention"
+        is_valid = not (self.parallel and has_cross_attention)
+        require(is_valid, self, "parallel", self.parallel, expected)
+        expected = "'pre' or 'pre_post' with parallel_shares_norm=True"
+        is_valid = not (self.parallel_shares_norm and norms == "branch")
+        require(is_valid, self, "norm_policy", norms, expected)
 
     @nn.nowrap
     def _check_memory(self, **arguments: Any) -> None:
-        """Refuses a memory that nobody would read, or one that is missing."""
-        reads = self.cross_attention_tpl is not None
+        """Raise `ConfigError` if cross attention lacks an argument, or arguments lack their use."""
+        has_cross_attention = self.cross_attention_tpl is not None
         for name, value in arguments.items():
-            if reads and value is None:
-                raise ValueError(f"{self.path_name}: cross attention needs {name}, which is None")
-            if not reads and value is not None:
-                raise ValueError(
-                    f"{self.path_name}: {name} is given, but nothing reads it; set"
-                    " cross_attention_tpl"
+            expected = "an array or mask for cross attention"
+            require(not has_cross_attention or value is not None, self, name, value, expected)
+            if not has_cross_attention and value is not None:
+                raise ConfigError(
+                    "the layer has no cross attention",
+                    owner=self.path_name,
+                    field=name,
+                    hint="Set cross_attention_tpl, or leave the argument out.",
                 )
 
 
-def given(**arguments: Any) -> dict[str, Any]:
-    """The arguments that are not None: a layer that cannot take the others need not know them."""
+def drop_none(**arguments: Any) -> dict[str, Any]:
+    """Return the arguments that are not None, since a layer may lack optional ones."""
     return {name: value for name, value in arguments.items() if value is not None}

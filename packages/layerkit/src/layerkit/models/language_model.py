@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from layerkit.base_model import NATS_PER_TOKEN, BaseModel, Metrics
 from layerkit.config import instance_field, sub_config_field
 from layerkit.decoding.loop import SampleDecoder
-from layerkit.layers.transformer import given
+from layerkit.layers.transformer import drop_none
 from layerkit.models.prompt_decoding import continue_prompts
 from layerkit.models.token_metrics import token_metrics
 from layerkit.models.transformer_lm import TransformerLm
@@ -58,7 +58,7 @@ class LanguageModel(BaseModel):
             weights=batch.weights,
             segment_ids=batch.get("segment_ids"),
             segment_pos=batch.get("segment_pos"),
-            **given(in_prefix=in_prefix),
+            **drop_none(in_prefix=in_prefix),
         )
 
     def compute_loss(self, predictions: NestedMap, batch: NestedMap) -> tuple[Metrics, NestedMap]:

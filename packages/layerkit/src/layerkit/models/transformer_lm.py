@@ -22,7 +22,7 @@ from layerkit.layers.masks import AttentionMask, row_positions
 from layerkit.layers.normalizations import LayerNorm
 from layerkit.layers.stacks import StackedTransformer
 from layerkit.layers.stochastic import Dropout
-from layerkit.layers.transformer import given
+from layerkit.layers.transformer import drop_none
 from layerkit.models.transformer_parts import (
     TIED_EMBEDDING_CONDITIONS,
     create_token_layers,
@@ -220,7 +220,7 @@ class TransformerLm(BaseLayer):
         positions = jnp.broadcast_to(time_step + jnp.arange(ids.shape[1]), ids.shape)
         x = self._embed(ids, positions)
         x = self.stack.extend_step(
-            x, time_step=time_step, positions=positions, **given(prefix_lengths=prefix_lengths)
+            x, time_step=time_step, positions=positions, **drop_none(prefix_lengths=prefix_lengths)
         )
         return self.softmax.logits(self._normalize(x))
 
