@@ -1,1 +1,1 @@
-"""Models of other libraries: `layerkit.interop.hugging_face` reads and writes their folders."""
+"""Import and export of models of other libraries, such as `layerkit.interop.hugging_face`."""

@@ -42,13 +42,9 @@ def test_nothing_of_hugging_face_is_imported_before_it_is_needed():
     assert found.stdout == "[]\n"
 
 
-def test_an_unknown_family_is_refused_with_the_near_and_the_known(tmp_path: Path):
+def test_unknown_family_raises(raises: Any, tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen_3"}))
-    expected = (
-        "model_type='qwen_3' is not supported; did you mean 'qwen3'? Supported are gpt2, llama,"
-        " mistral, mixtral, qwen2, qwen3, gemma2, gemma3_text, phi3, olmo2, t5."
-    )
-    with pytest.raises(UnsupportedModelError, match=f"^{re.escape(expected)}$"):
+    with raises(UnsupportedModelError, field="model_type", value="qwen_3"):
         model_config(tmp_path)
 
 
@@ -66,39 +62,29 @@ def test_a_folder_of_pickles_is_refused(make_folder: Any):
 
 
 @pytest.mark.parametrize(
-    ("family", "key", "value", "expected"),
+    ("family", "key", "value", "found"),
     [
-        ("llama", "hidden_act", "mish", "hidden_act='mish' is not supported"),
-        ("llama", "quantization_config", {"bits": 4}, "{'quantization_config': {'bits': 4}}"),
-        ("llama", "residual_multiplier", 0.5, "might change what it computes"),
-        ("llama", "use_rope", False, "might change what it computes: {'use_rope': False}"),
-        ("llama", "residual_multiplier", 0, "might change what it computes"),
-        ("llama", "rope_interleaved", True, "might change what it computes"),
-        (
-            "llama",
-            "rope_scaling",
-            {"rope_type": "dynamic", "factor": 2.0},
-            "rope_type='dynamic' changes with the length of a sequence",
-        ),
-        ("llama", "rope_scaling", {"rope_type": "yarm", "factor": 2.0}, "did you mean 'yarn'?"),
-        (
-            "llama",
-            "rope_scaling",
-            {"factor": 2.0},
-            "{'factor': 2.0} of rope_type='default' is not supported",
-        ),
-        ("gpt2", "scale_attn_by_inverse_layer_idx", True, "is not supported, only False"),
-        ("qwen3", "layer_types", ["chunked_attention"] * 3, "must be 'sliding_attention' or"),
-        ("t5", "feed_forward_proj", "gated-mish", "feed_forward_proj='gated-mish'"),
+        ("llama", "hidden_act", "mish", "mish"),
+        ("llama", "quantization_config", {"bits": 4}, {"quantization_config": {"bits": 4}}),
+        ("llama", "residual_multiplier", 0, {"residual_multiplier": 0}),
+        ("llama", "use_rope", False, {"use_rope": False}),
+        ("llama", "rope_interleaved", True, {"rope_interleaved": True}),
+        ("llama", "rope_scaling", {"rope_type": "dynamic", "factor": 2.0}, "dynamic"),
+        ("llama", "rope_scaling", {"rope_type": "yarm", "factor": 2.0}, "yarm"),
+        ("llama", "rope_scaling", {"factor": 2.0}, {"factor": 2.0}),
+        ("gpt2", "scale_attn_by_inverse_layer_idx", True, True),
+        ("qwen3", "layer_types", ["chunked_attention"] * 3, ["chunked_attention"] * 3),
+        ("t5", "feed_forward_proj", "gated-mish", "gated-mish"),
     ],
 )
-def test_an_option_that_we_lack_is_refused_by_name(
-    make_folder: Any, family: str, key: str, value: Any, expected: str
+def test_unsupported_option_raises(
+    raises: Any, make_folder: Any, family: str, key: str, value: Any, found: Any
 ):
     folder = make_folder(family)
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**content, key: value}))
-    with pytest.raises(UnsupportedModelError, match=re.escape(expected)):
+    owner = f"config.json of a {content['model_type']} model"
+    with raises(UnsupportedModelError, owner=owner, value=found):
         model_config(folder)
 
 
@@ -392,5 +378,5 @@ def test_weights_of_adapters_are_left_to_be_drawn(make_folder: Any, kind: str):
 
 
 def test_weights_without_a_folder_are_refused(make_folder: Any):
-    with pytest.raises(ValueError, match=re.escape("HuggingFaceWeights.folder is not set")):
+    with pytest.raises(ValueError, match="HuggingFaceWeights: folder=None"):
         HuggingFaceWeights().load(build(model_config(make_folder("gpt2"))), {})

@@ -1,11 +1,11 @@
-"""Models in folders of Hugging Face: their config, their weights, and back.
+"""Import and export of models in Hugging Face folders.
 
     config, variables = import_model("path/to/folder")
     logits = build(config).apply(variables, …)
     export_model("path/to/other", config, variables, tokenizer_folder="path/to/folder")
 
-A family is a file of its own, with two tables: what the keys of its config.json mean, and where its
-tensors lie. Both are used in both directions.
+Each family of models is a module with two tables: one from keys of config.json to fields, and one
+from tensors to weights. Import and export use both tables.
 """
 
 from layerkit.interop.hugging_face.exporting import export_model as export_model

@@ -1,4 +1,4 @@
-"""The model that remains of a training setup once it is trained."""
+"""Conversion of a training setup to the model that is deployed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def deployed_model(model: Config, variables: Mapping[str, Any]) -> tuple[Config,
 
     Args:
       model: Config of a model or of a network.
-      variables: Its variables, `{'params': …}`.
+      variables: Variables of the model, `{'params': …}`.
 
     Raises:
       UnsupportedModelError: The adapters cannot be merged, such as those with several alphas.

@@ -1,4 +1,4 @@
-"""From a model of ours to a folder that Transformers and its kin can load."""
+"""Export of a model to a folder that Transformers and compatible libraries load."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from layerkit.interop.hugging_face.tensors import (
 )
 from layerkit.layers.quantization.fp8 import Fp8Dot
 
-# Fields that change how a model is computed, trained or spread, but not what it computes.
+# Fields that change how a model is computed, trained or sharded, but not its outputs.
 # fmt: off
 _NO_EFFECT = frozenset({
     "activation_axes", "axes", "backend", "balance_all_choices", "bias_axes", "capacity_factor",
@@ -51,9 +51,9 @@ _NO_EFFECT = frozenset({
     "z_loss_weight",
 })
 # fmt: on
-# Differences that a message names.
+# Largest number of differences that an error lists.
 _MAX_SHOWN = 4
-# What Hugging Face folders say that our configs do not, and that is carried over.
+# Keys of config.json without a field in our configs, which are copied.
 _CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
@@ -68,23 +68,24 @@ def export_model(
 ) -> None:
     """Write a model as a Hugging Face folder.
 
-    What is written is the model as others load it: of a `DpoModel` its policy, of adapters (LoRA)
-    the weights with the adapters added. Over several processes all of them call it, and the first
+    The exported model is the deployed one: the policy of a `DpoModel`, and weights with LoRA
+    adapters merged. If there are several processes, all of them must call this function; the first
     one writes.
 
     Args:
-      folder: To be made; files of the same names, and all tensors that lie there, are replaced.
-      model: The config of the model, as `import_model` returns it or made by hand.
-      variables: Its weights, `{'params': …}`, each written in its own dtype.
-      family: The `model_type` to write; None takes that of `tokenizer_folder`, or else the first
-        that can hold the model.
-      tokenizer_folder: Whose tokenizer, defaults of generation and special token ids go along.
-      max_shard_bytes: Of one file of tensors.
+      folder: Folder to write. Files of the same names, and all tensors in the folder, are replaced.
+      model: Config of the model, as `import_model` returns it or made by hand.
+      variables: Weights of the model, `{'params': …}`, each written in its dtype.
+      family: `model_type` to write; None for that of `tokenizer_folder` if it can represent the
+        model, and otherwise the first that can.
+      tokenizer_folder: Folder whose tokenizer, generation defaults and special token ids are
+        copied.
+      max_shard_bytes: Largest size of a file of tensors in bytes.
 
     Raises:
       FileExistsError: `folder` is `tokenizer_folder`.
-      UnsupportedModelError: no family computes what the model computes.
-      TensorMismatchError: variables that are not those of the model.
+      UnsupportedModelError: No family computes what the model computes.
+      TensorMismatchError: The variables are not those of the model.
     """
     if tokenizer_folder is not None and _is_same_folder(folder, tokenizer_folder):
         raise FileExistsError(
@@ -103,7 +104,7 @@ def export_model(
         if tokenizer_folder is not None:
             copy_companions(tokenizer_folder, path)
             content |= _carried_over(tokenizer_folder, chosen)
-        # The older spelling, which older and newer versions of Transformers both read.
+        # The old key, which all versions of Transformers read.
         content["torch_dtype"] = str(next(iter(leaves.values())).dtype)
         write_json(path, CONFIG, content)
     _write_tensors(path, pieces, leaves, max_shard_bytes=max_shard_bytes, writes=writes)
@@ -116,7 +117,7 @@ def _is_same_folder(one: str | os.PathLike[str], other: str | os.PathLike[str]) 
 def _candidates(
     family: str | None, tokenizer_folder: str | os.PathLike[str] | None
 ) -> list[Family]:
-    """The families to try, in order."""
+    """Return the families to try, in order."""
     if family is not None:
         return [family_of(family)]
     if tokenizer_folder is None:
@@ -129,7 +130,7 @@ def _describe(model: Config, candidates: list[Family]) -> tuple[Family, dict[str
     """Return the first family that can hold the model, and its config.json.
 
     Raises:
-      UnsupportedModelError: None can; says why the nearest cannot.
+      UnsupportedModelError: No family can; the error lists the differences to the nearest.
     """
     if not {candidate.network_field for candidate in candidates} & set(field_names(model)):
         kinds = " or a ".join(dict.fromkeys(each.model_class.__name__ for each in candidates))
@@ -144,7 +145,7 @@ def _describe(model: Config, candidates: list[Family]) -> tuple[Family, dict[str
             differences = _differences(model, candidate.read_config(content))
             is_whole = True
         except (UnsupportedModelError, AttributeError) as error:
-            # How many more differences there are is unknown.
+            # The number of further differences is unknown.
             differences, is_whole = [str(error)], False
         if not differences:
             return candidate, content
@@ -159,7 +160,7 @@ def _describe(model: Config, candidates: list[Family]) -> tuple[Family, dict[str
 
 
 def _differences(model: Config, read_back: Config) -> list[str]:
-    """How a model differs, in what it computes, from what would be read back."""
+    """Return the differences in computation between a model and the model that is read back."""
     ours, theirs = dict(_facts(model)), dict(_facts(read_back))
     return [
         f"{path} is {ours.get(path)!r}, but would be read as {theirs.get(path)!r}"
@@ -169,13 +170,13 @@ def _differences(model: Config, read_back: Config) -> list[str]:
 
 
 def _facts(config: Config, path: str = "") -> Any:
-    """(path, value) of every field that decides what is computed."""
+    """Yield (path, value) of each field that changes what is computed."""
     for name in field_names(config):
         if name in _NO_EFFECT or name == "shared_weight_id":
             continue
         value, where = getattr(config, name), f"{path}{name}"
         if name == "dot_tpl" and is_config(value) and target_of(value) is Fp8Dot:
-            value = None  # rounds what it multiplies; the weights themselves are whole
+            value = None  # rounds operands of products; the weights are not rounded
         if name == "num_kv_heads" and value is None:
             value = config.num_heads
         if name == "dim_per_head" and value is None and not path.count("layer"):
@@ -246,7 +247,7 @@ def _write_tensors(
 
 
 def _part(leaf: Any, index: Index) -> np.ndarray:
-    """A part of a weight in the memory of this host, wherever its shards lie."""
+    """Return a part of a weight in the memory of this host, gathered from its shards."""
     if isinstance(leaf, np.ndarray) or _is_on_hosts_cpu(leaf):
         return np.asarray(leaf)[index]
     whole = None

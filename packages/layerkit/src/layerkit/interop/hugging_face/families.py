@@ -1,4 +1,4 @@
-"""All families, by their `model_type`."""
+"""All families by their `model_type`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from layerkit.interop.hugging_face.phi3 import PHI3
 from layerkit.interop.hugging_face.qwen2 import QWEN2
 from layerkit.interop.hugging_face.qwen3 import QWEN3
 from layerkit.interop.hugging_face.t5 import T5
-from layerkit.near_names import near_names
 
-# In the order in which export tries them.
+# Order in which export tries the families.
 FAMILIES: tuple[Family, ...] = (
     GPT2,
     LLAMA,
@@ -36,15 +35,14 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def family_of(model_type: Any) -> Family:
-    """The family of a `model_type`.
+    """Return the family of a `model_type`.
 
     Raises:
-      UnsupportedModelError: none that we know.
+      UnsupportedModelError: The type is not supported.
     """
     known = {family.model_type: family for family in FAMILIES}
     if model_type not in known:
         raise UnsupportedModelError(
-            f"model_type={model_type!r} is not supported{near_names(str(model_type), known)}"
-            f" Supported are {', '.join(known)}."
+            owner="config.json", field="model_type", value=model_type, choices=known
         )
     return known[model_type]

@@ -1,4 +1,4 @@
-"""A family of models: what its config.json and its tensors are called, and what they mean here."""
+"""Families of models: tables of their config.json keys and tensor names."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from layerkit.models.language_model import LanguageModel
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One `model_type` of Hugging Face.
+    """A family of models, one `model_type` of Hugging Face.
 
     Attributes:
-      model_type: As in config.json.
-      architecture: Class of Transformers that the tensors are named for.
-      skeleton: Makes the config of the network, with all that the family has in common. It looks at
-        the file for what decides the templates, such as the pattern of layers.
-      entries: What the keys of config.json mean; read in this order.
-      rows: Where the tensors lie in our weights.
-      neutral: Keys that do not change the computation, beside those that never do.
-      prefix: With which the names of all rows begin, and which some folders leave out.
-      copies: Tensors that a folder may hold although they only repeat another: copy → original.
-      buffers: Regular expression of the names of tensors that are no weights.
-      model_class: What the network is put into, to be trained and decoded with.
-      network_field: Of the model, which holds the network.
-      counts: Keys of config.json that say how many times tensors are repeated. Those of one tuple
-        multiply: the folder holds at least as many tensors as their product.
+      model_type: `model_type` in config.json.
+      architecture: Class of Transformers whose tensor names are used.
+      skeleton: Function from config.json to the config of the network with the family's templates.
+      entries: Table from keys of config.json to fields, read in this order.
+      rows: Table from tensors to weights.
+      neutral: Keys that do not change the computation, in addition to `keys.NEUTRAL`.
+      prefix: Prefix of all tensor names, which some folders leave out.
+      copies: Tensors that a folder may contain although they repeat another: copy → original.
+      buffers: Regular expression of the names of tensors that are not weights.
+      model_class: Model class that contains the network.
+      network_field: Field of the model that holds the network.
+      counts: Keys of config.json with the numbers of repeated tensors. The folder must hold at
+        least as many tensors as the product of the keys in each tuple.
     """
 
     model_type: str
@@ -48,11 +47,10 @@ class Family:
     counts: tuple[tuple[str, ...], ...] = (("num_hidden_layers",),)
 
     def read_config(self, content: Mapping[str, Any]) -> Config:
-        """The model that the content of a config.json describes.
+        """Return the config of the model that the content of a config.json describes.
 
         Raises:
-          UnsupportedModelError: an option that we do not have, or do not know, or a value of a
-            wrong type.
+          UnsupportedModelError: An option is unsupported or unknown, or a value has a wrong type.
         """
         file = ConfigFile(content, neutral=self.neutral)
         try:
@@ -63,16 +61,17 @@ class Family:
             raise UnsupportedModelError(
                 f"config.json of a {self.model_type} model has a value of a wrong type: {error}"
             ) from error
-        file.refuse_unread()
+        file.require_all_read()
         return self.model_class.HParams.config(**{self.network_field: network})
 
     def check_counts(self, content: Mapping[str, Any], *, num_tensors: int) -> None:
         """Compare the numbers of layers and experts with a number of tensors.
 
-        A config.json of one line can ask for 10^9 layers, and each is a template to be made.
+        An untrusted config.json may declare 10^9 layers, for each of which a template would be
+        made.
 
         Raises:
-          UnsupportedModelError: a model of more layers, or more experts in them, than tensors.
+          UnsupportedModelError: The model has more layers or experts than tensors.
         """
         for keys in self.counts:
             values = {key: content[key] for key in keys if content.get(key) is not None}
@@ -90,10 +89,10 @@ class Family:
                 )
 
     def write_config(self, model: Config) -> dict[str, Any]:
-        """The content of a config.json that describes a model of ours.
+        """Return the content of a config.json that describes a model.
 
         Raises:
-          UnsupportedModelError, AttributeError: the model is put together in another way.
+          UnsupportedModelError, AttributeError: The model has a structure that the family lacks.
         """
         network = getattr(model, self.network_field)
         content: dict[str, Any] = {

@@ -1,6 +1,6 @@
-"""Folders of Hugging Face: config.json, and tensors in one safetensors file or several.
+"""Reading and writing of Hugging Face folders: config.json and safetensors files.
 
-Tensors are read slice by slice, so that a host that needs an eighth of a tensor reads an eighth.
+Tensors are read in slices, so that a host reads only the part of a tensor that it needs.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
+from layerkit.errors import ConfigError
 from layerkit.interop.hugging_face.layouts import Ranges
 
 CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-# Far above what published folders have, and read within seconds.
+# Limits far above the sizes in published folders, which still can be read within seconds.
 _MAX_HEADER_BYTES = 32 << 20
 _MAX_INDEX_BYTES = 64 << 20
 _MAX_CONFIG_BYTES = 4 << 20
 _MAX_TENSORS = 1 << 18
-# What a tokenizer is made of, and the defaults of generation: carried from folder to folder as is.
+# Files of tokenizers, and generation defaults, which are copied unchanged.
 COMPANIONS = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -61,40 +62,41 @@ _DTYPES = {
 
 
 class TensorSource(Protocol):
-    """Named tensors that can be read by the slice."""
+    """A source of named tensors that can be read in slices."""
 
     def names(self) -> list[str]:
-        """The names of all tensors."""
+        """Return the names of all tensors."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
+        """Return the shape of a tensor."""
 
     def dtype(self, name: str) -> np.dtype:
-        """The dtype of a tensor."""
+        """Return the dtype of a tensor."""
 
     def read(self, name: str, ranges: Ranges) -> np.ndarray:
-        """The block of a tensor within `ranges`, one (start, stop) a dimension."""
+        """Return the block of a tensor within `ranges`, a (start, stop) per dimension."""
 
 
-class TensorFileError(ValueError):
-    """A safetensors file, or an index of such files, that is damaged or contradicts itself."""
+class TensorFileError(ConfigError):
+    """An error about a safetensors file, or their index, that is damaged or inconsistent."""
 
 
 class SafetensorsFolder:
     """The tensors of a folder, open for reading.
 
     Args:
-      folder: With `model.safetensors`, or with several files and their index. Each tensor is read
-        from the file that the index names for it.
+      folder: Folder with `model.safetensors`, or with several files and their index. Each tensor is
+        read from the file that the index names.
 
     Raises:
-      FileNotFoundError: no such files.
-      TensorFileError: a file that is truncated or too large to be true, or an index that names
-        files outside the folder or tensors that its files lack.
-      ImportError: the package safetensors is not installed.
+      FileNotFoundError: The folder has no such files.
+      TensorFileError: A file is truncated or its header too long, or the index names files outside
+        of the folder or tensors that the files lack.
+      ImportError: The package safetensors is not installed.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
+        """Open the files of a folder."""
         safetensors = _import_safetensors()
         self._slices: dict[str, Any] = {}
         with contextlib.ExitStack() as files:
@@ -109,38 +111,44 @@ class SafetensorsFolder:
             self._files = files.pop_all()
 
     def __enter__(self) -> SafetensorsFolder:
+        """Return the open folder."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Close the files."""
         self._slices.clear()
         self._files.close()
 
     def names(self) -> list[str]:
-        """The names of all tensors, sorted."""
+        """Return the names of all tensors, sorted."""
         return sorted(self._slices)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
+        """Return the shape of a tensor."""
         return tuple(self._slices[name].get_shape())
 
     def dtype(self, name: str) -> np.dtype:
-        """The dtype of a tensor.
+        """Return the dtype of a tensor.
 
         Raises:
-          ValueError: one that NumPy cannot hold.
+          TensorFileError: NumPy does not have the dtype.
         """
         stored = self._slices[name].get_dtype()
         if stored not in _DTYPES:
-            raise ValueError(f"tensor {name} is stored as {stored}, which cannot be read")
+            raise TensorFileError(
+                field=f"dtype of tensor {name}",
+                value=stored,
+                expected=f"one of {', '.join(_DTYPES)}",
+            )
         return _DTYPES[stored]
 
     def read(self, name: str, ranges: Ranges) -> np.ndarray:
-        """The block of a tensor within `ranges`, one (start, stop) a dimension."""
+        """Return the block of a tensor within `ranges`, a (start, stop) per dimension."""
         return self._slices[name][tuple(slice(*bounds) for bounds in ranges)]
 
 
 def _weight_files(folder: Path) -> dict[Path, list[str] | None]:
-    """Return the tensors that each file of a folder is to give; None is all that it holds."""
+    """Return the tensors to read from each file of a folder; None stands for all tensors."""
     if (folder / _WEIGHTS).is_file():
         return {folder / _WEIGHTS: None}
     if (folder / _INDEX).is_file():
@@ -174,7 +182,7 @@ def _read_index(folder: Path) -> dict[str, list[str]]:
 
 
 def _plain_file(folder: Path, name: str) -> Path:
-    """Return the path of a regular file; symbolic links are followed, as caches consist of them."""
+    """Return the path of a regular file; symbolic links, which caches use, are followed."""
     path = folder / name
     try:
         mode = path.stat().st_mode
@@ -188,7 +196,7 @@ def _plain_file(folder: Path, name: str) -> Path:
 
 
 def _check_file_sizes(path: Path) -> None:
-    """Raise TensorFileError for a header that is too long or longer than its file."""
+    """Raise `TensorFileError` if the header is too long, or longer than its file."""
     size = path.stat().st_size
     if size < 8:
         raise TensorFileError(f"{path} is truncated: {size} bytes. Expected at least 8.")
@@ -212,7 +220,7 @@ def _header_bytes(path: Path) -> int:
 
 @contextlib.contextmanager
 def _as_tensor_file_error(path: Path) -> Iterator[None]:
-    """Name the file, and for a truncated one both sizes, in the errors of safetensors."""
+    """Raise errors of safetensors with the file, and with both sizes if it is truncated."""
     try:
         yield
     except _import_safetensors().SafetensorError as error:
@@ -226,7 +234,7 @@ def _as_tensor_file_error(path: Path) -> Iterator[None]:
 
 
 def _expected_bytes(path: Path) -> int | None:
-    """Return the size of a file by its header; None if the header cannot be read."""
+    """Return the size of a file that its header declares; None if the header cannot be read."""
     length = _header_bytes(path)
     with path.open("rb") as file:
         file.seek(8)
@@ -241,7 +249,7 @@ def _expected_bytes(path: Path) -> int | None:
 def _check_names(
     path: Path, held: Sequence[str], wanted: Sequence[str] | None, *, num_before: int
 ) -> None:
-    """Raise TensorFileError for too many tensors, or others than the index expects in a file."""
+    """Raise `TensorFileError` for too many tensors, or if tensors of the index are missing."""
     _check_count(path, num_before + len(held))
     if wanted is None:
         return
@@ -263,10 +271,10 @@ def _and_others(names: Sequence[str]) -> str:
 
 
 def tensor_count(folder: str | os.PathLike[str]) -> int | None:
-    """Return how many tensors a folder declares; None for a folder without any.
+    """Return the number of tensors that a folder declares; None for a folder without tensors.
 
     Raises:
-      TensorFileError: as `SafetensorsFolder`.
+      TensorFileError: A file or the index is invalid; see `SafetensorsFolder`.
     """
     folder = Path(folder)
     if (folder / _WEIGHTS).is_file():
@@ -281,31 +289,38 @@ def read_json(folder: str | os.PathLike[str], name: str = CONFIG) -> dict[str, A
     """Read a JSON object from a file of a folder.
 
     Raises:
-      FileNotFoundError: there is none.
-      ValueError: the file is too long, or holds something else; names the file.
+      FileNotFoundError: The file does not exist.
+      ConfigError: The file is too long, or is not a JSON object.
     """
     path = Path(folder) / name
     if not path.is_file():
         raise FileNotFoundError(f"{folder} is no Hugging Face folder: it has no {name}")
     limit = _MAX_INDEX_BYTES if name == _INDEX else _MAX_CONFIG_BYTES
     if path.stat().st_size > limit:
-        raise ValueError(f"{path}: {path.stat().st_size} bytes. Expected at most {limit}.")
+        raise ConfigError(
+            owner=str(path),
+            field="size in bytes",
+            value=path.stat().st_size,
+            expected=f"at most {limit}",
+        )
     try:
         content = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
+        raise ConfigError(f"cannot be read as JSON: {error}", owner=str(path)) from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(content).__name__}")
+        raise ConfigError(
+            owner=str(path), field="type", value=type(content).__name__, expected="a JSON object"
+        )
     return content
 
 
 def eos_id(folder: str | os.PathLike[str]) -> int | tuple[int, ...] | None:
-    """The token or tokens that end a text, for `Decoder.eos_id`; None where the folder has none.
+    """Return the end token or tokens of a folder, for `Decoder.eos_id`; None if it has none.
 
-    They are those of generation_config.json, which Transformers generates by, or of config.json.
+    They are read from generation_config.json, which Transformers uses, or from config.json.
 
     Raises:
-      FileNotFoundError: neither file is there.
+      FileNotFoundError: Both files are missing.
     """
     names = [name for name in ("generation_config.json", CONFIG) if (Path(folder) / name).is_file()]
     for name in names or [CONFIG]:
@@ -316,20 +331,21 @@ def eos_id(folder: str | os.PathLike[str]) -> int | tuple[int, ...] | None:
 
 
 def write_json(folder: Path, name: str, content: Mapping[str, Any]) -> None:
-    """Writes a JSON file into a folder."""
+    """Write a JSON file into a folder."""
     (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 class ShardWriter:
-    """Writes tensors into a folder one after the other, in files of a limited size.
+    """A writer of tensors, one after the other, into files of limited size.
 
     Args:
-      folder: Which exists.
-      sizes: Bytes of each tensor, in the order in which they will come.
-      max_shard_bytes: Of one file; a larger tensor has a file of its own.
+      folder: Existing folder.
+      sizes: Bytes of each tensor, in the order of `add`.
+      max_shard_bytes: Largest size of a file; a larger tensor has a separate file.
     """
 
     def __init__(self, folder: Path, sizes: Mapping[str, int], *, max_shard_bytes: int):
+        """Distribute the tensors over files."""
         self._folder, self._sizes = folder, dict(sizes)
         shards = _split(sizes, max_shard_bytes)
         self._file_of = {
@@ -341,7 +357,7 @@ class ShardWriter:
         self._held: dict[str, np.ndarray] = {}
 
     def add(self, name: str, tensor: np.ndarray) -> None:
-        """Takes the next tensor; the last of a file writes the file."""
+        """Add the next tensor, and write a file if it is complete."""
         self._held[name] = np.ascontiguousarray(tensor)
         file = self._file_of[name]
         self._left[file] -= 1
@@ -350,9 +366,9 @@ class ShardWriter:
             self._held = {}
 
     def finish(self) -> None:
-        """Removes tensors that lay here before; writes the index, where there are several files.
+        """Remove older tensors from the folder, and write the index if there are several files.
 
-        A single file and an index beside it would be two models, of which a reader takes one.
+        A single file next to an older index would be two models, of which readers load one.
         """
         for stale in (
             *self._folder.glob("model-?????-of-?????.safetensors"),
@@ -370,15 +386,15 @@ class ShardWriter:
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Replace a safetensors file at once, with the permissions that the umask asks for.
+    """Replace a safetensors file by an atomic write, with permissions by the umask.
 
-    safetensors itself creates files that only their owner can read.
+    safetensors creates files that only their owner can read.
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
         partial.touch(exist_ok=False)
         permissions = stat.S_IMODE(partial.stat().st_mode)
-        # Transformers asks for the format that the tensors are meant for.
+        # Transformers requires the metadata entry `format`.
         _import_safetensors().numpy.save_file(dict(tensors), partial, metadata={"format": "pt"})
         partial.chmod(permissions)
         partial.replace(path)
@@ -403,7 +419,7 @@ def _shard_name(number: int, count: int) -> str:
 
 
 def copy_companions(source: str | os.PathLike[str], target: Path) -> list[str]:
-    """Copies the tokenizer's files and the defaults of generation; returns their names."""
+    """Copy the tokenizer's files and the generation defaults, and return their names."""
     found = [name for name in COMPANIONS if (Path(source) / name).is_file()]
     for name in found:
         shutil.copyfile(Path(source) / name, target / name)
@@ -411,7 +427,7 @@ def copy_companions(source: str | os.PathLike[str], target: Path) -> list[str]:
 
 
 def same_tensor(source: TensorSource, first: str, second: str) -> bool:
-    """Whether two tensors are equal to the bit; a few rows are held at a time."""
+    """Return whether two tensors are bitwise equal, comparing a few rows at a time."""
     shape = source.shape(first)
     if shape != source.shape(second) or source.dtype(first) != source.dtype(second):
         return False

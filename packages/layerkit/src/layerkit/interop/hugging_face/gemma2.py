@@ -1,6 +1,7 @@
-"""Gemma 2 (Gemma team, 2024): norms before and after each branch, caps of logits, near and far.
+"""Gemma 2 (Gemma team, 2024): norms before and after branches, logit caps, alternating attention.
 
-Norms store their distance from 1, and embeddings are multiplied by √dims.
+Layers with a window alternate with layers of full attention. Norms store scale − 1, and embeddings
+are multiplied by √dims.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from layerkit.interop.hugging_face.tensors import Row
 
 
 def gemma_network(**layer: Any) -> Config:
-    """What Gemma 2 and 3 have in common; further fields are those of the layers."""
+    """Return the network of Gemma 2 and 3; keyword arguments are fields of its layers."""
     return llama_network(scale_offset=1.0, norm_policy="pre_post", **layer)
 
 
@@ -49,12 +50,12 @@ def _scalar_of(scale: float | None) -> float:
     if scale is None:
         raise UnsupportedModelError("logit_scale is not set")
     scalar = scale**-2.0
-    # Whole numbers are written as such, and read back as the very same scale.
+    # Integers are written as integers, so that they are read back as the same scale.
     return round(scalar) if abs(scalar - round(scalar)) < 1e-6 else scalar
 
 
 def gemma_entries(*, attention_cap: float | None, final_cap: float | None) -> tuple[Entry, ...]:
-    """The keys that Gemma 2 and 3 have beyond Llama, with the caps where the file has none."""
+    """Return the keys of Gemma 2 and 3 beyond those of Llama, with the default caps."""
     return (
         Key("query_pre_attn_scalar", "layer.attention_tpl.logit_scale", 256, _scale_of, _scalar_of),
         Key("attn_logit_softcapping", "layer.attention_tpl.logit_cap", attention_cap),
@@ -94,7 +95,7 @@ GEMMA2 = Family(
         LayerTypes(_every_other, default_window=4096),
     ),
     rows=GEMMA_ROWS,
-    # Some published folders say the window twice, and Transformers reads it once.
+    # Some published folders have a second key of the window, which Transformers ignores.
     neutral=GEMMA_NEUTRAL | {"sliding_window_size"},
     prefix="model.",
     copies=LLAMA_COPIES,

@@ -1,6 +1,7 @@
-"""Gemma 3, text (Gemma team, 2025): five near layers for each far one, each kind with its rotation.
+"""Gemma 3, text (Gemma team, 2025): five layers with a window for each layer of full attention.
 
-Beyond Gemma 2, queries and keys have norms instead of a cap of their logits.
+Both kinds have separate rotary positions. Unlike in Gemma 2, queries and keys have norms instead of
+a logit cap.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ def _one_of_six(file: ConfigFile, layer: int) -> str:
 
 
 class _FarRotary:
-    """The rotation of far layers, which near ones exchange for theirs; written by `_thetas`."""
+    """Entry of the rotation of full-attention layers; `_thetas` writes it."""
 
     def read(self, file: ConfigFile, network: Config) -> None:
+        """Set fields from the file."""
         newer = (file.get("rope_parameters", None) or {}).get(FAR)
         older = {"rope_theta": file.get("rope_theta", _FAR_THETA)}
         scaling = file.get("rope_scaling", None) or {}
@@ -55,6 +57,7 @@ class _FarRotary:
         set_field(network, "layer.attention_tpl.rotary_tpl", rotary)
 
     def write(self, network: Config) -> dict[str, Any]:
+        """Return keys from fields."""
         del network
         return {}
 
@@ -91,7 +94,7 @@ GEMMA3 = Family(
         LayerTypes(_one_of_six, default_window=4096, make_near=_near_rotary, write_more=_thetas),
     ),
     rows=(*GEMMA_ROWS, *qk_norm_rows()),
-    # Types of layers are listed beside it.
+    # `layer_types` also lists the pattern.
     neutral=GEMMA_NEUTRAL | {"_sliding_window_pattern", "rope_local_base_freq"},
     prefix="model.",
     copies=LLAMA_COPIES,

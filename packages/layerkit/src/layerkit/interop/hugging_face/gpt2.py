@@ -1,7 +1,7 @@
 """GPT-2 (Radford et al., 2019): learned positions, LayerNorm, biases, tied embedding.
 
-Its linear maps are stored as `[in, out]`, unlike those of all other families, and query, key and
-value lie side by side in one tensor.
+Linear weights are stored as `[in, out]`, unlike in all other families. One tensor holds query, key
+and value.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def _skeleton(file: ConfigFile) -> Config:
 
 
 class _HiddenDims:
-    """`n_inner`, which the skeleton reads because it depends on another key."""
+    """Entry of `n_inner`, which the skeleton reads, since its default depends on another key."""
 
     def read(self, file: ConfigFile, network: Config) -> None:
-        pass
+        """Set fields from the file."""
 
     def write(self, network: Config) -> dict[str, int]:
         return {"n_inner": network.hidden_dims}
@@ -68,8 +68,8 @@ GPT2 = Family(
         Fixed("scale_attn_by_inverse_layer_idx", value=False),
         Fixed("add_cross_attention", value=False),
     ),
-    # Transformers upcasts on request; here logits are always in float32. The summary is a head
-    # that language models do not have.
+    # Logits are always computed in float32 here. The summary keys belong to a head that language
+    # models do not have.
     neutral=frozenset(
         {
             "reorder_and_upcast_attn",

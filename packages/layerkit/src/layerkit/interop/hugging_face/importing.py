@@ -1,7 +1,7 @@
-"""From a folder of Hugging Face to a model of ours: its config, and its weights.
+"""Import of a model's config and weights from a Hugging Face folder.
 
-Weights are made leaf by leaf. A host holds the slice of one weight that its devices need, and one
-block of a tensor at a time; with 96 layers stacked in one weight, that block is of one layer.
+Weights are read one after the other. A host holds the slice of a weight that its devices need and
+one block of a tensor at a time. If one weight stacks 96 layers, the block belongs to one layer.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 
 from layerkit.base_layer import PARAMS, BaseLayer
 from layerkit.config import Config, Configurable, assigned_fields, build, field_names
+from layerkit.errors import ConfigError
 from layerkit.interop.hugging_face.families import family_of
 from layerkit.interop.hugging_face.family import Family
 from layerkit.interop.hugging_face.folder import (
@@ -45,12 +46,12 @@ from layerkit.layers.stacks import StackedTransformer
 from layerkit.near_names import near_names
 from layerkit.weights import canonical_dtype
 
-# How many differences between a folder and a model are listed.
+# Largest number of differences between a folder and a model that an error lists.
 _MOST_PROBLEMS = 50
 
 
-class TensorMismatchError(ValueError):
-    """The tensors of a folder are not those of the model."""
+class TensorMismatchError(ConfigError):
+    """An error about tensors of a folder that do not fit the model."""
 
 
 def model_config(
@@ -60,18 +61,18 @@ def model_config(
     dtype: Any = None,
     fprop_dtype: Any = None,
 ) -> Config:
-    """The model that the config.json of a folder describes, ready to be trained or edited.
+    """Return the config of the model in a folder, to be edited or trained.
 
     Args:
-      folder: A Hugging Face folder.
-      repeated: Whether the layers are one scan over stacked weights; else one after the other.
-      dtype: Of the weights; None leaves it to the model's owner.
-      fprop_dtype: Of the computation; likewise.
+      folder: Hugging Face folder.
+      repeated: Scan the layers over stacked weights; False unrolls them.
+      dtype: Dtype of the weights; None inherits that of the model's owner.
+      fprop_dtype: Dtype of the computation; None inherits that of the model's owner.
 
     Raises:
-      FileNotFoundError: no config.json.
-      UnsupportedModelError: a family or an option that we do not have, or more layers than the
-        folder has tensors for.
+      FileNotFoundError: The folder has no config.json.
+      UnsupportedModelError: The family or an option is not supported, or the config declares more
+        layers than the folder has tensors for.
     """
     content = read_json(folder)
     family = family_of(content.get("model_type"))
@@ -91,18 +92,18 @@ def import_model(
     dtype: Any = None,
     fprop_dtype: Any = None,
 ) -> tuple[Config, dict[str, Any]]:
-    """The model of a folder and its variables: `(config, {'params': …})`.
+    """Return the model of a folder and its variables: `(config, {'params': …})`.
 
     Args:
-      folder: A Hugging Face folder.
-      repeated: See `model_config`.
-      dtype: To which the weights are cast; None leaves each as it is stored.
-      fprop_dtype: Of the computation; None for the dtype of the weights.
+      folder: Hugging Face folder.
+      repeated: Scan the layers over stacked weights; False unrolls them.
+      dtype: Dtype to which weights are cast; None keeps their stored dtype.
+      fprop_dtype: Dtype of the computation; None for the dtype of the weights.
 
     Raises:
-      FileNotFoundError: files that are missing.
-      UnsupportedModelError: a family or an option that we do not have.
-      TensorMismatchError: tensors that do not fit the model.
+      FileNotFoundError: A file is missing.
+      UnsupportedModelError: The family or an option is not supported.
+      TensorMismatchError: The tensors do not fit the model.
     """
     if dtype is None:
         content = read_json(folder)
@@ -123,22 +124,22 @@ def load_weights(
     like: Any = None,
     fresh: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The variables of `model` from the tensors of a folder: `{'params': …}`.
+    """Load the variables of `model` from the tensors of a folder: `{'params': …}`.
 
     Args:
-      folder: A Hugging Face folder.
-      model: Built from the folder's config, or one with the same weights.
-      dtype: To which the weights are cast; None leaves each as it is stored.
-      like: The same tree of `jax.ShapeDtypeStruct`, which then decide the dtypes and, where they
-        have one, the shardings: a host then reads only what its devices hold. Weights that it
-        leaves out are not read.
-      fresh: Regular expressions of paths of weights that no tensor holds, such as `.*/lora_[ab]`;
-        they are left out of what is returned.
+      folder: Hugging Face folder.
+      model: Model with the weights of the folder's config.
+      dtype: Dtype to which weights are cast; None keeps their stored dtype.
+      like: Tree of `jax.ShapeDtypeStruct` with the dtypes and, optionally, the shardings of the
+        result. A host then reads only the shards of its devices. Weights that are not in the tree
+        are not read.
+      fresh: Regular expressions of paths of weights that the folder does not have, such as
+        `.*/lora_[ab]`. The result leaves them out.
 
     Raises:
-      FileNotFoundError: files that are missing.
-      TensorMismatchError: tensors that are missing, surplus, of another shape, or not of a floating
-        dtype, or numbers among them that are not finite.
+      FileNotFoundError: A file is missing.
+      TensorMismatchError: A tensor is missing or unexpected, has another shape, has no floating
+        dtype, or has numbers that are not finite.
     """
     family = family_of(read_json(folder).get("model_type"))
     anatomy = dissect(model, family.rows)
@@ -155,7 +156,7 @@ def read_weights(
     like: Any = None,
     fresh: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Like `load_weights`, from any source of tensors."""
+    """Load variables from any source of tensors; see `load_weights`."""
     anatomy = anatomy.without(fresh)
     pieces = _in_names_of(source, family, pieces_of(anatomy, family.rows))
     _check_tensors(source, family, anatomy, pieces)
@@ -173,10 +174,10 @@ def read_weights(
 
 
 def stored_dtypes(source: TensorSource, family: Family, anatomy: Anatomy) -> dict[Path, np.dtype]:
-    """The dtype that each weight of a model is stored in, or the one that holds all of its tensors.
+    """Return the stored dtype of each weight, or the promoted dtype of its tensors.
 
     Raises:
-      TensorMismatchError: tensors that are missing, surplus, or of another shape: all of them.
+      TensorMismatchError: Tensors are missing, unexpected, or of another shape.
     """
     pieces = _in_names_of(source, family, pieces_of(anatomy, family.rows))
     _check_tensors(source, family, anatomy, pieces)
@@ -187,7 +188,7 @@ def stored_dtypes(source: TensorSource, family: Family, anatomy: Anatomy) -> dic
 
 
 class _WeightReader:
-    """Reads blocks of one weight of ours from the tensors that it is made of."""
+    """A reader of blocks of a weight from the tensors that store it."""
 
     def __init__(
         self,
@@ -209,7 +210,7 @@ class _WeightReader:
         self._dtype = stored.pop() if dtype is None else canonical_dtype(dtype)
 
     def make(self, *, dtype: Any, sharding: Any) -> jax.Array:
-        """The weight as an array on devices."""
+        """Return the weight as an array on devices."""
         self._dtype = self._dtype if dtype is None else canonical_dtype(dtype)
         if jax.dtypes.canonicalize_dtype(self._dtype) != self._dtype:
             raise TensorMismatchError(
@@ -218,7 +219,7 @@ class _WeightReader:
             )
         if sharding is None:
             return jax.numpy.asarray(self.block(tuple((0, size) for size in self._shape)))
-        block = functools.cache(self.block)  # devices that hold the same block share one reading
+        block = functools.cache(self.block)  # replicas of a block are read once
 
         def read(index: tuple[slice, ...] | None) -> np.ndarray:
             slices = zip(index or (), self._shape, strict=True)
@@ -227,7 +228,7 @@ class _WeightReader:
         return jax.make_array_from_callback(self._shape, sharding, read)
 
     def block(self, ranges: Ranges) -> np.ndarray:
-        """The block of the weight within `ranges`, one (start, stop) a dimension."""
+        """Return the block of the weight within `ranges`, a (start, stop) per dimension."""
         outer, inner = ranges[: self._stacked], ranges[self._stacked :]
         block = np.empty([stop - start for start, stop in ranges], self._dtype)
         starts = tuple(start for start, _ in outer)
@@ -248,7 +249,7 @@ class _WeightReader:
 
 
 def _finite(block: np.ndarray, name: str) -> np.ndarray:
-    """Return a block of a tensor, or raise TensorMismatchError if a number in it is not finite."""
+    """Return a block of a tensor, or raise `TensorMismatchError` if it is not finite."""
     finite = np.isfinite(block)
     if not finite.all():
         raise TensorMismatchError(
@@ -259,22 +260,18 @@ def _finite(block: np.ndarray, name: str) -> np.ndarray:
 
 
 def _in_names_of(source: TensorSource, family: Family, pieces: list[Piece]) -> list[Piece]:
-    """The pieces by the names of this folder, which may leave out the family's prefix."""
+    """Return the pieces with the names in this folder, which may lack the family's prefix."""
     prefix = family.prefix
     if not prefix or any(name.startswith(prefix) for name in source.names()):
         return pieces
-    # Only the model without its head is saved without the prefix.
+    # A model that was saved without its head has no prefix.
     return [piece.renamed(piece.name.removeprefix(prefix)) for piece in pieces]
 
 
 def _check_tensors(
     source: TensorSource, family: Family, anatomy: Anatomy, pieces: Sequence[Piece]
 ) -> None:
-    """Compares what the model needs with what the folder has.
-
-    Raises:
-      TensorMismatchError: naming every difference, up to a limit.
-    """
+    """Raise `TensorMismatchError` with the differences between the model and the folder."""
     problems = []
     needed = their_shapes(pieces)
     present = set(source.names())
@@ -285,7 +282,7 @@ def _check_tensors(
     surplus = sorted(present - set(needed))
     for name, shape in needed.items():
         if name not in present:
-            # The search for near names takes as long as there are names.
+            # The search takes time proportional to the number of names.
             near = near_names(name, surplus) if len(problems) < _MOST_PROBLEMS else ""
             problems.append(f"missing {name} {list(shape)}{near.rstrip('.')}")
             continue
@@ -309,7 +306,7 @@ def _check_tensors(
 
 
 def _unroll(network: Config) -> None:
-    """Puts a stack of layers one after the other in place of every repeated one."""
+    """Replace each repeated stack by an unrolled one."""
     for field in field_names(network):
         stack = getattr(network, field)
         if field.endswith("stack_tpl") and stack is not None:
@@ -319,27 +316,29 @@ def _unroll(network: Config) -> None:
 
 
 class HuggingFaceWeights(Configurable):
-    """The first weights of a training run, from a Hugging Face folder.
+    """Initial weights of a training run from a Hugging Face folder.
 
     Attributes:
-      folder: Of the same family and the same sizes as the model.
-      fresh: Regular expressions of paths of weights that the folder does not hold, and that are
-        drawn; by default those of adapters.
+      folder: Folder of a model of the same family and sizes.
+      fresh: Regular expressions of paths of weights that the folder does not have, which are drawn;
+        by default those of adapters.
     """
 
     folder: str | None = None
     fresh: Sequence[str] = (LORA_WEIGHTS, RESIDUAL_ADAPTER_WEIGHTS)
 
     def load(self, model: BaseLayer, like: Any) -> Any:
-        """The weights of `model`, by layer path.
+        """Load the weights of `model` by layer path.
 
         Args:
-          model: The network.
+          model: Network.
           like: Shapes, dtypes and shardings of the weights.
 
         Raises:
-          ValueError: no folder, or one that does not fit.
+          ConfigError: `folder` is None, or its tensors do not fit the model.
         """
         if self.folder is None:
-            raise ValueError("HuggingFaceWeights.folder is not set")
+            raise ConfigError(
+                owner="HuggingFaceWeights", field="folder", value=None, expected="a path"
+            )
         return load_weights(self.folder, model, like={PARAMS: like}, fresh=self.fresh)[PARAMS]

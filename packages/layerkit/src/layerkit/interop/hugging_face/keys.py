@@ -1,28 +1,27 @@
-"""The two-way table between the keys of a config.json and the fields of our configs.
+"""Two-way tables between keys of config.json and fields of configs.
 
-Each entry of a family's table can be read (key → field) and written (field → key), so that import
-and export cannot drift apart. Nothing is ignored in silence: a key of a config.json is read by an
-entry, or known not to change the computation, or refused by name.
+Import reads each entry of a family's table (key → field), and export writes it (field → key). Each
+key of a config.json is read by an entry, known not to change the computation, or an error.
 
-A path such as `stack_tpl.remat` leads from the config of the network to a field. It may begin with
-`layer.`, for the templates of all layers of the stack.
+A path such as `stack_tpl.remat` leads from the config of the network to a field. The prefix
+`layer.` stands for the templates of all layers of the stack.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Protocol
 
 from layerkit.config import Config, field_names, is_config
-from layerkit.near_names import near_names
+from layerkit.errors import ConfigError
 
 REQUIRED = object()
-# The largest size of an axis in JAX.
+# Largest size of an axis in JAX.
 _LARGEST_SIZE = 2**31 - 1
 
-# Keys of any config.json that say nothing about the computation of logits: names, token ids,
-# initialisation, and how to generate.
+# Keys of any config.json that do not change the computation of logits: names, token ids,
+# initialization, and generation.
 # fmt: off
 NEUTRAL = frozenset({
     "_attn_implementation", "_attn_implementation_autoset", "_from_model_config", "_name_or_path",
@@ -44,7 +43,7 @@ NEUTRAL = frozenset({
 })
 
 
-# Keys whose false value says what is so anyway, and whose true value would change the computation.
+# Keys that change the computation only if true.
 NEUTRAL_WHERE_FALSE = frozenset({
     "add_cross_attention", "is_decoder", "is_encoder_decoder", "pruned_heads", "rope_interleaved",
     "tie_encoder_decoder", "use_bidirectional_attention", "use_mrope",
@@ -52,53 +51,60 @@ NEUTRAL_WHERE_FALSE = frozenset({
 # fmt: on
 
 
-class UnsupportedModelError(ValueError):
-    """A model that cannot be read or written without changing what it computes."""
+class UnsupportedModelError(ConfigError):
+    """An error about a model that import or export would change."""
 
 
 class ConfigFile:
-    """The content of a config.json, which remembers what was read of it."""
+    """The content of a config.json, which records the keys that were read."""
 
     def __init__(self, content: Mapping[str, Any], *, neutral: frozenset[str]):
+        """Keep the content; `neutral` are the keys that need not be read."""
         self._content = dict(content)
         self._unread = set(content) - NEUTRAL - neutral
 
     @property
     def model_type(self) -> str:
-        """Which family the model is of."""
+        """Family of the model."""
         return str(self._content.get("model_type"))
 
     def get(self, key: str, default: Any = REQUIRED) -> Any:
-        """The value of a key; `default`, as Transformers has it, where the file leaves it out.
+        """Return the value of a key, or the default of Transformers if the file leaves it out.
 
         Raises:
-          UnsupportedModelError: left out and without default, or a number that no size can be.
+          UnsupportedModelError: The key is left out and has no default, or its value is a number
+            that is too large for a size.
         """
         self._unread.discard(key)
         value = self._content.get(key, default)
         if value is REQUIRED:
             raise UnsupportedModelError(
-                f"config.json of a {self.model_type} model has no {key!r}"
-                f"{near_names(key, self._content)}"
+                "missing key", owner=self._owner, value=key, choices=self._content
             )
         if isinstance(value, int) and abs(value) > _LARGEST_SIZE:
-            raise self.refuse(key, f"is too large. Expected at most {_LARGEST_SIZE}.")
+            raise self.invalid(key, f"at most {_LARGEST_SIZE}")
         return value
 
-    def refuse(self, key: str, reason: str) -> UnsupportedModelError:
-        """The error that says why the value of a key is not supported."""
-        value = self._content.get(key)
+    @property
+    def _owner(self) -> str:
+        return f"config.json of a {self.model_type} model"
+
+    def invalid(
+        self, key: str, expected: str | None = None, *, choices: Collection[str] = ()
+    ) -> UnsupportedModelError:
+        """Return the error about an unsupported value of a key."""
         return UnsupportedModelError(
-            f"config.json of a {self.model_type} model: {key}={value!r} {reason}"
+            owner=self._owner,
+            field=key,
+            value=self._content.get(key),
+            expected=expected,
+            choices=choices,
         )
 
-    def refuse_unread(self) -> None:
-        """Refuses keys that nothing has read and that have a value.
+    def require_all_read(self) -> None:
+        """Raise `UnsupportedModelError` for keys with a value that no entry has read.
 
-        None asks for nothing. False or 0 may: it may switch off what is on by default.
-
-        Raises:
-          UnsupportedModelError: naming them all.
+        None has no effect. False and 0 may disable an option that is on by default.
         """
         rest = {
             key: value
@@ -109,30 +115,32 @@ class ConfigFile:
         }
         if rest:
             raise UnsupportedModelError(
-                f"config.json of a {self.model_type} model has options that layerkit does not know,"
-                f" and which might change what it computes: {rest}"
+                "unknown keys, which may change the computation",
+                owner=self._owner,
+                value=rest,
             )
 
 
 class Entry(Protocol):
-    """A row of a family's table."""
+    """An entry of a family's table of keys."""
 
     def read(self, file: ConfigFile, network: Config) -> None:
-        """Sets fields of our config from keys of a config.json."""
+        """Set fields of the config from keys of a config.json."""
 
     def write(self, network: Config) -> dict[str, Any]:
-        """The keys of a config.json that say what fields of our config say."""
+        """Return the keys of a config.json for the fields of the config."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One key, for one field or for several that always agree.
+    """An entry of one key and one field, or several fields of equal value.
 
     Attributes:
-      name: The key.
-      paths: The fields.
-      default: What Transformers takes where the key is left out.
-      to_ours, to_theirs: Turn a value of the key into one of the field, and back.
+      name: Name of the key.
+      paths: Paths of the fields.
+      default: Value of Transformers if the key is left out.
+      to_ours: Function from a value of the key to a value of the field.
+      to_theirs: Inverse of `to_ours`.
     """
 
     name: str
@@ -142,11 +150,13 @@ class Key:
     to_theirs: Callable[[Any], Any] = lambda value: value
 
     def read(self, file: ConfigFile, network: Config) -> None:
+        """Set fields from the file."""
         value = self.to_ours(file.get(self.name, self.default))
         for path in self._paths():
             set_field(network, path, value)
 
     def write(self, network: Config) -> dict[str, Any]:
+        """Return keys from fields."""
         return {self.name: self.to_theirs(get_field(network, self._paths()[0]))}
 
     def _paths(self) -> tuple[str, ...]:
@@ -155,12 +165,12 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Fixed:
-    """A key of which one value alone is supported.
+    """An entry of a key with one supported value.
 
     Attributes:
-      name: The key.
-      value: What it must be, and what is written.
-      default: What Transformers takes where it is left out; None for `value`.
+      name: Name of the key.
+      value: Supported value, which export writes.
+      default: Value of Transformers if the key is left out; None for `value`.
     """
 
     name: str
@@ -168,30 +178,32 @@ class Fixed:
     default: Any = None
 
     def read(self, file: ConfigFile, network: Config) -> None:
+        """Set fields from the file."""
         del network
         default = self.value if self.default is None else self.default
         if file.get(self.name, default) != self.value:
-            raise file.refuse(self.name, f"is not supported, only {self.value!r}")
+            raise file.invalid(self.name, repr(self.value))
 
     def write(self, network: Config) -> dict[str, Any]:
+        """Return keys from fields."""
         del network
         return {self.name: self.value}
 
 
 def layer_templates(network: Config) -> list[Config]:
-    """The templates of the layers of a network: one a stack, or those of its pattern."""
+    """Return the templates of a network's layers: one per stack, or those of its pattern."""
     stacks = [getattr(network, name) for name in field_names(network) if name.endswith("stack_tpl")]
     return [template for stack in stacks for template in stack.block_tpls or [stack.layer_tpl]]
 
 
 def set_field(network: Config, path: str, value: Any) -> None:
-    """Sets a field by its path; `layer.…` in the templates of all layers."""
+    """Set a field by its path; `layer.…` sets it in the templates of all layers."""
     for owner, name in _owners(network, path):
         setattr(owner, name, value)
 
 
 def get_field(network: Config, path: str) -> Any:
-    """Reads a field by its path; `layer.…` in the template of the first layer."""
+    """Return a field by its path; `layer.…` reads the template of the first layer."""
     owner, name = next(_owners(network, path))
     return getattr(owner, name)
 
@@ -204,5 +216,5 @@ def _owners(network: Config, path: str) -> Iterator[tuple[Config, str]]:
         for parent in parents:
             owner = getattr(owner, parent)
             if not is_config(owner):
-                raise UnsupportedModelError(f"{path}: {parent} is not set")
+                raise UnsupportedModelError(field=path, value=None, expected=f"{parent} to be set")
         yield owner, name

@@ -1,4 +1,4 @@
-"""Layers of two kinds in a pattern over the depth: near attention (a window) and far attention."""
+"""Patterns of layers with near attention (a window) and far (full) attention."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ NEAR, FAR = "sliding_attention", "full_attention"
 
 @dataclasses.dataclass(frozen=True)
 class LayerTypes:
-    """`layer_types` and `sliding_window`; comes after all entries that set fields of layers.
+    """Entry of `layer_types` and `sliding_window`, to be read after all entries of layer fields.
 
     Attributes:
-      by_default: What Transformers takes where the file does not list the types: (file, layer) →
-        type.
-      default_window: Likewise for the window.
-      has_switch: Whether `use_sliding_window` has to be on (Qwen).
-      make_near: What else differs in a near layer: (file, its template) → None.
-      write_more: The keys that say so.
+      by_default: Function (file, layer) → type that Transformers applies if types are not listed.
+      default_window: Window of Transformers if the key is left out.
+      has_switch: Near layers require `use_sliding_window` (Qwen).
+      make_near: Function (file, template) that sets further fields of a near layer's template.
+      write_more: Function from the near and far templates to further keys.
     """
 
     by_default: Callable[[ConfigFile, int], str]
@@ -33,6 +32,7 @@ class LayerTypes:
     write_more: Callable[[Config | None, Config | None], dict[str, Any]] | None = None
 
     def read(self, file: ConfigFile, network: Config) -> None:
+        """Set the templates of the layers."""
         window = file.get("sliding_window", self.default_window)
         if self.has_switch and not file.get("use_sliding_window", default=False):
             window = None
@@ -41,10 +41,10 @@ class LayerTypes:
         by_default = [self.by_default(file, layer) for layer in layers]
         types = by_default if types is None else types
         if len(types) != len(layers) or not {NEAR, FAR}.issuperset(types):
-            raise file.refuse("layer_types", f"must be {NEAR!r} or {FAR!r} for every layer")
+            raise file.invalid("layer_types", f"{NEAR!r} or {FAR!r} for each layer")
         if NEAR in types and window is None:
             if not self.has_switch:
-                raise file.refuse("sliding_window", f"but layer_types has {NEAR!r}")
+                raise file.invalid("sliding_window", f"a window, since layer_types has {NEAR!r}")
             types = [FAR for _ in layers]
         pattern = [self._layer(file, network, kind, window) for kind in shortest_period(types)]
         if len(pattern) == 1:
@@ -61,6 +61,7 @@ class LayerTypes:
         return template
 
     def write(self, network: Config) -> dict[str, Any]:
+        """Return the keys of the pattern."""
         pattern = layer_templates(network)
         near = [template for template in pattern if template.attention_tpl.window is not None]
         far = [template for template in pattern if template.attention_tpl.window is None]
@@ -74,7 +75,7 @@ class LayerTypes:
         }
         if self.has_switch:
             content["use_sliding_window"] = bool(near)
-            # For versions that do not read the types: near layers come last there.
+            # Read by versions that ignore `layer_types`; their near layers come last.
             content["max_window_layers"] = types.index(NEAR) if near else len(types)
         if self.write_more is not None:
             content |= self.write_more(next(iter(near), None), next(iter(far), None))

@@ -1,11 +1,11 @@
-"""Layouts: how the axes of a tensor in a folder lie in one of our weights, and back.
+"""Layouts: conversion between the axes of a stored tensor and those of a layerkit weight.
 
-A layout is written once, in the notation of einops, theirs first:
+A layout is written in the notation of einops, with the axes of the stored tensor first:
 
     "(heads head_dim) embed -> embed heads head_dim"
 
-Axes in parentheses are one axis of their tensor, the first of them varying slowest. Only the order
-of axes changes, never a number, so that a tensor comes back from a round trip bit for bit.
+Axes in parentheses form one axis of the stored tensor; the first varies slowest. A layout changes
+only the order of axes, so that a round trip is exact.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from collections.abc import Callable
 
 import numpy as np
 
-# What to read of each axis: (start, stop).
+# Range (start, stop) of each axis.
 Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Two orders of the same axes.
+    """The order of axes in a stored tensor (theirs) and in a layerkit weight (ours).
 
     Attributes:
-      theirs: Their axes, each a group of named ones.
-      ours: The named axes in our order.
+      theirs: Axes of the stored tensor, each a group of names.
+      ours: Names of the axes of the weight.
     """
 
     theirs: tuple[tuple[str, ...], ...]
@@ -37,10 +37,10 @@ class Layout:
     @classmethod
     @functools.cache
     def parse(cls, text: str) -> Layout:
-        """The layout of a text such as `"out in -> in out"`.
+        """Return the layout of a text such as `"out in -> in out"`.
 
         Raises:
-          ValueError: the two sides do not name the same axes.
+          ValueError: The two sides do not name the same axes.
         """
         left, _, right = text.partition("->")
         groups = re.findall(r"\(([^()]*)\)|(\S+)", left)
@@ -51,12 +51,12 @@ class Layout:
         return cls(theirs, ours)
 
     def their_shape(self, our_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of their tensor, for a weight of ours of the shape `our_shape`."""
+        """Return the shape of the stored tensor of a weight with shape `our_shape`."""
         sizes = dict(zip(self.ours, our_shape, strict=True))
         return tuple(math.prod(sizes[name] for name in group) for group in self.theirs)
 
     def to_theirs(self, weight: np.ndarray) -> np.ndarray:
-        """Our weight, of axes `ours`, as their tensor, of axes `theirs`."""
+        """Convert a weight with axes `ours` to the stored tensor with axes `theirs`."""
         names = [name for group in self.theirs for name in group]
         ordered = weight.transpose([self.ours.index(name) for name in names])
         return ordered.reshape(self.their_shape(weight.shape))
@@ -67,15 +67,15 @@ class Layout:
         our_shape: tuple[int, ...],
         ranges: Ranges,
     ) -> np.ndarray:
-        """A block of our weight, by reading the smallest block of theirs that holds it.
+        """Read a block of a weight from the smallest block of the stored tensor that contains it.
 
         Args:
-          read_theirs: Gives the block of their tensor within ranges, one a dimension.
-          our_shape: Of the whole weight.
-          ranges: Which block of our weight, one a dimension.
+          read_theirs: Function that reads the block of the stored tensor within ranges.
+          our_shape: Shape of the whole weight.
+          ranges: Range of the block in each dimension of the weight.
 
         Returns:
-          The block, with the axes `ours`.
+          The block, with axes `ours`.
         """
         sizes = dict(zip(self.ours, our_shape, strict=True))
         wanted = dict(zip(self.ours, ranges, strict=True))
@@ -91,5 +91,5 @@ class Layout:
             names += group
         block = read_theirs(tuple(theirs)).reshape(block_shape)
         block = block.transpose([names.index(name) for name in self.ours])
-        # The slowest axis of each group is cut already; the others were read whole.
+        # The slowest axis of each group is sliced already; the other axes were read whole.
         return block[tuple(slice(*wanted.get(name, (None, None))) for name in self.ours)]

@@ -1,4 +1,4 @@
-"""Llama 2 and 3 (Touvron et al., 2023; Llama team, 2024), and what its many kin share with it.
+"""Llama 2 and 3 (Touvron et al., 2023; Llama team, 2024), and parts shared with related families.
 
 Pre-norm RmsNorm, rotary positions, groups of query heads, a SiLU-gated feed-forward, no biases.
 """
@@ -32,10 +32,10 @@ _LINEAR = "out in -> in out"
 
 
 def llama_network(*, scale_offset: float = 0.0, **layer: Any) -> Config:
-    """The network that the families have in common.
+    """Return the network that the families share.
 
     Args:
-      scale_offset: Of all norms; 1 in Gemma.
+      scale_offset: Offset of the scales of all norms; 1 in Gemma.
       **layer: Fields of the layers.
     """
     norm = RmsNorm.HParams.config(scale_offset=scale_offset)
@@ -56,14 +56,14 @@ def llama_entries(
     epsilon: float = 1e-6,
     more_norms: tuple[str, ...] = (),
 ) -> tuple[Entry, ...]:
-    """The keys that the families have in common, with what differs.
+    """Return the keys that the families share.
 
     Args:
-      tied: Whether the head is tied to the embedding, where the file does not say.
-      scale_by_sqrt_dims: Whether embeddings are multiplied by √dims.
-      kv_heads: How many, where the file does not say.
-      epsilon: Of all norms, likewise.
-      more_norms: Paths of norms beside those of branches and the last one.
+      tied: Default of `tie_word_embeddings`.
+      scale_by_sqrt_dims: Multiply embeddings by √dims.
+      kv_heads: Default of `num_key_value_heads`.
+      epsilon: Default of `rms_norm_eps`.
+      more_norms: Paths of norms in addition to those of branches and the final one.
     """
     norms = ("final_norm_tpl", "layer.norm_tpl", *more_norms)
     return (
@@ -79,14 +79,14 @@ def llama_entries(
     )
 
 
-# Without influence where positions are rotary; where a scaling needs it, it is read.
+# It has no effect on rotary positions, except for some scalings, which read it.
 LLAMA_NEUTRAL = frozenset({"max_position_embeddings"})
 LLAMA_BUFFERS = r"\brotary_emb\.inv_freq$"
 LLAMA_COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
 def attention_rows() -> tuple[Row, ...]:
-    """Projections of attention, with the biases that some families have."""
+    """Return the rows of attention projections, with the biases that some families have."""
     attention = "model.layers.{layer}.self_attn."
     return (
         Row(attention + "q_proj.weight", _LAYER + "attention/query/w", _INTO_HEADS),
@@ -105,7 +105,7 @@ def attention_rows() -> tuple[Row, ...]:
 
 
 def feed_forward_rows() -> tuple[Row, ...]:
-    """The gated feed-forward."""
+    """Return the rows of the gated feed-forward."""
     mlp = "model.layers.{layer}.mlp."
     return (
         Row(mlp + "gate_proj.weight", _LAYER + "feed_forward/gate/w", _LINEAR),
@@ -118,7 +118,7 @@ def feed_forward_rows() -> tuple[Row, ...]:
 
 
 def outer_rows() -> tuple[Row, ...]:
-    """Embedding, head and the last norm."""
+    """Return the rows of the embedding, the head and the final norm."""
     return (
         *embedding_rows("model.embed_tokens.weight"),
         Row("model.norm.weight", "lm/final_norm/scale"),
@@ -126,7 +126,7 @@ def outer_rows() -> tuple[Row, ...]:
 
 
 def pre_norm_rows() -> tuple[Row, ...]:
-    """The two norms of a pre-norm layer."""
+    """Return the rows of the two norms of a pre-norm layer."""
     return (
         Row("model.layers.{layer}.input_layernorm.weight", _LAYER + "attention_norm/scale"),
         Row(
@@ -137,7 +137,7 @@ def pre_norm_rows() -> tuple[Row, ...]:
 
 
 def qk_norm_rows() -> tuple[Row, ...]:
-    """The norms of queries and keys."""
+    """Return the rows of the norms of queries and keys."""
     return (
         Row("model.layers.{layer}.self_attn.q_norm.weight", _LAYER + "attention/query_norm/scale"),
         Row("model.layers.{layer}.self_attn.k_norm.weight", _LAYER + "attention/key_norm/scale"),

@@ -1,4 +1,4 @@
-"""Mistral (Jiang et al., 2023): Llama with a window of attention."""
+"""Mistral (Jiang et al., 2023): Llama with sliding-window attention."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
-"""Mixtral (Jiang et al., 2024): Mistral with a mixture of experts for a feed-forward.
+"""Mixtral (Jiang et al., 2024): Mistral with a mixture of experts as feed-forward.
 
-Transformers adds one load-balancing loss to that of training, over the choices of all layers
-together: coefficient · E · Σ_e (choices of e per token) · (mean probability of e). So an expert of
-one layer may make up for that of the same number in another. Here each layer has a loss of its own,
-and the coefficient is spread over them: the same for one layer, and for balanced experts; else at
-least as strict. In Transformers it counts only where `output_router_logits` is on. Here it always
-does in training; a `load_balance_weight` of 0 takes it away.
+Transformers adds one load-balancing loss over the choices of all layers to the training loss:
+coefficient · E · Σ_e (choices of e per token) · (mean probability of e). Imbalances of different
+layers may cancel there. Here each layer has a loss, and the coefficient is divided among the
+layers. The sum is equal for one layer and for balanced experts, and at least as large otherwise.
+Transformers adds the loss only with `output_router_logits`. Here training always adds it, unless
+`load_balance_weight` is 0.
 
-Noise of `router_jitter_noise` reaches the router here, and in Transformers the experts as well.
+`router_jitter_noise` adds noise to the router's inputs here, and also to the experts' in
+Transformers.
 """
 
 from __future__ import annotations
@@ -35,26 +36,28 @@ from layerkit.layers.moe.feed_forward import MoeFeedForward
 
 def _skeleton(file: ConfigFile) -> Config:
     del file
-    # Trained with a loss that balances all choices of a token, and without a z-loss.
+    # Mixtral's loss balances all choices of a token. It has no z-loss.
     experts: Config = MoeFeedForward.HParams.config(balance_all_choices=True, router_z_weight=0.0)
     return llama_network(feed_forward_tpl=experts)
 
 
 class _BalanceLoss:
-    """`router_aux_loss_coef`; comes after the depth and the number of choices.
+    """Entry of `router_aux_loss_coef`, to be read after the depth and the number of choices.
 
-    Our losses are means over the choices of a token, theirs sums over them.
+    The losses of layerkit are means over the choices of a token; those of Transformers are sums.
     """
 
     _WEIGHT = "layer.feed_forward_tpl.load_balance_weight"
 
     def read(self, file: ConfigFile, network: Config) -> None:
+        """Set fields from the file."""
         coefficient = file.get("router_aux_loss_coef", 0.001)
         set_field(network, self._WEIGHT, coefficient * self._choices_per_layer(network))
 
     def write(self, network: Config) -> dict[str, Any]:
+        """Return keys from fields."""
         coefficient = get_field(network, self._WEIGHT) / self._choices_per_layer(network)
-        # As it was before it was multiplied, to the last of its digits.
+        # Rounded to the original coefficient.
         return {"router_aux_loss_coef": float(f"{coefficient:.12g}")}
 
     def _choices_per_layer(self, network: Config) -> float:

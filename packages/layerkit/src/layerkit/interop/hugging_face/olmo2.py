@@ -1,4 +1,4 @@
-"""OLMo 2 (OLMo team, 2024): norms at the end of each branch, and over whole queries and keys."""
+"""OLMo 2 (OLMo team, 2024): norms after each branch, and over all heads of queries and keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the configs of several families have in common, and one key alone does not say."""
+"""Entries of config.json that several families share and that need more than one key or field."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from layerkit.interop.hugging_face.keys import (
 from layerkit.interop.hugging_face.tensors import Row
 from layerkit.layers.activations import GELU, ReLU, SiLU
 from layerkit.layers.embeddings import Embedding, FullSoftmax, SharedEmbeddingSoftmax
-from layerkit.near_names import near_names
 
-# First the spelling that is written.
+# Keys in order of preference: export writes the first one that matches.
 ACTIVATIONS: dict[str, Config] = {
     "silu": SiLU.HParams.config(),
     "swish": SiLU.HParams.config(),
@@ -30,11 +29,12 @@ ACTIVATIONS: dict[str, Config] = {
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """The non-linearity of the feed-forward.
+    """Entry of the activation of the feed-forward.
 
     Attributes:
-      name: The key.
-      default: What Transformers takes where it is left out, and how its function is spelt.
+      name: Name of the key.
+      default: Value of Transformers if the key is left out, and the preferred spelling.
+      path: Path of the field.
     """
 
     name: str
@@ -42,50 +42,55 @@ class Activation:
     path: str = "layer.feed_forward_tpl.activation_tpl"
 
     def read(self, file: ConfigFile, network: Config) -> None:
+        """Set fields from the file."""
         spelling = file.get(self.name, self.default)
         if spelling not in ACTIVATIONS:
-            near = near_names(str(spelling), ACTIVATIONS)
-            raise file.refuse(self.name, f"is not supported{near} Supported: {[*ACTIVATIONS]}")
+            raise file.invalid(self.name, choices=ACTIVATIONS)
         set_field(network, self.path, ACTIVATIONS[spelling].clone())
 
     def write(self, network: Config) -> dict[str, Any]:
+        """Return keys from fields."""
         return {self.name: spelling_of(get_field(network, self.path), preferred=self.default)}
 
 
 def spelling_of(activation: Config, *, preferred: str) -> str:
-    """How config.json spells an activation.
+    """Return the name of an activation in config.json.
 
     Raises:
-      UnsupportedModelError: it does not.
+      UnsupportedModelError: The activation has no name there.
     """
     for spelling in (preferred, *ACTIVATIONS):
         if ACTIVATIONS[spelling] == activation:
             return spelling
-    raise UnsupportedModelError(f"activation {target_of(activation).__qualname__}")
+    raise UnsupportedModelError(
+        field="activation", value=target_of(activation).__qualname__, choices=ACTIVATIONS
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class TiedEmbedding:
-    """Whether the softmax has the weight of the embedding.
+    """Entry of `tie_word_embeddings`.
 
     Attributes:
-      default: Where the file does not say.
-      scale_by_sqrt_dims: Whether embeddings are multiplied by √dims (Gemma).
+      default: Value of Transformers if the key is left out.
+      scale_by_sqrt_dims: Multiply embeddings by √dims (Gemma).
     """
 
     default: bool
     scale_by_sqrt_dims: bool = False
 
     def read(self, file: ConfigFile, network: Config) -> None:
+        """Set fields from the file."""
         tied = file.get("tie_word_embeddings", self.default)
         put_embedding(network, tied=tied, scale_by_sqrt_dims=self.scale_by_sqrt_dims)
 
     def write(self, network: Config) -> dict[str, Any]:
+        """Return keys from fields."""
         return {"tie_word_embeddings": network.embedding_tpl is None}
 
 
 def put_embedding(network: Config, *, tied: bool, scale_by_sqrt_dims: bool = False) -> None:
-    """Gives a network its embedding and its softmax."""
+    """Set the embedding and the softmax of a network."""
     if tied:
         network.embedding_tpl = None
         network.softmax_tpl = SharedEmbeddingSoftmax.HParams.config()
@@ -97,7 +102,7 @@ def put_embedding(network: Config, *, tied: bool, scale_by_sqrt_dims: bool = Fal
 
 
 def embedding_rows(embedding: str) -> tuple[Row, ...]:
-    """Where the embedding lies, and the head, tied to it or not."""
+    """Return the rows of the embedding and of the head, tied or separate."""
     as_it_is = "vocab embed -> vocab embed"
     separate = "lm/embedding/w"
     return (
@@ -109,34 +114,38 @@ def embedding_rows(embedding: str) -> tuple[Row, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class KeyValueHeads:
-    """`num_key_value_heads`; None and as many as query heads are the same.
+    """Entry of `num_key_value_heads`; None stands for the number of query heads.
 
     Attributes:
-      default: What Transformers takes where it is left out.
+      default: Value of Transformers if the key is left out.
     """
 
     default: int | None = None
 
     def read(self, file: ConfigFile, network: Config) -> None:
+        """Set fields from the file."""
         network.num_kv_heads = file.get("num_key_value_heads", self.default) or network.num_heads
 
     def write(self, network: Config) -> dict[str, Any]:
+        """Return keys from fields."""
         return {"num_key_value_heads": network.num_kv_heads or network.num_heads}
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadDim:
-    """`head_dim`; left out, heads share the model dimension.
+    """Entry of `head_dim`; None divides the model dimension among the heads.
 
     Attributes:
-      default: What Transformers takes where it is left out.
+      default: Value of Transformers if the key is left out.
     """
 
     default: int | None = None
 
     def read(self, file: ConfigFile, network: Config) -> None:
+        """Set fields from the file."""
         given = file.get("head_dim", self.default)
         network.dim_per_head = given or network.model_dims // network.num_heads
 
     def write(self, network: Config) -> dict[str, Any]:
+        """Return keys from fields."""
         return {"head_dim": network.dim_per_head or network.model_dims // network.num_heads}

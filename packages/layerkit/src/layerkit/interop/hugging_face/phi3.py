@@ -1,8 +1,8 @@
 """Phi 3 and 3.5 (Abdin et al., 2024): Llama with joined projections, and LongRoPE.
 
-Published code chooses between the short and the long factors of LongRoPE anew for every call. Here
-the choice is made once, for the longest sequence that will be run: the whole extended context,
-unless `rotary_tpl.scaling.longest_sequence` says otherwise.
+Published code selects the short or the long factors of LongRoPE in each call. Here they are
+selected once, for the longest sequence: the whole extended context, unless
+`rotary_tpl.scaling.longest_sequence` is set.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5 (Qwen team, 2024): Llama with biases on the way into heads."""
+"""Qwen 2 and 2.5 (Qwen team, 2024): Llama with biases of queries, keys and values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _skeleton(file: ConfigFile) -> Config:
 
 
 def near_at_the_end(file: ConfigFile, layer: int) -> str:
-    """The type of a layer, as Qwen says it: from a certain depth on near."""
+    """Return the type of a layer; Qwen's layers have a window from `max_window_layers` on."""
     is_near = layer >= file.get("max_window_layers", 28)
     return NEAR if is_near and file.get("use_sliding_window", default=False) else FAR
 

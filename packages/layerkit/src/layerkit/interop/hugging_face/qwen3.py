@@ -1,4 +1,4 @@
-"""Qwen 3, dense (Qwen team, 2025): Llama with norms of every head's queries and keys."""
+"""Qwen 3, dense (Qwen team, 2025): Llama with norms of queries and keys per head."""
 
 from __future__ import annotations
 

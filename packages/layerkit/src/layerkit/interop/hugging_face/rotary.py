@@ -1,6 +1,6 @@
-"""Rotary positions in a config.json: the newer `rope_parameters`, and the older two keys.
+"""Rotary positions in a config.json: `rope_parameters`, or `rope_theta` and `rope_scaling`.
 
-Written are the older ones, `rope_theta` and `rope_scaling`, since every version reads those.
+Export writes the older keys, which all versions of Transformers read.
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ from layerkit.layers.rotary_scaling import (
     LongRopeScaling,
     YarnScaling,
 )
-from layerkit.near_names import near_names
 
 _LENGTH = "original_max_position_embeddings"
-# For each rope_type: our class, and (their key, our field). Theirs may leave out those of ours that
-# have a default.
+# Class and (key, field) pairs of each rope_type. Keys of fields with a default may be left out.
 _SCALINGS: dict[str, tuple[type, tuple[tuple[str, str], ...]]] = {
     "linear": (LinearScaling, (("factor", "factor"),)),
     "llama3": (
@@ -63,24 +61,25 @@ _SCALINGS: dict[str, tuple[type, tuple[tuple[str, str], ...]]] = {
         ),
     ),
 }
-# `su` is what Phi 3 called LongRoPE before it had that name.
+# Phi 3 first called LongRoPE `su`.
 _OTHER_NAMES = {"su": "longrope"}
 _NOT_OF_SCALING = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """The rotation of queries and keys.
+    """Entry of the rotary positions of queries and keys.
 
     Attributes:
-      default_theta: Where the file does not say.
-      has_fraction: Whether models of the family may turn a part of each head.
+      default_theta: Default of `rope_theta`.
+      has_fraction: Models of the family may rotate a fraction of each head.
     """
 
     default_theta: float = 10_000.0
     has_fraction: bool = False
 
     def read(self, file: ConfigFile, network: Config) -> None:
+        """Set fields from the file."""
         parameters = parameters_of(file, self.default_theta)
         set_field(network, "layer.attention_tpl.rotary_tpl", self._rotary(file, parameters))
 
@@ -88,10 +87,11 @@ class Rotary:
         fraction = file.get("partial_rotary_factor", 1.0) if self.has_fraction else 1.0
         parameters = {"partial_rotary_factor": fraction, **parameters}
         if parameters["partial_rotary_factor"] != 1.0 and not self.has_fraction:
-            raise file.refuse("rope_parameters", "turns a part of each head, as no such model does")
+            raise file.invalid("rope_parameters", "partial_rotary_factor=1 in this family")
         return rotary_config(file, parameters)
 
     def write(self, network: Config) -> dict[str, Any]:
+        """Return keys from fields."""
         rotary = get_field(network, "layer.attention_tpl.rotary_tpl")
         content = rotary_keys(rotary)
         if self.has_fraction:
@@ -100,17 +100,17 @@ class Rotary:
 
 
 def parameters_of(file: ConfigFile, default_theta: float) -> dict[str, Any]:
-    """What a file says of the rotation, in the newer form."""
+    """Return the rotary parameters of a file in the newer form."""
     newer = file.get("rope_parameters", None) or {}
     older = {"rope_theta": file.get("rope_theta", default_theta)}
     return {**older, **(file.get("rope_scaling", None) or {}), **newer}
 
 
 def rotary_config(file: ConfigFile, parameters: Mapping[str, Any]) -> Config:
-    """Our rotation of parameters in the newer form.
+    """Return the config of rotary positions for parameters in the newer form.
 
     Raises:
-      UnsupportedModelError: a type, or an option of a type, that we do not have.
+      UnsupportedModelError: The type, or an option of the type, is not supported.
     """
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     kind = _OTHER_NAMES.get(kind, kind)
@@ -122,11 +122,13 @@ def rotary_config(file: ConfigFile, parameters: Mapping[str, Any]) -> Config:
         _refuse_unknown(file, kind, parameters, known={_LENGTH})
         return rotary
     if kind not in _SCALINGS:
-        reason = "changes with the length of a sequence, which a cache cannot follow"
-        if kind != "dynamic":
-            reason = f"is not supported{near_names(kind, _SCALINGS)}"
+        expected = "a type that does not depend on the sequence length, as needed by a cache"
         raise UnsupportedModelError(
-            f"config.json of a {file.model_type} model: rope_type={kind!r} {reason}"
+            owner=f"config.json of a {file.model_type} model",
+            field="rope_type",
+            value=kind,
+            expected=expected if kind == "dynamic" else None,
+            choices=_SCALINGS,
         )
     rotary.scaling = _scaling(file, kind, dict(parameters))
     return rotary
@@ -135,7 +137,7 @@ def rotary_config(file: ConfigFile, parameters: Mapping[str, Any]) -> Config:
 def _scaling(file: ConfigFile, kind: str, parameters: dict[str, Any]) -> Any:
     scaling_class, names = _SCALINGS[kind]
     if kind != "linear":
-        # Some families say it beside the parameters, and there it counts.
+        # Some families have the length outside of the parameters, where it takes precedence.
         length = file.get(_LENGTH, None) or parameters.get(_LENGTH)
         longest = file.get("max_position_embeddings", None)
         parameters[_LENGTH] = length or longest
@@ -143,7 +145,7 @@ def _scaling(file: ConfigFile, kind: str, parameters: dict[str, Any]) -> Any:
         if kind != "longrope":
             del parameters["max_position_embeddings"]
         elif parameters.pop("factor", None) not in (None, longest / parameters[_LENGTH]):
-            raise file.refuse("rope_scaling", "has a factor that is not the ratio of its lengths")
+            raise file.invalid("rope_scaling", "a factor that is the ratio of its lengths")
     _refuse_unknown(file, kind, parameters, known={theirs for theirs, _ in names})
     given = {ours: parameters[theirs] for theirs, ours in names if theirs in parameters}
     return scaling_class(**{name: value for name, value in given.items() if value is not None})
@@ -155,19 +157,23 @@ def _refuse_unknown(
     unknown = {k: v for k, v in parameters.items() if k not in known and k not in _NOT_OF_SCALING}
     if any(value is not None for value in unknown.values()):
         raise UnsupportedModelError(
-            f"config.json of a {file.model_type} model: {unknown} of rope_type={kind!r} is not"
-            " supported"
+            f"unknown parameters of rope_type={kind!r}",
+            owner=f"config.json of a {file.model_type} model",
+            value=unknown,
+            choices=sorted(known),
         )
 
 
 def rotary_keys(rotary: Any) -> dict[str, Any]:
-    """The older keys of a rotation of ours.
+    """Return the older keys of rotary positions.
 
     Raises:
-      UnsupportedModelError: there is none, or one that folders cannot say.
+      UnsupportedModelError: The rotary positions are missing, or their scaling has no keys.
     """
     if rotary is None:
-        raise UnsupportedModelError("rotary_tpl is not set")
+        raise UnsupportedModelError(
+            field="rotary_tpl", value=None, expected="a RotaryPositionalEmbedding"
+        )
     content: dict[str, Any] = {"rope_theta": rotary.max_timescale, "rope_scaling": None}
     if rotary.scaling is None:
         return content
@@ -180,4 +186,8 @@ def rotary_keys(rotary: Any) -> dict[str, Any]:
                 content[_LENGTH] = values[_LENGTH]
             kept = {key: value for key, value in values.items() if value is not None}
             return {**content, "rope_scaling": {"rope_type": kind, "type": kind, **kept}}
-    raise UnsupportedModelError(f"rotary scaling {type(rotary.scaling).__name__}")
+    raise UnsupportedModelError(
+        field="rotary_tpl.scaling",
+        value=type(rotary.scaling).__name__,
+        choices=[scaling_class.__name__ for scaling_class, _ in _SCALINGS.values()],
+    )

@@ -1,8 +1,8 @@
 """T5 (Raffel et al., 2020) and T5 1.1: an encoder and a decoder with relative biases.
 
-Logits of attention are not scaled. Each side has one table of biases, which the folder keeps in the
-first layer. The first version ties the head to the embedding and divides logits by √dims; version
-1.1 has a head of its own, and a gated feed-forward.
+Attention logits are not scaled. Each side has one table of biases, which folders store in the first
+layer. The first version ties the head to the embedding and divides logits by √dims. Version 1.1 has
+a separate head and a gated feed-forward.
 """
 
 from __future__ import annotations
@@ -51,14 +51,16 @@ def _skeleton(file: ConfigFile) -> Config:
 
 
 class _Depths:
-    """`num_layers`, and `num_decoder_layers` where the decoder's differs."""
+    """Entry of `num_layers` and `num_decoder_layers`."""
 
     def read(self, file: ConfigFile, network: Config) -> None:
+        """Set fields from the file."""
         network.num_encoder_layers = file.get("num_layers", 6)
         depth = file.get("num_decoder_layers", None)
         network.num_decoder_layers = network.num_encoder_layers if depth is None else depth
 
     def write(self, network: Config) -> dict[str, Any]:
+        """Return keys from fields."""
         return {
             "num_layers": network.num_encoder_layers,
             "num_decoder_layers": network.num_decoder_layers,
@@ -66,19 +68,25 @@ class _Depths:
 
 
 class _FeedForward:
-    """`feed_forward_proj`: `relu`, or `gated-` and an activation."""
+    """Entry of `feed_forward_proj`: an activation, with the prefix `gated-` if gated."""
 
     def read(self, file: ConfigFile, network: Config) -> None:
+        """Set fields from the file."""
         given = file.get("feed_forward_proj", "relu")
         *gated, activation = given.split("-")
         if gated not in ([], ["gated"]) or activation not in ACTIVATIONS:
-            raise file.refuse("feed_forward_proj", "is not supported")
-        # The GELU of T5 1.1 is the approximate one, in spite of its name.
+            raise file.invalid(
+                "feed_forward_proj",
+                "an activation, or gated- and an activation",
+                choices=ACTIVATIONS,
+            )
+        # T5 1.1 uses the approximate GELU, despite the name.
         activation = "gelu_new" if given == "gated-gelu" else activation
         set_field(network, _GATE, bool(gated))
         set_field(network, _ACTIVATION, ACTIVATIONS[activation].clone())
 
     def write(self, network: Config) -> dict[str, Any]:
+        """Return keys from fields."""
         activation = spelling_of(get_field(network, _ACTIVATION), preferred="relu")
         if not get_field(network, _GATE):
             return {"feed_forward_proj": activation}
@@ -86,16 +94,18 @@ class _FeedForward:
 
 
 class _Head:
-    """Whether the head is tied to the embedding, and its logits divided by √dims."""
+    """Entry of the tied head, whose logits are divided by √dims."""
 
     def read(self, file: ConfigFile, network: Config) -> None:
+        """Set fields from the file."""
         tied = file.get("tie_word_embeddings", default=True)
-        # Newer versions of Transformers call every T5 tied, and tell the two apart by this.
+        # Newer versions of Transformers mark each T5 as tied and distinguish versions by this key.
         tied = file.get("scale_decoder_outputs", tied)
         put_embedding(network, tied=tied)
         network.softmax_tpl.logit_scale = network.model_dims**-0.5 if tied else None
 
     def write(self, network: Config) -> dict[str, Any]:
+        """Return keys from fields."""
         tied = network.embedding_tpl is None
         return {"tie_word_embeddings": tied, "scale_decoder_outputs": tied}
 
@@ -190,14 +200,14 @@ T5 = Family(
         ),
         Fixed("is_encoder_decoder", value=True),
     ),
-    # The first two repeat feed_forward_proj; the third is of another head.
+    # The first two repeat feed_forward_proj; the third belongs to a classification head.
     neutral=frozenset({"dense_act_fn", "is_gated_act", "classifier_dropout", "n_positions"}),
     copies={
         "lm_head.weight": "shared.weight",
         "encoder.embed_tokens.weight": "shared.weight",
         "decoder.embed_tokens.weight": "shared.weight",
     },
-    # A table of cross attention that the first checkpoints held and that nothing reads.
+    # A bias table of cross-attention in the first checkpoints, which is not used.
     buffers=r"EncDecAttention\.relative_attention_bias\.weight$",
     rows=(
         Row("shared.weight", _SEPARATE, _AS_IT_IS),

@@ -1,11 +1,10 @@
-"""Which tensor of a folder holds which part of our weights.
+"""Tables from tensors of a folder to parts of layerkit weights.
 
-A family writes one table of rows, name ↔ path with a `Layout`. Expanded over the layers (and
-experts) of a model, it says for each of our weights what it is made of, and for each tensor what it
-holds; import reads it one way, export the other.
+A family has one table of rows, name ↔ path with a `Layout`. It is expanded over the layers (and
+experts) of a model into pieces. Import and export use the same pieces.
 
-Our layers may be unrolled, repeated on a stacked axis, or repeated in blocks. Each stack says where
-the variables of layer i lie (`locate_layer`), so that a table does not depend on it.
+Layers may be unrolled, repeated on a stacked axis, or repeated in blocks. `locate_layer` of the
+stack returns the location of a layer's variables, so that tables do not depend on it.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ _EXPERT = "{expert}"
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row of a family's table.
+    """A row of a family's table of tensors.
 
     Attributes:
-      name: Of the tensor; may hold `{layer}` and `{expert}`.
-      path: Of our weight, from the model down. Where it holds `{layer}`, what stands before is the
-        stack. Weights of experts have a leading axis of experts.
-      layout: See `Layout`; without the axes of layers and experts.
-      joined_axis: Where several rows name one tensor, the axis of theirs along which the tensor
-        joins their weights, in the order of the rows.
-      beside: A weight without which the row does not count, such as a separate embedding.
-      instead_of: A weight with which it does not count.
+      name: Name of the tensor, which may contain `{layer}` and `{expert}`.
+      path: Path of the weight in the model. The part before `{layer}` is the path of the stack.
+        Weights of experts have a leading axis of experts.
+      layout: `Layout` without the axes of layers and experts.
+      joined_axis: Axis of the tensor along which it concatenates the weights of several rows, in
+        the order of the rows; None if the tensor holds one weight.
+      beside: Path of a weight that must exist for the row to apply, such as a separate embedding.
+      instead_of: Path of a weight that must not exist for the row to apply.
     """
 
     name: str
@@ -55,16 +54,16 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What one tensor has to do with one of our weights.
+    """A part of a weight that is stored in one tensor.
 
     Attributes:
-      name: Of the tensor.
-      path: Of our weight.
-      index: Which part of our weight, on its leading axes of layers and experts.
-      shape: Of that part.
-      layout: How its axes lie in the tensor.
-      joined_axis: None where the tensor holds nothing else.
-      offset: Where the part begins on the joined axis.
+      name: Name of the tensor.
+      path: Path of the weight.
+      index: Index of the part on the leading axes of layers and experts.
+      shape: Shape of the part.
+      layout: Layout of the part in the tensor.
+      joined_axis: Axis of the tensor that concatenates several parts; None if there is one.
+      offset: Start of the part on the joined axis.
     """
 
     name: str
@@ -77,28 +76,28 @@ class Piece:
 
     @property
     def their_shape(self) -> tuple[int, ...]:
-        """The shape of the part within the tensor."""
+        """Shape of the part within the tensor."""
         return self.layout.their_shape(self.shape)
 
     def renamed(self, name: str) -> Piece:
-        """The same piece of a tensor called `name`."""
+        """Return the piece with another name of its tensor."""
         return dataclasses.replace(self, name=name)
 
 
 @dataclasses.dataclass(frozen=True)
 class Anatomy:
-    """What the tables need to know of a model.
+    """The weights of a model and the locations of its layers.
 
     Attributes:
-      weights: Its weights by path, as shapes and dtypes.
-      layers: For each stack, by its path in a table (`lm/stack`): where each layer lies in it.
+      weights: Shapes and dtypes of the weights by path.
+      layers: Locations of the layers of each stack, by the path of the stack (`lm/stack`).
     """
 
     weights: dict[Path, jax.ShapeDtypeStruct]
     layers: dict[str, list[tuple[Path, Index]]]
 
     def without(self, patterns: Sequence[str]) -> Anatomy:
-        """The same without weights whose path, such as `lm/softmax/w`, matches a pattern."""
+        """Return the anatomy without weights whose paths (`lm/softmax/w`) match a pattern."""
 
         def stays(path: Path) -> bool:
             return not any(re.fullmatch(pattern, "/".join(path[1:])) for pattern in patterns)
@@ -109,9 +108,9 @@ class Anatomy:
 
 @functools.lru_cache(maxsize=4)
 def dissect(model: BaseLayer, rows: tuple[Row, ...]) -> Anatomy:
-    """Looks at a model without computing anything.
+    """Return the anatomy of a model by tracing, without computing its weights.
 
-    Tracing a deep model takes seconds, so the last few are kept.
+    Tracing a deep model takes seconds, so the last results are cached.
     """
     stacks = {row.path.partition(f"/{_LAYER}")[0] for row in rows if _LAYER in row.path}
     layers: dict[str, list[tuple[Path, Index]]] = {}
@@ -126,13 +125,13 @@ def dissect(model: BaseLayer, rows: tuple[Row, ...]) -> Anatomy:
 
 
 def flatten(tree: Mapping[str, Any]) -> dict[Path, Any]:
-    """The leaves of nested dicts by path."""
+    """Return the leaves of nested dicts by path."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {tuple(key.key for key in path): leaf for path, leaf in leaves}
 
 
 def unflatten(leaves: Mapping[Path, Any]) -> dict[str, Any]:
-    """The nested dicts of leaves by path."""
+    """Return nested dicts of leaves by path."""
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():
         node = tree
@@ -143,9 +142,9 @@ def unflatten(leaves: Mapping[Path, Any]) -> dict[str, Any]:
 
 
 def pieces_of(anatomy: Anatomy, rows: Sequence[Row]) -> list[Piece]:
-    """The table of a family, expanded for one model.
+    """Expand the table of a family for a model.
 
-    Rows of weights that the model does not have (a bias, where there is none) say nothing of it.
+    Rows of weights that the model does not have, such as biases, are skipped.
     """
     offsets: dict[str, int] = {}
     pieces = []
@@ -161,7 +160,7 @@ def pieces_of(anatomy: Anatomy, rows: Sequence[Row]) -> list[Piece]:
 
 
 def their_shapes(pieces: Sequence[Piece]) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor that the pieces name, in the order of the table."""
+    """Return the shape of each tensor of the pieces, in the order of the table."""
     shapes: dict[str, tuple[int, ...]] = {}
     for piece in pieces:
         shape = list(piece.their_shape)
@@ -172,7 +171,7 @@ def their_shapes(pieces: Sequence[Piece]) -> dict[str, tuple[int, ...]]:
 
 
 def _expand(row: Row, anatomy: Anatomy) -> Iterator[tuple[str, Path, Index, tuple[int, ...]]]:
-    """(tensor, weight, index on its leading axes, shape of the part) of a row, for every layer."""
+    """Yield (tensor, weight, index on its leading axes, shape of the part) for each layer."""
     stack, has_layers, _ = row.path.partition(f"/{_LAYER}")
     places: list[tuple[Path, Index]] = anatomy.layers[stack] if has_layers else [((), ())]
     for layer, (place, index) in enumerate(places):
@@ -197,7 +196,7 @@ def _expand(row: Row, anatomy: Anatomy) -> Iterator[tuple[str, Path, Index, tupl
 
 
 def grouped(pieces: Sequence[Piece]) -> dict[str, list[Piece]]:
-    """The pieces by the name of their tensor, in the order of the table."""
+    """Return the pieces by the name of their tensor, in the order of the table."""
     groups: dict[str, list[Piece]] = {}
     for piece in pieces:
         groups.setdefault(piece.name, []).append(piece)
@@ -205,7 +204,7 @@ def grouped(pieces: Sequence[Piece]) -> dict[str, list[Piece]]:
 
 
 def by_weight(pieces: Sequence[Piece]) -> dict[Path, dict[Index, Piece]]:
-    """The pieces by our weight and their place in it."""
+    """Return the pieces by weight and index in the weight."""
     weights: dict[Path, dict[Index, Piece]] = {}
     for piece in pieces:
         weights.setdefault(piece.path, {})[piece.index] = piece
