@@ -1,4 +1,4 @@
-"""Biases that tell distances: against published code, and what they promise."""
+"""Relative biases and ALiBi, compared with published code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One product for queries, keys and values: the layer is the same one."""
+"""The combined projection, compared with separate projections."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make(**fields):
 
 
 def drawn_weights(layer, seed=0):
-    """Weights without zeros: those that start at 0 would hide a fault."""
+    """Return weights without zeros, since weights that start at 0 would hide errors."""
     random = np.random.default_rng(seed)
     shapes = jax.eval_shape(layer.init, jax.random.key(0))
     return jax.tree.map(

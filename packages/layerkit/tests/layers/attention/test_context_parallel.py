@@ -1,4 +1,4 @@
-"""Rows split over devices are attended as if they were whole, values and gradients."""
+"""Attention over split rows, compared with whole rows in values and gradients."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def draw(*, dtype=jnp.float32, keys=LENGTH, kv_heads=KV_HEADS, value_dim=6):
 
 
 def values_and_gradients(inputs, learned=None, **options):
-    """What is read, and the gradients of a weighted sum of it."""
+    """Return the outputs, and the gradients of a weighted sum of them."""
 
     def total(inputs, learned):
         read = dot_product_attention(*inputs, scale=0.4, **learned, **options)
@@ -186,7 +186,7 @@ def test_single_query_is_replicated_and_raises_in_a_ring(raises):
 
 @pytest.mark.parametrize("way", ["all_gather", "ring"])
 def test_no_device_holds_the_logits_of_all_queries(way):
-    """The largest array of logits in the compiled program is one device's share."""
+    """The largest array of logits in the compiled program is one device's shard."""
     inputs = draw()
     sharding = bound(context=4)
     program = jax.jit(
@@ -210,7 +210,7 @@ def test_no_device_holds_the_logits_of_all_queries(way):
 
 
 def test_ring_runs_on_each_stage_of_a_pipeline():
-    """Stages are a mapped axis that lies on a mesh axis of its own."""
+    """Stages are a mapped axis on a separate mesh axis."""
     stages = [jnp.stack([x, 2 * x]) for x in draw()]
     sharding = bound(stage=2, context=2)
 
@@ -228,7 +228,7 @@ def test_ring_runs_on_each_stage_of_a_pipeline():
 
 
 def test_window_stops_the_ring_early():
-    """Of 8 parts of 2 tokens, a window of 3 reaches the one before."""
+    """With 8 shards of 2 tokens, a window of 3 reaches one shard back."""
     sharding = bound(context=8)
 
     def length_of_the_loop(mask):
@@ -275,7 +275,7 @@ def test_unknown_kind_of_context_parallelism_raises(raises):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["all_gather", "ring"])
 def test_repeated_language_model_on_split_rows_equals_one_device(way):
-    """Context parallelism is a field and a mesh: no other layer knows of it."""
+    """Context parallelism needs one field and a mesh, and no change of other layers."""
     config = LanguageModel.HParams.config()
     config.lm_tpl.set(vocab_size=16, model_dims=8, hidden_dims=12, num_layers=2, num_heads=4)
     config.lm_tpl.stack_tpl = StackedTransformerRepeated.HParams.config(remat="full")

@@ -1,4 +1,4 @@
-"""CrossAttention: against NumPy, with and without its cache."""
+"""CrossAttention with and without its cache, compared with NumPy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make(**fields):
 
 
 def drawn_weights(layer, seed=0):
-    """Weights without zeros: those that start at 0 would hide a fault."""
+    """Return weights without zeros, since weights that start at 0 would hide errors."""
     random = np.random.default_rng(seed)
     shapes = jax.eval_shape(layer.init, jax.random.key(0))
     return jax.tree.map(

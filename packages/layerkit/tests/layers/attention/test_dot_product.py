@@ -1,4 +1,4 @@
-"""Attention as a plain function, against loops in NumPy."""
+"""The attention function, compared with loops in NumPy."""
 
 from __future__ import annotations
 

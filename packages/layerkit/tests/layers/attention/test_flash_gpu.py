@@ -1,4 +1,4 @@
-"""The GPU kernel, run step by step on the CPU, against plain array code."""
+"""The GPU kernel in interpret mode on the CPU, compared with array code."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_padded_memory_as_long_as_the_queries_is_unsupported(platform):
 
 
 def test_masked_blocks_are_skipped():
-    """In row order, what lies outside the causal triangle may even be NaN."""
+    """In row order, values outside the causal triangle may be NaN."""
     query, key, value = draw()
     mask = AttentionMask.causal_mask(BATCH, LENGTH)
     poisoned = [x.at[:, 32:].set(jnp.nan) for x in (key, value)]

@@ -1,4 +1,4 @@
-"""The TPU kernel, run step by step on the CPU, against plain array code."""
+"""The TPU kernel in interpret mode on the CPU, compared with array code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MultiHeadLatentAttention: against transformers, and its compressed cache against whole rows."""
+"""MultiHeadLatentAttention, compared with transformers, and its cache with whole rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make(**fields):
 
 
 def drawn_weights(layer, seed=0):
-    """Weights without zeros: those that start at 0 would hide a fault."""
+    """Return weights without zeros, since weights that start at 0 would hide errors."""
     random = np.random.default_rng(seed)
     shapes = jax.eval_shape(layer.init, jax.random.key(0))
     return jax.tree.map(
@@ -87,7 +87,7 @@ def in_chunks(layer, weights, x, chunks):
 
 
 def weights_of(attention, query_latent):
-    """The weights of DeepSeek's layer in our tree."""
+    """Return the weights of DeepSeek's layer in the tree of this library."""
     taken = {name: w.detach().numpy().T for name, w in attention.named_parameters()}
 
     def heads(w, *sizes):

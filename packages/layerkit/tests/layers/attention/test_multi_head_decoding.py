@@ -1,4 +1,4 @@
-"""Cached decoding: `extend_step` is `fprop`, some tokens at a time."""
+"""Cached decoding: steps of `extend_step` equal `fprop`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make(**fields):
 
 
 def drawn_weights(layer, seed=0):
-    """Weights without zeros: those that start at 0 would hide a fault."""
+    """Return weights without zeros, since weights that start at 0 would hide errors."""
     random = np.random.default_rng(seed)
     shapes = jax.eval_shape(layer.init, jax.random.key(0))
     return jax.tree.map(
@@ -62,7 +62,7 @@ def empty_cache(layer, weights, batch=BATCH, slots=SLOTS):
 
 @functools.partial(jax.jit, static_argnames="layer")
 def extend(layer, weights, cache, x, step, **options):
-    """Outputs and the new cache of tokens `x` that stand at `step`."""
+    """Return the outputs and the new cache of tokens `x` from position `step` on."""
     start = jnp.asarray(step, jnp.int32)
     places = start + positions(x.shape[0], 0, x.shape[1])
     return layer.apply(

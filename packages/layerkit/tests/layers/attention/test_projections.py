@@ -1,4 +1,4 @@
-"""Projections into and out of heads: their products, fans, biases and layouts."""
+"""Projections to and from heads: products, fans, biases and shardings."""
 
 from __future__ import annotations
 

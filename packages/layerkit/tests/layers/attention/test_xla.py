@@ -1,4 +1,4 @@
-"""Plain attention: bias, sinks, windows, prefixes, and values of another size than keys."""
+"""Attention by array code: bias, sinks, windows, prefixes, and sizes of values."""
 
 from __future__ import annotations
 

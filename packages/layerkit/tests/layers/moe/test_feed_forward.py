@@ -1,4 +1,4 @@
-"""MoeFeedForward: against loops over tokens, and that its two ways of computing are one layer."""
+"""MoeFeedForward, compared with loops over tokens, with and without a capacity."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_capacity_drops_the_same_choices_as_loops():
 
 def test_dropless_equals_a_large_capacity_and_all_experts():
     def dense(params, x):
-        """All experts compute all tokens, and most of it is multiplied by 0."""
+        """Compute all experts for all tokens, with weight 0 for those that are not chosen."""
         probs = jax.nn.softmax(x @ params["router"]["w"])
         kept = jnp.sum(jax.nn.one_hot(jax.lax.top_k(probs, 2)[1], EXPERTS), axis=-2) * probs
         kept = kept / jnp.sum(kept, axis=-1, keepdims=True)

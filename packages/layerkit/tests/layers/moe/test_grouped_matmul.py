@@ -1,4 +1,4 @@
-"""Products of groups of rows: each implementation against one product per group."""
+"""Grouped products, compared with one product per group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Balance losses and loads: the numbers at the ends, formulas in between, padding never."""
+"""Load-balancing losses and loads: limits, formulas and padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mixtures of published models, by the reference code of their authors' releases."""
+"""Mixtures of experts of published models, compared with their reference code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ X = np.random.default_rng(0).normal(size=(2, 7, DIMS)).astype(np.float32)
 
 
 def drawn(block):
-    """Gives every weight and buffer of a block numbers that are not 0."""
+    """Fill every weight and buffer of a block with nonzero numbers."""
     torch.manual_seed(1)
     with torch.no_grad():
         for tensor in (*block.parameters(), *block.buffers()):

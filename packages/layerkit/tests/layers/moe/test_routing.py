@@ -1,4 +1,4 @@
-"""The router: who is chosen, with what weight, and what padding, noise and groups do to it."""
+"""The router: chosen experts, weights, padding, noise and groups of experts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def route(layer, variables, x=X, **options):
 
 
 def by_hand(scores, *, k, bias=0.0, groups=None, renormalize=True, scale=1.0):
-    """The choice of one token, by sorting in NumPy."""
+    """Return the choice of one token by sorting in NumPy."""
     for_choice = scores + bias
     if groups is not None:
         num_groups, num_chosen = groups

@@ -1,4 +1,4 @@
-"""Experts on many devices are the experts of one, with tokens exchanged as they should be."""
+"""Experts on a mesh, compared with one device, and their collectives."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def expected():
 
 
 def check(expected, axes, fields, rules=DEFAULT_RULES):
-    """Compares with one device; returns the gradients of weights, and the text of the program."""
+    """Compare with one device; return the gradients of weights and the text of the program."""
     layer, weights = make(**fields)
     run, arguments = compiled_on(bind(axes, rules), layer, weights)
     found = run(*arguments)

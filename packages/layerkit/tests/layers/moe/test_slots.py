@@ -1,4 +1,4 @@
-"""Slots: who gets one, in what order, and that rows and gradients go there and back."""
+"""Slots: assignment, order, and the movement of rows and gradients."""
 
 from __future__ import annotations
 

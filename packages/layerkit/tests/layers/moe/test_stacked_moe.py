@@ -1,4 +1,4 @@
-"""Layers with experts in a stack: in a loop as in a row, and their losses add up."""
+"""Stacks of layers with experts: repeated and unrolled stacks, and the sum of their losses."""
 
 from __future__ import annotations
 

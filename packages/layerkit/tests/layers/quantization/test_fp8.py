@@ -1,4 +1,4 @@
-"""Fp8Dot against Flax's own fp8 layer, against exact products, and its state step after step."""
+"""Fp8Dot, compared with Flax's fp8 layer and with exact products, and its state over steps."""
 
 from __future__ import annotations
 
