@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -57,22 +56,22 @@ def test_other_text_for_the_same_model(data_format: str, reader: type):
 
 
 @pytest.mark.parametrize(
-    ("cls", "fields", "text"),
+    ("cls", "fields", "field"),
     [
-        (Pile126M, {"DATA_FORMAT": "grain"}, "DATA_FORMAT='grain' reads GRAIN_DATA_DIR, which is"),
+        (Pile126M, {"DATA_FORMAT": "grain"}, "GRAIN_DATA_DIR"),
         (
             Pile126M,
             {"DATA_FORMAT": "grain", "GRAIN_DATA_DIR": "x", "PACKED_INPUT": False},
-            "PACKED_INPUT=False needs DATA_FORMAT='seqio'",
+            "PACKED_INPUT",
         ),
-        (Lambada126M, {"DATA_FORMAT": "synthetic"}, "has no last words to predict"),
-        (Lambada126M, {"DATA_FORMAT": "grain"}, "DATA_FORMAT='grain' reads GRAIN_DATA_DIR, which"),
-        (Lambada126M, {"MAX_SEQ_LEN": 64}, "TARGET_LENGTH=64 leaves no room for the passage"),
-        (Pile126M, {"CHECKPOINT_POLICY": "SAVE_OUT_PROJ"}, "CHECKPOINT_POLICY='SAVE_OUT_PROJ'"),
+        (Lambada126M, {"DATA_FORMAT": "synthetic"}, "DATA_FORMAT"),
+        (Lambada126M, {"DATA_FORMAT": "grain"}, "GRAIN_DATA_DIR"),
+        (Lambada126M, {"MAX_SEQ_LEN": 64}, "TARGET_LENGTH"),
+        (Pile126M, {"CHECKPOINT_POLICY": "SAVE_OUT_PROJ"}, "CHECKPOINT_POLICY"),
     ],
 )
-def test_fields_that_do_not_go_together(cls: type, fields: dict[str, Any], text: str):
-    with pytest.raises(UsageError, match=re.escape(text)):
+def test_contradicting_fields_raise(raises: Any, cls: type, fields: dict[str, Any], field: str):
+    with raises(UsageError, field=field):
         resolve(cls(**fields))
 
 

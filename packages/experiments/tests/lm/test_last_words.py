@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from layerkit.errors import ConfigError
 from layerkit_experiments.lm.recipes.last_words import last_word_rows, split_last_word
 
 PASSAGES = ["A cat sat\n on the  mat", "“Who?” he asked the ‘night’"]
@@ -23,11 +23,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_last_word_keeps_its_blank_and_quotes_become_straight():
+def test_split_keeps_the_blank_and_straightens_quotes(raises):
     assert split_last_word(PASSAGES[0]) == ("A cat sat\n on the", " mat")
     assert split_last_word(PASSAGES[1]) == ('"Who?" he asked the', " 'night'")
     assert split_last_word("  one two \n") == ("one", " two")
-    with pytest.raises(ValueError, match="'word' has no last word that others come before"):
+    with raises(ConfigError, field="passage", value="word"):
         split_last_word("word")
 
 
@@ -46,13 +46,12 @@ def test_only_the_last_word_counts(folder: Path):
         assert row["weights"].sum() == len(word)
 
 
-def test_faults_are_named(folder: Path):
+def test_invalid_vocabulary_and_record_raise(raises, folder: Path):
     pytest.importorskip("grain")
-    with pytest.raises(ValueError, match="none is named: set the environment variable VOCAB_PATH"):
+    with raises(ConfigError, field="VOCAB_PATH", value=None):
         last_word_rows(path=str(folder), **{**FIELDS, "vocab_path": None})
-    text = "VOCAB_PATH=bytes has 259 ids, but the model knows VOCAB_SIZE=258"
-    with pytest.raises(ValueError, match=re.escape(text)):
+    with raises(ConfigError, field="VOCAB_SIZE", value=258):
         last_word_rows(path=str(folder), **FIELDS, vocab_size=258)
     (folder / "more.jsonl").write_text('{"txt": "a b"}\n')
-    with pytest.raises(ValueError, match=r"more\.jsonl, line 1: no field 'text'; did you mean 't"):
+    with pytest.raises(ConfigError, match=r"more\.jsonl, line 1: .*'text'.*'txt'"):
         last_word_rows(path=str(folder), **FIELDS)

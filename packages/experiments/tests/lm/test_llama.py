@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -80,9 +79,8 @@ def test_lora_trains_adapters_on_the_weights_of_a_folder_that_is_not_there_yet()
     assert CATALOGUE["lm.llama.Llama7BLora"].num_params == 6_738_415_616 + adapters
 
 
-def test_drawn_weights_bring_no_tokenizer():
-    expected = "TOKENIZER=None takes that of the first weights, which are drawn here"
-    with pytest.raises(UsageError, match=re.escape(expected)):
+def test_tokenizer_is_required_without_initial_weights(raises):
+    with raises(UsageError, field="TOKENIZER", value=None):
         resolve(llama.Llama7BLora(INIT_FROM=None))
 
 

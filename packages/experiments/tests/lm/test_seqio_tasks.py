@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 pytest.importorskip("seqio")
 
 from layerkit.config import target_of
+from layerkit.errors import ConfigError
 from layerkit_experiments.lm.c4 import C4Spmd1BAdam4Replicas
 from layerkit_experiments.lm.pile import Lambada126M, Pile126M
 from layerkit_experiments.lm.recipes.last_words import last_word_rows, split_last_word
@@ -110,13 +110,9 @@ def test_last_words_are_the_same_through_seqio_and_grain(folder: Path, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({"VOCAB_PATH": None}, "none is named: set the environment variable VOCAB_PATH"),
-        ({"VOCAB_PATH": "nowhere.model"}, "VOCAB_PATH=nowhere.model: there is no such file"),
-        ({"VOCAB_SIZE": 100}, "VOCAB_PATH=bytes has 259 ids, but the model knows VOCAB_SIZE=100"),
-    ],
+    ("field", "value"), [("VOCAB_PATH", None), ("VOCAB_PATH", "nowhere.model"), ("VOCAB_SIZE", 100)]
 )
-def test_a_vocabulary_that_cannot_be(fields: dict[str, Any], text: str, folder: Path):
-    with pytest.raises((ValueError, OSError), match=re.escape(text)):
-        read(Pile126M, folder, **fields)
+def test_invalid_vocabulary_raises(field: str, value: Any, folder: Path):
+    with pytest.raises(ConfigError) as caught:
+        read(Pile126M, folder, **{field: value})
+    assert (caught.value.field, caught.value.value) == (field, value)

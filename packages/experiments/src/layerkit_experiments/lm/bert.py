@@ -1,8 +1,8 @@
-"""BERT: masked language modelling, both ways (Devlin et al., 2018; arXiv:1810.04805).
+"""BERT: masked language modelling (Devlin et al., 2018; arXiv:1810.04805).
 
-The published model also predicts whether one sentence follows another (which RoBERTa,
-arXiv:1907.11692, shows to be of no use), and so has embeddings of sentences and a pooler; here
-there is only the hidden text. The head is the embedding and a bias for each word.
+The published model also predicts the next sentence, with sentence embeddings and a pooler. RoBERTa
+(arXiv:1907.11692) shows that this does not help, and it is omitted here. The head is the embedding
+and a bias for each token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _INIT_STD = 0.02
 
 
 class MaskedLm(LmExperiment, abstract=True):
-    """A Transformer that reads both ways, norms after the residual, as a BertModel."""
+    """A BertModel with bidirectional attention and norms after the residual."""
 
     tags: ClassVar[tuple[str, ...]] = ("masked_lm",)
 
@@ -34,12 +34,12 @@ class MaskedLm(LmExperiment, abstract=True):
     FEED_FORWARD_BIAS = True
     DROPOUT_RATE = 0.1
     MASK_ID: int | None = None
-    """Takes the place of a hidden token; one that the text does not have. None for the last id."""
+    """Id of the mask token, which the text does not contain; None for the last id."""
     UNMASKED_IDS: list[int] = [0, 1, 2]
-    """Padding, beginnings and ends, which are never hidden."""
+    """Ids that are never masked: padding, start and end tokens."""
 
     def model(self) -> Config:
-        """The config of the BertModel."""
+        """Return the config of the BertModel."""
         lm = super().model().lm_tpl
         layer = lm.stack_tpl.layer_tpl
         layer.norm_policy = "post"
@@ -61,7 +61,7 @@ class MaskedLm(LmExperiment, abstract=True):
 
 
 class Bert(AdamWLinear, Spmd, C4, MaskedLm, abstract=True):
-    """How both sizes were trained: a million steps of 256 rows of 512."""
+    """Training of both sizes: a million steps of 256 rows of 512 tokens."""
 
     VOCAB_SIZE = 30_522
     MAX_SEQ_LEN = 512
@@ -70,7 +70,7 @@ class Bert(AdamWLinear, Spmd, C4, MaskedLm, abstract=True):
     WARMUP_STEPS = 10_000
     MAX_STEPS = 1_000_000
 
-    # Bytes, and one more id to hide them behind.
+    # 259 ids of bytes and the mask token.
     reduced_fields: ClassVar[Mapping[str, Any]] = {"VOCAB_SIZE": 260, "DROPOUT_RATE": 0.0}
 
 

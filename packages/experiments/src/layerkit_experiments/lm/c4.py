@@ -1,4 +1,4 @@
-"""Decoders on C4 for one slice of TPUs, with the values of Pax's c4."""
+"""Decoders on C4 for one TPU slice, with the values of Pax's c4."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Decoders on C4 over several slices of TPUs, with the values of Pax's c4_multislice.
+"""Decoders on C4 for several TPU slices, with the values of Pax's c4_multislice.
 
-Slices share no weights: each has the whole model, split over its own chips by fsdp, and only the
-gradients cross the slow network between them. A name such as `2xv4_128` says how many slices of
-which kind; TPU v4-128 counts cores, of which a chip has two.
+Each slice holds the whole model, sharded over its chips by fsdp, and only gradients cross the slow
+network between slices. `2xv4_128` means two slices of TPU v4-128, which counts cores: 64 chips.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from layerkit_experiments.lm.c4 import C4SpmdAdam
 
 
-class C4Spmd22BAdam1xv4_128(C4SpmdAdam):  # noqa: N801 - the name that it is known by
+class C4Spmd22BAdam1xv4_128(C4SpmdAdam):  # noqa: N801 - the name in Pax
     """22 billion weights on one slice of 64 chips (v4:4x4x4)."""
 
     NUM_LAYERS = 48
@@ -60,7 +59,7 @@ class C4Spmd22BAdam2xv4_384(C4Spmd22BAdam1xv4_384):  # noqa: N801
 
 
 class C4Spmd22BAdam1xv4_8(C4Spmd22BAdam1xv4_128):  # noqa: N801
-    """A billion weights, in spite of the name, on one slice of 4 chips (v4:2x2x1)."""
+    """A billion weights, despite the name, on one slice of 4 chips (v4:2x2x1)."""
 
     NUM_LAYERS = 16
     MODEL_DIMS = 2048

@@ -1,7 +1,6 @@
-"""Fine-tuning a model of a Hugging Face folder on local text, whole or by LoRA.
+"""Fine-tuning of a Hugging Face model on local text, fully or by LoRA.
 
-    runner --exp=lm.fine_tune.FineTune --fdl.HF_FOLDER=Llama-3.2-1B \\
-        --fdl.TEXT_FILES='["notes/*.md"]' --job_log_dir=runs/tuned
+`runner --exp=lm.fine_tune.FineTune --fdl.HF_FOLDER=Llama-3.2-1B --fdl.TEXT_FILES='["notes/*.md"]'`
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from layerkit_experiments.lm.recipes.parallelism import Spmd
 
 
 class FineTune(AdamWCosine, Spmd, FolderText, HuggingFaceLm):
-    """All weights of the model in HF_FOLDER, on the devices there are."""
+    """All weights of the model in HF_FOLDER, on all devices."""
 
     FPROP_DTYPE = "bfloat16"
     CHECKPOINT_POLICY = "full"
@@ -25,18 +24,18 @@ class FineTune(AdamWCosine, Spmd, FolderText, HuggingFaceLm):
 
     @property
     def VOCAB_SIZE(self) -> int:  # type: ignore[override]  # noqa: N802
-        """How many ids the model in the folder knows."""
+        """Vocabulary size of the model in the folder."""
         size: int = self.model().lm_tpl.vocab_size
         return size
 
     @property
     def weights_folder(self) -> str:
-        """The folder of Hugging Face."""
+        """The Hugging Face folder."""
         return self.HF_FOLDER
 
 
 class FineTuneLora(Lora, FineTune):
-    """Adapters beside the queries and values of the model in HF_FOLDER."""
+    """LoRA adapters of the queries and values of the model in HF_FOLDER."""
 
     LEARNING_RATE = 3e-4
     WEIGHT_DECAY = 0.0

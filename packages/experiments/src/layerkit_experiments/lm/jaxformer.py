@@ -1,10 +1,9 @@
-"""A small model with everything in it: latent attention, experts, and data × pipeline × tensor.
+"""A small model with latent attention, experts, and data × pipeline × tensor parallelism.
 
-After Jaxformer (https://jaxformer.com), a guide that builds such a model from nothing and trains a
-billion weights, 300 million of them for each token, on 32 chips of v4: 8-way data, two stages of a
-pipeline, 2-way tensor. Sizes and schedule are the defaults of its published code. That splits the
-weights over the data axis too, which a model of this size does not need; its gate is described as
-noisy top-k.
+Jaxformer (https://jaxformer.com) is a guide that builds such a model and trains a billion weights,
+300 million active per token, on 32 v4 chips: data 8, two pipeline stages, tensor 2. Sizes and
+schedule are the defaults of its published code. Unlike that code, this class does not shard weights
+over the data axis, which this size does not need. The guide describes the gate as noisy top-k.
 """
 
 from __future__ import annotations

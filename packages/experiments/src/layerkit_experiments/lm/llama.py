@@ -1,7 +1,7 @@
-"""LLaMA 2 at its published sizes, from the first step and by LoRA (arXiv:2307.09288).
+"""LLaMA 2 at its published sizes, trained from scratch and by LoRA (arXiv:2307.09288).
 
-Sizes of 7B and 13B are those of the first LLaMA too (arXiv:2302.13971). Batches are the published
-4M tokens: 1024 rows of 4096.
+Sizes 7B and 13B equal those of the first LLaMA (arXiv:2302.13971). Batches have the published 4M
+tokens: 1024 rows of 4096.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from layerkit_experiments.lm.recipes.parallelism import Spmd
 
 
 class LlamaDecoder(LmExperiment, abstract=True):
-    """Rotary decoder with RMS norms and SwiGLU, no biases, and an embedding of its own."""
+    """Rotary decoder with RMS norms, SwiGLU, no biases and an untied embedding."""
 
     VOCAB_SIZE = 32000
     NORM = "rms_norm"
@@ -34,7 +34,7 @@ class LlamaDecoder(LmExperiment, abstract=True):
     CHECKPOINT_POLICY = "full"
 
     def model(self) -> Config:
-        """The config of the LanguageModel, whose softmax and embedding are two weights."""
+        """Return the config of the LanguageModel with untied softmax and embedding."""
         model = super().model()
         lm = model.lm_tpl
         lm.softmax_tpl = FullSoftmax.HParams.config(
@@ -45,7 +45,7 @@ class LlamaDecoder(LmExperiment, abstract=True):
 
 
 class Llama2(AdamWCosine, Spmd, C4, LlamaDecoder, abstract=True):
-    """How the family was trained: 2T tokens, 4M a step."""
+    """Training of the family: 2T tokens, 4M per step."""
 
     MAX_SEQ_LEN = 4096
     SOFTMAX_CHUNK_SIZE = 1024
@@ -126,7 +126,7 @@ class LlamaLora(Lora, InitialWeights, AdamWCosine, Spmd, FolderText, LlamaDecode
     MAX_STEPS = 1000
     CHECKPOINT_EVERY_N_STEPS = 200
 
-    # Without a folder there is no tokenizer.
+    # The tokenizer of the folder is not available.
     reduced_fields: ClassVar[Mapping[str, Any]] = {"TOKENIZER": "bytes", "VOCAB_SIZE": 259}
 
 

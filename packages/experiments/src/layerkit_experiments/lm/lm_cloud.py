@@ -1,4 +1,4 @@
-"""Smoke and speed tests on synthetic data; values as in Pax's lm_cloud."""
+"""Smoke and speed tests on synthetic data, with the values of Pax's lm_cloud."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class LmCloudSpmd(AdamExponential, Spmd, SyntheticTokens, CappedDecoder, abstrac
 
 
 class LmCloudSpmdTest(LmCloudSpmd):
-    """A tiny model on one device: does everything hold together?"""
+    """A tiny model on one device, as a smoke test."""
 
     NUM_LAYERS = 2
     MODEL_DIMS = 64

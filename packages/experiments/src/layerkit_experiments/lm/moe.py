@@ -1,4 +1,4 @@
-"""Mixtures of experts: GLaM at the sizes of its table 4 (Du et al., 2021; arXiv:2112.06905).
+"""GLaM at the sizes of its table 4 (Du et al., 2021; arXiv:2112.06905).
 
 A decoder with relative positions in each layer and RMS norms. The first of every two layers has
 experts, of which a token uses two; the others have a gated GELU. Batches are the published million
@@ -16,12 +16,12 @@ from layerkit_experiments.lm.recipes.published_optimizers import AdafactorSqrt
 
 
 class RelativePositions(LmExperiment, abstract=True):
-    """A learned bias by distance in each layer (T5; arXiv:1910.10683), and no other positions."""
+    """Relative position biases in each layer (T5; arXiv:1910.10683) as the only positions."""
 
     POSITIONS = "none"
 
     def model(self) -> Config:
-        """The config of the LanguageModel."""
+        """Return the config of the LanguageModel."""
         model = super().model()
         bias = RelativeBias.HParams.config()
         model.lm_tpl.stack_tpl.layer_tpl.attention_tpl.relative_bias_tpl = bias
@@ -29,7 +29,7 @@ class RelativePositions(LmExperiment, abstract=True):
 
 
 class Glam(MixtureOfExperts, AdafactorSqrt, SpmdExperts, C4, RelativePositions, abstract=True):
-    """What the models of the family have in common; 64 experts of which each token uses two."""
+    """Common values of the family: 64 experts, of which each token uses two."""
 
     VOCAB_SIZE = 256_000
     MAX_SEQ_LEN = 1024
@@ -39,7 +39,7 @@ class Glam(MixtureOfExperts, AdafactorSqrt, SpmdExperts, C4, RelativePositions, 
     WEIGHT_INIT = "fan_in"
     NUM_EXPERTS = 64
     EXPERT_PERIOD = 2
-    # As many rows as there are choices, so that balanced routing drops nothing.
+    # As many slots as choices, so that balanced routing drops nothing.
     CAPACITY_FACTOR = 2.0
     SOFTMAX_CHUNK_SIZE = 256
     FPROP_DTYPE = "bfloat16"

@@ -1,9 +1,9 @@
 """GPT-3 on The Pile for GPUs, and its evaluation on LAMBADA, with the values of NVIDIA's Pax.
 
-Published on A100, rows of 2048 tokens: 126M on 64 devices 2068.5 rows/s, 5B on 256 450.6, 175B on
-256 17.5; 126M reaches 0.397 ± 0.012 of LAMBADA's last words. The 5B figure belongs to data 32 ×
-fsdp 4 × tensor 2 (`--fdl.ICI_MESH_SHAPE=[1,4,2] --fdl.DCN_MESH_SHAPE=[32,1,1]`), not to the mesh
-that the class has had from the beginning.
+Published on A100 with rows of 2048 tokens: 2068.5 rows/s for 126M on 64 devices, 450.6 for 5B on
+256, 17.5 for 175B on 256; 126M predicts 0.397 ± 0.012 of LAMBADA's last words. The figure of 5B was
+measured on data 32 × fsdp 4 × tensor 2 (`--fdl.ICI_MESH_SHAPE=[1,4,2]
+--fdl.DCN_MESH_SHAPE=[32,1,1]`), not on the mesh of the class.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from layerkit_runner.training.task_metrics import Mean
 
 
 class Gpt126M(Gpt3Schedule, Spmd, Gpt3Decoder, abstract=True):
-    """GPT-3 Small, its layers one after the other."""
+    """GPT-3 Small with unrolled layers."""
 
     NUM_LAYERS = 12
     MODEL_DIMS = 768
@@ -35,7 +35,7 @@ class Gpt126M(Gpt3Schedule, Spmd, Gpt3Decoder, abstract=True):
 
 
 class Pile126M(Gpt126M, ThePile):
-    """GPT-3 Small on 8 nodes of 8 GPUs (h100x64), split by data alone."""
+    """GPT-3 Small on 8 nodes of 8 GPUs (h100x64), data parallel."""
 
     tags = ("multislice",)
 
@@ -69,7 +69,7 @@ class GPT5B(Pile126M):
 
 
 class GPT175B(Pile126M):
-    """GPT-3 itself on 32 nodes of 8 GPUs (h100x256), fully sharded."""
+    """GPT-3 with 175 billion weights on 32 nodes of 8 GPUs (h100x256), fully sharded."""
 
     NUM_LAYERS = 96
     MODEL_DIMS = 12288
@@ -91,20 +91,20 @@ class GPT175B(Pile126M):
     CHECKPOINT_EVERY_N_STEPS = 100
 
 
-# The names under which the classes are published too.
+# Other published names of the classes.
 Pile5B = GPT5B
 Pile175B = GPT175B
 
 
 class Lambada126M(Gpt126M, Lambada):
-    """GPT-3 Small asked for LAMBADA's last words, without examples; only evaluates."""
+    """GPT-3 Small, evaluated on LAMBADA's last words, zero-shot."""
 
     trained_by = Pile126M
 
     PERCORE_BATCH_SIZE = 4.0
 
     def task(self) -> Config:
-        """The task, which also counts the words of which every token is the most likely one."""
+        """Return the task with the share of words whose every token is the most probable."""
         task = super().task()
         task.metrics = {"last_word_accuracy": Mean.HParams.config(value="outputs/exact_match")}
         return task

@@ -1,4 +1,4 @@
-"""The first run: a language model on this machine's own text, in minutes, without downloads."""
+"""The quickstart: a language model trained on text of this machine in minutes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LocalText(AdamWCosine, Spmd, LocalFiles, LmExperiment):
     POSITIONS = "rotary"
     WEIGHT_INIT = "fan_in"
     SCALE_RESIDUAL_INIT = True
-    # Also the faster choice on a CPU, where fresh memory costs more than arithmetic.
+    # Also faster on a CPU, where allocating memory costs more than arithmetic.
     CHECKPOINT_POLICY = "full"
 
     PERCORE_BATCH_SIZE = 8.0
@@ -38,7 +38,7 @@ class LocalText(AdamWCosine, Spmd, LocalFiles, LmExperiment):
     EVAL_INTERVAL_STEPS = 500
     CHECKPOINT_EVERY_N_STEPS = 500
     TEMPERATURE = 0.7
-    # Prompt and continuation fit in the length that the positions were trained on.
+    # Prompt and continuation fit into the trained length.
     PROMPT_LENGTH = 32
     MAX_DECODE_STEPS = 96
     EOS_ID = 2

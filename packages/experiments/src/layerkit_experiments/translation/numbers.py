@@ -1,4 +1,4 @@
-"""A translation that needs no corpus: numbers in English words into German ones."""
+"""Translation of synthetic number words from English to German."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from layerkit_experiments.translation.recipes import TranslationExperiment, Tran
 
 
 class EnglishToGermanNumbers(AdamWCosine, Spmd, Translations, TranslationExperiment):
-    """From "four hundred and twenty-one" to "vierhunderteinundzwanzig", by bytes, on a laptop."""
+    """Byte-level translation of "four hundred and twenty-one" to "vierhunderteinundzwanzig"."""
 
     DATA_FORMAT = "number_words"
     PERCORE_BATCH_SIZE = 16.0

@@ -1,4 +1,4 @@
-"""What translation experiments are made of: the encoder-decoder, and pairs of texts."""
+"""Recipes of translation experiments: the encoder-decoder model and pairs of texts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from layerkit.config import Config, build
 from layerkit.decoding import BeamSearch, SampleDecoder
+from layerkit.errors import ConfigError
 from layerkit.layers import (
     PositionalEmbedding,
     ReLU,
@@ -27,9 +28,9 @@ from layerkit_runner.training.task import SingleTask
 
 
 class TranslationExperiment(TrainingLength, BaseExperiment, abstract=True):
-    """The Transformer of 2017 (arXiv:1706.03762): norms after the residual, one embedding for all.
+    """The Transformer of 2017 (arXiv:1706.03762): norms after the residual, one shared embedding.
 
-    Add one class each of optimization, parallelism and data.
+    A subclass also inherits recipes of optimization, parallelism and data.
     """
 
     tags: ClassVar[tuple[str, ...]] = ("translation",)
@@ -41,21 +42,21 @@ class TranslationExperiment(TrainingLength, BaseExperiment, abstract=True):
     NUM_HEADS: int = 8
     VOCAB_SIZE: int = 259
     NORM_POLICY: str = "post"
-    """Where norms stand: `post`, as published, or `pre`, which learns without a long warmup."""
+    """Place of norms: `post`, as published, or `pre`, which learns without a long warmup."""
     DROPOUT_RATE: float = 0.1
     LABEL_SMOOTHING: float = 0.1
     FPROP_DTYPE: str = "float32"
-    """Of the computation; weights are float32."""
+    """Dtype of the computation; weights are float32."""
     USE_REPEATED_LAYER: bool = True
-    """One scan over stacked weights instead of a layer after a layer."""
+    """Run layers as a scan over stacked weights instead of unrolled."""
     CHECKPOINT_POLICY: str = "none"
-    """What the backward pass keeps; see `layerkit.layers.remat`."""
+    """Rematerialisation policy; see `layerkit.layers.remat`."""
     BEAM_SIZE: int | None = None
-    """Beams of a search; None decodes greedily."""
+    """Number of beams; None decodes greedily."""
     LENGTH_NORM_ALPHA: float = 0.6
     MAX_DECODE_STEPS: int = 64
     START_ID: int = 1
-    """The decoder's first input; that of the tokenizer."""
+    """First input of the decoder, the start token of the tokenizer."""
     EOS_ID: int = 2
 
     reduced_fields: ClassVar[Mapping[str, Any]] = {
@@ -70,7 +71,7 @@ class TranslationExperiment(TrainingLength, BaseExperiment, abstract=True):
     }
 
     def model(self) -> Config:
-        """The config of the SequenceModel."""
+        """Return the config of the SequenceModel."""
         network: Config = TransformerEncoderDecoder.HParams.config(
             vocab_size=self.VOCAB_SIZE,
             model_dims=self.MODEL_DIMS,
@@ -101,19 +102,19 @@ class TranslationExperiment(TrainingLength, BaseExperiment, abstract=True):
         )
 
     def validate(self) -> None:
-        """Refuses fields that name what does not exist."""
+        """Raise an error if a field has an unknown name."""
         super().validate()
         canonical_dtype(self.FPROP_DTYPE, field="FPROP_DTYPE")
         self.model()
 
     def learner(self) -> Config:
-        """The config of the learner; an optimization recipe defines it."""
+        """Return the config of the learner, which an optimization recipe defines."""
         raise NotImplementedError(
             f"{type(self).__qualname__} needs an optimization recipe, such as AdamInverseSqrt"
         )
 
     def task(self) -> Config:
-        """The config of the task."""
+        """Return the config of the task."""
         return SingleTask.HParams.config(
             name="translation", model=self.model(), train=self.train_config(self.learner())
         )
@@ -143,31 +144,31 @@ class TranslationExperiment(TrainingLength, BaseExperiment, abstract=True):
 
 
 class Translations(BaseExperiment, abstract=True):
-    """Pairs of texts: two files whose lines belong together, a TFDS data set, or numbers in words.
+    """Pairs of texts: two files with parallel lines, a TFDS data set, or numbers in words.
 
-    Nothing is looked for before the data are first read.
+    Files are opened when the first batch is read.
     """
 
     DATA_FORMAT: Literal["files", "seqio", "number_words"] = "files"
-    """`files`: see DATA_FOLDER; `seqio`: TFDS_NAME through SeqIO; `number_words` needs neither:
-    English number words and German ones, as bytes."""
+    """`files`: files of DATA_FOLDER; `seqio`: TFDS_NAME through SeqIO; `number_words`: synthetic
+    English and German number words, as bytes."""
     DATA_FOLDER: str = "."
-    """For `files`: holds `train.SOURCE`, `train.TARGET`, `heldout.SOURCE` and `heldout.TARGET`."""
+    """Folder of `{train,heldout}.SOURCE` and `{train,heldout}.TARGET`, for `files`."""
     TFDS_NAME: str = "wmt14_translate/de-en:1.0.0"
-    """For `seqio`: of a data set with a feature for each language."""
+    """TFDS name of a data set with a feature for each language, for `seqio`."""
     TFDS_DATA_DIR: str | None = None
-    """For `seqio`: the folder of TFDS data; None for TensorFlow Datasets' own."""
+    """Folder of TFDS data for `seqio`; None for the default of TensorFlow Datasets."""
     SOURCE: str = "en"
     TARGET: str = "de"
     TOKENIZER: str = "bytes"
-    """Of both languages: `bytes`, a SentencePiece `.model`, or a `tokenizer.json`."""
+    """Tokenizer of both languages: `bytes`, a SentencePiece `.model`, or a `tokenizer.json`."""
     VOCAB_SIZE: int = 259
     START_ID: int = 1
     EOS_ID: int = 2
     PERCORE_BATCH_SIZE: float = 8.0
-    """Rows per device, in training each of several pairs."""
+    """Rows per device; training rows hold several pairs."""
     MAX_SEQ_LEN: int = 256
-    """Positions of a row of sources, and of one of targets; longer texts are cut."""
+    """Length of a row of sources and of a row of targets; longer texts are cut."""
 
     reduced_fields: ClassVar[Mapping[str, Any]] = {
         "DATA_FORMAT": "number_words",
@@ -180,27 +181,32 @@ class Translations(BaseExperiment, abstract=True):
     }
 
     def unset_variables(self) -> dict[str, str]:
-        """Return the variable that says where SeqIO finds the data."""
+        """Return the unset variable that names the data of SeqIO."""
         reads_tfds = self.DATA_FORMAT == "seqio" and self.TFDS_DATA_DIR is None
         return {"TFDS_DATA_DIR": TFDS_DATA_DIR_UNSET} if reads_tfds else {}
 
     def data_summary(self) -> str:
-        """What is trained on, in a few words."""
+        """Return a short description of the training data."""
         return {
             "files": f"{self.DATA_FOLDER}/train.{{{self.SOURCE},{self.TARGET}}}",
             "seqio": f"{self.TFDS_NAME} (seqio)",
-            "number_words": "number words, made up",
+            "number_words": "number words, synthetic",
         }[self.DATA_FORMAT]
 
     def validate(self) -> None:
-        """Refuses a model that lacks some of the ids of the data, or begins and ends with others.
+        """Check vocabulary size, start and end tokens against the tokenizer.
 
         Raises:
-          ValueError: so it is, or number words with a tokenizer.
+          ConfigError: The model lacks ids of the data, START_ID or EOS_ID differ from the
+            tokenizer's, or number words have a tokenizer.
         """
         super().validate()
         if self.DATA_FORMAT == "number_words" and self.TOKENIZER != "bytes":
-            raise ValueError(f"TOKENIZER={self.TOKENIZER!r}, but number words are read as bytes")
+            raise ConfigError(
+                field="TOKENIZER",
+                value=self.TOKENIZER,
+                expected="'bytes', since DATA_FORMAT='number_words'",
+            )
         if self.DATA_FORMAT == "seqio":
             self._check_ids("SeqIO", start_id=0, eos_id=1)
             return
@@ -208,26 +214,27 @@ class Translations(BaseExperiment, abstract=True):
         where = f"TOKENIZER={self.TOKENIZER!r}"
         self._check_ids(where, start_id=tokenizer.start_id, eos_id=tokenizer.eos_id)
         if tokenizer.vocab_size > self.VOCAB_SIZE:
-            raise ValueError(
-                f"VOCAB_SIZE={self.VOCAB_SIZE} is less than the {tokenizer.vocab_size} ids of"
-                f" {where}, special ones included"
+            raise ConfigError(
+                field="VOCAB_SIZE",
+                value=self.VOCAB_SIZE,
+                expected=f"at least {tokenizer.vocab_size}, the size of {where}",
             )
 
     def datasets(self) -> list[Config]:
-        """Configs of the training and the held-out input."""
+        """Return configs of the training and the held-out input."""
         return [
             self._pairs("train", name="train", is_training=True),
             self._pairs("heldout", name="heldout"),
         ]
 
     def decode_datasets(self) -> list[Config]:
-        """The config of the held-out sources, a row each."""
+        """Return the config of the held-out sources, one per row."""
         return [self._pairs("heldout", name="translations")]
 
     def _check_ids(self, where: str, *, start_id: int, eos_id: int | None) -> None:
         for field, known in (("START_ID", start_id), ("EOS_ID", eos_id)):
             if (value := getattr(self, field)) != known:
-                raise ValueError(f"{field}={value}, but for {where} it is {known}")
+                raise ConfigError(field=field, value=value, expected=f"{known}, as in {where}")
 
     def _pairs(self, split: str, **fields: Any) -> Config:
         fields["percore_batch_size"] = self.PERCORE_BATCH_SIZE

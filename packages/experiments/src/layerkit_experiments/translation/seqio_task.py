@@ -1,4 +1,4 @@
-"""A SeqIO task of translated text, made where it is first needed: SeqIO is not imported before."""
+"""A SeqIO task of translated text, which imports SeqIO when it is built."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from layerkit_inputs.seqio_adaptor.tasks import import_seqio, import_tensorflow
 def translation_task(
     *, tfds_name: str, vocab_path: str | None, vocab_size: int | None, source: str, target: str
 ) -> Any:
-    """A task whose `inputs` and `targets` are a text and its translation, each ended by EOS.
+    """Return a task whose `inputs` and `targets` are a text and its translation, followed by EOS.
 
-    Texts longer than a row are cut. `exact_match` is reported of what is decoded.
+    Texts longer than a row are cut. The metric of decoded texts is `exact_match`.
 
     Args:
-      tfds_name: With configuration and version; each example has a text for each language.
-      vocab_path: Of both languages; see `vocabulary`.
+      tfds_name: TFDS name with configuration and version; examples have a text per language.
+      vocab_path: Vocabulary of both languages; see `vocabulary`.
       vocab_size: See `vocabulary`.
-      source: The language that is read, as the feature is called: `en`.
-      target: The language that is written.
+      source: Feature name of the source language, such as `en`.
+      target: Feature name of the target language.
 
     Returns:
       A `seqio.Task`.
 
     Raises:
-      ValueError: see `vocabulary`.
-      FileNotFoundError: there is no such vocabulary.
+      ConfigError: No vocabulary is set, it does not exist, or it is too large.
       MissingExtraError: SeqIO is not installed.
     """
     seqio = import_seqio()
@@ -62,7 +61,7 @@ def _inputs_and_targets(dataset: Any, *, source: str, target: str) -> Any:
 
 
 def _reference(decoded: str, *, example: Mapping[str, Any], is_target: bool) -> str:
-    """The text as it was before it was cut, of a target; else what the model wrote."""
+    """Return the uncut text of a target, or the decoded text of a prediction."""
     return example["targets_pretokenized"].decode() if is_target else decoded
 
 

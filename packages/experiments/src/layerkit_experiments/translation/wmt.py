@@ -1,7 +1,7 @@
 """The base and the big Transformer of 2017 on WMT14 English-German (arXiv:1706.03762).
 
 A batch is the published 25,000 tokens of each side, 192 rows of 128. `--fdl.TOKENIZER=ende.model`
-names the vocabulary that both languages share.
+names the shared vocabulary of both languages.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from layerkit_experiments.translation.recipes import TranslationExperiment, Tran
 
 
 class WmtEnDe(AdamInverseSqrt, Spmd, Translations, TranslationExperiment, abstract=True):
-    """What both have in common; the data are two files a split and a vocabulary for both sides."""
+    """Common values of both sizes; data are two files per split and a shared vocabulary."""
 
     DATA_FOLDER = "wmt14"
     VOCAB_SIZE = 37_000

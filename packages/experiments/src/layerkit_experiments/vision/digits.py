@@ -1,4 +1,4 @@
-"""Digits: a small convolutional network on pictures that are drawn on the fly, or on MNIST."""
+"""A small convolutional network on synthetic digits or MNIST."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _IMAGE = (28, 28, 1)
 
 
 class SmallConvNet(nn.Module):
-    """Convolutions, each to half the size, and a dense layer (after LeNet-5, LeCun et al., 1998).
+    """Convolutions of stride 2 and a dense layer (after LeNet-5, LeCun et al., 1998).
 
     Attributes:
-      channels: Of each convolution.
-      features: Of the dense layer.
+      channels: Number of channels of each convolution.
+      features: Size of the dense layer.
     """
 
     channels: tuple[int, ...] = (16, 32)
@@ -33,7 +33,7 @@ class SmallConvNet(nn.Module):
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
-        """Images float32 `[batch, height, width, 1]` → features `[batch, features]`."""
+        """Map images float32 `[batch, height, width, 1]` to features `[batch, features]`."""
         x = images
         for channels in self.channels:
             x = nn.relu(nn.Conv(channels, (5, 5), strides=2)(x))
@@ -41,20 +41,20 @@ class SmallConvNet(nn.Module):
 
 
 class DigitClassifier(AdamWCosine, Spmd, BaseExperiment, abstract=True):
-    """Ten classes of 28 × 28 pixels."""
+    """Base of classifiers of ten digits in images of 28 × 28 pixels."""
 
     tags: ClassVar[tuple[str, ...]] = ("vision",)
 
     DATA_FORMAT: Literal["generated", "idx"] = "generated"
-    """`generated`: drawn on the fly; `idx`: the files of MNIST and its kin."""
+    """`generated`: synthetic images; `idx`: files in the format of MNIST."""
     DATA_FOLDER: str = "mnist"
-    """For `idx`: holds train-images-idx3-ubyte and the three others, plain or as `.gz`."""
+    """Folder of train-images-idx3-ubyte and the three other files, plain or `.gz`, for `idx`."""
     NUM_HELDOUT: int = 1000
-    """For `generated`: pictures of one evaluation."""
+    """Number of images of an evaluation, for `generated`."""
     CHANNELS: list[int] = [16, 32]
-    """Of each convolution, which halves the size."""
+    """Number of channels of each convolution."""
     FEATURES: int = 128
-    """Of the dense layer."""
+    """Size of the dense layer."""
     PERCORE_BATCH_SIZE: float = 64.0
 
     LEARNING_RATE = 3e-3
@@ -65,11 +65,15 @@ class DigitClassifier(AdamWCosine, Spmd, BaseExperiment, abstract=True):
     reduced_fields: ClassVar[Mapping[str, Any]] = {"DATA_FORMAT": "generated"}
 
     def data_summary(self) -> str:
-        """What is trained on, in a few words."""
-        return "digits, drawn" if self.DATA_FORMAT == "generated" else f"{self.DATA_FOLDER}/*-ubyte"
+        """Return a short description of the training data."""
+        return (
+            "digits, synthetic"
+            if self.DATA_FORMAT == "generated"
+            else f"{self.DATA_FOLDER}/*-ubyte"
+        )
 
     def datasets(self) -> list[Config]:
-        """Configs of the training and the held-out input."""
+        """Return configs of the training and the held-out input."""
         rows: dict[str, Any] = {"percore_batch_size": self.PERCORE_BATCH_SIZE}
         if self.DATA_FORMAT == "idx":
             rows["folder"] = self.DATA_FOLDER
@@ -83,7 +87,7 @@ class DigitClassifier(AdamWCosine, Spmd, BaseExperiment, abstract=True):
         ]
 
     def task(self) -> Config:
-        """The config of the task."""
+        """Return the config of the task."""
         network = FlaxModule.HParams.config(
             module_tpl=Config(SmallConvNet, channels=tuple(self.CHANNELS), features=self.FEATURES),
             example_shapes=((1, *_IMAGE),),
@@ -96,7 +100,7 @@ class DigitClassifier(AdamWCosine, Spmd, BaseExperiment, abstract=True):
 
 
 class Digits(DigitClassifier):
-    """Digits drawn on the fly, turned, slanted and noisy: no download, 99 % within a minute."""
+    """Synthetic digits, rotated, slanted and noisy; 99 % accuracy within a minute."""
 
     MAX_STEPS = 300
     EVAL_INTERVAL_STEPS = 100
@@ -104,7 +108,7 @@ class Digits(DigitClassifier):
 
 
 class Mnist(DigitClassifier):
-    """MNIST, or another data set in its form, from the IDX files of a folder."""
+    """MNIST, or another data set in its format, from the IDX files of a folder."""
 
     DATA_FORMAT = "idx"
     MAX_STEPS = 5000

@@ -1,7 +1,7 @@
-"""Published text: C4, The Pile and LAMBADA, through SeqIO and TFDS or through Grain.
+"""Published text, C4, The Pile and LAMBADA, read through SeqIO and TFDS or through Grain.
 
-`DATA_FORMAT` says through which; nothing of either is imported, and no file is looked for, before
-the data are first read. docs/data_sets.md tells how the data are prepared.
+`DATA_FORMAT` selects the library. It is imported, and files are opened, when the first batch is
+read. docs/data_sets.md describes how to prepare the data.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from layerkit.config import Config, Partial
+from layerkit.errors import ConfigError
 from layerkit_experiments.lm.recipes import last_words, seqio_tasks
 from layerkit_inputs import (
     GrainMapInput,
@@ -22,32 +23,33 @@ from layerkit_inputs import (
 )
 from layerkit_runner.config.experiment import BaseExperiment
 
-TFDS_DATA_DIR_UNSET = "the data are looked for in ~/tensorflow_datasets; give --tfds_data_dir=…"
-"""What follows where neither the field TFDS_DATA_DIR nor the variable is set."""
+TFDS_DATA_DIR_UNSET = "data are read from ~/tensorflow_datasets; set --tfds_data_dir=…"
+"""Note of `runner launch` if neither the field TFDS_DATA_DIR nor the variable is set."""
 
 
 class Corpus(BaseExperiment, abstract=True):
-    """What all of them share: where data and vocabulary are, and how much a batch holds."""
+    """Fields of all corpora: format, folders, vocabulary and batch sizes."""
 
     DATA_FORMAT: Literal["seqio", "grain", "local_text", "synthetic"] = "seqio"
-    """`seqio`: TFDS folders; `grain`: what the tools of layerkit-inputs made, without TensorFlow;
-    `local_text`: Python's own sources as bytes instead; `synthetic`: made-up tokens, for speed."""
+    """`seqio`: TFDS folders; `grain`: token records, without TensorFlow; `local_text`: Python's
+    source code as bytes; `synthetic`: synthetic tokens."""
     TFDS_DATA_DIR: str | None = None
-    """For `seqio`: the folder of TFDS data; None for TensorFlow Datasets' own."""
+    """Folder of TFDS data for `seqio`; None for the default of TensorFlow Datasets."""
     GRAIN_DATA_DIR: str | None = None
-    """For `grain`: the folder of token records, or of LAMBADA's JSON lines."""
+    """Folder of token records, or of LAMBADA's JSON lines, for `grain`."""
     VOCAB_PATH: str | None = None
     """A SentencePiece `.model`, or `bytes`; None for the environment variable VOCAB_PATH."""
     VOCAB_SIZE: int = 32000
-    """At least as many as the vocabulary has ids."""
+    """Size of the embedding, at least the size of the vocabulary."""
     EOS_ID: int | None = 1
     PERCORE_BATCH_SIZE: float = 8.0
-    """Rows per device; a fraction where several devices share a row."""
+    """Rows per device; a fraction if several devices share a row."""
     MAX_SEQ_LEN: int = 1024
     PACKED_INPUT: bool = True
-    """Several documents in a row while training, none of which sees another."""
+    """Pack several documents into a training row; attention does not cross documents."""
     EVAL_NUM_BATCHES: int | None = 8
-    """Batches of one evaluation, each time others; None reads the whole held-out split."""
+    """Number of batches of an evaluation, which continues where the last one ended; None reads the
+    whole held-out split."""
 
     reduced_fields: ClassVar[Mapping[str, Any]] = {
         "DATA_FORMAT": "local_text",
@@ -59,48 +61,52 @@ class Corpus(BaseExperiment, abstract=True):
     tfds_name: ClassVar[str]
     """Name, configuration and version of the TFDS data set."""
     eval_split: ClassVar[str] = "validation"
-    """What is held out, as TFDS names it."""
+    """TFDS name of the held-out split."""
 
     def validate(self) -> None:
-        """Refuses fields that do not go together; no file is looked for."""
+        """Raise an error if fields contradict each other; opens no file."""
         super().validate()
         self._check_data()
 
     def _check_data(self) -> None:
         if self.DATA_FORMAT == "grain" and self.GRAIN_DATA_DIR is None:
-            raise ValueError(
-                "DATA_FORMAT='grain' reads GRAIN_DATA_DIR, which is None; give the folder that"
-                " `python -m layerkit_inputs.tools.build_token_records` made"
+            raise ConfigError(
+                field="GRAIN_DATA_DIR",
+                value=None,
+                expected="a folder of token records, since DATA_FORMAT='grain'",
+                hint="`python -m layerkit_inputs.tools.build_token_records` writes it.",
             )
         if self.DATA_FORMAT == "grain" and not self.PACKED_INPUT:
-            raise ValueError(
-                "PACKED_INPUT=False needs DATA_FORMAT='seqio'; token records are packed rows"
+            raise ConfigError(
+                field="PACKED_INPUT",
+                value=False,
+                expected="True, since DATA_FORMAT='grain' reads packed rows",
             )
 
     @property
     def vocab_path(self) -> str | None:
-        """VOCAB_PATH, or what the environment says; None where neither does."""
+        """The field VOCAB_PATH, or else the environment variable; None if neither is set."""
         return self.VOCAB_PATH or os.environ.get("VOCAB_PATH")
 
     def unset_variables(self) -> dict[str, str]:
-        """Return the variables that say where SeqIO finds vocabulary and data."""
+        """Return the unset variables that name the vocabulary and the data of SeqIO."""
         if self.DATA_FORMAT != "seqio":
             return {}
         found = {}
         if self.VOCAB_PATH is None:
             found["VOCAB_PATH"] = (
-                "without a vocabulary it ends at its first batch; give --fdl.VOCAB_PATH=…"
+                "without a vocabulary the first batch fails; set --fdl.VOCAB_PATH=…"
             )
         if self.TFDS_DATA_DIR is None:
             found["TFDS_DATA_DIR"] = TFDS_DATA_DIR_UNSET
         return found
 
     def data_summary(self) -> str:
-        """What is trained on, in a few words."""
+        """Return a short description of the training data."""
         return f"{self.tfds_name} ({self.DATA_FORMAT})"
 
     def datasets(self) -> list[Config]:
-        """Configs of the training and the held-out input."""
+        """Return configs of the training and the held-out input."""
         return [
             self._input(name="train", is_training=True),
             self._input(name="heldout", eval_loop_num_batches=self.EVAL_NUM_BATCHES),
@@ -173,15 +179,15 @@ class ThePile(Corpus, abstract=True):
 
 
 class Lambada(Corpus, abstract=True):
-    """LAMBADA (Paperno et al., 2016): the last word of a passage, from all before it.
+    """LAMBADA (Paperno et al., 2016): prediction of the last word of a passage.
 
-    There is nothing to train on: evaluate a model with `--mode=eval_once` or `--mode=eval`.
+    It has no training data: evaluate a model with `--mode=eval_once` or `--mode=eval`.
     """
 
     tags: ClassVar[tuple[str, ...]] = ("eval_only",)
 
     TARGET_LENGTH: int = 64
-    """Positions for the last word; the others are for the passage before it."""
+    """Positions for the last word; the other positions hold the passage before it."""
     EVAL_NUM_BATCHES = None
     PACKED_INPUT = False
 
@@ -192,23 +198,24 @@ class Lambada(Corpus, abstract=True):
 
     def _check_data(self) -> None:
         if not 0 < self.TARGET_LENGTH < self.MAX_SEQ_LEN:
-            raise ValueError(
-                f"TARGET_LENGTH={self.TARGET_LENGTH} leaves no room for the passage in rows of"
-                f" MAX_SEQ_LEN={self.MAX_SEQ_LEN}"
+            raise ConfigError(
+                field="TARGET_LENGTH",
+                value=self.TARGET_LENGTH,
+                expected=f"a positive integer below MAX_SEQ_LEN={self.MAX_SEQ_LEN}",
             )
         if self.DATA_FORMAT not in ("seqio", "grain"):
-            raise ValueError(
-                f"DATA_FORMAT={self.DATA_FORMAT!r} has no last words to predict; LAMBADA is read"
-                " through seqio or grain"
+            raise ConfigError(
+                field="DATA_FORMAT", value=self.DATA_FORMAT, choices=("seqio", "grain")
             )
         if self.DATA_FORMAT == "grain" and self.GRAIN_DATA_DIR is None:
-            raise ValueError(
-                "DATA_FORMAT='grain' reads GRAIN_DATA_DIR, which is None; give the passages as"
-                " JSON lines, or the folder they lie in"
+            raise ConfigError(
+                field="GRAIN_DATA_DIR",
+                value=None,
+                expected="JSON lines of passages, or their folder, since DATA_FORMAT='grain'",
             )
 
     def datasets(self) -> list[Config]:
-        """The config of the test split."""
+        """Return the config of the test split."""
         return [self._input(name="lambada", eval_loop_num_batches=self.EVAL_NUM_BATCHES)]
 
     def _seqio_input(self, *, is_training: bool, **fields: Any) -> Config:

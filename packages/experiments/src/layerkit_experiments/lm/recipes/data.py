@@ -1,4 +1,4 @@
-"""Where the text comes from."""
+"""Training data of local files and of synthetic tokens."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from layerkit.config import Config, build
+from layerkit.errors import ConfigError
 from layerkit_inputs import (
     LocalText,
     LocalTextPrompts,
@@ -16,22 +17,22 @@ from layerkit_runner.config.experiment import BaseExperiment
 
 
 class SyntheticTokens:
-    """Made-up tokens, most of which follow one another in a fixed order: for speed and memory."""
+    """Synthetic tokens, most of which follow each other in a fixed order, for speed tests."""
 
     PERCORE_BATCH_SIZE: float = 8.0
-    """Rows per device; a fraction where several devices share a row."""
+    """Rows per device; a fraction if several devices share a row."""
     MAX_SEQ_LEN: int = 1024
     VOCAB_SIZE: int = 32000
 
     reduced_fields: ClassVar[Mapping[str, Any]] = {"MAX_SEQ_LEN": 64, "VOCAB_SIZE": 64}
 
     def data_summary(self) -> str:
-        """What is trained on, in a few words."""
-        return "made-up tokens"
+        """Return a short description of the training data."""
+        return "synthetic tokens"
 
     def datasets(self) -> list[Config]:
-        """The config of the training input."""
-        # Recipes on text need not import it.
+        """Return the config of the training input."""
+        # Imported here, since recipes on text do not need it.
         from layerkit_inputs import SyntheticInput
 
         return [
@@ -46,28 +47,27 @@ class SyntheticTokens:
 
 
 class LocalFiles(BaseExperiment, abstract=True):
-    """Text files on this machine, by default Python's own sources as bytes."""
+    """Text files of this machine, by default Python's source code as bytes."""
 
     TOKENIZER: str = "bytes"
-    """Or a SentencePiece `.model`, or a `tokenizer.json` or the folder it lies in."""
+    """`bytes`, a SentencePiece `.model`, or a `tokenizer.json` or its folder."""
     SPECIAL_TOKENS_IN_TEXT: Literal["ids", "text"] = "ids"
-    """What special tokens of a `tokenizer.json` become where a text spells them out: their ids, as
-    in transformers, or ids of their characters (`text`), which is for text that others may
-    write."""
+    """Encoding of special tokens of a `tokenizer.json` that the text spells out: `ids`, as in
+    transformers, or `text` for ids of their characters, which suits text by others."""
     VOCAB_SIZE: int = 259
-    """At least as many as the tokenizer has ids, special ones included."""
+    """Size of the embedding, at least the tokenizer's size including special tokens."""
     EOS_ID: int | None = None
-    """The tokenizer's id of an end, at which decoding stops; None: only after MAX_DECODE_STEPS."""
+    """Id of the tokenizer's end token, which ends decoding; None for MAX_DECODE_STEPS tokens."""
     PERCORE_BATCH_SIZE: float = 8.0
     """Rows per device."""
     MAX_SEQ_LEN: int = 256
     TEXT_FILES: list[str] | None = None
     """Files or patterns; None for the running Python's standard library."""
     TEXT_FIELD: str | None = None
-    """The files are JSON lines (or Parquet) with a document's text in this field; None: each file
-    is a document, and files of JSON lines raise."""
+    """Field that holds the text of JSON lines or Parquet files. None reads each file as a document;
+    JSON lines are then an error."""
     JSON_AS_TEXT: bool = False
-    """With TEXT_FIELD=None, read JSON lines as they are, braces included."""
+    """Train on raw JSON lines, if TEXT_FIELD is None."""
     NUM_PROMPTS: int = 4
     PROMPT_LENGTH: int = 64
 
@@ -77,30 +77,33 @@ class LocalFiles(BaseExperiment, abstract=True):
     }
 
     def data_summary(self) -> str:
-        """What is trained on, in a few words."""
-        return "Python's own sources" if self.TEXT_FILES is None else "text files"
+        """Return a short description of the training data."""
+        return "Python's source code" if self.TEXT_FILES is None else "text files"
 
     def validate(self) -> None:
-        """Refuses a model that lacks some of the ids of the data: their loss would be NaN."""
+        """Raise an error if the model lacks ids of the data, whose loss would be NaN."""
         super().validate()
         tokenizer: Tokenizer = build(self.tokenizer())
         if tokenizer.vocab_size > self.VOCAB_SIZE:
-            raise ValueError(
-                f"VOCAB_SIZE={self.VOCAB_SIZE} is less than the {tokenizer.vocab_size} ids of"
-                f" TOKENIZER={self.TOKENIZER!r}, special ones included"
+            raise ConfigError(
+                field="VOCAB_SIZE",
+                value=self.VOCAB_SIZE,
+                expected=f"at least {tokenizer.vocab_size}, the size of TOKENIZER"
+                f"={self.TOKENIZER!r} with special tokens",
             )
         if self.EOS_ID not in (None, tokenizer.eos_id):
-            raise ValueError(
-                f"EOS_ID={self.EOS_ID}, but TOKENIZER={self.TOKENIZER!r} ends a document with"
-                f" {tokenizer.eos_id}"
+            raise ConfigError(
+                field="EOS_ID",
+                value=self.EOS_ID,
+                expected=f"{tokenizer.eos_id}, the end token of TOKENIZER={self.TOKENIZER!r}",
             )
 
     def tokenizer(self) -> Config:
-        """The config of the tokenizer."""
+        """Return the config of the tokenizer."""
         return tokenizer_config(self.TOKENIZER, special_tokens_in_text=self.SPECIAL_TOKENS_IN_TEXT)
 
     def datasets(self) -> list[Config]:
-        """Configs of the training and the held-out input."""
+        """Return configs of the training and the held-out input."""
         common = {
             **self._documents(),
             "seq_length": self.MAX_SEQ_LEN,
@@ -112,7 +115,7 @@ class LocalFiles(BaseExperiment, abstract=True):
         ]
 
     def decode_datasets(self) -> list[Config]:
-        """The config of prompts from held-out files."""
+        """Return the config of prompts from held-out files."""
         return [
             LocalTextPrompts.HParams.config(
                 name="prompts",

@@ -1,8 +1,8 @@
-"""Families of decoders, each with the schedule that it is published with; sizes are left open.
+"""Families of decoders with their published schedules, without sizes.
 
-`CappedDecoder` is that of Pax's own language models: sinusoidal positions, bounded logits, no
-biases. `Gpt3Decoder` is that of GPT-3 (Brown et al., 2020, arXiv:2005.14165) as NVIDIA and MLPerf
-train it: learnt positions, biases, nothing bounded.
+`CappedDecoder` is the decoder of Pax's language models: sinusoidal positions, capped logits, no
+biases. `Gpt3Decoder` is GPT-3 (Brown et al., 2020, arXiv:2005.14165) as trained by NVIDIA and
+MLPerf: learnt positions, biases, no caps.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from layerkit_experiments.lm.recipes.optimization import AdamWCosine
 
 
 class CappedDecoder(LmExperiment, abstract=True):
-    """Pre-norm decoder with capped logits, its layers in a scan that keeps nothing."""
+    """Pre-norm decoder with capped logits and full rematerialisation."""
 
     ATTENTION_LOGIT_CAP = 50.0
     SOFTMAX_LOGIT_CAP = 30.0
@@ -24,7 +24,7 @@ class CappedDecoder(LmExperiment, abstract=True):
 
 
 class Gpt3Decoder(LmExperiment, abstract=True):
-    """Pre-norm decoder with learnt positions and biases; deviations of the weights are its own."""
+    """Pre-norm decoder with learnt positions and biases; subclasses set INIT_STD."""
 
     ACTIVATION = "gelu"
     POSITIONS = "trainable"
@@ -35,7 +35,7 @@ class Gpt3Decoder(LmExperiment, abstract=True):
 
 
 class Gpt3Schedule(AdamWCosine):
-    """Adam that decays every weight, without a cap of its updates; a cosine down to a tenth."""
+    """AdamW that decays every weight; linear warmup, then a cosine down to a tenth."""
 
     ADAM_BETA1 = 0.9
     ADAM_BETA2 = 0.95

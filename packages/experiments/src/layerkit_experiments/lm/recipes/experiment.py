@@ -1,4 +1,4 @@
-"""The base of language-model experiments: a task from the model and the optimization recipe."""
+"""Base class of language-model experiments."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from layerkit.config import Config
+from layerkit.errors import ConfigError
 from layerkit.weights import canonical_dtype
 from layerkit_experiments.lm.recipes.model import TransformerLmModel
 from layerkit_experiments.lm.recipes.optimization import TrainingLength
@@ -15,40 +16,44 @@ from layerkit_runner.training.task import SingleTask
 
 
 class LmExperiment(TransformerLmModel, TrainingLength, BaseExperiment, abstract=True):
-    """Inherit this, one class each of optimization, parallelism and data, and set values."""
+    """Base class; a subclass also inherits recipes of optimization, parallelism and data."""
 
     tags: ClassVar[tuple[str, ...]] = ("lm",)
 
     def validate(self) -> None:
-        """Refuses fields that name what does not exist, or that do not fit together."""
+        """Raise an error if fields are invalid or contradict each other."""
         super().validate()
         dtype = canonical_dtype(self.FPROP_DTYPE, field="FPROP_DTYPE")
         if not jnp.issubdtype(dtype, jnp.floating):
-            raise ValueError(
-                f"FPROP_DTYPE={self.FPROP_DTYPE!r} is not a floating dtype, such as bfloat16"
+            raise ConfigError(
+                field="FPROP_DTYPE",
+                value=self.FPROP_DTYPE,
+                expected="a floating dtype, such as bfloat16",
             )
         self.model()
         self._check_prompts()
 
     def _check_prompts(self) -> None:
-        """A learnt position exists only up to MAX_SEQ_LEN, which decoding meets after training."""
+        """Raise an error if decoding needs more learnt positions than MAX_SEQ_LEN."""
         for prompts in self.decode_datasets() if self.POSITIONS == "trainable" else ():
             longest = getattr(prompts, "prompt_length", 0) + self.MAX_DECODE_STEPS
             if longest > self.MAX_SEQ_LEN:
-                raise ValueError(
-                    f"MAX_DECODE_STEPS={self.MAX_DECODE_STEPS} after prompts of"
-                    f" {prompts.prompt_length} ids need {longest} positions, and"
-                    f" POSITIONS='trainable' has MAX_SEQ_LEN={self.MAX_SEQ_LEN}"
+                most = self.MAX_SEQ_LEN - prompts.prompt_length
+                raise ConfigError(
+                    field="MAX_DECODE_STEPS",
+                    value=self.MAX_DECODE_STEPS,
+                    expected=f"at most {most} after prompts of {prompts.prompt_length} ids, since"
+                    f" POSITIONS='trainable' has MAX_SEQ_LEN={self.MAX_SEQ_LEN} positions",
                 )
 
     def learner(self) -> Config:
-        """The config of the learner; an optimization recipe defines it."""
+        """Return the config of the learner, which an optimization recipe defines."""
         raise NotImplementedError(
             f"{type(self).__qualname__} needs an optimization recipe, such as AdamWCosine"
         )
 
     def task(self) -> Config:
-        """The config of the task."""
+        """Return the config of the task."""
         return SingleTask.HParams.config(
             name="lm", model=self.model(), train=self.train_config(self.learner())
         )

@@ -1,10 +1,11 @@
-"""Mixtures of experts, and the mesh that they are spread over."""
+"""Mixtures of experts and their mesh."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from layerkit.checks import check_sizes
 from layerkit.config import Config, target_of
 from layerkit.layers import MoeFeedForward
 from layerkit_experiments.lm.recipes.model import TransformerLmModel
@@ -12,7 +13,7 @@ from layerkit_runner.partitioning import SpmdPartitioner
 
 
 class MixtureOfExperts(TransformerLmModel):
-    """Experts in place of the feed-forward, in every layer or in every second, third, …"""
+    """Experts instead of a feed-forward layer, in every EXPERT_PERIOD-th layer."""
 
     tags: ClassVar[tuple[str, ...]] = ("moe",)
 
@@ -21,10 +22,10 @@ class MixtureOfExperts(TransformerLmModel):
     NUM_SHARED_EXPERTS: int = 0
     """Experts that all tokens use (DeepSeekMoE; arXiv:2401.06066)."""
     EXPERT_PERIOD: int = 1
-    """The first of so many layers has experts, the others are dense."""
+    """Period of the layer pattern, whose first layer has experts and whose others are dense."""
     CAPACITY_FACTOR: float | None = None
-    """Rows of an expert relative to tokens per expert; None drops nothing. Balanced routing fills a
-    factor of NUM_EXPERTS_PER_TOKEN."""
+    """Slots of an expert relative to the mean number of tokens per expert; None drops no token.
+    Balanced routing fills a factor of NUM_EXPERTS_PER_TOKEN."""
     USE_GATED_EXPERTS: bool = False
     ROUTER_NOISE: bool = False
     """Learned noise on the router's logits in training (Shazeer et al., 2017; arXiv:1701.06538)."""
@@ -34,14 +35,13 @@ class MixtureOfExperts(TransformerLmModel):
     reduced_fields: ClassVar[Mapping[str, Any]] = {"NUM_EXPERTS": 4}
 
     def model(self) -> Config:
-        """The config of the LanguageModel.
+        """Return the config of the LanguageModel.
 
         Raises:
-          ValueError: as the model without experts, or a period below 1.
+          ConfigError: EXPERT_PERIOD is below 1, or a field of the dense model is invalid.
         """
         model = super().model()
-        if self.EXPERT_PERIOD < 1:
-            raise ValueError(f"EXPERT_PERIOD={self.EXPERT_PERIOD} must be at least 1")
+        check_sizes(None, EXPERT_PERIOD=self.EXPERT_PERIOD)
         stack = model.lm_tpl.stack_tpl
         dense = stack.layer_tpl
         sparse = dense.clone()
@@ -82,7 +82,7 @@ class SpmdExperts:
     reduced_fields: ClassVar[Mapping[str, Any]] = {"ICI_MESH_SHAPE": None, "DCN_MESH_SHAPE": None}
 
     def partitioner(self) -> Config:
-        """The config of the partitioner."""
+        """Return the config of the partitioner."""
         return SpmdPartitioner.HParams.config(
             mesh_axis_names=("data", "fsdp", "expert", "tensor"),
             ici_mesh_shape=self.ICI_MESH_SHAPE,

@@ -1,4 +1,4 @@
-"""Going on from weights that exist: where they come from, LoRA, and text in their own words."""
+"""Fine-tuning: initial weights, LoRA, and text in the tokenizer of a folder."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from layerkit.config import Config
+from layerkit.errors import ConfigError
 from layerkit.layers.adapters import LORA_WEIGHTS, with_lora
 from layerkit_experiments.lm.recipes.data import LocalFiles
 from layerkit_inputs import tokenizer_config
@@ -14,23 +15,23 @@ from layerkit_runner.init_from import InitFrom, Source
 
 
 class InitialWeights:
-    """First values from a folder, whose model is the one that the experiment describes."""
+    """Initial weights from a folder with the model of the experiment."""
 
     tags: ClassVar[tuple[str, ...]] = ("fine_tune",)
 
     INIT_FROM: str | None = None
-    """Of Hugging Face, of a job, or of its checkpoints; looked at when training begins. None draws
-    all weights, to try things out. `--init_from` takes its place."""
+    """Hugging Face folder, job folder or checkpoints, read when training starts. None draws all
+    weights, for trials. `--init_from` overrides it."""
 
     reduced_fields: ClassVar[Mapping[str, Any]] = {"INIT_FROM": None}
 
     @property
     def weights_folder(self) -> str | None:
-        """Where the first weights come from, if from anywhere."""
+        """The folder of the initial weights; None if there is none."""
         return self.INIT_FROM
 
     def task(self) -> Config:
-        """The config of the task."""
+        """Return the config of the task."""
         task: Config = super().task()  # type: ignore[misc]  # of the experiment
         if self.INIT_FROM is None:
             return task
@@ -41,9 +42,9 @@ class InitialWeights:
 
 
 class Lora:
-    """Trains low-rank adapters alone (Hu et al., 2021; arXiv:2106.09685); put it first.
+    """Training of low-rank adapters only (Hu et al., 2021; arXiv:2106.09685); the first base class.
 
-    `--mode=export` adds them to the weights beside them.
+    `--mode=export` merges the adapters into the weights.
     """
 
     tags: ClassVar[tuple[str, ...]] = ("lora",)
@@ -53,10 +54,10 @@ class Lora:
     """Adapters are multiplied by LORA_ALPHA / LORA_RANK."""
     LORA_DROPOUT_RATE: float = 0.0
     LORA_ONLY: str = ".*(query|value)_tpl"
-    """Which products have one: a pattern of paths of fields, such as `.*_tpl` for all of them."""
+    """Pattern of field paths of products with an adapter; `.*_tpl` matches all."""
 
     def model(self) -> Config:
-        """The config of the model with adapters."""
+        """Return the config of the model with adapters."""
         return with_lora(
             super().model(),  # type: ignore[misc]  # of the experiment
             rank=self.LORA_RANK,
@@ -66,37 +67,41 @@ class Lora:
         )
 
     def learner(self) -> Config:
-        """The config of the learner, which trains nothing else."""
+        """Return the config of the learner, which trains only adapters."""
         learner: Config = super().learner()  # type: ignore[misc]
         return learner.set(trainable=(LORA_WEIGHTS,))
 
 
 class FolderText(LocalFiles, abstract=True):
-    """Local text in the words of the folder that the first weights come from."""
+    """Local text, encoded by the tokenizer of the folder of initial weights."""
 
     TOKENIZER: str | None = None  # type: ignore[assignment]
-    """As for `LocalFiles`; None for that of the folder."""
+    """Tokenizer as in `LocalFiles`; None for that of the folder."""
 
     reduced_fields: ClassVar[Mapping[str, Any]] = {"MAX_SEQ_LEN": 64, "PERCORE_BATCH_SIZE": 8.0}
 
     @property
     def weights_folder(self) -> str | None:
-        """Where the first weights come from, if from anywhere."""
-        raise NotImplementedError(f"{type(self).__qualname__} does not say where weights are")
+        """The folder of the initial weights; None if there is none."""
+        raise NotImplementedError(f"{type(self).__qualname__} does not define weights_folder")
 
     def tokenizer(self) -> Config:
-        """The config of the tokenizer.
+        """Return the config of the tokenizer.
 
         Raises:
-          ValueError: neither a tokenizer nor a folder is named.
+          ConfigError: No tokenizer and no folder are set.
         """
         name = self.weights_folder if self.TOKENIZER is None else self.TOKENIZER
         if name is None:
-            raise ValueError("TOKENIZER=None takes that of the first weights, which are drawn here")
+            raise ConfigError(
+                field="TOKENIZER",
+                value=None,
+                expected="a tokenizer, since no folder of initial weights has one",
+            )
         return tokenizer_config(name, special_tokens_in_text=self.SPECIAL_TOKENS_IN_TEXT)
 
     def validate(self) -> None:
-        """As for `LocalFiles`, but a folder that is not there yet is not missed before a run."""
+        """Check the fields; a tokenizer of a missing folder is checked when the run starts."""
         folder = self.weights_folder
         if self.TOKENIZER is None and folder is not None and not Path(folder).exists():
             super(LocalFiles, self).validate()

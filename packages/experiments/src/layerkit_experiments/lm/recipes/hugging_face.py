@@ -1,4 +1,4 @@
-"""Fine-tuning a model that lies in a Hugging Face folder."""
+"""Fine-tuning of a model of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from layerkit.config import Config, field_names, target_of
 from layerkit.decoding import SampleDecoder
+from layerkit.errors import ConfigError
 from layerkit_experiments.lm.recipes.model import remat_policy
 from layerkit_experiments.lm.recipes.optimization import TrainingLength
 from layerkit_runner.config.experiment import BaseExperiment
@@ -13,31 +14,31 @@ from layerkit_runner.training.task import SingleTask
 
 
 class HuggingFaceLm(TrainingLength, BaseExperiment, abstract=True):
-    """Model and first weights from a folder; add one class each of optimization and data.
+    """Model and initial weights of a folder; add a recipe of optimization and one of data.
 
-    `--mode=export --export_dir=DIR` writes what was trained as such a folder again.
+    `--mode=export --export_dir=DIR` writes the trained model in the same format.
     """
 
     tags: ClassVar[tuple[str, ...]] = ("lm", "fine_tune")
 
     HF_FOLDER: str
-    """With config.json and safetensors files."""
+    """Folder with config.json and safetensors files."""
     FPROP_DTYPE: str = "float32"
-    """Of the computation; weights are float32."""
+    """Dtype of the computation; weights are float32."""
     USE_REPEATED_LAYER: bool = True
-    """One scan over stacked weights instead of a layer after a layer."""
+    """Run layers as a scan over stacked weights instead of unrolled."""
     CHECKPOINT_POLICY: str = "none"
-    """What the backward pass keeps; see `layerkit.layers.remat`."""
+    """Rematerialisation policy; see `layerkit.layers.remat`."""
     MAX_DECODE_STEPS: int = 64
     TEMPERATURE: float = 1.0
     EOS_ID: int | None = None
-    """The token that ends a continuation; None for that of the folder, or those."""
+    """Token that ends a continuation; None for the end tokens of the folder."""
 
     def model(self) -> Config:
-        """The config of the model in the folder.
+        """Return the config of the model in the folder.
 
         Raises:
-          ValueError: no such folder, or a model that is not supported, or is no language model.
+          ConfigError: The folder does not exist, or holds no supported language model.
         """
         from layerkit.interop import hugging_face
 
@@ -46,11 +47,12 @@ class HuggingFaceLm(TrainingLength, BaseExperiment, abstract=True):
                 self.HF_FOLDER, repeated=self.USE_REPEATED_LAYER, fprop_dtype=self.FPROP_DTYPE
             )
         except OSError as error:
-            raise ValueError(f"HF_FOLDER: {error}") from error
+            raise ConfigError(str(error), owner="HF_FOLDER") from error
         if "lm_tpl" not in field_names(model):
-            raise ValueError(
-                f"HF_FOLDER: {self.HF_FOLDER} holds a {target_of(model).__qualname__}, which reads"
-                " one text and writes another; HuggingFaceLm trains language models"
+            raise ConfigError(
+                field="HF_FOLDER",
+                value=self.HF_FOLDER,
+                expected=f"a decoder-only language model, not a {target_of(model).__qualname__}",
             )
         model.lm_tpl.stack_tpl.remat = remat_policy(self.CHECKPOINT_POLICY)
         model.decoder = SampleDecoder.HParams.config(
@@ -61,24 +63,25 @@ class HuggingFaceLm(TrainingLength, BaseExperiment, abstract=True):
         return model
 
     def validate(self) -> None:
-        """Refuses a folder that cannot be read, or a model that is not supported or too small."""
+        """Raise an error if the model is not supported or lacks ids of the data."""
         super().validate()
         known = self.model().lm_tpl.vocab_size
         needed = getattr(self, "VOCAB_SIZE", 0)
         if needed > known:
-            raise ValueError(
-                f"the data have VOCAB_SIZE={needed} ids, but the model in {self.HF_FOLDER} knows"
-                f" {known}: the loss of the others would be NaN"
+            raise ConfigError(
+                field="VOCAB_SIZE",
+                value=needed,
+                expected=f"at most {known}, the vocabulary of the model in {self.HF_FOLDER}",
             )
 
     def learner(self) -> Config:
-        """The config of the learner; an optimization recipe defines it."""
+        """Return the config of the learner; an optimization recipe defines it."""
         raise NotImplementedError(
             f"{type(self).__qualname__} needs an optimization recipe, such as AdamWCosine"
         )
 
     def task(self) -> Config:
-        """The config of the task."""
+        """Return the config of the task."""
         from layerkit.interop.hugging_face import HuggingFaceWeights
 
         return SingleTask.HParams.config(

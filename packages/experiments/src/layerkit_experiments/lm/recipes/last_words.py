@@ -1,7 +1,7 @@
-"""Passages and their last words, as LAMBADA asks for them, without TensorFlow.
+"""Passages and last words of LAMBADA, without TensorFlow.
 
-`last_word_rows` reads JSON lines (`{"text": …}`, as the test set of 5153 passages is published) and
-gives the rows that a SeqIO task with the same vocabulary gives; see `seqio_tasks.last_word_task`.
+`last_word_rows` reads JSON lines (`{"text": …}`, the format of the published test set of 5153
+passages) and returns the rows of `seqio_tasks.last_word_task` with the same vocabulary.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from layerkit.config import build
+from layerkit.errors import ConfigError
 from layerkit_inputs import Tokenizer, tokenizer_config
 from layerkit_inputs.extras import require
 from layerkit_inputs.features import lm_features
@@ -20,27 +21,46 @@ from layerkit_inputs.text_files import find_text_files
 from layerkit_inputs.tools.raw_documents import read_raw_documents, text_of
 
 LAST_WORD = r"(?s)^(.*\S)\s+(\S+)$"
-"""What comes before the last word, and the word; in the syntax of Python and of RE2."""
+"""Pattern of a passage and its last word, in the common syntax of Python and RE2."""
 QUOTES = {"“": '"', "”": '"', "‘": "'", "’": "'"}
-"""What stands for curly quotes."""
+"""Replacements of curly quotes."""
 
 
 def split_last_word(passage: str) -> tuple[str, str]:
-    """A passage without its last word, and that word with a blank before it.
+    """Return a passage without its last word, and that word with a blank before it.
 
     >>> split_last_word("He said: “Follow me”")
     ('He said: "Follow', ' me"')
 
     Raises:
-      ValueError: the passage has fewer than two words.
+      ConfigError: The passage has fewer than two words.
     """
     text = passage.strip()
     for curly, straight in QUOTES.items():
         text = text.replace(curly, straight)
     match = re.match(LAST_WORD, text)
     if match is None:
-        raise ValueError(f"{passage!r:.60} has no last word that others come before")
+        raise ConfigError(field="passage", value=passage, expected="at least two words")
     return match[1], " " + match[2]
+
+
+def require_vocab_path(vocab_path: str | None) -> str:
+    """Return the path, or raise `ConfigError` if no vocabulary is set."""
+    if vocab_path is None:
+        raise ConfigError(
+            field="VOCAB_PATH",
+            value=None,
+            expected="a SentencePiece .model, or bytes",
+            hint="Set the environment variable VOCAB_PATH, or --fdl.VOCAB_PATH=….",
+        )
+    return vocab_path
+
+
+def check_vocab_size(vocab_size: int | None, needed: int, vocab_path: str | None) -> None:
+    """Raise `ConfigError` if a vocabulary has more ids than the model, whose loss would be NaN."""
+    if vocab_size is not None and needed > vocab_size:
+        expected = f"at least {needed}, the size of VOCAB_PATH={vocab_path}"
+        raise ConfigError(field="VOCAB_SIZE", value=vocab_size, expected=expected)
 
 
 def last_word_rows(
@@ -51,35 +71,25 @@ def last_word_rows(
     target_length: int,
     vocab_size: int | None = None,
 ) -> Any:
-    """Rows of passages, of which only the last word counts.
+    """Return rows of passages in which only the last word has weight.
 
     Args:
-      path: JSON lines with the passage in `text`, or the folder they lie in.
+      path: JSON lines with the passage in `text`, or their folder.
       vocab_path: See `layerkit_inputs.tokenizer_config`.
       seq_length: Positions of a row.
-      target_length: Most tokens of the last word; the passage before it is cut at the others.
-      vocab_size: How many ids the model knows; None where it does not matter.
+      target_length: Largest number of tokens of the last word; other positions hold the passage.
+      vocab_size: Vocabulary size of the model; None for no check.
 
     Returns:
       A `grain.MapDataset` of the arrays of `layerkit_inputs.features.lm_features`, each `[length]`.
 
     Raises:
-      ValueError: no vocabulary is named, it has more ids than the model knows, or a passage cannot
-        be read.
-      OSError: there are no files, or no vocabulary.
+      ConfigError: The vocabulary is not set or too large, or a passage cannot be read.
+      OSError: Files or vocabulary do not exist.
     """
     grain = require("grain", needed_by="last_word_rows")
-    if vocab_path is None:
-        raise ValueError(
-            "these data are read with a vocabulary, and none is named: set the environment variable"
-            " VOCAB_PATH, or --fdl.VOCAB_PATH=…, to a SentencePiece .model (or to bytes)"
-        )
-    tokenizer: Tokenizer = build(tokenizer_config(vocab_path))
-    if vocab_size is not None and tokenizer.vocab_size > vocab_size:
-        raise ValueError(
-            f"VOCAB_PATH={vocab_path} has {tokenizer.vocab_size} ids, but the model knows"
-            f" VOCAB_SIZE={vocab_size}: the loss of the others would be NaN"
-        )
+    tokenizer: Tokenizer = build(tokenizer_config(require_vocab_path(vocab_path)))
+    check_vocab_size(vocab_size, tokenizer.vocab_size, vocab_path)
 
     def row(passage: str) -> dict[str, np.ndarray]:
         before, word = split_last_word(passage)
@@ -102,4 +112,4 @@ def _passages(path: str) -> Iterator[str]:
             try:
                 yield text_of(document, "text").decode("utf-8")
             except ValueError as error:
-                raise ValueError(f"{document.where}: {error}") from None
+                raise ConfigError(str(error), owner=str(document.where)) from None

@@ -6,25 +6,26 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from layerkit.config import Config
+from layerkit.errors import ConfigError
 from layerkit.layers import MultiHeadLatentAttention
 from layerkit_experiments.lm.recipes.model import TransformerLmModel
 
 
 class LatentAttention(TransformerLmModel):
-    """Multi-head latent attention (DeepSeek-V2; arXiv:2405.04434), which turns its own positions.
+    """Multi-head latent attention (DeepSeek-V2; arXiv:2405.04434), which rotates its own positions.
 
-    So POSITIONS is `none`, and the sizes of heads are those below.
+    POSITIONS is therefore `none`, and the fields below set the sizes of heads.
     """
 
     POSITIONS = "none"
     LATENT_DIMS: int = 64
-    """Size of the latent that keys and values are made of, which is what the cache holds."""
+    """Size of the latent of keys and values, which the cache holds."""
     QUERY_LATENT_DIMS: int | None = None
-    """Size of the latent of queries; None for queries straight from the inputs."""
+    """Size of the latent of queries; None projects queries from the inputs."""
     PLAIN_DIMS_PER_HEAD: int = 64
-    """Coordinates of queries and keys that know no position, and the size of values."""
+    """Coordinates of queries and keys without position, and the size of values."""
     ROTARY_DIMS_PER_HEAD: int = 64
-    """Those that are turned."""
+    """Rotated coordinates of queries and keys."""
 
     reduced_fields: ClassVar[Mapping[str, Any]] = {
         "LATENT_DIMS": 16,
@@ -35,10 +36,10 @@ class LatentAttention(TransformerLmModel):
     }
 
     def model(self) -> Config:
-        """The config of the LanguageModel.
+        """Return the config of the LanguageModel.
 
         Raises:
-          ValueError: as the model with plain attention, or fields that mean only that.
+          ConfigError: A field is invalid, or applies only to plain attention.
         """
         for field, expected in (
             ("DIMS_PER_HEAD", None),
@@ -46,9 +47,8 @@ class LatentAttention(TransformerLmModel):
             ("POSITIONS", "none"),
         ):
             if (value := getattr(self, field)) != expected:
-                raise ValueError(
-                    f"{field}={value!r}, but latent attention has sizes and positions of its own;"
-                    f" leave it {expected!r}"
+                raise ConfigError(
+                    field=field, value=value, expected=f"{expected!r} with latent attention"
                 )
         model = super().model()
         layer = model.lm_tpl.stack_tpl.layer_tpl

@@ -1,11 +1,12 @@
-"""The decoder-only Transformer, from the fields that people change most."""
+"""The decoder-only Transformer with its most important fields."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from layerkit.base_layer import BaseLayer
+from layerkit.checks import check_choice, check_sizes
 from layerkit.config import Config
 from layerkit.decoding import SampleDecoder
 from layerkit.layers import (
@@ -21,7 +22,6 @@ from layerkit.layers import (
     TrainablePositionalEmbedding,
 )
 from layerkit.models import LanguageModel, TransformerLm
-from layerkit.near_names import near_names
 from layerkit.weights import WeightInit
 
 # `gelu` is the approximation by tanh, with which most published models were trained.
@@ -33,7 +33,7 @@ _ACTIVATIONS: dict[str, Config] = {
 }
 _NORMS: dict[str, type[BaseLayer]] = {"layer_norm": LayerNorm, "rms_norm": RmsNorm}
 _INITS = {"xavier": WeightInit.Xavier, "fan_in": WeightInit.FanIn}
-# Policies that Pax has under another name and that keep the same here.
+# Names of Pax for policies that keep the same values.
 _PAX_CHECKPOINT_POLICIES = {
     "SAVE_EVERYTHING": "none",
     "SAVE_NOTHING": "full",
@@ -42,7 +42,7 @@ _PAX_CHECKPOINT_POLICIES = {
     "SAVE_DOT_WITH_NO_BATCH_DIMS": "dots_no_batch",
 }
 _POSITIONS = ("rotary", "sinusoidal", "trainable", "none")
-_AT_LEAST_ONE = (
+_SIZES = (
     "NUM_LAYERS",
     "MODEL_DIMS",
     "HIDDEN_DIMS",
@@ -56,49 +56,49 @@ _AT_LEAST_ONE = (
 
 
 class TransformerLmModel:
-    """Fields of the model; `model()` puts it together."""
+    """Fields of the model, from which `model()` builds the config."""
 
     NUM_LAYERS: int = 2
     MODEL_DIMS: int = 128
     HIDDEN_DIMS: int | None = None
-    """Wide dimension of the feed-forward; None for four times MODEL_DIMS."""
+    """Hidden size of the feed-forward layer; None for four times MODEL_DIMS."""
     NUM_HEADS: int = 4
     NUM_KV_HEADS: int | None = None
-    """Key and value heads; None for as many as query heads."""
+    """Number of key and value heads; None for that of query heads."""
     DIMS_PER_HEAD: int | None = None
-    """None for MODEL_DIMS / NUM_HEADS."""
+    """Size of a head; None for MODEL_DIMS / NUM_HEADS."""
     VOCAB_SIZE: int = 32000
     MAX_SEQ_LEN: int = 1024
     ACTIVATION: str = "gelu"
     USE_GATED_ACTIVATION: bool = False
     ATTENTION_BIAS: bool = False
-    """A bias in the projections of queries, keys and values, and out of them."""
+    """Use biases in the query, key, value and output projections."""
     FEED_FORWARD_BIAS: bool = False
-    """A bias after each projection of the feed-forward."""
+    """Use biases in the feed-forward layer."""
     NORM: str = "layer_norm"
     NORM_EPSILON: float = 1e-6
     POSITIONS: str = "sinusoidal"
     ATTENTION_LOGIT_CAP: float | None = None
     SOFTMAX_LOGIT_CAP: float | None = None
     SOFTMAX_CHUNK_SIZE: int | None = None
-    """Positions whose logits exist at one time; None for all."""
+    """Number of positions whose logits are in memory at a time; None for all."""
     ATTENTION_BACKEND: str = "auto"
     DROPOUT_RATE: float = 0.0
     INPUT_DROPOUT_RATE: float | None = None
-    """Of the embeddings; None for DROPOUT_RATE."""
+    """Dropout rate of embeddings; None for DROPOUT_RATE."""
     SCALE_EMBEDDING: bool = False
-    """Multiplies embeddings by √MODEL_DIMS, as the first Transformer did."""
+    """Multiply embeddings by √MODEL_DIMS (Vaswani et al., 2017)."""
     WEIGHT_INIT: str = "xavier"
     INIT_STD: float | None = None
-    """All matrices, the embedding too, start normal with this deviation; None for WEIGHT_INIT."""
+    """Standard deviation of the normal initialiser of all matrices; None for WEIGHT_INIT."""
     SCALE_RESIDUAL_INIT: bool = False
-    """Divides the weights that end a residual branch by √(2·NUM_LAYERS) at the start (GPT-2)."""
+    """Divide the initial output weights of residual branches by √(2·NUM_LAYERS) (GPT-2)."""
     FPROP_DTYPE: str = "float32"
-    """Of the computation; weights are float32."""
+    """Dtype of the computation; weights are float32."""
     USE_REPEATED_LAYER: bool = True
-    """One scan over stacked weights instead of a layer after a layer."""
+    """Run layers as a scan over stacked weights instead of unrolled."""
     CHECKPOINT_POLICY: str = "none"
-    """What the backward pass keeps; see `layerkit.layers.remat`. Pax's names are understood."""
+    """Rematerialisation policy of `layerkit.layers.remat`, or Pax's name of one."""
     MAX_DECODE_STEPS: int = 64
     TEMPERATURE: float = 1.0
     EOS_ID: int | None = None
@@ -113,16 +113,13 @@ class TransformerLmModel:
     }
 
     def model(self) -> Config:
-        """The config of the LanguageModel.
+        """Return the config of the LanguageModel.
 
         Raises:
-          ValueError: a field that names something that does not exist, or a size below 1.
+          ConfigError: A field has an unknown name, or a size below 1.
         """
-        for field in _AT_LEAST_ONE:
-            size = getattr(self, field)
-            if size is not None and size < 1:
-                raise ValueError(f"{field}={size} must be at least 1")
-        _check("NORM", self.NORM, _NORMS)
+        check_sizes(None, **{field: getattr(self, field) for field in _SIZES})
+        check_choice(None, tuple(_NORMS), NORM=self.NORM)
         norm = _NORMS[self.NORM].HParams.config(epsilon=self.NORM_EPSILON)
         lm: Config = TransformerLm.HParams.config(
             vocab_size=self.VOCAB_SIZE,
@@ -150,7 +147,7 @@ class TransformerLmModel:
             use_bias=self.ATTENTION_BIAS,
             backend=self.ATTENTION_BACKEND,
         )
-        _check("ACTIVATION", self.ACTIVATION, _ACTIVATIONS)
+        check_choice(None, tuple(_ACTIVATIONS), ACTIVATION=self.ACTIVATION)
         layer.feed_forward_tpl.set(
             activation_tpl=_ACTIVATIONS[self.ACTIVATION].clone(),
             use_gate=self.USE_GATED_ACTIVATION,
@@ -169,13 +166,13 @@ class TransformerLmModel:
         )
 
     def stack(self) -> Config:
-        """The config of the stack of layers; a recipe of parallelism may take another."""
+        """Return the config of the stack of layers, which a recipe of parallelism may replace."""
         stack = StackedTransformerRepeated if self.USE_REPEATED_LAYER else StackedTransformer
         return stack.HParams.config(remat=remat_policy(self.CHECKPOINT_POLICY))
 
     def _set_initial_weights(self, lm: Config) -> None:
         lm.params_init = self._weight_init()
-        # The embedding is no projection: its vectors start with unit length.
+        # Embedding vectors start with unit length.
         std = self.MODEL_DIMS**-0.5 if self.INIT_STD is None else self.INIT_STD
         lm.softmax_tpl.weight_init = WeightInit.Gaussian(std)
         if self.SCALE_RESIDUAL_INIT:
@@ -187,11 +184,11 @@ class TransformerLmModel:
     def _weight_init(self, *, scale: float = 1.0) -> WeightInit:
         if self.INIT_STD is not None:
             return WeightInit.Gaussian(scale * self.INIT_STD)
-        _check("WEIGHT_INIT", self.WEIGHT_INIT, _INITS)
+        check_choice(None, tuple(_INITS), WEIGHT_INIT=self.WEIGHT_INIT)
         return _INITS[self.WEIGHT_INIT](scale)
 
     def _set_positions(self, lm: Config) -> None:
-        _check("POSITIONS", self.POSITIONS, _POSITIONS)
+        check_choice(None, _POSITIONS, POSITIONS=self.POSITIONS)
         if self.POSITIONS == "rotary":
             rotary = RotaryPositionalEmbedding.HParams.config()
             lm.stack_tpl.layer_tpl.attention_tpl.rotary_tpl = rotary
@@ -204,18 +201,12 @@ class TransformerLmModel:
 
 
 def remat_policy(name: str) -> str:
-    """The policy of `layerkit.layers.remat` that CHECKPOINT_POLICY names, be it as Pax does.
+    """Return the policy of `layerkit.layers.remat` for its own name or for that of Pax.
 
     Raises:
-      ValueError: a policy of Pax that has no counterpart.
+      ConfigError: A policy of Pax has no counterpart.
     """
     last = name.rpartition(".")[2]  # Pax writes AutodiffCheckpointType.SAVE_NOTHING
     if last.startswith("SAVE_"):
-        _check("CHECKPOINT_POLICY", last, _PAX_CHECKPOINT_POLICIES)
+        check_choice(None, tuple(_PAX_CHECKPOINT_POLICIES), CHECKPOINT_POLICY=last)
     return _PAX_CHECKPOINT_POLICIES.get(last, name)
-
-
-def _check(field: str, name: str, table: Collection[str]) -> None:
-    if name not in table:
-        valid = ", ".join(table)
-        raise ValueError(f"{field}={name!r}{near_names(name, table)} It is one of {valid}.")

@@ -1,16 +1,15 @@
-"""Optimizers, schedules and how long to train."""
+"""Optimizers, schedules and intervals of training."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import optax
 
+from layerkit.checks import check_non_negative, check_rates, check_sizes
 from layerkit.config import Config, Partial
 from layerkit_runner.config.experiment import is_set_before
-from layerkit_runner.errors import UsageError
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.optim.optimizers import adam_with_update_cap, decays
 from layerkit_runner.optim.schedules import (
@@ -20,18 +19,18 @@ from layerkit_runner.optim.schedules import (
 )
 from layerkit_runner.training.train_hparams import TrainHParams
 
-_NOT_NEGATIVE = (
+_NON_NEGATIVE = (
     "LEARNING_RATE",
     "LEARNING_RATE_SCALE",
     "ADAM_EPSILON",
     "WEIGHT_DECAY",
     "SECOND_MOMENT_DECAY",
 )
-_BELOW_ONE = ("ADAM_BETA1", "ADAM_BETA2")
+_RATES = ("ADAM_BETA1", "ADAM_BETA2")
 
 
 class TrainingLength:
-    """How long to train, and how often to look and to save."""
+    """Number of steps, and intervals of summaries, evaluation and checkpoints."""
 
     MAX_STEPS: int = 300_000
     SUMMARY_INTERVAL_STEPS: int = 100
@@ -40,7 +39,7 @@ class TrainingLength:
     CHECKPOINT_EVERY_N_STEPS: int = 5000
     CHECKPOINT_MAX_TO_KEEP: int | None = 10
     CHECKPOINT_KEEP_INTERVAL_HOURS: float | None = None
-    """Besides the newest, one checkpoint per so many hours stays for good; None for no others."""
+    """Hours per checkpoint that is kept permanently besides the newest; None keeps no others."""
     SEED: int = 1234
 
     reduced_fields: ClassVar[Mapping[str, Any]] = {
@@ -51,17 +50,16 @@ class TrainingLength:
     }
 
     def validate(self) -> None:
-        """Check the length before schedules are made from it.
+        """Check the number of steps before schedules use it.
 
         Raises:
-          ValueError: MAX_STEPS is below 1.
+          ConfigError: MAX_STEPS is below 1.
         """
         super().validate()  # type: ignore[misc]
-        if self.MAX_STEPS < 1:
-            raise ValueError(f"MAX_STEPS={self.MAX_STEPS}: expected a positive integer")
+        check_sizes(None, MAX_STEPS=self.MAX_STEPS)
 
     def train_config(self, learner: Config) -> Config:
-        """How the task is trained, with this learner."""
+        """Return the training config of the task with this learner."""
         return TrainHParams.HParams.config(
             learner=learner,
             num_train_steps=self.MAX_STEPS,
@@ -90,16 +88,16 @@ class ScheduleSteps(NamedTuple):
 
 
 class ScheduleOverRun(TrainingLength):
-    """A warmup and a decay over the rest of the run.
+    """A schedule of a warmup and a decay over the rest of the run.
 
-    A recipe derived from this has WARMUP_STEPS and may have DECAY_START and DECAY_END.
+    A subclass has WARMUP_STEPS, and optionally DECAY_START and DECAY_END.
     """
 
     def schedule_steps(self) -> ScheduleSteps:
-        """Return the steps of the schedule, shortened where they do not fit into the run.
+        """Return the steps of the schedule, shortened if they do not fit into the run.
 
-        A length is shortened where the schedule would be refused and MAX_STEPS was set after it,
-        such as by `--fdl.MAX_STEPS=60` alone. A length that was set with MAX_STEPS stays.
+        A length is shortened if the schedule would be invalid and MAX_STEPS was set after it, such
+        as by `--fdl.MAX_STEPS=60` alone. A length that was set with MAX_STEPS is kept.
         """
         fields: Any = self
         warmup: int = fields.WARMUP_STEPS
@@ -118,7 +116,7 @@ class ScheduleOverRun(TrainingLength):
         return ScheduleSteps(warmup, decay_start, self.MAX_STEPS)
 
     def start_notes(self) -> list[str]:
-        """Return which lengths were shortened because only the number of steps was changed."""
+        """Return a note about lengths that were shortened because only MAX_STEPS was changed."""
         steps = self.schedule_steps()
         lengths = {"WARMUP_STEPS": steps.warmup, "DECAY_START": steps.decay_start}
         given = {name: getattr(self, name, None) for name in lengths}
@@ -155,7 +153,7 @@ class AdamExponential(TrainingLength):
     }
 
     def learner(self) -> Config:
-        """The config of the learner."""
+        """Return the config of the learner."""
         check_optimizer_numbers(self)
         return Learner.HParams.config(
             optimizer=Partial(
@@ -187,13 +185,13 @@ class AdamWCosine(ScheduleOverRun):
     ADAM_EPSILON: float = 1e-8
     WEIGHT_DECAY: float = 0.1
     DECAYED_WEIGHTS: Literal["matrices", "all"] = "matrices"
-    """`all` decays scales and biases too, as Pax does."""
+    """`all` also decays scales and biases, as Pax does."""
     CLIP_GRADIENT_NORM: float | None = 1.0
     WARMUP_STEPS: int = 100
     DECAY_START: int | None = None
-    """Where the cosine begins; None for WARMUP_STEPS."""
+    """Step at which the cosine begins; None for WARMUP_STEPS."""
     DECAY_END: int | None = None
-    """Where the learning rate has come down; None for MAX_STEPS."""
+    """Step at which the decay ends; None for MAX_STEPS."""
     MIN_LEARNING_RATE_RATIO: float = 0.1
 
     reduced_fields: ClassVar[Mapping[str, Any]] = {
@@ -204,7 +202,7 @@ class AdamWCosine(ScheduleOverRun):
     }
 
     def learner(self) -> Config:
-        """The config of the learner."""
+        """Return the config of the learner."""
         steps = self.schedule_steps()
         return adamw_learner(
             self,
@@ -223,15 +221,15 @@ class AdamWCosine(ScheduleOverRun):
 def adamw_learner(
     fields: Any, *, decayed: Callable[[Any], Any] | None, learning_rate: Config
 ) -> Config:
-    """The config of a learner by AdamW.
+    """Return the config of a learner with AdamW.
 
     Args:
       fields: A recipe with the fields of Adam, WEIGHT_DECAY and CLIP_GRADIENT_NORM.
-      decayed: Tells which weights decay; None for all.
-      learning_rate: The config of its schedule.
+      decayed: Function that returns a mask of decayed weights; None decays all.
+      learning_rate: Config of the schedule.
 
     Raises:
-      UsageError: a field has a number that no run can want.
+      ConfigError: A number is out of range.
     """
     check_optimizer_numbers(fields)
     return Learner.HParams.config(
@@ -249,19 +247,14 @@ def adamw_learner(
 
 
 def check_optimizer_numbers(fields: Any) -> None:
-    """Refuses numbers with which an optimizer would run, and learn nothing.
+    """Check numbers with which an optimizer would run without learning.
 
     Args:
-      fields: A recipe; of the fields that are checked, it need not have all.
+      fields: A recipe, which need not have all checked fields.
 
     Raises:
-      UsageError: one is out of range, by the name of its field.
+      ConfigError: A number is out of range.
     """
-    for names, limit, expected in (
-        (_NOT_NEGATIVE, math.inf, "a finite number from 0"),
-        (_BELOW_ONE, 1.0, "from 0 to below 1"),
-    ):
-        for name in names:
-            value = getattr(fields, name, 0.0)
-            if not 0 <= value < limit:  # nor is NaN
-                raise UsageError(f"{type(fields).__qualname__}.{name}={value} must be {expected}")
+    owner = type(fields).__qualname__
+    for names, check in ((_NON_NEGATIVE, check_non_negative), (_RATES, check_rates)):
+        check(owner, **{name: getattr(fields, name) for name in names if hasattr(fields, name)})

@@ -1,4 +1,4 @@
-"""How the work is spread over devices."""
+"""Recipes of parallelism: SPMD meshes, pipelines and pmap."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ class Spmd:
     reduced_fields: ClassVar[Mapping[str, Any]] = {"ICI_MESH_SHAPE": None, "DCN_MESH_SHAPE": None}
 
     def partitioner(self) -> Config:
-        """The config of the partitioner."""
+        """Return the config of the partitioner."""
         return SpmdPartitioner.HParams.config(
             ici_mesh_shape=self.ICI_MESH_SHAPE, dcn_mesh_shape=self.DCN_MESH_SHAPE
         )
 
 
 class Pipelined(TransformerLmModel):
-    """The layers in stages on devices of their own; a mesh of stage × data × fsdp × tensor.
+    """A pipeline of layers on a mesh of stage × data × fsdp × tensor.
 
-    CHECKPOINT_POLICY says what a stage keeps of each microbatch.
+    CHECKPOINT_POLICY is the rematerialisation policy of a stage for each microbatch.
     """
 
     tags: ClassVar[tuple[str, ...]] = ("pipeline",)
 
     NUM_STAGES: int = 1
-    """Runs of layers side by side; the first size of the mesh."""
+    """Number of pipeline stages, the first size of the mesh."""
     CIRCULAR_REPEAT: int = 1
-    """How often a microbatch goes around; 1 is GPipe."""
+    """Number of rounds of a microbatch; 1 is GPipe."""
     MICROBATCH_SIZE: int | None = None
-    """Rows that pass through the stages together; or give NUM_MICROBATCHES."""
+    """Number of rows of a microbatch; alternatively set NUM_MICROBATCHES."""
     NUM_MICROBATCHES: int | None = None
-    """Into how many pieces the global batch is cut, instead of MICROBATCH_SIZE."""
+    """Number of microbatches of the global batch; alternatively set MICROBATCH_SIZE."""
     LAYER_CHECKPOINT_POLICY: str = "none"
-    """What each layer keeps while its stage is computed again for one microbatch."""
+    """Policy of each layer while its stage is recomputed for one microbatch."""
     ICI_MESH_SHAPE: list[int] | None = None
     """[stage, data, fsdp, tensor] within a slice."""
     DCN_MESH_SHAPE: list[int] | None = None
@@ -60,7 +60,7 @@ class Pipelined(TransformerLmModel):
     }
 
     def stack(self) -> Config:
-        """The config of the pipelined stack."""
+        """Return the config of the pipelined stack."""
         from layerkit.layers.pipelined_transformer import PipelinedTransformer
 
         return PipelinedTransformer.HParams.config(
@@ -73,8 +73,9 @@ class Pipelined(TransformerLmModel):
         )
 
     def partitioner(self) -> Config:
-        """The config of the partitioner."""
-        # Embedding and softmax are in no stage: without this, each stage's devices compute them.
+        """Return the config of the partitioner."""
+        # Embedding and softmax are in no stage; without these rules the devices of every stage
+        # compute them.
         vocab = ("tensor", "stage")
         return SpmdPartitioner.HParams.config(
             mesh_axis_names=("stage", "data", "fsdp", "tensor"),
@@ -85,10 +86,10 @@ class Pipelined(TransformerLmModel):
 
 
 class Pmap:
-    """The whole state on every device, the batch split over all of them."""
+    """The whole state on every device, with the batch sharded over all devices."""
 
     tags: ClassVar[tuple[str, ...]] = ("pmap",)
 
     def partitioner(self) -> Config:
-        """The config of the partitioner."""
+        """Return the config of the partitioner."""
         return PmapPartitioner.HParams.config()

@@ -1,4 +1,4 @@
-"""How the models of three papers were trained: BERT, GLaM and the Transformer of 2017."""
+"""Optimizers and schedules of BERT, GLaM and the Transformer of 2017."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from layerkit_runner.optim.optimizers import decays
 
 
 class AdamWLinear(ScheduleOverRun):
-    """AdamW on the matrices; linear warmup, then a straight line to 0 (Devlin et al., 2018)."""
+    """AdamW that decays matrices; linear warmup, then linear decay to 0 (Devlin et al., 2018)."""
 
     LEARNING_RATE: float = 1e-4
     ADAM_BETA1: float = 0.9
@@ -33,7 +33,7 @@ class AdamWLinear(ScheduleOverRun):
     reduced_fields: ClassVar[Mapping[str, Any]] = {"LEARNING_RATE": 3e-3, "WARMUP_STEPS": 5}
 
     def learner(self) -> Config:
-        """The config of the learner."""
+        """Return the config of the learner."""
         steps = self.schedule_steps()
         return adamw_learner(
             self,
@@ -51,22 +51,22 @@ class AdamWLinear(ScheduleOverRun):
 class AdafactorSqrt(TrainingLength):
     """Adafactor without momentum; a constant rate, then 1/√step (Du et al., 2021: GLaM).
 
-    Steps grow with the size of the weights, so the rate is relative to that (Shazeer and Stern,
-    2018; arXiv:1804.04235). A step whose gradient is not finite is skipped.
+    Updates are proportional to the size of the weights, so the rate is relative to it (Shazeer and
+    Stern, 2018; arXiv:1804.04235). A step whose gradient is not finite is skipped.
     """
 
     LEARNING_RATE: float = 0.01
     CONSTANT_STEPS: int = 10_000
-    """How long the rate stays; then it is LEARNING_RATE·√(CONSTANT_STEPS / step)."""
+    """Number of steps at LEARNING_RATE, followed by LEARNING_RATE·√(CONSTANT_STEPS / step)."""
     SECOND_MOMENT_DECAY: float = 0.8
-    """c in the decay 1 - step^-c of the factored second moments."""
+    """Exponent c of the decay 1 - step^-c of the factored second moments."""
     UPDATE_RMS_CAP: float | None = 1.0
     CLIP_GRADIENT_NORM: float | None = None
 
     reduced_fields: ClassVar[Mapping[str, Any]] = {"LEARNING_RATE": 0.03}
 
     def learner(self) -> Config:
-        """The config of the learner."""
+        """Return the config of the learner."""
         check_optimizer_numbers(self)
         return Learner.HParams.config(
             optimizer=Partial(
@@ -84,7 +84,7 @@ class AdafactorSqrt(TrainingLength):
 
 
 def constant_then_inverse_sqrt(peak: float, *, constant_steps: int) -> optax.Schedule:
-    """`peak` up to `constant_steps`, then peak·√(constant_steps / step)."""
+    """Return `peak` up to `constant_steps`, then peak·√(constant_steps / step)."""
     decay = schedules.linear_warmup_sqrt_decay(peak, warmup_steps=constant_steps)
     return optax.join_schedules(
         [optax.constant_schedule(peak), lambda step: decay(step + constant_steps)],
@@ -93,7 +93,7 @@ def constant_then_inverse_sqrt(peak: float, *, constant_steps: int) -> optax.Sch
 
 
 class AdamInverseSqrt(TrainingLength):
-    """Adam; linear warmup, then 1/√step, by the size of the model (Vaswani et al., 2017)."""
+    """Adam; linear warmup, then 1/√step, scaled by the model size (Vaswani et al., 2017)."""
 
     LEARNING_RATE_SCALE: float = 1.0
     ADAM_BETA1: float = 0.9
@@ -105,7 +105,7 @@ class AdamInverseSqrt(TrainingLength):
     reduced_fields: ClassVar[Mapping[str, Any]] = {"LEARNING_RATE_SCALE": 0.1, "WARMUP_STEPS": 10}
 
     def learner(self) -> Config:
-        """The config of the learner."""
+        """Return the config of the learner."""
         check_optimizer_numbers(self)
         return Learner.HParams.config(
             optimizer=Partial(

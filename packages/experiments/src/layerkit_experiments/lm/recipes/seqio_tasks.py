@@ -1,8 +1,8 @@
-"""SeqIO tasks of published text, made where they are first needed: SeqIO is not imported before.
+"""SeqIO tasks of published text, which import SeqIO when they are built.
 
-They are fields of `SeqIOInput`, as configs: `Config(language_model_task, tfds_name="c4/en:3.0.1",
-vocab_path="c4.model")`. None is registered, so that two experiments may read a data set with
-different vocabularies.
+A task is the config of a field of `SeqIOInput`: `Config(language_model_task,
+tfds_name="c4/en:3.0.1", vocab_path="c4.model")`. Tasks are not registered, so that two experiments
+can read a data set with different vocabularies.
 """
 
 from __future__ import annotations
@@ -12,21 +12,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from layerkit.near_names import near_names
-from layerkit_experiments.lm.recipes.last_words import LAST_WORD, QUOTES
+from layerkit.errors import ConfigError
+from layerkit_experiments.lm.recipes.last_words import (
+    LAST_WORD,
+    QUOTES,
+    check_vocab_size,
+    require_vocab_path,
+)
 from layerkit_inputs.seqio_adaptor.tasks import import_seqio, import_tensorflow
 
 
 def language_model_task(
     *, tfds_name: str, vocab_path: str | None, vocab_size: int | None = None
 ) -> Any:
-    """A task whose `targets` are the documents of a TFDS data set, each ended by EOS.
+    """Return a task whose `targets` are the documents of a TFDS data set, each followed by EOS.
 
-    A document longer than a row is cut into pieces, of which only the last ends with EOS; nothing
-    is lost. (Pax joins 128 documents without anything between them, and cuts that.)
+    A document longer than a row is split without loss, and only its last piece ends with EOS. (Pax
+    splits 128 documents joined without separators.)
 
     Args:
-      tfds_name: With configuration and version; its feature `text` is read.
+      tfds_name: TFDS name with configuration and version; the task reads its feature `text`.
       vocab_path: See `vocabulary`.
       vocab_size: See `vocabulary`.
 
@@ -34,8 +39,7 @@ def language_model_task(
       A `seqio.Task`.
 
     Raises:
-      ValueError: see `vocabulary`.
-      FileNotFoundError: there is no such vocabulary.
+      ConfigError: No vocabulary is set, it does not exist, or it is too large.
       MissingExtraError: SeqIO is not installed.
     """
     seqio = import_seqio()
@@ -54,13 +58,13 @@ def language_model_task(
 
 
 def last_word_task(*, tfds_name: str, vocab_path: str | None, vocab_size: int | None = None) -> Any:
-    """A task whose `targets` are the last word of a passage, and whose `inputs` are all before it.
+    """Return a task whose `targets` are the last word of a passage, and `inputs` the text before.
 
-    Neither is ended by EOS; the word keeps the blank before it. Curly quotes become straight ones,
-    as in the texts that the published figures of GPT-2 and Pax are for.
+    Neither ends with EOS, and the word keeps the blank before it. Curly quotes become straight
+    quotes, as in the text behind the published figures of GPT-2 and Pax.
 
     Args:
-      tfds_name: With version; its feature `passage` is read.
+      tfds_name: TFDS name with version; the task reads its feature `passage`.
       vocab_path: See `vocabulary`.
       vocab_size: See `vocabulary`.
 
@@ -68,8 +72,7 @@ def last_word_task(*, tfds_name: str, vocab_path: str | None, vocab_size: int | 
       A `seqio.Task`.
 
     Raises:
-      ValueError: see `vocabulary`.
-      FileNotFoundError: there is no such vocabulary.
+      ConfigError: No vocabulary is set, it does not exist, or it is too large.
       MissingExtraError: SeqIO is not installed.
     """
     seqio = import_seqio()
@@ -88,53 +91,42 @@ def last_word_task(*, tfds_name: str, vocab_path: str | None, vocab_size: int | 
 
 
 def vocabulary(vocab_path: str | None, vocab_size: int | None = None) -> Any:
-    """The vocabulary that VOCAB_PATH names.
+    """Return the vocabulary that VOCAB_PATH names.
 
     Args:
-      vocab_path: A SentencePiece model, here or in a store; `bytes` for bytes.
-      vocab_size: How many ids the model that is trained knows; None where it does not matter.
+      vocab_path: SentencePiece model, local or in a store; `bytes` for bytes.
+      vocab_size: Vocabulary size of the trained model; None for no check.
 
     Returns:
       A `seqio.Vocabulary`.
 
     Raises:
-      ValueError: no vocabulary is named, or it has more ids than the model knows.
-      FileNotFoundError: there is no such file.
+      ConfigError: No vocabulary is set, it does not exist, or it is too large.
     """
     seqio = import_seqio()
-    if vocab_path is None:
-        raise ValueError(
-            "these data are read with a vocabulary, and none is named: set the environment variable"
-            " VOCAB_PATH, or --fdl.VOCAB_PATH=…, to a SentencePiece .model (or to bytes)"
-        )
+    vocab_path = require_vocab_path(vocab_path)
     if vocab_path == "bytes":
         found = seqio.ByteVocabulary()
     else:
-        _check_there(vocab_path)
+        _check_exists(vocab_path)
         found = seqio.SentencePieceVocabulary(vocab_path)
-    if vocab_size is not None and found.vocab_size > vocab_size:
-        raise ValueError(
-            f"VOCAB_PATH={vocab_path} has {found.vocab_size} ids, but the model knows"
-            f" VOCAB_SIZE={vocab_size}: the loss of the others would be NaN"
-        )
+    check_vocab_size(vocab_size, found.vocab_size, vocab_path)
     return found
 
 
-def _check_there(path: str) -> None:
+def _check_exists(path: str) -> None:
     if "://" in path or Path(path).is_file():
-        return  # a store answers when it is read
+        return  # files of a store are checked when they are read
     folder = Path(path).parent
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-    raise FileNotFoundError(
-        f"VOCAB_PATH={path}: there is no such file{near_names(Path(path).name, names)}"
-    )
+    raise ConfigError("the file does not exist", field="VOCAB_PATH", value=path, choices=names)
 
 
 def _task_name(tfds_name: str) -> str:
     return tfds_name.partition(":")[0].replace("/", "_")
 
 
-# Preprocessors: `tf.data.Dataset` → `tf.data.Dataset`; SeqIO fills in `sequence_length`.
+# Preprocessors map a `tf.data.Dataset` to another; SeqIO passes `sequence_length`.
 
 
 def _text_as_targets(dataset: Any) -> Any:
@@ -175,5 +167,5 @@ def _passage_and_last_word(dataset: Any) -> Any:
 
 
 def _plain(function: Any) -> Any:
-    """`function`, which TensorFlow need not rewrite."""
+    """Return `function` marked so that TensorFlow does not rewrite it."""
     return import_tensorflow().autograph.experimental.do_not_convert(function)
