@@ -34,14 +34,14 @@ def refusal(job: Any, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     [
         (
             {"ICI_MESH_SHAPE": "[1,4,1]"},
-            "the mesh needs 4 devices (ici_mesh_shape=[1, 4, 1] × dcn_mesh_shape=[1, 1, 1] over"
-            " data, fsdp, tensor), but there are 8 (cpu).\n"
-            "For these devices try --fdl.ICI_MESH_SHAPE=[8,1,1]",
+            "partitioner: the mesh needs 4 devices, but there are 8 (cpu): (ici_mesh_shape,"
+            " dcn_mesh_shape)=([1, 4, 1], [1, 1, 1]). For these devices, use"
+            " --fdl.ICI_MESH_SHAPE=[8,1,1]",
         ),
         (
             {"PERCORE_BATCH_SIZE": 0.25},
-            "train: a global batch of 2 rows cannot be split evenly over data × fsdp = 8 devices;"
-            " use a multiple of 8",
+            "train: rows of the global batch=2. Expected a positive multiple of 8, the number of"
+            " devices of data × fsdp.",
         ),
         (
             {"PERCORE_BATCH_SIZE": 0.3},
@@ -81,8 +81,8 @@ def refusal(job: Any, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         ),
         (
             {"task.loss_name": "xentt"},
-            f"{NAME}: task.loss_name='xentt' is not a metric of the model; it reports loss, xent,"
-            " accuracy",
+            f"{NAME}: task: loss_name='xentt'. Expected a metric of the model. Did you mean"
+            " 'xent'?",
         ),
         (
             {"ICI_MESH_SHAPE": "[1,1,8]", "PERCORE_BATCH_SIZE": 0.125},
@@ -97,13 +97,14 @@ def refusal(job: Any, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         ),
         (
             {"CHECKPOINT_EVERY_N_STEPS": 0},
-            f"{NAME}: task.train.save_interval_steps=0 must be at least 1",
+            f"{NAME}: task.train: save_interval_steps=0. Expected a positive integer.",
         ),
         (
             {"DECAY_END": 8},
-            "schedule: 0 <= warmup_steps=4 <= decay_start=8 < decay_end=8 does not hold. A shorter"
-            " run needs a shorter warmup, such as warmup_steps=1, decay_start=1. Flags:"
-            " --fdl.WARMUP_STEPS=1 --fdl.DECAY_START=1",
+            f"{NAME}: linear_warmup_exponential_decay: (warmup_steps, decay_start, decay_end)=(4,"
+            " 8, 8). Expected 0 <= warmup_steps <= decay_start < decay_end. A shorter run needs a"
+            " shorter warmup, such as warmup_steps=1, decay_start=1. Flags: --fdl.WARMUP_STEPS=1"
+            " --fdl.DECAY_START=1",
         ),
     ],
 )
@@ -145,8 +146,9 @@ def test_flags_that_do_not_fit(
         ),
         (
             {"datasets.1.batch_padding_size": 1},
-            "heldout with batch_padding_size=1: a global batch of 9 rows cannot be split evenly"
-            " over data × fsdp = 8 devices; use a multiple of 8",
+            "heldout with batch_padding_size=1: rows of the global batch=9. Expected a positive"
+            " multiple of 8, the number of devices of data × fsdp. Change batch_size or"
+            " percore_batch_size of the input.",
         ),
     ],
 )

@@ -132,7 +132,7 @@ def test_error_about_the_mesh_names_what_the_experiment_has(
     resolved = resolve(experiment())
     with pytest.raises(UsageError) as caught, naming_flags(resolved):
         resolved.partitioner.Instantiate().start(jax.devices()[:1])
-    assert str(caught.value).endswith(f"there are 1 (cpu).\nFor these devices try {flag}")
+    assert caught.value.hint == f"For these devices, use {flag}"
 
 
 def test_settings_of_an_error_become_flags_together():

@@ -104,16 +104,6 @@ def test_a_product_that_is_whole_but_for_rounding(tiny: SimpleNamespace):
             " whole number",
         ),
         (
-            {"percore_batch_size": 0.25},
-            "train: a global batch of 2 rows cannot be split evenly over data × fsdp = 4 devices;"
-            " use a multiple of 4",
-        ),
-        (
-            {"percore_batch_size": 0.0},
-            "train: a batch of 0 rows holds nothing; the input's batch_size"
-            " or percore_batch_size must come to at least one row",
-        ),
-        (
             {"percore_batch_size": 1.0, "batch_padding_size": -1},
             "Points 'train': batch_padding_size=-1; expected >= 0.",
         ),
@@ -124,6 +114,15 @@ def test_batches_that_cannot_be(tiny: SimpleNamespace, fields: dict, text: str):
     with pytest.raises(UsageError) as caught:
         make_input(config, started([2, 2, 2]))
     assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(("percore", "rows"), [(0.25, 2), (0.0, 0)])
+def test_batch_that_the_mesh_does_not_divide_is_an_error(
+    tiny: SimpleNamespace, raises, percore: float, rows: int
+):
+    config = tiny.Points.HParams.config(name="train", percore_batch_size=percore)
+    with raises(UsageError, owner="train", value=rows):
+        make_input(config, started([2, 2, 2]))
 
 
 class Failing(IndexedInput):
@@ -155,14 +154,10 @@ def test_other_error_of_a_custom_input_keeps_its_traceback_and_names_the_input()
     assert caught.value.__notes__ == ["In input Failing 'web'"]
 
 
-def test_padding_counts_where_it_is_fed(tiny: SimpleNamespace):
+def test_padding_counts_where_it_is_fed(tiny: SimpleNamespace, raises):
     fields = {"name": "dev", "percore_batch_size": 1.0, "batch_padding_size": 1}
-    with pytest.raises(UsageError) as caught:
+    with raises(UsageError, owner="dev with batch_padding_size=1", value=9):
         make_input(tiny.Points.HParams.config(**fields), started([2, 2, 2]))
-    assert str(caught.value) == (
-        "dev with batch_padding_size=1: a global batch of 9 rows cannot be split evenly over"
-        " data × fsdp = 4 devices; use a multiple of 4"
-    )
     fits = tiny.Points.HParams.config(**fields | {"batch_padding_size": 4})
     assert make_input(fits, started([2, 2, 2])).get_next_padded().x.shape == (12, 2)
     # Training reads batches without padding.

@@ -17,8 +17,8 @@ import pytest
 from optax import contrib
 
 from layerkit.config import Config, Partial
+from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
-from layerkit_runner.errors import UsageError
 from layerkit_runner.optim.learner import AuxiliaryOptimizer, Learner
 from layerkit_runner.training.metrics import GLOBAL_BATCH
 
@@ -111,46 +111,32 @@ def test_loss_for_the_optimizer_is_that_of_the_batch(tiny: SimpleNamespace):
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    "make",
     [
-        (lambda: optax.lbfgs(0.1), ["value_fn"]),
-        (
-            lambda: optax.chain(optax.sgd(0.1), optax.scale_by_backtracking_linesearch(5)),
-            ["value_fn"],
-        ),
-        (lambda: contrib.sophia(0.1), ["obj_fn"]),
-        (lambda: contrib.muon(0.1), ["muon", "attention"]),
-        (lambda: optax.chain(optax.clip(1.0), contrib.scale_by_muon()), ["muon"]),
-        (
-            lambda: optax.masked(
-                contrib.schedule_free_sgd(0.1), {"a": {"w": True}, "b": {"w": False}}
-            ),
-            ["schedule-free", "AuxiliaryOptimizer"],
-        ),
-        (
-            lambda: optax.GradientTransformation(
-                lambda params: jnp.zeros((), jnp.int32), lambda g, s, p=None: (g, s + 0.5)
-            ),
-            ["state", "dtype"],
+        lambda: optax.lbfgs(0.1),
+        lambda: optax.chain(optax.sgd(0.1), optax.scale_by_backtracking_linesearch(5)),
+        lambda: contrib.sophia(0.1),
+        lambda: contrib.muon(0.1),
+        lambda: optax.chain(optax.clip(1.0), contrib.scale_by_muon()),
+        lambda: optax.masked(contrib.schedule_free_sgd(0.1), {"a": {"w": True}, "b": {"w": False}}),
+        lambda: optax.GradientTransformation(
+            lambda params: jnp.zeros((), jnp.int32), lambda g, s, p=None: (g, s + 0.5)
         ),
     ],
     ids=["lbfgs", "linesearch", "sophia", "muon", "muon in a chain", "masked", "changing state"],
 )
-def test_optimizer_that_cannot_be_used_is_refused_by_field(
-    make: Callable[[], Any], words: list[str]
-):
-    auxiliary = AuxiliaryOptimizer.HParams.config(name="own", weights=("a/w",), optimizer=make())
-    others = {"optimizer": optax.sgd(0.1), "auxiliary_optimizers": [auxiliary]}
-    for field, fields in (
-        ("Learner.optimizer", {"optimizer": make()}),
-        ("auxiliary optimizer own", others),
-    ):
-        if "AuxiliaryOptimizer" in words and field != "Learner.optimizer":
-            continue  # a mask for other weights
-        ours = Learner.HParams.config(**fields).Instantiate()
-        with pytest.raises(UsageError) as caught:
-            jax.eval_shape(ours.init, PARAMS)
-        assert all(word in str(caught.value) for word in [field, *words])
+def test_unusable_optimizer_is_an_error(raises, make: Callable[[], Any]):
+    with raises(ConfigError, owner="Learner.optimizer"):
+        jax.eval_shape(Learner.HParams.config(optimizer=make()).Instantiate().init, PARAMS)
+
+
+def test_unusable_auxiliary_optimizer_is_an_error(raises):
+    auxiliary = AuxiliaryOptimizer.HParams.config(
+        name="own", weights=("a/w",), optimizer=contrib.sophia(0.1)
+    )
+    ours = learner(optax.sgd(0.1), auxiliary_optimizers=[auxiliary])
+    with raises(ConfigError, owner="AuxiliaryOptimizer own"):
+        jax.eval_shape(ours.init, PARAMS)
 
 
 def test_updates_of_wider_dtype_than_the_weights_are_accepted():
@@ -215,8 +201,8 @@ def test_schedule_free_layers_of_a_stack_have_averages_of_their_own():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected)
 
 
-def test_averaged_weights_of_a_schedule_free_optimizer_are_refused():
-    with pytest.raises(UsageError, match="ema_decay=0.9.*schedule-free"):
+def test_ema_decay_of_a_schedule_free_optimizer_is_an_error(raises):
+    with raises(ConfigError, field="ema_decay", value=0.9):
         learner(schedule_free(), ema_decay=0.9).init(PARAMS)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 
+from layerkit.errors import ConfigError
 from layerkit_runner.optim.optimizers import adam_with_update_cap
 
 
@@ -28,7 +29,7 @@ def numpy_adam(params, grads_by_step, *, rate, b1, b2, eps, weight_decay, cap):
 
 @pytest.mark.parametrize("cap", [None, 1.0, 0.3])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_equals_numpy(cap: float | None, weight_decay: float):
+def test_update_equals_numpy(cap: float | None, weight_decay: float):
     rng = np.random.default_rng(0)
     shapes = {"w": (4, 3), "b": (3,)}
     params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
@@ -50,7 +51,7 @@ def test_equals_numpy(cap: float | None, weight_decay: float):
         assert is_capped == (cap is not None)
 
 
-def test_a_schedule_counts_steps_from_zero():
+def test_schedule_counts_steps_from_zero():
     optimizer = adam_with_update_cap(lambda step: 0.1 * step, update_rms_cap=None)
     params = {"w": np.ones(2, np.float32)}
     state = optimizer.init(params)
@@ -58,3 +59,12 @@ def test_a_schedule_counts_steps_from_zero():
     np.testing.assert_array_equal(updates["w"], 0.0)
     updates, state = optimizer.update(params, state, params)
     np.testing.assert_allclose(updates["w"], -0.1, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("b1", 1.0), ("b2", np.nan), ("eps", -1e-6), ("weight_decay", np.inf), ("update_rms_cap", 0)],
+)
+def test_number_out_of_range_is_an_error(raises, field: str, value: float):
+    with raises(ConfigError, field=field):
+        adam_with_update_cap(0.1, **{field: value})

@@ -12,10 +12,10 @@ import pytest
 
 from layerkit.base_model import BaseModel, Metrics, WeightedScalar
 from layerkit.config import Partial, sub_config_field
+from layerkit.errors import ConfigError
 from layerkit.layers.linears import FeedForward
 from layerkit.layers.repeat import Repeat
 from layerkit.nested_map import NestedMap
-from layerkit_runner.errors import UsageError
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.optim.optimizer_calls import Reach, reach_of
 from layerkit_runner.optim.optimizer_groups import map_tensors, stacks_of
@@ -207,28 +207,23 @@ WEIGHTS = {"a": jnp.ones((4, 3)), "b": jnp.ones(3)}
         (optax.novograd(0.1), Reach.TENSOR),
     ],
 )
-def test_how_far_optimizers_look(optimizer: Any, reach: Reach):
+def test_reach_of_optimizers(optimizer: Any, reach: Reach):
     assert reach_of(optimizer, WEIGHTS) is reach
 
 
-def test_what_looks_across_stacked_weights_has_to_say_how():
+def test_optimizer_of_several_weights_and_a_stack_needs_per_layer(raises):
     chain = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
     params, stacks = {"w": jnp.ones((3, 4)), "b": jnp.ones(3)}, {("w",): (3,)}
     learner = Learner.HParams.config(optimizer=chain).Instantiate()
-    with pytest.raises(UsageError) as caught:
+    with raises(ConfigError, owner="Learner.optimizer", field="Learner.per_layer", value=None):
         learner.init(params, stacks=stacks)
-    assert str(caught.value) == (
-        "Learner.optimizer looks across weights, as optax.clip_by_global_norm does, and w is a"
-        " stack of layers. Set Learner.per_layer=False if nothing else in it goes by whole tensors"
-        " (True would let it see one layer at a time), or clip by Learner.clip_global_norm instead"
-    )
     learner = Learner.HParams.config(optimizer=chain, per_layer=False).Instantiate()
     state = learner.init(params, stacks=stacks)
     update = learner.update(params, state, params, step=jnp.int32(0), stacks=stacks)
     np.testing.assert_allclose(update.params["w"], 1 - 0.1 / np.sqrt(15), rtol=1e-6)
 
 
-def test_the_state_of_an_optimizer_of_entries_is_its_own():
+def test_state_is_that_of_optax_unless_layers_are_separate_tensors():
     params, stacks = {"w": jnp.ones((3, 4))}, {("w",): (3,)}
     adam = Learner.HParams.config(optimizer=optax.adam(0.1)).Instantiate()
     assert jax.tree.structure(adam.init(params, stacks=stacks)) == jax.tree.structure(

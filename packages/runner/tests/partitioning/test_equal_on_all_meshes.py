@@ -47,14 +47,16 @@ def reference(arrangements: Any) -> Any:
     return arrangements.run_step(task, arrangements.one_device(), arrangements.unequal_batch())
 
 
-def test_loss_gradients_and_norm(arrangements: Any, shape: Any, reference: Any):
+def test_loss_and_gradients_equal_those_of_one_device(
+    arrangements: Any, shape: Any, reference: Any
+):
     task = arrangements.sgd_task(arrangements.language_model())
     partitioner = arrangements.make_partitioner(shape)
     step = arrangements.run_step(task, partitioner, arrangements.unequal_batch())
     arrangements.assert_same_step(step, reference)
 
 
-def test_the_reference_is_what_it_seems(arrangements: Any, reference: Any):
+def test_reference_loss_and_gradient_norm(arrangements: Any, reference: Any):
     """The reported norm is that of the gradients, and weights are what the batch says."""
     squares = sum(np.sum(np.square(g.astype(np.float64))) for g in reference.gradients.values())
     assert reference.scalars["learning/raw_grad_norm"] == pytest.approx(np.sqrt(squares), rel=1e-4)
@@ -72,7 +74,7 @@ def auxiliary_step(arrangements: Any, partitioner: Any, **learner: Any) -> Any:
     return arrangements.run_step(task, partitioner, batch)
 
 
-def test_auxiliary_losses(arrangements: Any, shape: Any):
+def test_auxiliary_losses_equal_those_of_one_device(arrangements: Any, shape: Any):
     alone = auxiliary_step(arrangements, arrangements.one_device())
     assert alone.scalars["aux_loss"] == pytest.approx(3 * alone.scalars["summaries/size"])
     assert alone.scalars["aux_loss"] > 0.1
@@ -80,7 +82,7 @@ def test_auxiliary_losses(arrangements: Any, shape: Any):
     arrangements.assert_same_step(spread, alone)
 
 
-def test_clipping_goes_by_the_global_norm(arrangements: Any, shape: Any):
+def test_clipping_uses_the_global_norm(arrangements: Any, shape: Any):
     alone = auxiliary_step(arrangements, arrangements.one_device())
     norm = alone.scalars["learning/raw_grad_norm"]
     limit = norm / 4

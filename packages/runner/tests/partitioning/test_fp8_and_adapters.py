@@ -97,7 +97,7 @@ def assert_close(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_fp8_steps_are_those_of_one_device(arrangements: Any, shape: str):
+def test_fp8_steps_equal_those_of_one_device(arrangements: Any, shape: str):
     runs = []
     for each in ("one device", shape):
         task, partitioner, state = started(arrangements, WITH_FP8, each)
@@ -120,7 +120,7 @@ def test_fp8_trains_nearly_as_well_as_float32(arrangements: Any):
     np.testing.assert_allclose(losses["fp8"], losses["float32"], rtol=0.25)
 
 
-def test_the_state_of_fp8_is_neither_clipped_nor_part_of_the_norm(arrangements: Any):
+def test_fp8_state_is_not_clipped_and_not_part_of_the_norm(arrangements: Any):
     task, partitioner, state = started(arrangements, WITH_FP8, "one device")
     before = jax.device_get(state.params)
     after, _, scalars = trained(task, partitioner, state, range(1))
@@ -135,7 +135,7 @@ def test_the_state_of_fp8_is_neither_clipped_nor_part_of_the_norm(arrangements: 
 
 
 @pytest.mark.parametrize("shape", ["one device", *SHAPES])
-def test_adapters_learn_and_everything_else_keeps_its_bits(arrangements: Any, shape: str):
+def test_training_changes_adapters_only(arrangements: Any, shape: str):
     optimizer = {"optimizer": Partial(optax.adamw, weight_decay=0.1), "trainable": (LORA_WEIGHTS,)}
     task, partitioner, state = started(arrangements, WITH_LORA, shape, **optimizer)
     before = jax.device_get(state.params)
@@ -167,7 +167,7 @@ def test_state_axes_of_adapters_and_scales(arrangements: Any):
     assert found[scale] == ("layers", None)
 
 
-def test_training_goes_on_from_a_checkpoint_on_another_mesh(arrangements: Any, tmp_path: Any):
+def test_training_resumes_from_a_checkpoint_on_another_mesh(arrangements: Any, tmp_path: Any):
     fields = {"optimizer": Partial(optax.adam), "trainable": (LORA_WEIGHTS,)}
     task, partitioner, state = started(arrangements, WITH_LORA, "2 x 2 x 2", **fields)
     state, _, _ = trained(task, partitioner, state, range(2))

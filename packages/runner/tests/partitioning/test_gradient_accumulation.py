@@ -59,7 +59,7 @@ def task_of(arrangements: Any, microbatches: int, *, fp8: bool = False) -> Any:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_step_is_that_of_the_whole_batch(arrangements: Any, shape: str):
+def test_accumulated_step_equals_that_of_the_whole_batch(arrangements: Any, shape: str):
     whole = arrangements.run_step(
         task_of(arrangements, 1), arrangements.one_device(), batch_of_32()
     )
@@ -70,7 +70,7 @@ def test_the_step_is_that_of_the_whole_batch(arrangements: Any, shape: str):
 
 
 @pytest.mark.parametrize("shape", ["2 x 2 x 2", pytest.param("pmap", marks=pytest.mark.slow)])
-def test_scales_of_fp8_come_from_the_largest_of_all_microbatches(arrangements: Any, shape: str):
+def test_fp8_scales_use_the_maximum_of_all_microbatches(arrangements: Any, shape: str):
     states = []
     for microbatches in (1, 4):
         partitioner = arrangements.make_partitioner(SHAPES[shape])
@@ -87,19 +87,18 @@ def test_scales_of_fp8_come_from_the_largest_of_all_microbatches(arrangements: A
         np.testing.assert_allclose(history, whole[f"{tensor}_amax_history"], rtol=1e-5)
 
 
-def test_a_microbatch_has_rows_for_every_device(arrangements: Any):
+def test_microbatch_without_rows_for_every_device_is_an_error(arrangements: Any, raises):
     partitioner = arrangements.make_partitioner([2, 2, 2])
     task = task_of(arrangements, 16)
     partitioner.bind(task)
-    message = "a batch of 32 rows cannot be divided into 16 equal microbatches of a multiple of 4"
-    with pytest.raises(UsageError, match=message):
+    with raises(UsageError, field="gradient_accumulation_steps", value=16):
         partitioner.train_step_fn(task).lower(
             partitioner.abstract_state(task), partitioner.abstract_batch(batch_of_32())
         )
 
 
-def test_devices_keep_their_rows_and_sum_gradients_where_the_weights_are(arrangements: Any):
-    """No rows travel, and what adds up gradients is split like the weights."""
+def test_accumulation_adds_no_communication_of_rows(arrangements: Any):
+    """No rows are exchanged, and the sums of gradients are split like the weights."""
     partitioner = arrangements.make_partitioner([1, 8, 1])
     task = task_of(arrangements, 4)
     partitioner.bind(task)

@@ -112,7 +112,7 @@ def alone(arrangements: Any) -> tuple[Any, Any, float]:
     return jax.device_get(state), reported, float(evaluated["loss"].value)
 
 
-def test_what_one_device_does(alone: Any):
+def test_reference_run_of_one_device(alone: Any):
     state, reported, evaluated = alone
     assert [step["learning/is_valid_step"] for step in reported] == [1.0, 1.0, 0.0, 1.0]
     assert reported[BAD_STEP]["learning/applied_grad_norm"] == 0.0
@@ -125,7 +125,7 @@ def test_what_one_device_does(alone: Any):
 
 
 @pytest.mark.parametrize("shape", ["2 x 2 x 2", pytest.param("pmap", marks=pytest.mark.slow)])
-def test_it_does_the_same_on_many_and_through_a_checkpoint(
+def test_run_on_a_mesh_and_through_a_checkpoint_equals_one_device(
     arrangements: Any, alone: Any, shape: str, tmp_path: Any
 ):
     """Two steps here, a checkpoint, and two more on another arrangement."""

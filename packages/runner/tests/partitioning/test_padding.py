@@ -175,7 +175,7 @@ def cube() -> jax.sharding.Mesh:
         ((13, 7, 8), P("tensor", "fsdp", "data"), (14, 8, 8), P(None, None, ("data",))),
     ],
 )
-def test_forms_of_an_array(cube: Any, shape: Any, spec: P, padded: Any, stored: P):
+def test_forms_of_an_uneven_array(cube: Any, shape: Any, spec: P, padded: Any, stored: P):
     names = ("vocab", "embed", "mlp")[: len(shape)]
     array = UnevenArray(shape, np.dtype(np.float32), names, NamedSharding(cube, spec))
     assert array.on_devices.shape == array.padded_shape == padded
@@ -194,7 +194,7 @@ def test_forms_of_an_array(cube: Any, shape: Any, spec: P, padded: Any, stored: 
 # A training run.
 
 
-def test_training_is_that_of_one_device(alone: Run, spread: Run):
+def test_training_equals_that_of_one_device(alone: Run, spread: Run):
     assert alone.partitioner.padding_text(alone.task) == ""
     assert_same_run(spread, alone)
 
@@ -223,7 +223,7 @@ def test_the_weights_on_each_device_are_even_parts(spread: Run):
     assert [leaf.sharding.spec for leaf in moments] == [P("tensor", "fsdp")] * 2
 
 
-def test_what_is_told(spread: Run):
+def test_padding_text(spread: Run):
     partitioner, task = spread.partitioner, spread.task
     text = partitioner.padding_text(task)
     assert text.startswith("vocab 13 → 14 over tensor (lm/softmax/w), ")
@@ -243,7 +243,7 @@ def test_what_is_told(spread: Run):
     assert (row.shape, row.count, row.bytes_per_device) == ([13, 20], 13 * 20, 7 * 10 * 4)
 
 
-def test_the_bytes_of_padding(cube: Any):
+def test_padding_text_counts_bytes_of_padding(cube: Any):
     paths = (".params['lm']['w']", ".opt_state[0].mu['lm']['w']", ".params['rows']['w']")
     sharding = NamedSharding(cube, P("tensor", "fsdp"))
     array = UnevenArray((13, 16), np.dtype(np.float32), ("vocab", "embed"), sharding)
@@ -254,13 +254,13 @@ def test_the_bytes_of_padding(cube: Any):
     assert padding_text({}) == ""
 
 
-def test_the_step_takes_over_the_memory_of_the_state(spread: Run):
+def test_step_donates_the_memory_of_the_state(spread: Run):
     shards = [leaf.addressable_shards[0].data for leaf in jax.tree.leaves(spread.state)]
     assert spread.aliased_bytes == sum(s.nbytes for s in shards)
     assert spread.consumes_the_state
 
 
-def test_a_mesh_that_divides_everything_changes_no_program(arrangements: Any, tiny: Any):
+def test_even_arrays_change_no_program(arrangements: Any, tiny: Any):
     partitioner, task = start(arrangements, [8, 1, 1], model=tiny.Regression.HParams.config())
     state, shardings = partitioner.abstract_state(task), partitioner.state_shardings(task)
     rows = NestedMap(x=np.ones((8, 2)), y=np.ones(8), weights=np.ones(8)).transform(np.float32)
@@ -319,7 +319,9 @@ EIGHT = {"model_dims": 32, "hidden_dims": 21, "num_heads": 8}
         ),
     ],
 )
-def test_models_and_optimizers(arrangements: Any, shape: list[int], how: dict[str, Any]):
+def test_training_of_models_and_optimizers_equals_that_of_one_device(
+    arrangements: Any, shape: list[int], how: dict[str, Any]
+):
     how = {**how, "model": how["model"]()}
     ours = train(arrangements, shape, **how)
     assert ours.partitioner.padding_text(ours.task)
@@ -327,7 +329,7 @@ def test_models_and_optimizers(arrangements: Any, shape: list[int], how: dict[st
 
 
 @pytest.mark.slow
-def test_continuations_are_those_of_one_device(arrangements: Any, alone: Run):
+def test_decoding_equals_that_of_one_device(arrangements: Any, alone: Run):
     rng = np.random.default_rng(3)
     prompts = NestedMap(
         ids=rng.integers(VOCAB, size=(8, 4)).astype(np.int32),
@@ -356,7 +358,7 @@ def test_continuations_are_those_of_one_device(arrangements: Any, alone: Run):
 PLACES: dict[str, list[int] | None] = {"tensor 4": [1, 1, 4], "pmap": None, "one": [1, 1, 1]}
 
 
-def test_through_checkpoints_onto_other_arrangements_and_back(
+def test_checkpoints_restore_on_other_meshes_and_back(
     arrangements: Any, spread: Run, tmp_path: Path
 ):
     """2 × 2 × 2 → 4 → pmap → 1 → 2 × 2 × 2, to the bit."""
@@ -395,7 +397,7 @@ def ones(like: Any) -> jax.Array:
     return jnp.ones(like.shape, like.dtype)
 
 
-def test_first_weights_are_read_as_they_are(arrangements: Any, alone: Run, tmp_path: Path):
+def test_initial_weights_of_a_checkpoint_are_padded(arrangements: Any, alone: Run, tmp_path: Path):
     with CheckpointManager(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(STEPS, alone.state, input_states={}, metadata={}, force=True)
     partitioner, task = start(arrangements, [2, 2, 2])
@@ -411,7 +413,7 @@ def test_first_weights_are_read_as_they_are(arrangements: Any, alone: Run, tmp_p
 
 
 @pytest.mark.slow
-def test_a_hugging_face_folder_comes_and_goes(arrangements: Any, tmp_path: Path):
+def test_hugging_face_folder_is_loaded_and_exported(arrangements: Any, tmp_path: Path):
     """GPT-2 with 13 words, from a folder onto a mesh and back."""
     described, written, back = (tmp_path / name for name in ("described", "written", "back"))
     described.mkdir()
@@ -428,24 +430,20 @@ def test_a_hugging_face_folder_comes_and_goes(arrangements: Any, tmp_path: Path)
     assert (back / name).read_bytes() == (written / name).read_bytes()
 
 
-# What is refused.
-
-
-def test_a_dimension_smaller_than_its_parts(arrangements: Any, tiny: Any):
+def test_dimension_smaller_than_its_mesh_axis_is_an_error(arrangements: Any, tiny: Any):
     model = tiny.Regression.HParams.config(dims=3)
     model.linear_tpl = Linear.HParams.config(weight_axes=("mlp", None))
     partitioner, task = start(arrangements, [1, 1, 8], model=model)
-    with pytest.raises(ValueError, match=r"cannot be split evenly: dimension 'mlp'=3"):
+    with pytest.raises(ValueError, match="mlp"):
         partitioner.abstract_state(task)
 
 
-def test_experts_are_told_at_once_that_they_must_be_even(arrangements: Any):
+def test_uneven_experts_are_an_error(arrangements: Any):
     """Evaluation runs them by `shard_map`, which training with a capacity does not."""
     model = uneven_model(num_heads=4)
     layer = MoeFeedForward.HParams.config(num_experts=3, capacity_factor=2.0)
     model.lm_tpl.stack_tpl.layer_tpl.feed_forward_tpl = layer
     axes = ("data", "expert", "tensor")
     partitioner, task = start(arrangements, [2, 2, 2], model=model, axes=axes)
-    expected = r"\['feed_forward'\]\['down'\]: cannot be split evenly: dimension 'expert'=3"
-    with pytest.raises(ValueError, match=expected):
+    with pytest.raises(ValueError, match="expert"):
         partitioner.abstract_state(task)

@@ -65,7 +65,7 @@ def by_hand(params: Any) -> dict[str, int]:
     return counts
 
 
-def test_weights_are_split_as_the_rules_say(born: Any, shape: Any):
+def test_weights_are_split_by_the_rules(born: Any, shape: Any):
     counts = by_hand(born.params)
     assert sum(counts.values()) * 4 == total_bytes(born.params)
     assert counts["embed and tensor"] == 32 * 32 + 2 * (4 * 32 * 32 + 2 * 32 * 64)
@@ -76,7 +76,7 @@ def test_weights_are_split_as_the_rules_say(born: Any, shape: Any):
         assert bytes_on(device, born.params) == 4 * held
 
 
-def test_the_abstract_state_tells_the_truth(started: tuple[Any, Any], born: Any):
+def test_abstract_state_describes_the_initial_state(started: tuple[Any, Any], born: Any):
     partitioner, task = started
     abstract = partitioner.abstract_state(task)
     assert jax.tree.structure(abstract) == jax.tree.structure(born)
@@ -85,7 +85,7 @@ def test_the_abstract_state_tells_the_truth(started: tuple[Any, Any], born: Any)
         assert made.sharding.is_equivalent_to(told.sharding, made.ndim)
 
 
-def test_a_state_is_the_same_wherever_it_is_born(born: Any, born_alone: Any):
+def test_initial_state_is_equal_on_every_mesh(born: Any, born_alone: Any):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(born), born_alone)
 
 
@@ -126,33 +126,33 @@ def test_abstract_batch_of_64_bit_arrays_describes_what_is_put_on_the_devices(
         assert spec.sharding == put[name].sharding
 
 
-def test_what_does_not_divide_is_refused_by_name(arrangements: Any):
+def test_activation_that_the_mesh_does_not_divide_is_an_error(arrangements: Any):
     partitioner = arrangements.make_partitioner([1, 1, 8])
     model = arrangements.language_model()
     model.lm_tpl.set(num_heads=4)
     task = arrangements.sgd_task(model)
     partitioner.bind(task)
-    with pytest.raises(ValueError, match=r"cannot be split evenly: dimension .*heads'=4"):
+    with pytest.raises(ValueError, match="heads"):
         partitioner.abstract_state(task)
 
 
-def test_an_axis_without_a_rule_is_refused_under_pmap_too(arrangements: Any, tiny: Any):
+def test_axis_without_a_rule_is_an_error(arrangements: Any, tiny: Any):
     for partitioner in (SpmdPartitioner(), PmapPartitioner()):
         partitioner.start()
         model = tiny.Regression.HParams.config()
         model.linear_tpl.weight_axes = ("embed", "mlpp")
         task = arrangements.sgd_task(model)
         partitioner.bind(task)
-        with pytest.raises(ValueError, match=r"no sharding rule: logical axis='mlpp'. Did you"):
+        with pytest.raises(ValueError, match="mlpp"):
             partitioner.abstract_state(task)
 
 
-def test_starting_comes_first():
-    with pytest.raises(RuntimeError, match=r"^Partitioner.start\(\) has not been called$"):
+def test_mesh_before_start_is_an_error():
+    with pytest.raises(RuntimeError):
         _ = SpmdPartitioner().mesh
 
 
-def test_descriptions(arrangements: Any):
+def test_describe(arrangements: Any):
     spmd = arrangements.make_partitioner([2, 2, 2])
     assert spmd.describe() == "SPMD over 8 device(s): data 2 × fsdp 2 × tensor 2"
     assert spmd.batch_sharding().spec == PartitionSpec(("data", "fsdp"))

@@ -29,7 +29,7 @@ def evaluated(arrangements: Any, partitioner: Any) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("mesh", [[2, 2, 2], pytest.param(None, id="pmap", marks=pytest.mark.slow)])
-def test_evaluation_at_the_averages_is_that_of_one_device(
+def test_evaluation_at_the_averages_equals_that_of_one_device(
     arrangements: Any, mesh: list[int] | None
 ):
     assert len(jax.devices()) == 8

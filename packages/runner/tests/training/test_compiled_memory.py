@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from layerkit_runner.training.step_cost import temporary_bytes
 
 
-def test_temporaries_of_tpus_are_what_there_is_at_one_time():
+def test_tpu_temporaries_are_the_peak_less_other_memory():
     # `lm.c4.C4Spmd16BAdam32Replicas` on v4:2x4x4, which libtpu 0.0.42 fits into 33.0 GB.
     stats = types.SimpleNamespace(
         argument_size_in_bytes=6_201_625_088,
@@ -27,6 +27,6 @@ def test_temporaries_of_tpus_are_what_there_is_at_one_time():
     assert temporary_bytes(stats, platform="tpu") == 31_022_552_576
 
 
-def test_temporaries_of_a_cpu_hold_what_is_between():
+def test_cpu_temporaries_hold_intermediate_results():
     compiled = jax.jit(lambda x: (x @ x) @ x).lower(jnp.ones((64, 64))).compile()
     assert temporary_bytes(compiled.memory_analysis(), platform="cpu") >= 4 * 64 * 64

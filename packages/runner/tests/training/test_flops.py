@@ -40,7 +40,7 @@ def test_contractions_cost_two_flops_for_each_multiply_add(spec, lhs, rhs, expec
     assert flops == expected
 
 
-def test_elementwise_work_counts_nothing():
+def test_elementwise_operations_are_not_counted():
     assert forward_flops(lambda x: jax.nn.softmax(jnp.exp(x) + x), SQUARE) == 0
 
 
@@ -51,7 +51,7 @@ def test_vmap_multiplies_by_the_mapped_axis():
     assert forward_flops(shared, shape(6, 4, 4), SQUARE) == 6 * SQUARE_FLOPS
 
 
-def test_scans_multiply_also_when_nested():
+def test_nested_scans_multiply_by_their_lengths():
     def body(carry, _):
         return lax.scan(lambda c, _: (square(c), None), carry, length=3)[0], None
 
@@ -77,7 +77,7 @@ def test_transparent_wrappers_count_once():
         assert forward_flops(fn, SQUARE) == SQUARE_FLOPS
 
 
-def test_conditionals_count_their_dearest_branch_and_while_its_body_once():
+def test_conditionals_count_their_most_expensive_branch_and_while_its_body_once():
     def switched(index, x):
         return lax.switch(index, [lambda c: square(square(c)), square, lambda c: c], x)
 
@@ -172,7 +172,7 @@ def test_pallas_kernels_count_each_cell_of_their_grid():
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_flash_attention_counts_like_the_plain_one(platform, causal):
+def test_flash_attention_counts_like_plain_attention(platform, causal):
     query, key = shape(2, 256, 4, 16), shape(2, 256, 2, 16)
     mask = AttentionMask.causal_mask if causal else AttentionMask.bidirectional_mask
 
@@ -188,7 +188,7 @@ def test_flash_attention_counts_like_the_plain_one(platform, causal):
     assert flops("pallas") == flops("xla") == (whole / 2 if causal else whole)
 
 
-def test_cudnn_attention_counts_like_the_plain_one(monkeypatch):
+def test_cudnn_attention_counts_like_plain_attention(monkeypatch):
     # Tracing needs no GPU, but asks for cuDNN's version; only the question is answered here.
     fused = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
     monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91000)

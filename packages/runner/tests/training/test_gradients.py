@@ -33,7 +33,7 @@ def step(tiny: SimpleNamespace, microbatches: int, batch: NestedMap, **fields: A
 
 
 @pytest.mark.parametrize("microbatches", [2, 4, 8])
-def test_the_numbers_are_those_of_the_whole_batch(tiny: SimpleNamespace, microbatches: int):
+def test_accumulated_step_equals_that_of_the_whole_batch(tiny: SimpleNamespace, microbatches: int):
     """With four, one microbatch has no weight at all; clipping sees the sum."""
     fields = {"aux": 0.5, "learner": {"clip_global_norm": 0.7}}
     whole, (metrics, scalars) = step(tiny, 1, unequal_rows(), **fields)
@@ -44,7 +44,7 @@ def test_the_numbers_are_those_of_the_whole_batch(tiny: SimpleNamespace, microba
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-7), a, b)
 
 
-def test_a_batch_without_weight_changes_nothing(tiny: SimpleNamespace):
+def test_batch_of_weight_zero_changes_no_weights(tiny: SimpleNamespace):
     batch = unequal_rows()
     batch.weights = np.zeros(8, np.float32)
     state, (metrics, _) = step(tiny, 4, batch)
@@ -59,18 +59,14 @@ def test_microbatches_take_every_nth_row():
     np.testing.assert_array_equal(parts["x"][1], [[2, 3], [8, 9]])
 
 
-def test_rows_that_cannot_be_divided_are_refused(tiny: SimpleNamespace):
-    with pytest.raises(UsageError) as caught:
+def test_rows_that_cannot_be_divided_are_an_error(tiny: SimpleNamespace, raises):
+    with raises(UsageError, field="gradient_accumulation_steps", value=3):
         step(tiny, 3, unequal_rows())
-    assert str(caught.value) == (
-        "task.train.gradient_accumulation_steps=3: a batch of 8 rows cannot be divided into 3 equal"
-        " microbatches; use a batch of a multiple of 3 rows"
-    )
-    with pytest.raises(UsageError, match="multiple of 4 rows each .* a multiple of 16 rows$"):
+    with raises(UsageError, value=4, hint="Use a batch of a multiple of 16 rows."):
         split_rows(unequal_rows(), 4, multiple=4)
 
 
-def test_non_trainables_go_from_one_microbatch_to_the_next(tiny: SimpleNamespace):
+def test_non_trainables_are_passed_between_microbatches(tiny: SimpleNamespace):
     class Halving(tiny.Regression):
         """Its counter takes the mean of what it has and what it sees."""
 
@@ -90,7 +86,7 @@ def test_non_trainables_go_from_one_microbatch_to_the_next(tiny: SimpleNamespace
     assert float(state.non_trainable["counter"]["sum"]) == expected
 
 
-def test_microbatches_draw_random_numbers_of_their_own(tiny: SimpleNamespace):
+def test_microbatches_have_different_random_keys(tiny: SimpleNamespace):
     class Noise(tiny.Regression):
         """The gradient by w is the mean of a number drawn per microbatch."""
 
@@ -111,7 +107,7 @@ def test_microbatches_draw_random_numbers_of_their_own(tiny: SimpleNamespace):
     assert len(set(drawn.values())) == 3
 
 
-def test_the_weights_of_the_batch_cost_no_forward_pass(tiny: SimpleNamespace):
+def test_weights_of_microbatches_need_no_forward_pass(tiny: SimpleNamespace):
     """The sum of weights that comes first leaves no product of the network in the program."""
     config = tiny.task_config(dims=16, dropout_rate=0.5, train={"gradient_accumulation_steps": 2})
     task = config.Instantiate()

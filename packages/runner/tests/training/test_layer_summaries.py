@@ -54,7 +54,7 @@ BATCH = NestedMap(x=X, y=np.zeros(16, np.float32), weights=np.ones(16, np.float3
         ("pmap", 2),
     ],
 )
-def test_the_same_on_every_mesh(tiny: SimpleNamespace, kind: str, microbatches: int):
+def test_summaries_are_equal_on_every_mesh(tiny: SimpleNamespace, kind: str, microbatches: int):
     task, partitioner = task_of(tiny, gradient_accumulation_steps=microbatches), None
     partitioner = partitioner_of(kind)
     partitioner.bind(task)
@@ -75,7 +75,7 @@ def test_the_same_on_every_mesh(tiny: SimpleNamespace, kind: str, microbatches: 
 
 
 @pytest.mark.parametrize(("verbosity", "kinds"), [(3, (1, 1)), (2, (0, 1)), (0, (0, 0))])
-def test_as_much_as_the_task_wants(tiny: SimpleNamespace, verbosity: int, kinds: Any):
+def test_verbosity_of_the_task_selects_summaries(tiny: SimpleNamespace, verbosity: int, kinds: Any):
     task = task_of(tiny, verbosity=verbosity)
     state = task.init_state(jax.random.key(0))
     found = jax.eval_shape(lambda: task.summary_step(state, BATCH, GLOBAL_BATCH))
@@ -85,7 +85,7 @@ def test_as_much_as_the_task_wants(tiny: SimpleNamespace, verbosity: int, kinds:
     assert ("summaries/mean_prediction" in scalars) == (verbosity == 3)
 
 
-def test_repeated_layers_have_one_each():
+def test_each_repeated_layer_has_a_summary():
     layer = Repeat.HParams.config(
         sub_tpl=Drawn.HParams.config(input_dims=2, output_dims=2), num_repeats=2
     ).Instantiate()

@@ -17,20 +17,20 @@ def test_batches_count_by_their_weight():
     assert reported.means() == {"loss": 3.0, "accuracy": 0.875}
 
 
-def test_a_batch_without_weight_says_nothing():
+def test_batch_of_weight_zero_is_ignored():
     reported = OverBatches()
     reported.add({"loss": WeightedScalar.of(2.0, 3.0)})
     reported.add({"loss": WeightedScalar.of(float("nan"), 0.0)})
     assert reported.means() == {"loss": 2.0}
 
 
-def test_no_weight_at_all_has_no_mean():
+def test_mean_of_weight_zero_is_nan():
     reported = OverBatches()
     reported.add({"loss": WeightedScalar.of(2.0, 0.0)})
     assert math.isnan(reported.means()["loss"])
 
 
-def test_many_small_batches_do_not_drown_in_rounding():
+def test_many_small_batches_are_summed_in_double_precision():
     reported = OverBatches()
     # In float32 a total of 2²⁴ no longer grows by 1.
     reported.add({"loss": WeightedScalar.of(1.0, 2.0**24)})

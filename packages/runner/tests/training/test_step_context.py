@@ -19,7 +19,7 @@ SHARDS = StepContext(
 )
 
 
-def test_means_weigh_the_shards():
+def test_mean_over_shards_is_weighted():
     # A shard without weight may not even have a value.
     values = jnp.array([1.0, 2.0, jnp.nan, 0.0])
     weights = jnp.array([1.0, 3.0, 0.0, 4.0])
@@ -32,17 +32,17 @@ def test_means_weigh_the_shards():
     np.testing.assert_allclose(result.weight, 8.0)
 
 
-def test_a_global_batch_is_its_own_mean():
+def test_metrics_of_a_global_batch_are_unchanged():
     metric = WeightedScalar.of(3.0, 7.0)
     assert GLOBAL_BATCH.mean_metrics({"m": metric}) == {"m": metric}
 
 
-def test_without_any_weight_the_mean_is_zero():
+def test_mean_of_weight_zero_is_zero():
     result = GLOBAL_BATCH.mean_metrics({"m": WeightedScalar.of(0.0, 0.0)})["m"]
     assert (float(result.value), float(result.weight)) == (0.0, 0.0)
 
 
-def test_each_shard_draws_numbers_of_its_own():
+def test_shards_have_different_random_keys():
     def draw(_: jax.Array) -> jax.Array:
         return jax.random.uniform(SHARDS.fold_shard(jax.random.key(0)))
 

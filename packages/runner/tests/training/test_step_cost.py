@@ -69,7 +69,7 @@ def test_flops_of_64_bit_batches_are_those_of_32_bit_batches():
         pytest.param(["lm/softmax/.*"], 2 * LAYERS * LAYER + LOGITS, id="tokens"),
     ],
 )
-def test_frozen_weights_need_no_gradient(frozen: list[str], gradients: float):
+def test_frozen_weights_reduce_the_flops(frozen: list[str], gradients: float):
     ids = np.ones((1, LENGTH), np.int32)
     batch = NestedMap(
         ids=ids, labels=ids, paddings=np.zeros_like(ids, np.float32), weights=ids.astype(np.float32)

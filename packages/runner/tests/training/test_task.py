@@ -1,4 +1,4 @@
-"""SingleTask: its steps against numbers worked out by hand, on the Regression of conftest.py.
+"""SingleTask: its steps against values computed by hand, on the Regression of conftest.py.
 
 With w = (1, 1) and one row x = (2, 1), y = 0 of weight 1: prediction 3, loss ½·9 = 4.5, gradient
 3·x = (6, 3).
@@ -7,7 +7,9 @@ With w = (1, 1) and one row x = (2, 1), y = 0 of weight 1: prediction 3, loss ½
 from __future__ import annotations
 
 import dataclasses
+import math
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ import optax
 import pytest
 
 from layerkit.config import Partial
+from layerkit.errors import ConfigError
 from layerkit.layers.linears import Linear
 from layerkit.nested_map import NestedMap
 from layerkit.weights import logical_axes
@@ -46,7 +49,7 @@ def weights_of(state) -> np.ndarray:
     return np.asarray(state.params["linear"]["w"])[:, 0]
 
 
-def test_the_first_state(tiny: SimpleNamespace):
+def test_initial_state(tiny: SimpleNamespace):
     momentum = {"optimizer": Partial(optax.sgd, momentum=0.9)}
     task = tiny.task_config(counts=True, learner=momentum).Instantiate()
     boxed, state = task.init_boxed_state(jax.random.key(0))
@@ -59,7 +62,7 @@ def test_the_first_state(tiny: SimpleNamespace):
     assert float(state.non_trainable["counter"]["sum"]) == 0.0
 
 
-def test_a_step_of_gradient_descent(tiny: SimpleNamespace):
+def test_step_of_gradient_descent(tiny: SimpleNamespace):
     task, state = started(tiny.task_config())
     state, (metrics, scalars) = task.train_step(state, ONE_ROW, GLOBAL_BATCH)
     np.testing.assert_allclose(weights_of(state), [1 - 6, 1 - 3])
@@ -78,7 +81,7 @@ class Loaded(Linear):
         return super().fprop(x)
 
 
-def test_what_a_layer_reports_of_each_part_has_curves_of_its_own(tiny: SimpleNamespace):
+def test_parts_of_a_layer_summary_are_separate_scalars(tiny: SimpleNamespace):
     task, state = started(tiny.task_config(linear_tpl=Loaded.HParams.config()))
     _, (_, scalars) = task.train_step(state, ONE_ROW, GLOBAL_BATCH)
     assert [float(scalars[f"summaries/linear/load/{part}"]) for part in range(2)] == [0.0, 1.0]
@@ -93,7 +96,7 @@ def test_rows_count_by_their_weight(tiny: SimpleNamespace):
     np.testing.assert_allclose(weights_of(state), [1 - (6 + 3) / 4, 1 - 3 / 4])
 
 
-def test_a_batch_without_weight_changes_nothing(tiny: SimpleNamespace):
+def test_batch_of_weight_zero_changes_no_weights(tiny: SimpleNamespace):
     task, state = started(tiny.task_config())
     after, (metrics, _) = task.train_step(state, rows([[2, 1]], weights=[0]), GLOBAL_BATCH)
     np.testing.assert_array_equal(weights_of(after), weights_of(state))
@@ -109,7 +112,7 @@ def test_auxiliary_losses_are_trained_on_and_reported(tiny: SimpleNamespace):
     assert float(task.eval_step(state, ONE_ROW, GLOBAL_BATCH)["loss"].value) == 9.0
 
 
-def test_non_trainables_move_in_training_alone(tiny: SimpleNamespace):
+def test_non_trainables_change_in_training_only(tiny: SimpleNamespace):
     task, state = started(tiny.task_config(counts=True))
     for _ in range(3):
         task.eval_step(state, ONE_ROW, GLOBAL_BATCH)
@@ -150,7 +153,7 @@ def test_decoding_is_random_by_step_and_batch(tiny: SimpleNamespace):
     assert len({noise(step, index) for step in range(3) for index in range(3)}) == 9
 
 
-def test_outputs_come_with_the_lengths_of_their_prompts(tiny: SimpleNamespace):
+def test_decode_outputs_hold_prompt_lengths(tiny: SimpleNamespace):
     task, state = started(tiny.task_config())
     prompts = NestedMap(ids=jnp.array([[4, 4], [5, 0]]), prompt_lengths=jnp.array([2, 1]))
     outputs = task.decode_step(state, prompts, GLOBAL_BATCH, batch_index=jnp.int32(0))
@@ -166,29 +169,46 @@ def test_clipping_sees_the_auxiliary_gradient(tiny: SimpleNamespace):
     )
 
 
-def test_a_loss_that_the_model_does_not_report(tiny: SimpleNamespace):
-    task, state = started(tiny.task_config().set(loss_name="perplexity"))
-    with pytest.raises(ValueError, match=r"^task.loss_name='perplexity' is not a metric of the"):
+def test_loss_that_the_model_does_not_report_is_an_error(tiny: SimpleNamespace, raises):
+    task, state = started(tiny.task_config().set(loss_name="los"))
+    with raises(ConfigError, owner="task", field="loss_name", value="los", choices=("loss",)):
         task.train_step(state, ONE_ROW, GLOBAL_BATCH)
 
 
 @pytest.mark.parametrize(
-    "field",
-    ["num_train_steps", "summary_interval_steps", "eval_interval_steps", "save_interval_steps"]
-    + [
-        "decode_interval_steps",
-        "save_max_to_keep",
-        "max_inflight_steps",
-        "gradient_accumulation_steps",
+    ("field", "value"),
+    [
+        ("num_train_steps", 0),
+        ("eval_interval_steps", math.nan),
+        ("gradient_accumulation_steps", -2),
+        ("decode_start_after_n_steps", -1),
+        ("random_seed", 2**63),
+        ("save_keep_interval_hours", math.inf),
+        ("prng_impl", "threefry"),
+        ("save_best_mode", "max"),
+        ("save_best_mode", "low"),
+        ("save_best_to_keep", 2),
     ],
 )
-def test_intervals_below_one_are_refused(tiny: SimpleNamespace, field: str):
-    with pytest.raises(ValueError, match=rf"task\.train\.{field}=0 must be at least 1"):
-        tiny.task_config(train={field: 0}).Instantiate()
+def test_invalid_training_setting_is_an_error(
+    tiny: SimpleNamespace, raises, field: str, value: Any
+):
+    with raises(ConfigError, owner="task.train", field=field, value=value):
+        TrainHParams(learner=None, **{field: value})
 
 
-def test_defaults_are_those_of_pax():
-    # Of the HParams of Paxml's SingleTask.Train.
+def test_negative_step_to_keep_is_an_error(raises):
+    with raises(ConfigError, owner="task.train", field="save_keep_steps[1]", value=-1):
+        TrainHParams(learner=None, save_keep_steps=[0, -1])
+
+
+def test_negative_summary_verbosity_is_an_error(tiny: SimpleNamespace, raises):
+    with raises(ConfigError, owner="task", field="summary_verbosity", value=-1):
+        tiny.task_config().set(summary_verbosity=-1).Instantiate()
+
+
+def test_defaults_equal_those_of_pax():
+    # From the HParams of Paxml's SingleTask.Train.
     of_pax = {
         "num_train_steps": 10_000_000,
         "save_interval_steps": 5000,

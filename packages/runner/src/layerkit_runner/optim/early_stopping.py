@@ -7,18 +7,18 @@ rule's state: a resumed run decides as an uninterrupted one, and a stopped run d
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from layerkit.checks import check_choice, check_non_negative, check_sizes
 from layerkit.config import Configurable
-from layerkit.errors import first_names
-from layerkit.near_names import near_names
 from layerkit_runner.distributed.process_exchange import from_process_0
 from layerkit_runner.errors import UsageError
-from layerkit_runner.optim.schedules import check_finite
 
+_OWNER = "task.early_stopping"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -45,7 +45,7 @@ class StoppingRule(Configurable):
     """A rule that ends training; a subclass defines `should_stop`.
 
     A rule with a state returns it from `state` and restores it in `set_state`. Without them, it
-    starts anew when a run is resumed.
+    is reset when a run is resumed.
     """
 
     def check(self, datasets: Iterable[str]) -> None:
@@ -86,7 +86,7 @@ class EarlyStopping(StoppingRule):
       mode: `min` if a lower value is better, `max` if a higher one is.
 
     Raises:
-      UsageError: A number is out of range, or `mode` is unknown.
+      ConfigError: A number is out of range, or `mode` is unknown.
     """
 
     metric: str
@@ -95,35 +95,45 @@ class EarlyStopping(StoppingRule):
     mode: str = "min"
 
     def __post_init__(self) -> None:
-        path = "task.early_stopping"
-        if not self.patience >= 1:
-            raise UsageError(f"{path}.patience={self.patience} must be at least 1")
-        check_finite(f"{path}.min_delta", self.min_delta)
-        if self.mode not in ("min", "max"):
-            raise UsageError(f"{path}.mode={self.mode!r} must be 'min' or 'max'")
+        """Check the fields and set the initial state."""
+        check_sizes(_OWNER, patience=self.patience)
+        check_non_negative(_OWNER, min_delta=self.min_delta)
+        check_choice(_OWNER, ("min", "max"), mode=self.mode)
         self._best: float | None = None
         self._best_step = 0
         self._without_improvement = 0
-        # All data sets that may be evaluated, if known.
+        # Names of all data sets that may be evaluated, if known.
         self._datasets: tuple[str, ...] = ()
 
     def check(self, datasets: Iterable[str]) -> None:
+        """Raise `UsageError` unless `metric` belongs to one of the evaluated data sets."""
         self._datasets = tuple(datasets)
         if program_of(self.metric, self._datasets) is None:
+            metric = self.metric.rpartition("/")[2]
             raise UsageError(
-                f"task.early_stopping.metric={self.metric!r} names no data set that is evaluated"
-                f" while training{near_names(self.metric.split('/')[0], self._datasets)} It is"
-                f" written DATASET/METRIC, and these are {first_names(self._datasets) or 'none'}."
+                owner=_OWNER,
+                field="metric",
+                value=self.metric,
+                expected="DATASET/METRIC of a data set that is evaluated during training",
+                choices=[f"{name}/{metric}" for name in self._datasets],
             )
 
     def should_stop(self, metrics: Mapping[str, float], step: int) -> bool:
+        """Return whether `metric` has not improved in the last `patience` evaluations.
+
+        Raises:
+          UsageError: The data set was evaluated and does not report the metric.
+        """
         if self.metric not in metrics:
             names = self._datasets or {name.rpartition("/")[0] for name in metrics}
             evaluated = {program_of(name, names) for name in metrics}
             if program_of(self.metric, names) in evaluated - {None}:
                 raise UsageError(
-                    f"task.early_stopping.metric={self.metric!r} is no metric of an evaluation"
-                    f"{near_names(self.metric, metrics)} There are {first_names(metrics)}."
+                    "unknown metric",
+                    owner=_OWNER,
+                    field="metric",
+                    value=self.metric,
+                    choices=metrics,
                 )
             return False
         value = float(metrics[self.metric])
@@ -134,16 +144,18 @@ class EarlyStopping(StoppingRule):
         return self._without_improvement >= self.patience
 
     def reason(self) -> str:
+        """Return the best value and the number of evaluations without improvement."""
         count = self._without_improvement
         evaluations = "evaluation" if count == 1 else "evaluations"
         if self._best is None:
-            return f"{self.metric} was no number in {count} {evaluations}"
+            return f"{self.metric} was not a number in {count} {evaluations}"
         return (
             f"{self.metric} did not improve on {self._best:.6g} of step {self._best_step} in"
             f" {count} {evaluations}"
         )
 
     def state(self) -> dict[str, Any]:
+        """Return the best value, its step and the count without improvement."""
         return {
             "best": self._best,
             "best_step": self._best_step,
@@ -151,6 +163,7 @@ class EarlyStopping(StoppingRule):
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned."""
         self._best = state["best"]
         self._best_step = state["best_step"]
         self._without_improvement = state["without_improvement"]
@@ -162,17 +175,17 @@ class EarlyStopping(StoppingRule):
         return gain > self.min_delta
 
 
+@dataclasses.dataclass(eq=False)
 class EarlyStop:
     """A stopping rule at work in one run.
 
     Attributes:
-      rule: The rule.
+      rule: Stopping rule.
       stopped_at: Number of steps after which the rule ended the run; None if it has not.
     """
 
-    def __init__(self, rule: StoppingRule) -> None:
-        self.rule = rule
-        self.stopped_at: int | None = None
+    rule: StoppingRule
+    stopped_at: int | None = dataclasses.field(default=None, init=False)
 
     def asks_to_stop(self, metrics: Mapping[str, float], step: int) -> bool:
         """Return whether to stop after `step` with these metrics, the same on all processes."""
@@ -193,14 +206,14 @@ class EarlyStop:
         }
 
     def restore(self, record: Mapping[str, Any], *, report: Callable[[str], None]) -> None:
-        """Restore the state of the rule; a rule with other settings starts anew.
+        """Restore the state of the rule; a rule with other settings is reset.
 
         Args:
           record: Value of `record`.
-          report: Called with a message if the rule starts anew.
+          report: Function that is called with a message if the rule is reset.
         """
         if record["rule"] != _text(self.rule):
-            report(f"early stopping begins anew: it was {record['rule']}")
+            report(f"early stopping is reset, because its settings were {record['rule']}")
             return
         self.rule.set_state(record["state"])
         self.stopped_at = record["stopped_at"]

@@ -1,8 +1,8 @@
-"""Learner: from gradients to new weights.
+"""Learner: computes new weights from gradients with any Optax transformation.
 
-The optimizer is any Optax transformation, by config. The learner adds what belongs to a training
-run rather than to an optimizer: the learning rate that is also reported, gradient clipping, steps
-that are skipped, averaged weights, several optimizers, and which weights are trained at all.
+The learner adds what belongs to a training run rather than to an optimizer: a learning rate that is
+also reported, gradient clipping, skipped steps, averaged weights, several optimizers, and the
+selection of the weights that are trained.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from layerkit.checks import check_positive, check_rates, check_regexes, require
 from layerkit.config import Configurable, instance_field
-from layerkit_runner.errors import UsageError, check_patterns
 from layerkit_runner.optim.optimizer_calls import is_schedule_free
 from layerkit_runner.optim.optimizer_groups import (
     MAIN,
@@ -54,13 +54,12 @@ class AuxiliaryOptimizer(Configurable):
     Attributes:
       name: Name in scalars (`learning/lr_<name>`) and in the optimizer's state.
       weights: Regular expressions, each of which has to match the whole path of at least one
-        trained weight. Those of several optimizers must not overlap.
+        trained weight. Patterns of different optimizers must not match the same weight.
       optimizer: An optimizer; see `Learner.optimizer`.
       learning_rate: A learning rate; see `Learner.learning_rate`.
 
     Raises:
-      UsageError: There is no name, or there are no weights.
-      ValueError: Fields contradict each other, or a rate is out of range.
+      ConfigError: A field is missing or invalid.
     """
 
     name: str = ""
@@ -69,22 +68,20 @@ class AuxiliaryOptimizer(Configurable):
     learning_rate: Any = None
 
     def __post_init__(self) -> None:
-        if not self.name.isidentifier() or self.name == MAIN:
-            raise UsageError(
-                f"AuxiliaryOptimizer.name={self.name!r}: expected a word other than {MAIN!r}, such"
-                " as 'embedding'"
-            )
-        field = f"auxiliary optimizer {self.name}: weights"
-        check_patterns(self.weights, label=field)
-        if not self.weights:
-            raise UsageError(f"{field}={self.weights!r}: expected at least one pattern")
+        """Check the fields and make the transformation."""
+        is_name = self.name.isidentifier() and self.name != MAIN
+        expected = f"an identifier other than {MAIN!r}, such as 'embedding'"
+        require(is_name, "AuxiliaryOptimizer", "name", self.name, expected)
+        self.owner = f"AuxiliaryOptimizer {self.name}"
+        check_regexes(self.owner, weights=self.weights)
+        require(self.weights, self.owner, "weights", self.weights, "at least one pattern")
         self.transformation = make_transformation(
-            self.optimizer, self.learning_rate, owner=f"AuxiliaryOptimizer {self.name}: "
+            self.optimizer, self.learning_rate, owner=self.owner
         )
 
 
 class Learner(Configurable):
-    """Turns gradients into parameter updates.
+    """A rule that computes new weights and optimizer state from gradients.
 
     Attributes:
       optimizer: A `Partial` of an Optax optimizer that takes `learning_rate`, or the config of any
@@ -92,29 +89,28 @@ class Learner(Configurable):
       learning_rate: A number, or the config of a schedule `step -> rate`.
       auxiliary_optimizers: Configs of `AuxiliaryOptimizer`, optimizers for some weights.
       per_layer: Whether each layer of a repeated stack is a tensor of its own to the optimizers.
-        None decides by optimizer: yes for those that work on whole tensors (Adafactor, LAMB, a
-        cap on the update's RMS); no for those that work on entries (Adam), where it makes no
-        difference; an error for those that look across weights.
+        None decides by optimizer: True for one that works on whole tensors (Adafactor, LAMB, a
+        cap on the update's RMS); False for one that works on entries (Adam), where it makes no
+        difference; an error for one whose update depends on several weights.
       clip_global_norm: Limit c of the gradient norm: gradients are scaled by min(1, c/‖g‖) over
         all weights together.
-      clip_per_tensor_norm: Limit of the norm of each weight's gradient by itself, and of each layer
-        of a stack. Cannot be combined with `clip_global_norm`.
+      clip_per_tensor_norm: Limit of the gradient norm of each single weight, and of each layer of
+        a stack. Cannot be combined with `clip_global_norm`.
       skip_nonfinite_gradients: Whether to skip a step whose loss or gradient holds NaN or an
         infinity. A skipped step changes the step number and nothing else in the state.
       skip_step_gradient_norm_value: Largest norm of the gradient, before clipping, with which a
         step is taken; a step with a larger or non-finite norm is skipped. None for no limit.
       ema_decay: Decay d of an exponential moving average of the trained weights, kept in float32.
         The decay at step t is min(d, (1 + t)/(10 + t)). None for no average.
-      grad_norm_summary: Whether to report `learning/applied_grad_norm`, the norm of the updates; it
-        takes another pass over the weights.
+      grad_norm_summary: Whether to report `learning/applied_grad_norm`, the norm of the updates,
+        which takes another pass over the weights.
       trainable: Regular expressions of the weights to train, such as `.*/lora_[ab]`; each has to
         match the whole path of at least one weight. None trains all but `frozen`.
       frozen: Regular expressions of weights that keep their values, without gradient, optimizer
         state or decay.
 
     Raises:
-      ValueError: Fields contradict each other, or a limit is out of range.
-      UsageError: Patterns or names contradict each other.
+      ConfigError: Fields contradict each other, or a field is out of range.
     """
 
     optimizer: Any = instance_field(None)
@@ -131,20 +127,31 @@ class Learner(Configurable):
     frozen: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        self._check_limits()
+        """Check the fields and combine the optimizers."""
+        check_positive(
+            "Learner",
+            clip_global_norm=self.clip_global_norm,
+            clip_per_tensor_norm=self.clip_per_tensor_norm,
+            skip_step_gradient_norm_value=self.skip_step_gradient_norm_value,
+            ema_decay=self.ema_decay,
+        )
+        check_rates("Learner", ema_decay=self.ema_decay)
+        is_one_clip = self.clip_global_norm is None or self.clip_per_tensor_norm is None
+        expected = f"None, because clip_global_norm={self.clip_global_norm} is set"
+        require(is_one_clip, "Learner", "clip_per_tensor_norm", self.clip_per_tensor_norm, expected)
+        names = [auxiliary.name for auxiliary in self.auxiliary_optimizers]
+        are_unique = len(set(names)) == len(names)
+        require(are_unique, "Learner", "auxiliary_optimizers", names, "a different name for each")
         self.transformation = make_transformation(
-            self.optimizer, self.learning_rate, owner="Learner."
+            self.optimizer, self.learning_rate, owner="Learner"
         )
         self.trained_weights = TrainedWeights(self.trainable, self.frozen)
-        names = [auxiliary.name for auxiliary in self.auxiliary_optimizers]
-        if len(set(names)) < len(names):
-            raise UsageError(f"Learner.auxiliary_optimizers: two have the same name ({names})")
         self._optimizers = (
             NamedOptimizer(MAIN, "Learner.optimizer", self.transformation, self.learning_rate),
             *(
                 NamedOptimizer(
                     auxiliary.name,
-                    f"auxiliary optimizer {auxiliary.name}",
+                    auxiliary.owner,
                     auxiliary.transformation,
                     auxiliary.learning_rate,
                     auxiliary.weights,
@@ -154,54 +161,30 @@ class Learner(Configurable):
         )
         self._groups = OptimizerGroups(self._optimizers, per_layer=self.per_layer)
 
-    def _check_limits(self) -> None:
-        if self.clip_global_norm is not None and self.clip_per_tensor_norm is not None:
-            raise ValueError(
-                "Learner: set clip_global_norm or clip_per_tensor_norm, not both"
-                f" ({self.clip_global_norm} and {self.clip_per_tensor_norm})"
-            )
-        for field, otherwise in (
-            ("clip_global_norm", "clipping"),
-            ("clip_per_tensor_norm", "clipping"),
-            ("skip_step_gradient_norm_value", "such limit"),
-        ):
-            limit = getattr(self, field)
-            if limit is not None and not limit > 0:
-                raise ValueError(
-                    f"Learner.{field}={limit} must be positive, or None for no {otherwise}"
-                )
-        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
-            raise ValueError(
-                f"Learner.ema_decay={self.ema_decay} must be between 0 and 1, such as 0.9999, or"
-                " None for no averaged weights"
-            )
-
     @property
     def skips_steps(self) -> bool:
-        """True if the learner may skip a step."""
+        """Whether the learner may skip a step."""
         return self.skip_nonfinite_gradients or self.skip_step_gradient_norm_value is not None
 
     def init(self, params: Any, *, stacks: Stacks | None = None) -> Any:
-        """Return the optimizer's first state, for the trained part of `params`.
+        """Return the initial state of the optimizers for the trained part of `params`.
 
         Args:
           params: All weights, nested dicts `[...]`.
           stacks: Sizes of the stacked axes by path; see `optimizer_groups.stacks_of`.
 
         Raises:
-          UsageError: A pattern matches no weight, or no weight is left to train. An optimizer
-            cannot be used. `ema_decay` is set for a schedule-free optimizer, which averages itself.
+          ConfigError: A pattern matches no weight, or no weight is left to train. An optimizer
+            cannot be used, or it is schedule-free and `ema_decay` is set.
         """
         state = self._groups.init(self.trained_weights.select(params), stacks or {})
-        if self.ema_decay is not None and is_schedule_free(state):
-            raise UsageError(
-                f"Learner.ema_decay={self.ema_decay}: expected None with a schedule-free optimizer,"
-                " which averages the weights itself; evaluation uses its averages."
-            )
+        is_allowed = self.ema_decay is None or not is_schedule_free(state)
+        expected = "None with a schedule-free optimizer, which averages the weights itself"
+        require(is_allowed, "Learner", "ema_decay", self.ema_decay, expected)
         return state
 
     def init_ema(self, params: Any) -> Any:
-        """Return the first averaged weights: a float32 copy of the trained ones, or `{}`."""
+        """Return the initial averages: a float32 copy of the trained weights, or `{}`."""
         if self.ema_decay is None:
             return {}
         trained = self.trained_weights.select(params)
@@ -216,12 +199,12 @@ class Learner(Configurable):
     def evaluated(self, params: Any, opt_state: Any, *, stacks: Stacks | None = None) -> Any:
         """Return the weights to evaluate, decode and export with.
 
-        For weights that a schedule-free optimizer trains, these are its averages (Defazio et al.,
-        2024, arXiv:2405.15682); the others are those of `params`.
+        Weights of a schedule-free optimizer are replaced by its averages (Defazio et al., 2024,
+        arXiv:2405.15682).
 
         Args:
           params: All weights.
-          opt_state: State of the optimizer; may be `()` if it is not schedule-free.
+          opt_state: State of the optimizers; may be `()` if none is schedule-free.
           stacks: Sizes of the stacked axes, by path.
         """
         if not is_schedule_free(opt_state):
@@ -249,8 +232,8 @@ class Learner(Configurable):
           params: Current weights, all of them.
           step: Number of completed steps, int32 scalar, for the reported learning rate and the
             average.
-          loss: Global loss, a scalar, for optimizers that need it and to decide whether the step
-            is valid; None if it is unknown.
+          loss: Global loss, a scalar, which some optimizers need and which decides whether the
+            step is valid; None if it is unknown.
           ema: Averaged weights; None without `ema_decay`.
           stacks: Sizes of the stacked axes, by path.
         """
@@ -288,10 +271,10 @@ class Learner(Configurable):
         )
 
     def _is_valid(self, norm: jax.Array, loss: jax.Array | None) -> jax.Array:
-        """Return whether a step is valid, from values that it computes anyway.
+        """Return whether loss and gradient norm are finite and the norm is within its limit.
 
-        One gradient entry that is not finite makes the norm non-finite. The loss is checked too,
-        because a label outside the vocabulary gives a NaN loss with a finite gradient.
+        The loss is checked too, because a label outside the vocabulary gives a NaN loss with a
+        finite gradient.
         """
         is_valid = jnp.isfinite(norm)
         if loss is not None:
@@ -336,7 +319,7 @@ class Learner(Configurable):
         """Return the learning rates of this step as scalars to report."""
         counts = {}
         if self.skips_steps:
-            # An optimizer's schedule counts the steps that were not skipped.
+            # The schedule of an optimizer counts only the steps that were not skipped.
             counts = self._groups.steps_taken(opt_state, trained, stacks)
         rates = {}
         for optimizer in self._optimizers:
@@ -358,28 +341,21 @@ def make_transformation(
       owner: Owner of the two fields, for messages.
 
     Raises:
-      ValueError: A field is missing, both set the rate, or the rate is out of range.
+      ConfigError: A field is missing, both set the rate, or the rate is out of range.
     """
-    if optimizer is None:
-        raise ValueError(f"{owner}optimizer is not set; for example Partial(optax.adamw)")
+    expected = "an Optax optimizer, such as Partial(optax.adamw)"
+    require(optimizer is not None, owner, "optimizer", optimizer, expected)
     if isinstance(optimizer, optax.GradientTransformation):
-        if learning_rate is not None:
-            raise ValueError(
-                f"{owner}learning_rate is set, but the optimizer is already complete;"
-                " give it as Partial(optimizer) without a rate, or leave learning_rate out"
-            )
+        expected = "None with an optimizer that is not a Partial and has its own learning rate"
+        require(learning_rate is None, owner, "learning_rate", learning_rate, expected)
         return optimizer
-    if learning_rate is None:
-        raise ValueError(f"{owner}learning_rate is not set, and the optimizer needs one")
     number = concrete_number(learning_rate)
     if number is None:
         is_rate = callable(learning_rate) or isinstance(learning_rate, jax.core.Tracer)
     else:
-        is_rate = 0 <= number < math.inf  # nor is NaN
-    if not is_rate:
-        raise ValueError(
-            f"{owner}learning_rate={learning_rate!r} must be a finite number from 0, or a schedule"
-        )
+        is_rate = 0 <= number < math.inf  # False for NaN.
+    expected = "a finite number of 0 or more, or a schedule"
+    require(is_rate, owner, "learning_rate", learning_rate, expected)
     return optimizer(learning_rate=learning_rate)
 
 

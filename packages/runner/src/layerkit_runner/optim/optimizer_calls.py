@@ -1,7 +1,7 @@
-"""How the learner calls an Optax optimizer, and what it finds out about one by tracing it.
+"""Calls of Optax optimizers, and properties of an optimizer that are found by tracing it.
 
 An optimizer may need more than gradients, state and weights. The learner passes the loss as `value`
-and the gradient before clipping as `grad`, Optax's own names for them. A function that evaluates
+and the gradient before clipping as `grad`, which are the names in Optax. A function that evaluates
 the loss at other weights, as line searches need, is not available.
 """
 
@@ -18,14 +18,14 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonState, ScheduleFreeState, schedule_free_eval_params
 
-from layerkit_runner.errors import UsageError
+from layerkit.errors import ConfigError
 
 # Primitives whose results mix several entries of an array.
 _MIXING = re.compile(
     r"reduce_(?!precision).*|arg(max|min)|cum.*|dot_general|conv_general.*|sort|top_k|fft|qr|lu"
     r"|svd|eigh?|cholesky.*|triangular_solve|householder.*|schur|tridiagonal.*"
 )
-# Parameters of an equation that hold the function that it calls.
+# Parameters of an equation that hold the called function.
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _Labels = frozenset[int]
 
@@ -36,7 +36,7 @@ class Reach(enum.Enum):
     Attributes:
       ENTRY: That entry's gradient (SGD, Adam, Lion); how weights are stacked does not matter.
       TENSOR: The whole gradient or weight (Adafactor, LAMB, a cap on the update's RMS).
-      TREE: Other weights' gradients too (a global norm).
+      TREE: The gradients of several weights (a global norm).
     """
 
     ENTRY = "entry"
@@ -53,46 +53,47 @@ def update(
     raw_grads: Any,
     loss: jax.Array | None,
 ) -> tuple[Any, Any]:
-    """Return (updates, next state) of an optimizer, with the extra arguments that are known.
+    """Return (updates, next state) of an optimizer, with the extra arguments that it takes.
 
     Args:
-      transformation: The optimizer; one that takes no extra arguments gets none.
+      transformation: Optimizer.
       grads: Gradients, clipped if the learner clips.
       state: State of the optimizer.
       params: Weights.
       raw_grads: Gradients before clipping.
-      loss: Loss at `params`, a scalar; None if it is unknown, and not passed then.
+      loss: Loss at `params`, a scalar; None passes neither loss nor `raw_grads`.
     """
     extra = {} if loss is None else {"value": loss, "grad": raw_grads}
     declared = inspect.signature(transformation.update).parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in declared.values())
-    taken = {name: given for name, given in extra.items() if takes_any or name in declared}
-    return transformation.update(grads, state, params, **taken)
+    extra = {name: value for name, value in extra.items() if takes_any or name in declared}
+    return transformation.update(grads, state, params, **extra)
 
 
-def check_usable(transformation: optax.GradientTransformation, params: Any, *, field: str) -> None:
+def check_usable(transformation: optax.GradientTransformation, params: Any, *, owner: str) -> None:
     """Check with shapes alone that the learner can use an optimizer.
 
     Args:
-      transformation: The optimizer.
+      transformation: Optimizer.
       params: Weights that it updates, or their shapes and dtypes.
-      field: What configures it, for messages.
+      owner: Name of the optimizer, for messages.
 
     Raises:
-      UsageError: It is Muon; it needs what the learner does not have; or its state or its updates
-        do not keep their shapes.
+      ConfigError: The optimizer is Muon, it needs arguments that the learner does not have, or its
+        updates or its state change their shapes.
     """
     shapes = _abstract(params)
     try:
         state = jax.eval_shape(transformation.init, shapes)
     except (TypeError, ValueError) as error:
-        raise UsageError(f"{field}: its init fails: {_first_line(error)}") from error
+        problem = f"the optimizer cannot be initialized: {_first_line(error)}"
+        raise ConfigError(problem, owner=owner) from error
     if _instances(state, MuonState):
-        raise UsageError(
-            f"{field}: optax.contrib.muon is not supported. It takes weights of two dimensions for"
-            " matrices and updates all others by Adam at its own learning rate, so attention and"
-            " expert weights, which have three, would not be trained by Muon, and a tied embedding"
-            " would. Use another optimizer, such as optax.adamw."
+        raise ConfigError(
+            "optax.contrib.muon is not supported, because it would update attention and expert"
+            " weights, which have three dimensions, by Adam, and a tied embedding by Muon",
+            owner=owner,
+            hint="Use another optimizer, such as optax.adamw.",
         )
     loss = jax.ShapeDtypeStruct((), jnp.float32)
     try:
@@ -106,27 +107,26 @@ def check_usable(transformation: optax.GradientTransformation, params: Any, *, f
             loss,
         )
     except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"{field} cannot be used: its update fails with the arguments (gradients, state,"
-            f" weights, value=loss, grad=gradients): {_first_line(error)}. Use an optimizer that"
-            " needs no other arguments, such as optax.adamw."
+        raise ConfigError(
+            "the optimizer's update fails with the arguments (gradients, state, weights,"
+            f" value=loss, grad=gradients): {_first_line(error)}",
+            owner=owner,
+            hint="Use an optimizer that needs no other arguments, such as optax.adamw.",
         ) from error
-    # Updates may have other dtypes than the weights, to whose dtypes Optax converts the sums.
+    # The dtypes of updates may differ, because Optax converts sums to the dtypes of the weights.
     if _structure(shapes, with_dtypes=False) != _structure(updates, with_dtypes=False):
-        raise UsageError(
-            f"{field} cannot be used: its updates differ in structure or shape from its weights."
-        )
+        problem = "the optimizer's updates differ in structure or shape from the weights"
+        raise ConfigError(problem, owner=owner)
     if _structure(state) != _structure(new_state):
-        raise UsageError(
-            f"{field} cannot be used: its state differs in structure, shape or dtype from its first"
-            " state."
-        )
+        problem = "the optimizer's update changes the structure, shape or dtype of its state"
+        raise ConfigError(problem, owner=owner)
     for average in _instances(state, ScheduleFreeState):
         if _structure(average.z)[0] != _structure(shapes)[0]:
-            raise UsageError(
-                f"{field}: schedule-free is applied to some of its weights only, as by"
-                " optax.masked or optax.partition, and then its averages cannot be evaluated. Give"
-                " these weights an AuxiliaryOptimizer of their own."
+            raise ConfigError(
+                "schedule-free is applied to some of the weights only, as by optax.masked or"
+                " optax.partition, so its averages cannot be evaluated",
+                owner=owner,
+                hint="Give these weights an AuxiliaryOptimizer.",
             )
 
 
@@ -136,7 +136,7 @@ def steps_taken(state: Any) -> jax.Array | None:
     Args:
       state: State of the optimizer; counts `[…]` of the layers of a stack are equal.
     """
-    # Moments may be newer than the schedule, as in a run that begins with `load_step`.
+    # The count of moments may differ from that of the schedule, as after `load_step`.
     schedules = _instances(
         state, (optax.ScaleByScheduleState, optax.InjectStatefulHyperparamsState)
     )
@@ -159,7 +159,7 @@ def evaluated(state: Any, params: Any) -> Any:
 
     Args:
       state: State of an optimizer.
-      params: Weights as it trains them.
+      params: Weights that the optimizer trains.
     """
     for average in _instances(state, ScheduleFreeState):
         found = schedule_free_eval_params(average, params)
@@ -170,11 +170,11 @@ def evaluated(state: Any, params: Any) -> Any:
 def reach_of(transformation: optax.GradientTransformation, params: Any) -> Reach:
     """Return what the updates of a transformation depend on.
 
-    Optax does not say, but the program does: what a reduction is taken over, and which gradients
-    reach which updates. The program is traced with shapes alone; nothing runs.
+    The program of the update is traced with shapes alone. Its reductions, and the gradients that
+    reach each update, give the answer.
 
     Args:
-      transformation: The optimizer.
+      transformation: Optimizer.
       params: Weights that it updates, or their shapes and dtypes.
     """
     shapes = _abstract(params)
@@ -196,11 +196,11 @@ def reach_of(transformation: optax.GradientTransformation, params: Any) -> Reach
 
 
 def _follow(jaxpr: Any, labels: Sequence[_Labels]) -> tuple[list[_Labels], bool]:
-    """Return which weights reach each result, and whether entries of any of them are mixed.
+    """Return the weights that reach each result, and whether entries of any of them are mixed.
 
     Args:
       jaxpr: An open jaxpr.
-      labels: Indices of the weights that each of its arguments depends on.
+      labels: Indices of the weights that each argument depends on.
     """
     found: dict[Any, _Labels] = dict(zip(jaxpr.invars, labels, strict=True))
     mixes = False
@@ -210,9 +210,9 @@ def _follow(jaxpr: Any, labels: Sequence[_Labels]) -> tuple[list[_Labels], bool]
         return frozenset() if hasattr(atom, "val") else found.get(atom, frozenset())
 
     for equation in jaxpr.eqns:
-        given = [labels_of(atom) for atom in equation.invars]
-        together = frozenset[int]().union(*given)
-        results, inner_mixes = _follow_called(equation, given, together)
+        arguments = [labels_of(atom) for atom in equation.invars]
+        together = frozenset[int]().union(*arguments)
+        results, inner_mixes = _follow_called(equation, arguments, together)
         named = _MIXING.fullmatch(equation.primitive.name) is not None
         mixes |= bool(together) and (named or inner_mixes)
         found.update(zip(equation.outvars, results, strict=True))
@@ -220,9 +220,9 @@ def _follow(jaxpr: Any, labels: Sequence[_Labels]) -> tuple[list[_Labels], bool]
 
 
 def _follow_called(
-    equation: Any, given: list[_Labels], together: _Labels
+    equation: Any, arguments: list[_Labels], together: _Labels
 ) -> tuple[list[_Labels], bool]:
-    """Return the same as `_follow` for one equation, which may call functions."""
+    """Return the result of `_follow` for one equation, which may call functions."""
     called: list[Any] = [
         getattr(inner, "jaxpr", inner)
         for value in equation.params.values()
@@ -230,13 +230,13 @@ def _follow_called(
         if hasattr(getattr(inner, "jaxpr", inner), "eqns")
     ]
     is_call = len(called) == 1 and any(key in equation.params for key in _CALLED)
-    if is_call and len(called[0].invars) == len(given) and equation.primitive.name != "scan":
-        return _follow(called[0], given)
+    if is_call and len(called[0].invars) == len(arguments) and equation.primitive.name != "scan":
+        return _follow(called[0], arguments)
     if equation.primitive.name == "cond":
         # The result depends on the first argument too, which selects the branch.
-        branches = [_follow(branch, given[1:]) for branch in called]
+        branches = [_follow(branch, arguments[1:]) for branch in called]
         results = [
-            given[0].union(*labels)
+            arguments[0].union(*labels)
             for labels in zip(*(reached for reached, _ in branches), strict=True)
         ]
         return results, any(mixes for _, mixes in branches)

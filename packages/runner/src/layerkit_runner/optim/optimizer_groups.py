@@ -1,10 +1,9 @@
-"""Which optimizer updates which weights, and which weights it sees as several tensors.
+"""Groups of weights that are updated by the same optimizer and stacked in the same way.
 
-The trained weights are divided into groups: by the optimizer whose patterns they match and, if that
-optimizer works on whole tensors, by how they are stacked. Repeated and pipelined layers keep their
-weights stacked on leading axes. A rule that works on a whole tensor, such as clipping by its norm,
-is applied to each layer by itself (`jax.vmap`), so that training does not depend on the layout of
-layers. Each group's optimizer sees that group alone and has a state of its own.
+Repeated and pipelined layers keep their weights stacked on leading axes. A rule that works on a
+whole tensor, such as clipping by its norm, is applied to each layer by itself (`jax.vmap`), so that
+training does not depend on the layout of layers. The optimizer of each group sees the weights of
+that group only and has a state for it.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ import jax.numpy as jnp
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from layerkit.checks import require
+from layerkit.errors import ConfigError
 from layerkit.weights import is_box
-from layerkit_runner.errors import UsageError
 from layerkit_runner.optim import optimizer_calls
 from layerkit_runner.optim.optimizer_calls import Reach
 from layerkit_runner.optim.weight_patterns import matching_paths
@@ -29,7 +29,7 @@ Stacks = Mapping[Path, tuple[int, ...]]
 
 MAIN = "main"
 
-# Names of the axes that `layerkit.layers.repeat` and `layerkit.layers.pipeline` add.
+# Logical axes that `layerkit.layers.repeat` and `layerkit.layers.pipeline` add.
 STACK_AXES = frozenset({"layers", "stage"})
 
 
@@ -37,7 +37,7 @@ def stacks_of(boxed: Any) -> dict[Path, tuple[int, ...]]:
     """Return the sizes of the leading stacked axes of each stacked weight, by path.
 
     Args:
-      boxed: Weights still in their boxes, nested dicts by layer path.
+      boxed: Weights in boxes with logical axes, nested dicts by layer path.
     """
     stacks: dict[Path, tuple[int, ...]] = {}
     for path, box in flatten_dict(boxed, is_leaf=lambda _, leaf: is_box(leaf)).items():
@@ -57,7 +57,7 @@ def over_stack(fn: Callable[..., Any], sizes: tuple[int, ...]) -> Callable[..., 
 
 
 def map_tensors(fn: Callable[[jax.Array], jax.Array], tree: Any, stacks: Stacks) -> Any:
-    """Apply `fn` to each tensor of a tree of weights `[...]`, to stacked ones layer by layer."""
+    """Apply `fn` to each weight `[...]` of a tree, and to each layer of stacked weights."""
     flat = flatten_dict(tree)
     return unflatten_dict(
         {path: over_stack(fn, stacks.get(path, ()))(leaf) for path, leaf in flat.items()}
@@ -70,14 +70,14 @@ class NamedOptimizer:
 
     Attributes:
       name: Name in scalars and in the state.
-      field: Field that configures it, for messages.
-      transformation: The optimizer.
-      learning_rate: A number or schedule, for reports; None if the optimizer has its own.
+      owner: Name in error messages.
+      transformation: Optimizer.
+      learning_rate: Number or schedule to report; None if the optimizer has its own.
       weights: Patterns of the weights that it updates; None for all weights that are left.
     """
 
     name: str
-    field: str
+    owner: str
     transformation: optax.GradientTransformation
     learning_rate: Any = None
     weights: Sequence[str] | None = None
@@ -92,8 +92,7 @@ class NamedOptimizer:
 
 @dataclasses.dataclass(frozen=True)
 class _Group:
-    owner: str
-    transformation: optax.GradientTransformation
+    optimizer: NamedOptimizer
     paths: tuple[Path, ...]
     sizes: tuple[int, ...]
 
@@ -102,33 +101,36 @@ class _Group:
 
 
 class OptimizerGroups:
-    """All optimizers of a learner as one.
-
-    Args:
-      optimizers: The optimizers; the first is the main one.
-      per_layer: Whether layers of a stack are tensors of their own; None asks each optimizer.
-    """
+    """All optimizers of a learner as one."""
 
     def __init__(self, optimizers: Sequence[NamedOptimizer], *, per_layer: bool | None):
+        """Combine optimizers.
+
+        Args:
+          optimizers: Optimizers, the main one first.
+          per_layer: Whether each layer of a stack is a tensor; None decides by optimizer.
+        """
         self._optimizers = tuple(optimizers)
         self._per_layer = per_layer
         self._groups: tuple[Any, dict[str, _Group]] | None = None
 
     def init(self, params: Any, stacks: Stacks) -> Any:
-        """Return the first state: that of the only group, or a dict by group name.
+        """Return the initial state: that of the only group, or a dict by group name.
 
         Args:
-          params: The trained weights, nested dicts `[...]`.
+          params: Trained weights, nested dicts `[...]`.
           stacks: Sizes of the stacked axes, by path.
 
         Raises:
-          UsageError: Patterns overlap, or match nothing or everything. An optimizer cannot be
-            used, or `per_layer` is needed to know what the layers of a stack are to it.
+          ConfigError: Patterns overlap, or match nothing or everything. An optimizer cannot be
+            used, or it needs `per_layer`.
         """
         flat = flatten_dict(params)
         return _bare(
             {
-                name: over_stack(group.transformation.init, group.sizes)(group.select(flat))
+                name: over_stack(group.optimizer.transformation.init, group.sizes)(
+                    group.select(flat)
+                )
                 for name, group in self._divide(params, stacks).items()
             }
         )
@@ -143,15 +145,15 @@ class OptimizerGroups:
         raw_grads: Any,
         loss: jax.Array | None,
     ) -> tuple[Any, Any]:
-        """Return (updates to add to the weights, next state), shaped as in `init`.
+        """Return (updates to add to the weights, next state); see `init` for the structure.
 
         Args:
           grads: Gradients, clipped if the learner clips.
           state: State of the optimizers.
-          params: The trained weights.
+          params: Trained weights.
           stacks: Sizes of the stacked axes, by path.
           raw_grads: Gradients before clipping.
-          loss: The global loss; None if it is unknown.
+          loss: Global loss; None if it is unknown.
         """
         groups = self._divide(params, stacks)
         states = _by_name(state, groups)
@@ -163,7 +165,7 @@ class OptimizerGroups:
                 grads: Any, state: Any, params: Any, raw: Any, group: _Group = group
             ) -> tuple[Any, Any]:
                 return optimizer_calls.update(
-                    group.transformation, grads, state, params, raw_grads=raw, loss=loss
+                    group.optimizer.transformation, grads, state, params, raw_grads=raw, loss=loss
                 )
 
             own_grads, own_params, own_raw = (group.select(tree) for tree in trees)
@@ -174,10 +176,10 @@ class OptimizerGroups:
         return unflatten_dict(updates), _bare(states)
 
     def evaluated(self, params: Any, state: Any, stacks: Stacks) -> Any:
-        """Return the weights to evaluate with; they differ from `params` for schedule-free ones.
+        """Return `params` with the averages of schedule-free optimizers in their places.
 
         Args:
-          params: The trained weights.
+          params: Trained weights.
           state: State of the optimizers.
           stacks: Sizes of the stacked axes, by path.
         """
@@ -191,13 +193,13 @@ class OptimizerGroups:
         return unflatten_dict(flat)
 
     def steps_taken(self, state: Any, params: Any, stacks: Stacks) -> dict[str, jax.Array]:
-        """Return the step count of each optimizer's schedule by its name, where it is known."""
+        """Return the known step counts of the optimizers' schedules, by name of the optimizer."""
         groups = self._divide(params, stacks)
         counts = {}
         for name, own in _by_name(state, groups).items():
             count = optimizer_calls.steps_taken(own)
             if count is not None:
-                counts[groups[name].owner] = count
+                counts[groups[name].optimizer.name] = count
         return counts
 
     def _divide(self, params: Any, stacks: Stacks) -> dict[str, _Group]:
@@ -211,14 +213,14 @@ class OptimizerGroups:
         groups: dict[str, _Group] = {}
         for optimizer, paths in zip(self._optimizers, self._assign(list(flat)), strict=True):
             part = unflatten_dict({path: flat[path] for path in paths})
-            optimizer_calls.check_usable(optimizer.transformation, part, field=optimizer.field)
+            optimizer_calls.check_usable(optimizer.transformation, part, owner=optimizer.owner)
             stacked = {path: stacks[path] for path in paths if path in stacks}
             if not stacked or not self._works_by_layer(optimizer, part, stacked):
                 stacked = {}
             for sizes in sorted({stacked.get(path, ()) for path in paths}):
                 own = tuple(path for path in paths if stacked.get(path, ()) == sizes)
                 name = "-".join([optimizer.name, *(["layers", *map(str, sizes)] if sizes else [])])
-                groups[name] = _Group(optimizer.name, optimizer.transformation, own, sizes)
+                groups[name] = _Group(optimizer, own, sizes)
         return groups
 
     def _works_by_layer(self, optimizer: NamedOptimizer, params: Any, stacked: Stacks) -> bool:
@@ -226,12 +228,15 @@ class OptimizerGroups:
             return self._per_layer
         reach = optimizer_calls.reach_of(optimizer.transformation, params)
         if reach is Reach.TREE:
-            raise UsageError(
-                f"{optimizer.field} looks across weights, as optax.clip_by_global_norm does, and"
-                f" {'/'.join(next(iter(stacked)))} is a stack of layers. Set"
-                " Learner.per_layer=False"
-                " if nothing else in it goes by whole tensors (True would let it see one layer at a"
-                " time), or clip by Learner.clip_global_norm instead"
+            raise ConfigError(
+                "an update depends on several weights, as with optax.clip_by_global_norm, and"
+                f" {'/'.join(next(iter(stacked)))} is a stack of layers",
+                owner=optimizer.owner,
+                field="Learner.per_layer",
+                value=None,
+                expected="False if no other rule of the optimizer works on whole tensors, or True"
+                " to apply it to one layer at a time",
+                hint="To clip gradients, use Learner.clip_global_norm instead.",
             )
         return reach is Reach.TENSOR
 
@@ -242,31 +247,27 @@ class OptimizerGroups:
         names = ["/".join(path) for path in paths]
         for optimizer in others:
             for pattern in optimizer.weights or ():
-                field = optimizer.field
-                for name in matching_paths(pattern, names, field=field, kind="trained weight"):
+                for name in matching_paths(
+                    pattern, names, owner=optimizer.owner, field="weights", kind="trained weight"
+                ):
                     other = owners.setdefault(name, optimizer)
-                    if other is not optimizer:
-                        raise UsageError(
-                            f"{field}: {pattern!r} matches {name}, which {other.field} updates"
-                            " already; patterns must not overlap"
-                        )
+                    expected = f"no match with {name}, which {other.owner} updates"
+                    require(other is optimizer, optimizer.owner, "weights", pattern, expected)
         assigned = [
             [path for name, path in zip(names, paths, strict=True) if owners.get(name, main) is one]
             for one in self._optimizers
         ]
         if not assigned[0]:
-            raise UsageError(
-                f"{main.field}: no weight is left to it, since the auxiliary optimizers update"
-                " them all"
-            )
+            problem = "no weight is left, because the auxiliary optimizers update all weights"
+            raise ConfigError(problem, owner=main.owner)
         return assigned
 
 
 def _bare(states: dict[str, Any]) -> Any:
-    """Return the states by group, or the state of the only group as Optax has it."""
+    """Return the states by group, or the state of the only group by itself."""
     return next(iter(states.values())) if len(states) == 1 else states
 
 
 def _by_name(state: Any, groups: Mapping[str, _Group]) -> dict[str, Any]:
-    """Return the states by group from what `_bare` returned."""
+    """Return the states by group from the result of `_bare`."""
     return dict.fromkeys(groups, state) if len(groups) == 1 else dict(state)

@@ -1,4 +1,4 @@
-"""Optimizers that Optax offers only in parts."""
+"""Optimizers that Optax does not have as a whole."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import optax
 
-from layerkit_runner.errors import UsageError
-from layerkit_runner.optim.schedules import check_finite, concrete_number
+from layerkit.checks import check_non_negative, check_positive, check_rates
+from layerkit_runner.optim.schedules import concrete_numbers
 
 
 def adam_with_update_cap(
@@ -31,24 +31,17 @@ def adam_with_update_cap(
       weight_decay: Decoupled weight decay (Loshchilov and Hutter, 2019).
       update_rms_cap: Largest root mean square of a tensor's update, before weight decay and
         learning rate; None for no cap. Each layer of a stack is a tensor.
-      mu_dtype: Dtype of the first moment, such as bfloat16, which halves its memory; None for that
-        of the weights. The second moment grows by too little a step for bfloat16.
+      mu_dtype: Dtype of the first moment, such as bfloat16, which halves its memory; None for the
+        dtype of the weights. The second moment has the dtype of the weights, because its increments
+        are too small for bfloat16.
 
     Raises:
-      UsageError: A number is out of range.
+      ConfigError: A number is out of range.
     """
-    for name, decay in (("b1", b1), ("b2", b2)):
-        number = concrete_number(decay)
-        if number is not None and not 0 <= number < 1:  # nor is NaN
-            raise UsageError(f"adam_with_update_cap: {name}={decay} must be from 0 to below 1")
-    check_finite("adam_with_update_cap: eps", eps)
-    check_finite("adam_with_update_cap: weight_decay", weight_decay)
-    cap_number = concrete_number(update_rms_cap)
-    if cap_number is not None and not cap_number > 0:
-        raise UsageError(
-            f"adam_with_update_cap: update_rms_cap={update_rms_cap} must be positive, or None for"
-            " no cap"
-        )
+    owner = "adam_with_update_cap"
+    check_rates(owner, **concrete_numbers(b1=b1, b2=b2))
+    check_non_negative(owner, **concrete_numbers(eps=eps, weight_decay=weight_decay))
+    check_positive(owner, **concrete_numbers(update_rms_cap=update_rms_cap))
     cap = optax.identity() if update_rms_cap is None else optax.clip_by_block_rms(update_rms_cap)
     return optax.chain(
         optax.scale_by_adam(b1=b1, b2=b2, eps=eps, mu_dtype=mu_dtype),

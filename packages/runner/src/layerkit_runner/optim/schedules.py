@@ -1,7 +1,7 @@
-"""Learning-rate schedules that Optax has only in parts: `step -> learning rate`.
+"""Learning-rate schedules that Optax does not have as a whole: `step -> learning rate`.
 
 A linear warmup starts at 0, so the first step changes only the optimizer's statistics;
-`warmup_steps=0` starts at the peak instead. Schedules that Optax has are used directly, such as
+`warmup_steps=0` starts at the peak instead. Schedules of Optax are used directly, such as
 `Config(optax.linear_schedule, 0.0, 1.0, 100)`:
 
     constant          optax.constant_schedule(value), or a plain number
@@ -16,7 +16,6 @@ A linear warmup starts at 0, so the first step changes only the optimizer's stat
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,22 +23,21 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from layerkit_runner.errors import UsageError
+from layerkit.checks import check_non_negative, check_positive, check_sizes, require
+from layerkit.errors import ConfigError
 
 # Largest int32, in which a training state counts its steps.
 _LAST_STEP = 2**31 - 1
 
 
-class UnfitStepsError(UsageError):
-    """Steps of a schedule that are out of order.
+class UnfitStepsError(ConfigError):
+    """An error about steps of a schedule that are out of order.
 
     Attributes:
-      settings: Fields of the schedule with values that are in order together.
+      settings: Steps in order by argument, which the command line shows as flags.
     """
 
-    def __init__(self, message: str, settings: Mapping[str, int]):
-        super().__init__(message)
-        self.settings = dict(settings)
+    settings: Mapping[str, int]
 
 
 def linear_warmup_exponential_decay(
@@ -48,19 +46,18 @@ def linear_warmup_exponential_decay(
     """Return a linear warmup to `peak`, then a flat part, then exponential decay to peak·min_ratio.
 
     Args:
-      peak: The highest rate.
+      peak: Highest rate.
       warmup_steps: Step at which the peak is reached; 0 for no warmup.
       decay_start: Step at which the decay begins, at least `warmup_steps`.
       decay_end: Step at which the rate reaches peak·min_ratio and stays.
       min_ratio: Ratio of the last rate to the peak, in (0, 1].
 
     Raises:
-      UsageError: Steps are out of order, or a number is out of range.
+      ConfigError: Steps are out of order, or a number is out of range.
     """
-    check_finite("schedule: peak", peak)
-    _check_steps(warmup_steps, decay_start, decay_end)
-    if not 0 < min_ratio <= 1:
-        raise UsageError(f"schedule: min_ratio={min_ratio} must be above 0 and at most 1")
+    owner = "linear_warmup_exponential_decay"
+    check_positive(owner, min_ratio=min_ratio)
+    _check_decay(owner, peak, warmup_steps, decay_start, decay_end, min_ratio)
     decay = optax.exponential_decay(
         peak, decay_end - decay_start, min_ratio, end_value=peak * min_ratio
     )
@@ -72,20 +69,11 @@ def linear_warmup_cosine_decay(
 ) -> optax.Schedule:
     """Return a linear warmup to `peak`, then a flat part, then half a cosine to peak·min_ratio.
 
-    Args:
-      peak: The highest rate.
-      warmup_steps: Step at which the peak is reached; 0 for no warmup.
-      decay_start: Step at which the decay begins, at least `warmup_steps`.
-      decay_end: Step at which the rate reaches peak·min_ratio and stays.
-      min_ratio: Ratio of the last rate to the peak, in [0, 1].
-
-    Raises:
-      UsageError: Steps are out of order, or a number is out of range.
+    The arguments are those of `linear_warmup_exponential_decay`, with `min_ratio` in [0, 1].
     """
-    check_finite("schedule: peak", peak)
-    _check_steps(warmup_steps, decay_start, decay_end)
-    if not 0 <= min_ratio <= 1:
-        raise UsageError(f"schedule: min_ratio={min_ratio} must be from 0 to 1")
+    _check_decay(
+        "linear_warmup_cosine_decay", peak, warmup_steps, decay_start, decay_end, min_ratio
+    )
     decay = optax.cosine_decay_schedule(peak, decay_end - decay_start, alpha=min_ratio)
     return _after_warmup(peak, warmup_steps, decay_start, decay)
 
@@ -103,25 +91,12 @@ def linear_warmup_polynomial_decay(
 
     In the decay, with u from 1 down to 0, the rate is peak·(min_ratio + (1 - min_ratio)·u^power).
     With a long flat part and power 1 this is warmup-stable-decay (Hu et al., "MiniCPM", 2024,
-    arXiv:2404.06395).
-
-    Args:
-      peak: The highest rate.
-      warmup_steps: Step at which the peak is reached; 0 for no warmup.
-      decay_start: Step at which the decay begins, at least `warmup_steps`.
-      decay_end: Step at which the rate reaches peak·min_ratio and stays.
-      min_ratio: Ratio of the last rate to the peak, in [0, 1].
-      power: Exponent above 0; 1 for a straight line.
-
-    Raises:
-      UsageError: Steps are out of order, or a number is out of range.
+    arXiv:2404.06395). The arguments are those of `linear_warmup_exponential_decay`, with
+    `min_ratio` in [0, 1], and `power` above 0.
     """
-    check_finite("schedule: peak", peak)
-    _check_steps(warmup_steps, decay_start, decay_end)
-    if not 0 <= min_ratio <= 1:
-        raise UsageError(f"schedule: min_ratio={min_ratio} must be from 0 to 1")
-    if not 0 < power < math.inf:
-        raise UsageError(f"schedule: power={power} must be above 0 and finite")
+    owner = "linear_warmup_polynomial_decay"
+    check_positive(owner, power=power)
+    _check_decay(owner, peak, warmup_steps, decay_start, decay_end, min_ratio)
     decay = optax.polynomial_schedule(peak, peak * min_ratio, power, decay_end - decay_start)
     return _after_warmup(peak, warmup_steps, decay_start, decay)
 
@@ -130,15 +105,16 @@ def linear_warmup_sqrt_decay(peak: float, *, warmup_steps: int) -> optax.Schedul
     """Return a linear warmup to `peak`, then peak·√(warmup_steps / step).
 
     Args:
-      peak: The highest rate.
+      peak: Highest rate.
       warmup_steps: Step at which the peak is reached, at least 1.
 
     Raises:
-      UsageError: A number is out of range.
+      ConfigError: A number is out of range.
     """
-    check_finite("schedule: peak", peak)
-    _check_at_least_one("warmup_steps", warmup_steps)
-    _check_last("warmup_steps", warmup_steps)
+    owner = "linear_warmup_sqrt_decay"
+    check_non_negative(owner, **concrete_numbers(peak=peak))
+    check_sizes(owner, warmup_steps=warmup_steps)
+    _check_last(owner, warmup_steps=warmup_steps)
 
     def rate(step: jax.typing.ArrayLike) -> jax.Array:
         part = jnp.asarray(step, jnp.float32) / warmup_steps
@@ -153,18 +129,18 @@ def piecewise_constant(*, boundaries: Sequence[int], values: Sequence[float]) ->
     `optax.piecewise_constant_schedule` takes factors between the values instead.
 
     Args:
-      boundaries: Rising steps.
+      boundaries: Steps, each larger than the one before.
       values: Rates, one more than boundaries.
 
     Raises:
-      UsageError: Boundaries are out of order, or values are too few, too many or out of range.
+      ConfigError: Boundaries are out of order, or values are too few, too many or out of range.
     """
-    boundaries, values = tuple(boundaries), tuple(values)
-    if len(values) != len(boundaries) + 1:
-        raise UsageError(f"schedule: values={values} must be one more than boundaries={boundaries}")
-    for index, value in enumerate(values):
-        check_finite(f"schedule: values[{index}]", value)
-    _check_rising(boundaries)
+    owner, boundaries, values = "piecewise_constant", tuple(boundaries), tuple(values)
+    expected = f"{len(boundaries) + 1} values, one more than boundaries={boundaries}"
+    require(len(values) == len(boundaries) + 1, owner, "values", values, expected)
+    rates = {f"values[{index}]": value for index, value in enumerate(values)}
+    check_non_negative(owner, **concrete_numbers(**rates))
+    _check_boundaries(owner, boundaries)
 
     def rate(step: jax.typing.ArrayLike) -> jax.Array:
         index = jnp.searchsorted(jnp.array(boundaries, jnp.float32), step, side="right")
@@ -174,22 +150,20 @@ def piecewise_constant(*, boundaries: Sequence[int], values: Sequence[float]) ->
 
 
 def cycle(schedules: Sequence[optax.Schedule], *, boundaries: Sequence[int]) -> optax.Schedule:
-    """Return schedules one after another, and then from the first again.
+    """Return a schedule that runs several schedules in turn and then begins with the first again.
 
     Args:
       schedules: Schedules, each of which counts steps from its own beginning.
-      boundaries: Rising steps at which each ends; at the last, the first begins again.
+      boundaries: Increasing steps at which each ends; at the last, the first begins again.
 
     Raises:
-      UsageError: Boundaries are out of order, or not one for each schedule.
+      ConfigError: Boundaries are out of order, or their number is not that of the schedules.
     """
-    schedules, boundaries = tuple(schedules), tuple(boundaries)
-    if not schedules or len(schedules) != len(boundaries):
-        raise UsageError(
-            f"schedule: a cycle of {len(schedules)} schedules needs as many boundaries, not"
-            f" {boundaries}"
-        )
-    _check_rising(boundaries)
+    owner, schedules, boundaries = "cycle", tuple(schedules), tuple(boundaries)
+    is_valid = 0 < len(schedules) == len(boundaries)
+    expected = f"one boundary for each of {len(schedules)} schedules, and at least one"
+    require(is_valid, owner, "boundaries", boundaries, expected)
+    _check_boundaries(owner, boundaries)
     one_round = optax.join_schedules(schedules, boundaries[:-1])
     return lambda step: one_round(jnp.asarray(step) % boundaries[-1])
 
@@ -206,11 +180,10 @@ def transformer(*, warmup_steps: int, model_dims: int, scale: float = 1.0) -> op
       scale: Factor of the rate.
 
     Raises:
-      UsageError: A number is out of range.
+      ConfigError: A number is out of range.
     """
-    _check_at_least_one("warmup_steps", warmup_steps)
-    _check_at_least_one("model_dims", model_dims)
-    check_finite("schedule: scale", scale)
+    check_sizes("transformer", warmup_steps=warmup_steps, model_dims=model_dims)
+    check_non_negative("transformer", **concrete_numbers(scale=scale))
 
     def rate(step: jax.typing.ArrayLike) -> jax.Array:
         count = jnp.asarray(step, jnp.float32) + 1.0
@@ -239,27 +212,29 @@ def concrete_number(value: Any) -> float | None:
         return None
 
 
-def check_finite(label: str, value: Any) -> None:
-    """Raise `UsageError` for a number that is not finite or below 0; `label` names its field."""
-    number = concrete_number(value)
-    if number is not None and not 0 <= number < math.inf:  # nor is NaN
-        raise UsageError(f"{label}={value} must be a finite number from 0")
+def concrete_numbers(**fields: Any) -> dict[str, float | None]:
+    """Return `concrete_number` of each field, to be checked."""
+    return {name: concrete_number(value) for name, value in fields.items()}
 
 
 def _after_warmup(
     peak: float, warmup_steps: int, decay_start: int, decay: optax.Schedule
 ) -> optax.Schedule:
     flat = optax.constant_schedule(peak)
-    if warmup_steps == 0:  # a linear schedule without steps stays at 0
+    if warmup_steps == 0:  # A linear schedule of no steps would stay at 0.
         return optax.join_schedules([flat, decay], [decay_start])
     warmup = optax.linear_schedule(0.0, peak, warmup_steps)
     return optax.join_schedules([warmup, flat, decay], [warmup_steps, decay_start])
 
 
-def _check_steps(warmup_steps: int, decay_start: int, decay_end: int) -> None:
+def _check_decay(
+    owner: str, peak: float, warmup_steps: int, decay_start: int, decay_end: int, min_ratio: float
+) -> None:
+    """Raise `ConfigError` if a schedule of a warmup, a flat part and a decay is impossible."""
+    check_non_negative(owner, **concrete_numbers(peak=peak))
+    require(0 <= min_ratio <= 1, owner, "min_ratio", min_ratio, "a number in [0, 1]")
     if 0 <= warmup_steps <= decay_start < decay_end:
-        _check_last("decay_start", decay_start)
-        return
+        return _check_last(owner, decay_start=decay_start)
     shorter = max(1, decay_end // 10)
     fields = {"warmup_steps": shorter}
     if decay_start != warmup_steps:
@@ -267,29 +242,25 @@ def _check_steps(warmup_steps: int, decay_start: int, decay_end: int) -> None:
     if decay_end <= shorter:
         fields["decay_end"] = shorter + 1
     shown = ", ".join(f"{name}={steps}" for name, steps in fields.items())
-    raise UnfitStepsError(
-        f"schedule: 0 <= warmup_steps={warmup_steps} <= decay_start={decay_start} <"
-        f" decay_end={decay_end} does not hold. A shorter run needs a shorter warmup, such as"
-        f" {shown}.",
-        fields,
+    error = UnfitStepsError(
+        owner=owner,
+        field="(warmup_steps, decay_start, decay_end)",
+        value=(warmup_steps, decay_start, decay_end),
+        expected="0 <= warmup_steps <= decay_start < decay_end",
+        hint=f"A shorter run needs a shorter warmup, such as {shown}.",
     )
+    error.settings = fields
+    raise error
 
 
-def _check_rising(boundaries: Sequence[int]) -> None:
-    if not all(a < b for a, b in zip((0, *boundaries), boundaries, strict=False)):
-        raise UsageError(f"schedule: boundaries={tuple(boundaries)} must rise from above 0")
-    for index, boundary in enumerate(boundaries):
-        _check_last(f"boundaries[{index}]", boundary)
+def _check_boundaries(owner: str, boundaries: Sequence[int]) -> None:
+    is_increasing = all(a < b for a, b in zip((0, *boundaries), boundaries, strict=False))
+    require(is_increasing, owner, "boundaries", boundaries, "positive and increasing steps")
+    _check_last(owner, **{f"boundaries[{i}]": step for i, step in enumerate(boundaries)})
 
 
-def _check_at_least_one(name: str, value: float) -> None:
-    if not value >= 1:
-        raise UsageError(f"schedule: {name}={value} must be at least 1")
-
-
-def _check_last(name: str, step: int) -> None:
-    """Raise an error for a step that no run reaches and JAX cannot compare with an int32."""
-    if not step <= _LAST_STEP:
-        raise UsageError(
-            f"schedule: {name}={step} must be at most {_LAST_STEP}, the last step that a run counts"
-        )
+def _check_last(owner: str, **steps: int) -> None:
+    """Raise `ConfigError` for a step that no run reaches and JAX cannot compare with an int32."""
+    expected = f"at most {_LAST_STEP}, the largest step number of a run"
+    for name, step in steps.items():
+        require(step <= _LAST_STEP, owner, name, step, expected)

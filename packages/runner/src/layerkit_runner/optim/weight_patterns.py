@@ -1,4 +1,4 @@
-"""Weights chosen by regular expressions over their paths: those to train, those to add noise to.
+"""Selection of the weights to train, or to add noise to, by regular expressions over their paths.
 
 A pattern must match the whole path of a weight, such as `lm/embedding/.*`. The stacked weights of
 repeated layers are one weight.
@@ -7,7 +7,6 @@ repeated layers are one weight.
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 import zlib
 from collections.abc import Iterable, Sequence
@@ -17,35 +16,38 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from layerkit.checks import check_integers, check_positive, check_regexes, require
 from layerkit.config import Configurable
-from layerkit.errors import first_names
-from layerkit.near_names import near_names
-from layerkit_runner.errors import UsageError, check_patterns
+from layerkit.errors import ConfigError
 
-# Folded into the key of a step, so that no layer draws the numbers of the variational noise.
+# Folded into the key of a step, so that the noise differs from the random numbers of all layers.
 _NOISE_STREAM = 0x766E
 
 
 def matching_paths(
-    pattern: str, paths: Iterable[str], *, field: str, kind: str = "weight"
+    pattern: str, paths: Iterable[str], *, owner: str, field: str, kind: str = "weight"
 ) -> list[str]:
     """Return the paths that a pattern matches.
 
     Args:
       pattern: Regular expression.
       paths: Paths of all weights.
+      owner: Owner of the field, for messages.
       field: Field that holds the pattern, for messages.
-      kind: What the paths are, for messages.
+      kind: Noun for a path, for messages.
 
     Raises:
-      UsageError: The pattern matches no path.
+      ConfigError: The pattern matches no path.
     """
     paths = list(paths)
     found = [path for path in paths if re.fullmatch(pattern, path)]
     if not found:
-        raise UsageError(
-            f"{field}: {pattern!r} matches no {kind}{near_names(pattern, paths)} A pattern has to"
-            f" match the whole path. Weights: {first_names(paths)}."
+        raise ConfigError(
+            owner=owner,
+            field=field,
+            value=pattern,
+            expected=f"a regular expression that matches the whole path of a {kind}",
+            choices=paths,
         )
     return found
 
@@ -62,69 +64,69 @@ class TrainedWeights:
       frozen: Patterns of the weights that are not trained.
 
     Raises:
-      UsageError: Both are given, or a pattern is not a regular expression.
+      ConfigError: Both are given, or a pattern is not a regular expression.
     """
 
     trainable: Sequence[str] | None = None
     frozen: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        if self.trainable is not None and self.frozen:
-            raise UsageError(
-                "Learner: set trainable or frozen, not both"
-                f" ({tuple(self.trainable)} and {tuple(self.frozen)})"
-            )
-        for field in ("trainable", "frozen"):
-            check_patterns(getattr(self, field) or (), label=f"Learner.{field}")
+        """Check the fields."""
+        is_one = self.trainable is None or not self.frozen
+        expected = f"(), because trainable={self.trainable} is set"
+        require(is_one, "Learner", "frozen", self.frozen, expected)
+        check_regexes("Learner", trainable=self.trainable, frozen=self.frozen)
 
     def select(self, params: Any) -> Any:
         """Return the trained part of a tree of weights, nested dicts of arrays.
 
         Raises:
-          UsageError: A pattern matches no weight, or no weight is left to train.
+          ConfigError: A pattern matches no weight, or no weight is left to train.
         """
         if self._is_all:
             return params
         flat = flatten_dict(params)
-        field = f"Learner.{'frozen' if self.trainable is None else 'trainable'}"
-        matched: set[str] = set()
-        for pattern in self.frozen if self.trainable is None else self.trainable:
-            matched.update(matching_paths(pattern, map("/".join, flat), field=field))
         trains_matched = self.trainable is not None
+        field = "trainable" if trains_matched else "frozen"
+        patterns = tuple(getattr(self, field))
+        matched: set[str] = set()
+        for pattern in patterns:
+            matched.update(
+                matching_paths(pattern, map("/".join, flat), owner="Learner", field=field)
+            )
         trained = {
             path: leaf
             for path, leaf in flat.items()
             if ("/".join(path) in matched) == trains_matched
         }
-        if not trained:
-            raise UsageError(f"{field}: no weight is left to train")
+        expected = "patterns that leave a weight to train"
+        require(trained, "Learner", field, patterns, expected)
         return unflatten_dict(trained)
 
     def merge(self, params: Any, trained: Any) -> Any:
-        """Return `params` with the values of `trained` in place of its trained part."""
+        """Return `params` with its trained part replaced by `trained`."""
         if self._is_all:
             return trained
         return unflatten_dict({**flatten_dict(params), **flatten_dict(trained)})
 
     def validate_frozen(self, patterns: Sequence[str], params: Any) -> None:
-        """Raise an error if weights that the model keeps frozen are trained.
+        """Raise `ConfigError` if a trained weight matches a pattern of the model's frozen weights.
 
         Args:
           patterns: Patterns of the weights that the model keeps frozen.
           params: All weights.
-
-        Raises:
-          UsageError: A trained weight matches one of the patterns.
         """
         if not patterns:
             return
         for path in flatten_dict(self.select(params), sep="/"):
-            for pattern in patterns:
-                if re.fullmatch(pattern, path):
-                    raise UsageError(
-                        f"Learner: {path} is trained, but the model keeps {pattern} as it is; set"
-                        f" frozen={tuple(patterns)}"
-                    )
+            if any(re.fullmatch(pattern, path) for pattern in patterns):
+                raise ConfigError(
+                    f"{path} is trained, but the model needs it frozen",
+                    owner="Learner",
+                    field="frozen",
+                    value=tuple(self.frozen),
+                    expected=f"{tuple(patterns)}",
+                )
 
     @property
     def _is_all(self) -> bool:
@@ -132,7 +134,7 @@ class TrainedWeights:
 
 
 class VariationalNoise(Configurable):
-    """Normal noise on the weights at which the loss is computed; stored weights never change.
+    """Normal noise on the weights at which the loss is computed; stored weights do not change.
 
     Each step draws new noise, the same for all rows of its batch. Evaluation and decoding have no
     noise (A. Graves, "Practical Variational Inference for Neural Networks", 2011).
@@ -141,10 +143,10 @@ class VariationalNoise(Configurable):
       scale: Standard deviation.
       weights: Regular expressions, each of which has to match the whole path of at least one
         weight.
-      start_step: Number of completed steps from which on there is noise.
+      start_step: Number of completed steps before the first step with noise.
 
     Raises:
-      UsageError: A number is out of range, or a pattern is not a regular expression.
+      ConfigError: A number is out of range, or `weights` holds no pattern or an invalid one.
     """
 
     scale: float = 0.0
@@ -152,20 +154,16 @@ class VariationalNoise(Configurable):
     start_step: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.scale < math.inf:
-            raise UsageError(
-                f"task.vn.scale={self.scale} must be positive and finite; for no noise, vn=None"
-            )
-        if not self.start_step >= 0:
-            raise UsageError(f"task.vn.start_step={self.start_step} must be at least 0")
-        check_patterns(self.weights, label="task.vn.weights")
+        """Check the fields."""
+        check_positive("task.vn", scale=self.scale)
+        check_integers("task.vn", minimum=0, start_step=self.start_step)
+        check_regexes("task.vn", weights=self.weights)
+        require(self.weights, "task.vn", "weights", self.weights, "at least one pattern")
 
     def check(self, params: Any) -> None:
-        """Raise `UsageError` if a pattern matches no weight, or there is no pattern."""
-        if not self.weights:
-            raise UsageError("task.vn.weights=(): expected at least one pattern")
+        """Raise `ConfigError` if a pattern matches no weight."""
         for pattern in self.weights:
-            matching_paths(pattern, flatten_dict(params, sep="/"), field="task.vn.weights")
+            matching_paths(pattern, flatten_dict(params, sep="/"), owner="task.vn", field="weights")
 
     def add(self, params: Any, key: jax.Array, *, step: jax.Array) -> Any:
         """Return `params` with noise on the weights that match.

@@ -1,4 +1,4 @@
-"""Device meshes: ICI × DCN, elementwise.
+"""Device meshes, the elementwise product of an ICI and a DCN mesh.
 
 `ici_mesh_shape` arranges the devices of one slice (fast network), and `dcn_mesh_shape` arranges the
 slices or hosts. The mesh is their elementwise product, with the slow network outermost.
@@ -39,7 +39,7 @@ def make_mesh(
       devices: Devices to arrange; by default all devices of all processes.
 
     Raises:
-      UsageError: Sizes do not match the names or the number of devices.
+      UsageError: Sizes do not match the names, the number of devices or the slices.
     """
     devices = list(jax.devices() if devices is None else devices)
     ones = [1] * (len(axis_names) - 1)
@@ -53,25 +53,29 @@ def make_mesh(
     for field, shape in (("ici_mesh_shape", ici_mesh_shape), ("dcn_mesh_shape", dcn_mesh_shape)):
         if len(shape) != len(axis_names) or any(size < 1 for size in shape):
             raise UsageError(
-                f"partitioner.{field}={list(shape)} needs one size of at least 1 for each of"
-                f" {', '.join(axis_names)}"
+                owner="partitioner",
+                field=field,
+                value=list(shape),
+                expected=f"one size of at least 1 for each of {', '.join(axis_names)}",
             )
     needed = math.prod(ici_mesh_shape) * math.prod(dcn_mesh_shape)
     if needed != len(devices):
         kind = devices[0].device_kind if devices else "none"
+        flags = flags_for(len(devices), len(axis_names), dcn_mesh_shape)
         raise UsageError(
-            f"the mesh needs {needed} devices (ici_mesh_shape={list(ici_mesh_shape)} ×"
-            f" dcn_mesh_shape={list(dcn_mesh_shape)} over {', '.join(axis_names)}), but there are"
-            f" {len(devices)} ({kind}).\nFor these devices try"
-            f" {flags_for(len(devices), len(axis_names), dcn_mesh_shape)}"
+            f"the mesh needs {needed} devices, but there are {len(devices)} ({kind})",
+            owner="partitioner",
+            field="(ici_mesh_shape, dcn_mesh_shape)",
+            value=(list(ici_mesh_shape), list(dcn_mesh_shape)),
+            hint=f"For these devices, use {flags}",
         )
     arranged = _arrange(list(ici_mesh_shape), list(dcn_mesh_shape), devices)
     return Mesh(arranged, tuple(axis_names), axis_types=(AxisType.Auto,) * len(axis_names))
 
 
 def flags_for(num_devices: int, num_axes: int, dcn_mesh_shape: Sequence[int] | None) -> str:
-    """Return flags that put all devices on the first axis of a mesh with that many axes."""
-    # Without blanks, so that a shell reads each flag as one word.
+    """Return flags that put all devices on the first of `num_axes` mesh axes."""
+    # There are no spaces, so that a shell reads each flag as one word.
     sizes = ",".join(map(str, [num_devices, *[1] * (num_axes - 1)]))
     flags = f"--fdl.partitioner.ici_mesh_shape=[{sizes}]"
     has_slices = math.prod(dcn_mesh_shape or ()) > 1
@@ -79,7 +83,7 @@ def flags_for(num_devices: int, num_axes: int, dcn_mesh_shape: Sequence[int] | N
 
 
 def num_tpu_slices(devices: Sequence[Any]) -> int:
-    """Return the number of TPU slices that devices lie in; 1 for other devices."""
+    """Return the number of TPU slices of the devices; 1 for other devices."""
     slices = {getattr(device, "slice_index", None) for device in devices}
     return len(slices) if devices and devices[0].platform == "tpu" else 1
 
@@ -89,14 +93,17 @@ def _arrange(ici: list[int], dcn: list[int], devices: list[Any]) -> np.ndarray:
     if math.prod(dcn) % num_slices:
         sizes = ",".join(map(str, [num_slices, *dcn[1:]]))
         raise UsageError(
-            f"the devices lie in {num_slices} slices, but dcn_mesh_shape={dcn} in"
-            f" {math.prod(dcn)}.\nTry --fdl.partitioner.dcn_mesh_shape=[{sizes}], and"
-            f" --fdl.partitioner.ici_mesh_shape=… for the"
-            f" {len(devices) // num_slices} devices of one slice"
+            owner="partitioner",
+            field="dcn_mesh_shape",
+            value=dcn,
+            expected=f"sizes whose product is a multiple of {num_slices}, the number of slices",
+            hint=f"Use --fdl.partitioner.dcn_mesh_shape=[{sizes}], and"
+            f" --fdl.partitioner.ici_mesh_shape=… for the {len(devices) // num_slices} devices of"
+            " one slice",
         )
     on_tpu = bool(devices) and devices[0].platform == "tpu"
     if math.prod(dcn) == 1 or (on_tpu and num_slices == 1):
-        # Within a slice all chips are neighbours on a torus, wherever they are in the mesh.
+        # All chips of a slice are on one torus, so ICI and DCN axes need not be kept apart.
         shape = [d * i for d, i in zip(dcn, ici, strict=True)]
         return _on_torus(mesh_utils.create_device_mesh, shape, devices=devices)
     slices = {getattr(device, "slice_index", None) for device in devices}
@@ -107,22 +114,22 @@ def _arrange(ici: list[int], dcn: list[int], devices: list[Any]) -> np.ndarray:
         return mesh_utils.create_hybrid_device_mesh(
             ici, dcn, devices=devices, process_is_granule=True
         )
-    # Simulated devices have no slice index: consecutive devices form a slice.
-    # Axes are then ordered [dcn_0, ici_0, dcn_1, ici_1, …], the slow network outermost.
+    # Simulated devices have no slice index, so consecutive devices form a slice. The axes are
+    # ordered [dcn_0, ici_0, dcn_1, ici_1, …], with the slow network outermost.
     grid = np.asarray(devices, dtype=object).reshape([*dcn, *ici])
     order = [axis for dim in range(len(dcn)) for axis in (dim, len(dcn) + dim)]
     return grid.transpose(order).reshape([d * i for d, i in zip(dcn, ici, strict=True)])
 
 
 def _on_torus(arrange: Callable[..., np.ndarray], *shapes: list[int], devices: Any) -> np.ndarray:
-    """Lay mesh axes along whole axes of a TPU's torus, or along parts if that is impossible."""
+    """Return a mesh along whole axes of a TPU's torus, or along parts if that is impossible."""
     try:
         return arrange(*shapes, devices=devices)
-    except NotImplementedError:  # the sizes do not multiply to those of the torus
+    except NotImplementedError:  # No product of mesh sizes is a torus size.
         found = arrange(*shapes, devices=devices, allow_split_physical_axes=True)
     _LOG.warning(
-        "mesh: %s does not lie along whole axes of the slice's torus, so that some mesh axes have a"
-        " part of the links of one",
+        "mesh: %s does not lie along whole axes of the slice's torus, so some mesh axes use only a"
+        " part of the links of a torus axis",
         " × ".join(map(str, shapes)),
     )
     return found

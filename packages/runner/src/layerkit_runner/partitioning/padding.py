@@ -1,9 +1,9 @@
 """Padding of arrays of a state that the mesh does not divide, such as 50257 words on 8 devices.
 
-Between steps JAX holds arrays in equal parts only, so such a dimension is rounded up on the devices
-with zeros at its end. A compiled step cuts them off first and adds them last, which costs no
+Between steps, JAX holds arrays in equal parts only, so such a dimension is rounded up on the
+devices with zeros at its end. A compiled step removes them first and adds them last, which needs no
 communication. The model and the optimizer see the array without padding, split unevenly by XLA.
-Storage holds it without padding too, so a checkpoint does not depend on the mesh.
+Storage holds it without padding, so a checkpoint does not depend on the mesh.
 
     on the devices   [50264/tensor, 768]     equal parts, zeros at the end
     within a step    [50257/tensor, 768]
@@ -29,13 +29,13 @@ from layerkit_runner.partitioning.state_axes import Axes
 
 @dataclasses.dataclass(frozen=True)
 class UnevenArray:
-    """An array that its mesh axes do not divide, and its forms.
+    """An array that its mesh axes do not divide, with its forms on devices and in storage.
 
     Attributes:
       shape: Shape without padding.
       dtype: Dtype of all forms.
       axes: Logical name of each dimension.
-      sharding: Sharding by the rules, which divide `shape` unevenly.
+      sharding: Sharding by the rules, which divides `shape` unevenly.
     """
 
     shape: tuple[int, ...]
@@ -67,18 +67,18 @@ class UnevenArray:
         return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=sharding)
 
     def padded(self, x: jax.Array) -> jax.Array:
-        """Return `x` `[...]` with zeros at the end of uneven dimensions; for traced code."""
+        """Return `x` `[...]` with zeros at the end of uneven dimensions, in traced code."""
         x = jax.lax.with_sharding_constraint(x, self.sharding)
         more = [(0, to - size, 0) for size, to in zip(self.shape, self.padded_shape, strict=True)]
         return jax.lax.pad(x, jnp.zeros((), x.dtype), more)
 
     def cut(self, x: jax.Array) -> jax.Array:
-        """Return `x` `[...]` without the zeros that `padded` added; for traced code."""
+        """Return `x` `[...]` without the zeros that `padded` added, in traced code."""
         x = jax.lax.slice(x, (0,) * x.ndim, self.shape)
         return jax.lax.with_sharding_constraint(x, self.sharding)
 
     def _even_spec(self) -> PartitionSpec:
-        """Return a spec that moves the axes of uneven dimensions to one that they divide."""
+        """Return a spec with the axes of uneven dimensions moved to a dimension they divide."""
         axes = _axes(self.sharding, self.shape)
         uneven = [d for d, parts in enumerate(self.parts) if self.shape[d] % parts]
         moved = tuple(axis for dim in uneven for axis in axes[dim])
@@ -101,22 +101,22 @@ def stored_shapes(state: Any, uneven: Uneven) -> Any:
 
 
 def cut(state: Any, uneven: Uneven) -> Any:
-    """Return a state on the devices without padding; for traced code."""
+    """Return a state on the devices without padding, in traced code."""
     return _each(state, uneven, lambda array, x: array.cut(x))
 
 
 def padded(state: Any, uneven: Uneven) -> Any:
-    """Return a state with padding, the reverse of `cut`; for traced code."""
+    """Return a state with padding, the reverse of `cut`, in traced code."""
     return _each(state, uneven, lambda array, x: array.padded(x))
 
 
 def to_storage(state: Any, uneven: Uneven) -> Any:
-    """Return a state on the devices as storage holds it; even arrays are returned as they are."""
+    """Return a state on the devices in the form of storage; even arrays are not copied."""
     return _each(state, uneven, lambda array, x: _cutting(array)(x))
 
 
 def to_devices(state: Any, uneven: Uneven) -> Any:
-    """Return a state from storage as the devices hold it, the reverse of `to_storage`."""
+    """Return a state from storage in the form of the devices, the reverse of `to_storage`."""
     return _each(state, uneven, lambda array, x: _padding(array)(x))
 
 
@@ -131,7 +131,7 @@ def _each(state: Any, uneven: Uneven, change: Callable[[UnevenArray, Any], Any])
     return jax.tree_util.tree_map_with_path(visit, state)
 
 
-# One program serves all saves and all arrays that are alike, such as a weight and its moments.
+# All saves and all equal arrays, such as a weight and its moments, share one program.
 @functools.lru_cache
 def _cutting(array: UnevenArray) -> Any:
     return jax.jit(array.cut, out_shardings=array.in_storage.sharding)
@@ -143,10 +143,10 @@ def _padding(array: UnevenArray) -> Any:
 
 
 def padding_text(uneven: Uneven) -> str:
-    """Return which dimensions are padded over which mesh axes, and the bytes that this takes.
+    """Return the padded dimensions with their mesh axes and the bytes of padding; "" if none.
 
     An example is `vocab 50257 → 50264 over tensor (lm/softmax/w); 16.1 kB per device`. The bytes
-    are those of the whole state beyond an even split. The text is "" if nothing is padded.
+    are those of the whole state beyond an even split.
     """
     changes: dict[str, list[str]] = {}
     for path, array in uneven.items():
@@ -167,7 +167,7 @@ def padding_text(uneven: Uneven) -> str:
 
 
 def _names(paths: list[str]) -> str:
-    """Return names such as `lm/softmax/w`: of the weights, or of all arrays if none is a weight."""
+    """Return names, such as `lm/softmax/w`, of the weights, or of all arrays without weights."""
     weights = [path for path in paths if path.startswith(".params")] or paths
     return first_names(
         (path.partition("[")[2].strip("'[]").replace("']['", "/") for path in weights), limit=3

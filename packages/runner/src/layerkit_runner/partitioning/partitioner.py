@@ -1,8 +1,8 @@
-"""Partitioners: where state and batches live, and how a step is compiled for them.
+"""Partitioners: layout of state and batches on devices, and compilation of steps for it.
 
-`SpmdPartitioner` compiles one program for all devices, laid out by named shardings (Pax's pjit).
-`PmapPartitioner` keeps the whole state on every device and splits the rows of a batch. The task's
-steps, the programs and the checkpoints do not know which of them is used.
+`SpmdPartitioner` compiles one program for all devices, with named shardings (Pax's pjit).
+`PmapPartitioner` keeps the whole state on every device and splits the rows of a batch. The steps of
+a task, the programs and the checkpoints do not depend on the partitioner.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BATCH_AXIS = "batch"
 
 @dataclasses.dataclass(frozen=True)
 class _PlacedState:
-    """State of a task as shapes, dtypes and shardings on the devices, and its padded arrays."""
+    """The state of a task as shapes, dtypes and shardings, and its padded arrays."""
 
     task: SingleTask
     on_devices: TrainState
@@ -42,15 +42,16 @@ class _PlacedState:
 
 
 class Partitioner(Configurable):
-    """Base of the SPMD and pmap partitioners; call `start` before anything else."""
+    """Base class of partitioners; call `start` before other methods."""
 
     def __post_init__(self) -> None:
+        """Set the initial state."""
         self._mesh: Mesh | None = None
         self._placed: _PlacedState | None = None
         self._evaluations: dict[str, tuple[SingleTask, Any]] = {}
 
     def start(self, devices: Any = None) -> None:
-        """Arrange the devices, by default all of them, in this partitioner's mesh."""
+        """Make the mesh of the devices, by default of all devices."""
         self._mesh = self._make_mesh(devices)
 
     @property
@@ -104,7 +105,7 @@ class Partitioner(Configurable):
         return self._place(task).on_devices
 
     def abstract_stored_state(self, task: SingleTask) -> TrainState:
-        """Return the same as a checkpoint stores it, without padding."""
+        """Return the state in a checkpoint, without padding, as shapes, dtypes and shardings."""
         placed = self._place(task)
         return padding.stored_shapes(placed.on_devices, placed.padded)
 
@@ -129,7 +130,7 @@ class Partitioner(Configurable):
         return _PlacedState(task, on_devices, arrays)
 
     def padding_text(self, task: SingleTask) -> str:
-        """Return which weights are padded on the devices, and how; "" if none is."""
+        """Return one line about the padded weights; see `padding.padding_text`."""
         return padding.padding_text(self._place(task).padded)
 
     def state_shardings(self, task: SingleTask) -> TrainState:
@@ -137,20 +138,20 @@ class Partitioner(Configurable):
         return jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state(task))
 
     def stored_state(self, task: SingleTask, state: TrainState) -> TrainState:
-        """Return a state on the devices, or a part of one, as storage holds it.
+        """Return a state on the devices, or a part of one, in the form of storage.
 
-        Arrays that are not padded are returned as they are.
+        Arrays without padding are not copied.
         """
         return padding.to_storage(state, self._place(task).padded)
 
     def device_state(self, task: SingleTask, stored: TrainState) -> TrainState:
-        """Return the state on the devices from what storage restored."""
+        """Return a restored state in the form of the devices."""
         return padding.to_devices(stored, self._place(task).padded)
 
     def init_fn(self, task: SingleTask) -> Callable[[], TrainState]:
-        """Return a jitted function that makes the first state, sharded from the start.
+        """Return a jitted function that makes the initial state in its shardings.
 
-        No device or host ever holds more than its part.
+        No device or host holds more than its part at any time.
         """
 
         def init() -> TrainState:
@@ -161,12 +162,12 @@ class Partitioner(Configurable):
     def jit_making(
         self, task: SingleTask, function: Callable[..., TrainState], **options: Any
     ) -> Any:
-        """Jit a function that makes a state, and lay the state out as steps expect it.
+        """Jit a function that makes a state, with the layout that steps expect.
 
         Args:
           task: Task of the state.
           function: Function that returns a state without padding.
-          options: Options of `jax.jit`, such as `donate_argnums`.
+          **options: Options of `jax.jit`, such as `donate_argnums`.
         """
         arrays = self._place(task).padded
 
@@ -192,7 +193,7 @@ class Partitioner(Configurable):
         )
 
     def eval_step_fn(self, task: SingleTask, *, averaged: bool | None = None) -> Any:
-        """Return jitted `(state, batch) -> metrics`, the same function at each call.
+        """Return jitted `(state, batch) -> metrics`; each call returns the same function.
 
         Args:
           task: Task to evaluate.
@@ -244,7 +245,7 @@ class Partitioner(Configurable):
             state, batch_index = whole
             return whole, task.decode_step(state, batch, context, batch_index=batch_index)
 
-        # Every shard holds the index whole, as it does the state.
+        # The index is passed with the state, because every shard needs all of it.
         spread = self._spread(step, output=ROWS)
         return self.jit_reading(
             task,
@@ -254,13 +255,13 @@ class Partitioner(Configurable):
         )
 
     def jit_reading(self, task: SingleTask, function: Callable[..., Any], *shardings: Any) -> Any:
-        """Jit a function that reads a state, without the parts that only training needs.
+        """Jit a function that reads a state, without the fields that only training needs.
 
         Args:
           task: Task of the states.
-          function: Function of the state and one argument for each of `shardings`. Every device
-            holds its whole result.
-          shardings: Shardings of the arguments after the state.
+          function: Function of the state and one argument for each of `shardings`. Its result is
+            replicated.
+          *shardings: Shardings of the arguments after the state.
         """
         arrays = self._place(task).padded
 
@@ -275,11 +276,11 @@ class Partitioner(Configurable):
         return lambda state, *rest: jitted(state.for_inference(), *rest)
 
     def replicated(self) -> NamedSharding:
-        """Return the sharding of arrays that every device holds whole."""
+        """Return the sharding of replicated arrays."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def batch_sharding(self) -> NamedSharding:
-        """Return the sharding of a batch: rows over `batch_axes`, other dimensions whole."""
+        """Return the sharding of a batch, with rows split over `batch_axes`."""
         return NamedSharding(self.mesh, PartitionSpec(self.batch_axes()))
 
     def num_batch_shards(self) -> int:
@@ -289,15 +290,14 @@ class Partitioner(Configurable):
     def check_batch_size(self, rows: int, *, source: str) -> None:
         """Raise `UsageError` if a global batch cannot be split evenly over the mesh."""
         shards = self.num_batch_shards()
-        if rows < 1:
+        if rows < 1 or rows % shards:
+            axes = " × ".join(self.batch_axes())
             raise UsageError(
-                f"{source}: a batch of {rows} rows holds nothing; the input's batch_size or"
-                " percore_batch_size must come to at least one row"
-            )
-        if rows % shards:
-            raise UsageError(
-                f"{source}: a global batch of {rows} rows cannot be split evenly over"
-                f" {' × '.join(self.batch_axes())} = {shards} devices; use a multiple of {shards}"
+                owner=source,
+                field="rows of the global batch",
+                value=rows,
+                expected=f"a positive multiple of {shards}, the number of devices of {axes}",
+                hint="Change batch_size or percore_batch_size of the input.",
             )
 
     def abstract_batch(self, batch: Any) -> Any:
@@ -325,7 +325,7 @@ class Partitioner(Configurable):
 class SpmdPartitioner(Partitioner):
     """A partitioner that splits weights and activations over a named mesh.
 
-    The compiler adds the communication.
+    The compiler inserts the communication.
 
     Attributes:
       mesh_axis_names: Names of the mesh axes.
@@ -348,9 +348,11 @@ class SpmdPartitioner(Partitioner):
         )
 
     def model_sharding(self) -> BoundSharding:
+        """Return the mesh and the rules."""
         return BoundSharding(self.mesh, self.rules)
 
     def batch_axes(self) -> tuple[str, ...]:
+        """Return the mesh axes of the rule for `batch`."""
         return tuple(axis for axis in self.rules.mesh_axes("batch") if axis in self.mesh.shape)
 
     def _weight_spec(self, path: str, axes: Any, shape: tuple[int, ...]) -> PartitionSpec:
@@ -359,24 +361,25 @@ class SpmdPartitioner(Partitioner):
     def _spread(
         self, step: Callable[..., Any], *, output: str | tuple[str, ...]
     ) -> Callable[..., Any]:
-        del output  # Every result is global; jit's out_shardings place it.
+        del output  # Results are global, and out_shardings of jit lay them out.
         context = dataclasses.replace(GLOBAL_BATCH, row_shards=self.num_batch_shards())
         return lambda state, batch: step(state, batch, context)
 
     def describe(self) -> str:
+        """Return the number of devices and the mesh."""
         sizes = " × ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items())
         return f"SPMD over {self.mesh.size} device(s): {sizes}"
 
 
 class PmapPartitioner(Partitioner):
-    """A partitioner with the whole state on every device and the rows of a batch split.
+    """A partitioner with the state replicated and the rows of a batch split.
 
     `jax.pmap` is in maintenance mode and is itself jit + shard_map, so this is
     `jit(shard_map(step))` over one `batch` axis. A step sees its own rows only and adds over the
     devices through its StepContext.
 
     Attributes:
-      rules: Names that weights and activations may use; nothing is split by them.
+      rules: Rules whose axis names weights and activations may use; their mesh axes are ignored.
     """
 
     rules: ShardingRules = DEFAULT_RULES
@@ -385,13 +388,17 @@ class PmapPartitioner(Partitioner):
         return make_mesh([BATCH_AXIS], devices=devices)
 
     def model_sharding(self) -> BoundSharding:
+        """Return the rules without a mesh."""
         return BoundSharding(None, self.rules)
 
     def batch_axes(self) -> tuple[str, ...]:
+        """Return the only mesh axis."""
         return (BATCH_AXIS,)
 
     def _weight_spec(self, path: str, axes: Any, shape: tuple[int, ...]) -> PartitionSpec:
-        self.model_sharding().spec(axes, shape=shape, owner=path)  # fails for unknown names
+        self.model_sharding().spec(
+            axes, shape=shape, owner=path
+        )  # Raises an error for unknown names.
         return PartitionSpec()
 
     def _spread(
@@ -406,8 +413,8 @@ class PmapPartitioner(Partitioner):
         outputs = jax.tree.map(
             lambda kind: PartitionSpec(BATCH_AXIS) if kind == ROWS else PartitionSpec(), output
         )
-        # The step itself adds the gradients of each device's rows. With check_vma=True, JAX would
-        # add them while differentiating, and the step once more.
+        # The step adds the gradients of all devices. With check_vma=True, JAX would also add them
+        # in the backward pass.
         return jax.shard_map(
             lambda state, batch: step(state, batch, context),
             mesh=self.mesh,
@@ -417,4 +424,5 @@ class PmapPartitioner(Partitioner):
         )
 
     def describe(self) -> str:
+        """Return the number of devices."""
         return f"pmap over {self.mesh.size} device(s), state replicated"

@@ -1,8 +1,9 @@
 """Logical axes of each array of a training state.
 
-A weight's axes come with its declaration. An optimizer keeps arrays shaped like the weights
-(moments, traces) in trees of its own. Such an array has the axes of the weight whose path its own
-path ends with. Arrays of other shapes (counters, factored moments) have none and are replicated.
+The declaration of a weight names its axes. An optimizer keeps arrays shaped like the weights
+(moments, traces) in trees with the same paths. Such an array has the axes of the weight whose path
+is the end of its path. Arrays of other shapes (counters, factored moments) have no axes and are
+replicated.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def axes_by_path(boxed: Any) -> dict[Path, tuple[Axes, tuple[int, ...]]]:
     """Return (axes, shape) of each weight of boxed variables `{collection: …}` by layer path."""
     leaves = jax.tree_util.tree_leaves_with_path(boxed, is_leaf=is_box)
     return {
-        # Without the collection, which is a field of a state and not part of the layer's path.
+        # The collection is a field of a state and not part of the layer's path.
         _dict_keys(path)[1:]: (box.axes, box.value.shape)
         for path, box in leaves
         if is_box(box)
@@ -48,7 +49,8 @@ def map_with_axes(
 
 
 def _axes_of(keys: Path, leaf: Any, weights: dict[Path, tuple[Axes, tuple]]) -> Axes:
-    # Longest first: `lm/final_norm/scale` is not the `final_norm/scale` of another model.
+    # The longest end comes first, so that `lm/final_norm/scale` does not match a weight
+    # `final_norm/scale`.
     for start in range(len(keys)):
         axes, shape = weights.get(keys[start:], (None, None))
         if axes is not None and shape == leaf.shape:

@@ -1,9 +1,9 @@
-"""Model FLOPs of a function, counted on its jaxpr: no device, no compilation.
+"""Model FLOPs of a function, counted on its jaxpr without a device or compilation.
 
-The count is analytic: XLA's own cost analysis counts the body of a loop once, and counts what
-rematerialisation repeats, neither of which says what a model costs. Only contractions count
-(matrix products, convolutions, fused attention), two FLOPs for each multiply-add. That is the
-convention of Chowdhery et al., "PaLM", 2022, appendix B.
+XLA's cost analysis is not used, because it counts the body of a loop once and counts the
+repetitions of rematerialisation. Only contractions count (matrix products, convolutions, fused
+attention), two FLOPs for each multiply-add. That is the convention of Chowdhery et al., "PaLM",
+2022, appendix B.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
 
 CAUSAL_SCOPE = "causal_attention"
-"""`jax.named_scope` under which contractions count half, as half of their work is masked out."""
+"""Name of the `jax.named_scope` whose contractions count half, because half is masked out."""
 
 _FORWARDS_PER_TRAINING_STEP = 3
-# The scope as one whole part of a name stack such as 'jvp(vmap(causal_attention))/dot'.
+# Matches the scope as a whole part of a name stack such as 'jvp(vmap(causal_attention))/dot'.
 _IN_CAUSAL_SCOPE = re.compile(rf"(?:^|[/(]){CAUSAL_SCOPE}(?:$|[/)])")
 
 
 def forward_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
-    """FLOPs of one call of `fn`, summed over all devices.
+    """Return the FLOPs of one call of `fn`, summed over all devices.
 
-    - A scan counts its body once per iteration; a conditional counts its dearest branch; a `while`
-      loop of unknown length counts its body ONCE.
-    - A Pallas kernel counts the FLOPs of its cost estimate; one without an estimate (such as splash
-      attention), its body once per cell of its grid. With a window the grid of splash attention
-      leaves out hidden blocks, and so does the count.
-    - What `jax.checkpoint` would repeat in a backward pass is not counted.
-    - Inside `shard_map` the count of one shard is multiplied by the sizes of the mesh axes that
-      split an input; work that several such shards repeat counts as often as it is done.
+    - A scan counts its body once per iteration. A conditional counts its most expensive branch. A
+      `while` loop of unknown length counts its body ONCE.
+    - A Pallas kernel counts the FLOPs of its cost estimate. A kernel without an estimate (such as
+      splash attention) counts its body once per cell of its grid. With a window, the grid of splash
+      attention leaves out hidden blocks, and so does the count.
+    - Repetitions by `jax.checkpoint` in a backward pass are not counted.
+    - Inside `shard_map`, the count of one shard is multiplied by the sizes of the mesh axes that
+      split an input. Work that several of these shards repeat counts for each of them.
     - Contractions under `jax.named_scope('causal_attention')` count half.
-    - A one-hot matrix product counts as the matrix product it is.
+    - A one-hot matrix product counts as a matrix product.
 
     Args:
-      fn: any function that JAX can trace.
-      *abstract_args: pytrees of `jax.ShapeDtypeStruct` (or arrays, of which only shapes matter).
+      fn: Any function that JAX can trace.
+      *abstract_args: Pytrees of `jax.ShapeDtypeStruct`, or of arrays with these shapes.
 
     >>> import jax.numpy as jnp
     >>> shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
@@ -52,25 +52,25 @@ def forward_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
 
 
 def training_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
-    """Model FLOPs of one training step whose loss is `fn`: three times the forward pass.
+    """Return the model FLOPs of one training step with the loss `fn`: three times its FLOPs.
 
-    The backward pass makes two products for each of the forward pass, one towards the inputs and
-    one towards the weights. Rematerialisation and the optimizer are not model FLOPs. Weights that
-    are not trained need less than this says.
+    The backward pass computes two products for each of the forward pass: the gradients of inputs
+    and of weights. Rematerialisation and the optimizer are not model FLOPs. If some weights are
+    not trained, the result is too large.
     """
     return _FORWARDS_PER_TRAINING_STEP * forward_flops(fn, *abstract_args)
 
 
 def program_flops(program: core.ClosedJaxpr) -> float:
-    """FLOPs of a traced program, such as a whole training step, summed over all devices.
+    """Return the FLOPs of a traced program, such as a training step, summed over all devices.
 
-    Counted as in `forward_flops`, but as often as the program has them: what rematerialisation
-    repeats, and what a pipeline computes in its bubbles, is among them.
+    The rules are those of `forward_flops`, but all operations of the program count, including the
+    repetitions of rematerialisation and the bubbles of a pipeline.
 
     Args:
-      program: What `jax.jit(fn).trace(…).jaxpr` or `jax.make_jaxpr` gives.
+      program: Value of `jax.jit(fn).trace(…).jaxpr` or of `jax.make_jaxpr`.
     """
-    # Without results that nobody takes, which a compiler leaves out.
+    # Unused results are not counted, because a compiler removes them.
     jaxpr, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
     return _jaxpr_flops(jaxpr, is_causal=False)
 
@@ -80,13 +80,13 @@ def _jaxpr_flops(jaxpr: core.Jaxpr, *, is_causal: bool) -> float:
 
 
 def _equation_flops(eqn: core.JaxprEqn, *, is_causal: bool) -> float:
-    # The name stack of an inner jaxpr starts anew, so the scope is handed down.
+    # The name stack of an inner jaxpr does not include that of its equation.
     is_causal = is_causal or bool(_IN_CAUSAL_SCOPE.search(str(eqn.source_info.name_stack)))
     if eqn.primitive.name in _CONTRACTIONS:
         flops = float(_CONTRACTIONS[eqn.primitive.name](eqn))
         return flops / 2 if is_causal else flops
     if eqn.primitive.name == "pallas_call" and eqn.params["cost_estimate"] is not None:
-        # Loops of a kernel often have bounds that are only known as it runs.
+        # The bounds of loops in a kernel are often known only at run time.
         flops = float(eqn.params["cost_estimate"].flops)
         return flops / 2 if is_causal else flops
     inner = [_jaxpr_flops(jaxpr, is_causal=is_causal) for jaxpr in _inner_jaxprs(eqn)]
@@ -96,7 +96,7 @@ def _equation_flops(eqn: core.JaxprEqn, *, is_causal: bool) -> float:
 
 
 def _repeats(eqn: core.JaxprEqn) -> int:
-    """How often the inner jaxprs of an equation run, as far as the equation tells."""
+    """Return how many times the inner jaxprs of an equation run; 1 if it is unknown."""
     match eqn.primitive.name:
         case "scan":
             return int(eqn.params["length"])
@@ -136,14 +136,14 @@ def _dot_flops(eqn: core.JaxprEqn) -> int:
 
 
 def _ragged_dot_flops(eqn: core.JaxprEqn) -> int:
-    # Each row meets the weights of its own group alone, so the groups' axis does not multiply.
+    # Each row is multiplied with the weights of one group, so the group axis does not count.
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (_, contracted), (_, batch) = numbers.dot_dimension_numbers
     return _product_flops(eqn, contracted, (*batch, *numbers.rhs_group_dimensions))
 
 
 def _product_flops(eqn: core.JaxprEqn, contracted: tuple[int, ...], shared: tuple[int, ...]) -> int:
-    """Each scalar on the left meets every free scalar on the right in one multiply-add."""
+    """Count one multiply-add for each pair of a scalar on the left and a free one on the right."""
     lhs, rhs = map(_shape, eqn.invars[:2])
     bound = {*contracted, *shared}
     free = math.prod(size for axis, size in enumerate(rhs) if axis not in bound)
@@ -151,9 +151,9 @@ def _product_flops(eqn: core.JaxprEqn, contracted: tuple[int, ...], shared: tupl
 
 
 def _conv_flops(eqn: core.JaxprEqn) -> int:
-    """Each output scalar is one sum over the kernel's window and its group's input channels.
+    """Count one sum over the kernel's window and a group's input channels per output scalar.
 
-    Padding counts, as for a dense product; zeros put between inputs (`lhs_dilation`) do not.
+    Padding counts, as for a dense product. Zeros between inputs (`lhs_dilation`) do not count.
     """
     kernel = _shape(eqn.invars[1])
     output = _shape(eqn.outvars[0])
@@ -163,7 +163,7 @@ def _conv_flops(eqn: core.JaxprEqn) -> int:
 
 
 def _fused_attention_flops(eqn: core.JaxprEqn) -> int:
-    """Two products, queries with keys and weights with values, in one cuDNN call.
+    """Count two products, queries with keys and weights with values, in one cuDNN call.
 
     Layout 0 is [batch, length, heads, head_dim], layout 1 [batch, heads, length, head_dim].
     """
@@ -173,12 +173,12 @@ def _fused_attention_flops(eqn: core.JaxprEqn) -> int:
 
 
 def _fused_attention_gradient_flops(eqn: core.JaxprEqn) -> int:
-    """Five products where the forward pass has two: it computes the attention weights again."""
+    """Count five products, because the backward pass computes the attention weights again."""
     return _fused_attention_flops(eqn) * 5 // 2
 
 
 def _scaled_matmul_flops(eqn: core.JaxprEqn) -> int:
-    """Block-scaled product of [batch, rows, contracted] and [batch, columns, contracted]."""
+    """Count a scaled product of [batch, rows, contracted] and [batch, columns, contracted]."""
     lhs, rhs = map(_shape, eqn.invars[:2])
     return 2 * math.prod(lhs) * rhs[1]
 

@@ -1,7 +1,7 @@
-"""The gradient of a task's loss, from all rows at once or from one microbatch after another.
+"""The gradient of a task's loss, computed from a whole batch or from one microbatch after another.
 
-Everything here sees one shard's rows, as a step does, and shares of a loss: those of all shards and
-microbatches add up to the loss of the global batch, and so do their gradients.
+The functions see the rows of one shard and return shares: the shares of the loss and of its
+gradient add up, over all shards and microbatches, to those of the global batch.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from layerkit_runner.training.metrics import Reported, StepContext, reduce_micro
 
 
 class Variables(NamedTuple):
-    """What a model is run with, nested dicts of arrays `[...]`.
+    """The variables of a model, nested dicts of arrays `[...]`.
 
     Attributes:
-      trained: Weights to compute_gradients by.
+      trained: Weights to differentiate with respect to.
       overwritten: Variables whose gradient is their next value.
-      non_trainable: Variables that a run of the model changes.
+      non_trainable: Variables that a call of the model changes.
     """
 
     trained: Any
@@ -33,22 +33,22 @@ class Variables(NamedTuple):
 
 
 Run = Callable[[Variables, Any, jax.Array], tuple[Mapping[str, Any], Mapping[str, Any]]]
-"""`(variables, batch, key) -> (what it reports, see `steps.metrics`; changed collections)`."""
+"""`(variables, batch, key) -> (metrics, see `training.metrics`; changed collections)`."""
 
 LossTerms = Callable[[Mapping[str, Any]], Mapping[str, float]]
-"""Which metrics make up the loss, and with what factors."""
+"""Function from metrics to the factors of those that make up the loss, by name."""
 
 
 class GradientResult(NamedTuple):
-    """What came of the rows of one shard.
+    """Gradients and other results of the rows of one shard.
 
     Attributes:
-      gradients: Of this shard's share of the loss, shaped like `Variables.trained`.
-      overwriting: Gradients by `Variables.overwritten`.
-      metrics: Over this shard's rows.
-      aux: This shard's share of the auxiliary losses; None where the model has none.
-      non_trainable: Their next values.
-      summaries: As the layers reported them, `[microbatches, ...]` where there were several.
+      gradients: Gradient of this shard's share of the loss, shaped like `Variables.trained`.
+      overwriting: Gradient with respect to `Variables.overwritten`.
+      metrics: Metrics over this shard's rows.
+      aux: This shard's share of the auxiliary losses; None if the model has none.
+      non_trainable: Next values of the non-trainable variables.
+      summaries: Summaries of the layers, `[microbatches, ...]` if there are several microbatches.
     """
 
     gradients: Any
@@ -71,22 +71,22 @@ def compute_gradients(
 ) -> GradientResult:
     """Compute the metrics of a batch and the gradient of its loss.
 
-    With several microbatches the activations of one are alive at a time. Loss and gradient are
-    those of the whole batch: each microbatch counts by its weight, whose sum is taken first, and
-    auxiliary losses by their number. Non-trainables go from one microbatch to the next; each draws
-    random numbers of its own.
+    With several microbatches, the activations of one exist at a time. Loss and gradient are those
+    of the whole batch: each microbatch counts by its weight, and auxiliary losses count by the
+    number of microbatches. The non-trainable variables that one microbatch returns are passed to
+    the next. Each microbatch has its own random key.
 
     Args:
-      run: The model.
-      terms: What its loss is.
-      variables: What it is run with.
+      run: Function that runs the model.
+      terms: Function that returns the terms of the loss.
+      variables: Variables of the model.
       batch: Arrays `[rows, ...]`.
-      key: Of this shard's random numbers.
-      context: How the step is spread.
-      microbatches: Into how many parts the rows are divided.
+      key: Random key of this shard.
+      context: Reductions over the shards of the batch.
+      microbatches: Number of parts that the rows are divided into.
 
     Raises:
-      UsageError: the rows cannot be divided so.
+      UsageError: The rows cannot be divided into that many parts.
     """
     if microbatches == 1:
         return _compute_batch_gradients(run, terms, variables, batch, key, context)
@@ -95,28 +95,29 @@ def compute_gradients(
 
 
 def split_rows(batch: Any, microbatches: int, *, multiple: int = 1) -> Any:
-    """Arrays `[rows, ...]` as `[microbatches, rows / microbatches, ...]`.
+    """Return arrays `[rows, ...]` as `[microbatches, rows / microbatches, ...]`.
 
-    A microbatch takes every n-th row, not a block of rows: then each device, which holds a block
-    of the batch, has its part of every microbatch already.
+    A microbatch takes every n-th row, not a block of rows. Each device holds a block of the batch,
+    so it already has its part of every microbatch.
 
     Args:
-      batch: Arrays.
-      microbatches: How many.
-      multiple: Of which the rows of each have to be.
+      batch: Arrays `[rows, ...]`.
+      microbatches: Number of microbatches.
+      multiple: Required divisor of the rows of each microbatch, such as the number of devices.
 
     Raises:
-      UsageError: the rows cannot be divided so.
+      UsageError: The rows cannot be divided into that many parts.
     """
     rows = jax.tree.leaves(batch)[0].shape[0]
     if rows % (microbatches * multiple):
-        over = (
-            f" of a multiple of {multiple} rows each (devices share them)" if multiple > 1 else ""
-        )
+        devices = f", each of which is split over {multiple} devices" if multiple > 1 else ""
         raise UsageError(
-            f"task.train.gradient_accumulation_steps={microbatches}: a batch of {rows} rows cannot"
-            f" be divided into {microbatches} equal microbatches{over}; use a batch of a multiple"
-            f" of {microbatches * multiple} rows"
+            f"a batch of {rows} rows cannot be divided into {microbatches} equal"
+            f" microbatches{devices}",
+            owner="task.train",
+            field="gradient_accumulation_steps",
+            value=microbatches,
+            hint=f"Use a batch of a multiple of {microbatches * multiple} rows.",
         )
 
     def split(leaf: jax.Array) -> jax.Array:
@@ -126,7 +127,7 @@ def split_rows(batch: Any, microbatches: int, *, multiple: int = 1) -> Any:
 
 
 def microbatch_keys(key: jax.Array, microbatches: int) -> jax.Array:
-    """A key `[microbatches]` for each."""
+    """Return the random keys of microbatches, `[microbatches]`."""
     return jax.vmap(lambda index: jax.random.fold_in(key, index))(jnp.arange(microbatches))
 
 
@@ -139,14 +140,14 @@ def _accumulate(
     context: StepContext,
     microbatches: int,
 ) -> GradientResult:
-    """What came of microbatches `[microbatches, rows, ...]`, one after another."""
+    """Return the result of microbatches `[microbatches, rows, ...]`, computed one by one."""
     keys = microbatch_keys(key, microbatches)
 
     def weights(part: tuple[Any, jax.Array]) -> dict[str, jax.Array]:
         metrics, _ = run(variables, *part)
         return {name: metrics[name].weight for name in terms(metrics)}
 
-    # Weights come from the batch alone, so the compiler leaves nothing of the network in this.
+    # The weights depend on the batch only, so the compiler removes the network from this loop.
     totals = context.batch_sum(jax.tree.map(jnp.sum, jax.lax.map(weights, (parts, keys))))
 
     def add(carry: GradientResult, part: tuple[Any, jax.Array]) -> tuple[Any, Any]:
@@ -201,17 +202,16 @@ def _compute_batch_gradients(
     totals: Mapping[str, jax.Array] | None = None,
     share: float = 1.0,
 ) -> GradientResult:
-    """Compute the gradients of one batch.
+    """Return the result of one batch or microbatch.
 
-    Args:
-      totals: Global weights of the loss terms, if the batch is a part of a larger one.
-      share: Weight of the batch in the auxiliary loss.
+    A microbatch needs `totals`, the global weights of the loss terms, and `share`, its weight in
+    the auxiliary loss. See `compute_gradients` for the other arguments.
     """
 
     def loss_share(trained: Any, overwritten: Any) -> tuple[jax.Array, Any]:
-        """This shard's share of the global loss; the shares add up to it."""
-        given = variables._replace(trained=trained, overwritten=accumulate_by_max(overwritten))
-        metrics, updates = run(given, batch, key)
+        """Return this shard's share of the global loss, and other results."""
+        changed = variables._replace(trained=trained, overwritten=accumulate_by_max(overwritten))
+        metrics, updates = run(changed, batch, key)
         loss = jnp.float32(0)
         for name, factor in terms(metrics).items():
             value, weight = metrics[name].value, metrics[name].weight
@@ -241,5 +241,5 @@ def _compute_batch_gradients(
 
 
 def sum_leaves(tree: Any) -> jax.Array:
-    """Adds up auxiliary losses; those of repeated layers come stacked `[layers]`."""
+    """Return the sum of auxiliary losses; those of repeated layers are stacked `[layers]`."""
     return sum((jnp.sum(leaf) for leaf in jax.tree.leaves(tree)), start=jnp.float32(0))

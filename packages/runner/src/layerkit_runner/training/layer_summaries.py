@@ -1,8 +1,8 @@
-"""The summaries that layers report, by path: scalars with each step, arrays at summary steps.
+"""Summaries of layers by path: scalars of each step, histograms and images of summary steps.
 
-Histograms and images are computed by a program of their own, which runs the model forward once more
-before a step that is summarized, on the same rows and with the same random numbers. A run whose
-layers report none never has it, and a step that is not summarized pays nothing.
+Histograms and images are computed by a separate program, which runs the forward pass once more
+before a summary step, on the same rows and with the same random numbers. It is compiled only if
+layers report such summaries, and other steps have no additional cost.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ ArraySummaries = tuple[dict[str, Any], dict[str, jax.Array]]
 
 
 def by_path(tree: Any, *, verbosity: int) -> dict[str, Any]:
-    """What layers reported, arrays or `Summary`, by the path of the layer and the name.
+    """Return the summaries of layers, arrays or `Summary`, by path of the layer and name.
 
     Args:
-      tree: A collection of summaries, as Flax gives it.
-      verbosity: The highest of those to keep.
+      tree: Flax collection of summaries.
+      verbosity: Highest verbosity to keep.
     """
     flat = {}
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_summary)
@@ -45,15 +45,16 @@ def by_path(tree: Any, *, verbosity: int) -> dict[str, Any]:
 
 
 def scalars_and_marks(tree: Any, context: StepContext, *, verbosity: int) -> dict[str, Any]:
-    """Scalars, averaged over shards and over repeated layers, and marks of arrays.
+    """Return scalars, averaged over shards and repeated layers, and marks of arrays.
 
     Args:
-      tree: The collection of scalar summaries.
-      context: How the step is spread.
-      verbosity: The highest of those to keep.
+      tree: Flax collection of scalar summaries.
+      context: Reductions over the shards of the batch.
+      verbosity: Highest verbosity to keep.
 
     Returns:
-      A mark is a `Summary` of no array, which says that a layer would report one.
+      Scalars and marks by path. A mark is a `Summary` without an array, which tells that a layer
+      reports an array at summary steps.
     """
     found = by_path(tree, verbosity=verbosity)
     for name, leaf in found.items():
@@ -72,15 +73,15 @@ def array_summaries(
     microbatches: int,
     verbosity: int,
 ) -> ArraySummaries:
-    """The histograms and images that layers report of a batch.
+    """Return the histograms and images that layers report of a batch.
 
     Args:
-      run: `(rows, key) -> the collection of array summaries`.
+      run: Function `(rows, key) -> collection of array summaries`.
       batch: Arrays `[rows, ...]` of one shard.
-      key: Of this shard's random numbers.
-      context: How the step is spread.
-      microbatches: Into how many parts the rows are divided, one of which is run at a time.
-      verbosity: The highest of the summaries to keep.
+      key: Random key of this shard.
+      context: Reductions over the shards of the batch.
+      microbatches: Number of parts that the rows are divided into; one is run at a time.
+      verbosity: Highest verbosity to keep.
     """
     if microbatches == 1:
         found = by_path(run(batch, key), verbosity=verbosity)
@@ -93,7 +94,7 @@ def array_summaries(
             for name, summary in by_path(stacked, verbosity=verbosity).items()
         }
     histograms = {name: s.value for name, s in found.items() if s.kind == "histogram"}
-    # Rows in front, on which the shards are put together.
+    # The rows come first, because the outputs of the shards are concatenated along that axis.
     images = {name: jnp.moveaxis(s.value, -4, 0) for name, s in found.items() if s.kind == "image"}
     return context.batch_sum(histograms), images
 
@@ -101,7 +102,7 @@ def array_summaries(
 def for_observers(
     fetched: ArraySummaries,
 ) -> tuple[dict[str, Histogram], dict[str, np.ndarray]]:
-    """Fetched summaries as observers take them, one for each of repeated layers and each row."""
+    """Return fetched summaries for observers, one for each repeated layer and each row."""
     histograms, images = {}, {}
     for name, counts in fetched[0].items():
         for index in np.ndindex(counts.counts.shape[:-1]):
@@ -115,7 +116,7 @@ def for_observers(
 
 
 def has_arrays(scalars: Mapping[str, Any]) -> bool:
-    """Whether there is a mark among what a step reports."""
+    """Return whether the scalars of a step hold a mark; see `scalars_and_marks`."""
     return any(_is_summary(value) for value in scalars.values())
 
 
@@ -124,12 +125,12 @@ def _is_summary(value: Any) -> bool:
 
 
 def _suffix(index: tuple[int, ...]) -> str:
-    """`/layer_3`, of the layer 3 of several; with several axes `/layer_0_3`."""
+    """Return `/layer_3` for layer 3 of a stack, or `/layer_0_3` for several stacked axes."""
     return "/layer_" + "_".join(map(str, index)) if index else ""
 
 
 def _trimmed(histogram: Histogram) -> Histogram:
-    """Without the empty bins at both ends, which would hide what there is."""
+    """Return a histogram without the empty bins at both ends."""
     filled = np.flatnonzero(histogram.counts)
     if not len(filled):
         return histogram

@@ -1,14 +1,13 @@
-"""What steps report, and how it becomes one number over microbatches, shards and many batches.
+"""Metrics of steps, and their reduction over microbatches, shards and batches.
 
 There are three kinds:
 
-    WeightedScalar    a mean; Σ value·weight / Σ weight
-    Maximum           a largest value; the maximum
-    BinCounts         a histogram over fixed bins; counts are added
+    WeightedScalar    a mean, reduced by Σ value·weight / Σ weight
+    Maximum           a largest value, reduced by the maximum
+    BinCounts         a histogram over fixed bins, whose counts are added
 
-A step keeps them on the device, and is written once for all partitioners (`StepContext`).
-`OverBatches` adds them up on the host in double precision, and `ByExample` collects one value for
-each example of a data set.
+`StepContext` reduces them over shards on the devices. `OverBatches` reduces them over batches on
+the host in double precision. `ByExample` collects one value for each example of a data set.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Maximum(struct.PyTreeNode):
     """The largest of some values.
 
     Attributes:
-      value: float32 scalar; −∞ of no values.
+      value: float32 scalar; −∞ if there are no values.
     """
 
     value: jax.Array
@@ -43,9 +42,9 @@ Reported = WeightedScalar | Maximum | BinCounts
 
 
 def reduce_microbatches(metric: Reported) -> Reported:
-    """What several microbatches reported `[microbatches, ...]`, as one."""
+    """Return the metric of a batch from those of its microbatches `[microbatches, ...]`."""
     if isinstance(metric, WeightedScalar):
-        # A part of weight 0 says nothing, whatever its value is.
+        # The value of a microbatch of weight 0 may be NaN.
         value = jnp.where(metric.weight > 0, metric.value, 0.0)
         weight = jnp.sum(metric.weight)
         return WeightedScalar(jnp.sum(value * metric.weight) / jnp.maximum(weight, 1e-30), weight)
@@ -55,7 +54,7 @@ def reduce_microbatches(metric: Reported) -> Reported:
 
 
 def reduce_shards(metric: Reported, context: StepContext) -> Reported:
-    """What the shards of a batch reported, as that of the global batch."""
+    """Return the metric of the global batch from that of each shard."""
     if isinstance(metric, WeightedScalar):
         value = jnp.where(metric.weight > 0, metric.value, 0.0)
         total, weight = context.batch_sum((value * metric.weight, metric.weight))
@@ -66,36 +65,37 @@ def reduce_shards(metric: Reported, context: StepContext) -> Reported:
 
 
 def names_of_numbers(reported: Mapping[str, Reported]) -> set[str]:
-    """The metrics of an evaluation that are one number each, given what its step reports."""
+    """Return the names of an evaluation's metrics that are one number, from those of its step."""
     numbers = {name for name, metric in reported.items() if not isinstance(metric, BinCounts)}
     return numbers | {TOTAL_WEIGHT}
 
 
 class OverBatches:
-    """Everything that was reported of several global batches, each metric as one."""
+    """The reduction of metrics over global batches."""
 
     def __init__(self) -> None:
+        """Start without metrics."""
         self._totals: dict[str, tuple[float, float]] = {}
         self._largest: dict[str, float] = {}
         self._counts: dict[str, BinCounts] = {}
 
     def add(self, metrics: Mapping[str, Reported]) -> None:
-        """Adds the metrics of one global batch (waits for them to be computed)."""
+        """Add the metrics of one global batch; wait until they are computed."""
         for name, metric in jax.device_get(dict(metrics)).items():
             if isinstance(metric, WeightedScalar):
                 total, weight = self._totals.get(name, (0.0, 0.0))
                 value, extra = float(metric.value), float(metric.weight)
-                # A batch of weight 0 says nothing, whatever its value is.
+                # The value of a batch of weight 0 may be NaN.
                 self._totals[name] = (total + (value * extra if extra else 0.0), weight + extra)
             elif isinstance(metric, Maximum):
                 before = self._largest.get(name, -np.inf)
-                # Unlike Python's, it hands on a NaN.
+                # Unlike Python's max, np.maximum propagates NaN.
                 self._largest[name] = float(np.maximum(before, metric.value))
             else:
                 self._counts[name] = _sum_in_double(self._counts.get(name), metric)
 
     def means(self) -> dict[str, float]:
-        """Means and largest values; NaN where there was nothing."""
+        """Return means and largest values by name; NaN if nothing of weight above 0 was added."""
         means = {
             name: total / weight if weight else float("nan")
             for name, (total, weight) in self._totals.items()
@@ -107,15 +107,15 @@ class OverBatches:
         return means | largest
 
     def histograms(self) -> dict[str, Histogram]:
-        """How values are spread."""
+        """Return histograms by name."""
         return {name: histogram_of(counts) for name, counts in self._counts.items()}
 
     def weights(self) -> dict[str, float]:
-        """Total weights of the means, by name."""
+        """Return the total weights of the means by name."""
         return {name: weight for name, (_, weight) in self._totals.items()}
 
     def weight(self, name: str) -> float:
-        """The total weight of the metric `name`; 0 before anything was added."""
+        """Return the total weight of the metric `name`; 0 before anything was added."""
         return self._totals.get(name, (0.0, 0.0))[1]
 
 
@@ -125,7 +125,7 @@ def _sum_in_double(before: BinCounts | None, more: BinCounts) -> BinCounts:
 
 
 def histogram_of(counts: BinCounts) -> Histogram:
-    """Fetched counts `[bins]`, as observers take them."""
+    """Return fetched counts `[bins]` in the form for observers."""
     return Histogram(
         edges=np.asarray(counts.edges, np.float64),
         counts=np.asarray(counts.counts, np.float64),
@@ -136,14 +136,15 @@ def histogram_of(counts: BinCounts) -> Histogram:
 
 @dataclasses.dataclass(frozen=True)
 class StepContext:
-    """How a step function adds over the batch and draws random numbers.
+    """Reductions over the shards of a batch, for step functions of any partitioner.
 
     Attributes:
-      batch_sum: Adds a tree of arrays over all shards of the batch.
-      batch_max: The maximum over them, likewise.
-      fold_shard: Makes a key different on each shard (identity where there is one).
-      num_shards: How many shards of the batch there are; 1 under SPMD.
-      row_shards: Over how many devices the rows that a step sees are split; 1 under pmap.
+      batch_sum: Function that adds a tree of arrays over all shards of the batch.
+      batch_max: Function that takes the maximum of a tree of arrays over all shards.
+      fold_shard: Function that makes a random key different on each shard; the identity if there
+        is one shard.
+      num_shards: Number of shards of the batch; 1 under SPMD.
+      row_shards: Number of devices that the rows of a step are split over; 1 under pmap.
     """
 
     batch_sum: Callable[[Any], Any]
@@ -153,7 +154,7 @@ class StepContext:
     row_shards: int = 1
 
     def mean_metrics(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """What is reported of the global batch, from what each shard reports; see `Reported`."""
+        """Return the metrics of the global batch from those of each shard; see `Reported`."""
         return {name: reduce_shards(metric, self) for name, metric in metrics.items()}
 
 
@@ -169,55 +170,62 @@ Value = TypeVar("Value")
 
 
 class ByExample(Generic[Value]):
-    """Collects one value for each example; rows of padding (provenance -1) are left out.
+    """A collection of one value for each example, without padding (rows of provenance -1).
 
     Attributes:
-      values: By the number of the example.
+      values: Values by number of the example.
     """
 
     def __init__(self, dataset: str) -> None:
+        """Start without values; the name of the data set is for messages."""
         self._dataset = dataset
         self.values: dict[int, Value] = {}
 
     def add(self, provenance: Any, values: Sequence[Value]) -> None:
-        """Adds the rows of a global batch.
+        """Add the rows of a global batch.
 
         Args:
-          provenance: int `[batch]`, see `BaseInput`.
-          values: One for each row.
+          provenance: Numbers of the examples, int `[batch]`; see `BaseInput`.
+          values: Value of each row.
 
         Raises:
-          UsageError: an example that came before, or not one number for each row.
+          UsageError: An example was added before, or there is not one number for each row.
         """
         numbers = np.asarray(provenance)
         if numbers.shape != (len(values),):
             raise UsageError(
-                f"the data set {self._dataset!r} has provenance of shape {list(numbers.shape)} in"
-                f" a batch of {len(values)} rows; expected one number for each row"
+                owner=f"data set {self._dataset!r}",
+                field="shape of provenance",
+                value=list(numbers.shape),
+                expected=f"{[len(values)]}, one number for each row",
             )
         for number, value in zip(numbers.tolist(), values, strict=True):
             if number < 0:
                 continue
             if number in self.values:
                 raise UsageError(
-                    f"the data set {self._dataset!r} gave example {number} twice in one"
-                    " evaluation, so its metrics would count it twice. Evaluate one epoch"
-                    " (reset_for_eval=True, repeat=False), and give each example a provenance of"
-                    " its own."
+                    "an example occurs twice in one evaluation",
+                    owner=f"data set {self._dataset!r}",
+                    field="provenance",
+                    value=number,
+                    expected="a different number for each example of one epoch",
+                    hint="Set reset_for_eval=True and repeat=False.",
                 )
             self.values[number] = value
 
 
 def check_has_provenance(batch: NestedMap, dataset: str) -> None:
-    """Raises UsageError where rows do not say whose they are, which metrics by example need."""
+    """Raise `UsageError` if a batch has no provenance, which metrics over examples need."""
     if "provenance" not in batch:
         raise UsageError(
-            f"the data set {dataset!r} has metrics over its examples, but its batches do not say"
-            f" whose rows they hold: there is no provenance (int32 [batch], -1 for padding) beside"
-            f" {', '.join(sorted(batch))}"
+            "metrics over examples need provenance",
+            owner=f"data set {dataset!r}",
+            field="entries of a batch",
+            value=sorted(batch),
+            expected="provenance, int32 [batch], -1 for padding",
         )
 
 
 def as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics as plain numbers, whichever library made them."""
+    """Return metrics, such as NumPy scalars, as Python numbers."""
     return {name: float(value) for name, value in metrics.items()}

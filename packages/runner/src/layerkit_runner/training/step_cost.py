@@ -1,4 +1,4 @@
-"""The model FLOPs of a training step, by which throughput and plans are judged."""
+"""Model FLOPs and temporary memory of a training step, for throughput and plans."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from layerkit_runner.training.flops import program_flops, training_flops
 from layerkit_runner.training.metrics import GLOBAL_BATCH
 from layerkit_runner.training.train_state import TrainState, batch_spec
 
-# Fields by which layers recompute something in the backward pass, with the values that do not, and
-# the backend of attention, since a fused kernel cannot be traced where its device is missing.
+# Fields of layers with values that recompute nothing in the backward pass and use no fused
+# attention, which cannot be traced without its device.
 _PLAIN = {"remat": "none", "chunk_size": None, "backend": "xla"}
-# Compared by its name, so that a run without pipelines does not import them.
+# Compared by name, so that a run without pipelines does not import the module.
 _PIPELINE = "layerkit.layers.pipelined_transformer.PipelinedTransformer"
 
 
 def model_flops_per_step(task_config: Config, batch: Any, rows: int) -> float:
-    """Model FLOPs of one global step: `rows` times those of one row.
+    """Return the model FLOPs of one global step, `rows` times those of one row.
 
-    Where all weights are trained, three times those of the forward pass. Frozen weights need no
-    gradient of their own, so there the products of the gradient are counted as they are.
+    If all weights are trained, these are three times those of the forward pass. With frozen
+    weights, the products in the program of the gradient are counted.
 
     Args:
       task_config: Config of the task.
       batch: Any batch of the task, for the shape of a row.
-      rows: Of the global batch.
+      rows: Number of rows of the global batch.
     """
     one_row = jax.tree.map(lambda leaf: batch_spec(leaf, rows=1), batch)
-    # Not bound to a mesh, which could not split one row; nor can a pipeline.
+    # The task is not bound to a mesh, because neither a mesh nor a pipeline can split one row.
     task = _computed_plainly(_without_pipelines(task_config)).Instantiate()
     state = jax.eval_shape(lambda: task.init_state(jax.random.key(0)))
     chosen = task.train.learner.trained_weights
@@ -58,8 +58,7 @@ def model_flops_per_step(task_config: Config, batch: Any, rows: int) -> float:
 
 
 def _without_pipelines(task: Config) -> Config:
-    """The same model with stacks in place of pipelines, which compute the same, and what they
-    compute in their bubbles besides."""
+    """Return the config with stacks in place of pipelines, which also compute in their bubbles."""
     task = copy_config(task)
     for config in list(walk_configs(task)):
         for name, value in assigned_fields(config).items():
@@ -69,9 +68,8 @@ def _without_pipelines(task: Config) -> Config:
 
 
 def _computed_plainly(task: Config) -> Config:
-    """The same model, which keeps for the backward pass all that it needs there, and without fused
-    attention, which refuses to be traced where its device is not and takes as many FLOPs."""
-    unused = unused_templates(task)  # a stack refuses these where they are set
+    """Return the config without recomputation and fused attention; see `_PLAIN`."""
+    unused = unused_templates(task)  # Setting a field of an unused template is an error.
     for config in walk_configs(task):
         if id(config) in unused:
             continue
@@ -92,17 +90,17 @@ def _full_name(target: Any) -> str:
 
 
 def temporary_bytes(stats: Any, *, platform: str) -> int:
-    """Bytes of gradients, activations and workspace on a device, at the moment of the peak.
+    """Return the bytes of gradients, activations and workspace on a device at the peak of a step.
 
-    The compiler of TPUs counts temporaries that are never there together: 31 GB of them, beside 6
-    GB of arguments, in a step that it fits into 33 GB. What counts is what its peak leaves them.
-    Others allocate them for the whole step.
+    The TPU compiler counts temporaries that do not exist at the same time: 31 GB of them and 6 GB
+    of arguments in a step that needs 33 GB. So the temporaries are its peak less all other memory.
+    Other compilers allocate temporaries for the whole step.
 
     Args:
-      stats: What `memory_analysis()` of a compiled function returned.
+      stats: Value of `memory_analysis()` of a compiled function.
       platform: Platform that the function was compiled for, such as "tpu".
     """
     others = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    if platform != "tpu" or stats.peak_memory_in_bytes < others:  # some runtimes tell no peak
+    if platform != "tpu" or stats.peak_memory_in_bytes < others:  # Some runtimes report no peak.
         return int(stats.temp_size_in_bytes)
     return int(stats.peak_memory_in_bytes - others)

@@ -1,6 +1,6 @@
-"""SingleTask: one model, how it is trained, and the steps as pure functions.
+"""SingleTask: one model, its training settings, and the steps as pure functions.
 
-The steps know neither a mesh nor a partitioner; see `layerkit_runner.training.metrics`.
+The steps do not depend on a mesh or partitioner; see `layerkit_runner.training.metrics`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from layerkit.base_layer import (
     SUMMARY_ARRAYS,
 )
 from layerkit.base_model import BaseModel, Metrics, WeightedScalar
+from layerkit.checks import check_integers, require
 from layerkit.config import Configurable, instance_field
+from layerkit.errors import ConfigError
 from layerkit.layers.quantization.fp8 import next_state
 from layerkit.nested_map import NestedMap
 from layerkit.sharding import BoundSharding
@@ -46,28 +48,32 @@ from layerkit_runner.training.task_metrics import named_metrics, of_examples, of
 from layerkit_runner.training.train_hparams import TrainHParams
 from layerkit_runner.training.train_state import TrainState
 
-# Fields of a batch that say which rows of decoded outputs are examples.
+# Fields of a batch that are copied to decoded outputs, to tell examples from padding.
 _KEPT_FOR_RECORDS = ("prompt_lengths", "provenance", "eval_sample_weights")
 
 
 class SingleTask(Configurable):
-    """A model and how it is trained.
+    """A model and its training settings.
 
     Attributes:
-      name: Of the task, for outputs.
-      model: The network.
-      train: How it is trained.
-      loss_name: Which metric of the model is the loss.
-      loss_weights: The loss as a sum of several metrics, by their factors; it is reported as
-        `loss_name`, with the weight of the first of them. None for the one metric.
+      name: Name of the task, for outputs.
+      model: Network.
+      train: Training settings.
+      loss_name: Name of the metric that is the loss.
+      loss_weights: Factors of the metrics whose sum is the loss, by name. The sum is reported as
+        `loss_name`, with the weight of the first metric. None for the metric `loss_name` itself.
       vn: Config of a `VariationalNoise`; None for none.
-      metrics: Configs of metrics besides those of the model, by name; see `steps.task_metrics`.
-      summary_verbosity: Up to which verbosity summaries of layers are reported; 0 for none.
+      metrics: Configs of metrics in addition to those of the model, by name; see
+        `training.task_metrics`.
+      summary_verbosity: Highest verbosity of the layer summaries to report; 0 for none.
       early_stopping: Config of a `StoppingRule`, such as `EarlyStopping`, which may end training
         before its last step; None for none.
-      initial_weights: Where weights come from before the first step: an
-        `layerkit_runner.init_from.InitFrom`, or an object with a method `load(model, like)`; those
-        that it does not return, and with None all, are drawn.
+      initial_weights: Source of initial weights: a `layerkit_runner.init_from.InitFrom`, or an
+        object with a method `load(model, like)`. Weights that it does not return are drawn at
+        random; None draws all.
+
+    Raises:
+      ConfigError: A field is invalid.
     """
 
     name: str = "task"
@@ -82,35 +88,39 @@ class SingleTask(Configurable):
     initial_weights: Any = instance_field(None)
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         self._stacks: Stacks | None = None
+        check_integers("task", minimum=0, summary_verbosity=self.summary_verbosity)
+        for name, factor in (self.loss_weights or {}).items():
+            number = concrete_number(factor)
+            is_finite = number is not None and math.isfinite(number)
+            require(is_finite, "task", f"loss_weights[{name!r}]", factor, "a finite number")
         if self.loss_weights is not None:
-            _check_loss_weights(self.loss_weights)
-        if not self.summary_verbosity >= 0:
-            raise ValueError(f"task.summary_verbosity={self.summary_verbosity} must be at least 0")
+            expected = "a factor other than 0, such as {'xent': 1.0}; or None, to use loss_name"
+            is_valid = any(self.loss_weights.values())
+            require(is_valid, "task", "loss_weights", dict(self.loss_weights), expected)
         self.own_metrics = named_metrics(self.metrics or {})
-        if not isinstance(self.vn, (VariationalNoise, type(None))):
-            raise UsageError(f"task.vn={self.vn!r} must be a VariationalNoise, or None for none")
-        if not isinstance(self.early_stopping, (StoppingRule, type(None))):
-            raise UsageError(
-                f"task.early_stopping={self.early_stopping!r} must be a StoppingRule, such as"
-                " EarlyStopping, or None"
-            )
+        is_noise = isinstance(self.vn, VariationalNoise | None)
+        require(is_noise, "task", "vn", self.vn, "a VariationalNoise, or None")
+        is_rule = isinstance(self.early_stopping, StoppingRule | None)
+        expected = "a StoppingRule, such as EarlyStopping, or None"
+        require(is_rule, "task", "early_stopping", self.early_stopping, expected)
 
     def bind_sharding(self, sharding: BoundSharding) -> None:
-        """Sets the mesh and rules by which the model lays out its activations."""
+        """Bind the model to the mesh and rules that lay out its activations."""
         self.model = self.model.clone(sharding=sharding)
 
     def init_state(self, key: jax.Array, *, given: Any = None) -> TrainState:
-        """The state before the first step.
+        """Return the state before the first step.
 
         Args:
-          key: Of the random numbers.
+          key: Random key of the weights.
           given: Weights that are not drawn, nested dicts `[...]` by layer path.
         """
         return self.init_boxed_state(key, given=given)[1]
 
     def init_boxed_state(self, key: jax.Array, *, given: Any = None) -> tuple[Any, TrainState]:
-        """(variables in boxes with their logical axes, the state before the first step)."""
+        """Return (variables in boxes with logical axes, state before the first step)."""
         boxed = self.model.init_boxed(key)
         variables = unbox(boxed)
         params = variables[PARAMS]
@@ -143,11 +153,16 @@ class SingleTask(Configurable):
     def train_step(
         self, state: TrainState, batch: NestedMap, context: StepContext
     ) -> tuple[TrainState, tuple[dict[str, Any], dict[str, Any]]]:
-        """One step of gradient descent.
+        """Compute one training step.
+
+        Args:
+          state: State before the step.
+          batch: Arrays `[rows, ...]`.
+          context: Reductions over the shards of the batch.
 
         Returns:
-          (new state, (metrics over the global batch, see `steps.metrics`; scalars and summaries to
-          report)).
+          (new state, (metrics over the global batch, see `training.metrics`; scalars and summaries
+          to report)).
         """
         model = self.model.clone(train=True)
         learner, step_key = self.train.learner, self._step_key(state.step)
@@ -216,7 +231,7 @@ class SingleTask(Configurable):
     def summary_step(
         self, state: TrainState, batch: NestedMap, context: StepContext
     ) -> ArraySummaries:
-        """The histograms and images that layers report of the training step that comes next."""
+        """Return the histograms and images that layers report in the next training step."""
         model, step_key = self.model.clone(train=True), self._step_key(state.step)
         params = state.params
         if self.vn is not None:
@@ -248,12 +263,12 @@ class SingleTask(Configurable):
         *,
         averaged: bool | None = None,
     ) -> Metrics:
-        """Metrics over one global batch, nothing changed and nothing random.
+        """Return metrics over one global batch, without random numbers.
 
         Args:
-          state: Whose weights to use.
+          state: State with the weights.
           batch: Arrays `[rows, ...]`.
-          context: How the step is spread.
+          context: Reductions over the shards of the batch.
           averaged: Whether to use the averaged weights; None for `train.eval_use_ema_states`.
         """
         return self._evaluate(state, batch, context, averaged=averaged)[0]
@@ -266,17 +281,19 @@ class SingleTask(Configurable):
         *,
         averaged: bool | None = None,
     ) -> tuple[Metrics, NestedMap]:
-        """`eval_step`, and the `scores` float32 and `provenance` int32 `[batch]` of the rows.
+        """Return the metrics of `eval_step`, and `scores` float32 and `provenance` int32 `[batch]`.
 
         Raises:
-          UsageError: the model gives its examples no scores.
+          UsageError: The model returns no scores of examples.
         """
         metrics, outputs = self._evaluate(state, batch, context, averaged=averaged)
         if "scores" not in outputs:
             raise UsageError(
-                f"{type(self.model).__qualname__} gives its examples no scores, which the data set"
-                f" wants for its metrics; per example, its compute_loss returns"
-                f" {', '.join(sorted(outputs)) or 'nothing'}"
+                "metrics over the examples of a data set need scores",
+                owner=f"{type(self.model).__qualname__}.compute_loss",
+                field="per-example outputs",
+                value=sorted(outputs),
+                expected="an entry 'scores'",
             )
         return metrics, NestedMap(scores=outputs.scores, provenance=batch.provenance)
 
@@ -297,21 +314,21 @@ class SingleTask(Configurable):
     def decode_step(
         self, state: TrainState, batch: NestedMap, context: StepContext, *, batch_index: jax.Array
     ) -> NestedMap:
-        """The model's outputs of inference, per example.
+        """Return the outputs of the model's `decode` for each example.
 
         Args:
-          state: Whose weights to use.
+          state: State with the weights.
           batch: Prompts.
-          context: How the step is spread.
-          batch_index: int32, which batch of the data set this is; each draws its own numbers.
+          context: Reductions over the shards of the batch.
+          batch_index: Number of the batch in the data set, int32, which is folded into the key.
 
         Returns:
-          What the model's `decode` returns, and the `prompt_lengths`, `provenance` and
-          `eval_sample_weights` of the batch where it has them: who reads the outputs of all rows
-          may hold only a share of the batch.
+          The outputs, and `prompt_lengths`, `provenance` and `eval_sample_weights` of the batch if
+          it has them, because a host that reads the outputs of all rows may hold only a part of
+          the batch.
 
         Raises:
-          UsageError: the model does not return arrays by name.
+          UsageError: The model does not return arrays by name.
         """
         model = self.model.clone(train=False)
         key = jax.random.fold_in(self._step_key(state.step), batch_index)
@@ -320,8 +337,11 @@ class SingleTask(Configurable):
         outputs = model.apply(variables, batch, rngs=rngs, method="decode")
         if not isinstance(outputs, Mapping):
             raise UsageError(
-                f"{type(model).__qualname__}.decode() returned {type(outputs).__qualname__}."
-                " Expected a NestedMap of arrays [batch, …]. Give each output a name."
+                owner=f"{type(model).__qualname__}.decode",
+                field="return type",
+                value=type(outputs),
+                expected="a NestedMap of arrays [batch, …]",
+                hint="Give each output a name.",
             )
         kept = {name: batch[name] for name in _KEPT_FOR_RECORDS if name in batch}
         return NestedMap({**kept, **outputs})
@@ -330,7 +350,7 @@ class SingleTask(Configurable):
         """Return a state with the weights to evaluate with.
 
         Args:
-          state: As training left it; see `TrainState.for_inference`.
+          state: State of training, or its part `TrainState.for_inference`.
           averaged: Whether to use the averaged weights (`learner.ema_decay`).
         """
         learner = self.train.learner
@@ -340,48 +360,46 @@ class SingleTask(Configurable):
         return state.replace(params=params)
 
     def decoded_state(self, state: TrainState) -> TrainState:
-        """A state with the weights that decoding uses."""
+        """Return a state with the weights that decoding uses."""
         return self.weights_of(state, averaged=self.train.decode_use_ema_states)
 
     def first_key(self) -> jax.Array:
-        """The key of the weights, from which those of all steps follow."""
+        """Return the random key of the weights; the keys of all steps are folded from it."""
         return jax.random.key(self.train.random_seed, impl=self.train.prng_impl)
 
     def _step_key(self, step: jax.Array) -> jax.Array:
         return jax.random.fold_in(self.first_key(), step)
 
     def _with_own(self, metrics: Metrics, outputs: NestedMap, batch: NestedMap) -> dict[str, Any]:
-        """The metrics of the model and those that the task makes of some rows."""
+        """Return the model's metrics and the task's metrics over examples."""
         for name in self.own_metrics:
-            if name in metrics:
-                raise ValueError(
-                    f"task.metrics[{name!r}] has the name of a metric of the model; it reports"
-                    f" {', '.join(metrics)}"
-                )
+            expected = f"a name other than the model's metrics: {', '.join(metrics)}"
+            require(name not in metrics, "task", "metrics", name, expected)
         return {**metrics, **of_examples(self.own_metrics, outputs, batch)}
 
     def _loss_terms(self, metrics: Mapping[str, Any]) -> Mapping[str, float]:
-        """The metrics of the model that make up the loss, with their factors."""
+        """Return the factors of the model's metrics whose sum is the loss."""
         metrics = {name: m for name, m in metrics.items() if name not in self.own_metrics}
         if self.loss_weights is None:
             terms, field = {self.loss_name: 1.0}, "loss_name"
         else:
             terms, field = dict(self.loss_weights), "loss_weights"
-            if self.loss_name in metrics:
-                raise ValueError(
-                    f"task.loss_name={self.loss_name!r} is to be the sum of"
-                    f" {', '.join(terms)}, but the model reports that already; choose another name"
-                )
+            is_new = self.loss_name not in metrics
+            expected = "a name that the model does not report, because loss_weights is set"
+            require(is_new, "task", "loss_name", self.loss_name, expected)
         for name in terms:
             if name not in metrics:
-                raise ValueError(
-                    f"task.{field}={name!r} is not a metric of the model;"
-                    f" it reports {', '.join(metrics)}"
+                raise ConfigError(
+                    owner="task",
+                    field=field,
+                    value=name,
+                    expected="a metric of the model",
+                    choices=metrics,
                 )
         return terms
 
     def _with_loss(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Metrics of the global batch, and among them the loss."""
+        """Return the metrics of the global batch with the loss among them."""
         if self.loss_weights is None:
             return metrics
         terms = self._loss_terms(metrics)
@@ -401,7 +419,7 @@ class SingleTask(Configurable):
 
 
 def _variables(state: TrainState) -> dict[str, Any]:
-    """What the model is applied to."""
+    """Return the variables that the model is applied to."""
     return {
         PARAMS: state.params,
         NON_TRAINABLE: state.non_trainable,
@@ -409,22 +427,10 @@ def _variables(state: TrainState) -> dict[str, Any]:
     }
 
 
-def _check_loss_weights(weights: Mapping[str, float]) -> None:
-    for name, factor in weights.items():
-        number = concrete_number(factor)
-        if number is None or not math.isfinite(number):
-            raise ValueError(f"task.loss_weights[{name!r}]={factor!r} must be a finite number")
-    if not weights or not any(weights.values()):
-        raise ValueError(
-            f"task.loss_weights={dict(weights)}: expected a factor other than 0 for one metric at"
-            " least, such as {'xent': 1.0}; None trains on task.loss_name alone"
-        )
-
-
 def _shard_mean(tree: Any, context: StepContext) -> Any:
-    """Moving statistics that each shard updated from its own rows, made equal on all.
+    """Return the mean over shards of moving statistics, which each shard updated from its rows.
 
-    Integers are counters, which every shard advances alike.
+    Integers are counters, which are equal on all shards.
     """
     if context.num_shards == 1:
         return tree

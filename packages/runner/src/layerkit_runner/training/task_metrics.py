@@ -1,4 +1,4 @@
-"""Metrics that a task adds to those of its model: `task.metrics`, by name.
+"""Metrics of a task in addition to those of its model: `task.metrics`, by name.
 
     task.metrics = {
         "error": Mean.HParams.config(value="outputs/errors"),
@@ -6,16 +6,14 @@
         "scores": Histogram.HParams.config(value="outputs/scores", low=-100.0, high=0.0),
     }
 
-In training they cover all steps since the last summary, in evaluation all batches. `value` names
-what they read:
+In training they cover all steps since the last summary, in evaluation all batches. They are the
+same on every mesh and for every number of microbatches. `value` is one of these paths:
 
-    outputs/…   what the model gives each example, `[rows, ...]` (`compute_loss`, second part)
+    outputs/…   an output of the model for each example, `[rows, ...]` (`compute_loss`, second part)
     batch/…     an entry of the batch, `[rows, ...]`
     metrics/…   a metric of the model over the global batch
-    scalars/…   what a training step reports besides, such as `learning/raw_grad_norm` and the
-                layers' `summaries/…`; not there in evaluation, where such metrics are left out
-
-So read, they are the same on every mesh and for every number of microbatches.
+    scalars/…   another scalar of a training step, such as `learning/raw_grad_norm` and the layers'
+                `summaries/…`; evaluations have none and leave such metrics out
 """
 
 from __future__ import annotations
@@ -28,12 +26,11 @@ import jax
 import jax.numpy as jnp
 
 from layerkit.base_model import Metrics, WeightedScalar
+from layerkit.checks import check_sizes, require
 from layerkit.config import Configurable
-from layerkit.errors import first_names
-from layerkit.near_names import near_names
+from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
 from layerkit.summaries import BinCounts
-from layerkit_runner.errors import UsageError
 from layerkit_runner.training.metrics import Maximum, Reported
 
 PER_EXAMPLE = ("outputs", "batch")
@@ -41,46 +38,48 @@ PER_STEP = ("metrics", "scalars")
 
 
 class TaskMetric(Configurable):
-    """Base of the metrics of a task; a subclass defines `reduce`.
+    """Base class of the metrics of a task; a subclass defines `reduce`.
 
     Attributes:
-      value: What to read; see the module's docstring.
-      weight: A path likewise, below `outputs/` or `batch/`, to the weights of examples or of their
-        parts: their shape is that of the values or begins it. None counts every example once and
-        rows of padding not at all; it is the only choice for `metrics/` (which have their own
-        weight) and `scalars/` (each step counts once).
+      value: Path of the values; see the module's docstring.
+      weight: Path of weights below `outputs/` or `batch/`, whose shape is a prefix of the shape of
+        the values. None counts every example once and padding not at all. It must be None for
+        `metrics/`, which have a weight, and for `scalars/`, where each step counts once.
+
+    Raises:
+      ConfigError: A path is invalid.
     """
 
     value: str
     weight: str | None = None
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         root, _, rest = self.value.partition("/")
-        if root not in (*PER_EXAMPLE, *PER_STEP) or not rest:
-            raise UsageError(
-                f"task.metrics: value={self.value!r} must begin with outputs/, batch/, metrics/ or"
-                f" scalars/{near_names(root, (*PER_EXAMPLE, *PER_STEP))}"
-            )
-        if self.weight is not None and not (
-            self.is_per_example and self.weight.partition("/")[0] in PER_EXAMPLE
-        ):
-            raise UsageError(
-                f"task.metrics: weight={self.weight!r} of value={self.value!r}: a weight is of"
-                " outputs/ or batch/, both of them"
+        is_path = root in (*PER_EXAMPLE, *PER_STEP) and rest
+        expected = "a path below outputs/, batch/, metrics/ or scalars/"
+        require(is_path, "task.metrics", "value", self.value, expected)
+        if self.weight is not None:
+            require(
+                self.is_per_example and self.weight.partition("/")[0] in PER_EXAMPLE,
+                "task.metrics",
+                "weight",
+                self.weight,
+                f"a path below outputs/ or batch/, like the value; None for {self.value}",
             )
 
     @property
     def is_per_example(self) -> bool:
-        """Whether it reads what there is for each row."""
+        """Whether the values have a row for each example."""
         return self.value.partition("/")[0] in PER_EXAMPLE
 
     @property
     def is_of_training(self) -> bool:
-        """Whether it reads what only training steps have."""
+        """Whether only training steps have the values."""
         return self.value.startswith("scalars/")
 
     def reduce(self, values: jax.Array, weights: jax.Array) -> Reported:
-        """One metric of float32 `values` `[...]`, with non-negative `weights` of that shape."""
+        """Return the metric of float32 `values` `[...]` and non-negative `weights` `[...]`."""
         raise NotImplementedError(f"{type(self).__qualname__} must define reduce")
 
 
@@ -88,25 +87,30 @@ class Mean(TaskMetric):
     """The weighted mean."""
 
     def reduce(self, values: jax.Array, weights: jax.Array) -> Reported:
+        """Return Σ value·weight / Σ weight."""
         total = jnp.sum(jnp.where(weights > 0, values, 0.0) * weights)
         weight = jnp.sum(weights)
         return WeightedScalar.of(total / jnp.maximum(weight, 1e-30), weight)
 
 
 class Max(TaskMetric):
-    """The largest value that has a weight."""
+    """The largest value of those with a weight above 0."""
 
     def reduce(self, values: jax.Array, weights: jax.Array) -> Reported:
+        """Return the maximum; −∞ if all weights are 0."""
         return Maximum(jnp.max(jnp.where(weights > 0, values, -jnp.inf)))
 
 
 class Histogram(TaskMetric):
-    """How values are spread, for TensorBoard and Weights & Biases; values count by weight.
+    """A histogram of values, which count by weight, for TensorBoard and Weights & Biases.
 
     Attributes:
-      low: Where the first bin begins; it holds lower values too.
-      high: Where the last bin ends; it holds higher values too.
-      num_bins: How many, all equally wide.
+      low: Lower edge of the first bin, which holds lower values too.
+      high: Upper edge of the last bin, which holds higher values too.
+      num_bins: Number of bins of equal width.
+
+    Raises:
+      ConfigError: A path is invalid, or the bins are.
     """
 
     low: float
@@ -114,16 +118,15 @@ class Histogram(TaskMetric):
     num_bins: int = 30
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         super().__post_init__()
-        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
-            raise UsageError(
-                f"task.metrics: a histogram from low={self.low} to high={self.high}; expected two"
-                " numbers, the lower one first"
-            )
-        if self.num_bins < 1:
-            raise UsageError(f"task.metrics: num_bins={self.num_bins} must be at least 1")
+        is_range = math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high
+        expected = f"a finite number above low={self.low}"
+        require(is_range, "task.metrics", "high", self.high, expected)
+        check_sizes("task.metrics", num_bins=self.num_bins)
 
     def reduce(self, values: jax.Array, weights: jax.Array) -> Reported:
+        """Return the weights of the values in each bin."""
         width = (self.high - self.low) / self.num_bins
         edges = (*(self.low + i * width for i in range(self.num_bins)), self.high)
         return BinCounts.of(values, edges, weights)
@@ -133,52 +136,50 @@ class Composite(Configurable):
     """Several metrics under one name, reported as `NAME/PART`.
 
     Attributes:
-      parts: By the last part of their names.
+      parts: Configs of the metrics by `PART`.
     """
 
     parts: Mapping[str, Any]
 
 
 def named_metrics(metrics: Mapping[str, Any]) -> dict[str, TaskMetric]:
-    """All metrics by their whole names, those of composites too.
+    """Return all metrics, including the parts of composites, by full name.
 
     Raises:
-      UsageError: something else than a metric.
+      ConfigError: A value is not a metric.
     """
     found: dict[str, TaskMetric] = {}
     for name, metric in metrics.items():
         if isinstance(metric, Composite):
             parts = named_metrics(metric.parts)
             found |= {f"{name}/{part}": value for part, value in parts.items()}
-        elif isinstance(metric, TaskMetric):
-            found[name] = metric
         else:
-            raise UsageError(
-                f"task.metrics[{name!r}]={metric!r} must be a TaskMetric, such as Mean, or a"
-                " Composite of them"
-            )
+            expected = "a TaskMetric, such as Mean, or a Composite of them"
+            is_metric = isinstance(metric, TaskMetric)
+            require(is_metric, "task", f"metrics[{name!r}]", metric, expected)
+            found[name] = metric
     return found
 
 
 def of_examples(
     metrics: Mapping[str, TaskMetric], outputs: NestedMap, batch: NestedMap
 ) -> dict[str, Reported]:
-    """Those that read what there is for each row.
+    """Return the metrics of values that have a row for each example.
 
     Args:
-      metrics: All, by name.
-      outputs: Of the model, `[rows, ...]`.
-      batch: What it was given, `[rows, ...]`.
+      metrics: All metrics of the task by name.
+      outputs: Per-example outputs of the model, `[rows, ...]`.
+      batch: Batch, `[rows, ...]`.
 
     Raises:
-      UsageError: there is nothing where a metric looks, or weights have another shape.
+      ConfigError: A path does not exist, or the shapes of values and weights do not match.
     """
     sources = {"outputs": outputs, "batch": batch}
     found = {}
     for name, metric in metrics.items():
         if metric.is_per_example:
-            values = _as_floats(_at(sources, metric.value, owner=name))
-            found[name] = metric.reduce(values, _weights(sources, metric, values, owner=name))
+            values = _as_floats(_of_rows(sources, metric.value, name=name))
+            found[name] = metric.reduce(values, _weights(sources, metric, values, name=name))
     return found
 
 
@@ -187,25 +188,22 @@ def of_step(
     of_model: Metrics,
     scalars: Mapping[str, jax.Array] | None,
 ) -> dict[str, Reported]:
-    """Those that read what a step reports of its global batch.
+    """Return the metrics of values that a step reports of its global batch.
 
     Args:
-      metrics: All, by name.
-      of_model: The model's own, and the loss.
-      scalars: What a training step reports besides; None in evaluation.
+      metrics: All metrics of the task by name.
+      of_model: Metrics of the model, and the loss.
+      scalars: Other scalars of a training step; None in evaluation.
 
     Raises:
-      UsageError: there is nothing where a metric looks.
+      ConfigError: A path does not exist.
     """
     found = {}
     for name, metric in metrics.items():
         if metric.is_per_example or (scalars is None and metric.is_of_training):
             continue
-        source = _named(
-            scalars if metric.is_of_training and scalars is not None else of_model,
-            metric.value,
-            owner=name,
-        )
+        reported = scalars if metric.is_of_training and scalars is not None else of_model
+        source = _at(reported, metric.value, name=name)
         if isinstance(source, WeightedScalar):
             found[name] = metric.reduce(source.value, source.weight)
         else:
@@ -214,49 +212,43 @@ def of_step(
 
 
 def _weights(
-    sources: Mapping[str, NestedMap], metric: TaskMetric, values: jax.Array, *, owner: str
+    sources: Mapping[str, NestedMap], metric: TaskMetric, values: jax.Array, *, name: str
 ) -> jax.Array:
-    """Weights in the shape of the values `[rows, ...]`."""
+    """Return the weights in the shape of the values, `[rows, ...]`."""
     batch = sources["batch"]
     if metric.weight is not None:
-        weights = _as_floats(_at(sources, metric.weight, owner=owner))
+        weights = _as_floats(_of_rows(sources, metric.weight, name=name))
     elif "eval_sample_weights" in batch:
         weights = _as_floats(batch.eval_sample_weights)
     elif "provenance" in batch:
         weights = jnp.asarray(batch.provenance >= 0, jnp.float32)
     else:
         weights = jnp.ones(values.shape[:1], jnp.float32)
-    if weights.shape != values.shape[: weights.ndim]:
-        raise UsageError(
-            f"task.metrics[{owner!r}]: values {list(values.shape)} of {metric.value!r} cannot be"
-            f" weighted by {list(weights.shape)}, whose shape does not begin theirs"
-        )
+    is_prefix = weights.shape == values.shape[: weights.ndim]
+    expected = f"a prefix of {list(values.shape)}, the shape of {metric.value}"
+    shape = list(weights.shape)
+    require(is_prefix, f"task.metrics[{name!r}]", "shape of weights", shape, expected)
     weights = weights.reshape(weights.shape + (1,) * (values.ndim - weights.ndim))
     return jnp.broadcast_to(weights, values.shape)
 
 
-def _at(sources: Mapping[str, NestedMap], path: str, *, owner: str) -> Any:
-    """The array at `outputs/…` or `batch/…`."""
-    root, _, rest = path.partition("/")
-    flat = {name.replace(".", "/"): value for name, value in sources[root].flatten_items()}
-    if rest not in flat:
-        raise _missing(owner, path, root, flat)
-    return flat[rest]
+def _of_rows(sources: Mapping[str, NestedMap], path: str, *, name: str) -> Any:
+    """Return the array at `outputs/…` or `batch/…`."""
+    source = sources[path.partition("/")[0]]
+    flat = {key.replace(".", "/"): value for key, value in source.flatten_items()}
+    return _at(flat, path, name=name)
 
 
-def _named(values: Mapping[str, Any], path: str, *, owner: str) -> Any:
-    root, _, name = path.partition("/")
-    if name not in values:
-        raise _missing(owner, path, root, values)
-    return values[name]
-
-
-def _missing(owner: str, path: str, root: str, there: Mapping[str, Any]) -> UsageError:
-    return UsageError(
-        f"task.metrics[{owner!r}]: there is no {path!r}"
-        f"{near_names(path.partition('/')[2], there, prefix=f'{root}/')} Below {root}/ there are"
-        f" {first_names(there) or 'none'}."
-    )
+def _at(values: Mapping[str, Any], path: str, *, name: str) -> Any:
+    root, _, key = path.partition("/")
+    if key not in values:
+        raise ConfigError(
+            "unknown path",
+            owner=f"task.metrics[{name!r}]",
+            value=path,
+            choices=[f"{root}/{other}" for other in values],
+        )
+    return values[key]
 
 
 def _as_floats(values: Any) -> jax.Array:

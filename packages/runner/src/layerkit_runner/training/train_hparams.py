@@ -1,4 +1,4 @@
-"""TrainHParams: how a task is trained, and how often it is evaluated, decoded and saved."""
+"""TrainHParams: length, seed, intervals, checkpoints and optimizer of a training run."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import datetime
 from collections.abc import Sequence
 from typing import Any
 
+from layerkit.checks import check_choice, check_integers, check_sizes, require
 from layerkit.config import Configurable, instance_field
-from layerkit.near_names import near_names
 from layerkit_runner.optim.learner import Learner
 
+_OWNER = "task.train"
 _PRNG_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
-_AT_LEAST_ONE = (
+_POSITIVE = (
     "num_train_steps",
     "summary_interval_steps",
     "eval_interval_steps",
@@ -28,57 +29,60 @@ _AT_LEAST_ONE = (
     "profiler_num_steps",
     "profiler_max_num_hosts",
 )
-_MOST_HOURS = datetime.timedelta.max // datetime.timedelta(hours=1)
+_MAX_HOURS = datetime.timedelta.max // datetime.timedelta(hours=1)
 
 
 class TrainHParams(Configurable):
-    """How a task is trained.
+    """The settings of a training run.
 
     Attributes:
       learner: Optimizer, learning rate and clipping.
-      num_train_steps: Where training ends.
-      random_seed: Of the weights and of all random numbers of the steps.
-      prng_impl: Generator of those numbers: `threefry2x32`, whose numbers are the same on every
-        mesh and device; `rbg` or `unsafe_rbg`, which accelerators draw faster, and other numbers
-        on another kind of device or mesh (see `jax.random.key`).
-      summary_interval_steps: How often metrics are written.
-      eval_interval_steps: How often held-out data are evaluated; None only at the end.
+      num_train_steps: Number of steps after which training ends.
+      random_seed: Seed of the weights and of all random numbers of the steps.
+      prng_impl: Generator of the random numbers. The numbers of `threefry2x32` are the same on
+        every mesh and device. `rbg` and `unsafe_rbg` are faster on accelerators, and their numbers
+        depend on the device kind and mesh (see `jax.random.key`).
+      summary_interval_steps: Number of steps between two reports of metrics.
+      eval_interval_steps: Number of steps between two evaluations of held-out data; None evaluates
+        at the end only.
       eval_at_end: Whether held-out data are evaluated after the last step.
-      eval_skip_train: Whether evaluations leave out the training data; False evaluates the next
-        training batch as well, under the name `train`.
-      decode_interval_steps: How often decode data are run; None only at the end.
-      decode_start_after_n_steps: Before so many steps nothing is decoded.
-      save_interval_steps: How often a checkpoint is written.
-      save_max_to_keep: Newest checkpoints that are kept; None keeps all.
-      save_keep_interval_hours: Besides those, one checkpoint per so many hours stays for good;
-        None keeps none besides.
-      save_keep_interval_steps: Checkpoints of the multiples of this step count are written and stay
-        for good; None keeps none besides.
-      save_keep_steps: Checkpoints of these steps are written and stay for good.
-      save_best_metric: Checkpoints that are best by this metric of an evaluation, written
-        `DATASET/METRIC` as in `heldout/loss`, stay until better ones come; None keeps none besides.
+      eval_skip_train: Whether evaluations leave out the training data; False also evaluates the
+        next training batch, under the name `train`.
+      decode_interval_steps: Number of steps between two decodings; None decodes at the end only.
+      decode_start_after_n_steps: Number of steps before the first decoding.
+      save_interval_steps: Number of steps between two checkpoints.
+      save_max_to_keep: Number of newest checkpoints to keep; None keeps all.
+      save_keep_interval_hours: Number of hours between two checkpoints that are kept permanently;
+        None keeps none for this reason.
+      save_keep_interval_steps: Number of steps between two checkpoints that are written and kept
+        permanently; None keeps none for this reason.
+      save_keep_steps: Steps whose checkpoints are written and kept permanently.
+      save_best_metric: Metric of an evaluation, as `DATASET/METRIC` such as `heldout/loss`, whose
+        best checkpoints are kept until better ones exist; None keeps none for this reason.
       save_best_mode: `min` if a lower value of that metric is better, `max` if a higher one is.
-      save_best_to_keep: How many of the best stay.
+      save_best_to_keep: Number of best checkpoints to keep.
       save_step_zero: Whether a checkpoint is written before the first step.
-      max_inflight_steps: Steps that may be under way on the device before the host waits.
-      max_consecutive_skipped_steps: How many steps in a row may be skipped, because loss or
-        gradient is not finite or the gradient is too large, before training stops with exit code
-        65. Before any step was valid the limit is 10 at most. None for no limit.
-      gradient_accumulation_steps: Into how many microbatches a batch is divided, whose gradients
-        are added up one after another before the one update; less memory, the same numbers.
+      max_inflight_steps: Number of steps that may be dispatched to the device before the host
+        waits.
+      max_consecutive_skipped_steps: Number of consecutive steps that may be skipped, because loss
+        or gradient is not finite or the gradient is too large, before training stops with exit
+        code 65. Before the first valid step the limit is at most 10. None for no limit.
+      gradient_accumulation_steps: Number of microbatches that a batch is divided into. Their
+        gradients are added up before the update, which takes less memory and gives the same
+        numbers.
       eval_use_ema_states: Whether evaluation uses the averaged weights (`learner.ema_decay`).
-      decode_use_ema_states: Whether decoding does.
-      variable_norm_summary: Whether `learning/var_norm` is reported, the norm of the trained
-        weights before the step.
-      weight_summary_interval_steps: How often a norm and a histogram of every weight are written;
-        None never.
-      profiler_capture_step: The first of the steps that are traced into DIR/profile; None traces
-        none, unless the signal SIGUSR2 asks for it.
-      profiler_num_steps: How many steps a trace takes.
-      profiler_max_num_hosts: Processes that take part in it, from process 0 on; None for all.
+      decode_use_ema_states: Whether decoding uses the averaged weights.
+      variable_norm_summary: Whether `learning/var_norm`, the norm of the trained weights before the
+        step, is reported.
+      weight_summary_interval_steps: Number of steps between two reports of the norm and histogram
+        of every weight; None for no reports.
+      profiler_capture_step: First of the steps that are traced into DIR/profile; None traces none,
+        except after the signal SIGUSR2.
+      profiler_num_steps: Number of steps of a trace.
+      profiler_max_num_hosts: Number of processes that are traced, from process 0 on; None for all.
 
     Raises:
-      ValueError: a number out of range, or fields that contradict each other.
+      ConfigError: A number is out of range, or fields contradict each other.
     """
 
     learner: Any = instance_field(Learner)
@@ -112,53 +116,24 @@ class TrainHParams(Configurable):
     profiler_max_num_hosts: int | None = 1
 
     def __post_init__(self) -> None:
-        self._check_numbers()
-        if self.prng_impl not in _PRNG_IMPLS:
-            raise ValueError(
-                f"task.train.prng_impl={self.prng_impl!r} must be one of {', '.join(_PRNG_IMPLS)}"
-                f"{near_names(self.prng_impl, _PRNG_IMPLS)}"
-            )
-        for name in ("eval_use_ema_states", "decode_use_ema_states"):
-            if getattr(self, name) and self.learner.ema_decay is None:
-                raise ValueError(
-                    f"task.train.{name}=True needs averaged weights; set"
-                    " task.train.learner.ema_decay, such as 0.9999"
-                )
-        self._check_best()
-
-    def _check_numbers(self) -> None:
-        for name in _AT_LEAST_ONE:
-            value = getattr(self, name)
-            if value is not None and not value >= 1:  # nor is NaN
-                raise ValueError(f"task.train.{name}={value} must be at least 1")
-        if not -(2**63) <= self.random_seed < 2**63:
-            raise ValueError(f"task.train.random_seed={self.random_seed} must fit into 64 bits")
+        """Check the fields."""
+        check_sizes(_OWNER, **{name: getattr(self, name) for name in _POSITIVE})
+        steps = {f"save_keep_steps[{i}]": step for i, step in enumerate(self.save_keep_steps)}
+        steps["decode_start_after_n_steps"] = self.decode_start_after_n_steps
+        check_integers(_OWNER, minimum=0, **steps)
+        is_valid = -(2**63) <= self.random_seed < 2**63
+        require(is_valid, _OWNER, "random_seed", self.random_seed, "an integer of 64 bits")
         hours = self.save_keep_interval_hours
-        if hours is not None and not 0 < hours <= _MOST_HOURS:
-            raise ValueError(
-                f"task.train.save_keep_interval_hours={hours} must be more than 0 and at most"
-                f" {_MOST_HOURS}, or None"
-            )
-        if not self.decode_start_after_n_steps >= 0:
-            raise ValueError(
-                f"task.train.decode_start_after_n_steps={self.decode_start_after_n_steps} must be"
-                " at least 0"
-            )
-        if not all(step >= 0 for step in self.save_keep_steps):
-            raise ValueError(
-                f"task.train.save_keep_steps={tuple(self.save_keep_steps)} must hold no negative"
-                " step"
-            )
-
-    def _check_best(self) -> None:
-        if self.save_best_mode not in ("min", "max"):
-            raise ValueError(
-                f"task.train.save_best_mode={self.save_best_mode!r} must be 'min' or 'max'"
-            )
-        if self.save_best_metric is None:
-            for name, default in (("save_best_mode", "min"), ("save_best_to_keep", 1)):
-                if getattr(self, name) != default:
-                    raise ValueError(
-                        f"task.train.{name}={getattr(self, name)!r} tells nothing without a metric;"
-                        " set task.train.save_best_metric, such as 'heldout/loss'"
-                    )
+        is_valid = hours is None or 0 < hours <= _MAX_HOURS
+        expected = f"a number above 0 and at most {_MAX_HOURS}, or None"
+        require(is_valid, _OWNER, "save_keep_interval_hours", hours, expected)
+        check_choice(_OWNER, _PRNG_IMPLS, prng_impl=self.prng_impl)
+        check_choice(_OWNER, ("min", "max"), save_best_mode=self.save_best_mode)
+        for name in ("eval_use_ema_states", "decode_use_ema_states"):
+            is_valid = not getattr(self, name) or self.learner.ema_decay is not None
+            expected = "False unless learner.ema_decay is set, such as to 0.9999"
+            require(is_valid, _OWNER, name, getattr(self, name), expected)
+        for name, default in (("save_best_mode", "min"), ("save_best_to_keep", 1)):
+            is_valid = self.save_best_metric is not None or getattr(self, name) == default
+            expected = f"{default!r} unless save_best_metric is set, such as to 'heldout/loss'"
+            require(is_valid, _OWNER, name, getattr(self, name), expected)

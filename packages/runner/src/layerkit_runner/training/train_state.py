@@ -1,4 +1,4 @@
-"""TrainState: everything that a step changes and a checkpoint holds; and shapes of batches."""
+"""TrainState, the state that a step changes and a checkpoint holds, and shapes of batches."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from flax import struct
 
 from layerkit_runner.optim.optimizer_calls import is_schedule_free
 
-# The parts of a state that evaluation and decoding do not need; see `TrainState.for_inference`.
+# Fields of a state that evaluation and decoding do not need; see `TrainState.for_inference`.
 TRAINING_ONLY = ("opt_state",)
 
 
 class TrainState(struct.PyTreeNode):
     """The state of one training run.
 
-    Random keys are not part of it: they are folded from the experiment's seed and `step`, so a
-    resumed run draws what it would have drawn.
+    Random keys are not part of it. They are folded from the experiment's seed and `step`, so a
+    resumed run draws the same numbers as an uninterrupted one.
 
     Attributes:
-      step: int32 scalar, the number of completed steps.
+      step: Number of completed steps, int32 scalar.
       params: Weights, trained and frozen, nested dicts by layer path.
       non_trainable: Other variables of the model, such as moving statistics.
       opt_state: State of the optimizer.
       overwrite_with_gradient: Variables of the model whose gradient is their next value, such as
         the scales of fp8 products.
-      ema: Exponential moving averages of the trained weights, in float32; empty where the learner
+      ema: Exponential moving averages of the trained weights, in float32; empty if the learner
         keeps none.
     """
 
@@ -39,9 +39,9 @@ class TrainState(struct.PyTreeNode):
     ema: Any = dataclasses.field(default_factory=dict)
 
     def for_inference(self) -> TrainState:
-        """Return the state without what only training needs; see `TRAINING_ONLY`.
+        """Return the state without the fields that only training needs; see `TRAINING_ONLY`.
 
-        The state of a schedule-free optimizer stays: the weights to evaluate follow from it.
+        The state of a schedule-free optimizer stays, because it holds the weights to evaluate.
         """
         if is_schedule_free(self.opt_state):
             return self
@@ -54,7 +54,7 @@ def batch_spec(
     """Return the shape and dtype that an array of a batch has on the devices.
 
     Args:
-      leaf: Array `[host_rows, …]` of NumPy or JAX, or its description.
+      leaf: Array `[host_rows, …]` of NumPy or JAX, or its shape and dtype.
       rows: Number of rows on the devices.
       sharding: Sharding of the array; None for no sharding.
     """
