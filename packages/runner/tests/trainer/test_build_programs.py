@@ -164,7 +164,7 @@ def test_run_that_stopped_early_does_not_train_on(train: Train, tmp_path: Path):
     assert "task.early_stopping=None" in again
     assert len(losses(tmp_path / "job")) == 4
     other = train("job", **{**settings, "PATIENCE": 2})
-    assert "early stopping begins anew: it was EarlyStopping(" in other
+    assert "early stopping is reset, because its settings were EarlyStopping(" in other
     assert "stopped early after step 10: " in other
     metadata = json.loads(
         next((tmp_path / "job" / "checkpoints").glob("*10/metadata/metadata*")).read_text()

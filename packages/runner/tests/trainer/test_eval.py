@@ -129,7 +129,7 @@ def test_cast_of_float64_batches_is_reported_once(tiny: SimpleNamespace):
     assert recorder.messages == ["points: cast extra: float64 → float32 (JAX_ENABLE_X64 is off)"]
 
 
-def test_an_example_that_comes_twice_is_refused(tiny: SimpleNamespace):
+def test_example_that_occurs_twice_is_an_error(tiny: SimpleNamespace):
     class Twice(tiny.Points):
         """Numbers its rows 0 to 4, over and over."""
 
@@ -141,7 +141,7 @@ def test_an_example_that_comes_twice_is_refused(tiny: SimpleNamespace):
             return batch
 
     program, state = make_program(tiny, SpmdPartitioner(), Twice.HParams.config(num_rows=6))
-    with pytest.raises(UsageError, match="example 0"):
+    with pytest.raises(UsageError, match="provenance=0"):
         program.run(state, 3, Recorder())
 
 
