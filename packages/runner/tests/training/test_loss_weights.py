@@ -62,7 +62,6 @@ def test_weighted_loss_and_its_gradient(two_metrics: Any, microbatches: int):
         ({}, "loss_weights"),
         ({"error": 0.0}, "loss_weights"),
         ({"error": math.nan}, "loss_weights['error']"),
-        ({"error": "1"}, "loss_weights['error']"),
     ],
 )
 def test_invalid_factor_is_an_error(raises, two_metrics: Any, weights: Any, field: str):
