@@ -36,7 +36,7 @@ class Update(NamedTuple):
       params: New weights, all of them.
       opt_state: New state of the optimizer.
       ema: New averaged weights.
-      is_valid: Whether loss and gradient are finite and the norm is within its limit, bool scalar.
+      is_valid: True if loss and gradient are finite and the norm is within its limit, bool scalar.
         If not, and the learner skips steps, the weights and states are the old ones.
       scalars: Scalars to report.
     """
@@ -88,7 +88,7 @@ class Learner(Configurable):
         `GradientTransformation` (then `learning_rate` must be None, since it has its own).
       learning_rate: A number, or the config of a schedule `step -> rate`.
       auxiliary_optimizers: Configs of `AuxiliaryOptimizer`, optimizers for some weights.
-      per_layer: Whether each layer of a repeated stack is a tensor of its own to the optimizers.
+      per_layer: True if each layer of a repeated stack is a tensor of its own to the optimizers.
         None decides by optimizer: True for one that works on whole tensors (Adafactor, LAMB, a
         cap on the update's RMS); False for one that works on entries (Adam), where it makes no
         difference; an error for one whose update depends on several weights.
@@ -96,13 +96,13 @@ class Learner(Configurable):
         all weights together.
       clip_per_tensor_norm: Limit of the gradient norm of each single weight, and of each layer of
         a stack. Cannot be combined with `clip_global_norm`.
-      skip_nonfinite_gradients: Whether to skip a step whose loss or gradient holds NaN or an
+      skip_nonfinite_gradients: True to skip a step whose loss or gradient holds NaN or an
         infinity. A skipped step changes the step number and nothing else in the state.
       skip_step_gradient_norm_value: Largest norm of the gradient, before clipping, with which a
         step is taken; a step with a larger or non-finite norm is skipped. None for no limit.
       ema_decay: Decay d of an exponential moving average of the trained weights, kept in float32.
         The decay at step t is min(d, (1 + t)/(10 + t)). None for no average.
-      grad_norm_summary: Whether to report `learning/applied_grad_norm`, the norm of the updates,
+      grad_norm_summary: True to report `learning/applied_grad_norm`, the norm of the updates,
         which takes another pass over the weights.
       trainable: Regular expressions of the weights to train, such as `.*/lora_[ab]`; each has to
         match the whole path of at least one weight. None trains all but `frozen`.
@@ -163,7 +163,7 @@ class Learner(Configurable):
 
     @property
     def skips_steps(self) -> bool:
-        """Whether the learner may skip a step."""
+        """True if the learner may skip a step."""
         return self.skip_nonfinite_gradients or self.skip_step_gradient_norm_value is not None
 
     def init(self, params: Any, *, stacks: Stacks | None = None) -> Any:

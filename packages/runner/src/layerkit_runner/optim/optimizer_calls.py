@@ -31,10 +31,10 @@ _Labels = frozenset[int]
 
 
 class Reach(enum.Enum):
-    """What the update of one entry of a weight depends on.
+    """The inputs that the update of one entry of a weight depends on.
 
     Attributes:
-      ENTRY: That entry's gradient (SGD, Adam, Lion); how weights are stacked does not matter.
+      ENTRY: Gradient of that entry (SGD, Adam, Lion); how weights are stacked does not matter.
       TENSOR: The whole gradient or weight (Adafactor, LAMB, a cap on the update's RMS).
       TREE: The gradients of several weights (a global norm).
     """

@@ -108,7 +108,7 @@ class OptimizerGroups:
 
         Args:
           optimizers: Optimizers, the main one first.
-          per_layer: Whether each layer of a stack is a tensor; None decides by optimizer.
+          per_layer: True if each layer of a stack is a tensor; None decides by optimizer.
         """
         self._optimizers = tuple(optimizers)
         self._per_layer = per_layer

@@ -197,7 +197,7 @@ class Partitioner(Configurable):
 
         Args:
           task: Task to evaluate.
-          averaged: Whether to use the averaged weights; None for the task's setting.
+          averaged: True to use the averaged weights; None for the task's setting.
         """
         averaged = task.train.eval_use_ema_states if averaged is None else averaged
         step = functools.partial(task.eval_step, averaged=averaged)

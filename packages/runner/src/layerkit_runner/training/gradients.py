@@ -46,7 +46,7 @@ class GradientResult(NamedTuple):
       gradients: Gradient of this shard's share of the loss, shaped like `Variables.trained`.
       overwriting: Gradient with respect to `Variables.overwritten`.
       metrics: Metrics over this shard's rows.
-      aux: This shard's share of the auxiliary losses; None if the model has none.
+      aux: Share of this shard in the auxiliary losses; None if the model has none.
       non_trainable: Next values of the non-trainable variables.
       summaries: Summaries of the layers, `[microbatches, ...]` if there are several microbatches.
     """

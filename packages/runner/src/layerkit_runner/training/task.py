@@ -269,7 +269,7 @@ class SingleTask(Configurable):
           state: State with the weights.
           batch: Arrays `[rows, ...]`.
           context: Reductions over the shards of the batch.
-          averaged: Whether to use the averaged weights; None for `train.eval_use_ema_states`.
+          averaged: True to use the averaged weights; None for `train.eval_use_ema_states`.
         """
         return self._evaluate(state, batch, context, averaged=averaged)[0]
 
@@ -351,7 +351,7 @@ class SingleTask(Configurable):
 
         Args:
           state: State of training, or its part `TrainState.for_inference`.
-          averaged: Whether to use the averaged weights (`learner.ema_decay`).
+          averaged: True to use the averaged weights (`learner.ema_decay`).
         """
         learner = self.train.learner
         if averaged:

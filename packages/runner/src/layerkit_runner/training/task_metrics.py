@@ -70,12 +70,12 @@ class TaskMetric(Configurable):
 
     @property
     def is_per_example(self) -> bool:
-        """Whether the values have a row for each example."""
+        """True if the values have a row for each example."""
         return self.value.partition("/")[0] in PER_EXAMPLE
 
     @property
     def is_of_training(self) -> bool:
-        """Whether only training steps have the values."""
+        """True if only training steps have the values."""
         return self.value.startswith("scalars/")
 
     def reduce(self, values: jax.Array, weights: jax.Array) -> Reported:

@@ -45,8 +45,8 @@ class TrainHParams(Configurable):
       summary_interval_steps: Number of steps between two reports of metrics.
       eval_interval_steps: Number of steps between two evaluations of held-out data; None evaluates
         at the end only.
-      eval_at_end: Whether held-out data are evaluated after the last step.
-      eval_skip_train: Whether evaluations leave out the training data; False also evaluates the
+      eval_at_end: True if held-out data are evaluated after the last step.
+      eval_skip_train: True if evaluations leave out the training data; False also evaluates the
         next training batch, under the name `train`.
       decode_interval_steps: Number of steps between two decodings; None decodes at the end only.
       decode_start_after_n_steps: Number of steps before the first decoding.
@@ -61,7 +61,7 @@ class TrainHParams(Configurable):
         best checkpoints are kept until better ones exist; None keeps none for this reason.
       save_best_mode: `min` if a lower value of that metric is better, `max` if a higher one is.
       save_best_to_keep: Number of best checkpoints to keep.
-      save_step_zero: Whether a checkpoint is written before the first step.
+      save_step_zero: True if a checkpoint is written before the first step.
       max_inflight_steps: Number of steps that may be dispatched to the device before the host
         waits.
       max_consecutive_skipped_steps: Number of consecutive steps that may be skipped, because loss
@@ -70,9 +70,9 @@ class TrainHParams(Configurable):
       gradient_accumulation_steps: Number of microbatches that a batch is divided into. Their
         gradients are added up before the update, which takes less memory and gives the same
         numbers.
-      eval_use_ema_states: Whether evaluation uses the averaged weights (`learner.ema_decay`).
-      decode_use_ema_states: Whether decoding uses the averaged weights.
-      variable_norm_summary: Whether `learning/var_norm`, the norm of the trained weights before the
+      eval_use_ema_states: True if evaluation uses the averaged weights (`learner.ema_decay`).
+      decode_use_ema_states: True if decoding uses the averaged weights.
+      variable_norm_summary: True if `learning/var_norm`, the norm of the trained weights before the
         step, is reported.
       weight_summary_interval_steps: Number of steps between two reports of the norm and histogram
         of every weight; None for no reports.
