@@ -155,7 +155,7 @@ def test_decoding_beside_a_training_job(processes: Processes):
 
 
 @pytest.mark.slow
-def test_a_killed_job_does_the_interrupted_evaluation_anew_and_no_other(processes: Processes):
+def test_killed_job_repeats_only_the_interrupted_evaluation(processes: Processes):
     processes.run()
     gate = processes.folder.parent / "gate"
     follower = processes.start("--mode=eval", SECOND_WAITS_FOR=gate)
@@ -176,7 +176,7 @@ def test_a_killed_job_does_the_interrupted_evaluation_anew_and_no_other(processe
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_wait(processes: Processes, number: signal.Signals):
+def test_signal_ends_the_wait(processes: Processes, number: signal.Signals):
     follower = processes.start("--mode=eval")
     said(follower, "waiting for the first checkpoint")
     follower.send_signal(number)

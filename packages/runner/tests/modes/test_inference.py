@@ -160,7 +160,7 @@ def test_partial_record_is_replaced(gated: ModuleType, job: Path):
     assert record(job, 6).read_text() == whole
 
 
-def test_decoding_and_evaluation_with_it(
+def test_eval_during_decode_records_both(
     gated: ModuleType, job: Path, capsys: pytest.CaptureFixture[str]
 ):
     shutil.rmtree(job / "decode")
@@ -201,7 +201,7 @@ def test_wait_for_a_checkpoint_ends_after_the_timeout(
         run_inference("eval_once", resolve(gated.Gated()), options(job))
 
 
-def test_step_0_is_a_checkpoint_too(
+def test_checkpoint_of_step_0_is_evaluated(
     gated: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     folder = tmp_path / "from_0"

@@ -91,7 +91,7 @@ def test_observer_of_an_experiment_runs_beside_the_built_in_ones(experiment: Any
     assert (tmp_path / "job" / "summaries").is_dir()
 
 
-def test_observer_that_fails_is_left_out_and_the_run_goes_on(
+def test_failing_observer_is_removed_and_the_run_continues(
     experiment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     resolved = resolve(experiment(), [Override("observers.0.fails_at", "3")])

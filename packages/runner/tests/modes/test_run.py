@@ -156,7 +156,7 @@ class Outer(BaseLayer):
 
 
 @pytest.mark.parametrize("mode", ["train", "eval_once", "decode", "export"])
-def test_shapes_that_a_layer_refuses_end_in_one_sentence_with_its_path(
+def test_shape_error_of_a_layer_is_one_line_with_its_path(
     mode: str, tmp_path: Path, monkeypatch: Any
 ):
     def fails(*_: Any) -> int:
@@ -210,7 +210,7 @@ _MISSPELT: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", _MISSPELT)
-def test_misspelt_name_in_a_layer_is_one_sentence_with_its_line(
+def test_unknown_name_in_a_layer_is_one_line_with_file_and_line(
     case: str, tmp_path: Path, monkeypatch: Any
 ):
     def fails(*_: Any) -> int:
@@ -272,7 +272,7 @@ def test_errors_of_a_layers_own_code_keep_their_traceback(
     assert "In layer Misspelt()" in caught.value.__notes__
 
 
-def test_unknown_name_in_code_of_this_project_is_no_mistake_of_its_user():
+def test_unknown_name_in_code_of_this_project_is_no_user_error():
     class Bad(Misspelt):
         def setup(self) -> None:
             super().setup()
@@ -341,7 +341,7 @@ def test_host_without_memory_ends_with_one_message(
 
 
 @pytest.mark.parametrize("read", [lambda batch: batch.z, lambda batch: batch["z"]])
-def test_model_that_reads_missing_batch_key_ends_in_one_sentence_with_keys_of_batch(
+def test_missing_batch_key_is_one_line_with_the_keys_of_the_batch(
     tmp_path: Path, tiny: SimpleNamespace, read: Any
 ):
     class ReadsZ(tiny.Regression):

@@ -188,7 +188,7 @@ def test_fewer_steps_than_completed_are_reported(train: Any):
     assert "not training" not in train("job")
 
 
-def test_a_second_run_leaves_the_saves_of_the_first_alone(train: Any, tmp_path: Path):
+def test_second_run_in_a_folder_is_an_error_and_changes_nothing(train: Any, tmp_path: Path):
     train("job")
     saving = tmp_path / "job" / "checkpoints" / "checkpoint_00000006.orbax-checkpoint-tmp-0"
     saving.mkdir()
@@ -226,7 +226,9 @@ def test_run_starts_from_the_checkpoint_of_another_job(train: Any, tmp_path: Pat
     assert f"resuming from step 5 of {tmp_path}/new/checkpoints" in output
 
 
-def test_no_training_input(tiny: SimpleNamespace, experiment: Any, tmp_path: Path):
+def test_experiment_without_training_data_is_an_error(
+    tiny: SimpleNamespace, experiment: Any, tmp_path: Path
+):
     class Untrained(experiment):
         def datasets(self) -> list[Config]:
             return []
@@ -236,7 +238,7 @@ def test_no_training_input(tiny: SimpleNamespace, experiment: Any, tmp_path: Pat
     assert not (tmp_path / "job").exists()
 
 
-def test_an_experiment_that_only_evaluates(experiment: Any, tmp_path: Path):
+def test_training_of_an_evaluation_experiment_is_an_error(experiment: Any, tmp_path: Path):
     class Asks(experiment):
         trained_by = experiment
 
@@ -248,7 +250,9 @@ def test_an_experiment_that_only_evaluates(experiment: Any, tmp_path: Path):
     assert not (tmp_path / "job").exists()
 
 
-def test_data_sets_of_one_name(tiny: SimpleNamespace, experiment: Any, tmp_path: Path):
+def test_data_sets_of_the_same_name_are_an_error(
+    tiny: SimpleNamespace, experiment: Any, tmp_path: Path
+):
     class Twice(experiment):
         def datasets(self) -> list[Config]:
             train, held_out = super().datasets()
@@ -284,7 +288,7 @@ def test_a_loss_that_the_model_does_not_report(experiment: Any, tmp_path: Path):
     # The run takes no 12 hours: of those kept for their age there is the first alone.
     [(None, ["checkpoint_00000006"]), (12.0, ["checkpoint_00000002", "checkpoint_00000006"])],
 )
-def test_which_checkpoints_stay(
+def test_save_keep_interval_hours_keeps_checkpoints(
     experiment: Any, tmp_path: Path, hours: float | None, kept: list[str]
 ):
     resolved = resolve(experiment(MAX_STEPS=6, MAX_TO_KEEP=1))
@@ -295,7 +299,7 @@ def test_which_checkpoints_stay(
     assert sorted(path.name for path in folders) == kept
 
 
-def test_a_job_is_in_one_folder_however_it_is_written(
+def test_home_folder_in_job_log_dir_is_expanded(
     train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -183,7 +183,7 @@ def test_losses_are_those_of_a_plain_loop(train: Any, tmp_path: Path, pmap: bool
     assert read_metrics(tmp_path / "job").info["examples_per_step"] == pytest.approx(32 / 3)
 
 
-def test_interrupted_within_a_turn_it_goes_on_as_if_it_had_not_been(train: Any, tmp_path: Path):
+def test_run_resumed_within_a_round_equals_an_uninterrupted_one(train: Any, tmp_path: Path):
     train("straight")
     for steps in (1, 4, 5, 7):
         train("job", MAX_STEPS=steps)

@@ -30,7 +30,7 @@ RECORDS = [
 
 
 class Recorder(Observer):
-    """Keeps what it is told."""
+    """Records what is reported."""
 
     def __init__(self) -> None:
         self.texts: list[tuple[int, str, str]] = []
@@ -312,7 +312,7 @@ def test_metrics_of_the_data_set_see_each_prediction_once_also_when_read_again(
     assert recorder.metrics == [expected] * 2
 
 
-def test_a_real_example_without_a_prompt_is_no_padding(make: Any, tiny: SimpleNamespace):
+def test_example_with_an_empty_prompt_is_decoded(make: Any, tiny: SimpleNamespace):
     class FirstIsEmpty(tiny.Prompts):
         """The first example has no prompt at all."""
 

@@ -97,7 +97,7 @@ CONTINUATION = {
 }
 
 
-def test_other_outputs_stand_beside_a_continuation(collect: Any):
+def test_other_outputs_are_added_to_a_continuation(collect: Any):
     records = collect({**CONTINUATION, "entropy": np.array([0.25, 0.5])}, kind="Prompts").records
     assert records[0] == {
         "prompt": "1",
@@ -108,7 +108,7 @@ def test_other_outputs_stand_beside_a_continuation(collect: Any):
     }
 
 
-def test_ids_are_kept_where_the_data_set_has_no_texts(collect: Any):
+def test_ids_are_recorded_without_a_vocabulary(collect: Any):
     records = collect(CONTINUATION).records
     assert [record["prompt_ids"] for record in records] == [[1], [3]]
     assert [record["continuation_ids"] for record in records] == [[2, 2], [4]]

@@ -18,7 +18,7 @@ from layerkit_runner.trainer import EvalProgram
 
 
 class Recorder(Observer):
-    """Keeps what it is told."""
+    """Records what is reported."""
 
     def __init__(self) -> None:
         self.evals: list[tuple[int, str, dict[str, float]]] = []
@@ -145,7 +145,7 @@ def test_example_that_occurs_twice_is_an_error(tiny: SimpleNamespace):
         program.run(state, 3, Recorder())
 
 
-def test_scores_that_the_model_does_not_give_are_asked_for_by_name(tiny: SimpleNamespace):
+def test_model_without_scores_is_an_error_for_score_metrics(tiny: SimpleNamespace):
     class Silent(tiny.Regression):
         """Says nothing of single examples."""
 
@@ -164,7 +164,7 @@ def test_scores_that_the_model_does_not_give_are_asked_for_by_name(tiny: SimpleN
         program.run(state, 3, Recorder())
 
 
-def test_records_that_were_left_out_are_told_and_counted(tiny: SimpleNamespace):
+def test_skipped_records_are_reported_and_counted(tiny: SimpleNamespace):
     class Holed(tiny.Points):
         """As if two of its records could not be read."""
 

@@ -480,7 +480,7 @@ def test_early_stopping_sees_an_evaluation_of_the_model(make: Any):
     assert message.startswith("stopped early after step 3: points/loss did not improve on")
 
 
-def test_evaluation_and_decoding_on_demand(make: Any):
+def test_evaluate_and_decode_may_be_called_directly(make: Any):
     job = make(num_train_steps=3, saves=False)
     means = job.executor.evaluate(job.state, 0)
     assert set(means) == {"points"}

@@ -33,7 +33,7 @@ from layerkit_runner.training.task_metrics import Histogram, Max, Mean
 
 
 class Recorder(Observer):
-    """Keeps what it is told."""
+    """Records what is reported."""
 
     def __init__(self) -> None:
         self.completed: list[int] = []
@@ -112,7 +112,7 @@ def test_data_sets_take_turns_round_robin(turns: list[int]):
     assert sum(inputs.share(index) for index in range(len(turns))) == pytest.approx(1)
 
 
-def test_losses_by_hand(tiny: SimpleNamespace):
+def test_losses_equal_computed_ones(tiny: SimpleNamespace):
     # Rows (0, 1) → 0 and (1, 1) → 1 with w = (1, 1): errors 1 and, after w₁ -= 0.01, 0.99.
     program, state, recorder = started(tiny, summary_interval_steps=1)
     for step in (1, 2):
@@ -123,7 +123,7 @@ def test_losses_by_hand(tiny: SimpleNamespace):
     assert int(state.step) == 2
 
 
-def test_weights_after_the_steps_that_are_due(tiny: SimpleNamespace):
+def test_weight_summaries_at_their_interval(tiny: SimpleNamespace):
     program, state, recorder = started(tiny, weight_summary_interval_steps=2)
     for step in range(1, 5):
         state = program.run_step(state, step)
@@ -135,7 +135,7 @@ def test_weights_after_the_steps_that_are_due(tiny: SimpleNamespace):
     assert spread.norm == pytest.approx(norm)
 
 
-def test_the_first_step_is_reported_at_once_and_later_ones_behind(tiny: SimpleNamespace):
+def test_first_step_is_reported_at_once_and_later_steps_with_a_delay(tiny: SimpleNamespace):
     program, state, recorder = started(tiny, max_inflight_steps=3)
     seen = []
     for step in range(1, 8):
