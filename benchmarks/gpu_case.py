@@ -31,7 +31,7 @@ from layerkit_inputs import SyntheticInput
 from layerkit_runner.config.experiment import experiment_fields
 from layerkit_runner.config.overrides import parse_fields, parse_override
 from layerkit_runner.config.resolve import ResolvedExperiment, resolve
-from layerkit_runner.data.infeed import Place, example_batch, make_input
+from layerkit_runner.data.infeed import HostTopology, example_batch, make_input
 from layerkit_runner.data.training_data import training_config
 from layerkit_runner.errors import UsageError
 from layerkit_runner.modes.start_report import LayerNotes, num_params
@@ -193,7 +193,7 @@ def trace(resolved: ResolvedExperiment, devices: Sequence[jax.Device]) -> Traced
     rows = round(config.percore_batch_size * len(devices))
     batch = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype, sharding=sharding),
-        example_batch(config, partitioner, Place(0, 1, lambda _: 0)),
+        example_batch(config, partitioner, HostTopology(0, 1, lambda _: 0)),
     )
     with LayerNotes() as notes:
         program = partitioner.train_step_fn(task).trace(state, batch)

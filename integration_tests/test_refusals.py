@@ -45,8 +45,8 @@ def refusal(job: Any, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         ),
         (
             {"PERCORE_BATCH_SIZE": 0.3},
-            "train: percore_batch_size=0.3 on 8 devices is a global batch of 2.4 rows, which is no"
-            " whole number",
+            "train: percore_batch_size=0.3. Expected an integer number of rows on 8 devices, not"
+            " 2.4.",
         ),
         (
             {"CHECKPOINT_POLICY": "fulll"},
@@ -54,30 +54,30 @@ def refusal(job: Any, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         ),
         (
             {"ACTIVATION": "geluu"},
-            "LmCloudSpmdTest cannot run as asked: ACTIVATION='geluu'; did you mean 'gelu'? It is"
+            "LmCloudSpmdTest: ACTIVATION='geluu'; did you mean 'gelu'? It is"
             " one of relu, gelu, gelu_exact, silu.",
         ),
         (
             {"FPROP_DTYPE": "bfloat15"},
-            "LmCloudSpmdTest cannot run as asked: FPROP_DTYPE='bfloat15'. Expected a dtype. Did you"
+            "LmCloudSpmdTest: FPROP_DTYPE='bfloat15'. Expected a dtype. Did you"
             " mean 'bfloat16' or 'float16'?",
         ),
         (
             {"FPROP_DTYPE": "int32"},
-            "LmCloudSpmdTest cannot run as asked: FPROP_DTYPE='int32' is not a floating dtype, such"
+            "LmCloudSpmdTest: FPROP_DTYPE='int32' is not a floating dtype, such"
             " as bfloat16",
         ),
         (
             {"MODEL_DIMS": 0},
-            "LmCloudSpmdTest cannot run as asked: MODEL_DIMS=0 must be at least 1",
+            "LmCloudSpmdTest: MODEL_DIMS=0 must be at least 1",
         ),
         (
             {"MAX_STEPS": 0},
-            "LmCloudSpmdTest cannot run as asked: MAX_STEPS=0: expected a positive integer",
+            "LmCloudSpmdTest: MAX_STEPS=0: expected a positive integer",
         ),
         (
             {"NUM_LAYERS": -1, "SCALE_RESIDUAL_INIT": True},
-            "LmCloudSpmdTest cannot run as asked: NUM_LAYERS=-1 must be at least 1",
+            "LmCloudSpmdTest: NUM_LAYERS=-1 must be at least 1",
         ),
         (
             {"task.loss_name": "xentt"},
@@ -135,13 +135,13 @@ def test_flags_that_do_not_fit(
     [
         (
             {"VOCAB_SIZE": 256},
-            "LocalText cannot run as asked: VOCAB_SIZE=256 is less than the 259 ids of"
+            "LocalText: VOCAB_SIZE=256 is less than the 259 ids of"
             " TOKENIZER='bytes', special ones included",
         ),
         (
             # One position too many: 8 of the prompt, 9 after it.
             {"POSITIONS": "trainable", "MAX_DECODE_STEPS": 9},
-            "LocalText cannot run as asked: MAX_DECODE_STEPS=9 after prompts of 8 ids need 17"
+            "LocalText: MAX_DECODE_STEPS=9 after prompts of 8 ids need 17"
             " positions, and POSITIONS='trainable' has MAX_SEQ_LEN=16",
         ),
         (

@@ -161,7 +161,7 @@ def test_damaged_record_is_one_sentence(job: Path, capsys, text):
 def test_record_that_is_no_file_is_refused(job: Path):
     (job / "config.json").unlink()
     os.mkfifo(job / "config.json")
-    with pytest.raises(DamagedRecordError, match="no file"):
+    with pytest.raises(DamagedRecordError, match="not a file"):
         read_recorded_config(str(job))
 
 

@@ -56,27 +56,27 @@ WAYS = {
 }
 
 
+OWNER = "input 'web' (Given)"
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    ("arrays", "facts"),
+    ("arrays", "field", "value"),
     [
-        ({"x": np.zeros((1, 2), np.float32)}, ["'x'", "1 row(s)", "[1, 2]", "Expected 8 rows"]),
-        ({"x": np.zeros(8), "y": np.zeros(9)}, ["'y'", "9 row(s)", "Expected 8 rows"]),
-        ({"x": np.zeros(8), "rate": np.float32(1)}, ["'rate'", "no rows", "Expected 8 rows"]),
-        ({"ids": np.zeros((8, 4))}, ["'ids'", "float64", "int32"]),
-        ({"tgt": NestedMap(ids=np.zeros((8, 4), np.float32))}, ["'tgt.ids'", "float32", "int32"]),
-        ({"segment_ids": np.zeros((8, 4), bool)}, ["'segment_ids'", "bool", "int32"]),
+        ({"x": np.zeros((1, 2), np.float32)}, "shape of x", [1, 2]),
+        ({"x": np.zeros(8), "y": np.zeros(9)}, "shape of y", [9]),
+        ({"x": np.zeros(8), "rate": np.float32(1)}, "shape of rate", []),
+        ({"ids": np.zeros((8, 4))}, "dtype of ids", "float64"),
+        ({"tgt": NestedMap(ids=np.zeros((8, 4), np.float32))}, "dtype of tgt.ids", "float32"),
+        ({"segment_ids": np.zeros((8, 4), bool)}, "dtype of segment_ids", "bool"),
     ],
 )
-def test_batch_that_is_not_as_declared_raises_wherever_it_enters(
-    way: str, arrays: dict[str, Any], facts: list[str]
+def test_undeclared_batch_raises_in_each_reader(
+    raises, way: str, arrays: dict[str, Any], field: str, value: Any
 ):
     enter, fields = WAYS[way]
-    with pytest.raises(UsageError) as caught:
+    with raises(UsageError, owner=OWNER, field=field, value=value):
         enter(Given(batch_size=8, name="web", arrays=arrays, **fields))
-    assert "\n" not in str(caught.value)
-    for fact in ["input 'web' (Given)", *facts]:
-        assert fact in str(caught.value)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -86,11 +86,11 @@ def test_batch_as_declared_passes(way: str):
     enter(Given(batch_size=8, arrays=arrays, **fields))
 
 
-def test_padding_of_an_evaluation_is_declared_too():
+def test_evaluation_batch_includes_its_padding(raises):
     dataset = Given(batch_size=8, batch_padding_size=2, arrays={"x": np.zeros(8)})
     assert [len(batch.x) for batch in eval_batches(dataset)] == [10, 10, 10]
     dataset.reset()
-    with pytest.raises(UsageError, match="Expected 10 rows"):
+    with raises(UsageError, field="shape of x", value=[8]):
         check_batch(dataset, dataset.get_next(), is_padded=True)
 
 
@@ -98,12 +98,11 @@ def test_padding_of_an_evaluation_is_declared_too():
 @pytest.mark.parametrize(
     ("value", "dtype"), [(2**31, np.int64), (-(2**31) - 1, np.int64), (2**32, np.uint64)]
 )
-def test_integer_that_jax_would_wrap_around_raises(way: str, value: int, dtype: Any):
+def test_integer_that_jax_would_wrap_around_raises(raises, way: str, value: int, dtype: Any):
     enter, fields = WAYS[way]
     arrays = {"x": np.zeros((8, 2), dtype)}
     arrays["x"][3, 1] = value
-    text = rf"input 'web' \(Given\): .* 'x' has dtype={dtype.__name__} and holds {value}\. Expected"
-    with pytest.raises(UsageError, match=text):
+    with raises(UsageError, owner=OWNER, field=f"{dtype.__name__} value of x", value=value):
         enter(Given(batch_size=8, name="web", arrays=arrays, **fields))
 
 

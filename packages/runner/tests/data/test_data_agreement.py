@@ -1,4 +1,4 @@
-"""Processes that read other data than process 0 are found before the first step."""
+"""Detection of processes that read other data than process 0."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def text_input(folder: Path, words: str) -> LocalText:
 
 
 def digests_of(dataset: LocalText) -> Any:
-    """What a process that reads `dataset` would send."""
+    """Return the values that a process which reads `dataset` sends."""
     sent: list[Any] = []
 
     def keep(mine: Any) -> list[Any]:
@@ -31,16 +31,16 @@ def digests_of(dataset: LocalText) -> Any:
     return sent[0]
 
 
-def test_the_same_files_agree_and_others_do_not(tmp_path: Path):
+def test_processes_with_other_files_raise(raises, tmp_path: Path):
     here = text_input(tmp_path / "here", "one two ")
     same = text_input(tmp_path / "same", "one two ")
     other = text_input(tmp_path / "other", "one three ")
     check_same_data({"train": here}, lambda mine: [mine, digests_of(same)])
-    with pytest.raises(UsageError, match=r"the data of 'train' differ between processes: \[2\]"):
+    with raises(UsageError, owner="train", field="processes", value=[2]):
         check_same_data({"train": here}, lambda mine: [mine, mine, digests_of(other)])
 
 
-def test_data_that_cannot_be_read_are_told_without_a_traceback(tmp_path: Path):
+def test_unreadable_data_raise_a_usage_error(tmp_path: Path):
     missing = LocalText(paths=[str(tmp_path / "none")], batch_size=1, seq_length=8)
     with pytest.raises(UsageError, match="none"):
         check_same_data({"heldout": missing}, lambda mine: [mine])

@@ -1,4 +1,4 @@
-"""DeviceFeed: batches ahead on the devices, exact positions, and how long devices stood still."""
+"""DeviceFeed: prefetched batches, exact positions, and idle time of the devices."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def wait_until_ready(ahead: Prefetch, count: int) -> None:
     raise AssertionError(f"{ahead.num_ready} batches are ready, not {count}")
 
 
-def test_as_many_wait_on_the_devices_as_may_and_the_state_is_of_those_given_out(gated: Any):
+def test_feed_prefetches_up_to_depth_and_its_state_counts_returned_batches(gated: Any):
     feed = DeviceFeed(gated.ahead, gated.partitioner, depth=2)
     assert feed.state()["position"] == {"num_delivered": 0}
     feed.fill()  # nothing is ready, so nothing is waited for
@@ -79,7 +79,7 @@ def test_as_many_wait_on_the_devices_as_may_and_the_state_is_of_those_given_out(
     assert again.get_next().ids[0] == 4
 
 
-def test_a_look_at_the_next_batch_takes_nothing(gated: Any):
+def test_peek_does_not_consume_the_batch(gated: Any):
     feed = DeviceFeed(gated.ahead, gated.partitioner)
     gated.source.gate.release(3)
     assert feed.peek().ids[0] == feed.peek().ids[0] == 1
@@ -90,7 +90,7 @@ def test_a_look_at_the_next_batch_takes_nothing(gated: Any):
     assert feed.take(lambda: True)[0].ids[0] == 2
 
 
-def test_only_the_time_in_which_the_devices_have_nothing_to_do_counts(gated: Any):
+def test_idle_seconds_exclude_time_in_which_the_devices_work(gated: Any):
     ticks = iter([100.0, 107.5])
     feed = DeviceFeed(gated.ahead, gated.partitioner, clock=lambda: next(ticks))
     asked = []
@@ -108,7 +108,7 @@ def test_only_the_time_in_which_the_devices_have_nothing_to_do_counts(gated: Any
     assert len(asked) == 3
 
 
-def test_what_the_source_raises_comes_after_the_batches_before_it(gated: Any):
+def test_error_of_the_source_is_raised_after_the_batches_before_it(gated: Any):
     class Failing(Gated):
         """Has two batches."""
 

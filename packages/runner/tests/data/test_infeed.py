@@ -1,4 +1,4 @@
-"""make_input: from rows per device or per host to what each process feeds."""
+"""make_input: batch sizes per device and per host, and the rows that each process feeds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from layerkit.nested_map import NestedMap
 from layerkit_inputs import IndexedInput
 from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner.data.infeed import (
-    Place,
+    HostTopology,
     dataset_name,
     example_batch,
     feed_plan,
@@ -43,13 +43,15 @@ def started(shape: list[int] | None) -> Partitioner:
         ([1, 1, 8], 0.375, 3),
     ],
 )
-def test_rows_per_device(tiny: SimpleNamespace, shape, percore: float, rows: int):
+def test_percore_batch_size_is_rows_per_device(
+    tiny: SimpleNamespace, shape, percore: float, rows: int
+):
     dataset = make_input(tiny.Points.HParams.config(percore_batch_size=percore), started(shape))
     assert (dataset.global_batch_size, dataset.local_batch_size) == (rows, rows)
     assert dataset.get_next().x.shape == (rows, 2)
 
 
-def test_rows_per_host(tiny: SimpleNamespace):
+def test_batch_size_is_rows_per_host(tiny: SimpleNamespace):
     dataset = make_input(tiny.Points.HParams.config(batch_size=8), started([4, 2, 1]))
     assert dataset.global_batch_size == 8
 
@@ -72,27 +74,28 @@ def of_own_size(tiny: SimpleNamespace) -> type:
     return OwnSize
 
 
-def test_an_input_may_have_a_size_of_its_own(tiny: SimpleNamespace):
+def test_input_class_may_define_the_batch_size(tiny: SimpleNamespace):
     dataset = make_input(of_own_size(tiny).HParams.config(rows=16), started([4, 2, 1]))
     assert dataset.global_batch_size == 16
 
 
-def test_hosts_that_share_rows_cannot_use_another_size(tiny: SimpleNamespace):
-    place = Place(process_index=0, num_processes=2, process_of=lambda device: device.id // 4)
+def test_own_batch_size_must_fit_hosts_that_share_rows(raises, tiny: SimpleNamespace):
+    host = HostTopology(process_index=0, num_processes=2, process_of=lambda device: device.id // 4)
     config = of_own_size(tiny).HParams.config(name="own")
-    with pytest.raises(UsageError, match=r"^own makes batches of 8 rows on each host, .* for 16;"):
-        make_input(config, started([1, 1, 8]), place)
+    with raises(UsageError, owner="own", value=8):
+        make_input(config, started([1, 1, 8]), host)
 
 
-def test_a_product_that_is_whole_but_for_rounding(tiny: SimpleNamespace):
+def test_rounding_error_of_the_row_count_is_accepted(tiny: SimpleNamespace):
     config = tiny.Points.HParams.config(percore_batch_size=(0.1 + 0.2) / 0.3)
     assert config.percore_batch_size == 1.0000000000000002
     assert make_input(config, started([8, 1, 1])).global_batch_size == 8
 
 
 @pytest.mark.parametrize(
-    ("fields", "text"),
+    ("fields", "fact"),
     [
+<<<<<<< HEAD
         ({}, "train: set batch_size or percore_batch_size"),
         (
             {"batch_size": 8, "percore_batch_size": 1.0},
@@ -107,13 +110,21 @@ def test_a_product_that_is_whole_but_for_rounding(tiny: SimpleNamespace):
             {"percore_batch_size": 1.0, "batch_padding_size": -1},
             "Points 'train': batch_padding_size=-1; expected >= 0.",
         ),
+=======
+        ({}, "batch_size or percore_batch_size"),
+        ({"batch_size": 8, "percore_batch_size": 1.0}, "batch_size and percore_batch_size"),
+        ({"percore_batch_size": 0.3}, "percore_batch_size=0.3"),
+        ({"percore_batch_size": 0.25}, "multiple of 4"),
+        ({"percore_batch_size": 0.0}, "0"),
+        ({"percore_batch_size": 1.0, "batch_padding_size": -1}, "batch_padding_size=-1"),
+>>>>>>> 128dc4c (Carry the errors of batches and data sets as data, name HostTopology, and describe the data folder plainly)
     ],
 )
-def test_batches_that_cannot_be(tiny: SimpleNamespace, fields: dict, text: str):
+def test_wrong_batch_size_raises(tiny: SimpleNamespace, fields: dict, fact: str):
     config = tiny.Points.HParams.config(name="train", **fields)
     with pytest.raises(UsageError) as caught:
         make_input(config, started([2, 2, 2]))
-    assert str(caught.value) == text
+    assert "train" in str(caught.value) and fact in str(caught.value)
 
 
 @pytest.mark.parametrize(("percore", "rows"), [(0.25, 2), (0.0, 0)])
@@ -154,10 +165,18 @@ def test_other_error_of_a_custom_input_keeps_its_traceback_and_names_the_input()
     assert caught.value.__notes__ == ["In input Failing 'web'"]
 
 
+<<<<<<< HEAD
 def test_padding_counts_where_it_is_fed(tiny: SimpleNamespace, raises):
+=======
+def test_padded_batch_must_fit_the_mesh_in_evaluation_only(tiny: SimpleNamespace):
+>>>>>>> 128dc4c (Carry the errors of batches and data sets as data, name HostTopology, and describe the data folder plainly)
     fields = {"name": "dev", "percore_batch_size": 1.0, "batch_padding_size": 1}
     with raises(UsageError, owner="dev with batch_padding_size=1", value=9):
         make_input(tiny.Points.HParams.config(**fields), started([2, 2, 2]))
+<<<<<<< HEAD
+=======
+    assert "dev with batch_padding_size=1" in str(caught.value)
+>>>>>>> 128dc4c (Carry the errors of batches and data sets as data, name HostTopology, and describe the data folder plainly)
     fits = tiny.Points.HParams.config(**fields | {"batch_padding_size": 4})
     assert make_input(fits, started([2, 2, 2])).get_next_padded().x.shape == (12, 2)
     # Training reads batches without padding.
@@ -165,13 +184,13 @@ def test_padding_counts_where_it_is_fed(tiny: SimpleNamespace, raises):
     assert make_input(training, started([2, 2, 2])).get_next().x.shape == (8, 2)
 
 
-def test_the_config_given_is_not_changed(tiny: SimpleNamespace):
+def test_make_input_does_not_change_the_config(tiny: SimpleNamespace):
     config = tiny.Points.HParams.config(percore_batch_size=1.0)
     make_input(config, started([8, 1, 1]))
     assert config.batch_size is None
 
 
-def test_an_example_needs_the_data_only_where_nothing_else_tells(tiny: SimpleNamespace):
+def test_example_batch_reads_data_only_without_blank_batch(tiny: SimpleNamespace):
     class NotHere(tiny.Points):
         @classmethod
         def blank_batch(cls, config, rows):
@@ -194,7 +213,7 @@ def test_one_process_feeds_all_rows_once():
     assert (plan.num_infeed_hosts, plan.batch_size, plan.infeed_host_index(0)) == (1, 4, 0)
 
 
-def test_a_batch_is_whole_again_on_the_devices(tiny: SimpleNamespace):
+def test_batch_on_the_devices_equals_the_host_batch(tiny: SimpleNamespace):
     partitioner = started([2, 2, 2])
     dataset = make_input(tiny.Points.HParams.config(percore_batch_size=1.0), partitioner)
     batch = dataset.get_next()
@@ -208,6 +227,6 @@ def test_a_batch_is_whole_again_on_the_devices(tiny: SimpleNamespace):
     assert {shard.data.shape for shard in placed.x.addressable_shards} == {(2, 2)}
 
 
-def test_a_data_set_without_a_name_is_called_by_its_class(tiny: SimpleNamespace):
+def test_name_of_a_data_set_defaults_to_its_class(tiny: SimpleNamespace):
     assert dataset_name(tiny.Points.HParams.config()) == "Points"
     assert dataset_name(tiny.Points.HParams.config(name="dev")) == "dev"

@@ -1,4 +1,4 @@
-"""Records that were left out are told once, again when they have doubled, and counted always."""
+"""Reports of skipped records: at first, when their number has doubled, and as a metric."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from layerkit_runner.observers import Observer
 
 
 class Recorder(Observer):
-    """Keeps what it is told."""
+    """Keeps the reported lines."""
 
     def __init__(self) -> None:
         self.messages: list[str] = []
@@ -19,9 +19,9 @@ class Recorder(Observer):
         self.messages.append(text)
 
 
-def test_while_training(tiny: SimpleNamespace):
+def test_skipped_records_are_reported_when_their_number_doubles(tiny: SimpleNamespace):
     class Holed(tiny.Points):
-        """Leaves out as many records as the test says."""
+        """Skips as many records as the test sets."""
 
         num_skipped = 0
 
@@ -33,13 +33,13 @@ def test_while_training(tiny: SimpleNamespace):
         Holed.num_skipped = count
         assert skipped.scalars() == {"skipped_records": count}
     assert recorder.messages == [
-        "train: 1 record could not be read so far and was left out",
-        "train: 2 records could not be read so far and were left out",
-        "train: 1,500 records could not be read so far and were left out",
+        "train: skipped 1 unreadable record so far",
+        "train: skipped 2 unreadable records so far",
+        "train: skipped 1,500 unreadable records so far",
     ]
 
 
-def test_after_an_evaluation(tiny: SimpleNamespace):
+def test_evaluation_without_skipped_records_reports_nothing(tiny: SimpleNamespace):
     recorder = Recorder()
     assert report_skipped(tiny.Points(batch_size=8), "dev", recorder) == {}
     assert recorder.messages == []

@@ -285,7 +285,7 @@ def test_custom_executor_ends_the_run(
     ("fields", "words"),
     [
         ({"PROGRAMS": None}, "train_programs"),
-        ({"PROGRAMS": ()}, "few, many"),
+        ({"PROGRAMS": ()}, "'few', 'many'"),
         ({"PROGRAMS": (Config(TrainProgram, dataset="few"),)}, "many"),
         ({"PROGRAMS": (Config(TrainProgram, dataset="fwe"),)}, "'few'"),
         ({"PROGRAMS": (Config(TrainProgram),)}, r"train_programs\.0"),

@@ -173,7 +173,7 @@ def test_skipped_records_are_reported_and_counted(tiny: SimpleNamespace):
     program, state = make_program(tiny, SpmdPartitioner(), Holed.HParams.config())
     recorder = Recorder()
     assert program.run(state, 3, recorder)["skipped_records"] == 2.0
-    assert recorder.messages == ["points: 2 records could not be read so far and were left out"]
+    assert recorder.messages == ["points: skipped 2 unreadable records so far"]
 
 
 def make_careless(tiny: SimpleNamespace, weight: Any) -> Any:

@@ -1,9 +1,9 @@
 """The catalogue of a package's experiments, and the text of `--list`.
 
-A package that offers experiments keeps a file `catalogue.json` beside its `__init__.py`, with an
-object for each experiment by the name that `--list` shows. It is the index in which `--list` and
-`--exp` look, since importing experiments takes seconds. `python -m layerkit_runner.tools.catalogue
-PACKAGE` writes it; a test of the package shows that it is up to date.
+A package that offers experiments has a file `catalogue.json` beside its `__init__.py`, with an
+object for each experiment by name. `--list` and `--exp` read it, since importing experiments takes
+seconds. `python -m layerkit_runner.tools.catalogue PACKAGE` writes it; a test of the package checks
+that it is up to date.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 FILE_NAME = "catalogue.json"
 
 _HEADINGS = ("NAME", "WEIGHTS", "MESH", "DATA", "SUMMARY")
-# Columns that a narrow terminal does without, in this order; then summaries are cut.
+# Columns that are dropped for a narrow terminal, in this order; then summaries are cut.
 _LEFT_OUT_FIRST = ("DATA", "MESH", "WEIGHTS")
 _LEAST_SUMMARY = 24
 _GAP = "  "
@@ -30,7 +30,7 @@ _GAP = "  "
 
 @dataclasses.dataclass(frozen=True)
 class CatalogueLine:
-    """What is known of an experiment without building it.
+    """Facts about an experiment that are available without building it.
 
     Attributes:
       num_params: Number of weights; None if it depends on a folder of the user, or is unknown.
@@ -38,7 +38,7 @@ class CatalogueLine:
         unknown.
       data: Source of the data in a few words; None if unknown.
       summary: First line of the docstring.
-      tags: Words by which `--list --tag=NAME` finds it.
+      tags: Words that `--list --tag=NAME` filters by.
     """
 
     num_params: int | None
@@ -63,7 +63,7 @@ def read_catalogue(folder: str | os.PathLike[str]) -> dict[str, CatalogueLine] |
         rows = json.loads(text)
         return {name: CatalogueLine(**{**r, "tags": tuple(r["tags"])}) for name, r in rows.items()}
     except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise UsageError(f"{path} is not a catalogue of experiments: {error!r}") from None
+        raise UsageError(f"not a catalogue of experiments: {error!r}", owner=path) from None
 
 
 def catalogue_file_text(lines: Mapping[str, CatalogueLine]) -> str:
@@ -78,16 +78,16 @@ def catalogue_file_text(lines: Mapping[str, CatalogueLine]) -> str:
 def catalogue_text(
     entries: Sequence[ExperimentEntry], *, width: int | None = None, wide: bool = False
 ) -> str:
-    """Return what `--list` prints: a line for each experiment.
+    """Return the text that `--list` prints: a line for each experiment.
 
     Args:
       entries: The experiments.
-      width: Columns of the terminal, in which the lines have headings; None prints to a file or
-        another program, which gets all that is known, and no headings.
-      wide: Whether a terminal gets all that is known, too, however narrow it is.
+      width: Columns of the terminal. None, for a file or another program, returns all columns
+        without headings.
+      wide: Whether all columns are returned, however narrow the terminal is.
     """
     rows = [_row(entry) for entry in entries]
-    # A column that no experiment has anything in is left out.
+    # Empty columns are left out.
     table = {
         heading: column
         for heading, column in zip(_HEADINGS, zip(*rows, strict=True), strict=True)
@@ -111,7 +111,7 @@ def _longest(column: Sequence[str]) -> int:
 
 
 def _width(table: Mapping[str, Sequence[str]]) -> int:
-    """Return the columns that a table takes."""
+    """Return the width of a table in characters."""
     return sum(_longest(column) + len(_GAP) for column in table.values()) - len(_GAP)
 
 
@@ -128,7 +128,7 @@ def _aligned(columns: Sequence[Sequence[str]]) -> str:
 
 
 def catalogue_json(entries: Sequence[ExperimentEntry]) -> list[dict[str, Any]]:
-    """Return what `--list --json` prints; None stands for what is unknown."""
+    """Return the objects that `--list --json` prints; unknown values are None."""
     return [
         {"name": entry.name, "class": entry.dotted, **dataclasses.asdict(entry.line)}
         for entry in entries

@@ -1,8 +1,8 @@
-"""A resolved experiment as text and as JSON: what `--mode=inspect` prints and what a run keeps.
+"""A resolved experiment as text and as JSON, which `--mode=inspect` prints and a run records.
 
-One `path = value` line for each field at any depth, defaults included; the path is the one that
-`--fdl.PATH=VALUE` takes. A config stands as the name of its class, and where the same config object
-appears again, the line says the same as which.
+The text has a line `path = value` for each field at any depth, defaults included; the path is that
+of `--fdl.PATH=VALUE`. The value of a config is the name of its class. A config object that appears
+again is shown as `the same as PATH`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def config_text(resolved: ResolvedExperiment) -> str:
-    """Return lines `path = value`: the experiment, its fields, then all that they resolve to."""
+    """Return lines `path = value`: the experiment, its fields, then the resolved configs."""
     lines = [f"experiment = {resolved.name}"]
     for name, value in _experiment_values(resolved):
         lines.append(f"experiment.{name} = {value_text(value)}")
@@ -38,7 +38,7 @@ def config_text(resolved: ResolvedExperiment) -> str:
 def config_json(
     resolved: ResolvedExperiment, options: RunOptions | None = None, *, mode: str = "train"
 ) -> dict[str, Any]:
-    """Return a resolved experiment as JSON, with what it takes to resolve it again.
+    """Return a resolved experiment as JSON, with the arguments that resolve it again.
 
     Args:
       resolved: The experiment with its overrides.
@@ -68,7 +68,7 @@ def config_json(
 def printed_config(
     resolved: ResolvedExperiment, options: RunOptions | None, *, mode: str, as_json: bool
 ) -> str:
-    """Return what `--print_config` prints; see `config_text` and `config_json`."""
+    """Return the text that `--print_config` prints; see `config_text` and `config_json`."""
     if as_json:
         return json.dumps(config_json(resolved, options, mode=mode))
     return config_text(resolved).rstrip("\n")
@@ -76,7 +76,7 @@ def printed_config(
 
 def _run_arguments(options: RunOptions, mode: str) -> list[str]:
     named = [] if mode == "train" else [f"--mode={mode}"]
-    # How this is printed is no flag of the run.
+    # The format of this output is not a flag of the run.
     return [*named, *to_argv(dataclasses.replace(options, json=False), mode=mode)]
 
 
@@ -106,7 +106,7 @@ def _walk(resolved: ResolvedExperiment) -> Iterator[tuple[str, Any]]:
 
 
 def plain_value(value: Any) -> Any:
-    """Return a value as JSON has it: as it is, or else its text."""
+    """Return a value if JSON can represent it, or else its text."""
     if isinstance(value, (list, tuple)):
         return [plain_value(item) for item in value]
     if isinstance(value, dict):
@@ -118,8 +118,8 @@ def plain_value(value: Any) -> Any:
 
 
 def _as_typed(value: Any) -> str:
-    """Return the text of an override, without quotes where it is read as a string anyway."""
-    if isinstance(value, str) and value not in ("true", "false"):  # asked about, not taken
+    """Return the text of an override, without quotes if it is read as a string without them."""
+    if isinstance(value, str) and value not in ("true", "false"):  # these are errors
         with contextlib.suppress(field_types.FieldTypeError):
             if field_types.parse_literal(value) == value:
                 return value

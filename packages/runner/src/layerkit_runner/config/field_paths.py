@@ -1,7 +1,7 @@
-"""The experiment's fields behind the paths of a configuration.
+"""The fields of an experiment that give configuration paths their values.
 
-Errors name configuration paths, such as `partitioner.ici_mesh_shape`. Where a field of the
-experiment gives a path its value, whoever runs the experiment sets that field.
+Errors name configuration paths, such as `partitioner.ici_mesh_shape`. If a field of the experiment
+gives a path its value, its user sets that field instead.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from layerkit.errors import UserError
 from layerkit_runner.config.config_text import plain_value
 from layerkit_runner.config.config_tree import NOT_SET, value_at, walk
 from layerkit_runner.config.experiment import experiment_fields
+from layerkit_runner.config.overrides import ROOTS
 from layerkit_runner.config.resolve import ResolvedExperiment
-from layerkit_runner.errors import UsageError
 
 _FLAG = re.compile(r"--fdl\.([a-z]\w*(?:\.\w+)+)")
 
@@ -43,12 +44,12 @@ def source_field(resolved: ResolvedExperiment, path: str) -> str | None:
     traced = copy.copy(experiment)
     for name in fields:
         object.__setattr__(traced, name, _marked(getattr(experiment, name), name))
-    # A method may refuse a marked value, or do without the fields.
+    # A method may raise an error for a marked value, or ignore the fields.
     with contextlib.suppress(Exception):
         mark = _mark(value_at(getattr(traced, root)(), names))
         if mark is not None and plain_value(value) == plain_value(getattr(experiment, mark)):
             return mark
-    # Marks are lost in conversions, and None and bools carry none. The name tells then.
+    # Conversions lose marks, and None and bools carry none. Then the name decides.
     same_name = names[-1].upper() if names else ""
     is_same = same_name in fields and plain_value(getattr(experiment, same_name)) == plain_value(
         value
@@ -57,7 +58,7 @@ def source_field(resolved: ResolvedExperiment, path: str) -> str | None:
 
 
 def override_path(resolved: ResolvedExperiment, path: str) -> str:
-    """Return what `--fdl.` takes to set a path: the experiment's field, or the path itself."""
+    """Return the name after `--fdl.` that sets a path: the experiment's field, or the path."""
     return source_field(resolved, path) or path
 
 
@@ -82,15 +83,19 @@ def _mark(value: Any) -> str | None:
 
 @contextlib.contextmanager
 def naming_flags(resolved: ResolvedExperiment) -> Iterator[None]:
-    """Name the experiment's own fields in the text of a UsageError.
+    """Name the flags of the experiment's own fields in errors about configuration paths.
 
-    A flag that sets a configuration path is replaced by that of the field behind the path. Flags
-    are added for the `remedies` of a cause (see `layerkit_inputs.bad_records.UnfitFieldError`), one
-    of which helps, and for `settings` of the error, which help together.
+    A `field` that is a configuration path, and flags of such paths in the text, become the flag of
+    the field behind the path. Flags are added for the `remedies` of a cause (see
+    `layerkit_inputs.bad_records.UnfitFieldError`), one of which helps, and for `settings` of the
+    error, which help together.
     """
     try:
         yield
-    except UsageError as error:
+    except UserError as error:
+        root, dot, _ = (error.field or "").partition(".")
+        if error.field and dot and root in ROOTS and error.owner is None:
+            error.field = f"--fdl.{override_path(resolved, error.field)}"
         for name in ("problem", "field", "hint"):
             if text := getattr(error, name):
                 renamed = _FLAG.sub(lambda flag: f"--fdl.{override_path(resolved, flag[1])}", text)

@@ -1,8 +1,8 @@
 """The configuration that a training run recorded in `config.json` of its folder.
 
-The file is data: it names an experiment and its overrides. The named class is imported only where a
-command asks for it by leaving out `--exp`, and then as `--exp` imports it, except that its module
-may not lie in the folder itself: whoever may write to a job's folder could otherwise run code.
+The file names an experiment and its overrides. The class is imported only for a command without
+`--exp`. Its module may not be in the job's folder: otherwise, a user who can write to the folder
+could run code.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RecordedConfig:
 
 
 class DamagedRecordError(UsageError):
-    """A `config.json` that no training run wrote in this form."""
+    """A `config.json` that cannot be read, or has another form."""
 
 
 def read_recorded_config(folder: str) -> RecordedConfig | None:
@@ -67,8 +67,10 @@ def read_recorded_config(folder: str) -> RecordedConfig | None:
         return None if text is None else _record(parse_json(text))
     except (OSError, DocumentError) as error:
         raise DamagedRecordError(
-            f"{folder}/{FILE_NAME} is damaged: {error}. Expected the record of a training run. Copy"
-            " it from a backup, or delete it and name the experiment by --exp."
+            f"{FILE_NAME} is damaged: {error}",
+            owner=f"{folder}/{FILE_NAME}",
+            expected="the record of a training run",
+            hint="Restore it from a backup, or delete it and name the experiment by --exp.",
         ) from error
 
 
@@ -79,10 +81,10 @@ def with_recorded_experiment(flags: ParsedFlags, report: Callable[[str], None]) 
 
     Args:
       flags: Parsed command line.
-      report: Called with a line that says what was taken.
+      report: Function that is called with a line about the recorded values.
 
     Raises:
-      UsageError: The folder records no experiment, or one whose module lies in the folder.
+      UsageError: The folder records no experiment, or one whose module is in the folder.
     """
     folder = flags.options.job_log_dir
     if flags.exp is not None or folder is None:
@@ -98,8 +100,11 @@ def with_recorded_experiment(flags: ParsedFlags, report: Callable[[str], None]) 
         )
     if not _CLASS_NAME.fullmatch(recorded.experiment):
         raise UsageError(
-            f"{folder}/{FILE_NAME}: experiment={recorded.experiment!r}: expected the full name of a"
-            " class. Name the experiment: --exp=NAME"
+            owner=f"{folder}/{FILE_NAME}",
+            field="experiment",
+            value=recorded.experiment,
+            expected="the full name of a class",
+            hint="Name the experiment by --exp.",
         )
     _check_module(recorded.experiment, folder)
     given = {override.path for override in flags.overrides}
@@ -107,7 +112,7 @@ def with_recorded_experiment(flags: ParsedFlags, report: Callable[[str], None]) 
         parse_override(path, text) for path, text in recorded.overrides.items() if path not in given
     ]
     words = [f"--exp={recorded.experiment}", *map(str, taken)]
-    # A control character of the file would reach the terminal.
+    # Escape control characters, which would otherwise reach the terminal.
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in shlex.join(words))
     report(f"taken from {folder}/{FILE_NAME}: {line}")
     overrides = check_consistent([*taken, *flags.overrides])
@@ -122,7 +127,7 @@ def _read(folder: str) -> str | None:
         return str(remote.read_text()) if remote.exists() else None
     path = Path(folder).expanduser() / FILE_NAME
     if path.exists() and not path.is_file():
-        raise DocumentError("it is no file")
+        raise DocumentError("it is not a file")
     return read_text(path, max_bytes=_MAX_BYTES) if path.exists() else None
 
 
@@ -132,7 +137,7 @@ def _record(document: Any) -> RecordedConfig:
     values = {
         "experiment": document.get("experiment"),
         "overrides": document.get("overrides"),
-        # Of the words that a run began with; a record without them is of an older version.
+        # A record without them is of an older version.
         "arguments": document.get("arguments", []),
         "fields": document.get("fields"),
         "config": document.get("config"),
@@ -145,12 +150,12 @@ def _record(document: Any) -> RecordedConfig:
             raise DocumentError(f"{name} is missing or of another type")
     texts = [*values["overrides"].values(), *values["arguments"]]
     if not all(isinstance(text, str) for text in texts):
-        raise DocumentError("overrides or arguments hold what is no text")
+        raise DocumentError("overrides or arguments contain a value that is not text")
     return RecordedConfig(**{**values, "arguments": tuple(values["arguments"])})
 
 
 def _check_module(experiment: str, folder: str) -> None:
-    """Raise an error if the module of an experiment is missing, or lies in the job's folder."""
+    """Raise an error if the module of an experiment is missing, or is in the job's folder."""
     package = experiment.partition(".")[0]
     try:
         spec = importlib.util.find_spec(package)
@@ -158,9 +163,12 @@ def _check_module(experiment: str, folder: str) -> None:
         return
     if spec is None:
         raise UsageError(
-            f"{folder}/{FILE_NAME} names {experiment}, and there is no module {package!r} in"
-            f" {os.getcwd()}, in PYTHONPATH or among the installed packages. Run the command from"
-            f" the folder that contains {package!r}, or name another experiment: --exp=NAME"
+            f"no module {package!r} in {os.getcwd()}, in PYTHONPATH or among installed packages",
+            owner=f"{folder}/{FILE_NAME}",
+            field="experiment",
+            value=experiment,
+            hint=f"Run the command from the folder that contains {package!r}, or name another"
+            " experiment by --exp.",
         )
     if "://" in folder:
         return
@@ -168,9 +176,11 @@ def _check_module(experiment: str, folder: str) -> None:
     for place in (spec.origin, *(spec.submodule_search_locations or ())):
         if place is not None and _lies_in(os.path.realpath(place), root):
             raise UsageError(
-                f"{folder}/{FILE_NAME} names {experiment}, and its module lies in the folder"
-                f" itself, {place}. Expected a module from elsewhere. If you trust that file, name"
-                f" the experiment: --exp={experiment}"
+                owner=f"{folder}/{FILE_NAME}",
+                field="experiment",
+                value=experiment,
+                expected=f"a module outside of the folder, not {place}",
+                hint=f"If you trust that file, name the experiment by --exp={experiment}",
             )
 
 

@@ -1,1 +1,1 @@
-"""Batches on their way to the devices: which rows a process reads, and what is checked."""
+"""Inputs of a run: batches from host to devices, their checks, and the data sets of a job."""

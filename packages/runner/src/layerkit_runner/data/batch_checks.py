@@ -1,4 +1,4 @@
-"""Checks of the data that enter the runner: rows and dtypes of each batch, and records left out."""
+"""Checks of batches: their rows and dtypes; and reports of skipped records."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import Observer
 
 _INTEGER_FIELDS = frozenset({"ids", "segment_ids", "segment_pos", "prompt_lengths", "provenance"})
-"""Fields that hold whole numbers, by the last part of their path."""
+"""Names of integer fields: the last part of their path."""
 
 
 def check_batch(dataset: BaseInput, batch: NestedMap, *, is_padded: bool = False) -> NestedMap:
     """Return `batch` if it has the rows that `dataset` declares, and integers that JAX can hold.
 
-    The check reads shapes and dtypes, and the values of 64-bit integers, so it costs microseconds.
+    The check reads shapes, dtypes and the values of 64-bit integers, so it takes microseconds.
 
     Args:
       dataset: Input that made the batch.
@@ -30,35 +30,39 @@ def check_batch(dataset: BaseInput, batch: NestedMap, *, is_padded: bool = False
       is_padded: Whether `get_next_padded` made it, which appends `batch_padding_size` rows.
 
     Raises:
-      UsageError: an array has another number of rows, ids are not integers, or an integer does not
+      UsageError: An array has another number of rows, ids are not integers, or an integer does not
         fit the dtype to which JAX converts it.
     """
     expected = dataset.local_batch_size + (dataset.batch_padding_size if is_padded else 0)
     for path, leaf in batch.flatten_items():
         shape = np.shape(leaf)
         if shape[:1] != (expected,):
-            given = f"{shape[0]} row(s)" if shape else "no rows"
             raise UsageError(
-                f"{_label(dataset)}: a batch has {given} in {path!r}, shape={list(shape)}. Expected"
-                f" {expected} rows, which the input declares for each host. Return that many, and"
-                " fill the last batch of an epoch up with rows of weight 0"
-                " (layerkit_inputs.eval_padding.pad_rows)."
+                owner=_label(dataset),
+                field=f"shape of {path}",
+                value=list(shape),
+                expected=f"{expected} rows, which the input declares for each host",
+                hint="Pad the last batch of an epoch with rows of weight 0"
+                " (layerkit_inputs.eval_padding.pad_rows).",
             )
         _check_fits(dataset, path, leaf)
         if path.rpartition(".")[2] not in _INTEGER_FIELDS:
             continue
-        # Not by np.asarray, which would fetch an array that is on a device.
+        # np.asarray would fetch an array that is on a device.
         dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
         if not np.issubdtype(dtype, np.integer):
             raise UsageError(
-                f"{_label(dataset)}: the batch field {path!r} has dtype={dtype}. Expected integers,"
-                " such as int32. Convert it in the input."
+                owner=_label(dataset),
+                field=f"dtype of {path}",
+                value=str(dtype),
+                expected="an integer dtype, such as int32",
+                hint="Convert the field in the input.",
             )
     return batch
 
 
 def cast_text(batch: NestedMap) -> str | None:
-    """Return which fields JAX converts to floats of fewer bits; None if there are none.
+    """Return the fields that JAX converts to floats of fewer bits; None if there are none.
 
     Args:
       batch: Host-local batch.
@@ -88,9 +92,11 @@ def _check_fits(dataset: BaseInput, path: str, leaf: Any) -> None:
     for value in (leaf.min(), leaf.max()):
         if not limits.min <= value <= limits.max:
             raise UsageError(
-                f"{_label(dataset)}: the batch field {path!r} has dtype={leaf.dtype} and holds"
-                f" {value}. Expected values that fit {dtype}, to which JAX converts them. Return"
-                " smaller numbers, or set JAX_ENABLE_X64=1."
+                owner=_label(dataset),
+                field=f"{leaf.dtype} value of {path}",
+                value=int(value),
+                expected=f"a value that fits {dtype}, to which JAX converts it",
+                hint="Return smaller numbers, or set JAX_ENABLE_X64=1.",
             )
 
 
@@ -106,29 +112,29 @@ def _label(dataset: BaseInput) -> str:
 
 
 SKIPPED_RECORDS = "skipped_records"
-"""Name of the metric."""
+"""Name of the metric that counts skipped records."""
 
 
 class SkippedRecords:
-    """Watches an input while it is read, each process its own: training asks no other process.
+    """A counter of the records that an input of this process has skipped during training.
 
-    Process 0 tells its observers, the others their standard error.
+    Process 0 reports to its observers, the others to standard error.
     """
 
     def __init__(self, dataset: BaseInput, name: str, observers: Observer) -> None:
         self._dataset = dataset
         self._name = name
         self._observers = observers
-        self._told = 0
+        self._reported = 0
 
     def scalars(self) -> dict[str, float]:
         """Return the metric `skipped_records` of this process; empty if no record was skipped.
 
-        They are also reported in words, the first time and each time their number has doubled.
+        A line is also reported at first, and whenever the number has doubled.
         """
         count = self._dataset.num_skipped
-        if count and count >= 2 * self._told:
-            self._told = count
+        if count and count >= 2 * self._reported:
+            self._reported = count
             line = skipped_line(self._name, count)
             if jax.process_index() == 0:
                 self._observers.message(line)
@@ -138,12 +144,12 @@ class SkippedRecords:
 
 
 def report_skipped(dataset: BaseInput, name: str, observers: Observer) -> dict[str, float]:
-    """Reports the records that the hosts left out of a data set; all processes must call it.
+    """Report the records of a data set that all hosts skipped; all processes must call it.
 
     Returns:
-      The metric `skipped_records`, over all hosts; empty where nothing was left out.
+      The metric `skipped_records` over all hosts; empty if no record was skipped.
     """
-    # Processes that read the same rows leave out the same records.
+    # Processes that read the same rows skip the same records.
     by_feed = dict(gather_values([dataset.infeed_host_index, dataset.num_skipped]))
     count = sum(by_feed.values())
     if not count:
@@ -153,6 +159,5 @@ def report_skipped(dataset: BaseInput, name: str, observers: Observer) -> dict[s
 
 
 def skipped_line(name: str, count: int) -> str:
-    """`heldout: 3 records could not be read so far and were left out`."""
-    records, were = ("record", "was") if count == 1 else ("records", "were")
-    return f"{name}: {count:,} {records} could not be read so far and {were} left out"
+    """Return the line about skipped records: `heldout: skipped 3 unreadable records so far`."""
+    return f"{name}: skipped {count:,} unreadable record{'' if count == 1 else 's'} so far"

@@ -1,8 +1,8 @@
-"""DeviceFeed: the next batches are on the devices before the step that reads them.
+"""Prefetch of global batches to the devices.
 
 Batches that the input has ready are sent while a step runs, so that no step waits for a transfer.
-At most `depth` of them wait on the devices, and the position that the feed tells is that of the
-batches it gave out: one that only waits is read again after a restore.
+The state of the feed is the position after the batches that it returned: a batch that waits on the
+devices is read again after a restore.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _POLL_SECONDS = 0.002
 
 
 class DeviceFeed:
-    """Global batches of an endless input, one after the other.
+    """A queue of global batches of an endless input on the devices.
 
     Args:
-      source: Read by nobody else from the first `take` on.
-      partitioner: Started.
-      depth: Batches that may wait on the devices.
-      clock: Seconds.
+      source: Input, which nothing else reads after the first `take`.
+      partitioner: Partitioner that has started.
+      depth: Limit of batches that wait on the devices.
+      clock: Function that returns seconds.
     """
 
     def __init__(
@@ -57,15 +57,15 @@ class DeviceFeed:
         """Return the next global batch.
 
         Args:
-          is_idle: Whether the devices have nothing left to do.
-          gives_up: Whether to stop waiting for a batch.
-          may_take: Asked once the batch is there; whether it is to be given out.
+          is_idle: Function that returns whether the devices have no work left.
+          gives_up: Function that returns whether to stop waiting for a batch.
+          may_take: Function that is called once the batch is ready; whether to return it.
 
         Returns:
-          (batch, seconds that the devices stood still for want of it).
+          (batch, seconds for which the devices were idle because they waited for it).
 
         Raises:
-          StopRequestedError: No batch was given out; the next call gives out the same one.
+          StopRequestedError: No batch was returned; the next call returns the same one.
           UsageError: The data cannot be read.
         """
         idle_seconds = 0.0
@@ -78,22 +78,22 @@ class DeviceFeed:
         return batch, idle_seconds
 
     def peek(self) -> NestedMap:
-        """The global batch that `take` gives next; reading goes on as if nobody had looked.
+        """Return the global batch that `take` returns next, without consuming it.
 
         Raises:
-          UsageError: the data cannot be read.
+          UsageError: The data cannot be read.
         """
         if not self._waiting:
             self._send_next()
         return self._waiting[0][0]
 
     def fill(self) -> None:
-        """Sends the batches that are ready, as far as there is room; waits for none."""
+        """Send batches that are ready to the devices up to `depth`, without waiting."""
         while len(self._waiting) < self._depth and self._source.num_ready:
             self._send_next()
 
     def state(self) -> dict[str, Any]:
-        """Where the input stands after the batches that were given out."""
+        """Return the state of the input after the batches that were returned."""
         return self._source.get_state() if self._state is None else self._state
 
     def _send_next(self) -> None:
@@ -104,7 +104,7 @@ class DeviceFeed:
         self._waiting.append((self._partitioner.put_batch(batch), self._source.get_state()))
 
     def _wait(self, is_idle: Callable[[], bool], gives_up: Callable[[], bool]) -> float:
-        """Wait until the source has a batch; return how long the devices stood still meanwhile."""
+        """Wait until the source has a batch; return for how many seconds the devices were idle."""
         idle_since, timeout = None, 0.0
         while not self._source.wait(timeout):
             if idle_since is None and is_idle():

@@ -1,4 +1,4 @@
-"""Inputs in this process: which rows it feeds follows from how the batch is sharded."""
+"""Inputs of this process, whose rows follow from the sharding of the batch."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from layerkit_runner.partitioning import Partitioner
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """For which process of a job an input is built.
+class HostTopology:
+    """A process of a job, and the processes of all devices.
 
     Attributes:
-      process_index: Which.
-      num_processes: Of how many.
-      process_of: To which process a device belongs.
+      process_index: Index of the process.
+      num_processes: Number of processes.
+      process_of: Function that returns the index of the process of a device.
     """
 
     process_index: int
@@ -44,27 +44,31 @@ class Place:
     process_of: Callable[[jax.Device], int]
 
 
-def this_process() -> Place:
-    """The process that asks, among those that JAX knows."""
-    return Place(jax.process_index(), jax.process_count(), lambda device: device.process_index)
+def local_topology() -> HostTopology:
+    """Return the topology of this process, as JAX reports it."""
+    return HostTopology(
+        jax.process_index(), jax.process_count(), lambda device: device.process_index
+    )
 
 
-def make_input(config: Config, partitioner: Partitioner, place: Place | None = None) -> BaseInput:
-    """Builds an input with the batch size and the place of a process filled in.
+def make_input(
+    config: Config, partitioner: Partitioner, host: HostTopology | None = None
+) -> BaseInput:
+    """Build an input with the batch size and the feed of a process.
 
     Args:
-      config: Of an input that sets `batch_size` (rows on each host) or `percore_batch_size` (rows
-        per device, a fraction where several devices share a row), or has a size of its own
-        (`BaseInput.get_batch_size`).
-      partitioner: Started.
-      place: For which process; None for this one.
+      config: Config of an input that sets `batch_size` (rows on each host) or `percore_batch_size`
+        (rows per device, a fraction if several devices share a row), or whose class defines the
+        size (`BaseInput.get_batch_size`).
+      partitioner: Partitioner that has started.
+      host: Process to build the input for; None for this one.
 
     Raises:
-      UsageError: the batch cannot be spread evenly over the devices, or the input refuses its
-      fields.
+      UsageError: The batch cannot be split evenly over the devices, or a field of the input is
+        wrong.
     """
-    place = place or this_process()
-    plan = plan_input(config, partitioner, place)
+    host = host or local_topology()
+    plan = plan_input(config, partitioner, host)
     filled = config.clone()
     if config.batch_size is None and config.percore_batch_size is None:
         _check_own_size(config, plan)
@@ -72,46 +76,52 @@ def make_input(config: Config, partitioner: Partitioner, place: Place | None = N
         filled.set(batch_size=plan.batch_size)
     filled.set(
         num_infeed_hosts=plan.num_infeed_hosts,
-        infeed_host_index=plan.infeed_host_index(place.process_index),
+        infeed_host_index=plan.infeed_host_index(host.process_index),
     )
     with as_usage_error():
         return filled.Instantiate()
 
 
 def _check_own_size(config: Config, plan: FeedPlan) -> None:
-    """An input that makes batches of a size of its own cannot be told to make others."""
+    """Raise an error if an input that defines its batch size makes another one than the plan."""
     own = target_of(config).get_batch_size(config)
     if own != plan.batch_size:
         raise UsageError(
-            f"{dataset_name(config)} makes batches of {own} rows on each host, but the sharding of"
-            f" the batch asks each of {plan.num_infeed_hosts} feeds for {plan.batch_size}; change"
-            " the mesh or the input's own batch size"
+            owner=dataset_name(config),
+            field="rows of a batch",
+            value=own,
+            expected=f"{plan.batch_size} for each of {plan.num_infeed_hosts} feeds",
+            hint="Change the mesh, or the batch size that the input defines.",
         )
 
 
-def plan_input(config: Config, partitioner: Partitioner, place: Place) -> FeedPlan:
-    """Which processes feed which rows of the batches of an input; see `make_input`."""
+def plan_input(config: Config, partitioner: Partitioner, host: HostTopology) -> FeedPlan:
+    """Return the rows that each process feeds of the batches of an input; see `make_input`."""
     name = dataset_name(config)
     percore = config.percore_batch_size
     if percore is not None:
         if config.batch_size is not None:
+            fields = "batch_size and percore_batch_size"
             raise UsageError(
-                f"{name}: set batch_size or percore_batch_size, not both"
-                f" ({config.batch_size} and {percore})"
+                "contradictory fields", owner=name, field=fields, expected="one of them"
             )
         rows = percore * partitioner.mesh.size
         if abs(rows - round(rows)) > 1e-6:  # 0.1 × 30 is not 3 in binary
             raise UsageError(
-                f"{name}: percore_batch_size={percore} on {partitioner.mesh.size} devices is a"
-                f" global batch of {rows:g} rows, which is no whole number"
+                owner=name,
+                field="percore_batch_size",
+                value=percore,
+                expected=f"an integer number of rows on {partitioner.mesh.size} devices,"
+                f" not {rows:g}",
             )
         global_rows = round(rows)
     elif (rows_per_host := target_of(config).get_batch_size(config)) is not None:
-        global_rows = rows_per_host * place.num_processes
+        global_rows = rows_per_host * host.num_processes
     else:
-        raise UsageError(f"{name}: set batch_size or percore_batch_size")
+        fields = "batch_size or percore_batch_size"
+        raise UsageError("missing value", owner=name, field=fields)
     partitioner.check_batch_size(global_rows, source=name)
-    plan = feed_plan(global_rows, partitioner, place)
+    plan = feed_plan(global_rows, partitioner, host)
     if config.batch_padding_size > 0 and not config.is_training:
         padded_rows = (plan.batch_size + config.batch_padding_size) * plan.num_infeed_hosts
         padding = f"{name} with batch_padding_size={config.batch_padding_size}"
@@ -120,31 +130,32 @@ def plan_input(config: Config, partitioner: Partitioner, place: Place) -> FeedPl
 
 
 def example_batch(
-    config: Config, partitioner: Partitioner, place: Place | None = None
+    config: Config, partitioner: Partitioner, host: HostTopology | None = None
 ) -> NestedMap:
-    """A training batch of a process, to know the shapes by; zeros where the data are not needed.
+    """Return a training batch with the shapes of a process; zeros if the data are not needed.
 
     Args:
-      config: Of an input to train on.
-      partitioner: Started.
-      place: Of which process; None for this one.
+      config: Config of an input to train on.
+      partitioner: Partitioner that has started.
+      host: Process of the batch; None for this one.
 
     Raises:
-      UsageError: as `make_input`; or only the data tell what a batch looks like, and they cannot
-        be read.
+      UsageError: See `make_input`; or the shapes depend on the data, which cannot be read.
     """
-    plan = plan_input(config, partitioner, place or this_process())
+    plan = plan_input(config, partitioner, host or local_topology())
     blank = target_of(config).blank_batch(config, plan.batch_size)
     if blank is not None:
         return blank
-    train_input = make_input(config, partitioner, place)
+    train_input = make_input(config, partitioner, host)
     with contextlib.closing(train_input):
         return peek_batch(train_input)
 
 
-def feed_plan(global_rows: int, partitioner: Partitioner, place: Place | None = None) -> FeedPlan:
-    """Which process feeds which rows of a global batch."""
-    process_of = (place or this_process()).process_of
+def feed_plan(
+    global_rows: int, partitioner: Partitioner, host: HostTopology | None = None
+) -> FeedPlan:
+    """Return the rows of a global batch that each process feeds."""
+    process_of = (host or local_topology()).process_of
     held: dict[int, list[tuple[int, int]]] = {}
     shape = (global_rows,)
     device: jax.Device
@@ -155,25 +166,25 @@ def feed_plan(global_rows: int, partitioner: Partitioner, place: Place | None = 
 
 
 def dataset_name(config: Config) -> str:
-    """What a data set is called in outputs: its `name`, else its class."""
+    """Return the name of a data set in outputs: its `name`, or else its class."""
     return config.name or target_of(config).__name__
 
 
 def eval_batches(dataset: BaseInput) -> Iterator[NestedMap]:
-    """Yield the batches of one evaluation, as many on every process; all must take them.
+    """Yield the batches of one evaluation, equally many on each process; all must consume them.
 
     Raises:
-      StopRequestedError: A signal to stop came, and the input does not answer.
+      StopRequestedError: A stop signal was received, and the input does not respond.
       UsageError: The data cannot be read.
     """
     with as_usage_error():
         gather = gather_values if jax.process_count() > 1 else None
-        batches = read(lambda: dataset.eval_batches(gather))
+        batches = call_until_stopped(lambda: dataset.eval_batches(gather))
     name = dataset.name or type(dataset).__name__
     for number in itertools.count(1):
         progress(f"reading batch {number} of {name}", waits_for_others=True)
         with as_usage_error():
-            batch = read(lambda: next(batches, None))
+            batch = call_until_stopped(lambda: next(batches, None))
         if batch is None:
             return
         progress(
@@ -186,46 +197,46 @@ def peek_batch(dataset: BaseInput) -> NestedMap:
     """Return the next batch of an input without consuming it.
 
     Raises:
-      StopIteration: the data have ended.
-      UsageError: the data cannot be read, or the batch is not what the input declares.
+      StopIteration: The data have ended.
+      UsageError: The data cannot be read, or the batch is not what the input declares.
     """
     with as_usage_error():
         return check_batch(dataset, dataset.peek())
 
 
 def peek_eval_batch(dataset: BaseInput) -> NestedMap:
-    """Return the next batch as evaluation reads it, with its rows of padding; see `peek_batch`."""
+    """Return the next batch of an evaluation, with its rows of padding; see `peek_batch`."""
     batch, padding = peek_batch(dataset), dataset.batch_padding_size
     return mark_rows(pad_rows(batch, padding), padding) if padding else batch
 
 
 @contextlib.contextmanager
 def as_usage_error() -> Iterator[None]:
-    """Faults of data, which name the file and what is wrong with it, need no traceback."""
+    """Raise UsageError, which is shown without a traceback, for errors of data and of fields."""
     try:
         yield
     except (MissingExtraError, OSError, ValueError) as error:
         raise to_usage_error(error) from error
 
 
-# After a signal, an evaluation waits so long for its next batch.
+# Time for which an evaluation waits for its next batch after a signal.
 _SECONDS_FOR_INPUT = 5.0
 _POLL_SECONDS = 0.1
 
 T = TypeVar("T")
 
 
-def read(act: Callable[[], T]) -> T:
-    """Return what `act` returns, or give it up if it does not answer after a signal to stop.
+def call_until_stopped(act: Callable[[], T]) -> T:
+    """Return the result of `act`, unless it does not respond after a stop signal.
 
-    In a job of several processes `act` is called directly: the others may wait for this one inside
-    of it, and would not know that it was given up.
+    In a job of several processes `act` is called directly, since other processes may wait for this
+    one inside of it.
 
     Args:
-      act: Reads something. All calls of it come from the same thread.
+      act: Function that reads data. The same thread makes all calls.
 
     Raises:
-      StopRequestedError: A signal came, and `act` took some seconds more.
+      StopRequestedError: A signal was received, and `act` took some seconds more.
     """
     signals = active_signals()
     if signals is None or jax.process_count() > 1:
@@ -241,7 +252,7 @@ def read(act: Callable[[], T]) -> T:
 
 
 class _Reader:
-    """A daemon thread that makes the calls it is given, one after the other."""
+    """A daemon thread that makes submitted calls, one after the other."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Any]] = queue.SimpleQueue()
@@ -257,7 +268,7 @@ class _Reader:
             act, future = self._calls.get()
             try:
                 future.set_result(act())
-            except BaseException as error:  # raised where the result is wanted
+            except BaseException as error:  # raised where the result is read
                 future.set_exception(error)
             del act, future  # they may hold large arrays
 

@@ -1,8 +1,7 @@
-"""The data sets of a job: which ones it trains on, and whether all processes read the same data.
+"""The data sets that a job trains on, and the check that all processes read the same data.
 
-Readers that go by index cut one global order into the rows of each process. Processes whose files
-differ (another patch release of Python has other sources, say) would each cut an order of their
-own, and their evaluations would end apart and wait for one another.
+Indexed readers split one global order into the rows of each process. If the files of processes
+differ, so do their orders, and their evaluations end at different batches and wait for each other.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from layerkit.config import Config, assigned_fields
-from layerkit.errors import first_names
-from layerkit.near_names import near_names
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.eval_padding import AllGather
 from layerkit_runner.config.resolve import ResolvedExperiment
@@ -24,55 +21,54 @@ from layerkit_runner.errors import UsageError
 
 
 def datasets_by_name(configs: Iterable[Config]) -> dict[str, Config]:
-    """Configs of data sets by what they are called.
+    """Return configs of data sets by name.
 
     Raises:
-      UsageError: two have one name.
+      UsageError: Two have the same name.
     """
     by_name: dict[str, Config] = {}
     for config in configs:
         name = dataset_name(config)
         if name in by_name:
-            raise UsageError(f"two data sets are named {name!r}; give each a name of its own")
+            raise UsageError("duplicate name of a data set", field="name", value=name)
         by_name[name] = config
     return by_name
 
 
 def chosen_dataset(program: Config, path: str, datasets: Iterable[str]) -> str | None:
-    """The data set that the config of a program names, if it names one.
+    """Return the data set that the config of a program names, or None.
 
     Args:
-      program: The config.
-      path: Where it stands, for messages.
-      datasets: Those there are for it.
+      program: Config of the program.
+      path: Path of the config, for messages.
+      datasets: Names of the data sets that the program can use.
 
     Raises:
-      UsageError: it is none of them.
+      UsageError: The data set does not exist.
     """
     name: Any = assigned_fields(program).get("dataset")
     if name is not None and name not in datasets:
-        raise UsageError(
-            f"{path}.dataset={name!r} is no data set for it{near_names(str(name), datasets)}"
-            f" There are {first_names(datasets) or 'none'}."
-        )
+        raise UsageError("unknown data set", field=f"{path}.dataset", value=name, choices=datasets)
     return name
 
 
 def training_configs(resolved: ResolvedExperiment) -> dict[str, Config]:
-    """Configs of the inputs to train on by name, in the order of the training programs.
+    """Return configs of the inputs to train on by name, in the order of the training programs.
 
     Raises:
-      UsageError: there is none, or several and no programs that name each of them once.
+      UsageError: There is none, or there are several and no programs that name each of them once.
     """
     configs = [config for config in resolved.datasets if config.is_training]
     if resolved.datasets and not configs:
-        raise UsageError(_only_evaluates(resolved))
+        raise _only_evaluates(resolved)
     if resolved.train_programs is None:
         if len(configs) != 1:
-            turns = "; several take turns where train_programs() lists them" if configs else ""
             raise UsageError(
-                f"{resolved.name}.datasets() must hold one input with is_training=True to train on,"
-                f" not {len(configs)}{turns}"
+                owner=resolved.name,
+                field="datasets()",
+                value=list(datasets_by_name(configs)),
+                expected="one input with is_training=True",
+                hint="To train on several, list them in train_programs()." if configs else None,
             )
         return datasets_by_name(configs)
     by_name = datasets_by_name(configs)
@@ -81,62 +77,67 @@ def training_configs(resolved: ResolvedExperiment) -> dict[str, Config]:
         path = f"train_programs.{index}"
         steps: Any = assigned_fields(program).get("steps", 1)
         if not isinstance(steps, numbers.Integral) or steps < 1:
-            raise UsageError(f"{path}.steps={steps!r} must be a whole number of at least 1")
+            expected = "a positive integer"
+            raise UsageError(field=f"{path}.steps", value=steps, expected=expected)
         name = chosen_dataset(program, path, by_name)
         if name is None:
-            raise UsageError(f"{path} needs a dataset; there are {first_names(by_name) or 'none'}")
+            raise UsageError("missing value", field=f"{path}.dataset", choices=by_name)
         if name in chosen:
             raise UsageError(
-                f"{path}.dataset={name!r} is that of another training program, and both would read"
-                " the same examples; give it more steps there, or a data set of its own here"
+                "two training programs would read the same examples",
+                field=f"{path}.dataset",
+                value=name,
+                expected="a data set that no other training program reads",
+                hint="Use one program with more steps, or another data set.",
             )
         chosen[name] = by_name[name]
     unread = [name for name in by_name if name not in chosen]
     if unread:
         raise UsageError(
-            f"no training program reads {first_names(unread)}; train_programs() lists a"
-            " Config(TrainProgram, dataset=…) for each data set with is_training=True"
+            "no training program reads a data set with is_training=True",
+            field="train_programs()",
+            value=unread,
+            hint="Add Config(TrainProgram, dataset=NAME) for each.",
         )
     return chosen
 
 
 def training_config(resolved: ResolvedExperiment) -> Config:
-    """The config of the only input to train on.
+    """Return the config of the only input to train on.
 
     Raises:
-      UsageError: there is not exactly one.
+      UsageError: There is not exactly one.
     """
     configs = training_configs(resolved)
     if len(configs) > 1:
         raise UsageError(
-            f"{resolved.name} trains on several data sets, {first_names(configs)}, and this needs"
-            " an experiment that trains on one"
+            owner=resolved.name,
+            field="data sets to train on",
+            value=list(configs),
+            expected="only one",
         )
     return next(iter(configs.values()))
 
 
-def _only_evaluates(resolved: ResolvedExperiment) -> str:
-    text = (
-        f"{resolved.name} only evaluates, for none of its datasets() has is_training=True: use"
-        " --mode=eval_once or --mode=eval"
-    )
-    trainer = resolved.experiment.trained_by
-    if trainer is None:
-        return text
-    name = f"{trainer.__module__}.{trainer.__qualname__}"
-    return f"{text}; to train or to plan, take {name}, whose model it evaluates"
+def _only_evaluates(resolved: ResolvedExperiment) -> UsageError:
+    hint = "Evaluate it by --mode=eval_once or --mode=eval."
+    if trainer := resolved.experiment.trained_by:
+        name = f"{trainer.__module__}.{trainer.__qualname__}"
+        hint += f" {name} trains its model, and can be planned."
+    problem = "the experiment only evaluates: no input has is_training=True"
+    return UsageError(problem, owner=resolved.name, field="datasets()", hint=hint)
 
 
 def check_same_data(inputs: Mapping[str, BaseInput], all_gather: AllGather) -> None:
-    """Compares where the inputs stand, and in which data, across processes.
+    """Compare the states of inputs, with their data, across processes.
 
     Args:
-      inputs: By name; those whose state is not the same on every process are left out.
-      all_gather: A JSON value of this process → those of all processes.
+      inputs: Inputs by name; those whose state differs by process are not compared.
+      all_gather: Function that returns the JSON values of all processes for that of this one.
 
     Raises:
-      UsageError: on every process, naming the inputs and the processes that differ from process 0;
-        or the data cannot be read.
+      UsageError: Processes read other data than process 0, or the data cannot be read. Every
+        process raises it.
     """
     names = [name for name, dataset in inputs.items() if dataset.state_scope == "global"]
     with as_usage_error():
@@ -150,9 +151,12 @@ def check_same_data(inputs: Mapping[str, BaseInput], all_gather: AllGather) -> N
         ]
         if others:
             raise UsageError(
-                f"the data of {name!r} differ between processes: {others} read other data than"
-                " process 0. Give every machine the same files (and Python release, where the text"
-                " is Python's own)."
+                "processes read other data than process 0",
+                owner=name,
+                field="processes",
+                value=others,
+                hint="Give every machine the same files, and for the text of Python's own sources"
+                " the same Python release.",
             )
 
 

@@ -67,7 +67,7 @@ def test_records_that_were_left_out_are_told(tiny: SimpleNamespace):
         num_skipped = 2
 
     lines = lines_of(Holed.HParams.config(percore_batch_size=1.0), num_hosts=1)
-    assert lines[-1] == "  Holed: 2 records could not be read so far and were left out"
+    assert lines[-1] == "  Holed: skipped 2 unreadable records so far"
 
 
 def test_devices_that_cannot_be_split():

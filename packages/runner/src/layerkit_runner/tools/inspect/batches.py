@@ -24,7 +24,7 @@ from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.data.batch_checks import check_batch, skipped_line
 from layerkit_runner.data.infeed import (
-    Place,
+    HostTopology,
     as_usage_error,
     dataset_name,
     make_input,
@@ -71,7 +71,7 @@ def run_inspect(resolved: ResolvedExperiment, options: RunOptions) -> int:
     return 0
 
 
-def simulated_places(devices: list[jax.Device], num_hosts: int) -> list[Place]:
+def simulated_places(devices: list[jax.Device], num_hosts: int) -> list[HostTopology]:
     """The places of so many processes, among which the devices are split in their order.
 
     Raises:
@@ -83,11 +83,15 @@ def simulated_places(devices: list[jax.Device], num_hosts: int) -> list[Place]:
             " split evenly over so many hosts."
         )
     host_of = {device: index * num_hosts // len(devices) for index, device in enumerate(devices)}
-    return [Place(host, num_hosts, host_of.__getitem__) for host in range(num_hosts)]
+    return [HostTopology(host, num_hosts, host_of.__getitem__) for host in range(num_hosts)]
 
 
 def input_lines(
-    config: Config, kind: str, partitioner: Partitioner, places: list[Place], num_batches: int
+    config: Config,
+    kind: str,
+    partitioner: Partitioner,
+    places: list[HostTopology],
+    num_batches: int,
 ) -> Iterator[str]:
     """What is to be said of one input.
 

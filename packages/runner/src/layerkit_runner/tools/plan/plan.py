@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from layerkit.config import Config
 from layerkit_runner.config.resolve import ResolvedExperiment
-from layerkit_runner.data.infeed import Place, example_batch, plan_input
+from layerkit_runner.data.infeed import HostTopology, example_batch, plan_input
 from layerkit_runner.data.training_data import training_configs
 from layerkit_runner.errors import UsageError, to_usage_error
 from layerkit_runner.modes.start_report import LayerNotes, num_params
@@ -261,7 +261,7 @@ def _abstract_batch(config: Config, partitioner: Partitioner) -> Any:
     """Return shapes, dtypes and sharding of the global batch of all processes."""
     # Devices that are elsewhere belong to processes that are elsewhere.
     processes = sorted({device.process_index for device in partitioner.mesh.devices.flat})
-    place = Place(processes[0], len(processes), lambda device: device.process_index)
+    place = HostTopology(processes[0], len(processes), lambda device: device.process_index)
     feeds = plan_input(config, partitioner, place)
     rows = feeds.batch_size * feeds.num_infeed_hosts
     sharding = partitioner.batch_sharding()
