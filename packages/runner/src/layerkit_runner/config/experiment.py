@@ -63,6 +63,7 @@ class BaseExperiment:
     all its bases and mix-ins."""
 
     def __init_subclass__(cls, *, abstract: bool = False, **kwargs: Any) -> None:
+        """Check the fields and methods of a new class."""
         super().__init_subclass__(**kwargs)
         _check_methods(cls)
         cls._is_abstract = abstract or cls.__name__.startswith("_")
@@ -89,6 +90,7 @@ class BaseExperiment:
             setattr(self, name, overrides.get(name, getattr(self, name, None)))
 
     def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a field is checked and converted by its annotation."""
         if is_field_name(name):
             declared = experiment_fields(type(self))
             if name not in declared:

@@ -52,6 +52,7 @@ class Override:
         return len(self.parts) > 1
 
     def __str__(self) -> str:
+        """Return the flag as it is typed."""
         return f"--fdl.{self.path}={self.text}"
 
 

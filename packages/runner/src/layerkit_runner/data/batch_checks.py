@@ -122,6 +122,7 @@ class SkippedRecords:
     """
 
     def __init__(self, dataset: BaseInput, name: str, observers: Observer) -> None:
+        """Create a counter for an input, with its name in reports."""
         self._dataset = dataset
         self._name = name
         self._observers = observers

@@ -40,6 +40,7 @@ class DeviceFeed:
         depth: int = 2,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """Create a feed that has read no batch."""
         self._source = source
         self._partitioner = partitioner
         self._depth = depth
