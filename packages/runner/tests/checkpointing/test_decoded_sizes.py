@@ -14,7 +14,6 @@ from etils import epath
 from layerkit_runner.checkpointing import CheckpointManager, DamagedCheckpointError, integrity
 from layerkit_runner.checkpointing.formats import check_decoded_sizes
 from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec
-from layerkit_runner.errors import UsageError
 from layerkit_runner.init_from.sources import StoredCheckpoint
 
 LEAVES: dict[LeafPath, LeafSpec] = {
@@ -77,12 +76,12 @@ def test_folder_whose_name_has_characters_of_urls_passes(tmp_path: Path, name: s
 )
 def test_chunk_that_is_too_large_is_an_error(folder: epath.Path, value: bytes, reason: str):
     replace(folder, "params.w/0.0", value)
-    with pytest.raises(DamagedCheckpointError, match=f"array=params/w: .*{reason}"):
+    with pytest.raises(DamagedCheckpointError, match=f"{reason}.*array=.params/w"):
         check_decoded_sizes(folder / "checkpoint_00000001" / "state", LEAVES)
     source = StoredCheckpoint(folder, step=1, report=pytest.fail)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = jax.ShapeDtypeStruct((300, 400), jnp.float32, sharding=sharding)
-    with pytest.raises(UsageError, match="params/w"):
+    with pytest.raises(DamagedCheckpointError, match="params/w"):
         source.read({("params", "w"): target})
 
 

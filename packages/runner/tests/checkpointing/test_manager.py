@@ -1,4 +1,4 @@
-"""The contract of the manager, on real files and eight simulated devices."""
+"""The checkpoint manager, on real files and eight simulated devices."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_either_format_restores_bit_for_bit_onto_any_mesh(written, sharding):
     assert restored.metadata == {"note": "at 5"}
 
 
-def test_what_does_not_fit_is_listed_in_full_in_either_format(written):
+def test_restore_of_another_structure_lists_the_differences(written):
     directory, _ = written
     target = target_of(numbers(), everywhere)
     target["params"]["embeds"] = target["params"].pop("embed")
@@ -206,20 +206,15 @@ def test_what_does_not_fit_is_listed_in_full_in_either_format(written):
     target["step"] = jax.ShapeDtypeStruct((1,), jnp.int32, sharding=replicated())
     with CheckpointManager(directory) as manager, pytest.raises(StructureMismatchError) as error:
         manager.restore(5, target)
-    assert str(error.value) == (
-        f"The checkpoint {directory}/checkpoint_00000005 does not fit the state to restore "
-        "(4 differences):\n"
-        "  params/embed: unexpected, float32[8, 8] in the checkpoint\n"
-        "  params/embeds: missing in the checkpoint, wanted float32[8, 8]; the nearest that it "
-        "holds is params/embed\n"
-        "  params/scale: dtype bfloat16 in the checkpoint, wanted float32\n"
-        "  step: shape [] in the checkpoint, wanted [1]\n"
-        "Nothing is padded or cast. Restore with the configuration that wrote the checkpoint, or "
-        "start a new job that is initialised from it."
-    )
+    assert [line.split(":")[0] for line in error.value.differences] == [
+        "params/embed",
+        "params/embeds",
+        "params/scale",
+        "step",
+    ]
 
 
-def test_reading_changes_nothing(written):
+def test_read_only_manager_changes_nothing(written):
     directory, _ = written
     (directory / "checkpoint_00000009.orbax-checkpoint-tmp").mkdir(exist_ok=True)
     before = fingerprint(directory)
@@ -228,7 +223,7 @@ def test_reading_changes_nothing(written):
         assert manager.newest_sound_step() == manager.latest_step() == 5
         manager.restore(5, target_of(numbers(), everywhere))
         assert not manager.should_save(5000)
-        with pytest.raises(PermissionError, match="opened read-only; step 6 not saved"):
+        with pytest.raises(PermissionError, match="read-only.* step 6"):
             manager.save(6, numbers(), input_states={}, metadata={})
     assert fingerprint(directory) == before
     assert (directory / "checkpoint_00000009.orbax-checkpoint-tmp").exists()
@@ -245,7 +240,7 @@ def test_reading_changes_nothing(written):
         (StateFormat.TENSORSTORE, "over data"),
     ],
 )
-def test_the_state_may_be_donated_as_soon_as_save_returns(tmp_path, state_format, sharding):
+def test_state_may_be_donated_when_save_returns(tmp_path, state_format, sharding):
     step = jax.jit(lambda x: x + 1, donate_argnums=0)
     state = place({"w": jnp.ones((8, 2**17))}, TARGETS[sharding]())["w"]
     with CheckpointManager(tmp_path, policy=EVERY_STEP, state_format=state_format) as manager:
@@ -257,7 +252,7 @@ def test_the_state_may_be_donated_as_soon_as_save_returns(tmp_path, state_format
     np.testing.assert_array_equal(state, 6.0)
 
 
-def test_a_step_is_saved_when_due_or_forced_and_never_twice(tmp_path):
+def test_step_is_saved_if_due_or_forced_and_never_twice(tmp_path):
     policy = CheckpointPolicy(save_interval_steps=10)
     state = {"w": jnp.ones(4)}
     with CheckpointManager(tmp_path, policy=policy) as manager:
@@ -276,20 +271,19 @@ def test_a_step_is_saved_when_due_or_forced_and_never_twice(tmp_path):
         assert manager.should_save(30)
 
 
-def test_a_relative_folder_is_as_good_as_an_absolute_one(tmp_path, monkeypatch):
+def test_relative_folder_is_resolved(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with CheckpointManager("runs/checkpoints") as manager:
         manager.save(1, {"w": jnp.ones(2)}, input_states={}, metadata={}, force=True)
     assert (tmp_path / "runs/checkpoints/checkpoint_00000001").exists()
 
 
-def test_no_checkpoints_yet(tmp_path):
+def test_folder_without_checkpoints(tmp_path):
     with CheckpointManager(tmp_path / "new") as manager:
         assert manager.latest_step() is None
         assert manager.newest_sound_step() is None
-        with pytest.raises(FileNotFoundError) as error:
+        with pytest.raises(FileNotFoundError, match="step 3"):
             manager.restore(3, {})
-    assert str(error.value) == f"{tmp_path}/new has no checkpoint of step 3; it has none."
 
 
 DAMAGE = {
@@ -304,7 +298,7 @@ DAMAGE = {
 
 @BOTH_FORMATS
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_newest_step_is_named_and_passed_over(tmp_path, state_format, damage):
+def test_damaged_newest_step_is_reported_and_moved_aside(tmp_path, state_format, damage):
     state = place(numbers(), everywhere)
     save(tmp_path, 10, 25, state_format=state_format, state=state)
     file = largest_file(tmp_path / "checkpoint_00000025" / "state")
@@ -353,7 +347,7 @@ def test_save_reads_no_file_twice_and_a_single_file_not_at_all(tmp_path, state_f
     assert not list(tmp_path.glob("checkpoint_00000003/hashed_by*"))
 
 
-def test_every_file_of_a_step_is_guarded_but_orbaxs_own_two(tmp_path):
+def test_every_file_but_those_of_the_commit_is_verified(tmp_path):
     save(tmp_path, 3)
     step = tmp_path / "checkpoint_00000003"
     files = [path for path in step.rglob("*") if path.is_file()]
@@ -378,7 +372,7 @@ def test_every_file_of_a_step_is_guarded_but_orbaxs_own_two(tmp_path):
     assert_same_bits(restored.state, numbers())
 
 
-def test_a_reader_passes_over_damage_without_moving_it(tmp_path):
+def test_read_only_manager_skips_damaged_steps_without_moving_them(tmp_path):
     save(tmp_path, 1, 2)
     largest_file(tmp_path / "checkpoint_00000002").unlink()
     lines: list[str] = []
@@ -388,7 +382,7 @@ def test_a_reader_passes_over_damage_without_moving_it(tmp_path):
     assert (tmp_path / "checkpoint_00000002").exists()
 
 
-def test_restoring_a_damaged_step_by_number_is_refused(tmp_path):
+def test_restore_of_a_damaged_step_is_an_error(tmp_path):
     save(tmp_path, 1)
     step = tmp_path / "checkpoint_00000001"
     (step / "metadata" / "metadata.json").write_text("{}")
@@ -397,47 +391,40 @@ def test_restoring_a_damaged_step_by_number_is_refused(tmp_path):
     assert f"The checkpoint {step} is damaged:\n  metadata/metadata.json: short" in str(error.value)
 
 
-def test_a_file_that_nobody_wrote_is_told_and_ignored(tmp_path):
+def test_unlisted_file_is_reported_and_ignored(tmp_path):
     save(tmp_path, 1)
     (tmp_path / "checkpoint_00000001" / "state" / ".DS_Store").write_bytes(b"x")
     lines: list[str] = []
     with CheckpointManager(tmp_path, report=lines.append) as manager:
         assert manager.newest_sound_step() == 1
         manager.restore(1, target_of(numbers(), everywhere))
-    assert lines == [
-        f"{tmp_path}/checkpoint_00000001/state/.DS_Store is not part of the checkpoint as it was "
-        "saved; it is ignored."
-    ]
+    assert len(lines) == 1 and "checkpoint_00000001/state/.DS_Store" in lines[0]
 
 
-def test_a_later_layout_is_refused_by_name(tmp_path, monkeypatch):
+def test_later_layout_is_an_error(raises, tmp_path, monkeypatch):
     with monkeypatch.context() as later:
         later.setattr("layerkit_runner.checkpointing.documents.LAYOUT_VERSION", 2)
         save(tmp_path, 1)
-    with CheckpointManager(tmp_path) as manager, pytest.raises(LayoutVersionError) as error:
+    with CheckpointManager(tmp_path) as manager, raises(LayoutVersionError, value=2):
         manager.restore(manager.newest_sound_step(), target_of(numbers(), everywhere))
-    assert str(error.value) == (
-        f"The checkpoint {tmp_path}/checkpoint_00000001 has layout version 2; this version of "
-        "layerkit-runner reads up to 1. Use the newer version that wrote it."
-    )
 
 
-def test_mistakes_of_the_caller_are_answered_at_once_and_nothing_is_written(tmp_path):
+def test_values_that_cannot_be_stored_are_an_error_before_anything_is_written(tmp_path):
     state = {"w": jax.device_put(jnp.ones(8), NamedSharding(mesh(8), P("data")))}
     with CheckpointManager(
         tmp_path, policy=EVERY_STEP, state_format=StateFormat.MSGPACK
     ) as manager:
-        with pytest.raises(ValueError, match=r"w float32\[8\] is sharded by"):
+        with pytest.raises(ValueError, match=r"w float32\[8\] is sharded"):
             manager.save(1, state, input_states={}, metadata={})
         whole = {"w": jnp.ones(8)}
-        with pytest.raises(TypeError, match=r"input_states must be JSON values .* ndarray"):
+        with pytest.raises(TypeError, match=r"input_states .*ndarray"):
             manager.save(1, whole, input_states={"train": np.ones(2)}, metadata={})
-        with pytest.raises(TypeError, match="metadata must be JSON values"):
+        with pytest.raises(TypeError, match="metadata .*object"):
             manager.save(1, whole, input_states={}, metadata={"when": object()})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_later_changes_to_the_input_state_do_not_reach_the_file(tmp_path):
+def test_later_changes_of_an_input_state_are_not_saved(tmp_path):
     position = {"train": {"scope": "global", "position": [1]}}
     with CheckpointManager(tmp_path, policy=EVERY_STEP) as manager:
         manager.save(1, {"w": jnp.ones(4)}, input_states=position, metadata={})
@@ -446,7 +433,7 @@ def test_later_changes_to_the_input_state_do_not_reach_the_file(tmp_path):
     assert restored.input_states["train"]["position"] == [1]
 
 
-def test_a_save_that_fails_in_the_background_is_told_once_and_may_be_repeated(tmp_path):
+def test_background_save_error_is_raised_once_and_the_save_can_be_repeated(tmp_path):
     state = {"w": jnp.ones(2**20)}  # 4 MiB
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     with CheckpointManager(
@@ -467,7 +454,7 @@ def test_a_save_that_fails_in_the_background_is_told_once_and_may_be_repeated(tm
         assert manager.newest_sound_step() == 2
 
 
-def test_the_package_is_imported_without_orbax():
+def test_package_import_does_not_import_orbax():
     program = (
         "import json, sys, layerkit_runner.checkpointing as c; c.CheckpointManager(sys.argv[1]);"
         "print(json.dumps([name for name in ('orbax.checkpoint', 'tensorstore', 'optax', "
@@ -515,7 +502,7 @@ def dangling_link(step: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [unreadable_manifest, dangling_link])
-def test_step_that_cannot_be_read_is_named_and_saved_again(tmp_path, spoil):
+def test_unreadable_step_is_reported_and_saved_again(tmp_path, spoil):
     save(tmp_path, 1, 2)
     spoil(tmp_path / "checkpoint_00000002")
     lines: list[str] = []
@@ -529,7 +516,7 @@ def test_step_that_cannot_be_read_is_named_and_saved_again(tmp_path, spoil):
         assert manager.newest_sound_step() == 2
 
 
-def test_steps_stay_where_none_is_sound(tmp_path):
+def test_no_step_is_moved_if_all_are_damaged(tmp_path):
     save(tmp_path, 1, 2)
     for step in (1, 2):
         unreadable_manifest(tmp_path / f"checkpoint_{step:08d}")
@@ -540,7 +527,7 @@ def test_steps_stay_where_none_is_sound(tmp_path):
     assert len(lines) == 2
 
 
-def test_commits_are_told_once_they_are_on_disk(tmp_path):
+def test_on_commit_is_called_after_the_commit(tmp_path):
     told: list[tuple[int, bool]] = []
 
     def on_commit(step: int) -> None:

@@ -125,7 +125,7 @@ def test_a_killed_save_costs_no_committed_step_and_is_cleaned_up(tmp_path, state
     policy = CheckpointPolicy(save_interval_steps=1)
     with CheckpointManager(directory, policy=policy, report=lines.append) as manager:
         assert not unfinished(directory)
-        assert lines == [f"Deleted the unfinished checkpoint {left_over}, left by a killed save."]
+        assert lines == [f"Deleted the unfinished checkpoint {left_over} of a killed save."]
         step = manager.newest_sound_step()
         assert step is not None and step == manager.latest_step()
         target = {

@@ -99,7 +99,7 @@ def test_a_full_disk_and_a_read_only_folder(tmp_path: Path):
             f"The checkpoint of step 2 could not be written to {tmp_path}/{state_format.value}: "
         )
         assert "No space left on device" in text
-        assert text.endswith("; step 1 is the newest there.")
+        assert text.endswith("The newest checkpoint there: step 1.")
     assert told[6].startswith(
         f"The checkpoint of step 3 could not be written to {tmp_path}/tensorstore: "
     )
@@ -153,12 +153,8 @@ def test_a_save_that_hangs_is_named(bucket, monkeypatch: pytest.MonkeyPatch, nam
     manager.wait_until_finished()
     HangingStore.let_go.clear()
     assert manager.save(2, {"w": jnp.ones(4)}, input_states={}, metadata={})
-    with pytest.raises(SaveTimeoutError) as error:
+    with pytest.raises(SaveTimeoutError, match=r"step 2 .* --async_timeout_secs=1\..* step 1"):
         manager.wait_until_finished()
-    assert str(error.value) == (
-        f"The checkpoint of step 2 has not been written to {bucket} within 1 s"
-        " (--async_timeout_secs); step 1 is the newest there."
-    )
 
 
 def test_a_failed_save_is_told_at_the_next_steps_and_not_at_the_next_save(tmp_path):

@@ -1,4 +1,4 @@
-"""The state before the first step: which values it has, where they lie, what is told of them."""
+"""The state before the first step: its values, their shardings and their record."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_weights_of_a_job(begin: Any, drawn: dict[str, np.ndarray]):
     _, _, first = first_state(begin, begin.job)
     found = begin.leaves(first.state)
     assert_same(weights(found), weights(begin.values))
-    # All that is not a weight begins anew.
+    # Everything but the weights starts anew.
     others = drawn.keys() - weights(drawn).keys()
     assert_same({name: found[name] for name in others}, {name: drawn[name] for name in others})
     assert first.step == 0
@@ -71,7 +71,7 @@ def test_weights_of_a_job(begin: Any, drawn: dict[str, np.ndarray]):
 @pytest.mark.parametrize("where", ["", "checkpoints", "checkpoints/checkpoint_00000007"])
 def test_folders_of_the_same_checkpoint(begin: Any, where: str):
     partitioner, task = begin.bound(begin.model(), begin=begin.init_from(begin.job / where))
-    plan_first_state(partitioner, task)  # nothing to complain of
+    plan_first_state(partitioner, task)
 
 
 @pytest.mark.parametrize("one_file", [False, True], ids=["tensorstore", "msgpack"])
@@ -92,7 +92,7 @@ def test_any_format_on_any_mesh(begin: Any, tmp_path: Path, one_file: bool, arra
 
 
 @pytest.mark.parametrize("repeated", [True, False], ids=["whole", "in layers"])
-def test_values_are_read_as_they_are_laid_out(begin: Any, repeated: bool):
+def test_values_are_read_into_the_shardings_of_the_state(begin: Any, repeated: bool):
     from layerkit_runner.init_from import first_state as module
     from layerkit_runner.init_from.matching import match
     from layerkit_runner.init_from.sources import Opened, StoredCheckpoint
@@ -104,14 +104,14 @@ def test_values_are_read_as_they_are_laid_out(begin: Any, repeated: bool):
     stored = StoredCheckpoint(begin.job / "checkpoints", step=None, report=print)
     state = partitioner.abstract_state(task)
     matched = match(settings, [Opened(settings.sources[0], stored)], state, model=task.model)
-    read = stored.read(module._wanted(stored, matched.found.values()))
+    read = stored.read(module._to_read(stored, matched.found.values()))
     path = ("params", "stack", "sub", "linear", "w")
     shards = {shard.data.shape for shard in read[path].addressable_shards}
     assert read[path].shape == (2, 8, 8)
     assert shards == {(2, 2, 4)}  # an eighth on each device
 
 
-def test_the_optimizer_in_part(begin: Any, drawn: dict[str, np.ndarray]):
+def test_optimizer_values_without_a_rule_start_anew(begin: Any, drawn: dict[str, np.ndarray]):
     source = {"folder": str(begin.job), "opt_state_rules": [("0/nu/(.*)", r"0/nu/\1")]}
     _, _, first = first_state(begin, source)
     found = begin.leaves(first.state)
@@ -122,10 +122,10 @@ def test_the_optimizer_in_part(begin: Any, drawn: dict[str, np.ndarray]):
     moments = sum("opt_state/0/nu" in name for name in found)
     total = sum(name.startswith("opt_state") for name in found)
     told = list(first.provenance.lines())[-1].strip()
-    assert told == f"{moments} of {total} values of the optimizer; the others begin anew"
+    assert told == f"{moments} of {total} values of the optimizer; the others start anew"
 
 
-def test_a_step_takes_schedules_along_but_not_moments(begin: Any):
+def test_loaded_step_advances_schedules_but_not_moments(begin: Any):
     source = {"folder": str(begin.job), "load_step": True}
     _, _, first = first_state(begin, source)
     assert first.step == int(first.state.step) == 7
@@ -133,7 +133,7 @@ def test_a_step_takes_schedules_along_but_not_moments(begin: Any):
     assert (int(adam.count), int(schedule.count)) == (0, 7)
     assert isinstance(schedule, optax.ScaleByScheduleState)
     told = list(first.provenance.lines())[-1].strip()
-    assert told == f"counts on from the step of {begin.job}/checkpoints:7"
+    assert told == f"step count continues from {begin.job}/checkpoints:7"
 
 
 def test_averages_in_place_of_weights(begin: Any, tmp_path: Path):
@@ -236,7 +236,7 @@ def test_adapters_on_a_pretrained_model(begin: Any):
     assert moved <= adapters
 
 
-def test_several_sources(begin: Any, tmp_path: Path):
+def test_first_source_with_a_weight_provides_it(begin: Any, tmp_path: Path):
     """The first that has a weight gives it, and `draw` goes before all."""
     partitioner, task = begin.bound(begin.model())
     params = begin.filled(partitioner.abstract_state(task).params, seed=3)
@@ -250,7 +250,7 @@ def test_several_sources(begin: Any, tmp_path: Path):
     assert_same(weights(found), weights(expected))
 
 
-def test_missing_may_be_drawn(begin: Any, drawn: dict[str, np.ndarray]):
+def test_missing_weights_are_drawn_if_allowed(begin: Any, drawn: dict[str, np.ndarray]):
     source = {"folder": str(begin.job), "rules": [(r"stack/.*", r"\g<0>")]}
     _, _, first = first_state(begin, source, missing="draw")
     for name, value in weights(begin.leaves(first.state)).items():
@@ -258,7 +258,7 @@ def test_missing_may_be_drawn(begin: Any, drawn: dict[str, np.ndarray]):
         np.testing.assert_array_equal(value, origin[name], err_msg=name)
 
 
-def test_the_record(begin: Any, tmp_path: Path):
+def test_record_of_a_fresh_start(begin: Any, tmp_path: Path):
     source = {"folder": str(begin.job), "load_step": True}
     _, _, first = first_state(begin, source, draw=("head/.*",))
     first.provenance.write(epath.Path(tmp_path))
@@ -280,7 +280,7 @@ class OneWeight(Configurable):
         return {"head": head}
 
 
-def test_the_record_of_what_loads_by_itself(begin: Any):
+def test_record_of_a_custom_loader(begin: Any):
     partitioner, task = begin.bound(begin.model(), begin=OneWeight())
     first = plan_first_state(partitioner, task)()
     np.testing.assert_array_equal(first.state.params["head"]["w"], np.ones((8, 4)))
@@ -295,7 +295,7 @@ def test_the_record_of_what_loads_by_itself(begin: Any):
     ]
 
 
-def test_a_damaged_checkpoint(begin: Any, tmp_path: Path):
+def test_damaged_checkpoint_is_skipped_or_an_error(begin: Any, tmp_path: Path):
     partitioner, task = begin.bound(begin.model())
     state = begin.filled(partitioner.abstract_state(task))
     for step in (3, 5):
@@ -308,7 +308,7 @@ def test_a_damaged_checkpoint(begin: Any, tmp_path: Path):
     assert first.provenance.weights["head/w"].startswith(f"{tmp_path}/checkpoints:3:")
     assert "CHECKPOINT DAMAGED: step 5" in told[0]
     task.initial_weights = begin.init_from({"folder": str(tmp_path), "step": 5})
-    with pytest.raises(UsageError, match=r"checkpoint_00000005 is damaged: state/state.msgpack"):
+    with pytest.raises(UsageError, match=r"checkpoint_00000005.*\n.*state/state.msgpack"):
         plan_first_state(partitioner, task)
 
 

@@ -38,7 +38,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, begin: Any) -> tuple[Path, 
 
 
 @pytest.mark.parametrize("repeated", [True, False], ids=["repeated", "unrolled"])
-def test_weights(folder: tuple[Path, dict[str, Any]], begin: Any, repeated: bool):
+def test_weights_of_a_hugging_face_folder(
+    folder: tuple[Path, dict[str, Any]], begin: Any, repeated: bool
+):
     path, values = folder
     model = model_config(path, repeated=repeated)
     partitioner, task = begin.bound(model, [2, 2, 2], begin=begin.init_from(path))
@@ -57,7 +59,7 @@ def test_weights(folder: tuple[Path, dict[str, Any]], begin: Any, repeated: bool
     assert f"{len(found)} values converted" in count
 
 
-def test_a_part_under_another_name(folder: tuple[Path, dict[str, Any]], begin: Any):
+def test_rules_select_from_a_hugging_face_folder(folder: tuple[Path, dict[str, Any]], begin: Any):
     path, values = folder
     # A row of layer 1 in place of a bias.
     name = "lm/stack/repeat/sub/attention/output/w"
@@ -71,7 +73,7 @@ def test_a_part_under_another_name(folder: tuple[Path, dict[str, Any]], begin: A
     assert others == {f"{path}:params/{name}[1][0][2]"}
 
 
-def test_another_size(folder: tuple[Path, dict[str, Any]], begin: Any):
+def test_weight_of_another_shape_is_an_error(folder: tuple[Path, dict[str, Any]], begin: Any):
     path, _ = folder
     model = model_config(path)
     model.lm_tpl.vocab_size = 40
@@ -90,14 +92,16 @@ def test_a_truncated_file_is_a_usage_error_with_both_sizes(
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-100])
     partitioner, task = begin.bound(model_config(folder[0]), begin=begin.init_from(tmp_path))
-    expected = f"{weights} is truncated: {len(whole) - 100} bytes. Expected {len(whole)}"
-    with pytest.raises(UsageError, match=re.escape(expected)):
+    with pytest.raises(UsageError) as caught:
         plan_first_state(partitioner, task)
+    text = str(caught.value)
+    assert all(str(fact) in text for fact in (weights, len(whole) - 100, len(whole)))
 
 
-def test_a_model_that_is_not_supported(tmp_path: Path, begin: Any):
+def test_unsupported_model_type_is_an_error(tmp_path: Path, begin: Any):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt3"}))
     (tmp_path / "model.safetensors").touch()
     partitioner, task = begin.bound(begin.model(), begin=begin.init_from(tmp_path))
-    with pytest.raises(UsageError, match=r"^task\.initial_weights: .*gpt3"):
+    with pytest.raises(UsageError, match="gpt3") as caught:
         plan_first_state(partitioner, task)
+    assert caught.value.owner.startswith("task.initial_weights")

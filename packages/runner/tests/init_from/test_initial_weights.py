@@ -1,8 +1,7 @@
-"""Weights that a task does not draw: where they come from, where they land, what they change."""
+"""Initial weights from a custom loader."""
 
 from __future__ import annotations
 
-import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,7 @@ from layerkit_runner.training.task import SingleTask
 
 
 class Sevens(Configurable):
-    """All weights are 7; remembers what it was asked for."""
+    """Loader whose weights are 7; records its request."""
 
     def load(self, model: Any, like: Any) -> Any:
         self.asked = like
@@ -30,21 +29,21 @@ class Sevens(Configurable):
 
 
 class Nothing(Configurable):
-    """Leaves all weights to be drawn."""
+    """Loader without weights."""
 
     def load(self, model: Any, like: Any) -> Any:
         return {}
 
 
 class OfAnotherModel(Configurable):
-    """One weight that is too long, and one that nobody has."""
+    """One weight of another shape, and one that the model lacks."""
 
     def load(self, model: Any, like: Any) -> Any:
         return {"linear": {"w": jnp.ones((5, 1))}, "other": {"w": jnp.ones(3, jnp.bfloat16)}}
 
 
 class Broken(Configurable):
-    """A folder that is not there."""
+    """Loader that finds no folder."""
 
     def load(self, model: Any, like: Any) -> Any:
         raise FileNotFoundError("no such folder: /nowhere")
@@ -62,7 +61,7 @@ def started(
 
 
 @pytest.mark.parametrize("make", [SpmdPartitioner, PmapPartitioner], ids=["spmd", "pmap"])
-def test_given_weights_begin_the_run(tiny: SimpleNamespace, make: Any):
+def test_loaded_weights_are_placed_by_the_partitioner(tiny: SimpleNamespace, make: Any):
     partitioner = make()
     task = started(partitioner, tiny, Sevens)
     state = plan_first_state(partitioner, task)().state
@@ -72,7 +71,7 @@ def test_given_weights_begin_the_run(tiny: SimpleNamespace, make: Any):
     assert task.initial_weights.asked == abstract.params
 
 
-def test_the_optimizer_begins_from_them_too(tiny: SimpleNamespace):
+def test_optimizer_is_initialized_from_loaded_weights(tiny: SimpleNamespace):
     # Lookahead keeps a copy of the weights in its state.
     learner = {"optimizer": Partial(optax.contrib.schedule_free_sgd), "learning_rate": 0.1}
     partitioner = SpmdPartitioner()
@@ -81,27 +80,22 @@ def test_the_optimizer_begins_from_them_too(tiny: SimpleNamespace):
     np.testing.assert_array_equal(state.opt_state.z["linear"]["w"], np.full((2, 1), 7.0))
 
 
-def test_what_is_not_given_is_drawn(tiny: SimpleNamespace):
+def test_weights_that_the_loader_lacks_are_drawn(tiny: SimpleNamespace):
     partitioner = SpmdPartitioner()
     task = started(partitioner, tiny, Nothing, init_scale=3.0)
     state = plan_first_state(partitioner, task)().state
     np.testing.assert_array_equal(state.params["linear"]["w"], np.full((2, 1), 3.0))
 
 
-def test_a_source_that_fails_is_the_users_mistake(tiny: SimpleNamespace):
+def test_error_of_the_loader_is_a_usage_error(tiny: SimpleNamespace, raises):
     partitioner = SpmdPartitioner()
     task = started(partitioner, tiny, Broken)
-    expected = "task.initial_weights: no such folder: /nowhere"
-    with pytest.raises(UsageError, match=f"^{re.escape(expected)}$"):
+    with raises(UsageError, owner="task.initial_weights"):
         plan_first_state(partitioner, task)()
 
 
-def test_weights_of_another_model_are_refused(tiny: SimpleNamespace):
+def test_loaded_weights_of_another_model_are_an_error(tiny: SimpleNamespace, raises):
     partitioner = SpmdPartitioner()
     task = started(partitioner, tiny, OfAnotherModel)
-    expected = (
-        "task.initial_weights: linear/w is float32[5, 1], expected float32[2, 1], other/w is"
-        " bfloat16[3], expected no such weight"
-    )
-    with pytest.raises(UsageError, match=f"^{re.escape(expected)}$"):
+    with raises(UsageError, owner="task.initial_weights"):
         plan_first_state(partitioner, task)()

@@ -193,7 +193,7 @@ def test_copies_are_whole_and_know_how_good_they_are(written, tmp_path, capsys):
 def test_nothing_is_left_of_a_copy_of_a_damaged_step(job, tmp_path, capsys):
     damage(job, 20)
     text = run(capsys, "copy", job, tmp_path / "new", "--step=20", code=1)
-    assert "checkpoint_00000020 is not what was saved:\n  state/" in text
+    assert "checkpoint_00000020 differs from the saved step and was deleted:\n  state/" in text
     assert list((tmp_path / "new" / "checkpoints").iterdir()) == []
 
 
@@ -203,7 +203,7 @@ def test_a_copy_can_be_repeated_and_goes_on_after_damage(job, tmp_path, capsys):
     damage(job, 10)
     first = run(capsys, "copy", job, new, code=1)
     assert f"{new}/checkpoints/checkpoint_00000020\nnot copied: step 10\n" in first
-    assert "checkpoint_00000010 is not what was saved:\n  state/" in first
+    assert "checkpoint_00000010 differs from the saved step and was deleted:\n  state/" in first
     assert run(capsys, "copy", pristine, new) == (
         f"{new}/checkpoints/checkpoint_00000010\nthere already, and sound: step 20\n"
     )
@@ -266,8 +266,7 @@ def test_evaluations_that_cannot_be_read(job, tmp_path, capsys, content):
         ["convert", job, new, "--to=msgpack"],
     ):
         text = run(capsys, *words, code=1)
-        assert text.startswith(f"checkpoints: {path} cannot be read (")
-        assert text.endswith("Delete it to go on without what it says.\n")
+        assert text.startswith(f"checkpoints: {path}: ")
     assert not new.exists()
     assert folders.committed_steps(epath.Path(path.parent)) == [10, 20]
 
@@ -284,9 +283,8 @@ def test_there_and_back_again(written, tmp_path, capsys):
         # The date is that of the save.
         dates = [run(capsys, "list", job).splitlines()[1].split("  ")[1] for job in (folder,)]
         assert dates[0] in run(capsys, "list", written)
-    assert run(capsys, "convert", again, one_file, "--to=tensorstore", code=2) == (
-        f"checkpoints: {again}/checkpoints/checkpoint_00000010 is tensorstore already; use copy\n"
-    )
+    error = run(capsys, "convert", again, one_file, "--to=tensorstore", code=2)
+    assert f"{again}/checkpoints/checkpoint_00000010" in error and "tensorstore" in error
 
 
 def test_weights_as_safetensors(written, tmp_path, capsys):
@@ -300,7 +298,7 @@ def test_weights_as_safetensors(written, tmp_path, capsys):
         expected = STATE["params"][name.removeprefix("params/")]
         assert array.dtype == expected.dtype
         assert array.tobytes() == expected.tobytes()
-    assert "is there already" in run(capsys, "convert", written, path, "--to=safetensors", code=2)
+    assert "already exists" in run(capsys, "convert", written, path, "--to=safetensors", code=2)
     other = tmp_path / "other.safetensors"
     assert run(
         capsys, "convert", written, other, "--to=safetensors", "--part=optstate", code=2

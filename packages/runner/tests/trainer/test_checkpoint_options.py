@@ -193,7 +193,7 @@ def test_other_dtypes_are_converted_only_with_the_flag(
         run_inference("eval_once", shorter, options(trained))
     capsys.readouterr()
     assert run_inference("eval_once", shorter, options(trained, restore_cast_dtypes=True)) == 0
-    assert "arrays were converted from float32 to bfloat16" in capsys.readouterr().out
+    assert "from float32 to bfloat16" in capsys.readouterr().out
     new = options(tmp_path / "new", restore_checkpoint_dir=str(trained), restore_cast_dtypes=True)
     assert run_train(resolve(experiment(DTYPE="bfloat16", MAX_STEPS=8)), new) == 0
     assert "resuming from step 6" in capsys.readouterr().out

@@ -1,7 +1,7 @@
-"""Checkpoints: what a job writes so that it can resume after a stop.
+"""Checkpoints, from which a stopped job resumes.
 
-`CheckpointManager` is the public face; `manager.py` says what a checkpoint holds. Importing this
-package is cheap: Orbax is imported with the first use.
+`CheckpointManager` is the public class; `manager.py` describes the files. Importing this package
+does not import Orbax, which is imported on first use.
 """
 
 from layerkit_runner.checkpointing.errors import DamagedCheckpointError as DamagedCheckpointError

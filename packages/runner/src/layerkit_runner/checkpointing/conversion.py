@@ -1,8 +1,8 @@
 """Copies steps, rewrites them in the other format, and exports weights as safetensors.
 
-A step is written under the name of an unfinished save and renamed when it is whole and verified.
-What a killed copy leaves behind, the next training job there deletes as it would a killed save.
-Imports Orbax.
+A step is written under the name of an unfinished save and renamed when it is complete and verified.
+The next training job in that folder deletes the files of a killed copy, as those of a killed save.
+This module imports Orbax.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 from etils import epath
 from tqdm import tqdm
 
+from layerkit.errors import ConfigError
 from layerkit_runner.checkpointing import documents, folders, handlers, integrity, structure
 from layerkit_runner.checkpointing.formats import StateFormat, format_of
 from layerkit_runner.files.atomic_write import atomic_write
@@ -25,7 +26,7 @@ from layerkit_runner.files.atomic_write import atomic_write
 _READ_BYTES = 2**30
 _BLOCK_BYTES = 8 * 2**20
 _COPIERS = 8
-_WRITTEN_ANEW = ("state/", f"{integrity.MANIFEST_FOLDER}/", folders.COMMIT_FILE)
+_REPLACED_FILES = ("state/", f"{integrity.MANIFEST_FOLDER}/", folders.COMMIT_FILE)
 
 
 def copy_step(source: epath.Path, destination: epath.Path, step: int) -> epath.Path:
@@ -36,12 +37,12 @@ def copy_step(source: epath.Path, destination: epath.Path, step: int) -> epath.P
     Raises:
       FileExistsError: The destination has this step.
       DamagedCheckpointError: The step is damaged; nothing is left of the copy.
-      OSError: Storage refused; nothing is left of the copy.
+      OSError: Storage failed; nothing is left of the copy.
     """
     original = folders.step_folder(source, step)
     with _new_step_folder(destination, step) as partial:
         sizes = integrity.file_sizes(original)
-        sizes.pop(folders.COMMIT_FILE, None)  # the copy gets its own when it is whole
+        sizes.pop(folders.COMMIT_FILE, None)  # written at the commit of the copy
         for folder in sorted({(partial / name).parent for name in sizes}):
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -56,9 +57,9 @@ def copy_step(source: epath.Path, destination: epath.Path, step: int) -> epath.P
             for size in copiers.map(copy, sizes):
                 bar.update(size)
         integrity.require_sound(
-            f"The copy of {original} is not what was saved",
+            f"The copy of {original} differs from the saved step and was deleted",
             integrity.verify(partial),
-            hint="It was deleted. Whether the original is damaged tells: verify.",
+            hint="Check the original with: verify.",
         )
     copy_evaluations(source, destination, step)
     return folders.step_folder(destination, step)
@@ -77,7 +78,7 @@ def convert_step(
 ) -> epath.Path:
     """Write a step to another folder of checkpoints, its state in another format.
 
-    Input states, metadata and date stay. The whole state passes through this machine's memory.
+    Input states, metadata and date stay the same. This machine's memory has to hold the state.
 
     Returns:
       The folder of the new step.
@@ -85,16 +86,22 @@ def convert_step(
     Raises:
       FileExistsError: The destination has this step.
       DamagedCheckpointError: The step is damaged.
-      ValueError: Its state is in this format already.
-      OSError: Storage refused.
+      ConfigError: The state already has this format.
+      OSError: Storage failed.
     """
     original = folders.step_folder(source, step)
     if format_of(original / "state") is state_format:
-        raise ValueError(f"{original} is {state_format.value} already; use copy")
+        raise ConfigError(
+            "already has this format",
+            owner=str(original),
+            field="--to",
+            value=state_format.value,
+            hint="Use copy instead.",
+        )
     leaves = read_leaves(original)
     with _new_step_folder(destination, step) as partial:
         for name in integrity.file_sizes(original):
-            if not name.startswith(_WRITTEN_ANEW):
+            if not name.startswith(_REPLACED_FILES):
                 (partial / name).parent.mkdir(parents=True, exist_ok=True)
                 (partial / name).write_bytes((original / name).read_bytes())
         about = {**documents.read(original), "state_format": state_format.value}
@@ -115,16 +122,16 @@ def write_safetensors(
     """Write a part of the state of a step as one safetensors file; return the number of arrays.
 
     Raises:
-      FileExistsError: The file is there.
+      FileExistsError: The file exists.
       DamagedCheckpointError: The step is damaged.
       ImportError: safetensors is not installed.
       KeyError: The state has no such part.
-      OSError: Storage refused.
+      OSError: Storage failed.
     """
     from safetensors.flax import save
 
     if path.exists():
-        raise FileExistsError(f"{path} is there already; nothing was changed")
+        raise FileExistsError(f"{path} already exists; nothing was changed")
     leaves = read_leaves(folders.step_folder(source, step), part=part)
     content = save(
         {structure.join(name): leaf for name, leaf in leaves.items()},
@@ -173,11 +180,11 @@ def _new_step_folder(directory: epath.Path, step: int) -> Iterator[epath.Path]:
     """Yield a folder to fill; make it the step at the end, or delete it after an error.
 
     Raises:
-      FileExistsError: There is such a step.
+      FileExistsError: The step exists.
     """
     final = folders.step_folder(directory, step)
     if step in folders.committed_steps(directory):
-        raise FileExistsError(f"{final} is there already; nothing was changed")
+        raise FileExistsError(f"{final} already exists; nothing was changed")
     partial = folders.new_unfinished(directory, step)
     try:
         yield partial

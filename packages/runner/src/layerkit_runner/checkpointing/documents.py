@@ -6,7 +6,8 @@ input_states/process_00000_of_00001.json  input name to input state, one file fo
 evaluations.json                          beside the steps: {"version": 1, "evaluations":
                                           {"400": {"heldout/loss": 2.5, …}, …}}
 
-Evaluations may come after the save of their step, whose files never change, so they lie outside.
+Evaluations lie outside of the steps, since an evaluation may follow the save of its step, whose
+files never change.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from typing import Any
 import jax
 from etils import epath
 
+from layerkit.errors import ConfigError
 from layerkit_runner.checkpointing.errors import LayoutVersionError, ProcessCountError
 from layerkit_runner.checkpointing.policy import CheckpointPolicy
 from layerkit_runner.files.atomic_write import atomic_write
 
-# Raised when the files of a step, the names in them or the metadata change their meaning.
+# Increased when the files of a step, the names in them or the metadata change their meaning.
 LAYOUT_VERSION = 1
 EVALUATIONS_FILE = "evaluations.json"
 _EVALUATIONS_VERSION = 1
@@ -34,13 +36,13 @@ _FILE = "metadata/metadata.json"
 _INPUT_STATES = re.compile(r"process_(\d{5})_of_(\d{5})\.json")
 
 Evaluations = dict[int, dict[str, float]]
-"""Step to metrics, these by `data set/metric`."""
+"""Metrics by step; each maps `data set/metric` to a value."""
 
 
 def compose(
     user: Mapping[str, Any], *, state_format: str, process_count: int, policy: CheckpointPolicy
 ) -> dict[str, Any]:
-    """Return the metadata of a step that is about to be written.
+    """Return the metadata of a step that is going to be written.
 
     Raises:
       TypeError: `user` is not made of JSON values.
@@ -61,14 +63,16 @@ def read(step_directory: epath.Path) -> dict[str, Any]:
     """Return the metadata of a committed step.
 
     Raises:
-      LayoutVersionError: A later version of this package wrote it.
+      LayoutVersionError: A later version of this package wrote the step.
     """
     about = json.loads((step_directory / _FILE).read_text())
     if about["layout_version"] > LAYOUT_VERSION:
         raise LayoutVersionError(
-            f"The checkpoint {step_directory} has layout version {about['layout_version']}; this "
-            f"version of layerkit-runner reads up to {LAYOUT_VERSION}. Use the newer version that "
-            "wrote it."
+            owner=str(step_directory),
+            field="layout_version",
+            value=about["layout_version"],
+            expected=f"at most {LAYOUT_VERSION}",
+            hint="Use the later version of layerkit-runner that wrote the checkpoint.",
         )
     return about
 
@@ -79,7 +83,7 @@ def write(step_directory: epath.Path, about: Mapping[str, Any]) -> None:
 
 
 def policy_of(about: Mapping[str, Any]) -> CheckpointPolicy | None:
-    """Return the retention policy in a step's metadata; None if it was written without."""
+    """Return the retention policy in a step's metadata; None if there is none."""
     fields = about.get("keep")
     if fields is None:
         return None
@@ -91,7 +95,7 @@ def policy_of(about: Mapping[str, Any]) -> CheckpointPolicy | None:
 
 
 def to_json(value: Mapping[str, Any], *, name: str) -> str:
-    """Return the JSON text of a value at once, so that later changes of it do no harm.
+    """Return the JSON text of a value, which later changes of the value do not reach.
 
     Raises:
       TypeError: The value is not made of JSON values.
@@ -100,7 +104,7 @@ def to_json(value: Mapping[str, Any], *, name: str) -> str:
         return json.dumps(dict(value))
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"{name} must be JSON values (dict, list, str, int, float): {error}."
+            f"{name} cannot be stored: {error}. Expected JSON values (dict, list, str, int, float)."
         ) from error
 
 
@@ -112,11 +116,11 @@ def write_input_states(directory: epath.Path, text: str) -> None:
 def read_input_states(directory: epath.Path) -> dict[str, Any]:
     """Return this process's input states by input name.
 
-    If the number of processes has changed, these are process 0's, provided that each has
-    `"scope": "global"`.
+    If the number of processes has changed, these are the states of process 0, each of which must
+    have `"scope": "global"`.
 
     Raises:
-      ProcessCountError: It changed and the scope of some state is another.
+      ProcessCountError: The number of processes has changed and a state has another scope.
     """
     matches = (_INPUT_STATES.fullmatch(path.name) for path in directory.iterdir())
     count = next(int(match[2]) for match in matches if match)
@@ -130,10 +134,11 @@ def read_input_states(directory: epath.Path) -> dict[str, Any]:
     ]
     if bound and not is_same:
         raise ProcessCountError(
-            f"The checkpoint was written by {count} processes and is restored by "
-            f"{jax.process_count()}, but the state of these inputs belongs to single processes: "
-            f"{', '.join(bound)}. Restore with {count} processes, or use an input whose "
-            'state says "scope": "global", such as a global sample index.'
+            f"the checkpoint holds input states of single processes ({', '.join(bound)})",
+            field="number of processes",
+            value=jax.process_count(),
+            expected=f"{count}, as in the job that wrote the checkpoint",
+            hint='Or use inputs whose state has "scope": "global", such as a global sample index.',
         )
     return states
 
@@ -146,7 +151,7 @@ def read_evaluations(directory: epath.Path) -> Evaluations:
     """Return the recorded evaluations of a folder of checkpoints; empty if there are none.
 
     Raises:
-      ValueError: The file is not as this package writes it.
+      ConfigError: The file is malformed, or a later version of this package wrote it.
     """
     path = directory / EVALUATIONS_FILE
     if not path.exists():
@@ -154,24 +159,24 @@ def read_evaluations(directory: epath.Path) -> Evaluations:
     try:
         document = json.loads(path.read_text())
         if document["version"] > _EVALUATIONS_VERSION:
-            raise ValueError(
-                f"version {document['version']}, expected up to {_EVALUATIONS_VERSION}"
-            )
+            raise ValueError(f"version={document['version']}")
         return {
             int(step): {name: float(value) for name, value in metrics.items()}
             for step, metrics in document["evaluations"].items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path} cannot be read ({error}); it says which checkpoints are the best. Delete it "
-            "to go on without what it says."
+        raise ConfigError(
+            f"cannot read the recorded evaluations ({error})",
+            owner=str(path),
+            expected=f"JSON of version {_EVALUATIONS_VERSION} or earlier",
+            hint="Delete the file to continue without the record of the best checkpoints.",
         ) from error
 
 
 def write_evaluations(
     directory: epath.Path, evaluations: Mapping[int, Mapping[str, float]]
 ) -> None:
-    """Replace the recorded evaluations at once; leave out NaN."""
+    """Replace the recorded evaluations by an atomic write; leave out NaN."""
     numbers = {
         str(step): {name: value for name, value in metrics.items() if not math.isnan(value)}
         for step, metrics in sorted(evaluations.items())

@@ -1,12 +1,4 @@
-"""Errors of checkpoints, and a filter that keeps tracebacks of the same errors out of the logs.
-
-SaveError               a checkpoint could not be written: a full disk, a read-only folder
-└── SaveTimeoutError    a save has not ended in time
-DamagedCheckpointError  the files of a step are not as they were written
-LayoutVersionError      a later version of this package wrote the step
-NewerManifestError      a later version of this package wrote the manifest of the step
-ProcessCountError       the input state belongs to another number of processes
-"""
+"""Errors of checkpoints, and a filter that keeps their tracebacks out of the logs."""
 
 from __future__ import annotations
 
@@ -16,60 +8,63 @@ import sys
 from types import TracebackType
 from typing import Any
 
-# What storage raises: the file system's errors, and TensorStore's, which are ValueErrors.
+from layerkit.errors import ConfigError, UserError
+
+# Errors of storage: the file system's errors, and TensorStore's, which are ValueErrors.
 STORAGE_ERRORS = (OSError, ValueError)
 _ENDING = "cannot schedule new futures after"
 _ORBAX = f"{os.sep}orbax{os.sep}checkpoint{os.sep}"
 
 
 class SaveError(OSError):
-    """A checkpoint could not be written. The message names it, the reason, and what is left."""
+    """A failure to write a checkpoint, such as a full disk or a read-only folder."""
 
 
 class SaveTimeoutError(SaveError):
-    """A save has not ended in time. Its threads may never end: leave the process by `os._exit`."""
+    """A save that exceeded its time limit. Its threads may never end; exit by `os._exit`."""
 
 
-class DamagedCheckpointError(RuntimeError):
-    """The files of a step are not as they were written. The message lists them."""
+class DamagedCheckpointError(UserError, RuntimeError):
+    """Files of a step that differ from those that were written."""
 
 
-class LayoutVersionError(ValueError):
-    """A checkpoint was written by a later version of this package."""
+class LayoutVersionError(ConfigError):
+    """A checkpoint that a later version of this package wrote."""
 
 
-class NewerManifestError(ValueError):
-    """A manifest, itself undamaged, was written by a later version of this package."""
+class NewerManifestError(ConfigError):
+    """A manifest, itself undamaged, that a later version of this package wrote."""
 
 
-class ProcessCountError(ValueError):
-    """The input state was saved by another number of processes and is not a global one."""
+class ProcessCountError(ConfigError):
+    """An input state of another number of processes that is not a global one."""
 
 
 def save_error(
     error: BaseException, *, step: int, directory: object, newest: int | None, timeout_secs: int
 ) -> SaveError:
     """Return the error of a save of `step`; `newest` is the newest committed step, if any."""
-    left = "it holds no checkpoint" if newest is None else f"step {newest} is the newest there"
+    left = "none" if newest is None else f"step {newest}"
     if isinstance(error, TimeoutError):
         return SaveTimeoutError(
-            f"The checkpoint of step {step} has not been written to {directory} within "
-            f"{timeout_secs} s (--async_timeout_secs); {left}."
+            f"The checkpoint of step {step} was not written to {directory} within "
+            f"--async_timeout_secs={timeout_secs}. The newest checkpoint there: {left}."
         )
-    # TensorStore appends places in its own source.
+    # TensorStore appends locations in its own source code.
     text = str(error).strip() or type(error).__name__
     reason = text.splitlines()[0].partition(" [source locations=")[0].rstrip(".")
     return SaveError(
-        f"The checkpoint of step {step} could not be written to {directory}: {reason}; {left}."
+        f"The checkpoint of step {step} could not be written to {directory}: {reason}. "
+        f"The newest checkpoint there: {left}."
     )
 
 
 def silence_tracebacks() -> None:
-    """Keep tracebacks of storage errors of a save off the screen. Repeated calls change nothing.
+    """Filter tracebacks of storage errors of a save out of the logs; repeated calls are no-ops.
 
-    The manager raises the error as one sentence. Orbax logs a traceback from each thread that met
-    it. Orbax also closes the event loop with the first write that fails, and TensorStore then
-    prints a traceback for each other write.
+    The manager raises the error as one sentence. Orbax also logs a traceback from each thread, and
+    closes the event loop at the first failing write, upon which TensorStore prints a traceback for
+    each other write.
     """
     logger = logging.getLogger("absl")
     if _is_logged in logger.filters:

@@ -15,7 +15,7 @@ from layerkit_runner.files.atomic_write import is_remote
 
 STEP_PREFIX = "checkpoint"
 STEP_DIGITS = 8
-# Where a job keeps its checkpoints, in its own folder.
+# Name of the folder of checkpoints in a job folder.
 JOB_SUBFOLDER = "checkpoints"
 COMMIT_FILE = "commit_success.txt"
 _ASIDE_PREFIX = "damaged_"
@@ -36,12 +36,12 @@ def step_in_name(path: epath.Path) -> int | None:
 
 
 def is_there(path: epath.Path) -> bool:
-    """Return whether a folder has an entry of this name; a dangling link is one."""
+    """Return whether a path exists; a dangling link does."""
     return path.exists() or (not is_remote(path) and os.path.lexists(path))
 
 
 def committed_steps(directory: epath.Path) -> list[int]:
-    """Return the committed steps in rising order; empty if there is no folder."""
+    """Return the committed steps in ascending order; empty if the folder does not exist."""
     return sorted(
         int(match[1])
         for path in _children(directory)
@@ -50,7 +50,7 @@ def committed_steps(directory: epath.Path) -> list[int]:
 
 
 def unfinished(directory: epath.Path) -> list[epath.Path]:
-    """Return the folders of saves that never ended, by name. They were never checkpoints."""
+    """Return the folders of unfinished saves, by name."""
     return sorted(
         path
         for path in _children(directory)
@@ -60,13 +60,13 @@ def unfinished(directory: epath.Path) -> list[epath.Path]:
 
 
 def set_apart(directory: epath.Path) -> list[epath.Path]:
-    """Return the folders that are no checkpoints: unfinished, or moved aside."""
+    """Return the folders of unfinished saves and of damaged steps that were moved aside."""
     aside = [path for path in _children(directory) if path.name.startswith(_ASIDE_PREFIX)]
     return sorted([*unfinished(directory), *aside])
 
 
 def new_unfinished(directory: epath.Path, step: int) -> epath.Path:
-    """Make an empty folder in which a step is written before `commit`."""
+    """Create an empty folder in which a step is written before `commit`."""
     path = step_folder(directory, step)
     if not _is_without_rename(path):
         path = path.parent / f"{path.name}{_TEMPORARY_SUFFIX}"
@@ -77,14 +77,14 @@ def new_unfinished(directory: epath.Path, step: int) -> epath.Path:
 
 
 def commit(unfinished_path: epath.Path, final: epath.Path) -> None:
-    """Make a step of a folder that `new_unfinished` made."""
-    (unfinished_path / COMMIT_FILE).write_text("Copied or converted in whole.")
+    """Commit a step that was written to a folder of `new_unfinished`."""
+    (unfinished_path / COMMIT_FILE).write_text("Copied or converted completely.")
     if unfinished_path != final:
         unfinished_path.rename(final)
 
 
 def move_aside(path: epath.Path) -> epath.Path:
-    """Rename a damaged step and return its new path, which was free."""
+    """Rename the folder of a damaged step to an unused name and return the new path."""
     aside = path.parent / f"{_ASIDE_PREFIX}{path.name}"
     number = 1
     while is_there(aside):

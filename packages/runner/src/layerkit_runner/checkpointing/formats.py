@@ -1,8 +1,9 @@
-"""The two formats of a stored state: all of the single file, a safety check of TensorStore's.
+"""The two formats of a stored state.
 
-`TENSORSTORE` stores every array in chunks, written and read by all processes side by side; Orbax
-does that (`handlers.py`). `MSGPACK` is one file, written by one process, for a state that every
-device holds whole, as under pmap. Readers see the format from the files.
+`TENSORSTORE` stores each array in chunks, which all processes write and read; Orbax does that
+(`handlers.py`), and this module only checks the chunks before they are decompressed. `MSGPACK` is
+one file, written by one process, for a state that each device holds whole, as under pmap. Readers
+recognise the format by the files.
 
 The single file is a stream of msgpack objects: a header (format, version, and path, shape and
 dtype of every leaf), then each leaf's little-endian bytes in pieces, in the header's order.
@@ -26,6 +27,7 @@ import msgpack
 import numpy as np
 from etils import epath
 
+from layerkit.errors import ConfigError, first_names
 from layerkit_runner.checkpointing import structure
 from layerkit_runner.checkpointing.errors import DamagedCheckpointError
 from layerkit_runner.checkpointing.integrity import Entry
@@ -36,7 +38,7 @@ _FORMAT = "layerkit-state"
 _VERSION = 1
 _PIECE_BYTES = 64 * 2**20  # msgpack's own limit is 4 GiB; smaller pieces need smaller buffers
 
-# A block of a Zstandard frame holds at most so many bytes. Writers also end blocks earlier.
+# Largest block of a Zstandard frame. Writers also end blocks earlier.
 _BLOCK_BYTES = 128 * 2**10
 _SPARE_BLOCKS = 64
 _BLOCKS_FOR_ONE = 16
@@ -46,7 +48,7 @@ _READERS = 8
 
 
 class StateFormat(enum.Enum):
-    """How the state of a step is stored."""
+    """Format of the stored state of a step."""
 
     TENSORSTORE = "tensorstore"
     MSGPACK = "msgpack"
@@ -59,17 +61,17 @@ def format_of(state_directory: epath.Path) -> StateFormat:
 
 
 def check_replicated(leaves: Mapping[structure.LeafPath, jax.Array]) -> None:
-    """Raise ValueError that names every leaf that is not fully replicated, with its sharding."""
+    """Raise `ConfigError` unless every leaf is fully replicated."""
     split = [
         f"{structure.join(path)} {structure.spec_of(leaf)} is sharded by {leaf.sharding}"
         for path, leaf in leaves.items()
         if not leaf.is_fully_replicated
     ]
     if split:
-        raise ValueError(
-            "The msgpack format stores a state that is replicated on all devices, but\n  "
-            + "\n  ".join(split)
-            + "\nSave a sharded state with StateFormat.TENSORSTORE (--pmap_use_tensorstore=True)."
+        raise ConfigError(
+            f"cannot save a sharded state as {StateFormat.MSGPACK.value}: {first_names(split)}",
+            expected="a state that is replicated on all devices",
+            hint="Save a sharded state as StateFormat.TENSORSTORE (--pmap_use_tensorstore=True).",
         )
 
 
@@ -77,7 +79,7 @@ def host_copy(leaves: Mapping[structure.LeafPath, jax.Array]) -> dict[structure.
     """Copy a replicated state to the host, so that its device buffers may be donated at once."""
     for leaf in leaves.values():
         leaf.copy_to_host_async()
-    # A CPU array may lend its own buffer, which the next step may overwrite: hence the copy.
+    # NumPy may share the buffer of a CPU array, which the next step may overwrite.
     return {path: np.array(leaf.addressable_data(0)) for path, leaf in leaves.items()}
 
 
@@ -123,8 +125,8 @@ def read_msgpack(
 
     Args:
       state_directory: The folder of the state.
-      targets: Stored leaves to read, with a `sharding`. Shapes match already, and numbers are
-        cast to the dtype.
+      targets: Stored leaves to read, with a `sharding`. Their shapes must match; numbers are cast
+        to their dtypes.
     """
     restored: dict[structure.LeafPath, jax.Array] = {}
     with (state_directory / STATE_FILE).open("rb") as file:
@@ -152,9 +154,11 @@ def _read_header(
 ) -> dict[structure.LeafPath, structure.LeafSpec]:
     header = next(unpacker)
     if header["format"] != _FORMAT or header["version"] > _VERSION:
-        raise ValueError(
-            f"{state_directory / STATE_FILE} is {header['format']} version {header['version']}; "
-            f"expected {_FORMAT} up to version {_VERSION}."
+        raise ConfigError(
+            owner=str(state_directory / STATE_FILE),
+            field="format and version",
+            value=(header["format"], header["version"]),
+            expected=f"{_FORMAT} up to version {_VERSION}",
         )
     return {
         tuple(leaf["path"]): structure.LeafSpec(tuple(leaf["shape"]), jnp.dtype(leaf["dtype"]))
@@ -178,16 +182,16 @@ def check_decoded_sizes(
     """Raise an error if a TensorStore chunk decompresses to more than its array holds.
 
     TensorStore decompresses a chunk before it compares its size with the shape of the array, so a
-    small file of somebody else could fill the memory. This reads the headers in the compressed
-    chunks, several at a time. The index of the OCDBT database, which TensorStore decompresses when
-    it opens the database, is not checked.
+    small file from another person could fill the memory. This function reads the headers in the
+    compressed chunks, several at a time. The index of the OCDBT database, which TensorStore
+    decompresses when it opens the database, is not checked.
 
     Args:
       state_directory: The folder of a state that TensorStore wrote.
       leaves: Shape and dtype of each array, by path.
 
     Raises:
-      DamagedCheckpointError: Names the array and what is declared.
+      DamagedCheckpointError: A chunk is malformed, or declares or holds too many bytes.
     """
     import tensorstore as ts
 
@@ -204,9 +208,12 @@ def check_decoded_sizes(
                     _check_frame(store[key], limit)
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise DamagedCheckpointError(
-                f"The checkpoint {state_directory} cannot be read safely: "
-                f"array={structure.join(path)}: {error}. Expected chunks of {leaves[path]}. Save "
-                "or copy the checkpoint anew."
+                f"cannot be read safely: {error}",
+                owner=str(state_directory),
+                field="array",
+                value=structure.join(path),
+                expected=f"chunks of {leaves[path]}",
+                hint="Save or copy the checkpoint again.",
             ) from error
 
     with futures.ThreadPoolExecutor(_READERS) as readers:
@@ -229,8 +236,8 @@ def _chunk_bytes(metadata: Mapping[str, object], spec: structure.LeafSpec) -> in
 def _check_frame(chunk: bytes, limit: int) -> None:
     """Raise ValueError if a Zstandard frame declares or can hold more than `limit` bytes.
 
-    The decoder compares the declared size with the real one after the last block alone, so the
-    blocks are counted too.
+    The blocks are counted too, since a decoder compares the declared size with the real one only
+    after the last block.
     """
     if chunk[:4] != _MAGIC:
         raise ValueError("a chunk is no Zstandard frame")

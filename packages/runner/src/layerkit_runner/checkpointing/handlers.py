@@ -80,6 +80,7 @@ class StateHandler(_AsyncHandler):
     """
 
     def __init__(self) -> None:
+        """Make the storage of arrays."""
         self._arrays = _array_storage()
 
     async def async_save(self, directory: epath.Path, args: StateSave) -> list[ocp.future.Future]:
@@ -179,7 +180,7 @@ class ManifestHandler(ocp.handlers.CheckpointHandler):
 
 
 def stored_leaves(state_directory: epath.Path) -> dict[structure.LeafPath, structure.LeafSpec]:
-    """Return names, shapes and dtypes of the stored leaves of either format; read no array."""
+    """Return shapes and dtypes of the stored leaves, in either format; read no array."""
     if formats.format_of(state_directory) is formats.StateFormat.MSGPACK:
         return formats.msgpack_leaves(state_directory)
     with contextlib.closing(_array_storage()) as reader:
@@ -188,7 +189,7 @@ def stored_leaves(state_directory: epath.Path) -> dict[structure.LeafPath, struc
 
 
 def item_registry() -> ocp.handlers.CheckpointHandlerRegistry:
-    """Return the handlers of all items, the manifest's last: it lists what the others wrote."""
+    """Return the handlers of all items; the manifest is last, since it lists the other files."""
     state, inputs = StateHandler(), InputStatesHandler()
     about = ocp.handlers.JsonCheckpointHandler("metadata.json")
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
@@ -229,8 +230,8 @@ def _hash_own_arrays(directory: epath.Path) -> None:
 
 
 def _array_storage() -> ocp.handlers.PyTreeCheckpointHandler:
-    # To have every replica write its share, Orbax slices arrays on the devices, which compiles a
-    # program per shape: seconds before the first save. Between processes that pays; in one, not.
+    # If every replica writes its share, Orbax slices arrays on the devices, which compiles a
+    # program per shape and delays the first save by seconds. One process gains nothing from it.
     arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=jax.process_count() > 1)
     return ocp.handlers.PyTreeCheckpointHandler(
         use_ocdbt=True,

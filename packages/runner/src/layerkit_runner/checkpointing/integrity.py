@@ -1,12 +1,12 @@
-"""Detects bytes of a checkpoint that changed after they were written.
+"""Detects files of a checkpoint that changed after they were written.
 
 Orbax does not notice that a committed file was cut, overwritten or deleted. So every step has a
 manifest, `integrity/manifest.json`, with the size and SHA-256 of every file:
-`{"digest", "manifest": {"version", "step", "files"}}`. The digest covers the rest. Manifests of
+`{"digest", "manifest": {"version", "step", "files"}}`. The digest covers the manifest. Manifests of
 earlier versions have no step.
 
 No process reads the whole step. Before the commit, each process hashes the files that it wrote
-(`write_share`), and process 0 merges these shares and hashes the few small files besides (`write`).
+(`write_share`), and process 0 merges these shares and hashes the other, small files (`write`).
 At a restore, each process verifies a share of the files (`verify_together`).
 """
 
@@ -33,7 +33,7 @@ MANIFEST_VERSION = 1
 MANIFEST_FOLDER = "integrity"
 MANIFEST_FILE = "manifest.json"
 
-# One for each process that hashed files, in the folder of the unfinished step.
+# File of each process that hashed files, in the folder of the unfinished step.
 _SHARE_NAME = "hashed_by_process_{:05d}.json"
 # Orbax writes these at the commit, after the manifest; they hold no state.
 _COMMIT_FILES = frozenset({"_CHECKPOINT_METADATA", folders.COMMIT_FILE})
@@ -50,19 +50,20 @@ class Entry:
 
     Attributes:
       size: Bytes.
-      sha256: Hexadecimal digest of the content; None where only the size was looked at.
+      sha256: Hexadecimal digest of the content; None if only the size is known.
     """
 
     size: int
     sha256: str | None
 
     def __str__(self) -> str:
+        """Return size and digest as text."""
         digest = "" if self.sha256 is None else f" with SHA-256 {self.sha256[:12]}"
         return f"{self.size} bytes{digest}"
 
 
 class FindingKind(enum.StrEnum):
-    """What is wrong with a file."""
+    """Kind of a difference between a file and the manifest."""
 
     MISSING = "missing"
     SHORT = "short"
@@ -78,10 +79,10 @@ class Finding:
 
     Attributes:
       file: Path relative to the step.
-      kind: Sort of the difference.
-      expected: The manifest's entry, if it has one.
-      found: The file as it is now, if it was read.
-      reason: Why it cannot be used, where sizes and digests do not show it.
+      kind: Kind of the difference.
+      expected: Entry of the manifest, if it has one.
+      found: Present size and digest, if the file was read.
+      reason: Explanation, if sizes and digests do not show the difference.
     """
 
     file: str
@@ -92,7 +93,7 @@ class Finding:
 
     @property
     def is_damage(self) -> bool:
-        """Whether the step cannot be trusted. An unlisted file is never read."""
+        """Return whether the step cannot be restored. An unlisted file is never read."""
         return self.kind is not FindingKind.UNLISTED
 
     @classmethod
@@ -103,6 +104,7 @@ class Finding:
         return cls(fields["file"], kind, expected, found, fields["reason"])
 
     def __str__(self) -> str:
+        """Return the finding as one line."""
         described = [f"{self.file}: {self.kind.value}"]
         if self.expected is not None:
             described.append(f"expected {self.expected}")
@@ -127,7 +129,7 @@ def hash_folder(directory: epath.Path, *, name: str) -> dict[str, Entry]:
 
 
 def write_share(step_directory: epath.Path, files: Mapping[str, Entry], *, process: int) -> None:
-    """Write what one process hashed, by path relative to the step, for `write` to merge."""
+    """Write the entries that one process hashed, by path relative to the step, for `write`."""
     text = json.dumps({name: dataclasses.asdict(entry) for name, entry in files.items()})
     (step_directory / _SHARE_NAME.format(process)).write_text(text)
 
@@ -141,10 +143,10 @@ def write(
       step_directory: The step, complete but not yet committed.
       manifest_directory: The existing folder for the manifest, a child of `step_directory`. It
         may have a temporary name; nothing inside it is listed.
-      num_shares: How many processes may have called `write_share`.
+      num_shares: Number of processes that may have called `write_share`.
 
     Raises:
-      FileNotFoundError: A file is gone that a process wrote.
+      FileNotFoundError: A file that a process wrote no longer exists.
     """
     shares = [_SHARE_NAME.format(process) for process in range(num_shares)]
 
@@ -158,7 +160,7 @@ def write(
     hashed = {name: Entry(**entry) for share in found for name, entry in share.items()}
     names = set(_walk(step_directory, skip=(manifest_directory.name, *shares)))
     for lost in sorted(hashed.keys() - names):
-        raise FileNotFoundError(f"{step_directory / lost} is gone since it was written")
+        raise FileNotFoundError(f"{step_directory / lost} no longer exists")
     files = _by_name(names, lambda name: hashed.get(name) or _hash_file(step_directory / name))
     step = folders.step_in_name(step_directory)
     body = {
@@ -179,7 +181,7 @@ def verify_together(step_directory: epath.Path) -> tuple[Finding, ...]:
     All processes have to call it.
 
     Raises:
-      NewerManifestError: A later version of this package wrote the manifest. That is no damage.
+      NewerManifestError: A later version of this package wrote the manifest.
     """
 
     def verify_own() -> list[dict[str, Any]]:
@@ -199,10 +201,10 @@ def verify(
     Args:
       step_directory: The step.
       share: Index of the share to read. The first share also lists the folder.
-      num_shares: Into how many shares the files are divided.
+      num_shares: Number of shares.
 
     Raises:
-      NewerManifestError: A later version of this package wrote the manifest. That is no damage.
+      NewerManifestError: A later version of this package wrote the manifest.
     """
     manifest = _read_manifest(step_directory)
     if isinstance(manifest, Finding):
@@ -230,7 +232,7 @@ def verify(
 
 
 def compare_sizes(step_directory: epath.Path) -> tuple[Finding, ...]:
-    """Return the findings of `verify` that sizes alone show: what was cut, deleted or renamed.
+    """Return the findings of `verify` that need no digests: truncated and missing files.
 
     Raises:
       NewerManifestError: A later version of this package wrote the manifest.
@@ -250,12 +252,11 @@ def compare_sizes(step_directory: epath.Path) -> tuple[Finding, ...]:
     return tuple(findings)
 
 
-def require_sound(claim: str, findings: Iterable[Finding], *, hint: str = "") -> None:
+def require_sound(claim: str, findings: Iterable[Finding], *, hint: str | None = None) -> None:
     """Raise DamagedCheckpointError, which opens with `claim` and lists the damage, if any."""
     damage = [str(finding) for finding in findings if finding.is_damage]
     if damage:
-        last = f"\n{hint}" if hint else ""
-        raise DamagedCheckpointError(f"{claim}:\n  " + "\n  ".join(damage) + last)
+        raise DamagedCheckpointError(f"{claim}:\n  " + "\n  ".join(damage), hint=hint)
 
 
 def file_sizes(step_directory: epath.Path) -> dict[str, int]:
@@ -274,9 +275,9 @@ def file_sizes(step_directory: epath.Path) -> dict[str, int]:
 
 
 def step_digest(step_directory: epath.Path) -> str | None:
-    """Return what differs between any two saved steps, even of the same number.
+    """Return the digest of the manifest, which differs between any two saves of a step.
 
-    Copies have it too. None where there is no manifest to read, as of a step that was deleted.
+    A copy has the same digest. None without a readable manifest, as of a step that was deleted.
     """
     try:
         return json.loads((step_directory / MANIFEST_FOLDER / MANIFEST_FILE).read_bytes())["digest"]
@@ -307,12 +308,12 @@ def damage_message(
     directory: epath.PathLike,
     used_instead: int | None,
 ) -> str:
-    """Return the message about a damaged step: which files, what was expected, what is lost."""
+    """Return the message about a damaged step: its damaged files and the lost training steps."""
     damage = [finding for finding in findings if finding.is_damage]
     lines = [f"CHECKPOINT DAMAGED: step {step} in {directory}"]
     lines += [f"  {finding}" for finding in damage[:_FILES_IN_MESSAGE]]
     if len(damage) > _FILES_IN_MESSAGE:
-        lines.append(f"  and {len(damage) - _FILES_IN_MESSAGE} files more")
+        lines.append(f"  and {len(damage) - _FILES_IN_MESSAGE} more files")
     count = step - (used_instead or 0)
     lost = f"work lost: {count} step{'' if count == 1 else 's'}."
     if used_instead is None:
@@ -332,7 +333,7 @@ def _compare(name: str, expected: Entry, found: Entry | None) -> list[Finding]:
 
 
 def _read_manifest(step_directory: epath.Path) -> dict[str, Entry] | Finding:
-    """Return the files in the manifest, or the finding that says why it cannot be used."""
+    """Return the entries of the manifest, or the finding that makes it unusable."""
     name = f"{MANIFEST_FOLDER}/{MANIFEST_FILE}"
     try:
         text = (step_directory / MANIFEST_FOLDER / MANIFEST_FILE).read_bytes()
@@ -347,13 +348,15 @@ def _read_manifest(step_directory: epath.Path) -> dict[str, Entry] | Finding:
         body = document["manifest"]
         if document["digest"] != _digest(body):
             return altered
-    except (ValueError, KeyError, TypeError):  # no JSON any more, or JSON of another shape
+    except (ValueError, KeyError, TypeError):  # malformed JSON, or JSON of another structure
         return altered
     if body["version"] > MANIFEST_VERSION:
         raise NewerManifestError(
-            f"The checkpoint {step_directory} has a manifest of version {body['version']}; this "
-            f"version of layerkit-runner reads up to {MANIFEST_VERSION}. Use the newer version "
-            "that wrote it."
+            owner=str(step_directory),
+            field="version of the manifest",
+            value=body["version"],
+            expected=f"at most {MANIFEST_VERSION}",
+            hint="Use the later version of layerkit-runner that wrote the checkpoint.",
         )
     saved, named = body.get("step"), folders.step_in_name(step_directory)
     if saved is not None and named not in (saved, None):
@@ -371,7 +374,7 @@ def _digest(body: Mapping[str, Any]) -> str:
 
 
 def _divide(files: Mapping[str, Entry], num_shares: int) -> list[list[str]]:
-    """Divide files into shares of about as many bytes, each name into the smallest share so far."""
+    """Divide files into shares of about equally many bytes."""
     shares: list[list[str]] = [[] for _ in range(num_shares)]
     heap = [(0, index) for index in range(num_shares)]
     by_size = sorted(files.items(), key=lambda item: (-item[1].size, item[0]))
@@ -383,7 +386,7 @@ def _divide(files: Mapping[str, Entry], num_shares: int) -> list[list[str]]:
 
 
 def _by_name(names: Iterable[str], find: Callable[[str], _T | None]) -> dict[str, _T]:
-    """Call a function for each name, side by side; leave out names for which it returns None."""
+    """Call a function for each name in threads; leave out names for which it returns None."""
     names = sorted(names)
     with futures.ThreadPoolExecutor(_READERS) as readers:
         found = readers.map(find, names)
@@ -391,7 +394,7 @@ def _by_name(names: Iterable[str], find: Callable[[str], _T | None]) -> dict[str
 
 
 def _hash_file(path: epath.Path) -> Entry | None:
-    """Return size and digest of a file; None if it is gone."""
+    """Return size and digest of a file; None if it does not exist."""
     # The size is counted rather than asked for: stat needs a user database for local files.
     digest, size = hashlib.sha256(), 0
     try:

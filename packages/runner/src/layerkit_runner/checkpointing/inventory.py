@@ -23,13 +23,13 @@ class StepSummary:
 
     Attributes:
       step: The training step.
-      time: When it was saved, UTC.
-      num_bytes: Size of all its files.
-      state_format: How the state is stored.
-      damage: Findings that make it unusable.
+      time: Time of the save, in UTC.
+      num_bytes: Size of all files.
+      state_format: Format of the stored state.
+      damage: Findings that make the step unusable.
       metrics: Recorded evaluation of this step, by `data set/metric`.
-      reasons: Rules of the retention policy that keep it; empty: the next save deletes it. None:
-        it was written without a policy.
+      reasons: Rules of the retention policy that keep the step. If empty, the next save deletes it.
+        None if the checkpoint records no policy.
     """
 
     step: int
@@ -46,7 +46,7 @@ def summarize(directory: epath.Path, *, read_files: bool) -> list[StepSummary]:
 
     Args:
       directory: The folder of the checkpoints.
-      read_files: Whether damage is looked for by reading every file, not by sizes alone.
+      read_files: True to verify the content of every file, False to compare sizes.
 
     Raises:
       NewerManifestError: A later version of this package wrote a step.
@@ -76,7 +76,7 @@ def summarize(directory: epath.Path, *, read_files: bool) -> list[StepSummary]:
 
 
 def saved_at(step_directory: epath.Path) -> datetime.datetime:
-    """Return when a step was committed, UTC; the date of its folder if it has no record."""
+    """Return the time of the commit of a step in UTC; without a record, that of its folder."""
     try:
         about = json.loads((step_directory / _ORBAX_METADATA).read_text())
         return datetime.datetime.fromtimestamp(about["commit_timestamp_nsecs"] / 1e9, datetime.UTC)
@@ -87,7 +87,7 @@ def saved_at(step_directory: epath.Path) -> datetime.datetime:
 
 
 def _metadata(step_directory: epath.Path) -> dict[str, Any]:
-    """Return the step's metadata; empty if damaged, which the findings tell."""
+    """Return the metadata of a step; empty if they are damaged, which the findings report."""
     try:
         return documents.read(step_directory)
     except (OSError, ValueError, KeyError, TypeError):
@@ -96,7 +96,7 @@ def _metadata(step_directory: epath.Path) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class NewStep:
-    """A step that was not there before.
+    """A new step in a folder of checkpoints.
 
     Attributes:
       step: The newest committed step.
@@ -108,20 +108,22 @@ class NewStep:
 
 
 class CheckpointWatcher:
-    """Returns each newest step of a folder once. Reads no arrays, so a step may be damaged.
+    """A reader of a folder of checkpoints that returns each newest step once.
 
-    The training job that owns the folder may delete steps, and save a step anew after a loss.
+    It reads no arrays, so the step may be damaged. The training job that owns the folder may delete
+    steps, and save a step again.
 
     Args:
-      directory: The folder of the checkpoints, which may not be there yet.
+      directory: Folder of the checkpoints, which need not exist yet.
     """
 
     def __init__(self, directory: epath.Path) -> None:
+        """Watch a folder of which no step was returned yet."""
         self._directory = directory
         self._returned: tuple[int, str | None] | None = None
 
     def poll_newest(self) -> NewStep | None:
-        """Return the newest step if it is new or was saved anew; costs a listing."""
+        """Return the newest step if it is new or was saved again; None otherwise."""
         steps = folders.committed_steps(self._directory)
         if not steps:
             return None

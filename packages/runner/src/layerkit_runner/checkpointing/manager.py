@@ -1,12 +1,12 @@
-"""Saves and restores training: state, input states and metadata of a step, together.
+"""Saves and restores the state, input states and metadata of a training step.
 
-`CheckpointManager` hands the writing to Orbax, asynchronously, and adds a manifest of checksums in
-every step (`integrity.py`), the single-file format (`formats.py`), a strict comparison of
-structures (`structure.py`), and a message about everything that it deletes or moves aside.
+`CheckpointManager` writes asynchronously with Orbax. It adds a manifest of checksums to every step
+(`integrity.py`), the single-file format (`formats.py`), a strict comparison of structures
+(`structure.py`), and messages about all files that it deletes or moves.
 
     DIR/checkpoint_00000042/            a committed step
         state/  input_states/  metadata/  integrity/
-    DIR/damaged_checkpoint_00000042/    moved aside, for people to look at and delete
+    DIR/damaged_checkpoint_00000042/    a damaged step, moved aside for inspection
     DIR/evaluations.json                recorded evaluations of the saved steps
 
 Orbax is imported with the first save, restore or clean-up, not with this file: a new job can
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from etils import epath
 
+from layerkit.checks import check_sizes
 from layerkit_runner.checkpointing import documents, folders, formats, integrity, structure
 from layerkit_runner.checkpointing.errors import (
     STORAGE_ERRORS,
@@ -43,19 +44,19 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.005
-# Orbax, whose time limit is the same, says more of what it waits for.
+# Orbax has the same time limit, and its error says more.
 _SECONDS_BEYOND_DEADLINE = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class RestoredCheckpoint:
-    """Content of a step.
+    """The content of a step.
 
     Attributes:
       state: Tree of the target, with `jax.Array` leaves under the target's shardings.
-      input_states: This process's input states by input name.
-      metadata: What the writer passed to `save`.
-      state_format: How the state was stored.
+      input_states: Input states of this process by input name.
+      metadata: Metadata that were passed to `save`.
+      state_format: Format of the stored state.
     """
 
     state: Any
@@ -65,24 +66,24 @@ class RestoredCheckpoint:
 
 
 class CheckpointManager:
-    """Writes and reads the checkpoints of one folder.
+    """A writer and reader of the checkpoints of one folder.
 
-    All processes of a job make one and call its methods alike. Saves run in the background, one
-    at a time; an error in one is raised by the next call that waits. Close it, or use it as a
-    context manager, so that the last save is complete.
+    All processes of a job make one and call its methods in the same order. Saves run in the
+    background, one at a time; the next call that waits raises their errors. Close the manager, or
+    use it as a context manager, so that the last save is complete.
 
     Args:
-      directory: Folder of the checkpoints; local, or a store that epath knows (`gs://…`). The
-        first save makes it.
-      policy: When to save and what to keep.
+      directory: Folder of the checkpoints; local, or a store that epath supports (`gs://…`). The
+        first save creates it.
+      policy: Policy of saving and keeping.
       state_format: Format of new checkpoints. Both formats are read.
-      async_timeout_secs: Longest time of a save, in seconds.
-      read_only: Whether nothing is written, deleted or moved, as beside a training job.
+      async_timeout_secs: Time limit of a save, in seconds.
+      read_only: True to write, delete and move nothing, as beside a training job.
       report: Called with messages for the user.
-      on_commit: Called on process 0, unless read-only, with steps that are known to be committed.
+      on_commit: Called on process 0, unless read-only, with each step that is committed.
 
     Raises:
-      ValueError: `async_timeout_secs` is below 1, or the record of evaluations is no such record.
+      ConfigError: `async_timeout_secs` is below 1, or the record of evaluations is malformed.
       SaveError: The folder of a killed save cannot be deleted.
     """
 
@@ -97,8 +98,8 @@ class CheckpointManager:
         report: Callable[[str], None] = _LOG.warning,
         on_commit: Callable[[int], None] | None = None,
     ):
-        if async_timeout_secs < 1:
-            raise ValueError(f"async_timeout_secs is {async_timeout_secs}; expected at least 1.")
+        """Open the folder; delete the folders of killed saves unless read-only."""
+        check_sizes("CheckpointManager", async_timeout_secs=async_timeout_secs)
         self._directory = absolute(directory)
         self._policy = policy if policy is not None else CheckpointPolicy()
         self._state_format = state_format
@@ -119,11 +120,11 @@ class CheckpointManager:
 
     @property
     def directory(self) -> epath.Path:
-        """The folder of the checkpoints."""
+        """Return the folder of the checkpoints."""
         return self._directory
 
     def should_save(self, step: int) -> bool:
-        """Return whether the policy wants a checkpoint at `step`; never when read-only.
+        """Return whether a checkpoint is due at `step`; False when read-only.
 
         Raises:
           NonFiniteError: The state of the save in progress is not finite; see `save`.
@@ -147,31 +148,30 @@ class CheckpointManager:
     ) -> bool:
         """Start to save a step; return once the state is copied and may be donated.
 
-        Whether the state is finite is found out on the devices meanwhile. If it is not, the step is
-        never committed, and the next call of `should_save`, `save`, `wait_until_finished` or
-        `close` raises NonFiniteError on every process. The committed steps stay.
+        The devices check meanwhile that the state is finite. If it is not, the step is never
+        committed, and the next call of `should_save`, `save`, `wait_until_finished` or `close`
+        raises NonFiniteError on every process. The committed steps stay.
 
         Args:
-          step: The training step, the number of updates that `state` has had.
+          step: Training step, which is the number of updates of `state`.
           state: Any tree of `jax.Array`.
-          input_states: This process's input states by input name, as JSON values. A state with
+          input_states: Input states of this process by input name, as JSON values. A state with
             `"scope": "global"` is valid for any number of processes.
           metadata: JSON values to store, such as versions and the configuration.
-          force: Whether to save although no checkpoint is due, as at the end or on preemption.
+          force: True to save although no checkpoint is due, as at the end or on preemption.
 
         Returns:
-          Whether a save was started: False if none is due, or the step is saved already.
+          True if a save was started; False if none is due, or the step is already saved.
 
         Raises:
-          NonFiniteError: In the save before this one, weights held NaN or infinities, or other
-            parts NaN.
+          NonFiniteError: Weights of the previous save held NaN or infinities, or other parts NaN.
           PermissionError: The manager is read-only.
-          SaveError: The save before this one failed, or this one cannot begin.
-          TypeError: Something cannot be stored; names it.
-          ValueError: The format does not fit the state; names the leaves.
+          SaveError: The previous save failed, or this one cannot begin.
+          TypeError: A leaf, input state or metadata value cannot be stored.
+          ConfigError: The format does not support the sharding of the state.
         """
         if self._read_only:
-            raise PermissionError(f"{self._directory} was opened read-only; step {step} not saved.")
+            raise PermissionError(f"{self._directory} is open read-only; cannot save step {step}.")
         if not (force or self.should_save(step)):
             return False
         self.wait_until_finished()
@@ -203,7 +203,7 @@ class CheckpointManager:
         )
         try:
             self._last_saved = step
-            # First, so that a kill leaves no step without what is known of it.
+            # First, so that a kill leaves no step without its recorded evaluation.
             self._write_evaluations()
             storage = self._storage()
             self._deadline = time.monotonic() + self._async_timeout_secs
@@ -214,14 +214,14 @@ class CheckpointManager:
         return True
 
     def record_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of an evaluation of a step that is saved, or about to be.
+        """Record the metrics of an evaluation of a step that is saved, or is going to be.
 
         Args:
           step: The training step.
           metrics: Values by `data set/metric`, equal on all processes.
 
         Raises:
-          SaveError: They cannot be written.
+          SaveError: The record cannot be written.
         """
         known = self._evaluations.get(step, {})
         if all(known.get(name) == value for name, value in metrics.items()):
@@ -232,20 +232,20 @@ class CheckpointManager:
                 self._write_evaluations()
             except OSError as error:
                 raise SaveError(
-                    f"What was evaluated at step {step} could not be written to "
-                    f"{self._directory}: {error}."
+                    f"The evaluation of step {step} could not be written to {self._directory}: "
+                    f"{error}."
                 ) from error
 
     def latest_step(self) -> int | None:
-        """Return the newest committed step, sound or not; None if there is none."""
+        """Return the newest committed step, which may be damaged; None if there is none."""
         return max(folders.committed_steps(self._directory), default=None)
 
     def newest_sound_step(self) -> int | None:
-        """Return the newest step whose files are as they were written; None if there is none.
+        """Return the newest step whose files are undamaged; None if there is none.
 
-        The processes read those files in full, each a share. Every newer step is reported with its
-        damage and, unless read-only, moved aside, so that it blocks neither the policy nor a new
-        save of the step. Where no step is sound, none is moved.
+        Each process reads a share of the files. Newer, damaged steps are reported and, unless
+        read-only, moved aside, so that they block neither the policy nor a new save of the step.
+        If all steps are damaged, none is moved.
 
         Raises:
           NewerManifestError: A later version of this package wrote the newest step.
@@ -281,17 +281,17 @@ class CheckpointManager:
           target: Tree of `jax.ShapeDtypeStruct` with shardings.
           leave_out: Parts of the stored state that the target does not have, such as `opt_state`;
             their arrays are not read.
-          cast_dtypes: Whether floating-point numbers are converted to the target's dtypes where
-            those differ; the report says how many were.
-          with_input_states: Whether to read the input states. Without them, any number of
-            processes can restore.
+          cast_dtypes: True to convert floating-point numbers to the target's dtypes, which is
+            reported.
+          with_input_states: True to read the input states. Without them, any number of processes
+            can restore.
 
         Raises:
-          FileNotFoundError: There is no such step; names those that there are.
-          DamagedCheckpointError: Its files are not as they were written.
-          LayoutVersionError: A later version of this package wrote it.
-          StructureMismatchError: Names, shapes or dtypes differ; names the differences.
-          ProcessCountError: The input state belongs to another number of processes.
+          FileNotFoundError: The step does not exist.
+          DamagedCheckpointError: Files of the step are damaged.
+          LayoutVersionError: A later version of this package wrote the step.
+          StructureMismatchError: Names, shapes or dtypes differ.
+          ProcessCountError: The input states belong to another number of processes.
         """
         self.wait_until_finished()
         self._require_sound(step)
@@ -326,8 +326,8 @@ class CheckpointManager:
         """Block until the save in progress is committed.
 
         Raises:
-          NonFiniteError: Its state is not finite. This is raised once.
-          SaveError: It failed. This is raised once; the failed step may then be saved again.
+          NonFiniteError: The state is not finite. This is raised once.
+          SaveError: The save failed. This is raised once; the step may then be saved again.
         """
         self._require_finite()
         try:
@@ -340,7 +340,7 @@ class CheckpointManager:
     def _wait_for_orbax(self) -> None:
         if self._orbax is None:
             return
-        # Orbax has a time limit for some of the work alone.
+        # Orbax has a time limit for only some of the work.
         while self._orbax.is_saving_in_progress():
             if self._is_overdue():
                 raise TimeoutError
@@ -350,7 +350,7 @@ class CheckpointManager:
     def _require_finite(self) -> None:
         """Raise NonFiniteError and delete the unfinished step if its state is not finite.
 
-        The devices ran the check before any later training step, so this costs no time after one.
+        After a later training step, the wait for the check is short: the devices run it first.
         """
         check, self._check = self._check, None
         found = [] if check is None else check.nonfinite()
@@ -377,8 +377,7 @@ class CheckpointManager:
         raise structure.nonfinite_error(
             f"The checkpoint of step {step} is not written to {self._directory}",
             found,
-            "The steps that are saved stay as they are: "
-            + ("there are none." if newest is None else f"{newest} is the newest of them."),
+            f"The newest checkpoint there: {'none' if newest is None else f'step {newest}'}.",
         )
 
     def _announce_commit(self, step: int | None) -> None:
@@ -389,7 +388,7 @@ class CheckpointManager:
         return time.monotonic() >= self._deadline + _SECONDS_BEYOND_DEADLINE
 
     def _failed(self, error: Exception) -> SaveError:
-        """Give up the failed save in progress and return the error to raise."""
+        """Abandon the failed save in progress and return the error to raise."""
         step, newest = self._last_saved, self.latest_step()
         # Orbax would raise the same error again and again.
         self._orbax = self._being_saved = self._check = None
@@ -410,13 +409,15 @@ class CheckpointManager:
             self._orbax = None
 
     def __enter__(self) -> CheckpointManager:
+        """Return this manager."""
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Close this manager."""
         self.close()
 
     def _storage(self) -> ocp.CheckpointManager:
-        """Return Orbax's manager, made when first needed."""
+        """Return Orbax's manager, which the first call makes."""
         if self._orbax is None:
             import orbax.checkpoint as ocp
 
@@ -431,8 +432,8 @@ class CheckpointManager:
                 create=not self._read_only,
                 # A reader does not read other steps, which may be deleted at that moment.
                 lightweight_initialize=self._read_only,
-                # Errors of making folders are raised at once. In the background, everything else
-                # would wait for the folders for minutes.
+                # So that errors of making folders are raised at once. In the background, all other
+                # work would wait for the folders for minutes.
                 async_options=ocp.AsyncOptions(
                     timeout_secs=self._async_timeout_secs, create_directories_asynchronously=False
                 ),
@@ -445,19 +446,18 @@ class CheckpointManager:
     def _clean_unfinished(self) -> None:
         """Delete the folders of killed saves."""
         left_over = folders.unfinished(self._directory)
-        # Without a folder of a killed save, JAX need not start.
+        # JAX starts only if there is a folder of a killed save.
         for path in left_over if left_over and jax.process_index() == 0 else ():
             try:
                 path.rmtree()
             except OSError as error:
                 raise SaveError(
-                    f"The unfinished checkpoint {path}, left by a killed save, cannot be "
-                    f"deleted: {error}."
+                    f"The unfinished checkpoint {path} of a killed save cannot be deleted: {error}."
                 ) from error
-            self._report(f"Deleted the unfinished checkpoint {path}, left by a killed save.")
+            self._report(f"Deleted the unfinished checkpoint {path} of a killed save.")
 
     def _write_evaluations(self) -> None:
-        """Write the evaluations of the saved steps, and forget the others."""
+        """Write the evaluations of the saved steps, and remove the others."""
         if not self._evaluations:
             return
         saved = {*folders.committed_steps(self._directory), self._last_saved}
@@ -473,10 +473,10 @@ class CheckpointManager:
         *,
         used_instead: int | None,
     ) -> None:
-        """Report damaged steps; move them aside unless read-only or no step is sound."""
+        """Report damaged steps; move them aside unless read-only or all steps are damaged."""
         for step, findings in damaged.items():
             path = folders.step_folder(self._directory, step)
-            # The job that owns the folder deletes old steps, whoever reads them.
+            # The job that owns the folder may delete steps while they are read here.
             if not folders.is_there(path) or (self._read_only and self.latest_step() != listed[-1]):
                 continue
             message = integrity.damage_message(
@@ -494,8 +494,7 @@ class CheckpointManager:
         for finding in findings:
             if not finding.is_damage and jax.process_index() == 0:
                 self._report(
-                    f"{path / finding.file} is not part of the checkpoint as it was saved; it is "
-                    "ignored."
+                    f"Ignoring {path / finding.file}, which is not part of the saved checkpoint."
                 )
         return findings
 
@@ -503,19 +502,19 @@ class CheckpointManager:
         steps = from_process_0(lambda: folders.committed_steps(self._directory))
         if step not in steps:
             raise FileNotFoundError(
-                f"{self._directory} has no checkpoint of step {step}; it has "
+                f"{self._directory} has no checkpoint of step {step}. Steps: "
                 f"{', '.join(map(str, steps)) or 'none'}."
             )
         integrity.require_sound(
             f"The checkpoint {folders.step_folder(self._directory, step)} is damaged",
             self._findings(step),
-            hint="newest_sound_step() names the newest step that can be restored.",
+            hint="Restore newest_sound_step().",
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Preservation:
-    """Adapter by which Orbax asks our policy which steps stay."""
+    """Adapter of our policy to Orbax's interface."""
 
     policy: CheckpointPolicy
     evaluated: documents.Evaluations

@@ -1,4 +1,4 @@
-"""Decides when a checkpoint is written and which checkpoints stay: values in, values out."""
+"""The policy that decides when a checkpoint is written and which checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import datetime
 import math
 from collections.abc import Mapping, Sequence
 
+from layerkit.checks import check_choice, check_integers, check_sizes
+from layerkit.errors import ConfigError
+
 LOWER_IS_BETTER, HIGHER_IS_BETTER = "min", "max"
 
 
 @dataclasses.dataclass(frozen=True)
 class SavedStep:
-    """A checkpoint that exists.
+    """An existing checkpoint.
 
     Attributes:
-      step: The training step that it holds.
-      time: When it was saved; all times handed to one call are comparable (all UTC).
+      step: Training step.
+      time: Time of the save, in UTC.
       metrics: Recorded evaluation of this step, by `data set/metric`; may be empty.
     """
 
@@ -27,24 +30,24 @@ class SavedStep:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointPolicy:
-    """Rules that say how often to save and what to keep; one rule suffices to keep a checkpoint.
+    """Rules for saving and keeping checkpoints. A checkpoint is kept if any rule keeps it.
 
     Attributes:
-      save_interval_steps: A checkpoint is due at every multiple of this step count. Multiples
-        rather than distances, so that a resumed run saves at the steps of a run never stopped.
-      max_to_keep: How many of the newest checkpoints stay; None keeps all.
-      keep_interval: One checkpoint per this duration stays for good; None: no such rule.
-      save_step_zero: Whether step 0 is due. The initial state follows from the seed.
-      keep_interval_steps: Checkpoints of the multiples of this step count are due and stay for
-        good; None: no such rule.
-      keep_steps: Checkpoints of these steps are due and stay for good.
-      best_metric: Metric of an evaluation, such as `heldout/loss`, whose best checkpoints stay
-        until better ones come; None: no such rule.
+      save_interval_steps: Interval of saves: a checkpoint is due at each multiple of this step
+        count, so that a resumed run saves at the same steps.
+      max_to_keep: Number of newest checkpoints to keep; None keeps all.
+      keep_interval: Interval of which one checkpoint each is kept for good; None for no such rule.
+      save_step_zero: True to save step 0 too.
+      keep_interval_steps: Step count whose multiples are saved and kept for good; None for no such
+        rule.
+      keep_steps: Steps that are saved and kept for good.
+      best_metric: Metric of an evaluation, such as `heldout/loss`, whose best checkpoints are kept
+        until better ones exist; None for no such rule.
       best_mode: `min` if a lower value of that metric is better, `max` if a higher one is.
-      best_to_keep: How many of the best stay. Of equal ones, the newer is the better.
+      best_to_keep: Number of best checkpoints to keep. Of equal values, the newer is better.
 
     Raises:
-      ValueError: A number is out of range.
+      ConfigError: A field is out of range.
     """
 
     save_interval_steps: int = 5000
@@ -58,45 +61,28 @@ class CheckpointPolicy:
     best_to_keep: int = 1
 
     def __post_init__(self) -> None:
-        def require(field: str, expected: str, *, is_valid: bool) -> None:
-            if not is_valid:
-                value = getattr(self, field)
-                shown = tuple(value) if field == "keep_steps" else value
-                shown = repr(value) if isinstance(value, str) else shown
-                raise ValueError(f"CheckpointPolicy.{field} is {shown}; expected {expected}.")
-
-        require(
-            "save_interval_steps",
-            "at least 1. To write no checkpoints at all, make no CheckpointManager",
-            is_valid=self.save_interval_steps >= 1,
+        """Check the fields."""
+        owner = "CheckpointPolicy"
+        check_sizes(
+            owner,
+            save_interval_steps=self.save_interval_steps,
+            max_to_keep=self.max_to_keep,
+            keep_interval_steps=self.keep_interval_steps,
+            best_to_keep=self.best_to_keep,
         )
-        require(
-            "max_to_keep",
-            "at least 1, or None to keep every checkpoint",
-            is_valid=self.max_to_keep is None or self.max_to_keep >= 1,
-        )
-        require(
-            "keep_interval",
-            "a positive duration, or None to keep no checkpoint for its age",
-            is_valid=self.keep_interval is None or self.keep_interval > datetime.timedelta(0),
-        )
-        require(
-            "keep_interval_steps",
-            "at least 1, or None to keep no multiples for good",
-            is_valid=self.keep_interval_steps is None or self.keep_interval_steps >= 1,
-        )
-        is_valid = all(step >= 0 for step in self.keep_steps)
-        require("keep_steps", "no negative step", is_valid=is_valid)
-        is_valid = self.best_mode in (LOWER_IS_BETTER, HIGHER_IS_BETTER)
-        require("best_mode", "'min' or 'max'", is_valid=is_valid)
-        require(
-            "best_to_keep",
-            "at least 1. To keep none for being best, leave best_metric None",
-            is_valid=self.best_to_keep >= 1,
-        )
+        for index, step in enumerate(self.keep_steps):
+            check_integers(owner, minimum=0, **{f"keep_steps[{index}]": step})
+        check_choice(owner, (LOWER_IS_BETTER, HIGHER_IS_BETTER), best_mode=self.best_mode)
+        if self.keep_interval is not None and self.keep_interval <= datetime.timedelta(0):
+            raise ConfigError(
+                owner=owner,
+                field="keep_interval",
+                value=self.keep_interval,
+                expected="a positive duration or None",
+            )
 
     def should_save(self, step: int, *, last_saved: int | None) -> bool:
-        """Return whether a checkpoint is due at `step`, the newest one being of `last_saved`."""
+        """Return whether a checkpoint is due at `step` if the newest one has step `last_saved`."""
         if last_saved is not None and step <= last_saved:
             return False
         if step in self.keep_steps:
@@ -106,7 +92,7 @@ class CheckpointPolicy:
         return step % self.save_interval_steps == 0 or self._is_kept_multiple(step)
 
     def steps_to_keep(self, saved: Sequence[SavedStep]) -> frozenset[int]:
-        """Return the steps that stay of the checkpoints that exist, in any order."""
+        """Return the steps to keep, given the existing checkpoints in any order."""
         return frozenset(step for step, reasons in self.reasons_to_keep(saved).items() if reasons)
 
     def reasons_to_keep(self, saved: Sequence[SavedStep]) -> dict[int, tuple[str, ...]]:

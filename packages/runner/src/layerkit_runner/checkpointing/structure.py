@@ -1,4 +1,4 @@
-"""Names the leaves of a state, compares stored with wanted ones, and finds those not finite.
+"""Names the leaves of a state, compares them with stored ones, and finds those not finite.
 
 A checkpoint stores no Python classes: a state is a set of leaves, each named by its path
 (`params/layers/w`, `opt_state/0/mu/layers/w`), with a shape and a dtype.
@@ -19,50 +19,40 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from layerkit.errors import first_names
+from layerkit.errors import ConfigError, first_names
 from layerkit_runner.errors import NonFiniteError
 
 LeafPath = tuple[str, ...]
 
-# A model of another depth differs in every layer; a few arrays say as much.
-_MOST_SHOWN = 6
-# These parts may hold an infinity, such as the best value so far of an optimizer, but no NaN.
+# A model of another depth differs in every layer.
+_MAX_SHOWN = 6
+# Parts that may hold infinities, such as the best value so far of an optimizer, but no NaN.
 _MAY_BE_INFINITE = frozenset({"opt_state", "non_trainable"})
 # JAX blocks while more than 32 programs wait for a CPU.
 _ARRAYS_PER_PROGRAM = 16
-_FIT_ADVICE = (
-    "Nothing is padded or cast. Restore with the configuration that wrote the checkpoint, or start "
-    "a new job that is initialised from it."
+_FIT_HINT = (
+    "Restore with the configuration that wrote the checkpoint, or initialize a new job from it"
+    " (--init_from)."
 )
-_CAST_ADVICE = (
-    "Nothing is cast unasked. Restore with the dtypes that wrote the checkpoint, or say "
-    "--restore_cast_dtypes to convert these floating-point numbers."
+_CAST_HINT = (
+    "Restore with the dtypes that wrote the checkpoint, or convert floating-point numbers with"
+    " --restore_cast_dtypes."
 )
 
 
-class StructureMismatchError(ValueError):
-    """The stored state and the wanted one differ in names, shapes or dtypes.
+class StructureMismatchError(ConfigError):
+    """A stored state whose names, shapes or dtypes differ from those of the state to restore.
 
     Attributes:
-      differences: One line per leaf, in the order of the paths. The message has the first few.
+      differences: One line for each leaf, in the order of the paths. The message has the first few.
     """
 
-    def __init__(self, where: str, differences: Sequence[str], *, advice: str):
-        self.differences = tuple(differences)
-        count = len(self.differences)
-        plural = "" if count == 1 else "s"
-        lines = "".join(f"\n  {difference}" for difference in self.differences[:_MOST_SHOWN])
-        if count > _MOST_SHOWN:
-            lines += f"\n  … and {count - _MOST_SHOWN} more"
-        super().__init__(
-            f"{where} does not fit the state to restore ({count} difference{plural}):{lines}\n"
-            f"{advice}"
-        )
+    differences: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafSpec:
-    """Shape and dtype of a leaf; prints as `float32[4, 8]`."""
+    """Shape and dtype of a leaf."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -73,55 +63,56 @@ class LeafSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
+        """Return the specification as `float32[4, 8]`."""
         return f"{self.dtype.name}{list(self.shape)}"
 
 
 def named_leaves(tree: Any) -> dict[LeafPath, Any]:
-    """Return the leaves of any pytree by path, in the tree's own order.
+    """Return the leaves of any pytree by path, in the order of the tree.
 
     None and empty containers have no leaves.
 
     Raises:
-      ValueError: The tree is a bare leaf, or two leaves have the same name.
+      ConfigError: The tree is a bare leaf, or two leaves have the same name.
     """
     leaves: dict[LeafPath, Any] = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         path = tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
         if not path:
-            raise ValueError(
-                f"The state is a bare {type(leaf).__name__}; expected a tree, such as a dict, "
-                "whose leaves have names."
-            )
+            name = type(leaf).__name__
+            raise ConfigError(field="state", value=name, expected="a tree of arrays, as a dict")
         if path in leaves:
-            raise ValueError(
-                f"Two leaves of the state are both named {join(path)}, as with the keys 1 and "
-                "'1' in one dict; rename one of them."
+            raise ConfigError(
+                "two leaves of the state have the same name",
+                field="leaf",
+                value=join(path),
+                hint="Rename one of them. The keys 1 and '1' of one dict have the same name.",
             )
         leaves[path] = leaf
     return leaves
 
 
 def check_storable(leaves: Mapping[LeafPath, Any]) -> None:
-    """Raise TypeError that names every leaf that is not a `jax.Array` of one number or more."""
+    """Raise TypeError unless every leaf is a `jax.Array` with one number or more."""
     faults = []
     for path, leaf in leaves.items():
         if not isinstance(leaf, jax.Array):
-            faults.append(f"{join(path)} is a {type(leaf).__name__}; make it a jax.Array")
+            faults.append(f"{join(path)}: {type(leaf).__name__}, expected a jax.Array")
         elif jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            faults.append(f"{join(path)} is a typed random key; store jax.random.key_data of it")
+            faults.append(f"{join(path)}: typed random key, expected jax.random.key_data of it")
         elif leaf.size == 0:
-            faults.append(f"{join(path)} {spec_of(leaf)} has no elements; leave it out")
+            faults.append(f"{join(path)}: {spec_of(leaf)}, expected an array with elements")
     if faults:
         raise TypeError("The state cannot be saved:\n  " + "\n  ".join(faults))
 
 
 def check_target(targets: Mapping[LeafPath, Any]) -> None:
-    """Raise ValueError that names every leaf without a sharding."""
+    """Raise ValueError unless every leaf has a sharding."""
     bare = [join(path) for path, leaf in targets.items() if getattr(leaf, "sharding", None) is None]
     if bare:
         raise ValueError(
-            "Every leaf of the target needs a sharding, as in jax.ShapeDtypeStruct(shape, dtype, "
-            f"sharding=...); these have none: {', '.join(bare)}"
+            f"leaves of the target have no sharding: {first_names(bare)}. Expected"
+            " jax.ShapeDtypeStruct(shape, dtype, sharding=...)."
         )
 
 
@@ -132,16 +123,16 @@ def check_match(
     where: str,
     cast_dtypes: bool = False,
 ) -> None:
-    """Compare stored leaves with wanted ones.
+    """Compare stored leaves with those to restore.
 
     Args:
       stored: Leaves of the checkpoint.
-      targets: Leaves with a shape and a dtype.
+      targets: Leaves to restore, with a shape and a dtype.
       where: Name of the checkpoint in the message.
-      cast_dtypes: Whether floating-point numbers may differ in width.
+      cast_dtypes: True if floating-point dtypes may differ in width.
 
     Raises:
-      StructureMismatchError: Names the differences by path.
+      StructureMismatchError: Names, shapes or dtypes differ.
     """
     wanted = {path: spec_of(leaf) for path, leaf in targets.items()}
     unexpected = [join(path) for path in stored if path not in wanted]
@@ -151,30 +142,37 @@ def check_match(
         name = join(path)
         if path not in stored:
             near = difflib.get_close_matches(name, unexpected, n=1, cutoff=0.8)
-            hint = f"; the nearest that it holds is {near[0]}" if near else ""
-            differences.append(f"{name}: missing in the checkpoint, wanted {wanted[path]}{hint}")
+            hint = f"; the nearest name there is {near[0]}" if near else ""
+            differences.append(f"{name}: missing in the checkpoint, expected {wanted[path]}{hint}")
         elif path not in wanted:
             differences.append(f"{name}: unexpected, {stored[path]} in the checkpoint")
         elif stored[path].shape != wanted[path].shape:
             differences.append(
                 f"{name}: shape {list(stored[path].shape)} in the checkpoint, "
-                f"wanted {list(wanted[path].shape)}"
+                f"expected {list(wanted[path].shape)}"
             )
         elif stored[path].dtype != wanted[path].dtype:
             castable = is_castable(stored[path].dtype, wanted[path].dtype)
             (may_be_cast if castable else differences).append(
                 f"{name}: dtype {stored[path].dtype.name} in the checkpoint, "
-                f"wanted {wanted[path].dtype.name}"
+                f"expected {wanted[path].dtype.name}"
             )
     if differences or (may_be_cast and not cast_dtypes):
-        advice = _FIT_ADVICE if differences else _CAST_ADVICE
-        raise StructureMismatchError(where, sorted(differences + may_be_cast), advice=advice)
+        hint = _FIT_HINT if differences else _CAST_HINT
+        differences = sorted(differences + may_be_cast)
+        count, shown = len(differences), differences[:_MAX_SHOWN]
+        if count > _MAX_SHOWN:
+            shown.append(f"… and {count - _MAX_SHOWN} more")
+        problem = f"does not fit the state to restore ({count} difference{'s' * (count > 1)})"
+        error = StructureMismatchError("\n  ".join([f"{problem}:", *shown]), owner=where, hint=hint)
+        error.differences = tuple(differences)
+        raise error
 
 
 def is_castable(stored: np.dtype, wanted: np.dtype) -> bool:
     """Return whether both are floating-point dtypes of more than eight bits.
 
-    Numbers of eight bits and fewer mean nothing without a scale.
+    Numbers of eight bits or fewer have a scale, which a cast would ignore.
     """
     return all(
         jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1 for dtype in (stored, wanted)
@@ -182,12 +180,12 @@ def is_castable(stored: np.dtype, wanted: np.dtype) -> bool:
 
 
 def cast_lines(stored: Mapping[LeafPath, LeafSpec], targets: Mapping[LeafPath, Any]) -> list[str]:
-    """Return one line for each pair of dtypes that are cast; empty if none are."""
+    """Return one line for each pair of dtypes that is cast."""
     pairs = collections.Counter(
         (stored[path].dtype.name, spec_of(leaf).dtype.name) for path, leaf in targets.items()
     )
     return [
-        f"{count} arrays were converted from {was} to {becomes}"
+        f"converted {count} array{'s' * (count > 1)} from {was} to {becomes}"
         for (was, becomes), count in sorted(pairs.items())
         if was != becomes
     ]
@@ -199,12 +197,12 @@ def spec_of(leaf: Any) -> LeafSpec:
 
 
 def join(path: LeafPath) -> str:
-    """Return the path as it is shown to people: `params/layers/w`."""
+    """Return the path as text: `params/layers/w`."""
     return "/".join(path)
 
 
 def nest(leaves: Mapping[LeafPath, Any]) -> dict[str, Any]:
-    """Return plain nested dicts, whose keys are the names along each path."""
+    """Return nested dicts whose keys are the names along each path."""
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():
         node = tree
@@ -225,6 +223,7 @@ class FiniteCheck:
     """
 
     def __init__(self, leaves: Mapping[LeafPath, jax.Array]):
+        """Start the search."""
         alike: dict[Any, list[LeafPath]] = collections.defaultdict(list)
         for path, leaf in leaves.items():
             if jnp.issubdtype(leaf.dtype, jnp.inexact):
@@ -276,5 +275,5 @@ def _finder(mesh: Any, may_be_infinite: bool) -> Callable[[list[jax.Array]], lis
 
         return [is_bad(x) for x in arrays]
 
-    # Whole on every process, so that each can read it.
+    # Replicated, so that each process can read the result.
     return jax.jit(find, out_shardings=mesh and NamedSharding(mesh, PartitionSpec()))

@@ -90,7 +90,7 @@ def open_append(path: os.PathLike[str] | str, *, is_buffered: bool = True) -> Bi
 
     Args:
       path: The file. Its folder must exist.
-      is_buffered: Whether writes wait in memory until `flush` or `close`.
+      is_buffered: True if writes wait in memory until `flush` or `close`.
 
     Raises:
       UnsafePathError: The path is a symbolic link, or no regular file.

@@ -73,7 +73,7 @@ def _open(path: Path) -> IO[bytes]:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open_append(path)
     except OSError as error:
-        raise UsageError(f"{path.parent} cannot be written: {error}") from error
+        raise UsageError(f"cannot write: {error}", owner=str(path.parent)) from error
     _opened.add(file)
     return file
 
@@ -92,4 +92,4 @@ def _flock(file: IO[bytes], operation: int) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
             raise
-        raise NoLocksError(f"{file.name}: this file system has no locks ({error}).") from error
+        raise NoLocksError(f"this file system has no locks ({error})", owner=file.name) from error

@@ -1,14 +1,13 @@
-"""Init from anywhere: the first values of a run out of checkpoints and Hugging Face folders.
+"""Initializes weights from checkpoints and Hugging Face folders.
 
-    settings.py     what an experiment sets: `InitFrom`, its sources and their rules
-    rules.py        one rule: a pattern over names of this run, and a name in the source
-    sources.py      folders: recognised, opened, and read by name
-    matching.py     rules and stored names in; the origin of every value out, or all faults at once
+    settings.py     fields that an experiment sets: `InitFrom`, its sources and their rules
+    rules.py        rules that rename, index and stack stored values
+    sources.py      readers of checkpoints and Hugging Face folders
+    matching.py     the comparison of names and shapes, which reports all differences at once
     first_state.py  the state before the first step, each value read into its sharding
     provenance.py   the record of the origin of each value
 
-It takes effect on a fresh start alone: a run that resumes reads its own checkpoints instead. The
-names below are imported when they are first used.
+A run that resumes reads its own checkpoints instead. The names below are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""The state before the first step: some values read to where they belong, the others drawn.
+"""Makes the state before the first step: some values are read, the others drawn.
 
-Sources are opened and names compared first (`plan_first_state`); values are read when the plan is
-called, each straight into the sharding that it has on the mesh. So a mistake is answered before the
-training step is compiled, and no host holds more than its devices need.
+`plan_first_state` opens the sources and compares names, so that errors come before the training
+step is compiled. The function that it returns reads each value straight into its sharding on the
+mesh, so that no host holds more than its devices need.
 """
 
 from __future__ import annotations
 
+import collections
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,9 +18,9 @@ import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
-from layerkit.errors import first_names
+from layerkit.errors import UserError, first_names
 from layerkit_runner.checkpointing.structure import LeafPath, join, named_leaves
-from layerkit_runner.errors import UsageError
+from layerkit_runner.errors import UsageError, to_usage_error
 from layerkit_runner.init_from.matching import OPT_STATE, PARAMS, Found, Matched, match
 from layerkit_runner.init_from.provenance import RANDOM_INIT, FirstState, Provenance, copy_of
 from layerkit_runner.init_from.settings import InitFrom
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 Report = Callable[[str], None]
-# A source by its place in the list, and a path in it.
+# Index of a source, and a path in it.
 _Key = tuple[int, LeafPath]
 
 
@@ -44,7 +45,7 @@ def plan_first_state(
     weights: Any = None,
     report: Report = _LOG.warning,
 ) -> Callable[[], FirstState]:
-    """Find the initial weights; return a function that reads them and draws the others.
+    """Find the initial weights, and return a function that reads them and draws the others.
 
     Args:
       partitioner: Started partitioner, bound to the task.
@@ -53,8 +54,8 @@ def plan_first_state(
       report: Called with each line about damaged checkpoints.
 
     Raises:
-      UsageError: the sources are not there, or do not fit the model; from the function, that they
-        cannot be read.
+      UsageError: A source is missing or does not fit the model. The returned function raises it
+        if a source cannot be read.
     """
     source = task.initial_weights if weights is None else weights
     if source is None:
@@ -64,8 +65,8 @@ def plan_first_state(
     state = partitioner.abstract_stored_state(task)
     try:
         opened = [open_source(one, state, report) for one in source.sources]
-    except UsageError as error:
-        raise UsageError(f"{source.label}: {error}") from error
+    except UserError as error:
+        raise to_usage_error(error, owner=source.label) from error
     matched = match(source, opened, state, model=task.model)
     return lambda: _from_match(partitioner, task, state, matched)
 
@@ -79,7 +80,7 @@ def _from_match(
         if found.stored not in sources:
             sources.append(found.stored)
     for number, stored in enumerate(sources):
-        wanted = _wanted(stored, matched.found.values())
+        wanted = _to_read(stored, matched.found.values())
         values |= {(number, path): value for path, value in stored.read(wanted).items()}
     keys = {
         target: [(sources.index(found.stored), path) for path in found.paths]
@@ -89,10 +90,10 @@ def _from_match(
     def init(consumed: Mapping[_Key, jax.Array], kept: Mapping[_Key, jax.Array]) -> TrainState:
         read = {**consumed, **kept}
         given = {
-            target: _made(found, [read[key] for key in keys[target]])
+            target: _compute(found, [read[key] for key in keys[target]])
             for target, found in matched.found.items()
         }
-        return _assembled(task, given, matched.step)
+        return _assemble(task, given, matched.step)
 
     consumed = _consumed(matched.found, keys, named_leaves(partitioner.abstract_state(task)))
     make = partitioner.jit_making(task, init, donate_argnums=0)
@@ -103,10 +104,10 @@ def _from_match(
     return FirstState(made, matched.step, _provenance(state, matched))
 
 
-def _wanted(
+def _to_read(
     stored: StoredValues, all_found: Iterable[Found]
 ) -> dict[LeafPath, jax.ShapeDtypeStruct]:
-    """What to read of a source: stored shapes, laid out as the values that they become."""
+    """Return the values to read of a source: stored shapes under the shardings of the state."""
     wanted: dict[LeafPath, jax.ShapeDtypeStruct] = {}
     for found in all_found:
         if found.stored is not stored:
@@ -119,7 +120,7 @@ def _wanted(
 
 
 def _stored_sharding(found: Found) -> NamedSharding:
-    """The sharding of the stored value: axes that are indexed or stacked are not split."""
+    """Return the sharding of the stored value; axes that are indexed or stacked are not split."""
     sharding = found.target.sharding
     assert isinstance(sharding, NamedSharding)
     axes = [*sharding.spec, *[None] * (len(found.target.shape) - len(sharding.spec))]
@@ -135,11 +136,8 @@ def _consumed(
     keys: Mapping[LeafPath, list[_Key]],
     on_devices: Mapping[LeafPath, Any],
 ) -> set[_Key]:
-    """Values that become one of the state as they are, whose memory it can take over."""
-    uses: dict[_Key, int] = {}
-    for one in keys.values():
-        for key in one:
-            uses[key] = uses.get(key, 0) + 1
+    """Return the values that become one value of the state unchanged and may be donated to it."""
+    uses = collections.Counter(key for each in keys.values() for key in each)
     return {
         keys[target][0]
         for target, one in found.items()
@@ -150,10 +148,10 @@ def _consumed(
     }
 
 
-def _made(found: Found, stored: Sequence[jax.Array]) -> jax.Array:
-    """The value of the state, of stored ones."""
+def _compute(found: Found, stored: Sequence[jax.Array]) -> jax.Array:
+    """Compute a value of the state from stored ones."""
     value = jnp.stack(stored) if found.origin.is_stacked else stored[0]
-    # From the last axis to the first, so that those in front stay where they are.
+    # From the last axis to the first, so that the positions of the axes in front do not change.
     for axis, index in reversed(list(enumerate(found.origin.indices))):
         several = index if isinstance(index, tuple) else (index,)
         value = jnp.take(value, jnp.array(several), axis=axis)
@@ -162,8 +160,8 @@ def _made(found: Found, stored: Sequence[jax.Array]) -> jax.Array:
     return value.astype(found.target.dtype)
 
 
-def _assembled(task: SingleTask, given: Mapping[LeafPath, jax.Array], step: int) -> TrainState:
-    """The first state, traced: the optimizer begins from the given weights."""
+def _assemble(task: SingleTask, given: Mapping[LeafPath, jax.Array], step: int) -> TrainState:
+    """Compute the first state; the optimizer is initialized from the given weights."""
     weights = {path[1:]: value for path, value in given.items() if path[0] == PARAMS}
     key = task.first_key()
     state = task.init_state(key, given=unflatten_dict(weights) if weights else None)
@@ -176,7 +174,7 @@ def _assembled(task: SingleTask, given: Mapping[LeafPath, jax.Array], step: int)
 
 
 def _with_schedules_at(opt_state: Any, step: int) -> Any:
-    """The state of an optimizer whose schedules stand at a step; its moments begin anew."""
+    """Return an optimizer state whose schedules are at `step`; moments keep their first values."""
     kinds = (optax.ScaleByScheduleState, optax.InjectStatefulHyperparamsState)
 
     def visit(node: Any) -> Any:
@@ -197,29 +195,25 @@ def _provenance(state: TrainState, matched: Matched) -> Provenance:
     weights = {join(path[1:]): str(one) for path, one in found.items() if path[0] != OPT_STATE}
     weights |= {join(path[1:]): RANDOM_INIT for path in matched.drawn}
     weights |= {join(path): copy_of(join(one)) for path, one in matched.copied.items()}
+    sources = (one.stored for one in found.values())
+    labels = (source.label for source in sources if isinstance(source, StoredHuggingFace))
     return Provenance(
         weights=weights,
         opt_state={join(path[1:]): str(one) for path, one in found.items() if path[0] == OPT_STATE},
         step=matched.step_from,
         converted={dtypes: tuple(names) for dtypes, names in converted.items()},
         num_opt_state=len(jax.tree.leaves(state.opt_state)),
-        hugging_face=next(_hugging_face_folders(found.values()), None),
+        hugging_face=next(labels, None),
     )
 
 
-def _hugging_face_folders(found: Iterable[Found]) -> Iterator[str]:
-    for one in found:
-        if isinstance(one.stored, StoredHuggingFace):
-            yield one.stored.label
-
-
 def _from_loader(partitioner: Partitioner, task: SingleTask, loader: Any) -> FirstState:
-    """Make the first state with an object that loads weights itself: `load(model, like)`."""
+    """Make the first state with a custom loader: `load(model, like)`."""
     like = partitioner.abstract_stored_state(task).params
     try:
         given = loader.load(task.model, like)
     except (OSError, ValueError, ImportError) as error:
-        raise UsageError(f"task.initial_weights: {error}") from error
+        raise to_usage_error(error, owner="task.initial_weights") from error
     _check_given(given, like)
 
     on_devices = flatten_dict(partitioner.abstract_state(task).params)
@@ -247,10 +241,10 @@ def _from_loader(partitioner: Partitioner, task: SingleTask, loader: Any) -> Fir
 
 
 def _check_given(given: Any, like: Any) -> None:
-    """Compares loaded weights with those of the model, of which they may leave some out.
+    """Compare loaded weights, which may be a part of the model's, with those of the model.
 
     Raises:
-      UsageError: naming every weight that the model does not have, or has in another way.
+      UsageError: The model lacks a weight, or has it with another shape or dtype.
     """
 
     def described(tree: Any) -> dict[str, str]:
@@ -266,4 +260,4 @@ def _check_given(given: Any, like: Any) -> None:
         if found != expected.get(path)
     ]
     if problems:
-        raise UsageError(f"task.initial_weights: {first_names(problems)}")
+        raise UsageError(first_names(problems), owner="task.initial_weights")

@@ -1,6 +1,7 @@
-"""Rules and stored names in, the origin of every first value out; or all faults at once.
+"""Matches the values of a run with stored values, by rules or by name.
 
-Nothing is read here, so a mistake is answered before a model is compiled or a file written.
+Only names, shapes and dtypes are compared, so errors come before a model is compiled or a file is
+written. All differences are reported at once.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from layerkit_runner.training.train_state import TrainState
 
 OPT_STATE = "opt_state"
 EMA = "ema"
-# The fields of a state that a model reads; their values are named by layer path alone.
+# Fields of a state that a model reads. Their values are named by layer path alone.
 MODEL_FIELDS = (PARAMS, "non_trainable", "overwrite_with_gradient")
 
-_MOST_FAULTS = 20
-# (part of the names here, part of those there, the rule)
+_MAX_SHOWN = 20
+# (part of the names of this run, part of those of the source, the rule that relates them)
 _UNSTACK = (
     "/layers_0/",
     "/repeat/sub/",
@@ -45,12 +46,12 @@ _STACK = (
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """The origin of one first value.
+    """The origin of one initial value.
 
     Attributes:
       stored: Source that holds it.
-      origin: How the value is made of values of the source.
-      paths: Paths of these values in the source.
+      origin: Stored values, by name, from which the value is made.
+      paths: Paths of the stored values in the source.
       target: Shape, dtype and sharding of the value in this run.
     """
 
@@ -65,20 +66,20 @@ class Found:
         return self.stored.leaves[self.paths[0]].dtype
 
     def __str__(self) -> str:
-        """Return `DIR:STEP:params/lm/w[3]`."""
+        """Return the origin as `DIR:STEP:params/lm/w[3]`."""
         collection = self.paths[0][0]
         return f"{self.stored.label}:{collection}/{self.origin.text}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Matched:
-    """The origins of all first values.
+    """The origins of all initial values.
 
     Attributes:
       found: Origins by path in the state, such as `("params", "lm", "w")`.
       drawn: Paths of the weights that are drawn.
-      copied: Paths below `params` of weights that start as copies, with the paths of the originals.
-      step: Step that the run counts on from.
+      copied: Original by copy, for weights that start as copies; paths below `params`.
+      step: Step from which the run continues to count.
       step_from: Label of the source of `step`; None if the run counts from 0.
     """
 
@@ -92,22 +93,23 @@ class Matched:
 def match(
     settings: InitFrom, opened: Sequence[Opened], state: TrainState, *, model: BaseModel
 ) -> Matched:
-    """Finds the origin of every first value.
+    """Find the origin of every initial value.
 
     Args:
-      settings: What is asked for.
-      opened: Its sources, in their order.
-      state: The state of this run, as shapes, dtypes and shardings.
-      model: Model of this run, which says which weights are copies and which are frozen.
+      settings: Settings of the run.
+      opened: Sources of the settings, in their order.
+      state: State of this run, as shapes, dtypes and shardings.
+      model: Model of this run, which declares the weights that are copies or frozen.
 
     Raises:
-      UsageError: all weights and patterns that do not come out even.
+      UsageError: Names, shapes or dtypes differ, or a pattern matches nothing. It lists all
+        differences.
     """
     return _Matching(settings, opened, state, model).run()
 
 
 class _Matching:
-    """One pass over the values of a state, gathering faults on the way."""
+    """A pass over the values of a state that collects all faults."""
 
     def __init__(
         self, settings: InitFrom, opened: Sequence[Opened], state: TrainState, model: BaseModel
@@ -121,10 +123,11 @@ class _Matching:
         self._copied: dict[LeafPath, LeafPath] = {}
         self._faults: list[str] = []
         self._missing: list[str] = []
-        # Weights that are there and here under one name, but of another shape or drawn.
+        # Weights that both sides have by one name, although with another shape, or drawn.
         self._accounted: set[LeafPath] = set()
 
     def run(self) -> Matched:
+        """Match all values and return their origins."""
         for source in self._opened:
             self._check_fields(source)
         used: set[Rule] = set()
@@ -138,17 +141,17 @@ class _Matching:
         for source in self._opened:
             self._check_surplus(source)
         if self._faults:
-            raise UsageError(self._message())
-        counting = next((one for one in self._opened if one.settings.load_step), None)
-        if counting is None or counting.stored.step is None:
+            raise UsageError(self._message(), owner=self._settings.label)
+        loaded = next((one for one in self._opened if one.settings.load_step), None)
+        if loaded is None or loaded.stored.step is None:
             return Matched(self._found, tuple(self._drawn), self._copied)
-        stored = counting.stored
+        stored = loaded.stored
         return Matched(
             self._found, tuple(self._drawn), self._copied, stored.step or 0, stored.label
         )
 
     def _check_fields(self, source: Opened) -> None:
-        """Refuses what a source cannot give."""
+        """Raise an error if a field asks for values that the kind of source does not hold."""
         settings, stored = source.settings, source.stored
         if stored.step is None:
             asked = [
@@ -160,13 +163,17 @@ class _Matching:
                 asked.append("step")
             if asked:
                 raise UsageError(
-                    f"{self._settings.label}: {', '.join(asked)} is set, but {stored.label} is a"
-                    " Hugging Face folder, which holds weights alone"
+                    owner=self._settings.label,
+                    field=asked[0],
+                    value=getattr(settings, asked[0]),
+                    expected=f"no value for {stored.label}, which is a Hugging Face folder",
                 )
         elif settings.use_ema and not any(path[0] == EMA for path in stored.leaves):
             raise UsageError(
-                f"{self._settings.label}: use_ema is set, but {stored.label} holds no moving"
-                " averages; its job ran without"
+                owner=self._settings.label,
+                field="use_ema",
+                value=True,
+                expected=f"False for {stored.label}, which has no moving averages",
             )
 
     def _place_weight(self, path: LeafPath, leaf: Any, used: set[Rule]) -> None:
@@ -177,7 +184,7 @@ class _Matching:
             if not re.fullmatch(pattern, name):
                 continue
             if is_frozen:
-                self._refuse_draw(name, pattern, original)
+                self._report_frozen_draw(name, pattern, original)
             else:
                 self._draw(path)
             return
@@ -189,7 +196,7 @@ class _Matching:
                 continue
             stored = _in_source(source, path[0], name)
             if stored is not None:
-                self._take(source, Origin(name, (name,)), (stored,), path, leaf)
+                self._add(source, Origin(name, (name,)), (stored,), path, leaf)
                 return
         if original is not None:
             self._copied[path[1:]] = original
@@ -203,8 +210,8 @@ class _Matching:
         self._faults.append(f"{name} {spec_of(leaf)}: not in {sources}{self._near(name, there)}")
         self._missing.append(name)
 
-    def _refuse_draw(self, name: str, pattern: str, original: LeafPath | None) -> None:
-        """Add the fault of a pattern that draws a frozen weight; one for all that it matches."""
+    def _report_frozen_draw(self, name: str, pattern: str, original: LeafPath | None) -> None:
+        """Add the fault of a pattern that draws frozen weights, once for each pattern."""
         start = f"draw={pattern!r} matches frozen weights"
         if any(fault.startswith(start) for fault in self._faults):
             return
@@ -220,7 +227,7 @@ class _Matching:
     def _by_rule(
         self, source: Opened, rules: Iterable[Rule], path: LeafPath, leaf: Any, used: set[Rule]
     ) -> bool:
-        """Whether a rule says where a value comes from, rightly or not."""
+        """Apply the first rule that matches; return whether there is one, also after a fault."""
         name = join(path[1:])
         for rule in rules:
             origin = rule.origin(name, tuple(leaf.shape))
@@ -232,16 +239,15 @@ class _Matching:
             if absent:
                 near = self._near(absent[0], _names_in(source, path[0]))
                 self._faults.append(
-                    f"{name}: {rule} asks for {absent[0]}, which {source.stored.label} does not"
-                    f" hold{near}"
+                    f"{name}: {rule}: {absent[0]} is not in {source.stored.label}{near}"
                 )
             else:
                 found = tuple(place for _, place in places if place is not None)
-                self._take(source, origin, found, path, leaf)
+                self._add(source, origin, found, path, leaf)
             return True
         return False
 
-    def _take(
+    def _add(
         self,
         source: Opened,
         origin: Origin,
@@ -269,7 +275,7 @@ class _Matching:
         self._found[path] = Found(source.stored, origin, places, leaf)
 
     def _check_patterns(self, used: set[Rule]) -> None:
-        """Every pattern has to match something."""
+        """Add a fault for each pattern that matches nothing."""
         weights = [join(path[1:]) for path in self._weights]
         for pattern in self._settings.draw:
             if not any(re.fullmatch(pattern, name) for name in weights):
@@ -284,7 +290,7 @@ class _Matching:
                     if rule in used:
                         continue
                     if any(re.fullmatch(rule.pattern, name) for name in names):
-                        self._faults.append(f"{rule} matches only what comes from elsewhere")
+                        self._faults.append(f"{rule} matches only values that others provide")
                     else:
                         self._faults.append(_no_match(rule.label, rule.pattern, names))
             there = [join(path[1:]) for path in source.stored.leaves if path[0] in MODEL_FIELDS]
@@ -294,7 +300,7 @@ class _Matching:
                     self._faults.append(_no_match(label, pattern, there))
 
     def _check_surplus(self, source: Opened) -> None:
-        """Without rules a source is a whole, so what of it finds no place is a fault."""
+        """Add a fault for each weight that the model lacks, if the source has no rules."""
         if source.settings.weight_rules is not None:
             return
         taken = {
@@ -313,36 +319,35 @@ class _Matching:
             self._faults.append(f"{name} {spec}: in {source.stored.label}, not in the model")
 
     def _near(self, name: str, names: Iterable[str]) -> str:
-        """The nearest names, for faults that will be shown: to look for them takes time."""
-        shown = len(self._faults) < _MOST_FAULTS
+        """Return the nearest names; empty for faults that are not shown, since a search is slow."""
+        shown = len(self._faults) < _MAX_SHOWN
         return near_names(name, names).rstrip(".") if shown else ""
 
     def _message(self) -> str:
         count = len(self._faults)
-        lines = self._faults[:_MOST_FAULTS]
-        if count > _MOST_FAULTS:
-            lines.append(f"… and {count - _MOST_FAULTS} more")
+        lines = self._faults[:_MAX_SHOWN]
+        if count > _MAX_SHOWN:
+            lines.append(f"… and {count - _MAX_SHOWN} more")
         differences = "1 difference" if count == 1 else f"{count} differences"
         return (
-            f"{self._settings.label} does not fit the model ({differences}):\n  "
+            f"the source does not fit the model ({differences}):\n  "
             + "\n  ".join(lines)
             + self._stacking_advice()
-            + "\nNothing is padded or cut. Weights can be drawn instead (--init_draw=PATTERN, or"
-            " InitFrom.draw), taken under other names (Source.rules) or left in the source"
-            " (Source.ignore); see docs/init_from.md."
+            + "\nDraw weights with --init_draw=PATTERN or InitFrom.draw, rename them with"
+            " Source.rules, or leave them out with Source.ignore. See docs/init_from.md."
         )
 
     def _stacking_advice(self) -> str:
-        """The rules that a model needs whose layers are not stacked as those of the source."""
+        """Return the rule that is needed if only one of model and source stacks its layers."""
         there = [name for source in self._opened for name in _names_in(source, PARAMS)]
         for kind, other, rule in (_UNSTACK, _STACK):
             if any(kind in name for name in self._missing) and any(other in name for name in there):
-                return f"\nThe layers lie otherwise there; this rule goes before the rest: {rule}"
+                return f"\nOnly one of the two stacks its layers. Put this rule first: {rule}"
         return ""
 
 
 def _in_source(source: Opened, field: str, name: str) -> LeafPath | None:
-    """Where a value lies in a source; an average goes before its weight if it is asked for."""
+    """Return the path of a value in a source; under `use_ema` that of its average if it has one."""
     parts = tuple(name.split("/"))
     fields = (EMA, field) if source.settings.use_ema and field == PARAMS else (field,)
     return next((p for one in fields if (p := (one, *parts)) in source.stored.leaves), None)

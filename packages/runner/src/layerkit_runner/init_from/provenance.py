@@ -1,7 +1,6 @@
-"""The record of where each first value came from: `initial_values.json` in the folder of a job.
+"""Record of the origin of each initial value: `initial_values.json` in the job folder.
 
-It is written on a fresh start, since a run that goes on begins from its own checkpoint and keeps
-the record it has.
+It is written on a fresh start. A run that resumes keeps the record that it has.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ _COPY = "copy_of:"
 
 @dataclasses.dataclass(frozen=True)
 class Provenance:
-    """Where first values came from.
+    """Origins of initial values.
 
     Attributes:
-      weights: By name: `DIR:STEP:PATH`, a Hugging Face folder's `DIR:PATH`, `copy_of:PATH` of
-        another weight of the model, or `random_init`.
-      opt_state: The same of those values of the optimizer that were read.
-      step: `DIR:STEP` where the run counts on from there; None where it counts from 0.
-      converted: Weights whose dtype differs from the stored one, by `float32 → bfloat16`.
-      num_opt_state: How many values the optimizer has.
-      hugging_face: The first Hugging Face folder of which weights were taken, where there is one;
-        an export takes its tokenizer.
+      weights: Origin by weight: `DIR:STEP:PATH`, a Hugging Face folder's `DIR:PATH`, `copy_of:PATH`
+        of another weight of the model, or `random_init`.
+      opt_state: Origins of the optimizer's values that were read.
+      step: `DIR:STEP` from which the step count continues; None if it starts at 0.
+      converted: Names of values that were converted, by dtypes such as `float32 → bfloat16`.
+      num_opt_state: Number of values of the optimizer.
+      hugging_face: First Hugging Face folder that provided weights; None without one. An export
+        copies its tokenizer.
     """
 
     weights: Mapping[str, str]
@@ -45,40 +44,40 @@ class Provenance:
     hugging_face: str | None = None
 
     def lines(self) -> Iterator[str]:
-        """What the start report says of it."""
+        """Yield the lines of the start report."""
         sources = collections.Counter(
             origin.rpartition(":")[0] or origin
             for origin in self.weights.values()
             if origin != RANDOM_INIT and not origin.startswith(_COPY)
         )
-        counts = [f"{_weights(count)} from {source}" for source, count in sources.items()]
+        counts = [
+            f"{count} weight{'' if count == 1 else 's'} from {source}"
+            for source, count in sources.items()
+        ]
         drawn = [name for name, origin in self.weights.items() if origin == RANDOM_INIT]
         if drawn:
             counts.append(f"{len(drawn)} drawn ({first_names(drawn, limit=3)})")
-        counts += self._copies()
+        copies = collections.Counter(
+            (name.partition("/")[0], origin.removeprefix(_COPY).partition("/")[0])
+            for name, origin in self.weights.items()
+            if origin.startswith(_COPY)
+        )
+        counts += [
+            f"{count} copied ({copy} from {original})" for (copy, original), count in copies.items()
+        ]
         yield f"init from    {'; '.join(counts)}"
         for dtypes, names in self.converted.items():
             count = len(names)
             yield f"             {dtypes}: {count} value{'' if count == 1 else 's'} converted"
         if self.opt_state:
             read, total = len(self.opt_state), self.num_opt_state
-            rest = "; the others begin anew" if read < total else ""
+            rest = "; the others start anew" if read < total else ""
             yield f"             {read} of {total} values of the optimizer{rest}"
         if self.step is not None:
-            yield f"             counts on from the step of {self.step}"
-
-    def _copies(self) -> Iterator[str]:
-        """What the start report says of copies: `8 copied (reference_lm from lm)`."""
-        children = collections.Counter(
-            (name.partition("/")[0], origin.removeprefix(_COPY).partition("/")[0])
-            for name, origin in self.weights.items()
-            if origin.startswith(_COPY)
-        )
-        for (copy, original), count in children.items():
-            yield f"{count} copied ({copy} from {original})"
+            yield f"             step count continues from {self.step}"
 
     def write(self, directory: epath.Path) -> None:
-        """Writes the record into the folder of a job."""
+        """Write the record into a job folder."""
         record = {
             "weights": self.weights,
             "opt_state": self.opt_state,
@@ -90,13 +89,13 @@ class Provenance:
 
 @dataclasses.dataclass(frozen=True)
 class FirstState:
-    """The state that a run starts from.
+    """The state before the first step.
 
     Attributes:
       state: State on the devices.
       step: Number of completed steps.
-      provenance: Record of where first values came from; None if all are drawn or restored.
-      is_restored: Whether the state comes from a checkpoint that is resumed.
+      provenance: Origins of the values; None if all are drawn or restored.
+      is_restored: True if the state was restored to resume a run.
     """
 
     state: TrainState
@@ -111,12 +110,8 @@ def copy_of(name: str) -> str:
 
 
 def recorded_hugging_face(directory: epath.Path) -> str | None:
-    """The Hugging Face folder that the weights of a job began from; None where there was none."""
+    """Return the Hugging Face folder that initialized a job; None without one."""
     try:
         return json.loads((directory / RECORD).read_text()).get("hugging_face")
     except FileNotFoundError:
         return None
-
-
-def _weights(count: int) -> str:
-    return "1 weight" if count == 1 else f"{count} weights"

@@ -1,12 +1,12 @@
-r"""One rule: a pattern over the names of this run, and the name of the value in the source.
+r"""Rules that give a weight of this run the name of a stored value.
 
     (r"encoder/(.*)", r"lm/\1")                           another name
     (r"(.*)/layers_(\d+)/(.*)", r"\1/repeat/sub/\3[\2]")  layer i of a stacked weight
-    (r"(.*)/repeat/sub/(.*)", r"\1/layers_{layer}/\2")    the layers one by one, stacked
-    (r"(.*)/repeat/sub/(.*)", r"\g<0>[0, 0, 1, 1]")       layers in another order, or repeated
+    (r"(.*)/repeat/sub/(.*)", r"\1/layers_{layer}/\2")    single layers, stacked
+    (r"(.*)/repeat/sub/(.*)", r"\g<0>[0, 0, 1, 1]")       layers reordered or repeated
 
-The pattern has to match the whole name. Groups are referred to as in `re.sub`. What follows in
-brackets is an index into the leading axis, as in NumPy; several brackets go on to further axes.
+The pattern has to match the whole name. Groups are referred to as in `re.sub`. Brackets hold an
+index of the leading axis, as in NumPy. Further brackets index further axes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
-from layerkit_runner.errors import UsageError, check_pattern
+from layerkit.checks import check_regex
+from layerkit.errors import ConfigError
+from layerkit_runner.errors import UsageError
 
 LAYER = "{layer}"
 
@@ -26,12 +28,12 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """How one value is made of stored ones.
+    """The stored values from which one value is made.
 
     Attributes:
-      text: The name as the rule says it, for people.
-      names: Of the stored values: one, or one for each layer.
-      indices: Into the leading axes of the stored value; a tuple takes several, in this order.
+      text: Name as the rule gives it, such as `w[3]`.
+      names: Names of the stored values: one, or one for each layer.
+      indices: Indices of the leading axes of the stored value. A tuple selects several, in order.
     """
 
     text: str
@@ -40,37 +42,44 @@ class Origin:
 
     @property
     def is_stacked(self) -> bool:
-        """Whether the value is stacked of stored ones, on a new first axis."""
+        """Return whether stored values are stacked on a new first axis."""
         return LAYER in self.text
 
     @property
     def is_whole(self) -> bool:
-        """Whether the value is a stored one as it is."""
+        """Return whether the value equals one stored value."""
         return not self.indices and not self.is_stacked
 
     def shape(self, stored: Mapping[str, Shape]) -> Shape:
-        """The shape of the value.
+        """Return the shape of the value.
 
         Args:
-          stored: The shape of each stored value by name.
+          stored: Shape of each stored value by name.
 
         Raises:
-          ValueError: stored values that do not fit together, or an index beyond the axis.
+          ConfigError: The shapes of the stored values differ, or an index is out of range.
         """
-        shapes = {stored[name] for name in self.names}
+        shapes = sorted({stored[name] for name in self.names})
         if len(shapes) > 1:
-            differing = ", ".join(str(list(shape)) for shape in sorted(shapes))
-            raise ValueError(f"{self.text} names values of different shapes: {differing}")
+            found = [list(shape) for shape in shapes]
+            raise ConfigError(owner=self.text, field="shapes", value=found, expected="equal shapes")
         (shape,) = shapes
         if len(self.indices) > len(shape):
-            raise ValueError(f"{self.text} has more indices than {list(shape)} has axes")
+            raise ConfigError(
+                owner=self.text,
+                field="number of indices",
+                value=len(self.indices),
+                expected=f"at most the {len(shape)} axes of {list(shape)}",
+            )
         taken: list[int] = []
         for index, size in zip(self.indices, shape, strict=False):
             several = index if isinstance(index, tuple) else (index,)
             if max(several) >= size:
-                raise ValueError(
-                    f"{self.text}: index {max(several)} is beyond an axis of {size}, which are"
-                    f" counted from 0"
+                raise ConfigError(
+                    owner=self.text,
+                    field="index",
+                    value=max(several),
+                    expected=f"an integer in [0, {size})",
                 )
             taken += [len(several)] if isinstance(index, tuple) else []
         rest = (*taken, *shape[len(self.indices) :])
@@ -79,12 +88,12 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A pattern and what it stands for; see the module.
+    """A pattern of names and the stored name that it stands for.
 
     Attributes:
       pattern: Regular expression of names of this run.
-      source: The name in the source.
-      label: Where the rule is written, for messages.
+      source: Name in the source.
+      label: Path of the rule, such as `FOLDER: rules[0]`, for messages.
     """
 
     pattern: str
@@ -92,57 +101,60 @@ class Rule:
     label: str
 
     def origin(self, name: str, shape: Shape) -> Origin | None:
-        """Where the value called `name` comes from; None where the rule does not match.
+        """Return the origin of the value called `name`; None if the rule does not match.
 
         Raises:
-          UsageError: the rule refers to a group that the pattern does not have, or its index is
-            none.
+          UsageError: The rule refers to a group that the pattern lacks, or its index is malformed.
         """
         match = re.fullmatch(self.pattern, name)
         if match is None:
             return None
+
+        def error(problem: str, expected: str | None = None) -> UsageError:
+            pair = (self.pattern, self.source)
+            return UsageError(problem, field=self.label, value=pair, expected=expected)
+
         try:
             text = match.expand(self.source)
-        except (re.error, IndexError) as error:
-            raise UsageError(f"{self}: {self.source!r}: {error}") from None
+        except (re.error, IndexError) as problem:
+            raise error(str(problem)) from None
         parts = _INDICES.fullmatch(text)
         if parts is None:
-            raise UsageError(
-                f"{self}: {text!r} is no name; indices stand at its end, such as w[3] or w[0, 0, 1]"
-            )
-        stored, indices = parts["name"], _parse_indices(parts["indices"])
+            expected = "a name with indices at its end alone, such as w[3] or w[0, 0, 1]"
+            raise error(f"invalid name {text!r}", expected)
+        stored = parts["name"]
+        groups = re.findall(r"\[([\d, ]+)\]", parts["indices"])
+        numbers = [tuple(map(int, re.findall(r"\d+", group))) for group in groups]
+        indices = tuple(
+            several if "," in group else several[0]
+            for group, several in zip(groups, numbers, strict=True)
+        )
         if LAYER not in stored:
             return Origin(text, (stored,), indices)
-        if not shape or indices:
-            what = "it has no axes" if not shape else "it cannot have an index besides"
-            raise UsageError(f"{self}: {name} cannot be stacked of {text}: {what}")
+        if indices:
+            raise error(f"{LAYER} and an index in one rule", "one of the two")
+        if not shape:
+            raise error(f"{name} is a scalar", f"a weight with axes, since {LAYER} stacks values")
         return Origin(text, tuple(stored.replace(LAYER, str(i)) for i in range(shape[0])))
 
     def __str__(self) -> str:
+        """Return the path of the rule and its texts."""
         return f"{self.label} ({self.pattern!r}, {self.source!r})"
 
 
 def parse_rules(pairs: Sequence[tuple[str, str]], *, label: str) -> list[Rule]:
-    """Checks rules as they are written in a config.
+    """Return the rules of a config field.
 
     Raises:
-      UsageError: one is no pair of texts, or its pattern no regular expression.
+      UsageError: An item is no pair of texts.
+      ConfigError: A pattern is no regular expression.
     """
     rules = []
     for number, pair in enumerate(pairs):
-        here = f"{label}[{number}]"
+        field = f"{label}[{number}]"
         texts = isinstance(pair, (tuple, list)) and all(isinstance(item, str) for item in pair)
         if not texts or len(pair) != 2:
-            raise UsageError(f"{here}={pair!r}: expected (pattern, name in the source)")
-        check_pattern(pair[0], label=here)
-        rules.append(Rule(pair[0], pair[1], here))
+            raise UsageError(field=field, value=pair, expected="(pattern, name in the source)")
+        check_regex(None, **{field: pair[0]})
+        rules.append(Rule(pair[0], pair[1], field))
     return rules
-
-
-def _parse_indices(text: str) -> tuple[int | tuple[int, ...], ...]:
-    """`[3]` → (3,); `[0, 1]` → ((0, 1),)."""
-    indices: list[int | tuple[int, ...]] = []
-    for inner in re.findall(r"\[([\d, ]+)\]", text):
-        numbers = tuple(int(number) for number in re.findall(r"\d+", inner))
-        indices.append(numbers if "," in inner else numbers[0])
-    return tuple(indices)

@@ -1,4 +1,4 @@
-"""Folders that hold first values: checkpoints of a job, and Hugging Face folders.
+"""Readers of stored values: checkpoints of a job, and Hugging Face folders.
 
 `open_source` recognises the kind of a folder and reads the names, shapes and dtypes of its values.
 The values themselves are read later, each straight into the sharding that it has on the mesh.
@@ -6,6 +6,7 @@ The values themselves are read later, each straight into the sharding that it ha
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -16,22 +17,18 @@ from etils import epath
 
 from layerkit.base_layer import PARAMS
 from layerkit.config import build
-from layerkit.errors import first_names
 from layerkit.interop.hugging_face import families, folder, importing, tensors
-from layerkit.near_names import near_names
 from layerkit_runner.checkpointing import (
     CheckpointManager,
-    DamagedCheckpointError,
-    LayoutVersionError,
     StateFormat,
     documents,
     folders,
 )
 from layerkit_runner.checkpointing.formats import check_decoded_sizes, format_of
-from layerkit_runner.checkpointing.integrity import verify_together
+from layerkit_runner.checkpointing.integrity import require_sound, verify_together
 from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec, named_leaves
 from layerkit_runner.distributed.process_exchange import from_each_process
-from layerkit_runner.errors import UsageError
+from layerkit_runner.errors import UsageError, to_usage_error
 from layerkit_runner.files.atomic_write import absolute
 from layerkit_runner.init_from.settings import Source
 from layerkit_runner.training.train_state import TrainState
@@ -40,7 +37,7 @@ _STEP_NAME = re.compile(rf"{folders.STEP_PREFIX}_(\d+)")
 
 
 class StoredValues(Protocol):
-    """An open source, by names."""
+    """Stored values by name."""
 
     @property
     def label(self) -> str:
@@ -75,14 +72,14 @@ def open_source(source: Source, state: TrainState, report: Callable[[str], None]
       report: Called with each line about damaged checkpoints.
 
     Raises:
-      UsageError: The folder or its checkpoint is missing, damaged or of an unknown kind.
+      UserError: The folder or its checkpoint is missing, damaged or of an unknown kind.
     """
     kind = recognise(source.folder or "")
     if not isinstance(kind, CheckpointFolder):
         like = named_leaves(state) if source.rules is None else None
         return Opened(source, StoredHuggingFace(kind.directory, like=like))
     if source.step is not None and kind.step not in (None, source.step):
-        raise UsageError(f"step={source.step}, but the folder {source.folder} is another step")
+        raise UsageError(field="step", value=source.step, expected=f"the step of {source.folder}")
     step = kind.step if source.step is None else source.step
     return Opened(source, StoredCheckpoint(kind.directory, step=step, report=report))
 
@@ -116,8 +113,13 @@ def recognise(given: str) -> CheckpointFolder | HuggingFaceFolder:
     if not directory.is_dir():
         parent = directory.parent
         beside = [path.name for path in parent.iterdir()] if parent.is_dir() else []
-        what = f"{given} is a file" if directory.exists() else f"there is no folder {given}"
-        raise UsageError(f"{what}{near_names(directory.name, beside)}")
+        raise UsageError(
+            "not a folder" if directory.exists() else "no such folder",
+            owner=str(parent),
+            field="folder",
+            value=directory.name,
+            choices=sorted(beside),
+        )
     named = _STEP_NAME.fullmatch(directory.name)
     if named and (directory / "state").is_dir():
         return CheckpointFolder(directory.parent, int(named[1]))
@@ -127,20 +129,17 @@ def recognise(given: str) -> CheckpointFolder | HuggingFaceFolder:
     children = [path.name for path in directory.iterdir()]
     if "config.json" in children and any(name.endswith(".safetensors") for name in children):
         return HuggingFaceFolder(directory)
-    raise UsageError(
-        "expected the folder of a job, of its checkpoints or one of them, or of Hugging Face"
-        f" (config.json and *.safetensors); {given} {_contents(children)}"
-    )
-
-
-def _contents(children: list[str]) -> str:
-    if not children:
-        return "is empty"
-    if "checkpoints" in children:
-        return "is that of a job without a checkpoint"
+    hint = None
     if any(name.endswith(".bin") for name in children):
-        return "has *.bin, which is not read: save the model anew, which writes safetensors"
-    return f"holds {first_names(sorted(children), limit=5)}"
+        hint = "Convert the *.bin files: save the model again as safetensors."
+    raise UsageError(
+        "empty folder" if not children else "no checkpoint",
+        field="folder",
+        value=given,
+        expected="the folder of a job, of its checkpoints, of one checkpoint, or of a Hugging Face"
+        " model (config.json and *.safetensors)",
+        hint=hint,
+    )
 
 
 class StoredCheckpoint:
@@ -163,15 +162,12 @@ class StoredCheckpoint:
           report: Called with each line about newer checkpoints that are damaged.
 
         Raises:
-          UsageError: No such checkpoint exists, it is damaged, or a later version wrote it.
+          UserError: No such checkpoint exists, it is damaged, or a later version wrote it.
         """
         self.step = _choose(directory, step, report)
         self.label = f"{directory}:{self.step}"
         self._state = folders.step_folder(directory, self.step) / "state"
-        try:
-            documents.read(self._state.parent)
-        except LayoutVersionError as error:
-            raise UsageError(str(error)) from error
+        documents.read(self._state.parent)  # raises an error for a later layout
         # Orbax takes most of a second to import.
         from layerkit_runner.checkpointing import handlers
 
@@ -187,22 +183,16 @@ class StoredCheckpoint:
           wanted: Stored shape and dtype of each value, with a sharding.
 
         Raises:
-          UsageError: A chunk would decompress to more than its array holds.
+          DamagedCheckpointError: A chunk would decompress to more than its array holds.
         """
         from layerkit_runner.checkpointing import handlers
 
         if format_of(self._state) is StateFormat.TENSORSTORE:
             own = list(wanted)[jax.process_index() :: jax.process_count()]
             chosen = {path: self.leaves[path] for path in own}
-            try:
-                from_each_process(lambda: check_decoded_sizes(self._state, chosen))
-            except DamagedCheckpointError as error:
-                raise UsageError(str(error)) from error
-        handler = handlers.StateHandler()
-        try:
+            from_each_process(lambda: check_decoded_sizes(self._state, chosen))
+        with contextlib.closing(handlers.StateHandler()) as handler:
             return handler.restore(self._state, handlers.StateRestore(wanted))
-        finally:
-            handler.close()
 
 
 def _choose(directory: epath.Path, step: int | None, report: Callable[[str], None]) -> int:
@@ -210,19 +200,15 @@ def _choose(directory: epath.Path, step: int | None, report: Callable[[str], Non
         with CheckpointManager(directory, read_only=True, report=report) as checkpoints:
             step = checkpoints.newest_sound_step()
         if step is None:
-            raise UsageError(f"no checkpoint in {directory} is sound")
+            raise UsageError("every checkpoint is damaged", field="folder", value=str(directory))
         return step
     steps = folders.committed_steps(directory)
     if step not in steps:
         raise UsageError(
-            f"{directory} has no checkpoint of step {step}; it has {first_names(map(str, steps))}"
+            "no such checkpoint", owner=str(directory), field="step", value=step, choices=steps
         )
-    findings = verify_together(folders.step_folder(directory, step))
-    damage = [str(finding) for finding in findings if finding.is_damage]
-    if damage:
-        raise UsageError(
-            f"{folders.step_folder(directory, step)} is damaged: {first_names(damage)}"
-        )
+    path = folders.step_folder(directory, step)
+    require_sound(f"The checkpoint {path} is damaged", verify_together(path))
     return step
 
 
@@ -246,7 +232,7 @@ class StoredHuggingFace:
             whichever shares more names with these. None names them as a stack.
 
         Raises:
-          UsageError: The model is not supported, or a file is missing.
+          UsageError: The model is not supported, or a file is missing or malformed.
         """
         self.label = str(directory)
         self._directory = directory
@@ -259,7 +245,7 @@ class StoredHuggingFace:
                 self._chosen = max(ways, key=lambda way: len(way.weights.keys() & set(like)))
             self.leaves: Mapping[LeafPath, LeafSpec] = self._read_names()
         except (OSError, ValueError, ImportError) as error:
-            raise UsageError(str(error)) from error
+            raise to_usage_error(error) from error
 
     def read(self, wanted: Mapping[LeafPath, jax.ShapeDtypeStruct]) -> dict[LeafPath, jax.Array]:
         """Read some of the weights, slice by slice, each into the sharding of `wanted`.
@@ -275,7 +261,7 @@ class StoredHuggingFace:
                 like = tensors.unflatten(wanted)
                 read = importing.read_weights(source, self._family, self._chosen, like=like)
         except (OSError, ValueError) as error:
-            raise UsageError(f"{self.label}: {error}") from error
+            raise to_usage_error(error, owner=self.label) from error
         return tensors.flatten(read)
 
     def _anatomy(self, *, repeated: bool) -> tensors.Anatomy:
