@@ -11,13 +11,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from layerkit.errors import ConfigError
+
 OnBadRecord = Literal["refuse", "skip"]
 """What a reader does with a record that it cannot read."""
 
 _MOST_KEPT = 8
 
 
-class UnfitFieldError(ValueError):
+class UnfitFieldError(ConfigError):
     """A field of a reader that does not fit the data.
 
     Attributes:
@@ -25,19 +27,11 @@ class UnfitFieldError(ValueError):
         that know how fields are set, such as the runner, add the flags to the message.
     """
 
-    def __init__(self, message: str, *, remedies: Mapping[str, Any] | None = None):
-        super().__init__(message)
+    def __init__(
+        self, problem: str = "", *, remedies: Mapping[str, Any] | None = None, **data: Any
+    ):
+        super().__init__(problem, **data)
         self.remedies: Mapping[str, Any] = {} if remedies is None else dict(remedies)
-
-    def __reduce__(self) -> Any:
-        """Pickle the remedies too; errors cross from worker processes."""
-        return _unpickled, (type(self), str(self), dict(self.remedies))
-
-
-def _unpickled(
-    kind: type[UnfitFieldError], message: str, remedies: Mapping[str, Any]
-) -> UnfitFieldError:
-    return kind(message, remedies=remedies)
 
 
 class BadRecordError(UnfitFieldError):

@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from layerkit.config import Configurable
+from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
 from layerkit_inputs import state as state_lib
 from layerkit_inputs.error_notes import naming_input
@@ -400,32 +401,37 @@ class BaseInput(Configurable):
         """Class and name, as error messages show them: `LocalText 'train'`."""
         return type(self).__qualname__ + (f" {self.name!r}" if self.name else "")
 
-    def _refuse(self, problem: str) -> ValueError:
-        return ValueError(f"{self._label}: {problem}")
+    def _config_error(self, problem: str = "", **data: Any) -> ConfigError:
+        """Return a `ConfigError` of this input; `data` are attributes of the error."""
+        return ConfigError(problem, owner=self._label, **data)
 
     def _check_at_least(self, least: int, *fields: str) -> None:
         """Refuses fields that are set, to less than `least`."""
         for field in fields:
             value = getattr(self, field)
             if value is not None and value < least:
-                raise self._refuse(f"{field}={value}; expected at least {least}.")
+                raise self._config_error(f"{field}={value}; expected at least {least}.")
 
     def _check_fields(self) -> None:
         if self.batch_size is None:
-            raise self._refuse("batch_size is not set; give the rows of a batch on each host.")
+            raise self._config_error(
+                "batch_size is not set; give the rows of a batch on each host."
+            )
         self._check_at_least(1, "batch_size")
         if not 0 <= self.infeed_host_index < self.num_infeed_hosts:
-            raise self._refuse(
+            raise self._config_error(
                 f"infeed_host_index={self.infeed_host_index} with num_infeed_hosts="
                 f"{self.num_infeed_hosts}; expected 0 <= infeed_host_index < num_infeed_hosts."
             )
         if self.eval_loop_num_batches is not None and self.eval_loop_num_batches < 1:
-            raise self._refuse(
+            raise self._config_error(
                 f"eval_loop_num_batches={self.eval_loop_num_batches}; expected at least 1, or None "
                 "for one epoch."
             )
         if self.batch_padding_size < 0:
-            raise self._refuse(f"batch_padding_size={self.batch_padding_size}; expected >= 0.")
+            raise self._config_error(
+                f"batch_padding_size={self.batch_padding_size}; expected >= 0."
+            )
 
     def _settle_passes(self) -> None:
         """Fills in `reset_for_eval` and `repeat` where unset, and refuses what cannot work."""
@@ -436,12 +442,12 @@ class BaseInput(Configurable):
 
     def _settle_training(self) -> None:
         if self.reset_for_eval:
-            raise self._refuse(
+            raise self._config_error(
                 "reset_for_eval=True with is_training=True; training data is never reset. Leave "
                 "reset_for_eval unset, or set is_training=False for evaluation."
             )
         if self.repeat is False:
-            raise self._refuse(
+            raise self._config_error(
                 "repeat=False with is_training=True; training data is endless. Leave repeat unset "
                 "and end training by its number of steps."
             )
@@ -454,17 +460,17 @@ class BaseInput(Configurable):
         reset = not repeat if reset is None else reset
         repeat = not reset if repeat is None else repeat
         if reset and repeat:
-            raise self._refuse(
+            raise self._config_error(
                 "reset_for_eval=True with repeat=True; an epoch that repeats never ends. Set "
                 "repeat=False for one epoch, or reset_for_eval=False with eval_loop_num_batches."
             )
         if not reset and not repeat:
-            raise self._refuse(
+            raise self._config_error(
                 "reset_for_eval=False with repeat=False; the data would run out. Set repeat=True "
                 "with eval_loop_num_batches, or reset_for_eval=True for one epoch each time."
             )
         if repeat and self.eval_loop_num_batches is None:
-            raise self._refuse(
+            raise self._config_error(
                 "repeat=True without eval_loop_num_batches; an evaluation would never end. Set "
                 "eval_loop_num_batches, or reset_for_eval=True and repeat=False for one epoch."
             )

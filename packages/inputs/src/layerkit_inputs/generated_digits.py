@@ -87,9 +87,9 @@ class GeneratedDigits(IndexedInput):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.noise < 0:
-            raise self._refuse(f"noise={self.noise}; expected 0 or more.")
+            raise self._config_error(f"noise={self.noise}; expected 0 or more.")
         if self.num_examples is None and not self.endless:
-            raise self._refuse("num_examples is not set; one epoch needs a number of rows.")
+            raise self._config_error("num_examples is not set; one epoch needs a number of rows.")
         self._check_at_least(1, "num_examples")
 
     @classmethod

@@ -68,9 +68,11 @@ class IdxImages(IndexedInput):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.folder is None:
-            raise self._refuse("folder is not set; expected one with the IDX files of a data set.")
+            raise self._config_error(
+                "folder is not set; expected one with the IDX files of a data set."
+            )
         if self.split not in _PREFIXES:
-            raise self._refuse(
+            raise self._config_error(
                 f"split={self.split!r}{near_names(str(self.split), _PREFIXES)} Expected one of "
                 f"{', '.join(_PREFIXES)}."
             )
@@ -87,7 +89,7 @@ class IdxImages(IndexedInput):
             read_idx(self._file(kind)) for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")
         )
         if images.shape != (*labels.shape, *self.image_size):
-            raise self._refuse(
+            raise self._config_error(
                 f"images of shape {list(images.shape)} and labels of shape {list(labels.shape)}; "
                 f"expected [examples, height, width] and [examples], image_size={self.image_size}."
             )

@@ -57,7 +57,7 @@ class IndexedInput(BaseInput):
         super().__post_init__()
         window = self.shuffle_window
         if window is not None and (window < 1 or self.shuffle is False):
-            raise self._refuse(
+            raise self._config_error(
                 f"shuffle_window={window} with shuffle={self.shuffle}; expected at least 1 row, or "
                 "None where nothing is shuffled."
             )
@@ -65,7 +65,9 @@ class IndexedInput(BaseInput):
             self.shuffle = self.is_training
         self._seed = self.input_random_seed or 0
         if not 0 <= self._seed < 2**64:
-            raise self._refuse(f"input_random_seed={self._seed}; expected 0 or more, below 2**64.")
+            raise self._config_error(
+                f"input_random_seed={self._seed}; expected 0 or more, below 2**64."
+            )
         self._rows_done = 0
         self._orders: dict[int, np.ndarray] = {}
 
@@ -91,7 +93,7 @@ class IndexedInput(BaseInput):
     def _next(self) -> NestedMap:
         num_rows = self._num_rows()
         if num_rows == 0:
-            raise self._refuse("there are no rows to read.")
+            raise self._config_error("there are no rows to read.")
         limit = None if self.endless else num_rows
         if limit is not None and self._rows_done >= limit:
             raise StopIteration
@@ -117,7 +119,9 @@ class IndexedInput(BaseInput):
         """`batch` as it is handed out: outside of training numbered, and always full."""
         if not self.is_training:
             if len(rows) and rows.max() >= 2**31:
-                raise self._refuse(f"row {rows.max()} has no provenance; int32 ends at 2**31 - 1.")
+                raise self._config_error(
+                    f"row {rows.max()} has no provenance; int32 ends at 2**31 - 1."
+                )
             batch.provenance = rows.astype(np.int32)
             batch.eval_sample_weights = np.ones(len(rows), np.float32)
         return pad_rows(batch, self.local_batch_size - len(rows), copy=False)
@@ -167,5 +171,5 @@ class IndexedInput(BaseInput):
 
     def _set_reader_state(self, position: dict[str, Any]) -> None:
         if problem := why_data_differ(position["data"], self._identity()):
-            raise self._refuse(problem)
+            raise self._config_error(problem)
         self._rows_done = position["rows_done"]

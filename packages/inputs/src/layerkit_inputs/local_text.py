@@ -113,15 +113,15 @@ class _TextFilesInput(IndexedInput):
         for field, known in (("split", _SPLITS), ("on_bad_record", get_args(OnBadRecord))):
             value = getattr(self, field)
             if value not in known:
-                raise self._refuse(
+                raise self._config_error(
                     f"{field}={value!r}{near_names(str(value), known)} Expected one of {known}."
                 )
         if not 0 < self.heldout_fraction < 1:
-            raise self._refuse(
+            raise self._config_error(
                 f"heldout_fraction={self.heldout_fraction}; expected a number between 0 and 1."
             )
         if isinstance(self.paths, str) or (self.paths is not None and not self.paths):
-            raise self._refuse(f"paths={self.paths!r}; expected a list of at least one path.")
+            raise self._config_error(f"paths={self.paths!r}; expected a list of at least one path.")
         self._tokenizer = ByteTokenizer() if self.tokenizer is None else self.tokenizer
         self._of_bytes = isinstance(self._tokenizer, ByteTokenizer)
         if not self._of_bytes:
@@ -188,7 +188,7 @@ class _TextFilesInput(IndexedInput):
             for where, parts in documents:
                 self._add(builder, where, parts)
         if not builder:
-            raise self._refuse(
+            raise self._config_error(
                 f"no document of the {self.split} files can be read; {self.num_skipped} were left "
                 f"out{': ' + self._bad.first[0] if self._bad.first else '.'}"
             )
@@ -239,7 +239,7 @@ class _TextFilesInput(IndexedInput):
     def _check_plain(self, file: TextFile) -> None:
         """Raise for a file whose bytes are not its text."""
         if is_packed(file):
-            raise self._refuse(
+            raise self._config_error(
                 f"{file.path} is no plain text: text_field={self.text_field}. Unpack it, or set "
                 "text_field to the field of its documents."
             )
@@ -259,7 +259,7 @@ class _TextFilesInput(IndexedInput):
         try:
             return split_position_of_file(file.path, heldout_fraction=self.heldout_fraction)
         except ValueError as error:
-            raise self._refuse(f"{file.path} is the only file, and {error}") from None
+            raise self._config_error(f"{file.path} is the only file, and {error}") from None
 
     def _split_texts(self, file: TextFile) -> Iterator[tuple[str, bytes]]:
         """Yield the documents that a split has of the only file, which is read twice."""
@@ -275,7 +275,7 @@ class _TextFilesInput(IndexedInput):
             shares.setdefault(_digest(text), share_of(text))
         self._bad, self._bytes_left = bad, bytes_left
         if count and len(shares) < 2:
-            raise self._refuse(
+            raise self._config_error(
                 f"{file.path} is the only file, and all its documents ({count}) say the same: none"
                 " can be held out."
             )

@@ -92,13 +92,13 @@ class NumberWords(TextPairs):
         for field, known in (("target", tuple(_TARGETS)), ("split", ("train", "heldout"))):
             value = getattr(self, field)
             if value not in known:
-                raise self._refuse(
+                raise self._config_error(
                     f"{field}={value!r}{near_names(str(value), known)} Expected one of {known}."
                 )
         if not 2 <= self.end <= _END:
-            raise self._refuse(f"end={self.end}; expected 2 to {_END:,}.")
+            raise self._config_error(f"end={self.end}; expected 2 to {_END:,}.")
         if not 1 <= self.num_heldout < self.end:
-            raise self._refuse(
+            raise self._config_error(
                 f"num_heldout={self.num_heldout}; expected at least 1, below end={self.end}."
             )
 

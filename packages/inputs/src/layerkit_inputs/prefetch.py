@@ -108,7 +108,7 @@ class Prefetch(BaseInput):
         for field in dataclasses.fields(BaseInput):
             given, derived = getattr(self, field.name), getattr(self.source, field.name)
             if given not in (field.default, derived):
-                raise self._refuse(
+                raise self._config_error(
                     f"{field.name}={given!r}, but source.{field.name}={derived!r}; set it on the "
                     "source alone."
                 )

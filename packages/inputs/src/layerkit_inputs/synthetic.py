@@ -45,14 +45,14 @@ class SyntheticInput(IndexedInput):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.vocab_size < 2 or self.seq_length < 1:
-            raise self._refuse(
+            raise self._config_error(
                 f"vocab_size={self.vocab_size}, seq_length={self.seq_length}; expected at least 2 "
                 "tokens and 1 position."
             )
         if not 0 <= self.noise <= 1:
-            raise self._refuse(f"noise={self.noise}; expected a probability.")
+            raise self._config_error(f"noise={self.noise}; expected a probability.")
         if self.num_examples is None and not self.endless:
-            raise self._refuse("num_examples is not set; one epoch needs a number of rows.")
+            raise self._config_error("num_examples is not set; one epoch needs a number of rows.")
         self._check_at_least(1, "num_examples")
         self._bits_of_rows = _bits(self._seed, _TRAINING_ROWS if self.is_training else _EVAL_ROWS)
         self._first_state = self._bits_of_rows.state

@@ -56,7 +56,7 @@ class TextPairs(IndexedInput):
             self.packing = "first_fit" if self.is_training else "none"
         known = get_args(PairPacking)
         if self.packing not in known:
-            raise self._refuse(
+            raise self._config_error(
                 f"packing={self.packing!r}{near_names(str(self.packing), known)} Expected one of "
                 f"{known}."
             )
@@ -95,16 +95,16 @@ class TextPairs(IndexedInput):
             for side, text, limit in zip(pieces, texts, limits, strict=True):
                 tokens = self._tokenizer.encode(text)
                 if len(tokens) + len(end) > limit and not self.trim:
-                    raise self._refuse(
+                    raise self._config_error(
                         f"pair {number} has a side of {len(tokens) + len(end)} positions, EOS "
                         f"included, and a row holds {list(limits)} (inputs_length, "
                         "targets_length); use longer rows, or trim=True to read only beginnings."
                     )
                 if not len(tokens) and not end:
-                    raise self._refuse(f"pair {number} has a side of no tokens, {text!r}.")
+                    raise self._config_error(f"pair {number} has a side of no tokens, {text!r}.")
                 side.append(np.append(tokens[: limit - len(end)], end).astype(np.int32))
         if not pieces[0]:
-            raise self._refuse("there are no pairs to read.")
+            raise self._config_error("there are no pairs to read.")
         sources, targets = (
             Documents.of(np.concatenate(side), np.array([len(piece) for piece in side]))
             for side in pieces
@@ -204,12 +204,12 @@ class ParallelText(TextPairs):
         super().__post_init__()
         for field in ("source_file", "target_file"):
             if getattr(self, field) is None:
-                raise self._refuse(f"{field} is not set; expected a file of a text per line.")
+                raise self._config_error(f"{field} is not set; expected a file of a text per line.")
 
     def _texts(self) -> Iterator[tuple[str, str]]:
         sources, targets = (self._lines(str(f)) for f in (self.source_file, self.target_file))
         if len(sources) != len(targets):
-            raise self._refuse(
+            raise self._config_error(
                 f"{self.source_file} has {len(sources)} lines and {self.target_file}"
                 f" {len(targets)}; expected as many, each the translation of the other."
             )

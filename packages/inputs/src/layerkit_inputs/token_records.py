@@ -68,12 +68,12 @@ class TokenRecords(IndexedInput):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.path is None:
-            raise self._refuse("path is not set; give the folder of token records.")
+            raise self._config_error("path is not set; give the folder of token records.")
         for field, known in (("packing", _PACKINGS), ("on_bad_record", ("refuse", "skip"))):
             value = getattr(self, field)
             if value not in known:
                 near = near_names(str(value), known)
-                raise self._refuse(f"{field}={value!r}{near} Expected one of {known}.")
+                raise self._config_error(f"{field}={value!r}{near} Expected one of {known}.")
         self._check_at_least(1, "seq_length", "vocab_size")
         self._bad = BadRecords(self.on_bad_record)
         self._unreadable = np.zeros(0, bool)
@@ -84,13 +84,13 @@ class TokenRecords(IndexedInput):
         store = TokenStore(self.path, self.split)
         made_with = store.about.tokenizer["fingerprint"]
         if self.tokenizer is not None and self.tokenizer.fingerprint() != made_with:
-            raise self._refuse(
+            raise self._config_error(
                 f"tokenizer has the fingerprint {self.tokenizer.fingerprint()!r}, but {self.path} "
                 f"was made with {made_with!r}. Set the tokenizer it was made with, or build it "
                 "again with this one."
             )
         if self.vocab_size is not None and store.about.tokenizer["vocab_size"] > self.vocab_size:
-            raise self._refuse(
+            raise self._config_error(
                 f"vocab_size={self.vocab_size}, but {self.path} was made with a tokenizer of "
                 f"{store.about.tokenizer['vocab_size']} ids: the loss of the others would be NaN."
             )
@@ -190,7 +190,7 @@ class TokenRecords(IndexedInput):
     ) -> list[str]:
         """Text of ids int `[batch, length]`, by `tokenizer`."""
         if self.tokenizer is None:
-            raise self._refuse(
+            raise self._config_error(
                 "tokenizer is not set; set the one that made the data to turn ids into text."
             )
         return [self.tokenizer.decode(row[:n]) for row, n in zip(ids, lengths, strict=True)]

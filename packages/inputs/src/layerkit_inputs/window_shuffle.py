@@ -39,9 +39,9 @@ class WindowShuffle(CompositeInput):
         self._check_at_least(1, "window_batches")
         self._components = build_components(
             self,
-            checked_configs({"source": self.source}, "", self._refuse),
+            checked_configs({"source": self.source}, "", self._config_error),
             field="",
-            refuse=self._refuse,
+            refuse=self._config_error,
             batch_sizes={"source": self.local_batch_size},
         )
         self._source = self._components["source"]
@@ -88,7 +88,7 @@ class WindowShuffle(CompositeInput):
 
     def _set_reader_state(self, position: dict[str, Any]) -> None:
         if position["window_batches"] != self.window_batches:
-            raise self._refuse(
+            raise self._config_error(
                 f"the state was written with window_batches={position['window_batches']}, here "
                 f"window_batches={self.window_batches}; restore with the fields it was written "
                 "with, or start a new run from the weights alone."

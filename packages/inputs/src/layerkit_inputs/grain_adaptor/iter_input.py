@@ -62,9 +62,9 @@ class GrainIterInput(BaseInput):
         self._check_at_least(1, "worker_buffer_size")
         self._seed = self.input_random_seed or 0
         if self._seed < 0:
-            raise self._refuse(f"input_random_seed={self._seed}; expected 0 or more.")
+            raise self._config_error(f"input_random_seed={self._seed}; expected 0 or more.")
         if self.on_bad_record not in ("refuse", "skip"):
-            raise self._refuse(
+            raise self._config_error(
                 f"on_bad_record={self.on_bad_record!r}; expected one of ('refuse', 'skip')."
             )
         self._bad = BadRecords(self.on_bad_record)
@@ -78,7 +78,7 @@ class GrainIterInput(BaseInput):
 
     def _check_dataset(self) -> None:
         if not callable(self.dataset):
-            raise self._refuse(
+            raise self._config_error(
                 f"dataset={self.dataset!r}; expected a function (host_index, num_hosts, seed) that "
                 "makes a grain.IterDataset."
             )
@@ -148,7 +148,7 @@ class GrainIterInput(BaseInput):
             element = next(self._iterator)
         except StopIteration:
             if self._rows_done == 0 and self.endless:
-                raise self._refuse(
+                raise self._config_error(
                     f"host {self.infeed_host_index} of {self.num_infeed_hosts} has no rows."
                 ) from None
             raise
@@ -187,12 +187,12 @@ class GrainIterInput(BaseInput):
     def _checked(self, dataset: Any) -> Any:
         grain = require("grain", needed_by=type(self).__qualname__)
         if isinstance(dataset, grain.MapDataset):
-            raise self._refuse(
+            raise self._config_error(
                 "dataset makes a grain.MapDataset; use GrainMapInput, whose states fit any number "
                 "of hosts, or end it with to_iter_dataset()."
             )
         if not isinstance(dataset, grain.IterDataset):
-            raise self._refuse(
+            raise self._config_error(
                 f"dataset makes {type(dataset).__qualname__}; expected a grain.IterDataset."
             )
         return dataset
@@ -218,7 +218,7 @@ class GrainIterInput(BaseInput):
         try:
             return check_row(next(iterator), where=lambda: f"{self._label}, row 0")
         except StopIteration:
-            raise self._refuse("there are no rows to read.") from None
+            raise self._config_error("there are no rows to read.") from None
         finally:
             iterator.close()
 
@@ -253,7 +253,7 @@ class GrainIterInput(BaseInput):
 
     def _set_reader_state(self, position: dict[str, Any]) -> None:
         if problem := why_data_differ(position["data"], self._identity()):
-            raise self._refuse(problem)
+            raise self._config_error(problem)
         self._begin_epoch(position["epoch"])
         self._rows_done, self._batches_done = position["rows_done"], position["batches_done"]
         if position["iterator"] is not None:

@@ -57,9 +57,9 @@ class GrainMapInput(IndexedInput):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.num_threads < 0:
-            raise self._refuse(f"num_threads={self.num_threads}; expected 0 or more.")
+            raise self._config_error(f"num_threads={self.num_threads}; expected 0 or more.")
         if self.on_bad_record not in _POLICIES:
-            raise self._refuse(
+            raise self._config_error(
                 f"on_bad_record={self.on_bad_record!r}; expected one of {_POLICIES}."
             )
         self._check_dataset()
@@ -70,7 +70,7 @@ class GrainMapInput(IndexedInput):
 
     def _check_dataset(self) -> None:
         if self.dataset is None:
-            raise self._refuse(
+            raise self._config_error(
                 "dataset is not set; give a grain.MapDataset, or a function that makes one."
             )
 
@@ -83,16 +83,16 @@ class GrainMapInput(IndexedInput):
         grain = require("grain", needed_by=type(self).__qualname__)
         dataset = self._make_dataset()
         if isinstance(dataset, grain.IterDataset):
-            raise self._refuse(
+            raise self._config_error(
                 "dataset is a grain.IterDataset, whose rows have no numbers; use GrainIterInput."
             )
         if not isinstance(dataset, grain.MapDataset):
-            raise self._refuse(
+            raise self._config_error(
                 f"dataset is {type(dataset).__qualname__}; expected a grain.MapDataset, or a "
                 "function that makes one."
             )
         if len(dataset) >= 2**62:
-            raise self._refuse("dataset never ends; leave repeat() to the input.")
+            raise self._config_error("dataset never ends; leave repeat() to the input.")
         return dataset
 
     @property
@@ -173,7 +173,9 @@ class GrainMapInput(IndexedInput):
             (found,) = self._read_places([((row + step) % num_rows, epoch)])
             if found is not None:
                 return found
-        raise self._refuse(f"none of {num_rows} rows can be read; the first: {self._bad.first[0]}")
+        raise self._config_error(
+            f"none of {num_rows} rows can be read; the first: {self._bad.first[0]}"
+        )
 
     def _close(self) -> None:
         if self._pool is not None:
@@ -194,12 +196,12 @@ class ArrayRecordRows(GrainMapInput):
 
     def _check_dataset(self) -> None:
         if self.dataset is not None:
-            raise self._refuse("dataset is made of paths and parse; set those alone.")
+            raise self._config_error("dataset is made of paths and parse; set those alone.")
         for field in ("paths", "parse"):
             if getattr(self, field) is None:
-                raise self._refuse(f"{field} is not set.")
+                raise self._config_error(f"{field} is not set.")
         if isinstance(self.paths, str) or not self.paths:
-            raise self._refuse(f"paths={self.paths!r}; expected a list of files.")
+            raise self._config_error(f"paths={self.paths!r}; expected a list of files.")
 
     def _make_dataset(self) -> Any:
         grain = require("grain", needed_by=type(self).__qualname__)

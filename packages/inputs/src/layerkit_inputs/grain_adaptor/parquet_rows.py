@@ -72,9 +72,9 @@ class ParquetRows(GrainIterInput):
 
     def _check_dataset(self) -> None:
         if self.dataset is not None:
-            raise self._refuse("dataset is made of paths; set those alone.")
+            raise self._config_error("dataset is made of paths; set those alone.")
         if isinstance(self.paths, str) or not self.paths:
-            raise self._refuse(f"paths={self.paths!r}; expected a list of at least one path.")
+            raise self._config_error(f"paths={self.paths!r}; expected a list of at least one path.")
 
     @functools.cached_property
     def _row_groups(self) -> list[RowGroup]:
@@ -85,7 +85,9 @@ class ParquetRows(GrainIterInput):
             if file.path.suffix == ".parquet" or str(file.path) in self.paths:
                 found += self._row_groups_of(file.path)
         if not found:
-            raise self._refuse(f"paths={list(self.paths)!r}: no rows in any Parquet file there.")
+            raise self._config_error(
+                f"paths={list(self.paths)!r}: no rows in any Parquet file there."
+            )
         return found
 
     def _row_groups_of(self, path: Path) -> list[RowGroup]:
@@ -101,7 +103,7 @@ class ParquetRows(GrainIterInput):
         for name in self.columns or ():
             if name not in schema.names:
                 near = near_names(name, schema.names)
-                raise self._refuse(
+                raise self._config_error(
                     f"columns: {path} has no column {name!r}{near} Its columns: "
                     f"{', '.join(schema.names)}."
                 )
@@ -112,7 +114,7 @@ class ParquetRows(GrainIterInput):
     def _make_dataset(self, *, host_index: int, num_hosts: int, seed: int) -> Any:
         grain = require("grain", needed_by="ParquetRows")
         if self.is_training and len(self._row_groups) < num_hosts:
-            raise self._refuse(
+            raise self._config_error(
                 f"{len(self._row_groups)} row groups for {num_hosts} hosts; while training each "
                 "needs one. Write the files with smaller row groups."
             )

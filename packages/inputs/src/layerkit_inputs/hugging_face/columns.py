@@ -36,9 +36,11 @@ class HuggingFaceColumns(HuggingFaceData, IndexedInput):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.columns, str) or not self.columns:
-            raise self._refuse(f"columns={self.columns!r}; expected a list of at least one column.")
+            raise self._config_error(
+                f"columns={self.columns!r}; expected a list of at least one column."
+            )
         if self.on_bad_record != "refuse":
-            raise self._refuse(
+            raise self._config_error(
                 f"on_bad_record={self.on_bad_record!r}; rows are found by number and cannot be "
                 "left out. Filter the data set and save it, or leave on_bad_record='refuse'."
             )
@@ -64,7 +66,7 @@ class HuggingFaceColumns(HuggingFaceData, IndexedInput):
         batch = self._arrays(rows)
         for name, array in batch.items():
             if array.shape[1:] != self._row_shapes[name]:
-                raise self._refuse(
+                raise self._config_error(
                     f"column {name!r}, row {rows[0]}: shape {list(array.shape[1:])}, but row 0 has "
                     f"{list(self._row_shapes[name])}; pad the rows before, to one shape."
                 )
@@ -90,7 +92,7 @@ class HuggingFaceColumns(HuggingFaceData, IndexedInput):
                 break
             sizes = np.unique(values.value_lengths().to_numpy(zero_copy_only=False))
             if len(sizes) != 1:
-                raise self._refuse(
+                raise self._config_error(
                     f"column {name!r}, rows {rows.tolist()}: lists of {sizes.tolist()} values; "
                     "pad the rows before, to one shape."
                 )
@@ -98,7 +100,7 @@ class HuggingFaceColumns(HuggingFaceData, IndexedInput):
             values = values.flatten()
         array = values.to_numpy(zero_copy_only=False)
         if array.dtype.kind not in "biuf":
-            raise self._refuse(
+            raise self._config_error(
                 f"column {name!r} holds {values.type}; expected numbers, booleans or lists of them."
             )
         return self._as_jax_has_it(name, array, rows).reshape(shape)
@@ -110,7 +112,7 @@ class HuggingFaceColumns(HuggingFaceData, IndexedInput):
             return array.copy()  # what Arrow gives cannot be written to
         limits = np.iinfo(np.int32)
         if len(array) and not (limits.min <= array.min() and array.max() <= limits.max):
-            raise self._refuse(
+            raise self._config_error(
                 f"column {name!r}, rows {rows.tolist()}: numbers from {array.min()} to "
                 f"{array.max()}; expected int32."
             )

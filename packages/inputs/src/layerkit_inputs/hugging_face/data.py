@@ -55,15 +55,17 @@ class HuggingFaceData(BaseInput):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.path is None:
-            raise self._refuse(f"path is not set; expected a folder, or one of {_FORMATS}.")
+            raise self._config_error(f"path is not set; expected a folder, or one of {_FORMATS}.")
         if self.on_bad_record not in get_args(OnBadRecord):
-            raise self._refuse(
+            raise self._config_error(
                 f"on_bad_record={self.on_bad_record!r}; expected one of {get_args(OnBadRecord)}."
             )
         if self.data_files is not None and not self.data_files:
-            raise self._refuse(f"data_files={self.data_files!r}; expected at least one file.")
+            raise self._config_error(f"data_files={self.data_files!r}; expected at least one file.")
         if self.path in _FORMATS and self.data_files is None:
-            raise self._refuse(f"path={self.path!r} is a format; name the files by data_files.")
+            raise self._config_error(
+                f"path={self.path!r} is a format; name the files by data_files."
+            )
         self._bad = BadRecords(self.on_bad_record)
         self._files: list[str] = []
         self._format = str(self.path)
@@ -97,7 +99,9 @@ class HuggingFaceData(BaseInput):
         """The split as a `datasets.IterableDataset`."""
         datasets = self._library()
         if not re.fullmatch(r"\w[\w.-]*", self.split):
-            raise self._refuse(f"split={self.split!r}; a stream has no slices, name a whole split.")
+            raise self._config_error(
+                f"split={self.split!r}; a stream has no slices, name a whole split."
+            )
         if self._is_saved_to_disk():
             saved = self._open_saved(datasets)
             return saved.to_iterable_dataset(num_shards=max(min(len(saved), _STREAMED_SHARDS), 1))
@@ -134,7 +138,7 @@ class HuggingFaceData(BaseInput):
                 str(self.path), self.config_name, data_files=files, cache_dir=self.cache_dir
             )
         except (ValueError, OSError) as error:
-            raise self._refuse(f"path={self.path!r} cannot be opened: {error}") from error
+            raise self._config_error(f"path={self.path!r} cannot be opened: {error}") from error
         self._format = builder.name
         found = builder.config.data_files or {}
         if found:
@@ -158,7 +162,7 @@ class HuggingFaceData(BaseInput):
                     metadata = parquet.read_metadata(file)
                     check_row_groups(metadata, max_bytes=self.max_row_group_bytes)
             except BadRecordError as error:
-                raise self._refuse(f"{file}: {error}") from None
+                raise self._config_error(f"{file}: {error}") from None
             except Exception as error:  # of any reader of any format below
                 raise self._unreadable(error) from error
 
@@ -166,7 +170,7 @@ class HuggingFaceData(BaseInput):
         path = str(self.path)
         if self.allow_network or path in _FORMATS or Path(path).is_dir():
             return
-        raise self._refuse(
+        raise self._config_error(
             f"path={path!r} is neither a folder nor a format{near_names(path, _FORMATS)} Expected "
             f"a folder or one of {_FORMATS}; to seek it on the Hub, set allow_network=True."
         )
@@ -186,13 +190,15 @@ class HuggingFaceData(BaseInput):
             found = [file for entry in entries for file in self._matches(str(entry))]
             files[name] = [file for file in found if not self._is_faulty(file)]
             if not files[name]:
-                raise self._refuse(f"data_files of {name!r}: all {len(found)} files are left out.")
+                raise self._config_error(
+                    f"data_files of {name!r}: all {len(found)} files are left out."
+                )
         return files
 
     def _matches(self, entry: str) -> list[str]:
         if "://" in entry:
             if not self.allow_network:
-                raise self._refuse(f"data_files: {entry!r} needs allow_network=True.")
+                raise self._config_error(f"data_files: {entry!r} needs allow_network=True.")
             return [entry]
         matches = sorted(str(Path(match).absolute()) for match in glob.glob(entry, recursive=True))
         if not matches:
@@ -213,14 +219,14 @@ class HuggingFaceData(BaseInput):
         names = [str(name) for name in there_are]
         for name in wanted:
             if name not in names:
-                raise self._refuse(
+                raise self._config_error(
                     f"split={self.split!r}: there is no split {name!r}{near_names(name, names)} "
                     f"There are: {', '.join(names)}."
                 )
 
     def _check_column(self, field: str, column: str, there_are: Sequence[str]) -> None:
         if column not in there_are:
-            raise self._refuse(
+            raise self._config_error(
                 f"{field}={column!r}: there is no such column{near_names(column, there_are)} "
                 f"There are: {', '.join(there_are)}."
             )
@@ -236,8 +242,8 @@ class HuggingFaceData(BaseInput):
             error = error.__cause__  # the library wraps what its readers raise
         if found is None:
             words = " ".join(str(error).split()) or type(error).__name__
-            return self._refuse(f"{self._data_in_words()} cannot be read: {words}")
-        return self._refuse(f"{found}; repair or remove it.")
+            return self._config_error(f"{self._data_in_words()} cannot be read: {words}")
+        return self._config_error(f"{found}; repair or remove it.")
 
     def _guarded(self, tables: Iterator[Any]) -> Iterator[Any]:
         """`tables` of a stream; what the library raises names the file."""

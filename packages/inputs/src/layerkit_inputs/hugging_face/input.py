@@ -52,7 +52,7 @@ class TokenisedText(HuggingFaceText, IndexedInput):
         num_skipped_files = self._bad.num_skipped
         tokenised = self._tokenise(data) if len(data) else data
         if not len(tokenised):
-            raise self._refuse(f"{self._data_in_words()}: no examples that can be used.")
+            raise self._config_error(f"{self._data_in_words()}: no examples that can be used.")
         self._bad.num_skipped = num_skipped_files + len(data) - len(tokenised)
         chunks = tokenised.data.column("ids").chunks
         pieces, sizes = [], []
@@ -174,7 +174,7 @@ class HuggingFaceInput(TokenisedText):
         too_long_rows = np.flatnonzero(sizes > self.seq_length)
         if len(too_long_rows) and not self.trim:
             first = too_long_rows[0]
-            raise self._refuse(too_long(int(rows[first]), int(sizes[first]), self.seq_length))
+            raise self._config_error(too_long(int(rows[first]), int(sizes[first]), self.seq_length))
         lengths = np.minimum(sizes, self.seq_length)
         return RowPieces(np.arange(len(rows)), rows, np.zeros_like(rows), lengths)
 
@@ -217,12 +217,12 @@ def check_row_fields(reader: HuggingFaceText, *, packing: str, trim: bool) -> No
     """Refuses fields of rows that cannot work."""
     known = get_args(Packing)
     if packing not in known:
-        raise reader._refuse(
+        raise reader._config_error(
             f"packing={packing!r}{near_names(str(packing), known)} Expected one of {known}."
         )
     reader._check_at_least(1, "seq_length")
     if trim and packing != "none":
-        raise reader._refuse(
+        raise reader._config_error(
             f"trim=True with packing={packing!r}, which loses nothing; leave it unset, or set "
             "packing='none'."
         )

@@ -37,10 +37,12 @@ class HuggingFacePairs(TokenisedText):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.inputs_field is None:
-            raise self._refuse("inputs_field is not set; expected the column that `src` is from.")
+            raise self._config_error(
+                "inputs_field is not set; expected the column that `src` is from."
+            )
         known = get_args(PairPacking)
         if self.packing not in known:
-            raise self._refuse(
+            raise self._config_error(
                 f"packing={self.packing!r}{near_names(str(self.packing), known)} Expected one of "
                 f"{known}."
             )
@@ -59,7 +61,7 @@ class HuggingFacePairs(TokenisedText):
         too_long = np.flatnonzero((lengths > limits).any(axis=1))
         if len(too_long) and not self.trim:
             pair = too_long[0]
-            raise self._refuse(
+            raise self._config_error(
                 f"pair {pair} takes {lengths[pair].tolist()} positions for inputs and targets, a "
                 f"row holds {limits.tolist()} (inputs_length, targets_length); use longer rows, or "
                 "trim=True to read only beginnings."

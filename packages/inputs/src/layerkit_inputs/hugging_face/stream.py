@@ -76,7 +76,9 @@ class HuggingFaceStream(HuggingFaceText):
         self._check_at_least(1, "shuffle_window")
         self._seed = self.input_random_seed or 0
         if not 0 <= self._seed < 2**64:
-            raise self._refuse(f"input_random_seed={self._seed}; expected 0 or more, below 2**64.")
+            raise self._config_error(
+                f"input_random_seed={self._seed}; expected 0 or more, below 2**64."
+            )
         if self.shuffle is None:
             self.shuffle = self.is_training
         has_inputs = self.inputs_field is not None
@@ -157,7 +159,7 @@ class HuggingFaceStream(HuggingFaceText):
             yield from self._epoch_examples()
             if not self._position.used:
                 share = f" in the share of host {self.infeed_host_index} of {self.num_infeed_hosts}"
-                raise self._refuse(
+                raise self._config_error(
                     f"{self._data_in_words()}: no examples that can be used"
                     f"{share if self.is_training and self.num_infeed_hosts > 1 else ''}."
                 )
@@ -178,7 +180,7 @@ class HuggingFaceStream(HuggingFaceText):
             segment = self._framed(example)
             size = len(segment.tokens)
             if size > self.seq_length and not self.trim:
-                raise self._refuse(too_long(self._position.used - 1, size, self.seq_length))
+                raise self._config_error(too_long(self._position.used - 1, size, self.seq_length))
             yield [segment._replace(tokens=segment.tokens[: self.seq_length])]
 
     def _packed_rows(self) -> Iterator[list[Segment]]:
@@ -249,7 +251,7 @@ class HuggingFaceStream(HuggingFaceText):
     def _set_reader_state(self, position: dict[str, Any]) -> None:
         problem = why_data_differ(position.pop("data"), self._identity)
         if problem is not None:
-            raise self._refuse(problem)
+            raise self._config_error(problem)
         self._restart()
         if self.packing != "none":
             self._packer_of_rows().set_state(position.pop("packer"))

@@ -83,11 +83,11 @@ class HuggingFaceText(HuggingFaceData):
         if arrow.types.is_null(kind):
             return
         if not is_list or not arrow.types.is_integer(kind.value_type):
-            raise self._refuse(
+            raise self._config_error(
                 f"column {name!r} holds {kind}; expected strings, or lists of integers (token ids)."
             )
         if self.tokenizer is None:
-            raise self._refuse(
+            raise self._config_error(
                 f"column {name!r} holds token ids; set the tokenizer that made them."
             )
 

@@ -108,28 +108,28 @@ class LingvoInputAdaptor(BaseInput):
 
     def _check_lingvo_fields(self) -> None:
         if not hasattr(self.input, "Instantiate"):
-            raise self._refuse(
+            raise self._config_error(
                 f"input={self.input!r}; expected the params of a Lingvo input generator, such as "
                 "MyInputGenerator.Params()."
             )
         if self.batch_size is not None and self._takes_batch_size_from_params():
-            raise self._refuse(
+            raise self._config_error(
                 f"batch_size={self.batch_size}; the batch size is that of the Lingvo input. Set "
                 "input.batch_size or input.bucket_batch_limit, or use "
                 "LingvoInputAdaptorNewBatchSize or LingvoEvalAdaptor."
             )
         if self.num_batches is not None and (self.num_batches < 1 or self.is_training):
-            raise self._refuse(
+            raise self._config_error(
                 f"num_batches={self.num_batches} with is_training={self.is_training}; expected at "
                 "least 1, and only for evaluation: training data are endless."
             )
         if self.on_bad_record != "refuse":
-            raise self._refuse(
+            raise self._config_error(
                 f"on_bad_record={self.on_bad_record!r}; Lingvo's readers cannot skip a damaged "
                 "record and count it. Leave on_bad_record='refuse', and write the file again."
             )
         if self.on_inexact_resume not in ("refuse", "new_order"):
-            raise self._refuse(
+            raise self._config_error(
                 f"on_inexact_resume={self.on_inexact_resume!r}; expected 'refuse' or 'new_order'."
             )
 
@@ -138,7 +138,7 @@ class LingvoInputAdaptor(BaseInput):
         if not seed:
             return
         if not self.allow_fixed_file_random_seed:
-            raise self._refuse(
+            raise self._config_error(
                 f"input.file_random_seed={seed}; a fixed seed makes a restarted run read the same "
                 "records again, and hosts may read the same. Set input.file_random_seed=0, or "
                 "allow_fixed_file_random_seed=True to have each host add its index to the seed."
@@ -172,7 +172,7 @@ class LingvoInputAdaptor(BaseInput):
         try:
             rows = num_rows_of(self._read_lingvo_batch())
         except StopIteration:
-            raise self._refuse("there are no rows to read.") from None
+            raise self._config_error("there are no rows to read.") from None
         self._reset()
         return rows
 
@@ -201,7 +201,7 @@ class LingvoInputAdaptor(BaseInput):
                 if native.error is None:
                     raise
                 if isinstance(native.error, ValueError):
-                    raise self._refuse(str(native.error)) from None
+                    raise self._config_error(str(native.error)) from None
                 raise native.error from error
         self._reads_in_order = all(one.in_order for one in native.checked)
         self._is_endless = is_endless or any(one.is_endless for one in native.checked)
@@ -213,7 +213,7 @@ class LingvoInputAdaptor(BaseInput):
 
     def _refuse_endless_epoch(self) -> None:
         if self._is_endless and not self.endless and self.num_batches is None:
-            raise self._refuse(
+            raise self._config_error(
                 "one epoch is to be read, but the Lingvo input never ends. Set "
                 "cluster_do_eval=True, and repeat_count=1 on a native input; or num_batches here; "
                 "or repeat=True with eval_loop_num_batches."
@@ -223,9 +223,9 @@ class LingvoInputAdaptor(BaseInput):
         try:
             num_records = check_records(files)
         except BadRecordError as error:
-            raise BadRecordError(str(self._refuse(str(error)))) from None
+            raise BadRecordError(str(self._config_error(str(error)))) from None
         if files and not num_records and all(file.record_type != "text" for file in files):
-            raise self._refuse(f"there are no records in {[file.path for file in files]}.")
+            raise self._config_error(f"there are no records in {[file.path for file in files]}.")
 
     def _read_lingvo_batch(self) -> NestedMap:
         """The generator's next batch, as numpy arrays `[rows, ...]`, without strings."""
@@ -242,10 +242,14 @@ class LingvoInputAdaptor(BaseInput):
         except self._tf.errors.OpError as error:
             generator = self._params.cls.__qualname__
             problem = f"{generator} cannot read on, at its batch {self._num_read}: "
-            raise BadRecordError(str(self._refuse(problem + words_of(error.message)))) from error
+            raise BadRecordError(
+                str(self._config_error(problem + words_of(error.message)))
+            ) from error
         arrays = self._as_arrays(batch)
         if not any(True for _ in arrays.flatten_items()):
-            raise self._refuse(f"a batch of fields {sorted(batch)} holds nothing but strings.")
+            raise self._config_error(
+                f"a batch of fields {sorted(batch)} holds nothing but strings."
+            )
         return arrays
 
     def _as_arrays(self, batch: Any, path: str = "") -> NestedMap:
@@ -254,7 +258,7 @@ class LingvoInputAdaptor(BaseInput):
             if isinstance(value, dict):
                 arrays[name] = self._as_arrays(value, f"{path}{name}.")
             elif (dtype := getattr(value, "dtype", None)) is None:
-                raise self._refuse(
+                raise self._config_error(
                     f"field {path}{name} of the batch is a {type(value).__name__}; expected a "
                     "tensor, or a NestedMap of tensors."
                 )
@@ -289,7 +293,7 @@ class LingvoInputAdaptor(BaseInput):
         """Weights and numbers for the rows, and rows of padding up to the batch size."""
         rows = _num_rows_of_arrays(batch)
         if rows > self.local_batch_size:
-            raise self._refuse(
+            raise self._config_error(
                 f"the Lingvo input made a batch of {rows} rows, after one of or a param for "
                 f"{self.local_batch_size}; batches must have one size."
             )
@@ -361,7 +365,7 @@ class LingvoInputAdaptor(BaseInput):
         except StopIteration:
             made = self._num_made
             self.reset()
-            raise self._refuse(
+            raise self._config_error(
                 f"the state stands after batch {wanted}, but the data end after {made}. Restore "
                 "with the data and fields it was written with."
             ) from None
@@ -371,7 +375,7 @@ class LingvoInputAdaptor(BaseInput):
             _LOG.warning("%r reads other batches than before; records may come again.", self)
             return
         self.reset()
-        raise self._refuse(
+        raise self._config_error(
             f"the first {wanted} batches are not those that were read when the state was written: "
             "the data have changed, or the Lingvo input draws at random in a way that no seed "
             "reaches. Restore with the same data, or set on_inexact_resume='new_order' to go on "
@@ -379,7 +383,7 @@ class LingvoInputAdaptor(BaseInput):
         )
 
     def _refuse_random_order(self, consequence: str) -> ValueError:
-        return self._refuse(
+        return self._config_error(
             f"this Lingvo input reads records at random, as its threads get to them, so "
             f"{consequence}. Set on_inexact_resume='new_order' to let a restored run go on in a "
             "new random order (records of the epoch may come again), or use a reader with exact "
@@ -392,7 +396,7 @@ class LingvoInputAdaptor(BaseInput):
         """Text of ids int `[batch, length]`, by the generator's `IdsToStrings` and tokenizers."""
         generator = self.input_inst
         if not hasattr(generator, "IdsToStrings"):
-            raise self._refuse(f"{type(generator).__qualname__} has no IdsToStrings.")
+            raise self._config_error(f"{type(generator).__qualname__} has no IdsToStrings.")
         strings = generator.IdsToStrings(ids, np.asarray(lengths), key=key)
         strings = strings.numpy() if hasattr(strings, "numpy") else strings
         return [text.decode("utf-8", "replace") for text in strings]
@@ -424,7 +428,7 @@ class LingvoInputAdaptorNewBatchSize(LingvoInputAdaptor):
 
     def _check_multiple(self, rows: int) -> None:
         if rows % self.local_batch_size:
-            raise self._refuse(
+            raise self._config_error(
                 f"batch_size={self.batch_size}, cut from batches of {rows} rows of the Lingvo "
                 f"input; expected {rows} to be a multiple of it."
             )

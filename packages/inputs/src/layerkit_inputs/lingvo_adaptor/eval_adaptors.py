@@ -23,14 +23,14 @@ class _OneEpochOfAllHosts(LingvoInputAdaptor):
         self._restart_stream()
         super().__post_init__()
         if self.is_training or self.repeat:
-            raise self._refuse(
+            raise self._config_error(
                 f"is_training={self.is_training}, repeat={self.repeat}; it reads one epoch. Use "
                 "LingvoInputAdaptor to train, or to evaluate on a number of batches."
             )
         # Outside of training, Lingvo's bucketing drops the batches that stay short at the end.
         limits = "bucket_batch_limit" in self._params and self._params.bucket_batch_limit
         if limits and any(limit != 1 for limit in limits) and self._batches_by_tf_data():
-            raise self._refuse(
+            raise self._config_error(
                 f"input.bucket_batch_limit={limits}; Lingvo drops the rows of a last, short batch. "
                 "Set it to 1 for each bucket, and batch_size to the rows that are wanted here."
             )
@@ -55,7 +55,7 @@ class _OneEpochOfAllHosts(LingvoInputAdaptor):
         super()._open()
         if not self._reads_in_order and self.num_infeed_hosts > 1:
             self._stop_reading()
-            raise self._refuse(
+            raise self._config_error(
                 "its Lingvo input reads records at random, so hosts would not share one epoch. Set "
                 "cluster_do_eval=True, and repeat_count=1."
             )
@@ -72,7 +72,7 @@ class _OneEpochOfAllHosts(LingvoInputAdaptor):
             if self._current_stop >= stop or not self._read_more():
                 break
         if self._template is None:
-            raise self._refuse("there are no rows to read.")
+            raise self._config_error("there are no rows to read.")
         return _concatenate(parts) if parts else self._template.copy()
 
     def _read_more(self) -> bool:
@@ -129,7 +129,7 @@ class LingvoLazyEvalAdaptor(_OneEpochOfAllHosts):
         super().__post_init__()
         samples = self._params.num_samples if "num_samples" in self._params else 0
         if not samples or samples < 1 or rows_of_params(self._params) is None:
-            raise self._refuse(
+            raise self._config_error(
                 f"input.num_samples={samples}, input.batch_size={rows_of_params(self._params)}; "
                 "expected both, at least 1."
             )
@@ -156,7 +156,7 @@ class LingvoLazyEvalAdaptor(_OneEpochOfAllHosts):
         stop = min(start + self.local_batch_size, total)
         rows = self._rows(min(start, total), stop)
         if self._rows_total is not None and self._rows_total < total and stop > self._rows_total:
-            raise self._refuse(
+            raise self._config_error(
                 f"input.num_samples={total}, but the Lingvo input ended after {self._rows_total} "
                 "rows."
             )

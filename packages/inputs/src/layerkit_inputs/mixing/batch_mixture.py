@@ -39,13 +39,13 @@ class _WeightedInput(CompositeInput):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        configs = checked_configs(self.components, "components", self._refuse)
-        self._schedule = schedule_of(configs, self.weights, self._refuse)
+        configs = checked_configs(self.components, "components", self._config_error)
+        self._schedule = schedule_of(configs, self.weights, self._config_error)
         self._components = build_components(
             self,
             configs,
             field="components",
-            refuse=self._refuse,
+            refuse=self._config_error,
             batch_sizes=dict.fromkeys(configs, self.local_batch_size),
         )
         self._turn = 0
@@ -64,7 +64,7 @@ class _WeightedInput(CompositeInput):
     def _set_position(self, position: dict[str, Any]) -> None:
         now = self._schedule.identity()
         if position["turns"] != now:
-            raise self._refuse(
+            raise self._config_error(
                 f"the state was written with turns {position['turns']}, here they are {now}; "
                 "restore with the same weights, or start a new run from the weights of the model "
                 "alone."
@@ -187,7 +187,7 @@ class StreamMixture(_WeightedInput):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.endless:
-            raise self._refuse(
+            raise self._config_error(
                 "one epoch of a mixture of rows is not defined; set eval_loop_num_batches, or use "
                 "BatchMixture, which reads each component to its end."
             )
@@ -198,7 +198,7 @@ class StreamMixture(_WeightedInput):
         turns, _ = self._schedule.turns(self._turn + np.arange(self.local_batch_size))
         if not self._are_alike:
             batches = {name: reader.peek() for name, reader in self._components.items()}
-            check_alike(batches, "components", self._refuse)
+            check_alike(batches, "components", self._config_error)
             self._are_alike = True
         parts: list[NestedMap] = []
         for index, stream in enumerate(self._streams.values()):

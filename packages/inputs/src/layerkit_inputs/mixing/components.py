@@ -17,8 +17,8 @@ from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.specs import spec_of
 
-Refuse = Callable[[str], ValueError]
-"""Makes the error about a field; `BaseInput._refuse`."""
+Refuse = Callable[..., ValueError]
+"""Makes the error about a field; `BaseInput._config_error`."""
 
 
 def build_components(

@@ -61,7 +61,7 @@ class CompositeInput(BaseInput):
 
     def _set_component_states(self, states: dict[str, Any]) -> None:
         if states.keys() != self._components.keys():
-            raise self._refuse(
+            raise self._config_error(
                 f"the state is of components {sorted(states)}, here are "
                 f"{sorted(self._components)}; restore with the fields it was written with, or "
                 "start a new run from the weights alone."

@@ -70,24 +70,24 @@ class Mixture(IndexedInput):
     def __post_init__(self) -> None:
         for field in ("shuffle", "shuffle_window"):
             if getattr(self, field) is not None:
-                raise self._refuse(
+                raise self._config_error(
                     f"{field}={getattr(self, field)!r}; a mixture keeps the order of its turns, "
                     f"set {field} on its components."
                 )
         super().__post_init__()
         self.shuffle = False
         if not self.endless:
-            raise self._refuse(
+            raise self._config_error(
                 "one epoch of a mixture is not defined; set eval_loop_num_batches, or evaluate on "
                 "each component by itself."
             )
-        configs = checked_configs(self.components, "components", self._refuse)
-        self._schedule = schedule_of(configs, self.weights, self._refuse)
+        configs = checked_configs(self.components, "components", self._config_error)
+        self._schedule = schedule_of(configs, self.weights, self._config_error)
         built = build_components(
             self,
             configs,
             field="components",
-            refuse=self._refuse,
+            refuse=self._config_error,
             batch_sizes=dict.fromkeys(configs, self.local_batch_size),
         )
         self._readers = [self._checked(name, reader) for name, reader in built.items()]
@@ -97,11 +97,11 @@ class Mixture(IndexedInput):
     def _checked(self, name: str, reader: BaseInput) -> IndexedInput:
         kind = type(reader).__qualname__
         if not isinstance(reader, IndexedInput):
-            raise self._refuse(
+            raise self._config_error(
                 f"components[{name!r}] is a {kind}, which has no rows by number; use StreamMixture."
             )
         if type(reader).get_next is not BaseInput.get_next:
-            raise self._refuse(
+            raise self._config_error(
                 f"components[{name!r}]: {kind} overrides get_next, but a mixture reads single rows "
                 "and would not call it; override _read_rows, or use StreamMixture."
             )
@@ -130,7 +130,7 @@ class Mixture(IndexedInput):
                 continue
             own_rows = reader._num_rows()
             if own_rows == 0:
-                raise reader._refuse("there are no rows to read.")
+                raise reader._config_error("there are no rows to read.")
             rows[here] = reader._rows_at(within[here], own_rows) * len(self._readers) + index
         return rows
 
@@ -186,7 +186,7 @@ class Mixture(IndexedInput):
             name: reader._read_rows(first_row)
             for name, reader in zip(names, self._readers, strict=True)
         }
-        check_alike(rows, "components", self._refuse)
+        check_alike(rows, "components", self._config_error)
         self._are_alike = True
 
     def _fingerprint(self) -> dict[str, Any]:

@@ -38,13 +38,15 @@ class MultiInput(CompositeInput):
     """Which input `ids_to_strings` asks, unless its key names one."""
 
     def __post_init__(self) -> None:
-        configs = checked_configs(self.input_to_params, "input_to_params", self._refuse)
+        configs = checked_configs(self.input_to_params, "input_to_params", self._config_error)
         for name in configs:
             if not name.isidentifier():
-                raise self._refuse(f"input_to_params: {name!r} cannot name a field of a batch.")
+                raise self._config_error(
+                    f"input_to_params: {name!r} cannot name a field of a batch."
+                )
         if self.default_input is not None and self.default_input not in configs:
             near = near_names(self.default_input, configs)
-            raise self._refuse(f"default_input={self.default_input!r} is no input{near}")
+            raise self._config_error(f"default_input={self.default_input!r} is no input{near}")
         found = {name: self._rows_of(name, config) for name, config in configs.items()}
         known_sizes = [size for size in found.values() if size is not None]
         if self.batch_size is None and len(known_sizes) == len(found):
@@ -53,7 +55,7 @@ class MultiInput(CompositeInput):
         sizes = {name: size or self.local_batch_size for name, size in found.items()}
         for name, size in sizes.items():
             if size % self.local_batch_size:
-                raise self._refuse(
+                raise self._config_error(
                     f"input_to_params[{name!r}] has batches of {size} rows, which batch_size="
                     f"{self.batch_size} does not divide."
                 )
@@ -61,7 +63,7 @@ class MultiInput(CompositeInput):
             self,
             configs,
             field="input_to_params",
-            refuse=self._refuse,
+            refuse=self._config_error,
             batch_sizes=sizes,
             one_vocabulary=False,
         )
@@ -73,13 +75,13 @@ class MultiInput(CompositeInput):
         if config.percore_batch_size is None:
             return None
         if not self.percore_batch_size or self.batch_size is None:
-            raise self._refuse(
+            raise self._config_error(
                 f"input_to_params[{name!r}] sets percore_batch_size={config.percore_batch_size}, "
                 "but there is none here; set it in both, or batch_size in the input."
             )
         rows = self.batch_size * config.percore_batch_size / self.percore_batch_size
         if abs(rows - round(rows)) > 1e-6:
-            raise self._refuse(
+            raise self._config_error(
                 f"input_to_params[{name!r}] sets percore_batch_size={config.percore_batch_size}, "
                 f"which beside {self.percore_batch_size} here makes batches of {rows:g} rows; "
                 "expected a multiple."
@@ -95,7 +97,7 @@ class MultiInput(CompositeInput):
             except StopIteration:
                 ended.append(name)
         if ended and batches:
-            raise self._refuse(
+            raise self._config_error(
                 f"the epoch of {ended} is over, but {list(batches)} have more batches; evaluate on "
                 "each by itself, or set eval_loop_num_batches."
             )
@@ -148,7 +150,7 @@ class MultiInput(CompositeInput):
             name, inner = self.default_input, key or ""
         if name not in self._components:
             known = near_names(name, self._components)
-            raise self._refuse(
+            raise self._config_error(
                 f"ids_to_strings(key={key!r}) says no input{known} Its inputs: "
                 f"{', '.join(self._components)}."
             )

@@ -115,7 +115,7 @@ class SeqIOInput(BaseInput):
             feature_lengths=self._format.lengths,
             tfds_data_dir=self.tfds_data_dir,
             is_training=self.is_training,
-            refuse=self._refuse,
+            refuse=self._config_error,
         )
         self._check_metrics()
         self._opened: Rows | None = None
@@ -192,7 +192,7 @@ class SeqIOInput(BaseInput):
     def _set_reader_state(self, position: dict[str, Any]) -> None:
         rows = self._rows()
         if problem := why_data_differ(position["data"], self._identity):
-            raise self._refuse(problem)
+            raise self._config_error(problem)
         self._num_rows = position["num_rows"]
         rows.set_position(position["at"])
 
@@ -309,7 +309,7 @@ class SeqIOInput(BaseInput):
             endless=endless,
             whole_examples=whole_examples,
             bad_records=self._bad_records,
-            refuse=self._refuse,
+            refuse=self._config_error,
         )
         return [TaskExamples(weighted.task, options) for weighted in self._tasks]
 
@@ -319,7 +319,7 @@ class SeqIOInput(BaseInput):
         rates = [float(weighted.rate()) for weighted in self._tasks]
         if min(rates) < 0 or not 0 < sum(rates) < float("inf"):
             names = [weighted.task.name for weighted in self._tasks]
-            raise self._refuse(
+            raise self._config_error(
                 f"the mixture's rates are {dict(zip(names, rates, strict=True))}; expected numbers "
                 ">= 0, not all of them 0."
             )
@@ -353,39 +353,43 @@ class SeqIOInput(BaseInput):
         ):
             value = getattr(self, field)
             if value not in choices:
-                raise self._refuse(
+                raise self._config_error(
                     f"{field}={value!r}{near_names(str(value), choices)} Expected one of {choices}."
                 )
         if (self.mixture_name is None) == (self.mixture_or_task is None):
-            raise self._refuse("set mixture_name or mixture_or_task, one of the two.")
+            raise self._config_error("set mixture_name or mixture_or_task, one of the two.")
         if self.each_host_reads == "own_shards" and not self.is_training:
-            raise self._refuse(
+            raise self._config_error(
                 "each_host_reads='own_shards' outside of training; hosts would end after different "
                 "numbers of batches. Leave it unset."
             )
         if self.shuffle and not self.is_training:
-            raise self._refuse(
+            raise self._config_error(
                 "shuffle=True outside of training; an evaluation reads its examples in order, by "
                 "which they are known. Leave it unset."
             )
         if self.use_packing and self.feature_converter == "prompts":
-            raise self._refuse("use_packing=True with feature_converter='prompts'; a row is one.")
+            raise self._config_error(
+                "use_packing=True with feature_converter='prompts'; a row is one."
+            )
 
     def _check_numbers(self) -> None:
         self._check_at_least(1, "packing_window_rows", "shuffle_buffer_size", "num_shards")
         if not 0 <= self._seed < 2**63:
-            raise self._refuse(f"input_random_seed={self._seed}; expected 0 or more, below 2**63.")
+            raise self._config_error(
+                f"input_random_seed={self._seed}; expected 0 or more, below 2**63."
+            )
 
     def _check_lengths(self) -> RowFormat:
         lengths = self.task_feature_lengths
         if lengths is None or not all(length >= 1 for length in lengths.values()):
-            raise self._refuse(
+            raise self._config_error(
                 f"task_feature_lengths={lengths!r}; expected the most tokens of each feature, such "
                 "as {'inputs': 512, 'targets': 128}."
             )
         missing = [name for name in _FEATURES_OF[self.feature_converter] if name not in lengths]
         if missing:
-            raise self._refuse(
+            raise self._config_error(
                 f"feature_converter={self.feature_converter!r} reads {missing}, of which "
                 f"task_feature_lengths={dict(lengths)} says nothing."
             )
@@ -401,7 +405,7 @@ class SeqIOInput(BaseInput):
         if not self._computes_metrics:
             return
         for task in self._task_list:
-            eval_metrics.check_metrics(task, self._refuse)
+            eval_metrics.check_metrics(task, self._config_error)
         counts_inputs = (
             self.feature_converter in ("language_model", "prefix_lm")
             and "inputs" in self._format.lengths
@@ -409,13 +413,13 @@ class SeqIOInput(BaseInput):
         )
         if counts_inputs and self.has_score_metrics:
             names = [task.name for task in self._task_list if task.score_metric_fns]
-            raise self._refuse(
+            raise self._config_error(
                 f"weights_on_targets_only=False, but tasks {names} have metrics of scores, which "
                 "would include the tokens of the inputs. Expected True. Set "
                 "weights_on_targets_only=True, or use_task_metrics=False."
             )
         if self.use_packing and (self.has_score_metrics or self.has_prediction_metrics):
-            raise self._refuse(
+            raise self._config_error(
                 "use_packing=True outside of training, but the tasks have metrics, which need one "
                 "example a row. Leave use_packing unset, or set use_task_metrics=False."
             )
