@@ -87,9 +87,12 @@ class _Editable(Generic[T]):
             if not field.init or field.name in self.__arguments__:
                 continue
             if _MAKE in field.metadata:
-                setattr(self, field.name, field.metadata[_MAKE]())
+                self._set_default(field.name, field.metadata[_MAKE]())
             elif field.default_factory is not dataclasses.MISSING:
-                setattr(self, field.name, field.default_factory())
+                self._set_default(field.name, field.default_factory())
+
+    def _set_default(self, name: str, value: Any) -> None:
+        super()._arguments_set_value(name, value)  # type: ignore[misc]
 
     def _arguments_set_value(self, key: int | str, value: Any) -> None:
         """Set an argument, which Fiddle does by this method alone, converted to its type."""

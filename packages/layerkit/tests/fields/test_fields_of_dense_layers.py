@@ -238,7 +238,7 @@ EXAMPLES = [
 ]
 
 # What other layers are made from, and never used as it is.
-BASES = {BaseLayer, L.BaseActivation, ClassSoftmax}
+BASES = {BaseLayer, L.BaseActivation, L.BaseNormalization, ClassSoftmax}
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.layer_class.__name__)

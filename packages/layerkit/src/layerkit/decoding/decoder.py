@@ -69,7 +69,7 @@ class Decoder(ConfiguredValue):
     max_decode_steps: int = 64
     min_decode_steps: int = 0
     eos_id: int | tuple[int, ...] | None = None
-    processors: tuple[Any, ...] = ()
+    processors: tuple[LogitProcessor, ...] = ()
 
     def __post_init__(self) -> None:
         """Check the fields."""

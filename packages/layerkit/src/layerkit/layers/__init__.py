@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from layerkit.layers.masks import AttentionMask as AttentionMask
     from layerkit.layers.moe.feed_forward import MoeFeedForward as MoeFeedForward
     from layerkit.layers.moe.routing import TopKRouter as TopKRouter
+    from layerkit.layers.normalizations import BaseNormalization as BaseNormalization
     from layerkit.layers.normalizations import LayerNorm as LayerNorm
     from layerkit.layers.normalizations import RmsNorm as RmsNorm
     from layerkit.layers.normalizations import RmsNormNoScale as RmsNormNoScale
@@ -104,7 +105,7 @@ __getattr__, __dir__ = lazy_names(
         "masks": "AttentionMask",
         "moe.feed_forward": "MoeFeedForward",
         "moe.routing": "TopKRouter",
-        "normalizations": "LayerNorm RmsNorm RmsNormNoScale",
+        "normalizations": "BaseNormalization LayerNorm RmsNorm RmsNormNoScale",
         "pipeline": "Pipeline",
         "pipelined_transformer": "PipelinedTransformer",
         "positions": (

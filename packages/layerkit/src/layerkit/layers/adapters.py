@@ -71,7 +71,7 @@ class LoraDot(Dot):
     rank: int = 8
     alpha: float = 16.0
     dropout_rate: float = 0.0
-    dot_tpl: Any = sub_config_field(None)
+    dot_tpl: Config[Dot] | None = sub_config_field(None)
 
     def setup(self) -> None:
         """Create the weights of the adapter and the wrapped product."""

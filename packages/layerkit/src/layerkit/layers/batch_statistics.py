@@ -9,7 +9,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from layerkit.base_layer import BaseLayer
 from layerkit.checks import (
     check_divisible,
     check_last_axis,
@@ -17,10 +16,11 @@ from layerkit.checks import (
     check_rates,
     check_sizes,
 )
+from layerkit.layers.normalizations import BaseNormalization
 from layerkit.weights import WeightHParams, WeightInit
 
 
-class BatchNorm(BaseLayer):
+class BatchNorm(BaseNormalization):
     """Batch normalisation: y = (x - mean) / √(variance + ε) · (1 + w) + b.
 
     In training, mean and variance are those of the batch, over batch and positions, and update
@@ -93,7 +93,7 @@ class BatchNorm(BaseLayer):
         return _zero_padding(y, is_token).astype(self.compute_dtype)
 
 
-class GroupNorm(BaseLayer):
+class GroupNorm(BaseNormalization):
     """Group normalisation: y = (x - mean) / √(variance + ε) · (1 + w) + b.
 
     Mean and variance are those of one example, over its positions and one group of features (Wu and

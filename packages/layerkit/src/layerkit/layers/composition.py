@@ -12,7 +12,7 @@ from layerkit.base_layer import BaseLayer
 from layerkit.checks import check_integers, check_sizes, require
 from layerkit.config import Config, sub_config_field, target_of
 from layerkit.errors import ConfigError
-from layerkit.layers.activations import Identity, ReLU
+from layerkit.layers.activations import BaseActivation, Identity, ReLU
 from layerkit.layers.linears import FeedForward
 
 
@@ -26,7 +26,7 @@ class Sequential(BaseLayer):
       ConfigError: The sequence is empty.
     """
 
-    layer_tpls: tuple[Any, ...] | None = sub_config_field(None)
+    layer_tpls: tuple[Config[BaseLayer], ...] | None = sub_config_field(None)
 
     def setup(self) -> None:
         """Create the layers."""
@@ -66,10 +66,10 @@ class MLPBlock(BaseLayer):
     input_dims: int = 0
     hidden_dims: tuple[int, ...] = ()
     output_dims: int = 0
-    layer_tpl: Any = sub_config_field(FeedForward.HParams)
+    layer_tpl: Config[BaseLayer] = sub_config_field(FeedForward.HParams)
     activate_output: bool = False
     has_bias: bool = True
-    activation_tpl: Any = sub_config_field(ReLU.HParams)
+    activation_tpl: Config[BaseActivation] = sub_config_field(ReLU.HParams)
 
     def setup(self) -> None:
         """Create the layers."""

@@ -10,16 +10,15 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
 from layerkit.checks import require
-from layerkit.config import sub_config_field
+from layerkit.config import Config, sub_config_field
 from layerkit.errors import ConfigError
-from layerkit.layers.products import batched_matmul, create_dot, matmul
+from layerkit.layers.products import Dot, batched_matmul, create_dot, matmul
 from layerkit.weights import WeightHParams, WeightInit
 
 _EQUATION = re.compile(r"([a-zA-Z]+),([a-zA-Z]+)->([a-zA-Z]+)")
@@ -53,7 +52,7 @@ class Einsum(BaseLayer):
     weight_axes: tuple[str | None, ...] = ()
     activation_axes: tuple[str | None, ...] | None = None
     weight_init: WeightInit | None = None
-    dot_tpl: Any = sub_config_field(None)
+    dot_tpl: Config[Dot] | None = sub_config_field(None)
 
     def setup(self) -> None:
         """Create the weight."""

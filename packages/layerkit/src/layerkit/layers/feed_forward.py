@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
-from layerkit.config import sub_config_field
+from layerkit.config import Config, sub_config_field
 from layerkit.field_checks import Conditions
-from layerkit.layers.activations import ReLU
+from layerkit.layers.activations import BaseActivation, ReLU
 from layerkit.layers.linears import Bias, Linear
 from layerkit.layers.products import constrain_tokens, merge_tokens
 from layerkit.layers.stochastic import Dropout
@@ -44,9 +44,9 @@ class TransformerFeedForward(BaseLayer):
     hidden_dims: int = 0
     has_bias: bool = False
     use_gate: bool = False
-    linear_tpl: Any = sub_config_field(Linear.HParams)
-    bias_tpl: Any = sub_config_field(Bias.HParams)
-    activation_tpl: Any = sub_config_field(ReLU.HParams)
+    linear_tpl: Config[BaseLayer] = sub_config_field(Linear.HParams)
+    bias_tpl: Config[BaseLayer] = sub_config_field(Bias.HParams)
+    activation_tpl: Config[BaseActivation] = sub_config_field(ReLU.HParams)
     dropout_rate: float = 0.0
     down_init: WeightInit | None = None
 

@@ -6,16 +6,16 @@ The logical axes of weights and outputs are fields, since they depend on where a
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 
 from layerkit.base_layer import BaseLayer
 from layerkit.checks import check_last_axis, check_sizes
-from layerkit.config import sub_config_field
+from layerkit.config import Config, sub_config_field
 from layerkit.field_checks import Conditions
-from layerkit.layers.activations import ReLU
-from layerkit.layers.products import create_dot, matmul
+from layerkit.layers.activations import BaseActivation, ReLU
+from layerkit.layers.products import Dot, create_dot, matmul
 from layerkit.weights import WeightHParams, WeightInit
 
 
@@ -37,7 +37,7 @@ class Linear(BaseLayer):
     weight_axes: tuple[str | None, ...] = ("embed", "mlp")
     activation_axes: tuple[str | None, ...] | None = None
     weight_init: WeightInit | None = None
-    dot_tpl: Any = sub_config_field(None)
+    dot_tpl: Config[Dot] | None = sub_config_field(None)
 
     def setup(self) -> None:
         """Create the weight `w`."""
@@ -105,9 +105,9 @@ class FeedForward(BaseLayer):
     input_dims: int = 0
     output_dims: int = 0
     has_bias: bool = True
-    linear_tpl: Any = sub_config_field(Linear.HParams)
-    bias_tpl: Any = sub_config_field(Bias.HParams)
-    activation_tpl: Any = sub_config_field(ReLU.HParams)
+    linear_tpl: Config[BaseLayer] = sub_config_field(Linear.HParams)
+    bias_tpl: Config[BaseLayer] = sub_config_field(Bias.HParams)
+    activation_tpl: Config[BaseActivation] = sub_config_field(ReLU.HParams)
 
     def setup(self) -> None:
         """Create the linear map, the bias and the activation."""

@@ -16,7 +16,11 @@ from layerkit.checks import check_last_axis, check_non_negative, check_sizes
 from layerkit.weights import WeightHParams, WeightInit
 
 
-class RmsNorm(BaseLayer):
+class BaseNormalization(BaseLayer):
+    """Base of the layers that normalize `[..., dims]`; templates of norms accept its subclasses."""
+
+
+class RmsNorm(BaseNormalization):
     """RMS normalisation y = x / √(mean(x²) + ε) · (offset + w) (Zhang and Sennrich, 2019).
 
     Maps `[..., dims]` to `[..., dims]` in the compute dtype; the mean is over the last axis.
@@ -56,7 +60,7 @@ class RmsNorm(BaseLayer):
         return scaled.astype(self.compute_dtype)
 
 
-class RmsNormNoScale(BaseLayer):
+class RmsNormNoScale(BaseNormalization):
     """RMS normalisation y = x / √(mean(x²) + ε) without weights, for any size of the last axis.
 
     Maps `[..., dims]` to `[..., dims]` in the compute dtype.
@@ -78,7 +82,7 @@ class RmsNormNoScale(BaseLayer):
         return normalized.astype(self.compute_dtype)
 
 
-class LayerNorm(BaseLayer):
+class LayerNorm(BaseNormalization):
     """Layer normalisation y = (x - mean) / √(variance + ε) · (offset + w) + b (Ba et al., 2016).
 
     Maps `[..., dims]` to `[..., dims]` in the compute dtype; statistics are over the last axis.

@@ -33,7 +33,7 @@ from layerkit.base_layer import (
     BaseLayer,
 )
 from layerkit.checks import check_sizes, require
-from layerkit.config import sub_config_field
+from layerkit.config import Config, sub_config_field
 from layerkit.errors import ConfigError
 from layerkit.layers.microbatches import (
     Arguments,
@@ -84,7 +84,7 @@ class Pipeline(BaseLayer):
         a policy that pipelines do not support.
     """
 
-    stage_tpl: Any = sub_config_field(None)
+    stage_tpl: Config[BaseLayer] = sub_config_field(None)
     num_stages: int = 1
     num_microbatches: int | None = None
     microbatch_size: int | None = None

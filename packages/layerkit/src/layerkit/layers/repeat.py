@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from layerkit.base_layer import COLLECTIONS, PARAMS, RANDOM, BaseLayer
 from layerkit.checks import check_sizes, require
-from layerkit.config import is_config, sub_config_field
+from layerkit.config import Config, is_config, sub_config_field
 from layerkit.errors import ConfigError
 from layerkit.layers.remat import check_remat_policy, remat
 
@@ -41,7 +41,7 @@ class Repeat(BaseLayer):
       unroll: Number of copies in one iteration of the (innermost) loop.
     """
 
-    sub_tpl: Any = sub_config_field(None)
+    sub_tpl: Config[BaseLayer] = sub_config_field(None)
     num_repeats: int | tuple[int, ...] = 1
     remat: str = "none"
     unroll: int = 1

@@ -32,7 +32,7 @@ from layerkit.config import (
     walk_configs,
 )
 from layerkit.errors import ConfigError
-from layerkit.layers.activations import GELU, Identity
+from layerkit.layers.activations import GELU, BaseActivation, Identity
 from layerkit.layers.attention.projections import OutputProjection
 from layerkit.layers.feed_forward import TransformerFeedForward
 from layerkit.layers.linears import FeedForward
@@ -54,7 +54,7 @@ class ResidualAdapter(BaseLayer):
 
     input_dims: int = 0
     bottleneck_dims: int = 64
-    activation_tpl: Any = sub_config_field(GELU.HParams)
+    activation_tpl: Config[BaseActivation] = sub_config_field(GELU.HParams)
 
     def setup(self) -> None:
         """Create the two projections."""
@@ -86,7 +86,7 @@ class AdaptedFeedForward(TransformerFeedForward):
       adapter_tpl: Adapter.
     """
 
-    adapter_tpl: Any = sub_config_field(ResidualAdapter.HParams)
+    adapter_tpl: Config[BaseLayer] = sub_config_field(ResidualAdapter.HParams)
 
     def setup(self) -> None:
         """Create the layer and its adapter."""
@@ -105,7 +105,7 @@ class AdaptedOutputProjection(OutputProjection):
       adapter_tpl: Adapter.
     """
 
-    adapter_tpl: Any = sub_config_field(ResidualAdapter.HParams)
+    adapter_tpl: Config[BaseLayer] = sub_config_field(ResidualAdapter.HParams)
 
     def setup(self) -> None:
         """Create the layer and its adapter."""

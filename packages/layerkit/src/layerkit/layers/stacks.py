@@ -54,8 +54,8 @@ class StackedTransformer(BaseLayer):
 
     used_only_if: ClassVar[Conditions] = {"layer_tpl": "not block_tpls"}
 
-    layer_tpl: Any = sub_config_field(Transformer.HParams)
-    block_tpls: tuple[Any, ...] | None = sub_config_field(None)
+    layer_tpl: Config[BaseLayer] = sub_config_field(Transformer.HParams)
+    block_tpls: tuple[Config[BaseLayer], ...] | None = sub_config_field(None)
     num_layers: int = 1
     input_dims: int = 0
     hidden_dims: int = 0
@@ -63,7 +63,7 @@ class StackedTransformer(BaseLayer):
     num_kv_heads: int | None = None
     dim_per_head: int | None = None
     remat: str = "none"
-    relative_bias_tpl: Any = sub_config_field(None)
+    relative_bias_tpl: Config[BaseLayer] | None = sub_config_field(None)
     droppath_rate: float = 0.0
 
     def setup(self) -> None:

@@ -27,13 +27,13 @@ from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
 from layerkit.checks import check_choice, check_same_shape, require
-from layerkit.config import sub_config_field
+from layerkit.config import Config, sub_config_field
 from layerkit.errors import ConfigError
 from layerkit.field_checks import Conditions
 from layerkit.layers.attention.multi_head import MultiHeadAttention
 from layerkit.layers.feed_forward import TransformerFeedForward
 from layerkit.layers.masks import AttentionMask
-from layerkit.layers.normalizations import LayerNorm
+from layerkit.layers.normalizations import BaseNormalization, LayerNorm
 from layerkit.layers.remat import name_activation
 from layerkit.layers.stochastic import Dropout, StochasticResidual
 
@@ -76,13 +76,13 @@ class Transformer(BaseLayer):
     num_heads: int = 0
     num_kv_heads: int | None = None
     dim_per_head: int | None = None
-    norm_tpl: Any = sub_config_field(LayerNorm.HParams)
+    norm_tpl: Config[BaseNormalization] = sub_config_field(LayerNorm.HParams)
     norm_policy: str = "pre"
     parallel: bool = False
     parallel_shares_norm: bool = False
-    attention_tpl: Any = sub_config_field(MultiHeadAttention.HParams)
-    cross_attention_tpl: Any = sub_config_field(None)
-    feed_forward_tpl: Any = sub_config_field(TransformerFeedForward.HParams)
+    attention_tpl: Config[BaseLayer] = sub_config_field(MultiHeadAttention.HParams)
+    cross_attention_tpl: Config[BaseLayer] | None = sub_config_field(None)
+    feed_forward_tpl: Config[BaseLayer] = sub_config_field(TransformerFeedForward.HParams)
     dropout_rate: float = 0.0
     droppath_rate: float = 0.0
 

@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
+from layerkit.base_layer import BaseLayer
 from layerkit.base_model import NATS_PER_TOKEN, BaseModel, Metrics
-from layerkit.config import sub_config_field
+from layerkit.config import Config, sub_config_field
 from layerkit.errors import ConfigError
 from layerkit.layers.masked_lm import MaskedLmAugmenter
 from layerkit.models.token_metrics import token_metrics
@@ -36,8 +37,8 @@ class BertModel(BaseModel):
     reported_metric: ClassVar[str | None] = "xent"
     metric_units: ClassVar[Mapping[str, str]] = {"xent": NATS_PER_TOKEN}
 
-    lm_tpl: Any = sub_config_field(TransformerLm.HParams, is_causal=False)
-    augmenter_tpl: Any = sub_config_field(MaskedLmAugmenter.HParams)
+    lm_tpl: Config[BaseLayer] = sub_config_field(TransformerLm.HParams, is_causal=False)
+    augmenter_tpl: Config[BaseLayer] = sub_config_field(MaskedLmAugmenter.HParams)
     unmasked_ids: tuple[int, ...] = ()
 
     def setup(self) -> None:

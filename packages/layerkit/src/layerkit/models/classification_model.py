@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from layerkit.base_layer import BaseLayer
 from layerkit.base_model import BaseModel, Metrics, WeightedScalar
-from layerkit.config import sub_config_field
+from layerkit.config import Config, sub_config_field
 from layerkit.errors import ConfigError
-from layerkit.layers.embeddings import FullSoftmax
+from layerkit.layers.embeddings import ClassSoftmax, FullSoftmax
 from layerkit.layers.losses import weighted_mean
 from layerkit.models.example_weights import example_weights
 from layerkit.nested_map import NestedMap
@@ -40,8 +41,8 @@ class ClassificationModel(BaseModel):
     reported_metric: ClassVar[str | None] = "xent"
     metric_units: ClassVar[Mapping[str, str]] = {"xent": "nats per example"}
 
-    network_tpl: Any = sub_config_field(None)
-    softmax_tpl: Any = sub_config_field(
+    network_tpl: Config[BaseLayer] | None = sub_config_field(None)
+    softmax_tpl: Config[ClassSoftmax] = sub_config_field(
         FullSoftmax.HParams, activation_axes=("batch", "act_vocab"), use_bias=True
     )
     input_field: str = "inputs"

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from layerkit.base_layer import CACHE, BaseLayer
-from layerkit.config import sub_config_field
+from layerkit.config import Config, sub_config_field
 from layerkit.errors import ConfigError
 from layerkit.field_checks import Conditions
 from layerkit.layers.attention.cross import CrossAttention
-from layerkit.layers.embeddings import SharedEmbeddingSoftmax
+from layerkit.layers.embeddings import ClassSoftmax, SharedEmbeddingSoftmax
 from layerkit.layers.masks import AttentionMask, row_positions
-from layerkit.layers.normalizations import LayerNorm
+from layerkit.layers.normalizations import BaseNormalization, LayerNorm
 from layerkit.layers.stacks import StackedTransformer
 from layerkit.layers.stochastic import Dropout
 from layerkit.layers.transformer import Transformer
@@ -78,14 +78,16 @@ class TransformerEncoderDecoder(BaseLayer):
     num_heads: int = 0
     num_kv_heads: int | None = None
     dim_per_head: int | None = None
-    softmax_tpl: Any = sub_config_field(SharedEmbeddingSoftmax.HParams)
-    embedding_tpl: Any = sub_config_field(None)
-    source_embedding_tpl: Any = sub_config_field(None)
-    position_tpl: Any = sub_config_field(None)
-    encoder_stack_tpl: Any = sub_config_field(StackedTransformer.HParams)
-    decoder_stack_tpl: Any = sub_config_field(StackedTransformer.HParams, layer_tpl=_DECODER_LAYER)
-    encoder_norm_tpl: Any = sub_config_field(LayerNorm.HParams)
-    decoder_norm_tpl: Any = sub_config_field(LayerNorm.HParams)
+    softmax_tpl: Config[ClassSoftmax] = sub_config_field(SharedEmbeddingSoftmax.HParams)
+    embedding_tpl: Config[BaseLayer] | None = sub_config_field(None)
+    source_embedding_tpl: Config[BaseLayer] | None = sub_config_field(None)
+    position_tpl: Config[BaseLayer] | None = sub_config_field(None)
+    encoder_stack_tpl: Config[BaseLayer] = sub_config_field(StackedTransformer.HParams)
+    decoder_stack_tpl: Config[BaseLayer] = sub_config_field(
+        StackedTransformer.HParams, layer_tpl=_DECODER_LAYER
+    )
+    encoder_norm_tpl: Config[BaseNormalization] | None = sub_config_field(LayerNorm.HParams)
+    decoder_norm_tpl: Config[BaseNormalization] | None = sub_config_field(LayerNorm.HParams)
     dropout_rate: float = 0.0
 
     def setup(self) -> None:

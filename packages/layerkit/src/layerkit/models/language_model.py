@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from layerkit.base_layer import BaseLayer
 from layerkit.base_model import NATS_PER_TOKEN, BaseModel, Metrics
-from layerkit.config import instance_field, sub_config_field
+from layerkit.config import Config, instance_field, sub_config_field
+from layerkit.decoding.decoder import Decoder
 from layerkit.decoding.loop import SampleDecoder
 from layerkit.layers.transformer import drop_none
 from layerkit.models.prompt_decoding import continue_prompts
@@ -34,9 +36,9 @@ class LanguageModel(BaseModel):
     reported_metric: ClassVar[str | None] = "xent"
     metric_units: ClassVar[Mapping[str, str]] = {"xent": NATS_PER_TOKEN}
 
-    lm_tpl: Any = sub_config_field(TransformerLm.HParams)
+    lm_tpl: Config[BaseLayer] = sub_config_field(TransformerLm.HParams)
     is_prefix_lm: bool = False
-    decoder: Any = instance_field(SampleDecoder.HParams)
+    decoder: Decoder = instance_field(SampleDecoder.HParams)
 
     def setup(self) -> None:
         """Create the network."""

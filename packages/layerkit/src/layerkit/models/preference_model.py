@@ -20,9 +20,11 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from layerkit.base_layer import BaseLayer
 from layerkit.base_model import BaseModel, Metrics, WeightedScalar
 from layerkit.checks import check_choice, check_positive
-from layerkit.config import instance_field, sub_config_field
+from layerkit.config import Config, instance_field, sub_config_field
+from layerkit.decoding.decoder import Decoder
 from layerkit.decoding.loop import SampleDecoder
 from layerkit.errors import ConfigError
 from layerkit.layers.losses import weighted_mean
@@ -85,12 +87,12 @@ class DpoModel(BaseModel):
 
     reported_metric: ClassVar[str | None] = "reward_accuracy"
 
-    lm_tpl: Any = sub_config_field(TransformerLm.HParams)
+    lm_tpl: Config[BaseLayer] = sub_config_field(TransformerLm.HParams)
     reference: str = "frozen"
     loss: str = "sigmoid"
     beta: float = 0.1
     label_smoothing: float = 0.0
-    decoder: Any = instance_field(SampleDecoder.HParams)
+    decoder: Decoder = instance_field(SampleDecoder.HParams)
 
     def setup(self) -> None:
         """Check the fields and create the networks."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from layerkit.base_layer import BaseLayer
 from layerkit.base_model import NATS_PER_TOKEN, BaseModel, Metrics
-from layerkit.config import instance_field, sub_config_field
+from layerkit.config import Config, instance_field, sub_config_field
 from layerkit.decoding.cached_network import decode_with_cache
+from layerkit.decoding.decoder import Decoder
 from layerkit.decoding.loop import SampleDecoder
 from layerkit.decoding.split_rows import pad_columns, row_parts
 from layerkit.errors import ConfigError
@@ -38,8 +40,8 @@ class SequenceModel(BaseModel):
     reported_metric: ClassVar[str | None] = "xent"
     metric_units: ClassVar[Mapping[str, str]] = {"xent": NATS_PER_TOKEN}
 
-    model_tpl: Any = sub_config_field(TransformerEncoderDecoder.HParams)
-    decoder: Any = instance_field(SampleDecoder.HParams)
+    model_tpl: Config[BaseLayer] = sub_config_field(TransformerEncoderDecoder.HParams)
+    decoder: Decoder = instance_field(SampleDecoder.HParams)
     start_id: int = 0
 
     def setup(self) -> None:

@@ -8,7 +8,7 @@ selection of the weights that are trained.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -64,8 +64,8 @@ class AuxiliaryOptimizer(Configurable):
 
     name: str = ""
     weights: Sequence[str] = ()
-    optimizer: Any = instance_field(None)
-    learning_rate: Any = None
+    optimizer: optax.GradientTransformation | Callable[..., Any] | None = instance_field(None)
+    learning_rate: float | Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         """Check the fields and make the transformation."""
@@ -113,9 +113,9 @@ class Learner(Configurable):
       ConfigError: Fields contradict each other, or a field is out of range.
     """
 
-    optimizer: Any = instance_field(None)
-    learning_rate: Any = None
-    auxiliary_optimizers: Sequence[Any] = ()
+    optimizer: optax.GradientTransformation | Callable[..., Any] | None = instance_field(None)
+    learning_rate: float | Callable[..., Any] | None = None
+    auxiliary_optimizers: Sequence[AuxiliaryOptimizer] = ()
     per_layer: bool | None = None
     clip_global_norm: float | None = None
     clip_per_tensor_norm: float | None = None

@@ -77,14 +77,14 @@ class SingleTask(Configurable):
     """
 
     name: str = "task"
-    model: Any = instance_field(BaseModel)
-    train: Any = instance_field(TrainHParams)
+    model: BaseModel = instance_field(BaseModel)
+    train: TrainHParams = instance_field(TrainHParams)
     loss_name: str = "loss"
     loss_weights: Mapping[str, float] | None = None
-    vn: Any = instance_field(None)
+    vn: VariationalNoise | None = instance_field(None)
     metrics: Mapping[str, Any] | None = None
     summary_verbosity: int = DEFAULT_VERBOSITY
-    early_stopping: Any = instance_field(None)
+    early_stopping: StoppingRule | None = instance_field(None)
     initial_weights: Any = instance_field(None)
 
     def __post_init__(self) -> None:
@@ -100,11 +100,6 @@ class SingleTask(Configurable):
             is_valid = any(self.loss_weights.values())
             require(is_valid, "task", "loss_weights", dict(self.loss_weights), expected)
         self.own_metrics = named_metrics(self.metrics or {})
-        is_noise = isinstance(self.vn, VariationalNoise | None)
-        require(is_noise, "task", "vn", self.vn, "a VariationalNoise, or None")
-        is_rule = isinstance(self.early_stopping, StoppingRule | None)
-        expected = "a StoppingRule, such as EarlyStopping, or None"
-        require(is_rule, "task", "early_stopping", self.early_stopping, expected)
 
     def bind_sharding(self, sharding: BoundSharding) -> None:
         """Bind the model to the mesh and rules that lay out its activations."""

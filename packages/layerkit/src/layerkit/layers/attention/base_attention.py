@@ -15,7 +15,7 @@ from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
 from layerkit.checks import check_choice, check_positive, check_sizes
-from layerkit.config import sub_config_field
+from layerkit.config import Config, sub_config_field
 from layerkit.errors import ConfigError
 from layerkit.field_checks import Conditions
 from layerkit.layers.attention.backends import BACKEND_NAMES
@@ -23,6 +23,7 @@ from layerkit.layers.attention.context_parallel import CONTEXT_PARALLEL_NAMES
 from layerkit.layers.attention.dot_product import dot_product_attention
 from layerkit.layers.attention.projections import HeadProjection, OutputProjection
 from layerkit.layers.masks import AttentionMask
+from layerkit.layers.normalizations import BaseNormalization
 from layerkit.layers.stochastic import Dropout
 from layerkit.weights import WeightHParams, WeightInit
 
@@ -86,7 +87,7 @@ class BaseAttention(BaseLayer):
     dim_per_head: int | None = None
     use_bias: bool = False
     use_output_bias: bool | None = None
-    qk_norm_tpl: Any = sub_config_field(None)
+    qk_norm_tpl: Config[BaseNormalization] | None = sub_config_field(None)
     qk_norm_over: str = "head"
     per_dim_scale: bool = False
     logit_scale: float | None = None
@@ -96,14 +97,14 @@ class BaseAttention(BaseLayer):
     zero_fully_masked_rows: bool = False
     backend: str = "auto"
     context_parallel: str = "all_gather"
-    query_tpl: Any = sub_config_field(HeadProjection.HParams)
-    key_tpl: Any = sub_config_field(
+    query_tpl: Config[BaseLayer] = sub_config_field(HeadProjection.HParams)
+    key_tpl: Config[BaseLayer] = sub_config_field(
         HeadProjection.HParams, weight_axes=_KV_WEIGHT, activation_axes=_KV_ACTIVATION
     )
-    value_tpl: Any = sub_config_field(
+    value_tpl: Config[BaseLayer] = sub_config_field(
         HeadProjection.HParams, weight_axes=_KV_WEIGHT, activation_axes=_KV_ACTIVATION
     )
-    output_tpl: Any = sub_config_field(OutputProjection.HParams)
+    output_tpl: Config[BaseLayer] = sub_config_field(OutputProjection.HParams)
 
     @nn.nowrap
     def _create_query_key_value(self, memory_dims: int) -> None:

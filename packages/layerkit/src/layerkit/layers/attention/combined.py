@@ -7,15 +7,13 @@ with the keys that they read.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from layerkit.base_layer import BaseLayer
 from layerkit.checks import check_divisible, check_last_axis, check_sizes
-from layerkit.config import sub_config_field
-from layerkit.layers.products import create_dot, matmul
+from layerkit.config import Config, sub_config_field
+from layerkit.layers.products import Dot, create_dot, matmul
 from layerkit.weights import WeightHParams, WeightInit
 
 
@@ -45,7 +43,7 @@ class CombinedProjection(BaseLayer):
     weight_axes: tuple[str | None, ...] = ("embed", "kv_heads", None, "head_dim")
     query_axes: tuple[str | None, ...] = ("batch", "length", "act_heads", "head_dim")
     activation_axes: tuple[str | None, ...] = ("batch", "length", "act_kv_heads", "head_dim")
-    dot_tpl: Any = sub_config_field(None)
+    dot_tpl: Config[Dot] | None = sub_config_field(None)
 
     def setup(self) -> None:
         """Check the fields and create the weights."""

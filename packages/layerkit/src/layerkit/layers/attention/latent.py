@@ -16,7 +16,7 @@ the latent with its rotary key.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +24,14 @@ from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
 from layerkit.checks import check_sizes
-from layerkit.config import sub_config_field
+from layerkit.config import Config, sub_config_field
 from layerkit.field_checks import Conditions
 from layerkit.layers.attention.base_attention import attend, check_attention_options
 from layerkit.layers.attention.cache import check_time_step, extend_cache, write_cache
 from layerkit.layers.attention.projections import HeadProjection, OutputProjection
 from layerkit.layers.linears import Bias, Linear
 from layerkit.layers.masks import AttentionMask
-from layerkit.layers.normalizations import RmsNorm
+from layerkit.layers.normalizations import BaseNormalization, RmsNorm
 from layerkit.layers.positions import RotaryPositionalEmbedding
 from layerkit.layers.remat import name_activation
 from layerkit.layers.stochastic import Dropout
@@ -87,8 +87,10 @@ class MultiHeadLatentAttention(BaseLayer):
     rotary_dim_per_head: int = 0
     value_dim_per_head: int = 0
     use_bias: bool = False
-    rotary_tpl: Any = sub_config_field(RotaryPositionalEmbedding.HParams, pairing="neighbours")
-    norm_tpl: Any = sub_config_field(RmsNorm.HParams)
+    rotary_tpl: Config[BaseLayer] = sub_config_field(
+        RotaryPositionalEmbedding.HParams, pairing="neighbours"
+    )
+    norm_tpl: Config[BaseNormalization] = sub_config_field(RmsNorm.HParams)
     logit_scale: float | None = None
     logit_cap: float | None = None
     window: int | None = None
@@ -96,10 +98,10 @@ class MultiHeadLatentAttention(BaseLayer):
     zero_fully_masked_rows: bool = False
     backend: str = "auto"
     context_parallel: str = "all_gather"
-    down_tpl: Any = sub_config_field(Linear.HParams, weight_axes=_LATENT_WEIGHT)
-    up_tpl: Any = sub_config_field(HeadProjection.HParams)
-    bias_tpl: Any = sub_config_field(Bias.HParams)
-    output_tpl: Any = sub_config_field(OutputProjection.HParams)
+    down_tpl: Config[BaseLayer] = sub_config_field(Linear.HParams, weight_axes=_LATENT_WEIGHT)
+    up_tpl: Config[BaseLayer] = sub_config_field(HeadProjection.HParams)
+    bias_tpl: Config[BaseLayer] = sub_config_field(Bias.HParams)
+    output_tpl: Config[BaseLayer] = sub_config_field(OutputProjection.HParams)
 
     def setup(self) -> None:
         """Check the fields and create the children."""

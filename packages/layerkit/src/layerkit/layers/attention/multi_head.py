@@ -11,14 +11,15 @@ and mask.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from layerkit.base_layer import BaseLayer
 from layerkit.checks import check_sizes
-from layerkit.config import sub_config_field
+from layerkit.config import Config, sub_config_field
 from layerkit.field_checks import Conditions
 from layerkit.layers.attention.base_attention import BaseAttention
 from layerkit.layers.attention.biases import add_relative_bias
@@ -59,12 +60,12 @@ class MultiHeadAttention(BaseAttention):
         "qkv_tpl": "combined_qkv",
     }
 
-    rotary_tpl: Any = sub_config_field(None)
+    rotary_tpl: Config[BaseLayer] | None = sub_config_field(None)
     qk_norm_before_rotary: bool = False
     window: int | None = None
-    relative_bias_tpl: Any = sub_config_field(None)
+    relative_bias_tpl: Config[BaseLayer] | None = sub_config_field(None)
     combined_qkv: bool = False
-    qkv_tpl: Any = sub_config_field(CombinedProjection.HParams)
+    qkv_tpl: Config[BaseLayer] = sub_config_field(CombinedProjection.HParams)
 
     def setup(self) -> None:
         """Check the fields and create weights and children."""

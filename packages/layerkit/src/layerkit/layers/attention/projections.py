@@ -6,14 +6,12 @@ are those of all heads together.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 
 from layerkit.base_layer import BaseLayer
 from layerkit.checks import check_last_axis, check_sizes
-from layerkit.config import sub_config_field
-from layerkit.layers.products import create_dot, matmul
+from layerkit.config import Config, sub_config_field
+from layerkit.layers.products import Dot, create_dot, matmul
 from layerkit.weights import WeightHParams, WeightInit
 
 
@@ -37,7 +35,7 @@ class HeadProjection(BaseLayer):
     use_bias: bool = False
     weight_axes: tuple[str | None, ...] = ("embed", "heads", "head_dim")
     activation_axes: tuple[str | None, ...] = ("batch", "length", "act_heads", "head_dim")
-    dot_tpl: Any = sub_config_field(None)
+    dot_tpl: Config[Dot] | None = sub_config_field(None)
 
     def setup(self) -> None:
         """Check the fields and create the weights."""
@@ -87,7 +85,7 @@ class OutputProjection(BaseLayer):
     use_bias: bool = False
     weight_axes: tuple[str | None, ...] = ("heads", "head_dim", "embed")
     activation_axes: tuple[str | None, ...] = ("batch", "length", "act_embed")
-    dot_tpl: Any = sub_config_field(None)
+    dot_tpl: Config[Dot] | None = sub_config_field(None)
 
     def setup(self) -> None:
         """Check the fields and create the weights."""

@@ -31,7 +31,7 @@ from layerkit.checks import (
 )
 from layerkit.config import Config, sub_config_field
 from layerkit.field_checks import Conditions
-from layerkit.layers.activations import SiLU
+from layerkit.layers.activations import BaseActivation, SiLU
 from layerkit.layers.feed_forward import TransformerFeedForward
 from layerkit.layers.linears import Linear
 from layerkit.layers.moe.capacity import capacity_of, capacity_slots
@@ -46,7 +46,7 @@ from layerkit.layers.moe.grouped_matmul import (
 from layerkit.layers.moe.losses import expert_load, load_balance_loss, router_z_loss
 from layerkit.layers.moe.routing import Routing, TopKRouter
 from layerkit.layers.moe.slots import from_slots, to_slots, weighted_sum
-from layerkit.layers.products import batched_matmul, create_dot
+from layerkit.layers.products import Dot, batched_matmul, create_dot
 from layerkit.weights import WeightHParams, WeightInit
 
 _WIDEN, _NARROW = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
@@ -108,20 +108,20 @@ class MoeFeedForward(BaseLayer):
     num_experts: int = 0
     num_experts_per_token: int = 2
     use_gate: bool = True
-    activation_tpl: Any = sub_config_field(SiLU.HParams)
-    router_tpl: Any = sub_config_field(TopKRouter.HParams)
+    activation_tpl: Config[BaseActivation] = sub_config_field(SiLU.HParams)
+    router_tpl: Config[BaseLayer] = sub_config_field(TopKRouter.HParams)
     capacity_factor: float | None = None
     num_groups: int | None = None
     grouped_matmul: str = "auto"
     num_shared_experts: int = 0
     use_shared_gate: bool = False
-    shared_tpl: Any = sub_config_field(TransformerFeedForward.HParams)
+    shared_tpl: Config[BaseLayer] = sub_config_field(TransformerFeedForward.HParams)
     load_balance_weight: float = 0.01
     balance_all_choices: bool = False
     router_z_weight: float = 0.001
     weight_init: WeightInit | None = None
     down_init: WeightInit | None = None
-    dot_tpl: Any = sub_config_field(None)
+    dot_tpl: Config[Dot] | None = sub_config_field(None)
 
     def setup(self) -> None:
         """Check the fields and create weights and children."""
