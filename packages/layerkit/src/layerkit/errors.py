@@ -36,13 +36,13 @@ class UserError(Exception):
     holds a field: `error.owner = "task"`, then `raise`.
 
     Attributes:
-      problem: What failed, such as "cannot restore". Empty if the field and `expected` say it.
-      owner: What has the field: the layer `Linear(lm/softmax)`, an input, a class or a file.
+      problem: Failed operation, such as "cannot restore". Empty if the field and `expected` say it.
+      owner: Owner of the field: the layer `Linear(lm/softmax)`, an input, a class or a file.
       field: Name or path of the field, such as `task.train.num_train_steps`.
       value: The value of the field; `MISSING` if the error is about no value.
       expected: Noun phrase that describes valid values, such as "a positive integer".
       choices: Valid values or names. The message names the nearest ones, or lists them.
-      hint: What to do, as one or more sentences or a command.
+      hint: Remedy, as one or more sentences or a command.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class UserError(Exception):
         choices: Iterable[Any] = (),
         hint: str | None = None,
     ):
+        """Store the data; see the attributes of the class."""
         super().__init__(problem)
         self.problem = problem
         self.owner = owner
@@ -66,10 +67,11 @@ class UserError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
+        """Return the rendered message."""
         return render(self)
 
     def __reduce__(self) -> Any:
-        # Keyword arguments are lost when an exception is pickled, as between worker processes.
+        """Return the pickled form with all attributes, which pickle would lose."""
         return (type(self), (self.problem,), self.__dict__)
 
 
@@ -78,7 +80,7 @@ class ConfigError(UserError, ValueError):
 
 
 def render(error: UserError) -> str:
-    """Return the message: `owner: problem: field=value. Expected …. Did you mean …? Hint.`"""
+    """Return the message, `owner: problem: field=value. Expected …. Did you mean …? Hint`."""
     subject = error.field or ""
     if error.value is not MISSING:
         value = short_repr(error.value)

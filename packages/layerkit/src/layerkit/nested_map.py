@@ -95,12 +95,12 @@ class NestedMap(dict):
             raise AttributeError(f"NestedMap has no key {key!r}") from None
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Like `dict.update`."""
+        """Set entries as `dict.update` does, with checked keys."""
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
 
     def setdefault(self, key: str, default: Any = None) -> Any:
-        """Like `dict.setdefault`."""
+        """Return an entry; set it to `default` first if it is missing."""
         if key not in self:
             self[key] = default
         return self[key]

@@ -10,9 +10,7 @@ The command line prints every `layerkit.errors.UserError` without a traceback.
 
 from __future__ import annotations
 
-import re
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,27 +149,3 @@ def _origin(error: Exception) -> tuple[str, str] | None:
 
 def _is_of_this_project(value: object) -> bool:
     return any(cls.__module__.partition(".")[0] in _OURS for cls in type(value).__mro__)
-
-
-def check_patterns(patterns: Sequence[str], *, label: str) -> None:
-    """Raise an error unless a field is a sequence of regular expressions.
-
-    Args:
-      patterns: Value of the field.
-      label: Name of the field, for messages.
-
-    Raises:
-      UsageError: The value is a bare string, or an item is not a regular expression.
-    """
-    if isinstance(patterns, str):
-        raise UsageError(f"{label}={patterns!r}: expected a tuple of patterns")
-    for number, pattern in enumerate(patterns):
-        check_pattern(pattern, label=f"{label}[{number}]")
-
-
-def check_pattern(pattern: str, *, label: str) -> None:
-    """Raise `UsageError` unless a value is a regular expression."""
-    try:
-        re.compile(pattern)
-    except (re.error, TypeError) as error:
-        raise UsageError(f"{label}: {pattern!r} is not a regular expression: {error}") from None
