@@ -26,8 +26,8 @@ OPENERS = frozenset(
         """
         about after and as at because before besides between but by either from has hers his holds
         how if in is its like neither not nor of on only or since so such than that theirs then
-        there these they this those to told under unless until was what whatever when where whether
-        which who whoever whom whose why with within without
+        these they this those to told under unless until was what whatever when where which
+        who whoever whom whose why with within without
         """,
     )
 )
