@@ -83,7 +83,7 @@ def test_windows_obey_the_laws(law, window, reads_ahead):
 def test_what_cannot_work_is_refused():
     for fields, text in (
         ({"window_batches": 0}, "window_batches=0; expected at least 1."),
-        ({"source": None}, "source is None; expected the config of an input, such as"),
+        ({"source": None}, "source=None. Expected the config of an input, such as"),
     ):
         with pytest.raises(ValueError, match=f"^WindowShuffle: {re.escape(text)}"):
             shuffled(**fields)

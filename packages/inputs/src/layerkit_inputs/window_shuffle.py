@@ -14,7 +14,7 @@ import numpy as np
 
 from layerkit.config import Config, sub_config_field
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.mixing.components import build_components, checked_configs, joined_rows
+from layerkit_inputs.mixing.components import build_components, check_configs, concatenate_rows
 from layerkit_inputs.mixing.composite_input import CompositeInput
 from layerkit_inputs.state import Scope
 
@@ -39,9 +39,8 @@ class WindowShuffle(CompositeInput):
         self._check_at_least(1, "window_batches")
         self._components = build_components(
             self,
-            checked_configs({"source": self.source}, "", self._config_error),
+            check_configs(self, {"source": self.source}, ""),
             field="",
-            refuse=self._config_error,
             batch_sizes={"source": self.local_batch_size},
         )
         self._source = self._components["source"]
@@ -71,7 +70,7 @@ class WindowShuffle(CompositeInput):
         key = np.array([self.input_random_seed or 0, self._window], np.uint64)
         generator = np.random.Generator(np.random.Philox(key=key))
         order = generator.permutation(self.window_batches * self.local_batch_size)
-        return joined_rows(batches).transform(lambda array: array[order])
+        return concatenate_rows(batches).transform(lambda array: array[order])
 
     def _reset(self) -> None:
         super()._reset()

@@ -1,5 +1,3 @@
-"""Data that cannot be read: named by file and record, or left out and counted."""
-
 from __future__ import annotations
 
 import re
@@ -18,7 +16,6 @@ parquet = pytest.importorskip("pyarrow.parquet")
 datasets.disable_progress_bars()
 
 READERS = [HuggingFaceInput, HuggingFaceStream]
-HOW_TO_GO_ON = " Set on_bad_record='skip' to leave such records out and count them."
 GOOD_LINES = b'{"text": "one"}\n{"text": "two"}\n'
 
 
@@ -46,14 +43,11 @@ def read_all(source):
     ("line", "problem"),
     [
         (b'{"text": "b', "record 1: not a line of JSON (Unterminated string"),
-        (b"[1]", "record 1: a JSON list, expected an object; repair or remove it."),
-        (
-            b'{"text": "\\ud800x"}',
-            "record 1: half of a surrogate pair, which is no Unicode text; repair or remove it.",
-        ),
+        (b"[1]", "record 1: a JSON list, expected an object"),
+        (b'{"text": "\\ud800x"}', "record 1: half of a surrogate pair"),
     ],
 )
-def test_a_broken_line_of_json_is_always_refused_by_number(reader, line, problem, make, tmp_path):
+def test_invalid_json_line_raises_with_its_number(reader, line, problem, make, tmp_path):
     good, bad = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     good.write_bytes(GOOD_LINES)
     bad.write_bytes(b'{"text": "a"}\n' + line)
@@ -71,16 +65,15 @@ def test_a_broken_line_of_json_is_always_refused_by_number(reader, line, problem
         (b'{"text": "ab\xff"}', "byte 2 of the text is 0xff, which is not UTF-8."),
     ],
 )
-def test_an_example_that_cannot_be_used_is_refused_or_counted(
+def test_unusable_example_raises_or_is_counted(
     reader, line, problem, make, tmp_path, sentencepiece_file
 ):
     tokenizer = SentencePieceTokenizer(path=sentencepiece_file)
     good, bad = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     good.write_bytes(GOOD_LINES)
     bad.write_bytes(b'{"text": "some more"}\n' + line + b'\n{"text": "text"}\n')
-    with pytest.raises(BadRecordError) as caught:
+    with pytest.raises(BadRecordError, match=re.escape(f"{bad}, record 1: {problem}")):
         read_all(make(reader, "json", [good, bad], tokenizer=tokenizer))
-    assert str(caught.value) == f"{bad}, record 1: {problem}{HOW_TO_GO_ON}"
     for _ in range(2):  # the second time from the cache, where there is one
         source = make(
             reader, "json", [good, bad], tokenizer=tokenizer, on_bad_record="skip", packing="none"
@@ -91,7 +84,7 @@ def test_an_example_that_cannot_be_used_is_refused_or_counted(
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("kind", ["empty", "truncated", "no parquet", "no rows"])
-def test_a_file_that_is_no_whole_one_is_refused_or_counted(reader, kind, make, tmp_path):
+def test_incomplete_file_raises_or_is_counted(reader, kind, make, tmp_path):
     good = write_parquet(tmp_path / "a.parquet", ["one", "two"])
     bad = tmp_path / "b.parquet"
     contents = {"empty": b"", "truncated": good.read_bytes()[:-20], "no parquet": b"text" * 50}
@@ -106,12 +99,12 @@ def test_a_file_that_is_no_whole_one_is_refused_or_counted(reader, kind, make, t
         read_all(make(reader, "parquet", [good, bad]))
     source = make(reader, "parquet", [good, bad], on_bad_record="skip", packing="none")
     assert read_all(source) == ["one", "two"] and source.num_skipped == 1
-    with pytest.raises(ValueError, match=r"data_files of 'train': all 1 files are left out\."):
+    with pytest.raises(ValueError, match="all 1 files of split 'train' were skipped"):
         read_all(make(reader, "parquet", [bad], on_bad_record="skip"))
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_flipped_bytes_in_parquet_are_refused_by_file_and_records(reader, make, tmp_path):
+def test_corrupt_parquet_page_raises_with_file_and_records(reader, make, tmp_path):
     texts = [f"text {number} " * 20 for number in range(40)]
     options = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
     bad = write_parquet(tmp_path / "bad.parquet", texts, row_group_size=10, **options)
@@ -124,11 +117,11 @@ def test_flipped_bytes_in_parquet_are_refused_by_file_and_records(reader, make, 
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_file_of_other_columns_is_named(reader, make, tmp_path):
+def test_file_with_other_columns_raises_with_its_name(reader, make, tmp_path):
     good, bad = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     good.write_bytes(GOOD_LINES)
     bad.write_bytes(b'{"tex": "x"}\n')
-    whole = f"{reader.__name__}: {bad}: columns ['tex'], unlike ['text'] in {good}; repair or"
+    whole = f"{reader.__name__}: {bad}: columns ['tex'], expected ['text'] as in {good}"
     with pytest.raises(ValueError, match=re.escape(whole)):
         read_all(make(reader, "json", [good, bad]))
     good = write_parquet(tmp_path / "a.parquet", ["one"])
@@ -142,54 +135,53 @@ def test_a_file_of_other_columns_is_named(reader, make, tmp_path):
     ("ids", "problem"),
     [
         ([3, None], "a null among the token ids."),
-        ([3, -1], "the token ids: ids from -1 to 3; expected token ids from 0 to 2**31 - 1."),
+        ([3, -1], "the token ids"),
         ([60], "token id 60; the tokenizer has 60 ids."),
         (None, "no text (null)."),
     ],
 )
-def test_wrong_token_ids_are_refused_by_record(
+def test_invalid_token_ids_raise_or_are_counted(
     reader, ids, problem, make, tmp_path, sentencepiece_file
 ):
     tokenizer = SentencePieceTokenizer(path=sentencepiece_file)
     file = write_parquet(tmp_path / "ids.parquet", [[5, 6], [7], ids, [8]])
-    with pytest.raises(BadRecordError) as caught:
+    with pytest.raises(BadRecordError, match=re.escape(f"{file}, record 2: {problem}")):
         read_all(make(reader, "parquet", [file], tokenizer=tokenizer))
-    assert str(caught.value) == f"{file}, record 2: {problem}{HOW_TO_GO_ON}"
     source = make(reader, "parquet", [file], tokenizer=tokenizer, on_bad_record="skip")
     assert sum(batch.weights.sum() for batch in source.eval_batches()) == 4 + 3
     assert source.num_skipped == 1
 
 
-def test_an_arrow_file_cut_short_is_named_with_the_record(tmp_path):
+def test_truncated_arrow_file_raises_with_file_and_records(tmp_path):
     data = datasets.Dataset.from_list([{"text": f"number {n}"} for n in range(100)])
     data.save_to_disk(str(tmp_path / "saved"))
     (file,) = (tmp_path / "saved").glob("*.arrow")
     file.write_bytes(file.read_bytes()[:-300])
     source = HuggingFaceInput(path=str(tmp_path / "saved"), batch_size=1)
-    with pytest.raises(ValueError, match=re.escape(f"{file}, records from 0 on: ")):
+    with pytest.raises(ValueError, match=re.escape(f"{file}, records 0 and later: ")):
         source.get_next()
 
 
-def test_text_that_is_not_utf_8_is_named_by_line(make, tmp_path):
+def test_text_that_is_not_utf_8_raises_with_its_line(make, tmp_path):
     file = tmp_path / "text.txt"
     file.write_bytes(b"one\ntw\xff\n")
-    whole = f"HuggingFaceInput: {file}, record 1: byte 2 of the line is not UTF-8; repair or"
+    whole = f"HuggingFaceInput: {file}, record 1: byte 2 of the line is not UTF-8"
     with pytest.raises(ValueError, match=re.escape(whole)):
         read_all(make(HuggingFaceInput, "text", [file]))
 
 
-def test_where_every_example_is_left_out_that_is_said(make, tmp_path):
+def test_data_set_without_usable_examples_raises(make, tmp_path):
     file = tmp_path / "text.jsonl"
     file.write_bytes(b'{"text": null, "more": "x"}\n')
     for reader in READERS:
         source = make(reader, "json", [file], on_bad_record="skip")
-        with pytest.raises(ValueError, match=r"the split 'train' of .*: no examples that can be"):
+        with pytest.raises(ValueError, match="no usable examples"):
             read_all(source)
 
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("content", [b"", b"\n\n"])
-def test_a_folder_without_a_record_is_no_end_of_data(reader, content, tmp_path):
+def test_folder_without_records_raises(reader, content, tmp_path):
     file = tmp_path / "data" / "train.jsonl"
     file.parent.mkdir()
     file.write_bytes(content)
@@ -198,13 +190,13 @@ def test_a_folder_without_a_record_is_no_end_of_data(reader, content, tmp_path):
         source.get_next()
 
 
-def test_files_without_fault_have_none(tmp_path):
+def test_first_unreadable_returns_none_for_valid_files(tmp_path):
     file = tmp_path / "good.jsonl"
     file.write_bytes(GOOD_LINES)
     assert first_unreadable([str(file), "https://elsewhere/x.jsonl"], "json") is None
 
 
-def test_row_group_above_the_bound_is_refused_before_it_is_read(tmp_path):
+def test_row_group_above_the_bound_raises_before_it_is_read(tmp_path):
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     folder = tmp_path / "data"

@@ -1,6 +1,6 @@
-"""HuggingFaceColumns: numbers in columns of a Hugging Face data set as arrays, every row by number.
+"""HuggingFaceColumns: columns of numbers of a Hugging Face data set as arrays.
 
-For data that are no text: pixels, features, labels, ids that were padded before.
+The input is meant for data that are not text, such as pixels, features, labels and padded ids.
 """
 
 from __future__ import annotations
@@ -12,37 +12,40 @@ from typing import Any
 
 import numpy as np
 
+from layerkit.checks import check_choice, require
 from layerkit.nested_map import NestedMap
+from layerkit_inputs import extras
 from layerkit_inputs.bad_records import BadRecordError
-from layerkit_inputs.extras import require
 from layerkit_inputs.hugging_face.data import HuggingFaceData
 from layerkit_inputs.indexed_input import IndexedInput
 
 _CHECKED_ROWS = 16
-"""How many rows a state checks the data by."""
+"""Number of rows that identify the data in a state."""
+_PAD_ROWS = "Pad the rows of the data set to one shape."
 
 
 class HuggingFaceColumns(HuggingFaceData, IndexedInput):
-    """Batches with a field for each of `columns`, `[batch, ...]`.
+    """An input of batches with one field `[batch, ...]` for each of `columns`.
 
-    A column holds numbers, booleans, or lists of them to any depth, of one shape in all rows.
-    Integers of 64 bits become int32 and floats float32, as JAX has them; an integer that does not
-    fit is refused. Outside of training also `provenance` and `eval_sample_weights`, each `[batch]`.
+    A column holds numbers, booleans, or nested lists of them with one shape in all rows. 64-bit
+    integers become int32 and 64-bit floats become float32, the defaults of JAX. An integer that
+    does not fit raises ConfigError. Evaluation batches also have `provenance` and
+    `eval_sample_weights`, each `[batch]`.
     """
 
     columns: Sequence[str] | None = None
-    """Which columns. Required."""
+    """Names of the columns. Required."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.columns, str) or not self.columns:
-            raise self._config_error(
-                f"columns={self.columns!r}; expected a list of at least one column."
-            )
+        is_list = self.columns and not isinstance(self.columns, str)
+        require(is_list, self._label, "columns", self.columns, "a list of at least one column")
         if self.on_bad_record != "refuse":
             raise self._config_error(
-                f"on_bad_record={self.on_bad_record!r}; rows are found by number and cannot be "
-                "left out. Filter the data set and save it, or leave on_bad_record='refuse'."
+                field="on_bad_record",
+                value=self.on_bad_record,
+                expected="'refuse', since rows are read by number",
+                hint="Filter the data set and save it.",
             )
 
     @functools.cached_property
@@ -50,12 +53,12 @@ class HuggingFaceColumns(HuggingFaceData, IndexedInput):
         data = self._open_mapped()
         assert self.columns is not None
         for column in self.columns:
-            self._check_column("columns", column, data.column_names)
+            check_choice(self._label, data.column_names, columns=column)
         return data.select_columns(list(self.columns)).with_format("arrow")
 
     @functools.cached_property
     def _row_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Those of the first row, which all rows must have."""
+        """Shape of each column in the first row, which all rows must have."""
         first = self._arrays(np.zeros(1, np.int64))
         return {name: array.shape[1:] for name, array in first.items()}
 
@@ -67,8 +70,10 @@ class HuggingFaceColumns(HuggingFaceData, IndexedInput):
         for name, array in batch.items():
             if array.shape[1:] != self._row_shapes[name]:
                 raise self._config_error(
-                    f"column {name!r}, row {rows[0]}: shape {list(array.shape[1:])}, but row 0 has "
-                    f"{list(self._row_shapes[name])}; pad the rows before, to one shape."
+                    field=f"shape of column {name!r} in row {rows[0]}",
+                    value=list(array.shape[1:]),
+                    expected=f"{list(self._row_shapes[name])}, as in row 0",
+                    hint=_PAD_ROWS,
                 )
         return NestedMap(batch)
 
@@ -80,8 +85,8 @@ class HuggingFaceColumns(HuggingFaceData, IndexedInput):
         }
 
     def _array(self, name: str, values: Any, rows: np.ndarray) -> np.ndarray:
-        """A column's rows, `[rows, ...]`."""
-        arrow = require("pyarrow", needed_by="HuggingFaceColumns")
+        """Return the values of a column in some rows, `[rows, ...]`."""
+        arrow = extras.require("pyarrow", needed_by="HuggingFaceColumns")
         shape = [len(rows)]
         while True:
             if values.null_count:
@@ -93,34 +98,39 @@ class HuggingFaceColumns(HuggingFaceData, IndexedInput):
             sizes = np.unique(values.value_lengths().to_numpy(zero_copy_only=False))
             if len(sizes) != 1:
                 raise self._config_error(
-                    f"column {name!r}, rows {rows.tolist()}: lists of {sizes.tolist()} values; "
-                    "pad the rows before, to one shape."
+                    field=f"list lengths of column {name!r} in rows {rows.tolist()}",
+                    value=sizes.tolist(),
+                    expected="one length",
+                    hint=_PAD_ROWS,
                 )
             shape.append(int(sizes[0]))
             values = values.flatten()
         array = values.to_numpy(zero_copy_only=False)
         if array.dtype.kind not in "biuf":
             raise self._config_error(
-                f"column {name!r} holds {values.type}; expected numbers, booleans or lists of them."
+                field=f"type of column {name!r}",
+                value=str(values.type),
+                expected="numbers, booleans or lists of them",
             )
-        return self._as_jax_has_it(name, array, rows).reshape(shape)
+        return self._to_32_bits(name, array, rows).reshape(shape)
 
-    def _as_jax_has_it(self, name: str, array: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    def _to_32_bits(self, name: str, array: np.ndarray, rows: np.ndarray) -> np.ndarray:
         if array.dtype == np.float64:
             return array.astype(np.float32)
         if array.dtype.kind not in "iu" or array.dtype.itemsize < 8:
-            return array.copy()  # what Arrow gives cannot be written to
+            return array.copy()  # arrays of Arrow are read-only
         limits = np.iinfo(np.int32)
         if len(array) and not (limits.min <= array.min() and array.max() <= limits.max):
             raise self._config_error(
-                f"column {name!r}, rows {rows.tolist()}: numbers from {array.min()} to "
-                f"{array.max()}; expected int32."
+                field=f"column {name!r} in rows {rows.tolist()}",
+                value=[int(array.min()), int(array.max())],
+                expected="integers that fit int32",
             )
         return array.astype(np.int32)
 
     @functools.cached_property
     def _checksum(self) -> int:
-        """CRC-32 of some of the rows."""
+        """CRC-32 of a sample of the rows."""
         checksum = 0
         for row in np.unique(np.linspace(0, len(self._data) - 1, _CHECKED_ROWS, dtype=np.int64)):
             for array in self._arrays(row[None]).values():

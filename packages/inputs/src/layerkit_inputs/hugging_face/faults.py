@@ -1,7 +1,7 @@
-"""Which file of a data set cannot be read, and where in it.
+"""Search for the unreadable file of a data set, and for the record in it.
 
-`datasets` tells what is wrong but rarely where. So files are looked at before they are read, which
-is cheap, and looked through after reading failed, when time no longer matters.
+`datasets` rarely reports where an error is. So whole files are checked before they are read, which
+is cheap, and searched record by record after an error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from layerkit_inputs.parquet_bounds import open_parquet
 
 
 def faulty_file(file: str, file_format: str) -> str | None:
-    """What is wrong with a file as a whole: it is empty or, being Parquet, truncated; or None."""
+    """Return the fault of an empty file or a truncated Parquet file, or None."""
     if Path(file).stat().st_size == 0:
         return "the file is empty."
     if file_format != "parquet":
@@ -31,26 +31,26 @@ def faulty_file(file: str, file_format: str) -> str | None:
 
 
 def first_unreadable(files: Sequence[str], file_format: str) -> str | None:
-    """The first of `files` that cannot be read and where in it, in words; None: all can be read."""
+    """Return the first unreadable file with the record and the fault, or None if there is none."""
     here = [file for file in files if Path(file).is_file()]
     for file in here:
         kind = file_format if file_format in _FINDERS else Path(file).suffix.lstrip(".")
         problem = faulty_file(file, kind)
         if problem is None and kind in _FINDERS:
             problem = _FINDERS[kind](file)
-        problem = problem or _unlike(file, here[0], kind)
+        problem = problem or _column_difference(file, here[0], kind)
         if problem is not None:
             where, _, what = problem.rpartition("|")
             return f"{file}{', ' if where else ''}{where}: {what.rstrip('.')}"
     return None
 
 
-def _unlike(file: str, first: str, kind: str) -> str | None:
-    """How the columns of a file differ from those of the first one, which decides for all."""
+def _column_difference(file: str, first: str, kind: str) -> str | None:
+    """Return how columns of a file differ from those of the first file, or None."""
     if kind not in _COLUMNS:
         return None
     found, expected = _COLUMNS[kind](file), _COLUMNS[kind](first)
-    return None if found == expected else f"columns {found}, unlike {expected} in {first}"
+    return None if found == expected else f"columns {found}, expected {expected} as in {first}"
 
 
 def _parquet_columns(file: str) -> dict[str, str]:
@@ -69,7 +69,7 @@ def _json_columns(file: str) -> list[str]:
 
 def _bad_json_line(file: str) -> str | None:
     with open(file, "rb") as opened:
-        if opened.read(1) == b"[":  # one array, not a line for each example
+        if opened.read(1) == b"[":  # one array for all examples
             return None
         opened.seek(0)
         for number, line in enumerate(opened):
@@ -79,7 +79,7 @@ def _bad_json_line(file: str) -> str | None:
             except UnicodeDecodeError as error:
                 return f"record {number}|byte {error.start} of the line is not UTF-8"
             except UnicodeEncodeError:
-                return f"record {number}|half of a surrogate pair, which is no Unicode text"
+                return f"record {number}|half of a surrogate pair, which is not Unicode text"
             except ValueError as error:
                 return f"record {number}|not a line of JSON ({_first_line(error)})"
             if not isinstance(row, dict):
@@ -94,7 +94,7 @@ def _bad_row_group(file: str) -> str | None:
             count = opened.metadata.row_group(group).num_rows
             try:
                 opened.read_row_group(group).validate(full=True)
-            except Exception as error:  # damaged pages end in any of Arrow's errors, or OSError
+            except Exception as error:  # any Arrow error or OSError, for damaged pages
                 return f"records {first} to {first + count - 1}|{_first_line(error)}"
             first += count
     return None
@@ -109,7 +109,7 @@ def _bad_arrow_batch(file: str) -> str | None:
                 batch.validate(full=True)
                 first += batch.num_rows
         except (arrow.ArrowException, OSError, ValueError) as error:
-            return f"records from {first} on|{_first_line(error)}"
+            return f"records {first} and later|{_first_line(error)}"
     return None
 
 

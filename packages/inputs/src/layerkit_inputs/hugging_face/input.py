@@ -1,10 +1,10 @@
-"""HuggingFaceInput: language modelling over a Hugging Face data set, every row by its number.
+"""HuggingFaceInput: language modelling over a Hugging Face data set with rows by number.
 
-The split is tokenised once, when first needed, into a file that `datasets` maps into memory; that
-file stays in its cache and is found again by what it was made of (data, columns, tokenizer). So
-any row can be read at once, the whole state is one count, and any number of hosts goes on from it.
-Each machine tokenises for itself: for data too large for that, build token records once and read
-them by TokenRecords, or read the data set as it comes by HuggingFaceStream.
+The split is tokenised when it is first needed, into a memory-mapped file in the cache of
+`datasets`, which is keyed by data, columns and tokenizer. So any row can be read directly, the
+state is one count, and any number of hosts can resume from it. Each machine tokenises the whole
+split. For larger data, build token records once and read them with TokenRecords, or use
+HuggingFaceStream, which tokenises as it reads.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from layerkit.near_names import near_names
+from layerkit.checks import check_choice
+from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
+from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.documents import Documents, PiecewiseStream, framed
 from layerkit_inputs.first_fit import DocumentPieces, PackingPlan, cut_documents, plan_packing
 from layerkit_inputs.hugging_face.text import HuggingFaceText
@@ -30,16 +32,16 @@ Packing = Literal["stream", "first_fit", "none"]
 """How examples share rows; see HuggingFaceInput."""
 
 _CACHE_VERSION = 1
-"""Part of a cached file's name; another one where the file's contents change their meaning."""
+"""Version of the cached files, which is part of their names."""
 _CHECKED_DOCUMENTS = 64
-"""How many documents a state checks the data by."""
+"""Number of documents that identify the data in a state."""
 
 
 class TokenisedText(HuggingFaceText, IndexedInput):
-    """Base of readers that find the examples of a split, as token ids, by number."""
+    """Base of inputs that read the tokenised examples of a split by number."""
 
     def _most_examples(self) -> int | None:
-        """How many examples are needed at most; None: all."""
+        """Return the largest number of examples that are needed, or None for all."""
         return None
 
     @functools.cached_property
@@ -52,7 +54,7 @@ class TokenisedText(HuggingFaceText, IndexedInput):
         num_skipped_files = self._bad.num_skipped
         tokenised = self._tokenise(data) if len(data) else data
         if not len(tokenised):
-            raise self._config_error(f"{self._data_in_words()}: no examples that can be used.")
+            raise self._config_error(f"no usable examples in {self._describe_data()}")
         self._bad.num_skipped = num_skipped_files + len(data) - len(tokenised)
         chunks = tokenised.data.column("ids").chunks
         pieces, sizes = [], []
@@ -66,7 +68,7 @@ class TokenisedText(HuggingFaceText, IndexedInput):
         return Documents.of(PiecewiseStream(pieces), np.concatenate(sizes), num_inputs=num_inputs)
 
     def _tokenise(self, data: Any) -> Any:
-        """A data set of `ids` (start id, tokens, end id) and `num_inputs`, from the cache."""
+        """Return a cached data set of `ids` (start id, tokens, end id) and `num_inputs`."""
         datasets = self._library()
         made_of = [_CACHE_VERSION, data._fingerprint, self._text_identity(), self.on_bad_record]
         key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]
@@ -98,7 +100,7 @@ class TokenisedText(HuggingFaceText, IndexedInput):
 
     @functools.cached_property
     def _checksum(self) -> int:
-        """CRC-32 of the examples' sizes and of the tokens of some of them."""
+        """CRC-32 of the sizes of all examples and of the tokens of a sample."""
         documents = self._documents
         checked = np.unique(np.linspace(0, len(documents) - 1, _CHECKED_DOCUMENTS, dtype=np.int64))
         checksum = zlib.crc32(documents.ends.astype("<i8").tobytes())
@@ -116,20 +118,20 @@ class TokenisedText(HuggingFaceText, IndexedInput):
 
 
 class HuggingFaceInput(TokenisedText):
-    """Rows of text for language modelling, from a data set on disk.
+    """An input of rows of text for language modelling, from a data set on disk.
 
-    Batches hold, each `[batch, length]`: `ids` and `labels` (int32; `labels` is the example's next
-    token, or its end), `weights` (float32, 1 where a label counts: not in padding, nor in inputs),
-    `paddings` (float32, 1 where padded), `segment_ids` and `segment_pos` (int32). Outside of
-    training also `provenance` and `eval_sample_weights`, each `[batch]`.
+    Batches hold these fields, each `[batch, length]`: `ids` and `labels` (int32; `labels` is the
+    next token of the example, or its end), `weights` (float32, 1 for labels that count, 0 for
+    padding and inputs), `paddings` (float32, 1 for padding), `segment_ids` and `segment_pos`
+    (int32). Evaluation batches also have `provenance` and `eval_sample_weights`, each `[batch]`.
 
-    `packing` settles what a row holds:
+    `packing` decides the contents of a row:
 
-    - `stream`: the examples are laid end to end and cut every `seq_length` predictions. Nothing is
-      lost, and only the last row has padding; an example may go on in the next row.
-    - `first_fit`: examples are kept whole, several to a row, those longer than a row being cut
-      first. All rows are planned when first needed, two seconds for each million examples.
-    - `none`: an example a row; a longer one is refused, or cut where `trim` says so.
+    - `stream`: Examples are concatenated and cut every `seq_length` predictions. No token is lost
+      and only the last row has padding. An example may continue in the next row.
+    - `first_fit`: A row holds several whole examples; examples longer than a row are cut first. All
+      rows are planned when first needed, which takes two seconds per million examples.
+    - `none`: A row holds one example. A longer one raises ConfigError, or is cut if `trim` is set.
     """
 
     seq_length: int = 1024
@@ -137,8 +139,7 @@ class HuggingFaceInput(TokenisedText):
     packing: Packing = "stream"
     """`stream`, `first_fit` or `none`."""
     trim: bool = False
-    """With `packing="none"`: of examples longer than a row, only the first `seq_length` predictions
-    are read."""
+    """True to cut examples to their first `seq_length` predictions, with `packing="none"`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -146,7 +147,7 @@ class HuggingFaceInput(TokenisedText):
 
     @functools.cached_property
     def _plan(self) -> tuple[DocumentPieces, PackingPlan]:
-        """For `first_fit`: pieces of all documents, and which of them make up which row."""
+        """Pieces of all documents, and the plan of rows, for `first_fit`."""
         pieces = cut_documents(self._documents.num_predictions, self.seq_length)
         return pieces, plan_packing(pieces.length, self.seq_length)
 
@@ -174,7 +175,7 @@ class HuggingFaceInput(TokenisedText):
         too_long_rows = np.flatnonzero(sizes > self.seq_length)
         if len(too_long_rows) and not self.trim:
             first = too_long_rows[0]
-            raise self._config_error(too_long(int(rows[first]), int(sizes[first]), self.seq_length))
+            raise too_long_error(self, int(rows[first]), int(sizes[first]))
         lengths = np.minimum(sizes, self.seq_length)
         return RowPieces(np.arange(len(rows)), rows, np.zeros_like(rows), lengths)
 
@@ -184,17 +185,17 @@ class HuggingFaceInput(TokenisedText):
 
 
 class HuggingFacePrompts(TokenisedText):
-    """Beginnings of examples, or with `inputs_field` their inputs, for a model to go on from.
+    """An input of prompts: beginnings of examples, or their inputs if `inputs_field` is set.
 
-    Batches hold `ids` (int32 `[batch, length]`: start id and tokens, from the left, padding after
-    them), `paddings` (float32 `[batch, length]`, 1 where padded) and `prompt_lengths` (int32
-    `[batch]`, start id included); `provenance` and `eval_sample_weights` as in HuggingFaceInput.
+    Batches hold `ids` (int32 `[batch, length]`: start id and tokens, padded on the right),
+    `paddings` (float32 `[batch, length]`, 1 for padding) and `prompt_lengths` (int32 `[batch]`,
+    start id included), and `provenance` and `eval_sample_weights` as in HuggingFaceInput.
     """
 
     prompt_length: int = 64
-    """Most ids of a prompt, the start id included; what is longer is cut on the right."""
+    """Largest number of ids of a prompt, start id included; longer ones are cut on the right."""
     num_prompts: int | None = None
-    """How many of the first examples. None: all."""
+    """Number of examples to read from the start. None: all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -214,23 +215,24 @@ class HuggingFacePrompts(TokenisedText):
 
 
 def check_row_fields(reader: HuggingFaceText, *, packing: str, trim: bool) -> None:
-    """Refuses fields of rows that cannot work."""
-    known = get_args(Packing)
-    if packing not in known:
-        raise reader._config_error(
-            f"packing={packing!r}{near_names(str(packing), known)} Expected one of {known}."
-        )
+    """Raise `ConfigError` unless `packing`, `trim` and `seq_length` are valid."""
+    check_choice(reader._label, get_args(Packing), packing=packing)
     reader._check_at_least(1, "seq_length")
     if trim and packing != "none":
         raise reader._config_error(
-            f"trim=True with packing={packing!r}, which loses nothing; leave it unset, or set "
-            "packing='none'."
+            field="trim",
+            value=trim,
+            expected=f"False, since packing={packing!r} loses no token",
+            hint="Leave trim unset, or set packing='none'.",
         )
 
 
-def too_long(number: int, size: int, seq_length: int) -> str:
-    """The words that refuse an example longer than a row."""
-    return (
-        f"example {number} has {size} predictions, a row holds seq_length={seq_length}; use longer "
-        "rows, or trim=True to read only its beginning, or a packing that cuts without loss."
+def too_long_error(reader: BaseInput, number: int, size: int) -> ConfigError:
+    """Return the error about example `number`, whose `size` predictions do not fit a row."""
+    return reader._config_error(
+        f"example {number} is too long",
+        field="seq_length",
+        value=getattr(reader, "seq_length", None),
+        expected=f"at least {size}",
+        hint="Use longer rows, set trim=True to cut examples, or use another packing.",
     )

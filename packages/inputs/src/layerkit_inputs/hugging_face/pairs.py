@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from layerkit.near_names import near_names
+from layerkit.checks import check_choice, require
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.features import stretch_pair_features
 from layerkit_inputs.first_fit import PackingPlan, plan_packing
@@ -16,13 +16,13 @@ from layerkit_inputs.text_pairs import PairPacking
 
 
 class HuggingFacePairs(TokenisedText):
-    """Rows of inputs (`src`) and targets (`tgt`), each column ended by EOS as SeqIO's tasks do.
+    """An input of rows of inputs (`src`) and targets (`tgt`), each with EOS as in SeqIO tasks.
 
-    Batches hold `src` and `tgt`, each with `ids`, `segment_ids` (int32) and `paddings` (float32),
-    `tgt` also with `labels` (int32) and `weights` (float32), `[batch, inputs_length]` and `[batch,
-    targets_length]`; outside of training also `provenance` and `eval_sample_weights`, each
-    `[batch]`. With `packing="first_fit"` both sides have `segment_pos` (int32) too, and a pair the
-    same number in their `segment_ids`; rows of one pair can be decoded.
+    `src` arrays are `[batch, inputs_length]`, `tgt` arrays `[batch, targets_length]`. Both hold
+    `ids`, `segment_ids` (int32) and `paddings` (float32); `tgt` also holds `labels` (int32) and
+    `weights` (float32). Evaluation batches also have `provenance` and `eval_sample_weights`, each
+    `[batch]`. With `packing="first_fit"` both sides have `segment_pos` (int32), and a pair has one
+    number in the `segment_ids` of both. Decoding needs `packing="none"`.
     """
 
     inputs_length: int = 512
@@ -30,30 +30,23 @@ class HuggingFacePairs(TokenisedText):
     targets_length: int = 128
     """Positions of a row of targets, EOS included."""
     packing: PairPacking = "first_fit"
-    """`first_fit` (several pairs a row) or `none`."""
+    """`first_fit` (several pairs per row) or `none` (one pair per row)."""
     trim: bool = False
-    """Of longer inputs or targets read only the beginning, and EOS. False: they are refused."""
+    """True to cut longer inputs and targets before EOS. False: they raise ConfigError."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.inputs_field is None:
-            raise self._config_error(
-                "inputs_field is not set; expected the column that `src` is from."
-            )
-        known = get_args(PairPacking)
-        if self.packing not in known:
-            raise self._config_error(
-                f"packing={self.packing!r}{near_names(str(self.packing), known)} Expected one of "
-                f"{known}."
-            )
+        label, inputs_field = self._label, self.inputs_field
+        require(inputs_field is not None, label, "inputs_field", None, "the column of the inputs")
+        check_choice(label, get_args(PairPacking), packing=self.packing)
         self._check_at_least(1, "inputs_length", "targets_length")
 
     @functools.cached_property
     def _lengths(self) -> np.ndarray:
-        """int64 `[pairs, 2]`: positions that inputs and targets take in a row."""
+        """Row positions of inputs and targets of each pair, int64 `[pairs, 2]`."""
         num_inputs = self._documents.num_inputs
         assert num_inputs is not None
-        # The document's predictions are the inputs, the targets, and EOS where there is one.
+        # The predictions of a document are inputs, targets, and EOS if the tokenizer has one.
         num_targets = self._documents.num_predictions - num_inputs
         has_eos = self._tokenizer.eos_id is not None
         lengths = np.stack([num_inputs + has_eos, num_targets], axis=1)
@@ -62,9 +55,11 @@ class HuggingFacePairs(TokenisedText):
         if len(too_long) and not self.trim:
             pair = too_long[0]
             raise self._config_error(
-                f"pair {pair} takes {lengths[pair].tolist()} positions for inputs and targets, a "
-                f"row holds {limits.tolist()} (inputs_length, targets_length); use longer rows, or "
-                "trim=True to read only beginnings."
+                f"pair {pair} is too long",
+                field="[inputs_length, targets_length]",
+                value=limits.tolist(),
+                expected=f"at least {lengths[pair].tolist()}",
+                hint="Use longer rows, or set trim=True to cut inputs and targets.",
             )
         return np.minimum(lengths, limits)
 
@@ -96,15 +91,14 @@ class HuggingFacePairs(TokenisedText):
         )
 
     def _sides_of(self, pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets of pairs by number, each int32 `[tokens]`: end to end, with EOS."""
+        """Return the concatenated inputs and targets of some pairs with EOS, int32 `[tokens]`."""
         documents, eos_id = self._documents, self._tokenizer.eos_id
         assert documents.num_inputs is not None
         sizes = self._lengths[pairs] - (eos_id is not None)
         # A document begins with its start id.
         begins = documents.begins[pairs] + 1
         begins = np.stack([begins, begins + documents.num_inputs[pairs]], axis=1)
-        # In the order that they lie in, as inputs and targets that follow one another are read
-        # at once.
+        # In the order in the file, so that adjacent inputs and targets are read at once.
         tokens = documents.read(begins.reshape(-1), sizes.reshape(-1))
         is_input = np.tile([True, False], len(pairs)).repeat(sizes.reshape(-1))
         inputs, targets = tokens[is_input], tokens[~is_input]
@@ -123,7 +117,7 @@ class HuggingFacePairs(TokenisedText):
 
 
 def _ended(tokens: np.ndarray, sizes: np.ndarray, eos_id: int) -> np.ndarray:
-    """Stretches of `sizes` tokens, with `eos_id` after each: int32 `[tokens + stretches]`."""
+    """Insert `eos_id` after each stretch of `sizes` tokens: int32 `[tokens + stretches]`."""
     ended = np.full(len(tokens) + len(sizes), eos_id, np.int32)
     is_token = np.ones(len(ended), bool)
     is_token[np.cumsum(sizes + 1) - 1] = False

@@ -1,16 +1,16 @@
-"""HuggingFaceStream: language modelling over a Hugging Face data set read as it comes.
+"""HuggingFaceStream: language modelling over a streamed Hugging Face data set.
 
-Nothing is tokenised ahead and nothing is kept but a window of examples, so a data set of any size
-trains at once. It resumes exactly, which `datasets` by itself does only without shuffling: a
-shuffle buffer's contents are not in its `state_dict`. Here the stream is read in windows of
-`shuffle_window` examples; each window is permuted by Philox with the key [seed, epoch] and the
-window's number as counter, and the state is the stream's where the window began, how many examples
-of it were taken, and the tokens of rows not yet full. The order of files also differs by epoch.
+The input tokenises as it reads and keeps one window of examples in memory, so training on a data
+set of any size starts at once. It resumes exactly; `datasets` does so only without shuffling, since
+its `state_dict` lacks the shuffle buffer. The stream is read in windows of `shuffle_window`
+examples. Each window is permuted by Philox with the key [seed, epoch] and the number of the window
+as counter. The state holds the state of the stream at the start of the window, the number of
+examples taken from it, and the tokens of incomplete rows. The order of files differs by epoch.
 
-While training, each host reads files of its own (`split_dataset_by_node`; where their number does
-not divide by the hosts, every so many examples of all files), so a state fits only as many hosts.
-In evaluation every host reads the whole split and keeps its own rows: all of them make the same
-number of batches to the last example without asking one another, and the state fits any hosts.
+In training, each host reads its own files (`split_dataset_by_node`), or every n-th example of all
+files if the number of files is not a multiple of the number of hosts. So a state fits only the same
+number of hosts. In evaluation, each host reads the whole split and keeps its own rows, so all hosts
+make the same number of batches without communication, and a state fits any number of hosts.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from typing import Any
 
 import numpy as np
 
+from layerkit.checks import require
 from layerkit.nested_map import NestedMap
+from layerkit_inputs import extras
 from layerkit_inputs.eval_padding import pad_rows
-from layerkit_inputs.extras import require
 from layerkit_inputs.features import Segment, segment_features
-from layerkit_inputs.hugging_face.input import Packing, check_row_fields, too_long
+from layerkit_inputs.hugging_face.input import Packing, check_row_fields, too_long_error
 from layerkit_inputs.hugging_face.text import Example, HuggingFaceText
 from layerkit_inputs.state import Scope, why_data_differ
 from layerkit_inputs.stream_packer import StreamPacker
@@ -38,47 +39,44 @@ from layerkit_inputs.stream_packer import StreamPacker
 
 @dataclasses.dataclass
 class _Position:
-    """Where the stream of examples stands."""
+    """A position in the stream of examples."""
 
     epoch: int = 0
     window: int = 0
-    """Number of the window in its epoch."""
+    """Zero-based number of the window in its epoch."""
     window_state: dict[str, Any] | None = None
-    """The library's state where the window begins; None at the start of an epoch."""
+    """State of the `datasets` stream at the start of the window; None at the start of an epoch."""
     taken: int = 0
-    """Examples of the window that are done with."""
+    """Number of examples read from the window."""
     used: int = 0
-    """Examples of the epoch that could be used."""
+    """Number of usable examples of the epoch so far."""
 
 
 class HuggingFaceStream(HuggingFaceText):
-    """Rows of text for language modelling, from a data set read as it comes.
+    """An input of rows of text for language modelling, from a streamed data set.
 
-    Batches are those of HuggingFaceInput, with the same fields and `packing`, but in `first_fit`
-    only the last few rows wait for an example that fits. Resuming reads one window again.
+    Batches and `packing` are those of HuggingFaceInput, except that `first_fit` keeps only the last
+    few rows open. Resuming reads one window again.
     """
 
     seq_length: int = 1024
     """Positions of a row."""
     packing: Packing = "stream"
-    """`stream` (cut anywhere), `first_fit` (whole examples) or `none` (an example a row)."""
+    """`stream` (cut anywhere), `first_fit` (whole examples) or `none` (one example per row)."""
     trim: bool = False
-    """With `packing="none"`: of examples longer than a row, only the first `seq_length` predictions
-    are read."""
+    """True to cut examples to their first `seq_length` predictions, with `packing="none"`."""
     shuffle: bool | None = None
-    """Shuffle files and windows, in each epoch anew. None: while training."""
+    """True to shuffle files and windows in each epoch. None: True in training."""
     shuffle_window: int = 1024
-    """Examples of a window, which are in memory."""
+    """Number of examples of a window, which are kept in memory."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_row_fields(self, packing=self.packing, trim=self.trim)
         self._check_at_least(1, "shuffle_window")
         self._seed = self.input_random_seed or 0
-        if not 0 <= self._seed < 2**64:
-            raise self._config_error(
-                f"input_random_seed={self._seed}; expected 0 or more, below 2**64."
-            )
+        is_valid = 0 <= self._seed < 2**64
+        require(is_valid, self._label, "input_random_seed", self._seed, "an integer in [0, 2**64)")
         if self.shuffle is None:
             self.shuffle = self.is_training
         has_inputs = self.inputs_field is not None
@@ -94,7 +92,7 @@ class HuggingFaceStream(HuggingFaceText):
 
     @property
     def state_scope(self) -> Scope:  # type: ignore[override]
-        """`host` while training, when each host reads files of its own; else `global`."""
+        """`host` in training, when each host reads its own files, else `global`."""
         return "host" if self.is_training else "global"
 
     def _restart(self) -> None:
@@ -110,11 +108,13 @@ class HuggingFaceStream(HuggingFaceText):
     # Examples.
 
     def _stream(self) -> Any:
-        """This host's share, as tables of examples."""
+        """Return the examples of this host as a stream of tables."""
         if self._opened is None:
             stream = self._open_streamed()
             if self.is_training and self.num_infeed_hosts > 1:
-                distributed = require("datasets.distributed", needed_by=type(self).__qualname__)
+                distributed = extras.require(
+                    "datasets.distributed", needed_by=type(self).__qualname__
+                )
                 stream = distributed.split_dataset_by_node(
                     stream, rank=self.infeed_host_index, world_size=self.num_infeed_hosts
                 )
@@ -122,12 +122,12 @@ class HuggingFaceStream(HuggingFaceText):
         return self._opened
 
     def _tables(self) -> Iterator[Any]:
-        """The windows of an epoch from the position on, which moves with them."""
+        """Yield the windows of the epoch from the position, which advances with them."""
         stream, position = self._stream(), self._position
         shuffled_epoch = np.random.SeedSequence([self._seed, position.epoch]).generate_state(1)[0]
-        # Any epoch but 0 shuffles the order of files, the same on every host.
+        # Epochs above 0 shuffle the order of files, equally on every host.
         stream.set_epoch(1 + int(shuffled_epoch) if self.shuffle else 0)
-        # The library writes into what it is given.
+        # The library modifies the dictionary.
         stream.load_state_dict(copy.deepcopy(position.window_state))
         for table in self._guarded(stream.iter(self.shuffle_window)):
             after = stream.state_dict()
@@ -158,10 +158,10 @@ class HuggingFaceStream(HuggingFaceText):
         while True:
             yield from self._epoch_examples()
             if not self._position.used:
-                share = f" in the share of host {self.infeed_host_index} of {self.num_infeed_hosts}"
+                share = f", share of host {self.infeed_host_index} of {self.num_infeed_hosts}"
                 raise self._config_error(
-                    f"{self._data_in_words()}: no examples that can be used"
-                    f"{share if self.is_training and self.num_infeed_hosts > 1 else ''}."
+                    f"no usable examples in {self._describe_data()}"
+                    f"{share if self.is_training and self.num_infeed_hosts > 1 else ''}"
                 )
             if not self.endless:
                 return
@@ -175,12 +175,12 @@ class HuggingFaceStream(HuggingFaceText):
         return Segment(tokens, len(example.inputs), self._tokenizer.start_id)
 
     def _single_rows(self) -> Iterator[list[Segment]]:
-        """An example a row."""
+        """Yield rows of one example."""
         for example in self._all_examples():
             segment = self._framed(example)
             size = len(segment.tokens)
             if size > self.seq_length and not self.trim:
-                raise self._config_error(too_long(self._position.used - 1, size, self.seq_length))
+                raise too_long_error(self, self._position.used - 1, size)
             yield [segment._replace(tokens=segment.tokens[: self.seq_length])]
 
     def _packed_rows(self) -> Iterator[list[Segment]]:
@@ -225,7 +225,7 @@ class HuggingFaceStream(HuggingFaceText):
 
     @functools.cached_property
     def _identity(self) -> dict[str, Any]:
-        """What decides which rows there are."""
+        """Values that determine the rows; a state fits only equal ones."""
         self._stream()
         names = [f"{Path(file).name} {_size_of(file)}" for file in self._files]
         order = {"seed": self._seed} if self.shuffle else {}

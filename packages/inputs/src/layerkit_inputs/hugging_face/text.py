@@ -1,8 +1,8 @@
-"""Text, or token ids, in columns of a Hugging Face data set: examples of token ids.
+"""HuggingFaceText: the base of inputs that read text or token ids of a Hugging Face data set.
 
-A column of strings is encoded by the reader's tokenizer. A column of lists of integers holds ids
-already, which that tokenizer made. Either may come in two columns, inputs and targets, and then
-only targets count for the loss.
+A column of strings is encoded by the tokenizer of the input. A column of lists of integers holds
+ids that this tokenizer made. Examples may have two columns, inputs and targets; then only the
+targets count for the loss.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from layerkit.checks import check_choice
 from layerkit_inputs.extras import require
 from layerkit_inputs.features import as_tokens
 from layerkit_inputs.hugging_face.data import HuggingFaceData
@@ -19,49 +20,48 @@ from layerkit_inputs.tokenizers import ByteTokenizer, Tokenizer
 
 
 class Example(NamedTuple):
-    """Token ids of an example, without special ids; each int32 `[tokens]`."""
+    """An example as token ids without special ids, each int32 `[tokens]`."""
 
     inputs: np.ndarray
-    """Empty where there is no column of inputs."""
+    """Token ids of the inputs; empty if there is no column of inputs."""
     targets: np.ndarray
 
 
 class HuggingFaceText(HuggingFaceData):
-    """Fields and columns that the readers of Hugging Face's text share."""
+    """Base of inputs of text, with its columns and its tokenizer."""
 
     token_unit: ClassVar[str] = "token"
 
     text_field: str = "text"
-    """The column with the text or token ids; with `inputs_field`, that of the targets."""
+    """Column of the text or token ids; with `inputs_field`, column of the targets."""
     inputs_field: str | None = None
-    """The column that targets are predicted from; its tokens count for no loss. None: there is
-    none."""
+    """Column of the inputs, whose tokens have no loss. None: examples have no inputs."""
     tokenizer: Tokenizer | None = None
-    """What turns text into ids. None: bytes. Of a column of ids, the one that made them."""
+    """Tokenizer of the text, or the one that made a column of ids. None: bytes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._tokenizer = ByteTokenizer() if self.tokenizer is None else self.tokenizer
         if isinstance(self._tokenizer, ByteTokenizer):
-            self.token_unit = "byte"  # type: ignore[misc]  # this reader's own
+            self.token_unit = "byte"  # type: ignore[misc]  # of this instance
 
     def _text_columns(self) -> list[str]:
         return [*([] if self.inputs_field is None else [self.inputs_field]), self.text_field]
 
     def _check_text_columns(self, column_names: Sequence[str]) -> None:
-        self._check_column("text_field", self.text_field, column_names)
+        check_choice(self._label, column_names, text_field=self.text_field)
         if self.inputs_field is not None:
-            self._check_column("inputs_field", self.inputs_field, column_names)
+            check_choice(self._label, column_names, inputs_field=self.inputs_field)
 
     def _examples(self, table: Any, order: Sequence[int]) -> Iterator[tuple[int, Example | str]]:
-        """Rows of an Arrow table, in this order: number in the table, and example or problem."""
+        """Yield the row number, and the example or its problem, of rows of an Arrow table."""
         arrow = require("pyarrow", needed_by=type(self).__qualname__)
         self._check_text_columns(table.column_names)
         columns = []
         for name in self._text_columns():
             column = table.column(name)
             if arrow.types.is_string(column.type) or arrow.types.is_large_string(column.type):
-                # As bytes, since broken UTF-8 is found by whoever decodes it.
+                # As bytes, so that invalid UTF-8 is found when the text is decoded.
                 column = column.cast(arrow.large_binary())
             else:
                 self._check_ids_column(arrow, name, column.type)
@@ -84,11 +84,16 @@ class HuggingFaceText(HuggingFaceData):
             return
         if not is_list or not arrow.types.is_integer(kind.value_type):
             raise self._config_error(
-                f"column {name!r} holds {kind}; expected strings, or lists of integers (token ids)."
+                field=f"type of column {name!r}",
+                value=str(kind),
+                expected="strings, or lists of integers (token ids)",
             )
         if self.tokenizer is None:
             raise self._config_error(
-                f"column {name!r} holds token ids; set the tokenizer that made them."
+                f"column {name!r} holds token ids",
+                field="tokenizer",
+                value=None,
+                expected="the tokenizer that made the ids",
             )
 
     def _tokens(self, value: bytes | list[int] | None) -> np.ndarray:
@@ -106,13 +111,13 @@ class HuggingFaceText(HuggingFaceData):
         return ids
 
     def _report(self, record: int, problem: str) -> None:
-        """Takes note of an example that cannot be used, or raises with its file and number."""
+        """Count an example that cannot be used, or raise with its file and number."""
         if self.on_bad_record == "refuse":
             self._raise_first_bad_example()
         self._bad.report(file=f"split {self.split!r}", record=record, problem=problem)
 
     def _raise_first_bad_example(self) -> None:
-        """Goes through the files one by one, since a data set does not tell where a row is from."""
+        """Search the files one by one, since a data set does not give the file of a row."""
         datasets = self._library()
         if not self._files or any("://" in file for file in self._files):
             return
@@ -129,7 +134,7 @@ class HuggingFaceText(HuggingFaceData):
                 first += table.num_rows
 
     def _text_identity(self) -> dict[str, Any]:
-        """What decides the tokens of an example, beside the data."""
+        """Return the values that determine the tokens of an example, besides the data."""
         return {
             "split": self.split,
             "text_field": self.text_field,
@@ -144,5 +149,5 @@ class HuggingFaceText(HuggingFaceData):
     def ids_to_strings(
         self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None
     ) -> list[str]:
-        """Text of ids int `[batch, length]`; special ids vanish."""
+        """Return the text of ids, int `[batch, length]`, without special ids."""
         return [self._tokenizer.decode(row[:n]) for row, n in zip(ids, lengths, strict=True)]

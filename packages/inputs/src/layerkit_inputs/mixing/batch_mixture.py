@@ -1,7 +1,7 @@
-"""Mixtures of readers that are no more than a stream: by row, or a whole batch at a time.
+"""Mixtures of inputs that have no row numbers, by row (StreamMixture) or by batch (BatchMixture).
 
-The turns are dealt out as in `Mixture`: after any number of them each component has had its share,
-give or take less than one. The state holds those of the components.
+Shares are kept at every position, as in `Mixture` (see `schedule`). The state holds the states of
+the components.
 """
 
 from __future__ import annotations
@@ -17,41 +17,40 @@ from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.eval_padding import num_rows_of
 from layerkit_inputs.mixing.components import (
     build_components,
-    check_alike,
-    checked_configs,
+    check_configs,
+    check_same_rows,
     merge_rows,
-    number_apart,
-    rows_between,
+    renumber_provenance,
+    slice_rows,
 )
 from layerkit_inputs.mixing.composite_input import CompositeInput
-from layerkit_inputs.mixing.schedule import schedule_of
+from layerkit_inputs.mixing.schedule import make_schedule
 from layerkit_inputs.state import Scope
 
 
 class _WeightedInput(CompositeInput):
-    """Fields and turns that mixtures of streams share."""
+    """Base of mixtures of streams, with their fields and schedule."""
 
     components: Mapping[str, Config] | None = sub_config_field(None)
-    """Configs of the readers, by name. They are built with the batch size, the place among the
-    hosts and the kind of pass of the mixture."""
+    """Configs of the inputs by name. They are built with the batch size, the host and the kind of
+    pass of the mixture."""
     weights: Mapping[str, float] | None = None
-    """Of each component, above 0, in any unit. None: all alike."""
+    """Weight of each component, above 0, in any unit. None: equal weights."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        configs = checked_configs(self.components, "components", self._config_error)
-        self._schedule = schedule_of(configs, self.weights, self._config_error)
+        configs = check_configs(self, self.components, "components")
+        self._schedule = make_schedule(configs, self.weights, self._label)
         self._components = build_components(
             self,
             configs,
             field="components",
-            refuse=self._config_error,
             batch_sizes=dict.fromkeys(configs, self.local_batch_size),
         )
         self._turn = 0
 
     def shares(self) -> dict[str, float]:
-        """The share of each component."""
+        """Return the share of each component."""
         return self._schedule.shares()
 
     def _reset(self) -> None:
@@ -65,19 +64,22 @@ class _WeightedInput(CompositeInput):
         now = self._schedule.identity()
         if position["turns"] != now:
             raise self._config_error(
-                f"the state was written with turns {position['turns']}, here they are {now}; "
-                "restore with the same weights, or start a new run from the weights of the model "
-                "alone."
+                "state of another schedule",
+                field="weights",
+                value=position["turns"],
+                expected=f"{now}",
+                hint="Restore with the same weights, or start a new run from the weights of the "
+                "model alone.",
             )
         self._turn = position["turn"]
 
 
 class BatchMixture(_WeightedInput):
-    """Whole batches of one component at a time, in turns; without weights one after the other.
+    """A mixture of whole batches: each batch is from one component, by weights or round-robin.
 
-    All hosts read the same component at the same time. In an evaluation of one epoch, components
-    that have come to their end are passed over, and it ends when all have: each is read whole.
-    Example `n` of component `c` has `provenance` `n * components + c`.
+    All hosts read the same component at the same time. An epoch of evaluation reads each component
+    to its end and skips components that have ended. Example `n` of component `c` has `provenance`
+    `n * components + c`.
     """
 
     def _next(self) -> NestedMap:
@@ -91,7 +93,7 @@ class BatchMixture(_WeightedInput):
             except StopIteration:
                 ended.add(int(turn))
                 continue
-            return number_apart(batch, int(turn), len(readers))
+            return renumber_provenance(batch, int(turn), len(readers))
         raise StopIteration
 
     def _reader_state(self) -> dict[str, Any]:
@@ -103,20 +105,20 @@ class BatchMixture(_WeightedInput):
 
     @property
     def has_score_metrics(self) -> bool:
-        """Whether some component has them."""
+        """True if any component has score metrics."""
         return any(reader.has_score_metrics for reader in self._components.values())
 
     @property
     def has_prediction_metrics(self) -> bool:
-        """Whether some component has them."""
+        """True if any component has prediction metrics."""
         return any(reader.has_prediction_metrics for reader in self._components.values())
 
     def score_metrics(self, scores: Mapping[int, float]) -> dict[str, float]:
-        """Those of each component on its own examples, as `component/metric`."""
+        """Return `component/metric` of each component, from the scores of its examples."""
         return self._metrics("score_metrics", scores)
 
     def prediction_metrics(self, predictions: Mapping[int, str]) -> dict[str, float]:
-        """Those of each component on its own examples, as `component/metric`."""
+        """Return `component/metric` of each component, from the predictions of its examples."""
         return self._metrics("prediction_metrics", predictions)
 
     def _metrics(self, which: str, outputs: Mapping[int, Any]) -> dict[str, float]:
@@ -131,7 +133,7 @@ class BatchMixture(_WeightedInput):
 
 
 class _RowStream:
-    """The rows of an input one after the other, with a state between any two of them."""
+    """Rows of an input in order, with a state after any row."""
 
     def __init__(self, source: BaseInput):
         self._source = source
@@ -141,7 +143,7 @@ class _RowStream:
         self._num_used = 0
 
     def take(self, count: int) -> list[NestedMap]:
-        """The next `count` rows, of as many batches as hold them."""
+        """Return the next `count` rows, as slices of the batches that hold them."""
         parts = []
         while count:
             if self._batch is None:
@@ -150,24 +152,24 @@ class _RowStream:
                 self._num_rows, self._num_used = num_rows_of(self._batch), 0
             start = self._num_used
             stop = self._num_used = min(start + count, self._num_rows)
-            parts.append(rows_between(self._batch, start, stop))
+            parts.append(slice_rows(self._batch, start, stop))
             count -= stop - start
             if stop == self._num_rows:
                 self._batch = None
         return parts
 
-    def forget(self) -> None:
-        """Drops what is left of the batch in hand."""
+    def drop_batch(self) -> None:
+        """Drop the unread rows of the current batch."""
         self._batch = None
 
     def state(self) -> dict[str, Any]:
-        """The state of the source before the batch in hand, and how much of that is used."""
+        """Return the state of the source before the current batch, and how many rows were used."""
         if self._batch is None:
             return {"source": self._source.get_state(), "num_used": 0}
         return {"source": self._before, "num_used": self._num_used}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to where `state` was called; reads the batch in hand again."""
+        """Restore a state; this reads the current batch again."""
         self._batch = None
         self._source.set_state(state["source"])
         if state["num_used"]:
@@ -175,11 +177,11 @@ class _RowStream:
 
 
 class StreamMixture(_WeightedInput):
-    """Rows of several readers of any kind, dealt out by each host from its own streams.
+    """A mixture of single rows of inputs of any kind; each host mixes its own streams.
 
-    A state fits the same host of as many hosts. Readers of rows by number are better served by
-    `Mixture`. A mixture has no end, so an evaluation reads `eval_loop_num_batches` batches. Example
-    `n` of component `c` has `provenance` `n * components + c`.
+    A state fits the same host of the same number of hosts. For inputs with row numbers, `Mixture`
+    is the better choice. A mixture has no end, so an evaluation reads `eval_loop_num_batches`
+    batches. Example `n` of component `c` has `provenance` `n * components + c`.
     """
 
     state_scope: ClassVar[Scope] = "host"
@@ -188,8 +190,11 @@ class StreamMixture(_WeightedInput):
         super().__post_init__()
         if not self.endless:
             raise self._config_error(
-                "one epoch of a mixture of rows is not defined; set eval_loop_num_batches, or use "
-                "BatchMixture, which reads each component to its end."
+                "a mixture of rows has no epoch",
+                field="eval_loop_num_batches",
+                value=self.eval_loop_num_batches,
+                expected="a number of batches",
+                hint="BatchMixture reads each component to its end.",
             )
         self._streams = {name: _RowStream(reader) for name, reader in self._components.items()}
         self._are_alike = False
@@ -198,20 +203,20 @@ class StreamMixture(_WeightedInput):
         turns, _ = self._schedule.turns(self._turn + np.arange(self.local_batch_size))
         if not self._are_alike:
             batches = {name: reader.peek() for name, reader in self._components.items()}
-            check_alike(batches, "components", self._config_error)
+            check_same_rows(self, batches, "components")
             self._are_alike = True
         parts: list[NestedMap] = []
         for index, stream in enumerate(self._streams.values()):
             if count := int(np.sum(turns == index)):
                 taken = stream.take(count)
-                parts += [number_apart(rows, index, len(self._streams)) for rows in taken]
+                parts += [renumber_provenance(rows, index, len(self._streams)) for rows in taken]
         self._turn += self.local_batch_size
         return merge_rows(parts, turns)
 
     def _reset(self) -> None:
         super()._reset()
         for stream in self._streams.values():
-            stream.forget()
+            stream.drop_batch()
 
     def _reader_state(self) -> dict[str, Any]:
         streams = {name: stream.state() for name, stream in self._streams.items()}

@@ -1,24 +1,21 @@
-"""Inputs made of other inputs: how those are built, and what they must have in common.
+"""Construction and checks of the components of an input that reads other inputs.
 
-An input of several takes configs, not built inputs, since only it knows which host it is: the
-runner fills in the place among the hosts and the batch size of the outer one, and each component is
-built with the same.
+Such an input takes configs instead of inputs: the runner sets the host index and the batch size of
+the outer input, and the outer input builds each component with the same values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from layerkit.checks import require
 from layerkit.config import Config, assigned_fields, is_config, target_of
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.specs import spec_of
-
-Refuse = Callable[..., ValueError]
-"""Makes the error about a field; `BaseInput._config_error`."""
 
 
 def build_components(
@@ -26,27 +23,27 @@ def build_components(
     configs: Mapping[str, Config] | None,
     *,
     field: str,
-    refuse: Refuse,
     batch_sizes: Mapping[str, int],
     one_vocabulary: bool = True,
 ) -> dict[str, BaseInput]:
-    """Builds the inputs that `owner` is made of.
+    """Build the components of an input.
 
-    They are trained on or evaluated as the owner is, on the same host. Where a component has no
-    seed, it gets the owner's plus its number, so that components of one length are not shuffled
-    alike.
+    Components have the host, kind of pass and evaluation length of the owner. A component without
+    a seed gets the owner's seed plus its index, so that components of one length have different
+    orders.
 
     Args:
-      owner: With its fields settled.
-      configs: Of each component, by name.
-      field: What the owner calls `configs`, for messages; empty where each has a field of its own.
-      refuse: Makes the owner's errors.
+      owner: Outer input, after its `__post_init__`.
+      configs: Config of each component by name.
+      field: Field of the owner that holds `configs`, for errors. Empty if each component is a field
+        of the owner.
       batch_sizes: Rows of each component's batches on this host.
-      one_vocabulary: Whether a model reads the tokens of all as the same.
+      one_vocabulary: True if a model reads the tokens of all components with one vocabulary, which
+        is then checked.
 
     Raises:
-      ValueError: no components, one that is no config of an input, or one that sets what the owner
-        decides to something else.
+      ConfigError: There are no components, one is not the config of an input, or one sets a field
+        that the owner decides to another value.
     """
     shared: dict[str, Any] = {
         "infeed_host_index": owner.infeed_host_index,
@@ -57,41 +54,41 @@ def build_components(
         "eval_loop_num_batches": owner.eval_loop_num_batches,
     }
     built = {}
-    for number, (name, config) in enumerate(checked_configs(configs, field, refuse).items()):
+    for number, (name, config) in enumerate(check_configs(owner, configs, field).items()):
         given = {**shared, "batch_size": batch_sizes[name]}
         own = {key: value for key, value in assigned_fields(config).items() if value is not None}
         for key, value in given.items():
             if own.get(key, value) != value:
-                raise refuse(
-                    f"{_label(field, name)} sets {key}={own[key]!r}, but {key}={value!r} here; "
-                    "leave it unset there, since a component follows the input that it is part of."
+                raise owner._config_error(
+                    field=f"{_label(field, name)}.{key}",
+                    value=own[key],
+                    expected=f"{value!r}, as in the outer input",
+                    hint=f"Leave {key} unset in the component.",
                 )
         given.setdefault("name", own.get("name", name))
         seed = (owner.input_random_seed or 0) + number
         given["input_random_seed"] = own.get("input_random_seed", seed)
         built[name] = config.clone(**given).Instantiate()
     if one_vocabulary:
-        _check_vocabularies(built, field, refuse)
+        _check_vocabularies(owner, built, field)
     return built
 
 
-def checked_configs(
-    configs: Mapping[str, Config | None] | None, field: str, refuse: Refuse
+def check_configs(
+    owner: BaseInput, configs: Mapping[str, Config | None] | None, field: str
 ) -> Mapping[str, Config]:
-    """`configs`, if there are any and each describes an input.
-
-    Raises:
-      ValueError: they are not.
-    """
-    if not isinstance(configs, Mapping) or not configs:
-        raise refuse(f"{field}={configs!r}; expected a dict of name -> config of an input.")
+    """Return the configs of components, or raise `ConfigError` unless each describes an input."""
+    valid = isinstance(configs, Mapping) and configs
+    require(valid, owner._label, field, configs, "a dict of name -> config of an input")
+    assert configs is not None
     checked: dict[str, Config] = {}
     for name, config in configs.items():
         target = target_of(config) if config is not None and is_config(config) else None
         if config is None or not isinstance(target, type) or not issubclass(target, BaseInput):
-            raise refuse(
-                f"{_label(field, name)} is {config!r}; expected the config of an input, such as "
-                "LocalText.HParams.config(...), which is built here."
+            raise owner._config_error(
+                field=_label(field, name),
+                value=config,
+                expected="the config of an input, such as LocalText.HParams.config(...)",
             )
         checked[name] = config
     return checked
@@ -101,40 +98,38 @@ def _label(field: str, name: str) -> str:
     return f"{field}[{name!r}]" if field else name
 
 
-def _check_vocabularies(built: Mapping[str, BaseInput], field: str, refuse: Refuse) -> None:
-    """Ids of one vocabulary mean nothing in another, and no shape would show it."""
-    for what, seen in (
-        ("tokens of a", {name: component.token_unit for name, component in built.items()}),
-        ("the tokenizer", _fingerprints(built)),
+def _check_vocabularies(owner: BaseInput, built: Mapping[str, BaseInput], field: str) -> None:
+    """Raise `ConfigError` if components have different vocabularies, which no shape would show."""
+    for attribute, seen in (
+        ("token_unit", {name: component.token_unit for name, component in built.items()}),
+        ("tokenizer fingerprint", _fingerprints(built)),
     ):
         names = list(seen)
         for name in names[1:]:
             if seen[name] != seen[names[0]]:
-                raise refuse(
-                    f"{_label(field, names[0])} and {_label(field, name)} have unlike "
-                    f"vocabularies: {what} {seen[names[0]]!r} and {seen[name]!r}; a model reads "
-                    "one."
+                raise owner._config_error(
+                    "components have different vocabularies",
+                    field=f"{_label(field, name)} {attribute}",
+                    value=seen[name],
+                    expected=f"{seen[names[0]]!r}, as in {_label(field, names[0])}",
                 )
 
 
 def _fingerprints(built: Mapping[str, BaseInput]) -> dict[str, str]:
-    """Those of the tokenizers, as far as the components tell."""
+    """Return the fingerprint of the tokenizer of each component that has one."""
     found = {}
     for name, component in built.items():
         tokenizer = getattr(component, "tokenizer", None)
-        if hasattr(component, "tokenizer_fingerprint"):  # of the data, whether or not it is here
+        # Records keep the fingerprint of their tokenizer, which need not be on this machine.
+        if hasattr(component, "tokenizer_fingerprint"):
             found[name] = component.tokenizer_fingerprint
         elif tokenizer is not None and hasattr(tokenizer, "fingerprint"):
             found[name] = tokenizer.fingerprint()
     return found
 
 
-def check_alike(batches: Mapping[str, NestedMap], field: str, refuse: Refuse) -> None:
-    """Refuses batches of components that cannot be rows of one batch.
-
-    Raises:
-      ValueError: they differ in fields, dtypes, or shapes of a row.
-    """
+def check_same_rows(owner: BaseInput, batches: Mapping[str, NestedMap], field: str) -> None:
+    """Raise `ConfigError` if rows of components differ in fields, dtypes or shapes."""
     specs = {
         name: {
             path: f"{spec.dtype.name}{list(spec.shape[1:])}"
@@ -150,36 +145,36 @@ def check_alike(batches: Mapping[str, NestedMap], field: str, refuse: Refuse) ->
             if specs[first].get(path) != specs[name].get(path)
         ]
         if differing:
-            raise refuse(
-                f"{_label(field, first)} and {_label(field, name)} make unlike rows: "
-                f"{'; '.join(differing)}."
+            raise owner._config_error(
+                f"rows of {_label(field, first)} and {_label(field, name)} differ: "
+                f"{'; '.join(differing)}"
             )
 
 
 def merge_rows(parts: Sequence[NestedMap], turns: np.ndarray) -> NestedMap:
-    """One batch, each row of it the next one of the component whose turn it is; new arrays.
+    """Return one batch in new arrays; each row is the next row of the component of its turn.
 
     Args:
-      parts: Rows of the first component, then of the second...
-      turns: int `[rows]`: the number of a component.
+      parts: Rows of the first component, then of the second, and so on.
+      turns: Index of the component of each row, int `[rows]`.
     """
     order = np.empty(len(turns), np.int64)
     order[turns.argsort(kind="stable")] = np.arange(len(turns))
-    return joined_rows(parts).transform(lambda array: array.take(order, axis=0))
+    return concatenate_rows(parts).transform(lambda array: array.take(order, axis=0))
 
 
-def rows_between(batch: NestedMap, start: int, stop: int) -> NestedMap:
-    """Rows `start` to `stop`, as views."""
+def slice_rows(batch: NestedMap, start: int, stop: int) -> NestedMap:
+    """Return rows `start` to `stop` as views."""
     return batch.transform(lambda array: array[start:stop])
 
 
-def joined_rows(parts: Sequence[NestedMap]) -> NestedMap:
-    """One batch with the rows of `parts`, one after the other; a single one itself."""
+def concatenate_rows(parts: Sequence[NestedMap]) -> NestedMap:
+    """Return one batch with the rows of `parts` in order; a single part is returned itself."""
     if len(parts) == 1:
         return parts[0]
     return NestedMap(
         {
-            key: joined_rows([part[key] for part in parts])
+            key: concatenate_rows([part[key] for part in parts])
             if isinstance(value, NestedMap)
             else np.concatenate([part[key] for part in parts])
             for key, value in parts[0].items()
@@ -187,10 +182,10 @@ def joined_rows(parts: Sequence[NestedMap]) -> NestedMap:
     )
 
 
-def number_apart(batch: NestedMap, index: int, count: int) -> NestedMap:
-    """`batch` with the provenance of component `index` of `count` made unlike that of the others.
+def renumber_provenance(batch: NestedMap, index: int, count: int) -> NestedMap:
+    """Return `batch` with provenance that is unique among components.
 
-    Example `n` of it becomes `n * count + index`; -1, padding, stays.
+    Provenance `n` of component `index` of `count` becomes `n * count + index`. Padding keeps -1.
     """
     if "provenance" not in batch:
         return batch

@@ -1,6 +1,6 @@
-"""CompositeInput: what inputs that read other inputs batch by batch share.
+"""CompositeInput, the base of inputs that read batches of other inputs.
 
-Their state holds those of their components, so it fits any number of hosts where all of theirs do.
+Its state holds the states of the components. The scope is `global` if all components have it.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ class CompositeInput(BaseInput):
 
     @property
     def state_scope(self) -> Scope:  # type: ignore[override]
-        """`global` where that of every component is."""
+        """`global` if every component has this scope, else `host`."""
         scopes = {component.state_scope for component in self._components.values()}
         return "global" if scopes == {"global"} else "host"
 
     @property
     def token_unit(self) -> str:  # type: ignore[override]
-        """That of the components, where they have one in common."""
+        """Token unit that all components have, or the default if they differ."""
         units = {component.token_unit for component in self._components.values()}
         return units.pop() if len(units) == 1 else BaseInput.token_unit
 
     @property
     def num_skipped(self) -> int:
-        """Records that components could not read and left out."""
+        """Records that components skipped because they could not read them."""
         return sum(component.num_skipped for component in self._components.values())
 
     def component(self, name: str) -> BaseInput:
-        """The built component of this name; whoever reads from it changes what comes next here."""
+        """Return a built component by name; reading from it advances the stream of this input."""
         return self._components[name]
 
     def text_tokenizer(self, key: str | None = None) -> Any:
-        """Return that of the first component; all have one vocabulary."""
+        """Return the tokenizer of the first component; all have one vocabulary."""
         return next(iter(self._components.values())).text_tokenizer(key)
 
     def ids_to_strings(
         self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None
     ) -> list[str]:
-        """As the first component does; all have one vocabulary."""
+        """Return the text of token ids by the first component; all have one vocabulary."""
         return next(iter(self._components.values())).ids_to_strings(ids, lengths, key)
 
     def _reset(self) -> None:
@@ -62,9 +62,12 @@ class CompositeInput(BaseInput):
     def _set_component_states(self, states: dict[str, Any]) -> None:
         if states.keys() != self._components.keys():
             raise self._config_error(
-                f"the state is of components {sorted(states)}, here are "
-                f"{sorted(self._components)}; restore with the fields it was written with, or "
-                "start a new run from the weights alone."
+                "state of other components",
+                field="components",
+                value=sorted(states),
+                expected=f"{sorted(self._components)}",
+                hint="Restore with the components that wrote the state, or start a new run from "
+                "the weights of the model alone.",
             )
         for name, component in self._components.items():
             component.set_state(states[name])

@@ -1,12 +1,11 @@
-"""Mixture: rows of several readers by weights, in a fixed order, with one count as its state.
+"""Mixture: rows of several indexed inputs by weights, in a fixed order, with one count as state.
 
-Whose turn it is follows from the position in the stream (`schedule`), and so does which row
-of that component, in the order of its own epochs. So any host finds the rows of any global batch,
-and a run may go on with another number of hosts. Small components begin new epochs while large ones
-are still in their first.
+The position in the stream determines the component (see `schedule`) and the row in the order of
+that component's epochs. So any host finds the rows of any global batch, and a run can resume with
+another number of hosts. Small components begin new epochs while large ones are in their first.
 
-This is for readers of rows by number. `StreamMixture` is for all others, `BatchMixture` takes whole
-batches of one component at a time.
+Components need row numbers. `StreamMixture` mixes rows of any inputs, `BatchMixture` mixes whole
+batches.
 """
 
 from __future__ import annotations
@@ -23,30 +22,30 @@ from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.indexed_input import IndexedInput
 from layerkit_inputs.mixing.components import (
     build_components,
-    check_alike,
-    checked_configs,
+    check_configs,
+    check_same_rows,
     merge_rows,
-    rows_between,
+    slice_rows,
 )
-from layerkit_inputs.mixing.schedule import schedule_of
+from layerkit_inputs.mixing.schedule import make_schedule
 
 _BATCHES_AT_ONCE = 4
-"""How many are read of components that have their rows in memory."""
+"""Batches to read at once if all components have their rows in memory."""
 
 
 class _Pieces(NamedTuple):
-    """A batch that is read but not yet put together."""
+    """Parts of a batch that is read but not yet merged."""
 
     parts: list[NestedMap]
-    """Rows of the first component, then of the second...; of none that has no turn."""
+    """Rows of each component that has a turn in the batch, in the order of components."""
     turns: np.ndarray
-    """int64 `[rows]`: the number of a component."""
+    """Component of each row, int64 `[rows]`."""
     rows: np.ndarray
-    """int64 `[rows]`: their numbers in the mixture."""
+    """Row numbers in the mixture, int64 `[rows]`."""
 
 
 class Mixture(IndexedInput):
-    """Rows of several `IndexedInput`s by weights.
+    """A mixture of rows of several `IndexedInput`s by weights.
 
         Mixture.HParams.config(
             is_training=True,
@@ -55,39 +54,43 @@ class Mixture(IndexedInput):
             weights={"web": 0.7, "books": 0.3},
         )
 
-    After any number of rows each component has given its share of them, give or take less than one.
-    A mixture has no end, so an evaluation reads `eval_loop_num_batches` batches; to evaluate on all
-    rows, evaluate on each component by itself. `provenance` is row `n` of component `c` as
+    After any number of rows each component has given its share of them, with an error below one
+    row. A mixture has no end, so an evaluation reads `eval_loop_num_batches` batches. To evaluate
+    on all rows, evaluate on each component separately. Row `n` of component `c` has `provenance`
     `n * components + c`.
     """
 
     components: Mapping[str, Config] | None = sub_config_field(None)
-    """Configs of the readers, by name. They are built with the batch size, the place among the
-    hosts and the kind of pass of the mixture; each shuffles, or not, by its own fields."""
+    """Configs of the inputs by name. They are built with the batch size, the host and the kind of
+    pass of the mixture. Each component shuffles by its own fields."""
     weights: Mapping[str, float] | None = None
-    """Of each component, above 0, in any unit. None: all alike."""
+    """Weight of each component, above 0, in any unit. None: equal weights."""
 
     def __post_init__(self) -> None:
         for field in ("shuffle", "shuffle_window"):
             if getattr(self, field) is not None:
                 raise self._config_error(
-                    f"{field}={getattr(self, field)!r}; a mixture keeps the order of its turns, "
-                    f"set {field} on its components."
+                    field=field,
+                    value=getattr(self, field),
+                    expected="None, since a mixture has a fixed order",
+                    hint=f"Set {field} in the components.",
                 )
         super().__post_init__()
         self.shuffle = False
         if not self.endless:
             raise self._config_error(
-                "one epoch of a mixture is not defined; set eval_loop_num_batches, or evaluate on "
-                "each component by itself."
+                "a mixture has no epoch",
+                field="eval_loop_num_batches",
+                value=self.eval_loop_num_batches,
+                expected="a number of batches",
+                hint="To evaluate on all rows, evaluate on each component separately.",
             )
-        configs = checked_configs(self.components, "components", self._config_error)
-        self._schedule = schedule_of(configs, self.weights, self._config_error)
+        configs = check_configs(self, self.components, "components")
+        self._schedule = make_schedule(configs, self.weights, self._label)
         built = build_components(
             self,
             configs,
             field="components",
-            refuse=self._config_error,
             batch_sizes=dict.fromkeys(configs, self.local_batch_size),
         )
         self._readers = [self._checked(name, reader) for name, reader in built.items()]
@@ -98,25 +101,30 @@ class Mixture(IndexedInput):
         kind = type(reader).__qualname__
         if not isinstance(reader, IndexedInput):
             raise self._config_error(
-                f"components[{name!r}] is a {kind}, which has no rows by number; use StreamMixture."
+                field=f"components[{name!r}]",
+                value=kind,
+                expected="an IndexedInput, which reads rows by number",
+                hint="Use StreamMixture.",
             )
         if type(reader).get_next is not BaseInput.get_next:
             raise self._config_error(
-                f"components[{name!r}]: {kind} overrides get_next, but a mixture reads single rows "
-                "and would not call it; override _read_rows, or use StreamMixture."
+                field=f"components[{name!r}]",
+                value=kind,
+                expected="an input without its own get_next, which a mixture of rows does not call",
+                hint="Override _read_rows instead, or use StreamMixture.",
             )
         return reader
 
     def shares(self) -> dict[str, float]:
-        """The share of each component in the rows."""
+        """Return the share of each component in the rows."""
         return self._schedule.shares()
 
     @property
     def token_unit(self) -> str:  # type: ignore[override]
-        """That of the components."""
+        """Token unit of the components, which all have the same."""
         return self._readers[0].token_unit
 
-    # Rows of all components have one numbering: row n of component c is n * components + c.
+    # Row numbers of the mixture: row n of component c is n * components + c.
 
     def _num_rows(self) -> None:
         return None
@@ -155,9 +163,9 @@ class Mixture(IndexedInput):
         return self._finished(merge_rows(parts, turns), rows)
 
     def _read_batches_from(self, first: int) -> dict[int, _Pieces]:
-        """The next batches by their first positions; one read of all costs less than one of each.
+        """Read the next batches together, which costs less than reading each; keyed by position.
 
-        Nothing but positions decides what they hold, so they are right whatever happens between.
+        Batches depend on their positions alone, so they stay valid after a seek.
         """
         if not self._are_alike:
             self._check_components()
@@ -174,19 +182,19 @@ class Mixture(IndexedInput):
             ends = places.searchsorted(np.arange(len(firsts) + 1) * size).tolist()
             for batch, (start, stop) in zip(parts, itertools.pairwise(ends), strict=True):
                 if start < stop:
-                    batch.append(rows_between(read, start, stop))
+                    batch.append(slice_rows(read, start, stop))
         batches = zip(parts, turns.reshape(-1, size), rows.reshape(-1, size), strict=True)
         return {at: _Pieces(*batch) for at, batch in zip(firsts.tolist(), batches, strict=True)}
 
     def _check_components(self) -> None:
-        """Compares a row of each, so that unlike ones are known at once and not when they meet."""
+        """Compare a row of each component now, not at the first batch that holds both."""
         first_row = np.zeros(1, np.int64)
         names = self._schedule.names
         rows = {
             name: reader._read_rows(first_row)
             for name, reader in zip(names, self._readers, strict=True)
         }
-        check_alike(rows, "components", self._config_error)
+        check_same_rows(self, rows, "components")
         self._are_alike = True
 
     def _fingerprint(self) -> dict[str, Any]:
@@ -196,18 +204,18 @@ class Mixture(IndexedInput):
         return identity
 
     def text_tokenizer(self, key: str | None = None) -> Any:
-        """Return that of the first component; all have one vocabulary."""
+        """Return the tokenizer of the first component; all have one vocabulary."""
         return self._readers[0].text_tokenizer(key)
 
     def ids_to_strings(
         self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None
     ) -> list[str]:
-        """As the first component does; all have one vocabulary."""
+        """Return the text of token ids by the first component; all have one vocabulary."""
         return self._readers[0].ids_to_strings(ids, lengths, key)
 
     @property
     def num_skipped(self) -> int:
-        """Records that components could not read and left out."""
+        """Records that components skipped because they could not read them."""
         return sum(reader.num_skipped for reader in self._readers)
 
     def _close(self) -> None:

@@ -1,8 +1,8 @@
-"""MultiInput: several inputs at once, each batch holding one of each, as in Praxis.
+"""MultiInput: batches that hold one batch of each of several inputs, as in Praxis.
 
-Sharding wants one batch size for all arrays of a batch. So where the inputs have batches of 4 and 6
-rows, the outer batch is their greatest common divisor, 2, and the arrays are `[2, 2, ...]` and
-`[2, 3, ...]`: the model joins the two leading dimensions again.
+Sharding needs one leading dimension for all arrays of a batch. For inputs with batches of 4 and 6
+rows, the outer batch size is their greatest common divisor, 2, and the arrays are `[2, 2, ...]` and
+`[2, 3, ...]`. The model merges the two leading dimensions.
 """
 
 from __future__ import annotations
@@ -13,40 +13,37 @@ from typing import Any
 
 import numpy as np
 
+from layerkit.checks import check_choice, require
 from layerkit.config import Config, sub_config_field
-from layerkit.near_names import near_names
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.mixing.components import build_components, checked_configs
+from layerkit_inputs.mixing.components import build_components, check_configs
 from layerkit_inputs.mixing.composite_input import CompositeInput
 
 
 class MultiInput(CompositeInput):
-    """Batches of named inputs in one: field `web.ids` is `ids` of the input `web`.
+    """An input that merges batches of named inputs: `web.ids` is the field `ids` of input `web`.
 
-    Rows of an input's batches follow from its config: `batch_size`, or `percore_batch_size` beside
-    one here (twice as much makes two rows for each outer one), else as many as the outer batch. The
-    outer `batch_size`, where it is not set, is the greatest common divisor.
+    The batch size of an inner input is its `batch_size`, or follows from the ratio of its
+    `percore_batch_size` to the outer one (a ratio of 2 makes two rows per outer row), or is the
+    outer batch size. An unset outer `batch_size` is the greatest common divisor of the inner ones.
 
-    An epoch ends where those of the inputs do, which must be all at once: an evaluation that lost
-    the rest of the longer ones would be wrong.
+    The epochs of all inputs must end together; an evaluation that lost the rest of a longer input
+    would be wrong.
     """
 
     input_to_params: Mapping[str, Config] | None = sub_config_field(None)
-    """Configs of the inputs, by the name that they have in a batch. They are built with the place
-    among the hosts and the kind of pass given here."""
+    """Configs of the inputs by their name in a batch. They are built with the host and the kind of
+    pass of this input."""
     default_input: str | None = None
-    """Which input `ids_to_strings` asks, unless its key names one."""
+    """Input that `ids_to_strings` uses unless its key names one."""
 
     def __post_init__(self) -> None:
-        configs = checked_configs(self.input_to_params, "input_to_params", self._config_error)
+        configs = check_configs(self, self.input_to_params, "input_to_params")
         for name in configs:
-            if not name.isidentifier():
-                raise self._config_error(
-                    f"input_to_params: {name!r} cannot name a field of a batch."
-                )
-        if self.default_input is not None and self.default_input not in configs:
-            near = near_names(self.default_input, configs)
-            raise self._config_error(f"default_input={self.default_input!r} is no input{near}")
+            valid = name.isidentifier()
+            require(valid, self._label, "input_to_params", name, "names that are identifiers")
+        if self.default_input is not None:
+            check_choice(self._label, list(configs), default_input=self.default_input)
         found = {name: self._rows_of(name, config) for name, config in configs.items()}
         known_sizes = [size for size in found.values() if size is not None]
         if self.batch_size is None and len(known_sizes) == len(found):
@@ -56,35 +53,39 @@ class MultiInput(CompositeInput):
         for name, size in sizes.items():
             if size % self.local_batch_size:
                 raise self._config_error(
-                    f"input_to_params[{name!r}] has batches of {size} rows, which batch_size="
-                    f"{self.batch_size} does not divide."
+                    field=f"input_to_params[{name!r}].batch_size",
+                    value=size,
+                    expected=f"a multiple of batch_size={self.batch_size}",
                 )
         self._components = build_components(
             self,
             configs,
             field="input_to_params",
-            refuse=self._config_error,
             batch_sizes=sizes,
             one_vocabulary=False,
         )
 
     def _rows_of(self, name: str, config: Config) -> int | None:
-        """Rows of an input's batches on this host, as far as its config says."""
+        """Return the batch size of an input on this host, or None if its config has none."""
         if config.batch_size is not None:
             return config.batch_size
         if config.percore_batch_size is None:
             return None
+        field = f"input_to_params[{name!r}].percore_batch_size"
         if not self.percore_batch_size or self.batch_size is None:
             raise self._config_error(
-                f"input_to_params[{name!r}] sets percore_batch_size={config.percore_batch_size}, "
-                "but there is none here; set it in both, or batch_size in the input."
+                field=field,
+                value=config.percore_batch_size,
+                expected="None unless percore_batch_size is set in the outer input too",
+                hint="Set it in both, or set batch_size in the inner input.",
             )
         rows = self.batch_size * config.percore_batch_size / self.percore_batch_size
         if abs(rows - round(rows)) > 1e-6:
             raise self._config_error(
-                f"input_to_params[{name!r}] sets percore_batch_size={config.percore_batch_size}, "
-                f"which beside {self.percore_batch_size} here makes batches of {rows:g} rows; "
-                "expected a multiple."
+                field=field,
+                value=config.percore_batch_size,
+                expected=f"a multiple of percore_batch_size={self.percore_batch_size}; a batch "
+                f"would have {rows:g} rows",
             )
         return round(rows)
 
@@ -98,15 +99,15 @@ class MultiInput(CompositeInput):
                 ended.append(name)
         if ended and batches:
             raise self._config_error(
-                f"the epoch of {ended} is over, but {list(batches)} have more batches; evaluate on "
-                "each by itself, or set eval_loop_num_batches."
+                f"epochs have different lengths: {ended} ended before {list(batches)}",
+                hint="Evaluate on each input separately, or set eval_loop_num_batches.",
             )
         if ended:
             raise StopIteration
         return NestedMap({name: batch.transform(self._split) for name, batch in batches.items()})
 
     def _split(self, array: Any) -> np.ndarray:
-        """`[rows, ...]` as `[batch, rows / batch, ...]`."""
+        """Reshape `[rows, ...]` to `[batch, rows / batch, ...]`."""
         array = np.asarray(array)
         return array.reshape(self.local_batch_size, -1, *array.shape[1:])
 
@@ -119,16 +120,16 @@ class MultiInput(CompositeInput):
     def ids_to_strings(
         self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None
     ) -> list[str]:
-        """Text of token ids, as one of the inputs has it.
+        """Return the text of token ids by one of the inputs.
 
         Args:
-          ids: int `[batch, length]`, or as in a batch `[batch, rows, length]`.
-          lengths: int `[batch]`, or `[batch, rows]`.
-          key: Name of an input, or of one and a vocabulary of its own, such as `web.src`. None:
-            `default_input`.
+          ids: Token ids, int `[batch, length]`, or `[batch, rows, length]` as in a batch.
+          lengths: Number of tokens, int `[batch]` or `[batch, rows]`.
+          key: Name of an input, or of an input and its vocabulary, such as `web.src`. None: the
+            input `default_input`.
 
         Raises:
-          ValueError: it says no input and there is no default, or none of that name.
+          ConfigError: The key names no input and `default_input` is not set.
         """
         name, inner = self._component_of(key)
         ids = np.asarray(ids)
@@ -136,7 +137,7 @@ class MultiInput(CompositeInput):
         return self._components[name].ids_to_strings(flat, np.ravel(lengths), inner)
 
     def text_tokenizer(self, key: str | None = None) -> Any:
-        """Return that of the input which `key` names; None where it names none."""
+        """Return the tokenizer of the input that `key` names, or None if it names no input."""
         try:
             name, inner = self._component_of(key)
         except ValueError:
@@ -144,14 +145,12 @@ class MultiInput(CompositeInput):
         return self._components[name].text_tokenizer(inner)
 
     def _component_of(self, key: str | None) -> tuple[str, str | None]:
-        """Return the input that a key of `ids_to_strings` names, and the key for that input."""
+        """Return the name of the input in a key of `ids_to_strings`, and the key inside it."""
         name, _, inner = (key or self.default_input or "").partition(".")
         if name not in self._components and self.default_input is not None:
             name, inner = self.default_input, key or ""
         if name not in self._components:
-            known = near_names(name, self._components)
             raise self._config_error(
-                f"ids_to_strings(key={key!r}) says no input{known} Its inputs: "
-                f"{', '.join(self._components)}."
+                "ids_to_strings: unknown input", field="key", value=key, choices=self._components
             )
         return name, inner or None
