@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +32,12 @@ from flax import linen as nn
 
 from layerkit import nested_map
 from layerkit.config import (
+    MYPY,
     BaseHParams,
+    TypedHParams,
     adopt_hparams,
     build,
-    instance_field,
     is_config,
-    sub_config_field,
     target_of,
 )
 from layerkit.derived_fields import derive_fields
@@ -56,6 +56,9 @@ from layerkit.weights import (
     floating_dtype,
     unbox,
 )
+
+if TYPE_CHECKING:
+    from layerkit.config import HParamsDescriptor
 
 nested_map.register_pytree()
 
@@ -97,10 +100,9 @@ class _Theta:
         return self._layer.cast(weights[name])
 
 
-@dataclass_transform(
-    kw_only_default=True, field_specifiers=(sub_config_field, instance_field, dataclasses.field)
-)
-class BaseLayer(nn.Module, kw_only=True):
+# A call of `sub_config_field` is a plain default to type checkers, or they would require the field.
+@dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field,))
+class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
     """Base of every layer and model.
 
     Attributes:
@@ -117,7 +119,10 @@ class BaseLayer(nn.Module, kw_only=True):
         are one layer with one set of weights.
     """
 
-    HParams: ClassVar[type[BaseHParams]] = BaseHParams
+    if not TYPE_CHECKING:
+        HParams: ClassVar[type[BaseHParams]] = BaseHParams
+    elif not MYPY:
+        HParams: ClassVar = HParamsDescriptor()
     used_only_if: ClassVar[Conditions] = {}
     """Conditions under which fields have an effect; see `layerkit.field_checks`."""
 

@@ -24,14 +24,18 @@ import dataclasses
 import inspect
 import typing
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, Generic, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, TypeVar, dataclass_transform
 
 import fiddle as fdl
 
 from layerkit.field_types import convert_field, parameters_of, typed_fields
 from layerkit.near_names import near_names
 
+P = ParamSpec("P")
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+MYPY = False  # True to mypy alone
 
 _ROLE = "layerkit.role"
 _MAKE = "layerkit.make_default"
@@ -67,13 +71,13 @@ def _check_keyword(target: Any, name: str) -> None:
         raise UnknownFieldError(_unknown_field(target, name))
 
 
-class _Editable(Generic[T]):
+class _Editable(Generic[T_co]):
     """What `Config` and `Partial` have in common: checked names, defaults of their own."""
 
     __fn_or_cls__: Any
     __arguments__: dict[Any, Any]
 
-    def __init__(self, target: Callable[..., T], /, *args: Any, **fields: Any):
+    def __init__(self, target: Callable[..., T_co], /, *args: Any, **fields: Any):
         for name in fields:
             _check_keyword(target, name)
         super().__init__(target, *args, **fields)  # type: ignore[call-arg]
@@ -157,26 +161,26 @@ class _Editable(Generic[T]):
         return copy_config(self).set(**fields)
 
 
-class Config(_Editable[T], fdl.Config[T]):
+class Config(_Editable[T_co], fdl.Config[T_co]):
     """An editable description of the call `target(**fields)`.
 
     A keyword that `target` does not have is a TypeError, an attribute that it does not have an
     AttributeError, both at once and naming the nearest right one.
     """
 
-    def Instantiate(self, **overrides: Any) -> T:  # noqa: N802 - the name Pax's users know
+    def Instantiate(self, **overrides: Any) -> T_co:  # noqa: N802 - the name Pax's users know
         """Builds the described object, with `overrides` for this once."""
         return build(self, **overrides)
 
 
-class Partial(_Editable[T], fdl.Partial[T]):
+class Partial(_Editable[T_co], fdl.Partial[T_co]):
     """A description of a call with some arguments left to the caller.
 
     Building it gives a function; each call of that function builds afresh, so nested configs are
     never shared between calls.
     """
 
-    def Instantiate(self, **overrides: Any) -> Callable[..., T]:  # noqa: N802
+    def Instantiate(self, **overrides: Any) -> Callable[..., T_co]:  # noqa: N802
         """The function `(**more) -> target(**fields, **more)`."""
         return build(self, **overrides)
 
@@ -451,16 +455,56 @@ def _move_nested_fields(cls: type, nested: type, inherited: dict[str, Any]) -> d
     return annotations
 
 
-@dataclass_transform(
-    kw_only_default=True, field_specifiers=(sub_config_field, instance_field, dataclasses.field)
-)
-class Configurable:
+if TYPE_CHECKING:
+    # Type checkers learn the fields of `SomeClass.HParams.config(…)` from the signature of the
+    # class: mypy by a property of the metaclass, and pyright by a descriptor, over which a nested
+    # class `HParams` takes precedence.
+
+    class HParamsOf(Generic[P, T]):
+        """The `HParams` of a class as type checkers see it."""
+
+        def config(self, *args: P.args, **fields: P.kwargs) -> Config[T]:
+            """Return an editable config of the class."""
+
+        def partial(self, *args: Any, **fields: Any) -> Partial[T]:
+            """Return a config of a call that takes further arguments."""
+
+    class HParamsDescriptor:
+        """The attribute `HParams` of a class as pyright sees it."""
+
+        def __get__(self, instance: None, owner: Callable[P, T]) -> HParamsOf[P, T]:
+            """Return the `HParams` of a class."""
+
+    if MYPY:
+
+        class TypedHParams(type):
+            """The metaclass of classes with `HParams` as mypy sees it."""
+
+            @property
+            def HParams(cls: Callable[P, T]) -> HParamsOf[P, T]:  # noqa: N802
+                """The `HParams` of a class."""
+
+    else:
+
+        class TypedHParams(type):
+            """The metaclass of classes with `HParams` as pyright sees it."""
+
+else:
+    TypedHParams = type
+
+
+# A call of `sub_config_field` is a plain default to type checkers, or they would require the field.
+@dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field,))
+class Configurable(metaclass=TypedHParams):
     """Base of everything configurable that is not a layer: tasks, learners, inputs, schedules.
 
     A subclass becomes a keyword-only dataclass of its annotated fields and gets `HParams`.
     """
 
-    HParams: ClassVar[type[BaseHParams]] = BaseHParams
+    if not TYPE_CHECKING:
+        HParams: ClassVar[type[BaseHParams]] = BaseHParams
+    elif not MYPY:
+        HParams: ClassVar = HParamsDescriptor()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -14,6 +14,7 @@ import dataclasses
 import enum
 import functools
 import inspect
+import re
 import typing
 import warnings
 from typing import Any
@@ -30,6 +31,10 @@ from layerkit.type_converters import (
 
 # Fields that Flax adds to modules, which belong to no config.
 _HIDDEN_FIELDS = frozenset({"parent"})
+
+
+# The type at run time of a field whose value type checkers do not check.
+_BUILT = re.compile(r"^Annotated\[Any, (.*)\]$")
 
 
 class FieldTypeError(ConfigError, TypeError):
@@ -176,7 +181,7 @@ def _takes_text(text: str, annotation: str | None, *, untyped: bool) -> bool:
 
 def _mismatch(value: Any, annotation: str | None, **data: Any) -> FieldTypeError:
     choices = _choices(annotation) if annotation else ()
-    expected = None if choices else annotation and str(annotation)
+    expected = None if choices else annotation and _BUILT.sub(r"\1", annotation)
     return FieldTypeError(value=value, expected=expected, choices=choices, **data)
 
 

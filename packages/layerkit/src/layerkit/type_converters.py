@@ -91,6 +91,9 @@ def converter_of(kind: Any, modules: tuple[str, ...]) -> Converter | None:
     for attribute in ("__supertype__", "__value__"):  # of a NewType, and of a type alias
         if hasattr(kind, attribute):
             return converter_of(getattr(kind, attribute), modules)
+    if origin is typing.Annotated and arguments[0] is Any:
+        # `Annotated[Any, BaseModel]`: type checkers accept a config, which is built later.
+        return converter_of(arguments[1], modules)
     if origin in _TRANSPARENT or origin is typing.NotRequired:
         return converter_of(arguments[0], modules)
     if origin is typing.Literal:

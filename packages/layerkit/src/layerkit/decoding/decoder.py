@@ -16,7 +16,7 @@ any query attends to them. So a cache must have a slot per position and allow ov
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,7 @@ class Decoder(ConfiguredValue):
     max_decode_steps: int = 64
     min_decode_steps: int = 0
     eos_id: int | tuple[int, ...] | None = None
-    processors: tuple[LogitProcessor, ...] = ()
+    processors: Annotated[Any, tuple[LogitProcessor, ...]] = ()
 
     def __post_init__(self) -> None:
         """Check the fields."""

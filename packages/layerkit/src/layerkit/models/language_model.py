@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Annotated, Any, ClassVar
 
 from layerkit.base_layer import BaseLayer
 from layerkit.base_model import NATS_PER_TOKEN, BaseModel, Metrics
@@ -38,7 +38,7 @@ class LanguageModel(BaseModel):
 
     lm_tpl: Config[BaseLayer] = sub_config_field(TransformerLm.HParams)
     is_prefix_lm: bool = False
-    decoder: Decoder = instance_field(SampleDecoder.HParams)
+    decoder: Annotated[Any, Decoder] = instance_field(SampleDecoder.HParams)
 
     def setup(self) -> None:
         """Create the network."""

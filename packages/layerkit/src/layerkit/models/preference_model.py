@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +92,7 @@ class DpoModel(BaseModel):
     loss: str = "sigmoid"
     beta: float = 0.1
     label_smoothing: float = 0.0
-    decoder: Decoder = instance_field(SampleDecoder.HParams)
+    decoder: Annotated[Any, Decoder] = instance_field(SampleDecoder.HParams)
 
     def setup(self) -> None:
         """Check the fields and create the networks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ class SequenceModel(BaseModel):
     metric_units: ClassVar[Mapping[str, str]] = {"xent": NATS_PER_TOKEN}
 
     model_tpl: Config[BaseLayer] = sub_config_field(TransformerEncoderDecoder.HParams)
-    decoder: Decoder = instance_field(SampleDecoder.HParams)
+    decoder: Annotated[Any, Decoder] = instance_field(SampleDecoder.HParams)
     start_id: int = 0
 
     def setup(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated, Any
 
 from layerkit.checks import check_choice, check_integers, check_regexes
 from layerkit.config import Configurable, instance_field
@@ -90,7 +91,7 @@ class InitFrom(Configurable):
       ConfigError: `missing` or a pattern is not valid.
     """
 
-    sources: Sequence[Source] = instance_field(None)
+    sources: Annotated[Any, Sequence[Source]] = instance_field(None)
     draw: Sequence[str] = ()
     missing: str = "error"
     label: str = "task.initial_weights"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,8 +64,10 @@ class AuxiliaryOptimizer(Configurable):
 
     name: str = ""
     weights: Sequence[str] = ()
-    optimizer: optax.GradientTransformation | Callable[..., Any] | None = instance_field(None)
-    learning_rate: float | Callable[..., Any] | None = None
+    optimizer: Annotated[Any, optax.GradientTransformation | Callable[..., Any] | None] = (
+        instance_field(None)
+    )
+    learning_rate: Annotated[Any, float | Callable[..., Any] | None] = None
 
     def __post_init__(self) -> None:
         """Check the fields and make the transformation."""
@@ -113,9 +115,11 @@ class Learner(Configurable):
       ConfigError: Fields contradict each other, or a field is out of range.
     """
 
-    optimizer: optax.GradientTransformation | Callable[..., Any] | None = instance_field(None)
-    learning_rate: float | Callable[..., Any] | None = None
-    auxiliary_optimizers: Sequence[AuxiliaryOptimizer] = ()
+    optimizer: Annotated[Any, optax.GradientTransformation | Callable[..., Any] | None] = (
+        instance_field(None)
+    )
+    learning_rate: Annotated[Any, float | Callable[..., Any] | None] = None
+    auxiliary_optimizers: Annotated[Any, Sequence[AuxiliaryOptimizer]] = ()
     per_layer: bool | None = None
     clip_global_norm: float | None = None
     clip_per_tensor_norm: float | None = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -77,14 +77,14 @@ class SingleTask(Configurable):
     """
 
     name: str = "task"
-    model: BaseModel = instance_field(BaseModel)
-    train: TrainHParams = instance_field(TrainHParams)
+    model: Annotated[Any, BaseModel] = instance_field(BaseModel)
+    train: Annotated[Any, TrainHParams] = instance_field(TrainHParams)
     loss_name: str = "loss"
     loss_weights: Mapping[str, float] | None = None
-    vn: VariationalNoise | None = instance_field(None)
+    vn: Annotated[Any, VariationalNoise | None] = instance_field(None)
     metrics: Mapping[str, Any] | None = None
     summary_verbosity: int = DEFAULT_VERBOSITY
-    early_stopping: StoppingRule | None = instance_field(None)
+    early_stopping: Annotated[Any, StoppingRule | None] = instance_field(None)
     initial_weights: Any = instance_field(None)
 
     def __post_init__(self) -> None:

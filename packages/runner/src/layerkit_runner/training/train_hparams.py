@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
+from typing import Annotated, Any
 
 from layerkit.checks import check_choice, check_integers, check_sizes, require
 from layerkit.config import Configurable, instance_field
@@ -84,7 +85,7 @@ class TrainHParams(Configurable):
       ConfigError: A number is out of range, or fields contradict each other.
     """
 
-    learner: Learner = instance_field(Learner)
+    learner: Annotated[Any, Learner] = instance_field(Learner)
     num_train_steps: int = 10_000_000
     random_seed: int = 1234
     prng_impl: str = "threefry2x32"

@@ -120,7 +120,7 @@ class TransformerLmModel:
         """
         check_sizes(None, **{field: getattr(self, field) for field in _SIZES})
         check_choice(None, tuple(_NORMS), NORM=self.NORM)
-        norm = _NORMS[self.NORM].HParams.config(epsilon=self.NORM_EPSILON)
+        norm: Config = Config(_NORMS[self.NORM], epsilon=self.NORM_EPSILON)
         lm: Config = TransformerLm.HParams.config(
             vocab_size=self.VOCAB_SIZE,
             model_dims=self.MODEL_DIMS,
