@@ -16,8 +16,8 @@ compute dtype, the initialiser, `train`, and the sharding that the partitioner b
         def fprop(self, inputs):
             return inputs @ self.theta.w
 
-Since weights are made in `setup`, `layer.init(key)` needs no inputs; `layer.init(key, x)` makes the
-same weights, to the bit.
+Since `setup` creates the weights, `layer.init(key)` needs no inputs; `layer.init(key, x)` draws the
+same weights.
 """
 
 from __future__ import annotations
@@ -31,21 +31,16 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from layerkit import nested_map
-from layerkit.config import (
-    MYPY,
-    BaseHParams,
-    TypedHParams,
-    adopt_hparams,
-    build,
-    is_config,
-    target_of,
-)
+from layerkit.config import BaseHParams, adopt_hparams, build, is_config, target_of
+from layerkit.config import instance_field as instance_field
+from layerkit.config import sub_config_field as sub_config_field
 from layerkit.derived_fields import derive_fields
 from layerkit.diagnostics import naming_layer, unknown_name, warn_of_unset_train
 from layerkit.field_checks import Conditions, checking_fields
 from layerkit.sharding import BoundSharding
 from layerkit.shared_layers import SharedLayers
 from layerkit.summaries import DEFAULT_VERBOSITY, SUMMARIES, SUMMARY_ARRAYS, Kind, sow_summary
+from layerkit.typed_hparams import MYPY, TypedHParams
 from layerkit.weights import (
     WeightBox,
     WeightHParams,
@@ -58,7 +53,7 @@ from layerkit.weights import (
 )
 
 if TYPE_CHECKING:
-    from layerkit.config import HParamsDescriptor
+    from layerkit.typed_hparams import HParamsDescriptor
 
 nested_map.register_pytree()
 

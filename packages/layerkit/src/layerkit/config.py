@@ -24,18 +24,19 @@ import dataclasses
 import inspect
 import typing
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, dataclass_transform
 
 import fiddle as fdl
 
 from layerkit.field_types import convert_field, parameters_of, typed_fields
 from layerkit.near_names import near_names
+from layerkit.typed_hparams import MYPY, TypedHParams
 
-P = ParamSpec("P")
+if TYPE_CHECKING:
+    from layerkit.typed_hparams import HParamsDescriptor
+
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
-
-MYPY = False  # True to mypy alone
 
 _ROLE = "layerkit.role"
 _MAKE = "layerkit.make_default"
@@ -453,44 +454,6 @@ def _move_nested_fields(cls: type, nested: type, inherited: dict[str, Any]) -> d
         if name in annotations:
             setattr(cls, name, value)
     return annotations
-
-
-if TYPE_CHECKING:
-    # Type checkers learn the fields of `SomeClass.HParams.config(…)` from the signature of the
-    # class: mypy by a property of the metaclass, and pyright by a descriptor, over which a nested
-    # class `HParams` takes precedence.
-
-    class HParamsOf(Generic[P, T]):
-        """The `HParams` of a class as type checkers see it."""
-
-        def config(self, *args: P.args, **fields: P.kwargs) -> Config[T]:
-            """Return an editable config of the class."""
-
-        def partial(self, *args: Any, **fields: Any) -> Partial[T]:
-            """Return a config of a call that takes further arguments."""
-
-    class HParamsDescriptor:
-        """The attribute `HParams` of a class as pyright sees it."""
-
-        def __get__(self, instance: None, owner: Callable[P, T]) -> HParamsOf[P, T]:
-            """Return the `HParams` of a class."""
-
-    if MYPY:
-
-        class TypedHParams(type):
-            """The metaclass of classes with `HParams` as mypy sees it."""
-
-            @property
-            def HParams(cls: Callable[P, T]) -> HParamsOf[P, T]:  # noqa: N802
-                """The `HParams` of a class."""
-
-    else:
-
-        class TypedHParams(type):
-            """The metaclass of classes with `HParams` as pyright sees it."""
-
-else:
-    TypedHParams = type
 
 
 # A call of `sub_config_field` is a plain default to type checkers, or they would require the field.
