@@ -15,6 +15,7 @@ import threading
 import time
 from pathlib import Path
 
+import layerkit
 import layerkit_runner
 from layerkit_runner.distributed.forced_exit import finished_within
 from layerkit_runner.distributed.peer_monitor import Identity
@@ -72,7 +73,7 @@ class PeerMonitor:
         inherited = [task.control, *streams, *([] if listener is None else [listener.fileno()])]
         self._program = subprocess.Popen(
             [sys.executable, "-S", "-m", PROGRAM],
-            env={**os.environ, "PYTHONPATH": os.fspath(Path(layerkit_runner.__file__).parents[1])},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(_import_path())},
             stdin=subprocess.PIPE,
             pass_fds=inherited,
             start_new_session=True,
@@ -152,6 +153,14 @@ class PeerMonitor:
         for target, descriptor in saved.items():
             os.dup2(descriptor, target)
             os.close(descriptor)
+
+
+def _import_path() -> list[str]:
+    """Return the folders of the packages that the peer monitor imports.
+
+    It runs without `site`, which saves start-up time but ignores the links of editable installs.
+    """
+    return [os.path.dirname(module.__path__[0]) for module in (layerkit_runner, layerkit)]
 
 
 def _pass_on_rest(stream: int, target: int) -> None:
