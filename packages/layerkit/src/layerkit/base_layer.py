@@ -1,9 +1,9 @@
 """BaseLayer: a Flax Linen module whose annotated fields are its hyperparameters.
 
 A layer creates its weights (`create_variable`) and children (`create_child`) in `setup` and
-computes in `fprop`. From parent to child flow, unless the child sets its own: the weight dtype, the
-compute dtype, the initialiser, `train`, and the sharding that the partitioner bound. So a user's
-`fprop(x)` needs no plumbing, and training and evaluation are two static variants of the same model.
+computes in `fprop`. A child inherits the weight dtype, the compute dtype, the initializer, `train`
+and the sharding from its parent, unless it sets its own. Training and evaluation are two static
+variants of one model.
 
     class Linear(BaseLayer):
         input_dims: int = 0
@@ -65,7 +65,7 @@ CACHE = "cache"
 # Flax's name for state whose "gradient" is its next value, such as the scales of fp8 products.
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 
-# All of them: what runs copies of a layer stacks these.
+# Collections that layers with copies, such as `Repeat`, stack.
 COLLECTIONS = (
     *(PARAMS, NON_TRAINABLE, OVERWRITE_WITH_GRADIENT),
     *(AUX_LOSS, SUMMARIES, SUMMARY_ARRAYS, CACHE),
@@ -74,15 +74,15 @@ COLLECTIONS = (
 # The random stream that layers draw from while training (dropout and the like).
 RANDOM = "random"
 
-# Methods in whose errors a layer is named.
+# Methods whose errors name the layer.
 _NAMED_IN_ERRORS = frozenset({"setup", "fprop", "extend_step", "init_cache", "decode"})
 
-# Fields that a child takes from its parent when it does not set its own.
+# Fields that a child inherits from its parent if it does not set its own.
 INHERITED_FIELDS = ("dtype", "fprop_dtype", "params_init", "train", "sharding")
 
 
 class _Theta:
-    """Reads the weights of one layer, cast to its compute dtype."""
+    """The weights of a layer as attributes, cast to its compute dtype."""
 
     def __init__(self, layer: BaseLayer):
         self._layer = layer
@@ -101,17 +101,17 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
     """Base of every layer and model.
 
     Attributes:
-      dtype: Of the weights; float32 if nobody above sets it.
-      fprop_dtype: Of the computation, to which weights and activations are cast; float32 if nobody
-        above sets it.
-      params_init: Initialiser of weights that do not name their own; Xavier if nobody sets it.
-      train: Whether this is the training variant. Set it on a clone of the model:
-        `model.clone(train=True)` has dropout, noise, capacities of experts and moving statistics,
-        `model.clone(train=False)` has not. None inherits the value; if nobody sets it, the model
-        evaluates, and warns where `aux_loss` is mutable, as it is in a training step.
-      sharding: Mesh and rules, set by the partitioner; without them constraints do nothing.
-      shared_weight_id: Children with the same id, made from equal configs anywhere in one model,
-        are one layer with one set of weights.
+      dtype: Dtype of the weights. None inherits it; float32 if no parent sets it.
+      fprop_dtype: Dtype of the computation, to which weights and activations are cast. None
+        inherits it; float32 if no parent sets it.
+      params_init: Initializer of weights without their own. None inherits it; Xavier if no parent
+        sets it.
+      train: True for the training variant, with dropout, noise, expert capacities and moving
+        statistics; set it on a clone, `model.clone(train=True)`. None inherits it. A model without
+        a value evaluates, and warns if `aux_loss` is mutable, as in a training step.
+      sharding: Mesh and rules, set by the partitioner; constraints do nothing without them.
+      shared_weight_id: Id of shared weights. Children of one model with the same id, created from
+        equal configs, are one layer with one set of weights.
     """
 
     if not TYPE_CHECKING:
@@ -129,6 +129,7 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
     shared_weight_id: str | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Add `HParams`, and wrap methods so that fields are checked and errors name the layer."""
         adopt_hparams(cls)
         if "setup" in vars(cls):
             cls.setup = checking_fields(cls.setup)  # type: ignore[method-assign]
@@ -136,27 +137,28 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
             setattr(cls, name, naming_layer(getattr(cls, name)))
         super().__init_subclass__(kw_only=True, **kwargs)
 
-    # What a subclass writes.
+    # Methods that a subclass defines.
 
     @checking_fields
     def setup(self) -> None:
-        """Creates weights and children."""
+        """Create weights and children."""
 
     def fprop(self, *args: Any, **kwargs: Any) -> Any:
-        """Computes the outputs."""
+        """Compute the outputs."""
         raise NotImplementedError(f"{type(self).__qualname__} does not define fprop")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run `fprop`."""
         return self.fprop(*args, **kwargs)
 
-    # What a subclass calls in setup.
+    # Methods that a subclass calls in setup.
 
     @nn.nowrap
     def create_variable(self, name: str, weight: WeightHParams, *, trainable: bool = True) -> None:
-        """Creates a weight, to be read as `self.theta.<name>`.
+        """Create a weight, to be read as `self.theta.<name>`.
 
         Args:
-          name: Its name in the tree of weights.
+          name: Name in the tree of weights.
           weight: Shape, logical axes, initialiser and dtype.
           trainable: False for state such as moving statistics, read and written with `get_var` and
             `update_var`.
@@ -193,30 +195,30 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
 
     @nn.nowrap
     def create_child(self, name: str, template: Any, **overrides: Any) -> None:
-        """Makes a child of a template, to be used as `self.<name>`.
+        """Create a child from a template, to be used as `self.<name>`.
 
         Args:
           name: Attribute and path of the child.
-          template: A config of a layer; each call makes a layer with weights of its own, unless it
-            carries a `shared_weight_id`.
-          **overrides: Fields of the child that this layer decides.
+          template: Config of a layer. Each call creates a layer with its own weights, unless the
+            config has a `shared_weight_id`.
+          **overrides: Fields of the child that this layer derives.
 
         Raises:
-          TypeError: not a config of a layer.
-          ValueError: an explicit value in the template contradicts an override.
+          TypeError: The template is not the config of a layer.
+          ConfigError: An explicit value in the template contradicts an override.
         """
         setattr(self, name, self._make_child(name, template, overrides))
 
     @nn.nowrap
     def create_children(self, name: str, templates: Sequence[Any], **overrides: Any) -> None:
-        """Like `create_child` for a list: `self.<name>[i]`, with paths `<name>_<i>`."""
+        """Create a list of children, `self.<name>[i]`, with paths `<name>_<i>`."""
         made = [
             self._make_child(f"{name}_{index}", template, overrides)
             for index, template in enumerate(templates)
         ]
         setattr(self, name, made)
 
-    # What a subclass calls in fprop.
+    # Methods that a subclass calls in fprop.
 
     @property
     @nn.nowrap
@@ -226,16 +228,16 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
 
     @nn.nowrap
     def get_var(self, name: str) -> jax.Array:
-        """The value, `[...]`, of a variable made with `trainable=False`; or an AttributeError."""
+        """Return the value, `[...]`, of a variable that was created with `trainable=False`."""
         return unbox(self._variable(name).value)
 
     @nn.nowrap
     def update_var(self, name: str, value: jax.Array) -> None:
-        """Sets a variable created with `trainable=False`; initialisation leaves it as it starts.
+        """Set a variable that was created with `trainable=False`, except during initialization.
 
         Args:
-          name: Of the variable.
-          value: `[...]` of the shape that was declared; cast to the dtype that was declared.
+          name: Name of the variable.
+          value: Value `[...]` of the declared shape; it is cast to the declared dtype.
 
         Raises:
           AttributeError: there is no such variable; the near ones are named.
@@ -258,7 +260,7 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
 
     @nn.nowrap
     def add_aux_loss(self, name: str, value: jax.Array) -> None:
-        """Adds a scalar to the loss that the model is trained on.
+        """Add a scalar to the training loss.
 
         Raises:
           ValueError: training without a mutable collection, where it would be lost in silence.
@@ -281,10 +283,10 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
         kind: Kind = "scalar",
         verbosity: int = DEFAULT_VERBOSITY,
     ) -> None:
-        """Reports a value for the curves, where somebody collects them; all are kept.
+        """Report a value, if summaries are collected.
 
         Args:
-          name: Below that of the layer.
+          name: Name below that of the layer.
           value: A scalar (an array counts as its mean); for `histogram` any array; for `image`
             `[rows, height, width, channels]`, uint8 or from 0 to 1, of which a few rows are kept.
           kind: `scalar`, `histogram` or `image`. The last two are computed at summary steps alone.
@@ -297,7 +299,7 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
 
     @nn.nowrap
     def next_prng_key(self, stream: str = RANDOM) -> jax.Array:
-        """A scalar key of its own for this layer, call and step.
+        """Return a scalar key that is unique to this layer, call and step.
 
         Raises:
           ValueError: the caller gave no key for the stream.
@@ -310,7 +312,7 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
 
     @nn.nowrap
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Lays `x` `[...]` out by logical axis names, one a dimension; a no-op outside a mesh."""
+        """Constrain the layout of `x` `[...]` by one logical axis name per dimension, in a mesh."""
         sharding = self.inherited("sharding")
         if sharding is None:
             return x
@@ -318,7 +320,7 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
 
     @nn.nowrap
     def cast(self, x: jax.Array) -> jax.Array:
-        """`x` `[...]` in the compute dtype, if it is floating."""
+        """Return `x` `[...]`, cast to the compute dtype if it is floating."""
         x = jnp.asarray(x)  # NumPy promotes bfloat16 to float32 where JAX does not
         if jnp.issubdtype(x.dtype, jnp.floating):
             return x.astype(self.compute_dtype)
@@ -335,7 +337,7 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
     @property
     @nn.nowrap
     def is_training(self) -> bool:
-        """Whether this is the training variant.
+        """True in the training variant.
 
         Read it last in a condition: a model that reads it, and whose `train` nobody set, warns.
         """
@@ -345,14 +347,14 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
     @property
     @nn.nowrap
     def path_name(self) -> str:
-        """Where this layer sits, for messages: `TransformerLm(lm/softmax)`."""
+        """Class and path of this layer for messages: `TransformerLm(lm/softmax)`."""
         # Flax tries the setup of a layer in a loop first on its own, without a path.
         path = "/".join(self.path) if self.scope is not None else ""
         return f"{type(self).__qualname__}({path or self.name or ''})"
 
     @nn.nowrap
     def inherited(self, field: str) -> Any:
-        """The value of an inherited field: this layer's own, else that of the nearest above."""
+        """Return the value of a field of this layer, or of its nearest parent that sets it."""
         value = getattr(self, field)
         if value is None and isinstance(self.parent, BaseLayer):
             return self.parent.inherited(field)
@@ -362,7 +364,7 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
 
     @nn.nowrap
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Draws the weights.
+        """Draw the weights.
 
         Args:
           rngs: A key, or a dict of keys by stream.
@@ -378,7 +380,7 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
     def init_boxed(
         self, rngs: Any, *args: Any, method: str | Callable[..., Any] | None = None, **kwargs: Any
     ) -> Any:
-        """Like `init`, each weight still in a box with its logical axes."""
+        """Draw the weights as `init` does, each in a box with its logical axes."""
         run = method or (type(self).__call__ if args or kwargs else None)
 
         def create(layer: BaseLayer, *args: Any, **kwargs: Any) -> None:
@@ -398,11 +400,9 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
         return {PARAMS: variables.get(PARAMS, {}), **kept}
 
     def create_weights(self) -> None:
-        """Creates the weights of this layer and of all layers below it, without inputs."""
+        """Create the weights of this layer and of all layers below it, without inputs."""
         for child in self._all_children():
             child.create_weights()
-
-    # Inside.
 
     @nn.nowrap
     def _variable(self, name: str) -> Any:
@@ -424,7 +424,7 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
         return floating_dtype(self.inherited(field), field=field, owner=self.path_name)
 
     def _set_up(self) -> None:
-        """Runs `setup` if it has not run yet, which Flax does before any method of a layer.
+        """Run `setup` if it has not run yet, which Flax does before any method of a layer.
 
         A parent may read a weight of a child without having called it.
         """
@@ -440,7 +440,7 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
 
     @nn.nowrap
     def _all_children(self) -> list[BaseLayer]:
-        """The layers in fields and those that `setup` assigned, also within lists and dicts."""
+        """Return the layers in fields and those that `setup` assigned, also in lists and dicts."""
         values = [value for name, value in vars(self).items() if not name.startswith("_")]
         leaves = jax.tree.leaves(values, is_leaf=is_config)
         found: list[Any] = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
@@ -455,7 +455,7 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
 
     @nn.nowrap
     def _refuse_contradiction(self, child: BaseLayer) -> None:
-        """A layer shared by two parents must inherit the same from both."""
+        """Raise an error if a shared layer would inherit different values from its parents."""
         for field in INHERITED_FIELDS:
             if getattr(child, field) is None and child.inherited(field) != self.inherited(field):
                 raise ValueError(

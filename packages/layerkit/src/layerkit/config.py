@@ -1,20 +1,18 @@
-"""Configuration: every layer, task, learner and input is described before it is built.
+"""Configuration: editable descriptions of layers, tasks, learners and inputs.
 
-A `Config` is an editable description of a call (Fiddle's `Config`, with errors that name the
-nearest right field). `build` turns it into the object. Two roles decide what happens to a config
-that sits in a field of another one:
+A `Config` is an editable description of a call: Fiddle's `Config`, which also checks the names and
+the types of fields. `build` creates the object. A config in a field of another one has one of two
+roles:
 
-* a **template** (`sub_config_field`) is a recipe: `build` leaves it as it is, and the layer that
-  owns the field makes as many children of it as it likes, each with weights of its own;
-* everything else is **built** with its parent, once per config object: the same object in two
+* A **template** (`sub_config_field`) stays a config. The layer that owns the field creates children
+  from it, each with its own weights.
+* Any other config is **built** with its parent, once per config object: the same object in two
   fields becomes one shared object.
 
-A class says what can be configured by annotated fields, or, as Praxis did, by a nested class
-`HParams(BaseHParams)`; both end as the same dataclass fields and the same
-`Class.HParams.config(…)`.
+A class declares its fields by annotations, or, as in Praxis, by a nested class
+`HParams(BaseHParams)`. Both become dataclass fields and `Class.HParams.config(…)`.
 
-This module imports neither JAX nor Flax, so that a command line or a data worker can use it
-cheaply, and it is the only one that knows Fiddle's insides.
+This module imports neither JAX nor Flax, so that command lines and data workers can use it.
 """
 
 from __future__ import annotations
@@ -45,11 +43,11 @@ _FROZEN = "__frozen__"
 
 
 class UnknownFieldError(AttributeError, TypeError):
-    """A field that a class does not have; the message names the nearest right one."""
+    """A field that a class does not have; the message suggests the nearest names."""
 
 
 def field_names(target: Any) -> list[str]:
-    """Names that a config of `target` (a class or function) may set."""
+    """Return the names that a config of `target`, a class or function, may set."""
     if isinstance(target, fdl.Buildable):
         target = fdl.get_callable(target)
     return list(typed_fields(target))
@@ -73,7 +71,7 @@ def _check_keyword(target: Any, name: str) -> None:
 
 
 class _Editable(Generic[T_co]):
-    """What `Config` and `Partial` have in common: checked names, defaults of their own."""
+    """Base of `Config` and `Partial`, which checks names and types and copies defaults."""
 
     __fn_or_cls__: Any
     __arguments__: dict[Any, Any]
@@ -85,7 +83,7 @@ class _Editable(Generic[T_co]):
         self._fill_default_factories()
 
     def _fill_default_factories(self) -> None:
-        """Gives this config sub-configs and containers of its own, so that they can be edited."""
+        """Create sub-configs and containers that belong to this config and can be edited."""
         if not dataclasses.is_dataclass(self.__fn_or_cls__):
             return
         for field in dataclasses.fields(self.__fn_or_cls__):
@@ -136,9 +134,9 @@ class _Editable(Generic[T_co]):
             _check_keyword(self.__fn_or_cls__, name)
         return super().__getattr__(name)  # type: ignore[misc]
 
-    # A module whose fields hold configs is a key of JAX's caches. Equal configs have equal targets,
-    # whatever is edited; and what `build` put into a module cannot be edited any more, or a cache
-    # would go on with the program of before.
+    # A module whose fields hold configs is a key of JAX's caches. The hash depends on the target
+    # alone, which no edit changes. Configs in a built module are frozen, since an edit would leave
+    # a stale program in a cache.
     def __hash__(self) -> int:
         return hash(self.__fn_or_cls__)
 
@@ -146,7 +144,7 @@ class _Editable(Generic[T_co]):
         return super().__eq__(other)
 
     def set(self, **fields: Any) -> typing.Self:
-        """Sets several fields and returns this config."""
+        """Set several fields, or none if one of them is wrong, and return this config."""
         for name, value in fields.items():
             _check_keyword(self.__fn_or_cls__, name)
             convert_field(self.__fn_or_cls__, name, value)
@@ -155,9 +153,9 @@ class _Editable(Generic[T_co]):
         return self
 
     def clone(self, **fields: Any) -> typing.Self:
-        """A copy that can be edited without touching this one, with `fields` set.
+        """Return an independent copy with `fields` set.
 
-        This is also the way to change the config of a built object, which is itself fixed.
+        The config of a built object is frozen; edit a clone of it.
         """
         return copy_config(self).set(**fields)
 
@@ -165,49 +163,49 @@ class _Editable(Generic[T_co]):
 class Config(_Editable[T_co], fdl.Config[T_co]):
     """An editable description of the call `target(**fields)`.
 
-    A keyword that `target` does not have is a TypeError, an attribute that it does not have an
-    AttributeError, both at once and naming the nearest right one.
+    An unknown field raises `UnknownFieldError`, and a value of another type `FieldTypeError`, when
+    it is assigned.
     """
 
     def Instantiate(self, **overrides: Any) -> T_co:  # noqa: N802 - the name Pax's users know
-        """Builds the described object, with `overrides` for this once."""
+        """Build the described object with `overrides`, which do not change this config."""
         return build(self, **overrides)
 
 
 class Partial(_Editable[T_co], fdl.Partial[T_co]):
     """A description of a call with some arguments left to the caller.
 
-    Building it gives a function; each call of that function builds afresh, so nested configs are
-    never shared between calls.
+    `build` returns a function. Each call of that function builds nested configs again, so they are
+    not shared between calls.
     """
 
     def Instantiate(self, **overrides: Any) -> Callable[..., T_co]:  # noqa: N802
-        """The function `(**more) -> target(**fields, **more)`."""
+        """Return the function `(**more) -> target(**fields, **more)`."""
         return build(self, **overrides)
 
 
 def target_of(config: fdl.Buildable) -> Any:
-    """The class or function that `config` describes a call of."""
+    """Return the class or function that `config` describes a call of."""
     return fdl.get_callable(config)
 
 
 def is_config(value: Any) -> bool:
-    """Whether `value` is a `Config` or `Partial` (also a plain Fiddle one)."""
+    """Return True for a `Config` or `Partial`, also a plain one of Fiddle."""
     return isinstance(value, fdl.Buildable)
 
 
 def assigned_fields(config: fdl.Buildable) -> dict[str, Any]:
-    """Fields of `config` that carry a value of their own (sub-configs always do).
+    """Return the fields of `config` that were assigned, and its sub-configs.
 
-    Arguments that only a position can name have their number as key.
+    The key of a positional argument without a name is its index.
     """
     return dict(config.__arguments__)
 
 
 def _map_containers(value: Any, visit: Callable[[Any], Any]) -> Any:
-    """Applies `visit` to the elements of plain lists, tuples and dicts; other values stay."""
+    """Apply `visit` to the elements of a list, tuple or dict; return other values unchanged."""
     if isinstance(value, dict):
-        copied = copy.copy(value)  # whatever else a kind of dict carries, such as a default factory
+        copied = copy.copy(value)  # keeps attributes of subclasses, such as a default factory
         copied.update({key: visit(item) for key, item in value.items()})
         return copied
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -218,9 +216,9 @@ def _map_containers(value: Any, visit: Callable[[Any], Any]) -> Any:
 
 
 def copy_config(config: T) -> T:
-    """Copies a graph of configs; values that are not configs or containers are kept as they are.
+    """Copy a graph of configs and containers; other values are shared with the copy.
 
-    The copies can be edited, also those of configs that belong to a built object.
+    The copies can be edited, even if the originals are frozen.
     """
     copies: dict[int, Any] = {}
 
@@ -237,7 +235,7 @@ def copy_config(config: T) -> T:
 
 
 def walk_configs(value: Any) -> Iterator[fdl.Buildable]:
-    """Every config in `value`, itself first, through fields and plain containers."""
+    """Yield each config in `value`, outer ones first, through fields and containers."""
     if isinstance(value, fdl.Buildable):
         yield value
         value = list(value.__arguments__.values())
@@ -249,7 +247,7 @@ def walk_configs(value: Any) -> Iterator[fdl.Buildable]:
 
 
 def _freeze(template: T) -> T:
-    """Makes the configs in a value that a built object keeps refuse to be edited."""
+    """Freeze the configs in a value that a built object holds."""
     for config in walk_configs(template):
         if isinstance(config, _Editable):
             object.__setattr__(config, _FROZEN, True)
@@ -259,7 +257,7 @@ def _freeze(template: T) -> T:
 def _split_positional(
     node: fdl.Buildable, arguments: dict[Any, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """What to pass by position, such as a variable number of arguments, and what by name."""
+    """Return the positional and the named arguments of a call."""
     return node.__signature_info__.transform_to_args_kwargs(arguments)
 
 
@@ -271,18 +269,18 @@ def _template_fields(target: Any) -> frozenset[str]:
 
 
 def build(config: fdl.Buildable, /, **overrides: Any) -> Any:
-    """Builds the object that `config` describes.
+    """Build the object that `config` describes.
 
     Args:
-      config: What to build. It is not changed, and later edits of it do not reach the result.
-      **overrides: Fields that differ for this once.
+      config: Description of the object, which later edits of the config do not affect.
+      **overrides: Fields that replace those of `config`.
 
     Returns:
-      The built object; for a `Partial` a function that builds at each call. Templates in it can be
-      read and cloned, but not edited.
+      The built object; for a `Partial`, a function that builds at each call. Templates in the
+      object are frozen: they can be read and cloned.
 
     Raises:
-      TypeError: `config` is not a config, or a required field is missing.
+      TypeError: `config` is not a config, or a required field has no value.
     """
     if not isinstance(config, fdl.Buildable):
         raise TypeError(f"build() needs a Config or a Partial, got {config!r}")
@@ -339,7 +337,7 @@ def _check_required(target: Any, arguments: dict[str, Any]) -> None:
 def _default_config(hparams: Any, overrides: dict[str, Any]) -> Config | None:
     if hparams is None:
         return None
-    # Each default is edited on its own.
+    # Configs of one class must not share a default.
     overrides = {n: value.clone() if is_config(value) else value for n, value in overrides.items()}
     if isinstance(hparams, type) and issubclass(hparams, BaseHParams):
         return hparams.config(**overrides)
@@ -347,12 +345,12 @@ def _default_config(hparams: Any, overrides: dict[str, Any]) -> Config | None:
 
 
 def sub_config_field(hparams: Any, **overrides: Any) -> Any:
-    """A field that holds a *template*: a config which stays un-built until its owner uses it.
+    """Declare a field that holds a *template*: a config that `build` leaves unchanged.
 
     Args:
-      hparams: `SomeLayer.HParams` (or the class itself) whose config is the default, or None for
-        "no default".
-      **overrides: Fields of that default.
+      hparams: `SomeLayer.HParams`, or the class, whose config is the default; None for the default
+        None.
+      **overrides: Fields of the default.
     """
 
     def make() -> Config | None:
@@ -364,11 +362,11 @@ def sub_config_field(hparams: Any, **overrides: Any) -> Any:
 
 
 def instance_field(hparams: Any, **overrides: Any) -> Any:
-    """A field whose value is *built* together with its owner.
+    """Declare a field whose config is *built* together with its owner.
 
     Args:
-      hparams: `SomeClass.HParams` (or the class itself) whose config is the default, or None.
-      **overrides: Fields of that default.
+      hparams: `SomeClass.HParams`, or the class, whose config is the default; or None.
+      **overrides: Fields of the default.
     """
 
     def make() -> Config | None:
@@ -388,23 +386,23 @@ class BaseHParams:
 
     @classmethod
     def config(cls, **fields: Any) -> Config[Any]:
-        """An editable config of the class that this `HParams` belongs to."""
+        """Return an editable config of the class that this `HParams` belongs to."""
         return Config(cls._target, **fields)
 
     @classmethod
     def partial(cls, **fields: Any) -> Partial[Any]:
-        """Like `config`, for a call that takes further arguments."""
+        """Return a config of a call that takes further arguments."""
         return Partial(cls._target, **fields)
 
 
 def adopt_hparams(cls: type) -> None:
-    """Gives `cls` its own `HParams` and makes the annotations of a nested one fields of `cls`.
+    """Add `HParams` to `cls` and turn the annotations of a nested one into fields of `cls`.
 
-    Call it while the class is made, before it becomes a dataclass. An assignment without annotation
-    to an inherited field changes that field's default (plain dataclasses would ignore it).
+    Call it before the class becomes a dataclass. An assignment without an annotation changes the
+    default of an inherited field, which plain dataclasses would ignore.
 
     Raises:
-      TypeError: a nested `HParams` assigns a name that nobody declared.
+      TypeError: A nested `HParams` assigns an undeclared name.
     """
     own_annotations = dict(inspect.get_annotations(cls))
     inherited: dict[str, Any] = {}
@@ -414,7 +412,7 @@ def adopt_hparams(cls: type) -> None:
     nested = cls.__dict__.get("HParams")
     base_hparams = [b.HParams for b in cls.__bases__ if hasattr(b, "HParams")] or [BaseHParams]
     if nested is not None:
-        # What a base class made fields of is inherited; moved again it would undo later defaults.
+        # Fields of base classes are inherited; moving them again would undo later defaults.
         done = {source for base in base_hparams for source in base.__mro__}
         for source in reversed(nested.__mro__):
             if source in done or source.__dict__.get("_target", nested) is not nested:
@@ -459,7 +457,7 @@ def _move_nested_fields(cls: type, nested: type, inherited: dict[str, Any]) -> d
 # A call of `sub_config_field` is a plain default to type checkers, or they would require the field.
 @dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field,))
 class Configurable(metaclass=TypedHParams):
-    """Base of everything configurable that is not a layer: tasks, learners, inputs, schedules.
+    """Base of configurable classes other than layers: tasks, learners, inputs and schedules.
 
     A subclass becomes a keyword-only dataclass of its annotated fields and gets `HParams`.
     """
@@ -470,12 +468,14 @@ class Configurable(metaclass=TypedHParams):
         HParams: ClassVar = HParamsDescriptor()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Turn the subclass into a dataclass with `HParams`."""
         super().__init_subclass__(**kwargs)
         adopt_hparams(cls)
-        # Identity is what equality means for things with state; a subclass may define its own.
+        # Objects with state are equal only if they are identical; a subclass may define `__eq__`.
         dataclasses.dataclass(kw_only=True, eq=False, repr=False)(cls)
 
     def __repr__(self) -> str:
+        """Return the class with the values of its fields."""
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
         inner = ", ".join(f"{f.name}={getattr(self, f.name, None)!r}" for f in fields if f.init)
         return f"{type(self).__qualname__}({inner})"

@@ -1,8 +1,8 @@
 """NestedMap: a dict whose string keys can be read and set as attributes.
 
-Batches, weights and per-example outputs are NestedMaps. JAX treats them as pytrees (children in
-sorted key order, like a plain dict), but this module does not import JAX: it registers the class as
-soon as JAX is there.
+Batches, weights and per-example outputs are NestedMaps. JAX treats them as pytrees with children in
+sorted key order, as a plain dict. This module does not import JAX; the class is registered when JAX
+has been imported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _registered = False
 
 
 def register_pytree() -> None:
-    """Registers NestedMap with JAX, once, where JAX has been imported."""
+    """Register NestedMap with JAX, once, if JAX has been imported."""
     global _registered
     jax_tree_util = sys.modules.get("jax.tree_util")
     if _registered or jax_tree_util is None or not hasattr(jax_tree_util, "DictKey"):
@@ -47,6 +47,7 @@ class MissingKeyError(KeyError, AttributeError):
     """A key that a NestedMap does not have; the message names the keys that it has."""
 
     def __str__(self) -> str:
+        """Return the message without the quotes of a KeyError."""
         return str(self.args[0])
 
 
@@ -67,28 +68,34 @@ class NestedMap(dict):
     __slots__ = ()
 
     def __init__(self, *args: Any, **kwargs: Any):
+        """Create a map as `dict` does."""
         super().__init__(*args, **kwargs)
         for key in self:
             _check_key(key)
         register_pytree()
 
     def __setitem__(self, key: str, value: Any) -> None:
+        """Set a key, which must be an identifier."""
         _check_key(key)
         super().__setitem__(key, value)
 
     def __getattr__(self, key: str) -> Any:
+        """Return the value of a key."""
         return self[key]
 
     def __missing__(self, key: Any) -> Any:
+        """Raise an error that suggests the nearest keys."""
         valid = [name for name in self if isinstance(name, str)]
         raise MissingKeyError(
             f"NestedMap has no key {key!r}{near_names(str(key), valid)} Its keys: {sorted(valid)}"
         )
 
     def __setattr__(self, key: str, value: Any) -> None:
+        """Set a key."""
         self[key] = value
 
     def __delattr__(self, key: str) -> None:
+        """Delete a key."""
         try:
             del self[key]
         except KeyError:
@@ -106,18 +113,20 @@ class NestedMap(dict):
         return self[key]
 
     def __or__(self, other: Any) -> NestedMap:
+        """Return a map with the keys of both; those of `other` take precedence."""
         return NestedMap({**self, **other})
 
     def __ior__(self, other: Any) -> NestedMap:
+        """Set the keys of another map."""
         self.update(other)
         return self
 
     def copy(self) -> NestedMap:
-        """A shallow copy."""
+        """Return a shallow copy."""
         return NestedMap(self)
 
     def flatten_items(self) -> Iterator[tuple[str, Any]]:
-        """Pairs of dotted path and leaf, in sorted key order; only NestedMaps are walked."""
+        """Yield pairs of dotted path and leaf, in sorted key order, through NestedMaps only."""
         for key in sorted(self):
             value = self[key]
             if isinstance(value, NestedMap):
@@ -127,7 +136,7 @@ class NestedMap(dict):
                 yield key, value
 
     def transform(self, fn: Callable[[Any], Any]) -> NestedMap:
-        """A NestedMap of the same structure with `fn` applied to every leaf."""
+        """Return a NestedMap of the same structure with `fn` applied to every leaf."""
         return NestedMap(
             {
                 key: value.transform(fn) if isinstance(value, NestedMap) else fn(value)
@@ -136,7 +145,7 @@ class NestedMap(dict):
         )
 
 
-# Readers make maps of the same few keys for every row.
+# Readers create a map with the same few keys for each row.
 @functools.lru_cache(maxsize=4096)
 def _check_key(key: object) -> None:
     if not isinstance(key, str) or not _VALID_KEY.match(key):

@@ -1,4 +1,4 @@
-"""Laws that any layer should keep, for the tests of this library and of those who build on it."""
+"""Checks that hold for every layer, for tests of this library and of code that builds on it."""
 
 from layerkit.testing.fields import Change as Change
 from layerkit.testing.fields import Example as Example

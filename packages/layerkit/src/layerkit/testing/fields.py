@@ -1,10 +1,9 @@
-"""Finds the fields of a layer that change nothing.
+"""Tests that find the fields of a layer that have no effect.
 
-A field that nobody reads is a promise that is silently broken: somebody sets it, and trains without
-it. `dead_fields` gives every field another value and looks for a difference in what the layer is:
-the weights it creates (shapes, logical axes, first values) and the programs that it traces, in
-training and in evaluation. Computations whose result is not used do not count. `ignored_fields`
-does the same while other fields are switched on or off: a field without effect has to raise then.
+`dead_fields` gives each field another value and compares the layer before and after: the weights
+that it creates (shapes, logical axes, first values) and the programs that it traces, in training
+and in evaluation. Computations without a used result do not count. `ignored_fields` does the same
+while other fields are switched on or off; a field without effect must raise an error then.
 
     def test_every_field_of_my_layer_matters():
         config = MyLayer.HParams.config(dims=4, epsilon=1e-6)
@@ -30,22 +29,22 @@ from layerkit.field_checks import conditions_of
 from layerkit.sharding import BoundSharding
 from layerkit.weights import WeightInit, logical_axes, unbox
 
-# What every layer has is tested once, with the base layer.
+# The tests of the base layer cover its fields.
 _OF_EVERY_LAYER = frozenset(field.name for field in dataclasses.fields(BaseLayer))
 _MUTABLE = (NON_TRAINABLE, AUX_LOSS, SUMMARIES, CACHE)
-# Functions print with the address at which they happen to lie.
+# Addresses of functions in their text, which differ between runs.
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """Another value for a field, and what else must be set for the field to matter.
+    """Another value for a field, with the other fields that must be set for an effect.
 
     Attributes:
       value: The other value.
-      given: Field → value, set before and after the change alike.
-      refusal: Words of the ValueError with which the layer refuses the value, where that is all
-        that can be seen of it here, such as a kernel that needs other hardware.
+      given: Values of other fields, set before and after the change.
+      refusal: Part of the message of the ValueError that the value raises, if it cannot be tested
+        otherwise, such as a kernel that needs other hardware.
     """
 
     value: Any
@@ -55,13 +54,13 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """A layer with which `dead_fields` can be asked.
+    """A layer whose fields are tested.
 
     Attributes:
-      config: Of sizes that allow each change.
-      run: `layer -> outputs`, arrays of any shapes; calls the layer in every way that fields are
-        about: its `fprop` and, where it has them, its cached steps.
-      changes: Field → another value, or a `Change`.
+      config: Config with sizes that allow each change.
+      run: Function `layer -> outputs`, arrays of any shapes, which calls every method that fields
+        affect: `fprop` and, if the layer has them, cached steps.
+      changes: Another value, or a `Change`, by field.
     """
 
     config: Config
@@ -75,18 +74,18 @@ class Example:
 
 
 def dead_fields(example: Example, *, sharding: BoundSharding | None = None) -> list[str]:
-    """The fields of a layer's class that can be changed without any effect.
+    """Return the fields of a layer's class that can be changed without effect.
 
-    A field needs no entry in `changes` where its present value tells one that is valid: a bool is
-    flipped, a number doubled (or raised from 0), axes are unnamed, an initialiser becomes a
-    constant, and a template makes its weights in bfloat16.
+    A field needs no entry in `changes` if another valid value follows from its present one: a bool
+    is flipped, a number is doubled (or raised from 0), axes lose their names, an initializer is
+    constant, and the weights of a template become bfloat16.
 
     Args:
       example: The layer.
       sharding: Mesh and rules under which `activation_axes` have an effect.
 
     Returns:
-      Names of dead fields, those of the base layer left out.
+      Names of the dead fields, without those of the base layer.
 
     Raises:
       ValueError: a field without a change, where none can be made up, or a change of no field.
@@ -104,7 +103,7 @@ def ignored_fields(example: Example, *, sharding: BoundSharding | None = None) -
 
     Args:
       example: The layer.
-      sharding: As for `dead_fields`.
+      sharding: Mesh and rules under which `activation_axes` have an effect.
 
     Returns:
       Entries such as "bias_tpl while use_bias=False", sorted.
@@ -129,21 +128,21 @@ def ignored_fields(example: Example, *, sharding: BoundSharding | None = None) -
 
 
 class _Probe:
-    """Compares what can be seen of an example's layer before and after a change."""
+    """A comparison of the layer of an example before and after a change."""
 
     def __init__(self, example: Example, sharding: BoundSharding | None):
         self._example, self._sharding = example, sharding
         self._before: dict[str, Any] = {}
 
     def is_dead(self, name: str, change: Change) -> bool:
-        """Whether a change has no effect, or is not refused with the words that it says."""
+        """Return True if a change has no effect, or does not raise the error that it states."""
         values = {**change.given, name: change.value}
         if change.refusal is not None:
             return change.refusal not in self._refusal(values)
         return self._is_equal(change.given, values)
 
     def is_ignored(self, name: str, value: Any, given: Mapping[str, Any]) -> bool:
-        """Whether a change has no effect and is no error, where `given` alone is no error."""
+        """Return True if a change on top of `given` neither has an effect nor raises an error."""
         try:
             return self._is_equal(given, {**given, name: value})
         except ValueError:
@@ -153,13 +152,13 @@ class _Probe:
         key = _key(given)
         if key not in self._before:
             self._before[key] = self._aspects(given)
-        # Traced as far as somebody asks, and once.
+        # Each aspect is traced once, when it is first compared.
         self._before[key], before = itertools.tee(self._before[key])
         pairs = zip(before, self._aspects(values), strict=True)
         return all(old == new for old, new in pairs)  # up to the first difference
 
     def _refusal(self, values: Mapping[str, Any]) -> str:
-        """The words with which the layer refuses to be traced; none if it does not."""
+        """Return the message of the error that tracing the layer raises, or an empty text."""
         try:
             list(self._aspects(values))
         except ValueError as error:
@@ -214,7 +213,7 @@ def _owner(config: Config, path: str) -> tuple[Config, str]:
 
 
 def _another(config: Config, name: str) -> Any:
-    """Some other valid value of a field, where its present one tells."""
+    """Return another valid value of a field, if it follows from the present one."""
     value = getattr(config, name)
     if isinstance(value, bool):
         return not value
@@ -236,7 +235,7 @@ def _another(config: Config, name: str) -> Any:
 def _aspects(
     config: Config, run: Callable[[Any], Any], sharding: BoundSharding | None
 ) -> Iterator[Any]:
-    """All that can be seen of a layer, bit by bit, comparable by ==; nothing is computed for it."""
+    """Yield the weights and the programs of a layer, comparable by ==, without computing them."""
     layer = build(config)
     key = jax.random.key(0)
     program, boxed = _program(layer.init_boxed, key)
@@ -252,7 +251,7 @@ def _aspects(
 
 
 def _program(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
-    """The traced program without what does not reach its results, and the shapes of its results."""
+    """Return the traced program without unused computations, and the shapes of its results."""
     closed, results = jax.make_jaxpr(function, return_shape=True)(*arguments)
     needed, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
     constants = [(str(c.dtype), np.shape(c), np.asarray(c).tobytes()) for c in closed.consts]
