@@ -1,5 +1,3 @@
-"""ArrayRecordFiles: records by number, and a plain word about every file that is not whole."""
-
 from __future__ import annotations
 
 import pickle
@@ -9,6 +7,7 @@ import sys
 
 import pytest
 
+from layerkit.errors import ConfigError
 from layerkit_inputs.bad_records import BadRecordError, BadRecords
 from layerkit_inputs.grain_adaptor.array_records import (
     WRITER_OPTIONS,
@@ -60,7 +59,7 @@ def test_records_are_numbered_through_all_files(files):
             records[number]
 
 
-def test_it_may_be_closed_and_sent_to_another_process(files):
+def test_files_can_be_closed_and_pickled(files):
     records = ArrayRecordFiles(files)
     assert records[3] == b"three three"
     records.close()
@@ -68,7 +67,7 @@ def test_it_may_be_closed_and_sent_to_another_process(files):
     assert pickle.loads(pickle.dumps(records))[4] == b"four four"
 
 
-def test_more_files_than_are_kept_open(tmp_path, monkeypatch):
+def test_more_files_than_the_limit_of_open_files(tmp_path, monkeypatch):
     monkeypatch.setattr("layerkit_inputs.grain_adaptor.array_records._MOST_OPEN", 2)
     paths = [write(tmp_path / f"{n}.array_record", [b"%d" % n]) for n in range(5)]
     records = ArrayRecordFiles(paths)
@@ -76,60 +75,47 @@ def test_more_files_than_are_kept_open(tmp_path, monkeypatch):
         assert records.read(numbers, BadRecords()) == [b"%d" % number for number in numbers]
 
 
-def test_a_damaged_record_is_refused_by_file_and_number_or_counted(files):
+def test_damaged_record_raises_or_is_counted(files):
     damage(files[2], b"four four")
     records = ArrayRecordFiles(files)
-    with pytest.raises(BadRecordError) as caught:
+    with pytest.raises(BadRecordError, match=re.escape(f"{files[2]}, record 1: ")):
         records[4]
-    assert re.fullmatch(
-        re.escape(f"{files[2]}, record 1: the record is damaged (Corrupted Riegeli/records file: ")
-        + r"chunk data hash mismatch .*\)\. "
-        "Set on_bad_record='skip' to leave such records out and count them.",
-        str(caught.value),
-    )
     bad = BadRecords("skip")
     assert records.read([3, 4, 0], bad) == [b"three three", None, b"zero zero"]
     assert bad.num_skipped == 1 and "c.array_record, record 1" in bad.first[0]
 
 
 @pytest.mark.parametrize("keep", [0, 1, 1000, 65536, -1])
-def test_truncated_files_are_refused_and_not_taken_for_empty_ones(files, keep):
+def test_truncated_files_raise_when_opened(raises, files, keep):
     files[0].write_bytes(files[0].read_bytes()[:keep])
     size = files[0].stat().st_size
-    with pytest.raises(BadRecordError) as caught:
+    with raises(BadRecordError, owner=str(files[0]), field="bytes", value=size):
         len(ArrayRecordFiles(files))
-    assert str(caught.value) == (
-        f"{files[0]}: {size} bytes, but no whole ArrayRecord file; it is truncated, damaged or of "
-        "another format."
-    )
 
 
-def test_missing_and_foreign_files_and_wrong_sizes(files, tmp_path):
+def test_missing_and_foreign_files_raise(raises, files, tmp_path):
     foreign = tmp_path / "text"
     foreign.write_bytes(b"some text\n" * 20_000)
-    with pytest.raises(BadRecordError, match="no whole ArrayRecord file"):
+    with raises(BadRecordError, owner=str(foreign), value=200_000):
         open_array_record(foreign)
-    with pytest.raises(FileNotFoundError, match=r"^nothing.array_record: no such ArrayRecord file"):
+    with raises(FileNotFoundError):
         open_array_record("nothing.array_record")
-    size = files[0].stat().st_size
-    with pytest.raises(
-        BadRecordError, match=f"{size} bytes, but 7 were written; the file is trunc"
-    ):
+    with raises(BadRecordError, field="bytes", expected="7"):
         open_array_record(files[0], num_bytes=7)
-    with pytest.raises(BadRecordError, match="3 records, but 4 were written; it is another file"):
+    with raises(BadRecordError, field="records", value=3, expected="4"):
         ArrayRecordFiles([files[0]], num_records=[4])[0]
     for paths in ([], "one"):
-        with pytest.raises(ValueError, match="expected a list of files"):
+        with raises(ConfigError, field="paths", value=paths):
             ArrayRecordFiles(paths)
 
 
-def test_files_of_a_folder(files, tmp_path):
+def test_find_array_records_lists_the_files_of_a_folder(raises, files, tmp_path):
     assert find_array_records(tmp_path) == [str(path) for path in files]
-    with pytest.raises(FileNotFoundError, match=r"no \*.array_record files there"):
+    with raises(FileNotFoundError):
         find_array_records(tmp_path / "nowhere")
 
 
-def test_importing_it_loads_no_library():
+def test_import_loads_no_library():
     program = (
         "import sys, layerkit_inputs.grain_adaptor.array_records, layerkit_inputs.token_records\n"
         "import layerkit_inputs.grain_adaptor.map_input, layerkit_inputs.grain_adaptor.iter_input\n"

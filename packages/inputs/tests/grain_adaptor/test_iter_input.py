@@ -1,12 +1,9 @@
-"""GrainIterInput: pipelines of Grain's, one for each host, and states that resume them exactly."""
-
 from __future__ import annotations
 
 import concurrent.futures
 import json
 import multiprocessing
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,6 +14,7 @@ import numpy as np
 import pytest
 
 from layerkit.config import Partial
+from layerkit.errors import ConfigError
 from layerkit_inputs import Prefetch
 from layerkit_inputs.bad_records import BadRecordError
 from layerkit_inputs.grain_adaptor.iter_input import GrainIterInput
@@ -91,7 +89,7 @@ def test_laws(law, fields):
 
 
 def evaluate_together(hosts):
-    """The batches of each host, one thread a host, that exchange values as real ones do."""
+    """Return the batches of each host, which run in threads that exchange values."""
     values = [None] * len(hosts)
     barrier = threading.Barrier(len(hosts))
 
@@ -121,7 +119,7 @@ def one_host_has_all(*, host_index, num_hosts, seed):
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2, 5])
-def test_hosts_of_unlike_shares_end_together_and_lose_no_row(num_hosts):
+def test_hosts_with_different_shares_end_together_without_losing_rows(num_hosts):
     shares = evaluate_together(on_hosts(num_hosts, batch_size=2))
     assert len({len(share) for share in shares}) == 1
     batches = [batch for share in shares for batch in share]
@@ -133,16 +131,16 @@ def test_hosts_of_unlike_shares_end_together_and_lose_no_row(num_hosts):
     np.testing.assert_array_equal(weights, rows >= 0)
 
 
-def test_a_host_without_any_row_pads_to_the_end():
+def test_host_without_rows_makes_batches_of_padding(raises):
     shares = evaluate_together(on_hosts(3, dataset=one_host_has_all))
     assert [len(share) for share in shares] == [3, 3, 3]
     for empty in shares[1:]:
         assert all((batch.provenance == -1).all() and not batch.x.any() for batch in empty)
-    with pytest.raises(ValueError, match="^GrainIterInput: host 1 of 2 has no rows"):
+    with raises(ConfigError, owner="GrainIterInput"):
         on_hosts(2, dataset=one_host_has_all, is_training=True)[1].get_next()
 
 
-def test_epochs_of_training_are_in_other_orders_and_batches_run_on():
+def test_training_epochs_have_different_orders_and_batches_span_epochs():
     source = reader(is_training=True, batch_size=16)
     numbers = np.concatenate([source.get_next().x[:, 0] for _ in range(4)])
     first, second = numbers[:32], numbers[32:]
@@ -153,7 +151,7 @@ def test_epochs_of_training_are_in_other_orders_and_batches_run_on():
 
 
 @pytest.mark.parametrize("dataset", [filtered, packed], ids=lambda d: d.__name__)
-def test_states_are_small_json_and_resume_read_ahead(dataset):
+def test_states_are_small_json_and_resume_under_prefetch(dataset):
     source = reader(dataset=dataset, is_training=True)
     expected = laws.take(reader(dataset=dataset, is_training=True), 30)
     ahead = Prefetch(source=source, depth=3)
@@ -179,7 +177,7 @@ print(json.dumps(found))
 """
 
 
-def test_a_fresh_process_goes_on_in_the_middle_of_an_epoch():
+def test_new_process_resumes_mid_epoch():
     sources = [reader(dataset=dataset, is_training=True) for dataset in (filtered, packed)]
     for source in sources:
         laws.take(source, 5)
@@ -198,13 +196,11 @@ def _as_lists(batches):
     return [{path: array.tolist() for path, array in batch.flatten_items()} for batch in batches]
 
 
-def test_states_fit_the_same_host_and_fields_alone():
+def test_states_fit_only_the_same_host_and_fields():
     state = reader().get_state()
-    with pytest.raises(
-        ValueError, match="belongs to host 0 of 1, but GrainIterInput is host 0 of 2"
-    ):
+    with pytest.raises(ValueError):
         on_hosts(2)[0].set_state(state)
-    with pytest.raises(ValueError, match="num_workers was 0 and is 3; seed was 0 and is 4"):
+    with pytest.raises(ConfigError, match="num_workers.*seed"):
         reader(num_workers=3, input_random_seed=4).set_state(state)
 
 
@@ -217,7 +213,7 @@ def some_bad(*, host_index, num_hosts, seed):
     return no_threads(grain.MapDataset.range(10).map(read))
 
 
-def test_bad_records_are_refused_or_skipped_and_counted():
+def test_bad_records_raise_or_are_counted():
     with pytest.raises(BadRecordError, match="^file.bin, record 1: broken.$"):
         reader(dataset=some_bad).get_next()
     source = reader(dataset=some_bad, on_bad_record="skip", batch_size=3)
@@ -226,7 +222,7 @@ def test_bad_records_are_refused_or_skipped_and_counted():
     assert [batch.provenance.tolist() for batch in batches] == [[0, 2, 3], [4, 7, 8]]
     assert source.num_skipped == 4
     assert source._bad.first[0] == "host 0, epoch 0, record 1: file.bin, record 1: broken."
-    assert "row 6, x: 'text' of dtype <U4, expected numbers" in source._bad.first[2]
+    assert "row 6: dtype of x='<U4'" in source._bad.first[2]
 
 
 def raising(*, host_index, num_hosts, seed):
@@ -238,7 +234,7 @@ def raising(*, host_index, num_hosts, seed):
     return no_threads(grain.MapDataset.range(10).map(read))
 
 
-def test_an_error_of_a_pipeline_says_at_which_row():
+def test_pipeline_error_has_a_note_with_the_row():
     source = reader(dataset=raising)
     source.get_next()
     with pytest.raises(KeyError, match="gone") as caught:
@@ -246,35 +242,42 @@ def test_an_error_of_a_pipeline_says_at_which_row():
     assert "In GrainIterInput, row 6 of epoch 0." in caught.value.__notes__
 
 
-def test_data_sets_and_fields_that_do_not_fit():
-    def map_dataset(**of_host):
-        return grain.MapDataset.range(3)
-
-    for dataset, text in (
-        (map_dataset, "dataset makes a grain.MapDataset; use GrainMapInput"),
-        (lambda **of_host: [1], "dataset makes list; expected a grain.IterDataset."),
-    ):
-        with pytest.raises(ValueError, match=f"^GrainIterInput: {text}"):
-            reader(dataset=dataset).get_next()
-    for fields, text in (
-        ({"dataset": None}, "dataset=None; expected a function (host_index, num_hosts, seed)"),
-        ({"num_workers": -1}, "num_workers=-1; expected at least 0."),
-        ({"worker_buffer_size": 0}, "worker_buffer_size=0; expected at least 1."),
-        ({"on_bad_record": "drop"}, "on_bad_record='drop'; expected one of"),
-        ({"input_random_seed": -1}, "input_random_seed=-1; expected 0 or more."),
-    ):
-        with pytest.raises(ValueError, match=re.escape(f"GrainIterInput: {text}")):
-            reader(**fields)
+@pytest.mark.parametrize(
+    ("dataset", "value"),
+    [
+        (lambda **host: grain.MapDataset.range(3), "RangeMapDataset"),
+        (lambda **host: [1], "list"),
+    ],
+    ids=["map", "list"],
+)
+def test_iter_input_raises_for_other_data_sets(raises, dataset, value):
+    with raises(ConfigError, owner="GrainIterInput", field="result of dataset", value=value):
+        reader(dataset=dataset).get_next()
 
 
-def test_a_config_holds_the_function_with_arguments_of_its_own():
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("dataset", None),
+        ("num_workers", -1),
+        ("worker_buffer_size", 0),
+        ("on_bad_record", "drop"),
+        ("input_random_seed", -1),
+    ],
+)
+def test_iter_input_raises_for_invalid_fields(raises, field, value):
+    with raises(ConfigError, owner="GrainIterInput", field=field, value=value):
+        reader(**{field: value})
+
+
+def test_config_holds_the_function_with_its_arguments():
     config = GrainIterInput.HParams.config(dataset=Partial(short, num_rows=3), batch_size=4)
     assert config.Instantiate().get_next().provenance.tolist() == [0, 1, 2, -1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("buffer_size", [2, 4])
-def test_workers_give_every_row_once_and_resume(buffer_size):
+def test_workers_read_every_row_once_and_resume(buffer_size):
     fields = {"num_workers": 2, "batch_size": 5, "worker_buffer_size": buffer_size}
     source = reader(**fields)
     batches = laws.take(source, 3)
@@ -290,11 +293,11 @@ def test_workers_give_every_row_once_and_resume(buffer_size):
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_killed_is_an_error_and_no_hang():
+def test_killed_worker_raises_instead_of_hanging():
     source = reader(dataset=many, num_workers=2, worker_buffer_size=1)
     source.get_next()
     (child, *_) = multiprocessing.active_children()
     os.kill(child.pid, signal.SIGKILL)
-    with pytest.raises(OSError, match=r"epoch 0: a worker process ended by itself"):
+    with pytest.raises(OSError, match=r"epoch 0: a worker process was terminated"):
         laws.take(source, 1000)
     source.close()

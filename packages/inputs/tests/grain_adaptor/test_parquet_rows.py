@@ -1,13 +1,11 @@
-"""ParquetRows: rows of real Parquet files, dealt by row groups, resumed exactly."""
-
 from __future__ import annotations
 
 import json
-import re
 
 import numpy as np
 import pytest
 
+from layerkit.errors import ConfigError
 from layerkit_inputs.bad_records import BadRecordError
 from layerkit_inputs.grain_adaptor.parquet_rows import ParquetRows
 from layerkit_inputs.testing import laws
@@ -71,20 +69,18 @@ def test_columns_become_arrays_of_their_types(folder):
     assert batch.flag.tolist() == [True, False, True, False] and batch.flag.dtype == bool
 
 
-def test_text_is_made_arrays_by_transform(folder):
+def test_transform_converts_text_to_arrays(raises, folder):
     def transform(row):
         return {"ids": np.frombuffer(row["text"].encode().ljust(8), np.uint8)}
 
     batch = reader(folder, columns=["text"], transform=transform, cycle_length=1).get_next()
     assert bytes(batch.ids[2]) == b"text 2  "
-    with pytest.raises(
-        BadRecordError, match="row 0, text: 'text 0' of dtype <U6, expected numbers"
-    ):
+    with raises(BadRecordError, field="dtype of text", value="<U6"):
         reader(folder, columns=["number", "text"], cycle_length=1).get_next()
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2, 3, 5, 9])
-def test_an_epoch_reads_every_row_once_to_the_last_one(folder, num_hosts):
+def test_epoch_reads_every_row_once(folder, num_hosts):
     shares = [
         laws.take(
             reader(folder, infeed_host_index=host, num_infeed_hosts=num_hosts, batch_size=3), 99
@@ -98,7 +94,7 @@ def test_an_epoch_reads_every_row_once_to_the_last_one(folder, num_hosts):
     assert sum(batch.eval_sample_weights.sum() for batch in batches) == sum(NUM_ROWS)
 
 
-def test_training_deals_row_groups_anew_in_each_epoch(folder):
+def test_training_assigns_row_groups_by_epoch(raises, folder):
     source = reader(folder, is_training=True, batch_size=27)
     first, second = (source.get_next().number.tolist() for _ in range(2))
     assert sorted(first) == sorted(second) == list(range(27)) and first != second
@@ -108,7 +104,7 @@ def test_training_deals_row_groups_anew_in_each_epoch(folder):
         )
         for host in range(8)
     ]  # fmt: skip
-    with pytest.raises(ValueError, match="8 row groups for 9 hosts; while training each needs one"):
+    with raises(ConfigError, field="number of row groups", value=8):
         reader(folder, is_training=True, num_infeed_hosts=9).get_next()
     read = [host.get_next().number.tolist() for host in hosts]
     assert {n for numbers in read for n in numbers} == set(range(27))
@@ -121,7 +117,7 @@ def test_states_are_small(folder):
         assert len(json.dumps(source.get_state())) < 1024
 
 
-def test_rows_with_nulls_are_refused_or_skipped_and_counted(tmp_path):
+def test_rows_with_nulls_raise_or_are_counted(tmp_path):
     columns = columns_of(list(range(6)))
     columns["number"] = arrow.array([0, None, 2, 3, 4, 5], arrow.int32())
     columns["vector"] = arrow.array(
@@ -130,7 +126,7 @@ def test_rows_with_nulls_are_refused_or_skipped_and_counted(tmp_path):
     parquet.write_table(arrow.table(columns), tmp_path / "a.parquet")
     fields = {"columns": ["number", "vector"], "batch_size": 3}
     with pytest.raises(
-        BadRecordError, match=r"a.parquet, row group 0, row 1: a null in column 'number'\.$"
+        BadRecordError, match="a.parquet, row group 0, row 1: null in column 'number'"
     ):
         reader(tmp_path, **fields).get_next()
     source = reader(tmp_path, on_bad_record="skip", **fields)
@@ -140,7 +136,7 @@ def test_rows_with_nulls_are_refused_or_skipped_and_counted(tmp_path):
     assert batches[0].number.tolist() == [0, 4, 5]
     assert batches[0].number.dtype == np.int32
     assert batches[0].vector.tolist() == [[0, 0], [4, 4], [5, 5]]
-    assert source.num_skipped == 3 and "row 3: a null in column 'vector'" in source._bad.first[2]
+    assert source.num_skipped == 3 and "row 3: null in column 'vector'" in source._bad.first[2]
 
 
 def damage(path, at):
@@ -149,7 +145,7 @@ def damage(path, at):
     path.write_bytes(content)
 
 
-def test_a_damaged_row_group_is_named_or_left_out(folder):
+def test_damaged_row_group_raises_or_is_skipped(folder):
     path = folder / "a.parquet"
     column = parquet.read_metadata(path).row_group(1).column(0)
     damage(path, column.dictionary_page_offset + column.total_compressed_size - 1)
@@ -162,60 +158,55 @@ def test_a_damaged_row_group_is_named_or_left_out(folder):
 
 
 @pytest.mark.parametrize("keep", [0, 3, -5])
-def test_a_truncated_file_is_named_or_left_out(folder, keep):
+def test_truncated_file_raises_or_is_skipped(folder, keep):
     path = folder / "a.parquet"
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(
-        BadRecordError, match=r"a.parquet: cannot be read as Parquet \(.*\)\. Set on_bad"
-    ):
+    with pytest.raises(BadRecordError, match="a.parquet: cannot be read as Parquet"):
         reader(folder).get_next()
     source = reader(folder, on_bad_record="skip")
     numbers = [n for b in laws.take(source, 99) for n in b.number[b.provenance >= 0].tolist()]
     assert sorted(numbers) == list(range(10, 27)) and source.num_skipped == 1
 
 
-def test_fields_and_columns_that_do_not_fit(folder, tmp_path):
-    for fields, text in (
-        ({"paths": None}, "paths=None; expected a list of at least one path."),
-        ({"paths": "a"}, "paths='a'; expected a list of at least one path."),
-        ({"cycle_length": 0}, "cycle_length=0; expected at least 1."),
-        ({"shuffle_window": 0}, "shuffle_window=0; expected at least 1."),
-        ({"dataset": print}, "dataset is made of paths; set those alone."),
-    ):
-        with pytest.raises(ValueError, match=re.escape(f"ParquetRows: {text}")):
-            reader(folder, **fields)
-    with pytest.raises(
-        ValueError, match=r"has no column 'nunber'; did you mean 'number'\? Its col"
-    ):
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("paths", None), ("paths", "a"), ("cycle_length", 0), ("shuffle_window", 0), ("dataset", "x")],
+)
+def test_parquet_rows_raise_for_invalid_fields(raises, field, value, folder):
+    with raises(ConfigError, owner="ParquetRows", field=field, value=value):
+        reader(folder, **{field: value})
+
+
+def test_parquet_rows_raise_for_invalid_files_and_columns(raises, folder, tmp_path):
+    with pytest.raises(ConfigError, match="Did you mean 'number'"):
         reader(folder, columns=["nunber"]).get_next()
-    with pytest.raises(FileNotFoundError, match="paths: nothing to read at"):
-        reader(folder / "nowhere").get_next()
-    with pytest.raises(ValueError, match="no rows in any Parquet file there"):
-        reader(folder, paths=[str(folder / "b.parquet")]).get_next()
+    empty = [str(folder / "b.parquet")]
+    with pytest.raises(ConfigError) as caught:
+        reader(folder, paths=empty).get_next()
+    assert (caught.value.field, caught.value.value) == ("paths", empty)
     dates = arrow.table({"when": arrow.array([0], arrow.timestamp("s"))})
     parquet.write_table(dates, tmp_path / "dates.parquet")
-    with pytest.raises(
-        BadRecordError, match=r"column 'when' is timestamp\[.*\]; columns of numbers"
-    ):
+    with pytest.raises(BadRecordError) as caught:
         reader(folder, paths=[str(tmp_path / "dates.parquet")], columns=None).get_next()
+    assert caught.value.field == "type of column 'when'"
 
 
-def test_a_state_fits_the_same_row_groups(folder):
+def test_state_fits_only_the_same_row_groups(folder):
     state = reader(folder).get_state()
     (folder / "a.parquet").rename(folder / "z.parquet")
-    with pytest.raises(ValueError, match="the state does not fit this data: row_groups_crc32 was"):
+    with pytest.raises(ValueError, match="row_groups_crc32"):
         reader(folder).set_state(state)
 
 
 @pytest.mark.slow
-def test_workers_give_every_row_once(folder):
+def test_workers_read_every_row_once(folder):
     source = reader(folder, num_workers=2, batch_size=27)
     assert sorted(source.get_next().number.tolist()) == list(range(27))
     source.close()
 
 
 @pytest.mark.parametrize("num_rows", [1, 1 << 16])
-def test_row_group_above_the_bound_is_refused_or_counted(folder, num_rows):
+def test_row_group_above_the_bound_raises_or_is_counted(folder, num_rows):
     path = folder / "d.parquet"
     numbers = arrow.array([5] * num_rows, arrow.int32())
     parquet.write_table(arrow.table({"number": numbers}), path)

@@ -1,5 +1,3 @@
-"""Rows in lists: positions inside them, at an end and elsewhere, and how they cross processes."""
-
 from __future__ import annotations
 
 import json
@@ -21,7 +19,7 @@ def rows_in_lists(num_rows, size):
 
 
 @pytest.mark.parametrize(("num_rows", "size"), [(0, 2), (7, 1), (7, 3), (6, 3), (2, 5)])
-def test_any_row_can_be_gone_on_from_and_again(num_rows, size):
+def test_rows_resume_from_any_row(num_rows, size):
     rows = rows_in_lists(num_rows, size)
     for number in range(num_rows + 1):
         state = json.dumps(rows.get_state())
@@ -37,7 +35,7 @@ def crossed(rows):
     return pickle.loads(pickle.dumps(RowList(rows))).rows
 
 
-def test_alike_rows_cross_stacked_and_come_out_as_they_went_in():
+def test_rows_of_one_shape_are_pickled_as_stacked_arrays():
     rows = [
         {
             "x": np.arange(3, dtype=np.int16) + n,
@@ -73,5 +71,5 @@ def test_alike_rows_cross_stacked_and_come_out_as_they_went_in():
     ],
     ids=str,
 )
-def test_rows_that_are_not_alike_cross_as_they_are(rows):
+def test_rows_of_different_shapes_are_pickled_unchanged(rows):
     assert repr(crossed(rows)) == repr(rows)

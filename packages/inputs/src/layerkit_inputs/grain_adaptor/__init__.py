@@ -1,1 +1,1 @@
-"""Readers on Grain: its pipelines, ArrayRecord and Parquet files; no TensorFlow."""
+"""Inputs of Grain pipelines, ArrayRecord files and Parquet files, without TensorFlow."""

@@ -1,10 +1,11 @@
-"""ArrayRecord files as one numbered sequence of records, with errors that say where they stand.
+"""ArrayRecordFiles: ArrayRecord files as one numbered sequence of records, with precise errors.
 
 ArrayRecord (https://github.com/google/array_record) finds any record by its number and keeps a hash
-of each chunk. Its Python reader, however, takes a missing, empty, truncated or foreign file for one
-of no records. Here such a file is refused when it is opened, and a damaged record when it is read.
+of each chunk. But its Python reader reads a missing, empty, truncated or foreign file as a file
+without records. This module raises an error when such a file is opened, and when a damaged record
+is read.
 
-ArrayRecordFiles is what Grain calls a source, so it goes into a pipeline as it is:
+ArrayRecordFiles is a Grain source, so it can begin a pipeline:
 
     grain.MapDataset.source(ArrayRecordFiles(paths)).map(parse)
 """
@@ -21,11 +22,12 @@ from typing import Any
 
 import numpy as np
 
+from layerkit.errors import ConfigError
 from layerkit_inputs.bad_records import BadRecordError, BadRecords
 from layerkit_inputs.extras import require
 
 WRITER_OPTIONS = "group_size:1"
-"""For files to be read by number: each record can be decoded alone."""
+"""Writer options for files that are read by number: each record can be decoded alone."""
 
 _READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
 _READ_BUFFER_BYTES = 1 << 15
@@ -33,15 +35,15 @@ _MOST_OPEN = 256
 
 
 def open_array_record(path: str | os.PathLike[str], *, num_bytes: int | None = None) -> Any:
-    """A reader of the file, for records by number.
+    """Return a reader of an ArrayRecord file that reads records by number.
 
     Args:
-      path: The file.
-      num_bytes: How large it must be, where that is known.
+      path: Path of the file.
+      num_bytes: Expected size of the file, or None if unknown.
 
     Raises:
-      FileNotFoundError: there is no such file.
-      BadRecordError: it is truncated, or no ArrayRecord file.
+      FileNotFoundError: The file does not exist.
+      BadRecordError: The file is truncated, or not an ArrayRecord file.
     """
     path = os.fspath(path)
     module = require("array_record.python.array_record_module", needed_by="ArrayRecordFiles")
@@ -49,25 +51,22 @@ def open_array_record(path: str | os.PathLike[str], *, num_bytes: int | None = N
         raise FileNotFoundError(f"{path}: no such ArrayRecord file.")
     size = os.path.getsize(path)
     if num_bytes is not None and size != num_bytes:
-        raise BadRecordError(
-            f"{path}: {size} bytes, but {num_bytes} were written; the file is truncated or another."
-        )
+        raise BadRecordError(owner=path, field="bytes", value=size, expected=str(num_bytes))
     reader = module.ArrayRecordReader(
         path, options=_READER_OPTIONS, file_reader_buffer_size=_READ_BUFFER_BYTES
     )
     if not reader.ok():
         raise BadRecordError(
-            f"{path}: {size} bytes, but no whole ArrayRecord file; it is truncated, damaged or of "
-            "another format."
+            "not a complete ArrayRecord file", owner=path, field="bytes", value=size
         )
     return reader
 
 
 class ArrayRecordFiles:
-    """The records of several ArrayRecord files, numbered from 0 through all of them.
+    """A numbered sequence of the records of several ArrayRecord files.
 
-    Nothing is opened before it is needed; at most 256 files are kept open. Safe to read from
-    several threads, and to send to another process.
+    Files are opened when needed, and at most 256 are kept open. The object may be read by several
+    threads and pickled.
     """
 
     def __init__(
@@ -77,15 +76,17 @@ class ArrayRecordFiles:
         num_records: Sequence[int] | None = None,
         num_bytes: Sequence[int] | None = None,
     ):
-        """Names the files.
+        """Set the files without opening them.
 
         Args:
-          paths: The files, in the order of their records' numbers.
-          num_records: Records of each; None: the files are asked when first needed.
-          num_bytes: Size of each, checked when it is opened; None: not known.
+          paths: Paths of the files, in the order of their record numbers.
+          num_records: Number of records of each file. None: read from the files when needed.
+          num_bytes: Size of each file, checked when it is opened. None: not checked.
         """
         if isinstance(paths, (str, os.PathLike)) or not paths:
-            raise ValueError(f"ArrayRecordFiles: paths={paths!r}; expected a list of files.")
+            raise ConfigError(
+                owner="ArrayRecordFiles", field="paths", value=paths, expected="a list of files"
+            )
         self.paths = [os.fspath(path) for path in paths]
         self._num_bytes = None if num_bytes is None else list(num_bytes)
         self._num_records = None if num_records is None else list(num_records)
@@ -94,21 +95,25 @@ class ArrayRecordFiles:
         self._lock = threading.RLock()
 
     def __repr__(self) -> str:
+        """Return the number of files and the first file; Grain shows it for a source."""
         return f"ArrayRecordFiles({len(self.paths)} files from {self.paths[0]} on)"
 
     def __getstate__(self) -> dict[str, Any]:
+        """Return the state without open files and the lock."""
         kept = {name: value for name, value in vars(self).items() if name != "_lock"}
         return {**kept, "_readers": collections.OrderedDict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickled object, with a new lock."""
         vars(self).update(state, _lock=threading.RLock())
 
     def __len__(self) -> int:
+        """Return the number of records in all files."""
         ends = self.record_ends
         return int(ends[-1])
 
     def __getitem__(self, number: int) -> bytes:
-        """The record of this number; raises BadRecordError where it is damaged."""
+        """Return a record by number; raise `BadRecordError` if it is damaged."""
         if not 0 <= number < len(self):
             raise IndexError(f"{self!r}: record {number}; there are {len(self)}.")
         file, within = self._place_of(number)
@@ -118,7 +123,7 @@ class ArrayRecordFiles:
 
     @property
     def record_ends(self) -> np.ndarray:
-        """int64 `[files]`: running sum of the files' numbers of records."""
+        """Cumulative number of records by file, int64 `[files]`."""
         with self._lock:
             if self._ends is None:
                 if self._num_records is None:
@@ -128,15 +133,15 @@ class ArrayRecordFiles:
             return self._ends
 
     def read(self, numbers: Sequence[int] | np.ndarray, bad: BadRecords) -> list[bytes | None]:
-        """Records by number, in the order asked for; None for one that is skipped.
+        """Return records in the order of `numbers`, with None for each skipped record.
 
         Args:
-          numbers: From 0, below `len(self)`.
-          bad: What to do with damaged records.
+          numbers: Record numbers in [0, `len(self)`).
+          bad: Policy for damaged records.
 
         Raises:
-          IndexError: there is no record of that number.
-          BadRecordError: a record is damaged and `bad` refuses it, or a file cannot be opened.
+          IndexError: A number is out of range.
+          BadRecordError: A record is damaged and `bad` does not skip it, or a file is invalid.
         """
         wanted = np.asarray(numbers, np.int64)
         if len(wanted) and (wanted.min() < 0 or wanted.max() >= len(self)):
@@ -152,12 +157,12 @@ class ArrayRecordFiles:
         return records
 
     def locate(self, number: int) -> tuple[str, int]:
-        """The file of a record, and the record's number in it."""
+        """Return the path of the file of a record, and the number of the record in that file."""
         file, within = self._place_of(number)
         return self.paths[file], within
 
     def close(self) -> None:
-        """Lets go of the files; they are opened again when needed."""
+        """Close all files; they are opened again when needed."""
         with self._lock:
             self._readers.clear()
 
@@ -165,7 +170,7 @@ class ArrayRecordFiles:
         reader = self._reader(file)
         try:
             return list(reader.read(records))
-        except RuntimeError:  # one of them is damaged: which?
+        except RuntimeError:  # at least one record is damaged
             return [self._read_one(reader, file, record, bad) for record in records]
 
     def _read_one(self, reader: Any, file: int, record: int, bad: BadRecords) -> bytes | None:
@@ -177,7 +182,7 @@ class ArrayRecordFiles:
             return None
 
     def _place_of(self, number: int) -> tuple[int, int]:
-        """The number of a record's file, and the record's in it."""
+        """Return the index of the file of a record, and the number of the record in that file."""
         ends = self.record_ends
         file = bisect.bisect_right(ends, number)
         return file, int(number - (ends[file - 1] if file else 0))
@@ -188,8 +193,10 @@ class ArrayRecordFiles:
         expected = None if self._num_records is None else self._num_records[file]
         if expected is not None and reader.num_records() != expected:
             raise BadRecordError(
-                f"{self.paths[file]}: {reader.num_records()} records, but {expected} were written; "
-                "it is another file."
+                owner=self.paths[file],
+                field="records",
+                value=reader.num_records(),
+                expected=str(expected),
             )
         return reader
 
@@ -198,17 +205,17 @@ class ArrayRecordFiles:
             if file not in self._readers:
                 self._readers[file] = self._open(file)
             self._readers.move_to_end(file)
-            # One that another thread still reads from is closed when that thread lets go of it.
+            # A reader in use by another thread is closed when that thread drops its reference.
             while len(self._readers) > _MOST_OPEN:
                 self._readers.popitem(last=False)
             return self._readers[file]
 
 
 def find_array_records(folder: str | os.PathLike[str]) -> list[str]:
-    """The `*.array_record*` files of a folder, by name.
+    """Return the `*.array_record*` files of a folder, sorted by name.
 
     Raises:
-      FileNotFoundError: there are none.
+      FileNotFoundError: The folder has no such files.
     """
     found = sorted(
         str(path) for path in Path(folder).glob("*.array_record*") if path.name[0] != "."

@@ -1,7 +1,7 @@
-"""GrainIterInput: rows that a `grain.IterDataset` gives one after the other.
+"""GrainIterInput: rows of a `grain.IterDataset`, in its order.
 
-Every host has a pipeline of its own, made by a function that is told which host it is for. States
-are those of Grain's iterators, some hundred bytes as a rule, and fit the same host of as many.
+Each host has its own pipeline, made by a function of the host index. The state is that of the Grain
+iterator, usually some hundred bytes, and fits the same host of the same number of hosts.
 """
 
 from __future__ import annotations
@@ -10,63 +10,60 @@ import functools
 import threading
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
+from layerkit.checks import check_choice, check_integers, require
 from layerkit.nested_map import NestedMap
+from layerkit_inputs import extras
 from layerkit_inputs.bad_records import BadRecordError, BadRecords, OnBadRecord
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.eval_padding import agreed_num_batches, pad_rows
-from layerkit_inputs.extras import require
 from layerkit_inputs.grain_adaptor.row_batches import check_row, stack_rows
 from layerkit_inputs.grain_adaptor.row_lists import RowList, RowsOfLists
 from layerkit_inputs.state import why_data_differ
 
 
 class GrainIterInput(BaseInput):
-    """Rows of a `grain.IterDataset`, in its order.
+    """An input of rows of a `grain.IterDataset`, in its order.
 
-    The function of `dataset` is called with keywords, again for each epoch:
+    The function `dataset` is called in each epoch, with keyword arguments:
 
         def rows(*, host_index: int, num_hosts: int, seed: int) -> grain.IterDataset:
             mine = grain.MapDataset.source(names)[host_index::num_hosts]
             return mine.shuffle(seed=seed).map(parse).to_iter_dataset().filter(is_good)
 
-    Rows of different hosts must be different ones. `seed` follows from `input_random_seed` and is
-    another one in each epoch; outside of training it stays that of the first. While training,
-    batches run on from one epoch into the next. Outside of training batches have `provenance`
-    (int32 `[batch]`, counted through the hosts: row `k` of host `h` of `n` is `k * n + h`) and
-    `eval_sample_weights` (float32 `[batch]`). Hosts may have unlike numbers of rows; an evaluation
-    makes them end together (`BaseInput.eval_batches`).
+    Hosts must have disjoint rows. `seed` is derived from `input_random_seed` and differs by epoch
+    in training; evaluation always uses the seed of the first epoch. In training, a batch may hold
+    rows of two epochs. Evaluation batches have `provenance` (int32 `[batch]`; row `k` of host `h`
+    of `n` is `k * n + h`) and `eval_sample_weights` (float32 `[batch]`). Hosts may have different
+    numbers of rows; `BaseInput.eval_batches` makes an evaluation end on all hosts together.
 
-    An error in a pipeline ends it, as Grain cannot go on behind one. So a pipeline that meets a
-    record it cannot read gives a BadRecordError (returned, not raised) in the place of a row; it is
-    refused, or skipped and counted.
+    An exception ends a Grain pipeline for good. So a pipeline that cannot read a record should
+    return, not raise, a BadRecordError in place of the row. The input raises it, or skips the row.
     """
 
     dataset: Any = None
-    """The function that makes the rows of a host. Required."""
+    """Function that makes the data set of a host. Required."""
     num_workers: int = 0
-    """Processes that make rows, each a part of them (Grain's `mp_prefetch`). 0: this one does. It
-    decides the order of rows, so states fit the same number alone."""
+    """Number of worker processes, each of which makes a part of the rows (Grain's `mp_prefetch`).
+    0: the rows are made in this process. The order of rows depends on it, so a state fits only the
+    same number."""
     worker_buffer_size: int = 16
-    """Rows that a worker sends at once; as many as make a batch wait to be taken. It decides the
-    order of rows as `num_workers` does."""
+    """Number of rows that a worker sends at once. Workers prefetch about one batch. The order of
+    rows depends on it, as on `num_workers`."""
     on_bad_record: OnBadRecord = "refuse"
-    """`refuse` rows that cannot be read, or `skip` and count them."""
+    """Policy for rows that cannot be read: `refuse` raises, `skip` counts them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_at_least(0, "num_workers")
-        self._check_at_least(1, "worker_buffer_size")
         self._seed = self.input_random_seed or 0
-        if self._seed < 0:
-            raise self._config_error(f"input_random_seed={self._seed}; expected 0 or more.")
-        if self.on_bad_record not in ("refuse", "skip"):
-            raise self._config_error(
-                f"on_bad_record={self.on_bad_record!r}; expected one of ('refuse', 'skip')."
-            )
+        check_integers(
+            self._label, minimum=0, num_workers=self.num_workers, input_random_seed=self._seed
+        )
+        check_integers(self._label, minimum=1, worker_buffer_size=self.worker_buffer_size)
+        check_choice(self._label, get_args(OnBadRecord), on_bad_record=self.on_bad_record)
         self._bad = BadRecords(self.on_bad_record)
         self._check_dataset()
         self._epoch = 0
@@ -74,28 +71,25 @@ class GrainIterInput(BaseInput):
         self._batches_done = 0
         self._iterator: Any = None
 
-    # What a subclass may replace.
+    # Methods that a subclass may override.
 
     def _check_dataset(self) -> None:
-        if not callable(self.dataset):
-            raise self._config_error(
-                f"dataset={self.dataset!r}; expected a function (host_index, num_hosts, seed) that "
-                "makes a grain.IterDataset."
-            )
+        expected = "a function (host_index, num_hosts, seed) that returns a grain.IterDataset"
+        require(callable(self.dataset), self._label, "dataset", self.dataset, expected)
 
     def _make_dataset(self, *, host_index: int, num_hosts: int, seed: int) -> Any:
-        """The rows of a host in an epoch."""
+        """Return the data set of a host for one epoch."""
         return self.dataset(host_index=host_index, num_hosts=num_hosts, seed=seed)
 
     def _rows_of_hosts(self) -> list[int] | None:
-        """Rows of every host in an epoch, where that is known without reading them."""
+        """Return the number of rows of each host in an epoch, or None if it is unknown."""
         return None
 
     def _fingerprint(self) -> dict[str, Any]:
-        """What decides which rows there are, as JSON values."""
+        """Return JSON values that determine the rows; a state fits only equal ones."""
         return {}
 
-    # What BaseInput asks for.
+    # Implementation of BaseInput.
 
     def _next(self) -> NestedMap:
         rows: list[NestedMap] = []
@@ -117,7 +111,7 @@ class GrainIterInput(BaseInput):
     def _batch(self, rows: list[NestedMap], numbers: list[int]) -> NestedMap:
         if rows:
             batch = stack_rows(rows, name_of=lambda at: f"{self._label}, row {numbers[at]}")
-        else:  # other hosts have more: some row gives the shapes
+        else:  # other hosts have more rows; any row gives the shapes
             batch = stack_rows([self._any_row], name_of=str).transform(lambda array: array[:0])
         if not self.is_training:
             batch.provenance = np.array(numbers, np.int32)
@@ -125,7 +119,7 @@ class GrainIterInput(BaseInput):
         return pad_rows(batch, self.local_batch_size - len(rows), copy=False)
 
     def _next_row(self) -> NestedMap | None:
-        """The next row of the epoch that can be read; None at its end."""
+        """Return the next readable row of the epoch, or None at its end."""
         while True:
             try:
                 element = self._next_element()
@@ -149,17 +143,17 @@ class GrainIterInput(BaseInput):
         except StopIteration:
             if self._rows_done == 0 and self.endless:
                 raise self._config_error(
-                    f"host {self.infeed_host_index} of {self.num_infeed_hosts} has no rows."
+                    f"host {self.infeed_host_index} of {self.num_infeed_hosts} has no rows"
                 ) from None
             raise
         except Exception as error:
             rows = f"row {self._rows_done}"
-            if self.num_workers:  # what fails in a worker fails for the list that it makes
+            if self.num_workers:  # an error in a worker is that of a list of rows
                 rows += f" or one of the {self.worker_buffer_size - 1} after it"
             where = f"{self._label}, {rows} of epoch {self._epoch}"
             if isinstance(error, RuntimeError) and "Worker process was terminated" in str(error):
                 raise OSError(
-                    f"{where}: a worker process ended by itself, as one does that is out of memory "
+                    f"{where}: a worker process was terminated, for example for lack of memory "
                     f"({error})."
                 ) from None
             error.add_note(f"In {where}.")
@@ -176,8 +170,8 @@ class GrainIterInput(BaseInput):
             )
         )
         if self.num_workers:
-            grain = require("grain", needed_by=type(self).__qualname__)
-            _have_flags_parsed()
+            grain = extras.require("grain", needed_by=type(self).__qualname__)
+            _mark_flags_parsed()
             dataset = dataset.batch(self.worker_buffer_size, batch_fn=RowList)
             lists_ahead = -(-self.local_batch_size // self.worker_buffer_size)
             options = grain.MultiprocessingOptions(self.num_workers, lists_ahead)
@@ -185,32 +179,31 @@ class GrainIterInput(BaseInput):
         return dataset
 
     def _checked(self, dataset: Any) -> Any:
-        grain = require("grain", needed_by=type(self).__qualname__)
-        if isinstance(dataset, grain.MapDataset):
-            raise self._config_error(
-                "dataset makes a grain.MapDataset; use GrainMapInput, whose states fit any number "
-                "of hosts, or end it with to_iter_dataset()."
-            )
+        grain = extras.require("grain", needed_by=type(self).__qualname__)
         if not isinstance(dataset, grain.IterDataset):
+            is_map = isinstance(dataset, grain.MapDataset)
             raise self._config_error(
-                f"dataset makes {type(dataset).__qualname__}; expected a grain.IterDataset."
+                field="result of dataset",
+                value=type(dataset).__qualname__,
+                expected="a grain.IterDataset",
+                hint="Use GrainMapInput, or call to_iter_dataset()." if is_map else None,
             )
         return dataset
 
     def _epoch_seed(self) -> int:
-        """31 bits, as Grain's shuffles want them."""
+        """Return the seed of the epoch, 31 bits as Grain requires."""
         epoch = self._epoch if self.is_training else 0
         return int(np.random.SeedSequence([self._seed, epoch]).generate_state(1)[0] >> 1)
 
     @functools.cached_property
     def _num_planned_batches(self) -> int:
-        """How many batches the fullest host makes, where that is known."""
+        """Number of batches of the host with most rows, or 0 if it is unknown."""
         counts = self._rows_of_hosts()
         return agreed_num_batches(counts, self.local_batch_size) if counts else 0
 
     @functools.cached_property
     def _any_row(self) -> NestedMap:
-        """A row of any host, for one that has none."""
+        """Row of any host, for the shapes on a host without rows."""
         dataset = self._checked(
             self._make_dataset(host_index=0, num_hosts=1, seed=self._epoch_seed())
         )
@@ -218,13 +211,13 @@ class GrainIterInput(BaseInput):
         try:
             return check_row(next(iterator), where=lambda: f"{self._label}, row 0")
         except StopIteration:
-            raise self._config_error("there are no rows to read.") from None
+            raise self._config_error("the data set has no rows") from None
         finally:
             iterator.close()
 
     @property
     def num_skipped(self) -> int:
-        """Rows that this host could not read and left out so far."""
+        """Number of unreadable rows that this host skipped so far."""
         return self._bad.num_skipped
 
     def _begin_epoch(self, epoch: int) -> None:
@@ -274,9 +267,9 @@ class GrainIterInput(BaseInput):
 
 
 def _close_on_another_thread(iterator: Any) -> None:
-    """Closes a Grain iterator, which waits for its threads to end.
+    """Close a Grain iterator, which joins its threads.
 
-    The garbage collector may call this on one of those, which cannot wait for itself.
+    The garbage collector may run on one of these threads, which cannot join itself.
     """
     if threading.current_thread() is threading.main_thread():
         iterator.close()
@@ -284,20 +277,20 @@ def _close_on_another_thread(iterator: Any) -> None:
         threading.Thread(target=iterator.close, daemon=True).start()
 
 
-def _have_flags_parsed() -> None:
-    """Lets Grain read its absl flags in a program that has no absl flags; then they are unset."""
-    from absl import flags  # comes with Grain
+def _mark_flags_parsed() -> None:
+    """Mark absl flags as parsed, so that Grain can read its flags in any program."""
+    from absl import flags  # a dependency of Grain
 
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()
 
 
 def _as_json(state: Any) -> Any:
-    """A state of Grain's as JSON values, which it is but for numpy's numbers."""
+    """Return a Grain state as JSON values, with NumPy scalars as Python numbers."""
     if isinstance(state, Mapping):
         for key in state:
             if not isinstance(key, str):
-                raise BadRecordError(f"a Grain state has the key {key!r}, which JSON cannot keep.")
+                raise BadRecordError(field="key of a Grain state", value=key, expected="a string")
         return {key: _as_json(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
         return [_as_json(value) for value in state]

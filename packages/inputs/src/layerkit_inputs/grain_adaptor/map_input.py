@@ -1,12 +1,12 @@
-"""Inputs made of Grain pipelines (https://github.com/google/grain).
+"""Inputs of Grain pipelines (https://github.com/google/grain).
 
-A pipeline gives rows, dictionaries of arrays; batches, hosts, epochs, padding and states are made
-here. There are two, as Grain has two kinds of data set:
+The pipeline yields rows, which are dictionaries of arrays. The input makes batches and handles
+hosts, epochs, padding and states. Grain has two kinds of data set, so there are two inputs:
 
-- GrainMapInput reads any row by its number (`grain.MapDataset`). Its state is one count, and any
-  number of hosts may go on from it. Prefer it.
-- GrainIterInput reads rows one after the other (`grain.IterDataset`), for what has no numbers:
-  filters, packing, interleaved files. Every host has a pipeline and a state of its own.
+- GrainMapInput reads rows by number (`grain.MapDataset`). Its state is one count, from which any
+  number of hosts can resume. Prefer it.
+- GrainIterInput reads rows in order (`grain.IterDataset`), for filters, packing and interleaved
+  files, whose rows have no numbers. Each host has its own pipeline and state.
 
     def rows():
         files = ArrayRecordFiles(find_array_records("images/"))
@@ -21,47 +21,44 @@ import concurrent.futures
 import functools
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
+from layerkit.checks import check_choice, check_integers, require
 from layerkit.nested_map import NestedMap
+from layerkit_inputs import extras
 from layerkit_inputs.bad_records import BadRecordError, BadRecords, OnBadRecord
-from layerkit_inputs.extras import require
 from layerkit_inputs.grain_adaptor.array_records import ArrayRecordFiles
 from layerkit_inputs.grain_adaptor.row_batches import blank_rows, check_row, stack_rows
 from layerkit_inputs.indexed_input import IndexedInput
 
-_POLICIES = ("refuse", "skip")
+_EXPECTED_DATASET = "a grain.MapDataset, or a function that returns one"
 
 
 class GrainMapInput(IndexedInput):
-    """Rows of a `grain.MapDataset`, by number.
+    """An input of rows of a `grain.MapDataset`, by number.
 
-    Leave shuffling and repeating to the input: `shuffle`, `shuffle_window` and `is_training` give
-    every epoch another order and each row once. In epoch `e` row `i` of `n` is read as number
-    `e * n + i`, as Grain's own `repeat` does, so random transformations differ in each epoch.
+    The input shuffles and repeats, by `shuffle`, `shuffle_window` and `is_training`; the data set
+    should not. In epoch `e`, row `i` of `n` is read as number `e * n + i`, as Grain's own `repeat`
+    does, so random transformations differ by epoch.
 
-    A row that cannot be read (reading it raises ValueError or OSError) is refused or, with
-    `on_bad_record="skip"`, left out and counted: an evaluation has padding in its place, training
-    the next row that can be read.
+    A row that cannot be read (reading it raises ValueError or OSError) raises, or is skipped and
+    counted with `on_bad_record="skip"`. Evaluation replaces a skipped row by padding, training
+    replaces it by the next readable row.
     """
 
     dataset: Any = None
-    """A `grain.MapDataset` of rows, or a function without arguments that makes one. Required."""
+    """A `grain.MapDataset` of rows, or a function without arguments that returns one. Required."""
     num_threads: int = 0
-    """Threads that read the rows of a batch, for storage that takes long to answer. 0: none."""
+    """Number of threads that read the rows of a batch, for slow storage. 0: no threads."""
     on_bad_record: OnBadRecord = "refuse"
-    """`refuse` rows that cannot be read, or `skip` and count them."""
+    """Policy for rows that cannot be read: `refuse` raises, `skip` counts them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_threads < 0:
-            raise self._config_error(f"num_threads={self.num_threads}; expected 0 or more.")
-        if self.on_bad_record not in _POLICIES:
-            raise self._config_error(
-                f"on_bad_record={self.on_bad_record!r}; expected one of {_POLICIES}."
-            )
+        check_integers(self._label, minimum=0, num_threads=self.num_threads)
+        check_choice(self._label, get_args(OnBadRecord), on_bad_record=self.on_bad_record)
         self._check_dataset()
         self._bad = BadRecords(self.on_bad_record)
         self._unreadable = np.zeros(0, bool)
@@ -69,35 +66,31 @@ class GrainMapInput(IndexedInput):
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
 
     def _check_dataset(self) -> None:
-        if self.dataset is None:
-            raise self._config_error(
-                "dataset is not set; give a grain.MapDataset, or a function that makes one."
-            )
+        require(self.dataset is not None, self._label, "dataset", None, _EXPECTED_DATASET)
 
     def _make_dataset(self) -> Any:
-        """The data set; a subclass may make it of its own fields."""
+        """Return the data set; a subclass may make it from its own fields."""
         return self.dataset() if callable(self.dataset) else self.dataset
 
     @functools.cached_property
     def _dataset(self) -> Any:
-        grain = require("grain", needed_by=type(self).__qualname__)
+        grain = extras.require("grain", needed_by=type(self).__qualname__)
         dataset = self._make_dataset()
-        if isinstance(dataset, grain.IterDataset):
-            raise self._config_error(
-                "dataset is a grain.IterDataset, whose rows have no numbers; use GrainIterInput."
-            )
         if not isinstance(dataset, grain.MapDataset):
+            is_iter = isinstance(dataset, grain.IterDataset)
             raise self._config_error(
-                f"dataset is {type(dataset).__qualname__}; expected a grain.MapDataset, or a "
-                "function that makes one."
+                field="dataset",
+                value=type(dataset).__qualname__,
+                expected=_EXPECTED_DATASET,
+                hint="Use GrainIterInput." if is_iter else None,
             )
         if len(dataset) >= 2**62:
-            raise self._config_error("dataset never ends; leave repeat() to the input.")
+            raise self._config_error("the data set never ends", hint="Remove repeat() from it.")
         return dataset
 
     @property
     def num_skipped(self) -> int:
-        """Rows that could not be read so far; one that is read again counts again."""
+        """Number of rows that could not be read; a row that is read again counts again."""
         return self._bad.num_skipped
 
     def _num_rows(self) -> int:
@@ -105,7 +98,7 @@ class GrainMapInput(IndexedInput):
 
     @functools.cached_property
     def _length(self) -> int:
-        """What Grain counts anew each time."""
+        """Length of the data set, which Grain computes at each call."""
         return len(self._dataset)
 
     def _read_positions(self, positions: np.ndarray, num_rows: int | None) -> NestedMap:
@@ -119,7 +112,7 @@ class GrainMapInput(IndexedInput):
         return blank_rows(batch, is_blank)
 
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
-        # A host without rows asks for one only to know its shape.
+        # A host without rows reads one for its shape.
         epochs = self._epochs if len(self._epochs) == len(rows) else np.zeros_like(rows)
         places = list(zip(rows.tolist(), epochs.tolist(), strict=True))
         found = self._read_places(places)
@@ -131,7 +124,7 @@ class GrainMapInput(IndexedInput):
         return stack_rows(read, name_of=lambda place: f"{self._label}, row {rows[place]}")
 
     def _read_places(self, places: list[tuple[int, int]]) -> list[NestedMap | None]:
-        """The rows at (row, epoch); None for one that is skipped."""
+        """Return the rows at places (row, epoch), with None for each skipped row."""
         if self.num_threads and self._pool is None:
             self._pool = concurrent.futures.ThreadPoolExecutor(self.num_threads)
         run = map if self._pool is None else self._pool.map
@@ -147,7 +140,7 @@ class GrainMapInput(IndexedInput):
         return found
 
     def _try_to_read(self, place: tuple[int, int]) -> NestedMap | ValueError | OSError:
-        """A row, or why there is none."""
+        """Return a row, or the error of reading it."""
         row, epoch = place
 
         def where() -> str:
@@ -157,8 +150,9 @@ class GrainMapInput(IndexedInput):
             element = self._dataset[epoch * self._length + row]
             if element is None:
                 raise BadRecordError(
-                    f"{where()}: None, which is what filter() leaves in a grain.MapDataset; filter "
-                    "after to_iter_dataset(), and use GrainIterInput."
+                    "no row, as after filter() of a grain.MapDataset",
+                    owner=where(),
+                    hint="Call filter() after to_iter_dataset(), and use GrainIterInput.",
                 )
             return check_row(element, where=where)
         except (ValueError, OSError) as error:
@@ -166,7 +160,7 @@ class GrainMapInput(IndexedInput):
             return error
 
     def _read_after(self, place: tuple[int, int]) -> NestedMap:
-        """The next row that can be read, for the place of one that cannot."""
+        """Return the next readable row after an unreadable one."""
         row, epoch = place
         num_rows = self._length
         for step in range(1, num_rows):
@@ -174,7 +168,7 @@ class GrainMapInput(IndexedInput):
             if found is not None:
                 return found
         raise self._config_error(
-            f"none of {num_rows} rows can be read; the first: {self._bad.first[0]}"
+            f"none of {num_rows} rows can be read; the first error is: {self._bad.first[0]}"
         )
 
     def _close(self) -> None:
@@ -183,28 +177,26 @@ class GrainMapInput(IndexedInput):
 
 
 class ArrayRecordRows(GrainMapInput):
-    """Rows that lie in ArrayRecord files, one serialised row a record.
+    """An input of ArrayRecord files with one serialised row per record.
 
-    A state fits files with the same numbers of records. A file that is missing or not whole is
-    always refused, since no row after it would have its number.
+    A state fits files with the same numbers of records. A missing or incomplete file always raises,
+    since it would change the numbers of all later rows.
     """
 
     paths: Sequence[str] | None = None
-    """The files, in the order of their rows' numbers; see `array_records.find_array_records`."""
+    """Files in the order of their row numbers; see `array_records.find_array_records`."""
     parse: Callable[[bytes], Any] | None = None
-    """Makes a record a row, a dictionary of arrays."""
+    """Function that returns the row of a record, a dictionary of arrays."""
 
     def _check_dataset(self) -> None:
-        if self.dataset is not None:
-            raise self._config_error("dataset is made of paths and parse; set those alone.")
-        for field in ("paths", "parse"):
-            if getattr(self, field) is None:
-                raise self._config_error(f"{field} is not set.")
-        if isinstance(self.paths, str) or not self.paths:
-            raise self._config_error(f"paths={self.paths!r}; expected a list of files.")
+        label, paths = self._label, self.paths
+        expected = "None, since paths and parse make the data set"
+        require(self.dataset is None, label, "dataset", self.dataset, expected)
+        require(self.parse is not None, label, "parse", None, "a function that parses a record")
+        require(paths and not isinstance(paths, str), label, "paths", paths, "a list of files")
 
     def _make_dataset(self) -> Any:
-        grain = require("grain", needed_by=type(self).__qualname__)
+        grain = extras.require("grain", needed_by=type(self).__qualname__)
         return grain.MapDataset.source(self._files).map(self.parse)
 
     @functools.cached_property

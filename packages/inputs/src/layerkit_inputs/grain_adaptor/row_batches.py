@@ -1,4 +1,4 @@
-"""Batches from rows: dictionaries of arrays become arrays `[rows, ...]`."""
+"""Batches `[rows, ...]` of rows, which are dictionaries of arrays."""
 
 from __future__ import annotations
 
@@ -14,25 +14,29 @@ from layerkit_inputs.eval_padding import PADDING_VALUES
 
 
 def check_row(row: Any, *, where: Callable[[], str]) -> NestedMap:
-    """A row as a NestedMap of arrays.
+    """Return a row as a NestedMap of arrays.
 
     Args:
-      row: A mapping of names to arrays, numbers or such mappings.
-      where: Says which row it is, for the errors.
+      row: Mapping of names to arrays, numbers or such mappings.
+      where: Function that returns the place of the row, for errors.
 
     Raises:
-      BadRecordError: it is no mapping, is empty, or holds something that is no number.
+      BadRecordError: The row is not a mapping, is empty, or holds values that are not numbers.
     """
     if not isinstance(row, Mapping):
         raise BadRecordError(
-            f"{where()}: a {type(row).__qualname__}, expected a dictionary of arrays, such as "
-            "{'ids': array}."
+            owner=where(),
+            field="type of row",
+            value=type(row).__qualname__,
+            expected="a dictionary of arrays, such as {'ids': array}",
         )
     if not row:
-        raise BadRecordError(f"{where()}: an empty dictionary, expected arrays in it.")
+        raise BadRecordError(
+            owner=where(), field="row", value=row, expected="a dictionary with at least one array"
+        )
     checked: dict[str, Any] = {}
     for name, value in row.items():
-        if type(value) is np.ndarray:  # asked first, being what rows mostly hold
+        if type(value) is np.ndarray:  # the most frequent type first
             array = value
         elif isinstance(value, Mapping):
             checked[name] = check_row(value, where=functools.partial(_field_of, where, name))
@@ -41,8 +45,11 @@ def check_row(row: Any, *, where: Callable[[], str]) -> NestedMap:
             array = _as_array(value)
         if array.dtype.kind not in "biufc" and array.dtype.name != "bfloat16":
             raise BadRecordError(
-                f"{where()}, {name}: {_shown(value)} of dtype {array.dtype}, expected numbers or "
-                "booleans; turn text into ids first, or leave the field out."
+                owner=where(),
+                field=f"dtype of {name}",
+                value=str(array.dtype),
+                expected="numbers or booleans",
+                hint="Convert text to ids first, or remove the field.",
             )
         checked[name] = array
     return NestedMap(checked)
@@ -53,26 +60,27 @@ def _field_of(where: Callable[[], str], name: str) -> str:
 
 
 def stack_rows(rows: Sequence[NestedMap], *, name_of: Callable[[int], str]) -> NestedMap:
-    """Rows of the same fields, shapes and dtypes, one below the other.
+    """Stack rows with the same fields, shapes and dtypes.
 
     Args:
-      rows: At least one, from `check_row`.
-      name_of: Says which row it is that stands at a place of `rows`, for the errors.
+      rows: At least one row from `check_row`.
+      name_of: Function from an index of `rows` to the place of the row, for errors.
 
     Raises:
-      BadRecordError: a row is unlike the first; all fields that differ are listed.
+      BadRecordError: A row differs from the first; the error lists all fields that differ.
     """
     for place, row in enumerate(rows):
         if not _are_alike(row, rows[0]) and (differing := _differing(row, rows[0])):
             raise BadRecordError(
-                f"{name_of(place)} is unlike {name_of(0)}: {'; '.join(differing)}. Pad, cut or "
-                "pack rows to one shape."
+                f"the row differs from {name_of(0)}: {'; '.join(differing)}",
+                owner=name_of(place),
+                hint="Pad, cut or pack rows to one shape.",
             )
     return _stacked(rows)
 
 
 def blank_rows(batch: NestedMap, is_blank: np.ndarray) -> NestedMap:
-    """`batch` with some rows made padding: weight 0, provenance -1; bool `[rows]` says which."""
+    """Return `batch` with padding (weight 0, provenance -1) in the rows of a bool mask `[rows]`."""
 
     def blank(name: str, value: Any) -> Any:
         if isinstance(value, NestedMap):
@@ -87,12 +95,12 @@ def blank_rows(batch: NestedMap, is_blank: np.ndarray) -> NestedMap:
 def _as_array(value: Any) -> np.ndarray:
     try:
         return np.asarray(value)
-    except ValueError:  # a list of lists of unlike lengths
+    except ValueError:  # a list of lists of different lengths
         return np.empty(0, object)
 
 
 def _are_alike(row: NestedMap, first: NestedMap) -> bool:
-    """Whether names, dtypes and shapes are the same."""
+    """Return True if names, dtypes and shapes are equal."""
     if row.keys() != first.keys():
         return False
     for name, value in row.items():
@@ -108,7 +116,7 @@ def _are_alike(row: NestedMap, first: NestedMap) -> bool:
 
 
 def _differing(row: NestedMap, first: NestedMap) -> list[str]:
-    """In words, how a row is unlike the first; byte orders may differ."""
+    """Return a description of each field that differs from the first row, except byte order."""
     here, there = _described(row), _described(first)
     return [
         f"{path} is {here.get(path, 'missing')}, not {there.get(path, 'missing')}"
@@ -127,8 +135,3 @@ def _stacked(rows: Sequence[NestedMap]) -> NestedMap:
         values = [row[name] for row in rows]
         batch[name] = _stacked(values) if isinstance(value, NestedMap) else np.array(values)
     return batch
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."

@@ -1,7 +1,7 @@
-"""A row group as a Grain data set. This imports Grain; `row_groups` imports it where it is needed.
+"""RowGroupDataset: a row group as a Grain data set. This module imports Grain at once.
 
-It does what a `grain.MapDataset` of the rows does on its way through `to_iter_dataset`, without the
-bookkeeping there, which costs more than such a row.
+It replaces `to_iter_dataset` of a `grain.MapDataset`, whose bookkeeping takes longer than reading
+such a row.
 """
 
 from __future__ import annotations
@@ -12,33 +12,39 @@ import grain
 
 
 class Rows(Protocol):
-    """Rows by number; None where there is none."""
+    """A sequence of rows by number, with None for rows to skip."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """Return the number of rows, including those to skip."""
 
-    def __getitem__(self, row: int, /) -> Any: ...
+    def __getitem__(self, row: int, /) -> Any:
+        """Return a row, or None to skip it."""
 
 
 class RowGroupDataset(grain.IterDataset):
-    """The rows in order, without those that are None."""
+    """A Grain data set of the rows in order, without those that are None."""
 
     def __init__(self, rows: Rows):
+        """Set the rows to read."""
         super().__init__()
         self._rows = rows
 
     def __iter__(self) -> RowGroupIterator:
+        """Return an iterator from the first row."""
         return RowGroupIterator(self._rows)
 
 
 class RowGroupIterator(grain.DatasetIterator):
-    """Its position is the number of the next row."""
+    """A Grain iterator of rows whose state is the number of the next row."""
 
     def __init__(self, rows: Rows):
+        """Set the rows and start at the first."""
         super().__init__()
         self._rows = rows
         self._next_index = 0
 
     def __next__(self) -> Any:
+        """Return the next row that is not None."""
         while self._next_index < len(self._rows):
             row = self._rows[self._next_index]
             self._next_index += 1
@@ -47,7 +53,9 @@ class RowGroupIterator(grain.DatasetIterator):
         raise StopIteration
 
     def get_state(self) -> dict[str, int]:
+        """Return the number of the next row."""
         return {"next_index": self._next_index}
 
     def set_state(self, state: dict[str, int]) -> None:
+        """Restore a state of `get_state`."""
         self._next_index = state["next_index"]

@@ -1,7 +1,7 @@
-"""A row group of a Parquet file as rows by number, for Grain; see `parquet_rows`.
+"""Row groups of Parquet files as rows by number, for Grain; see `parquet_rows`.
 
-Columns are decoded when the first row is asked for, and kept as numpy arrays (or, for text, as they
-lie in Arrow), so a row costs no more than an index into each.
+Columns are decoded at the first read and kept as NumPy arrays (text stays in Arrow), so that
+reading a row only indexes each column.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from layerkit_inputs.parquet_bounds import open_parquet, read_row_group
 
 
 class RowGroup(NamedTuple):
-    """A part of a Parquet file that is read at once."""
+    """A row group, the part of a Parquet file that is read at once."""
 
     path: str
     number: int
-    """From 0 in its file."""
+    """Zero-based index in the file."""
     num_rows: int
 
     def __str__(self) -> str:
+        """Return path and index, for errors."""
         return f"{self.path}, row group {self.number}"
 
 
 def open_row_group(group: RowGroup, *, columns: Sequence[str] | None, max_bytes: int) -> Any:
-    """A `grain.IterDataset` of the rows, dictionaries of the columns.
+    """Return a `grain.IterDataset` of rows, dictionaries of the columns.
 
-    A row with a null is a BadRecordError in its place; of a row group that cannot be decoded the
-    first row is one, and there are no others.
+    A row with a null is replaced by a BadRecordError. A row group that cannot be decoded yields one
+    BadRecordError and no rows.
 
     Args:
       group: Row group to read.
@@ -46,25 +47,25 @@ def open_row_group(group: RowGroup, *, columns: Sequence[str] | None, max_bytes:
 
 
 class _Column(NamedTuple):
-    """A column, decoded."""
+    """A decoded column."""
 
     value_of: Callable[[int], Any]
-    """The value in a row."""
+    """Function from a row to its value."""
     has_null: np.ndarray
-    """bool `[rows]`."""
+    """True for rows with a null, bool `[rows]`."""
 
 
 class _Decoded(NamedTuple):
-    """A row group, decoded."""
+    """A decoded row group."""
 
     value_of: dict[str, Callable[[int], Any]]
-    """Column -> the value in a row."""
+    """Function from a row to its value, by column."""
     nulls: dict[int, str]
-    """Row with a null -> the first column that has one there."""
+    """First column with a null, by row; only rows with a null."""
 
 
 class _Rows:
-    """Rows of a row group: what Grain calls a source."""
+    """A Grain source of the rows of a row group."""
 
     def __init__(self, group: RowGroup, columns: Sequence[str] | None, max_bytes: int):
         self._group = group
@@ -82,7 +83,9 @@ class _Rows:
             return self._decoded if row == 0 else None
         value_of, nulls = self._decoded
         if row in nulls:
-            return BadRecordError(f"{self._group}, row {row}: a null in column {nulls[row]!r}.")
+            return BadRecordError(
+                f"null in column {nulls[row]!r}", owner=f"{self._group}, row {row}"
+            )
         return {name: value(row) for name, value in value_of.items()}
 
     def _decode(self) -> _Decoded | BadRecordError:
@@ -100,14 +103,20 @@ class _Rows:
                         max_bytes=self._max_bytes,
                     )
         except BadRecordError as error:
-            return BadRecordError(f"{self._group}: {error}")
+            error.owner = str(self._group)
+            return error
         except (arrow.ArrowException, OSError) as error:
-            return BadRecordError(f"{self._group}: cannot be decoded ({str(error).rstrip('.')}).")
+            problem = f"cannot be decoded ({str(error).rstrip('.')})"
+            return BadRecordError(problem, owner=str(self._group))
         if fault is not None:
-            raise BadRecordError(f"{self._group.path}: {fault}")
+            fault.owner = self._group.path
+            raise fault
         if len(table) != self._group.num_rows:
             return BadRecordError(
-                f"{self._group}: has {len(table)} rows, and declares {self._group.num_rows}."
+                owner=str(self._group),
+                field="rows",
+                value=len(table),
+                expected=f"{self._group.num_rows}, as declared",
             )
         decoded = {
             name: _decode_column(table.column(name).combine_chunks()) for name in table.column_names
@@ -119,25 +128,27 @@ class _Rows:
         return _Decoded({name: column.value_of for name, column in decoded.items()}, nulls)
 
 
-def _unreadable_column(schema: Any, columns: Sequence[str] | None) -> str | None:
-    """Return what is wrong with the first column of a kind that cannot be read, or None.
+def _unreadable_column(schema: Any, columns: Sequence[str] | None) -> BadRecordError | None:
+    """Return an error about the first column with an unsupported type, or None.
 
-    It is asked before anything is decoded: a list of text has no size that could be bounded.
+    This check comes before decoding, since the size of a list of text has no bound.
     """
     for field in schema:
         if (columns is None or field.name in columns) and not (
             _is_number(field.type) or _is_list_of_numbers(field.type) or _is_text(field.type)
         ):
-            return (
-                f"column {field.name!r} is {field.type}; columns of numbers, booleans, text, bytes "
-                "and lists of numbers can be read. Name the others by columns."
+            return BadRecordError(
+                field=f"type of column {field.name!r}",
+                value=str(field.type),
+                expected="numbers, booleans, text, bytes or lists of numbers",
+                hint="Set columns to the names of the other columns.",
             )
     return None
 
 
 def _decode_column(array: Any) -> _Column:
     arrow = require("pyarrow", needed_by="ParquetRows")
-    if isinstance(array, arrow.ChunkedArray):  # of no rows
+    if isinstance(array, arrow.ChunkedArray):  # a column without rows
         array = arrow.concat_arrays(array.chunks)
     has_null = array.is_null().to_numpy(zero_copy_only=False)
     if _is_number(array.type):
@@ -156,7 +167,7 @@ def _decode_column(array: Any) -> _Column:
 
 
 def _numbers(array: Any) -> np.ndarray:
-    """Numbers of an Arrow array; 0 where there is a null, so that no dtype changes."""
+    """Return an Arrow array as NumPy, with 0 for nulls so that the dtype stays the same."""
     compute = require("pyarrow.compute", needed_by="ParquetRows")
     if array.null_count:
         arrow = require("pyarrow", needed_by="ParquetRows")

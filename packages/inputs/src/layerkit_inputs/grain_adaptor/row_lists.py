@@ -1,11 +1,11 @@
-"""Rows that come out of Grain's worker processes in lists: one crossing costs as much as many rows.
+"""Transfer of rows from Grain's worker processes in lists, which costs less than single rows.
 
-Alike rows, as those of a batch are, cross stacked: a few large arrays cost less than many small
-ones. Grain would move them by shared memory of their own for each array, which for arrays below
-some hundred kilobytes takes longer than the pipe does.
+Rows with equal fields, shapes and dtypes are stacked for the transfer, since few large arrays cost
+less than many small ones. Grain would use shared memory for each array, which is slower than the
+pipe below some hundred kilobytes.
 
-A position is that of the list that is open, and how many of its rows are done; going on from it
-makes this one list again.
+The state is that of the list in use, and the number of rows read from it. Resuming makes this list
+again.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ import numpy as np
 
 
 class RowList:
-    """Some rows. Grain sees no arrays in it, so it leaves them alone.
+    """A list of rows whose arrays Grain does not move to shared memory.
 
-    Rows that were alike are views of arrays `[rows, ...]` after a crossing.
+    After unpickling, rows of one shape are views of arrays `[rows, ...]`.
     """
 
     def __init__(self, rows: Sequence[Any]):
+        """Copy the list of rows."""
         self.rows = list(rows)
 
     def __reduce__(self) -> tuple[Callable[..., RowList], tuple[Any, ...]]:
+        """Pickle rows of one shape as stacked arrays."""
         if len(self.rows) > 1 and _are_alike(self.rows):
             return _unstacked, (_stacked(self.rows), len(self.rows))
         return RowList, (self.rows,)
@@ -53,9 +55,9 @@ def _stacked(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _are_alike(rows: Sequence[Any]) -> bool:
-    """Whether they are dictionaries of the same fields of numbers, of the same shapes and dtypes.
+    """Return True if the rows are dictionaries of arrays with equal names, shapes and dtypes.
 
-    Others cross as they are, and whoever reads them says what is wrong with them.
+    Other rows are pickled as they are; the input that reads them checks them.
     """
     first = rows[0]
     if type(first) is not dict or not first:
@@ -78,10 +80,10 @@ def _are_alike(rows: Sequence[Any]) -> bool:
 
 
 class RowsOfLists:
-    """The rows one by one, with states as a Grain iterator has them."""
+    """An iterator of single rows with the state methods of a Grain iterator."""
 
     def __init__(self, lists: Any):
-        """Takes a `grain.DatasetIterator` of RowLists."""
+        """Wrap a `grain.DatasetIterator` of RowLists."""
         self._lists = lists
         self._begin_at(None)
 
@@ -92,24 +94,25 @@ class RowsOfLists:
 
     def _open_next(self) -> None:
         opened = next(self._lists).rows
-        # A worker that has not begun would have to tell its state: None stands for that one.
+        # None is the initial state, which a worker that has not started cannot report.
         self._state_before, self._state = self._state, copy.deepcopy(self._lists.get_state())
         self._open, self._rows_done = opened, 0
 
     def __next__(self) -> Any:
+        """Return the next row."""
         if self._rows_done == len(self._open):
             self._open_next()
         self._rows_done += 1
         return self._open[self._rows_done - 1]
 
     def get_state(self) -> dict[str, Any]:
-        """The position, as JSON values if those of Grain's state are."""
+        """Return the position, which is JSON if the Grain state is."""
         if self._rows_done == len(self._open):
             return {"lists": self._state, "rows_done": 0}
         return {"lists": self._state_before, "rows_done": self._rows_done}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to where `get_state` was called; from the beginning alone."""
+        """Restore a state of `get_state`; valid only before the first row is read."""
         if state["lists"] is not None:
             self._lists.set_state(state["lists"])
         self._begin_at(state["lists"])

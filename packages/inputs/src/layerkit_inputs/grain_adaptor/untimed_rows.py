@@ -1,7 +1,7 @@
-"""Rows of a Grain data set without a record of how long each of them took.
+"""UntimedRows: a Grain iterator without Grain's timing of each element.
 
-Grain times what its outermost iterator gives, meant for batches; for single rows that takes as long
-as some pipelines take for the row. Imports Grain, as `row_group_dataset` does.
+Grain times each element of the outermost iterator. For single rows this takes as long as some
+pipelines take for the row. This module imports Grain at once.
 """
 
 from __future__ import annotations
@@ -12,18 +12,22 @@ import grain
 
 
 class UntimedRows(grain.DatasetIterator):
-    """The elements and states of another iterator, which is no longer the outermost one."""
+    """A Grain iterator around another one, which then is no longer the outermost."""
 
     def __init__(self, rows: grain.DatasetIterator):
+        """Wrap an iterator."""
         super().__init__(rows)
         self._rows = rows
-        self._stats  # noqa: B018  # Grain learns from this that there is an iterator around `rows`
+        self._stats  # noqa: B018  # tells Grain that this iterator wraps `rows`
 
     def __next__(self) -> Any:
+        """Return the next element of the wrapped iterator."""
         return next(self._rows)
 
     def get_state(self) -> Any:
+        """Return the state of the wrapped iterator."""
         return self._rows.get_state()
 
     def set_state(self, state: Any) -> None:
+        """Restore the state of the wrapped iterator."""
         self._rows.set_state(state)

@@ -1,1 +1,1 @@
-"""Readers of Hugging Face data sets, mapped or streamed."""
+"""Inputs of Hugging Face data sets, memory-mapped or streamed."""

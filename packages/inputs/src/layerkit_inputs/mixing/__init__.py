@@ -1,1 +1,1 @@
-"""Inputs made of other inputs: rows or batches by weights, or several batches at once."""
+"""Inputs that combine other inputs: mixtures of rows or batches, and merged batches."""
