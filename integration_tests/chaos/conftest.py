@@ -200,7 +200,7 @@ class Turn:
         try:
             if lost is not None:
                 self.processes[lost].wait(SECONDS_TO_MOVE)
-                if "they meet at" not in self.output:
+                if "; coordinator " not in self.output:
                     self.kill()
             begun = time.monotonic()
             codes = [process.wait(SECONDS_TO_MOVE) for process in self.processes]

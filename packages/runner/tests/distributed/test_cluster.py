@@ -119,7 +119,7 @@ def test_two_processes_find_each_other(tmp_path: Path, launcher, name: str):
     port = free_port()
     done = run([launcher(port, index, 2) for index in (0, 1)], str(tmp_path))
     assert [process.returncode for process in done] == [0, 0], done
-    start = f"processes    2, found by {name}; they meet at "
+    start = f"processes    2, found by {name}; coordinator "
     assert done[0].stdout.startswith(start)
     assert f":{port}\n" in done[0].stdout
     for index in (0, 1):

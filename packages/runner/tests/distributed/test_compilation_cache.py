@@ -1,4 +1,4 @@
-"""The folder of compiled programs, and who may write to it."""
+"""The folder of the compilation cache, and its permissions."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ def test_default_folder_of_another_user_is_not_used(tmp_path: Path):
     folder = tmp_path / "layerkit" / "jax"
     folder.mkdir(parents=True)
     os.chown(folder, 65534, 65534)
-    with pytest.raises(UnsafePathError, match="belongs to user 65534"):
+    with pytest.raises(UnsafePathError):
         make_private(str(folder), environ)

@@ -1,9 +1,9 @@
-"""The processes of one job: how they find one another, and that none waits for one that is lost.
+"""Connection of the processes of one job, and the end of all of them when one is lost.
 
 A job on several machines is the same command on each. Slurm, Open MPI, torchrun, Kubernetes or a
 TPU pod describe the job; elsewhere `--coordinator_address`, `--num_processes` and `--process_id`
 do. A peer monitor runs beside each process. It keeps the log of the process, and names a lost
-process to all others, which then end as well, since no step can be made without it.
+process to all others, which then end as well, since every step needs all processes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 import jax
 
+from layerkit.errors import UserError
 from layerkit_runner.distributed.forced_exit import told_to_others
 from layerkit_runner.distributed.launchers import (
+    SEPARATE_JOBS,
     check_processes,
     find_launch,
     local_device_ids,
@@ -58,14 +60,14 @@ _ALL_INTERFACES = "::"
 
 @dataclasses.dataclass(frozen=True)
 class ClusterInfo:
-    """How a process finds the others; None stands for what JAX detects.
+    """The coordinator and numbers of a process; None leaves a value to JAX's detection.
 
     Attributes:
       address: `host:port` of the coordinator.
       num_processes: Number of processes.
       process_id: Number of this process.
-      local_device_ids: GPUs of this process; an empty list for all that it sees.
-      found_by: Source of this information.
+      local_device_ids: GPUs of this process; an empty list for all visible ones.
+      found_by: Source of this information, such as "the flags".
     """
 
     address: str | None
@@ -77,12 +79,12 @@ class ClusterInfo:
 
 @dataclasses.dataclass(frozen=True)
 class JoinedProcess:
-    """The place of this process in its job.
+    """A process that has joined its job.
 
     Attributes:
       identity: Number, host and pid of the process.
       job_log_dir: Folder of the job; None for the current folder.
-      log: File that keeps what the process prints; None for a process that is the whole job.
+      log: File with the output of the process; None for the only process of a job.
     """
 
     identity: Identity
@@ -90,19 +92,19 @@ class JoinedProcess:
     log: Path | None = None
 
     def log_file(self) -> Path:
-        """Return a file on this machine to append to."""
+        """Return the log, or the path of a log file on this machine if the process keeps none."""
         return self.log or log_file(self.identity, self.job_log_dir)
 
 
 @contextlib.contextmanager
 def joined(flags: RunOptions) -> Iterator[JoinedProcess]:
-    """Join the other processes of the job, if there are any; to be entered before JAX is used.
+    """Join the other processes of the job, if there are any, before JAX is used.
 
-    If one of several processes fails, it prints why and ends at once, with the exit code of the
-    failure: the others may wait for it in a step.
+    If one of several processes fails, it prints the reason and ends at once, with the exit code of
+    the failure, since the others may wait for it in a step.
 
     Raises:
-      UsageError: The processes cannot find one another.
+      UsageError: The processes cannot find one another, or the log cannot be written.
     """
     cluster = find_cluster(flags, os.environ)
     identity = Identity(0, 1, socket.gethostname(), os.getpid())
@@ -114,16 +116,16 @@ def joined(flags: RunOptions) -> Iterator[JoinedProcess]:
     try:
         log = log_file(identity, flags.job_log_dir)
     except OSError as error:
-        raise UsageError(f"The log cannot be written: {error}") from error
+        raise UsageError(f"cannot write the log: {error}") from error
     monitor = _start_monitor(identity, log)
     wait_for_others = None
     if identity.process == 0:
         print(
             f"processes    {identity.num_processes}, found by {cluster.found_by};"
-            f" they meet at {distributed_state().coordinator_address}",
+            f" coordinator {distributed_state().coordinator_address}",
             flush=True,
         )
-        # The coordinator is in this process, and without it the others abort before they can speak.
+        # Without the coordinator in this process, JAX aborts the others before they report.
         wait_for_others = functools.partial(monitor.wait_for_others, _SECONDS_TO_LEARN)
     try:
         with told_to_others(monitor.failed, wait_for_others):
@@ -131,16 +133,16 @@ def joined(flags: RunOptions) -> Iterator[JoinedProcess]:
     except Exception as error:
         _end(error, monitor, wait_for_others)
     except KeyboardInterrupt:
-        monitor.failed("it was interrupted by Ctrl-C")
-        os._exit(128 + signal.SIGINT)  # the others are not waited for
+        monitor.failed("interrupted by Ctrl-C")
+        os._exit(128 + signal.SIGINT)  # without waiting for the others
     monitor.close()
 
 
 def find_cluster(flags: RunOptions, environ: Mapping[str, str]) -> ClusterInfo | None:
-    """Return how this process finds the others; None if it is the whole job.
+    """Return the coordinator and number of this process; None if it is the only one of its job.
 
     Raises:
-      UsageError: Flags and environment contradict each other, or nothing says where they meet.
+      UsageError: Flags and environment contradict each other, or no coordinator is known.
     """
     check_processes(flags, environ)
     if flags.num_processes == 1:
@@ -160,57 +162,59 @@ def find_cluster(flags: RunOptions, environ: Mapping[str, str]) -> ClusterInfo |
             local_device_ids(launch, environ),
             launch.name,
         )
-    found_by = (
-        "the flags" if not is_auto else _cluster_to_ask(environ, is_required=address is not None)
-    )
+    if not is_auto:
+        return ClusterInfo(address, flags.num_processes, flags.process_id, None, "the flags")
+    found_by = _detected_cluster(environ, is_required=address is not None)
     if found_by is None:
         return None
-    given_address = None if is_auto else address
-    return ClusterInfo(given_address, flags.num_processes, flags.process_id, None, found_by)
+    return ClusterInfo(None, flags.num_processes, flags.process_id, None, found_by)
 
 
-def _cluster_to_ask(environ: Mapping[str, str], *, is_required: bool) -> str | None:
+def _detected_cluster(environ: Mapping[str, str], *, is_required: bool) -> str | None:
     """Return the name of a TPU pod or an indexed Kubernetes job of several processes, else None.
 
-    Every pod of Kubernetes looks alike from inside, also a notebook. So only a pod that has a
-    number in a job counts as one of several.
+    All pods of Kubernetes look alike from inside, notebooks included. So only a pod that has an
+    index in a job counts as one of several.
     """
-    # Not public, but the public `initialize` cannot be asked how many there are.
+    # Not public, but the public `initialize` does not return the number of processes.
     from jax._src import clusters
 
+    index = environ.get("JOB_COMPLETION_INDEX")
     for cluster, name in (
         (clusters.GkeTpuCluster, "the TPU pod"),
         (clusters.GceTpuCluster, "the TPU pod"),
         (clusters.K8sCluster, "Kubernetes"),
     ):
-        if cluster is clusters.K8sCluster and "JOB_COMPLETION_INDEX" not in environ:
+        if cluster is clusters.K8sCluster and index is None:
             continue
         try:
             if cluster.is_env_present():
                 return name if cluster.get_process_count() > 1 else None
         except Exception as error:
-            raise UsageError(
-                f"{name} cannot be asked for the other processes: {error}. --num_processes=1 makes"
-                " this process a job of its own."
-            ) from error
-    if "JOB_COMPLETION_INDEX" in environ and "KUBERNETES_SERVICE_HOST" in environ:
+            problem = f"cannot ask {name} for the other processes: {error}"
+            raise UsageError(problem, hint=SEPARATE_JOBS) from error
+    flags = "--coordinator_address=HOST:PORT, --num_processes=N and --process_id=I"
+    if index is not None and "KUBERNETES_SERVICE_HOST" in environ:
         raise UsageError(
-            "this is process"
-            f" {environ['JOB_COMPLETION_INDEX']} of an indexed Kubernetes job; to find the others,"
-            " pip install 'jax[k8s]', or say --coordinator_address, --num_processes and"
-            " --process_id. --num_processes=1 makes every process a job of its own."
+            "cannot find the other processes of an indexed Kubernetes job",
+            field="JOB_COMPLETION_INDEX",
+            value=index,
+            expected=f"the package that pip install 'jax[k8s]' installs, or {flags}",
+            hint=SEPARATE_JOBS,
         )
     if is_required:
         raise UsageError(
-            f"--coordinator_address={AUTO_ADDRESS}: this is none of Slurm (inside srun), Open"
-            " MPI, torchrun, an indexed Kubernetes job or a TPU pod; say"
-            " --coordinator_address=HOST:PORT, --num_processes=N and --process_id=I."
+            field="--coordinator_address",
+            value=AUTO_ADDRESS,
+            expected="a process of Slurm (inside srun), Open MPI, torchrun, an indexed Kubernetes"
+            " job or a TPU pod",
+            hint=f"Elsewhere, set {flags}.",
         )
     return None
 
 
 def _initialize(cluster: ClusterInfo) -> Identity:
-    bind_to = None  # where JAX decides
+    bind_to = None  # JAX's choice
     if cluster.address is not None and cluster.process_id == 0 and _BIND_VARIABLE not in os.environ:
         host, _, port = cluster.address.rpartition(":")
         address = bind_address(host.strip("[]"))
@@ -227,22 +231,20 @@ def _initialize(cluster: ClusterInfo) -> Identity:
     except (RuntimeError, ValueError) as error:
         place = f" at {cluster.address}" if cluster.address else ""
         raise UsageError(
-            f"the processes of the job, found by {cluster.found_by}, cannot find one"
-            f" another{place}: {error}"
+            f"cannot connect the processes of the job, found by {cluster.found_by}{place}: {error}"
         ) from error
-    # jax.process_index() would start the devices, whose settings are still to be made.
+    # jax.process_index() would start the devices before they are configured.
     state = distributed_state()
     return Identity(state.process_id, state.num_processes, socket.gethostname(), os.getpid())
 
 
 def _start_monitor(identity: Identity, log: Path) -> PeerMonitor:
-    """Start the peer monitor, whose hub, beside process 0, is announced by JAX's coordinator."""
-    # A process that is the whole job has none.
+    """Start the peer monitor; process 0 publishes the address of the hub by JAX's coordinator."""
     from layerkit_runner.distributed.peer_monitor.start import PeerMonitor
 
     state = distributed_state()
     listener = None
-    # By this name the coordinator, which is in process 0, is found.
+    # The coordinator is in process 0, as the hub is.
     host = str(state.coordinator_address).rpartition(":")[0].strip("[]")
     if identity.process == 0:
         listener = listen(host, backlog=identity.num_processes)
@@ -268,7 +270,7 @@ def _start_monitor(identity: Identity, log: Path) -> PeerMonitor:
 
 
 def log_file(identity: Identity, job_log_dir: str | None) -> Path:
-    """Return `DIR/logs/process_0003.log`, or print why the log is in a folder of this machine."""
+    """Return `DIR/logs/process_0003.log`, or a file in a folder of this machine and print why."""
     name = f"process_{identity.process:04d}.log"
     directory = os.fspath(absolute(job_log_dir or "."))
     folder = Path(directory) / "logs"
@@ -293,13 +295,16 @@ def log_file(identity: Identity, job_log_dir: str | None) -> Path:
 def _end(
     error: Exception, monitor: PeerMonitor, wait_for_others: Callable[[], None] | None
 ) -> NoReturn:
-    """Print why this process ends, unless another was lost, which its peer monitor prints."""
+    """Print the error, tell the other processes, and end this one.
+
+    If another process was lost, the peer monitor ends this one first.
+    """
     if isinstance(error, jax.errors.JaxRuntimeError):
-        # Its connections broke, perhaps, because another process was lost.
+        # A lost process may have broken the connections of this one.
         time.sleep(_SECONDS_TO_LEARN)
-    if isinstance(error, UsageError):
+    if isinstance(error, UserError):
         print(f"runner: {error}", file=sys.stderr)
-        summary, exit_code = str(error), error.exit_code
+        summary, exit_code = str(error), getattr(error, "exit_code", UsageError.exit_code)
     else:
         traceback.print_exception(error)
         summary, exit_code = f"{type(error).__name__}: {error}", 1
@@ -312,12 +317,12 @@ def _end(
 
 
 def bind_address(host: str) -> str:
-    """Return the address to listen at for those who find this machine as `host`.
+    """Return the address at which to listen for processes that know this machine as `host`.
 
-    It is the one address behind `host`, so that nothing listens at the other interfaces. It is all
-    interfaces where others may reach this machine by another address than it knows itself: a
-    name that means several addresses or, as on some distributions a machine's own name does, the
-    loopback interface only here; and an address that no interface of this machine has.
+    It is the one address of `host`, so that no other interface listens. It is all interfaces if
+    the others may reach this machine by another address: if `host` has several addresses, has one
+    that no interface of this machine has, or is a name that resolves to the loopback interface
+    only here, as a machine's own name does on some distributions.
     """
     try:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, 0)}
@@ -344,7 +349,7 @@ def listen(host: str, *, backlog: int) -> socket.socket:
 
 def _listen(address: str, *, backlog: int) -> socket.socket:
     if address == _ALL_INTERFACES:
-        with contextlib.suppress(OSError, ValueError):  # where IPv6 is off
+        with contextlib.suppress(OSError, ValueError):  # IPv6 may be off
             return socket.create_server(
                 (address, 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
             )

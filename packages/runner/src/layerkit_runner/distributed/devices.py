@@ -1,7 +1,7 @@
-"""Starting JAX's devices, and the settings of their compilers and allocators before that.
+"""Start of JAX's devices, and the settings of their compilers and allocators.
 
-XLA reads its flags from the environment when the first device is used, so they are set before that
-(`set_compiler_flags`). Whether they fit the devices is known only afterwards (`check_devices`).
+XLA reads its flags from the environment when the first device is used. So `set_compiler_flags` runs
+before that, and `check_devices`, which compares the flags with the devices, runs afterwards.
 Flags in the user's own environment come last and win.
 
 Sources: JAX documentation, "GPU performance tips"; OpenXLA, "GPU optimization levels" (level O1);
@@ -22,12 +22,11 @@ from pathlib import Path
 
 import jax
 
-from layerkit.near_names import near_names
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import UnsafePathError, private_folder
 from layerkit_runner.run_options import RunOptions
 
-# By value of JAX_PLATFORMS: the modules of which JAX needs one, and how to install it.
+# By value of JAX_PLATFORMS: the modules of which JAX needs one, and a command that installs one.
 _GPU_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 _NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
     "cpu": ((), ""),
@@ -49,7 +48,7 @@ _MEMORY_SHARE = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 @dataclasses.dataclass(frozen=True)
 class FlagSet:
-    """Flags that are recommended together.
+    """A set of flags that are recommended together.
 
     Attributes:
       variable: Environment variable that carries them.
@@ -70,11 +69,11 @@ _LATENCY_HIDING = (
 )
 
 PRESETS: Mapping[str, FlagSet] = {
-    # Collectives run beside the computations that do not need them yet; small ones are joined, up
-    # to these many bytes.
+    # Collectives overlap with computations that do not need their results yet. Small collectives
+    # are combined up to these sizes in bytes.
     "gpu_latency_hiding": FlagSet(_GPU, r"NVIDIA .*", _LATENCY_HIDING),
-    # Across the iterations of the loop over layers too, for which the weights and gradients of a
-    # further layer are kept: what fits by its plan may not fit with these. Plan with them.
+    # Collectives also overlap across iterations of the loop over layers, which keeps the weights
+    # and gradients of a further layer. Plan with this preset: a plan without it may not fit.
     "gpu_pipelined_collectives": FlagSet(
         _GPU,
         r"NVIDIA .*",
@@ -86,7 +85,7 @@ PRESETS: Mapping[str, FlagSet] = {
             "--xla_gpu_enable_while_loop_double_buffering=true",
         ),
     ),
-    # All-gathers of sharded weights overlap with the products around them. Later TPUs refuse it.
+    # All-gathers of sharded weights overlap with the products around them. Later TPUs reject it.
     "tpu_v5e_collective_fusion": FlagSet(
         _TPU,
         r"TPU v5 lite|TPU v5e",
@@ -99,9 +98,9 @@ PRESETS: Mapping[str, FlagSet] = {
         ),
     ),
     # Weights that are sharded along one axis of a torus of three dimensions would be gathered by
-    # all-reduces, which send twice as much. Only all-gathers that are asynchronous are preferred to
-    # them. On a v5p they would also need xla_tpu_enable_async_collective_fusion_fuse_all_gather:
-    # libtpu 0.0.50 refuses it on all but v5e, since results may be wrong.
+    # all-reduces, which send twice as much. XLA prefers only asynchronous all-gathers to them.
+    # On a v5p these also need xla_tpu_enable_async_collective_fusion_fuse_all_gather, which
+    # libtpu 0.0.50 rejects on all but v5e, since results may be wrong.
     "tpu_fsdp": FlagSet(
         _TPU,
         r"TPU v4",
@@ -119,7 +118,7 @@ PRESETS: Mapping[str, FlagSet] = {
             "--xla_tpu_data_parallel_opt_different_sized_ops=true",
         ),
     ),
-    # How much of a v6e's vector memory one fusion may take: in dense models, and with experts.
+    # Share of a v6e's vector memory for one fusion, in dense models and in mixtures of experts.
     "tpu_v6e_dense": FlagSet(_TPU, r"TPU v6.*", ("--xla_tpu_scoped_vmem_limit_kib=98304",)),
     "tpu_v6e_moe": FlagSet(_TPU, r"TPU v6.*", ("--xla_tpu_scoped_vmem_limit_kib=81920",)),
 }
@@ -129,44 +128,42 @@ def start_devices() -> None:
     """Let JAX start its devices.
 
     Raises:
-      UsageError: JAX cannot start them; it names what is missing and what to do.
+      UsageError: JAX cannot start a platform that JAX_PLATFORMS names, or any platform.
     """
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(_refusal(os.environ.get("JAX_PLATFORMS"), error)) from error
+        raise _start_error(os.environ.get("JAX_PLATFORMS"), error) from error
 
 
-def _refusal(platforms: str | None, error: Exception) -> str:
+def _start_error(platforms: str | None, error: Exception) -> UsageError:
     names = [name.strip() for name in (platforms or "").split(",") if name.strip()]
     known = {*_NEEDS, *_registered()}
     for name in names:
         if name not in known:
-            return (
-                f"JAX_PLATFORMS={platforms}: unknown platform {name!r}{near_names(name, known)}"
-                f" Expected one of {', '.join(sorted(known))}."
-            )
+            return UsageError("unknown platform", field="JAX_PLATFORMS", value=name, choices=known)
     version = importlib.metadata.version("jax")
     for name in names:
         modules, command = _NEEDS.get(name, ((), ""))
         if modules and not any(map(importlib.util.find_spec, modules)):
-            return (
-                f"JAX_PLATFORMS={platforms}: JAX {version} is installed without its plugin for"
-                f" {name} ({' or '.join(modules)}). Install it ({command}), or set"
-                " JAX_PLATFORMS=cpu."
+            return UsageError(
+                field="JAX_PLATFORMS",
+                value=platforms,
+                expected=f"an installed plugin of JAX {version} for {name}: {' or '.join(modules)}",
+                hint=f"Install it with {command}, or set JAX_PLATFORMS=cpu.",
             )
-    # An AssertionError says nothing: the plugin is there and found no device.
-    reason = f": {error}" if str(error) else ", since it finds none"
-    where = f"JAX_PLATFORMS={platforms}: " if platforms else ""
-    return (
-        f"{where}JAX {version} cannot start its devices{reason.splitlines()[0]}. Run `runner"
-        " doctor` to check this machine, or set JAX_PLATFORMS=cpu."
+    # An AssertionError without text means that the plugin found no device.
+    reason = str(error).partition("\n")[0] or "no device was found"
+    return UsageError(
+        f"JAX {version} cannot start its devices: {reason}",
+        owner=f"JAX_PLATFORMS={platforms}" if platforms else None,
+        hint="Check this machine with `runner doctor`, or set JAX_PLATFORMS=cpu.",
     )
 
 
 def _registered() -> set[str]:
-    """Return the platforms of installed plugins, also those that JAX does not come with."""
-    # Not public, and nothing public tells them before the devices are started.
+    """Return the platforms of all installed plugins."""
+    # Not public, but no public function returns them before the devices are started.
     from jax._src import xla_bridge
 
     return set(getattr(xla_bridge, "_backend_factories", {})) - {"interpreter"}
@@ -175,7 +172,7 @@ def _registered() -> set[str]:
 def set_compiler_flags(
     options: RunOptions, environment: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Put the flags that the options name into the environment, before any device is used.
+    """Put the selected flags into the environment, before any device is used.
 
     Raises:
       UsageError: The file of --pgle_profile does not exist.
@@ -185,37 +182,40 @@ def set_compiler_flags(
 
 
 def set_gpu_memory_share(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Give a program the share of a GPU's memory that plans assume, unless the user set another.
+    """Set the share of a GPU's memory that plans assume, unless the user set another.
 
-    To be called before any device is used.
+    The function must be called before any device is used.
     """
     if not any(environment.get(name) for name in _MEMORY_SHARE):
         environment[_MEMORY_SHARE[0]] = str(GPU_MEMORY_SHARE)
 
 
 def check_devices(options: RunOptions, device_kind: str) -> None:
-    """Raise an error if flags are for other devices than these.
+    """Raise an error if flags are meant for devices of another kind.
 
     Args:
-      options: The flags.
+      options: Options of the run.
       device_kind: Value of `jax.Device.device_kind`.
 
     Raises:
-      UsageError: They are; it names both, and the sets of flags for these devices.
+      UsageError: The preset or the profile does not apply to these devices.
     """
-    name = options.xla_flags_preset
-    if name is not None and not re.fullmatch(PRESETS[name].device_kind, device_kind):
+    preset = options.xla_flags_preset
+    if preset is not None:
         fitting = [
             name for name, one in PRESETS.items() if re.fullmatch(one.device_kind, device_kind)
         ]
-        raise UsageError(
-            f"--xla_flags_preset={name} is not for the devices at hand, which are {device_kind};"
-            f" for these there is {' or '.join(fitting) or 'none'}"
-        )
+        if preset not in fitting:
+            raise UsageError(
+                field="--xla_flags_preset",
+                value=preset,
+                expected=f"a preset for {device_kind} devices: {' or '.join(fitting) or 'none'}",
+            )
     if options.pgle_profile is not None and not re.fullmatch(r"NVIDIA .*", device_kind):
         raise UsageError(
-            f"--pgle_profile={options.pgle_profile} guides the scheduler of NVIDIA GPUs; the"
-            f" devices at hand are {device_kind}"
+            field="--pgle_profile",
+            value=options.pgle_profile,
+            expected=f"NVIDIA GPUs, whose scheduler reads the profile, not {device_kind}",
         )
 
 
@@ -227,28 +227,32 @@ def check_no_automatic_profile() -> None:
     """
     if getattr(jax.config, "jax_enable_pgle", False):
         raise UsageError(
-            "jax_enable_pgle does nothing for a training step that is compiled ahead of time, as"
-            " ours is. Capture a profile and give it as --pgle_profile=FILE;"
-            " `python -m layerkit_runner.tools.pgle_profile --help` says how."
+            field="jax_enable_pgle",
+            value=True,
+            expected="False, since the training step is compiled ahead of time",
+            hint="Capture a profile and set --pgle_profile=FILE;"
+            " see python -m layerkit_runner.tools.pgle_profile --help",
         )
 
 
 def flag_lines(options: RunOptions) -> Iterator[str]:
-    """Yield the lines of the start report."""
+    """Yield lines of the start report: each environment variable with its flags."""
     for variable, flags in _chosen(options):
         yield f"{variable} {' '.join(flags)}"
 
 
 def _chosen(options: RunOptions) -> Iterator[tuple[str, list[str]]]:
-    """Yield (environment variable, flags) of what the options name."""
+    """Yield the selected flags by environment variable."""
     chosen: dict[str, list[str]] = {}
     if options.xla_flags_preset is not None:
         preset = PRESETS[options.xla_flags_preset]
         chosen[preset.variable] = list(preset.flags)
     if options.pgle_profile is not None:
         if not os.path.exists(options.pgle_profile):
-            raise UsageError(f"--pgle_profile={options.pgle_profile}: there is no such file")
-        # Only the latency hiding scheduler reads a profile.
+            raise UsageError(
+                field="--pgle_profile", value=options.pgle_profile, expected="an existing file"
+            )
+        # Only the latency-hiding scheduler reads a profile.
         guided = [
             "--xla_gpu_enable_latency_hiding_scheduler=true",
             f"--xla_gpu_pgle_profile_file_or_directory_path={options.pgle_profile}",
@@ -259,7 +263,7 @@ def _chosen(options: RunOptions) -> Iterator[tuple[str, list[str]]]:
 
 
 def enable_compilation_cache(flag: str | None) -> None:
-    """Keep compiled programs on disk, so that a restart or a second run starts fast.
+    """Cache compiled programs on disk, so that a restart or a second run starts fast.
 
     Args:
       flag: Value of --jax_compilation_cache.
@@ -269,10 +273,10 @@ def enable_compilation_cache(flag: str | None) -> None:
         if folder is not None:
             make_private(folder, os.environ)
     except UnsafePathError as error:
-        print(f"runner: compiled programs are not kept: {error}", file=sys.stderr, flush=True)
+        print(f"runner: no compilation cache: {error}", file=sys.stderr, flush=True)
         folder = None
     except OSError:
-        pass  # a home folder that cannot be written; JAX reports it and compiles
+        pass  # a read-only home folder, which JAX reports
     if folder is None:
         jax.config.update("jax_enable_compilation_cache", False)  # noqa: FBT003
         return
@@ -284,20 +288,20 @@ def enable_compilation_cache(flag: str | None) -> None:
 def cache_folder(flag: str | None, environ: Mapping[str, str]) -> str | None:
     """Return the folder of the compilation cache as an absolute path; None for no cache.
 
-    It is set by --jax_compilation_cache, else by JAX's variable; the default is below the user's
-    own cache. It may be in a store.
+    The flag --jax_compilation_cache sets it, else JAX's variable. The default is below the user's
+    cache folder. It may be in a remote store.
     """
     folder = flag or environ.get("JAX_COMPILATION_CACHE_DIR") or _default_folder(environ)
     if folder == "off":
         return None
-    # A shell leaves the ~ of --jax_compilation_cache=~/x as it is.
+    # A shell does not expand the ~ of --jax_compilation_cache=~/x.
     return folder if "://" in folder else os.path.abspath(os.path.expanduser(folder))
 
 
 def make_private(folder: str, environ: Mapping[str, str]) -> None:
-    """Create the default folder for this user alone; leave a folder that was chosen as it is.
+    """Create the default folder for this user only; leave any other folder unchanged.
 
-    JAX runs the programs that it finds there, so whoever can write them can run code in a job.
+    JAX runs the programs in this folder, so a user who can write to it can run code in a job.
 
     Raises:
       UnsafePathError: The default folder belongs to another user.

@@ -1,7 +1,7 @@
-"""What Slurm, Open MPI or torchrun told a process about its job, in environment variables.
+"""Environment variables in which Slurm, Open MPI or torchrun describe a process and its job.
 
-A mistake is reported before JAX is imported. JAX itself (`jax.distributed`) finds the address where
-the processes meet, and asks the clusters that set no variables: TPU pods and Kubernetes.
+A mistake is reported before JAX is imported. JAX itself (`jax.distributed`) finds the address of
+the coordinator, and asks the clusters that set no variables: TPU pods and Kubernetes.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run_options import AUTO_ADDRESS, RunOptions
 
-_ALONE = "(--num_processes=1 makes every process a job of its own.)"
+SEPARATE_JOBS = "--num_processes=1 makes each process a separate job."
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A process as its launcher describes it.
+    """The description of a process by its launcher.
 
     Attributes:
       name: The launcher and its job, such as `Slurm (job 4711)`.
-      num_processes: Number of processes that were started together.
+      num_processes: Number of processes of the job.
       process_id: Number of this process.
       count_variable: Environment variable that holds `num_processes`.
       id_variable: Environment variable that holds `process_id`.
-      local_id: Number of this process among those on its machine; None if unknown.
+      local_id: Number of this process on its machine; None if unknown.
       num_local: Number of processes on its machine; None if unknown.
-      address: `host:port` where the processes meet; None if JAX has to find it.
+      address: `host:port` of the coordinator; None if JAX has to find it.
       jax_knows: Whether JAX finds the address by itself.
     """
 
@@ -45,7 +45,7 @@ class Launch:
 
 
 def find_launch(environ: Mapping[str, str]) -> Launch | None:
-    """Return what the launcher said; None if no supported launcher started this process.
+    """Return the launcher's description; None if no supported launcher started this process.
 
     Open MPI comes first, since `mpirun` inside a Slurm allocation starts its own processes.
 
@@ -56,71 +56,73 @@ def find_launch(environ: Mapping[str, str]) -> Launch | None:
 
 
 def check_processes(flags: RunOptions, environ: Mapping[str, str]) -> None:
-    """Compare the flags about processes with what the launcher said.
+    """Compare the flags about processes with the launcher's description.
 
     A launcher that started one process contradicts nothing: that process may start others.
 
     Raises:
-      UsageError: They contradict each other, or do not suffice to find the other processes.
+      UsageError: A flag contradicts the launcher, or a flag that is needed to find the other
+        processes is missing.
     """
     launch = find_launch(environ)
+    address = flags.coordinator_address
+    is_auto = address in (None, AUTO_ADDRESS)
     if flags.num_processes == 1 or launch is None or launch.num_processes == 1:
-        _check_complete(flags, launch)
+        given = {"num_processes": flags.num_processes, "process_id": flags.process_id}
+        if tuple(given.values()) in ((1, None), (1, 0)):
+            return
+        needs_address = address is None and set(given.values()) != {None}
+        missing = [name for name, value in given.items() if value is None and not is_auto]
+        if needs_address or missing:
+            raise UsageError(
+                "cannot find the other processes",
+                field="--coordinator_address" if needs_address else f"--{missing[0]}",
+                value=None,
+                expected="--coordinator_address=HOST:PORT, --num_processes=N and --process_id=I",
+                hint=f"The launcher is {launch.name}, which started one process."
+                if launch
+                else "No launcher was found. On a cluster that JAX supports,"
+                " --coordinator_address=auto finds the processes.",
+            )
         return
-    for flag, given, said, variable in (
+    for flag, value, expected, variable in (
         ("num_processes", flags.num_processes, launch.num_processes, launch.count_variable),
         ("process_id", flags.process_id, launch.process_id, launch.id_variable),
     ):
-        if given is not None and given != said:
+        if value is not None and value != expected:
             raise UsageError(
-                f"--{flag}={given}, but {launch.name} says {variable}={said}. Leave the flag out:"
-                f" it is found out. {_ALONE}"
+                field=f"--{flag}",
+                value=value,
+                expected=f"{expected}, from {variable} of {launch.name}",
+                hint=f"The flag can be omitted. {SEPARATE_JOBS}",
             )
-    is_auto = flags.coordinator_address in (None, AUTO_ADDRESS)
     if is_auto and launch.address is None and not launch.jax_knows:
         raise UsageError(
-            f"{launch.name} started {launch.num_processes} processes, but this release of it does"
-            " not say where they can meet: add --coordinator_address=HOST:PORT, with the host of"
-            f" the first process. {_ALONE}"
+            f"{launch.name} started {launch.num_processes} processes without an address",
+            field="--coordinator_address",
+            value=address,
+            expected="HOST:PORT, with the host of the first process",
+            hint=SEPARATE_JOBS,
         )
 
 
 def check_alone(mode: str, environ: Mapping[str, str]) -> None:
-    """Raise an error if a launcher started several processes for the work of a single one.
+    """Raise an error if a launcher started several processes for a mode of a single process.
 
     Raises:
-      UsageError: It did; all would write the same files.
+      UsageError: The processes would write the same files.
     """
     launch = find_launch(environ)
     if launch is not None and launch.num_processes > 1:
         raise UsageError(
-            f"--mode={mode} is the work of one process, but {launch.name} started"
-            f" {launch.num_processes}; start it once."
-        )
-
-
-def _check_complete(flags: RunOptions, launch: Launch | None) -> None:
-    """Raise an error if flags alone have to describe the job, and one of them is missing."""
-    address, given = flags.coordinator_address, (flags.num_processes, flags.process_id)
-    if given in ((1, None), (1, 0)):
-        return
-    if address in (None, AUTO_ADDRESS):
-        if given != (None, None) and address is None:
-            raise UsageError(
-                "the processes of a job need --coordinator_address=HOST:PORT, --num_processes=N and"
-                " --process_id=I, or --coordinator_address=auto on a cluster that JAX knows."
-            )
-    elif None in given:
-        missing = "--num_processes=N" if given[0] is None else "--process_id=I"
-        found = f"{launch.name} started one process" if launch else "no launcher was found"
-        raise UsageError(
-            f"--coordinator_address={address} needs --num_processes=N and --process_id=I: {missing}"
-            f" is missing, and {found}."
+            field="--mode",
+            value=mode,
+            expected=f"one process; {launch.name} started {launch.num_processes}",
         )
 
 
 def local_device_ids(launch: Launch | None, environ: Mapping[str, str]) -> list[int] | None:
-    """Return the GPUs of this process: an empty list for all that it sees, None for JAX's choice.
+    """Return the GPUs of this process: an empty list for all visible ones, None for JAX's choice.
 
     JAX gives each process of a launcher the one GPU of its local number. That is wrong if the
     launcher assigned GPUs already, and leaves GPUs idle if there are fewer processes.
@@ -134,7 +136,7 @@ def local_device_ids(launch: Launch | None, environ: Mapping[str, str]) -> list[
         return None if launch.jax_knows or launch.local_id is None else [launch.local_id]
     each, rest = divmod(len(visible.split(",")), launch.num_local)
     if each == 0 or rest != 0:
-        return []  # fewer than processes: every process was given its own
+        return []  # fewer GPUs than processes: the launcher assigned them
     return [launch.local_id * each + offset for offset in range(each)]
 
 
@@ -149,11 +151,11 @@ def _open_mpi(environ: Mapping[str, str]) -> Launch | None:
 
 
 def _slurm(environ: Mapping[str, str]) -> Launch | None:
-    # SLURM_STEP_NODELIST is set for what srun starts, not for the script that calls srun.
+    # srun sets SLURM_STEP_NODELIST for its processes; the script that calls srun lacks it.
     needed = {"SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID"}
     if not needed <= environ.keys():
         return None
-    # In a shell that Slurm opened on a node, SLURM_NTASKS is the number that may be started there.
+    # In an interactive shell, SLURM_NTASKS is the number of processes that may be started there.
     count = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     name = f"Slurm (job {environ['SLURM_JOB_ID']})"
     launch = _launch(name, environ, count, "SLURM_PROCID", "SLURM_LOCALID")
@@ -215,5 +217,5 @@ def _launch(
 def _number(environ: Mapping[str, str], name: str) -> int | None:
     text = environ.get(name)
     if text is not None and not text.isdecimal():
-        raise UsageError(f"the environment says {name}={text!r}; expected a number.")
+        raise UsageError(owner="environment variable", field=name, value=text, expected="a number")
     return None if text is None else int(text)
