@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING
 from layerkit.errors import UserError
 from layerkit_runner.config import commands
 from layerkit_runner.config.flags import ParsedFlags, parse_flags
-from layerkit_runner.config.help import help_text
 from layerkit_runner.errors import UsageError, unknown_name_text
 from layerkit_runner.run_options import MODES
 
@@ -85,6 +84,8 @@ def _run(words: Sequence[str]) -> int:
         # The word after --help may be a topic.
         index = next(i for i, word in enumerate(words) if word in _HELP)
         topics = [word for word in words[index + 1 : index + 2] if not word.startswith("-")]
+        from layerkit_runner.config.help import help_text
+
         return _print(help_text(*topics))
     flags = parse_flags(words)
     _add_current_folder()

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from layerkit.base_layer import AUX_LOSS, NON_TRAINABLE, SUMMARIES
-from layerkit.layers.quantization.fp8 import accumulate_by_max
 from layerkit_runner.errors import UsageError
 from layerkit_runner.training.metrics import Reported, StepContext, reduce_microbatches
 
@@ -210,7 +209,11 @@ def _compute_batch_gradients(
 
     def loss_share(trained: Any, overwritten: Any) -> tuple[jax.Array, Any]:
         """Return this shard's share of the global loss, and other results."""
-        changed = variables._replace(trained=trained, overwritten=accumulate_by_max(overwritten))
+        if overwritten:
+            from layerkit.layers.quantization.fp8 import accumulate_by_max
+
+            overwritten = accumulate_by_max(overwritten)
+        changed = variables._replace(trained=trained, overwritten=overwritten)
         metrics, updates = run(changed, batch, key)
         loss = jnp.float32(0)
         for name, factor in terms(metrics).items():

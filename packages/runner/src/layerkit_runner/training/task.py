@@ -26,7 +26,6 @@ from layerkit.base_model import BaseModel, Metrics, WeightedScalar
 from layerkit.checks import check_integers, require
 from layerkit.config import Configurable, instance_field
 from layerkit.errors import ConfigError
-from layerkit.layers.quantization.fp8 import next_state
 from layerkit.nested_map import NestedMap
 from layerkit.sharding import BoundSharding
 from layerkit.summaries import DEFAULT_VERBOSITY
@@ -208,7 +207,7 @@ class SingleTask(Configurable):
         metrics |= of_step(self.own_metrics, metrics, scalars)
         statistics = (
             _shard_mean(found.non_trainable, context),
-            next_state(state.overwrite_with_gradient, context.batch_max(found.overwriting)),
+            _next_overwritten(state, found.overwriting, context),
         )
         if learner.skips_steps:
             old = (state.non_trainable, state.overwrite_with_gradient)
@@ -420,6 +419,15 @@ def _variables(state: TrainState) -> dict[str, Any]:
         NON_TRAINABLE: state.non_trainable,
         OVERWRITE_WITH_GRADIENT: state.overwrite_with_gradient,
     }
+
+
+def _next_overwritten(state: TrainState, found: Any, context: StepContext) -> Any:
+    """Return the next `overwrite_with_gradient` state, which only models with fp8 products have."""
+    if not state.overwrite_with_gradient:
+        return state.overwrite_with_gradient
+    from layerkit.layers.quantization.fp8 import next_state
+
+    return next_state(state.overwrite_with_gradient, context.batch_max(found))
 
 
 def _shard_mean(tree: Any, context: StepContext) -> Any:
