@@ -1,7 +1,4 @@
-"""`runner launch local`: a run that is killed is started again and goes on.
-
-On Slurm the same is shown by test_slurm.
-"""
+"""`runner launch local`: a killed run is restarted and resumes."""
 
 from __future__ import annotations
 
@@ -22,15 +19,15 @@ def children(pid: int) -> list[int]:
     return [int(word) for word in done.stdout.split()]
 
 
-def test_a_run_that_is_killed_is_started_again_and_goes_on(jobs, tmp_path: Path, running):
+def test_killed_run_is_restarted_and_resumes(jobs, tmp_path: Path, running):
     job = jobs.make("lm.quickstart.LocalText", tmp_path / "run", **FIELDS)
     launcher = job.start_with(["launch", "local", *job.arguments()])
     running.append(launcher)
     assert job.wait_for(launcher, (job.checkpoints / "checkpoint_00000050").exists)
-    (trains,) = children(launcher.pid)  # the launcher has made way for its script
+    (trains,) = children(launcher.pid)  # the script replaces the launcher
     os.kill(trains, signal.SIGKILL)
     output, _ = launcher.communicate()
     assert launcher.returncode == 0, output
-    assert "launch: exit code 137; start 1 of 3 more, from the newest checkpoint" in output
+    assert "launch: exit code 137; restart 1 of 3, from the newest checkpoint" in output
     assert "resuming from step " in output
     assert job.steps_logged()[-1] == 300

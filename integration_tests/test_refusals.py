@@ -64,8 +64,7 @@ def refusal(job: Any, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         ),
         (
             {"FPROP_DTYPE": "int32"},
-            "LmCloudSpmdTest: FPROP_DTYPE='int32' is not a floating dtype, such"
-            " as bfloat16",
+            "LmCloudSpmdTest: FPROP_DTYPE='int32' is not a floating dtype, such as bfloat16",
         ),
         (
             {"MODEL_DIMS": 0},

@@ -1,8 +1,8 @@
-"""`runner launch slurm` on a real Slurm: two processes that are requeued and resume to the end.
+"""`runner launch slurm` on a real Slurm: two processes that are requeued and resume.
 
-Slurm and munge must be installed (Debian: `apt-get install slurm-wlm`) and the tests run as root,
-who may start their daemons; elsewhere this is skipped. The cluster is this machine: one node, whose
-daemons, keys and state are in a folder of the test's.
+The tests need Slurm and munge (Debian: `apt-get install slurm-wlm`), and root to start the daemons;
+elsewhere they are skipped. The cluster is one node, this machine, with its daemons, keys and state
+in a temporary folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
-# Daemons are not on everybody's path.
+# The PATH of a user may lack the folders of daemons.
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 MISSING = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
 TIMEOUT = 600.0
@@ -42,8 +42,8 @@ pytestmark = [
     pytest.mark.skipif(os.getuid() != 0, reason="Slurm's daemons are started by root"),
 ]
 
-# No cgroups: a container has none to give away. Credentials are short-lived, since Slurm holds a
-# requeued job back until those of its last turn are gone.
+# Containers offer no cgroups. Credentials are short-lived, since Slurm delays a requeued job until
+# those of its last start have expired.
 CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -75,12 +75,12 @@ PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """A Slurm of one node."""
+    """A Slurm cluster of one node."""
 
     environment: dict[str, str]
 
     def call(self, *words: str) -> str:
-        """Runs one of Slurm's commands."""
+        """Run a command of Slurm and return its output."""
         done = subprocess.run(
             words, env=self.environment, capture_output=True, text=True, timeout=TIMEOUT
         )
@@ -88,15 +88,15 @@ class Cluster:
         return done.stdout
 
     def state(self, job: str) -> str:
-        """`PENDING`, `RUNNING`, `COMPLETED` and so on."""
+        """Return the state of a job, such as `PENDING`, `RUNNING` or `COMPLETED`."""
         return self._shown(job, "JobState")
 
     def restarts(self, job: str) -> int:
-        """How often the job was queued again."""
+        """Return how often a job was requeued."""
         return int(self._shown(job, "Restarts"))
 
     def exit_code(self, job: str) -> int:
-        """Of the batch script."""
+        """Return the exit code of the batch script of a job."""
         return int(self._shown(job, "ExitCode").partition(":")[0])
 
     def _shown(self, job: str, name: str) -> str:
@@ -105,11 +105,11 @@ class Cluster:
         return match[1]
 
 
-def wait_for(condition: Callable[[], bool], told: Callable[[], str]) -> None:
-    """Waits until `condition` holds; fails with what `told` says."""
+def wait_for(condition: Callable[[], bool], message: Callable[[], str]) -> None:
+    """Wait until `condition` holds; fail with `message` after ten minutes."""
     deadline = time.monotonic() + TIMEOUT
     while not condition():
-        assert time.monotonic() < deadline, told()
+        assert time.monotonic() < deadline, message()
         time.sleep(0.1)
 
 
@@ -158,32 +158,32 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run of two processes, as a job."""
+    """A run of two processes, submitted as a job."""
 
     cluster: Cluster
     folder: Path
     number: str
 
     def output(self) -> str:
-        """What the job printed, in all its turns."""
+        """Return the output of all starts of the job."""
         path = self.folder / "launch" / f"slurm-{self.number}.log"
         return path.read_text() if path.exists() else ""
 
     def steps(self) -> list[int]:
-        """Those in metrics.jsonl, in the order of writing."""
+        """Return the training steps in metrics.jsonl, in the order of writing."""
         path = self.folder / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         records = [json.loads(line) for line in lines if line.endswith("}")]
         return [r["step"] for r in records if "event" not in r and "dataset" not in r]
 
     def wait_for_state(self, state: str) -> None:
-        """Waits until the job is in that state."""
+        """Wait until the job is in a state."""
         wait_for(lambda: self.cluster.state(self.number) == state, self.output)
 
 
 @pytest.fixture
 def submit(cluster: Cluster, jobs, tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    """Submits a small run by the command that people use; cancels what is left at the end."""
+    """Return a function that submits a small run; cancel the remaining jobs at the end."""
     submitted = []
 
     def start(*flags: str, **fields: object) -> Run:
@@ -211,7 +211,7 @@ def submit(cluster: Cluster, jobs, tmp_path: Path) -> Iterator[Callable[..., Run
         subprocess.run(["scancel", number], env=cluster.environment, capture_output=True)
 
 
-def test_a_requeued_job_resumes_to_its_end(submit):
+def test_requeued_job_resumes_and_completes(submit):
     run = submit()
     wait_for(lambda: max(run.steps(), default=0) >= 20, run.output)
     run.cluster.call("scontrol", "requeue", run.number)
@@ -224,24 +224,24 @@ def test_a_requeued_job_resumes_to_its_end(submit):
     assert "SIGTERM: finishing this step, saving, leaving" in output
     steps = run.steps()
     assert steps[-1] == STEPS and reached >= 20
-    # Nothing was done twice: it had saved where it stopped.
+    # It saved before the requeue, so no step is repeated.
     assert steps == sorted(set(steps))
 
 
-def test_before_its_time_is_up_a_job_saves_and_queues_again(submit):
-    """The signal that Slurm sends at the limit, sent now: limits are whole minutes."""
+def test_job_saves_and_is_requeued_at_its_time_limit(submit):
+    """The test sends the signal of the time limit itself, since limits are whole minutes."""
     run = submit("--time=60")
     wait_for(lambda: max(run.steps(), default=0) >= 20, run.output)
     run.cluster.call("scancel", "--batch", "--signal=USR1", run.number)
     run.wait_for_state("COMPLETED")
     output = run.output()
-    assert "launch: the time is up; the job goes on" in output
+    assert "launch: time limit reached" in output
     assert run.cluster.restarts(run.number) == 1
     steps = run.steps()
     assert steps[-1] == STEPS and steps == sorted(set(steps))
 
 
-def test_a_process_that_is_killed_is_started_again_in_the_same_turn(submit):
+def test_killed_process_is_restarted_in_the_same_job(submit):
     run = submit()
     wait_for(lambda: max(run.steps(), default=0) >= 20, run.output)
     log = (run.folder / "logs" / "process_0001.log").read_text()
@@ -252,13 +252,13 @@ def test_a_process_that_is_killed_is_started_again_in_the_same_turn(submit):
     run.wait_for_state("COMPLETED")
     assert run.cluster.restarts(run.number) == 0
     output = run.output()
-    assert re.search(r"launch: exit code \d+; start 1 of 3 more", output)
+    assert re.search(r"launch: exit code \d+; restart 1 of 3", output)
     assert "ended without a word" in output
     assert run.steps()[-1] == STEPS
     assert log
 
 
-def test_a_wrong_field_that_only_the_run_notices_ends_the_job(submit):
+def test_wrong_field_that_only_the_run_detects_ends_the_job(submit):
     run = submit(**{"task.train.save_best_metric": "held_out/loss"})
     run.wait_for_state("FAILED")
     assert run.cluster.exit_code(run.number) == 2

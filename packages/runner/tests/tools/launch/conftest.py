@@ -1,4 +1,4 @@
-"""A command to launch, as values, and what checks generated text."""
+"""Fixtures: a request, the flags of a kind, and a check of Bash."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from layerkit_runner.tools.launch.values import Options
 
 @pytest.fixture
 def request_of() -> Callable[..., Request]:
-    """A request in a folder or store."""
+    """Return a function that makes a request for a folder or store."""
 
     def make(folder: str = "/runs/it's here", **more: Any) -> Request:
         words = (
@@ -33,13 +33,13 @@ def request_of() -> Callable[..., Request]:
 
 @pytest.fixture
 def flags_of() -> Callable[..., Options]:
-    """Flags of a kind, parsed."""
+    """Return a function that parses the flags of a kind."""
     return lambda kind, *words: parse_options(kind, words)[0]
 
 
 @pytest.fixture
 def check_bash() -> Callable[[str], None]:
-    """Asserts that a text is Bash."""
+    """Return a function that fails unless a text is valid Bash."""
 
     def check(text: str) -> None:
         done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)

@@ -1,4 +1,4 @@
-"""`runner launch` as people meet it; nothing here starts what it launches anywhere else."""
+"""The command line of `runner launch`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def launch(*words: str) -> int:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["slrm"], "there is no `runner launch slrm`; did you mean 'slurm'? It is one of local, "),
+        (["slrm"], "'slurm'"),
         (["slurm", "--nods=2"], "'--nodes'"),
-        (["local", "--nodes=2"], "--nodes belongs to `runner launch slurm or kubernetes`."),
+        (["local", "--nodes=2"], "`runner launch slurm or kubernetes`"),
         (["slurm", "--nodes=0"], "--nodes='0'"),
         (["slurm", "--exq=x"], "'--exp'"),
         (["slurm", f"--exp={EXP}"], "--job_log_dir=None"),
@@ -43,23 +43,23 @@ def launch(*words: str) -> int:
         ),
         (
             ["slurm", f"--exp={EXP}", "--job_log_dir=d", "--num_processes=2"],
-            "--num_processes: the launcher tells each process which it is; leave it out.",
+            "--num_processes",
         ),
         (
             ["slurm", f"--exp={EXP}", "--mode=plan"],
-            "--mode=plan needs no launcher; those that do are train, eval,",
+            "--mode='plan'",
         ),
-        (["slurm", "--list"], "`runner launch` starts a run; this command only prints."),
+        (["slurm", "--list"], "this command only prints"),
         (["slurm", f"--exp={EXP}", "--job_log_dir=a\nb"], "--job_log_dir='"),
         (["local", "--env=A-B"], "--env"),
         (
             ["tpu_vm", "--actions=stpo"],
             "--actions='stpo'",
         ),
-        (["kubernetes", f"--exp={EXP}"], "`runner launch kubernetes` needs --image=IMAGE: the"),
+        (["kubernetes", f"--exp={EXP}"], "--image=IMAGE"),
     ],
 )
-def test_mistakes_are_one_line_and_nothing_is_written(
+def test_mistake_exits_with_2_and_writes_nothing(
     tmp_path: Path, capsys, monkeypatch, words, message
 ):
     monkeypatch.chdir(tmp_path)
@@ -69,7 +69,7 @@ def test_mistakes_are_one_line_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_wrong_flag_is_answered_before_jax_is_loaded():
+def test_wrong_flag_is_reported_before_jax_is_imported():
     program = (
         "import sys; from layerkit_runner import cli; code = cli.main(['launch', 'slurm',"
         " '--nods=2']); assert not {'jax', 'fiddle', 'yaml'} & set(sys.modules); sys.exit(code)"
@@ -78,7 +78,7 @@ def test_a_wrong_flag_is_answered_before_jax_is_loaded():
     assert (done.returncode, "'--nodes'" in done.stderr) == (2, True), done.stderr
 
 
-def test_a_deeper_path_is_checked_too(tmp_path: Path, capsys, monkeypatch):
+def test_wrong_configuration_path_is_an_error(tmp_path: Path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = [f"--exp={EXP}", "--job_log_dir=d", "--fdl.task.model.lm_tpl.num_layer=3"]
     assert launch("slurm", *words) == 2
@@ -86,7 +86,7 @@ def test_a_deeper_path_is_checked_too(tmp_path: Path, capsys, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_help_tells_every_kind_and_the_flags_of_each(capsys):
+def test_help_lists_the_kinds_and_the_flags_of_each(capsys):
     assert launch() == 0
     text = capsys.readouterr().out
     assert all(f"  {kind}" in text for kind in KINDS)
@@ -97,13 +97,14 @@ def test_help_tells_every_kind_and_the_flags_of_each(capsys):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_flag_of_a_launcher_hides_one_of_the_runner(kind):
+def test_flags_of_a_kind_differ_from_those_of_the_runner(kind):
     known = {flag.name for flag in FLAGS} | set(OTHER_NAMES)
     assert not known & {flag.name for flag in KINDS[kind].flags}
 
 
-def test_the_words_of_the_run(tmp_path: Path, capsys, monkeypatch):
-    """Folders are absolute, Pax's names ours, and switches and values as they were."""
+def test_words_of_the_run_have_an_absolute_folder_and_no_pax_names(
+    tmp_path: Path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     words = [f"--fdl_config={EXP}", "--job_log_dir", "runs/a", "--noenable_checkpoint_saving"]
     words += ["--hung_step_timeout_secs=off", "--pmap_use_tensorstore", "--dry_run"]
@@ -122,7 +123,7 @@ def test_the_words_of_the_run(tmp_path: Path, capsys, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_files_that_only_the_other_machines_have(tmp_path: Path, capsys, monkeypatch):
+def test_missing_file_is_an_error_only_for_kinds_that_run_here(tmp_path: Path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["--exp=lm.quickstart.LocalText", "--job_log_dir=gs://b/r", "--dry_run"]
     words.append("--fdl.TOKENIZER=/only/there/spm.model")
@@ -131,20 +132,19 @@ def test_files_that_only_the_other_machines_have(tmp_path: Path, capsys, monkeyp
     assert launch("kubernetes", "--image=ours", *words) == 0
     out, err = capsys.readouterr()
     assert "kind: JobSet" in out
-    assert err.startswith("launch: not looked at any further here: ")
+    assert err.startswith("launch: the experiment is not checked on this machine: ")
 
 
-def test_data_that_nothing_names_are_told_and_stop_nothing(tmp_path: Path, capsys, monkeypatch):
+def test_unset_variables_of_the_data_are_reported(tmp_path: Path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("VOCAB_PATH", "here.model")  # and not where the pods run
     words = ["--exp=lm.pile.Pile126M", "--job_log_dir=gs://b/r", "--dry_run", "--image=ours"]
     words += ["--fdl.ICI_MESH_SHAPE=[1,8,1]", "--fdl.DCN_MESH_SHAPE=None", "--gpus_per_node=8"]
     assert launch("kubernetes", *words) == 0
-    assert capsys.readouterr().err.splitlines() == [
-        "launch: nothing sets VOCAB_PATH where the run will be, and without a vocabulary it ends at"
-        " its first batch; give --fdl.VOCAB_PATH=…",
-        "launch: nothing sets TFDS_DATA_DIR where the run will be, and the data are looked for in"
-        " ~/tensorflow_datasets; give --tfds_data_dir=…",
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(" is not set")[0] for line in lines] == [
+        "launch: VOCAB_PATH",
+        "launch: TFDS_DATA_DIR",
     ]
     for more in (
         ["--fdl.VOCAB_PATH=there.model", "--tfds_data_dir=/data/tfds"],
@@ -162,7 +162,7 @@ def test_data_that_nothing_names_are_told_and_stop_nothing(tmp_path: Path, capsy
         ("meshes.OwnMesh", ("--fdl.MESH", "--fdl.partitioner.dcn_mesh_shape")),
     ],
 )
-def test_wrong_number_of_devices_names_the_fields_of_the_experiment(
+def test_mesh_error_names_the_fields_of_the_experiment(
     tmp_path: Path, capsys, monkeypatch, exp, names
 ):
     (tmp_path / "meshes.py").write_text(
@@ -183,20 +183,20 @@ def test_wrong_number_of_devices_names_the_fields_of_the_experiment(
     words = [f"--exp={exp}", f"--job_log_dir={tmp_path}/run", "--gpus_per_node=7", "--dry_run"]
     assert launch("slurm", *words) == 2
     error = capsys.readouterr().err
-    assert "--nodes=1 --gpus_per_node=7 make 7 devices, and the mesh of" in error
-    assert f"set {names[0]} and {names[1]}, or the devices." in error
+    assert "--nodes=1 --gpus_per_node=7" in error
+    assert f"Set {names[0]} and {names[1]}, or" in error
 
 
-def test_a_program_that_is_not_here(tmp_path: Path, capsys, monkeypatch):
+def test_missing_program_is_an_error(tmp_path: Path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", os.fspath(tmp_path))
     words = [f"--exp={EXP}", f"--job_log_dir={tmp_path}/run", "--script=it.sh"]
     assert launch("slurm", *words) == 2
-    assert "sbatch is not installed here, so nothing was started" in capsys.readouterr().err
+    assert "sbatch" in capsys.readouterr().err
 
 
 def documented() -> list[list[str]]:
-    """Every `runner launch` of the pages, with the variables that a page sets before it."""
+    """Return the `runner launch` commands of the docs, with the variables of the pages replaced."""
     found = []
     for page in sorted((DOCS / "launch").glob("*.md")):
         variables: dict[str, str] = {}
@@ -211,18 +211,16 @@ def documented() -> list[list[str]]:
     return found
 
 
-def test_the_pages_have_commands():
+def test_docs_have_commands_of_every_kind():
     assert {words[0] for words in documented()} == set(KINDS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", documented(), ids=" ".join)
-def test_every_command_of_the_pages_prints_what_it_would_start(
-    words, capsys, tmp_path, monkeypatch
-):
+def test_command_of_the_docs_passes_a_dry_run(words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert launch(*words, "--dry_run") == 0
     out, err = capsys.readouterr()
     assert "# would run\n" in out
-    assert err == ""  # nor are data missing
+    assert err == ""  # no data is missing
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""The container recipe says only what is there; building it needs Docker and a registry."""
+"""The container recipe names files and extras that exist; Docker is not needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RECIPE = ROOT / "docs/launch/Dockerfile"
 pytestmark = pytest.mark.skipif(not RECIPE.exists(), reason="needs the whole repository")
 
 
-def test_what_is_copied_and_built_is_there():
+def test_copied_files_and_built_packages_exist():
     text = RECIPE.read_text()
     copied = re.findall(r"^COPY (?!--from)(\S+)", text, re.MULTILINE)
     built = re.findall(r"\./(packages/\w+)", text)
@@ -26,7 +26,7 @@ def test_what_is_copied_and_built_is_there():
     assert all(f"!{source}\n" in allowed for source in copied)
 
 
-def test_the_extras_are_those_of_the_packages():
+def test_extras_are_those_of_the_packages():
     extras = {
         name: set(tomllib.loads(path.read_text())["project"].get("optional-dependencies", {}))
         for name in ("runner", "inputs")
@@ -39,6 +39,6 @@ def test_the_extras_are_those_of_the_packages():
     assert inputs is not None and set(inputs[1].split(",")) <= extras["inputs"]
 
 
-def test_no_registry_is_named():
+def test_base_images_name_no_registry():
     images = re.findall(r"^FROM (\S+)", RECIPE.read_text(), re.MULTILINE)
     assert images == ["python:3.12-slim", "python:3.12-slim"]

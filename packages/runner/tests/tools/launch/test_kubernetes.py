@@ -1,4 +1,4 @@
-"""The manifest, read back."""
+"""The manifest of a JobSet."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from layerkit.errors import MISSING, UserError
 from layerkit_runner.errors import UsageError
 from layerkit_runner.tools.launch import kubernetes
 
@@ -21,7 +22,7 @@ def jobset(request_of, flags_of, folder: str, *flags: str, mesh=None) -> dict[st
     return yaml.safe_load(text)
 
 
-def test_four_machines_with_gpus(request_of, flags_of, check_bash):
+def test_manifest_of_four_machines_with_gpus(request_of, flags_of, check_bash):
     found = jobset(
         request_of,
         flags_of,
@@ -62,7 +63,7 @@ def test_four_machines_with_gpus(request_of, flags_of, check_bash):
     assert "--xla_flags_preset=gpu_latency_hiding" in run
 
 
-def test_another_name(request_of, flags_of):
+def test_name_of_the_set_is_in_the_address_of_the_first_pod(request_of, flags_of):
     found = jobset(request_of, flags_of, STORE, "--name=second-try", "--nodes=2")
     assert found["metadata"]["name"] == "second-try"
     (job,) = found["spec"]["replicatedJobs"]
@@ -71,7 +72,7 @@ def test_another_name(request_of, flags_of):
 
 
 @pytest.mark.parametrize(("folder", "flags"), [(STORE, []), ("/data/run", ["--volume=a:/data"])])
-def test_each_set_has_a_manifest_of_its_own_beside_the_command(request_of, flags_of, folder, flags):
+def test_path_of_the_manifest(request_of, flags_of, folder, flags):
     for more, path in (
         ([], "myexperiment.jobset.yaml"),
         (["--name=other"], "other.jobset.yaml"),
@@ -83,7 +84,7 @@ def test_each_set_has_a_manifest_of_its_own_beside_the_command(request_of, flags
         assert [*recipe.commands] == [["kubectl", "apply", f"--filename={path}"]]
 
 
-def test_a_set_is_replaced_when_its_pods_are_gone(request_of, flags_of):
+def test_replace_deletes_the_set_and_waits_for_its_pods(request_of, flags_of):
     flags = flags_of("kubernetes", "--image=ours:1", "--replace", "--namespace=ours")
     recipe = kubernetes.make_recipe(request_of(STORE), flags)
     delete = ["kubectl", "delete", "jobset", "myexperiment", "--namespace=ours"]
@@ -91,17 +92,17 @@ def test_a_set_is_replaced_when_its_pods_are_gone(request_of, flags_of):
         [*delete, "--ignore-not-found", "--cascade=foreground"],
         ["kubectl", "apply", "--filename=myexperiment.jobset.yaml"],
     ]
-    assert recipe.afterwards[0].endswith(" ".join(recipe.commands[0]))
-    assert "the same command with --replace" in recipe.afterwards[1]
+    assert recipe.next_steps[0].endswith(" ".join(recipe.commands[0]))
+    assert "the same command with --replace" in recipe.next_steps[1]
 
 
 @pytest.mark.parametrize("name", ["Run", "1st", "a_b", "end-", "a" * 41])
-def test_a_name_that_no_set_can_have(raises, flags_of, name):
+def test_wrong_name_of_a_set_is_an_error(raises, flags_of, name):
     with raises(UsageError, field="--name", value=name):
         flags_of("kubernetes", "--image=ours:1", f"--name={name}")
 
 
-def test_an_error_or_a_wrong_command_ends_the_set(request_of, flags_of):
+def test_final_exit_code_ends_the_set(request_of, flags_of):
     spec = jobset(request_of, flags_of, STORE)["spec"]
     (rule,) = spec["failurePolicy"]["rules"]
     assert rule == {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
@@ -110,7 +111,7 @@ def test_an_error_or_a_wrong_command_ends_the_set(request_of, flags_of):
     assert rule["onExitCodes"] == {"operator": "In", "values": [1, 2, 65]}
 
 
-def test_two_slices_of_tpus(request_of, flags_of):
+def test_manifest_of_two_slices_of_tpus(request_of, flags_of):
     found = jobset(
         request_of,
         flags_of,
@@ -130,7 +131,7 @@ def test_two_slices_of_tpus(request_of, flags_of):
     }
     (container,) = pod["containers"]
     assert container["resources"] == {"limits": {"google.com/tpu": 4}}
-    # GKE tells the pods which they are.
+    # GKE gives the pods their indices.
     assert "coordinator_address" not in container["command"][2]
     assert "--xla_flags_preset=tpu_multislice" in container["command"][2]
 
@@ -139,7 +140,7 @@ def test_two_slices_of_tpus(request_of, flags_of):
     ("tpu", "topology", "pods", "chips"),
     [("v5e", "2x2", 1, 4), ("v6e", "2x4", 1, 8), ("v5e", "4x4", 4, 4), ("v5p", "2x2x1", 1, 4)],
 )
-def test_hosts_of_a_slice(request_of, flags_of, tpu, topology, pods, chips):
+def test_pods_and_chips_per_pod_of_a_slice(request_of, flags_of, tpu, topology, pods, chips):
     flags = (f"--tpu={tpu}", f"--tpu_topology={topology}")
     job = jobset(request_of, flags_of, STORE, *flags)["spec"]["replicatedJobs"][0]
     spec = job["template"]["spec"]
@@ -147,35 +148,25 @@ def test_hosts_of_a_slice(request_of, flags_of, tpu, topology, pods, chips):
     assert (spec["parallelism"], limits) == (pods, {"google.com/tpu": chips})
 
 
+TOPOLOGY = "--tpu_topology=4x4x4"
+
+
 @pytest.mark.parametrize(
-    ("folder", "flags", "message"),
+    ("folder", "flags", "field", "value"),
     [
-        ("/data/run", [], "be lost with it; give a store, such as gs://…, or --volume=CLAIM:PATH."),
-        ("/data2/run", ["--volume=a:/data"], "=/data2/run is not in --volume, which is at /data."),
-        (STORE, ["--tpu=v4"], "--tpu and --tpu_topology belong together"),
-        (
-            STORE,
-            ["--tpu=v4", "--tpu_topology=4x4"],
-            "topologies of v4 are written 4x4x8, not '4x4'",
-        ),
-        (STORE, ["--tpu=v2", "--tpu_topology=4x4"], "there is no TPU 'v2'"),
-        (STORE, ["--num_slices=2"], "--num_slices is of TPUs; machines with GPUs are counted by"),
-        (
-            STORE,
-            ["--tpu=v4", "--tpu_topology=4x4x4", "--nodes=2"],
-            "--tpu says what the pods have; leave out --nodes and --gpus_per_node.",
-        ),
-        (
-            STORE,
-            ["--nodes=2"],
-            "--nodes=2 without GPUs or TPUs make 2 device(s), and the mesh of lm.some.MyExperiment"
-            " has 128; give --gpus_per_node, or set --fdl.partitioner.ici_mesh_shape and"
-            " --fdl.partitioner.dcn_mesh_shape.",
-        ),
-        (STORE, ["--gpus_per_node=4"], "--nodes=1 --gpus_per_node=4 make 4 devices, and the mesh"),
+        ("/data/run", [], "--job_log_dir", "/data/run"),
+        ("/data2/run", ["--volume=a:/data"], "--job_log_dir", "/data2/run"),
+        (STORE, ["--tpu=v4"], "--tpu and --tpu_topology", MISSING),
+        (STORE, ["--tpu=v4", "--tpu_topology=4x4"], "--tpu_topology", "4x4"),
+        (STORE, ["--tpu=v2", "--tpu_topology=4x4"], "TPU generation", "v2"),
+        (STORE, ["--num_slices=2"], "--num_slices", MISSING),
+        (STORE, ["--tpu=v4", TOPOLOGY, "--nodes=2"], "--tpu", "v4"),
+        (STORE, ["--nodes=2"], "devices of the mesh", 128),
+        (STORE, ["--gpus_per_node=4"], "devices of the mesh", 128),
     ],
 )
-def test_what_does_not_fit(request_of, flags_of, folder, flags, message):
-    with pytest.raises(UsageError) as error:
+def test_flags_that_contradict_each_other_the_folder_or_the_mesh_are_an_error(
+    raises, request_of, flags_of, folder, flags, field, value
+):
+    with raises(UserError, field=field, value=value):
         jobset(request_of, flags_of, folder, *flags, mesh=(64, 2))
-    assert message in str(error.value)

@@ -1,4 +1,4 @@
-"""The loop that starts a run, run by Bash."""
+"""The loop that restarts a run, executed by Bash."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from layerkit_runner.tools.launch.values import Options
 
 RUN = """\
 #!/bin/bash
-# Ends as the next line of `codes` says, and counts.
+# Exits with the next line of `codes`, and counts its starts.
 echo started >> starts
 code=$(sed -n "$(wc -l < starts)p" codes)
 exit "$code"
 """
 WAITS = """\
 #!/bin/bash
-# As a run that is told to stop: it saves first.
+# Saves at a signal, as a run does.
 trap 'echo saved > told; exit 143' TERM
 trap 'echo saved > told; exit 130' INT
 touch ready
@@ -32,7 +32,7 @@ while :; do sleep 0.05; done
 
 def bash(folder: Path, run: str, *, before_start: str = "") -> list[str]:
     (folder / "run.sh").write_text(run)
-    loop = local.start_and_wait("bash run.sh", max_restarts=3, before_start=before_start, pause=0)
+    loop = local.restart_loop("bash run.sh", max_restarts=3, before_start=before_start, pause=0)
     (folder / "script.sh").write_text(f"set -u\n{local.FORWARD_SIGNALS}\n{loop}")
     return ["bash", "script.sh"]
 
@@ -46,10 +46,10 @@ def bash(folder: Path, run: str, *, before_start: str = "") -> list[str]:
         ([143], 1, 143),
         ([75, 70, 0], 3, 0),
         ([137, 1], 2, 1),
-        ([75, 75, 75, 75, 0], 4, 75),  # started again three times, and no more
+        ([75, 75, 75, 75, 0], 4, 75),
     ],
 )
-def test_which_ends_are_followed_by_another_start(tmp_path: Path, codes, starts, code):
+def test_loop_restarts_after_some_exit_codes_up_to_the_limit(tmp_path: Path, codes, starts, code):
     (tmp_path / "codes").write_text("".join(f"{number}\n" for number in codes))
     done = subprocess.run(bash(tmp_path, RUN), cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
@@ -57,17 +57,17 @@ def test_which_ends_are_followed_by_another_start(tmp_path: Path, codes, starts,
     assert done.stdout.count("from the newest checkpoint") == starts - 1
 
 
-def test_a_run_that_is_killed_is_started_again(tmp_path: Path):
+def test_killed_run_is_restarted(tmp_path: Path):
     (tmp_path / "codes").write_text("0\n0\n")
     run = RUN + "\n"
     run = run.replace("code=$(", '[ "$(wc -l < starts)" -gt 1 ] || kill -KILL $$\ncode=$(')
     done = subprocess.run(bash(tmp_path, run), cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "exit code 137; start 1 of 3 more" in done.stdout
+    assert "exit code 137; restart 1 of 3" in done.stdout
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_to_the_script_reaches_the_run_which_ends_it(tmp_path: Path, number, code):
+def test_script_forwards_a_signal_to_the_run_and_exits_with_its_code(tmp_path: Path, number, code):
     process = subprocess.Popen(bash(tmp_path, WAITS), cwd=tmp_path)
     while not (tmp_path / "ready").exists():
         assert process.poll() is None
@@ -77,17 +77,17 @@ def test_a_signal_to_the_script_reaches_the_run_which_ends_it(tmp_path: Path, nu
     assert (tmp_path / "told").read_text() == "saved\n"
 
 
-def test_a_signal_before_the_run_is_there_is_kept_for_it(tmp_path: Path):
+def test_signal_before_the_start_reaches_the_run(tmp_path: Path):
     words = bash(tmp_path, WAITS, before_start="kill -TERM $$\n")
-    # The run is told as soon as it is started, perhaps before it can save.
+    # The signal may come before the run can save.
     assert subprocess.run(words, cwd=tmp_path, timeout=30).returncode == 143
 
 
-def test_words_and_variables_reach_the_run_as_they_are(tmp_path: Path):
+def test_words_and_variables_reach_the_run_unchanged(tmp_path: Path):
     words = ["--fdl.NAMES=['a b', \"c\"]", "it's $HOME `date` \\ !", ""]
     variables = {"A_FLAG": "--one=1 --two='2 $X'"}
     options = Options(env=[*variables.items()], setup=["B=set_up"])
-    text = local.environment_lines(options) + local.words_array("run", words)
+    text = local.environment_lines(options) + local.bash_array("run", words)
     text += '\nprintf "%s\\0" "$A_FLAG" "$B" "${run[@]}"'
     done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True)
     assert done.stdout.split("\0")[:-1] == [variables["A_FLAG"], "set_up", *words]

@@ -1,4 +1,4 @@
-"""A recipe, printed and followed."""
+"""Printing and execution of recipes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.tools.launch.recipe import Recipe, follow, recipe_lines
+from layerkit_runner.tools.launch.recipe import Recipe, execute, recipe_lines
 
 
-def test_what_is_printed_is_what_is_done(tmp_path: Path, capfd):
+def test_dry_run_prints_the_files_and_commands_that_are_executed(tmp_path: Path, capfd):
     script = f"{tmp_path}/a folder/run.sh"
     recipe = Recipe(
         files={script: "echo ran with $1\nexit $1\n", f"{tmp_path}/values.yaml": "a: 1\n"},
         folders=[f"{tmp_path}/logs"],
         commands=[["bash", script, "0"], ["bash", script, "3"], ["bash", script, "4"]],
-        afterwards=["look there"],
+        next_steps=["look there"],
     )
     assert list(recipe_lines(recipe)) == [
         f"# would write {script}",
@@ -38,7 +38,7 @@ def test_what_is_printed_is_what_is_done(tmp_path: Path, capfd):
         "# look there",
     ]
     assert list(tmp_path.iterdir()) == []
-    assert follow(recipe) == 3  # the first that fails is the last
+    assert execute(recipe) == 3  # the first that fails is the last
     assert [line for line in capfd.readouterr().out.splitlines() if line[0] != "+"] == [
         "ran with 0",
         "ran with 3",
@@ -46,39 +46,38 @@ def test_what_is_printed_is_what_is_done(tmp_path: Path, capfd):
     assert (tmp_path / "logs").is_dir()
 
 
-def test_files_are_readable_by_their_owner_alone(tmp_path: Path):
+def test_only_the_owner_can_read_the_files(tmp_path: Path):
     script, manifest = tmp_path / "run.sh", tmp_path / "values.yaml"
     for path in (script, manifest):
         path.write_text("before")
         path.chmod(0o777)
-    assert follow(Recipe(files={f"{script}": "exit 0", f"{manifest}": "a: 1"}, commands=[])) == 0
+    assert execute(Recipe(files={f"{script}": "exit 0", f"{manifest}": "a: 1"}, commands=[])) == 0
     assert [stat.S_IMODE(path.stat().st_mode) for path in (script, manifest)] == [0o700, 0o600]
     assert {path.name for path in tmp_path.iterdir()} == {"run.sh", "values.yaml"}
 
 
-def test_link_in_place_of_a_file_is_replaced_and_not_followed(tmp_path: Path):
+def test_symbolic_link_at_the_path_of_a_file_is_replaced(tmp_path: Path):
     (tmp_path / "other").write_text("theirs")
     (tmp_path / "run.sh").symlink_to("other")
-    follow(Recipe(files={f"{tmp_path}/run.sh": "exit 0"}, commands=[]))
+    execute(Recipe(files={f"{tmp_path}/run.sh": "exit 0"}, commands=[]))
     assert (tmp_path / "other").read_text() == "theirs"
     assert not (tmp_path / "run.sh").is_symlink()
 
 
-def test_a_file_that_cannot_be_written(tmp_path: Path):
+def test_file_that_cannot_be_written_is_an_error(raises, tmp_path: Path):
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="nothing was started: "):
-        follow(Recipe(files={f"{tmp_path}/file/run.sh": ""}, commands=[["false"]]))
+    with raises(UsageError):
+        execute(Recipe(files={f"{tmp_path}/file/run.sh": ""}, commands=[["false"]]))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_reaches_a_command_that_lasts(tmp_path: Path, number):
-    """It stands in the place of the launcher, which would not hand a signal on."""
+def test_signal_reaches_a_command_that_replaces_the_launcher(tmp_path: Path, number):
     (tmp_path / "run.sh").write_text(
         "trap 'echo saved > told; exit 7' TERM INT\ntouch ready\nwhile :; do sleep 0.05; done\n"
     )
     program = (
-        "from layerkit_runner.tools.launch.recipe import Recipe, follow;"
-        "follow(Recipe(commands=[['bash', 'run.sh']], hands_over=True))"
+        "from layerkit_runner.tools.launch.recipe import Recipe, execute;"
+        "execute(Recipe(commands=[['bash', 'run.sh']], replaces_process=True))"
     )
     process = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path)
     while not (tmp_path / "ready").exists():

@@ -1,6 +1,6 @@
-"""The batch script; integration_tests/test_slurm.py runs one on a real Slurm.
+"""The batch script, with fakes of Slurm's programs that record their arguments.
 
-Here programs stand in for Slurm's, which only note how they were called.
+integration_tests/test_slurm.py submits one to a real Slurm.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from layerkit.errors import MISSING, UserError
 from layerkit_runner.errors import UsageError
 from layerkit_runner.tools.launch import slurm
 
 SRUN = """\
 #!/bin/bash
-# Ends as the next line of `codes` says; with `wait`, ends with 143 at the signal of scancel, and
-# with `wait_CODE`, with CODE.
+# Exits with the next line of `codes`; for `wait`, with 143 at the signal of scancel, and for
+# `wait_CODE`, with CODE.
 echo started >> starts
 code=$(sed -n "$(wc -l < starts)p" codes)
 [[ "$code" = wait* ]] || exit "$code"
@@ -35,7 +36,7 @@ SCONTROL = '#!/bin/bash\necho "scontrol $*" >> calls\n'
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where the script runs, with those programs."""
+    """Return a folder with the fake programs."""
     for name, text in (("srun", SRUN), ("scancel", SCANCEL), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -56,13 +57,13 @@ def start(folder: Path, script: str, codes: str) -> subprocess.Popen[str]:
 
 
 def wait_for_srun(folder: Path) -> None:
-    """Wait until srun has written its number, which scancel reads."""
+    """Wait until srun has written its process number, which scancel reads."""
     path = folder / "srun.pid"
     while not (path.exists() and path.read_text().endswith("\n")):
         time.sleep(0.01)
 
 
-def test_the_whole_script(request_of, flags_of, check_bash):
+def test_script_has_the_options_of_all_flags(request_of, flags_of, check_bash):
     flags = flags_of(
         "slurm",
         *("--nodes=4", "--gpus_per_node=8", "--processes_per_node=8", "--cpus_per_process=6"),
@@ -92,7 +93,7 @@ def test_the_whole_script(request_of, flags_of, check_bash):
         "--requeue",
         "--qos=high",
     ]
-    # Slurm stops to read options at the first line of the script itself.
+    # Slurm reads no options after the first command.
     assert lines.index("set -u") > lines.index("#SBATCH --qos=high")
     for line in (
         "export NCCL_DEBUG=INFO",
@@ -107,26 +108,24 @@ def test_the_whole_script(request_of, flags_of, check_bash):
         assert line in lines
 
 
-def test_without_gpus_there_are_no_flags_for_them(request_of, flags_of, check_bash):
+def test_script_without_gpus_has_no_flags_of_gpus(request_of, flags_of, check_bash):
     ((_, text),) = slurm.make_recipe(request_of(), flags_of("slurm")).files.items()
     check_bash(text)
     assert "gpu" not in text
 
 
-def test_before_the_time_is_up_the_run_is_told_and_the_job_queues_again(
-    folder, request_of, flags_of
-):
+def test_job_is_requeued_at_its_time_limit(folder, request_of, flags_of):
     process = start(folder, slurm.batch_script(request_of(), flags_of("slurm")), "wait")
     wait_for_srun(folder)
     process.send_signal(signal.SIGUSR1)
     output, _ = process.communicate(timeout=30)
-    assert (process.returncode, "the time is up" in output) == (0, True)
+    assert (process.returncode, "time limit reached" in output) == (0, True)
     calls = (folder / "calls").read_text().splitlines()
     assert calls == ["scancel --signal=TERM 47", "scontrol requeue 47"]
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 65])
-def test_job_is_not_queued_again_when_its_run_ended_for_good_as_the_time_was_up(
+def test_job_with_a_final_exit_code_is_not_requeued_at_its_time_limit(
     folder, request_of, flags_of, code
 ):
     script = slurm.batch_script(request_of(), flags_of("slurm"))
@@ -141,7 +140,7 @@ def test_job_is_not_queued_again_when_its_run_ended_for_good_as_the_time_was_up(
 @pytest.mark.parametrize(
     ("codes", "code", "starts"), [("0", 0, 1), ("2", 2, 1), ("75 137 0", 0, 3), ("143", 143, 1)]
 )
-def test_ends_that_are_not_of_time(folder, request_of, flags_of, codes, code, starts):
+def test_script_exits_with_the_code_of_the_run(folder, request_of, flags_of, codes, code, starts):
     process = start(folder, slurm.batch_script(request_of(), flags_of("slurm")), codes)
     process.communicate(timeout=30)
     assert process.returncode == code
@@ -150,57 +149,34 @@ def test_ends_that_are_not_of_time(folder, request_of, flags_of, codes, code, st
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flags", "field", "value"),
     [
-        (
-            ["--gpus_per_node=8", "--processes_per_node=3"],
-            "--gpus_per_node=8 cannot be split evenly over --processes_per_node=3.",
-        ),
-        (
-            ["--nodes=2", "--gpus_per_node=8"],
-            "--nodes=2 --gpus_per_node=8 make 16 devices, and the mesh of lm.some.MyExperiment has"
-            " 32; set --fdl.partitioner.ici_mesh_shape and"
-            " --fdl.partitioner.dcn_mesh_shape, or the devices.",
-        ),
-        (
-            ["--time=tomorrow"],
-            "--time=tomorrow: expected a time as Slurm writes it, such as 90, 12:00:00 or 2-00:00.",
-        ),
-        (
-            ["--time=5"],
-            "--time=5 is 300 s, and --save_before_end=300 would stop the run as soon as it"
-            " started.",
-        ),
-        (["--sbatch=qos"], "--sbatch='qos'. Expected an option, as in --sbatch=--qos=high."),
-        (
-            ["--container_mounts=/a:/b"],
-            "--container_mounts is for a container; give --container_image too.",
-        ),
-        (
-            ["--nodes=2", "--processes_per_node=2"],
-            "--nodes=2 --processes_per_node=2 without GPUs or TPUs make 4 device(s), and the mesh"
-            " of lm.some.MyExperiment has 32; give --gpus_per_node, or set"
-            " --fdl.partitioner.ici_mesh_shape and --fdl.partitioner.dcn_mesh_shape.",
-        ),
+        (["--gpus_per_node=8", "--processes_per_node=3"], "--gpus_per_node", 8),
+        (["--nodes=2", "--gpus_per_node=8"], "devices of the mesh", 32),
+        (["--time=5"], "--time", "5"),
+        (["--sbatch=qos"], "--sbatch", "qos"),
+        (["--container_mounts=/a:/b"], "--container_mounts", MISSING),
+        (["--nodes=2", "--processes_per_node=2"], "devices of the mesh", 32),
     ],
 )
-def test_flags_that_do_not_fit(request_of, flags_of, monkeypatch, flags, message):
-    monkeypatch.delenv("XLA_FLAGS", raising=False)  # that of the tests makes devices of the CPU
-    with pytest.raises(UsageError) as error:
+def test_flags_that_contradict_each_other_or_the_mesh_are_an_error(
+    raises, request_of, flags_of, monkeypatch, flags, field, value
+):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)  # the tests set it to simulate devices
+    with raises(UserError, field=field, value=value):
         slurm.make_recipe(request_of(mesh=(8, 4)), flags_of("slurm", *flags))
-    assert str(error.value) == message
 
 
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--nodes=8", "--processes_per_node=4"],  # a device of CPU each
+        ["--nodes=8", "--processes_per_node=4"],  # one CPU each
         ["--sbatch=--gres=gpu:8", "--nodes=4"],
         ["--sbatch=--exclusive", "--nodes=4"],
         ["--env=XLA_FLAGS=--xla_force_host_platform_device_count=32"],
     ],
 )
-def test_a_mesh_without_gpus_per_node(request_of, flags_of, monkeypatch, flags):
+def test_mesh_is_accepted_without_gpus_per_node(request_of, flags_of, monkeypatch, flags):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     assert slurm.make_recipe(request_of(mesh=(8, 4)), flags_of("slurm", *flags)).files
 
@@ -221,11 +197,11 @@ MINUTE, HOUR, DAY = 60, 3600, 86400
         ("0", 0),
     ],
 )
-def test_times_as_slurm_reads_them(text, seconds):
+def test_slurm_seconds_reads_all_forms_of_a_time(text, seconds):
     assert slurm.slurm_seconds(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "1:2:3:4", "-5", "1 hour", "2-"])
-def test_what_is_no_time(text):
-    with pytest.raises(UsageError, match=f"^--time={text}: expected a time as Slurm writes it"):
+def test_wrong_time_is_an_error(raises, text):
+    with raises(UsageError, field="--time", value=text):
         slurm.slurm_seconds(text)

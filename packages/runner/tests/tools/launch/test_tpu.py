@@ -1,4 +1,4 @@
-"""What gcloud is told."""
+"""The commands of gcloud, and the lines that run on hosts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from layerkit.errors import UserError
 from layerkit_runner.distributed.devices import PRESETS
 from layerkit_runner.errors import UsageError
 from layerkit_runner.tools.launch import tpu
@@ -29,7 +30,7 @@ def commands(request_of, flags_of, kind: str, *flags: str, mesh=None) -> list[li
     return [list(words) for words in recipe.commands]
 
 
-def test_two_slices_from_the_request_to_the_end(request_of, flags_of, check_bash):
+def test_commands_of_a_queued_resource_with_two_slices(request_of, flags_of, check_bash):
     create, make_folder, copy, install, start, stop, delete = commands(
         request_of,
         flags_of,
@@ -60,7 +61,7 @@ def test_two_slices_from_the_request_to_the_end(request_of, flags_of, check_bash
     assert "  --xla_flags_preset=tpu_multislice\n" in script
 
 
-def test_one_tpu_vm(request_of, flags_of):
+def test_commands_of_a_tpu_vm(request_of, flags_of):
     create, start, delete = commands(
         request_of,
         flags_of,
@@ -76,8 +77,7 @@ def test_one_tpu_vm(request_of, flags_of):
     assert delete[-1] == "--quiet"
 
 
-def test_the_line_that_starts_a_run_leaves_it_running(request_of, flags_of, tmp_path):
-    """Run as a host would: the line returns at once, and the run writes its log."""
+def test_start_line_returns_and_the_run_writes_its_log(request_of, flags_of, tmp_path):
     flags = flags_of("tpu_vm", *PLACE, "--accelerator_type=v4-8", "--runner=echo the run:")
     line = tpu._start_line(request_of(STORE), flags)
     subprocess.run(["bash", "-c", line], cwd=tmp_path, check=True, timeout=30)
@@ -89,7 +89,7 @@ def test_the_line_that_starts_a_run_leaves_it_running(request_of, flags_of, tmp_
 
 RUN = """\
 #!/bin/bash
-# As a run that is told to stop: it takes a second to save.
+# Takes a second to save at a signal.
 trap 'sleep 1; echo saved >> told; exit 143' TERM
 trap '' HUP
 echo $$ > run.pid
@@ -99,7 +99,7 @@ while :; do sleep 0.05; done
 
 @pytest.fixture
 def host(request_of, flags_of, tmp_path):
-    """A folder where `start` was done as on a host, and the run is there; ends what is left."""
+    """Yield a folder in which a run was started as on a host; kill the run at the end."""
     (tmp_path / "run.sh").write_text(RUN)
     flags = flags_of("tpu_vm", *PLACE, "--accelerator_type=v4-8", "--runner=bash run.sh")
     line = tpu._start_line(request_of(STORE), flags)
@@ -114,7 +114,7 @@ def host(request_of, flags_of, tmp_path):
 
 
 def is_running(path: Path) -> bool:
-    """Whether the process of that number is there and not only waits to be buried."""
+    """Return whether the process of a number exists and is no zombie."""
     status = Path("/proc", path.read_text().strip(), "cmdline")
     return status.exists() and status.read_bytes() != b""
 
@@ -125,28 +125,31 @@ def stop(request_of, host: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=host, timeout=60, capture_output=True, text=True)
 
 
-def test_stop_waits_until_the_run_has_saved_and_script_and_run_are_gone(host, request_of):
+def test_stop_waits_until_the_run_has_saved_and_exited(host, request_of):
     assert is_running(host / "myexperiment.pid") and is_running(host / "run.pid")
     done = stop(request_of, host)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "launch: myexperiment has left\n"
+    assert done.stdout == "launch: myexperiment has exited\n"
     assert not is_running(host / "myexperiment.pid") and not is_running(host / "run.pid")
     assert (host / "told").read_text() == "saved\n"
-    # A second time there is nothing to stop, and what comes after, such as `delete`, may come.
+    # A second `stop` succeeds, so that `delete` can follow.
     done = stop(request_of, host)
-    assert (done.returncode, done.stdout) == (0, "launch: myexperiment does not run here\n")
+    assert (done.returncode, done.stdout) == (
+        0,
+        "launch: myexperiment is not running on this host\n",
+    )
 
 
-def test_stop_says_so_when_the_run_does_not_leave(host, request_of, monkeypatch):
+def test_stop_fails_if_the_run_does_not_exit_in_time(host, request_of, monkeypatch):
     monkeypatch.setattr(tpu, "_SECONDS_TO_SAVE", 1)
     (host / "run.sh").write_text("")
     os.kill(int((host / "run.pid").read_text()), signal.SIGSTOP)
     done = stop(request_of, host)
     assert done.returncode == 1  # so that `delete` does not follow
-    assert "was told to save and leave and still runs after 1 s; look at my" in done.stderr
+    assert "is still running 1 s after SIGTERM" in done.stderr
 
 
-def test_stop_leaves_another_program_of_that_number_alone(request_of, tmp_path):
+def test_stop_sends_no_signal_to_another_program_of_the_process_number(request_of, tmp_path):
     other = subprocess.Popen(["sleep", "60"])
     (tmp_path / "myexperiment.pid").write_text(f"{other.pid}\n")
     done = stop(request_of, tmp_path)
@@ -155,7 +158,7 @@ def test_stop_leaves_another_program_of_that_number_alone(request_of, tmp_path):
     other.wait()
 
 
-def test_the_default_installation_is_of_a_clone_and_can_read_c4(request_of, flags_of):
+def test_install_copies_a_clone_with_the_extras_that_c4_needs(request_of, flags_of):
     flags = ("--accelerator_type=v4-8", "--actions=install", "--source=~/a clone/")
     _, copy, install = commands(request_of, flags_of, "tpu_vm", *flags)
     clone = os.path.expanduser("~/a clone")
@@ -164,7 +167,7 @@ def test_the_default_installation_is_of_a_clone_and_can_read_c4(request_of, flag
     for package in re.findall(r"\./(packages/\w+)", " ".join(words)):
         assert not (ROOT / "packages").exists() or (ROOT / package / "pyproject.toml").exists()
     assert "./packages/inputs[grain,hf,text,seqio]" in words
-    assert not any(word.startswith("layerkit") for word in words)  # from no registry
+    assert not any(word.startswith("layerkit") for word in words)
     (own,) = commands(request_of, flags_of, "tpu_vm", *flags, "--install_command=./mine.sh")
     assert own[-1] == "--command=./mine.sh"
 
@@ -172,7 +175,7 @@ def test_the_default_installation_is_of_a_clone_and_can_read_c4(request_of, flag
 @pytest.mark.parametrize(
     ("name", "chips"), [("v4-128", 64), ("v5p-8", 4), ("v5e-16", 16), ("v6e-256", 256)]
 )
-def test_what_names_count(name, chips):
+def test_chips_of_an_accelerator_type(name, chips):
     assert parse_accelerator_type(name).num_chips == chips
 
 
@@ -181,7 +184,7 @@ def test_what_names_count(name, chips):
     [("v5litepod-16", "TPU v5 lite"), ("v6e-256", "TPU v6 lite"), ("v4-8", "TPU v4")],
 )
 @pytest.mark.parametrize("num_slices", [1, 2])
-def test_recommended_flags_are_for_the_devices(name, device_kind, num_slices):
+def test_recommended_preset_is_for_the_device_kind(name, device_kind, num_slices):
     preset = parse_accelerator_type(name).preset(num_slices)
     if preset is not None:
         assert re.fullmatch(PRESETS[preset].device_kind, device_kind)
@@ -190,29 +193,29 @@ def test_recommended_flags_are_for_the_devices(name, device_kind, num_slices):
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("accelerator_type", "field", "value"),
     [
-        (["--accelerator_type=v4-127"], "v4 counts 2 cores for each chip"),
-        (["--accelerator_type=v5pod-8"], "there is no TPU 'v5pod'; did you mean 'v5p'"),
-        (["--accelerator_type=v4"], "expected such as v4-128, v5p-128 or v6e-16"),
-        (
-            ["--accelerator_type=v4-128"],
-            "make 64 devices, and the mesh of lm.some.MyExperiment has",
-        ),
-        (
-            ["--accelerator_type=v4-256"],
-            "--accelerator_type=v4-256 make 1 slice(s), and the mesh of lm.some.MyExperiment spans"
-            " 2",
-        ),
+        ("v4-127", "--accelerator_type", "v4-127"),
+        ("v4", "--accelerator_type", "v4"),
+        ("v5pod-8", "TPU generation", "v5pod"),
+        ("v4-128", "devices of the mesh", 128),
+        ("v4-256", "slices of the mesh", 2),
     ],
 )
-def test_what_does_not_fit(request_of, flags_of, flags, message):
-    with pytest.raises(UsageError) as error:
-        commands(request_of, flags_of, "tpu_vm", *flags, mesh=(64, 2))
-    assert message in str(error.value)
+def test_accelerator_type_that_is_unknown_or_contradicts_the_mesh_is_an_error(
+    raises, request_of, flags_of, accelerator_type, field, value
+):
+    with raises(UserError, field=field, value=value):
+        commands(
+            request_of,
+            flags_of,
+            "tpu_vm",
+            f"--accelerator_type={accelerator_type}",
+            mesh=(64, 2),
+        )
 
 
-def test_a_folder_on_the_hosts_is_refused(request_of, flags_of):
+def test_folder_on_the_hosts_is_an_error(raises, request_of, flags_of):
     flags = flags_of("tpu_vm", *PLACE, "--accelerator_type=v4-8")
-    with pytest.raises(UsageError, match="give a store: --job_log_dir=gs://"):
+    with raises(UsageError, field="--job_log_dir", value="/home/me/run"):
         tpu.make_recipe(request_of("/home/me/run"), flags)

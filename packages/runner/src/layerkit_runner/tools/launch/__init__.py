@@ -1,13 +1,12 @@
-"""`runner launch`: start a run on this machine, Slurm, TPUs or Kubernetes, or print what would be.
+"""`runner launch`: start a run on this machine, Slurm, TPUs or Kubernetes, or print the commands.
 
-A launcher only makes text from values and asks no cluster anything, so `--dry_run` prints all that
-would be started.
+A launcher only turns values into text and queries no cluster, so `--dry_run` prints everything.
 
     command.py      parse, check, then print or start
-    request.py      the command that is launched, checked before anything is written
+    request.py      the launched command, checked before anything is written
     values.py       security checks of all values; environment variables
     recipe.py       files to write and commands to run
-    local.py        a script for this machine, and the shell lines that other scripts share
+    local.py        a script for this machine, and shell lines that other scripts share
     slurm.py        a batch script
     tpu.py          gcloud commands for TPU VMs and queued resources; TPU types
     kubernetes.py   a JobSet

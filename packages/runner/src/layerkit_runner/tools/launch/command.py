@@ -1,29 +1,28 @@
 """`runner launch KIND`: the command line.
 
-    runner launch slurm --nodes=2 --gpus_per_node=8 --exp=… --job_log_dir=DIR      submit it
+    runner launch slurm --nodes=2 --gpus_per_node=8 --exp=… --job_log_dir=DIR      submit a run
     runner launch slurm --nodes=2 --gpus_per_node=8 --exp=… --job_log_dir=DIR --dry_run
-                                                        print what would be submitted
-    runner launch slurm --help                          the flags of a kind
+                                                        print the files and commands
+    runner launch slurm --help                          flags of a kind
 
-The flags of a kind say where to run; all others are those of `runner` itself. Both are checked, and
-the experiment and its fields as well, before anything is written or started.
+All flags, the experiment and its fields are checked before anything is written or started.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from layerkit.near_names import near_names
 from layerkit_runner.config.flags import read_flags, unknown_flag
 from layerkit_runner.config.help import flag_rows, table
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run_options import FLAGS, OTHER_NAMES, Flag
 from layerkit_runner.tools.launch import kubernetes, local, slurm, tpu
-from layerkit_runner.tools.launch.recipe import Recipe, follow, recipe_lines
+from layerkit_runner.tools.launch.recipe import Recipe, execute, recipe_lines
 from layerkit_runner.tools.launch.request import Request, Resolve, make_request
 from layerkit_runner.tools.launch.values import Options, check_dashes, check_words, read_variable
 
@@ -36,11 +35,11 @@ class Kind:
     """A place to run.
 
     Attributes:
-      help: One line.
-      make_recipe: Function of a request and the flags.
-      flags: Flags of this kind; all kinds have `_COMMON` too.
+      help: Clause that completes "Run an experiment".
+      make_recipe: Function of a request and the flags that returns the files and commands.
+      flags: Flags of this kind, beside those of `_COMMON`.
       required: Names of the flags that must be given.
-      runs_elsewhere: Whether the machines may see other files than this one.
+      runs_elsewhere: True if the machines may see other files than this one.
     """
 
     help: str
@@ -52,13 +51,13 @@ class Kind:
 
 KINDS = {
     "local": Kind(
-        "on this machine, started again when it is killed or hangs",
+        "on this machine, with restarts after a kill or a hang",
         local.make_recipe,
         local.FLAGS,
         runs_elsewhere=False,
     ),
     "slurm": Kind(
-        "as a batch job, queued again when its time is up",
+        "as a batch job, requeued at its time limit",
         slurm.make_recipe,
         slurm.FLAGS,
         runs_elsewhere=False,
@@ -67,7 +66,7 @@ KINDS = {
         "on a TPU VM or pod, by gcloud", tpu.make_recipe, tpu.FLAGS, required=tpu.REQUIRED
     ),
     "queued_resources": Kind(
-        "on TPUs that are waited for; one slice or several",
+        "on TPUs that are requested through a queue; one slice or several",
         tpu.make_recipe,
         (*tpu.FLAGS, *tpu.QUEUED_FLAGS),
         required=tpu.REQUIRED,
@@ -83,25 +82,28 @@ _COMMON = (
     Flag(
         "env",
         str,
-        "an environment variable of the run; repeatable. NAME alone: its value is not written, but"
-        " taken from this environment, or on Kubernetes from --env_secret",
+        "environment variable of the run; repeatable. NAME alone: the value is not written to a"
+        " file; it is read from this environment, or on Kubernetes from --env_secret",
         "NAME[=VALUE]",
         repeats=True,
     ),
-    Flag("setup", str, "a line of shell before the run; repeatable", "LINE", repeats=True),
-    Flag("runner", str, "how `runner` is called there", "COMMAND"),
-    Flag("recommended_xla_flags", bool, "whether to add an --xla_flags_preset", default=True),
-    Flag("dry_run", bool, "print what would be written and run"),
+    Flag("setup", str, "shell command before the run; repeatable", "LINE", repeats=True),
+    Flag("runner", str, "command that starts `runner`", "COMMAND"),
+    Flag("recommended_xla_flags", bool, "add an --xla_flags_preset for the devices", default=True),
+    Flag("dry_run", bool, "print the files and commands, and exit"),
     Flag("help", bool, "print these flags"),
 )
 
 
 def run_launch(words: Sequence[str], resolve: Resolve) -> int:
-    """Start what the words after `runner launch` say, or print it; return the exit code.
+    """Start or print a run, as requested by the words after `runner launch`.
 
     Args:
-      words: The kind, its flags, and those of `runner`.
-      resolve: Finds the experiment of parsed flags and applies their overrides.
+      words: Name of the kind, its flags, and those of `runner`.
+      resolve: Function that finds the experiment of parsed flags and applies their overrides.
+
+    Returns:
+      The exit code.
 
     Raises:
       UsageError: A kind, flag, experiment, field or value is wrong, or a program is not installed.
@@ -112,34 +114,30 @@ def run_launch(words: Sequence[str], resolve: Resolve) -> int:
         print(_HELP.format(kinds="\n".join(table(rows))))
         return 0
     if name not in KINDS:
-        raise UsageError(
-            f"there is no `runner launch {name}`{near_names(name, KINDS)} It is one of"
-            f" {', '.join(KINDS)}."
-        )
+        raise UsageError("unknown kind", owner="`runner launch`", value=name, choices=KINDS)
     options, others = parse_options(name, rest)
     if options.help:
         rows = flag_rows((*KINDS[name].flags, *_COMMON))
         print(_HELP_OF.format(kind=name, help=KINDS[name].help, flags="\n".join(table(rows))))
         return 0
     request = make_request(others, resolve, runs_elsewhere=KINDS[name].runs_elsewhere)
-    if request.resolved is None:
-        recipe = make_recipe(request, options)
-    else:
-        # The experiment has imported what this needs.
-        from layerkit_runner.config.field_paths import naming_flags
+    with contextlib.ExitStack() as stack:
+        if request.resolved is not None:
+            # The experiment has imported the modules that this import needs.
+            from layerkit_runner.config.field_paths import naming_flags
 
-        with naming_flags(request.resolved):
-            recipe = make_recipe(request, options)
-        for line in _unset_variables(request.resolved, options):
-            print(f"launch: {line}", file=sys.stderr)
+            stack.enter_context(naming_flags(request.resolved))
+        recipe = make_recipe(request, options)
+    if request.resolved is not None:
+        _report_unset_variables(request.resolved, options)
     if options.dry_run:
         print("\n".join(recipe_lines(recipe)))
         return 0
-    return follow(recipe)
+    return execute(recipe)
 
 
 def parse_options(kind: str, words: Sequence[str]) -> tuple[Options, list[str]]:
-    """Return the flags of a kind, and the words of `runner`; a mistake is a UsageError."""
+    """Return the flags of a kind, and the words that belong to `runner`."""
     check_words(words)
     rows = (*KINDS[kind].flags, *_COMMON)
     given, others = read_flags(words, rows, known_only=True)
@@ -149,12 +147,14 @@ def parse_options(kind: str, words: Sequence[str]) -> tuple[Options, list[str]]:
     options.env = [read_variable(text) for text in options.env]
     for row in rows:
         if row.name in KINDS[kind].required and row.name not in given and not options.help:
-            raise UsageError(f"`runner launch {kind}` needs --{row.name}={row.metavar}: {row.help}")
+            hint = f"Set --{row.name}={row.metavar}: {row.help}"
+            owner = f"`runner launch {kind}`"
+            raise UsageError("missing flag", owner=owner, field=f"--{row.name}", hint=hint)
     return options, others
 
 
 def _check_known(words: Sequence[str], rows: Sequence[Flag]) -> None:
-    """Raise an error if a word is a flag of another kind, or of no kind and not of `runner`."""
+    """Raise UsageError if a word is a flag of another kind, or an unknown flag."""
     known = [*(row.name for row in (*rows, *FLAGS)), *OTHER_NAMES]
     for word in words:
         name = word.removeprefix("--").partition("=")[0]
@@ -163,7 +163,8 @@ def _check_known(words: Sequence[str], rows: Sequence[Flag]) -> None:
             continue
         kinds = [kind for kind, other in KINDS.items() if name in (row.name for row in other.flags)]
         if kinds:
-            raise UsageError(f"--{name} belongs to `runner launch {' or '.join(kinds)}`.")
+            expected = f"`runner launch {' or '.join(kinds)}`"
+            raise UsageError("flag of another kind", field=f"--{name}", expected=expected)
         raise unknown_flag(name, known, known)
 
 
@@ -171,29 +172,27 @@ def make_recipe(request: Request, options: Options) -> Recipe:
     """Return the files and commands that launch a request.
 
     Raises:
-      UsageError: A value cannot be written, or flags do not fit together or the experiment's mesh.
+      UsageError: A value cannot be written, or the flags contradict each other or the mesh.
     """
     check_words(request.words)
     check_dashes(options)
     return KINDS[options.kind].make_recipe(request, options)
 
 
-def _unset_variables(resolved: ResolvedExperiment, options: Options) -> list[str]:
-    """Return a line for each variable that the inputs read and that nothing sets for the run."""
+def _report_unset_variables(resolved: ResolvedExperiment, options: Options) -> None:
+    """Print a line for each variable that the inputs read and that the run does not have."""
     environment = {*dict(options.env)}
     if not KINDS[options.kind].runs_elsewhere:
         environment |= {*os.environ}
-    return [
-        f"nothing sets {name} where the run will be, and {consequence}"
-        for name, consequence in resolved.experiment.unset_variables().items()
-        if name not in environment and not any(f"{name}=" in line for line in options.setup)
-    ]
+    for name, consequence in resolved.experiment.unset_variables().items():
+        if name not in environment and not any(f"{name}=" in line for line in options.setup):
+            print(f"launch: {name} is not set for the run: {consequence}", file=sys.stderr)
 
 
 _HELP_OF = """\
 runner launch {kind} [flags] --exp=NAME --job_log_dir=DIR [flags of runner]
 
-Runs an experiment {help}.
+Run an experiment {help}.
 
 {flags}"""
 
@@ -201,7 +200,7 @@ Runs an experiment {help}.
 _HELP = """\
 runner launch KIND [flags of the kind] --exp=NAME --job_log_dir=DIR [flags of runner]
 
-Starts a run somewhere else, or with --dry_run prints what would be started.
+Start a run on a cluster or this machine. --dry_run prints the files and commands, and exits.
 
 {kinds}
 

@@ -1,12 +1,12 @@
-"""On Kubernetes: a JobSet, which starts all pods again when one of them fails.
+"""A JobSet for Kubernetes, which restarts all pods when one of them fails.
 
 A slice of TPUs, or a group of machines with GPUs, is a job of the set; its pods are the processes.
-On GKE a TPU tells each pod which it is; elsewhere the first pod's name in the set's own network is
-where they meet. An error, a wrong command or training that is not finite (exit codes 1, 2 and 65)
-ends the set at once; a pod that is told to go away has time to save.
+On GKE the TPU gives each pod its index; elsewhere pods connect to the first pod by its name in the
+set's network. An error, a wrong command or non-finite training (exit codes 1, 2 and 65) ends the
+set at once. An evicted pod has time to save.
 
-A set cannot be changed, and one that has ended is not run again: to resume, it is deleted and made
-anew, which `--replace` does.
+Kubernetes neither changes an existing set nor restarts a finished one: `--replace` deletes the set
+and creates it again, to resume.
 
 Source: the JobSet API, jobset.x-k8s.io/v1alpha2; GKE documentation, "Deploy TPU Multislices".
 """
@@ -17,6 +17,7 @@ import re
 import shlex
 from typing import Any
 
+from layerkit.checks import require
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run_options import Flag, non_negative, positive
 from layerkit_runner.tools.launch import local
@@ -34,7 +35,7 @@ def _name(text: str) -> str:
     # It becomes part of the names of pods, and a name in the network.
     if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", text) or len(text) > LONGEST_NAME:
         raise ValueError(
-            f"a lower-case letter followed by letters, digits and dashes, {LONGEST_NAME} at most"
+            f"at most {LONGEST_NAME} lower-case letters, digits and dashes, beginning with a letter"
         )
     return text
 
@@ -47,27 +48,29 @@ def _volume(text: str) -> tuple[str, str]:
 
 
 FLAGS = (
-    Flag("image", str, "the container; docs/launch has a recipe for one", "IMAGE"),
-    Flag("nodes", positive, "machines with GPUs", "N", default=1),
-    Flag("gpus_per_node", non_negative, "0 for none", "N", default=0),
+    Flag("image", str, "image of the container; docs/launch has a recipe", "IMAGE"),
+    Flag("nodes", positive, "number of machines with GPUs", "N", default=1),
+    Flag("gpus_per_node", non_negative, "number of GPUs of each machine", "N", default=0),
     Flag("tpu", str, "v4, v5p, v5litepod or v6e instead of GPUs", "GENERATION"),
-    Flag("tpu_topology", str, "of a slice, such as 4x4x8", "TOPOLOGY"),
-    Flag("num_slices", positive, "how many of them in one job", "N", default=1),
-    Flag("volume", _volume, "a persistent volume claim and where to mount it", "CLAIM:PATH"),
-    Flag("name", _name, "of the set, one for each run; by default of the experiment", "NAME"),
-    Flag("replace", bool, "delete the set of that name first; its pods save and leave"),
-    Flag("namespace", str, "where the job belongs", "NAME"),
-    Flag("env_secret", str, "the secret with the variables that --env=NAME refers to", "SECRET"),
-    Flag("service_account", str, "as whom the pods run, such as to write to a store", "NAME"),
-    Flag("max_restarts", non_negative, "how often all pods are started again", "N", default=10),
+    Flag("tpu_topology", str, "topology of a slice, such as 4x4x8", "TOPOLOGY"),
+    Flag("num_slices", positive, "number of slices of the job", "N", default=1),
+    Flag("volume", _volume, "persistent volume claim and its mount point", "CLAIM:PATH"),
+    Flag("name", _name, "name of the set; by default that of the experiment", "NAME"),
+    Flag("replace", bool, "delete the set of that name first; its pods save and exit"),
+    Flag("namespace", str, "namespace of the set", "NAME"),
+    Flag("env_secret", str, "secret with the variables of --env=NAME", "SECRET"),
+    Flag(
+        "service_account", str, "service account of the pods, such as to write to a store", "NAME"
+    ),
+    Flag("max_restarts", non_negative, "limit of restarts of all pods", "N", default=10),
     Flag("save_before_end", positive, "time for a last save of a pod", "SECONDS", default=300),
-    Flag("script", str, "where to write the manifest; by default ./NAME.jobset.yaml", "FILE"),
+    Flag("script", str, "file of the manifest; by default ./NAME.jobset.yaml", "FILE"),
 )
 
 
 def make_recipe(request: Request, options: Options) -> Recipe:
-    """Return the manifest, and the commands that hand it over."""
-    # Only this kind and the translation of MaxText need it.
+    """Return the manifest, and the commands that apply it."""
+    # Other kinds do not load it.
     import yaml
 
     tpu = _tpu(options)
@@ -77,27 +80,28 @@ def make_recipe(request: Request, options: Options) -> Recipe:
         preset = tpu.preset(options.num_slices)
     request = request.with_preset(preset, options)
     name = options.name or request.job_name
-    # Not in the folder of the run, which may only be in sight of the pods.
+    # Not in the folder of the run, which only the pods may be able to write to.
     path = options.script or f"{name}.jobset.yaml"
     text = yaml.safe_dump(_manifest(request, options, tpu, name=name), sort_keys=False, width=1000)
     namespace = [] if options.namespace is None else [f"--namespace={options.namespace}"]
     delete = ["kubectl", "delete", "jobset", name, *namespace, "--ignore-not-found"]
-    # In the foreground it is over when the pods are gone, so that the next do not meet them.
+    # Return once the pods have ended, so that new pods do not run beside them.
     delete.append("--cascade=foreground")
     apply = ["kubectl", "apply", f"--filename={path}"]
     return Recipe(
         files={path: text},
         commands=[delete, apply] if options.replace else [apply],
-        afterwards=[
-            f"to stop it, after saving: {shlex.join(delete)}",
-            "to resume, however it ended: the same command with --replace",
+        next_steps=[
+            f"to save and stop: {shlex.join(delete)}",
+            "to resume: the same command with --replace",
         ],
     )
 
 
 def _tpu(options: Options) -> TpuSlice | None:
     if (options.tpu is None) != (options.tpu_topology is None):
-        raise UsageError("--tpu and --tpu_topology belong together: --tpu=v5p --tpu_topology=4x4x8")
+        expected = "both, such as --tpu=v5p --tpu_topology=4x4x8, or neither"
+        raise UsageError(field="--tpu and --tpu_topology", expected=expected)
     if options.tpu is None:
         return None
     return parse_topology(options.tpu_topology, find_generation(options.tpu))
@@ -108,20 +112,21 @@ def _check(request: Request, options: Options, tpu: TpuSlice | None) -> None:
     for name in referenced_variables(options):
         if options.env_secret is None:
             raise UsageError(
-                f"--env={name}: expected --env_secret=SECRET with it, the Kubernetes secret that"
-                f" holds {name}. Make one: kubectl create secret generic SECRET"
-                f" --from-file={name}=FILE"
+                field="--env",
+                value=name,
+                expected=f"--env_secret=SECRET with it, a Kubernetes secret that holds {name}",
+                hint=f"Make one: kubectl create secret generic SECRET --from-file={name}=FILE",
             )
     if tpu is not None:
         if options.gpus_per_node or options.nodes > 1:
-            raise UsageError(
-                "--tpu says what the pods have; leave out --nodes and --gpus_per_node."
-            )
+            expected = "no --nodes and no --gpus_per_node with it"
+            raise UsageError(field="--tpu", value=options.tpu, expected=expected)
         flags = f"--tpu={options.tpu} --tpu_topology={options.tpu_topology}"
         count = tpu.num_chips * options.num_slices
         request.check_devices(count, flags, num_slices=options.num_slices)
     elif options.num_slices > 1:
-        raise UsageError("--num_slices is of TPUs; machines with GPUs are counted by --nodes.")
+        hint = "Machines with GPUs are counted by --nodes."
+        raise UsageError(field="--num_slices", expected="--tpu with it", hint=hint)
     elif options.gpus_per_node:
         flags = f"--nodes={options.nodes} --gpus_per_node={options.gpus_per_node}"
         request.check_devices(options.nodes * options.gpus_per_node, flags)
@@ -134,12 +139,15 @@ def _check_folder(request: Request, options: Options) -> None:
         return
     if options.volume is None:
         raise UsageError(
-            f"--job_log_dir={request.folder} would be on the disk of a pod and be lost with it;"
-            " give a store, such as gs://…, or --volume=CLAIM:PATH."
+            "a folder on the disk of a pod is lost with the pod",
+            field="--job_log_dir",
+            value=request.folder,
+            expected="a store, such as gs://…, or a folder in --volume=CLAIM:PATH",
         )
     path = options.volume[1].rstrip("/")
-    if not f"{request.folder}/".startswith(f"{path}/"):
-        raise UsageError(f"--job_log_dir={request.folder} is not in --volume, which is at {path}.")
+    is_inside = f"{request.folder}/".startswith(f"{path}/")
+    expected = f"a folder in {path or '/'}, the path of --volume"
+    require(is_inside, None, "--job_log_dir", request.folder, expected)
 
 
 def _manifest(
@@ -151,11 +159,11 @@ def _manifest(
     if options.namespace is not None:
         metadata["namespace"] = options.namespace
     if tpu is not None:
-        # Each slice has a node pool to itself.
+        # Each slice has its own node pool.
         topology = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
         metadata["annotations"] = topology
-    # On TPUs the processes find one another. Pods are called SET-JOB-INDEX-POD, in a network that
-    # is called as the set.
+    # JAX finds the processes of TPUs itself. Pods are named SET-JOB-INDEX-POD, and their network is
+    # named SET.
     address = None if tpu is not None else f"{name}-{_JOB}-0-0.{name}:{_PORT}"
     final = {
         "action": "FailJob",
@@ -186,7 +194,7 @@ def _manifest(
 
 
 def _chips_per_host(tpu: TpuSlice) -> int:
-    # Up to 8 chips with two-dimensional topologies are one host.
+    # With two-dimensional topologies, up to 8 chips are one host.
     is_one_host = tpu.generation.topology_dims == 2 and tpu.num_chips <= 2 * _CHIPS_PER_HOST
     return tpu.num_chips if is_one_host else min(_CHIPS_PER_HOST, tpu.num_chips)
 
@@ -203,12 +211,12 @@ def _pod(options: Options, tpu: TpuSlice | None, command: str) -> dict[str, Any]
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": options.save_before_end,
         "containers": [container],
-        # NCCL and data workers need more of it than a container has.
+        # NCCL and data workers need more shared memory than the default of a container.
         "volumes": [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}],
     }
     if tpu is not None:
         container["resources"] = {"limits": {"google.com/tpu": _chips_per_host(tpu)}}
-        # Between the hosts of a slice, and between slices.
+        # Ports between the hosts of a slice, and between slices.
         container["ports"] = [{"containerPort": 8471}, {"containerPort": 8080}]
         pod["nodeSelector"] = {
             "cloud.google.com/gke-tpu-accelerator": tpu.generation.gke_accelerator,
@@ -249,5 +257,5 @@ def _command(request: Request, options: Options, address: str | None, num_pods: 
     if address is not None and num_pods > 1:
         words += [f"--coordinator_address={address}", f"--num_processes={num_pods}"]
         words.append('--process_id="$JOB_COMPLETION_INDEX"')
-    # In the place of the shell, so that the signal to save reaches it.
+    # Replaces the shell, so that the run receives the signal to save.
     return "\n".join([*options.setup, f"exec {' '.join(words)}"])

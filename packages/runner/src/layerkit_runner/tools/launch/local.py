@@ -1,7 +1,7 @@
-"""On this machine: a script that starts the run, waits for it, and starts it again if that helps.
+"""A script for this machine that runs a command and restarts it after a kill or a hang.
 
-Its parts serve the scripts of the other launchers too. They are written in Bash, which is on every
-machine with Slurm, GPUs or TPUs. A run that is started again resumes from its newest checkpoint.
+The scripts of other launchers use its parts. They are written in Bash, which is on every machine
+with Slurm, GPUs or TPUs. A restarted run resumes from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from collections.abc import Sequence
 
 from layerkit_runner.run_options import Flag, non_negative
 from layerkit_runner.tools.launch.recipe import Recipe
-from layerkit_runner.tools.launch.request import Request, own_command, split_command
+from layerkit_runner.tools.launch.request import Request, installed_runner, split_command
 from layerkit_runner.tools.launch.values import Options, inherited_variables, written_variables
 
-# No progress (70), another process lost (75), or killed: 128 plus SIGABRT, SIGBUS, SIGKILL (as for
-# want of memory) or SIGSEGV. Ctrl-C (130) and SIGTERM (143) were meant.
+# No progress (70), another process lost (75), or killed: 128 plus SIGABRT, SIGBUS, SIGKILL (such as
+# for lack of memory) or SIGSEGV. Ctrl-C (130) and SIGTERM (143) are requests to stop.
 RETRIED_EXIT_CODES = (70, 75, 134, 135, 137, 139)
-# An error, a wrong command, or training that is not finite: another start would end like it.
+# An error, a wrong command, or non-finite training: a restart would fail in the same way.
 FINAL_EXIT_CODES = (1, 2, 65)
-# Output appears as it is written.
+# Write output without a buffer.
 VARIABLES = {"PYTHONUNBUFFERED": "1"}
-# Time for machines that come and go to come.
+# Machines that were replaced need time to start.
 SECONDS_BETWEEN_STARTS = 10
 
 MAX_RESTARTS = Flag(
     "max_restarts",
     non_negative,
-    "how often the run is started again after a process was lost, killed or hung",
+    "limit of restarts after a process was lost, killed or hung",
     "N",
     default=3,
 )
 SCRIPT = Flag(
-    "script", str, "where to write it; by default in DIR/launch or, for a store, ./", "FILE"
+    "script", str, "file of the script; by default in DIR/launch or, for a store, ./", "FILE"
 )
 FLAGS = (
     MAX_RESTARTS,
@@ -43,7 +43,7 @@ FLAGS = (
 )
 
 FORWARD_SIGNALS = """\
-# What stops this script stops the run, which saves and leaves.
+# Signals that stop this script are forwarded to the run, which saves and exits.
 set -m
 child=
 early=
@@ -60,20 +60,20 @@ def make_recipe(request: Request, options: Options) -> Recipe:
     if options.devices == "gpu":
         request = request.with_preset("gpu_latency_hiding", options)
     path = script_path(request, "local.sh", options.script)
-    command = split_command(options.runner, own_command())
+    command = split_command(options.runner, installed_runner())
     text = "\n".join(
         [
             "#!/bin/bash",
-            f"# {request.experiment} on this machine; runs until it is done or fails for good.",
+            f"# {request.experiment} on this machine, with restarts.",
             "set -u",
             f"cd {shlex.quote(os.getcwd())}",
             environment_lines(options, inherited=inherited_variables(options)),
             FORWARD_SIGNALS,
-            words_array("run", [*command, *request.words]),
-            start_and_wait('"${run[@]}"', max_restarts=options.max_restarts),
+            bash_array("run", [*command, *request.words]),
+            restart_loop('"${run[@]}"', max_restarts=options.max_restarts),
         ]
     )
-    return Recipe(files={path: text}, commands=[["bash", path]], hands_over=True)
+    return Recipe(files={path: text}, commands=[["bash", path]], replaces_process=True)
 
 
 def script_path(request: Request, name: str, chosen: str | None) -> str:
@@ -91,7 +91,7 @@ def script_path(request: Request, name: str, chosen: str | None) -> str:
 def environment_lines(options: Options, *, inherited: Sequence[str] = ()) -> str:
     """Return lines that set the variables of `--env` and then run those of `--setup`.
 
-    The script ends if it is started without one of the `inherited` variables.
+    The script fails if it is started without one of the `inherited` variables.
     """
     variables = {**VARIABLES, **written_variables(options)}
     exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
@@ -99,13 +99,13 @@ def environment_lines(options: Options, *, inherited: Sequence[str] = ()) -> str
     return "".join(f"{line}\n" for line in [*exports, *checks, *options.setup])
 
 
-def words_array(name: str, words: Sequence[str]) -> str:
+def bash_array(name: str, words: Sequence[str]) -> str:
     """Return words as a Bash array, one to a line."""
     quoted = "".join(f"  {shlex.quote(word)}\n" for word in words)
     return f"{name}=(\n{quoted})\n"
 
 
-def start_and_wait(
+def restart_loop(
     start: str,
     *,
     max_restarts: int,
@@ -116,11 +116,11 @@ def start_and_wait(
     """Return a loop that starts a command in the background and waits for it.
 
     Args:
-      start: The command, as a line of Bash.
-      max_restarts: How often it is started again after one of `RETRIED_EXIT_CODES`.
-      before_start: Lines before each start, which may leave the script.
-      after_end: Lines after each end, which know `$code` and may leave the script.
-      pause: Seconds before it is started again.
+      start: The command, a line of Bash.
+      max_restarts: Limit of restarts, which follow `RETRIED_EXIT_CODES`.
+      before_start: Lines before each start. They may exit the script.
+      after_end: Lines after each end, where `$code` is the exit code. They may exit the script.
+      pause: Seconds before a restart.
     """
     retried = " | ".join(map(str, RETRIED_EXIT_CODES))
     return f"""\
@@ -129,7 +129,7 @@ while :; do
 {textwrap.indent(before_start, "  ")}\
   {start} &
   child=$!
-  if [ -n "${{early:-}}" ]; then kill -"$early" "$child"; fi # it was to stop before it started
+  if [ -n "${{early:-}}" ]; then kill -"$early" "$child"; fi # a signal arrived before the start
   while :; do # a trapped signal ends 'wait' before the run ends
     wait "$child"
     code=$?
@@ -143,7 +143,7 @@ while :; do
   esac
   if [ "$restarts" -ge {max_restarts} ] || [ -n "${{early:-}}" ]; then exit "$code"; fi
   restarts=$((restarts + 1))
-  echo "launch: exit code $code; start $restarts of {max_restarts} more, from the newest checkpoint"
+  echo "launch: exit code $code; restart $restarts of {max_restarts}, from the newest checkpoint"
   sleep {pause}
 done
 """

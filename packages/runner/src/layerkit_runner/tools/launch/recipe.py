@@ -15,21 +15,21 @@ from layerkit_runner.files.atomic_write import atomic_write
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What starts a run, in order.
+    """Files and commands that start a run.
 
     Attributes:
-      files: Text by path. Only their owner can read them, and run those that end in `.sh`.
+      commands: Words of each command, in order.
+      files: Text by path. Only the owner can read a file, and execute one that ends in `.sh`.
       folders: Folders that must exist.
-      commands: Words of each command.
-      afterwards: Lines for the user about what to do next.
-      hands_over: Whether the last command replaces this process and so receives its signals.
+      next_steps: Lines for the user, printed after the commands.
+      replaces_process: True if the last command replaces this process and so receives its signals.
     """
 
     commands: Sequence[Sequence[str]]
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
     folders: Sequence[str] = ()
-    afterwards: Sequence[str] = ()
-    hands_over: bool = False
+    next_steps: Sequence[str] = ()
+    replaces_process: bool = False
 
 
 def recipe_lines(recipe: Recipe) -> Iterator[str]:
@@ -43,11 +43,11 @@ def recipe_lines(recipe: Recipe) -> Iterator[str]:
     yield "# would run" if recipe.commands else "# would run nothing"
     for words in recipe.commands:
         yield shlex.join(words)
-    yield from (f"# {line}" for line in recipe.afterwards)
+    yield from (f"# {line}" for line in recipe.next_steps)
 
 
-def follow(recipe: Recipe) -> int:
-    """Write the files and run the commands, up to the first that fails; return its exit code.
+def execute(recipe: Recipe) -> int:
+    """Write the files and run the commands up to the first that fails; return its exit code.
 
     Raises:
       UsageError: A file cannot be written, or a program is not installed here.
@@ -59,20 +59,21 @@ def follow(recipe: Recipe) -> int:
             # It may hold variables and paths that are not for others to read.
             atomic_write(path, text, mode=0o700 if path.endswith(".sh") else 0o600)
     except OSError as error:
-        raise UsageError(f"nothing was started: {error}") from error
+        raise UsageError(f"cannot write, so nothing was started: {error}") from error
     for number, words in enumerate(recipe.commands, start=1):
         print(f"+ {shlex.join(words)}", flush=True)
         try:
-            if recipe.hands_over and number == len(recipe.commands):
+            if recipe.replaces_process and number == len(recipe.commands):
                 os.execvp(words[0], list(words))
             code = subprocess.run(words, check=False).returncode
         except FileNotFoundError:
             raise UsageError(
-                f"{words[0]} is not installed here, so nothing was started; --dry_run prints what"
-                " would be, to be started where it is."
+                "the program is not installed here, so nothing was started",
+                owner=words[0],
+                hint="--dry_run prints the files and commands, to start them on another machine.",
             ) from None
         if code != 0:
             return code
-    for line in recipe.afterwards:
+    for line in recipe.next_steps:
         print(line)
     return 0

@@ -1,4 +1,4 @@
-"""The command that is launched, checked here before it waits in a queue for hours."""
+"""The launched command of `runner`, checked before it waits in a queue for hours."""
 
 from __future__ import annotations
 
@@ -22,22 +22,24 @@ if TYPE_CHECKING:
 
 Resolve = Callable[[ParsedFlags], "ResolvedExperiment"]
 
-# The launcher sets these itself.
-_SET_BY_LAUNCHER = ("coordinator_address", "num_processes", "process_id", "multiprocess_gpu")
-
 # Longest job name that Kubernetes, the strictest kind, accepts.
 LONGEST_NAME = 40
 
-_SET_THE_MESH = "set --fdl.partitioner.ici_mesh_shape and --fdl.partitioner.dcn_mesh_shape"
+_SET_BY_LAUNCHER = ("coordinator_address", "num_processes", "process_id", "multiprocess_gpu")
+_SET_THE_MESH = "Set --fdl.partitioner.ici_mesh_shape and --fdl.partitioner.dcn_mesh_shape"
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A checked command of `runner`, its folder absolute.
+    """A checked command of `runner`.
 
     Attributes:
-      mesh: Number of devices of the mesh within a slice, and number of slices. None if any number
-        of devices will do, or if the experiment could not be imported here.
+      words: Words after `runner`, with an absolute folder.
+      options: Options of the run.
+      mode: Value of `--mode`.
+      experiment: Name of the experiment.
+      mesh: Number of devices of the mesh within a slice, and number of slices. None if the mesh
+        takes all devices, or if the experiment could not be imported here.
       resolved: The experiment, if it could be imported here.
     """
 
@@ -61,84 +63,90 @@ class Request:
 
     @property
     def is_in_store(self) -> bool:
-        """Whether the folder is in a store, such as `gs://…`."""
+        """True if the folder is in a store, such as `gs://…`."""
         return "://" in self.folder
 
     def with_preset(self, preset: str | None, options: Options) -> Request:
-        """Return the request with compiler flags, unless it has some or is not to have them."""
-        has_some = self.options.xla_flags_preset is not None
+        """Return the request with a preset of compiler flags, unless it has one or excludes it."""
+        has_preset = self.options.xla_flags_preset is not None
         is_wanted = options.recommended_xla_flags and self.mode == "train"
-        if preset is None or has_some or not is_wanted:
+        if preset is None or has_preset or not is_wanted:
             return self
-        words = (*self.words, f"--xla_flags_preset={preset}")
-        return dataclasses.replace(self, words=words)
+        return dataclasses.replace(self, words=(*self.words, f"--xla_flags_preset={preset}"))
 
     def check_devices(self, count: int, flags: str, *, num_slices: int | None = None) -> None:
-        """Raise a UsageError if the mesh has another number of devices than `flags` ask for.
+        """Raise UsageError if the mesh has another number of devices than the job.
 
         Args:
           count: Number of devices of the job.
-          flags: The flags that ask for them, for the message.
+          flags: Flags that request these devices, for the message.
           num_slices: Number of slices of TPUs; None for GPUs.
         """
         if self.mesh is None:
             return
-        within, across = self.mesh
         if num_slices is not None and num_slices > 1:
             flags += f" --num_slices={num_slices}"
-        to_do = f"{_SET_THE_MESH}, or the devices."
-        if within * across != count:
-            raise UsageError(
-                f"{flags} make {count} devices, and the mesh of {self.experiment} has"
-                f" {within * across}; {to_do}"
-            )
-        if num_slices is not None and num_slices != across:
-            raise UsageError(
-                f"{flags} make {num_slices} slice(s), and the mesh of {self.experiment} spans"
-                f" {across}; {to_do}"
-            )
+        within, across = self.mesh
+        wanted = {"devices": (within * across, count)}
+        if num_slices is not None:
+            wanted["slices"] = (across, num_slices)
+        for name, (value, expected) in wanted.items():
+            if value != expected:
+                raise UsageError(
+                    owner=self.experiment,
+                    field=f"{name} of the mesh",
+                    value=value,
+                    expected=f"{expected}, as requested by {flags}",
+                    hint=f"{_SET_THE_MESH}, or request {value} {name}.",
+                )
 
     def check_cpus(self, num_processes: int, flags: str, variables: Mapping[str, str]) -> None:
-        """Raise a UsageError if the mesh has more devices than so many processes on CPUs.
+        """Raise UsageError if the mesh has more devices than the processes, one CPU each.
 
-        A process on a CPU has one device, unless the `variables` of its environment say otherwise.
+        Args:
+          num_processes: Number of processes of the job.
+          flags: Flags that request these processes, for the message.
+          variables: Environment of the processes, which may give each several devices.
         """
         in_flags = "xla_force_host_platform_device_count" in variables.get("XLA_FLAGS", "")
         if self.mesh is None or in_flags or "JAX_NUM_CPU_DEVICES" in variables:
             return
-        count = math.prod(self.mesh)
-        if count > num_processes:
+        if (count := math.prod(self.mesh)) > num_processes:
             raise UsageError(
-                f"{flags} without GPUs or TPUs make {num_processes} device(s), and the mesh of"
-                f" {self.experiment} has {count}; give --gpus_per_node, or {_SET_THE_MESH}."
+                owner=self.experiment,
+                field="devices of the mesh",
+                value=count,
+                expected=f"at most {num_processes}, one CPU for each process of {flags}",
+                hint=f"Request GPUs by --gpus_per_node. {_SET_THE_MESH} to run on CPUs.",
             )
 
 
 def make_request(words: Sequence[str], resolve: Resolve, *, runs_elsewhere: bool) -> Request:
-    """Read and check the words of a command of `runner`.
+    """Parse and check the words of a command of `runner`.
 
     Args:
-      words: The words after `runner`.
-      resolve: Finds the experiment and applies the overrides.
-      runs_elsewhere: Whether the run may see other files than this machine. Files and packages that
-        are missing here are then reported, and are no error.
+      words: Words after `runner`.
+      resolve: Function that finds the experiment and applies the overrides.
+      runs_elsewhere: True if the run may see other files than this machine. A file or package that
+        is missing here is then reported and is no error.
 
     Raises:
-      UsageError: A flag, experiment, field or value is wrong, or nothing is launched in that mode.
+      UsageError: A flag, experiment, field or value is wrong, or the mode needs no launcher.
     """
     flags = parse_flags(words)
     if flags.exp is None:
         flags = with_recorded_experiment(flags, _report)
     if flags.given.get("help") or flags.given.get("list") or flags.only_prints:
-        raise UsageError("`runner launch` starts a run; this command only prints.")
+        raise UsageError("`runner launch` starts runs, but this command only prints")
     if flags.mode not in JOINING_MODES:
-        raise UsageError(
-            f"--mode={flags.mode} needs no launcher; those that do are {', '.join(JOINING_MODES)}."
-        )
+        expected = f"a mode that runs on a cluster: {', '.join(JOINING_MODES)}"
+        raise UsageError(field="--mode", value=flags.mode, expected=expected)
     for name in _SET_BY_LAUNCHER:
         if name in flags.given:
             raise UsageError(
-                f"--{name}: the launcher tells each process which it is; leave it out."
+                "the launcher sets this flag for each process",
+                field=f"--{name}",
+                hint="Leave it out.",
             )
     folder = flags.options.job_log_dir
     if folder is not None and "://" not in folder:
@@ -160,43 +168,40 @@ def make_request(words: Sequence[str], resolve: Resolve, *, runs_elsewhere: bool
     try:
         resolved = resolve(flags)
     except UsageError as error:
-        # What a validate() could not open here may well be there.
+        # A file that a validate() could not open here may exist there.
         if not runs_elsewhere or not isinstance(error.__cause__, (OSError, ImportError)):
             raise
-        _report(f"not looked at any further here: {error}")
+        _report(f"the experiment is not checked on this machine: {error}")
         return request
-    return dataclasses.replace(request, mesh=mesh_devices(resolved), resolved=resolved)
+    return dataclasses.replace(request, mesh=_mesh_devices(resolved), resolved=resolved)
 
 
 def _report(line: str) -> None:
     print(f"launch: {line}", file=sys.stderr)
 
 
-def mesh_devices(resolved: ResolvedExperiment) -> tuple[int, int] | None:
+def _mesh_devices(resolved: ResolvedExperiment) -> tuple[int, int] | None:
     """Return the devices within a slice, and the slices; None if the mesh takes all devices."""
     within = getattr(resolved.partitioner, "ici_mesh_shape", None)
     across = getattr(resolved.partitioner, "dcn_mesh_shape", None)
-    if within is None:
-        return None
-    return math.prod(within), math.prod(across or [1])
+    return None if within is None else (math.prod(within), math.prod(across or [1]))
 
 
-def own_command() -> list[str]:
-    """Return how the present Python calls `runner`."""
-    beside = os.path.join(os.path.dirname(sys.executable), "runner")
-    if os.access(beside, os.X_OK):
-        return [beside]
-    return [sys.executable, "-m", "layerkit_runner.cli"]
+def installed_runner() -> list[str]:
+    """Return the words that call `runner` in the environment of this Python."""
+    script = os.path.join(os.path.dirname(sys.executable), "runner")
+    return [script] if os.access(script, os.X_OK) else [sys.executable, "-m", "layerkit_runner.cli"]
 
 
 def split_command(text: str | None, default: list[str]) -> list[str]:
-    """Return the words of `--runner`, or the default; an unmatched quote is a UsageError."""
+    """Return the words of `--runner`, or the default; raise UsageError if it is no command."""
     if text is None:
         return default
     try:
         words = shlex.split(text)
-    except ValueError as error:
-        raise UsageError(f"--runner={text}: expected a command. {error}.") from None
+    except ValueError:  # an unmatched quote
+        words = []
     if not words:
-        raise UsageError("--runner is empty: expected a command, such as `python -m mine`.")
+        expected = "a command, such as `python -m mine`"
+        raise UsageError(field="--runner", value=text, expected=expected)
     return words

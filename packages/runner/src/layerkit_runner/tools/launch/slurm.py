@@ -1,15 +1,15 @@
-"""As a Slurm batch job that resumes, however often it is stopped.
+"""A Slurm batch job that resumes after each interruption.
 
-| what happens | what follows |
+| event | effect |
 |---|---|
-| its time is nearly up | Slurm tells the script, the run saves, the job queues again and resumes |
-| a node fails, or the job is preempted or requeued | Slurm queues it again and the run resumes |
-| a process is lost, killed or hangs | all of them end, and are started again in the same job |
-| an error, or a wrong command | the job ends with that exit code |
-| `scancel` | the run saves and leaves, and the job ends |
+| the time limit approaches | Slurm signals the script, the run saves, the job is requeued |
+| a node fails, or the job is preempted or requeued | Slurm requeues the job; the run resumes |
+| a process is lost, killed or hangs | all processes exit and are restarted in the same job |
+| an error, a wrong command, or non-finite training | the job ends with that exit code |
+| `scancel` | the run saves and exits, and the job ends |
 
-One process per node takes all of its GPUs; `--processes_per_node` splits them evenly. `srun` starts
-the processes, which find one another by what Slurm says (`distributed.launchers`).
+One process per node uses all its GPUs; `--processes_per_node` splits them evenly. `srun` starts the
+processes, which read their ranks from Slurm's variables (`distributed.launchers`).
 """
 
 from __future__ import annotations
@@ -17,36 +17,37 @@ from __future__ import annotations
 import os
 import re
 
+from layerkit.checks import check_divisible, require
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run_options import Flag, non_negative, positive
 from layerkit_runner.tools.launch import local
 from layerkit_runner.tools.launch.recipe import Recipe
-from layerkit_runner.tools.launch.request import Request, own_command, split_command
+from layerkit_runner.tools.launch.request import Request, installed_runner, split_command
 from layerkit_runner.tools.launch.values import Options, inherited_variables, written_variables
 
 
 def _option_text(text: str) -> str:
     if not text.startswith("-"):
-        raise ValueError("an option, as in --sbatch=--qos=high")
+        raise ValueError("an option that begins with a dash, such as --sbatch=--qos=high")
     return text
 
 
 FLAGS = (
     Flag("nodes", positive, "number of nodes", "N", default=1),
-    Flag("gpus_per_node", non_negative, "0 for none", "N", default=0),
-    Flag("processes_per_node", positive, "1 takes all GPUs of a node", "N", default=1),
+    Flag("gpus_per_node", non_negative, "number of GPUs of each node", "N", default=0),
+    Flag("processes_per_node", positive, "1: one process uses all GPUs", "N", default=1),
     Flag("cpus_per_process", positive, "CPU cores of each process", "N"),
-    Flag("time", str, "time limit of each turn, as Slurm writes it: 24:00:00", "TIME"),
-    Flag("save_before_end", positive, "seconds before it at which to save", "SECONDS", default=300),
-    Flag("partition", str, "where to queue", "NAME"),
-    Flag("account", str, "whom to charge", "NAME"),
+    Flag("time", str, "time limit before a requeue, such as 24:00:00", "TIME"),
+    Flag("save_before_end", positive, "time to save before the limit", "SECONDS", default=300),
+    Flag("partition", str, "partition of the job", "NAME"),
+    Flag("account", str, "account to charge", "NAME"),
     local.MAX_RESTARTS,
-    Flag("container_image", str, "run in this image (srun's pyxis)", "IMAGE"),
-    Flag("container_mounts", str, "FROM:TO,… for the container", "MOUNTS"),
+    Flag("container_image", str, "image to run in, by pyxis", "IMAGE"),
+    Flag("container_mounts", str, "mounts of the container, FROM:TO,…", "MOUNTS"),
     Flag(
         "sbatch",
         _option_text,
-        "an option of sbatch, as --qos=high; repeatable",
+        "option of sbatch, such as --qos=high; repeatable",
         "OPTION",
         repeats=True,
     ),
@@ -64,39 +65,34 @@ def make_recipe(request: Request, options: Options) -> Recipe:
         files={path: batch_script(request, options)},
         folders=[] if request.is_in_store else [os.path.join(request.folder, "launch")],
         commands=[["sbatch", path]],
-        afterwards=[
+        next_steps=[
             f"output: {_output(request)} (%j is the number of the job)",
-            "scontrol requeue JOB queues it again; scancel JOB ends it: both save first",
+            "scontrol requeue JOB: save and requeue; scancel JOB: save and end",
         ],
     )
 
 
 def _check(request: Request, options: Options) -> None:
     gpus, processes = options.gpus_per_node, options.processes_per_node
-    if gpus % processes:
-        raise UsageError(
-            f"--gpus_per_node={gpus} cannot be split evenly over --processes_per_node={processes}."
-        )
+    check_divisible(None, by=("--processes_per_node", processes), **{"--gpus_per_node": gpus})
     if options.container_mounts and not options.container_image:
-        raise UsageError("--container_mounts is for a container; give --container_image too.")
+        raise UsageError(field="--container_mounts", expected="--container_image with it")
     seconds = 0 if options.time is None else slurm_seconds(options.time)
-    if 0 < seconds <= options.save_before_end:
-        raise UsageError(
-            f"--time={options.time} is {seconds} s, and --save_before_end="
-            f"{options.save_before_end} would stop the run as soon as it started."
-        )
+    is_long = seconds == 0 or seconds > options.save_before_end
+    expected = f"more than the {options.save_before_end} s of --save_before_end"
+    require(is_long, None, "--time", options.time, expected)
     if gpus:
         flags = f"--nodes={options.nodes} --gpus_per_node={gpus}"
         request.check_devices(options.nodes * gpus, flags)
     elif not any(word in option for option in options.sbatch for word in ("gpu", "exclusive")):
-        # Neither --gres=gpu:8 nor whole nodes, of which some clusters do not count the GPUs.
+        # --gres=gpu:8 requests GPUs, and so do whole nodes if Slurm does not count their GPUs.
         flags = f"--nodes={options.nodes} --processes_per_node={processes}"
-        variables = {**os.environ, **written_variables(options)}  # sbatch hands them down
+        variables = {**os.environ, **written_variables(options)}  # sbatch passes both on
         request.check_cpus(options.nodes * processes, flags, variables)
 
 
 def _output(request: Request) -> str:
-    # A job that queues again keeps its number, and appends.
+    # A requeued job keeps its number and appends.
     name = "slurm-%j.log"
     if request.is_in_store:
         return name
@@ -107,21 +103,23 @@ def _output(request: Request) -> str:
 def batch_script(request: Request, options: Options) -> str:
     """Return the text of the batch script."""
     in_container = options.container_image is not None
-    command = split_command(options.runner, ["runner"] if in_container else own_command())
+    command = split_command(options.runner, ["runner"] if in_container else installed_runner())
     seconds = options.save_before_end
     trap = f"""\
-# {seconds} s before the time limit Slurm signals this script; the run is told to save and leave.
+# {seconds} s before the time limit Slurm signals this script, which makes the run save and exit.
 out_of_time=
 trap 'out_of_time=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 requeue() {{
-  echo "launch: the time is up; the job goes on from its newest checkpoint when its turn comes"
+  echo "launch: time limit reached; the job is requeued and resumes from its newest checkpoint"
   scontrol requeue "$SLURM_JOB_ID"
   exit 0
 }}
 """
     requeue = '[ -z "$out_of_time" ] || requeue\n'
     final = " | ".join(map(str, (0, *local.FINAL_EXIT_CODES)))
-    after_end = f'case "$code" in {final}) exit "$code" ;; esac # done, or failed for good\n'
+    after_end = (
+        f'case "$code" in {final}) exit "$code" ;; esac # completed, or a restart would fail\n'
+    )
     return "\n".join(
         [
             "#!/bin/bash",
@@ -131,9 +129,9 @@ requeue() {{
             "",
             trap,
             local.environment_lines(options, inherited=inherited_variables(options)),
-            local.words_array("srun", _srun_options(options)),
-            local.words_array("run", [*command, *request.words]),
-            local.start_and_wait(
+            local.bash_array("srun", _srun_options(options)),
+            local.bash_array("run", [*command, *request.words]),
+            local.restart_loop(
                 'srun "${srun[@]}" "${run[@]}"',
                 max_restarts=options.max_restarts,
                 before_start=requeue,
@@ -146,7 +144,7 @@ requeue() {{
 def _options(request: Request, options: Options) -> list[str]:
     given = {
         "job-name": request.job_name,
-        "chdir": os.getcwd(),  # the run finds experiments of the working directory
+        "chdir": os.getcwd(),  # the run imports experiments of the working directory
         "output": _output(request),
         "open-mode": "append",
         "nodes": options.nodes,
@@ -174,11 +172,11 @@ def _quoted(text: str) -> str:
 
 def _srun_options(options: Options) -> list[str]:
     given = {
-        # A process that saved and left must not have the others killed while they still save; the
-        # processes find out themselves when one of them is lost.
+        # The exit of a process that has saved must not kill those that are still saving. The
+        # processes detect a lost one themselves.
         "kill-on-bad-exit": 0,
         "wait": 0,
-        # Not handed down by sbatch.
+        # sbatch does not pass it on.
         "cpus-per-task": options.cpus_per_process,
         "container-image": options.container_image,
         "container-mounts": options.container_mounts,
@@ -187,15 +185,14 @@ def _srun_options(options: Options) -> list[str]:
 
 
 def slurm_seconds(text: str) -> int:
-    """Read a time in the forms of Slurm: M, M:S, H:M:S, D-H, D-H:M and D-H:M:S."""
+    """Return the seconds of a time that Slurm reads: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if match is None:
-        raise UsageError(
-            f"--time={text}: expected a time as Slurm writes it, such as 90, 12:00:00 or 2-00:00."
-        )
+        expected = "a time that Slurm reads, such as 90 (minutes), 12:00:00 or 2-00:00"
+        raise UsageError(field="--time", value=text, expected=expected)
     days, *parts = (None if part is None else int(part) for part in match.groups())
     given = [part for part in parts if part is not None]
     if days is None and len(given) < 3:
-        given = [0, *given]  # minutes come first
+        given = [0, *given]  # these forms begin with minutes
     hours, minutes, seconds = (*given, 0, 0)[:3]
     return (((days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -1,15 +1,15 @@
-"""On TPU VMs, by gcloud: a VM or pod that is there at once, or queued resources.
+"""Commands of gcloud for TPU VMs and queued resources.
 
-The actions, in the order of a run's life:
+The actions, in the order in which they run:
 
-    create    ask for the TPUs; queued resources may be waited for, for minutes or days
-    install   copy a clone of the repository to every host and make an environment of it
-    start     start the run on every host; it continues when this terminal is closed
-    stop      tell it to save and leave, and wait until it has
-    delete    give the TPUs back; nothing on their disks is kept
+    create    request the TPUs; queued resources may become active after minutes or days
+    install   copy a clone of the repository to every host and install it in an environment
+    start     start the run on every host; it continues after this terminal is closed
+    stop      make the run save and exit, and wait for it
+    delete    delete the TPUs with their disks
 
-All hosts of all slices run the same command; a TPU tells each which it is. `--num_slices` slices of
-a queued resource are one job, whose mesh spans them by `partitioner.dcn_mesh_shape`.
+All hosts of all slices run the same command, and the TPU gives each its index. `--num_slices`
+slices of a queued resource are one job; its mesh spans them by `partitioner.dcn_mesh_shape`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import os
 import shlex
 from collections.abc import Sequence
 
-from layerkit.near_names import near_names
+from layerkit.checks import require
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run_options import Flag, positive
 from layerkit_runner.tools.launch import local
@@ -32,7 +32,7 @@ ACTIONS = ("create", "install", "start", "stop", "delete")
 
 _ENVIRONMENT = "$HOME/layerkit"
 _SOURCE = "layerkit-source"
-# With all that the named experiments read by default; SeqIO is what C4 and The Pile come through.
+# With the extras that read the data of the named experiments; C4 and The Pile need SeqIO.
 _INSTALL = (
     "python3 -m pip install --user uv && python3 -m uv venv --clear --python 3.12 ~/layerkit"
     f" && cd ~/{_SOURCE} && python3 -m uv pip install --python ~/layerkit/bin/python"
@@ -40,15 +40,14 @@ _INSTALL = (
     " './packages/runner[tpu]' ./packages/experiments gcsfs"
 )
 
-# A last save of a large model to a store takes minutes; beyond this something is wrong.
+# The last save of a large model to a store takes minutes.
 _SECONDS_TO_SAVE = 15 * 60
 
 
 def _actions(text: str) -> tuple[str, ...]:
     chosen = text.split(",")
-    for action in chosen:
-        if action not in ACTIONS:
-            raise ValueError(f"some of {','.join(ACTIONS)}")
+    if not set(chosen) <= set(ACTIONS):
+        raise ValueError(f"some of {','.join(ACTIONS)}")
     return tuple(action for action in ACTIONS if action in chosen)
 
 
@@ -56,38 +55,46 @@ REQUIRED = ("name", "zone", "accelerator_type")
 FLAGS = (
     Flag("actions", _actions, f"some of {','.join(ACTIONS)}", "ACTIONS", default=("start",)),
     Flag("name", str, "name of the TPU", "NAME"),
-    Flag("zone", str, "where it is", "ZONE"),
-    Flag("project", str, "whom it belongs to; by default gcloud's project", "PROJECT"),
-    Flag("accelerator_type", str, "such as v4-128, v5p-128, v5litepod-16 or v6e-256", "TYPE"),
+    Flag("zone", str, "zone of the TPU", "ZONE"),
+    Flag("project", str, "project of the TPU; by default gcloud's project", "PROJECT"),
+    Flag("accelerator_type", str, "type: v4-128, v5p-128, v5litepod-16, v6e-256, …", "TYPE"),
     Flag("runtime_version", str, "image of the hosts; by default that of the type", "VERSION"),
-    Flag("spot", bool, "cheaper, and may be taken away"),
+    Flag("spot", bool, "use spot capacity, which is cheaper and may be reclaimed"),
     local.MAX_RESTARTS,
     Flag("source", str, "clone that `install` copies to each host", "FOLDER", default="layerkit"),
-    Flag("install_command", str, "what `install` runs on each host, in place of a copy", "LINE"),
+    Flag("install_command", str, "command of `install` on each host, in place of a copy", "LINE"),
 )
 QUEUED_FLAGS = (
-    Flag("num_slices", positive, "how many of them in one job", "N", default=1),
-    Flag("reserved", bool, "take them from a reservation"),
-    Flag("valid_until_duration", str, "give up waiting after so long, such as 6h", "TIME"),
+    Flag("num_slices", positive, "number of slices of the job", "N", default=1),
+    Flag("reserved", bool, "use capacity of a reservation"),
+    Flag("valid_until_duration", str, "limit of the time in the queue, such as 6h", "TIME"),
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class TpuGeneration:
-    """What all slices of a generation have in common.
+    """Properties of all slices of a TPU generation.
 
     `v4-128` and `v5p-128` count tensor cores, two to a chip; `v5litepod-16` and `v6e-16` count
     chips. Each chip is a device of JAX.
 
     Source: Google Cloud documentation, "TPU versions", "TPU runtime versions" and "TPUs in GKE".
+
+    Attributes:
+      name: Name in accelerator types, before the dash.
+      cores_per_chip: Number by which accelerator types count a chip.
+      topology_dims: Number of dimensions of a topology.
+      runtime_version: Image of the virtual machines.
+      gke_accelerator: Label of the nodes in GKE.
+      preset: Preset of compiler flags for one slice; None for no preset.
     """
 
-    name: str  # in accelerator types, before the dash
+    name: str
     cores_per_chip: int
     topology_dims: int
-    runtime_version: str  # image of its virtual machines
-    gke_accelerator: str  # label of its nodes in GKE
-    preset: str | None = None  # compiler flags for one slice
+    runtime_version: str
+    gke_accelerator: str
+    preset: str | None = None
 
 
 _V5E, _V6E = "tpu_v5e_collective_fusion", "tpu_v6e_dense"
@@ -110,43 +117,39 @@ class TpuSlice:
     num_chips: int
 
     def preset(self, num_slices: int) -> str | None:
-        """Return the compiler flags that are recommended for so many slices."""
+        """Return the recommended preset of compiler flags for a number of slices."""
         return "tpu_multislice" if num_slices > 1 else self.generation.preset
 
 
 def find_generation(name: str) -> TpuGeneration:
-    """Return the generation of a name; `v5e` is `v5litepod`. An unknown name is a UsageError."""
+    """Return the generation of a name, where `v5e` is `v5litepod`."""
     found = GENERATIONS.get(_OTHER_NAMES.get(name, name))
     if found is None:
-        raise UsageError(
-            f"there is no TPU {name!r}{near_names(name, GENERATIONS)} It is one of"
-            f" {', '.join(GENERATIONS)}."
-        )
+        raise UsageError(field="TPU generation", value=name, choices=GENERATIONS)
     return found
 
 
 def parse_accelerator_type(text: str) -> TpuSlice:
-    """Read an accelerator type such as `v4-128`; any other text is a UsageError."""
+    """Return the slice of an accelerator type such as `v4-128`."""
     name, _, number = text.rpartition("-")
-    if not name or not number.isdecimal():
-        raise UsageError(f"--accelerator_type={text}: expected such as v4-128, v5p-128 or v6e-16")
+    require(
+        name and number.isdecimal(), None, "--accelerator_type", text, "TYPE-NUMBER, such as v4-128"
+    )
     generation = find_generation(name)
-    chips, rest = divmod(int(number), generation.cores_per_chip)
-    if rest or chips == 0:
-        raise UsageError(
-            f"--accelerator_type={text}: {generation.name} counts {generation.cores_per_chip}"
-            " cores for each chip"
-        )
+    cores = generation.cores_per_chip
+    chips, rest = divmod(int(number), cores)
+    expected = f"a positive multiple of {cores}, the cores of each {generation.name} chip"
+    require(chips > 0 and rest == 0, None, "--accelerator_type", text, expected)
     return TpuSlice(generation, chips)
 
 
 def parse_topology(text: str, generation: TpuGeneration) -> TpuSlice:
-    """Read a topology such as `4x4x8`; any other text is a UsageError."""
-    sides = text.split("x")
-    is_topology = all(side.isdecimal() and int(side) > 0 for side in sides)
-    if not is_topology or len(sides) != generation.topology_dims:
-        example = "4x4x8" if generation.topology_dims == 3 else "4x8"
-        raise UsageError(f"topologies of {generation.name} are written {example}, not {text!r}")
+    """Return the slice of a topology such as `4x4x8`."""
+    sides, dims = text.split("x"), generation.topology_dims
+    is_valid = len(sides) == dims and all(side.isdecimal() and int(side) > 0 for side in sides)
+    example = "4x4x8" if dims == 3 else "4x8"
+    expected = f"{dims} dimensions for {generation.name}, such as {example}"
+    require(is_valid, None, "--tpu_topology", text, expected)
     return TpuSlice(generation, math.prod(map(int, sides)))
 
 
@@ -158,14 +161,19 @@ def make_recipe(request: Request, options: Options) -> Recipe:
     request.check_devices(tpu.num_chips * num_slices, flags, num_slices=num_slices)
     if not request.is_in_store:
         raise UsageError(
-            f"--job_log_dir={request.folder} would be on the disks of the TPU's hosts, which do not"
-            " see one another's and are gone with the TPU; give a store: --job_log_dir=gs://…"
+            "the disks of TPU hosts are not shared and are deleted with the TPU",
+            field="--job_log_dir",
+            value=request.folder,
+            expected="a folder in a store, such as gs://…",
         )
     for name in referenced_variables(options):
         raise UsageError(
-            f"--env={name}: expected {name}=VALUE, since the hosts of a TPU do not see this"
-            " environment. Read a secret on the hosts instead:"
-            f" --setup='export {name}=$(gcloud secrets versions access latest --secret=NAME)'"
+            "TPU hosts do not have the variables of this environment",
+            field="--env",
+            value=name,
+            expected=f"--env={name}=VALUE",
+            hint="Read a secret on the hosts:"
+            f" --setup='export {name}=$(gcloud secrets versions access latest --secret=NAME)'",
         )
     request = request.with_preset(tpu.preset(num_slices), options)
     is_queued = options.kind == "queued_resources"
@@ -174,18 +182,18 @@ def make_recipe(request: Request, options: Options) -> Recipe:
         "install": lambda: _install(options),
         "start": lambda: [_on_all_hosts(_start_line(request, options), options)],
         "stop": lambda: [_on_all_hosts(_stop_line(request), options)],
-        # A queued resource that is active is only deleted with its TPUs.
+        # Without --force an active queued resource is not deleted.
         "delete": lambda: [_gcloud(options, "delete", "--quiet", *["--force"] * is_queued)],
     }
     commands = [command for action in options.actions for command in make[action]()]
-    afterwards = []
+    next_steps = []
     if "create" in options.actions and is_queued:
         describe = shlex.join(_gcloud(options, "describe"))
-        afterwards.append(f"the TPUs are there when this says ACTIVE: {describe}")
+        next_steps.append(f"the TPUs can be used when this prints ACTIVE: {describe}")
     if "start" in options.actions:
         log = f"{request.job_name}.log on each host"
-        afterwards.append(f"output: {log}, and logs/ of --job_log_dir")
-    return Recipe(commands=commands, afterwards=afterwards)
+        next_steps.append(f"output: {log}, and logs/ of --job_log_dir")
+    return Recipe(commands=commands, next_steps=next_steps)
 
 
 def _gcloud(
@@ -224,7 +232,7 @@ def _install(options: Options) -> list[list[str]]:
     sources = [os.path.join(clone, name) for name in ("packages", "constraints.txt")]
     operands = [*sources, f"{options.name}:{_SOURCE}"]
     return [
-        # Into a folder that is there scp copies by name, the second time over what the first left.
+        # If the folder exists, scp copies into it by name and overwrites an earlier copy.
         _on_all_hosts(f"mkdir -p {_SOURCE}", options),
         _gcloud(options, "scp", "--recurse", *_hosts(options), operands=operands),
         _on_all_hosts(_INSTALL, options),
@@ -240,11 +248,11 @@ def _on_all_hosts(line: str, options: Options) -> list[str]:
 
 
 def _start_line(request: Request, options: Options) -> str:
-    """Return a line that writes the script on the host and starts it, free of the terminal."""
+    """Return a line that writes the script on the host and starts it without a terminal."""
     name = request.job_name
     script = shlex.quote(host_script(request, options))
-    # In braces: in the background is the script alone, and not a shell that waits for the list and
-    # would be what `stop` tells to leave.
+    # Braces put the script alone in the background, not a shell that waits for the list and would
+    # receive the signal of `stop`.
     return (
         f"printf '%s' {script} > {name}.sh && {{"
         f" nohup bash {name}.sh > {name}.log 2>&1 < /dev/null & echo $! > {name}.pid; }}"
@@ -254,21 +262,22 @@ def _start_line(request: Request, options: Options) -> str:
 def _stop_line(request: Request) -> str:
     """Return a line that stops the script and waits for its last save.
 
-    The number in the file may by now be another program's; the command line tells.
+    The process number in the file may belong to another program by now, so the line compares the
+    command of the process.
     """
     name = request.job_name
     return (
         f"pid=$(cat {name}.pid 2>/dev/null);"
         f' runs() {{ grep -qsF {name}.sh "/proc/$pid/cmdline"; }};'
-        f' runs || {{ echo "launch: {name} does not run here"; exit 0; }};'
+        f' runs || {{ echo "launch: {name} is not running on this host"; exit 0; }};'
         ' kill -TERM "$pid"; seconds=0;'
         f' while runs && [ "$seconds" -lt {_SECONDS_TO_SAVE} ]; do'
-        # Silence for long would end the connection.
-        f' if [ $((seconds % 60)) -eq 59 ]; then echo "launch: {name} still saves"; fi;'
+        # A connection without output is closed.
+        f' if [ $((seconds % 60)) -eq 59 ]; then echo "launch: {name} is still saving"; fi;'
         " sleep 1; seconds=$((seconds + 1)); done;"
-        f' if runs; then echo "launch: {name} was told to save and leave and still runs after'
-        f' {_SECONDS_TO_SAVE} s; look at {name}.log, or kill $pid" >&2; exit 1; fi;'
-        f' echo "launch: {name} has left"'
+        f' if runs; then echo "launch: {name} is still running {_SECONDS_TO_SAVE} s'
+        f' after SIGTERM; see {name}.log, or kill $pid" >&2; exit 1; fi;'
+        f' echo "launch: {name} has exited"'
     )
 
 
@@ -281,7 +290,7 @@ def host_script(request: Request, options: Options) -> str:
             "set -u",
             local.environment_lines(options),
             local.FORWARD_SIGNALS,
-            local.words_array("run", [*command, *request.words]),
-            local.start_and_wait(run, max_restarts=options.max_restarts),
+            local.bash_array("run", [*command, *request.words]),
+            local.restart_loop(run, max_restarts=options.max_restarts),
         ]
     )
