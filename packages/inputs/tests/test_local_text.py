@@ -222,7 +222,7 @@ def test_a_custom_input_as_users_write_it(paths):
     inp.get_next()
     inp.set_state(state)
     np.testing.assert_array_equal(inp.get_next().new_field, first.new_field)
-    with pytest.raises(AttributeError, match="MyInput has no field 'batch_sise'; did you mean"):
+    with pytest.raises(AttributeError, match="MyInput: unknown field: 'batch_sise'. Did you mean"):
         p.batch_sise = 4
 
 

@@ -70,7 +70,7 @@ def refusal(error, call):
     return str(caught.value)
 
 
-LEAF_TYPO = "Leaf has no field 'sise'; did you mean 'size'? Its fields: size, rate."
+LEAF_TYPO = "Leaf: unknown field: 'sise'. Did you mean 'size'?"
 
 
 class TestTypos:
@@ -107,7 +107,7 @@ class TestTypos:
 
     def test_functions_are_checked_by_their_signature(self):
         assert refusal(TypeError, lambda: Config(add, d=1)) == (
-            "add has no field 'd'. Its fields: a, b, c."
+            "add: unknown field: 'd'. Choices: a, b, c."
         )
 
     def test_a_function_that_takes_any_keyword_may_be_given_any(self):
@@ -317,7 +317,7 @@ class TestPositionalArguments:
         assert [c.size for c in list(walk_configs(copied))[1:]] == [3]
         assert field_names(chain) == ["reverse"] and assigned_fields(config).keys() == {0}
         assert refusal(TypeError, lambda: Config(chain, steps=1)) == (
-            "chain has no field 'steps'. Its fields: reverse."
+            "chain: unknown field: 'steps'. Choices: reverse."
         )
 
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, dataclass_tra
 
 import fiddle as fdl
 
+from layerkit.errors import ConfigError
 from layerkit.field_types import convert_field, parameters_of, typed_fields
 from layerkit.near_names import near_names
 from layerkit.typed_hparams import MYPY, TypedHParams
@@ -42,7 +43,7 @@ _TEMPLATE = "template"
 _FROZEN = "__frozen__"
 
 
-class UnknownFieldError(AttributeError, TypeError):
+class UnknownFieldError(ConfigError, AttributeError, TypeError):
     """A field that a class does not have; the message suggests the nearest names."""
 
 
@@ -59,15 +60,12 @@ def _accepts_any_keyword(target: Any) -> bool:
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters_of(target))
 
 
-def _unknown_field(target: Any, name: str) -> str:
-    valid = field_names(target)
-    label = getattr(target, "__qualname__", repr(target))
-    return f"{label} has no field {name!r}{near_names(name, valid)} Its fields: {', '.join(valid)}."
-
-
 def _check_keyword(target: Any, name: str) -> None:
     if name not in typed_fields(target) and not _accepts_any_keyword(target):
-        raise UnknownFieldError(_unknown_field(target, name))
+        owner = getattr(target, "__qualname__", repr(target))
+        raise UnknownFieldError(
+            "unknown field", owner=owner, value=name, choices=field_names(target)
+        )
 
 
 class _Editable(Generic[T_co]):

@@ -50,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(words)
     except UserError as error:
-        print(f"runner: {error}", file=sys.stderr)
+        text = None if isinstance(error, UsageError) else unknown_name_text(error)
+        print(f"runner: {text or error}", file=sys.stderr)
         return error.exit_code if isinstance(error, UsageError) else UsageError.exit_code
     except (AttributeError, KeyError, TypeError) as error:
         text = unknown_name_text(error)

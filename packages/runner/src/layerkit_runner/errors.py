@@ -16,6 +16,7 @@ from typing import Any
 
 from layerkit.diagnostics import layer_of
 from layerkit.errors import UserError, as_sentence
+from layerkit.field_types import FieldTypeError
 from layerkit.near_names import near_names
 from layerkit.nested_map import MissingKeyError
 from layerkit_inputs.error_notes import input_of
@@ -47,7 +48,9 @@ class NonFiniteError(UsageError):
 _LIBRARIES = frozenset({"fiddle", "flax", "jax", "jaxlib", "numpy"})
 _OURS = frozenset({"layerkit", "layerkit_inputs", "layerkit_runner"})
 # Modules and functions that look up a name for the code that asks.
-_LOOKUP_MODULES = frozenset({"layerkit.config", "layerkit.derived_fields", "layerkit.nested_map"})
+_LOOKUP_MODULES = frozenset(
+    f"layerkit.{name}" for name in ("config", "derived_fields", "field_types", "nested_map")
+)
 _LOOKUP_FUNCTIONS = frozenset(
     {
         *("__getattr__", "_variable", "get_var", "update_var"),
@@ -93,7 +96,7 @@ def to_usage_error(error: Exception, *, owner: str | None = None) -> UsageError:
 
 
 def unknown_name_text(error: Exception) -> str | None:
-    """Return one sentence with file and line, if code asked for a name that an object lacks.
+    """Return one sentence with file and line, if code uses an unknown name or a wrong type.
 
     Args:
       error: Any error.
@@ -105,7 +108,7 @@ def unknown_name_text(error: Exception) -> str | None:
     # Loads Fiddle, which a command without an error need not wait for.
     from layerkit.config import UnknownFieldError
 
-    is_unknown_name = isinstance(error, (MissingKeyError, UnknownFieldError)) or (
+    is_unknown_name = isinstance(error, (MissingKeyError, UnknownFieldError, FieldTypeError)) or (
         isinstance(error, AttributeError) and _is_of_this_project(error.obj)
     )
     origin = _origin(error)

@@ -245,9 +245,9 @@ def test_misspelt_field_of_a_child_names_the_line_that_creates_it(monkeypatch: A
     text = unknown_name_text(caught.value)
     assert text is not None
     assert text.startswith(
-        f"test_run.py:{line}: Misspelt has no field 'sise'; did you mean 'size'?"
+        f"test_run.py:{line}: Misspelt: unknown field: 'sise'. Did you mean 'size'?"
     )
-    assert text.endswith("size. In layer MisspeltChildren().")
+    assert text.endswith("'size'? In layer MisspeltChildren().")
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def layer_errors(
                 raise
         found = to_usage_error(error, owner=resolved.name)
         if text is not None:
-            found.problem = text
+            found = UsageError(text, owner=resolved.name)
         if process is not None:
             kept = _kept_traceback(error, process).strip()
             found.hint = " ".join(part for part in (found.hint, kept) if part)
