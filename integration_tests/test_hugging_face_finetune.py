@@ -161,7 +161,7 @@ def test_a_folder_that_is_none_is_refused(tmp_path: Path, capsys: pytest.Capture
         assert cli.main([*words, "--mode=inspect"]) == 2
     finally:
         sys.path.remove(str(tmp_path))
-    assert f"{tmp_path} is no Hugging Face folder: it has no config.json" in capsys.readouterr().err
+    assert f"{tmp_path}/config.json: no such file" in capsys.readouterr().err
 
 
 @pytest.mark.slow

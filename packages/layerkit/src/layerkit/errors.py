@@ -41,7 +41,8 @@ class UserError(Exception):
       field: Name or path of the field, such as `task.train.num_train_steps`.
       value: The value of the field; `MISSING` if the error is about no value.
       expected: Noun phrase that describes valid values, such as "a positive integer".
-      choices: Valid values or names. The message names the nearest ones, or lists them.
+      choices: Valid values or names. The message names the nearest ones and, unless there are more
+        than 12, lists them.
       hint: Remedy, as one or more sentences or a command.
     """
 
@@ -98,11 +99,15 @@ def render(error: UserError) -> str:
 
 
 def _choice_sentence(error: UserError) -> str:
-    if isinstance(error.value, str):
-        suggestion = near_names(error.value, [str(choice) for choice in error.choices])
-        if suggestion != ".":
-            return f"Did{suggestion.removeprefix('; did')}"
-    return f"Choices: {first_names(map(str, error.choices))}"
+    choices = list(dict.fromkeys(map(str, error.choices)))
+    listed = f"Choices: {first_names(choices)}"
+    suggestion = near_names(error.value, choices) if isinstance(error.value, str) else "."
+    if suggestion == ".":
+        return listed
+    suggestion = f"Did{suggestion.removeprefix('; did')}"
+    # Of many choices, the nearest ones are enough.
+    is_complete = len(choices) > _MAX_CHOICES or suggestion.count("'") == 2 * len(choices)
+    return suggestion if is_complete else f"{suggestion} {listed}"
 
 
 def short_repr(value: Any) -> str:

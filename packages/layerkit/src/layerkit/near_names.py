@@ -12,7 +12,8 @@ from collections.abc import Iterable
 def near_names(name: str, valid: Iterable[str], *, prefix: str = "") -> str:
     """Return the end of a sentence about an unknown name: `"; did you mean 'x'?"`.
 
-    Case, and the difference between dashes and underscores, are ignored.
+    Case, leading dashes, and the difference between dashes and underscores are ignored, and so is a
+    folder that all names share, which would make any two paths similar.
 
     Args:
       name: Unknown name.
@@ -22,15 +23,20 @@ def near_names(name: str, valid: Iterable[str], *, prefix: str = "") -> str:
     Returns:
       The end of the sentence, which is `"."` if no valid name is similar.
     """
-    folded = {_fold(candidate): candidate for candidate in valid}
-    matches = difflib.get_close_matches(_fold(name), folded, n=2, cutoff=0.6)
+    valid = list(valid)
+    folder = name[: name.rfind("/") + 1]
+    if not all(candidate.startswith(folder) for candidate in valid):
+        folder = ""
+    folded = {_fold(candidate.removeprefix(folder)): candidate for candidate in valid}
+    wanted = _fold(name.removeprefix(folder))
+    matches = difflib.get_close_matches(wanted, folded, n=2, cutoff=0.6)
     if not matches:
         return "."
     # Suggest a second name only if it is about as similar as the first.
-    ratios = [difflib.SequenceMatcher(None, match, _fold(name)).ratio() for match in matches]
+    ratios = [difflib.SequenceMatcher(None, match, wanted).ratio() for match in matches]
     matches = [m for m, ratio in zip(matches, ratios, strict=True) if ratio > ratios[0] - 0.1]
     return "; did you mean " + " or ".join(repr(prefix + folded[match]) for match in matches) + "?"
 
 
 def _fold(name: str) -> str:
-    return name.lower().replace("-", "_")
+    return name.lower().lstrip("-").replace("-", "_")

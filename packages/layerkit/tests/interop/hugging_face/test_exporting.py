@@ -1,10 +1,9 @@
-"""Models made by hand, too: which family can hold them, and what is refused."""
+"""Tests of export: choice of the family, files and unsupported models."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from layerkit.config import build
+from layerkit.errors import ConfigError
 from layerkit.interop.hugging_face import (
     TensorMismatchError,
     UnsupportedModelError,
@@ -41,11 +41,9 @@ from layerkit.models import DpoModel, LanguageModel, TransformerLm
 
 pytest.importorskip("safetensors")
 
-NAMES = [family.model_type for family in exporting.FAMILIES]
-
 
 def llama_by_hand(**attention: Any) -> Any:
-    """A Llama put together from layers, with options of training beside."""
+    """Return a Llama made of layers, with training options that export ignores."""
     lm = TransformerLm.HParams.config(
         vocab_size=12,
         model_dims=8,
@@ -66,7 +64,7 @@ def llama_by_hand(**attention: Any) -> Any:
     return LanguageModel.HParams.config(lm_tpl=lm)
 
 
-def test_a_model_made_by_hand_finds_its_family(tmp_path: Path):
+def test_family_of_a_custom_model_is_found(tmp_path: Path):
     model = llama_by_hand()
     variables = jax.jit(build(model).init)(jax.random.key(0))
     export_model(tmp_path, model, variables)
@@ -82,7 +80,7 @@ def test_a_model_made_by_hand_finds_its_family(tmp_path: Path):
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
 @pytest.mark.parametrize("max_shard_bytes", [1 << 30, 1])
-def test_files_of_an_export_have_the_permissions_that_the_umask_leaves(
+def test_exported_files_have_permissions_by_umask(
     tmp_path: Path, umask: int, mode: int, max_shard_bytes: int
 ):
     model = llama_by_hand()
@@ -97,38 +95,31 @@ def test_files_of_an_export_have_the_permissions_that_the_umask_leaves(
     assert set(found.values()) == {mode}, found
 
 
-def test_a_window_makes_it_a_mistral(tmp_path: Path):
+def test_llama_with_a_window_is_exported_as_mistral(tmp_path: Path):
     model = llama_by_hand(window=4)
     export_model(tmp_path, model, jax.jit(build(model).init)(jax.random.key(0)))
     content = json.loads((tmp_path / "config.json").read_text())
     assert (content["model_type"], content["sliding_window"]) == ("mistral", 4)
 
 
-def test_model_of_no_family_is_refused_as_the_nearest(tmp_path: Path):
+def test_model_of_no_family_raises_with_the_nearest(raises: Any, tmp_path: Path):
     model = llama_by_hand(per_dim_scale=True)
     variables = jax.jit(build(model).init)(jax.random.key(0))
-    with pytest.raises(UnsupportedModelError) as error:
+    with raises(UnsupportedModelError, field="nearest family", value="llama"):
         export_model(tmp_path, model, variables)
-    path = "lm_tpl.stack_tpl.layer_tpl.attention_tpl.per_dim_scale"
-    assert f"llama: {path} is True, but would be read as False" in str(error.value)
-    assert [name for name in NAMES if f" {name}:" in str(error.value)] == ["llama"]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_model_without_a_network_is_refused_with_what_is_expected(tmp_path: Path):
-    with pytest.raises(UnsupportedModelError, match=r"RmsNorm: expected a LanguageModel"):
+def test_model_without_a_network_raises(raises: Any, tmp_path: Path):
+    with raises(UnsupportedModelError, value="RmsNorm"):
         export_model(tmp_path, RmsNorm.HParams.config(dims=4), {"params": {}})
 
 
-def lora_of_two_alphas() -> Any:
+def test_adapters_with_several_alphas_raise(raises: Any, tmp_path: Path):
     once = with_lora(llama_by_hand(), rank=2, alpha=4.0, only=".*query_tpl")
-    return with_lora(once, rank=2, alpha=8.0, only=".*value_tpl")
-
-
-def test_adapters_that_cannot_be_merged_are_refused(tmp_path: Path):
-    model = lora_of_two_alphas()
+    model = with_lora(once, rank=2, alpha=8.0, only=".*value_tpl")
     variables = jax.jit(build(model).init)(jax.random.key(0))
-    with pytest.raises(UnsupportedModelError, match=r"adapters.*alpha"):
+    with raises(ConfigError, field="LoraDot.alpha", value=[4.0, 8.0]):
         export_model(tmp_path, model, variables)
 
 
@@ -147,10 +138,10 @@ SETUPS = {
 
 
 @pytest.mark.parametrize("name", SETUPS)
-def test_export_of_a_training_setup_gives_its_model(name, tmp_path: Path):
+def test_export_of_a_training_setup_writes_the_deployed_model(name, tmp_path: Path):
     model, ids = build(SETUPS[name]), np.arange(10)[None] % 12
     variables = nn.unbox(jax.jit(model.init)(jax.random.key(0)))
-    # Adapters start at 0, and a policy as its reference.
+    # Initial adapters are 0, and the initial policy equals its reference.
     leaves, structure = jax.tree.flatten(variables)
     keys = jax.random.split(jax.random.key(1), len(leaves))
     noise = [0.1 * jax.random.normal(k, leaf.shape) for k, leaf in zip(keys, leaves, strict=True)]
@@ -169,7 +160,7 @@ def test_export_of_a_training_setup_gives_its_model(name, tmp_path: Path):
     np.testing.assert_allclose(logits(build(config), read), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_the_family_can_be_named(make_folder: Any, tmp_path: Path):
+def test_family_argument_selects_the_family(make_folder: Any, tmp_path: Path):
     # Without a window and with separate projections, Phi 3 computes what Llama computes.
     folder = make_folder("phi3")
     model, variables = import_model(folder)
@@ -179,16 +170,14 @@ def test_the_family_can_be_named(make_folder: Any, tmp_path: Path):
         assert content["model_type"] == family
 
 
-def test_variables_of_another_model_are_refused(make_folder: Any, tmp_path: Path):
+def test_variables_of_another_model_raise(raises: Any, make_folder: Any, tmp_path: Path):
     model, variables = import_model(make_folder("gpt2"))
     del variables["params"]["lm"]["position"]
-    with pytest.raises(
-        TensorMismatchError, match=re.escape("['params/lm/position/w'], unexpected []")
-    ):
+    with raises(TensorMismatchError, value=(["params/lm/position/w"], [])):
         export_model(tmp_path, model, variables)
 
 
-def test_tensors_are_split_over_files_and_read_from_them(
+def test_tensors_in_several_files_are_read_back(
     make_folder: Any, read_tensors: Any, tmp_path: Path
 ):
     folder, again = make_folder("llama"), tmp_path / "again"
@@ -208,7 +197,7 @@ def test_tensors_are_split_over_files_and_read_from_them(
 
 
 @pytest.mark.parametrize(("first", "second"), [(1500, 10**9), (10**9, 1500), (1500, 3000)])
-def test_tensors_that_lay_there_before_are_gone(
+def test_export_replaces_tensors_of_an_earlier_export(
     make_folder: Any, tmp_path: Path, first: int, second: int
 ):
     again = tmp_path / "again"
@@ -225,16 +214,16 @@ def test_tensors_that_lay_there_before_are_gone(
         assert files == {"model.safetensors"}
 
 
-def test_the_folder_that_a_model_came_from_is_not_written_over(make_folder: Any):
+def test_export_to_the_tokenizer_folder_raises(raises: Any, make_folder: Any):
     folder = make_folder("llama")
     model, variables = import_model(folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(FileExistsError, match="is the folder that the tokenizer comes from, and"):
+    with raises(FileExistsError):
         export_model(folder, model, variables, tokenizer_folder=str(folder) + "/.")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_weights_trained_in_fp8_are_written_whole(make_folder: Any, tmp_path: Path):
+def test_weights_trained_in_fp8_are_not_rounded(make_folder: Any, tmp_path: Path):
     model, variables = import_model(make_folder("llama"))
     export_model(tmp_path / "again", with_dots(model, Fp8Dot.HParams.config()), variables)
     again, weights = import_model(tmp_path / "again")
@@ -243,7 +232,7 @@ def test_weights_trained_in_fp8_are_written_whole(make_folder: Any, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("family", "circular_repeats"), [("gpt2", 1), ("gemma3_text", 2)])
-def test_a_pipeline_holds_the_same_layers(
+def test_export_of_a_pipeline_equals_export_of_its_stack(
     make_folder: Any, read_tensors: Any, tmp_path: Path, family: str, circular_repeats: int
 ):
     depth = {"gpt2": {"n_layer": 4}, "gemma3_text": {"num_hidden_layers": 8}}[family]
@@ -264,7 +253,7 @@ def test_a_pipeline_holds_the_same_layers(
 
 
 @pytest.mark.parametrize("on_cpu", [True, False], ids=["cpu", "accelerator"])
-def test_sharded_weights_are_written_as_whole_ones(
+def test_export_of_sharded_weights_equals_the_original(
     make_folder: Any,
     read_tensors: Any,
     tmp_path: Path,
@@ -287,7 +276,7 @@ def test_sharded_weights_are_written_as_whole_ones(
     assert {k: v.tobytes() for k, v in before.items()} == {k: v.tobytes() for k, v in after.items()}
 
 
-def test_tokenizer_and_token_ids_go_along(make_folder: Any, tmp_path: Path):
+def test_tokenizer_files_and_token_ids_are_copied(make_folder: Any, tmp_path: Path):
     folder, again = make_folder("llama"), tmp_path / "again"
     (folder / "tokenizer.json").write_text("{}")
     (folder / "generation_config.json").write_text('{"temperature": 0.5}')

@@ -1,9 +1,8 @@
-"""What is refused, what a host holds while it reads, and folders that differ from what is usual."""
+"""Tests of import: unsupported folders, memory of a host, and unusual folders."""
 
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from layerkit.config import build
+from layerkit.errors import ConfigError
 from layerkit.interop.hugging_face import (
     HuggingFaceWeights,
     TensorMismatchError,
@@ -35,7 +35,7 @@ from layerkit.layers.adapters import with_lora
 from layerkit.layers.residual_adapters import with_residual_adapters
 
 
-def test_nothing_of_hugging_face_is_imported_before_it_is_needed():
+def test_import_of_the_package_imports_no_hugging_face_library():
     code = "import sys, layerkit, layerkit.models, layerkit.interop.hugging_face;"
     code += "print(sorted({'safetensors', 'transformers', 'torch'} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -48,16 +48,12 @@ def test_unknown_family_raises(raises: Any, tmp_path: Path):
         model_config(tmp_path)
 
 
-def test_a_folder_without_config_is_refused(tmp_path: Path):
-    expected = f"{tmp_path} is no Hugging Face folder: it has no config.json"
-    with pytest.raises(FileNotFoundError, match=re.escape(expected)):
+def test_missing_file_raises(raises: Any, make_folder: Any, tmp_path: Path):
+    with raises(FileNotFoundError):
         model_config(tmp_path)
-
-
-def test_a_folder_of_pickles_is_refused(make_folder: Any):
     folder = make_folder("gpt2")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(FileNotFoundError, match="pytorch_model.bin is not read: save the model"):
+    with raises(FileNotFoundError):
         import_model(folder)
 
 
@@ -91,7 +87,7 @@ def test_unsupported_option_raises(
 @pytest.mark.parametrize(
     ("key", "value"), [("residual_multiplier", None), ("rope_interleaved", False)]
 )
-def test_an_option_that_asks_for_nothing_changes_nothing(make_folder: Any, key: str, value: Any):
+def test_disabled_option_has_no_effect(make_folder: Any, key: str, value: Any):
     folder = make_folder("llama")
     expected = model_config(folder)
     content = json.loads((folder / "config.json").read_text())
@@ -99,8 +95,8 @@ def test_an_option_that_asks_for_nothing_changes_nothing(make_folder: Any, key: 
     assert model_config(folder) == expected
 
 
-def test_the_end_of_a_text_is_that_of_generation_and_else_of_the_config(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match="it has no config.json"):
+def test_eos_id_prefers_generation_config_to_config(tmp_path: Path):
+    with pytest.raises(FileNotFoundError):
         eos_id(tmp_path)
     for name, content, expected in (
         ("config.json", {}, None),
@@ -112,11 +108,11 @@ def test_the_end_of_a_text_is_that_of_generation_and_else_of_the_config(tmp_path
         assert eos_id(tmp_path) == expected
 
 
-# What Transformers computes the same with; each has its reason in the table of its family.
+# Keys that do not change the computation; the table of each family gives the reasons.
 INERT = {"architectures", "bos_token_id", "eos_token_id", "max_position_embeddings"}
 
 
-def test_every_key_is_used(configs: dict[str, dict[str, Any]]):
+def test_each_key_changes_the_config_or_raises(configs: dict[str, dict[str, Any]]):
     from layerkit.interop.hugging_face.families import FAMILIES
 
     others = {"silu": "relu", "gelu_new": "relu", "gelu_pytorch_tanh": "relu"}
@@ -148,7 +144,7 @@ def test_every_key_is_used(configs: dict[str, dict[str, Any]]):
             assert repr(changed) != repr(usual), (family.model_type, key)
 
 
-def test_all_differences_of_tensors_are_listed_at_once(make_folder: Any):
+def test_import_raises_with_all_differences_of_tensors(raises: Any, make_folder: Any):
     def change(tensors: dict[str, np.ndarray]) -> None:
         tensors["model.layers.1.mlp.up_projj.weight"] = tensors.pop(
             "model.layers.1.mlp.up_proj.weight"
@@ -156,19 +152,11 @@ def test_all_differences_of_tensors_are_listed_at_once(make_folder: Any):
         tensors["model.norm.weight"] = tensors["model.norm.weight"][:4]
         del tensors["lm_head.weight"]
 
-    expected = (
-        "the tensors do not fit the model:\n"
-        "  missing lm_head.weight [12, 8]\n"
-        "  model.norm.weight has the shape [4], expected [8]\n"
-        "  missing model.layers.1.mlp.up_proj.weight [10, 8]; did you mean"
-        " 'model.layers.1.mlp.up_projj.weight'?\n"
-        "  unexpected model.layers.1.mlp.up_projj.weight [10, 8]"
-    )
-    with pytest.raises(TensorMismatchError, match=f"^{re.escape(expected)}$"):
+    with raises(TensorMismatchError):
         import_model(make_folder("llama", change=change))
 
 
-def test_gpt2_without_the_prefix_and_with_buffers_is_read(make_folder: Any):
+def test_gpt2_is_read_without_prefix_and_with_buffers(make_folder: Any):
     whole = import_model(make_folder("gpt2"))[1]
 
     def change(tensors: dict[str, np.ndarray]) -> None:
@@ -181,7 +169,7 @@ def test_gpt2_without_the_prefix_and_with_buffers_is_read(make_folder: Any):
     jax.tree.map(np.testing.assert_array_equal, bare, whole)
 
 
-def test_a_copy_of_a_tied_tensor_must_be_equal(make_folder: Any):
+def test_copy_of_a_tied_tensor_raises_unless_it_is_equal(raises: Any, make_folder: Any):
     def copy(tensors: dict[str, np.ndarray]) -> None:
         tensors["lm_head.weight"] = tensors["transformer.wte.weight"].copy()
 
@@ -190,35 +178,30 @@ def test_a_copy_of_a_tied_tensor_must_be_equal(make_folder: Any):
         tensors["lm_head.weight"][3, 2] += 1
 
     import_model(make_folder("gpt2", change=copy))
-    expected = "lm_head.weight should repeat transformer.wte.weight, but differs from it"
-    with pytest.raises(TensorMismatchError, match=expected):
+    with raises(TensorMismatchError):
         import_model(make_folder("gpt2", change=differ))
 
 
-def test_mixed_dtypes_in_one_weight_need_a_choice(make_folder: Any, bfloat16: Any):
+def test_mixed_dtypes_in_one_weight_require_dtype(raises: Any, make_folder: Any, bfloat16: Any):
     def change(tensors: dict[str, np.ndarray]) -> None:
         name = "model.layers.0.input_layernorm.weight"
         tensors[name] = tensors[name].astype(bfloat16)
 
     folder = make_folder("llama", change=change)
-    with pytest.raises(TensorMismatchError, match="attention_norm/scale are stored as bfloat16, f"):
+    with raises(TensorMismatchError, value=["bfloat16", "float32"]):
         import_model(folder)
     import_model(folder, repeated=False)
     assert import_model(folder, dtype="float32")[0].dtype == "float32"
 
 
-def test_a_dtype_that_would_be_narrowed_is_refused(make_folder: Any):
+def test_unsupported_stored_dtype_requires_dtype(raises: Any, make_folder: Any):
     folder = make_folder("gpt2", dtype=np.float64)
-    expected = (
-        "params/lm/final_norm/bias would be float64, which JAX holds only with jax_enable_x64; say"
-        " another one by dtype="
-    )
-    with pytest.raises(TensorMismatchError, match=f"^{re.escape(expected)}$"):
+    with raises(TensorMismatchError, value="float64"):
         load_weights(folder, build(model_config(folder)))
     assert import_model(folder, dtype="float32")[0].dtype == "float32"
 
 
-def test_what_a_file_leaves_out_is_what_transformers_takes(configs: dict[str, dict[str, Any]]):
+def test_missing_key_has_the_default_of_transformers(configs: dict[str, dict[str, Any]]):
     content = configs["gemma2"]
     caps = ("attn_logit_softcapping", "final_logit_softcapping")
     shorter = {key: value for key, value in content.items() if key not in caps}
@@ -226,7 +209,7 @@ def test_what_a_file_leaves_out_is_what_transformers_takes(configs: dict[str, di
     assert [content[cap] for cap in caps] == [50.0, 30.0]
 
 
-def test_keys_of_published_folders_that_change_nothing_are_passed_over(
+def test_neutral_keys_of_published_folders_are_ignored(
     configs: dict[str, dict[str, Any]],
 ):
     # Gemma 2 9B; SmolLM 2.
@@ -238,15 +221,15 @@ def test_keys_of_published_folders_that_change_nothing_are_passed_over(
         assert family.read_config({**content, **more}) == family.read_config(content)
 
 
-def test_the_balance_loss_of_mixtral_is_spread_over_its_layers(configs: dict[str, dict[str, Any]]):
-    # Two choices a token, and three layers: as strong as one loss over all of them.
+def test_balance_loss_of_mixtral_is_divided_by_num_layers(configs: dict[str, dict[str, Any]]):
+    # Two choices of a token and three layers; Transformers adds one loss over all layers.
     model = MIXTRAL.read_config(configs["mixtral"])
     experts = model.lm_tpl.stack_tpl.layer_tpl.feed_forward_tpl
     assert experts.load_balance_weight == pytest.approx(0.02 * 2 / 3)
     assert MIXTRAL.write_config(model)["router_aux_loss_coef"] == 0.02
 
 
-def test_weights_are_read_where_they_are_wanted(make_folder: Any):
+def test_weights_have_the_sharding_and_dtype_of_like(make_folder: Any):
     folder = make_folder("mixtral")
     model = build(model_config(folder))
     mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
@@ -265,7 +248,7 @@ def test_weights_are_read_where_they_are_wanted(make_folder: Any):
 
 
 class CountingSource:
-    """Tensors that are made when they are read; counts what is read at a time."""
+    """A source of zeros that records the bytes of each read."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]):
         self.shapes, self.reads = shapes, list[int]()
@@ -286,7 +269,7 @@ class CountingSource:
 
 
 def read_with_peak(monkeypatch: Any, layers: int, place: Callable[[Any], Any]) -> dict[str, int]:
-    """Bytes of the largest read, of the most that the host allocates, and of all weights."""
+    """Return the bytes of the largest read, of the peak of host memory, and of all weights."""
     import tracemalloc
 
     content = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 512, "head_dim": 32}
@@ -295,18 +278,18 @@ def read_with_peak(monkeypatch: Any, layers: int, place: Callable[[Any], Any]) -
     anatomy = dissect(model, LLAMA.rows)
     source = CountingSource(their_shapes(pieces_of(anatomy, LLAMA.rows)))
     like = jax.tree.map(place, jax.eval_shape(model.init, jax.random.key(0)))
-    read_weights(source, LLAMA, anatomy, like=like)  # what JAX keeps for good, it keeps here
+    read_weights(source, LLAMA, anatomy, like=like)  # fills caches of JAX first
     source.reads.clear()
     kept: list[Any] = []
     make = jax.make_array_from_callback
 
-    def make_and_let_go(shape: Any, sharding: Any, read: Any) -> Any:
-        """As on an accelerator: blocks leave the host as soon as they are read."""
+    def make_and_release(shape: Any, sharding: Any, read: Any) -> Any:
+        """Release blocks when they are read, as copies to an accelerator do."""
         devices = sharding.addressable_devices_indices_map(shape)
         read(next(iter(devices.values())))
         return kept
 
-    monkeypatch.setattr(jax, "make_array_from_callback", make_and_let_go)
+    monkeypatch.setattr(jax, "make_array_from_callback", make_and_release)
     tracemalloc.start()
     try:
         read_weights(source, LLAMA, anatomy, like=like)
@@ -321,7 +304,7 @@ def read_with_peak(monkeypatch: Any, layers: int, place: Callable[[Any], Any]) -
     }
 
 
-def test_devices_that_hold_the_same_slice_share_one_reading():
+def test_replicas_of_a_slice_are_read_once():
     content = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "model_type": "llama"}
     content |= {"num_hidden_layers": 2, "num_attention_heads": 2}
     model = build(LLAMA.read_config(content))
@@ -340,7 +323,7 @@ def test_devices_that_hold_the_same_slice_share_one_reading():
     assert len(source.reads) == 2 * (3 + 2 * 9)
 
 
-def test_a_host_holds_its_slice_of_one_weight_and_one_block(monkeypatch: pytest.MonkeyPatch):
+def test_host_memory_holds_one_slice_and_one_block(monkeypatch: pytest.MonkeyPatch):
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
 
     def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -361,7 +344,7 @@ def test_a_host_holds_its_slice_of_one_weight_and_one_block(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("kind", ["lora", "adapter"])
-def test_weights_of_adapters_are_left_to_be_drawn(make_folder: Any, kind: str):
+def test_weights_of_adapters_are_not_loaded(raises: Any, make_folder: Any, kind: str):
     folder = make_folder("llama")
     config = model_config(folder)
     if kind == "lora":
@@ -373,10 +356,10 @@ def test_weights_of_adapters_are_left_to_be_drawn(make_folder: Any, kind: str):
     names = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(loaded)}
     assert not any(kind in name for name in names)
     assert "['lm']['stack']['repeat']['sub']['attention']['query']['w']" in names
-    with pytest.raises(TensorMismatchError, match="no tensor of llama models is params/lm/"):
+    with raises(TensorMismatchError):
         load_weights(folder, model)
 
 
-def test_weights_without_a_folder_are_refused(make_folder: Any):
-    with pytest.raises(ValueError, match="HuggingFaceWeights: folder=None"):
+def test_weights_without_a_folder_raise(raises: Any, make_folder: Any):
+    with raises(ConfigError, owner="HuggingFaceWeights", field="folder", value=None):
         HuggingFaceWeights().load(build(model_config(make_folder("gpt2"))), {})

@@ -1,8 +1,6 @@
-"""A layout moves axes and nothing else, forth, back and by the block."""
+"""Tests of layouts, which permute, split and join the axes of a tensor."""
 
 from __future__ import annotations
-
-import re
 
 import numpy as np
 import pytest
@@ -20,7 +18,7 @@ LAYOUTS = {
 }
 
 
-def test_projections_into_heads_are_transposed_and_split():
+def test_projection_to_heads_is_transposed_and_split():
     layout = Layout.parse("(heads head_dim) embed -> embed heads head_dim")
     theirs = np.arange(12 * 5).reshape(12, 5)  # as torch.nn.Linear(5, 12) stores it
     ours = theirs.T.reshape(5, 3, 4)
@@ -30,7 +28,7 @@ def test_projections_into_heads_are_transposed_and_split():
 
 @pytest.mark.parametrize(("text", "shape"), LAYOUTS.items())
 @given(data=st.data())
-def test_a_block_is_read_as_if_all_were_read(
+def test_block_equals_slice_of_the_whole_tensor(
     text: str, shape: tuple[int, ...], data: st.DataObject
 ):
     layout = Layout.parse(text)
@@ -44,7 +42,7 @@ def test_a_block_is_read_as_if_all_were_read(
     np.testing.assert_array_equal(block, ours[tuple(slice(*bounds) for bounds in ranges)])
 
 
-def test_only_the_rows_of_the_wanted_heads_are_read():
+def test_read_requests_only_the_rows_of_its_heads():
     layout = Layout.parse("(heads head_dim) embed -> embed heads head_dim")
     asked = []
 
@@ -57,7 +55,6 @@ def test_only_the_rows_of_the_wanted_heads_are_read():
     assert block.shape == (3, 2, 4)
 
 
-def test_sides_with_other_axes_are_refused():
-    expected = "layout 'a b -> a c': both sides must name the same axes"
-    with pytest.raises(ValueError, match=re.escape(expected)):
+def test_sides_with_different_axes_raise(raises):
+    with raises(ValueError):
         Layout.parse("a b -> a c")

@@ -1,10 +1,9 @@
-"""Folders that are damaged, or made to read other files or to take long, are refused by name."""
+"""Tests of folders that are damaged, or that try to read other files or to exhaust the host."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from layerkit.errors import ConfigError
 from layerkit.interop.hugging_face import (
     TensorFileError,
     TensorMismatchError,
@@ -29,7 +29,7 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture
 def make_shards(make_folder: Any, read_tensors: Any) -> Callable[..., Path]:
-    """Writes a Llama in two shards; `edit` changes (tensors by shard, weight_map)."""
+    """Return a function that writes a Llama in two shards; see its argument `edit`."""
     numpy = pytest.importorskip("safetensors.numpy")
 
     def make(edit: Callable[[dict[str, Any], dict[str, str]], None] | None = None) -> Path:
@@ -56,7 +56,7 @@ def write_header(path: Path, header: bytes, *, declared: int | None = None) -> N
     path.write_bytes(struct.pack("<Q", len(header) if declared is None else declared) + header)
 
 
-def test_each_tensor_is_read_from_the_shard_that_the_index_names(make_shards: Any):
+def test_tensor_is_read_from_the_shard_in_the_index(make_shards: Any):
     name = "model.norm.weight"
 
     def add_stale_copies(shards: dict[str, Any], weight_map: dict[str, str]) -> None:
@@ -69,23 +69,23 @@ def test_each_tensor_is_read_from_the_shard_that_the_index_names(make_shards: An
     np.testing.assert_array_equal(variables["params"]["lm"]["final_norm"]["scale"], 2.0)
 
 
-def test_a_tensor_that_its_shard_lacks_is_an_error_though_another_shard_has_it(make_shards: Any):
+def test_tensor_in_another_shard_than_in_the_index_raises(raises: Any, make_shards: Any):
     def swap(shards: dict[str, Any], weight_map: dict[str, str]) -> None:
         weight_map["model.norm.weight"] = "a.safetensors"
 
-    with pytest.raises(TensorFileError, match=r"a\.safetensors has no tensor 'model\.norm\.weigh"):
+    with raises(TensorFileError, value=["model.norm.weight"]):
         import_model(make_shards(swap))
 
 
-def test_a_shard_that_is_missing_is_named(make_shards: Any):
+def test_missing_shard_raises(raises: Any, make_shards: Any):
     folder = make_shards()
     (folder / "b.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"has no b\.safetensors"):
+    with raises(FileNotFoundError):
         import_model(folder)
 
 
 @pytest.mark.parametrize("kind", ["parent", "absolute", "backslash", "empty", "dots", "number"])
-def test_files_outside_the_folder_are_refused_before_they_are_opened(make_shards: Any, kind: str):
+def test_file_outside_of_the_folder_raises(raises: Any, make_shards: Any, kind: str):
     folder = make_shards()
     (folder / "b.safetensors").rename(folder.parent / "b.safetensors")
     named = {
@@ -99,17 +99,17 @@ def test_files_outside_the_folder_are_refused_before_they_are_opened(make_shards
     index = json.loads((folder / INDEX).read_text())
     index["weight_map"]["model.norm.weight"] = named
     (folder / INDEX).write_text(json.dumps(index))
-    with pytest.raises(TensorFileError, match=re.escape("weight_map['model.norm.weight']=")):
+    with raises(TensorFileError, field="weight_map['model.norm.weight']", value=named):
         import_model(folder)
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder", "dangling"])
-def test_shards_that_are_no_regular_files_are_refused_at_once(make_shards: Any, kind: str):
+def test_shard_that_is_no_regular_file_raises(make_shards: Any, kind: str):
     folder = make_shards()
     shard = folder / "b.safetensors"
     shard.unlink()
     if kind == "fifo":
-        os.mkfifo(shard)  # opened, it would wait for a writer for ever
+        os.mkfifo(shard)  # open() would wait for a writer
     elif kind == "folder":
         shard.mkdir()
     else:
@@ -118,7 +118,7 @@ def test_shards_that_are_no_regular_files_are_refused_at_once(make_shards: Any, 
         import_model(folder)
 
 
-def test_symbolic_links_as_in_the_cache_of_the_hub_are_followed(make_shards: Any):
+def test_symbolic_links_of_a_hub_cache_are_followed(make_shards: Any):
     folder = make_shards()
     expected = import_model(folder)[1]
     blobs = folder.parent / "blobs"
@@ -130,17 +130,15 @@ def test_symbolic_links_as_in_the_cache_of_the_hub_are_followed(make_shards: Any
 
 
 @pytest.mark.parametrize("kept", [4, 100, 0.5, -1], ids=["length", "header", "half", "last byte"])
-def test_a_truncated_file_is_named_with_both_sizes(make_folder: Any, kept: float):
+def test_truncated_file_raises_with_its_size(make_folder: Any, kept: float):
     file = make_folder("llama") / "model.safetensors"
     content = file.read_bytes()
     cut = content[: int(kept * len(content)) if isinstance(kept, float) else kept]
     file.write_bytes(cut)
-    with pytest.raises(TensorFileError) as raised:
+    with pytest.raises(TensorFileError) as error:
         import_model(file.parent)
-    assert str(file) in str(raised.value)
-    assert f"truncated: {len(cut)} bytes. Expected" in str(raised.value)
-    if len(cut) > 1000:
-        assert f"Expected {len(content)}," in str(raised.value)
+    found = (error.value.owner, error.value.field, error.value.value)
+    assert found == (str(file), "size in bytes", len(cut))
 
 
 @pytest.mark.parametrize(
@@ -148,19 +146,20 @@ def test_a_truncated_file_is_named_with_both_sizes(make_folder: Any, kept: float
     [(b"[" * 100_000, None), (b"no json", None), (b"", 2**63), (b"x" * 100, 33 << 20)],
     ids=["nested", "text", "huge", "long"],
 )
-def test_a_header_that_is_none_is_refused(make_folder: Any, header: bytes, declared: int | None):
+def test_invalid_header_raises(make_folder: Any, header: bytes, declared: int | None):
     file = make_folder("llama") / "model.safetensors"
     write_header(file, header, declared=declared)
-    with pytest.raises(TensorFileError, match=re.escape(str(file))):
+    with pytest.raises(TensorFileError) as error:
         import_model(file.parent)
+    assert error.value.owner == str(file)
 
 
-def test_too_many_tensors_are_refused(make_folder: Any):
+def test_too_many_tensors_raise(raises: Any, make_folder: Any):
     file = make_folder("llama") / "model.safetensors"
     empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
     header = json.dumps({f"t{i}": empty for i in range(300_000)}, separators=(",", ":"))
     write_header(file, header.encode())
-    with pytest.raises(TensorFileError, match="300000 tensors. Expected at most"):
+    with raises(TensorFileError, field="number of tensors", value=300_000):
         model_config(file.parent)
 
 
@@ -176,70 +175,69 @@ def test_too_many_tensors_are_refused(make_folder: Any):
     ],
 )
 @pytest.mark.parametrize("value", [10**9, 10**18])
-def test_more_layers_than_tensors_are_refused(make_folder: Any, family: str, key: str, value: int):
+def test_more_layers_than_tensors_raise(
+    raises: Any, make_folder: Any, family: str, key: str, value: int
+):
     folder = make_folder(family)
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**content, key: value}))
-    with pytest.raises(UnsupportedModelError, match=f"{key}={value}"):
+    with raises(UnsupportedModelError) as error:
         import_model(folder, repeated=False)
+    assert key in error.value.field
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "num_attention_heads", "vocab_size"])
-def test_sizes_that_no_array_has_are_refused(make_folder: Any, key: str):
+def test_size_above_the_largest_axis_raises(raises: Any, make_folder: Any, key: str):
     folder = make_folder("llama")
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**content, key: 10**18}))
-    with pytest.raises(UnsupportedModelError, match=f"{key}={10**18}. Expected at most"):
+    with raises(UnsupportedModelError, field=key, value=10**18):
         import_model(folder)
 
 
 @pytest.mark.parametrize("value", ["8", [8], {"a": 1}, 0], ids=str)
 @pytest.mark.parametrize("key", ["hidden_size", "num_attention_heads", "num_hidden_layers"])
-def test_values_of_a_wrong_type_are_errors_of_the_config(make_folder: Any, key: str, value: Any):
+def test_value_of_a_wrong_type_raises(make_folder: Any, key: str, value: Any):
     folder = make_folder("llama")
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**content, key: value}))
-    with pytest.raises(ValueError):
+    with pytest.raises(ConfigError):
         import_model(folder)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 200_000])
-def test_a_garbled_config_is_named(tmp_path: Path, text: str):
+def test_damaged_config_raises(tmp_path: Path, text: str):
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=re.escape(str(tmp_path / "config.json"))):
+    with pytest.raises(ConfigError) as error:
         model_config(tmp_path)
+    assert error.value.owner == str(tmp_path / "config.json")
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.bool_])
-def test_tensors_of_integers_are_refused_by_name(make_folder: Any, dtype: Any):
+def test_tensor_of_integers_raises(raises: Any, make_folder: Any, dtype: Any):
     def change(tensors: dict[str, np.ndarray]) -> None:
         tensors["model.norm.weight"] = np.ones(8, dtype)
 
-    expected = f"model.norm.weight is stored as {np.dtype(dtype)}, expected a floating dtype"
-    with pytest.raises(TensorMismatchError, match=expected):
+    with raises(TensorMismatchError):
         import_model(make_folder("llama", change=change), dtype="float32")
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_tensors_with_numbers_that_are_not_finite_are_refused(
-    make_folder: Any, number: float, dtype: Any
-):
+def test_tensor_that_is_not_finite_raises(raises: Any, make_folder: Any, number: float, dtype: Any):
     def change(tensors: dict[str, np.ndarray]) -> None:
         tensors["model.layers.1.mlp.up_proj.weight"][2, 3] = number
 
     folder = make_folder("llama", change=change, dtype=dtype)
-    with pytest.raises(
-        TensorMismatchError, match=rf"layers\.1\.mlp\.up_proj\.weight holds {number}"
-    ):
+    with raises(TensorMismatchError, field="tensor model.layers.1.mlp.up_proj.weight"):
         import_model(folder)
 
 
-def test_a_long_list_of_differences_is_cut(make_folder: Any):
+def test_error_lists_at_most_fifty_differences(make_folder: Any):
     def change(tensors: dict[str, np.ndarray]) -> None:
         tensors |= {f"surplus.{i}": np.zeros(1, np.float32) for i in range(200)}
 
-    with pytest.raises(TensorMismatchError, match="and 150 more") as raised:
+    with pytest.raises(TensorMismatchError) as raised:
         import_model(make_folder("llama", change=change))
     assert len(str(raised.value).splitlines()) == 52
 
@@ -248,11 +246,11 @@ def test_a_long_list_of_differences_is_cut(make_folder: Any):
     ("types", "period"),
     [("", ""), ("a", "a"), ("aaaa", "a"), ("aabaabaa", "aab"), ("aaab", "aaab"), ("aba", "ab")],
 )
-def test_shortest_period_repeats_to_the_whole(types: str, period: str):
+def test_shortest_period_repeats_to_the_sequence(types: str, period: str):
     assert "".join(shortest_period(list(types))) == period
 
 
 def test_shortest_period_takes_linear_time():
-    # All prefixes but the last letter agree, which takes n² comparisons letter by letter.
+    # A naive search compares all prefixes, which takes n² steps here.
     types = ["a"] * 100_000 + ["b"] + ["a"] * 100_000 + ["c"]
     assert shortest_period(types) == types

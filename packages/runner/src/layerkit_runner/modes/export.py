@@ -11,12 +11,8 @@ import contextlib
 from etils import epath
 
 from layerkit.base_layer import PARAMS
-from layerkit.interop.hugging_face import (
-    HuggingFaceWeights,
-    TensorMismatchError,
-    UnsupportedModelError,
-    export_model,
-)
+from layerkit.errors import UserError
+from layerkit.interop.hugging_face import HuggingFaceWeights, export_model
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError, to_usage_error
@@ -47,7 +43,7 @@ def run_export(resolved: ResolvedExperiment, options: RunOptions) -> int:
                 {PARAMS: weights},
                 tokenizer_folder=_tokenizer_folder(job),
             )
-        except (OSError, ImportError, TensorMismatchError, UnsupportedModelError) as error:
+        except (OSError, ImportError, UserError) as error:
             raise to_usage_error(error, owner=resolved.name) from error
         kind = "averaged weights" if job.task.train.decode_use_ema_states else "weights"
         job.observers.message(f"wrote the {kind} of step {step} to {options.export_dir}")

@@ -57,8 +57,9 @@ def test_mistakes_in_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
     # The error comes before JAX is imported.
     (tmp_path / "jax.py").write_text("raise SystemExit('jax was imported')")
     done = run(tmp_path, "--jsn", PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    text = "runner: unknown flag: '--jsn'. Did you mean '--json'?\n"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", text)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "'--jsn'" in done.stderr
+    assert "'--json'" in done.stderr
 
 
 def test_failures_come_before_warnings_and_set_the_exit_code(

@@ -7,7 +7,6 @@ from typing import Any
 
 from layerkit.base_layer import PARAMS
 from layerkit.config import Config, target_of
-from layerkit.interop.hugging_face.keys import UnsupportedModelError
 from layerkit.layers.adapters import without_lora
 from layerkit.models.language_model import LanguageModel
 from layerkit.models.preference_model import DpoModel
@@ -26,7 +25,7 @@ def deployed_model(model: Config, variables: Mapping[str, Any]) -> tuple[Config,
       variables: Variables of the model, `{'params': …}`.
 
     Raises:
-      UnsupportedModelError: The adapters cannot be merged, such as those with several alphas.
+      ConfigError: The adapters cannot be merged, such as those with several alphas.
     """
     if issubclass(target_of(model), DpoModel):
         model, params = model.lm_tpl, variables[PARAMS]["lm"]
@@ -34,7 +33,4 @@ def deployed_model(model: Config, variables: Mapping[str, Any]) -> tuple[Config,
     if issubclass(target_of(model), TransformerLm):
         model = LanguageModel.HParams.config(lm_tpl=model)
         variables = {PARAMS: {"lm": variables[PARAMS]}}
-    try:
-        return without_lora(model, variables)
-    except ValueError as error:
-        raise UnsupportedModelError(f"the adapters cannot be merged: {error}") from error
+    return without_lora(model, variables)

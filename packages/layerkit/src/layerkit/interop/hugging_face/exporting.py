@@ -85,12 +85,13 @@ def export_model(
     Raises:
       FileExistsError: `folder` is `tokenizer_folder`.
       UnsupportedModelError: No family computes what the model computes.
+      ConfigError: The LoRA adapters cannot be merged.
       TensorMismatchError: The variables are not those of the model.
     """
     if tokenizer_folder is not None and _is_same_folder(folder, tokenizer_folder):
         raise FileExistsError(
-            f"{folder} is the folder that the tokenizer comes from, and the model in it would be"
-            " lost; write to another one"
+            f"folder={str(folder)!r} is tokenizer_folder, whose model would be lost. Expected"
+            " another folder."
         )
     model, variables = deployed_model(model, variables)
     chosen, content = _describe(model, _candidates(family, tokenizer_folder))
@@ -133,10 +134,11 @@ def _describe(model: Config, candidates: list[Family]) -> tuple[Family, dict[str
       UnsupportedModelError: No family can; the error lists the differences to the nearest.
     """
     if not {candidate.network_field for candidate in candidates} & set(field_names(model)):
-        kinds = " or a ".join(dict.fromkeys(each.model_class.__name__ for each in candidates))
         raise UnsupportedModelError(
-            f"the model is a {target_of(model).__name__}: expected a {kinds}. Put its network into"
-            " one."
+            field="class of the model",
+            value=target_of(model).__name__,
+            choices=dict.fromkeys(each.model_class.__name__ for each in candidates),
+            hint="Put the network into one of them.",
         )
     refusals = []
     for candidate in candidates:
@@ -154,8 +156,10 @@ def _describe(model: Config, candidates: list[Family]) -> tuple[Family, dict[str
     shown = "; ".join(differences[:_MAX_SHOWN])
     more = len(differences) - _MAX_SHOWN
     raise UnsupportedModelError(
-        f"no family can hold the model. The nearest is {nearest}: {shown}"
-        f"{f'; and {more} more differences' if more > 0 else ''}"
+        "no family of Hugging Face models computes the same",
+        field="nearest family",
+        value=nearest,
+        hint=f"Differences: {shown}{f'; and {more} more' if more > 0 else ''}",
     )
 
 
@@ -163,7 +167,7 @@ def _differences(model: Config, read_back: Config) -> list[str]:
     """Return the differences in computation between a model and the model that is read back."""
     ours, theirs = dict(_facts(model)), dict(_facts(read_back))
     return [
-        f"{path} is {ours.get(path)!r}, but would be read as {theirs.get(path)!r}"
+        f"{path}={ours.get(path)!r}, which would be read as {theirs.get(path)!r}"
         for path in sorted(ours | theirs)
         if ours.get(path) != theirs.get(path)
     ]
@@ -204,7 +208,10 @@ def _check_weights(leaves: Mapping[Path, Any], pieces: list[Piece]) -> None:
     surplus = ["/".join(path) for path in sorted(set(leaves) - needed)]
     if missing or surplus:
         raise TensorMismatchError(
-            f"the variables are not those of the model: missing {missing}, unexpected {surplus}"
+            "weights do not match the model",
+            owner="variables",
+            field="(missing, unexpected)",
+            value=(missing, surplus),
         )
 
 

@@ -59,7 +59,7 @@ class Family:
                 entry.read(file, network)
         except (TypeError, AttributeError, KeyError, ArithmeticError) as error:
             raise UnsupportedModelError(
-                f"config.json of a {self.model_type} model has a value of a wrong type: {error}"
+                f"value of a wrong type: {error}", owner=file.owner
             ) from error
         file.require_all_read()
         return self.model_class.HParams.config(**{self.network_field: network})
@@ -73,19 +73,20 @@ class Family:
         Raises:
           UnsupportedModelError: The model has more layers or experts than tensors.
         """
+        owner = ConfigFile(content, neutral=self.neutral).owner
         for keys in self.counts:
             values = {key: content[key] for key in keys if content.get(key) is not None}
             for key, value in values.items():
                 if not isinstance(value, int) or isinstance(value, bool):
                     raise UnsupportedModelError(
-                        f"config.json of a {self.model_type} model: {key}={value!r:.100}. Expected"
-                        " an integer."
+                        owner=owner, field=key, value=value, expected="an integer"
                     )
             if math.prod(values.values()) > num_tensors:
-                declared = ", ".join(f"{key}={value}" for key, value in values.items())
                 raise UnsupportedModelError(
-                    f"config.json of a {self.model_type} model: {declared}. Expected at most"
-                    f" {num_tensors} in all, the number of tensors in the folder."
+                    owner=owner,
+                    field=" * ".join(values),
+                    value=math.prod(values.values()),
+                    expected=f"at most {num_tensors}, the number of tensors in the folder",
                 )
 
     def write_config(self, model: Config) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from layerkit.errors import ConfigError
+from layerkit.errors import ConfigError, short_repr
 from layerkit.interop.hugging_face.layouts import Ranges
 
 CONFIG = "config.json"
@@ -138,7 +138,7 @@ class SafetensorsFolder:
             raise TensorFileError(
                 field=f"dtype of tensor {name}",
                 value=stored,
-                expected=f"one of {', '.join(_DTYPES)}",
+                choices=_DTYPES,
             )
         return _DTYPES[stored]
 
@@ -158,8 +158,8 @@ def _weight_files(folder: Path) -> dict[Path, list[str] | None]:
         return files
     hint = ""
     if any(folder.glob("pytorch_model*.bin")):
-        hint = "; pytorch_model.bin is not read: save the model anew, which writes safetensors"
-    raise FileNotFoundError(f"{folder} has neither {_WEIGHTS} nor {_INDEX}{hint}")
+        hint = " pytorch_model.bin is not read: save the model again, which writes safetensors."
+    raise FileNotFoundError(f"{folder}: expected {_WEIGHTS} or {_INDEX}.{hint}")
 
 
 def _read_index(folder: Path) -> dict[str, list[str]]:
@@ -167,15 +167,20 @@ def _read_index(folder: Path) -> dict[str, list[str]]:
     weight_map = read_json(folder, _INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise TensorFileError(
-            f"{folder / _INDEX}: weight_map={weight_map!r:.100}. Expected the file of each tensor."
+            owner=str(folder / _INDEX),
+            field="weight_map",
+            value=weight_map,
+            expected="an object with the file of each tensor",
         )
     _check_count(folder / _INDEX, len(weight_map))
     files: dict[str, list[str]] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str) or file in ("", ".", "..") or set(file) & {"/", "\\", "\0"}:
             raise TensorFileError(
-                f"{folder / _INDEX}: weight_map[{name!r:.100}]={file!r:.200}. Expected the name of"
-                " a file in the same folder."
+                owner=str(folder / _INDEX),
+                field=f"weight_map[{short_repr(name)}]",
+                value=file,
+                expected="the name of a file in the same folder",
             )
         files.setdefault(file, []).append(name)
     return files
@@ -188,10 +193,12 @@ def _plain_file(folder: Path, name: str) -> Path:
         mode = path.stat().st_mode
     except OSError as error:
         raise FileNotFoundError(
-            f"{folder} has no {name}, which its {_INDEX} names. Download the folder again."
+            f"{path}: no such file, but {_INDEX} names it. Download the folder again."
         ) from error
     if not stat.S_ISREG(mode):
-        raise TensorFileError(f"{path}: expected a regular file, as {_INDEX} names it")
+        raise TensorFileError(
+            owner=str(folder / _INDEX), field="weight_map", value=name, expected="a regular file"
+        )
     return path
 
 
@@ -199,18 +206,27 @@ def _check_file_sizes(path: Path) -> None:
     """Raise `TensorFileError` if the header is too long, or longer than its file."""
     size = path.stat().st_size
     if size < 8:
-        raise TensorFileError(f"{path} is truncated: {size} bytes. Expected at least 8.")
+        raise _wrong_size(path, size, "at least 8")
     header = _header_bytes(path)
     if header > _MAX_HEADER_BYTES:
         raise TensorFileError(
-            f"{path}: the header has {header} bytes. Expected at most {_MAX_HEADER_BYTES} in a"
-            " safetensors file."
+            owner=str(path),
+            field="bytes of the header",
+            value=header,
+            expected=f"at most {_MAX_HEADER_BYTES} in a safetensors file",
         )
     if 8 + header > size:
-        raise TensorFileError(
-            f"{path} is truncated: {size} bytes. Expected more than {8 + header}, the end of its"
-            " header. Download or copy it again."
-        )
+        raise _wrong_size(path, size, f"more than {8 + header}, the end of the header")
+
+
+def _wrong_size(path: Path, size: int, expected: str) -> TensorFileError:
+    return TensorFileError(
+        owner=str(path),
+        field="size in bytes",
+        value=size,
+        expected=expected,
+        hint="Download or copy the file again.",
+    )
 
 
 def _header_bytes(path: Path) -> int:
@@ -226,11 +242,12 @@ def _as_tensor_file_error(path: Path) -> Iterator[None]:
     except _import_safetensors().SafetensorError as error:
         size, expected = path.stat().st_size, _expected_bytes(path)
         if expected is not None and size != expected:
-            state = "is truncated" if size < expected else "is too long"
-            reason = f"{state}: {size} bytes. Expected {expected}, as its header says"
-        else:
-            reason = f"is no sound safetensors file: {error}"
-        raise TensorFileError(f"{path} {reason}. Download or copy it again.") from error
+            raise _wrong_size(path, size, f"{expected} by its header") from error
+        raise TensorFileError(
+            f"damaged safetensors file: {error}",
+            owner=str(path),
+            hint="Download or copy the file again.",
+        ) from error
 
 
 def _expected_bytes(path: Path) -> int | None:
@@ -256,18 +273,21 @@ def _check_names(
     missing = sorted(set(wanted) - set(held))
     if missing:
         raise TensorFileError(
-            f"{path} has no tensor {missing[0]!r:.200}, which {_INDEX} expects there"
-            f"{_and_others(missing)}. Download the folder again."
+            f"missing tensors, which {_INDEX} expects in the file",
+            owner=str(path),
+            value=missing,
+            hint="Download the folder again.",
         )
 
 
 def _check_count(path: Path, number: int) -> None:
     if number > _MAX_TENSORS:
-        raise TensorFileError(f"{path}: {number} tensors. Expected at most {_MAX_TENSORS}.")
-
-
-def _and_others(names: Sequence[str]) -> str:
-    return f" (and {len(names) - 1} others)" if len(names) > 1 else ""
+        raise TensorFileError(
+            owner=str(path),
+            field="number of tensors",
+            value=number,
+            expected=f"at most {_MAX_TENSORS}",
+        )
 
 
 def tensor_count(folder: str | os.PathLike[str]) -> int | None:
@@ -294,7 +314,7 @@ def read_json(folder: str | os.PathLike[str], name: str = CONFIG) -> dict[str, A
     """
     path = Path(folder) / name
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} is no Hugging Face folder: it has no {name}")
+        raise FileNotFoundError(f"{path}: no such file. Expected a Hugging Face folder.")
     limit = _MAX_INDEX_BYTES if name == _INDEX else _MAX_CONFIG_BYTES
     if path.stat().st_size > limit:
         raise ConfigError(
@@ -444,6 +464,6 @@ def _import_safetensors() -> Any:
         import safetensors.numpy
     except ImportError as error:
         raise ImportError(
-            "Hugging Face folders need the package safetensors: pip install 'layerkit[hf]'"
+            "Hugging Face folders require the package safetensors: pip install 'layerkit[hf]'"
         ) from error
     return safetensors

@@ -203,9 +203,11 @@ class _WeightReader:
         self._stacked = len(next(iter(pieces)))
         stored = {source.dtype(piece.name) for piece in pieces.values()}
         if dtype is None and len(stored) > 1:
-            names = ", ".join(sorted(str(one) for one in stored))
             raise TensorMismatchError(
-                f"the tensors of {self._name} are stored as {names}; say which by dtype="
+                field=f"dtypes of the tensors of {self._name}",
+                value=sorted(map(str, stored)),
+                expected="one dtype",
+                hint="Choose one by `dtype`.",
             )
         self._dtype = stored.pop() if dtype is None else canonical_dtype(dtype)
 
@@ -214,8 +216,10 @@ class _WeightReader:
         self._dtype = self._dtype if dtype is None else canonical_dtype(dtype)
         if jax.dtypes.canonicalize_dtype(self._dtype) != self._dtype:
             raise TensorMismatchError(
-                f"{self._name} would be {self._dtype}, which JAX holds only with jax_enable_x64;"
-                " say another one by dtype="
+                field=f"dtype of {self._name}",
+                value=str(self._dtype),
+                expected="a dtype that JAX supports without jax_enable_x64",
+                hint="Choose another one by `dtype`.",
             )
         if sharding is None:
             return jax.numpy.asarray(self.block(tuple((0, size) for size in self._shape)))
@@ -253,8 +257,7 @@ def _finite(block: np.ndarray, name: str) -> np.ndarray:
     finite = np.isfinite(block)
     if not finite.all():
         raise TensorMismatchError(
-            f"tensor {name} holds {block[~finite][0]}. Expected finite numbers; such a model gives"
-            " NaN for every input."
+            field=f"tensor {name}", value=float(block[~finite][0]), expected="finite numbers"
         )
     return block
 
@@ -278,31 +281,31 @@ def _check_tensors(
     covered = by_weight(pieces)
     for path in anatomy.weights:
         if path not in covered:
-            problems.append(f"no tensor of {family.model_type} models is {'/'.join(path)}")
+            problems.append(f"{'/'.join(path)}: {family.model_type} models have no such tensor")
     surplus = sorted(present - set(needed))
     for name, shape in needed.items():
         if name not in present:
             # The search takes time proportional to the number of names.
             near = near_names(name, surplus) if len(problems) < _MOST_PROBLEMS else ""
-            problems.append(f"missing {name} {list(shape)}{near.rstrip('.')}")
+            problems.append(f"{name}: missing tensor of shape {list(shape)}{near.rstrip('.')}")
             continue
         if source.shape(name) != shape:
             found = list(source.shape(name))
-            problems.append(f"{name} has the shape {found}, expected {list(shape)}")
+            problems.append(f"{name}: shape={found}. Expected {list(shape)}.")
         if not jax.numpy.issubdtype(source.dtype(name), jax.numpy.floating):
-            problems.append(f"{name} is stored as {source.dtype(name)}, expected a floating dtype")
+            problems.append(f"{name}: dtype={source.dtype(name)}. Expected a floating dtype.")
     for name in surplus:
         original = family.copies.get(name)
         if re.search(family.buffers, name):
             continue
         if original is None or original not in present:
-            problems.append(f"unexpected {name} {list(source.shape(name))}")
+            problems.append(f"{name}: unexpected tensor of shape {list(source.shape(name))}")
         elif not same_tensor(source, name, original):
-            problems.append(f"{name} should repeat {original}, but differs from it")
+            problems.append(f"{name}: expected the same values as {original}")
     if problems:
         more = len(problems) - _MOST_PROBLEMS
         listed = problems[:_MOST_PROBLEMS] + ([f"… and {more} more"] if more > 0 else [])
-        raise TensorMismatchError("the tensors do not fit the model:\n  " + "\n  ".join(listed))
+        raise TensorMismatchError("tensors do not match the model:\n  " + "\n  ".join(listed))
 
 
 def _unroll(network: Config) -> None:

@@ -79,14 +79,15 @@ class ConfigFile:
         value = self._content.get(key, default)
         if value is REQUIRED:
             raise UnsupportedModelError(
-                "missing key", owner=self._owner, value=key, choices=self._content
+                "missing key", owner=self.owner, value=key, choices=self._content
             )
         if isinstance(value, int) and abs(value) > _LARGEST_SIZE:
             raise self.invalid(key, f"at most {_LARGEST_SIZE}")
         return value
 
     @property
-    def _owner(self) -> str:
+    def owner(self) -> str:
+        """Owner of the keys in errors."""
         return f"config.json of a {self.model_type} model"
 
     def invalid(
@@ -94,7 +95,7 @@ class ConfigFile:
     ) -> UnsupportedModelError:
         """Return the error about an unsupported value of a key."""
         return UnsupportedModelError(
-            owner=self._owner,
+            owner=self.owner,
             field=key,
             value=self._content.get(key),
             expected=expected,
@@ -116,7 +117,7 @@ class ConfigFile:
         if rest:
             raise UnsupportedModelError(
                 "unknown keys, which may change the computation",
-                owner=self._owner,
+                owner=self.owner,
                 value=rest,
             )
 

@@ -47,7 +47,7 @@ class Layout:
         theirs = tuple(tuple((group or name).split()) for group, name in groups)
         ours = tuple(right.split())
         if sorted(ours) != sorted(name for group in theirs for name in group):
-            raise ValueError(f"layout {text!r}: both sides must name the same axes")
+            raise ValueError(f"layout={text!r}. Expected the same axes on both sides.")
         return cls(theirs, ours)
 
     def their_shape(self, our_shape: tuple[int, ...]) -> tuple[int, ...]:
