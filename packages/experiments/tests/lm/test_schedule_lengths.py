@@ -11,7 +11,7 @@ from layerkit_experiments.lm.quickstart import LocalText
 from layerkit_experiments.vision.digits import Digits
 from layerkit_runner.config.experiment import BaseExperiment, reduced_values
 from layerkit_runner.config.resolve import ResolvedExperiment, resolve
-from layerkit_runner.errors import UsageError
+from layerkit_runner.optim.schedules import UnfitStepsError
 
 
 def schedule(resolved: ResolvedExperiment) -> tuple[int, int, int]:
@@ -54,12 +54,12 @@ def test_a_schedule_that_fits_is_left_alone(fields: dict[str, Any]):
         {"MAX_STEPS": 60, "DECAY_END": 60},
     ],
 )
-def test_lengths_that_were_asked_for_and_contradict_each_other_are_refused(fields: dict[str, Any]):
-    with pytest.raises(UsageError, match="does not hold"):
+def test_contradicting_lengths_raise(fields: dict[str, Any]):
+    with pytest.raises(UnfitStepsError):
         schedule(resolve(LocalText(**fields)))
 
 
-def test_a_class_that_changes_only_the_number_of_steps_has_a_shorter_warmup():
+def test_class_with_fewer_steps_has_a_shorter_warmup():
     class Short(LocalText):
         MAX_STEPS = 50
 
@@ -68,15 +68,15 @@ def test_a_class_that_changes_only_the_number_of_steps_has_a_shorter_warmup():
         WARMUP_STEPS = 50
 
     assert schedule(resolve(Short())) == (5, 5, 50)
-    with pytest.raises(UsageError, match="does not hold"):
+    with pytest.raises(UnfitStepsError):
         schedule(resolve(Both()))
-    # Whoever makes an experiment comes after its class.
+    # Fields of an instance are set after those of its class.
     assert schedule(resolve(Both(MAX_STEPS=40))) == (4, 4, 40)
 
 
-def test_what_reduced_sets_gives_way_to_a_shorter_run():
+def test_lengths_of_reduced_fields_are_shortened_for_a_shorter_run():
     reduced = reduced_values(LocalText)
     assert reduced["WARMUP_STEPS"] == 5
     assert schedule(resolve(LocalText(**{**reduced, "MAX_STEPS": 4})))[0] == 1
-    with pytest.raises(UsageError, match="does not hold"):
+    with pytest.raises(UnfitStepsError):
         schedule(resolve(LocalText(**{**reduced, "MAX_STEPS": 4, "WARMUP_STEPS": 6})))
