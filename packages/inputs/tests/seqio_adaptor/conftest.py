@@ -9,7 +9,7 @@ pytest.importorskip("seqio")
 
 @pytest.fixture(scope="session")
 def c4_folder(tmp_path_factory):
-    """40 texts in 4 files of `train`, 13 in 4 files of `validation`."""
+    """Write 40 texts in 4 files of `train`, and 13 in 4 files of `validation`."""
     from layerkit_inputs.testing.tfds_folders import write_tfds_folder
 
     folder = tmp_path_factory.mktemp("tfds")
@@ -19,7 +19,7 @@ def c4_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def make_task():
-    """Makes a task of examples, dicts of lists of ids; its order and contents are theirs."""
+    """Return a function that makes a task of examples, dictionaries of lists of ids."""
     import seqio
     import tensorflow as tf
 
@@ -57,7 +57,7 @@ def make_task():
 
 @pytest.fixture(scope="session")
 def c4_task():
-    """A task over a folder in the format of C4: bytes of the text, ended by 1."""
+    """Return a function that makes a task over a C4 folder: bytes of the text and EOS 1."""
     import seqio
     import tensorflow as tf
 

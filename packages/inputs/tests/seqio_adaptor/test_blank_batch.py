@@ -1,5 +1,3 @@
-"""What a batch of SeqIOInput looks like is known before its data are there."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -11,7 +9,7 @@ from layerkit_inputs.seqio_adaptor.input import SeqIOInput
 
 @pytest.mark.parametrize("converter", ["language_model", "prefix_lm", "encoder_decoder"])
 @pytest.mark.parametrize("use_packing", [True, False])
-def test_it_has_the_arrays_of_a_batch_that_is_read(converter, use_packing, make_task):
+def test_blank_batch_has_the_arrays_of_a_real_batch(converter, use_packing, make_task):
     examples = [{"inputs": [5, 6], "targets": [7, 8, 9]}] * 8
     fields: dict[str, Any] = {
         "task_feature_lengths": {"inputs": 4, "targets": 6},
@@ -27,7 +25,7 @@ def test_it_has_the_arrays_of_a_batch_that_is_read(converter, use_packing, make_
     assert not any(array.any() for path, array in blank.flatten_items() if "paddings" not in path)
 
 
-def test_prompts_have_to_be_read():
+def test_prompts_have_no_blank_batch():
     config = SeqIOInput.HParams.config(
         mixture_name="not_here", task_feature_lengths={"inputs": 4}, feature_converter="prompts"
     )

@@ -1,5 +1,3 @@
-"""Examples in chunks are those read one by one; pipelines are kept where nothing is random."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -24,7 +22,7 @@ def options(**changes):
         endless=False,
         whole_examples=False,
         bad_records=BadRecords(),
-        refuse=ValueError,
+        owner="SeqIOInput",
     )
     return given._replace(**changes)
 
@@ -39,14 +37,14 @@ def make(task, **changes):
 
 
 @pytest.mark.parametrize("changes", [{}, {"shuffle": False}], ids=["shuffled", "in order"])
-def test_chunks_hold_the_examples_that_come_one_by_one(changes, make_task):
+def test_chunks_hold_the_same_examples_as_single_reads(changes, make_task):
     pipelines = make(make_task(EXAMPLES), **changes)
     expected = read(pipelines, in_chunks=False)
     assert len(expected) == 150 and read(pipelines) == expected
     assert read(pipelines, start=70) == expected[70:]
 
 
-def test_features_that_are_no_vectors_come_one_by_one(make_task):
+def test_features_that_are_not_vectors_are_read_one_by_one(make_task):
     import tensorflow as tf
 
     @tf.autograph.experimental.do_not_convert
@@ -59,7 +57,7 @@ def test_features_that_are_no_vectors_come_one_by_one(make_task):
     assert set(next(whole)) == {"inputs", "targets", "text"}
 
 
-def test_a_pipeline_of_fixed_contents_is_made_once(make_task):
+def test_deterministic_pipeline_is_made_once(make_task):
     made = []
 
     def count(dataset):
@@ -89,7 +87,7 @@ def _shuffle(dataset):
 
 
 @pytest.mark.parametrize("preprocess", [_draw_ids, _shuffle])
-def test_a_random_pipeline_is_made_anew_and_comes_again(preprocess, make_task):
+def test_random_pipeline_is_made_again_and_is_reproducible(preprocess, make_task):
     task = make_task(EXAMPLES, preprocessors=[preprocess])
     pipelines = make(task, shuffle=False)
     first, second = (read(pipelines, epoch=epoch) for epoch in (0, 1))

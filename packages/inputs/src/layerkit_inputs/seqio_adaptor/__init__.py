@@ -1,1 +1,1 @@
-"""SeqIO tasks and mixtures as inputs; TensorFlow is imported when one is built, not before."""
+"""Inputs of SeqIO tasks and mixtures, which import TensorFlow when they are built."""

@@ -1,13 +1,13 @@
-"""From examples of a task to the rows of a batch.
+"""Conversion of the examples of a task to rows of a batch.
 
-An example has the features `inputs` and `targets`, or `targets` alone. What a row of them looks
-like is written in `features`, with the edges of SeqIO's own converters; here it is decided which
-examples share a row.
+An example has the features `inputs` and `targets`, or only `targets`. The module `features` makes
+the arrays of rows, with the edge cases of SeqIO's converters. This module decides which examples
+share a row.
 
-Packing is first fit within a window: as many examples as fill `window_rows` rows are read, dealt
-out to rows in order of arrival, and the rows delivered; then the next window begins. So a position
-is that of the window's first example and a number of rows, which costs bytes, and going on reads
-one window again. SeqIO keeps one row open at a time, which leaves more of it empty.
+Packing is first fit within a window: examples that fill about `window_rows` rows are read and
+placed into rows in order; then the next window begins. So a position is that of the first example
+of the window and a number of rows, and resuming reads one window again. SeqIO keeps only one row
+open at a time, which leaves more padding.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from layerkit_inputs.seqio_adaptor.example_stream import ExampleSource, Numbered
 from layerkit_inputs.seqio_adaptor.shard_pipelines import Example
 
 FeatureConverter = Literal["language_model", "prefix_lm", "encoder_decoder", "prompts"]
-"""Which arrays a batch holds; see `SeqIOInput.feature_converter`."""
+"""Format of a batch; see `SeqIOInput.feature_converter`."""
 
 
 class RowFormat(NamedTuple):
-    """How examples become rows."""
+    """Format of the rows of a batch."""
 
     converter: FeatureConverter
     lengths: Mapping[str, int]
-    """Feature -> most tokens of an example."""
+    """Largest number of tokens of an example by feature."""
     packed: bool
     weights_on_targets_only: bool
     bos_id: int
 
     @property
     def limits(self) -> tuple[int, ...]:
-        """Positions of a row: of its one side, or of `src` and `tgt`."""
+        """Positions of a row, of its one side or of `src` and `tgt`."""
         return self._sides(self.lengths.get("inputs", 0), self.lengths.get("targets", 0))
 
     def sizes(self, example: Example) -> tuple[int, ...]:
-        """Positions that an example takes of each side of a row."""
+        """Return the positions of an example on each side of a row."""
         return self._sides(len(example.get("inputs", ())), len(example.get("targets", ())))
 
     def _sides(self, inputs: int, targets: int) -> tuple[int, ...]:
-        """Positions that so many tokens of the two features take of each side of a row."""
+        """Return the positions on each side of a row for numbers of tokens of both features."""
         match self.converter:
             case "encoder_decoder":
                 return inputs, targets
@@ -63,7 +63,7 @@ class RowFormat(NamedTuple):
                 return (inputs + targets,)
 
     def batch(self, rows: Sequence[Sequence[Example]]) -> NestedMap:
-        """Arrays `[rows, ...]`, from the examples in each row."""
+        """Return arrays `[rows, ...]` of the examples in each row."""
         batch = self._batch_of_vectors(rows)
         if batch is not None:
             return batch
@@ -96,9 +96,9 @@ class RowFormat(NamedTuple):
         return batch
 
     def _batch_of_vectors(self, rows: Sequence[Sequence[Example]]) -> NestedMap | None:
-        """As `batch`, for sequences of int32, looked at and laid out all together.
+        """Return `batch` by a vectorised computation, which supports only int32 sequences.
 
-        None for other examples, and for those that may be refused: `batch` says which, and why.
+        None for other examples, and for invalid ones, about which `batch` raises an error.
         """
         if self.converter not in ("language_model", "prefix_lm"):
             return None
@@ -140,7 +140,7 @@ def _numbers_by_row(rows: Sequence[Sequence[Example]]) -> list[list[int]]:
 
 
 class Rows:
-    """Rows of examples: one each, or several where they are packed."""
+    """A stream of rows with one example each, or several if examples are packed."""
 
     def __init__(
         self,
@@ -150,6 +150,14 @@ class Rows:
         window_rows: int,
         bad_records: BadRecords,
     ):
+        """Set the stream of examples and the format.
+
+        Args:
+          source: Stream of examples.
+          row_format: Format of the rows.
+          window_rows: Number of rows that are packed together.
+          bad_records: Policy for examples longer than a row.
+        """
         self._source = source
         self._format = row_format
         self._window_rows = window_rows
@@ -159,13 +167,13 @@ class Rows:
         self._rows_done = 0
 
     def position(self) -> dict[str, Any]:
-        """Where the open window begins, and how many of its rows are done."""
+        """Return the position of the open window, and the number of its rows that were read."""
         if self._window_begin is None or self._rows_done == len(self._window):
             return {"examples": self._source.position(), "rows_done": 0}
         return {"examples": self._window_begin, "rows_done": self._rows_done}
 
     def set_position(self, position: dict[str, Any]) -> None:
-        """Goes to where `position` was called."""
+        """Restore a position."""
         self._source.set_position(position["examples"])
         self._window, self._window_begin, self._rows_done = [], None, 0
         if position["rows_done"]:
@@ -173,7 +181,7 @@ class Rows:
             self._rows_done = position["rows_done"]
 
     def read(self) -> list[NumberedExample]:
-        """The examples of the next row; raises StopIteration at the end of the examples."""
+        """Return the examples of the next row; raise StopIteration at the end."""
         if not self._format.packed:
             return [self._read_fitting()]
         if self._rows_done == len(self._window):
@@ -193,7 +201,7 @@ class Rows:
             except StopIteration:
                 break
             size = self._format.sizes(numbered.example)
-            if any(size):  # an example without tokens takes no room and adds nothing
+            if any(size):  # an example without tokens is dropped
                 window.append(numbered)
                 sizes.append(size)
                 total += size
@@ -210,28 +218,28 @@ class Rows:
             self._bad_records.report(
                 file=f"task {numbered.task.name}",
                 record=numbered.number,
-                problem=f"it takes {sizes} positions, but a row has {limits}; trim it "
-                "(trim_output_features=True), or raise task_feature_lengths.",
+                problem=f"the example has {sizes} positions, but a row has {limits}. Set "
+                "trim_output_features=True, or increase task_feature_lengths.",
             )
 
 
 def first_fit(sizes: Sequence[Sequence[int]], limits: Sequence[int]) -> Iterator[list[int]]:
-    """Deals items out to rows, each to the first row with room on every side.
+    """Yield rows of items, each of which goes to the first row with room on every side.
 
     >>> list(first_fit([(4,), (3,), (2,), (1,)], (6,)))
     [[0, 2], [1, 3]]
 
     Args:
-      sizes: Of each item, its size on every side of a row; none above its limit.
-      limits: Room of a row on every side.
+      sizes: Sizes of each item on the sides of a row, at most the limits.
+      limits: Size of a row on each side.
 
     Yields:
-      The numbers of the items in each row.
+      Indices of the items in a row.
     """
     places = OpenRows(limits, max(len(sizes), 1))
     rows: list[list[int]] = []
     for number, size in enumerate(sizes):
-        is_empty = bool(rows) and not any(size)  # goes even into a first row that is full
+        is_empty = bool(rows) and not any(size)  # fits even a full row
         row = 0 if is_empty else places.place(size)[0]
         if row == len(rows):
             rows.append([])

@@ -1,12 +1,12 @@
-"""Metrics that SeqIO tasks define, from the scores and predictions of one evaluation.
+"""Metrics of SeqIO tasks, from the scores and predictions of one evaluation.
 
 A task has three kinds of metric functions: `(targets, scores)`, `(targets, predictions)` and
-`(targets, predictions, aux_values)`. Targets and predictions are what its postprocessor makes of
-the text. The targets are read once more from the data, one example at a time, and of each nothing
-is kept but its postprocessed target; outputs come by the number of their example (`provenance`).
+`(targets, predictions, aux_values)`. Targets and predictions are postprocessed by the task. The
+targets are read from the data again, one example at a time, and only the postprocessed target is
+kept. Outputs are keyed by the number of their example (`provenance`).
 
-What does not fit is an error: an output for a row of padding or for no example, an example without
-output. So a metric is that of the whole data set or there is none.
+An output for padding or for an unknown example is an error, and so is an example without output. So
+a metric always covers the whole data set.
 """
 
 from __future__ import annotations
@@ -15,54 +15,52 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from layerkit.errors import ConfigError
 from layerkit_inputs.seqio_adaptor.example_stream import NumberedExample
-from layerkit_inputs.seqio_adaptor.tasks import Refuse
 
 _SHOWN = 5
 
 
 def have_scores(tasks: list[Any]) -> bool:
-    """Whether one of the tasks has metrics of scores."""
+    """Return True if any task has metrics of scores."""
     return any(task.score_metric_fns for task in tasks)
 
 
 def have_predictions(tasks: list[Any]) -> bool:
-    """Whether one of the tasks has metrics of predictions."""
+    """Return True if any task has metrics of predictions."""
     return any(task.predict_metric_fns or task.predict_with_aux_metric_fns for task in tasks)
 
 
-def check_metrics(task: Any, refuse: Refuse) -> None:
-    """Refuses metrics of a kind that is not computed here.
-
-    Raises:
-      ValueError: the task has metric objects, or a function of other arguments.
-    """
+def check_metrics(task: Any, owner: str) -> None:
+    """Raise `ConfigError` if a task has metric objects, or functions of unsupported arguments."""
     try:
         functions = task.metric_fns
     except ValueError as error:
-        raise refuse(f"task {task.name}: {error}") from None
+        raise ConfigError(str(error), owner=f"{owner}: task {task.name}") from None
     if len(task.metric_objs) > len(functions):
-        raise refuse(
-            f"task {task.name} has metric_objs, of which none are computed here. Give them as "
-            "metric_fns, or set use_task_metrics=False."
+        raise ConfigError(
+            "metric objects are not supported",
+            owner=f"{owner}: task {task.name}",
+            field="metric_objs",
+            hint="Use metric_fns, or set use_task_metrics=False.",
         )
 
 
 def score_metrics(
     examples: Iterable[NumberedExample], scores: Mapping[int, float], *, whole_epoch: bool
 ) -> dict[str, float]:
-    """The `(targets, scores)` metrics.
+    """Compute the `(targets, scores)` metrics.
 
     Args:
-      examples: Those of one pass, in order.
-      scores: By number of the example: log-probability of its targets.
-      whole_epoch: Every example must have a score.
+      examples: Examples of one pass, in order.
+      scores: Log-probability of the targets by example number.
+      whole_epoch: True if every example must have a score.
 
     Returns:
-      Metric -> value; where there are several tasks, `task/metric`.
+      Values by metric name, or by `task/metric` for several tasks.
 
     Raises:
-      ValueError: scores and examples do not correspond.
+      ConfigError: The numbers of scores and examples differ.
     """
     collected: dict[Any, dict[str, list[Any]]] = {}
     for number, task, example in _with_outputs(examples, scores, "scores", whole_epoch=whole_epoch):
@@ -83,20 +81,20 @@ def prediction_metrics(
     aux_values: Mapping[str, Mapping[int, Any]] | None,
     whole_epoch: bool,
 ) -> dict[str, float]:
-    """The `(targets, predictions)` and `(targets, predictions, aux_values)` metrics.
+    """Compute the `(targets, predictions)` and `(targets, predictions, aux_values)` metrics.
 
     Args:
-      examples: Those of one pass, in order.
-      predictions: By number of the example: what the model said, as text.
-      aux_values: Name -> by number of the example, what else it said; needed where a task has
-        metrics of it.
-      whole_epoch: Every example must have a prediction.
+      examples: Examples of one pass, in order.
+      predictions: Predicted text by example number.
+      aux_values: Auxiliary outputs of the model by name and example number. Required if a task has
+        metrics of them.
+      whole_epoch: True if every example must have a prediction.
 
     Returns:
-      Metric -> value; where there are several tasks, `task/metric`.
+      Values by metric name, or by `task/metric` for several tasks.
 
     Raises:
-      ValueError: predictions and examples do not correspond, or auxiliary values are missing.
+      ConfigError: The numbers of predictions and examples differ, or auxiliary values are missing.
     """
     collected: dict[Any, dict[str, list[Any]]] = {}
     numbers: dict[Any, list[int]] = {}
@@ -125,11 +123,12 @@ def _with_outputs(
     *,
     whole_epoch: bool,
 ) -> Iterator[NumberedExample]:
-    """The examples that have an output, once it is sure that the two correspond."""
+    """Yield the examples that have an output; raise if the two do not correspond."""
     if padded := sum(number < 0 for number in outputs):
-        raise ValueError(
-            f"{what}: {padded} of rows of padding (provenance -1); leave out the rows whose "
-            "eval_sample_weights are 0."
+        raise ConfigError(
+            f"{padded} outputs are of padding (provenance -1)",
+            field=what,
+            hint="Remove the rows whose eval_sample_weights are 0.",
         )
     unused = set(outputs)
     without: list[int] = []
@@ -142,19 +141,15 @@ def _with_outputs(
         if not unused and not whole_epoch:
             return
     if unused:
-        raise ValueError(
-            f"{what}: {len(unused)} of examples that the data do not have, such as "
-            f"{sorted(unused)[:_SHOWN]}."
-        )
+        numbers = sorted(unused)[:_SHOWN]
+        raise ConfigError(f"{len(unused)} outputs of unknown examples", field=what, value=numbers)
     if without and whole_epoch:
-        raise ValueError(
-            f"{what}: {len(without)} examples have none, such as {without[:_SHOWN]}; every example "
-            "must be there once."
-        )
+        numbers = without[:_SHOWN]
+        raise ConfigError(f"{len(without)} examples have no output", field=what, value=numbers)
 
 
 def _target(task: Any, example: Mapping[str, Any]) -> Any:
-    """What the task's metrics compare with, from the text of the example's targets."""
+    """Return the postprocessed target of an example."""
     text = example.get("targets_pretokenized")
     if text is None:
         vocabulary = task.output_features["targets"].vocabulary
@@ -168,9 +163,12 @@ def _aux_columns(
     task: Any, aux_values: Mapping[str, Mapping[int, Any]] | None, numbers: Sequence[int]
 ) -> dict[str, list[Any]]:
     if not aux_values:
-        raise ValueError(
-            f"task {task.name} has metrics of auxiliary values, but there are none; pass "
-            "aux_values, or set use_task_metrics=False."
+        raise ConfigError(
+            owner=f"task {task.name}",
+            field="aux_values",
+            value=aux_values,
+            expected="auxiliary values, which a metric of the task needs",
+            hint="Pass aux_values, or set use_task_metrics=False.",
         )
     return {name: [column[number] for number in numbers] for name, column in aux_values.items()}
 
@@ -178,19 +176,20 @@ def _aux_columns(
 def _call(
     task: Any, functions: Iterable[Callable[..., Any]], columns: Mapping[str, Any]
 ) -> dict[str, float]:
-    """What the functions return together, as numbers."""
+    """Return the merged results of metric functions, as numbers."""
     results: dict[str, float] = {}
     for function in functions:
         returned = function(**columns)
         if not returned:
-            raise ValueError(f"task {task.name}: {function.__name__} returned no metrics.")
+            raise ConfigError(f"{function.__name__} returned no metrics", owner=f"task {task.name}")
         for name, value in returned.items():
             if name in results:
-                raise ValueError(f"task {task.name}: two metric functions return {name!r}.")
+                problem = f"two metric functions return {name!r}"
+                raise ConfigError(problem, owner=f"task {task.name}")
             number = _as_number(value)
             if number is None:
                 logging.getLogger(__name__).warning(
-                    "task %s: metric %r is a %s, no number, and is left out",
+                    "task %s: skipping metric %r, which is a %s and not a number",
                     task.name,
                     name,
                     type(value).__name__,
@@ -201,7 +200,7 @@ def _call(
 
 
 def _as_number(value: Any) -> float | None:
-    """A number, also one in clu's `Scalar`; None for texts, histograms and the like."""
+    """Return a number or the number in a clu `Scalar`; None for text, histograms and others."""
     try:
         return float(getattr(value, "value", value))
     except (TypeError, ValueError):

@@ -1,11 +1,10 @@
-"""The examples of SeqIO tasks in an order that can be taken up again anywhere.
+"""Streams of examples of SeqIO tasks that can resume at any example.
 
-A `tf.data` pipeline tells its position as the contents of all its buffers, about a megabyte. Here
-a task is read shard after shard, a shard being one of its files (or several, see `num_shards`), and
-each shard is a pipeline of its own, made by the task, with a seed that follows from the epoch and
-the shard's number. So a position is three numbers, the same from run to run. To go on from one, the
-shard that was open is read again up to there: at most one file for each task, however far the run
-has come, whereas skipping through the whole stream would read all of it.
+The state of a `tf.data` pipeline holds all its buffers, about a megabyte. In this module a task is
+read shard by shard. A shard is one file of the task (or several, see `num_shards`) and has its own
+pipeline, whose seed is derived from the epoch and the index of the shard. So a position is three
+numbers, which are valid in any run. Resuming reads the open shard again up to the position, at most
+one file per task, and not the whole stream.
 """
 
 from __future__ import annotations
@@ -17,22 +16,23 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from layerkit.errors import ConfigError
 from layerkit_inputs.indexed_input import epoch_order
 from layerkit_inputs.seqio_adaptor.shard_pipelines import Example, ReadOptions, ShardPipelines
 from layerkit_inputs.seqio_adaptor.tasks import import_tensorflow
 
 _MOST_BAD_IN_A_ROW = 100
-# A host may draw nothing but empty files in one epoch, and others in the next.
+# In one epoch, all files of a host may be empty.
 _MOST_EMPTY_EPOCHS = 16
 
 
 class NumberedExample(NamedTuple):
-    """An example as a stream gives it."""
+    """An example of a stream, with its number and task."""
 
     number: int
-    """In its pass over the data, from 0."""
+    """Zero-based number in the pass over the data."""
     task: Any
-    """`seqio.Task`."""
+    """The `seqio.Task`."""
     example: Example
 
 
@@ -40,17 +40,17 @@ class ExampleSource(Protocol):
     """A stream of examples whose position is JSON."""
 
     def position(self) -> dict[str, Any]:
-        """Where it stands."""
+        """Return the position as JSON values."""
 
     def set_position(self, position: dict[str, Any]) -> None:
-        """Goes to where `position` was called."""
+        """Restore a position."""
 
     def read(self) -> NumberedExample:
-        """The next example; raises StopIteration at the end."""
+        """Return the next example; raise StopIteration at the end."""
 
 
 class _Opened(NamedTuple):
-    """A shard that is open from its first example on."""
+    """An open shard at its first example."""
 
     epoch: int
     shard: int
@@ -58,9 +58,10 @@ class _Opened(NamedTuple):
 
 
 class TaskExamples:
-    """The examples of one task, epoch after epoch."""
+    """A stream of the examples of one task, over epochs."""
 
     def __init__(self, task: Any, options: ReadOptions):
+        """List the files of the task; none is opened."""
         self.task = task
         self._options = options
         self._files = list(task.source.list_shards(options.split))
@@ -75,11 +76,11 @@ class TaskExamples:
         self._epoch = self._shards_done = self._examples_done = 0
 
     def position(self) -> list[int]:
-        """Epoch, shards done in it, examples done in the shard that follows."""
+        """Return epoch, number of shards read in it, and examples read in the next shard."""
         return [self._epoch, self._shards_done, self._examples_done]
 
     def set_position(self, position: list[int]) -> None:
-        """Goes to where `position` was called."""
+        """Restore a position."""
         self._move_to(*position)
         self._ahead = None
 
@@ -91,7 +92,7 @@ class TaskExamples:
         self._in_chunks = True
 
     def read(self) -> Example:
-        """The next example; raises StopIteration at the end of an epoch, unless endless."""
+        """Return the next example; raise StopIteration at the end of an epoch, unless endless."""
         epochs_without = 0
         while True:
             if self._order is None:
@@ -102,9 +103,10 @@ class TaskExamples:
                     raise StopIteration
                 epochs_without += 1
                 if epochs_without > _MOST_EMPTY_EPOCHS:
-                    raise self._options.refuse(
-                        f"task {self.task.name} has no examples in {self._options.split!r}, or "
-                        "none in the files of this host."
+                    raise ConfigError(
+                        f"task {self.task.name} has no examples in split {self._options.split!r}, "
+                        "or none in the files of this host",
+                        owner=self._options.owner,
                     )
                 self._move_to(self._epoch + 1, 0, 0)
                 continue
@@ -115,7 +117,7 @@ class TaskExamples:
             self._move_to(self._epoch, self._shards_done + 1, 0)
 
     def _shard_order(self, epoch: int) -> np.ndarray:
-        """Numbers of the shards of an epoch that fall to this host."""
+        """Return the indices of the shards that this host reads in an epoch."""
         index, count = self._options.share
         if not self._options.shuffle:
             return np.arange(index, self.num_shards, count)
@@ -123,7 +125,7 @@ class TaskExamples:
         return order[index::count]
 
     def _read_from(self, shard: int) -> Example | None:
-        """The next example of a shard, None at its end."""
+        """Return the next example of a shard, or None at its end."""
         tf = import_tensorflow()
         for _ in range(_MOST_BAD_IN_A_ROW):
             try:
@@ -133,23 +135,25 @@ class TaskExamples:
             except (tf.errors.InvalidArgumentError, tf.errors.UnknownError) as error:
                 record: int | None = self._examples_done
                 problem = error
-            except tf.errors.OpError as error:  # the file itself: the rest of it is lost
+            except tf.errors.OpError as error:  # an error of the file, whose rest is lost
                 record, problem = None, error
             self._options.bad_records.report(
                 file=self._name_of(shard), record=record, problem=_first_line(problem)
             )
             if record is None:
                 return None
-        raise self._options.refuse(
-            f"{self._name_of(shard)}: {_MOST_BAD_IN_A_ROW} bad records in a row; the task's "
-            f"preprocessors do not fit the data. {_first_line(problem)}"
+        raise ConfigError(
+            f"{_MOST_BAD_IN_A_ROW} consecutive records of {self._name_of(shard)} cannot be read: "
+            f"{_first_line(problem)}",
+            owner=self._options.owner,
+            hint="Check that the preprocessors of the task fit the data.",
         )
 
     def _read_in_chunks(self, shard: int) -> Example:
         try:
             return self._read_one(shard)
         except import_tensorflow().errors.OpError:
-            # Some record of the next chunk is bad: the rest of the shard comes one by one.
+            # The next chunk has a bad record, so the rest of the shard is read one by one.
             self._iterator = None
             self._in_chunks = False
             return self._read_one(shard)
@@ -159,12 +163,12 @@ class TaskExamples:
             return next(self._iterator)
         self._iterator = self._open(shard)
         example = next(self._iterator)
-        # Not before this shard has filled its own buffer.
+        # After this shard has filled its own buffer.
         self._open_ahead()
         return example
 
     def _open(self, shard: int) -> Iterator[Example]:
-        """The rest of a shard; one that was opened ahead, where it is that."""
+        """Open a shard at the position, or use the one that was opened ahead."""
         ahead, self._ahead = self._ahead, None
         is_whole = self._in_chunks and not self._examples_done
         if is_whole and ahead is not None and ahead[:2] == (self._epoch, shard):
@@ -174,9 +178,9 @@ class TaskExamples:
         )
 
     def _open_ahead(self) -> None:
-        """Has the next shard fill its buffer while this one is read, so that nobody waits for it.
+        """Open the next shard, which fills its buffer while the current one is read.
 
-        A shard that does not open is an error when its turn comes.
+        An error of opening it is raised later, when the shard is read.
         """
         assert self._order is not None
         epoch, rest = self._epoch, self._order[self._shards_done + 1 :]
@@ -192,24 +196,29 @@ class TaskExamples:
     def _name_of(self, shard: int) -> str:
         by_file = self.num_shards <= len(self._files)
         files = self._files[shard :: self.num_shards] if by_file else self._files
-        return files[0] if len(files) == 1 else f"one of {len(files)} files from {files[0]} on"
+        return files[0] if len(files) == 1 else f"one of {len(files)} files, first {files[0]}"
 
     def _choose_num_shards(self) -> int:
         options, num_files = self._options, len(self._files)
         _, hosts = options.share
         if not num_files:
-            raise options.refuse(f"task {self.task.name} has no files for {options.split!r}.")
+            raise ConfigError(
+                f"task {self.task.name} has no files for split {options.split!r}",
+                owner=options.owner,
+            )
         wanted = options.num_shards
         if wanted is not None and not hosts <= wanted <= num_files:
-            raise options.refuse(
-                f"num_shards={wanted}, but {options.split!r} of task {self.task.name} has "
-                f"{num_files} files and {hosts} hosts share them; expected at least one shard for "
-                "a host and one file for a shard, or None."
+            raise ConfigError(
+                owner=options.owner,
+                field="num_shards",
+                value=wanted,
+                expected=f"None, or at least {hosts} (hosts) and at most {num_files} (files of "
+                f"split {options.split!r} of task {self.task.name})",
             )
         if num_files < hosts:
             logging.getLogger(__name__).warning(
-                "task %s has %d files for %d hosts: every host reads all of them and keeps its "
-                "share of the records",
+                "task %s has %d files for %d hosts: every host reads all files and keeps its share "
+                "of the records",
                 self.task.name,
                 num_files,
                 hosts,
@@ -220,9 +229,12 @@ class TaskExamples:
         options = self._options
         size = options.shuffle_buffer_size or self.task.shuffle_buffer_size
         if options.shuffle and size is None:
-            raise options.refuse(
-                f"task {self.task.name} forbids shuffling (its shuffle_buffer_size is None); set "
-                "shuffle=False, or shuffle_buffer_size to shuffle all the same."
+            raise ConfigError(
+                owner=options.owner,
+                field="shuffle",
+                value=True,
+                expected=f"False, since task {self.task.name} has shuffle_buffer_size=None",
+                hint="Set shuffle=False, or set shuffle_buffer_size to shuffle anyway.",
             )
         return size or 1
 
@@ -232,22 +244,23 @@ def _first_line(error: Exception) -> str:
     return message.strip().splitlines()[0]
 
 
-class OneAfterTheOther:
-    """Each task once, in order, every example with its number: what an evaluation reads."""
+class SequentialTasks:
+    """A stream of the examples of each task in order, for evaluation."""
 
     def __init__(self, tasks: list[TaskExamples], *, endless: bool):
+        """Set the tasks; `endless` starts again after the last one."""
         self._tasks = tasks
         self._endless = endless
         self._starts = [task.position() for task in tasks]
         self._task = self._number = 0
 
     def position(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the position as JSON values."""
         at = self._tasks[self._task].position() if self._task < len(self._tasks) else None
         return {"task": self._task, "number": self._number, "at": at}
 
     def set_position(self, position: dict[str, Any]) -> None:
-        """Goes to where `position` was called."""
+        """Restore a position."""
         self._task, self._number = position["task"], position["number"]
         for task, start in zip(self._tasks, self._starts, strict=True):
             task.set_position(start)
@@ -255,7 +268,7 @@ class OneAfterTheOther:
             self._tasks[self._task].set_position(position["at"])
 
     def read(self) -> NumberedExample:
-        """The next example; raises StopIteration at the end of the last task, unless endless."""
+        """Return the next example; raise StopIteration after the last task, unless endless."""
         while True:
             if self._task == len(self._tasks):
                 if not self._endless or not self._number:
@@ -271,26 +284,27 @@ class OneAfterTheOther:
             return NumberedExample(self._number - 1, reader.task, example)
 
 
-class Mixed:
-    """Examples of endless tasks by rates: always of the task that is furthest behind its share."""
+class MixedTasks:
+    """A stream of examples of endless tasks, each from the task furthest behind its rate."""
 
     def __init__(self, tasks: list[TaskExamples], rates: list[float]):
+        """Set the tasks and their rates, in any unit."""
         self._tasks = tasks
         self._rates: list[float] = (np.array(rates, np.float64) / np.sum(rates)).tolist()
         self._counts = [0] * len(tasks)
 
     def position(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the position as JSON values."""
         return {"counts": list(self._counts), "at": [task.position() for task in self._tasks]}
 
     def set_position(self, position: dict[str, Any]) -> None:
-        """Goes to where `position` was called."""
+        """Restore a position."""
         self._counts = list(position["counts"])
         for task, at in zip(self._tasks, position["at"], strict=True):
             task.set_position(at)
 
     def read(self) -> NumberedExample:
-        """The next example, of whichever task."""
+        """Return the next example."""
         number = sum(self._counts)
         behind = [
             rate * (number + 1) - count

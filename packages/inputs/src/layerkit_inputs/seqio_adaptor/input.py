@@ -1,16 +1,16 @@
-"""SeqIOInput: batches from a SeqIO task or mixture.
+"""SeqIOInput: batches of a SeqIO task or mixture.
 
-SeqIO defines the data: sources, preprocessors, vocabularies, mixing rates, metrics. What a run
-needs beyond it is here: an exact and small state, hosts that end together, rows known by number.
+SeqIO defines sources, preprocessors, vocabularies, mixing rates and metrics. This module adds an
+exact and small state, evaluations that end on all hosts together, and row numbers.
 
-How hosts divide the work is one field, `each_host_reads`:
+The field `each_host_reads` decides how hosts share the work:
 
-* `everything`, in evaluation: a host reads all examples and keeps its rows of each global batch.
-  All hosts end together, to the last example, and the state is one for all: a run may go on with
-  another number of hosts. Every host preprocesses the global batch, not its own rows alone; that
-  is the price of an exact end without counting a data set or asking another host.
-* `own_shards`, in training: a host reads its own files, endlessly. The state is its own and fits as
-  many hosts as there were.
+* `everything`, in evaluation: each host reads all examples and keeps its rows of each global batch.
+  All hosts end together after the last example. The state is the same on all hosts, and a run can
+  resume with another number of hosts. Each host preprocesses the global batch, which avoids both
+  counting the data set and communication.
+* `own_shards`, in training: each host reads its own files, endlessly. Each host has its own state,
+  which fits the same number of hosts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from layerkit.near_names import near_names
+from layerkit.checks import check_choice, check_sizes, require
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.bad_records import BadRecords, OnBadRecord
 from layerkit_inputs.base_input import BaseInput
@@ -29,9 +29,9 @@ from layerkit_inputs.seqio_adaptor import eval_metrics
 from layerkit_inputs.seqio_adaptor.converters import FeatureConverter, RowFormat, Rows
 from layerkit_inputs.seqio_adaptor.example_stream import (
     ExampleSource,
-    Mixed,
+    MixedTasks,
     NumberedExample,
-    OneAfterTheOther,
+    SequentialTasks,
     TaskExamples,
 )
 from layerkit_inputs.seqio_adaptor.shard_pipelines import ReadOptions
@@ -47,52 +47,53 @@ _FEATURES_OF = {
 
 
 class SeqIOInput(BaseInput):
-    """Batches of a SeqIO task or mixture; which arrays they hold, `feature_converter` says.
+    """An input of a SeqIO task or mixture; `feature_converter` decides the arrays of a batch.
 
-    Training reads the tasks endlessly, by their rates: always of the task that is furthest behind
-    its share, so that any stretch of examples has the proportions of the mixture. An evaluation
-    reads each task of a mixture once, one after the other, every example exactly once, and adds
-    `provenance` (int32 `[batch]`, the number of the row's example or, packed, of the row; -1 for
-    padding) and `eval_sample_weights` (float32 `[batch]`).
+    Training reads the tasks endlessly by their rates. The next example is of the task furthest
+    behind its rate, so any stretch of examples has the proportions of the mixture. An evaluation
+    reads every example of each task once, in order. Its batches also have `provenance` (int32
+    `[batch]`; number of the example, or of the row if packed; -1 for padding) and
+    `eval_sample_weights` (float32 `[batch]`).
     """
 
     mixture_name: str | None = None
-    """A task or mixture by its registered name."""
+    """Registered name of a task or mixture."""
     mixture_or_task: Any = None
-    """Instead of the name: a `seqio.Task` or `seqio.Mixture`."""
+    """A `seqio.Task` or `seqio.Mixture`, instead of `mixture_name`."""
     split_name: str = "train"
-    """As the tasks name it."""
+    """Name of the split in the tasks."""
     task_feature_lengths: Mapping[str, int] | None = None
-    """Task feature -> most tokens, `{"inputs": 512, "targets": 128}`; required."""
+    """Largest number of tokens by task feature, `{"inputs": 512, "targets": 128}`. Required."""
     feature_converter: FeatureConverter = "language_model"
-    """`language_model`: `inputs` (where there are any) and `targets` as one sequence, all counted.
-    `prefix_lm`: the same, `targets` alone counted, and `inputs_indicator`. `encoder_decoder`: `src`
-    and `tgt`. `prompts`: `ids`, `paddings`, `prompt_lengths` of the inputs, to be continued."""
+    """`language_model`: `inputs` (if any) and `targets` as one sequence, with loss on all tokens.
+    `prefix_lm`: the same with loss on `targets` only, and `inputs_indicator`. `encoder_decoder`:
+    `src` and `tgt`. `prompts`: `ids`, `paddings` and `prompt_lengths` of the inputs."""
     weights_on_targets_only: bool | None = None
-    """Inputs count for no loss, and for no score. None: in `prefix_lm`."""
+    """True for inputs without loss and score. None: True for `prefix_lm`."""
     bos_id: int = 0
-    """What the first token of an example is predicted from."""
+    """Id before the first token of an example."""
     use_packing: bool | None = None
-    """Several examples in a row. None: while training."""
+    """True to pack several examples into a row. None: True in training, except for `prompts`."""
     packing_window_rows: int = 32
-    """Rows that are filled together; more of them waste less, and a restart reads them again."""
+    """Number of rows that are packed together. More rows waste less; resuming reads them again."""
     trim_output_features: bool = True
-    """Cut features at `task_feature_lengths`. A longer example is a bad record otherwise."""
+    """True to cut features at `task_feature_lengths`. False: a longer example is a bad record."""
     shuffle: bool | None = None
-    """Files in a new order each epoch, examples within a buffer. None: while training."""
+    """True to shuffle files in each epoch, and examples in a buffer. None: True in training."""
     shuffle_buffer_size: int | None = None
-    """Examples in that buffer; that of the next file fills meanwhile. None: as the task says."""
+    """Number of examples in that buffer. None: that of the task."""
     num_shards: int | None = None
-    """Parts in which an epoch is read, one after the other, several files each. Fewer parts mix
-    more files, and a restart reads a larger one again. None: each file is one."""
+    """Number of parts of an epoch, which are read in order and have several files each. Fewer parts
+    mix more files, and resuming reads a larger part again. None: one part per file."""
     each_host_reads: Literal["everything", "own_shards"] | None = None
-    """See the module. None: `own_shards` while training, else `everything`."""
+    """Division of work between hosts, see above. None: `own_shards` in training, else
+    `everything`."""
     tfds_data_dir: str | None = None
-    """Where this input's TFDS data are. None: where the tasks say."""
+    """Folder of the TFDS data of this input. None: the folder that the tasks give."""
     use_task_metrics: bool = True
-    """Compute the metrics of the tasks in evaluation."""
+    """True to compute the metrics of the tasks in evaluation."""
     on_bad_record: OnBadRecord = "refuse"
-    """What to do with a record that cannot be read."""
+    """Policy for records that cannot be read: `refuse` raises, `skip` counts them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -115,7 +116,7 @@ class SeqIOInput(BaseInput):
             feature_lengths=self._format.lengths,
             tfds_data_dir=self.tfds_data_dir,
             is_training=self.is_training,
-            refuse=self._config_error,
+            owner=self._label,
         )
         self._check_metrics()
         self._opened: Rows | None = None
@@ -123,17 +124,17 @@ class SeqIOInput(BaseInput):
         self._identity: dict[str, Any] = {}
         self._num_rows = 0
 
-    # What BaseInput asks for.
+    # Implementation of BaseInput.
 
     @classmethod
     def blank_batch(cls, config: Any, rows: int) -> NestedMap | None:
-        """All but prompts, whose lengths are not known before they are read."""
+        """Return a batch of zeros, or None for prompts, whose lengths are unknown."""
         if config.feature_converter == "prompts" or config.task_feature_lengths is None:
             return None
         row_format = RowFormat(
             converter=config.feature_converter,
             lengths=config.task_feature_lengths,
-            packed=True,  # rows without examples look the same as those of one
+            packed=True,  # has the same arrays for rows without examples
             weights_on_targets_only=False,
             bos_id=config.bos_id,
         )
@@ -145,12 +146,12 @@ class SeqIOInput(BaseInput):
 
     @property
     def state_scope(self) -> Scope:  # type: ignore[override]
-        """`global` where every host reads everything."""
+        """`global` if every host reads everything, else `host`."""
         return "global" if self.each_host_reads == "everything" else "host"
 
     @property
     def num_skipped(self) -> int:
-        """Records left out so far."""
+        """Number of records skipped so far."""
         return self._bad_records.num_skipped
 
     def _next(self) -> NestedMap:
@@ -166,7 +167,7 @@ class SeqIOInput(BaseInput):
         return pad_rows(batch, size - len(rows), copy=False)
 
     def _read_rows(self, most: int) -> list[tuple[int, list[NumberedExample]]]:
-        """The next rows, each with its number; raises StopIteration where there is none."""
+        """Return the next rows with their numbers; raise StopIteration if there is none."""
         stream = self._rows()
         rows: list[tuple[int, list[NumberedExample]]] = []
         for _ in range(most):
@@ -202,12 +203,12 @@ class SeqIOInput(BaseInput):
     def ids_to_strings(
         self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None
     ) -> list[str]:
-        """Text of ids int `[batch, length]`, up to the first end of sequence.
+        """Return the text of token ids, up to the first end of sequence.
 
         Args:
-          ids: int `[batch, length]`.
-          lengths: int `[batch]`; ids beyond them are not read.
-          key: `src` for the vocabulary of `inputs`; else that of `targets`.
+          ids: Token ids, int `[batch, length]`.
+          lengths: Number of ids to read in each row, int `[batch]`.
+          key: `src` for the vocabulary of `inputs`, else that of `targets`.
         """
         features = self._tasks[0].task.output_features
         feature = "inputs" if key == "src" or "targets" not in features else "targets"
@@ -221,16 +222,16 @@ class SeqIOInput(BaseInput):
 
     @property
     def has_score_metrics(self) -> bool:
-        """Whether a task has metrics of scores."""
+        """True if a task has metrics of scores, in evaluation."""
         return self._computes_metrics and eval_metrics.have_scores(self._task_list)
 
     @property
     def has_prediction_metrics(self) -> bool:
-        """Whether a task has metrics of predictions."""
+        """True if a task has metrics of predictions, in evaluation."""
         return self._computes_metrics and eval_metrics.have_predictions(self._task_list)
 
     def score_metrics(self, scores: Mapping[int, float]) -> dict[str, float]:
-        """What the tasks' `(targets, scores)` functions return; see `eval_metrics`."""
+        """Compute the `(targets, scores)` metrics of the tasks; see `eval_metrics`."""
         if not self.has_score_metrics:
             return {}
         return eval_metrics.score_metrics(
@@ -243,11 +244,11 @@ class SeqIOInput(BaseInput):
         *,
         aux_values: Mapping[str, Mapping[int, Any]] | None = None,
     ) -> dict[str, float]:
-        """What the tasks' `(targets, predictions[, aux_values])` functions return.
+        """Compute the `(targets, predictions[, aux_values])` metrics of the tasks.
 
         Args:
-          predictions: By `provenance`, the text.
-          aux_values: Name -> by `provenance`, what else the model said of the example.
+          predictions: Predicted text by `provenance`.
+          aux_values: Auxiliary outputs of the model by name and `provenance`.
         """
         if not self.has_prediction_metrics:
             return {}
@@ -271,16 +272,16 @@ class SeqIOInput(BaseInput):
         return bool(self.reset_for_eval)
 
     def _pass_over_examples(self) -> Iterator[NumberedExample]:
-        """The examples of one evaluation again, one at a time, in their order."""
+        """Yield the examples of one evaluation again, in order."""
         tasks = self._task_examples(endless=False, whole_examples=True)
-        stream = OneAfterTheOther(tasks, endless=False)
+        stream = SequentialTasks(tasks, endless=False)
         while True:
             try:
                 yield stream.read()
             except StopIteration:
                 return
 
-    # Reading begins at the first batch or state; building an input opens no data.
+    # Data are opened at the first batch or state, not at construction.
 
     def _rows(self) -> Rows:
         if self._opened is None:
@@ -309,24 +310,22 @@ class SeqIOInput(BaseInput):
             endless=endless,
             whole_examples=whole_examples,
             bad_records=self._bad_records,
-            refuse=self._config_error,
+            owner=self._label,
         )
         return [TaskExamples(weighted.task, options) for weighted in self._tasks]
 
     def _examples(self, tasks: list[TaskExamples]) -> ExampleSource:
         if not self.is_training:
-            return OneAfterTheOther(tasks, endless=self.endless)
+            return SequentialTasks(tasks, endless=self.endless)
         rates = [float(weighted.rate()) for weighted in self._tasks]
-        if min(rates) < 0 or not 0 < sum(rates) < float("inf"):
-            names = [weighted.task.name for weighted in self._tasks]
-            raise self._config_error(
-                f"the mixture's rates are {dict(zip(names, rates, strict=True))}; expected numbers "
-                ">= 0, not all of them 0."
-            )
-        return Mixed(tasks, rates)
+        is_valid = min(rates) >= 0 and 0 < sum(rates) < float("inf")
+        found = dict(zip([task.name for task in self._task_list], rates, strict=True))
+        expected = "numbers of 0 or more, at least one above 0"
+        require(is_valid, self._label, "rates of the mixture", found, expected)
+        return MixedTasks(tasks, rates)
 
     def _describe(self, tasks: list[TaskExamples]) -> dict[str, Any]:
-        """What decides which rows there are, as JSON values; a state fits where it is equal."""
+        """Return JSON values that determine the rows; a state fits only equal ones."""
         order = {"shuffle_buffer_size": self.shuffle_buffer_size} if self.shuffle else {}
         packing = {"packing_window_rows": self.packing_window_rows} if self.use_packing else {}
         return {
@@ -343,56 +342,51 @@ class SeqIOInput(BaseInput):
             **packing,
         }
 
-    # Field values that cannot work are refused when the input is built.
+    # Checks of fields at construction.
 
     def _check_choices(self) -> None:
-        for field, choices in (
-            ("feature_converter", get_args(FeatureConverter)),
-            ("each_host_reads", ("everything", "own_shards")),
-            ("on_bad_record", get_args(OnBadRecord)),
-        ):
-            value = getattr(self, field)
-            if value not in choices:
-                raise self._config_error(
-                    f"{field}={value!r}{near_names(str(value), choices)} Expected one of {choices}."
-                )
+        label = self._label
+        check_choice(label, get_args(FeatureConverter), feature_converter=self.feature_converter)
+        check_choice(label, ("everything", "own_shards"), each_host_reads=self.each_host_reads)
+        check_choice(label, get_args(OnBadRecord), on_bad_record=self.on_bad_record)
         if (self.mixture_name is None) == (self.mixture_or_task is None):
-            raise self._config_error("set mixture_name or mixture_or_task, one of the two.")
-        if self.each_host_reads == "own_shards" and not self.is_training:
             raise self._config_error(
-                "each_host_reads='own_shards' outside of training; hosts would end after different "
-                "numbers of batches. Leave it unset."
+                field="mixture_name",
+                value=self.mixture_name,
+                expected="exactly one of mixture_name and mixture_or_task",
             )
-        if self.shuffle and not self.is_training:
-            raise self._config_error(
-                "shuffle=True outside of training; an evaluation reads its examples in order, by "
-                "which they are known. Leave it unset."
-            )
-        if self.use_packing and self.feature_converter == "prompts":
-            raise self._config_error(
-                "use_packing=True with feature_converter='prompts'; a row is one."
-            )
+        if not self.is_training:
+            # Hosts with their own shards would end after different numbers of batches.
+            expected = "'everything' in evaluation"
+            valid = self.each_host_reads == "everything"
+            require(valid, label, "each_host_reads", self.each_host_reads, expected)
+            # Examples are numbered by their order.
+            require(not self.shuffle, label, "shuffle", self.shuffle, "False in evaluation")
+        if self.feature_converter == "prompts":
+            expected = "False for feature_converter='prompts'"
+            require(not self.use_packing, label, "use_packing", self.use_packing, expected)
 
     def _check_numbers(self) -> None:
-        self._check_at_least(1, "packing_window_rows", "shuffle_buffer_size", "num_shards")
-        if not 0 <= self._seed < 2**63:
-            raise self._config_error(
-                f"input_random_seed={self._seed}; expected 0 or more, below 2**63."
-            )
+        check_sizes(
+            self._label,
+            packing_window_rows=self.packing_window_rows,
+            shuffle_buffer_size=self.shuffle_buffer_size,
+            num_shards=self.num_shards,
+        )
+        is_valid = 0 <= self._seed < 2**63
+        require(is_valid, self._label, "input_random_seed", self._seed, "an integer in [0, 2**63)")
 
     def _check_lengths(self) -> RowFormat:
         lengths = self.task_feature_lengths
         if lengths is None or not all(length >= 1 for length in lengths.values()):
             raise self._config_error(
-                f"task_feature_lengths={lengths!r}; expected the most tokens of each feature, such "
-                "as {'inputs': 512, 'targets': 128}."
+                field="task_feature_lengths",
+                value=lengths,
+                expected="positive lengths by feature, such as {'inputs': 512, 'targets': 128}",
             )
         missing = [name for name in _FEATURES_OF[self.feature_converter] if name not in lengths]
-        if missing:
-            raise self._config_error(
-                f"feature_converter={self.feature_converter!r} reads {missing}, of which "
-                f"task_feature_lengths={dict(lengths)} says nothing."
-            )
+        expected = f"lengths of {missing}, for feature_converter={self.feature_converter!r}"
+        require(not missing, self._label, "task_feature_lengths", dict(lengths), expected)
         return RowFormat(
             converter=self.feature_converter,
             lengths=lengths,
@@ -405,7 +399,7 @@ class SeqIOInput(BaseInput):
         if not self._computes_metrics:
             return
         for task in self._task_list:
-            eval_metrics.check_metrics(task, self._config_error)
+            eval_metrics.check_metrics(task, self._label)
         counts_inputs = (
             self.feature_converter in ("language_model", "prefix_lm")
             and "inputs" in self._format.lengths
@@ -414,12 +408,15 @@ class SeqIOInput(BaseInput):
         if counts_inputs and self.has_score_metrics:
             names = [task.name for task in self._task_list if task.score_metric_fns]
             raise self._config_error(
-                f"weights_on_targets_only=False, but tasks {names} have metrics of scores, which "
-                "would include the tokens of the inputs. Expected True. Set "
-                "weights_on_targets_only=True, or use_task_metrics=False."
+                field="weights_on_targets_only",
+                value=False,
+                expected=f"True, since tasks {names} have metrics of the scores of targets",
+                hint="Set weights_on_targets_only=True, or use_task_metrics=False.",
             )
         if self.use_packing and (self.has_score_metrics or self.has_prediction_metrics):
             raise self._config_error(
-                "use_packing=True outside of training, but the tasks have metrics, which need one "
-                "example a row. Leave use_packing unset, or set use_task_metrics=False."
+                field="use_packing",
+                value=True,
+                expected="False in evaluation, since the tasks have metrics of single examples",
+                hint="Leave use_packing unset, or set use_task_metrics=False.",
             )

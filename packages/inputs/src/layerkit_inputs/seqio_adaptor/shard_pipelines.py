@@ -1,12 +1,11 @@
-"""The `tf.data` pipelines that read the shards of a SeqIO task.
+"""`tf.data` pipelines that read the shards of a SeqIO task.
 
-What costs in reading through `tf.data` is the way out of it, example by example, and making a
-pipeline. So examples come in chunks, cut apart here, which `tf.data` makes ahead on its own
-threads, from the opening of a shard on; and a pipeline that would come out the same in every epoch
-is made once.
+Transferring single examples out of `tf.data`, and making a pipeline, are the main costs. So
+examples are transferred in chunks, which `tf.data` prefetches on its own threads from the opening
+of a shard, and a pipeline that is the same in every epoch is made once.
 
-A chunk with a bad record is lost as a whole. Whoever reads opens the shard again where it stands,
-and goes on one by one (`in_chunks=False`), which tells the record.
+An error loses the whole chunk. The reader then opens the shard again at its position and reads
+single examples (`in_chunks=False`), which identifies the bad record.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from layerkit_inputs.bad_records import BadRecords
-from layerkit_inputs.seqio_adaptor.tasks import Refuse, import_seqio, import_tensorflow
+from layerkit_inputs.seqio_adaptor.tasks import import_seqio, import_tensorflow
 from layerkit_inputs.tensor_iterator import TensorIterator, has_tensors_only
 
 _CHUNK_EXAMPLES = 64
 _CHUNKS_AHEAD = 2
 _MOST_KEPT = 64
 
-# Ops of pipelines that give the same examples each time they are read, whatever the seed. A
-# pipeline with any other, such as a shuffle or `Dataset.random`, is made anew for every epoch.
+# Ops of pipelines whose examples do not depend on the seed. A pipeline with any other op, such as a
+# shuffle or `Dataset.random`, is made again for every epoch.
 _REPEATABLE = frozenset(
     (
         *("AssertCardinality", "Batch", "Cache", "Concatenate", "Filter", "FixedLengthRecord"),
@@ -40,15 +39,15 @@ _REPEATABLE = frozenset(
     )
 )
 
-# SeqIO hands seeds to preprocessors through a global of its module.
-_MAKING = threading.Lock()
+# SeqIO passes seeds to preprocessors through a module global.
+_PIPELINE_LOCK = threading.Lock()
 
 Example = Mapping[str, np.ndarray]
-"""Feature -> token ids int32 `[tokens]`; also what else the task's preprocessors left."""
+"""Token ids int32 `[tokens]` by feature, and other outputs of the preprocessors."""
 
 
 class ReadOptions(NamedTuple):
-    """How the tasks of an input are read."""
+    """Options for reading the tasks of an input."""
 
     split: str
     feature_lengths: Mapping[str, int]
@@ -57,37 +56,38 @@ class ReadOptions(NamedTuple):
     shuffle_buffer_size: int | None
     seed: int
     num_shards: int | None
-    """Parts of an epoch. None: every file is one."""
+    """Number of parts of an epoch. None: one per file."""
     share: tuple[int, int]
-    """Which host this is among how many that divide the shards; `(0, 1)` to read all of them."""
+    """Index of this host and number of hosts that divide the shards; `(0, 1)` reads all shards."""
     endless: bool
     whole_examples: bool
-    """Give all that preprocessors left, as metrics may ask for; else `feature_lengths` alone."""
+    """True to keep all outputs of preprocessors, for metrics; else only `feature_lengths`."""
     bad_records: BadRecords
-    refuse: Refuse
+    owner: str
+    """Label of the input, for errors."""
 
 
 class _Datasets(NamedTuple):
-    """Of one shard, in order."""
+    """Data sets of one shard, unshuffled."""
 
     examples: Any
-    """As the task makes them."""
+    """Examples of the task."""
     measured: Any
-    """Values of `features`, and their lengths; None where examples cannot come in chunks."""
+    """Values of `features` and their lengths, or None if examples cannot be read in chunks."""
     features: Sequence[str]
 
 
 class ShardPipelines:
-    """Opens the shards of one task."""
+    """Pipelines of the shards of one task."""
 
     def __init__(self, task: Any, options: ReadOptions, *, num_shards: int, buffer_size: int):
-        """Opens nothing yet.
+        """Store the options; no file is opened.
 
         Args:
-          task: `seqio.Task`.
-          options: How to read it.
-          num_shards: Into how many parts its files are divided.
-          buffer_size: Examples that are shuffled together, where they are shuffled.
+          task: The `seqio.Task`.
+          options: Options for reading it.
+          num_shards: Number of parts of its files.
+          buffer_size: Number of examples in the shuffle buffer, if examples are shuffled.
         """
         self._task = task
         self._options = options
@@ -96,14 +96,14 @@ class ShardPipelines:
         self._kept: dict[int, _Datasets] = {}
 
     def open(self, shard: int, *, epoch: int, start: int, in_chunks: bool) -> Iterator[Example]:
-        """The examples of one shard in one epoch, from number `start` on; raises what tf.data does.
+        """Return an iterator of the examples of one shard in one epoch; it raises tf.data's errors.
 
         Args:
-          shard: Its number.
-          epoch: Which order of the examples, where they are shuffled.
-          start: How many examples to leave out.
-          in_chunks: Fetch many at a time where that can be done; an error may then come as many
-            examples too early.
+          shard: Index of the shard.
+          epoch: Epoch, which determines the order if examples are shuffled.
+          start: Number of examples to skip.
+          in_chunks: True to transfer examples in chunks if possible. An error then may come up to
+            a chunk early.
         """
         options = self._options
         key = np.random.SeedSequence([options.seed, epoch, shard])
@@ -128,22 +128,22 @@ class ShardPipelines:
         return dataset.skip(start) if start else dataset
 
     def _in_chunks(self, dataset: Any) -> Any:
-        """Several examples as one element: padded, where their lengths have a bound."""
+        """Batch examples to chunks: padded if their lengths have a bound, else ragged."""
         if self._options.trim_output_features:
             return dataset.padded_batch(_CHUNK_EXAMPLES)
         return dataset.ragged_batch(_CHUNK_EXAMPLES)
 
     def _datasets_of(self, shard: int, seed: int) -> _Datasets:
-        """The task's own data sets of a shard, in order."""
+        """Return the unshuffled data sets of a shard."""
         if shard in self._kept:
             return self._kept[shard]
         seqio, options = import_seqio(), self._options
         one_of_several = self._num_shards > 1
-        with _MAKING:
+        with _PIPELINE_LOCK:
             examples = self._checked_task(shard).get_dataset(
                 options.feature_lengths,
                 split=options.split,
-                shuffle=False,  # one file has no order to shuffle, and examples are shuffled later
+                shuffle=False,  # examples are shuffled later
                 seed=seed,
                 shard_info=seqio.ShardInfo(shard, self._num_shards) if one_of_several else None,
                 num_epochs=1,
@@ -157,9 +157,9 @@ class ShardPipelines:
         return made
 
     def _checked_task(self, shard: int) -> Any:
-        """The task, of which a source that knows how many records there are must give as many.
+        """Return the task with a check of the number of records, if its source knows it.
 
-        A file that ends early, cut between two records, would pass for a shorter one.
+        Otherwise a file that was cut between two records would look like a shorter file.
         """
         source, task = self._task.source, copy.copy(self._task)
         if not isinstance(source, import_seqio().TfdsDataSource):
@@ -176,7 +176,7 @@ class ShardPipelines:
         return task
 
     def _features_in_chunks(self, specs: Any) -> Sequence[str]:
-        """Features to fetch; none where they cannot be laid end to end, or more is asked for."""
+        """Return the features to read in chunks, or none if examples cannot be read in chunks."""
         tensor_spec = import_tensorflow().TensorSpec
         if self._options.whole_examples or not isinstance(specs, Mapping):
             return ()
@@ -188,7 +188,7 @@ class ShardPipelines:
 
 
 def _measured(dataset: Any, features: Sequence[str]) -> Any:
-    """The features of each example and, last, their lengths, int32 `[features]`."""
+    """Return a data set of the features of each example and their lengths, int32 `[features]`."""
     tf = import_tensorflow()
 
     @tf.autograph.experimental.do_not_convert
@@ -207,7 +207,7 @@ def _examples_of_chunks(chunks: Iterator[Any], features: Sequence[str]) -> Itera
 
 
 def _rows_of(column: Any, lengths: Sequence[int]) -> list[np.ndarray]:
-    """The rows of a padded or ragged batch."""
+    """Return the rows of a padded or ragged batch."""
     if isinstance(column, np.ndarray):
         return [row[:length] for row, length in zip(column, lengths, strict=True)]
     ends = column.row_splits.tolist()
@@ -215,12 +215,12 @@ def _rows_of(column: Any, lengths: Sequence[int]) -> list[np.ndarray]:
 
 
 def _run(dataset: Any) -> Iterator[Any]:
-    """The elements as numpy arrays, in an order that comes again."""
+    """Iterate over the elements as NumPy arrays, in a deterministic order."""
     return _in_fixed_order(dataset).as_numpy_iterator()
 
 
 def _run_tensors(dataset: Any) -> Iterator[Any]:
-    """As `_run`, begun at once, for a flat tuple of features."""
+    """Iterate as `_run` over flat tuples of features, with prefetching from the start."""
     tf = import_tensorflow()
     dataset = _in_fixed_order(dataset)
     if not has_tensors_only(tf, dataset):
@@ -242,22 +242,22 @@ def _in_fixed_order(dataset: Any) -> Any:
     options = import_tensorflow().data.Options()
     options.deterministic = True
     options.experimental_warm_start = True
-    # Its tuner waits before it lets go of a pipeline, the longer the older that is. Without it,
-    # maps with AUTOTUNE still make their calls side by side.
+    # The tuner delays the release of a pipeline by a time that grows with its age. Without it, maps
+    # with AUTOTUNE still run in parallel.
     options.autotune.enabled = False
-    # They cost more at the opening of each shard than they gain.
+    # The optimizations cost more at the opening of each shard than they gain.
     options.experimental_optimization.apply_default_optimizations = False
     return dataset.with_options(options)
 
 
 def _is_repeatable(dataset: Any) -> bool:
-    """Whether the pipeline has no state and no seed: TensorFlow sees none, nor do its ops."""
+    """Return True if neither TensorFlow nor the ops of the pipeline report a state or seed."""
     tf = import_tensorflow()
-    refuse_state = 2
+    fail_on_state = 2
     try:
         serialized = tf.raw_ops.DatasetToGraphV2(
             input_dataset=tf.data.experimental.to_variant(dataset),
-            external_state_policy=refuse_state,
+            external_state_policy=fail_on_state,
         )
     except tf.errors.OpError:
         return False
@@ -268,10 +268,10 @@ def _is_repeatable(dataset: Any) -> bool:
 
 
 def _skip_past_errors(iterator: Iterator[Example], count: int) -> Iterator[Example]:
-    """Goes on after `count` examples. TensorFlow's own `skip` ends at the first bad record."""
+    """Skip `count` examples and return the iterator; `tf.data`'s `skip` ends at a bad record."""
     errors = import_tensorflow().errors
     while count:
-        with contextlib.suppress(errors.OpError):  # counted when it was met first
+        with contextlib.suppress(errors.OpError):  # was counted when it was first read
             next(iterator)
             count -= 1
     return iterator

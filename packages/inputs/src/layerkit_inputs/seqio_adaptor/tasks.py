@@ -1,7 +1,7 @@
-"""Which SeqIO tasks an input reads, found and checked before anything is read.
+"""Lookup and checks of the SeqIO tasks of an input, before any data are read.
 
-SeqIO keeps some settings for the whole process, the folder of TFDS data among them. Here a folder
-belongs to one input: its tasks are copied, and the copies are told where to read.
+SeqIO keeps some settings per process, such as the folder of TFDS data. In this module a folder
+belongs to one input: the tasks are copied, and the copies read from the folder.
 """
 
 from __future__ import annotations
@@ -14,38 +14,37 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from layerkit.near_names import near_names
+from layerkit.checks import check_choice
+from layerkit.checks import require as require_valid
+from layerkit.errors import ConfigError
 from layerkit_inputs.extras import require
-
-Refuse = Callable[[str], ValueError]
-"""Makes the error that names the input and says what is wrong."""
 
 _NEEDED_BY = "SeqIOInput"
 
 
 class WeightedTask(NamedTuple):
-    """A task and its share in the mixture."""
+    """A task with its rate in the mixture."""
 
     task: Any
-    """`seqio.Task`."""
+    """The `seqio.Task`."""
     rate: Callable[[], float]
-    """Its share, up to a common factor; may ask the data set for its size."""
+    """Function that returns the rate, in any unit; it may read the size of the data set."""
 
 
 @functools.cache
 def import_tensorflow() -> ModuleType:
-    """TensorFlow, kept off the accelerators: they belong to JAX."""
+    """Import TensorFlow and hide accelerators from it, since JAX uses them."""
     tf = require("tensorflow", needed_by=_NEEDED_BY)
     for kind in ("GPU", "TPU"):
         if tf.config.get_visible_devices(kind):
-            # Raises RuntimeError where TensorFlow was at work already: too late to give them back.
+            # Raises RuntimeError if TensorFlow has already initialised the devices.
             tf.config.set_visible_devices([], kind)
     return tf
 
 
 @functools.cache
 def import_seqio() -> ModuleType:
-    """SeqIO, after `import_tensorflow`."""
+    """Import SeqIO, after `import_tensorflow`."""
     import_tensorflow()
     return require("seqio", needed_by=_NEEDED_BY)
 
@@ -57,55 +56,59 @@ def find_tasks(
     feature_lengths: Mapping[str, int],
     tfds_data_dir: str | None,
     is_training: bool,
-    refuse: Refuse,
+    owner: str,
 ) -> list[WeightedTask]:
-    """The tasks of a task (itself) or of a mixture that have the split, in order of their names.
+    """Return the tasks of a mixture, or a single task, that have a split, sorted by name.
 
     Args:
-      mixture_or_task: The registered name of a task or mixture, or one itself.
-      split: As the tasks name it.
-      feature_lengths: Task feature -> most tokens; every feature must be there.
-      tfds_data_dir: Where tasks that read TFDS are to read. None: where they say.
-      is_training: Whether tasks are to be mixed by their rates.
-      refuse: Makes the errors.
+      mixture_or_task: Registered name of a task or mixture, or the object itself.
+      split: Name of the split.
+      feature_lengths: Largest number of tokens by task feature; every feature must be present.
+      tfds_data_dir: Folder of TFDS data. None: the folder that the task gives.
+      is_training: True if tasks are mixed by their rates.
+      owner: Label of the input, for errors.
 
     Raises:
-      ValueError: no such mixture or task, split, feature or folder, or tasks that do not go
-        together.
+      ConfigError: The mixture, task, split, feature or folder does not exist, or the tasks cannot
+        be mixed.
     """
     seqio = import_seqio()
     if isinstance(mixture_or_task, str):
-        mixture_or_task = _registered(seqio, mixture_or_task, refuse)
-    if not isinstance(mixture_or_task, seqio.Task | seqio.Mixture):
-        raise refuse(
-            f"mixture_or_task={mixture_or_task!r}; expected a seqio.Task, a seqio.Mixture or a "
-            "registered name."
-        )
+        mixture_or_task = _find_registered(seqio, mixture_or_task, owner)
+    is_provider = isinstance(mixture_or_task, seqio.Task | seqio.Mixture)
+    expected = "a seqio.Task, a seqio.Mixture or a registered name"
+    require_valid(is_provider, owner, "mixture_or_task", mixture_or_task, expected)
     if tfds_data_dir is not None:
-        mixture_or_task = _reading_from(seqio, mixture_or_task, tfds_data_dir, refuse)
+        mixture_or_task = _with_data_dir(seqio, mixture_or_task, tfds_data_dir, owner)
     tasks = seqio.get_subtasks(mixture_or_task)
-    _check_features(tasks, feature_lengths, refuse)
-    _check_vocabularies(tasks, refuse)
-    if needing := [task.name for task in tasks if task.requires_caching]:
-        raise refuse(
-            f"tasks {needing} can only be read from SeqIO's offline cache (use_cached), which is "
-            "not read here; make their CacheDatasetPlaceholder with required=False."
+    _check_features(tasks, feature_lengths, owner)
+    _check_vocabularies(tasks, owner)
+    if cached := [task.name for task in tasks if task.requires_caching]:
+        raise ConfigError(
+            "SeqIO's offline cache is not supported",
+            owner=owner,
+            field="tasks with required caching",
+            value=cached,
+            hint="Make their CacheDatasetPlaceholder with required=False.",
         )
-    splits = {task.name: list(_splits(seqio, task, refuse)) for task in tasks}
+    splits = {task.name: list(_splits(seqio, task, owner)) for task in tasks}
     chosen = [task for task in tasks if split in splits[task.name]]
     if not chosen:
         known = sorted(set().union(*splits.values()))
-        if set(split) & set("+["):
-            raise refuse(
-                f"split_name={split!r}; expected one of {known}. For parts or sums of splits, give "
-                "them a name in the task: TfdsDataSource(..., splits={'name': 'train[:90%]'})."
-            )
-        raise refuse(
-            f"split_name={split!r}{near_names(split, known)} {mixture_or_task.name} has {known}."
+        hint = (
+            "To read parts or sums of splits, name them in the task: TfdsDataSource(..., "
+            "splits={'name': 'train[:90%]'})."
+        )
+        raise ConfigError(
+            owner=owner,
+            field="split_name",
+            value=split,
+            choices=known,
+            hint=hint if set(split) & set("+[") else None,
         )
     if without := [task.name for task in tasks if task not in chosen]:
         logging.getLogger(__name__).warning(
-            "%s: these tasks have no split %r and are left out: %s",
+            "%s: skipping tasks without the split %r: %s",
             mixture_or_task.name,
             split,
             ", ".join(without),
@@ -114,89 +117,96 @@ def find_tasks(
         return [WeightedTask(mixture_or_task, lambda: 1.0)]
     mixture = mixture_or_task
     if is_training:
-        _check_sampling(seqio, mixture, refuse)
+        _check_sampling(seqio, mixture, owner)
     return [WeightedTask(task, functools.partial(mixture.get_rate, task)) for task in chosen]
 
 
-def _registered(seqio: ModuleType, name: str, refuse: Refuse) -> Any:
-    known = {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()}
+def _find_registered(seqio: ModuleType, name: str, owner: str) -> Any:
+    known = sorted({*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()})
     if name not in known:
-        advice = (
-            "Import the module that registers it."
-            if known
-            else "No task or mixture is registered; import the module that does it."
+        raise ConfigError(
+            "not registered" if known else "no task or mixture is registered",
+            owner=owner,
+            field="mixture_name",
+            value=name,
+            choices=known,
+            hint="Import the module that registers it.",
         )
-        raise refuse(f"mixture_name={name!r}{near_names(name, known)} {advice}")
     return seqio.get_mixture_or_task(name)
 
 
-def _check_features(tasks: list[Any], lengths: Mapping[str, int], refuse: Refuse) -> None:
+def _check_features(tasks: list[Any], lengths: Mapping[str, int], owner: str) -> None:
     features = tasks[0].output_features
     for name in lengths:
-        if name not in features:
-            raise refuse(
-                f"task_feature_lengths names {name!r}{near_names(name, features)} "
-                f"{tasks[0].name} has the features {sorted(features)}."
-            )
+        check_choice(owner, sorted(features), task_feature_lengths=name)
     missing = [name for name, feature in features.items() if feature.required]
     missing = [name for name in missing if name not in lengths]
-    if missing:
-        raise refuse(
-            f"task_feature_lengths={dict(lengths)} says nothing of {missing}, which "
-            f"{tasks[0].name} has; give the most tokens of each feature."
-        )
+    expected = f"a length for each feature of {tasks[0].name}; missing: {', '.join(missing)}"
+    require_valid(not missing, owner, "task_feature_lengths", dict(lengths), expected)
 
 
-def _check_vocabularies(tasks: list[Any], refuse: Refuse) -> None:
+def _check_vocabularies(tasks: list[Any], owner: str) -> None:
     first, *others = tasks
     for task in others:
         for name, feature in first.output_features.items():
             if task.output_features[name].vocabulary != feature.vocabulary:
-                raise refuse(
-                    f"tasks {first.name} and {task.name} have different vocabularies for {name!r}; "
-                    "tasks of one mixture must share them."
+                raise ConfigError(
+                    "tasks of a mixture have different vocabularies",
+                    owner=owner,
+                    field=f"vocabulary of {name!r} in task {task.name}",
+                    value=type(task.output_features[name].vocabulary).__name__,
+                    expected=f"that of task {first.name}, {type(feature.vocabulary).__name__}",
                 )
 
 
-def _check_sampling(seqio: ModuleType, mixture: Any, refuse: Refuse) -> None:
+def _check_sampling(seqio: ModuleType, mixture: Any, owner: str) -> None:
     default = inspect.signature(seqio.Mixture.__init__).parameters["sample_fn"].default
     if mixture._sample_fn is not default:
-        raise refuse(
-            f"mixture {mixture.name} has a sample_fn of its own, whose position cannot be kept; "
-            "give the mixture rates alone."
+        raise ConfigError(
+            owner=owner,
+            field=f"sample_fn of mixture {mixture.name}",
+            value=mixture._sample_fn,
+            expected="the default, since the state of another one cannot be saved",
+            hint="Use rates only.",
         )
 
 
-def _splits(seqio: ModuleType, task: Any, refuse: Refuse) -> Any:
-    """Names of the splits, where the data are there; SeqIO would set out to download them."""
+def _splits(seqio: ModuleType, task: Any, owner: str) -> Any:
+    """Return the names of the splits, or raise if the data are missing; SeqIO would download."""
     if not isinstance(task.source, seqio.TfdsDataSource):
         return task.splits
     loader = task.source.tfds_dataset
     if loader.tfds_splits is None:
-        _check_prepared(loader, task, refuse)
+        _check_prepared(loader, task, owner)
     return task.splits
 
 
-def _check_prepared(loader: Any, task: Any, refuse: Refuse) -> None:
+def _check_prepared(loader: Any, task: Any, owner: str) -> None:
     tfds = require("tensorflow_datasets", needed_by=_NEEDED_BY)
     where = f"{loader.name} in {loader.data_dir or tfds.core.constants.DATA_DIR}"
     try:
         builder = loader.builder
     except (tfds.core.DatasetNotFoundError, AssertionError, OSError, ValueError) as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise refuse(
-            f"task {task.name} reads {where}, which cannot be found: {first_line}"
+        raise ConfigError(
+            f"task {task.name}: cannot find {where}: {first_line}",
+            owner=owner,
+            field="tfds_data_dir",
+            value=loader.data_dir,
         ) from None
     if not builder.is_prepared():
-        raise refuse(
-            f"task {task.name} reads {where}, but {builder.data_path} holds no finished data set. "
-            "Prepare it once, before the run, as with tfds.load(name, data_dir=...), or set "
-            "tfds_data_dir to where it is."
+        raise ConfigError(
+            f"task {task.name}: {builder.data_path} holds no complete data set for {where}",
+            owner=owner,
+            field="tfds_data_dir",
+            value=loader.data_dir,
+            expected="the folder of the prepared data set",
+            hint="To prepare it, run tfds.load(name, data_dir=...) once.",
         )
 
 
-def _reading_from(seqio: ModuleType, provider: Any, data_dir: str, refuse: Refuse) -> Any:
-    """A copy of a task or mixture whose TFDS sources read from `data_dir`."""
+def _with_data_dir(seqio: ModuleType, provider: Any, data_dir: str, owner: str) -> Any:
+    """Return a copy of a task or mixture whose TFDS sources read from `data_dir`."""
     moved: dict[str, Any] = {}
 
     def move(provider: Any) -> Any:
@@ -208,11 +218,9 @@ def _reading_from(seqio: ModuleType, provider: Any, data_dir: str, refuse: Refus
     def move_task(task: Any) -> Any:
         if isinstance(task.source, seqio.TfdsDataSource):
             loader = copy.copy(task.source.tfds_dataset)
-            if loader.tfds_splits is not None:
-                raise refuse(
-                    f"tfds_data_dir={data_dir!r}, but task {task.name} gives a folder for each "
-                    "split (seqio.TfdsSplit); leave tfds_data_dir unset."
-                )
+            has_folders = loader.tfds_splits is not None
+            expected = f"None, since task {task.name} has a folder for each split (seqio.TfdsSplit)"
+            require_valid(not has_folders, owner, "tfds_data_dir", data_dir, expected)
             loader.override_data_dir(data_dir)
             task._source = copy.copy(task.source)
             task._source._tfds_dataset = loader
@@ -226,8 +234,7 @@ def _reading_from(seqio: ModuleType, provider: Any, data_dir: str, refuse: Refus
 
     result = move(provider)
     sources = [task.source for task in seqio.get_subtasks(result)]
-    if not any(isinstance(source, seqio.TfdsDataSource) for source in sources):
-        raise refuse(
-            f"tfds_data_dir={data_dir!r}, but {provider.name} reads no TFDS data; leave it unset."
-        )
+    reads_tfds = any(isinstance(source, seqio.TfdsDataSource) for source in sources)
+    expected = f"None, since {provider.name} reads no TFDS data"
+    require_valid(reads_tfds, owner, "tfds_data_dir", data_dir, expected)
     return result
