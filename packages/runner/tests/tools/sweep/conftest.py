@@ -1,4 +1,4 @@
-"""Study files and folders for the tests of sweeps."""
+"""The fixture of a study file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from layerkit_runner.tools.sweep.study_file import StudyFile, read_study_file
 
 @pytest.fixture
 def study_file(tmp_path: Path) -> Callable[..., StudyFile]:
-    """Writes and reads a study file with these keys."""
+    """Return a function that writes and reads a study file with the given keys."""
 
     def make(**document: Any) -> StudyFile:
         path = tmp_path / "study.json"

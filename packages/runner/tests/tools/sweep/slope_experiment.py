@@ -1,4 +1,4 @@
-"""A model of one weight whose runs end well, badly or not at all, as its fields say."""
+"""A model of one weight, whose runs succeed, crash or take long, depending on its fields."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Slope(BaseExperiment):
     WIDTH: int = 1
     KIND: str = "plain"
     MAX_STEPS: int = 6
-    # For the data to be read slowly, from this row on.
+    # Reading of rows from FIRST_SLOW_ROW on takes so long.
     SECONDS_PER_ROW: float = 0.0
     FIRST_SLOW_ROW: int = 0
-    # A rate from which on the data cannot be read.
+    # With a RATE of at least this, reading the data raises an error.
     CRASH_FROM: float | None = None
 
     def task(self) -> Config:
@@ -74,7 +74,7 @@ class Line(BaseModel):
 
 
 class Ones(IndexedInput):
-    """x = 1, y = 3, whatever the row."""
+    """An input whose rows are all x = 1, y = 3."""
 
     seconds_per_row: float = 0.0
     first_slow_row: int = 0

@@ -1,4 +1,4 @@
-"""The result of a sweep: the table as a whole screen, the record and the picture."""
+"""The result of a sweep: table, record and picture."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ failed: trial 0003: no memory
 def sweep(
     study_file: Callable[..., StudyFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[StudyFile, SweepFolder, optuna.Study]:
-    """Two trials that ended, one pruned, one failed, one under way."""
+    """Return a sweep with two complete trials, and a pruned, a failed and a running one."""
     monkeypatch.chdir(tmp_path)
     folder = SweepFolder("out")
     folder.path.mkdir()
@@ -70,7 +70,9 @@ def sweep(
     return study_file(space=SPACE, num_trials=5), folder, study
 
 
-def test_the_table_and_the_record(sweep: tuple[StudyFile, SweepFolder, optuna.Study]):
+def test_table_and_record_list_the_trials_from_best_to_worst(
+    sweep: tuple[StudyFile, SweepFolder, optuna.Study],
+):
     file, folder, study = sweep
     trials = study.trials
     found = results(trials, file, folder)
@@ -86,7 +88,7 @@ def test_the_table_and_the_record(sweep: tuple[StudyFile, SweepFolder, optuna.St
     assert record["trials"][-1]["reason"] == "no memory"
 
 
-def test_the_best_is_the_largest_where_that_is_asked_for(
+def test_best_trial_has_the_largest_value_if_the_direction_is_maximize(
     sweep: tuple[StudyFile, SweepFolder, optuna.Study], study_file: Callable[..., StudyFile]
 ):
     _, folder, study = sweep
@@ -109,7 +111,7 @@ def test_picture_needs_a_complete_trial(sweep: tuple[StudyFile, SweepFolder, opt
     assert not (folder.path / "sweep.png").exists()
 
 
-def test_without_matplotlib_the_report_says_how_to_get_the_picture(
+def test_report_says_how_to_get_the_picture_if_matplotlib_is_missing(
     sweep: tuple[StudyFile, SweepFolder, optuna.Study], monkeypatch: pytest.MonkeyPatch
 ):
     file, folder, study = sweep

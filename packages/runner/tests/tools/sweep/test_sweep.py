@@ -1,4 +1,4 @@
-"""Whose turn it is: studies in Optuna's own storages, without any training."""
+"""Claims and outcomes of trials in Optuna's storages, without training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ optuna = pytest.importorskip("optuna")
 
 from layerkit_runner.errors import UsageError  # noqa: E402
 from layerkit_runner.tools.sweep.study_file import StudyFile  # noqa: E402
-from layerkit_runner.tools.sweep.sweep import Outcome, OwnTrial, Study  # noqa: E402
+from layerkit_runner.tools.sweep.sweep import ClaimedTrial, Outcome, Study  # noqa: E402
 from layerkit_runner.tools.sweep.trials import SweepFolder  # noqa: E402
 
 SPACE = {
@@ -31,24 +31,24 @@ def opened(file: StudyFile, folder: Path, *, storage: str | None = "journal") ->
     return Study(file, SweepFolder(str(folder)), name="toy", storage=storage)
 
 
-def loss(own: OwnTrial) -> float:
+def loss(own: ClaimedTrial) -> float:
     return float(own.values["RATE"] * own.values["LAYERS"])  # type: ignore[operator]
 
 
-def end(study: Study, own: OwnTrial, state: str = "complete", value: float = 0.0) -> None:
+def end(study: Study, own: ClaimedTrial, state: str = "complete", value: float = 0.0) -> None:
     study.end(own, Outcome(state, value, step=10))  # type: ignore[arg-type]
 
 
 def run_all(study: Study, *, at_most: int = 99) -> list[dict[str, Any]]:
     values = []
-    while len(values) < at_most and (own := study.take()) is not None:
+    while len(values) < at_most and (own := study.claim()) is not None:
         values.append(dict(own.values))
         end(study, own, value=loss(own))
     return values
 
 
 @pytest.mark.parametrize("sampler", ["random", "tpe"])
-def test_a_study_that_was_stopped_draws_what_it_would_have_drawn(
+def test_resumed_study_draws_the_values_of_an_uninterrupted_one(
     study_file: Files, tmp_path: Path, sampler: str
 ):
     options = {"name": sampler, "seed": 3}
@@ -63,57 +63,55 @@ def test_a_study_that_was_stopped_draws_what_it_would_have_drawn(
     assert run_all(opened(other, tmp_path / "other"))[0] != whole[0]
 
 
-def test_two_processes_share_the_trials_and_none_is_run_twice(study_file: Files, tmp_path: Path):
+def test_two_processes_claim_different_trials(study_file: Files, tmp_path: Path):
     file = study_file(space=SPACE, sampler="random", num_trials=3)
     first, second = (opened(file, tmp_path / "study", storage=None) for _ in range(2))
     assert (tmp_path / "study" / "study.db").exists()
-    taken = [study.take() for study in (first, second, first)]
+    taken = [study.claim() for study in (first, second, first)]
     assert [own.number for own in taken if own] == [0, 1, 2]
     assert len({own.values["RATE"] for own in taken if own}) == 3
-    assert second.take() is None
+    assert second.claim() is None
     for study, own in zip((first, second, first), taken, strict=True):
         assert own is not None
         end(study, own, value=1.0)
-    assert first.take() is None
+    assert first.claim() is None
     first.close()
     second.close()
 
 
-def test_a_trial_that_lost_its_process_is_taken_up_with_its_values(
-    study_file: Files, tmp_path: Path
-):
+def test_trial_that_lost_its_process_is_resumed_with_its_values(study_file: Files, tmp_path: Path):
     file = study_file(space=SPACE, num_trials=2)
     first, second = (opened(file, tmp_path / "study") for _ in range(2))
-    own = first.take()
+    own = first.claim()
     assert own is not None and not own.is_resumed
     assert own.report(10, 0.5)
     own.lock.close()  # as the operating system does for a process that is killed
-    again = second.take()
+    again = second.claim()
     assert again is not None and again.is_resumed
     assert (again.number, again.values) == (own.number, own.values)
-    # What was told before is known, and is not told again.
+    # A step is not reported twice.
     assert not again.report(10, 0.5) and again.report(20, 0.25)
     end(second, again, value=0.25)
     (trial,) = second.trials()
     assert (trial.value, trial.intermediate_values) == (0.25, {10: 0.5, 20: 0.25})
 
 
-def test_a_trial_killed_before_it_had_all_its_values_draws_the_others(
+def test_trial_that_was_killed_while_it_drew_values_draws_the_others(
     study_file: Files, tmp_path: Path
 ):
     file = study_file(space=SPACE, num_trials=1)
     whole = run_all(opened(file, tmp_path / "whole"))
     study = opened(file, tmp_path / "study")
-    study.optuna.ask()  # and then the end
+    study.optuna.ask()  # then its process is killed
     assert run_all(study) == whole
 
 
-def test_a_grid_is_walked_once(study_file: Files, tmp_path: Path):
+def test_grid_runs_every_combination_once(study_file: Files, tmp_path: Path):
     space = {"A": {"choices": [0.1, "x"]}, "B": {"low": 1, "high": 3}}
     file = study_file(space=space, sampler="grid")
     found = []
     for study in itertools.cycle([opened(file, tmp_path / "study") for _ in range(2)]):
-        own = study.take()
+        own = study.claim()
         if own is None:
             break
         found.append((own.values["A"], own.values["B"]))
@@ -121,17 +119,17 @@ def test_a_grid_is_walked_once(study_file: Files, tmp_path: Path):
     assert sorted(found, key=str) == sorted(itertools.product([0.1, "x"], [1, 2, 3]), key=str)
 
 
-def test_the_median_prunes_what_is_worse(study_file: Files, tmp_path: Path):
+def test_median_pruner_prunes_the_worse_trial_after_the_warmup(study_file: Files, tmp_path: Path):
     pruner = {"name": "median", "n_startup_trials": 1, "n_warmup_steps": 20}
     study = opened(study_file(space=SPACE, pruner=pruner), tmp_path / "study")
-    good, bad = study.take(), study.take()
+    good, bad = study.claim(), study.claim()
     assert good is not None and bad is not None
     for step in (10, 20, 30):
         good.report(step, 1.0)
     assert not good.trial.should_prune()
     end(study, good, value=1.0)
     bad.report(10, 2.0)
-    assert not bad.trial.should_prune()  # not before so many steps
+    assert not bad.trial.should_prune()  # within the warmup steps
     bad.report(20, 2.0)
     assert bad.trial.should_prune()
     end(study, bad, "pruned")
@@ -147,12 +145,10 @@ def test_the_median_prunes_what_is_worse(study_file: Files, tmp_path: Path):
         {"name": "hyperband", "min_resource": 10, "max_resource": 40, "reduction_factor": 2},
     ],
 )
-def test_each_pruner_takes_its_options_and_lets_the_best_live(
-    study_file: Files, tmp_path: Path, pruner: Any
-):
+def test_pruner_does_not_prune_the_best_trial(study_file: Files, tmp_path: Path, pruner: Any):
     study = opened(study_file(space=SPACE, pruner=pruner, num_trials=8), tmp_path / "study")
     pruned = set()
-    while (own := study.take()) is not None:
+    while (own := study.claim()) is not None:
         for step in (10, 20, 40):
             own.report(step, own.number)
             if own.trial.should_prune():
@@ -164,7 +160,7 @@ def test_each_pruner_takes_its_options_and_lets_the_best_live(
     assert bool(pruned) == (pruner != "none")
 
 
-def test_a_storage_that_cannot_be_opened_is_named(study_file: Files, tmp_path: Path):
+def test_storage_that_cannot_be_opened_is_an_error(raises, study_file: Files, tmp_path: Path):
     file = study_file(space=SPACE)
-    with pytest.raises(UsageError, match=r"^--study_storage=nosuch://x: "):
+    with raises(UsageError, owner="--study_storage=nosuch://x"):
         opened(file, tmp_path / "study", storage="nosuch://x")

@@ -1,4 +1,4 @@
-"""The folder of a sweep, its locks, and what a sweep reads of its trials."""
+"""The folder of a sweep, its locks, and the metrics of its trials."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from layerkit_runner.tools.sweep.trials import RECORD, SweepFolder, TrialMetrics
 from layerkit_runner.trainer.job_folder import STUDY_RECORD
 
 
-def test_a_lock_ends_with_the_process_that_holds_it(tmp_path: Path):
+def test_lock_is_released_when_its_process_is_killed(tmp_path: Path):
     path = tmp_path / "new" / "a.lock"
     program = (
         "import pathlib, sys; from layerkit_runner.tools.sweep.trials import lock\n"
@@ -39,19 +39,19 @@ def test_a_lock_ends_with_the_process_that_holds_it(tmp_path: Path):
     held.close()
 
 
-def test_a_folder_that_cannot_be_one(tmp_path: Path):
-    with pytest.raises(UsageError, match=r"^--job_log_dir=gs://a/b: a sweep needs a folder of a"):
+def test_store_or_folder_of_a_run_is_an_error(raises, tmp_path: Path):
+    with raises(UsageError, field="--job_log_dir", value="gs://a/b"):
         SweepFolder("gs://a/b")
     (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(UsageError, match=r"holds a run \(checkpoints\); a sweep needs a folder of"):
+    with raises(UsageError, field="--job_log_dir", value=str(tmp_path)):
         SweepFolder(str(tmp_path))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000])
-def test_damaged_record_of_a_sweep_is_one_sentence(tmp_path: Path, text: str):
+@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000], ids=lambda text: text[:5])
+def test_damaged_record_of_a_sweep_is_an_error(raises, tmp_path: Path, text: str):
     (tmp_path / "study.json").write_text(text)
-    with pytest.raises(UsageError, match=r"study\.json is damaged"):
-        SweepFolder(str(tmp_path)).recorded()
+    with raises(UsageError, owner=str(tmp_path / "study.json")):
+        SweepFolder(str(tmp_path)).read_record()
 
 
 def test_skipped_training_steps_do_not_end_a_trial(tmp_path: Path):
@@ -64,7 +64,7 @@ def test_skipped_training_steps_do_not_end_a_trial(tmp_path: Path):
     assert metrics.problem == ""
 
 
-def test_the_first_problem_is_the_one_that_is_told(tmp_path: Path):
+def test_first_problem_of_a_trial_is_kept(tmp_path: Path):
     log = tmp_path / "metrics.jsonl"
     losses = {2: 0.5, 4: "Infinity", 6: "NaN"}
     records = [{"step": n, "dataset": "heldout", "loss": loss} for n, loss in losses.items()]
@@ -74,5 +74,5 @@ def test_the_first_problem_is_the_one_that_is_told(tmp_path: Path):
     assert metrics.problem == "heldout/loss is inf at step 4"
 
 
-def test_job_folder_knows_the_record_of_a_sweep():
+def test_job_folder_has_the_name_of_the_record_of_a_sweep():
     assert STUDY_RECORD == RECORD

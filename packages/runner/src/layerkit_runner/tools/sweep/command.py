@@ -1,8 +1,8 @@
 """The command line of a sweep: `runner --exp=… --job_log_dir=DIR --study=FILE`.
 
 Checks run in the order of their cost: the file and the fields of the experiment, the folder,
-Optuna, and then the resolved experiment with its deeper fields and data sets. Nothing is
-written before all checks have passed.
+Optuna, and then the resolved experiment with its deeper fields and data sets. Nothing is written
+before all checks have passed.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from layerkit.errors import first_names
-from layerkit.near_names import near_names
 from layerkit_runner.config.experiment import experiment_fields
 from layerkit_runner.config.flags import ParsedFlags, flag_word
 from layerkit_runner.config.overrides import Override, parse_fields
 from layerkit_runner.config.registry import ExperimentEntry, load_experiment
-from layerkit_runner.errors import UsageError
+from layerkit_runner.errors import UsageError, to_usage_error
 from layerkit_runner.tools.sweep.study_file import (
     Parameter,
     Range,
@@ -35,13 +33,12 @@ from layerkit_runner.tools.sweep.trials import SweepFolder
 if TYPE_CHECKING:
     from layerkit_runner.config.resolve import ResolvedExperiment
 
-# Flags of the sweep itself, and those of which each trial gets a value of its own.
+# Flags of the sweep itself, and flags with another value for each trial.
 _NOT_PASSED_ON = (
     *("exp", "fdl_config", "mode", "job_log_dir", "num_processes"),
     *("study", "num_trials", "study_storage"),
 )
-# A trial is a job of one process that starts from scratch.
-_REFUSED = (
+_UNSUPPORTED = (
     *("coordinator_address", "process_id", "multiprocess_gpu"),
     *("restore_checkpoint_dir", "restore_checkpoint_step"),
 )
@@ -53,30 +50,29 @@ def run_study(flags: ParsedFlags, entry: ExperimentEntry, resolve: Resolve) -> i
     """Check a sweep, run it and return the exit code.
 
     Args:
-      flags: Flags of the command, `--study` among them.
-      entry: The experiment, not yet imported.
-      resolve: Imports the experiment and applies overrides.
+      flags: Flags of the command, including `--study` and `--job_log_dir`.
+      entry: Experiment, not yet imported.
+      resolve: Function that imports the experiment and applies overrides.
 
     Raises:
-      UsageError: The command does not fit the file, the experiment or the folder; nothing was
-        written.
+      UsageError: The command contradicts the file, the experiment or the folder.
     """
     file, folder = _checked(flags, entry)
     fixed, storage = flags.overrides, flags.options.study_storage
     resolved = resolve(fixed)
-    file = dataclasses.replace(file, space=fitted_space(file, fixed, resolve, resolved))
+    file = dataclasses.replace(file, space=fit_space(file, fixed, resolve, resolved))
     dataset = _dataset_of(file, resolved)
     # Loads Optuna and SQLAlchemy.
     from layerkit_runner.tools.sweep.sweep import Study, Sweep
 
     ours = description(file, experiment=resolved.name, fixed=fixed, storage=storage)
     check_same_sweep(folder, ours)
-    with folder.deciding():
+    with folder.locked():
         # Another process may have started another sweep here since the first check.
         check_same_sweep(folder, ours)
-        # The name stays as it began, also where the folder has been moved.
-        recorded = {"name": f"{resolved.name} in {folder.path}", **(folder.recorded() or {})}
-        folder.record({**recorded, **ours})
+        # The name does not change if the folder is moved.
+        recorded = {"name": f"{resolved.name} in {folder.path}", **(folder.read_record() or {})}
+        folder.write_record({**recorded, **ours})
     with contextlib.closing(Study(file, folder, name=recorded["name"], storage=storage)) as study:
         return Sweep(
             file=file,
@@ -90,33 +86,33 @@ def run_study(flags: ParsedFlags, entry: ExperimentEntry, resolve: Resolve) -> i
 
 
 def _checked(flags: ParsedFlags, entry: ExperimentEntry) -> tuple[StudyFile, SweepFolder]:
-    """Check what can be checked before the experiment is resolved."""
+    """Return the study file and the folder, checked against the unresolved experiment."""
     options = flags.options
-    if options.study is None or options.job_log_dir is None:
-        raise UsageError("--study=FILE needs a folder to write to: --job_log_dir=DIR")
-    for name in _REFUSED:
-        if name in flags.given:
-            raise UsageError(f"--{name} does not go with --study: each trial is a job of its own.")
+    unsupported = {
+        f"--{name}": "Each trial is a job of one process that starts from scratch."
+        for name in _UNSUPPORTED
+        if name in flags.given
+    }
     if not options.eval_on_test:
-        raise UsageError("--noeval_on_test does not go with --study: evaluations tell its metric.")
+        unsupported["--noeval_on_test"] = "Evaluations report the metric."
     if flags.given.get("num_processes", 1) != 1:
-        raise UsageError(
-            "--num_processes does not go with --study, whose trials are of one process; to run"
-            " several trials at once, start the command several times."
-        )
-    file = read_study_file(options.study, num_trials=options.num_trials)
+        unsupported["--num_processes"] = "Start the command several times for parallel trials."
+    for flag, hint in unsupported.items():
+        raise UsageError("not supported with --study", field=flag, hint=hint)
+    file = read_study_file(options.study or "", num_trials=options.num_trials)
     annotations = experiment_fields(load_experiment(entry))
     check_fields(file, entry.name, flags.overrides, annotations)
-    folder = SweepFolder(options.job_log_dir)
+    folder = SweepFolder(options.job_log_dir or "")
     if importlib.util.find_spec("optuna") is None:
-        raise UsageError("--study needs optuna: pip install 'layerkit-runner[sweeps]'")
+        hint = "Install it: pip install 'layerkit-runner[sweeps]'"
+        raise UsageError("optuna is not installed", field="--study", hint=hint)
     return file, folder
 
 
 def trial_words(
     flags: ParsedFlags, experiment: str, texts: Mapping[str, str], directory: str
 ) -> list[str]:
-    """Return the arguments of a trial: those of the sweep, with its own values and folder."""
+    """Return the arguments of a trial: those of the sweep, with its values and folder."""
     overrides = {override.path: override.text for override in flags.overrides} | dict(texts)
     passed = {name: value for name, value in flags.given.items() if name not in _NOT_PASSED_ON}
     return [
@@ -124,21 +120,27 @@ def trial_words(
         *(f"--fdl.{path}={text}" for path, text in overrides.items()),
         *(flag_word(name, value) for name, value in passed.items()),
         f"--job_log_dir={directory}",
-        # Without it, a trial below srun would wait for the processes of other sweeps.
+        # Without it, a trial under srun would wait for the processes of other tasks.
         "--num_processes=1",
     ]
 
 
-def fitted_space(
+def fit_space(
     file: StudyFile, fixed: Sequence[Override], resolve: Resolve, base: ResolvedExperiment
 ) -> dict[str, Parameter]:
-    """Return the search space with ranges of floats where a field of `base` holds a float.
+    """Return the search space with ranges of floats for fields that hold a float.
 
-    A path that does not exist, and a value that does not fit there, is a UsageError.
+    Args:
+      file: Study file.
+      fixed: Overrides of the command line.
+      resolve: Function that applies overrides to the experiment.
+      base: Experiment with the fixed overrides.
+
+    Raises:
+      UsageError: A path does not exist, or a value has the wrong type.
     """
-    # The experiment has been imported, so this loads nothing new.
+    # The experiment has imported the modules that this import needs.
     from layerkit_runner.config.config_text import config_json
-    from layerkit_runner.config.experiment import experiment_fields
 
     annotations = experiment_fields(type(base.experiment))
     present = {**config_json(base)["config"], **vars(base.experiment)}
@@ -150,10 +152,10 @@ def fitted_space(
                 if override.is_deep:
                     held = config_json(resolve([*fixed, override]))["config"][path]
                 else:
-                    # Not resolved, since a value may need those of other searched fields.
+                    # Not resolved, since a value may be valid only with those of other fields.
                     held = parse_fields(base.name, annotations, [override])[path]
             except UsageError as error:
-                raise UsageError(f"--study={file.path}: space.{path}: {error}") from error
+                raise to_usage_error(error, owner=f"--study={file.path}") from error
             # A field without an annotation has the type of its value.
             is_float = isinstance(held, float) or isinstance(present.get(path), float)
             if isinstance(parameter, Range) and is_float:
@@ -173,11 +175,13 @@ def _dataset_of(file: StudyFile, resolved: ResolvedExperiment) -> str:
         names = [str(given.get("name", given.get("dataset"))) for given in fields]
     found = [name for name in names if file.metric.startswith(f"{name}/")]
     if not found:
-        wanted = file.metric.partition("/")[0]
+        name = file.metric.partition("/")[2]
         raise UsageError(
-            f"--study={file.path}: metric={file.metric!r} names no held-out data set"
-            f"{near_names(wanted, names)} It is written DATASET/METRIC, and the data sets of"
-            f" {resolved.name} are {first_names(names) or 'none'}."
+            owner=f"--study={file.path}",
+            field="metric",
+            value=file.metric,
+            expected=f"DATASET/METRIC with a data set that {resolved.name} evaluates",
+            choices=[f"{dataset}/{name}" for dataset in names],
         )
     return max(found, key=len)
 
@@ -196,9 +200,9 @@ def _longer(
 def description(
     study: StudyFile, *, experiment: str, fixed: Sequence[Override], storage: str | None
 ) -> dict[str, Any]:
-    """Return what gives the results of a sweep their meaning, for `study.json`.
+    """Return the properties of a sweep that must not change, for `study.json`.
 
-    The number of trials, the sampler and the pruner may change from one start to the next.
+    The number of trials, the sampler and the pruner may differ when a sweep is resumed.
     """
     return {
         "experiment": experiment,
@@ -206,7 +210,7 @@ def description(
         "direction": study.direction,
         "storage": _without_password(storage),
         "overrides": {override.path: override.text for override in fixed},
-        "space": {path: parameter.described() for path, parameter in study.space.items()},
+        "space": {path: parameter.to_json() for path, parameter in study.space.items()},
     }
 
 
@@ -219,22 +223,24 @@ def _without_password(storage: str | None) -> str | None:
 
 
 def check_same_sweep(folder: SweepFolder, ours: Mapping[str, Any]) -> None:
-    """Raise a UsageError that lists the differences if a folder holds another sweep."""
-    recorded = folder.recorded()
+    """Raise UsageError with the differences if a folder holds another sweep."""
+    recorded = folder.read_record()
     if recorded is None:
         return
     theirs, here = dict(_entries(recorded)), dict(_entries(ours))
-    if theirs.get("metric") is None:  # no trial has reported it
+    if theirs.get("metric") is None:  # no trial has reported the metric
         here.pop("metric")
     differences = [
-        f"\n  {path}: {_shown(theirs.get(path))} there, {_shown(here.get(path))} here"
+        f"\n  {path}: recorded {_shown(theirs.get(path))}, now {_shown(here.get(path))}"
         for path in sorted(here.keys() | theirs.keys())
         if path.partition(".")[0] in ours and theirs.get(path) != here.get(path)
     ]
     if differences:
         raise UsageError(
-            f"--job_log_dir={folder.given} holds another sweep; give each a folder of its own."
-            + "".join(differences)
+            "the folder holds another sweep",
+            field="--job_log_dir",
+            value=folder.given,
+            hint=f"Choose another folder, or restore these values:{''.join(differences)}",
         )
 
 

@@ -18,7 +18,7 @@ from layerkit_runner.observers.loss_curve import require_matplotlib
 from layerkit_runner.tools.sweep.study_file import StudyFile, Value
 from layerkit_runner.tools.sweep.trials import SweepFolder
 
-# In the order of the table. An unfinished trial runs, here or elsewhere, or was stopped.
+# In the order of the table. An unfinished trial is running in some process, or was stopped.
 _STATES = {
     TrialState.COMPLETE: "complete",
     TrialState.PRUNED: "pruned",
@@ -30,22 +30,33 @@ _STATES = {
 
 @dataclasses.dataclass(frozen=True)
 class TrialResult:
-    """A trial as a row of the table."""
+    """The row of a trial in the table.
+
+    Attributes:
+      number: Number of the trial.
+      state: complete, pruned, unfinished or failed.
+      value: Metric of the last evaluation; None without one.
+      parameters: Values by the path of each field.
+      step: Last training step.
+      seconds: Duration; None until the trial ends.
+      folder: Job folder of the trial.
+      reason: Cause of a failure, else empty.
+    """
 
     number: int
-    state: str  # complete, pruned, unfinished or failed
-    value: float | None  # of the last evaluation
-    parameters: Mapping[str, Value]  # by the path of each field
+    state: str
+    value: float | None
+    parameters: Mapping[str, Value]
     step: int
-    seconds: float | None  # None until it ends
+    seconds: float | None
     folder: str
-    reason: str = ""  # why it failed
+    reason: str = ""
 
 
 def results(
     trials: Sequence[FrozenTrial], file: StudyFile, folder: SweepFolder
 ) -> list[TrialResult]:
-    """Return the trials, the best first: complete ones by their values, then the others."""
+    """Return the trials from best to worst: complete ones by value, then the others."""
     sign = 1 if file.direction == "minimize" else -1
     states = list(dict.fromkeys(_STATES.values()))
 
@@ -79,7 +90,7 @@ def best_of(found: Sequence[TrialResult]) -> TrialResult | None:
 def write_results(
     found: Sequence[TrialResult], file: StudyFile, folder: SweepFolder, *, experiment: str
 ) -> None:
-    """Write `sweep.json`, which holds what the table shows, the best first."""
+    """Write `sweep.json`, which holds the content of the table."""
     best = best_of(found)
     document: dict[str, Any] = {
         "experiment": experiment,
@@ -93,7 +104,7 @@ def write_results(
 
 
 def table(found: Sequence[TrialResult], file: StudyFile) -> list[str]:
-    """Return the lines of the table, the best first."""
+    """Return the lines of the table, from the best trial to the worst."""
     head = ["trial", file.metric, *file.space, "state", "steps", "folder"]
     rows = [
         [
@@ -124,14 +135,14 @@ def table(found: Sequence[TrialResult], file: StudyFile) -> list[str]:
 
 
 def shown(value: Value) -> str:
-    """Return a value as the table shows it: a float in four digits."""
+    """Return the text of a value in the table: a float has four digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def draw(study: optuna.Study, file: StudyFile, folder: SweepFolder) -> str:
     """Draw `sweep.png`, the metric against each field; return a line that names it.
 
-    Without a complete trial or without matplotlib there is no picture, and the line says why.
+    If no trial is complete or matplotlib is not installed, the line gives the reason instead.
     """
     if not any(trial.state == TrialState.COMPLETE for trial in study.trials):
         return f"no picture: no trial is complete and has a value of {file.metric}"
@@ -147,7 +158,7 @@ def draw(study: optuna.Study, file: StudyFile, folder: SweepFolder) -> str:
 
     png = io.BytesIO()
     with mpl.rc_context(), warnings.catch_warnings():
-        # A field of which all trials have the same value has an axis without length.
+        # If all trials have the same value of a field, the length of its axis is 0.
         warnings.simplefilter("ignore")
         plot_slice(study, params=list(file.space), target_name=file.metric)
         figure = pyplot.gcf()

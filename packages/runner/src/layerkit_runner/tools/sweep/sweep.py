@@ -1,10 +1,10 @@
-"""A sweep: Optuna's study, and the loop that takes a trial, runs it and reports its result.
+"""A sweep: Optuna's study, and the loop that claims, runs and reports trials.
 
-The seed of the sampler is the study's seed plus the number of the trial. So a stopped sweep draws
-the values that it would have drawn, and two processes never draw the same.
+The seed of the sampler is the study's seed plus the number of the trial. So a resumed sweep draws
+the same values as an uninterrupted one, and two processes never draw the same values.
 
 A trial that is running according to Optuna, and whose lock is free, has lost its process. It is
-resumed with its values, in its folder, and so from its checkpoint.
+resumed with its values from the checkpoint in its folder.
 """
 
 from __future__ import annotations
@@ -34,58 +34,79 @@ from layerkit_runner.tools.sweep.trials import (
 
 _DATABASE_TIMEOUT_SECS = 60
 _SECONDS_BETWEEN_POLLS = 0.5
-# When so many trials fail in a row and none has succeeded, the cause is common to all.
+# After so many failures in a row and no success, all trials probably have the same cause.
 _MAX_FAILURES = 3
 _STATES = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a trial's process ended. A stopped trial can be resumed: the sweep itself was stopped."""
+    """The result of a trial's process.
+
+    Attributes:
+      state: End of the trial. A stopped trial is resumed with its sweep.
+      value: Metric of the last evaluation; None without one.
+      step: Last training step.
+      reason: Cause of a failure, else empty.
+    """
 
     state: Literal["complete", "pruned", "failed", "stopped"]
-    value: float | None  # of the last evaluation
+    value: float | None
     step: int
-    reason: str = ""  # why it failed
+    reason: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnTrial:
-    """A trial that this process runs, while it holds the lock of the trial."""
+class ClaimedTrial:
+    """A trial that this process runs and whose lock it holds.
+
+    Attributes:
+      number: Number of the trial.
+      values: Values by the path of each field.
+      is_resumed: True if another process started the trial.
+      trial: Optuna's trial.
+      lock: Lock of the trial.
+      reported: Steps with values that an earlier process reported.
+    """
 
     number: int
     values: Mapping[str, Value]
-    is_resumed: bool  # whether another process started it
+    is_resumed: bool
     trial: optuna.Trial
     lock: IO[bytes]
-    known: frozenset[int]  # steps whose values an earlier process reported
+    reported: frozenset[int]
 
     def report(self, step: int, value: float) -> bool:
         """Report the metric after a training step; return False if it was reported before."""
-        if step in self.known:
+        if step in self.reported:
             return False
         self.trial.report(value, step)
         return True
 
 
 class Study:
-    """Optuna's study of one folder, shared by all processes of the sweep.
-
-    The storage is the URL of a database, or the path of a journal file: SQLite may lose data on a
-    network disk that several machines write, and a journal does not. None is `study.db`.
-
-    Raises:
-      UsageError: The storage cannot be opened.
-    """
+    """Optuna's study of one folder, shared by all processes of the sweep."""
 
     def __init__(
         self, file: StudyFile, folder: SweepFolder, *, name: str, storage: str | None
     ) -> None:
+        """Open or create the study.
+
+        Args:
+          file: Study file.
+          folder: Folder of the sweep.
+          name: Name of the study in its storage.
+          storage: URL of a database, or path of a journal file; None for `study.db`. SQLite may
+            lose data on a network disk to which several machines write, and a journal does not.
+
+        Raises:
+          UsageError: The storage cannot be opened.
+        """
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
         self._file = file
         self._folder = folder
-        with folder.deciding():
+        with folder.locked():
             try:
                 self._storage = _open_storage(storage or f"sqlite:///{folder.path / 'study.db'}")
                 self.optuna = optuna.create_study(
@@ -95,8 +116,11 @@ class Study:
                     pruner=_pruner(file.pruner),
                     load_if_exists=True,
                 )
-            except Exception as error:  # each database driver has errors of its own
-                raise UsageError(f"--study_storage={storage or 'study.db'}: {error}") from error
+            except Exception as error:  # each database driver has other errors
+                raise UsageError(
+                    f"cannot open the storage: {error}",
+                    owner=f"--study_storage={storage or 'study.db'}",
+                ) from error
 
     def close(self) -> None:
         """Close the connections to the storage; call it once, at the end."""
@@ -108,51 +132,52 @@ class Study:
         """Return the trials of all processes, by number."""
         return self.optuna.get_trials()
 
-    def take(self) -> OwnTrial | None:
-        """Return a trial that this process now owns: one that lost its process, or a new one.
+    def claim(self) -> ClaimedTrial | None:
+        """Claim a trial that lost its process, or a new one.
 
         Returns:
-          None if all trials are done or belong to other processes.
+          The trial; None if all trials have ended or are running in other processes.
         """
-        with self._folder.deciding():
+        with self._folder.locked():
             trials = self.trials()
             for frozen in trials:
                 if frozen.state == TrialState.RUNNING:
-                    lock = self._folder.try_to_own(frozen.number)
+                    lock = self._folder.try_lock_trial(frozen.number)
                     if lock is not None:
                         self.optuna.sampler = _sampler(self._file, frozen.number)
                         trial = optuna.Trial(self.optuna, frozen._trial_id)
-                        return self._own(trial, lock, frozen)
+                        return self._claimed(trial, lock, frozen)
             if len(trials) >= self._file.num_trials:
                 return None
             self.optuna.sampler = _sampler(self._file, len(trials))
             trial = self.optuna.ask()
-            lock = self._folder.try_to_own(trial.number)
+            lock = self._folder.try_lock_trial(trial.number)
             if lock is None:
                 raise UsageError(
-                    f"{self._folder.trial(trial.number)} is in use, but the storage does not know"
-                    " that trial; was its study deleted?"
+                    "another process runs this trial, but the storage does not have it",
+                    owner=str(self._folder.trial(trial.number)),
+                    hint="Stop that process if its study was deleted.",
                 )
-            return self._own(trial, lock)
+            return self._claimed(trial, lock)
 
-    def _own(
+    def _claimed(
         self, trial: optuna.Trial, lock: IO[bytes], earlier: FrozenTrial | None = None
-    ) -> OwnTrial:
-        # Values that the trial has already are returned as they are.
+    ) -> ClaimedTrial:
+        # Values that the trial already has are not drawn again.
         values = {path: p.suggest(trial, path) for path, p in self._file.space.items()}
-        # The sampler is only for drawing; Optuna would also call it when the trial ends.
+        # Optuna would also call the sampler of the study when the trial ends.
         self.optuna.sampler = optuna.samplers.RandomSampler()
-        known = frozenset(earlier.intermediate_values if earlier is not None else ())
-        return OwnTrial(trial.number, values, earlier is not None, trial, lock, known)
+        reported = frozenset(earlier.intermediate_values if earlier is not None else ())
+        return ClaimedTrial(trial.number, values, earlier is not None, trial, lock, reported)
 
-    def end(self, own: OwnTrial, outcome: Outcome) -> None:
-        """Store how a trial ended, and release it. A stopped trial can be resumed."""
+    def end(self, claimed: ClaimedTrial, outcome: Outcome) -> None:
+        """Store the outcome of a trial and release its lock; a stopped trial can be resumed."""
         if outcome.state != "stopped":
-            own.trial.set_user_attr("step", outcome.step)
-            own.trial.set_user_attr("reason", outcome.reason)
+            claimed.trial.set_user_attr("step", outcome.step)
+            claimed.trial.set_user_attr("reason", outcome.reason)
             value = outcome.value if outcome.state == "complete" else None
-            self.optuna.tell(own.number, value, state=_STATES[outcome.state])
-        own.lock.close()
+            self.optuna.tell(claimed.number, value, state=_STATES[outcome.state])
+        claimed.lock.close()
 
 
 def _open_storage(storage: str) -> BaseStorage:
@@ -165,14 +190,14 @@ def _open_storage(storage: str) -> BaseStorage:
 
 
 def _sampler(file: StudyFile, number: int) -> optuna.samplers.BaseSampler:
-    """Return the sampler that draws the trial of a number."""
+    """Return the sampler of the trial with a number."""
     options = {"seed": 0, **file.sampler.options}
     seed = options.pop("seed")
     if file.sampler.name == "grid":
         return optuna.samplers.GridSampler(grid(file.space), seed=seed)
     if file.sampler.name == "random":
         return optuna.samplers.RandomSampler(seed=seed + number)
-    # The constant liar keeps away from the values of trials that run in other processes.
+    # The constant liar avoids the values of trials that run in other processes.
     return optuna.samplers.TPESampler(seed=seed + number, constant_liar=True, **options)
 
 
@@ -187,14 +212,18 @@ def _pruner(method: Method) -> optuna.pruners.BasePruner:
     return pruners[method.name](**method.options)
 
 
-class StopRequests:
-    """Ctrl-C and SIGTERM, recorded while it is entered on the main thread."""
+class _StopRequests:
+    """A context manager for the main thread that records SIGINT and SIGTERM.
+
+    Attributes:
+      received: Numbers of the received signals, in order.
+    """
 
     def __init__(self) -> None:
-        self.received: list[int] = []  # in order
+        self.received: list[int] = []
         self._previous: dict[int, Any] = {}
 
-    def __enter__(self) -> StopRequests:
+    def __enter__(self) -> _StopRequests:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, lambda n, _: self.received.append(n))
         return self
@@ -205,22 +234,26 @@ class StopRequests:
 
     @property
     def is_urgent(self) -> bool:
-        """Whether Ctrl-C came a second time: stop at once."""
+        """True after a second Ctrl-C, which kills the trial."""
         return len(self.received) > 1 and self.received[-1] == signal.SIGINT
 
 
 @dataclasses.dataclass
 class Sweep:
-    """Runs the trials of a study one after another, in processes of their own.
+    """A loop that runs the trials of a study one after another, each in its own process.
 
-    Ctrl-C and SIGTERM stop a sweep: the current trial saves and stops, and is resumed when the same
-    command is started again.
+    Ctrl-C and SIGTERM stop a sweep: the current trial saves and stops, and the same command resumes
+    it.
 
     Attributes:
-      dataset: The data set of the metric.
-      command: Returns a trial's arguments, given the texts of its values and its folder.
-      longer: Returns the command that trains the best trial for longer, given the texts of its
-        values and its number of steps.
+      file: Study file.
+      folder: Folder of the sweep.
+      study: Study that the processes of the sweep share.
+      experiment: Name of the experiment.
+      dataset: Data set of the metric.
+      command: Function of the texts of a trial's values and its folder that returns its arguments.
+      longer: Function of the texts of the best trial's values and its number of steps that returns
+        the command to train it for longer.
     """
 
     file: StudyFile
@@ -232,18 +265,18 @@ class Sweep:
     longer: Callable[[dict[str, str], int], str]
 
     def run(self) -> int:
-        """Run trials until all are done or a signal comes; return the exit code."""
+        """Run trials until all have ended or a signal is received; return the exit code."""
         num_failed = 0
-        with StopRequests() as stops:
+        with _StopRequests() as stops:
             while not stops.received:
-                own = self.study.take()
-                if own is None:
+                claimed = self.study.claim()
+                if claimed is None:
                     break
-                outcome = self._run_trial(own, stops)
+                outcome = self._run_trial(claimed, stops)
                 found = self._write_results()
                 num_failed = num_failed + 1 if outcome.state == "failed" else 0
                 if num_failed >= _MAX_FAILURES and report.best_of(found) is None:
-                    _say(f"{num_failed} trials failed one after another; this sweep gives up")
+                    _say(f"stopping the sweep: {num_failed} trials in a row failed")
                     break
         found = self._write_results()
         self._print_results(found)
@@ -252,33 +285,40 @@ class Sweep:
             return 128 + stops.received[0]
         return 0 if any(result.state in ("complete", "unfinished") for result in found) else 1
 
-    def _run_trial(self, own: OwnTrial, stops: StopRequests) -> Outcome:
-        label, began = f"trial {own.number:04d}", time.monotonic()
-        resumed = "resumed: " if own.is_resumed else ""
-        values = ", ".join(f"{path}={report.shown(value)}" for path, value in own.values.items())
+    def _run_trial(self, claimed: ClaimedTrial, stops: _StopRequests) -> Outcome:
+        label, began = f"trial {claimed.number:04d}", time.monotonic()
+        resumed = "resumed: " if claimed.is_resumed else ""
+        values = ", ".join(
+            f"{path}={report.shown(value)}" for path, value in claimed.values.items()
+        )
         _say(f"{label}: {resumed}{values}")
-        folder = self.folder.trial(own.number)
+        folder = self.folder.trial(claimed.number)
         name = self.file.metric.removeprefix(f"{self.dataset}/")
         metrics = TrialMetrics(folder / "metrics.jsonl", dataset=self.dataset, name=name)
-        process = TrialProcess(folder, self.command(_texts(own.values), str(folder)))
+        process = TrialProcess(folder, self.command(_texts(claimed.values), str(folder)))
         try:
-            outcome = self._follow(own, process, metrics, stops)
+            outcome = self._follow(claimed, process, metrics, stops)
         except UnknownMetricError as error:
             process.close()
-            # The trial is resumed once the metric is spelt right.
-            own.lock.close()
-            self.folder.forget_metric()
-            raise UsageError(f"--study={self.file.path}: {error}") from error
+            # The trial is resumed with the corrected file.
+            claimed.lock.close()
+            self.folder.clear_metric()
+            error.owner = f"--study={self.file.path}"
+            raise
         finally:
             process.close()
-        self.study.end(own, outcome)
+        self.study.end(claimed, outcome)
         took = f"{time.monotonic() - began:.0f} s"
         reason = f": {outcome.reason}" if outcome.reason else ""
         _say(f"{label}: {outcome.state} at step {outcome.step}, {took}{reason}")
         return outcome
 
     def _follow(
-        self, own: OwnTrial, process: TrialProcess, metrics: TrialMetrics, stops: StopRequests
+        self,
+        claimed: ClaimedTrial,
+        process: TrialProcess,
+        metrics: TrialMetrics,
+        stops: _StopRequests,
     ) -> Outcome:
         """Wait for the end of a trial, or stop it."""
         is_pruned, is_asked, is_killed = False, False, False
@@ -286,10 +326,10 @@ class Sweep:
         while code is None:
             code = process.wait(_SECONDS_BETWEEN_POLLS)
             for step, value in metrics.read():
-                if own.report(step, value):
-                    _say(f"trial {own.number:04d}: {metrics.label} {value:.5g} at step {step}")
+                if claimed.report(step, value):
+                    _say(f"trial {claimed.number:04d}: {metrics.label} {value:.5g} at step {step}")
                 if code is None and not metrics.is_last(step):
-                    is_pruned = is_pruned or own.trial.should_prune()
+                    is_pruned = is_pruned or claimed.trial.should_prune()
             is_to_stop = is_pruned or metrics.problem or stops.received
             if is_to_stop and not is_asked and code is None:
                 process.stop()
@@ -324,7 +364,7 @@ class Sweep:
         _say(report.draw(self.study.optuna, self.file, self.folder))
         best = report.best_of(found)
         if best is not None:
-            _say("next: the best of them, for twice as long")
+            _say("next: train the best trial for twice as many steps")
             _say(f"  {self.longer(_texts(best.parameters), best.step)}")
 
 
