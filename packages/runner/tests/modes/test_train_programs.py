@@ -337,5 +337,5 @@ def test_a_plan_is_of_the_step_that_needs_most_memory(
     plan = make_plan(resolve(experiment(), [large]), jax.devices())
     assert plan.batch.rows == 8 * 4096
     (other,) = ROWS.keys() - {name}
-    note = f"the step on {name}, which needs most memory; it takes turns with {other}"
+    note = f"the step on {name}, which needs most memory; trained round-robin with {other}"
     assert note in plan.notes

@@ -1,6 +1,6 @@
 """The commands and modes of the tools that come with the runner.
 
-Each imports its tool when it runs: `--help` and the answer to a wrong flag wait for none of them.
+Each imports its tool when it runs, so that `--help` and errors of flags are fast.
 """
 
 from __future__ import annotations

@@ -1,5 +1,3 @@
-"""Devices that work, and devices that compute wrong numbers."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -11,14 +9,14 @@ import pytest
 from layerkit_runner.tools.doctor import devices
 
 
-def test_eight_devices_work():
+def test_working_devices_have_no_problems():
     found = devices.check_devices()
     assert found.values["platform"] == "cpu"
     assert [each["id"] for each in found.values["devices"]] == list(range(8))
     assert not found.problems
 
 
-def test_gpus_that_jax_does_not_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_unused_gpus_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("0000:01:00.0", "0000:02:00.0"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr(devices, "_NVIDIA_GPUS", f"{tmp_path}/*")

@@ -1,5 +1,3 @@
-"""`runner doctor`: the page, the JSON object, the exit code, and checks that hang or die."""
-
 from __future__ import annotations
 
 import json
@@ -50,7 +48,7 @@ def test_failing_folder_is_on_the_page_and_sets_the_exit_code(tmp_path: Path):
     assert len(lines) < 60
 
 
-def test_mistakes_in_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_unknown_flags_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for flag in ("--exp=lm.Small", "--fdl.A=1", "--num_batches=2"):
         assert cli.main(["doctor", flag]) == 2
         assert f"unknown flag: '{flag.partition('=')[0]}'" in capsys.readouterr().err

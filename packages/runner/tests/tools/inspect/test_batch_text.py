@@ -1,5 +1,3 @@
-"""Batches as people read them, by hand."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -15,7 +13,7 @@ from layerkit_runner.tools.inspect.batch_text import field_table, real_rows, row
 
 
 class Letters(BaseInput):
-    """Id 1 is a, 2 is b, …; of `src` they are capitals. 0 ends a line."""
+    """An input in which id 1 is a (A in `src`), 2 is b, and 0 ends a line."""
 
     def ids_to_strings(self, ids: Any, lengths: Any, key: str | None = None) -> list[str]:
         first = "A" if key == "src" else "a"
@@ -30,7 +28,7 @@ LETTERS = Letters(batch_size=2)
 
 @pytest.fixture
 def packed() -> NestedMap:
-    """Two documents and padding in row 0; row 1 only fills up the batch."""
+    """Return two documents and padding in row 0, and a row of padding."""
     return NestedMap(
         ids=np.array([[1, 2, 3, 4, 0, 0], [0] * 6], np.int32),
         labels=np.array([[2, 0, 4, 5, 6, 0], [0] * 6], np.int32),
@@ -54,7 +52,7 @@ def test_summary_and_table(packed: NestedMap):
     assert summary(packed) == "1 of 2 rows hold data | weights 2"
 
 
-def test_segments_are_told_apart_and_labels_that_do_not_count_are_marked(packed: NestedMap):
+def test_segments_are_separate_and_labels_of_weight_0_are_marked(packed: NestedMap):
     assert list(row_lines(LETTERS, packed, 0)) == [
         "row 0 (example 7)",
         "  ids[1]: “ab”",
@@ -81,13 +79,13 @@ def test_both_sides_of_an_encoder_decoder_with_their_vocabularies():
     ]
 
 
-def test_prompts_end_where_they_say():
+def test_prompts_end_at_their_lengths():
     batch = NestedMap(ids=np.array([[1, 2, 0, 0]]), prompt_lengths=np.array([3]))
     assert summary(batch) == "1 of 1 rows hold data | 25.0% padding"
     assert list(row_lines(LETTERS, batch, 0))[1] == r"  ids: “ab\n”"
 
 
-def test_ids_stand_for_themselves_where_there_is_no_vocabulary_and_long_rows_are_cut():
+def test_ids_without_a_vocabulary_are_numbers_and_long_rows_are_cut():
     batch = NestedMap(ids=np.arange(100)[None])
     (_, line) = row_lines(BaseInput(batch_size=1), batch, 0)
     assert line.startswith("  ids: “0 1 2 ")
@@ -102,7 +100,7 @@ def test_a_batch_without_ids_has_a_table_and_no_text():
     assert list(row_lines(LETTERS, batch, 0)) == ["row 0"]
 
 
-def test_special_ids_are_told_apart_from_their_text(tmp_path: Path):
+def test_special_ids_are_marked(tmp_path: Path):
     for name in "ab":
         (tmp_path / name).write_text("EOS")
     dataset = LocalText(batch_size=1, paths=[str(tmp_path)], seq_length=8, split="all")

@@ -1,5 +1,3 @@
-"""`--mode=inspect --inspect=batches`: what each host would be fed, shown by one process."""
-
 from __future__ import annotations
 
 import os
@@ -16,19 +14,19 @@ import pytest
 
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import SpmdPartitioner
-from layerkit_runner.tools.inspect.batches import input_lines, simulated_places
+from layerkit_runner.tools.inspect.batches import input_lines, simulated_hosts
 
 
 def lines_of(config: Any, *, num_hosts: int, kind: str = "eval", num_batches: int = 3) -> list[str]:
-    """On eight devices, with the times taken out."""
+    """Return the lines of an input on eight devices, without the times."""
     partitioner = SpmdPartitioner(ici_mesh_shape=[8, 1, 1])
     partitioner.start()
-    places = simulated_places(jax.devices(), num_hosts)
-    lines = input_lines(config, kind, partitioner, places, num_batches)
+    hosts = simulated_hosts(jax.devices(), num_hosts)
+    lines = input_lines(config, kind, partitioner, hosts, num_batches)
     return [re.sub(r"in [\d.]+ s", "in … s", line) for line in lines]
 
 
-def test_each_host_and_the_end_of_the_data(tiny: SimpleNamespace):
+def test_lines_of_each_host_until_the_data_end(tiny: SimpleNamespace):
     config = tiny.Points.HParams.config(name="points", num_rows=11, percore_batch_size=1.0)
     lines = lines_of(config, num_hosts=2)
     assert lines[:5] == [
@@ -46,9 +44,9 @@ def test_each_host_and_the_end_of_the_data(tiny: SimpleNamespace):
     assert not any("WARNING" in line for line in lines)
 
 
-def test_hosts_that_read_the_same_rows_are_told(tiny: SimpleNamespace):
+def test_hosts_that_read_the_same_rows_are_reported(tiny: SimpleNamespace):
     class Unsplit(tiny.Points):
-        """Forgets that there are other hosts."""
+        """An input that gives all hosts the same rows."""
 
         def _read_rows(self, rows: np.ndarray) -> Any:
             return super()._read_rows(rows % self.local_batch_size)
@@ -60,9 +58,9 @@ def test_hosts_that_read_the_same_rows_are_told(tiny: SimpleNamespace):
         assert f"    WARNING: hosts 0 and {host} read the same rows" in lines
 
 
-def test_records_that_were_left_out_are_told(tiny: SimpleNamespace):
+def test_skipped_records_are_reported(tiny: SimpleNamespace):
     class Holed(tiny.Points):
-        """As if two of its records could not be read."""
+        """An input with two skipped records."""
 
         num_skipped = 2
 
@@ -70,12 +68,12 @@ def test_records_that_were_left_out_are_told(tiny: SimpleNamespace):
     assert lines[-1] == "  Holed: skipped 2 unreadable records so far"
 
 
-def test_devices_that_cannot_be_split():
-    with pytest.raises(UsageError, match="--num_hosts=3: the 8 device"):
-        simulated_places(jax.devices(), 3)
+def test_devices_that_cannot_be_split_over_hosts_raise(raises: Any):
+    with raises(UsageError, field="--num_hosts", value=3):
+        simulated_hosts(jax.devices(), 3)
 
 
-def test_the_command_shows_every_input_and_writes_nothing(tmp_path: Path):
+def test_command_shows_every_input_and_writes_nothing(tmp_path: Path):
     pytest.importorskip("layerkit_experiments")
     for number in range(40):
         (tmp_path / f"{number}.txt").write_text("one two three. " * 10)
@@ -92,7 +90,7 @@ def test_the_command_shows_every_input_and_writes_nothing(tmp_path: Path):
     assert (done.returncode, done.stderr) == (0, "")
     heads = [line for line in done.stdout.splitlines() if line and line[0] != " "]
     assert heads == [
-        "2 host(s) of 1 device(s) each are simulated; labels of weight 0 stand in ⟦brackets⟧,"
+        "2 host(s) of 1 device(s) each are simulated; labels of weight 0 are in ⟦brackets⟧,"
         " special ids in ⟪these⟫",
         "train train (LocalText)",
         "eval heldout (LocalText)",
@@ -128,7 +126,7 @@ def test_the_command_shows_every_input_and_writes_nothing(tmp_path: Path):
         ),
     ],
 )
-def test_commands_end_without_a_traceback_when_nobody_reads_their_output(
+def test_command_with_closed_standard_output_ends_without_a_traceback(
     tmp_path: Path, words: list[str], exit_code: int, error: str
 ):
     pytest.importorskip("layerkit_experiments")
@@ -173,7 +171,7 @@ def test_commands_end_without_a_traceback_when_nobody_reads_their_output(
         ),
     ],
 )
-def test_refusal_of_data_names_flags_that_let_them_be_read(
+def test_error_of_data_names_flags_that_fix_it(
     tmp_path: Path, lines: list[str], fields: list[str], flags: list[list[str]]
 ):
     pytest.importorskip("layerkit_experiments")

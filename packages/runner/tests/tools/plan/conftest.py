@@ -19,13 +19,13 @@ MODULE = "small_lm_experiment"
 
 @pytest.fixture(scope="session")
 def experiment_folder():
-    """Where a process can import `small_lm_experiment` from."""
+    """Return the folder of the module `small_lm_experiment`."""
     return FOLDER
 
 
 @pytest.fixture(scope="session")
 def small_lm():
-    """The class `small_lm_experiment.SmallLm`."""
+    """Return the class `small_lm_experiment.SmallLm`."""
     if MODULE not in sys.modules:
         spec = importlib.util.spec_from_file_location(MODULE, FOLDER / f"{MODULE}.py")
         assert spec is not None and spec.loader is not None
@@ -35,7 +35,7 @@ def small_lm():
 
 
 class Planned(NamedTuple):
-    """A resolved experiment, the eight devices it is for, and its plan."""
+    """A resolved experiment, eight devices, and its plan for them."""
 
     resolved: ResolvedExperiment
     devices: list[jax.Device]
@@ -44,7 +44,7 @@ class Planned(NamedTuple):
 
 @pytest.fixture(scope="session")
 def plan_of(small_lm):
-    """Plans `SmallLm` under "spmd" or "pmap", each once."""
+    """Return a function that plans `SmallLm` under "spmd" or "pmap", each once."""
 
     @functools.cache
     def make(partitioner):
@@ -57,5 +57,5 @@ def plan_of(small_lm):
 
 @pytest.fixture(params=["spmd", "pmap"])
 def planned(request, plan_of):
-    """Each of the two."""
+    """Return the plan under each partitioner."""
     return plan_of(request.param)

@@ -83,7 +83,7 @@ def test_loops_of_known_length_multiply():
     ]
 
 
-def test_a_loop_of_unknown_length_counts_once_and_says_so():
+def test_loop_of_unknown_length_counts_once_and_is_not_exact():
     def grow(x):
         return lax.while_loop(lambda y: y[0, 0] < 100, lambda y: 1 + lax.pmax(y, "tensor"), x)
 
@@ -129,7 +129,7 @@ def test_asynchronous_collectives_count_once_by_their_result():
     ]
 
 
-def test_an_all_gather_in_links_beside_products_counts_once():
+def test_all_gather_in_a_chain_counts_once():
     """As libtpu 0.0.42 writes those of Llama13B, shortened: the links are in several fusions."""
     link = (
         "f32[16]{{0}} all-gather(%x), channel_id={channel}, replica_groups=[1,4]<=[4],"
@@ -179,7 +179,7 @@ def test_bytes_that_leave_a_slice(line, axes, sent, slow):
     assert (found.axes, found.bytes_sent, found.bytes_slow) == (axes, sent, slow)
 
 
-def test_the_part_of_a_tpus_sum_that_goes_to_other_slices():
+def test_send_of_a_tpu_counts_as_its_collective():
     # Two slices of four: each device has added up its quarter, and sends it to its partner.
     text = """ENTRY %main (x: bf16[4,8]) -> bf16[4,8] {
   %x = bf16[4,8]{1,0} parameter(0)
@@ -194,7 +194,7 @@ def test_the_part_of_a_tpus_sum_that_goes_to_other_slices():
     ]
 
 
-def test_a_sum_of_which_a_tpu_keeps_a_part_is_a_reduce_scatter():
+def test_fused_reduce_scatter_of_a_tpu():
     text = """%all-reduce-scatter.1 (input: f32[32]) -> f32[8] {
   %sum = f32[32]{0} all-reduce(%input), replica_groups={{0,1,2,3}}, to_apply=%add
   ROOT %part = f32[8]{0} dynamic-slice(%sum, %place), dynamic_slice_sizes={8}
@@ -210,12 +210,12 @@ ENTRY %main (x: f32[32]) -> f32[8] {
     ]
 
 
-def test_unknown_groups_are_an_error():
+def test_collective_with_unknown_groups_raises():
     text = """ENTRY %main (x: f32[4]) -> f32[4] {
   ROOT %sum = f32[4]{0} all-reduce(%x), replica_groups=everyone, to_apply=%add
 }
 """
-    with pytest.raises(ValueError, match="without a known form of device groups"):
+    with pytest.raises(ValueError, match="unknown form of device groups"):
         collective_traffic(text, {"data": 2})
 
 
@@ -267,8 +267,8 @@ def test_all_forms_of_groups_are_read(text, expected):
 
 
 @pytest.mark.parametrize("text", ["mesh['a'=8]", "[2,4]<=", "everyone"])
-def test_an_unknown_form_is_named(text):
-    with pytest.raises(ValueError, match="is of no known form"):
+def test_unknown_form_of_groups_raises(text):
+    with pytest.raises(ValueError, match="unknown form of replica_groups"):
         parse_groups(text, num_devices=8)
 
 

@@ -38,7 +38,7 @@ from layerkit_runner.tools.plan.targets import parse_target, sized, usual_topolo
         ("v6e-256", "v6e", 256, 1, (16, 16)),
     ],
 )
-def test_targets(text, kind, num_devices, num_slices, topology):
+def test_target_is_parsed(text, kind, num_devices, num_slices, topology):
     found = parse_target(text)
     assert found.kind is device_kind(kind)
     assert (found.num_devices, found.num_slices) == (num_devices, num_slices)
@@ -46,50 +46,49 @@ def test_targets(text, kind, num_devices, num_slices, topology):
     assert parse_target(found.describe()) == found
 
 
-def test_the_devices_of_this_machine():
+def test_target_here_stands_for_the_devices_of_this_machine():
     found = parse_target("here")
     assert found.is_here
     assert found.describe() == "here"
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"),
+    ("text", "field", "value"),
     [
-        ("h100x12", "12 devices are no whole number of nodes of 8; use 8 or 16"),
-        ("h10x8", "no kind of device 'h10' is known; did you mean 'h100'?"),
-        ("v5px8", "a TPU slice has a shape: v5p:4x4x4, or v5p-128 as Google Cloud names it"),
-        ("v5p:8x8", "a slice of v5p has 3 dimensions of at least 1, as in v5p:4x4x4"),
-        ("v5e:4x0", "a slice of v5e has 2 dimensions of at least 1, as in v5e:4x4"),
-        ("v5e:4x4*0", "a plan needs at least 1 slice"),
-        ("h100:8", "h100 has no topology; write h100x8 for eight of them"),
-        ("v4-7", "the number in v4-7 counts TensorCores, two on each chip, so it is even"),
-        ("v5e-12", "no slice of v5e has 12 chip(s); give its shape, as in v5e:4x4"),
-        ("cpux0", "a plan needs at least 1 device"),
-        ("8", "no form of a target. Targets: cpux8 (simulated), "),
-        ("cpu8", "no kind of device 'cpu8' is known; did you mean 'cpu'?"),
+        ("h100x12", "--target", "h100x12"),
+        ("v5px8", "--target", "v5px8"),
+        ("v5p:8x8", "--target", "v5p:8x8"),
+        ("v5e:4x0", "--target", "v5e:4x0"),
+        ("v5e:4x4*0", "--target", "v5e:4x4*0"),
+        ("h100:8", "--target", "h100:8"),
+        ("v4-7", "--target", "v4-7"),
+        ("v5e-12", "--target", "v5e-12"),
+        ("cpux0", "--target", "cpux0"),
+        ("8", "--target", "8"),
+        ("h10x8", "kind of device", "h10"),
+        ("cpu8", "kind of device", "cpu8"),
     ],
 )
-def test_invalid_targets_are_rejected(text, problem):
-    with pytest.raises(UsageError) as caught:
+def test_invalid_target_raises(raises, text, field, value):
+    with raises(UsageError, field=field, value=value):
         parse_target(text)
-    assert str(caught.value).startswith(f"--target={text}: {problem}")
 
 
 @given(st.sampled_from(["v4", "v5e", "v5p", "v6e"]), st.integers(1, 4096))
-def test_a_usual_topology_has_the_chips_that_were_asked_for(name, chips):
+def test_usual_topology_has_the_given_number_of_chips(name, chips):
     kind = device_kind(name)
     try:
         found = usual_topology(kind, chips)
     except UsageError:
-        # Powers of two are always to be had.
+        # A topology exists for each power of two.
         assert chips & (chips - 1) != 0
         return
     assert math.prod(found) == chips
     assert len(found) == (2 if name in ("v5e", "v6e") else 3)
 
 
-def test_a_target_for_a_mesh():
+def test_target_gets_the_size_of_a_mesh(raises):
     found = sized(parse_target("v7x"), per_slice=8, num_slices=2)
     assert (found.topology, found.num_devices, found.num_slices) == ((2, 2, 1), 16, 2)
-    with pytest.raises(UsageError, match="a chip of v7x is two devices, and 7 is odd"):
+    with raises(UsageError, owner="--target=v7x", field="devices of the mesh", value=7):
         sized(parse_target("v7x"), per_slice=7, num_slices=1)

@@ -4,9 +4,9 @@
     runner doctor --job_log_dir=DIR     this machine and the folder of a job, or gs://bucket/run
     runner doctor --json                the same as one JSON object
 
-A check that touches a disk or a device runs in a process of its own with a time limit: a hanging
-driver cannot be interrupted from Python, and a wrong flag of XLA ends its process. `machine.py` has
-the checks that need no JAX and the entry point of these processes; `devices.py` has the others.
+A check that uses a disk or a device runs in a separate process with a time limit: a hanging driver
+cannot be interrupted from Python, and a wrong flag of XLA ends its process. `machine.py` has the
+checks that need no JAX, and the entry point of these processes. `devices.py` has the others.
 
 Exit codes: 0 if every check passed, 1 if one failed.
 """
@@ -29,7 +29,7 @@ from layerkit_runner.tools.doctor.machine import Finding, Problem, check_host, c
 
 # Seconds. The first use of devices waits for their driver.
 TIME_LIMITS = {"folder": 60.0, "devices": 150.0, "collectives": 150.0}
-_ADVICE_IF_HANGING = {
+_REMEDIES_IF_HANGING = {
     "folder": "A network file system may be unreachable. Choose another --job_log_dir.",
     "devices": "Another program may hold the devices (only one process at a time can use a TPU), or"
     " the driver is stuck. On a slice of several hosts run `runner doctor` on all of them at once.",
@@ -70,7 +70,7 @@ def run_doctor(options: RunOptions) -> int:
 
 
 def run_checks(folder: str) -> Iterator[tuple[str, Finding]]:
-    """Yield the name and the finding of each check as soon as it is done."""
+    """Run the checks, and yield name and finding of each when it is done."""
     yield "packages", check_packages()
     yield "host", check_host()
     for name, limit in TIME_LIMITS.items():
@@ -83,7 +83,7 @@ def run_checks(folder: str) -> Iterator[tuple[str, Finding]]:
 def run_in_process(
     name: str, folder: str, *, limit: float, command: Sequence[str] = (sys.executable, "-c", _CODE)
 ) -> Finding:
-    """Run a check in a process of its own and return its finding.
+    """Run a check in a separate process and return its finding.
 
     Args:
       name: Key of `TIME_LIMITS`.
@@ -91,7 +91,7 @@ def run_in_process(
       limit: Seconds after which the process is killed.
       command: Command line, without name and folder, that prints the finding as JSON.
     """
-    # Memory of the devices stays free for programs that already use them.
+    # Other programs may need the memory of the devices.
     environ = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ}
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         words = [*command, name, folder]
@@ -99,7 +99,7 @@ def run_in_process(
         try:
             code = process.wait(timeout=limit)
         except subprocess.TimeoutExpired:
-            problem = Problem(f"{name}: no answer within {limit:g} s.", _ADVICE_IF_HANGING[name])
+            problem = Problem(f"{name}: no answer within {limit:g} s.", _REMEDIES_IF_HANGING[name])
             return Finding(["does not answer"], {}, [problem])
         finally:
             process.kill()
@@ -113,9 +113,9 @@ def run_in_process(
     if code == 0 and text:
         found, values, problems = json.loads(text)
         return Finding(found, values, [Problem(*problem) for problem in problems])
-    said = [line.strip() for line in lines if line.strip() and not _FRAME.match(line)]
+    errors = [line.strip() for line in lines if line.strip() and not _FRAME.match(line)]
     problem = Problem(
-        f"{name}: the process ended with exit code {code}: {' '.join(said[-4:])}",
-        "Check XLA_FLAGS and LIBTPU_INIT_ARGS, and that the driver fits the installed packages.",
+        f"{name}: the process ended with exit code {code}: {' '.join(errors[-4:])}",
+        "Check XLA_FLAGS and LIBTPU_INIT_ARGS, and the version of the driver.",
     )
     return Finding(["failed, see below"], {}, [problem])

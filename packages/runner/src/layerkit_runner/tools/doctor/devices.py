@@ -1,4 +1,4 @@
-"""Checks of the devices, with JAX: whether they compute right numbers and reach each other."""
+"""Checks of the devices, with JAX: whether they compute correctly and reach each other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from layerkit_runner.files.byte_sizes import size_text
 from layerkit_runner.tools.doctor.machine import Finding, Problem
 
-# The driver makes these folders, whether JAX uses the devices or not.
+# The driver creates these folders, whether JAX uses the devices or not.
 _NVIDIA_GPUS = "/proc/driver/nvidia/gpus/*"
 _MATRIX = 256
 _BYTES = 64 << 20
@@ -49,7 +49,7 @@ def check_devices() -> Finding:
 
 @jax.jit
 def _product(left: jax.Array, right: jax.Array) -> jax.Array:
-    """Return `[n, n]` × `[n, n]` of bfloat16, added up in float32."""
+    """Return the product of `[n, n]` matrices in bfloat16, accumulated in float32."""
     left, right = left.astype(jnp.bfloat16), right.astype(jnp.bfloat16)
     return jnp.matmul(left, right, preferred_element_type=jnp.float32)
 
@@ -61,13 +61,13 @@ def _unused_gpus(platform: str) -> Iterator[Problem]:
         what = f"This machine has {count} NVIDIA GPU(s), and JAX_PLATFORMS={chosen} hides them."
         yield Problem(what, "Unset JAX_PLATFORMS to use them.", fails=False)
     elif count:
-        what = f"This machine has {count} NVIDIA GPU(s), and JAX has the CPU alone."
+        what = f"This machine has {count} NVIDIA GPU(s), and JAX sees only the CPU."
         to_do = "pip install 'layerkit-runner[cuda]', and check CUDA_VISIBLE_DEVICES."
         yield Problem(what, to_do)
 
 
 def check_collectives() -> Finding:
-    """Sum numbers over all devices; report the result and the speed of the fastest of some runs."""
+    """Sum numbers over all devices, and report the result and the speed of the fastest run."""
     devices = jax.local_devices()
     count = len(devices)
     if count == 1:
@@ -75,7 +75,7 @@ def check_collectives() -> Finding:
     mesh = Mesh(np.asarray(devices), ("all",), axis_types=(AxisType.Auto,))
     rows = NamedSharding(mesh, PartitionSpec("all"))
     size = (_BYTES_ON_CPU if devices[0].platform == "cpu" else _BYTES) // 4
-    # Row i holds i + 1 everywhere, and is made on its own device.
+    # Row i is filled with i + 1, on device i.
     row_numbers = np.arange(1.0, count + 1)[:, None]
     numbers = jax.jit(lambda: jnp.broadcast_to(row_numbers, (count, size)), out_shardings=rows)()
     psum = functools.partial(jax.lax.psum, axis_name="all")

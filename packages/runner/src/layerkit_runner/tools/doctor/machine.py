@@ -1,4 +1,4 @@
-"""Checks of packages, host and disk, and the entry point of processes that run one check."""
+"""Checks of packages, host and disk, and the entry point of a process that runs one check."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from etils import epath
 from layerkit_runner.files.byte_sizes import size_text
 
 _OWN_PACKAGES = ("layerkit", "layerkit-inputs", "layerkit-runner", "layerkit-experiments")
-# Each plugin is released together with jaxlib, under its number.
+# Each plugin has the version number of its jaxlib.
 _PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin", "jax-rocm7-plugin")
 _PACKAGES = (
     *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "fiddle", "numpy"),
@@ -31,7 +31,7 @@ _TRIAL_BYTES = 64 << 20
 _LITTLE_SPACE = 10e9
 _NO_SPACE = 1e8
 
-_ADVICE = {
+_REMEDIES = {
     "folder": "Choose another --job_log_dir, or check that this machine may write there.",
     "devices": "Check JAX_PLATFORMS and CUDA_VISIBLE_DEVICES, that layerkit-runner[cuda] or"
     " layerkit-runner[tpu] is installed, and with nvidia-smi that the driver works.",
@@ -39,12 +39,12 @@ _ADVICE = {
 
 
 class Problem(NamedTuple):
-    """Something that is not as it should be.
+    """A failure, or a warning, with its remedy.
 
     Attributes:
-      what: Sentence that states it.
-      to_do: Sentence that says what to do about it.
-      fails: Whether a run would fail; a warning otherwise.
+      what: Sentence that states the problem.
+      to_do: Sentence that states the remedy.
+      fails: Whether a run would fail; False for a warning.
     """
 
     what: str
@@ -67,7 +67,7 @@ class Finding(NamedTuple):
 
 
 def check_packages() -> Finding:
-    """Report versions, and those that do not fit together."""
+    """Report versions of packages, and those that do not fit together."""
     ours, others = _versions(_OWN_PACKAGES), _versions(_PACKAGES)
     lines = [", ".join(f"{name} {version}" for name, version in g.items()) for g in (ours, others)]
     problems = list(_outside_requirements(ours))
@@ -138,7 +138,7 @@ def _text_of(path: str) -> str:
 
 
 def check_folder(given: str) -> Finding:
-    """Write, read back and rename files in a job folder or store; raise an error if one fails."""
+    """Write, read back and rename files in a job folder or store; raise OSError on failure."""
     is_store = "://" in given
     where = given if is_store else os.path.abspath(os.path.expanduser(given))
     existing = folder = epath.Path(where)
@@ -167,26 +167,26 @@ def check_folder(given: str) -> Finding:
 
 
 def _try_bytes(path: epath.Path) -> dict[str, float]:
-    """Return bytes per second of writing and reading; raise OSError if other bytes come back."""
+    """Return bytes per second of writing and reading; raise OSError if the bytes differ."""
     content = os.urandom(_TRIAL_BYTES)
     began = time.perf_counter()
     path.write_bytes(content)
-    if os.path.exists(path):  # no store
+    if os.path.exists(path):  # a file, not an object of a store
         with open(path, "rb") as file:
             os.fsync(file.fileno())
-            if hasattr(os, "posix_fadvise"):  # the disk shall be read, not memory
+            if hasattr(os, "posix_fadvise"):  # read from the disk, not from memory
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     written = time.perf_counter()
-    came_back = path.read_bytes()
+    content_read = path.read_bytes()
     read = time.perf_counter()
-    if came_back != content:
-        raise OSError("other bytes come back than were written")
+    if content_read != content:
+        raise OSError("the bytes read differ from those written")
     write_rate, read_rate = len(content) / (written - began), len(content) / (read - written)
     return {"write_bytes_per_second": write_rate, "read_bytes_per_second": read_rate}
 
 
 def _try_rename_and_append(trial: epath.Path) -> None:
-    """Do with files what checkpoints and logs do; raise OSError if that loses data."""
+    """Rename and append as checkpoints and logs do; raise OSError if data are lost."""
     (trial / "old").write_text("old")
     (trial / "new").write_text("one ")
     (trial / "new").replace(trial / "old")
@@ -196,13 +196,13 @@ def _try_rename_and_append(trial: epath.Path) -> None:
     with open(trial / "renamed" / "log", "a", encoding="utf-8") as file:
         file.write("two")
     if (trial / "renamed" / "log").read_text() != "one two":
-        raise OSError("rename or append loses data")
+        raise OSError("data are lost by rename or append")
 
 
 def main(name: str, folder: str) -> None:
-    """Run a check and print its finding as JSON; an exception of the check is a problem."""
+    """Run a check and print its finding as JSON. An exception of the check becomes a problem."""
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # libraries that print do not disturb the JSON
+    os.dup2(2, 1)  # output of libraries must not mix with the JSON
     try:
         if name == "folder":
             finding = check_folder(folder)
@@ -210,10 +210,10 @@ def main(name: str, folder: str) -> None:
             from layerkit_runner.tools.doctor import devices  # imports JAX
 
             finding = devices.CHECKS[name]()
-    except Exception as error:  # drivers, compilers and stores raise what they like
+    except Exception as error:  # drivers, compilers and stores raise exceptions of any type
         text = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
         what = f"{folder if name == 'folder' else name}: {text}"
-        problem = Problem(what, _ADVICE.get(name, "Search the web for this message."))
+        problem = Problem(what, _REMEDIES.get(name, "Search the web for this message."))
         finding = Finding(["failed, see below"], {}, [problem])
     json.dump(finding, answer)
     answer.flush()

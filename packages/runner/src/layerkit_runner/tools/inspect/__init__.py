@@ -1,12 +1,6 @@
-"""What an experiment is, before anything runs: its layers and weights, its configs as a graph.
+"""Views of an experiment before it runs: configuration, layers, weights, graph and batches.
 
-    built_layers.py       every layer with the values that it is built with
-    parameter_table.py    every weight: shape, axes, sharding, first value; totals
-    batches.py            a few batches of each input
-    config_graph.py       the tree of configs as a Mermaid diagram
-    config_difference.py  the fields in which two configurations differ
-
-Nothing is written, no weight is made, and no accelerator is touched.
+Nothing is written, no weight is made, and no accelerator is used.
 """
 
 from __future__ import annotations
@@ -17,18 +11,18 @@ from layerkit_runner.run_options import RunOptions
 
 
 def run_inspect(resolved: ResolvedExperiment, options: RunOptions) -> int:
-    """Print what `--inspect` names; return the exit code.
+    """Print the view that `--inspect` names and return the exit code.
 
     Raises:
       UsageError: Fields or flags do not fit together.
     """
+    # Each view imports JAX or NumPy as late as it needs them.
     if options.inspect == "batches":
-        # Loads NumPy, JAX and what the inputs stand on.
-        from layerkit_runner.tools.inspect.batches import run_inspect
+        from layerkit_runner.tools.inspect.batches import print_batches
 
-        return run_inspect(resolved, options)
+        print_batches(resolved, options)
+        return 0
     if options.inspect == "layers":
-        # Likewise, and the model is built of shapes.
         from layerkit_runner.tools.inspect.built_layers import describe_layers
 
         text = describe_layers(resolved, options)

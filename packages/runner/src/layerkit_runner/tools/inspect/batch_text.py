@@ -1,7 +1,4 @@
-"""Batches as people read them: a table of the fields, and the words of a row.
-
-Everything here is host work on NumPy arrays.
-"""
+"""Text of batches: a table of the fields, and the decoded text of a row."""
 
 from __future__ import annotations
 
@@ -16,13 +13,13 @@ from layerkit_inputs.eval_padding import num_rows_of
 
 _MOST_CHARACTERS = 160
 UNWEIGHTED = "⟦{}⟧"
-"""How labels of weight 0 are marked."""
+"""Mark of labels of weight 0."""
 SPECIAL = "⟪{}⟫"
-"""How special ids are marked, which a text can spell out."""
+"""Mark of special ids, which distinguishes them from the same characters in the text."""
 
 
 def real_rows(batch: NestedMap) -> np.ndarray:
-    """Which rows hold data and do not only fill up the batch: bool `[batch]`."""
+    """Return bool `[batch]`: True for rows that hold data, False for padding."""
     if "provenance" in batch:
         return np.asarray(batch.provenance >= 0)
     if "eval_sample_weights" in batch:
@@ -31,7 +28,7 @@ def real_rows(batch: NestedMap) -> np.ndarray:
 
 
 def summary(batch: NestedMap) -> str:
-    """`8 of 8 rows hold data | 3.1% padding | weights 1,987`."""
+    """Return text such as `8 of 8 rows hold data | 3.1% padding | weights 1,987`."""
     rows = real_rows(batch)
     parts = [f"{rows.sum()} of {len(rows)} rows hold data"]
     for side, part in _sides(batch):
@@ -45,7 +42,7 @@ def summary(batch: NestedMap) -> str:
 
 
 def field_table(batch: NestedMap) -> list[str]:
-    """A line for each field: shape, dtype, least and greatest value."""
+    """Return a line for each field: shape, dtype, least and greatest value."""
     rows: list[tuple[str, ...]] = [("field", "shape", "dtype", "min", "max")]
     for path, value in batch.flatten_items():
         array = np.asarray(value)
@@ -59,7 +56,7 @@ def field_table(batch: NestedMap) -> list[str]:
 
 
 def row_lines(dataset: BaseInput, batch: NestedMap, row: int) -> Iterator[str]:
-    """What a row says: for each sequence of ids its text, the segments told apart."""
+    """Yield the text of each sequence of ids in a row, by segments."""
     number = f" (example {batch.provenance[row]})" if "provenance" in batch else ""
     if not real_rows(batch)[row]:
         yield f"row {row}: padding"
@@ -81,7 +78,7 @@ def row_lines(dataset: BaseInput, batch: NestedMap, row: int) -> Iterator[str]:
 
 
 def _sides(batch: NestedMap) -> Iterator[tuple[str, NestedMap]]:
-    """The parts of a batch that hold ids `[batch, length]`: itself, or `src` and `tgt`."""
+    """Yield the parts of a batch that hold ids `[batch, length]`: itself, or `src` and `tgt`."""
     if "ids" in batch and np.ndim(batch.ids) == 2:
         yield "", batch
     for name in sorted(batch):
@@ -91,7 +88,7 @@ def _sides(batch: NestedMap) -> Iterator[tuple[str, NestedMap]]:
 
 
 def _valid(part: NestedMap) -> np.ndarray | None:
-    """Where there are tokens: bool `[batch, length]`; None where nothing says so."""
+    """Return bool `[batch, length]`, True for tokens; None if the batch does not mark them."""
     if "paddings" in part:
         return np.asarray(part.paddings == 0)
     if "segment_ids" in part:
@@ -102,40 +99,42 @@ def _valid(part: NestedMap) -> np.ndarray | None:
 
 
 def _labels(dataset: BaseInput, labels: np.ndarray, weights: np.ndarray, side: str) -> str:
-    """Text of the labels, pieces of weight 0 marked."""
-    counts = weights > 0
-    begins = np.flatnonzero(np.diff(counts, prepend=~counts[:1]))
+    """Return the text of labels, with pieces of weight 0 marked."""
     pieces = []
-    for begin, end in zip(begins, [*begins[1:], len(labels)], strict=True):
-        text = _decode(dataset, labels[begin:end], side)
-        pieces.append(text if counts[begin] else UNWEIGHTED.format(text))
+    for has_weight, piece in _runs(weights > 0, labels):
+        text = _decode(dataset, piece, side)
+        pieces.append(text if has_weight else UNWEIGHTED.format(text))
     return "".join(pieces)
 
 
 def _decode(dataset: BaseInput, ids: np.ndarray, side: str) -> str:
     """Return the text of ids, with special ids marked by their names."""
     names = getattr(dataset.text_tokenizer(side or None), "special_tokens", {})
-    is_special = np.isin(ids, list(names))
-    begins = np.flatnonzero(np.diff(is_special, prepend=~is_special[:1]))
     pieces = []
-    for begin, end in zip(begins, [*begins[1:], len(ids)], strict=True):
-        piece = ids[begin:end]
-        if is_special[begin]:
+    for is_special, piece in _runs(np.isin(ids, list(names)), ids):
+        if is_special:
             pieces += [SPECIAL.format(names[token]) for token in piece.tolist()]
         else:
             pieces.append(_plain_text(dataset, piece, side))
     return "".join(pieces)
 
 
+def _runs(flags: np.ndarray, ids: np.ndarray) -> Iterator[tuple[bool, np.ndarray]]:
+    """Yield consecutive ids with equal flags, with that flag."""
+    begins = np.flatnonzero(np.diff(flags, prepend=~flags[:1]))
+    for begin, end in zip(begins, [*begins[1:], len(ids)], strict=True):
+        yield bool(flags[begin]), ids[begin:end]
+
+
 def _plain_text(dataset: BaseInput, ids: np.ndarray, side: str) -> str:
     try:
         return dataset.ids_to_strings(ids[None], [len(ids)], key=side or None)[0]
-    except NotImplementedError:  # the data have no vocabulary
+    except NotImplementedError:  # the input has no vocabulary
         return " ".join(map(str, ids))
 
 
 def _shown(text: str) -> str:
-    """On one line, the middle left out where it is long."""
+    """Return the text in quotes on one line, without the middle of a long text."""
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     if len(line) > _MOST_CHARACTERS:
         half = _MOST_CHARACTERS // 2

@@ -1,12 +1,8 @@
-"""`--mode=inspect --inspect=layers`: every layer of a model with the values that it is built with.
+"""`--mode=inspect --inspect=layers`: every layer of a model with the values of its fields.
 
-    runner --exp=… --mode=inspect --inspect=layers                  on the experiment's mesh
-    runner --exp=… --mode=inspect --inspect=layers --num_devices=8  on as many as there will be
-    runner --exp=… --mode=inspect --inspect=layers --json           for programs
-
-The configuration has templates; here are the layers built from them, with sizes that outer layers
-set and dtypes that they inherit. `train` is None unless a layer sets it, since each program sets it
-for itself. Devices are simulated, and no weight is made.
+The configuration has templates. This mode builds layers from them, with the sizes that outer layers
+set and the dtypes that they inherit. `train` is None unless a layer sets it, since training and
+evaluation each set it. Devices are simulated, and no weight is made.
 """
 
 from __future__ import annotations
@@ -31,13 +27,15 @@ from layerkit_runner.config.config_tree import target_name
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.errors import to_usage_error
-from layerkit_runner.tools.plan.devices import num_planned_devices, simulated_devices
+from layerkit_runner.partitioning import Partitioner
+from layerkit_runner.tools.plan.devices import start_simulated
 from layerkit_runner.trainer.job import build_parts
+from layerkit_runner.training.task import SingleTask
 
 # The number of a layer in a list: the 3 of `layers_3`.
 _NUMBER = re.compile(r"(?<=_)\d+(?=/|$)")
 
-# Fields of every layer, but for that which its path says already.
+# Fields of every layer, without the name, which is in its path.
 _COMMON = [name for name in field_names(BaseLayer) if name != "name"]
 
 
@@ -48,9 +46,9 @@ class BuiltLayer:
     Attributes:
       path: Path of names, such as `lm/softmax`; "" for the model itself.
       cls: Class of the layer.
-      fields: Values of its own fields, then of those that every layer has. `sharding` is left out
-        where it is that of the model. A layer or template is shown as the name of its class.
-      changed: Names of the fields that are not at the default of the class.
+      fields: Values of the fields of its class, then of those that every layer has. `sharding` is
+        left out if it is that of the model. A layer or template is the name of its class.
+      changed: Names of the fields that differ from the defaults of the class.
     """
 
     path: str
@@ -60,15 +58,12 @@ class BuiltLayer:
 
 
 def describe_layers(resolved: ResolvedExperiment, options: RunOptions) -> str:
-    """Return the layers of an experiment as text, or as JSON where `options.json` is set.
+    """Return the layers of an experiment as text, or as JSON if `options.json` is set.
 
     Raises:
-      UsageError: fields or flags that do not fit together.
+      UsageError: Fields or flags do not fit together.
     """
-    partitioner, task = build_parts(resolved)
-    count = num_planned_devices(partitioner, num_devices=options.num_devices)
-    partitioner.start(simulated_devices(count))
-    partitioner.bind(task)
+    partitioner, task = simulated_parts(resolved, num_devices=options.num_devices)
     try:
         layers = built_layers(task.model)
     except ValueError as error:
@@ -80,24 +75,38 @@ def describe_layers(resolved: ResolvedExperiment, options: RunOptions) -> str:
     return "\n".join(_lines(resolved.name, mesh, layers))
 
 
-def built_layers(model: BaseModel) -> list[BuiltLayer]:
-    """Return the layers of a model, outer ones first; a repeated body is one layer.
+def simulated_parts(
+    resolved: ResolvedExperiment, *, num_devices: int | None
+) -> tuple[Partitioner, SingleTask]:
+    """Return the partitioner, started on simulated devices, and the task, bound to it.
 
     Raises:
-      ValueError: a layer refuses its fields.
+      UsageError: Fields do not fit together, or `num_devices` contradicts the mesh.
+    """
+    partitioner, task = build_parts(resolved)
+    start_simulated(partitioner, num_devices=num_devices)
+    partitioner.bind(task)
+    return partitioner, task
+
+
+def built_layers(model: BaseModel) -> list[BuiltLayer]:
+    """Return the layers of a model, outer ones first. A repeated body is one layer.
+
+    Raises:
+      ValueError: A field of a layer is wrong.
     """
     found: dict[str, BaseLayer] = {}
 
-    def look(
+    def record(
         call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
     ) -> Any:
         layer = context.module
-        # Called on every layer, within whatever runs copies of it.
+        # It is called on every layer, also inside of a scan.
         if isinstance(layer, BaseLayer) and context.method_name == "create_weights":
             found.setdefault("/".join(layer.path), layer)
         return call(*args, **kwargs)
 
-    with nn.intercept_methods(look):
+    with nn.intercept_methods(record):
         jax.eval_shape(lambda: model.init_boxed(jax.random.key(0)))
     return [_built_layer(path, layer, model.sharding) for path, layer in found.items()]
 
@@ -108,7 +117,7 @@ def _built_layer(path: str, layer: BaseLayer, sharding: BoundSharding | None) ->
     names = [name for name in field_names(cls) if name not in (*_COMMON, "name")]
     fields = {name: getattr(layer, name) for name in (*names, *_COMMON)}
     for name in INHERITED_FIELDS:
-        # What no layer above it sets either still means something.
+        # Without a value of an outer layer, a field has the default of its kind.
         fields[name] = _effective(name, layer.inherited(name), owner=layer.path_name)
         defaults[name] = _effective(name, defaults[name], owner=layer.path_name)
     if path and fields["sharding"] == sharding:
@@ -125,7 +134,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _differ(value: Any, default: Any) -> bool:
-    if isinstance(value, nn.Module):  # whose fields are told on their own
+    if isinstance(value, nn.Module):  # its fields are listed separately
         return type(value) is not type(default)
     if isinstance(value, (np.ndarray, jax.Array)):
         return not np.array_equal(value, default)
@@ -133,14 +142,14 @@ def _differ(value: Any, default: Any) -> bool:
 
 
 def _effective(name: str, value: Any, *, owner: str) -> Any:
-    """Return what an inherited field means to a layer, None included."""
+    """Return the effective value of an inherited field, which may be None."""
     if name in ("dtype", "fprop_dtype"):
         return floating_dtype(value, field=name, owner=owner).name
     return check_init(value, owner=owner, field=name) if name == "params_init" else value
 
 
 def _named(value: Any) -> Any:
-    """Return the value with the names of classes in place of layers and templates."""
+    """Return the value with layers and templates replaced by the names of their classes."""
     if is_config(value):
         return Name(target_name(value))
     if isinstance(value, (nn.Module, BoundSharding)):
@@ -165,7 +174,7 @@ def _lines(experiment: str, mesh: dict[str, int], layers: Sequence[BuiltLayer]) 
     yield f"layers of {experiment}, as they are built"
     yield f"on a mesh of {' × '.join(f'{axis} {size}' for axis, size in mesh.items())}"
     yield "`*`: differs from the default of the class"
-    for group in _alike(layers):
+    for group in _equal_layers(layers):
         layer = group[0]
         depth = "  " * (len(layer.path.split("/")) if layer.path else 0)
         yield ""
@@ -176,8 +185,8 @@ def _lines(experiment: str, mesh: dict[str, int], layers: Sequence[BuiltLayer]) 
             yield f"{depth}  {mark} {name} = {value_text(value)}"
 
 
-def _alike(layers: Sequence[BuiltLayer]) -> list[list[BuiltLayer]]:
-    """Return the layers in groups of numbered ones with the same values."""
+def _equal_layers(layers: Sequence[BuiltLayer]) -> list[list[BuiltLayer]]:
+    """Return the layers in groups that differ only in the number in their path."""
     groups: dict[tuple[Any, ...], list[BuiltLayer]] = {}
     for layer in layers:
         values = tuple(map(value_text, layer.fields.values()))
@@ -187,12 +196,12 @@ def _alike(layers: Sequence[BuiltLayer]) -> list[list[BuiltLayer]]:
 
 
 def without_number(path: str) -> str:
-    """Return a path without its number; a path with several numbers stays as it is."""
+    """Return a path with `#` for its number, or a path with several numbers unchanged."""
     return path if len(_NUMBER.findall(path)) > 1 else _NUMBER.sub("#", path)
 
 
 def joint_path(paths: Sequence[str]) -> str:
-    """Return one path for paths that differ in one number.
+    """Return one path for several that differ in one number.
 
     >>> joint_path(["stack/layers_0/w", "stack/layers_1/w", "stack/layers_2/w"])
     'stack/layers_0…2/w'

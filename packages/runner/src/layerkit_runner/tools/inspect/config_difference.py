@@ -1,11 +1,8 @@
 """`--diff_config=OTHER`: the fields in which an experiment differs from another configuration.
 
-    runner --exp=lm.pile.Pile126M --diff_config=lm.pile.Pile5B         another experiment
-    runner --exp=lm.pile.Pile126M --fdl.NUM_LAYERS=2 --diff_config=runs/a    what a job ran with
-
-The experiment of `--exp`, with its overrides, is "here"; the other one is "there", an experiment as
-it is written or the folder of a job, which has the configuration in its `config.json`. As with
-`diff`, the exit code is 0 where nothing differs and 1 where something does.
+The experiment of `--exp`, with its overrides, is "here". The other one is "there": an experiment
+without overrides, or a job folder, whose `config.json` has the configuration of its run. As with
+`diff`, the exit code is 0 without differences and 1 with differences.
 """
 
 from __future__ import annotations
@@ -18,19 +15,12 @@ from typing import Any
 
 from layerkit_runner.config.config_text import config_json
 from layerkit_runner.config.flags import ParsedFlags, near_folders
-from layerkit_runner.config.recorded import (
-    FILE_NAME,
-    read_recorded_config,
-)
+from layerkit_runner.config.recorded import FILE_NAME, read_recorded_config
 from layerkit_runner.config.registry import find_experiment
-from layerkit_runner.config.resolve import (
-    ResolvedExperiment,
-    resolve_entry,
-    resolve_flags,
-)
+from layerkit_runner.config.resolve import ResolvedExperiment, resolve_entry, resolve_flags
 from layerkit_runner.errors import UsageError
 
-# Longer values have lines of their own.
+# Longer values are printed on separate lines.
 _COLUMN = 32
 
 
@@ -39,8 +29,8 @@ class Side:
     """One of two configurations.
 
     Attributes:
-      name: Name of the experiment, and the folder where it was recorded.
-      values: Values by path; those of the experiment's own fields start with `experiment.`.
+      name: Name of the experiment, with the folder if it was recorded.
+      values: Values by path. Paths of the experiment's fields start with `experiment.`.
     """
 
     name: str
@@ -49,7 +39,7 @@ class Side:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """A field that differs; `values` has those of `here` and `there`, as far as they have it."""
+    """A field that differs. `values` has keys `here` and `there`, or one if the other lacks it."""
 
     path: str
     values: Mapping[str, Any]
@@ -66,8 +56,8 @@ def run_diff_config(flags: ParsedFlags) -> int:
         here = resolved_side(resolve_flags(flags))
         there = resolved_side(resolve_entry(entry, ()))
     found = differences(here, there)
-    tell = difference_json if flags.options.json else difference_text
-    print(tell(here, there, found), flush=True)
+    describe = difference_json if flags.options.json else difference_text
+    print(describe(here, there, found), flush=True)
     return 1 if found else 0
 
 
@@ -77,10 +67,10 @@ def is_folder(other: str) -> bool:
 
 
 def recorded_side(folder: str) -> Side:
-    """Return the configuration with which a job's folder was last written.
+    """Return the configuration recorded in a job folder.
 
     Raises:
-      UsageError: The folder has none, or one that cannot be read.
+      UsageError: The folder has no configuration, or one that cannot be read.
     """
     recorded = read_recorded_config(folder)
     if recorded is None:
@@ -95,7 +85,7 @@ def recorded_side(folder: str) -> Side:
 
 
 def resolved_side(resolved: ResolvedExperiment) -> Side:
-    """Return the configuration of an experiment at hand, as it would be recorded."""
+    """Return the configuration of an experiment in the form in which it is recorded."""
     recorded = json.loads(json.dumps(config_json(resolved)))
     return _side(recorded["experiment"], recorded["fields"], recorded["config"])
 
@@ -105,7 +95,7 @@ def _side(name: str, fields: Mapping[str, Any], config: Mapping[str, Any]) -> Si
 
 
 def differences(here: Side, there: Side) -> list[Difference]:
-    """Return the fields that differ, in the order of `here`, then those of `there` alone."""
+    """Return the fields that differ, in the order of `here`, then those of `there` only."""
     found = []
     for path in {**here.values, **there.values}:
         sides = {"here": here.values, "there": there.values}
@@ -117,7 +107,7 @@ def differences(here: Side, there: Side) -> list[Difference]:
 
 
 def difference_text(here: Side, there: Side, found: Sequence[Difference]) -> str:
-    """Return a line for each difference, or three where the values are long."""
+    """Return a line for each difference, or three if the values are long."""
     return "\n".join(_lines(here, there, found))
 
 

@@ -1,11 +1,8 @@
-"""`--mode=inspect --inspect=graph`: the configs of an experiment as a Mermaid diagram.
+"""`--mode=inspect --inspect=graph`: the configs of an experiment as a Mermaid flowchart.
 
-GitHub, GitLab and many editors draw it where it stands in a Markdown file between three backquotes
-and `mermaid`; https://mermaid.live draws it as well.
-
-A box is a config: the class, then the values that were set and are not the class's own defaults.
-An arrow is a field. Fields of one config that hold equal configs share a box. A box with arrows
-from different boxes is one config object in several fields.
+A box is a config: the class, then the values that differ from the defaults of the class. An arrow
+is a field. Fields of one config that hold equal configs share a box. A box with arrows from
+different boxes is one config object in several fields.
 (https://mermaid.js.org/syntax/flowchart.html)
 """
 
@@ -30,10 +27,10 @@ class Node:
     """A box.
 
     Attributes:
-      key: Unique in the diagram.
+      key: Unique name in the diagram.
       title: Name of the class or function.
-      values: `name = value` of what was set.
-      is_class: False for a function.
+      values: Changed values, such as `num_layers = 2`.
+      is_class: Whether the config is of a class, not of a function.
     """
 
     key: str
@@ -44,7 +41,7 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Edge:
-    """An arrow between the boxes of two keys, for fields such as `query_tpl` or `datasets.0`."""
+    """An arrow between two boxes, for fields such as `query_tpl` or `datasets.0`."""
 
     parent: str
     child: str
@@ -60,7 +57,7 @@ class ConfigGraph:
 
 
 def config_graph(resolved: ResolvedExperiment) -> ConfigGraph:
-    """Return the graph of all that an experiment resolves to, below one box for the experiment."""
+    """Return the graph of the configs of an experiment, below one box for the experiment."""
     experiment = resolved.experiment
     values = tuple(f"{name} = {_text(value)}" for name, value in experiment.overrides.items())
     graph = ConfigGraph([Node("experiment", type(experiment).__qualname__, values)], [])
@@ -70,7 +67,7 @@ def config_graph(resolved: ResolvedExperiment) -> ConfigGraph:
 
 
 def _draw(graph: ConfigGraph, key: str, held: list[tuple[str, Any]], known: dict[int, str]) -> None:
-    """Draw the configs that the fields of a box hold, and what is below them.
+    """Add the configs that the fields of a box hold, and recursively those below them.
 
     Args:
       graph: Graph to add to.
@@ -81,7 +78,7 @@ def _draw(graph: ConfigGraph, key: str, held: list[tuple[str, Any]], known: dict
     groups: list[tuple[Any, list[str]]] = []
     for name, config in held:
         for other, names in groups:
-            # The parts of an experiment are things of their own, also where they are equal.
+            # Equal parts of an experiment, such as two data sets, have separate boxes.
             if other is config or (key != "experiment" and other == config):
                 names.append(name)
                 break
@@ -100,7 +97,7 @@ def _draw(graph: ConfigGraph, key: str, held: list[tuple[str, Any]], known: dict
 
 
 def _set_values(config: Any) -> Iterator[tuple[str, Any]]:
-    """Yield fields with another value than the class has, but those that hold configs."""
+    """Yield fields that differ from the defaults of the class, except those that hold configs."""
     defaults = _defaults(target_of(config))
     for name, value in assigned_fields(config).items():
         if any(configs_in(value)) or value is None or value is NOT_SET:
@@ -120,7 +117,7 @@ def _defaults(target: Any) -> dict[str, Any]:
         return {**given, **{name: make() for name, make in made.items() if callable(make)}}
     try:
         parameters = inspect.signature(target).parameters.values()
-    except ValueError:  # some built-in types do not tell theirs
+    except ValueError:  # some built-in types have no signature
         return {}
     return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
 
@@ -142,11 +139,8 @@ def mermaid(graph: ConfigGraph) -> str:
     lines = ["flowchart TD", "  %% A template has a box whether its layer uses it or not."]
     for node in graph.nodes:
         more = len(node.values) - _VALUES_SHOWN
-        shown = [
-            node.title,
-            *node.values[:_VALUES_SHOWN],
-            *([f"… {more} more"] if more > 0 else ()),
-        ]
+        shown = [node.title, *node.values[:_VALUES_SHOWN]]
+        shown += [f"… {more} more"] if more > 0 else []
         label = "<br/>".join(map(_escaped, shown))
         # Functions, such as optimizers and schedules, have round ends.
         lines.append(f'  {node.key}["{label}"]' if node.is_class else f'  {node.key}(["{label}"])')
@@ -156,7 +150,7 @@ def mermaid(graph: ConfigGraph) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return a label with entity codes for what would end it or be read as HTML."""
+    """Return a label with entity codes for characters that end it or are read as HTML."""
     for character, code in (("#", "#35;"), ('"', "#quot;"), ("<", "#lt;"), (">", "#gt;")):
         text = text.replace(character, code)
     return text

@@ -1,4 +1,4 @@
-"""What a training step needs of devices that are not here: memory, traffic and FLOPs."""
+"""Plans of a training step for absent devices: memory, traffic, FLOPs and bounds of the time."""
 
 from layerkit_runner.tools.plan.plan import BatchPlan, Plan, make_plan
 

@@ -1,9 +1,8 @@
-"""Lower bounds of the time of a step: what arithmetic, memory and networks need for it.
+"""Lower bounds of the time of a step, by arithmetic, memory and networks.
 
-Each is the work of a device divided by its peak rate (the roofline model: Williams, Waterman and
-Patterson, 2009). No step is faster than the slowest of them. docs/planning.md has a table of what
-is counted and what is assumed. Communication that hides behind arithmetic costs nothing, the rest
-adds up: both ends are reported.
+Each bound is the work of a device divided by its peak rate (the roofline model: Williams, Waterman
+and Patterson, 2009). docs/planning.md has a table of what is counted and what is assumed. The time
+is reported with all communication hidden behind arithmetic, and with none.
 """
 
 from __future__ import annotations
@@ -44,11 +43,13 @@ class Bounds:
 
     Attributes:
       fast_network_seconds: Time of sending within a slice or node.
-      slow_network_seconds: Time of sending to others.
-      limited_by: The longest of them: `compute`, `memory`, `fast network`, `slow network`.
+      slow_network_seconds: Time of sending to other slices or nodes.
+      limited_by: Name of the longest time: `compute`, `memory`, `fast network` or `slow network`.
       step_seconds: Time with all communication hidden: the longest of the four.
-      step_seconds_no_overlap: Time with none hidden: the longer of the first two and the networks.
-      mfu: Model FLOPs utilisation at `step_seconds`, a fraction; likewise for `…_no_overlap`.
+      step_seconds_no_overlap: Time with no communication hidden: the longer of compute and memory,
+        plus both networks.
+      mfu: Model FLOPs utilisation at `step_seconds`, a fraction.
+      mfu_no_overlap: Model FLOPs utilisation at `step_seconds_no_overlap`.
       unknown: Figures of the device that were needed and are unknown.
     """
 
@@ -75,8 +76,8 @@ def device_work(memory: Memory, collectives: Iterable[Traffic], *, flops: float)
       collectives: Traffic of each device.
       flops: FLOPs of all products on a device, repeated ones included.
     """
-    # Products are taken to be shared evenly by all devices. State and batch are read once, weights
-    # twice more, by both passes; what is received and temporaries are written and read once.
+    # State and batch are read once, and weights twice more, by both passes. Temporaries and
+    # received data are written and read once.
     sent = list(collectives)
     total, slow = sum(each.bytes_sent for each in sent), sum(each.bytes_slow for each in sent)
     # Most of what is received lands in temporaries.
@@ -108,7 +109,7 @@ def step_bounds(
     }
     seconds = {name: _ratio(amount, rate) for name, (amount, rate, _) in resources.items()}
     known = {name: each for name, each in seconds.items() if each is not None}
-    # Without the arithmetic there is no telling a step's time; an unknown network leaves a bound.
+    # The step time needs the rate of arithmetic. Without that of a network it remains a bound.
     step = no_overlap = limited_by = None
     if seconds["compute"] is not None:
         limited_by = max(known, key=lambda name: known[name])
@@ -135,7 +136,7 @@ def step_bounds(
 
 
 def _ratio(amount: float, rate: float | None) -> float | None:
-    """Return the seconds for an amount; no work takes no time even at an unknown rate."""
+    """Return the seconds for an amount: 0 for no work, even at an unknown rate."""
     if amount == 0:
         return 0.0
     return None if rate is None else amount / rate
@@ -165,8 +166,7 @@ def pipeline_plans(task: Any, *, rows: int) -> list[PipelinePlan]:
 
     Args:
       task: Config of the task, whose layers have accepted their sizes.
-      rows: Rows that go through at a time: of the global batch, or of one part of it under gradient
-        accumulation.
+      rows: Rows of the global batch, or of one part of it under gradient accumulation.
     """
     found = {}
     for config in walk_configs(task):

@@ -1,18 +1,18 @@
-"""What the devices of a compiled step send to one another: kinds, mesh axes, times and bytes.
+"""Collectives of a compiled step: kinds, mesh axes, executions and bytes.
 
-Bytes are those that each device SENDS (and receives as many) when a collective is done with the
-least traffic, as a ring does it (Thakur, Rabenseifner and Gropp, "Optimization of collective
-communication operations in MPICH", 2005): `_SENT` has the formulas. Least leaves a slice when what
-is common is done within it first, as libraries do it. Shapes in HLO are those on one device. TPUs
-split what runs over several slices themselves: the part that crosses them is a `send` through the
-host, reported as the collective that it stands for.
+Bytes are those that each device sends (it receives as many) with the least traffic, as in a ring
+(Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
+2005): `_SENT` has the formulas. Bytes that leave a slice are those of an algorithm that first does
+the part within the slice. Shapes in HLO are those on one device. The TPU compiler splits a
+collective over several slices: the part that crosses them is a `send` through the host, which is
+reported as that collective.
 
-HLO does not know our mesh axes. It lists groups of device numbers, where number i is the i-th
-device of the mesh in row-major order, in one of three ways, or as the pairs of a permutation:
+HLO has no mesh axes. It lists groups of device numbers, where number i is the i-th device of the
+mesh in row-major order, in one of three forms, or as the pairs of a permutation:
 
     {{0,2},{1,3}}                                     a list; {} is one group of all devices
     [2,2]<=[2,2]T(1,0)                                a reshaped and transposed range
-    mesh['a'=2,'b'=2], device_ids=([4]) {'a'}         a mesh of the compiler's own, and its axes
+    mesh['a'=2,'b'=2], device_ids=([4]) {'a'}         a mesh of the compiler, and its axes
     {{0,1},{1,0}}                                     source_target_pairs
 """
 
@@ -30,8 +30,8 @@ import numpy as np
 
 from layerkit_runner.tools.plan.hlo import Instruction, instructions
 
-# From the size of the result in bytes, the number g of devices and the number s of slices: what
-# each device sends, and the part of it that leaves its slice.
+# Bytes that each device sends, and those that leave its slice, given the size of the result in
+# bytes, the number g of devices and the number s of slices.
 _Formula = Callable[[int, int, int], float]
 _SENT: dict[str, tuple[_Formula, _Formula]] = {
     "all-gather": (lambda size, g, s: size * (g - 1) / g, lambda size, g, s: size * (s - 1) / g),
@@ -80,7 +80,7 @@ class Traffic:
     Attributes:
       kind: `all-gather`, `all-reduce`, `reduce-scatter`, `all-to-all`, `collective-permute`, …
       axes: Mesh axes that it runs over, such as `fsdp` or `data+fsdp`, or `mixed`.
-      executions: Number of runs, rounds of loops included; arrays that XLA sends together are one.
+      executions: Number of runs, with rounds of loops. Arrays that XLA sends together count once.
       bytes_sent: Bytes that each device sends in all executions together.
       is_exact: False if it runs in a loop of unknown length (counted once) or in a conditional
         (all branches counted).
@@ -98,7 +98,7 @@ class Traffic:
 def collective_traffic(
     hlo_text: str, mesh_shape: Mapping[str, int], *, slices: Sequence[int] | None = None
 ) -> list[Traffic]:
-    """Return what a compiled program sends, most bytes first.
+    """Return the collectives of a compiled program, most bytes first.
 
     Args:
       hlo_text: Result of `compiled.as_text()`.
@@ -107,7 +107,7 @@ def collective_traffic(
       slices: Index of the slice or node of each of these devices; None for a single slice.
 
     Raises:
-      ValueError: device groups in an unknown form.
+      ValueError: The form of device groups is unknown.
     """
     found: dict[tuple[str, str], Traffic] = {}
     layout = _Layout(tuple(mesh_shape.items()), None if slices is None else tuple(slices))
@@ -138,9 +138,10 @@ def collective_traffic(
 
 
 def _collectives(hlo_text: str) -> Iterator[tuple[str, Instruction]]:
-    """Yield collectives by kind, an asynchronous one once, with the type that its `-done` returns.
+    """Yield collectives by kind. An asynchronous one has the type that its `-done` returns.
 
-    What TPUs do in steps beside several products is repeated in each of them as links of a chain.
+    A TPU program that overlaps one collective with several products repeats it beside each of them,
+    as links of a chain, which count once.
     """
     started: dict[str, Instruction] = {}
     chains: set[tuple[str, str]] = set()
@@ -190,7 +191,7 @@ class _Layout(NamedTuple):
 
     @property
     def across_slices(self) -> _Span:
-        """The span of what the devices at the same place of all slices do together."""
+        """The span of a collective of the devices at the same position of all slices."""
         slices = np.reshape(self.slices or [0], [size for _, size in self.axes])
         names = [name for name, _ in self.axes]
         axes = [name for axis, name in enumerate(names) if np.any(np.diff(slices, axis=axis))]
@@ -231,7 +232,7 @@ def _span(attributes: str, layout: _Layout) -> _Span:
         return _span_of_groups(groups[1], layout)
     if pairs := _PAIRS.search(attributes):
         return _span_of_pairs(pairs[1], layout)
-    raise ValueError(f"a collective without a known form of device groups: {attributes}")
+    raise ValueError(f"unknown form of device groups: {attributes}")
 
 
 def type_bytes(hlo_type: str) -> int:
@@ -249,14 +250,14 @@ def type_bytes(hlo_type: str) -> int:
 
 
 def parse_groups(text: str, *, num_devices: int) -> list[list[int]]:
-    """Return the groups of device numbers that `replica_groups=` names.
+    """Return the groups of device numbers in the text of `replica_groups=`.
 
     Args:
       text: Text after the `=`, in any of the three forms.
       num_devices: Number of devices of the mesh.
 
     Raises:
-      ValueError: the form is unknown.
+      ValueError: The form is unknown.
 
     >>> parse_groups("[2,2]<=[2,2]T(1,0)", num_devices=4)
     [[0, 2], [1, 3]]
@@ -266,7 +267,7 @@ def parse_groups(text: str, *, num_devices: int) -> list[list[int]]:
     if sizes := _RANGE.fullmatch(text):
         return _range(text).reshape(_ints(sizes[1])).tolist()
     if not text.startswith("{"):
-        raise ValueError(f"replica_groups={text} is of no known form")
+        raise ValueError(f"unknown form of replica_groups={text}")
     groups = [_ints(match[1]) for match in _LIST.finditer(text)]
     return [group for group in groups if group] or [list(range(num_devices))]
 
@@ -287,7 +288,7 @@ def _groups_of_mesh(match: re.Match[str]) -> np.ndarray:
         (name, int(pre or 1), int(part or sizes[name]))
         for name, pre, part in _MESH_AXIS.findall(match["axes"])
     ]
-    # Each axis is cut where one of its parts begins or ends, so that a part is a dimension.
+    # Each axis is split where one of its parts begins or ends, so that a part is a dimension.
     shape: list[int] = []
     dimension: dict[tuple[str, int], int] = {}
     for name, size in sizes.items():
@@ -312,7 +313,7 @@ def axes_of_groups(groups: Groups, mesh_shape: Mapping[str, int]) -> str:
     coordinates = _coordinates(groups, mesh_shape)  # [groups, members, axes]
     varying = (coordinates != coordinates[:, :1]).any(axis=(0, 1))
     axes = [axis for axis, varies in zip(mesh_shape, varying, strict=True) if varies]
-    # Members that differ in these axes alone, and are as many as there are combinations, are all.
+    # The members differ only in these axes, so with this number they are all combinations.
     is_whole = len(groups[0]) == math.prod(mesh_shape[axis] for axis in axes)
     return "+".join(axes) if is_whole else MIXED
 

@@ -1,14 +1,7 @@
-"""`--mode=plan`: report what a training step needs of devices that need not be here.
+"""`--mode=plan`: the command that prints the plan of a training step, or a search for a better one.
 
-    runner --exp=… --mode=plan                      on as many devices as the mesh has
-    runner --exp=… --mode=plan --num_devices=8      where the mesh takes what there is, as pmap does
-    runner --exp=… --mode=plan --target=cpux8       the same
-    runner --exp=… --mode=plan --json               one JSON object, with the keys of `Plan`
-    runner --exp=… --mode=plan --search             other meshes and remat policies, best first
-    runner --exp=… --mode=plan --target=v5p --plan_effort=full    compiled as a run does it
-    runner --exp=… --mode=plan --target=v4 --xla_flags_preset=tpu_fsdp    with compiler flags
-
-Nothing is written to disk, and no accelerator of this machine is touched.
+docs/planning.md describes the flags. Nothing is written to disk, and no accelerator of this machine
+is used.
 """
 
 from __future__ import annotations
@@ -32,7 +25,7 @@ def run_plan(resolved: ResolvedExperiment, options: RunOptions) -> int:
     """Print the plan of an experiment, or a search, and return the exit code.
 
     Raises:
-      UsageError: flags or fields that do not fit together, or sizes that do not fit the mesh.
+      UsageError: Flags or fields do not fit together, or sizes do not fit the mesh.
     """
     check_train_programs(resolved)  # an experiment without training has no step to plan
     parts = build_parts(resolved)
@@ -40,7 +33,7 @@ def run_plan(resolved: ResolvedExperiment, options: RunOptions) -> int:
     set_compiler_flags(options)
     devices = target_devices(target)
     check_devices(options, devices[0].device_kind)
-    # A program from the cache takes no time to compile, and has no figures.
+    # A program from the compilation cache has no figures.
     jax.config.update("jax_enable_compilation_cache", False)  # noqa: FBT003
 
     if options.search:

@@ -1,7 +1,7 @@
-"""Compile a step for devices that need not be here, with uniform results from all compilers.
+"""Compilation of a step, with uniform results from the compilers of all platforms.
 
-A compiler of TPUs rejects a program that is too large for the device, with figures in its message;
-those of GPUs and CPUs compile anything and leave the comparison to the reader.
+The TPU compiler rejects a program that is too large for the device, with figures in its message.
+Those of GPUs and CPUs compile a program of any size.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from layerkit.layers.attention.cudnn import has_cudnn
 from layerkit_runner.training.step_cost import temporary_bytes
 
-# These change the machine code, which nobody will run, and not the program.
+# This changes the machine code, which is never run, and not the program.
 _CPU_OPTIONS = {"xla_backend_optimization_level": 0}
 # Without a GPU no kernel can be timed against another.
 _ABSENT_GPU_OPTIONS = {"xla_gpu_autotune_level": 0}
-# O1 of XLA's effort levels: a third of the time goes into a program that is much the same.
+# O1 of XLA's effort levels takes a third of the time for nearly the same program.
 _QUICK_TPU_OPTIONS = {"optimization_level": 19}
 
 _TOO_LARGE = re.compile(r"Ran out of memory|RESOURCE_EXHAUSTED")
-# A first estimate rejects some programs; others are rejected with their bytes in all.
+# Some programs are rejected by a first estimate of temporaries, others with their total bytes.
 _TEMPORARIES = re.compile(r"HLO temporaries \((?P<bytes>[\d.]+[KMGT]?)\) exceeds", re.IGNORECASE)
 _USED = re.compile(r"Used (?P<bytes>[\d.]+[KMGT]?) of [\d.]+[KMGT]? hbm", re.IGNORECASE)
 _SCALES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
-
 QUICK_NOTE = (
-    "compiled with less effort than a run asks for, which takes a third of the time; memory and"
-    " traffic of large steps came within 3 % of a run's. --plan_effort=full compiles as a run does"
+    "compiled with less effort than a run, in a third of the time; memory and traffic of large"
+    " steps came within 3 % of a run's. --plan_effort=full compiles as a run does"
 )
 
 
@@ -46,7 +45,7 @@ class Sizes:
       arguments: Part of state and batch that the step reads.
       temporaries: Gradients, activations and workspace at the moment of the peak.
       outputs: All results: new state, metrics and scalars.
-      donated: Part of `outputs` that takes the place of the old state.
+      donated: Part of `outputs` that replaces the old state in its memory.
       host_arguments: Bytes of arguments in the memory of the host, per device.
       host_temporaries: Bytes of temporaries in the memory of the host, per device.
     """
@@ -67,8 +66,8 @@ class CompiledStep:
       hlo_text: The program; "" if it was rejected or could not be read.
       sizes: Memory of the program; None if it was rejected.
       refusal: The compiler's message that the step is too large; None if it was compiled.
-      unreadable: Why the program could not be read; None if it could.
-      is_quick: Whether the compiler was asked for less effort than a run asks for.
+      unreadable: Error of reading the program; None if it was read.
+      is_quick: Whether it was compiled with less effort than in a run.
     """
 
     hlo_text: str = ""
@@ -79,9 +78,9 @@ class CompiledStep:
 
 
 def tracing_for(device: jax.Device) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which steps are traced and lowered for a device that need not be here.
+    """Return a context in which steps are traced and lowered for a device of another machine.
 
-    Kernels of Pallas ask for the kind of device, and otherwise get that of this machine.
+    Pallas kernels ask for the kind of device. Without this context they get that of this machine.
     """
     kind = AbstractDevice(device.device_kind, num_cores=None, platform=device.platform)
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=kind))
@@ -96,8 +95,8 @@ def compile_step(
       lowered: Result of `jax.jit(…).lower(…)`.
       platform: Platform of its devices.
       is_here: Whether these are the devices of this machine.
-      effort: `full` compiles the program of a run. `quick` lets compilers of TPUs that are not here
-        do less; others are quick anyway.
+      effort: `full` compiles the program of a run. `quick` reduces the effort for absent TPUs;
+        other compilers ignore it.
     """
     is_quick = effort == "quick" and platform == "tpu" and not is_here
     options: dict[str, Any] = {}
@@ -159,7 +158,7 @@ def _bytes(text: str) -> int:
 def compiler_notes(
     lowered: Any, step: CompiledStep, *, platform: str, is_here: bool
 ) -> Iterator[str]:
-    """Yield how the devices themselves would compile or run a step differently.
+    """Yield notes on differences between the compiled step and that of a run on the devices.
 
     Args:
       lowered: The step before it was compiled.
@@ -171,37 +170,37 @@ def compiler_notes(
         yield (
             "collectives and the largest results are not known, since JAX cannot read the program"
             f" ({step.unreadable}). The compiler may be newer than JAX: pip install"
-            f" 'jax[tpu]=={jax.__version__}' installs the one that belongs to it"
+            f" 'jax[tpu]=={jax.__version__}' installs the matching one"
         )
     if step.is_quick:
         yield QUICK_NOTE
     if platform == "gpu" and not is_here:
         yield (
             "compiled without a GPU: no kernels were timed against each other (autotuning), so a"
-            " run may take others, with other workspace"
+            " run may choose others, with other workspace"
         )
         if "__cudnn$" in step.hlo_text:
-            yield "cuDNN was not asked for its kernels, so that their workspace is not counted"
+            yield "cuDNN does not report the workspace of its kernels, so it is not counted"
         elif not has_cudnn():
             yield (
-                "cuDNN is not installed here, as it will be there: attention is planned without"
-                " it. pip install nvidia-cudnn-cu12 plans with it, and needs no GPU"
+                "cuDNN is not installed on this machine, so attention is planned without it. To"
+                " plan with it: pip install nvidia-cudnn-cu12, which needs no GPU"
             )
     if platform != "cpu":
         return
     if "all-reduce(" in step.hlo_text:
         yield (
-            "compiled for CPU, where XLA adds up gradients by all-reduce; on accelerators it uses"
-            " reduce-scatter where they are sharded, half of the bytes"
+            "compiled for CPU, where XLA sums gradients by all-reduce; on accelerators it uses"
+            " reduce-scatter for sharded ones, with half of the bytes"
         )
     if "bf16[" in step.hlo_text:
         yield (
             "compiled for CPU, where XLA computes bfloat16 in float32; temporaries and traffic of"
             " bfloat16 values are up to twice those of an accelerator"
         )
-    # What jax.checkpoint puts around a recomputation that is not in a loop of its own.
+    # jax.checkpoint puts this barrier around a recomputation outside of loops.
     if "optimization_barrier" in lowered.as_text():
         yield (
             "compiled for CPU, where XLA undoes rematerialisation outside of repeated layers;"
-            " temporaries are as if everything were kept, which an accelerator would not do"
+            " temporaries include what an accelerator would recompute"
         )

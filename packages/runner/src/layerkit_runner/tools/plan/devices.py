@@ -1,8 +1,7 @@
-"""The devices that a plan is compiled for, which need not be here.
+"""The devices that a plan is compiled for, which this machine need not have.
 
-A program is compiled for devices, not run on them. The CPU backend simulates any number of devices.
-The compilers of TPUs and GPUs come with packages from PyPI (libtpu, JAX's CUDA plugin) and work
-from a description of the machine.
+The CPU backend simulates any number of devices. The compilers of TPUs and GPUs come with packages
+from PyPI (libtpu, JAX's CUDA plugin) and work from a description of the machine.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from layerkit_runner.tools.plan.targets import Target, parse_target, sized
 
 _FORCED_COUNT = re.compile(r"--xla_force_host_platform_device_count=\d+")
 
-# libtpu asks the machine what it is unless it is told, and wants to be the only one on it; nothing
-# here runs on a TPU.
+# Without these libtpu queries the machine for its TPU, and locks it against other processes. A
+# plan runs nothing on a TPU.
 _TPU_ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -35,7 +34,7 @@ _TPU_ENVIRONMENT = {
     "TPU_WORKER_ID": "0",
 }
 _TPU_NAMES = {"v7x": "tpu7x"}
-# libtpu ends the process when it meets a flag that it does not know.
+# libtpu ends the process for an unknown flag.
 _FLAGS_OF_OTHERS = re.compile(r"--xla_(?:cpu|gpu|force_host)_\w+(?:=\S*)?")
 _CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 # XLA warns of programs that leave less than a fifth of the memory free, which the plan reports
@@ -59,40 +58,42 @@ def planned_target(
       default: Number of devices if neither flags nor mesh give one.
 
     Raises:
-      UsageError: a target that does not exist, or numbers that contradict each other.
+      UsageError: The target does not exist, or numbers of devices contradict each other.
     """
     asked = parse_target("cpu" if target is None else target)
     if asked.kind is None:
         if num_devices is not None:
-            raise UsageError(
-                f"--target=here and --num_devices={num_devices} contradict each other: a plan for"
-                " the devices of this machine takes all of them"
-            )
+            expected = "no number beside --target=here, which takes all devices of this machine"
+            raise UsageError(field="--num_devices", value=num_devices, expected=expected)
         return asked
+    if num_devices is not None and num_devices < 1:
+        raise UsageError(field="--num_devices", value=num_devices, expected="a positive integer")
+    if num_devices is not None and asked.num_devices not in (None, num_devices):
+        expected = f"{asked.num_devices}, the devices of --target={target}, or no number"
+        raise UsageError(field="--num_devices", value=num_devices, expected=expected)
     count = asked.num_devices if num_devices is None else num_devices
-    if asked.num_devices not in (None, count):
-        raise UsageError(f"--target={target} and --num_devices={num_devices} contradict each other")
-    if count is not None and count < 1:
-        raise UsageError(f"--num_devices={count}: a plan needs at least 1 device")
     ici: Sequence[int] | None = getattr(partitioner, "ici_mesh_shape", None)
     dcn = max(1, math.prod(getattr(partitioner, "dcn_mesh_shape", None) or ()))
     needed = None if ici is None else max(1, math.prod(ici) * dcn)  # the mesh rejects sizes below 1
     if count is not None and needed not in (None, count):
-        flag = f"--target={target}" if num_devices is None else f"--num_devices={count}"
-        size = f" ({count} devices)" if asked.topology else ""
-        other = f"write --target={asked.kind.name}" if num_devices is None else "leave it out"
+        field, value = ("--num_devices", num_devices) if num_devices else ("--target", target)
+        other = "Leave out --num_devices" if num_devices else f"Use --target={asked.kind.name}"
         raise UsageError(
-            f"{flag}{size}, but the mesh of this experiment has {needed} devices"
-            f" ({_sizes(partitioner)}).\nFor these devices try"
-            f" {_mesh_flags(partitioner, asked, count)}, or {other} for as many as it has"
+            field=field,
+            value=value,
+            expected=f"the {needed} devices of the mesh ({_sizes(partitioner)})",
+            hint=f"{other} to plan for the mesh as it is, or give it {count} devices:"
+            f" {_mesh_flags(partitioner, asked, count)}",
         )
     # Slices are connected by another network than their chips, so a mesh must know of them.
     if asked.topology and dcn % asked.num_slices and (ici is not None or dcn > 1):
         raise UsageError(
-            f"--target={asked.describe()} has {asked.num_slices} slice(s), but the mesh lies in"
-            f" {dcn} ({_sizes(partitioner) or 'no dcn_mesh_shape'}).\nWith"
-            f" {_slices_flag(partitioner, asked.num_slices)} and"
-            " --fdl.partitioner.ici_mesh_shape=… for the chips of one slice it lies in as many"
+            field="--target",
+            value=target,
+            expected=f"{dcn} slice(s), as the mesh has ({_sizes(partitioner)})",
+            hint=f"For {asked.num_slices} slices set"
+            f" {_slices_flag(partitioner, asked.num_slices)} and, for the chips of one slice,"
+            " --fdl.partitioner.ici_mesh_shape",
         )
     if asked.num_devices is None:
         count = count or needed or default
@@ -102,17 +103,18 @@ def planned_target(
     return asked
 
 
-def num_planned_devices(
+def start_simulated(
     partitioner: Partitioner, *, num_devices: int | None = None, default: int = 1
-) -> int:
-    """Return the number of simulated devices: that of the mesh if it has sizes, else as asked.
+) -> list[jax.Device]:
+    """Start a partitioner on simulated devices; see `planned_target` for their number.
 
     Raises:
-      UsageError: numbers that contradict each other.
+      UsageError: `num_devices` contradicts the mesh.
     """
-    found = planned_target(partitioner, num_devices=num_devices, default=default)
-    assert found.num_devices is not None
-    return found.num_devices
+    target = planned_target(partitioner, num_devices=num_devices, default=default)
+    devices = target_devices(target)
+    partitioner.start(devices)
+    return devices
 
 
 def _mesh_flags(partitioner: Partitioner, asked: Target, count: int) -> str:
@@ -139,7 +141,7 @@ def target_devices(target: Target) -> list[jax.Device]:
     """Return the devices of a target, slice by slice.
 
     Raises:
-      UsageError: the compiler for them is not installed, or there is no such slice.
+      UsageError: The compiler for them is not installed, or there is no such slice.
     """
     if target.kind is None:
         return jax.devices()
@@ -153,7 +155,7 @@ def target_devices(target: Target) -> list[jax.Device]:
 
 
 def described_kind(target: Target, devices: Sequence[jax.Device]) -> DeviceKind:
-    """Return what is known of a target's devices; the devices here report their own memory."""
+    """Return the figures of a target's devices; devices of this machine report their memory."""
     if target.kind is not None:
         return target.kind
     device = devices[0]
@@ -161,7 +163,7 @@ def described_kind(target: Target, devices: Sequence[jax.Device]) -> DeviceKind:
     stats = (device.memory_stats() or {}) if device.platform != "cpu" else {}
     if (limit := stats.get("bytes_limit")) is None:
         return kind
-    # What the allocator was given is all for the program.
+    # The limit of the allocator is all for the program.
     return dataclasses.replace(kind, memory_bytes=limit, reserved_bytes=0)
 
 
@@ -184,7 +186,7 @@ def _tpu_devices(target: Target, kind: DeviceKind) -> list[jax.Device]:
         )
     except jax.errors.JaxRuntimeError as error:
         raise UsageError(
-            f"--target={target.describe()}: libtpu knows no such slice: {error}"
+            f"libtpu does not support the slice: {error}", owner=f"--target={target.describe()}"
         ) from None
     return list(described.devices)
 
@@ -207,14 +209,16 @@ def _gpu_devices(target: Target, kind: DeviceKind) -> list[jax.Device]:
             target_config=target_config(kind),
         )
     except (jax.errors.JaxRuntimeError, RuntimeError) as error:
-        raise UsageError(f"--target={target.describe()}: {error}") from None
+        raise UsageError(str(error), owner=f"--target={target.describe()}") from None
     return list(described.devices)
 
 
 def _not_installed(target: Target, what: str, extra: str) -> UsageError:
     return UsageError(
-        f"--target={target.describe()} needs {what}, which is not installed. It works without"
-        f" such a device: pip install 'layerkit-runner[{extra}]'"
+        field="--target",
+        value=target.describe(),
+        expected=f"{what}, to be installed; it needs no such device",
+        hint=f"pip install 'layerkit-runner[{extra}]'",
     )
 
 
@@ -224,7 +228,7 @@ def simulated_devices(count: int) -> list[jax.Device]:
     This works before JAX is first used in a process; after that, its CPU devices are fixed.
 
     Raises:
-      UsageError: JAX was used before and has fewer devices.
+      UsageError: JAX was used before in this process and has fewer devices.
     """
     try:
         jax.config.update("jax_num_cpu_devices", count)
@@ -238,7 +242,9 @@ def simulated_devices(count: int) -> list[jax.Device]:
     devices = jax.devices("cpu")
     if len(devices) < count:
         raise UsageError(
-            f"a plan for {count} devices needs a process of its own: in this one JAX has started"
-            f" with {len(devices)} CPU device(s), and their number cannot change any more"
+            field="number of simulated devices",
+            value=count,
+            expected=f"at most {len(devices)}, with which JAX has started in this process",
+            hint="Plan in a separate process.",
         )
     return devices[:count]

@@ -1,8 +1,8 @@
 """Memory, bandwidths and networks of the device kinds that plans are made for.
 
-Figures are of one JAX device: a chip of a TPU (half a chip of TPU7x) or one GPU. A network's
-bandwidth is what a device can send per second over all its links; vendors that add up both
-directions print twice as much. None stands for what no vendor publishes.
+Figures are of one JAX device: a chip of a TPU (half a chip of TPU7x) or one GPU. The bandwidth of a
+network is the bytes per second that a device can send over all its links. Vendors that add up both
+directions print twice as much. None stands for a figure that is not published.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from layerkit.near_names import near_names
 from layerkit_runner.distributed.devices import GPU_MEMORY_SHARE
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers.throughput import peak_flops
@@ -52,6 +51,7 @@ class DeviceKind:
     peak_flops: float | None = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
+        """Look up the peak FLOP/s, which `dataclasses.asdict` includes."""
         object.__setattr__(self, "peak_flops", peak_flops(self.device_kind))
 
     @property
@@ -63,7 +63,7 @@ class DeviceKind:
 # Sources: docs.cloud.google.com/tpu/docs/v4, /v5p, /v6e and /tpu7x, whose ICI figures add up both
 # directions; TPU v4's links are those of Jouppi et al., "TPU v4", ISCA 2023, table 4, and the
 # network of its hosts is not published. A chip of TPU7x is two devices. "Granted" is the memory
-# that the compiler grants a program, in its own words.
+# that the compiler leaves to a program.
 _TPUS: tuple[tuple[str, str, int, float, float, float, float | None, int], ...] = (
     # name, device kinds, GiB, GiB granted, memory GB/s, ICI GB/s, DCN Gbit/s, devices per host
     ("v4", "TPU v4", 32, 30.75, 1200, 300, None, 4),
@@ -92,7 +92,7 @@ def _chip(
     l2: int,
     ghz: float,
 ) -> dict[str, Any]:
-    """Return what CUDA reports of a chip, under the names of XLA's `GpuDeviceInfoProto`."""
+    """Return the properties that CUDA reports of a chip, named as in XLA's `GpuDeviceInfoProto`."""
     return {
         "cuda_compute_capability": f"{{ major: {capability[0]} minor: {capability[1]} }}",
         "core_count": multiprocessors,
@@ -146,7 +146,7 @@ def _kinds() -> Iterator[DeviceKind]:
             kind,
             kind + others,
             memory_bytes=size,
-            # What a run leaves to CUDA's context, NCCL's buffers and libraries.
+            # The rest is for CUDA's context, NCCL's buffers and libraries, as in a run.
             reserved_bytes=round((1 - GPU_MEMORY_SHARE) * size),
             memory_bandwidth=memory * _GIGA,
             fast_bandwidth=nvlink * _GIGA,
@@ -165,7 +165,7 @@ def device_kind(name: str) -> DeviceKind:
     """Return the kind with a name, in any case, or with another name of the same device.
 
     Raises:
-      UsageError: the name is unknown; the message has the nearest names.
+      UsageError: The name is unknown.
 
     >>> device_kind("h100").devices_per_host
     8
@@ -174,10 +174,7 @@ def device_kind(name: str) -> DeviceKind:
     kinds = {kind.name: kind for kind in KINDS}
     if found := kinds.get(_OTHER_NAMES.get(lower, lower)):
         return found
-    raise UsageError(
-        f"no kind of device {name!r} is known{near_names(name, [*kinds, *_OTHER_NAMES])} Known:"
-        f" {', '.join(kinds)}"
-    )
+    raise UsageError(field="kind of device", value=name, choices=(*kinds, *_OTHER_NAMES))
 
 
 def kind_of_device(jax_device_kind: str, *, platform: str) -> DeviceKind:
@@ -189,9 +186,9 @@ def kind_of_device(jax_device_kind: str, *, platform: str) -> DeviceKind:
 
 
 def target_config(kind: DeviceKind) -> str:
-    """Return what XLA needs to compile for a GPU of the table without one.
+    """Return the text of a `GpuTargetConfigProto`, with which XLA compiles for an absent GPU.
 
-    This is the text of a `GpuTargetConfigProto`; on a machine with GPUs XLA asks the driver.
+    On a machine with GPUs XLA gets these properties from the driver.
     """
     assert kind.memory_bandwidth is not None
     memory = {

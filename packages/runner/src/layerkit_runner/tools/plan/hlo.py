@@ -1,8 +1,8 @@
 """The instructions of a compiled program and how often each runs, read from its HLO text.
 
-HLO holds the body of a loop once. How often it runs is an attribute of the `while` that calls it,
-or follows from its condition, a counter compared with a constant. Counts are handed down from each
-computation to those that it calls; the entry runs once.
+HLO holds the body of a loop once. The number of runs is an attribute of the `while` that calls it,
+or follows from its condition, which compares a counter with a constant. A computation runs as often
+as its callers call it; the entry runs once.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections.abc import Iterator
 
 # `%region_1.2 (arg: f32[4]) -> f32[4] {`, in some versions without the signature.
 _HEADER = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*)?\{$")
-# `%x.3 = f32[4]{0} all-reduce(%y), channel_id=1, …`. A tuple type has spaces, but none that stands
-# before a name and an opening bracket.
+# `%x.3 = f32[4]{0} all-reduce(%y), channel_id=1, …`. A tuple type has spaces, but none before a
+# name and an opening bracket.
 _INSTRUCTION = re.compile(
     r"(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.+?) (?P<opcode>[a-z][\w\-]*)\((?P<rest>.*)"
 )
 _CALLED = re.compile(
     r"\b(?:body|condition|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)"
 )
-# These run what they call as instructions of its own; others, such as fusions, make it one.
+# These run the instructions of the called computation separately; a fusion runs them as one.
 _CALLERS = ("while", "conditional", "call", "async")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _LOOP_PARTS = re.compile(r"\b(condition|body)=%?([\w.\-]+)")
@@ -63,7 +63,7 @@ class Instruction:
 
 
 _Body = list[Instruction]
-# How often, and whether that is exact.
+# Number of runs, and whether it is exact.
 _Count = tuple[int, bool]
 
 
@@ -84,7 +84,7 @@ def instructions(hlo_text: str) -> Iterator[Instruction]:
             callers[callee].add(caller)
     counts: dict[str, _Count] = {entry: (1, True)}
     fused: set[str] = set()
-    # HLO has no recursion, so callers come before what they call.
+    # HLO has no recursion, so callers come before their callees.
     for caller in graphlib.TopologicalSorter(callers).static_order():
         if caller not in counts:
             continue
@@ -123,10 +123,10 @@ def _computations(hlo_text: str) -> tuple[dict[str, _Body], str]:
 def _calls(
     instruction: Instruction, computations: dict[str, _Body]
 ) -> Iterator[tuple[str, _Count]]:
-    """Yield the computations that an instruction calls, and how often it does so each time."""
+    """Yield the computations that an instruction calls, with the number of calls per run."""
     opcode, rest = instruction.opcode, instruction.rest
     if opcode.endswith(("-done", "-update")):
-        return  # names again what its start has called
+        return  # the start has called it already
     count = (1, opcode != "conditional")
     if opcode == "while":
         known = _TRIP_COUNT.search(rest)
@@ -157,7 +157,7 @@ def _rounds(attributes: str, computations: dict[str, _Body]) -> _Count:
 
 
 def _step(body: _Body, index: int) -> int | None:
-    """Return by how much a loop's counter, element `index` of its state, grows in a round."""
+    """Return the increment of a loop's counter, element `index` of its state, in a round."""
     named = {each.name: each for each in body}
     state = body[-1].operands if body and body[-1].opcode == "tuple" else []
     counter = named.get(state[index]) if index < len(state) else None

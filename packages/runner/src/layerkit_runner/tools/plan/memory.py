@@ -1,6 +1,6 @@
-"""Bytes on each device: of the tensors that live between steps, and of what a step needs besides.
+"""Bytes on each device: tensors of state and batch, and temporaries and outputs of a step.
 
-The former are exact sums of shard sizes. The latter are the compiler's figures.
+The former are exact sums of shard sizes, the latter the compiler's figures.
 """
 
 from __future__ import annotations

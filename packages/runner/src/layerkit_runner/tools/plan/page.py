@@ -32,7 +32,11 @@ def plan_page(plan: Plan) -> str:
         _temporary_lines(plan),
         _traffic_lines(plan),
         _bound_lines(plan),
-        _last_lines(plan),
+        [
+            *(f"note: {note}" for note in plan.notes),
+            f"traced in {plan.trace_seconds:.1f} s, compiled in {plan.compile_seconds:.1f} s;"
+            " nothing was run or written",
+        ],
     ]
     return "\n\n".join(text for lines in sections if (text := "\n".join(lines)))
 
@@ -49,14 +53,6 @@ def _summary_lines(plan: Plan) -> Iterator[str]:
     yield from map(_pipeline_line, plan.pipelines)
     yield (
         f"model FLOPs  {plan.flops_per_step:.3e} per step, {plan.flops_per_device:.3e} per device"
-    )
-
-
-def _last_lines(plan: Plan) -> Iterator[str]:
-    yield from (f"note: {note}" for note in plan.notes)
-    yield (
-        f"traced in {plan.trace_seconds:.1f} s, compiled in {plan.compile_seconds:.1f} s;"
-        " nothing was run or written"
     )
 
 
@@ -178,8 +174,8 @@ def _bound_lines(plan: Plan) -> Iterator[str]:
         return
     if bounds.step_seconds is None:
         yield (
-            f"time         nothing is known of the speed of {device.name}; --target=h100x8 or v5p"
-            " tells of devices that are known"
+            f"time         the speed of {device.name} is unknown; known are the devices of"
+            " --target=h100x8 and others (docs/planning.md)"
         )
         return
     work, peak, model_flops = bounds.work, device.peak_flops, plan.flops_per_device

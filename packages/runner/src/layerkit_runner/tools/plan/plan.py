@@ -1,6 +1,6 @@
-"""Compile the training step of an experiment for devices that need not be here, and measure it.
+"""Compilation of an experiment's training step for devices that this machine need not have.
 
-The step is the one that training runs, lowered from shapes: no weight is made and nothing is run.
+The step is the one that training runs, lowered from shapes. No weight is made and nothing is run.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class BatchPlan:
       length: Positions of a row; None if the batch has no `ids` `[batch, length]`.
       tokens: rows × length.
       fields: Dtype and global shape by name, such as `int32[32, 1024]`.
-      parts: Number of parts of the batch whose gradients are added up one after another.
+      parts: Number of parts of the batch under gradient accumulation.
     """
 
     rows: int
@@ -76,24 +76,24 @@ class BatchPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A compiled training step. All bytes are per device; the JSON form has these very keys.
+    """A compiled training step. All bytes are per device. The JSON form has these keys.
 
     Attributes:
       target: Target in the syntax of `--target`, such as `h100x256`.
       num_params: Number of trained scalars.
-      flops_per_step: Model FLOPs of all devices (`layerkit_runner.training.flops`), without what
-        rematerialisation repeats.
+      flops_per_step: Model FLOPs of all devices (`layerkit_runner.training.flops`), without those
+        that rematerialisation repeats.
       tensors: All tensors of state and batch, largest first.
       collectives: Traffic between devices in one step.
-      notes: Messages of layers while they were traced, and what to know about the numbers.
+      notes: Messages of layers while they were traced, and limits of the figures.
       num_slices: Number of slices or nodes that the devices lie in.
       fits: Whether the peak is within the usable memory of a device; None if that is unknown.
       refusal: The compiler's message for a step that is too large for the device. There are then
         no temporaries, outputs and collectives.
       temporaries: The largest results that the step computes.
-      bounds: None if there is no program to read.
-      is_quick: Whether the compiler was asked for less effort than a run asks for.
-      dataset: The data set whose step this is, if several take turns.
+      bounds: Lower bounds of the step time; None if there is no program to read.
+      is_quick: Whether the step was compiled with less effort than in a run.
+      dataset: Name of the planned data set, if several are trained round-robin.
     """
 
     experiment: str
@@ -140,22 +140,22 @@ def make_plan(
 ) -> Plan:
     """Compile the training step of an experiment for `devices` and measure it.
 
-    If several data sets take turns, each has a step of its own. The plan is of the step that needs
-    most memory, and a note names it.
+    Each of several data sets that are trained round-robin has its own step. The plan is of the step
+    that needs most memory, and a note names it.
 
     Args:
       resolved: The experiment.
       devices: Devices to compile for; they need not be able to run the step.
-      parts: Partitioner and task if they are built already; consumed.
-      target: What the devices stand for; None for the devices themselves.
+      parts: Partitioner and task if they are built already; they cannot be used again.
+      target: Target that the devices represent; None for the devices themselves.
       effort: Effort of the compiler, `quick` or `full`; see `compile_step`. A quick step that needs
-        nearly all memory of a device, or is rejected, is compiled again in full.
-      dataset: The training data set whose step is planned; None for all of them.
-      check_state: Whether a state that exceeds the memory is an error, before compilation.
+        nearly all memory of a device, or is rejected, is compiled again with full effort.
+      dataset: Name of the training data set whose step is planned; None for all of them.
+      check_state: Whether to raise an error before compilation if the state exceeds the memory.
 
     Raises:
-      UsageError: fields that do not fit together, sizes that cannot be split over the mesh.
-      StateTooLargeError: under `check_state`.
+      UsageError: Fields do not fit together, or sizes cannot be split over the mesh.
+      StateTooLargeError: The state exceeds the memory and `check_state` is set.
     """
     partitioner, task = build_parts(resolved) if parts is None else parts
     target = Target(None) if target is None else target
@@ -181,7 +181,7 @@ def make_plan(
     if len(configs) == 1:
         return plan
     others = ", ".join(name for name in configs if name != largest)
-    note = f"the step on {largest}, which needs most memory; it takes turns with {others}"
+    note = f"the step on {largest}, which needs most memory; trained round-robin with {others}"
     return dataclasses.replace(
         plan,
         dataset=largest,
@@ -259,7 +259,7 @@ def _plan_step(
 
 def _abstract_batch(config: Config, partitioner: Partitioner) -> Any:
     """Return shapes, dtypes and sharding of the global batch of all processes."""
-    # Devices that are elsewhere belong to processes that are elsewhere.
+    # Devices of other machines belong to other processes.
     processes = sorted({device.process_index for device in partitioner.mesh.devices.flat})
     place = HostTopology(processes[0], len(processes), lambda device: device.process_index)
     feeds = plan_input(config, partitioner, place)
@@ -275,7 +275,7 @@ def _slices(mesh: Mesh, target: Target) -> list[int]:
     """Return the index of the slice or node of each device of a mesh, in the mesh's order."""
     devices = list(mesh.devices.flat)
     if target.kind is not None and target.kind.platform == "gpu":
-        return [device.process_index for device in devices]  # one for each node
+        return [device.process_index for device in devices]  # one process per node
     found: list[Any] = [getattr(device, "slice_index", None) for device in devices]
     if None not in found:
         return found
@@ -287,7 +287,7 @@ def _slices(mesh: Mesh, target: Target) -> list[int]:
 
 def _is_in_doubt(memory: Memory, device: DeviceKind, step: CompiledStep) -> bool:
     """Return whether a quick plan leaves open if the step fits."""
-    # Compilers reject a step before they make code of it, so asking again costs little.
+    # Compilers reject a step before they generate code, so compiling again costs little.
     if step.refusal is not None or device.usable_bytes is None:
         return True
     return memory.peak > _IN_DOUBT * device.usable_bytes

@@ -1,10 +1,10 @@
 """`--mode=plan --search`: compile other meshes and rematerialisation policies, and rank them.
 
-The model, the global batch and the devices stay as they are. Candidates differ in the mesh sizes of
+The model, the global batch and the devices stay the same. Candidates differ in the mesh sizes of
 `data`, `fsdp` and `tensor`, in the rematerialisation policy of the layers, and, while nothing fits,
-in gradient accumulation. The search starts at the experiment as it is and compiles, one at a time,
-an untried neighbour of the best candidate so far. A candidate is left out without being compiled
-if the experiment rejects it or if its weights and optimizer state alone exceed the memory.
+in gradient accumulation. The search starts at the experiment's own values and compiles, one at a
+time, an untried neighbour of the best candidate so far. A candidate is skipped if the experiment
+rejects it or if its weights and optimizer state alone exceed the memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _DCN = "partitioner.dcn_mesh_shape"
 _ACCUMULATION = "task.train.gradient_accumulation_steps"
 # In a pipeline the policy of a stage takes precedence over that of the layers within it.
 _STAGE_REMAT, _REMAT = ".stage_remat", ".remat"
-# Each policy keeps less for the backward pass, and computes more again, than the one before it.
+# Each policy keeps less for the backward pass, and recomputes more, than the one before it.
 _POLICIES = ("none", "dots", "dots_no_batch", "projections", "attention_out", "full")
 _FREE_AXES = ("data", "fsdp", "tensor")
 # The network between slices is too slow for activations.
@@ -58,14 +58,14 @@ class Candidate:
     """A compiled variant of the experiment.
 
     Attributes:
-      flags: Flags to add to the command; empty for the experiment as it is.
+      flags: Flags to add to the command; empty for the experiment's own values.
       remat: Rematerialisation policy; None if the experiment has none to choose.
       across: Number of slices along each mesh axis that spans several.
       accumulation: Number of parts of the batch whose gradients are added up one after another.
       peak: Peak bytes per device; None if it was not compiled.
       fits: Whether the peak is within the device's memory; None if that is unknown.
       bounds: Lower bounds of the step time; None if there is no program to read.
-      reason: Why it could not be compiled; None if it was.
+      reason: Message of the error that prevented compilation; None if it was compiled.
     """
 
     flags: list[str]
@@ -85,7 +85,7 @@ class Search:
 
     Attributes:
       ranked: The compiled candidates, best first.
-      ranked_by: What candidates that fit are ranked by.
+      ranked_by: Criterion by which candidates that fit are ranked.
       command: All `--fdl` flags of the best candidate; None if no candidate fits.
       left_out: Number of candidates that were not compiled, by reason.
       limit: The limit that ended the search; None if no candidate was left to compile.
@@ -108,7 +108,7 @@ class Search:
 
 
 class Point(NamedTuple):
-    """The choices that a search varies: `dcn` is None for one slice."""
+    """One combination of the choices that a search varies; `dcn` is None for one slice."""
 
     ici: tuple[int, ...]
     dcn: tuple[int, ...] | None = None
@@ -122,7 +122,7 @@ def neighbours(
     """Yield (move, neighbour): the points that differ from `point` in one choice.
 
     Args:
-      point: Where to start.
+      point: The original choices.
       axes: Names of the mesh axes.
       fits: Whether the point fits in memory. Only if False, gradient accumulation is increased.
     """
@@ -154,7 +154,7 @@ def _moved(
 
 
 def order(candidate: Candidate, ranked_by: str) -> tuple[float, ...]:
-    """Return the sort key of a candidate, least first.
+    """Return the sort key of a candidate; the best has the least.
 
     Candidates that fit come first, in the order of `ranked_by`. Those that do not fit follow by
     their peak, and those that could not be compiled come last.
@@ -175,7 +175,7 @@ def order(candidate: Candidate, ranked_by: str) -> tuple[float, ...]:
 
 
 class _Searcher:
-    """The state of one search; `candidates` has what was compiled so far."""
+    """The state of one search, with the compiled `candidates` by their points."""
 
     def __init__(
         self,
@@ -198,10 +198,7 @@ class _Searcher:
             if path.endswith(_STAGE_REMAT)
             or (path.endswith(_REMAT) and path.removesuffix(_REMAT) not in stages)
         ]
-        try:
-            self.first = make_plan(resolved, devices, target=target, effort=effort)
-        except UsageError as error:
-            raise UsageError(f"{resolved.name} cannot be planned as it is: {error}") from error
+        self.first = make_plan(resolved, devices, target=target, effort=effort)
         self._axes = tuple(self.first.mesh)
         self._start = self._own_point()
         self.candidates = {self._start: self._candidate(self._start, [], self.first)}
@@ -212,10 +209,11 @@ class _Searcher:
 
     def _own_point(self) -> Point:
         if _ICI not in self._values:
-            mesh = " × ".join(f"{axis} {size}" for axis, size in self.first.mesh.items())
             raise UsageError(
-                f"--search varies the mesh axes data, fsdp and tensor, and {self._resolved.name}"
-                f" has none: it runs under {self.first.partitioner} on {mesh}"
+                owner=self._resolved.name,
+                field="partitioner",
+                value=self.first.partitioner,
+                expected="a partitioner with ici_mesh_shape, which --search varies",
             )
         dcn = tuple(self._values[_DCN] or ())
         if not dcn and self._values[_ICI] is None and self._devices[0].platform == "tpu":
@@ -232,7 +230,7 @@ class _Searcher:
         )
 
     def ranked_by(self) -> str:
-        """Return what candidates are ranked by: times as far as all speeds they need are known."""
+        """Return the criterion for ranking: times, if all speeds that they need are known."""
         bounds = [each.bounds for each in self.candidates.values() if each.bounds is not None]
         unknown = {name for each in bounds for name in each.unknown}
         if not unknown:
@@ -254,7 +252,7 @@ class _Searcher:
         return None
 
     def try_point(self, move: str, point: Point) -> None:
-        """Compile a point, or count why it is left out."""
+        """Compile a point, or count the reason for which it is skipped."""
         self._tried.add(point)
         self._moves[point] = move
         self._times_tried[move] += 1
@@ -336,23 +334,21 @@ def search(
     """Compile variants of an experiment and rank them.
 
     Args:
-      resolved: The experiment. It is compiled first, as it is.
+      resolved: The experiment, which is compiled first with its own values.
       devices: Devices to compile for.
-      target: What the devices stand for.
+      target: Target that the devices represent.
       max_compilations: Maximum number of compiled candidates.
       max_seconds: Time after which no further compilation starts.
       effort: Effort of the compiler; see `compile_step`.
       clock: Clock in seconds.
 
     Raises:
-      UsageError: no compilation is allowed, or the experiment has no mesh to choose or cannot be
-        planned as it is.
+      UsageError: `max_compilations` is not positive, the experiment has no mesh to vary, or it
+        cannot be planned.
     """
     if max_compilations < 1:
-        raise UsageError(
-            f"--max_compilations={max_compilations}: a search compiles at least the experiment as"
-            " it is"
-        )
+        expected = "a positive integer; the experiment itself is compiled first"
+        raise UsageError(field="--max_compilations", value=max_compilations, expected=expected)
     begun = clock()
     searcher = _Searcher(resolved, devices, target=target, effort=effort)
     limit = None

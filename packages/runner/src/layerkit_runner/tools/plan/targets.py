@@ -1,4 +1,4 @@
-"""`--target`: the kind of devices a plan is for, their number, and how they are connected.
+"""`--target`: the kind, number and connection of the devices that a plan is for.
 
 | text | meaning |
 |---|---|
@@ -6,7 +6,7 @@
 | `here` | the devices of this machine |
 | `v5p:8x8x4` | one slice of 8 · 8 · 4 TPU chips |
 | `v5e:4x4*2` | two slices of 4 · 4 chips each, connected by the data center's network |
-| `v4-128`, `2xv4-128` | a slice by the name that Google Cloud gives it, and two of them |
+| `v4-128`, `2xv4-128` | a slice by its name in Google Cloud, and two of them |
 | `h100x256` | 256 GPUs in 32 nodes of 8 |
 | `v5p`, `h100` | as many slices and devices as the mesh has |
 """
@@ -27,13 +27,13 @@ _COUNTED = re.compile(r"(?P<kind>[a-z]\w*?(?:-40gb)?)x(?P<count>\d+)")
 _TOPOLOGY = re.compile(r"(?P<kind>\w+):(?P<sizes>\d+(?:x\d+)*)(?:\*(?P<slices>\d+))?")
 _CLOUD = re.compile(r"(?:(?P<slices>\d+)x)?(?P<kind>\w+)-(?P<number>\d+)")
 
-# Slices of these are three-dimensional, and Google Cloud counts their TensorCores, two on a chip.
+# Slices of these are three-dimensional, and Google Cloud counts their TensorCores, two per chip.
 _THREE_DIMENSIONS = ("v4", "v5p", "v7x")
 _DEVICES_PER_CHIP = {"v7x": 2}
 
-FORMS = (
+_FORMS = (
     "cpux8 (simulated), here (the devices of this machine), v5p:8x8x4 (a TPU slice), v5e:4x4*2 (two"
-    " slices), v4-128 or 2xv4-128 (as Google Cloud names them), h100x256 (GPUs in nodes of 8)"
+    " slices), v4-128 or 2xv4-128 (names of Google Cloud) or h100x256 (GPUs in nodes of 8)"
 )
 
 
@@ -55,7 +55,7 @@ class Target:
 
     @property
     def is_here(self) -> bool:
-        """Whether this stands for the devices of this machine."""
+        """Whether the target is the devices of this machine."""
         return self.kind is None
 
     def describe(self) -> str:
@@ -72,12 +72,16 @@ def parse_target(text: str) -> Target:
     """Read the text of `--target`.
 
     Raises:
-      UsageError: the form, the kind of device or the number of devices does not exist.
+      UsageError: The form, the kind of device or the number of devices does not exist.
     """
     try:
         return _parse(text.strip().lower())
     except UsageError as error:
-        raise UsageError(f"--target={text}: {error}") from None
+        if error.field is None:
+            error.field, error.value = "--target", text
+        else:
+            error.owner = f"--target={text}"
+        raise
 
 
 def _parse(text: str) -> Target:
@@ -90,28 +94,25 @@ def _parse(text: str) -> Target:
         kind = device_kind(match["kind"])
         if kind.platform == "tpu":
             cloud = f"{kind.name}-{128 if kind.name in _THREE_DIMENSIONS else 16}"
-            raise UsageError(
-                f"a TPU slice has a shape: {_example(kind)}, or {cloud} as Google Cloud names it"
-            )
+            shape = f"the shape of a TPU slice, such as {_example(kind)}"
+            raise UsageError(expected=f"{shape}, or {cloud} as Google Cloud names it")
         return _counted(kind, int(match["count"]))
     if (match := _CLOUD.fullmatch(text)) and match["kind"] != "a100":
         kind, chips = _tpu(match["kind"]), int(match["number"])
         if kind.name in _THREE_DIMENSIONS:
             chips, rest = divmod(chips, 2)
             if rest:
-                raise UsageError(
-                    f"the number in {text} counts TensorCores, two on each chip, so it is even"
-                )
+                raise UsageError(expected="an even number of TensorCores, two on each chip")
         return _slices(kind, usual_topology(kind, chips), int(match["slices"] or 1))
     if re.fullmatch(r"[a-z][\w-]*", text):
         return Target(device_kind(text))
-    raise UsageError(f"no form of a target. Targets: {FORMS}")
+    raise UsageError(expected=_FORMS)
 
 
 def _tpu(name: str) -> DeviceKind:
     kind = device_kind(name)
     if kind.platform != "tpu":
-        raise UsageError(f"{kind.name} has no topology; write {kind.name}x8 for eight of them")
+        raise UsageError(expected=f"a number of devices, such as {kind.name}x8, and no topology")
     return kind
 
 
@@ -122,26 +123,22 @@ def _example(kind: DeviceKind) -> str:
 def _counted(kind: DeviceKind, count: int) -> Target:
     """Return a number of CPU devices, or of GPUs in full nodes."""
     if count < 1:
-        raise UsageError("a plan needs at least 1 device")
+        raise UsageError(expected="at least 1 device")
     per_node = kind.devices_per_host
     if per_node is None or count <= per_node:
         return Target(kind, count)
     if count % per_node:
-        raise UsageError(
-            f"{count} devices are no whole number of nodes of {per_node}; use"
-            f" {count // per_node * per_node} or {-(-count // per_node) * per_node}"
-        )
+        lower, upper = (f"{kind.name}x{count // per_node * per_node + n}" for n in (0, per_node))
+        raise UsageError(expected=f"full nodes of {per_node} devices, such as {lower} or {upper}")
     return Target(kind, count, num_slices=count // per_node)
 
 
 def _slices(kind: DeviceKind, topology: tuple[int, ...], num_slices: int) -> Target:
-    wanted = 3 if kind.name in _THREE_DIMENSIONS else 2
-    if len(topology) != wanted or min(topology) < 1:
-        raise UsageError(
-            f"a slice of {kind.name} has {wanted} dimensions of at least 1, as in {_example(kind)}"
-        )
+    dimensions = 3 if kind.name in _THREE_DIMENSIONS else 2
+    if len(topology) != dimensions or min(topology) < 1:
+        raise UsageError(expected=f"{dimensions} positive sizes of a slice, as in {_example(kind)}")
     if num_slices < 1:
-        raise UsageError("a plan needs at least 1 slice")
+        raise UsageError(expected="at least 1 slice")
     devices = math.prod(topology) * _DEVICES_PER_CHIP.get(kind.name, 1)
     return Target(kind, devices * num_slices, num_slices, topology)
 
@@ -153,7 +150,7 @@ def usual_topology(kind: DeviceKind, chips: int) -> tuple[int, ...]:
     two-dimensional slices are powers of two.
 
     Raises:
-      UsageError: no such slice exists.
+      UsageError: No such slice exists.
 
     >>> usual_topology(device_kind("v4"), 192)
     (4, 4, 12)
@@ -169,7 +166,8 @@ def usual_topology(kind: DeviceKind, chips: int) -> tuple[int, ...]:
     fitting = [shape for shape in shapes if math.prod(shape) == chips]
     if not fitting:
         raise UsageError(
-            f"no slice of {kind.name} has {chips} chip(s); give its shape, as in {_example(kind)}"
+            f"no slice of {kind.name} has {chips} chip(s)",
+            expected=f"the shape of a slice, as in {_example(kind)}",
         )
     best = min(fitting, key=sum)
     # Google Cloud writes the short side of flat slices last: 2x2x1.
@@ -177,7 +175,7 @@ def usual_topology(kind: DeviceKind, chips: int) -> tuple[int, ...]:
 
 
 def sized(target: Target, *, per_slice: int, num_slices: int) -> Target:
-    """Give a target of a known kind the number of devices that a mesh has.
+    """Return a target of a known kind with the number of devices that a mesh has.
 
     Args:
       target: Target without a number of devices.
@@ -185,12 +183,18 @@ def sized(target: Target, *, per_slice: int, num_slices: int) -> Target:
       num_slices: Slices that the mesh spans.
 
     Raises:
-      UsageError: no slice has so many chips, or the devices fill no whole nodes.
+      UsageError: No slice has so many chips, or the devices fill no whole nodes.
     """
-    assert target.kind is not None, target
-    if target.kind.platform != "tpu":
-        return _counted(target.kind, per_slice * num_slices)
-    chips, rest = divmod(per_slice, _DEVICES_PER_CHIP.get(target.kind.name, 1))
-    if rest:
-        raise UsageError(f"a chip of {target.kind.name} is two devices, and {per_slice} is odd")
-    return _slices(target.kind, usual_topology(target.kind, chips), num_slices)
+    kind = target.kind
+    assert kind is not None, target
+    try:
+        if kind.platform != "tpu":
+            return _counted(kind, per_slice * num_slices)
+        chips, rest = divmod(per_slice, _DEVICES_PER_CHIP.get(kind.name, 1))
+        if rest:
+            raise UsageError(expected=f"an even number: a chip of {kind.name} is two devices")
+        return _slices(kind, usual_topology(kind, chips), num_slices)
+    except UsageError as error:
+        error.owner = f"--target={kind.name}"
+        error.field, error.value = "devices of the mesh", per_slice * num_slices
+        raise

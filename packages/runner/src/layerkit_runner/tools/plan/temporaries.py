@@ -1,8 +1,8 @@
 """The largest results of a compiled step, and the source lines that they come from.
 
-A compiler reports one number for all temporaries. The program has more: the shape of each result,
-the path of names under which it was traced, and its line of Python. Results of one line are
-reported together; not all of them are in memory at the same time.
+A compiler reports one number for all temporaries. The text of the program has the shape of each
+result, the path of names under which it was traced, and its line of Python. Results of one line are
+reported together. They are not all in memory at the same time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 from layerkit_runner.tools.plan.collectives import type_bytes
 from layerkit_runner.tools.plan.hlo import Instruction, instructions
 
-# Results that are not new memory: names of other results, or set up once.
+# Instructions that allocate no memory, or only once.
 _NO_MEMORY = re.compile(
     "parameter|get-tuple-element|tuple|bitcast|constant|iota|broadcast|while|conditional|call"
     "|after-all|partition-id|opt-barrier|optimization-barrier|.*-start|.*-update"
@@ -22,16 +22,16 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 _SHAPE = re.compile(r"([a-z]+\d*\w*\[[\d,]*\])(\{[^}]*\})?")
-# Memory spaces as TPUs number them in layouts: the device's is 0 and not written.
+# Memory space of a layout. That of the device is 0 and is not written.
 _SPACE = re.compile(r"S\((\d+)\)")
 _HOST_SPACE = "5"
 
 _TABLE_LINE = re.compile(r'(\d+) (?:"(?P<text>.*)"|\{(?P<fields>[^}]*)\})')
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _PACKAGE_ROOTS = ("/site-packages/", "/dist-packages/", "/src/")
-# Parts of a traced name that say how JAX got there, not what is computed.
+# Parts of a traced name that come from JAX's transformations.
 _PLUMBING = ("while", "body", "cond", "closed_call", "checkpoint", "custom_vjp_call", "pjit")
-# A method of a layer, which comes after the layer's own name: `softmax/softmax.logits`.
+# A method of a layer, which follows the layer's name: `softmax/softmax.logits`.
 _METHOD = re.compile(r"\w+\.[a-z_]\w*")
 
 
@@ -81,7 +81,7 @@ def _results(instruction: Instruction) -> list[tuple[str, str, int]]:
     """Return shape, memory and bytes of each array that an instruction leaves in memory."""
     if instruction.is_fused or _NO_MEMORY.fullmatch(instruction.opcode):
         return []
-    if instruction.rest.startswith(")"):  # of nothing: zeros, to be written over in a loop
+    if instruction.rest.startswith(")"):  # no operands: zeros that a loop overwrites
         return []
     found = []
     for shape, layout in _SHAPE.findall(instruction.type):
@@ -115,7 +115,7 @@ class _Sources:
                 text = match["text"]
                 current[int(match[1])] = match["fields"] if text is None else text
             elif line.endswith("{") and "=" not in line.partition("(")[0]:
-                break  # the first computation
+                break  # the first computation begins
 
     def of(self, attributes: str) -> str:
         """Return file and line of an instruction; "" if it comes from no line."""
