@@ -1,4 +1,4 @@
-"""What a catalogue tells of an experiment: its weights, its mesh and its data."""
+"""Lines of a catalogue: weights, mesh and data of experiments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 from layerkit_runner.tools.catalogue import catalogue_line, fields_without_value, mesh_summary
 
 
-def test_an_experiment(tiny: SimpleNamespace):
+def test_line_of_an_experiment(tiny: SimpleNamespace):
     class Wide(BaseExperiment):
         """A regression."""
 
@@ -35,9 +35,9 @@ def test_an_experiment(tiny: SimpleNamespace):
     assert line.summary == "A regression."
 
 
-def test_an_experiment_whose_model_only_a_folder_of_the_users_tells():
+def test_number_of_weights_is_none_if_a_field_without_value_determines_the_model():
     class Tuned(BaseExperiment):
-        """A model of somebody's own."""
+        """A model in a folder."""
 
         FOLDER: str
         SHARDS: int = 4
@@ -49,16 +49,16 @@ def test_an_experiment_whose_model_only_a_folder_of_the_users_tells():
             return SpmdPartitioner.HParams.config(ici_mesh_shape=[1, self.SHARDS, 1])
 
         def data_summary(self) -> str:
-            return "your own text"
+            return "custom text"
 
     class OfThisFolder(Tuned):
-        """The same, and its folder is known; so it must be there."""
+        """The same with a folder, which must exist."""
 
         FOLDER = "here"
 
     assert fields_without_value(Tuned) == ["FOLDER"]
     line = catalogue_line(Tuned, "acme.Tuned", "acme")
-    assert (line.num_params, line.mesh, line.data) == (None, "fsdp 4", "your own text")
+    assert (line.num_params, line.mesh, line.data) == (None, "fsdp 4", "custom text")
     with pytest.raises(FileNotFoundError, match="here"):
         catalogue_line(OfThisFolder, "acme.OfThisFolder", "acme")
 
@@ -76,13 +76,13 @@ def test_an_experiment_whose_model_only_a_folder_of_the_users_tells():
         ),
     ],
 )
-def test_a_mesh_in_words(fields: dict[str, Any], text: str):
+def test_mesh_summary(fields: dict[str, Any], text: str):
     assert mesh_summary(SpmdPartitioner.HParams.config(**fields)) == text
 
 
-def test_other_partitioners():
+def test_mesh_summary_of_other_partitioners():
     class Own(SpmdPartitioner):
-        """Somebody's own."""
+        """A custom partitioner."""
 
     assert mesh_summary(Own.HParams.config(ici_mesh_shape=[2, 1, 1])) == "data 2"
     assert mesh_summary(PmapPartitioner.HParams.config()) == "pmap"

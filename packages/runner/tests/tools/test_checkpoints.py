@@ -1,4 +1,4 @@
-"""The tool on real checkpoints: what it prints, what it writes, and what it refuses."""
+"""Output, files and errors of the tool for checkpoints."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STATE = {
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A job's folder with steps 10 and 20, of which 10 is the best."""
+    """Return the folder of a job with steps 10 and 20; step 10 is the best."""
     folder = tmp_path_factory.mktemp("job")
     policy = CheckpointPolicy(
         save_interval_steps=10,
@@ -59,19 +59,19 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def job(written: Path, tmp_path: Path) -> Path:
-    """A copy to be damaged."""
+    """Return a copy of the folder that a test may damage."""
     return Path(shutil.copytree(written, tmp_path / "job"))
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> str:
-    """What the tool prints, its errors included."""
+    """Return the output and the errors of the tool."""
     assert main([str(word) for word in words]) == code
     printed = capsys.readouterr()
     return printed.out + printed.err
 
 
 def damage(job: Path, step: int) -> Path:
-    """Flips a bit of a step's largest file."""
+    """Flip a bit of the largest file of a step; return its path."""
     files = (job / f"checkpoints/checkpoint_{step:08d}/state").rglob("*")
     path = max((file for file in files if file.is_file()), key=lambda file: file.stat().st_size)
     content = bytearray(path.read_bytes())
@@ -99,7 +99,7 @@ def assert_is_step(folder: Path, step: int) -> None:
 
 
 @pytest.mark.parametrize("folder", [".", "checkpoints"])
-def test_list_says_what_there_is_and_why(written, capsys, folder):
+def test_list_prints_the_steps_and_why_they_are_kept(written, capsys, folder):
     lines = run(capsys, "list", written / folder).splitlines()
     assert re.split(r" {2,}", lines[0]) == [
         "step",
@@ -108,7 +108,7 @@ def test_list_says_what_there_is_and_why(written, capsys, folder):
         "format",
         "sound",
         "metric",
-        "stays as",
+        "kept as",
     ]
     rows = [re.split(r" {2,}", line) for line in lines[1:3]]
     today = datetime.datetime.now(datetime.UTC)
@@ -123,7 +123,7 @@ def test_list_says_what_there_is_and_why(written, capsys, folder):
     assert lines[3] == "sound: by the sizes of the files; --read or verify compares their bytes"
 
 
-def test_list_looks_as_deep_as_it_is_told(job, capsys):
+def test_list_detects_altered_bytes_with_read_and_wrong_sizes_always(job, capsys):
     flipped = damage(job, 10)
     (job / "checkpoints" / "checkpoint_00000030.orbax-checkpoint-tmp").mkdir()
     (job / "checkpoints" / "damaged_checkpoint_00000005").mkdir()
@@ -144,7 +144,7 @@ def test_verify_names_arrays_that_are_not_finite(tmp_path, capsys, monkeypatch, 
     monkeypatch.setattr(conversion, "_READ_BYTES", 16)
     state = {"params": {"a": jnp.ones(4), "b": jnp.array([1.0, jnp.nan])}, "step": jnp.int32(3)}
     with monkeypatch.context() as patch:
-        # As a version wrote it that saved any values.
+        # An earlier version saved any values.
         patch.setattr(structure.FiniteCheck, "nonfinite", lambda _: [])
         with CheckpointManager(tmp_path / "checkpoints", state_format=state_format) as manager:
             manager.save(3, state, input_states={}, metadata={}, force=True)
@@ -153,7 +153,7 @@ def test_verify_names_arrays_that_are_not_finite(tmp_path, capsys, monkeypatch, 
     assert "params/b" in printed and "params/a" not in printed
 
 
-def test_verify_reads_all_or_one(job, capsys):
+def test_verify_reads_all_steps_or_one(job, capsys):
     assert run(capsys, "verify", job) == "step 10: sound\nstep 20: sound\n"
     damage(job, 10)
     both = run(capsys, "verify", job, code=1)
@@ -162,7 +162,7 @@ def test_verify_reads_all_or_one(job, capsys):
     assert run(capsys, "verify", job, "--step=20") == "step 20: sound\n"
 
 
-def test_show(written, capsys):
+def test_show_prints_the_arrays_of_the_newest_step(written, capsys):
     lines = run(capsys, "show", written).splitlines()
     assert [re.split(r" {2,}", line) for line in lines[1:-1]] == [
         ["opt_state/0/mu", "4 × 6", "float32", "96"],
@@ -173,7 +173,7 @@ def test_show(written, capsys):
     assert lines[-1] == "step 20: 4 arrays, 208 B (opt_state 96 B, params 108 B, step 4 B)"
 
 
-def test_copies_are_whole_and_know_how_good_they_are(written, tmp_path, capsys):
+def test_copy_has_the_arrays_and_the_evaluations(written, tmp_path, capsys):
     new = tmp_path / "new"
     assert run(capsys, "copy", written, new, "--step=10") == (
         f"{new}/checkpoints/checkpoint_00000010\n"
@@ -181,23 +181,23 @@ def test_copies_are_whole_and_know_how_good_they_are(written, tmp_path, capsys):
     assert_is_step(new, 10)
     assert documents.read_evaluations(epath.Path(new / "checkpoints"))[10]["heldout/loss"] == 1.5
     assert run(capsys, "copy", written, new) == (
-        f"{new}/checkpoints/checkpoint_00000020\nthere already, and sound: step 10\n"
+        f"{new}/checkpoints/checkpoint_00000020\nskipped, copied before: step 10\n"
     )
-    # A training job goes on there: it sees both, and follows its own rules.
+    # A training job resumes there with its own retention policy.
     with CheckpointManager(new / "checkpoints") as manager:
         assert manager.newest_sound_step() == 20
         manager.save(21, {"w": jnp.ones(2)}, input_states={}, metadata={}, force=True)
     assert folders.committed_steps(epath.Path(new / "checkpoints")) == [10, 20, 21]
 
 
-def test_nothing_is_left_of_a_copy_of_a_damaged_step(job, tmp_path, capsys):
+def test_copy_of_a_damaged_step_is_deleted(job, tmp_path, capsys):
     damage(job, 20)
     text = run(capsys, "copy", job, tmp_path / "new", "--step=20", code=1)
     assert "checkpoint_00000020 differs from the saved step and was deleted:\n  state/" in text
     assert list((tmp_path / "new" / "checkpoints").iterdir()) == []
 
 
-def test_a_copy_can_be_repeated_and_goes_on_after_damage(job, tmp_path, capsys):
+def test_copy_can_be_repeated_and_continues_after_damage(job, tmp_path, capsys):
     new = tmp_path / "new"
     pristine = Path(shutil.copytree(job, tmp_path / "pristine"))
     damage(job, 10)
@@ -205,20 +205,22 @@ def test_a_copy_can_be_repeated_and_goes_on_after_damage(job, tmp_path, capsys):
     assert f"{new}/checkpoints/checkpoint_00000020\nnot copied: step 10\n" in first
     assert "checkpoint_00000010 differs from the saved step and was deleted:\n  state/" in first
     assert run(capsys, "copy", pristine, new) == (
-        f"{new}/checkpoints/checkpoint_00000010\nthere already, and sound: step 20\n"
+        f"{new}/checkpoints/checkpoint_00000010\nskipped, copied before: step 20\n"
     )
-    # Damage of the original is no matter where a sound copy is.
-    assert run(capsys, "copy", job, new) == "there already, and sound: steps 10, 20\n"
+    # Damage of the original does not matter if its copy is sound.
+    assert run(capsys, "copy", job, new) == "skipped, copied before: steps 10, 20\n"
     flipped = damage(new, 20)
     altered = flipped.read_bytes()
     again = run(capsys, "copy", pristine, new, code=1)
-    assert again.startswith("there already, and sound: step 10\nnot copied: step 20\n")
-    assert "checkpoint_00000020, which is there already, is damaged:\n  state/" in again
-    assert "Nothing was changed. To copy it again, delete it." in again
+    assert again.startswith("skipped, copied before: step 10\nnot copied: step 20\n")
+    assert (
+        "The existing checkpoint" in again and "checkpoint_00000020 is damaged:\n  state/" in again
+    )
+    assert "Delete it to copy the step again." in again
     assert flipped.read_bytes() == altered
 
 
-def test_evaluations_that_came_after_a_copy_follow(job, tmp_path, capsys):
+def test_evaluations_after_a_copy_are_copied_too(job, tmp_path, capsys):
     there, new = (epath.Path(folder / "checkpoints") for folder in (job, tmp_path / "new"))
     found = documents.read_evaluations(there)
     documents.write_evaluations(there, {10: found[10]})
@@ -229,13 +231,13 @@ def test_evaluations_that_came_after_a_copy_follow(job, tmp_path, capsys):
     assert documents.read_evaluations(new) == found
 
 
-def test_another_step_of_the_same_number_is_not_taken_for_a_copy(written, tmp_path, capsys):
+def test_different_step_of_the_same_number_is_an_error(written, tmp_path, capsys):
     other = tmp_path / "other"
     with CheckpointManager(other / "checkpoints") as manager:
         manager.save(10, {"w": jnp.ones(2)}, input_states={}, metadata={}, force=True)
     assert run(capsys, "copy", written, other, code=2) == (
         f"{other}/checkpoints/checkpoint_00000020\nnot copied: step 10\n"
-        f"checkpoints: {other}/checkpoints/checkpoint_00000010 is there already, and is not the"
+        f"checkpoints: {other}/checkpoints/checkpoint_00000010 exists and differs from the"
         f" step of {written}/checkpoints; nothing was changed\n"
     )
 
@@ -253,7 +255,7 @@ def test_show_of_a_damaged_step_names_the_file(job, capsys, name):
 
 
 @pytest.mark.parametrize("content", [b"garbage", b"\xff\xfe", b"[]", b'{"version": 9}'])
-def test_evaluations_that_cannot_be_read(job, tmp_path, capsys, content):
+def test_malformed_evaluations_are_an_error_of_every_command(job, tmp_path, capsys, content):
     path = job / "checkpoints" / "evaluations.json"
     path.write_bytes(content)
     new, other = tmp_path / "new", tmp_path / "other"
@@ -271,7 +273,7 @@ def test_evaluations_that_cannot_be_read(job, tmp_path, capsys, content):
     assert folders.committed_steps(epath.Path(path.parent)) == [10, 20]
 
 
-def test_there_and_back_again(written, tmp_path, capsys):
+def test_conversion_to_msgpack_and_back_keeps_the_state(written, tmp_path, capsys):
     one_file, again = tmp_path / "one_file", tmp_path / "again"
     run(capsys, "convert", written, one_file, "--to=msgpack", "--step=10")
     assert_is_step(one_file, 10)
@@ -280,14 +282,14 @@ def test_there_and_back_again(written, tmp_path, capsys):
     assert_is_step(again, 10)
     for folder in (one_file, again):
         assert run(capsys, "verify", folder) == "step 10: sound\n"
-        # The date is that of the save.
+        # The date of the save is kept.
         dates = [run(capsys, "list", job).splitlines()[1].split("  ")[1] for job in (folder,)]
         assert dates[0] in run(capsys, "list", written)
     error = run(capsys, "convert", again, one_file, "--to=tensorstore", code=2)
     assert f"{again}/checkpoints/checkpoint_00000010" in error and "tensorstore" in error
 
 
-def test_weights_as_safetensors(written, tmp_path, capsys):
+def test_convert_writes_weights_as_safetensors(written, tmp_path, capsys):
     path = tmp_path / "weights.safetensors"
     assert run(capsys, "convert", written, path, "--to=safetensors") == (
         f"{path}: 2 arrays of step 20\n"
@@ -300,28 +302,21 @@ def test_weights_as_safetensors(written, tmp_path, capsys):
         assert array.tobytes() == expected.tobytes()
     assert "already exists" in run(capsys, "convert", written, path, "--to=safetensors", code=2)
     other = tmp_path / "other.safetensors"
-    assert run(
-        capsys, "convert", written, other, "--to=safetensors", "--part=optstate", code=2
-    ) == (
-        "checkpoints: --part=optstate: the state has no such part; did you mean 'opt_state'? It has"
-        " opt_state, params, step.\n"
-    )
+    words = ("convert", written, other, "--to=safetensors", "--part=optstate")
+    assert "'opt_state'" in run(capsys, *words, code=2)
 
 
 @pytest.mark.parametrize("command", ["list", "verify", "show"])
-def test_a_folder_without_checkpoints(tmp_path, capsys, command):
-    assert run(capsys, command, tmp_path, code=2) == (
-        f"checkpoints: no checkpoint in {tmp_path}/checkpoints\n"
-    )
+def test_folder_without_checkpoints_is_an_error(tmp_path, capsys, command):
+    assert f"{tmp_path}/checkpoints: " in run(capsys, command, tmp_path, code=2)
 
 
-def test_a_step_that_there_is_not(written, capsys):
-    assert run(capsys, "verify", written, "--step=15", code=2) == (
-        f"checkpoints: --step=15: {written}/checkpoints has no such checkpoint; it has 10, 20\n"
-    )
+def test_missing_step_is_an_error(written, capsys):
+    text = run(capsys, "verify", written, "--step=15", code=2)
+    assert "--step=15" in text and "10, 20" in text
 
 
-def test_as_a_program():
+def test_help_prints_the_commands():
     done = subprocess.run(
         [sys.executable, "-m", "layerkit_runner.tools.checkpoints", "--help"],
         capture_output=True,

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def catalogue_lines(package: str) -> dict[str, CatalogueLine]:
-    """Return what the catalogue of a package holds, by the names of its experiments."""
+    """Return the lines of the catalogue of a package, by the names of its experiments."""
     return {
         dotted.removeprefix(f"{package}."): catalogue_line(cls, dotted, package)
         for dotted, cls in experiment_classes(package).items()
@@ -43,22 +43,22 @@ def catalogue_lines(package: str) -> dict[str, CatalogueLine]:
 
 
 def catalogue_line(cls: type[BaseExperiment], dotted: str, package: str) -> CatalogueLine:
-    """Return what `--list` shows of an experiment, from shapes alone.
+    """Return the line of an experiment in `--list`, computed from shapes alone.
 
-    An experiment with a field that has no value, such as the folder of a model, is another model
-    with each value: then the number of weights is None.
+    The number of weights is None if a field without a value, such as the folder of a model,
+    determines the model.
 
     Args:
       cls: Class of the experiment.
-      dotted: Full name under which it is listed.
-      package: Package that offers it.
+      dotted: Full name of the experiment in the list.
+      package: Package that offers the experiment.
 
     Raises:
       UsageError: The experiment cannot be resolved.
     """
     line = entry_of(cls, dotted, [package]).line
     if fields_without_value(cls):
-        # A call would ask for the values.
+        # A call would require the values.
         experiment = cls.__new__(cls)
         mesh = mesh_summary(experiment.partitioner())
         return dataclasses.replace(line, mesh=mesh, data=experiment.data_summary())
@@ -73,19 +73,19 @@ def catalogue_line(cls: type[BaseExperiment], dotted: str, package: str) -> Cata
 
 
 def fields_without_value(cls: type[BaseExperiment]) -> list[str]:
-    """Return the fields that the user has to give."""
+    """Return the names of the fields that have no default."""
     return [name for name in experiment_fields(cls) if not hasattr(cls, name)]
 
 
 def num_params(task: Any) -> int:
-    """Return the number of weights of a task, given its config; nothing is computed."""
+    """Return the number of weights of the task of a config, from shapes alone."""
     model = task.Instantiate().model
     shapes = jax.eval_shape(lambda: model.init(jax.random.key(0)))
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes[PARAMS]))
 
 
 def mesh_summary(partitioner: Any) -> str:
-    """Return the mesh of a config of a partitioner in words, without axes of one device."""
+    """Return a description of the mesh of a partitioner, without axes of one device."""
     kind = target_of(partitioner)
     if issubclass(kind, PmapPartitioner):
         return "pmap"

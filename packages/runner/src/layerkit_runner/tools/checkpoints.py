@@ -1,18 +1,18 @@
-"""Lists, verifies, copies and converts checkpoints.
+"""List, verify, copy and convert checkpoints.
 
-    python -m layerkit_runner.tools.checkpoints list DIR             steps, and why each stays
-    python -m layerkit_runner.tools.checkpoints verify DIR           reads all; exit code 1: damage,
-                                                                     or values that are not finite
-    python -m layerkit_runner.tools.checkpoints show DIR --step=400  its arrays; or of the newest
-    python -m layerkit_runner.tools.checkpoints copy DIR gs://b/run  all steps, or one
+    python -m layerkit_runner.tools.checkpoints list DIR             steps, and why each is kept
+    python -m layerkit_runner.tools.checkpoints verify DIR           read all files
+    python -m layerkit_runner.tools.checkpoints show DIR --step=400  arrays of a step
+    python -m layerkit_runner.tools.checkpoints copy DIR gs://b/run  copy all steps, or one
     python -m layerkit_runner.tools.checkpoints convert DIR NEW --to=msgpack      or tensorstore
     python -m layerkit_runner.tools.checkpoints convert DIR w.safetensors --to=safetensors
 
-DIR is the folder of a job, or the one that its checkpoints are in. `copy` and `convert` write a
-step in whole or not at all, and never over another one; `copy` passes over steps that it copied
-before. Needs no accelerator and takes none.
+DIR is the folder of a job, or the folder of its checkpoints. `copy` and `convert` write a step
+atomically and never overwrite one; `copy` skips steps that were copied before. No accelerator is
+used.
 
-Exit codes: 0 done, 1 a checkpoint is damaged or storage refused, 2 the command line is wrong.
+Exit codes: 0 done, 1 a checkpoint is damaged or not finite, or storage failed, 2 the command line
+is wrong.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from typing import Any
 
 from etils import epath
 
-from layerkit.errors import first_names
-from layerkit.near_names import near_names
+from layerkit.errors import UserError, first_names
 from layerkit_runner.checkpointing import documents, errors, folders, formats, integrity, inventory
-from layerkit_runner.errors import StorageError, UsageError
+from layerkit_runner.errors import StorageError, UsageError, with_data
 from layerkit_runner.files.atomic_write import absolute
 
 _SAFETENSORS = "safetensors"
@@ -39,20 +38,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code.
 
     Args:
-      arguments: The words after the program's name; those of this process by default.
+      arguments: Words after the program's name; None for those of this process.
     """
     options = _parser().parse_args(arguments)
-    problem: Exception
     try:
         return options.run(options)
-    except UsageError as error:
-        problem, code = error, error.exit_code
-    except (FileExistsError, errors.LayoutVersionError, errors.NewerManifestError) as error:
-        problem, code = error, UsageError.exit_code
-    except (errors.DamagedCheckpointError, OSError) as error:
-        problem, code = error, StorageError.exit_code
-    _tell(f"checkpoints: {problem}")
-    return code
+    except (UserError, OSError) as error:
+        _report(error)
+        return _exit_code(error)
+
+
+def _exit_code(error: UserError | OSError) -> int:
+    if isinstance(error, UsageError):
+        return error.exit_code
+    is_damage = isinstance(error, errors.DamagedCheckpointError)
+    is_io_error = isinstance(error, OSError) and not isinstance(error, FileExistsError)
+    return StorageError.exit_code if is_damage or is_io_error else UsageError.exit_code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -67,27 +68,29 @@ def _parser() -> argparse.ArgumentParser:
     def add(run: Callable[..., int], text: str) -> argparse.ArgumentParser:
         name = run.__name__.lstrip("_")
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        command.add_argument("directory", metavar="DIR", help="of a job, or of its checkpoints")
+        command.add_argument("directory", metavar="DIR", help="folder of a job or its checkpoints")
         command.set_defaults(run=run)
         return command
 
-    listing = add(_list, "the steps: date, size, format, whether sound, and why each stays")
-    read = "look for damage by reading all, not by sizes alone"
+    listing = add(_list, "print date, size, format and metric of each step, and why it is kept")
+    read = "detect damage by reading all files, not by sizes alone"
     listing.add_argument("--read", action="store_true", help=read)
     step: dict[str, Any] = {"type": int, "metavar": "STEP"}
     one_or_all = step | {"help": "one step (default: all)"}
-    one_or_newest = step | {"help": "which (default: the newest)"}
-    verify = "read every file, compare it with what was saved, and look for NaN and infinities"
+    one_or_newest = step | {"help": "the step (default: the newest)"}
+    verify = "read every file, compare it with its checksum, and detect NaN and infinities"
     add(_verify, verify).add_argument("--step", **one_or_all)
-    add(_show, "arrays by name: shape, dtype, bytes").add_argument("--step", **one_or_newest)
+    add(_show, "print name, shape, dtype and bytes of each array").add_argument(
+        "--step", **one_or_newest
+    )
     copy = add(_copy, "copy the steps that another folder or store lacks, and verify the copies")
-    copy.add_argument("destination", metavar="DEST", help="of a job, or of its checkpoints")
+    copy.add_argument("destination", metavar="DEST", help="folder of a job or its checkpoints")
     copy.add_argument("--step", **one_or_all)
     convert = add(_convert, "rewrite a step in another format")
-    convert.add_argument("destination", metavar="DEST", help="of a job; a file for safetensors")
+    convert.add_argument("destination", metavar="DEST", help="folder, or file for safetensors")
     convert.add_argument("--to", required=True, choices=_TARGETS)
     convert.add_argument("--step", **one_or_newest)
-    part = "of the state, for safetensors (default: params)"
+    part = "part of the state to write as safetensors (default: params)"
     convert.add_argument("--part", default="params", help=part)
     return parser
 
@@ -96,7 +99,7 @@ def _list(options: argparse.Namespace) -> int:
     directory = _existing(options.directory)
     _recorded_evaluations(directory)
     summaries = inventory.summarize(directory, read_files=options.read)
-    rows = [("step", "saved (UTC)", "size", "format", "sound", "metric", "stays as")]
+    rows = [("step", "saved (UTC)", "size", "format", "sound", "metric", "kept as")]
     for summary in summaries:
         reasons = summary.reasons
         row = (
@@ -106,7 +109,7 @@ def _list(options: argparse.Namespace) -> int:
             summary.state_format.value,
             f"NO, {len(summary.damage)} file(s)" if summary.damage else "yes",
             _metric(summary),
-            "unknown" if reasons is None else ", ".join(reasons) or "goes with the next save",
+            "unknown" if reasons is None else ", ".join(reasons) or "deleted at the next save",
         )
         rows.append(row)
     _print_table(rows)
@@ -178,39 +181,39 @@ def _copy(options: argparse.Namespace) -> int:
     _recorded_evaluations(source)
     found = _recorded_evaluations(destination)
     there = folders.committed_steps(destination)
-    passed_over, failed = [], []
+    skipped, failed = [], []
     for step in _steps(source, options.step):
         try:
             if step in there:
                 _require_copy(source, destination, step)
-                if step not in found:  # it was evaluated after it was copied
+                if step not in found:  # evaluated after the copy
                     conversion.copy_evaluations(source, destination, step)
-                passed_over.append(step)
+                skipped.append(step)
             else:
                 print(conversion.copy_step(source, destination, step), flush=True)
         except (errors.DamagedCheckpointError, FileExistsError) as error:
-            _tell(f"checkpoints: {error}")
-            failed.append((step, error))
-    if passed_over:
-        print(f"there already, and sound: {_step_names(passed_over)}")
+            _report(error)
+            failed.append((step, _exit_code(error)))
+    if skipped:
+        print(f"skipped, copied before: {_step_names(skipped)}")
     if failed:
         print(f"not copied: {_step_names([step for step, _ in failed])}")
-    is_mistake = all(isinstance(error, FileExistsError) for _, error in failed)
-    return (UsageError.exit_code if is_mistake else StorageError.exit_code) if failed else 0
+    # Damage takes precedence over a wrong command.
+    return min((code for _, code in failed), default=0)
 
 
 def _require_copy(source: epath.Path, destination: epath.Path, step: int) -> None:
-    """Raise an error if the destination's step is damaged, or another one of the same number."""
+    """Raise an error if the step at the destination is damaged or no copy."""
     original, copy = (folders.step_folder(folder, step) for folder in (source, destination))
     integrity.require_sound(
-        f"The checkpoint {copy}, which is there already, is damaged",
+        f"The existing checkpoint {copy} is damaged",
         integrity.verify(copy),
-        hint="Nothing was changed. To copy it again, delete it.",
+        hint="Nothing was changed. Delete it to copy the step again.",
     )
     digest = integrity.step_digest(original)
     if digest is not None and digest != integrity.step_digest(copy):
         raise FileExistsError(
-            f"{copy} is there already, and is not the step of {source}; nothing was changed"
+            f"{copy} exists and differs from the step of {source}; nothing was changed"
         )
 
 
@@ -225,29 +228,24 @@ def _convert(options: argparse.Namespace) -> int:
         try:
             count = conversion.write_safetensors(source, path, step, part=options.part)
         except ImportError as error:
-            raise UsageError(f"--to=safetensors needs: pip install safetensors ({error})") from None
+            hint = "Install it: pip install safetensors"
+            raise UsageError(f"{error}", field="--to", value=options.to, hint=hint) from None
         except KeyError:
             stored = handlers.stored_leaves(folders.step_folder(source, step) / "state")
             parts = sorted({name[0] for name in stored})
-            raise UsageError(
-                f"--part={options.part}: the state has no such part"
-                f"{near_names(options.part, parts)} It has {first_names(parts)}."
-            ) from None
+            raise UsageError(field="--part", value=options.part, choices=parts) from None
         print(f"{path}: {count} arrays of step {step}")
         return 0
     destination = _checkpoints_of(options.destination)
     for directory in (source, destination):
         _recorded_evaluations(directory)
     state_format = formats.StateFormat(options.to)
-    try:
-        print(conversion.convert_step(source, destination, step, state_format=state_format))
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    print(conversion.convert_step(source, destination, step, state_format=state_format))
     return 0
 
 
 def _checkpoints_of(directory: str) -> epath.Path:
-    """Return the folder of checkpoints, given it or the job's."""
+    """Return the folder of checkpoints for itself or for the folder of its job."""
     path = absolute(directory)
     is_itself = path.name == folders.JOB_SUBFOLDER or folders.committed_steps(path)
     return path if is_itself else path / folders.JOB_SUBFOLDER
@@ -256,16 +254,16 @@ def _checkpoints_of(directory: str) -> epath.Path:
 def _existing(directory: str) -> epath.Path:
     path = _checkpoints_of(directory)
     if not folders.committed_steps(path):
-        raise UsageError(f"no checkpoint in {path}")
+        raise UsageError("no checkpoint found", owner=str(path))
     return path
 
 
 def _recorded_evaluations(directory: epath.Path) -> documents.Evaluations:
-    """Return the recorded evaluations; a command reads them before it writes anything."""
+    """Return the recorded evaluations, which a command reads before it writes anything."""
     try:
         return documents.read_evaluations(directory)
-    except ValueError as error:
-        raise StorageError(str(error)) from error
+    except UserError as error:
+        raise with_data(StorageError, error) from error
 
 
 def _steps(directory: epath.Path, wanted: int | None) -> list[int]:
@@ -273,10 +271,7 @@ def _steps(directory: epath.Path, wanted: int | None) -> list[int]:
     if wanted is None:
         return steps
     if wanted not in steps:
-        raise UsageError(
-            f"--step={wanted}: {directory} has no such checkpoint; it has"
-            f" {first_names(map(str, steps))}"
-        )
+        raise UsageError(owner=str(directory), field="--step", value=wanted, choices=steps)
     return [wanted]
 
 
@@ -303,8 +298,8 @@ def _use_cpu() -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def _report(error: Exception) -> None:
+    print(f"checkpoints: {error}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Turns a captured trace into a profile that guides the scheduler of NVIDIA GPUs (PGLE).
+"""Convert a captured trace to a profile that guides the scheduler of NVIDIA GPUs (PGLE).
 
     runner --exp=… --job_log_dir=DIR --fdl.task.train.profiler_capture_step=50
     python -m layerkit_runner.tools.pgle_profile DIR/profile/step_00000050 steps.pb
     runner --exp=… --job_log_dir=NEW --pgle_profile=steps.pb
 
-Of a trace of steps it keeps how long each operation took on the device, by which the latency hiding
-scheduler then places collectives. Capture it without `--xla_flags_preset=gpu_latency_hiding`, so
-that collectives are timed alone, and again after any change of the model, the mesh or JAX.
+The profile holds the time of each operation on the device, by which the latency hiding scheduler
+places collectives. Capture the trace without `--xla_flags_preset=gpu_latency_hiding`, so that
+collectives do not overlap other operations, and again after a change of the model, the mesh or JAX.
 
-Exit codes: 0 done, 2 the command line is wrong, or the trace holds nothing of use.
+Exit codes: 0 done, 2 the command line is wrong, or the trace has no timings of GPU operations.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from layerkit_runner.files.byte_sizes import megabytes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Does what the command line says, and returns the exit code.
+    """Run the command line and return the exit code.
 
     Args:
-      arguments: its words, without the program's name; those of this process by default.
+      arguments: Words after the program's name; None for those of this process.
     """
     parser = argparse.ArgumentParser(
         prog="pgle_profile",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("trace", help="the folder of a captured profile")
-    parser.add_argument("profile", help="the file to write")
+    parser.add_argument("trace", help="folder of a captured trace")
+    parser.add_argument("profile", help="file to write")
     options = parser.parse_args(arguments)
     try:
         content = read_profile(epath.Path(options.trace))
@@ -48,26 +48,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_profile(trace: epath.Path) -> bytes:
-    """The profile that is in a trace, a serialized `ProfiledInstructionsProto`.
+    """Return the profile of a trace, a serialized `ProfiledInstructionsProto`.
 
     Args:
-      trace: A folder that `layerkit_runner.observers.step_profiler` wrote, or any other of
+      trace: Folder written by `layerkit_runner.observers.step_profiler`, or another folder for
         TensorBoard's profile tab.
 
     Raises:
-      UsageError: there is not exactly one trace, or it holds no timings of GPU operations.
+      UsageError: The folder has not exactly one trace, or the trace has no timings of GPU
+        operations.
     """
     sessions = sorted({path.parent for path in trace.glob("plugins/profile/*/*.xplane.pb")})
     if len(sessions) != 1:
         raise UsageError(
-            f"{trace} holds {len(sessions)} traces (plugins/profile/*/*.xplane.pb); expected one"
+            owner=str(trace),
+            field="number of traces",
+            value=len(sessions),
+            expected="1 folder with plugins/profile/*/*.xplane.pb",
         )
-    # Loads JAX, for which a mistake need not wait.
+    # Loads JAX, which is slow.
     from jax.experimental import profiler
 
     content = profiler.get_profiled_instructions_proto(str(sessions[0]))
     if not content:
-        raise UsageError(f"{trace} holds no timings of GPU operations")
+        raise UsageError("no timings of GPU operations in the trace", owner=str(trace))
     return content
 
 

@@ -1,4 +1,4 @@
-"""Pax's classes as ours; the sources here are written for these tests, as Pax's are."""
+"""Translation of Pax's classes. The sources are written for these tests."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def told(text: str) -> list[str]:
     return [str(left) for left in only(text).leftovers if left.text != "datasets()"]
 
 
-def test_the_two_slice_class_of_pax_is_ours():
+def test_class_for_two_slices_has_the_fields_of_its_counterpart():
     translation = only(MULTISLICE, "TwoSlices")
     assert (translation.name, translation.summary) == ("TwoSlices", "Two of them.")
     assert translation.leftovers == []
@@ -159,7 +159,7 @@ def test_the_two_slice_class_of_pax_is_ours():
     assert len(names) > 30
 
 
-def test_gpt_with_a_task_of_its_own():
+def test_class_with_a_task_is_translated_except_for_its_statements():
     translation = only(GPT3)
     assert list(translation.recipes) == ["AdamWCosine", "Spmd", "ThePile", "LmExperiment"]
     expected: Mapping[str, Any] = {
@@ -254,7 +254,7 @@ def test_statements_inside_branches_of_task_are_listed():
     ]
 
 
-def test_task_without_that_of_its_base_is_listed():
+def test_task_that_does_not_call_super_is_listed():
     text = "class X(TransformerLmSpmdAdam):\n  def task(self):\n    p = Task()\n    return p\n"
     first, second = told(text)
     assert first == (
@@ -286,7 +286,7 @@ def test_decorator_that_registers_nothing_is_listed():
     assert told(text) == ["file.py:1: @frozen: it is no constant"]
 
 
-def test_constants_of_the_module():
+def test_constants_of_the_module_are_evaluated():
     head = (
         "from jax.numpy import bfloat16\nimport jax.numpy as jnp\nN = 3\nM = N * 2\nK = 1\nK = 2\n"
     )
@@ -307,7 +307,7 @@ def test_control_characters_of_a_source_do_not_reach_the_terminal():
     assert left.startswith("file.py:2: OURS = f('�]0;x�', '") and left.isprintable()
 
 
-def test_a_class_under_pmap_is_ours():
+def test_class_under_pmap_has_the_fields_of_its_counterpart():
     translation = only(PMAP)
     assert translation.leftovers == []
     assert list(translation.recipes) == [
@@ -324,7 +324,7 @@ def test_a_class_under_pmap_is_ours():
     }
 
 
-def test_which_classes_are_translated():
+def test_names_or_registration_or_inheritance_select_the_classes(raises):
     assert [one.name for one in translate_pax({"f": MULTISLICE}, ["Slice", "Base"])] == [
         "Slice",
         "Base",
@@ -336,41 +336,41 @@ def test_which_classes_are_translated():
     translated = [(one.name, one.fields["NUM_LAYERS"]) for one in translate_pax(both)]
     assert translated == [("Small", 2)]  # none is registered
     assert pax.translate_pax(both, TABLES)[1] == ["Gpt"]
-    with pytest.raises(UsageError, match="no class 'TwoSlice' in f; did you mean 'TwoSlices'"):
+    with raises(UsageError, owner="f", value="TwoSlice"):
         translate_pax({"f": MULTISLICE}, ["TwoSlice"])
-    with pytest.raises(UsageError, match="f is no Python"):
+    with raises(UsageError, owner="f"):
         translate_pax({"f": "class"})
-    with pytest.raises(UsageError, match="there is no class in f, g"):
+    with raises(UsageError, owner="f, g"):
         translate_pax({"f": "NUM_LAYERS = 2", "g": ""})
 
 
-def test_a_class_may_have_the_name_of_its_base():
+def test_class_with_the_name_of_its_base_is_translated(raises):
     translation = only("class C4SpmdAdam(c4.C4SpmdAdam):\n  NUM_LAYERS = 3\n  MODEL_DIMS = 64")
     assert translation.leftovers == []
     sizes = ("NUM_LAYERS", "MODEL_DIMS", "VOCAB_SIZE")
     assert [translation.fields[name] for name in sizes] == [3, 64, 32128]
     assert told("class Registry(theirs.Registry): pass") == [
-        "base Registry: give the file that has it as well, or write what it sets"
+        "base Registry: add the file that defines it, or set its fields"
     ]
-    with pytest.raises(UsageError, match="the bases of X are in no order"):
+    with raises(UsageError, owner="X"):
         only("class A: pass\nclass X(object, A, A): pass", "X")
 
 
-def test_an_augmented_field_and_heads_that_follow_from_their_size():
+def test_augmented_field_is_evaluated_and_heads_are_derived():
     body = "NUM_LAYERS = 3\n  NUM_LAYERS *= 2\n  MODEL_DIMS = 256\n  NUM_HEADS = None"
     translation = only(f"class X(TransformerLmSpmdAdam, SyntheticDataset):\n  {body}")
     assert translation.leftovers == []
     assert (translation.fields["NUM_LAYERS"], translation.fields["NUM_HEADS"]) == (6, 2)
 
 
-def test_what_pax_learns_besides_is_set():
+def test_additional_weights_of_pax_are_set():
     assert only(MULTISLICE, "TwoSlices").settings == {
         "task.model.lm_tpl.stack_tpl.layer_tpl.attention_tpl.per_dim_scale": True,
         "task.model.lm_tpl.softmax_tpl.use_bias": True,
     }
 
 
-def test_data_of_a_base_in_the_same_file_are_those_of_the_base():
+def test_data_set_of_a_base_in_the_same_file_is_inherited():
     base = "class SyntheticDataset(BaseExperiment):\n  def datasets(self):\n    return []\n"
     text = f"{base}class X(TransformerLmSpmdAdam, SyntheticDataset):\n  NUM_LAYERS = 2\n"
     translation = only(text, "X")
@@ -378,7 +378,7 @@ def test_data_of_a_base_in_the_same_file_are_those_of_the_base():
     assert [left.text for left in translation.leftovers] == ["def datasets(self):"]
 
 
-def test_data_that_no_class_names_are_left_over():
+def test_class_without_a_data_set_has_a_leftover():
     leftovers = only("class X(TransformerLmSpmdAdam):\n  NUM_LAYERS = 2\n").leftovers
     assert [left.text for left in leftovers] == ["datasets()"]
 
@@ -386,24 +386,30 @@ def test_data_that_no_class_names_are_left_over():
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("OURS = 3", "OURS = 3: no field for it is known."),
-        ("NUM_LAYERS = count()", "NUM_LAYERS = count(): the source alone does not tell its value"),
+        ("OURS = 3", "OURS = 3: unknown key."),
+        (
+            "NUM_LAYERS = count()",
+            "NUM_LAYERS = count(): its value is known only when the source is run",
+        ),
         ("NUM_LAYERS = 1 / 0", "NUM_LAYERS = 1 / 0: division by zero"),
-        ("NUM_LAYERS = [1] - 2", "NUM_LAYERS = [1] - 2: the source alone does not"),
-        ("NUM_LAYERS = 2.5", "NUM_LAYERS = 2.5: expected a whole number"),
-        ("NUM_LAYERS = OTHERS", "NUM_LAYERS = OTHERS: expected a whole number"),
-        ("NUM_LAYERS = 2\n  NUM_LAYERS, x = f()", "NUM_LAYERS, x = f(): the source alone do"),
-        ("NUM_LAYERS = 2\n  if A:\n    NUM_LAYERS = 3", "file.py:3: if A:: the source alone"),
+        ("NUM_LAYERS = [1] - 2", "NUM_LAYERS = [1] - 2: its value is known only"),
+        ("NUM_LAYERS = 2.5", "NUM_LAYERS = 2.5: expected an integer"),
+        ("NUM_LAYERS = OTHERS", "NUM_LAYERS = OTHERS: expected an integer"),
+        ("NUM_LAYERS = 2\n  NUM_LAYERS, x = f()", "NUM_LAYERS, x = f(): its value is kno"),
+        ("NUM_LAYERS = 2\n  if A:\n    NUM_LAYERS = 3", "file.py:3: if A:: its value is known"),
         ("PERCORE_BATCH_SIZE = 'a'", "PERCORE_BATCH_SIZE = 'a': expected a number"),
         ("ATTEN_LOGIT_CAP = 'a'", "ATTEN_LOGIT_CAP = 'a': expected a number"),
         ("USE_BIAS = 'no'", "USE_BIAS = 'no': expected True or False"),
-        ("ICI_MESH_SHAPE = 8", "ICI_MESH_SHAPE = 8: expected a list of whole numbers"),
+        ("ICI_MESH_SHAPE = 8", "ICI_MESH_SHAPE = 8: expected a list of integers"),
         ("TRAINABLE_POSITION_EMB = 2", "TRAINABLE_POSITION_EMB = 2: expected one of True, F"),
-        ("ACTIVATION_CLS = f()", "ACTIVATION_CLS = f(): the source alone does not tell its value"),
+        (
+            "ACTIVATION_CLS = f()",
+            "ACTIVATION_CLS = f(): its value is known only when the source is run",
+        ),
         ("ACTIVATION_CLS = [1]", "ACTIVATION_CLS = [1]: expected one of ReLU, GELU, "),
         ("LR_SCHEDULE = [1]", "LR_SCHEDULE = [1]: expected one of linear_rampup_expon"),
-        ("LR_LRED_WARMUP = STEPS", "LR_LRED_WARMUP = STEPS: expected a whole number"),
-        ("LR_LRED_WARMUP = 0.5", "LR_LRED_WARMUP = 0.5: expected a whole number"),
+        ("LR_LRED_WARMUP = STEPS", "LR_LRED_WARMUP = STEPS: expected an integer"),
+        ("LR_LRED_WARMUP = 0.5", "LR_LRED_WARMUP = 0.5: expected an integer"),
         ("FPROP_DTYPE = jnp.int8", "FPROP_DTYPE = jnp.int8: expected one of float32, bfloat16,"),
         ("NORM_POLICY = 'post'", "NORM_POLICY = 'post': recipes normalise before each branch"),
         ("ACTIVATION_CLS = layers.Swish", "ACTIVATION_CLS = layers.Swish: expected one of ReLU, "),
@@ -423,14 +429,14 @@ def test_data_that_no_class_names_are_left_over():
         ),
     ],
 )
-def test_what_has_no_counterpart_is_named_with_the_reason(body, message):
+def test_constant_without_a_field_is_listed_with_the_reason(body, message):
     (found,) = told(f"class X(TransformerLmSpmdAdam):\n  {body}\n")
     assert message in found
 
 
-def test_an_unknown_base_and_another_optimizer_are_told():
+def test_unknown_base_and_unknown_optimizer_are_listed():
     assert told("class X(theirs.Base): pass") == [
-        "base Base: give the file that has it as well, or write what it sets"
+        "base Base: add the file that defines it, or set its fields"
     ]
     assert told("class X(model_params.TransformerLmSpmdAdafactor): pass") == [
         "Pax: task().optimizer = 'ShardedAdafactor': no recipe has it; Adam is used instead"
@@ -483,23 +489,25 @@ def test_value_within_the_bounds_is_computed():
     ],
     ids=["sum", "minus", "classes", "lists"],
 )
-def test_code_that_is_too_deep_or_too_long_is_refused(text):
-    with pytest.raises(UsageError, match=r"file\.py|A3000: expected at most 100 base classes"):
+def test_code_that_is_nested_too_deeply_or_too_long_is_an_error(text):
+    # The message depends on the version of Python.
+    with pytest.raises(UsageError) as error:
         translate_pax({"file.py": text})
+    assert error.value.owner in ("file.py", "A3000")
 
 
-def test_number_of_base_classes_is_bounded():
+def test_number_of_base_classes_is_bounded(raises):
     parts = [f"class A{n}: pass\n" for n in range(2_000)]
     bases = ", ".join(f"A{n}" for n in range(2_000))
-    with pytest.raises(UsageError, match="at most 100 base classes"):
+    with raises(UsageError, owner="X"):
         translate_pax({"file.py": "".join(parts) + f"class X({bases}): pass\n"})
 
 
 @pytest.mark.parametrize(("fields", "heirs"), [(2_000, 2_000), (30_000, 1), (0, 20_000)])
-def test_amount_of_output_is_bounded(fields: int, heirs: int):
+def test_amount_of_output_is_bounded(raises, fields: int, heirs: int):
     body = "".join(f"  X{n} = f()\n" for n in range(fields))
     classes = "".join(f"class B{n}(A): pass\n" for n in range(heirs))
-    with pytest.raises(UsageError, match=r"at most 20,000 fields .* Choose classes with --class"):
+    with raises(UsageError):
         translate_pax({"file.py": f"class A(c4.C4SpmdAdam):\n  pass\n{body}{classes}"})
 
 
@@ -510,7 +518,7 @@ def test_quoted_source_is_shortened():
     assert max(map(len, told(f"class A(TransformerLmSpmdAdam):\n  X = f({lines})\n"))) < 300
 
 
-def test_sizes_of_another_kind_are_told():
+def test_size_of_the_wrong_type_is_listed():
     assert told("class A:\n  MODEL_DIMS = [8]\n  DIMS_PER_HEAD = 2\n") == [
-        "file.py:2: MODEL_DIMS = [8]: expected a whole number"
+        "file.py:2: MODEL_DIMS = [8]: expected an integer"
     ]

@@ -5,12 +5,12 @@
                                                  the command that runs NAME with these values
     python -m layerkit_runner.tools.translate pax FILE.py… [--class=NAME…]       classes
 
-Neither MaxText nor Pax needs to be installed; nothing of the files is run. Later files and words
-win. What is not translated is listed on standard error and in comments of the class, which is then
-abstract and does not run; classes of Pax that are left out are listed as well.
+Neither MaxText nor Pax needs to be installed, and no code of the files is run. Later files and
+words take precedence. Values that are not translated are listed on standard error and in comments
+of the class, which is then abstract and does not run. Skipped classes of Pax are listed as well.
 
 Exit codes: 0 if everything is translated, 1 if something is not, 2 if the command line is wrong or
-a command was asked for that cannot have every value.
+the requested command cannot have every value.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from layerkit.errors import UserError
 from layerkit_runner.config.registry import find_experiment
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.bounded_documents import DocumentError, read_text
@@ -38,12 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code.
 
     Args:
-      arguments: Words without the program's name; by default those of this process.
+      arguments: Words after the program's name; None for those of this process.
     """
     options = _parser().parse_args(arguments)
     try:
         return _maxtext(options) if options.framework == "maxtext" else _pax(options)
-    except (UsageError, OSError) as error:
+    except (UserError, OSError) as error:
         print(f"translate: {error}", file=sys.stderr)
         return UsageError.exit_code
 
@@ -59,11 +60,11 @@ def _parser() -> argparse.ArgumentParser:
     maxtext = frameworks.add_parser("maxtext", help="YAML files and KEY=VALUE", allow_abbrev=False)
     add = maxtext.add_argument
     add("words", nargs="+", metavar="FILE.yml or KEY=VALUE")
-    add("--defaults", metavar="FILE.yml", help="MaxText's base.yml, for what the others omit")
+    add("--defaults", metavar="FILE.yml", help="MaxText's base.yml, for keys that the others omit")
     add("--name", default="FromMaxText", help="name of the class", metavar="NAME")
     add("--exp", metavar="NAME", help="print the command that runs this experiment with the values")
-    add("--devices_per_slice", type=int, metavar="N", help="what a parallelism of -1 fills up to")
-    add("--ignore", default="", metavar="KEYS", help="keys to leave out, with commas between")
+    add("--devices_per_slice", type=int, metavar="N", help="number that -1 fills up to")
+    add("--ignore", default="", metavar="KEYS", help="keys to leave out, separated by commas")
     pax = frameworks.add_parser("pax", help="Python files of experiments", allow_abbrev=False)
     pax.add_argument("files", nargs="+", metavar="FILE.py")
     text = "repeatable; by default the registered classes, or those that no other inherits"
@@ -73,12 +74,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _maxtext(options: argparse.Namespace) -> int:
     if not options.name.isidentifier() or keyword.iskeyword(options.name):
-        raise UsageError(f"--name={options.name}: expected the name of a class.")
+        raise UsageError(field="--name", value=options.name, expected="the name of a class")
     files = [word for word in options.words if "=" not in word]
     values = read_values(_texts(files), [word for word in options.words if "=" in word])
     for key in options.ignore.split(",") if options.ignore else ():
         if key not in values:
-            raise UsageError(f"--ignore={key}: neither files nor words have this key.")
+            raise UsageError("unknown key", field="--ignore", value=key, choices=values)
         del values[key]
     translation = translate_maxtext(
         values,
@@ -91,7 +92,8 @@ def _maxtext(options: argparse.Namespace) -> int:
         return _print_classes([translation], "MaxText")
     if translation.leftovers:
         lines = "".join(f"\n  {leftover}" for leftover in translation.leftovers)
-        raise UsageError(f"no command has these values; --ignore leaves them out:{lines}")
+        hint = f"Leave them out by --ignore, or omit --exp to write a class:{lines}"
+        raise UsageError("no command has all values", hint=hint)
     print(command_text(translation, find_experiment(options.exp).name))
     return 0
 
@@ -101,19 +103,19 @@ def _pax(options: argparse.Namespace) -> int:
     translations, others = translate_pax(texts, read_tables(), options.classes)
     code = _print_classes(translations, "Pax")
     if others and options.classes is None:
-        print(f"translate: left out: {', '.join(others)}; --class=NAME writes one", file=sys.stderr)
+        print(f"translate: skipped: {', '.join(others)}; --class=NAME writes one", file=sys.stderr)
     return code
 
 
 def _texts(files: Sequence[str]) -> dict[str, str]:
-    """Return the contents of files by name; the last place of a repeated name counts."""
+    """Return the contents of files by name; a repeated name has its last position."""
     texts: dict[str, str] = {}
     for file in files:
         texts.pop(file, None)
         try:
             texts[file] = read_text(Path(file))
         except DocumentError as error:
-            raise UsageError(f"{file}: {error}") from error
+            raise UsageError(str(error), owner=file) from error
     return texts
 
 
@@ -123,7 +125,7 @@ def _print_classes(translations: Sequence[Translation], source: str) -> int:
         for leftover in each.leftovers:
             print(f"translate: {each.name}: not translated: {leftover}", file=sys.stderr)
         if each.leftovers:
-            print(f"translate: {each.name} is abstract until these are settled", file=sys.stderr)
+            print(f"translate: {each.name} is abstract until these are resolved", file=sys.stderr)
     return 1 if any(each.leftovers for each in translations) else 0
 
 

@@ -1,6 +1,6 @@
-"""MaxText's YAML files and `key=value` words as an experiment.
+"""Translation of MaxText's YAML files and `key=value` words.
 
-Only what files and words say is translated: keys that they leave out are left to the recipes.
+Only the given keys are translated; recipes have defaults for the others.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from layerkit.checks import require
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.bounded_documents import DocumentError, parse_yaml
 from layerkit_runner.tools.translate.tables import (
@@ -24,29 +25,27 @@ _AXES = ("data", "fsdp", "tensor")
 
 
 def read_values(texts: Mapping[str, str], words: Sequence[str]) -> dict[str, Any]:
-    """Return the keys of YAML files and of `key=value` words; later ones win.
+    """Return the values of YAML files and of `key=value` words; later ones take precedence.
 
     Args:
       texts: Contents of the files, by file name.
-      words: The words.
+      words: Words `key=value`.
 
     Raises:
-      UsageError: A text is no YAML mapping, or a word is not `key=value`.
+      UserError: A text is no YAML mapping, or a word is not `key=value`.
     """
     values: dict[str, Any] = {}
     for file, text in texts.items():
         read = _parse(text, file)
-        if not isinstance(read, dict):
-            raise UsageError(f"{file}: expected a YAML mapping of keys to values, got {read!r:.60}")
+        require(isinstance(read, dict), file, "content", read, "a YAML mapping of keys to values")
         for key in read:
-            if not isinstance(key, str):
-                raise UsageError(f"{file}: the key {key!r} is no name")
+            require(isinstance(key, str), file, "key", key, "a name")
         values |= read
     for word in words:
         name, equals, text = word.partition("=")
-        if not equals or not name.isidentifier():
-            raise UsageError(f"{word!r}: expected KEY=VALUE, as on MaxText's command line")
-        values[name] = _parse(text, repr(word))
+        is_valid = equals and name.isidentifier()
+        require(is_valid, None, "argument", word, "KEY=VALUE, as on MaxText's command line")
+        values[name] = _parse(text, word)
     return {key: _number(value) for key, value in values.items()}
 
 
@@ -54,7 +53,7 @@ def _parse(text: str, name: str) -> Any:
     try:
         return parse_yaml(text)
     except DocumentError as error:
-        raise UsageError(f"{name} is no YAML: {error}") from error
+        raise UsageError(f"not valid YAML: {error}", owner=name) from error
 
 
 def _number(value: Any) -> Any:
@@ -78,11 +77,11 @@ def translate_maxtext(
     """Translate keys of MaxText.
 
     Args:
-      values: Keys and values.
+      values: Values by key.
       tables: Result of `read_tables`.
       name: Name of the class.
-      defaults: MaxText's base.yml, for keys that `values` leave out. A key with its value there
-        needs no field.
+      defaults: Values of MaxText's base.yml for keys that `values` omit. A key with the value of
+        base.yml needs no field.
       devices_per_slice: Number of devices that a parallelism of -1 fills up to.
     """
     table, known = tables["maxtext"], defaults or {}
@@ -96,7 +95,7 @@ def translate_maxtext(
     mapped, reasons = map_keys(table, rest)
     for key, reason in reasons.items():
         if key in values and not (key in known and known[key] == values[key]):
-            keys.refuse(key, reason)
+            keys.reject(key, reason)
     summary = f"{keys.values.get('run_name') or 'A configuration'}, from MaxText."
     return make_translation(
         tables, table["recipes"], found | mapped, keys.leftovers, name=name, summary=summary
@@ -104,7 +103,7 @@ def translate_maxtext(
 
 
 class _Keys:
-    """Values of keys that are read together, and what cannot be translated of them."""
+    """Values of keys that are read together, and those of them that cannot be translated."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
@@ -112,27 +111,27 @@ class _Keys:
         self.leftovers: list[Leftover] = []
 
     def get(self, key: str, kind: str, default: Any = None) -> Any:
-        """Return the value of a key as a kind of `convert`; None if it has another kind."""
+        """Return a value converted to a kind of `convert`; None if it has another kind."""
         self.read.add(key)
         if key not in self.values:
             return default
         try:
             return convert(kind, self.values[key])
         except NotTranslatedError as error:
-            self.refuse(key, str(error))
+            self.reject(key, str(error))
             return None
 
-    def refuse(self, key: str, reason: str) -> None:
-        """Leave a key over."""
+    def reject(self, key: str, reason: str) -> None:
+        """Add a key to those that are not translated."""
         self.leftovers.append(Leftover(f"{key} = {self.values.get(key)!r}", "", reason))
 
 
 def _sizes(keys: _Keys, sizes: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """Return sizes multiplied by `scale`, and by doublings of `global_parameter_scale` in turn."""
+    """Return sizes multiplied by `scale` and by the doublings of `global_parameter_scale`."""
     scale = keys.get("scale", "integer", 1)
     power = keys.get("global_parameter_scale", "integer", 1)
     if power is not None and (power < 1 or power & (power - 1)):
-        keys.refuse("global_parameter_scale", "expected a power of 2")
+        keys.reject("global_parameter_scale", "expected a power of 2")
         power = None
     turns, rest = divmod(int(math.log2(power or 1)), 3)
     doublings = {"depth": turns, "width": turns + (rest > 1), "heads": turns + (rest > 0)}
@@ -156,12 +155,12 @@ def _schedule(keys: _Keys, fields: Mapping[str, str]) -> dict[str, Any]:
     if steps != -1:
         found[fields["steps"]] = steps
     if length < steps:
-        reason = "less than steps: MaxText's rate is 0 from there on, ours stays at its lowest"
-        keys.refuse("learning_rate_schedule_steps", reason)
+        reason = "less than steps: MaxText then sets the rate to 0, recipes keep the minimum"
+        keys.reject("learning_rate_schedule_steps", reason)
     elif length != steps:
         found[fields["length"]] = length
     if fraction is not None and length == -1:
-        keys.refuse("warmup_steps_fraction", "the number of steps is unknown; give steps=N")
+        keys.reject("warmup_steps_fraction", "the number of steps is unknown; give steps=N")
     elif fraction is not None:
         found[fields["warmup"]] = int(length * fraction)
     return found
@@ -176,7 +175,7 @@ def _meshes(
         sizes = {name: keys.get(name, "integer") for name in names}
         for name, size in sizes.items():
             if size is not None and size != -1 and size < 1:
-                keys.refuse(name, "expected a number of devices, or -1")
+                keys.reject(name, "expected a number of devices, or -1")
                 sizes[name] = None
         if not sizes or None in sizes.values():
             continue
@@ -184,7 +183,7 @@ def _meshes(
         for name in names:
             if name not in axes and sizes[name] != 1:
                 reason = "the recipe's mesh is data × fsdp × tensor; docs/partitioning.md has more"
-                keys.refuse(name, reason)
+                keys.reject(name, reason)
         shape = [sizes.get(name) or 1 for name in axes]
         if -1 in shape:
             slices = keys.get("num_slices", "integer", 1)
@@ -192,7 +191,7 @@ def _meshes(
             rest = math.prod(size for size in shape if size != -1)
             if total is None or total < rest or total % rest or shape.count(-1) > 1:
                 reason = "the number of devices is unknown; give --devices_per_slice=N"
-                keys.refuse(axes[shape.index(-1)], reason)
+                keys.reject(axes[shape.index(-1)], reason)
                 continue
             shape[shape.index(-1)] = total // rest
         if kind == "ici" or math.prod(shape) > 1:

@@ -1,8 +1,8 @@
-"""Constants of Pax's experiment classes, read from their source; nothing of it is imported or run.
+"""Constants of Pax's experiment classes, read from their source without running it.
 
-A class is translated with the constants that it inherits: from classes of the same files, and from
-those base classes of Pax that the table describes. Methods are not followed: each statement of a
-`task()` that may set something is listed as not translated.
+A class is translated with the constants that it inherits from classes of the same files and from
+base classes of Pax that the table describes. Methods are not translated: each statement of a
+`task()` that may set something is listed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from layerkit.near_names import near_names
 from layerkit_runner.errors import UsageError
 from layerkit_runner.tools.translate.tables import (
     Leftover,
@@ -26,11 +25,12 @@ from layerkit_runner.tools.translate.tables import (
 )
 
 # Bounds for hostile sources. A short expression such as 9**9**9 can exceed any memory, and so can
-# the reports of many classes that inherit from many others.
+# the reports of many classes with many base classes. The output has fields and leftovers of all
+# classes; lines and width bound the quotation of a statement.
 _MAX_BITS = 128
 _MAX_LINEAGE = 100
-_MAX_OUTPUT = 20_000  # fields and lines that are not translated, of all classes
-_MAX_LINES, _MAX_WIDTH = 4, 160  # of a statement that is quoted
+_MAX_OUTPUT = 20_000
+_MAX_LINES, _MAX_WIDTH = 4, 160
 
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -40,32 +40,45 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Pow: operator.pow,
 }
-_UNKNOWN = "the source alone does not tell its value"
-_TOO_LARGE = "its value is larger than that of any field"
+_UNKNOWN = "its value is known only when the source is run"
+_TOO_LARGE = "its value is too large for any field"
+_LESS_NESTED = "less deeply nested code"
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 class _Symbol(str):
-    """A name of another module by its last part, such as `bfloat16` for `jnp.bfloat16`."""
+    """The last part of a name of another module, such as `bfloat16` of `jnp.bfloat16`."""
 
 
 class _Constant(NamedTuple):
-    """A constant of a class or module, with its source text, file and line."""
+    """A constant of a class or module, with its source text, file and line.
 
-    value: Any  # NotTranslatedError if the source does not tell it
+    The value is a NotTranslatedError if the source does not determine it.
+    """
+
+    value: Any
     text: str
     where: str = "Pax"
 
 
 class _PaxClass(NamedTuple):
-    """A class of a file."""
+    """A class of a file.
+
+    Attributes:
+      name: Name of the class.
+      bases: Last parts of the names of the base classes.
+      summary: First line of the docstring.
+      constants: Constants that the class defines itself.
+      leftovers: Statements of its body and of its task() that are not translated.
+      is_registered: True if a decorator registers the class as an experiment.
+    """
 
     name: str
-    bases: Sequence[str]  # last parts of their names
+    bases: Sequence[str]
     summary: str
-    constants: Mapping[str, _Constant]  # its own
-    leftovers: Sequence[Leftover]  # statements of its body and of its task()
-    is_registered: bool  # by a decorator, so that Pax can run it
+    constants: Mapping[str, _Constant]
+    leftovers: Sequence[Leftover]
+    is_registered: bool
 
 
 def translate_pax(
@@ -76,21 +89,21 @@ def translate_pax(
     Args:
       texts: Contents of Python files, by file name; classes may inherit across files.
       tables: Result of `read_tables`.
-      names: Names of classes; None for those that are registered, or if none is, for those that no
-        other class of the files inherits.
+      names: Names of classes; None for the registered ones, or if there are none, for classes
+        without subclasses.
 
     Returns:
       The translations, and the names of the other classes.
 
     Raises:
-      UsageError: A file is no Python, exceeds a bound, or has no class of a name.
+      UsageError: A file is not valid Python, exceeds a bound, or lacks a class.
     """
     files = ", ".join(texts)
     try:
         read = [cls for file in texts for cls in _read_file(file, texts[file], tables["pax"])]
         classes = {cls.name: cls for cls in read}
         if not classes:
-            raise UsageError(f"there is no class in {files}")
+            raise UsageError("no class found", owner=files)
         inherited = {base for cls in classes.values() for base in cls.bases if base != cls.name}
         registered = [name for name, cls in classes.items() if cls.is_registered]
         names = names or registered or [name for name in classes if name not in inherited]
@@ -98,25 +111,25 @@ def translate_pax(
         chosen, room = set(names), _MAX_OUTPUT
         for name in names:
             if name not in classes:
-                raise UsageError(f"no class {name!r} in {files}{near_names(name, classes)}")
+                raise UsageError("unknown class", owner=files, value=name, choices=classes)
             translations.append(_translate(classes, tables, name, room))
             room -= len(translations[-1].fields) + len(translations[-1].leftovers)
     except RecursionError:
-        raise UsageError(f"{files}: expected code that is less deeply nested.") from None
+        raise UsageError(owner=files, expected=_LESS_NESTED) from None
     return translations, [name for name in classes if name not in chosen]
 
 
 def _read_file(name: str, text: str, table: Mapping[str, Any]) -> Iterator[_PaxClass]:
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError) as error:  # the latter for a byte of 0
-        raise UsageError(f"{name} is no Python: {error}") from error
-    except (RecursionError, MemoryError):  # the parser raises either
-        raise UsageError(f"{name}: expected code that is less deeply nested.") from None
+    except (SyntaxError, ValueError) as error:  # ValueError for a NUL byte
+        raise UsageError(f"not valid Python: {error}", owner=name) from error
+    except (RecursionError, MemoryError):  # the parser raises either one
+        raise UsageError(owner=name, expected=_LESS_NESTED) from None
     lines = re.split("\r\n|\r|\n", text)  # as Python counts them
 
     def quote(node: ast.stmt | ast.expr) -> tuple[str, str]:
-        """Return a statement, shortened, with its place; of a compound statement the first line."""
+        """Return a shortened statement and its place; of a compound statement, its first line."""
         last = node.lineno if hasattr(node, "body") else node.end_lineno or node.lineno
         parts = lines[node.lineno - 1 : min(last, node.lineno + _MAX_LINES)]
         quoted = printable(" ".join(part[:_MAX_WIDTH] for part in parts))[:_MAX_WIDTH]
@@ -125,7 +138,7 @@ def _read_file(name: str, text: str, table: Mapping[str, Any]) -> Iterator[_PaxC
     constants, _ = _read_body(tree.body, quote, {}, is_module=True)
     outermost = set(map(id, tree.body))
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    # A class of the module wins over one of the same name in a branch or another class.
+    # A class of the module takes precedence over one of the same name in a branch or class.
     for node in sorted(nodes, key=lambda node: id(node) in outermost):
         own, others = _read_body(node.body, quote, constants)
         unknown = [d for d in node.decorator_list if not _last_name(d).startswith("register")]
@@ -156,7 +169,7 @@ def _read_body(
     *,
     is_module: bool = False,
 ) -> tuple[dict[str, _Constant], list[ast.stmt]]:
-    """Return the constants of a class or module, and the statements that assign none."""
+    """Return the constants of a class or module, and its other statements."""
     constants: dict[str, _Constant] = {}
     others: list[ast.stmt] = []
     names = ChainMap(constants, outer)
@@ -169,14 +182,14 @@ def _read_body(
         if not assigned and not _sets_nothing(node):
             others.append(node)
         for name, value in assigned.items():
-            if is_module and name in constants:  # a class sees one or the other
+            if is_module and name in constants:
                 value = NotTranslatedError("it is assigned more than once")
             constants[name] = _Constant(value, *quote(node))
     return constants, others
 
 
 def _assigned(node: ast.stmt, names: Mapping[str, _Constant]) -> dict[str, Any]:
-    """Return names that a statement assigns; with NotTranslatedError for what it does not tell."""
+    """Return the values of assigned names; NotTranslatedError for values that are unknown."""
     if isinstance(node, (ast.Import, ast.ImportFrom)):
         return {each.asname or each.name: _Symbol(each.name.split(".")[-1]) for each in node.names}
     expression = getattr(node, "value", None)
@@ -248,16 +261,16 @@ def _translate(
     constants = {key: _Constant(value, key) for key, value in table["defaults"].items()}
     for cls, described in reversed(lineage):
         for key, value in described.get("fields", {}).items():
-            # A file may define a base of Pax's own. Then its own constants count, together with
-            # what is known of its methods.
+            # A file may define a base class of Pax itself. Then its constants count, together with
+            # the fields that the table has for its methods.
             if cls is None or not key.isidentifier():
                 constants[key] = _Constant(value, f"{key} = {value!r}")
         if cls is not None:
             constants |= cls.constants
             leftovers += cls.leftovers
     if len(constants) + len(leftovers) > room:
-        limit = f"expected at most {_MAX_OUTPUT:,} fields and statements of all classes"
-        raise UsageError(f"{name}: {limit}. Choose classes with --class=NAME.")
+        expected = f"at most {_MAX_OUTPUT:,} fields and statements of all classes"
+        raise UsageError(owner=name, expected=expected, hint="Choose classes by --class=NAME.")
     values = {key: constant.value for key, constant in constants.items()}
     found, reasons = map_keys(table, values)
     for key, reason in reasons.items():
@@ -269,21 +282,21 @@ def _translate(
 def _lineage(
     classes: Mapping[str, _PaxClass], bases: Mapping[str, Any], name: str
 ) -> tuple[list[tuple[_PaxClass | None, Mapping[str, Any]]], list[Leftover]]:
-    """Return a class and all its bases in Python's order, and the bases that are unknown."""
+    """Return a class and its bases in method resolution order, and the unknown bases."""
     unknown: list[Leftover] = []
     made: dict[str, type] = {}
     found: dict[type, tuple[_PaxClass | None, Mapping[str, Any]]] = {}
 
     def make(cls: str, heirs: tuple[str, ...]) -> type:
-        # A class may have the name of the one that it inherits from Pax.
+        # A class may have the name of its base class in Pax.
         own = None if cls in heirs else classes.get(cls)
         key = cls if own is not None else f"{cls} of Pax"
         if key not in made:
             if len(made) + len(heirs) >= _MAX_LINEAGE:
-                raise UsageError(f"{name}: expected at most {_MAX_LINEAGE} base classes.")
+                raise UsageError(owner=name, expected=f"at most {_MAX_LINEAGE} base classes")
             described = bases.get(cls, {})
             if own is None and cls not in bases:
-                reason = "give the file that has it as well, or write what it sets"
+                reason = "add the file that defines it, or set its fields"
                 unknown.append(Leftover(f"base {cls}", "", reason))
             parents = described.get("bases", ()) if own is None else own.bases
             types = [make(each, (*heirs, cls)) for each in parents if each != "object"]
@@ -294,19 +307,19 @@ def _lineage(
     try:
         order = make(name, ()).__mro__
     except TypeError as error:
-        raise UsageError(f"the bases of {name} are in no order: {error}") from error
+        raise UsageError(f"inconsistent base classes: {error}", owner=name) from error
     return [found[cls] for cls in order if cls in found], unknown
 
 
 def _unmapped(
     nodes: Sequence[ast.stmt | ast.expr], table: Mapping[str, Any]
 ) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
-    """Yield parts of a class with a reason; of a task() each statement that may set something."""
+    """Yield untranslated parts of a class, and statements of its task(), with the reason."""
     for node in nodes:
         if not isinstance(node, _DEFINITIONS):
             yield node, "it is no constant"
         elif node.name != "task":
-            yield node, table["methods"].get(node.name, "write it anew where it is needed")
+            yield node, table["methods"].get(node.name, "rewrite it if it is needed")
         else:
             if not any(map(_is_super_task, ast.walk(node))):
                 yield node, "it does not call super().task(); fields of its bases are translated"
@@ -321,7 +334,7 @@ def _unmapped(
 
 
 def _sets_nothing(node: ast.stmt) -> bool:
-    """Return whether a statement certainly changes no configuration."""
+    """Return whether a statement changes no configuration."""
     if isinstance(node, (ast.Assign, ast.Return)):  # another name for a part of the task
         is_local = all(isinstance(each, ast.Name) for each in getattr(node, "targets", ()))
         part: Any = node.value

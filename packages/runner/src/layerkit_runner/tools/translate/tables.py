@@ -1,7 +1,7 @@
-"""Tables that map keys of another framework to fields, and the classes written from them.
+"""Tables that map keys of another framework to fields, and classes generated from them.
 
 A package that offers experiments may keep tables in a file `translate.yml` beside its
-`__init__.py`. The head of that file describes what a table holds.
+`__init__.py`. The comment at the top of that file describes the rows.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from layerkit_runner.errors import UsageError
 from layerkit_runner.files.bounded_documents import parse_yaml, read_text
 
 FILE_NAME = "translate.yml"
-_LARGEST = 2**100  # no size, step or rate is larger
+# Bound of sizes, steps and rates.
+_LARGEST = 2**100
 _ABSTRACT = (
-    "Abstract, because it is not the original yet: do what each NOT TRANSLATED line says or decide"
-    " that it changes nothing, then remove abstract=True."
+    "Abstract, because it differs from the original: follow each NOT TRANSLATED line, or decide"
+    " that it has no effect, then remove abstract=True."
 )
 
 
 class NotTranslatedError(ValueError):
-    """A value that no field can have; the text says why."""
+    """A value that no field can have; the text is the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,20 +42,21 @@ class Leftover:
     reason: str
 
     def __str__(self) -> str:
+        """Return place, text and reason in one line."""
         return printable(": ".join(filter(None, (self.where, self.text, self.reason))))
 
 
 @dataclasses.dataclass(frozen=True)
 class Translation:
-    """A configuration of another framework in terms of this project.
+    """A configuration of another framework, translated to fields and recipes.
 
     Attributes:
       name: Name of the class.
       summary: First line of its docstring.
       fields: Values of experiment fields.
-      settings: Values that no field has, by their paths from `task`.
-      recipes: Classes that the class inherits, in their order, with their modules.
-      leftovers: What is not translated.
+      settings: Values without a field, by their paths from `task`.
+      recipes: Modules of the base classes by name, in the order of inheritance.
+      leftovers: Source text that is not translated.
     """
 
     name: str
@@ -66,7 +68,7 @@ class Translation:
 
 
 def read_tables() -> dict[str, Any]:
-    """Return the tables of the first package of experiments that has some.
+    """Return the tables of the first package of experiments with a `translate.yml`.
 
     Raises:
       UsageError: No installed package has tables.
@@ -77,7 +79,8 @@ def read_tables() -> dict[str, Any]:
             path = Path(folder, FILE_NAME)
             if path.is_file():
                 return parse_yaml(read_text(path))
-    raise UsageError(f"no package of experiments has a {FILE_NAME}. Install layerkit-experiments.")
+    hint = "Install layerkit-experiments."
+    raise UsageError(f"no package of experiments has a {FILE_NAME}", hint=hint)
 
 
 def map_keys(
@@ -86,11 +89,11 @@ def map_keys(
     """Map keys by the rows of a table.
 
     Args:
-      table: The part of `read_tables` for a framework.
+      table: Part of `read_tables` for a framework.
       values: Values of the keys.
 
     Returns:
-      Fields, recipes and paths from `task` with their values; reasons of keys that are not mapped.
+      Values of fields, recipes and paths from `task`, and reasons of keys that are not mapped.
     """
     found: dict[str, Any] = {}
     reasons: dict[str, str] = {}
@@ -111,7 +114,7 @@ def _map_key(table: Mapping[str, Any], key: str, values: Mapping[str, Any]) -> d
         raise value
     if row is None:
         near = near_names(key, [*table["keys"], *neutral])
-        raise NotTranslatedError(f"no field for it is known{near}")
+        raise NotTranslatedError(f"unknown key{near}")
     row = {"to": row} if isinstance(row, str) else row
     if _is_one_of(value, [row.get("same", row)]):
         return {}
@@ -132,7 +135,7 @@ def _map_key(table: Mapping[str, Any], key: str, values: Mapping[str, Any]) -> d
 
 
 def _is_one_of(value: Any, allowed: Collection[Any]) -> bool:
-    """Return whether a value is allowed; True is not 1."""
+    """Return whether a value is one of the allowed, where True differs from 1."""
     is_bool = isinstance(value, bool)
     return any(each == value and isinstance(each, bool) == is_bool for each in allowed)
 
@@ -150,13 +153,13 @@ def _map_value(row: Mapping[str, Any], value: Any) -> dict[str, Any]:
 
 
 def convert(kind: str, value: Any) -> Any:
-    """Return a value as a field has it; nothing is guessed, so 2.5 layers are not 2.
+    """Return a value converted to the type of a field, without rounding.
 
     Args:
       kind: `integer`, `number`, `bool` or `integers`; `count` and `positive` are an integer and a
-        number that become None at 0 and below, as both frameworks write "none". A kind that ends
-        in ? allows None.
-      value: A value of Python or YAML.
+        number whose values of 0 and below become None, since both frameworks write "none" so. A
+        kind that ends in ? allows None.
+      value: Value of Python or YAML.
 
     Raises:
       NotTranslatedError: The value is of another kind.
@@ -170,12 +173,12 @@ def convert(kind: str, value: Any) -> Any:
         return value
     if kind == "integers":
         if not isinstance(value, list):
-            raise NotTranslatedError("expected a list of whole numbers")
+            raise NotTranslatedError("expected a list of integers")
         return [convert("integer", item) for item in value]
     is_whole = kind in ("integer", "count")
     is_number = type(value) in (int, float) and abs(value) < _LARGEST
     if not is_number or (is_whole and value != value // 1):
-        raise NotTranslatedError("expected a whole number" if is_whole else "expected a number")
+        raise NotTranslatedError("expected an integer" if is_whole else "expected a number")
     value = int(value) if is_whole else float(value)
     return None if kind in ("count", "positive") and value <= 0 else value
 
@@ -187,13 +190,13 @@ def make_translation(
     leftovers: Sequence[Leftover],
     **names: str,
 ) -> Translation:
-    """Choose the recipes of a class and keep the fields that they have.
+    """Return a translation with chosen recipes and the fields that they have.
 
     Args:
       tables: Result of `read_tables`.
-      defaults: Recipes where `found` has no others.
-      found: Fields, recipes and paths from `task` with their values.
-      leftovers: What is not translated so far.
+      defaults: Default recipes, by their part.
+      found: Values of fields, recipes and paths from `task`.
+      leftovers: Source text that is not translated.
       **names: Name and summary of the class.
     """
     chosen = {found.get(part, default) for part, default in defaults.items()}
@@ -228,7 +231,7 @@ def module_text(translations: Sequence[Translation], title: str) -> str:
 
 
 def _class_text(translation: Translation) -> str:
-    """Return a class with a comment for each leftover, for which it is abstract."""
+    """Return the source of a class, which is abstract if it has leftovers, one comment each."""
     summary = printable(translation.summary).replace("\\", "\\\\").replace('"', "'")
     bases = ", ".join([*translation.recipes, *["abstract=True"] * bool(translation.leftovers)])
     lines = [f"class {translation.name}({bases}):", f'    """{summary}"""', ""]
@@ -238,7 +241,7 @@ def _class_text(translation: Translation) -> str:
     lines += [f"    {name} = {_literal(value)}" for name, value in translation.fields.items()]
     if translation.settings:
         lines += ["", "    def task(self) -> Config:"]
-        lines += ['        """Return the task, with values that no field has."""']
+        lines += ['        """Return the task with values that have no field."""']
         lines += ["        task = super().task()"]
         lines += [f"        {path} = {_literal(v)}" for path, v in translation.settings.items()]
         lines += ["        return task"]
@@ -250,13 +253,13 @@ def _literal(value: Any) -> str:
 
 
 def _comment(text: str) -> list[str]:
-    # A flag that is not broken can be copied.
+    # Words are not broken, so that flags can be copied.
     lines = textwrap.wrap(text, 90, break_long_words=False, break_on_hyphens=False)
     return [f"    # {line}" for line in lines]
 
 
 def printable(text: str) -> str:
-    """Return text on one line without control characters, as comments and terminals need it."""
+    """Return text on one line without control characters, for comments and terminals."""
     return "".join(part if part.isprintable() else "�" for part in " ".join(text.split()))
 
 
