@@ -53,5 +53,6 @@ def test_trainer_runs_without_the_tools(place: Path):
 )
 def test_missing_tool_is_named(place: Path, words: tuple[str, ...], shown: str):
     done = runner(place, *words)
-    text = f"runner: {shown} not installed: No module named 'layerkit_runner.tools'.\n"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", text)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"runner: {shown} not installed")
+    assert len(done.stderr.splitlines()) == 1
