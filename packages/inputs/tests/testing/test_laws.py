@@ -1,5 +1,3 @@
-"""Every reader of the package obeys the laws, and the laws notice readers that do not."""
-
 from __future__ import annotations
 
 import itertools
@@ -27,7 +25,7 @@ ROLLING = {"eval_loop_num_batches": 2}
 
 
 class Changed(SyntheticInput):
-    """A reader whose batches are changed by overriding `get_next`."""
+    """An input that overrides `get_next`."""
 
     def get_next(self):
         batch = super().get_next()
@@ -36,7 +34,7 @@ class Changed(SyntheticInput):
 
 
 class Strided(BaseInput):
-    """The least a reader can be: `_next` and `_reset`, each host with rows of its own."""
+    """A minimal input with `_next` and `_reset`, whose hosts have different rows."""
 
     num_rows: int = 22
     at = 0
@@ -85,7 +83,7 @@ READERS = {
 @pytest.mark.parametrize("mode", [TRAINING, EPOCH, ROLLING], ids=["training", "epoch", "rolling"])
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
-def test_reader_obeys(law, reader, mode, reads_ahead, text_folder):
+def test_input_obeys(law, reader, mode, reads_ahead, text_folder):
     fields = READERS[reader](text_folder)
     made = []
 
@@ -99,7 +97,7 @@ def test_reader_obeys(law, reader, mode, reads_ahead, text_folder):
         source.close()
 
 
-def test_every_reader_of_the_package_is_under_the_laws():
+def test_every_input_of_the_package_is_tested_by_the_laws():
     # By name, since some readers need an extra.
     files = Path(__file__).parents[1].rglob("test_*.py")
     texts = [path.read_text() for path in files if path != Path(__file__)]
@@ -111,7 +109,7 @@ def test_every_reader_of_the_package_is_under_the_laws():
         assert re.search(rf"\b{reader.__name__}\b", under_laws), f"{reader.__name__}: no laws"
 
 
-def test_a_rolling_evaluation_may_be_padded(text_folder):
+def test_rolling_evaluation_with_padding_obeys_the_laws(text_folder):
     fields = {**text_fields(text_folder), **ROLLING, "batch_padding_size": 3}
     laws.evaluations_follow_the_fields(lambda **more: LocalText(**{**fields, **more}))
 
@@ -191,7 +189,7 @@ class Unresettable(Strided):
 
 
 class TellsItsOwnPlace(Strided):
-    """Of scope `global`, but its state is that of a host."""
+    """An invalid input of scope `global` whose state depends on the host."""
 
     state_scope = "global"
 
@@ -230,6 +228,6 @@ class CannotClose(Strided):
     ],
     ids=lambda value: value.__name__,
 )
-def test_a_law_notices_who_breaks_it(reader, law):
+def test_law_fails_for_an_input_that_breaks_it(reader, law):
     with pytest.raises((AssertionError, ValueError)):
         law(lambda **more: reader(**{"batch_size": 8, **more}))

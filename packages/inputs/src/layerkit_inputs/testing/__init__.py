@@ -1,1 +1,1 @@
-"""Laws that every input obeys, for the tests of anyone who writes one."""
+"""Contract tests of inputs, and small data sets for tests."""

@@ -1,14 +1,14 @@
-"""Laws of inputs: what a program relies on, whichever reader it was given.
+"""Laws of inputs: contract tests that every input must pass.
 
-A reader's test joins by one line, with a function that makes a fresh reader of fixed fields, some
-of them replaced:
+The test of an input is one line, with a function that makes a new input of fixed fields, some of
+which are replaced:
 
     @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
     def test_my_input(law):
         law(lambda **fields: MyInput(**{"batch_size": 4, **fields}))
 
-`make()` should give a whole batch on one host; 4, 8 or 12 rows let several numbers of hosts be
-tried. Both an endless reader and one with an end of a few batches are worth passing in.
+`make()` should return an input of one host. Batches of 4, 8 or 12 rows allow several numbers of
+hosts. Test both an endless input and one with a few batches.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from layerkit_inputs.specs import check_batch, spec_of
 Make = Callable[..., BaseInput]
 
 _MOST_BATCHES = 6
-"""Batches looked at of an endless reader; an epoch should end within `_LONGEST_EPOCH`."""
+"""Number of batches to read of an endless input; epochs must end within `_LONGEST_EPOCH`."""
 _LONGEST_EPOCH = 64
 
 
 def take(source: BaseInput, most: int = _MOST_BATCHES) -> list[NestedMap]:
-    """The next batches of `source`, at most `most`, as copies."""
+    """Return copies of the next batches of an input, at most `most`."""
     batches = []
     for _ in range(most):
         try:
@@ -43,7 +43,7 @@ def take(source: BaseInput, most: int = _MOST_BATCHES) -> list[NestedMap]:
 
 
 def assert_same_batches(actual: list[NestedMap], expected: list[NestedMap]) -> None:
-    """As many batches, with the same fields, dtypes and values to the bit."""
+    """Assert that two lists of batches have the same fields, dtypes and values, bit for bit."""
     assert len(actual) == len(expected), f"{len(actual)} batches, expected {len(expected)}"
     for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
         assert spec_of(one) == spec_of(other), f"batch {number}"
@@ -54,7 +54,7 @@ def assert_same_batches(actual: list[NestedMap], expected: list[NestedMap]) -> N
 
 
 def batches_have_their_size(make: Make) -> None:
-    """Every array has `batch_size` rows, and all batches the same fields, shapes and dtypes."""
+    """Check that all batches have `batch_size` rows and the same fields, shapes and dtypes."""
     source = make()
     batches = take(source)
     assert batches, "no batch at all"
@@ -63,12 +63,12 @@ def batches_have_their_size(make: Make) -> None:
 
 
 def making_it_again_repeats_it(make: Make) -> None:
-    """Two inputs of the same fields give the same batches."""
+    """Check that two inputs of the same fields give the same batches."""
     assert_same_batches(take(make()), take(make()))
 
 
 def peek_consumes_nothing(make: Make) -> None:
-    """Peeking, however often, shows the next batch as it will be and changes nothing after it."""
+    """Check that `peek` returns the next batch any number of times and does not advance."""
     expected = take(make())
     source = make()
     for batch in expected:
@@ -77,7 +77,7 @@ def peek_consumes_nothing(make: Make) -> None:
 
 
 def every_state_resumes(make: Make) -> None:
-    """From the state after any number of batches, through JSON, comes the rest, peeked or not."""
+    """Check that a state after any batch restores the rest, through JSON and after a peek."""
     expected = take(make())
     source = make()
     for done in range(len(expected) + 1):
@@ -88,7 +88,7 @@ def every_state_resumes(make: Make) -> None:
         if done < len(expected):
             source.peek()
             assert source.get_state() == state, (
-                "a state taken after a peek must be the one before it"
+                "the state after a peek must equal the state before it"
             )
             source.get_next()
     source.set_state(make().get_state())
@@ -96,7 +96,7 @@ def every_state_resumes(make: Make) -> None:
 
 
 def reset_starts_over(make: Make) -> None:
-    """`reset` goes back to the first batch, also with a batch peeked and after the end."""
+    """Check that `reset` restarts the stream, also after a peek and after the end."""
     source = make()
     expected = take(source)
     source.reset()
@@ -108,7 +108,7 @@ def reset_starts_over(make: Make) -> None:
 
 
 def batches_belong_to_the_caller(make: Make) -> None:
-    """Writing into a batch changes no other batch."""
+    """Check that writing into a batch changes no other batch."""
     expected = take(make())
     source = make()
     for _ in expected:
@@ -120,7 +120,7 @@ def batches_belong_to_the_caller(make: Make) -> None:
 
 
 def the_end_is_kept(make: Make) -> None:
-    """An endless input goes on; another raises StopIteration at its end, on any call, each time."""
+    """Check that an endless input never ends, and that another keeps raising StopIteration."""
     source = make()
     if source.endless:
         assert len(take(source)) == _MOST_BATCHES
@@ -135,7 +135,7 @@ def the_end_is_kept(make: Make) -> None:
 
 
 def padding_counts_for_nothing(make: Make) -> None:
-    """`get_next_padded` appends rows of weight 0 and provenance -1 and leaves the others alone."""
+    """Check that `get_next_padded` only appends rows of weight 0 and provenance -1."""
     rows = 3
     plain, padded = make(), make(batch_padding_size=rows)
     for batch in take(plain):
@@ -147,7 +147,7 @@ def padding_counts_for_nothing(make: Make) -> None:
 
 
 def evaluations_follow_the_fields(make: Make) -> None:
-    """With `reset_for_eval` each evaluation is the same epoch; else it rolls on."""
+    """Check that evaluations repeat the epoch with `reset_for_eval`, and else continue."""
     source = make()
     if source.is_training:
         return
@@ -163,9 +163,9 @@ def evaluations_follow_the_fields(make: Make) -> None:
 
 
 def hosts_share_the_stream(make: Make) -> None:
-    """Any number of hosts makes as many batches each, and with states of scope `global` the same.
+    """Check that all hosts make the same number of batches, and together the global stream.
 
-    Readers of scope `host` may deal rows out otherwise, but none twice in an epoch.
+    Inputs of scope `host` may distribute rows differently, but read no row twice in an epoch.
     """
     whole = make()
     expected = take(whole, _LONGEST_EPOCH if not whole.endless else _MOST_BATCHES)
@@ -175,7 +175,7 @@ def hosts_share_the_stream(make: Make) -> None:
         streams = [
             take(host, len(expected) + 1 if not whole.endless else _MOST_BATCHES) for host in hosts
         ]
-        assert len({len(stream) for stream in streams}) == 1, f"{count} hosts end apart"
+        assert len({len(stream) for stream in streams}) == 1, f"{count} hosts differ in length"
         if whole.state_scope == "global":
             assert_same_batches(_side_by_side(streams), expected)
         elif not whole.endless:
@@ -183,7 +183,7 @@ def hosts_share_the_stream(make: Make) -> None:
 
 
 def states_move_between_host_counts(make: Make) -> None:
-    """A state of scope `global`, written on any host, goes on with another number of hosts."""
+    """Check that a state of scope `global` of any host resumes on any number of hosts."""
     whole = make()
     if whole.state_scope != "global":
         return
@@ -205,7 +205,7 @@ def states_move_between_host_counts(make: Make) -> None:
 
 
 def a_run_may_change_hosts_after_every_batch(make: Make) -> None:
-    """With states of scope `global`, each batch may be made by another number of hosts."""
+    """Check that the number of hosts may change after every batch, for scope `global`."""
     whole = make()
     if whole.state_scope != "global":
         return
@@ -218,12 +218,12 @@ def a_run_may_change_hosts_after_every_batch(make: Make) -> None:
                 host.set_state(state)
         assert_same_batches(_side_by_side([take(host, 1) for host in hosts]), [batch])
         states = [host.get_state() for host in hosts]
-        assert all(other == states[0] for other in states), f"{count} hosts tell unlike states"
+        assert all(other == states[0] for other in states), f"{count} hosts have different states"
         state = json.loads(json.dumps(states[-1]))
 
 
 def states_of_hosts_stay_with_them(make: Make) -> None:
-    """A state of scope `host` is refused, with a ValueError, by other hosts and other numbers."""
+    """Check that other hosts reject a state of scope `host` with a ValueError."""
     whole = make()
     size = whole.global_batch_size
     if whole.state_scope == "global" or size % 2:
@@ -235,11 +235,11 @@ def states_of_hosts_stay_with_them(make: Make) -> None:
             other.set_state(first.get_state())
         except ValueError:
             continue
-        raise AssertionError("a state of one host's share was taken for another's")
+        raise AssertionError("a state of scope `host` was accepted by another host")
 
 
 def closing_ends_it(make: Make) -> None:
-    """`close` may be called at any time and again; after it there are no batches."""
+    """Check that `close` may be called at any time and twice, and that no batch follows."""
     for used in (0, 1):
         source = make()
         take(source, used)
@@ -249,7 +249,7 @@ def closing_ends_it(make: Make) -> None:
             source.get_next()
         except RuntimeError:
             continue
-        raise AssertionError("a batch from an input that was closed")
+        raise AssertionError("a batch of a closed input")
 
 
 def _hosts(make: Make, size: int, count: int) -> list[BaseInput]:
@@ -260,7 +260,7 @@ def _hosts(make: Make, size: int, count: int) -> list[BaseInput]:
 
 
 def _side_by_side(streams: list[list[NestedMap]]) -> list[NestedMap]:
-    """The global batches: each host's rows after those of the host before it."""
+    """Return the global batches, which concatenate the rows of the hosts in order."""
     return [_concatenate(parts) for parts in zip(*streams, strict=True)]
 
 

@@ -1,13 +1,13 @@
-"""Tiny TensorFlow Datasets folders in the true format of large ones.
+"""Small TensorFlow Datasets folders in the format of large data sets, for tests.
 
-Code that reads C4 can be tried only where C4 is, and C4 is 300 GB. A folder written here has the
-same name, version, features, splits and file layout, and a few dozen texts; `tfds.load` and
-`seqio.TfdsDataSource` read it as they read the real one:
+Code that reads C4 needs C4, which is 300 GB. `write_tfds_folder` writes a folder with the same
+name, version, features, splits and file layout, and a few dozen texts. `tfds.load` and
+`seqio.TfdsDataSource` read it like the original:
 
     write_tfds_folder(folder, "c4/en:3.0.1")
     tfds.load("c4/en:3.0.1", data_dir=folder)
 
-Nothing is downloaded. The texts are the caller's, or sentences drawn from a small vocabulary.
+Nothing is downloaded. The texts are given, or random sentences of a small vocabulary.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from layerkit.near_names import near_names
+from layerkit.checks import check_choice
+from layerkit.checks import require as require_valid
+from layerkit.errors import ConfigError
 from layerkit_inputs.extras import require
 
 FileFormat = Literal["tfrecord", "array_record"]
 
 
 class _Format(NamedTuple):
-    """How one data set is laid out."""
+    """Format of a data set."""
 
     splits: Mapping[str, int]
-    """Split -> sample texts written by default."""
+    """Default number of texts by split."""
     features: Callable[[Any], dict[str, Any]]
-    """From `tfds.features` to the features of an example."""
+    """Function from the module `tfds.features` to the features of an example."""
     example: Callable[[str, str, int], dict[str, Any]]
-    """From split, text and number to an example."""
+    """Function from split, text and number to an example."""
 
 
 def _c4_example(split: str, text: str, number: int) -> dict[str, Any]:
@@ -79,7 +81,7 @@ _FORMATS: dict[str, _Format] = {
 }
 
 DATASETS = tuple(_FORMATS)
-"""Names that `write_tfds_folder` knows, each with its configuration and version."""
+"""Names of the supported data sets, with configuration and version."""
 
 
 def write_tfds_folder(
@@ -90,26 +92,23 @@ def write_tfds_folder(
     num_shards: int = 4,
     file_format: FileFormat = "tfrecord",
 ) -> pathlib.Path:
-    """Writes a small data set in the format of a large one.
+    """Write a small data set in the format of a large one.
 
     Args:
-      data_dir: What is given to `tfds.load(..., data_dir=)`; made where it is missing.
-      dataset: One of `DATASETS`.
-      texts: Split -> its texts. None: `sample_texts` for every split.
-      num_shards: Files of each split.
-      file_format: `array_record` gives random access, without TensorFlow.
+      data_dir: Folder for `tfds.load(..., data_dir=)`, which is created if missing.
+      dataset: Name in `DATASETS`.
+      texts: Texts by split. None: `sample_texts` for every split.
+      num_shards: Number of files of each split.
+      file_format: File format. `array_record` has random access without TensorFlow.
 
     Returns:
-      The folder with the files, such as `data_dir/c4/en/3.0.1`.
+      Folder of the files, such as `data_dir/c4/en/3.0.1`.
 
     Raises:
-      ValueError: an unknown data set or split, fewer texts than files, or a folder that is there.
+      ConfigError: The data set or a split is unknown, a split has fewer texts than files, or the
+        folder exists.
     """
-    if dataset not in _FORMATS:
-        raise ValueError(
-            f"write_tfds_folder(dataset={dataset!r}){near_names(dataset, _FORMATS)} Expected one "
-            f"of {list(_FORMATS)}."
-        )
+    check_choice("write_tfds_folder", DATASETS, dataset=dataset)
     layout = _FORMATS[dataset]
     texts = _texts_of(dataset, layout) if texts is None else texts
     for split, of_split in texts.items():
@@ -118,8 +117,12 @@ def write_tfds_folder(
     name, _, config = name.partition("/")
     folder = pathlib.Path(data_dir, name, config, version)
     if folder.exists():
-        raise ValueError(
-            f"write_tfds_folder: {folder} is there already; remove it, or write to another folder."
+        raise ConfigError(
+            "the folder exists",
+            owner="write_tfds_folder",
+            field="data_dir",
+            value=str(folder),
+            hint="Remove it, or use another folder.",
         )
     tfds = require("tensorflow_datasets", needed_by="write_tfds_folder")
     with _quiet():
@@ -143,7 +146,7 @@ def write_tfds_folder(
 
 
 def sample_texts(num_texts: int, *, seed: int = 0) -> list[str]:
-    """Texts of a few made-up sentences, each text another; the same for the same seed."""
+    """Return different texts of a few random sentences, which depend only on the seed."""
     random = np.random.Generator(np.random.Philox(key=seed))
 
     def sentence() -> str:
@@ -175,22 +178,15 @@ def _texts_of(dataset: str, layout: _Format) -> dict[str, list[str]]:
 
 
 def _check_split(dataset: str, split: str, texts: Sequence[str], num_shards: int) -> None:
-    splits = _FORMATS[dataset].splits
-    if split not in splits:
-        raise ValueError(
-            f"write_tfds_folder: {dataset} has no split {split!r}{near_names(split, splits)} "
-            f"Expected some of {list(splits)}."
-        )
-    if not 1 <= num_shards <= len(texts):
-        raise ValueError(
-            f"write_tfds_folder: num_shards={num_shards} for the {len(texts)} texts of {split!r}; "
-            "expected at least 1 and at most one file for each text."
-        )
+    check_choice("write_tfds_folder", list(_FORMATS[dataset].splits), split=split)
+    is_valid = 1 <= num_shards <= len(texts)
+    expected = f"at least 1 and at most {len(texts)}, the number of texts of {split!r}"
+    require_valid(is_valid, "write_tfds_folder", "num_shards", num_shards, expected)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps the notices and progress bars of writing off the screen."""
+    """Suppress log messages and progress bars of TFDS."""
     log = logging.getLogger("absl")
     level = log.level
     log.setLevel(logging.ERROR)

@@ -1,1 +1,1 @@
-"""Programs that prepare data; each is run as `python -m layerkit_inputs.tools.NAME --help`."""
+"""Programs that prepare data, run as `python -m layerkit_inputs.tools.NAME`."""

@@ -1,15 +1,14 @@
-"""Turns text into a folder of token records, which TokenRecords reads.
+r"""Convert text to a folder of token records, which TokenRecords reads.
 
-    python -m layerkit_inputs.tools.build_token_records \\
+    python -m layerkit_inputs.tools.build_token_records \
         --input texts/ --output tokens/ --tokenizer c4.model --heldout_fraction 0.001 --workers 8
 
 The input is a folder, file or pattern of text files, JSON lines (`.jsonl`, also `.jsonl.gz`) or
-Parquet files; see `raw_documents`. The result depends on the input, the tokenizer and the options
-that say what is in it, not on the number of workers.
+Parquet files; see `raw_documents`. The result does not depend on the number of workers.
 
-It is built in a hidden folder beside the output and renamed when all of it is on the disk, so a
-build that was stopped or killed leaves nothing that could be taken for one that was finished. What
-a killed one leaves is removed by the next build of that output.
+The records are written to a hidden folder beside the output, which is renamed when everything is on
+disk. So a build that was stopped or killed leaves no incomplete output. The next build of the same
+output removes the hidden folder of a killed one.
 """
 
 from __future__ import annotations
@@ -34,7 +33,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from layerkit.checks import check_integers, check_rates
 from layerkit.config import build
+from layerkit.errors import ConfigError
 from layerkit_inputs.bad_records import BadRecords, OnBadRecord
 from layerkit_inputs.text_files import TextFile, find_text_files
 from layerkit_inputs.token_store import BLOCK_LENGTH, About
@@ -49,21 +50,21 @@ from layerkit_inputs.tools.token_store_writer import SplitWriter
 
 _WORK_BYTES = 1 << 18
 _WORK_DOCUMENTS = 1000
-"""What is sent to a worker at once."""
+"""Bounds on the bytes and the number of documents that are sent to a worker at once."""
 _PROGRESS_SECONDS = 5.0
 
 
 class _Encoded(NamedTuple):
-    """What became of a document."""
+    """A tokenised document, or the problem of reading it."""
 
     where: str
     ids: np.ndarray | None
-    """None where it cannot be read."""
+    """Token ids, or None if the document cannot be read."""
     problem: str
     share: float
-    """A number in [0, 1) that depends on the text alone: which split it belongs to."""
+    """Hash of the text in [0, 1), which decides the split."""
     position: float
-    """How much of the whole input, in bytes, comes before its end."""
+    """Number of input bytes up to the end of the document."""
 
 
 @functools.cache
@@ -87,34 +88,37 @@ def build_token_records(
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
     say: Callable[[str], None] | None = None,
 ) -> About:
-    """Builds a folder of token records.
+    """Build a folder of token records.
 
     Args:
       inputs: Files, folders and patterns.
-      output: The folder to make.
-      tokenizer: See `tokenizer_config`.
-      special_tokens_in_text: See `tokenizer_config`.
-      field: Of JSON lines the key of the text, of Parquet the column.
-      num_shards: Files of each split, of about as many bytes of input each; fewer, where there are
-        fewer documents.
-      workers: Processes that tokenise; 0: this one does.
-      heldout_fraction: Share of the documents that make up the split `heldout`, by a hash of their
-        text: a document that occurs twice is in one split alone.
-      on_bad_record: What to do with a document that cannot be read.
-      block_length: Ids of a record.
-      max_document_bytes: Most bytes that a document of a compressed file may unpack to.
-      say: Takes lines about the progress, every few seconds.
+      output: Folder to create.
+      tokenizer: Name of the tokenizer; see `tokenizer_config`.
+      special_tokens_in_text: Treatment of special tokens; see `tokenizer_config`.
+      field: Key of the text in JSON lines, or column of the text in Parquet.
+      num_shards: Number of files of each split, of about equal input bytes. There may be fewer
+        files if there are few documents.
+      workers: Number of processes that tokenise. 0: this process.
+      heldout_fraction: Share of the documents in the split `heldout`, by a hash of their text, so
+        that equal documents are in one split.
+      on_bad_record: Policy for documents that cannot be read: `refuse` or `skip`.
+      block_length: Number of ids in a record.
+      max_document_bytes: Largest size in bytes of an unpacked document of a compressed file.
+      say: Function that receives lines about the progress every few seconds.
 
     Returns:
-      What was written.
+      Description of the records.
 
     Raises:
-      FileExistsError: the output is there already.
-      FileNotFoundError: there is no input, or no tokenizer.
-      BadRecordError: a document cannot be read and `on_bad_record` is `refuse`.
-      ValueError: an option cannot work, or a split would have no documents.
+      FileExistsError: The output exists.
+      FileNotFoundError: There is no input, or no tokenizer.
+      BadRecordError: A document cannot be read and `on_bad_record` is `refuse`.
+      ConfigError: An option is invalid, or a split would have no documents.
     """
-    _check_options(num_shards, workers, heldout_fraction, block_length, max_document_bytes)
+    sizes = {"block_length": block_length, "max_document_bytes": max_document_bytes}
+    check_integers(None, minimum=1, num_shards=num_shards, **sizes)
+    check_integers(None, minimum=0, workers=workers)
+    check_rates(None, heldout_fraction=heldout_fraction)
     files = find_text_files(inputs)
     model = make_tokenizer(tokenizer, special_tokens_in_text)
     dtype = "uint16" if model.vocab_size <= 1 << 16 else "int32"
@@ -122,7 +126,7 @@ def build_token_records(
     if say and (note := getattr(model, "note", None)):
         say(note)
     progress = _Progress(sum(file.path.stat().st_size for file in files), say)
-    with _appears_whole(Path(output)) as folder, contextlib.ExitStack() as stack:
+    with _atomic_folder(Path(output)) as folder, contextlib.ExitStack() as stack:
         writers = {
             name: stack.enter_context(
                 SplitWriter(folder / name, dtype=dtype, block_length=block_length)
@@ -141,9 +145,9 @@ def build_token_records(
                 bad.report(file=document.where, record=None, problem=document.problem)
                 continue
             progress.add(document)
-            if len(document.ids) >= 2:  # else there is nothing to predict
+            if len(document.ids) >= 2:  # otherwise there is no token to predict
                 split = "heldout" if document.share < heldout_fraction else "train"
-                # By its place in the input: that keeps the order and makes shards of like size.
+                # Shards by position in the input keep the order and have about equal sizes.
                 writers[split].add(document.ids, place=progress.share_of(num_shards))
         about = About(
             dtype=dtype,
@@ -168,37 +172,19 @@ def _describe(tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def _check_options(
-    num_shards: int,
-    workers: int,
-    heldout_fraction: float,
-    block_length: int,
-    max_document_bytes: int,
-) -> None:
-    for name, value, least in (
-        ("num_shards", num_shards, 1),
-        ("workers", workers, 0),
-        ("block_length", block_length, 1),
-        ("max_document_bytes", max_document_bytes, 1),
-    ):
-        if value < least:
-            raise ValueError(f"{name}={value}; expected at least {least}.")
-    if not 0 <= heldout_fraction < 1:
-        raise ValueError(f"heldout_fraction={heldout_fraction}; expected 0 or more, below 1.")
-
-
 def _check_splits(about: About, num_documents: int, heldout_fraction: float) -> None:
     for name, split in about.splits.items():
         if not split.num_documents:
-            raise ValueError(
-                f"the split {name!r} would have no documents: the input has {num_documents} that "
-                f"can be read, and heldout_fraction={heldout_fraction}."
+            raise ConfigError(
+                f"the split {name!r} would have no documents; the input has {num_documents}",
+                field="heldout_fraction",
+                value=heldout_fraction,
             )
 
 
 @contextlib.contextmanager
-def _appears_whole(folder: Path) -> Iterator[Path]:
-    """A folder to fill, which gets its name once that is done, and goes away if it is not."""
+def _atomic_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder, which is renamed at the end, or removed after an error."""
     _check_free(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     for left in folder.parent.glob(f".{glob.escape(folder.name)}.partial-*"):
@@ -220,15 +206,15 @@ def _appears_whole(folder: Path) -> Iterator[Path]:
 
 def _check_free(folder: Path) -> None:
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise FileExistsError(f"{folder}: is there already; name another output, or remove it.")
+        raise FileExistsError(f"{folder}: the output exists. Remove it, or use another output.")
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Marks a folder as in use; the mark goes with the process, however that ends.
+    """Lock a folder until the process ends.
 
     Raises:
-      OSError: another process has marked it, or nothing can be marked there.
+      OSError: Another process holds the lock, or the file system has no locks.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -241,7 +227,7 @@ def _locked(folder: Path) -> Iterator[None]:
 def _work(
     files: Sequence[TextFile], field: str, max_document_bytes: int
 ) -> Iterator[list[RawDocument]]:
-    """The documents of all files in order, as lists of about the same work."""
+    """Yield the documents of all files in order, in lists of about equal size."""
     documents: list[RawDocument] = []
     size = 0
     before = 0
@@ -266,7 +252,7 @@ def _encode(
     special_tokens_in_text: SpecialTokensInText,
     field: str,
 ) -> list[_Encoded]:
-    """Encode documents; this is what a worker does."""
+    """Encode documents in a worker process."""
     model = make_tokenizer(tokenizer, special_tokens_in_text)
     return [_encode_one(document, model, field) for document in documents]
 
@@ -276,7 +262,7 @@ def _encode_one(document: RawDocument, model: Tokenizer, field: str) -> _Encoded
         text = text_of(document, field)
         tokens = model.encode(text)
     except UnicodeDecodeError as error:
-        problem = f"no UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}."
+        problem = f"not UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}."
         return _Encoded(document.where, None, problem, 0.0, document.position)
     except ValueError as error:
         return _Encoded(document.where, None, str(error), 0.0, document.position)
@@ -292,7 +278,7 @@ def _in_order(
     work: Iterator[list[RawDocument]],
     workers: int,
 ) -> Generator[_Encoded, None, None]:
-    """Encodes all work, in its order; a few lists for each worker are in memory at a time."""
+    """Encode all work in order, with a few lists per worker in memory."""
     if workers == 0:
         for documents in work:
             yield from encode(documents)
@@ -309,13 +295,15 @@ def _in_order(
             while waiting:
                 yield from waiting.popleft().result()
         except concurrent.futures.process.BrokenProcessPool:
-            raise OSError("a worker process ended by itself; was it out of memory?") from None
+            raise OSError(
+                "a worker process was terminated, for example for lack of memory"
+            ) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
 class _Progress:
-    """Counts what was read and says so every few seconds."""
+    """Counts of the documents, which are reported every few seconds."""
 
     def __init__(self, total_bytes: int, say: Callable[[str], None] | None):
         self.num_documents = 0
@@ -327,7 +315,7 @@ class _Progress:
         self._began = self._said = time.monotonic()
 
     def add(self, document: _Encoded) -> None:
-        """Counts a document that was read."""
+        """Count a document."""
         assert document.ids is not None
         self.num_documents += 1
         self._num_empty += len(document.ids) < 2
@@ -338,11 +326,11 @@ class _Progress:
             self._say(self._line())
 
     def share_of(self, count: int) -> int:
-        """Which of `count` parts of the input the last document ends in."""
+        """Return the index of the part of the input, of `count`, that has the last document."""
         return min(int(self._done * count / self._total), count - 1)
 
     def end(self, about: About, bad: BadRecords) -> None:
-        """Says what was written."""
+        """Report the splits and the skipped documents."""
         if not self._say:
             return
         self._say(self._line())
@@ -352,9 +340,9 @@ class _Progress:
                 f"predictions, {len(split.shards)} shards"
             )
         if self._num_empty:
-            self._say(f"left out: {self._num_empty:,} documents without any token")
+            self._say(f"skipped: {self._num_empty:,} documents without tokens")
         if bad.num_skipped:
-            self._say(f"left out: {bad.num_skipped:,} documents that cannot be read, among them")
+            self._say(f"skipped: {bad.num_skipped:,} documents that cannot be read, such as")
             for problem in bad.first:
                 self._say(f"  {problem}")
 
@@ -367,7 +355,7 @@ class _Progress:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns the exit code: 0, or 1 where the data or a path is at fault."""
+    """Run the command and return the exit code, 0 or 1 for invalid data or paths."""
     options = _parse(arguments)
     say = None if options.pop("quiet") else functools.partial(print, file=sys.stderr, flush=True)
     try:
@@ -381,32 +369,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str] | None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(
         prog="python -m layerkit_inputs.tools.build_token_records",
-        description="Turns text into a folder of token records.",
+        description="Convert text to a folder of token records.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--input", nargs="+", required=True, help="files, folders or patterns")
-    add("--output", required=True, help="the folder to make")
+    add("--output", required=True, help="folder to create")
     add("--tokenizer", required=True, help="bytes, a .model, or a tokenizer.json or its folder")
     add(
         "--special_tokens_in_text",
         choices=("ids", "text"),
         default="ids",
-        help="what special tokens of a tokenizer.json become where a text spells them out: ids, as"
-        " in transformers (default), or text",
+        help="encoding of special tokens of a tokenizer.json that occur in the text: ids, as in"
+        " transformers (default), or text",
     )
     add("--field", default="text", help="key or column of the text (default: text)")
-    add("--num_shards", type=int, default=1, help="files of each split (default: 1)")
-    add("--workers", type=int, default=0, help="processes that tokenise (default: 0, this one)")
-    add("--heldout_fraction", type=float, default=0.0, help="share for the split heldout")
+    add("--num_shards", type=int, default=1, help="number of files of each split (default: 1)")
+    add(
+        "--workers",
+        type=int,
+        default=0,
+        help="number of worker processes (default: 0)",
+    )
+    add(
+        "--heldout_fraction",
+        type=float,
+        default=0.0,
+        help="share of documents in the split heldout",
+    )
     add("--on_bad_record", choices=("refuse", "skip"), default="refuse")
     add(
         "--max_document_bytes",
         type=int,
         default=MAX_DOCUMENT_BYTES,
-        help="most bytes that a document of a compressed file may unpack to (default: 2**30)",
+        help="largest size of an unpacked document of a compressed file (default: 2**30)",
     )
-    add("--quiet", action="store_true", help="no lines about the progress")
+    add("--quiet", action="store_true", help="do not report progress")
     return vars(parser.parse_args(arguments))
 
 

@@ -1,9 +1,9 @@
-"""Documents as they lie in files: whole text files, lines of JSON, rows of Parquet.
+"""Reading of documents from text files, JSON lines and Parquet files.
 
-What a file is, its name says: `.jsonl`, `.ndjson` and `.json` hold a JSON object a line, `.parquet`
-rows, any other file is one document of text; each of them but Parquet may be compressed, with `.gz`
-after its name. One document at a time is in memory; of Parquet, a thousand rows, or fewer where
-they are large. What a compressed document may unpack to is bounded.
+The format follows from the name: `.jsonl`, `.ndjson` and `.json` files hold one JSON object per
+line, `.parquet` files hold rows, and any other file is one document. All but Parquet may be
+compressed, with the suffix `.gz`. Memory holds one document, or at most a thousand rows of Parquet.
+The unpacked size of a compressed document is bounded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from layerkit.near_names import near_names
+from layerkit.errors import ConfigError
 from layerkit_inputs.bad_records import BadRecordError
 from layerkit_inputs.extras import require
 from layerkit_inputs.parquet_bounds import open_parquet, row_group_batches
@@ -28,32 +28,32 @@ MAX_DOCUMENT_BYTES = 1 << 30
 """Default bound on the bytes of a document of a compressed file."""
 _JSON_SUFFIXES = frozenset({".jsonl", ".ndjson", ".json"})
 PACKED_SUFFIXES = frozenset({".bz2", ".xz", ".zip", ".zst", ".tar", ".7z"})
-"""Of files that no reader unpacks."""
+"""Suffixes of compressed files that are not supported."""
 _PARQUET_ROWS = 1000
 _PARQUET_BYTES = 1 << 27
 _LINES_LOOKED_AT = 3
 _LONGEST_LINE = 1 << 24
 
 
-class DocumentSizeError(ValueError):
-    """A document of a compressed file is larger than the bound."""
+class DocumentSizeError(ConfigError):
+    """An error about a document of a compressed file that is larger than the bound."""
 
 
-class MissingFieldError(ValueError):
-    """A JSON object lacks the field that should hold the text."""
+class MissingFieldError(ConfigError):
+    """An error about a JSON object without the field of the text."""
 
 
 class RawDocument(NamedTuple):
-    """A document, unread."""
+    """A document before parsing."""
 
     where: str
     """File, and line or row."""
     data: bytes | None
-    """None: there is a row, but no text in it."""
+    """Bytes of the document, or None for a row without text."""
     is_json: bool
-    """Whether `data` is a JSON object of which one field is the text."""
+    """True if `data` is a JSON object with the text in one field."""
     position: float
-    """How much of its file, in bytes, comes before its end."""
+    """Number of bytes of the file up to the end of the document."""
 
 
 def read_raw_documents(
@@ -63,18 +63,25 @@ def read_raw_documents(
 
     Args:
       file: File to read.
-      field: Column of the text, where it is a Parquet file.
-      max_document_bytes: Bound on the bytes of a document, or line of JSON, of a compressed file.
+      field: Column of the text in a Parquet file.
+      max_document_bytes: Largest size in bytes of a document, or line of JSON, of a compressed
+        file.
 
     Raises:
-      BadRecordError: the file as a whole cannot be read.
-      DocumentSizeError: a document is larger than the bound.
+      BadRecordError: The file cannot be read.
+      DocumentSizeError: A document is larger than the bound.
     """
     suffixes = [suffix.lower() for suffix in file.path.suffixes[-2:]] or [""]
     is_gzip = suffixes[-1] == ".gz"
     kind = (suffixes[:-1] or [""])[-1] if is_gzip else suffixes[-1]
     if kind in PACKED_SUFFIXES:
-        raise BadRecordError(f"{file.path}: unpack {kind} files first; only .gz is read as it is.")
+        raise BadRecordError(
+            owner=str(file.path),
+            field="compression",
+            value=kind,
+            expected="none or .gz",
+            hint="Unpack the file.",
+        )
     if kind == ".parquet" and not is_gzip:
         yield from _parquet_rows(file.path, field, max_document_bytes)
         return
@@ -90,14 +97,18 @@ def read_raw_documents(
                 _check_size(data, most, str(file.path))
                 yield RawDocument(str(file.path), data, is_json=False, position=opened.tell())
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise BadRecordError(f"{file.path}: truncated or damaged ({error}).") from None
+            problem = f"truncated or damaged ({error})"
+            raise BadRecordError(problem, owner=str(file.path)) from None
 
 
 def _check_size(data: bytes, max_bytes: int | None, where: str) -> None:
     if max_bytes is not None and len(data) > max_bytes:
         raise DocumentSizeError(
-            f"{where}: unpacks to more than max_document_bytes={max_bytes:,}. Unpack the file to"
-            " see what it holds, or raise max_document_bytes."
+            "the unpacked document is larger than the bound",
+            owner=where,
+            field="max_document_bytes",
+            value=max_bytes,
+            hint="Unpack the file to inspect it, or increase max_document_bytes.",
         )
 
 
@@ -119,13 +130,21 @@ def _parquet_rows(path: Path, field: str, max_document_bytes: int) -> Iterator[R
             names = opened.schema_arrow.names
             if field not in names:
                 raise BadRecordError(
-                    f"{path}: no column {field!r}{near_names(field, names)} Its columns: "
-                    f"{', '.join(names)}.",
+                    "no such column",
+                    owner=str(path),
+                    field="column",
+                    value=field,
+                    choices=names,
                     remedies={"text_field": nearest_field(field, names)},
                 )
             kind = opened.schema_arrow.field(field).type
             if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
-                raise BadRecordError(f"{path}: column {field!r} is {kind}, expected string.")
+                raise BadRecordError(
+                    owner=str(path),
+                    field=f"type of column {field!r}",
+                    value=str(kind),
+                    expected="string",
+                )
             share = path.stat().st_size / max(opened.metadata.num_rows, 1)
             row = 0
             for batch in _parquet_batches(path, opened, field):
@@ -135,7 +154,7 @@ def _parquet_rows(path: Path, field: str, max_document_bytes: int) -> Iterator[R
                     _check_size(text or b"", max_document_bytes, where)
                     yield RawDocument(where, text, is_json=False, position=row * share)
     except (arrow.ArrowException, OSError) as error:
-        raise BadRecordError(f"{path}: the Parquet file cannot be read ({error}).") from None
+        raise BadRecordError(f"cannot read the Parquet file ({error})", owner=str(path)) from None
 
 
 def _parquet_batches(path: Path, opened: Any, field: str) -> Iterator[Any]:
@@ -151,9 +170,9 @@ def _parquet_batches(path: Path, opened: Any, field: str) -> Iterator[Any]:
 
 
 def num_declared_documents(file: TextFile) -> int:
-    """Return how many documents a file says that it has: the rows of a Parquet file, else 1.
+    """Return the number of rows that a Parquet file declares, or 1 for any other file.
 
-    A Parquet file that cannot be read counts as 1; reading it reports what is wrong.
+    A Parquet file that cannot be read counts as 1; reading it raises the error.
     """
     if file.path.suffix.lower() != ".parquet":
         return 1
@@ -166,7 +185,7 @@ def num_declared_documents(file: TextFile) -> int:
 
 
 def is_packed(file: TextFile) -> bool:
-    """Return whether the name of a file says that its bytes are not those of its text."""
+    """Return True if the suffix of a file means that it is compressed, or a Parquet file."""
     return file.path.suffix.lower() in {*PACKED_SUFFIXES, ".gz", ".parquet"}
 
 
@@ -201,18 +220,18 @@ def first_fields(file: TextFile, *, max_document_bytes: int) -> list[str]:
 
 
 def nearest_field(name: str, fields: Sequence[str]) -> str:
-    """Return the field that is most like `name`; where none is like it, `text` or the first."""
+    """Return the field most similar to `name`; if none is similar, `text` or the first field."""
     near = difflib.get_close_matches(name, fields, n=1)
     return [*near, *(field for field in fields if field == "text"), *fields][0]
 
 
 def text_of(document: RawDocument, field: str) -> bytes:
-    """The text of a document.
+    """Return the text of a document.
 
     Raises:
-      MissingFieldError: it is a JSON object without such a field.
-      ValueError: it is no JSON object, or the field is no text; the message says what it is. For
-        bytes that are not UTF-8, a UnicodeDecodeError.
+      MissingFieldError: The document is a JSON object without the field.
+      UnicodeDecodeError: The document is not UTF-8.
+      ValueError: The document is not a JSON object, or the field is not text.
     """
     if document.data is None:
         raise ValueError("no text (null).")
@@ -223,20 +242,14 @@ def text_of(document: RawDocument, field: str) -> bytes:
     except UnicodeDecodeError:
         raise
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"no line of JSON ({error}).") from None
+        raise ValueError(f"not a line of JSON ({error}).") from None
     if not isinstance(row, dict):
         raise ValueError(f"a JSON {type(row).__name__}, expected an object.")
     if field not in row:
-        raise MissingFieldError(
-            f"no field {field!r}{near_names(field, row)} Its fields: {_shown(row)}."
-        )
+        raise MissingFieldError("no such field", field="field", value=field, choices=row)
     if not isinstance(row[field], str):
         raise ValueError(f"field {field!r} is {row[field]!r:.60}, expected a string.")
     try:
         return row[field].encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(f"field {field!r} is no Unicode text ({error.reason}).") from None
-
-
-def _shown(names: Sequence[str] | dict[str, Any]) -> str:
-    return ", ".join(names) or "none"
+        raise ValueError(f"field {field!r} is not Unicode text ({error.reason}).") from None

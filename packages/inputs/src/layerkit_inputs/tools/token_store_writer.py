@@ -1,4 +1,4 @@
-"""Writes the files of a split of a token store; see `layerkit_inputs.token_store`."""
+"""Writer of the files of a split of a token store; see `layerkit_inputs.token_store`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from layerkit_inputs.token_store import BLOCK_LENGTH, ENDS_FILE, Shard, SplitAbo
 
 
 class _ShardWriter:
-    """One file of blocks."""
+    """Writer of one file of blocks."""
 
     def __init__(self, path: Path, dtype: np.dtype, block_length: int):
         module = require("array_record.python.array_record_module", needed_by="SplitWriter")
@@ -41,7 +41,7 @@ class _ShardWriter:
         if self._pending:
             self._write(bytes(self._pending))
         self._writer.close()
-        _to_disk(self._path)
+        _sync(self._path)
         size = self._path.stat().st_size
         return Shard(
             file=self._path.name,
@@ -51,7 +51,7 @@ class _ShardWriter:
             last_block_crc32=self._block_crc32,
         )
 
-    def abandon(self) -> None:
+    def close(self) -> None:
         self._writer.close()
 
     def _write(self, block: bytes) -> None:
@@ -60,15 +60,15 @@ class _ShardWriter:
 
 
 class SplitWriter:
-    """Writes documents one after the other; what it keeps in memory does not grow."""
+    """Writer of the documents of a split, in constant memory."""
 
     def __init__(self, folder: Path, *, dtype: str, block_length: int = BLOCK_LENGTH):
-        """Begins a split.
+        """Create the folder of a split.
 
         Args:
-          folder: Made here.
-          dtype: `uint16` or `int32`.
-          block_length: Ids of a block.
+          folder: Folder to create.
+          dtype: Type of the ids, `uint16` or `int32`.
+          block_length: Number of ids in a block.
         """
         folder.mkdir()
         self._folder = folder
@@ -83,20 +83,21 @@ class SplitWriter:
         self._shards: list[Shard] = []
 
     def __enter__(self) -> SplitWriter:
+        """Return the writer."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Lets go of the files; a split that was not finished is of no use."""
+        """Close the files; without `finish`, the split is incomplete."""
         self._ends.close()
         if self._shard is not None:
-            self._shard.abandon()
+            self._shard.close()
 
     def add(self, ids: np.ndarray, *, place: int) -> None:
-        """Writes a document.
+        """Write a document.
 
         Args:
-          ids: `[length]`, at least two: with its start id and, where there is one, its end id.
-          place: Begins another shard where it differs from that of the document before.
+          ids: At least two token ids `[length]`, with the start id and the end id, if any.
+          place: Number of the part of the input. A new number begins a new shard.
         """
         if self._shard is None or place != self._place:
             self._finish_shard()
@@ -111,11 +112,11 @@ class SplitWriter:
         self._ends.write(end)
 
     def finish(self) -> SplitAbout:
-        """Brings all of it to the disk."""
+        """Write everything to disk, and return a description of the split."""
         self._finish_shard()
         self._ends.close()
-        _to_disk(self._folder / ENDS_FILE)
-        _to_disk(self._folder)
+        _sync(self._folder / ENDS_FILE)
+        _sync(self._folder)
         return SplitAbout(
             num_documents=self._num_documents,
             num_ids=self._num_predictions + self._num_documents,
@@ -129,7 +130,7 @@ class SplitWriter:
             self._shard = None
 
 
-def _to_disk(path: Path) -> None:
+def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
