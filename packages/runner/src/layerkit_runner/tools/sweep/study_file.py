@@ -7,6 +7,7 @@ reported at once.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -208,7 +209,8 @@ def _document(path: str) -> dict[str, Any]:
         document = parse(read_text(file, max_bytes=_MAX_BYTES))
     except FileNotFoundError:
         beside = [other.name for other in file.parent.iterdir()] if file.parent.is_dir() else []
-        raise UsageError("file not found", value=file.name, choices=beside) from None
+        near = difflib.get_close_matches(file.name, beside)
+        raise UsageError("file not found", value=file.name, choices=near) from None
     except OSError as error:
         raise UsageError(f"cannot read the file: {error}") from error
     except DocumentError as error:
